@@ -127,8 +127,6 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "--interactive": _CHAT,
         "--lora": _UNSUPPORTED,
         "--mmproj": _UNSUPPORTED,
-        "--model-draft": _UNSUPPORTED,
-        "-md": _UNSUPPORTED,
         "--override-kv": _UNSUPPORTED,
         "--override-tensor": _UNSUPPORTED,
         "-ot": _UNSUPPORTED,

@@ -167,7 +167,8 @@ OPTIONS: Final = (
     _flag("cache", "share the KV cells of prefixes with other requests", metavar=None, why_no_flag=_ONE_CALLER,
         fields=("cache_prompt",)),
     SamplingOption(Kind.TEXT, "speculate",
-        "guess the next tokens from the text so far (ngram), or never (off); by default where it saves time",
+        "guess the next tokens from the text so far (ngram), with the draft model (draft), or never (off); by default "
+        "whatever saves time",
         optional=True, metavar="KIND"),
     SamplingOption(Kind.TEXT, "prediction", "the text that the output is expected to be like", optional=True,
         metavar="TEXT", fields=(), why_no_field="it is an object, as in OpenAI's API, or a text",

@@ -43,6 +43,7 @@ from llamapipe._engine.deliver import (
     progress_bar,
     running_loop,
 )
+from llamapipe._engine.draft import make_drafter
 from llamapipe._engine.executor import StepExecutor
 from llamapipe._engine.invariance import check_invariance
 from llamapipe._engine.kv import MIN_PREFIX, KvCache
@@ -178,6 +179,9 @@ class Engine(NotCopyable):
       the same without computing them again, with llama.cpp's shift of positions. That is faster and only approximate;
       it needs a separate KV cache for each request (no ``n_cells``) and a model whose positions can be shifted.
     - ``max_queue``: maximum number of requests that wait for a slot; None: no limit.
+    - ``draft``: a smaller model of the same family, or its path, that guesses several tokens for each step; see
+      ``docs/guides/performance.md``. It changes how many steps a text takes, and not the text; where it saves no time,
+      it is not used. Close it after the engine, unless it was given as a path.
     - ``batch_invariant``: True: the same request gives the same text whatever else runs, or a ValueError here says why
       this model's texts could differ; see ``docs/sampling.md``.
     - ``tuning``: options that few programs need; see ``EngineTuning``.
@@ -226,11 +230,16 @@ class Engine(NotCopyable):
         n_keep: int = 0,
         max_queue: int | None = None,
         batch_invariant: bool = False,
+        draft: Model | str | os.PathLike[str] | None = None,
         tuning: EngineTuning = _NO_TUNING,
     ) -> None:
         self._owns_model = isinstance(model, (str, os.PathLike))
         if not isinstance(model, (Model, str, os.PathLike)):
             raise TypeError(f"model must be a Model or the path of a GGUF file, not {type(model).__name__}")
+        if draft is not None and not isinstance(draft, (Model, str, os.PathLike)):
+            raise TypeError(
+                f"draft must be a Model, the path of a GGUF file, or None, not {type(draft).__name__}"
+            )
         if not isinstance(tuning, EngineTuning):
             raise TypeError(
                 f"tuning must be EngineTuning, not {type(tuning).__name__}: tuning=lp.EngineTuning(n_ubatch=1024)"
@@ -298,7 +307,16 @@ class Engine(NotCopyable):
             # Cells of wrong guesses are removed, which recurrent states and sliding windows do not allow.
             can_guess = not model.is_recurrent and not model.n_swa
             n_score_rows = max(context.n_outputs_max - context.n_seq_max, 1)
-            gate = Gate(n_score_rows if can_guess else 0, splits=not unified)
+            self._draft_model: Model | None = None  # if the engine loaded it
+            drafter = None
+            if draft is not None:
+                if not isinstance(draft, Model):
+                    draft = self._draft_model = undo.enter_context(
+                        closing(Model(draft, n_gpu_layers=-1 if on_gpu(model) else 0))
+                    )
+                drafter = undo.enter_context(closing(make_drafter(context, draft)))
+            self._draft_text = "" if draft is None else f" draft={draft.path.name!r}"
+            gate = Gate(n_score_rows if can_guess else 0, splits=not unified, drafter=drafter)
             scheduler = Scheduler(
                 KvCache.for_context(
                     context,
@@ -334,7 +352,9 @@ class Engine(NotCopyable):
                 shares and not self._queue.is_limited and context.n_cells >= context.n_ctx * context.n_seq_max
             )
             n_sharing = context.n_seq_max // 2 if shares else 1  # the other slots are for other callers
-            self._request_builder = RequestBuilder(model, context.n_ctx, n_sharing, gate.n_most > 0)
+            self._request_builder = RequestBuilder(
+                model, context.n_ctx, n_sharing, speculates=gate.n_most > 0, drafts=drafter is not None
+            )
             self._chat_builder = ChatBuilder(model, self._request_builder)
             self.trace = Trace(pipeline)
             tuner = make_tuner(
@@ -368,7 +388,9 @@ class Engine(NotCopyable):
         kv = f" kv={self._kv_bytes / 2**20:.0f}MiB" if self._kv_bytes else ""
         packed = self.model.packed_bytes
         kernels = f" kernels={self.model.kernels}" + (f" packed={packed / 2**20:.0f}MiB" if packed else "")
-        return f"<Engine {state} {self._context_repr}{kv}{kernels} {self.model.path.name!r}>"
+        return (
+            f"<Engine {state} {self._context_repr}{kv}{kernels} {self.model.path.name!r}{self._draft_text}>"
+        )
 
     def check_params(self, params: SamplingParams) -> None:
         """Checks params for this model, and compiles their constraint, which may take long. Any thread.
@@ -1599,6 +1621,8 @@ class Engine(NotCopyable):
             self._submission.observer.close()
         if was_open and self._trace_path is not None and not self._engine_thread.in_child():
             self.trace.save(self._trace_path)
+        if self._draft_model is not None:
+            self._draft_model.close()
         if self._owns_model:
             self.model.close()
         elif was_open:

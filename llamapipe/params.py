@@ -87,8 +87,9 @@ class SamplingParams:
       time or ``n_cached_tokens``, what these prompts were. None: share with all requests that have none.
     - ``prediction``: a text that the output is expected to be like, such as a file with a few changes. It saves steps
       where it is right, and never changes the output. ``speculate``: whether steps also compute tokens that are
-      guessed. None: from the constraint, the prediction, the prompt and the output, where that saves time. "ngram":
-      the same. "off": never.
+      guessed, where that saves time. None: from the constraint, the prediction, the prompt, the output, and the
+      engine's draft model. "ngram": without the draft model. "draft": without the prompt and the output. "off":
+      never.
 
     Raises ValueError or TypeError naming the field.
     """
@@ -142,7 +143,7 @@ class SamplingParams:
     cache: bool = True
     grammar_timeout: float | None = 30.0
     cache_salt: str | None = None
-    speculate: Literal["off", "ngram"] | None = None
+    speculate: Literal["off", "ngram", "draft"] | None = None
     prediction: str | None = None
 
     def __post_init__(self) -> None:
@@ -155,8 +156,10 @@ class SamplingParams:
         self._set("top_k", max(self.top_k, 0))
         self._set("seed", None if self.seed == -1 else self.seed)
         check_salt(self.cache_salt)
-        if self.speculate not in (None, "off", "ngram"):
-            raise ValueError(f"speculate is {quoted(self.speculate)}; it must be 'off', 'ngram' or None")
+        if self.speculate not in (None, "off", "ngram", "draft"):
+            raise ValueError(
+                f"speculate is {quoted(self.speculate)}; it must be 'off', 'ngram', 'draft' or None"
+            )
         if self.prediction is not None and not isinstance(self.prediction, str):
             raise TypeError(f"prediction must be a str or None, not {type(self.prediction).__name__}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

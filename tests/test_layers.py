@@ -28,7 +28,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("_engine.thread",),
     ("_engine.loop",),
     ("_engine.executor",),
-    ("_engine.deliver", "_engine.compute_threads", "_engine.invariance"),
+    ("_engine.deliver", "_engine.compute_threads", "_engine.draft", "_engine.invariance"),
     ("_engine.sampling",),
     ("policy", "params", "results"),
     ("pipeline", "structured"),

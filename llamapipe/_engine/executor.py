@@ -516,7 +516,7 @@ class StepExecutor:
 
     def park_threads(self) -> None:
         """Parks the compute threads, which would spin for some milliseconds: the next caller needs a core, too."""
-        self._native.lib.lp_context_rest(self._context.handle)
+        self._context.park_threads()
 
     def yield_cores(self) -> None:
         if self.tuner is not None:

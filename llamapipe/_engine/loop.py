@@ -658,6 +658,7 @@ class EngineLoop:
             for owner in (
                 self.dispatcher,
                 self.in_flight,
+                self._scheduler.gate.drafter,
                 self._executor,
                 self._kv_events,
                 self._long_work,
@@ -681,6 +682,9 @@ class EngineLoop:
             if scheduler.cache.memory_ops:
                 # Before the plan: what cannot be removed in part is computed again.
                 self._change_cells()
+            if scheduler.may_draft:  # which takes time that callers need not wait for
+                self._deliver()
+                self._flush(together=True)
             # After a change from two micro-batches to one, a step may be in flight that has to be sampled first.
             plan = scheduler.plan() if len(steps) < scheduler.max_in_flight else None
             if scheduler.dequeued:

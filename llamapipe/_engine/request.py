@@ -120,7 +120,7 @@ class RequestSpec(NamedTuple):
     generated token comes with log-probabilities. ``priority``: requests of a higher one come first. ``caller``:
     requests of one caller share its turns; None: it has no others. ``share``: callers of one share take turns with
     those of others. ``n_generated``: how many of its last tokens were generated before. ``speculates``: a step may have
-    tokens that its sampler guesses.
+    tokens that its sampler guesses; ``drafts``: or that the engine's draft model does.
     """
 
     max_tokens: int | None = None
@@ -141,6 +141,7 @@ class RequestSpec(NamedTuple):
     share: Hashable = None
     n_generated: int = 0
     speculates: bool = False
+    drafts: bool = False
 
 
 _DEFAULT = RequestSpec()

@@ -197,7 +197,7 @@ class SamplerFactory:
         """The same as a chain of this thread. Raises ValueError or DecodeError if the constraint refuses tokens."""
         chain = self._build(request.spec.seed, *self._accepted(request))
         if request.spec.speculates:
-            chain.watch(self._predicted, request.tokens, own=True)
+            chain.watch(self._predicted, request.tokens, own=self.params.speculate != "draft")
         return chain
 
     def rebuild(self, sampler: Sampler, request: Request) -> None:

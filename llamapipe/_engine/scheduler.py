@@ -586,6 +586,11 @@ class Scheduler:
         return True
 
     # ---- steps
+    @property
+    def may_draft(self) -> bool:
+        """Whether ``plan`` may take long because a draft model computes."""
+        return self.gate.considers_drafts and bool(self._running.decoding) and not self._running.prefilling
+
     def plan(self) -> BatchPlan | None:
         """The plan of the next step. None if nothing can be computed now."""
         if self._waiting.queued:
@@ -597,7 +602,7 @@ class Scheduler:
             self._make_room()
         if self._n_gaps >= _LEAST_GAPS:
             self._close_gaps()
-        guesses = self._guesses() if self.can_guess else None
+        guesses = self._guesses() if self.can_guess or self.gate.drafter is not None else None
         last, self._last = self._last, None
         if guesses:
             return self.batch_builder.plan(running, self.cache.parked, guesses)
@@ -614,13 +619,14 @@ class Scheduler:
 
     def _guesses(self) -> Mapping[Request, Sequence[int]]:
         """The guessed tokens to compute in the next step."""
-        self.can_guess = False
+        asks_samplers, self.can_guess = self.can_guess, False
         running, gate = self._running, self.gate
         if running.prefilling or self.batch_builder.n_micro_batches > 1 or not gate.n_most:
             return {}
         n_most = MOST_GUESSED
         if self._scarce:  # a guess must not cost others their cells
             n_most = min(n_most, (self.n_cells - running.n_cells - self.cache.n_parked_cells) // len(running))
+        drafter = gate.next_drafter()
         guesses = []
         for request in running.decoding:
             # The token after the last right one is drawn as well.
@@ -632,13 +638,18 @@ class Scheduler:
             )
             if n <= 0 or request.sampler is None or not request.spec.speculates:
                 continue
-            tokens, share = request.sampler.guess(n)
+            tokens, share = request.sampler.guess(n) if asks_samplers else ((), 0.0)
             for i, token in enumerate(tokens):
                 if token in request.stop_tokens:  # nothing follows one
                     tokens = tokens[:i]
                     break
-            if tokens:
-                guesses.append(Guess(request, tokens, share))
+            guess = Guess(request, tokens, share) if tokens else None
+            if drafter is not None and request.spec.drafts:
+                draft = drafter.guess(request, n)
+                if draft is not None and (guess is None or draft.share > share):
+                    guess = draft
+            if guess is not None:
+                guesses.append(guess)
         n = len(running.decoding)
         return gate.choose(n, guesses, self.batch_builder.n_ubatch - n) if guesses else {}
 
@@ -785,7 +796,8 @@ class Scheduler:
 
     def observe(self, plan: BatchPlan, seconds: float) -> None:
         """Learns the time of a step, from its launch to its tokens."""
-        if (self.can_guess and plan.n_decode == len(plan.tokens)) or plan.n_guessed:
+        learns = self.can_guess or self.gate.drafter is not None
+        if (learns and plan.n_decode == len(plan.tokens)) or plan.n_guessed:
             self.gate.observe(plan.n_decode, plan.n_guessed, seconds)
         budget = self.batch_builder.budget
         if budget.is_on and plan.n_decode and not plan.n_guessed:

@@ -15,6 +15,7 @@ Where guesses come from (``Sampler.guess``), the surest first:
 2. ``SamplingParams.prediction``: the text that the caller expects.
 3. The request's own prompt and output: what followed the last three tokens before. Never the texts of others, whose
    content would show in times.
+4. A draft model, if the engine has one (``draft.py``). Its tokens are only made when their number is chosen.
 
 A guess costs time, so ``Gate`` knows what steps cost and how often guesses are right. It takes as many tokens as bring
 the most tokens a second, which may be none. Guesses are for steps in which requests only decode: prompts use a step
@@ -26,7 +27,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import repeat
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from llamapipe._engine.request import Request
 
@@ -39,15 +40,41 @@ _LEAST_PART = 0.25  # of a step's time is needed for any number of tokens, until
 _LEAST_GAIN = 1.03
 _LEAST_CHANCE = 0.15  # of a token to be used at all
 _RETRY = 100  # decisions against guesses, before one is made anyway: what steps cost changes
+_MOST_RETRY = (
+    3200  # the same of drafts, doubled with each one in vain: what was not drafted for a while costs more
+)
+_LONGEST_PAUSE = (
+    32  # decisions without drafts, after several against them: they hardly change from one to the next
+)
 FORCED_SHARE = 0.95  # of forced texts whose tokens are the guessed ones; most models were trained on these
 
 
 class Guess(NamedTuple):
-    """The tokens that may follow a request's last one, and how many such guesses of 1 were right."""
+    """The tokens that may follow a request's last one, and how many such guesses of 1 were right.
+
+    ``is_draft``: the tokens are still to be drafted, and only their number counts.
+    """
 
     request: Request
     tokens: Sequence[int]
     share: float
+    is_draft: bool = False
+
+
+class Drafter(Protocol):
+    """A source of guesses whose tokens take time to make. The engine thread."""
+
+    def guess(self, request: Request, n: int) -> Guess | None:
+        """A guess of at most ``n`` tokens that are still to be drafted; None if there can be none."""
+
+    def seconds(self, chosen: Mapping[Request, int]) -> float:
+        """How long ``draft`` will take."""
+
+    def draft(self, chosen: Mapping[Request, int]) -> Mapping[Request, Sequence[int]]:
+        """The drafted tokens: at most so many of each request, or none. Raises nothing."""
+
+    def close(self) -> None:
+        """Frees what it has."""
 
 
 class StepTimes:
@@ -97,13 +124,16 @@ class Gate:
     """Chooses how many guessed tokens a step computes. Counts them.
 
     ``n_most``: most guessed tokens of a step; 0: none ever. ``splits``: tokens of one sequence beyond those that the
-    others have are a ubatch, and so a pass over the weights (KV in streams).
+    others have are a ubatch, and so a pass over the weights (KV in streams). ``drafter``: makes the tokens of drafts.
     """
 
-    def __init__(self, n_most: int = 0, splits: bool = False) -> None:
+    def __init__(self, n_most: int = 0, splits: bool = False, drafter: Drafter | None = None) -> None:
         self.times = StepTimes()
         self.n_most = n_most
         self.n_drafted = self.n_accepted = self.n_forced = self.n_steps_saved = 0
+        self.drafter = drafter
+        self._pause = self._n_paused = 0  # decisions to make without drafts, and those made
+        self._retry = _RETRY
         self._splits = splits
         self._n_refused = 0
         self._expected_s = 0.0  # of the passes of the step that was chosen last; 0: it is one pass
@@ -112,11 +142,25 @@ class Gate:
     def __repr__(self) -> str:
         return f"<Gate n_drafted={self.n_drafted} n_accepted={self.n_accepted} {self.times!r}>"
 
+    @property
+    def considers_drafts(self) -> bool:
+        """Whether the next decision is also about drafts."""
+        return self.drafter is not None and self._n_paused >= self._pause
+
+    def next_drafter(self) -> Drafter | None:
+        """What drafts for the next decision, if that is about drafts."""
+        if self.considers_drafts:
+            self._n_paused = 0
+            return self.drafter
+        self._n_paused += 1
+        return None
+
     def choose(self, n_decoding: int, guesses: Sequence[Guess], n_room: int) -> dict[Request, Sequence[int]]:
         """The guessed tokens, at most ``n_room``, to compute beside the last ones of ``n_decoding`` requests."""
         plain_s = self.times.of(n_decoding)
         if plain_s <= 0:
             return {}
+        drafting = {guess.request for guess in guesses if guess.is_draft}
         best, n_best, best_speed = {}, 0, _LEAST_GAIN * n_decoding / plain_s
         tried, tried_speed = {}, 0.0
         n_longest = max(len(guess.tokens) for guess in guesses)
@@ -125,7 +169,10 @@ class Gate:
             n_added = sum(chosen.values())
             if n_added > min(self.n_most, n_room):
                 break
-            speed = (n_decoding + n_expected) / self._seconds(n_decoding, chosen)
+            seconds = self._seconds(n_decoding, chosen)
+            if drafting and self.drafter is not None:
+                seconds += self.drafter.seconds({r: n for r, n in chosen.items() if r in drafting})
+            speed = (n_decoding + n_expected) / seconds
             if speed > best_speed:
                 best, n_best, best_speed = chosen, n_added, speed
             if speed > tried_speed:
@@ -134,15 +181,24 @@ class Gate:
                 break
         if not n_best:
             self._n_refused += 1
-            if self._n_refused < _RETRY:
+            if drafting:
+                self._pause = min(2 * self._pause + 1, _LONGEST_PAUSE)
+            if self._n_refused < (self._retry if drafting else _RETRY):
                 return {}
             best = tried
+            if drafting:
+                self._retry = min(2 * self._retry, _MOST_RETRY)
+        elif drafting:
+            self._pause, self._retry = 0, _RETRY
         self._n_refused = 0
+        tokens = {guess.request: guess.tokens for guess in guesses if guess.request in best}
+        if drafting and self.drafter is not None:
+            drafted = self.drafter.draft({r: n for r, n in best.items() if r in drafting})
+            tokens = {r: drafted.get(r, ()) if r in drafting else tokens[r] for r in tokens}
+            best = {r: min(best[r], len(tokens[r])) for r in best if tokens[r]}
         is_split = self._is_split(n_decoding, best)
         self._expected_s = self._seconds(n_decoding, best) / self._factor if is_split else 0.0
-        return {
-            guess.request: guess.tokens[: best[guess.request]] for guess in guesses if guess.request in best
-        }
+        return {request: tokens[request][:n] for request, n in best.items()}
 
     def _is_split(self, n_decoding: int, chosen: Mapping[Request, int]) -> bool:
         """Whether the step is several passes: sequences have another number of tokens than others."""
@@ -172,7 +228,7 @@ def _cut(guesses: Sequence[Guess], length: int) -> tuple[dict[Request, int], flo
     """How many tokens of each guess a step has, with at most ``length`` each, and how many are expected to be right."""
     chosen: dict[Request, int] = {}
     n_expected = 0.0
-    for request, tokens, share in guesses:
+    for request, tokens, share, _ in guesses:
         chance, n = share, 0
         while n < min(length, len(tokens)) and chance >= _LEAST_CHANCE:
             n_expected += chance

@@ -303,14 +303,17 @@ class RequestBuilder:
     """Checks against a model and the context length of one engine. Any thread.
 
     ``n_sharing``: how many requests of a call may share a prompt's cells and run at the same time; 1: no sharing.
-    ``speculates``: whether steps may have guessed tokens.
+    ``speculates``: whether steps may have guessed tokens. ``drafts``: whether a draft model guesses, too.
     """
 
-    def __init__(self, model: Model, n_ctx: int, n_sharing: int = 1, speculates: bool = False) -> None:
+    def __init__(
+        self, model: Model, n_ctx: int, n_sharing: int = 1, speculates: bool = False, drafts: bool = False
+    ) -> None:
         self._model = model
         self.n_ctx = n_ctx
         self.n_sharing = n_sharing
         self._speculates = speculates
+        self._drafts = drafts
         self._eog = model.vocab.eog_tokens
         self._factories = SamplerFactoryCache(model.vocab, n_ctx)
 
@@ -322,6 +325,11 @@ class RequestBuilder:
 
     def _compiled(self, params: SamplingParams) -> tuple[SamplerFactory, GrammarBudget | None]:
         """The factory for params, and what is left for their constraint. Raises as ``item`` does, DecodeError."""
+        if params.speculate == "draft" and not self._drafts:
+            raise InvalidRequestError(
+                "speculate is 'draft', but the engine has no draft model; give Engine(draft=...) a smaller model of "
+                "the same family, or leave speculate out"
+            )
         began_s = thread_time()
         factory = self._factories.sampler_factory(params)
         if not factory.is_constrained:
@@ -552,6 +560,10 @@ class RequestBuilder:
         stop_tokens = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stop_tokens = stop_tokens | self._eog if stop_tokens else self._eog
+        # A sequence that its caller may change needs a sampler that has drawn no further, log-probabilities theirs.
+        speculates = (
+            self._speculates and params.speculate != "off" and params.logprobs is None and not resumable
+        )
         return RequestSpec(
             params.max_tokens,
             stop_tokens,
@@ -566,11 +578,12 @@ class RequestBuilder:
             wants_logprobs=params.logprobs is not None,
             priority=params.priority,
             share=tenant.get().share,
-            # A sequence that its caller may change needs a sampler that has drawn no further, log-probabilities theirs.
-            speculates=self._speculates
-            and params.speculate != "off"
-            and params.logprobs is None
-            and not resumable,
+            speculates=speculates,
+            # The masks of a constraint are only known along the text that it forces itself.
+            drafts=speculates
+            and self._drafts
+            and params.speculate != "ngram"
+            and not item.sampler_factory.is_slow,
         )
 
 

@@ -233,6 +233,13 @@ ENGINE = [
         "",
         "give the same text for a request whatever else runs; refuse models whose texts could differ",
     ),
+    Option(
+        "draft",
+        model_path,
+        "FILE",
+        "a smaller model of the same family that guesses several tokens for each step, where that saves time",
+        aliases=("-md", "--model-draft"),
+    ),
     Option("overflow", str, "MODE", "what to do when the output fills the context: stop, recompute or shift"),
     Option("n_keep", int, "N", "tokens at the start that --overflow keeps"),
 ]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any, Final
 
 from llamapipe._messages import did_you_mean, quoted
 from llamapipe.arguments import check_int
+from llamapipe.llama.model import Model
 
 # llama.h's numbers.
 SPLIT_MODES: Final = {0: "none", 1: "layer", 2: "row", 3: "tensor"}
@@ -67,7 +69,7 @@ REFUSED: Final[dict[str, tuple[object, str]]] = {
     "lora_path": (None, "llamapipe has no adapters yet; merge it into the model"),
     "numa": (False, "start the process under numactl"),
     "chat_handler": (None, "llamapipe reads no images; for text, pass chat_format or chat_template"),
-    "draft_model": (None, "llamapipe has no speculative decoding yet"),
+    "draft_model": (None, "give a path or an lp.Model; texts are guessed from themselves without it"),
     "tokenizer": (None, "the model file's tokenizer is used"),
 }
 
@@ -76,6 +78,8 @@ def check_refused(values: dict[str, Any]) -> None:
     """Raises ValueError for the first argument that asks for what llamapipe does not have."""
     for name, (nothing, reason) in REFUSED.items():
         value = values[name]
+        if name == "draft_model" and isinstance(value, (str, os.PathLike, Model)):
+            continue
         if value is not nothing and (nothing is None or value != nothing):
             raise ValueError(f"{name}={quoted(value)} is not supported: {reason}")
 
@@ -159,6 +163,7 @@ def engine_options(values: dict[str, Any], n_ctx: int) -> dict[str, Any]:
         "n_threads_batch": values["n_threads_batch"],
         # False is llama-cpp-python's default; llama.cpp then chooses.
         "flash_attn": "on" if values["flash_attn"] else "auto",
+        "draft": values.get("draft_model"),
     }
     for name in ("type_k", "type_v"):
         if values[name] is not None:

@@ -358,6 +358,10 @@ class Context(NotCopyable):
             raise BackendError(f"{n} and {n_batch} threads cannot be used ({last_error(self._native)})")
         self.n_threads, self.n_threads_batch = n, n_batch
 
+    def park_threads(self) -> None:
+        """Lets the compute threads sleep until the next decode. They would spin for some milliseconds before."""
+        self._native.lib.lp_context_rest(self.handle)
+
     def compute_thread_ids(self) -> list[int]:
         """The kernel's ids of the threads that compute: the one that decoded last, then its workers. Any thread.
 

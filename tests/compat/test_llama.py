@@ -120,6 +120,12 @@ class TestOptions:
             Llama(lp.demo_model_path(), **given | {name: other})
         Llama(lp.demo_model_path(), vocab_only=True, **given).close()
 
+    def test_a_draft_model(self, demo: lp.Model) -> None:
+        for draft in (str(lp.demo_model_path()), demo):
+            with Llama(str(lp.demo_model_path()), n_ctx=64, draft_model=draft) as llm:
+                assert "draft=" in repr(llm.engine)
+                llm("Once upon a time", max_tokens=8)
+
     @pytest.mark.parametrize(
         ("given", "message"),
         [

@@ -41,7 +41,7 @@ class EagerGate(Gate):
     def choose(self, n_decoding: int, guesses: Sequence[Guess], n_room: int) -> dict[Request, Sequence[int]]:
         chosen: dict[Request, Sequence[int]] = {}
         n_left = min(self.n_most, n_room)
-        for request, tokens, _ in guesses:
+        for request, tokens, *_ in guesses:
             n = min(self.rng.randrange(1, 9), len(tokens), n_left)
             if n:
                 chosen[request] = tokens[:n]
@@ -245,7 +245,7 @@ def test_another_request_finds_the_prefix(engine: lp.Engine) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"speculate": "draft"}, ValueError, "speculate is 'draft'; it must be"),
+        ({"speculate": "on"}, ValueError, "speculate is 'on'; it must be"),
         ({"speculate": 1}, ValueError, "speculate is 1; it must be"),
         ({"prediction": ["a"]}, TypeError, "prediction must be a str or None, not list"),
     ],

@@ -17,7 +17,7 @@ import random
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty
@@ -39,7 +39,7 @@ from llamapipe._engine.kv import KvCache
 from llamapipe._engine.loop import EngineLoop, Inbox
 from llamapipe._engine.request import Request, RequestSpec, State
 from llamapipe._engine.scheduler import Overflow, Scheduler
-from llamapipe._engine.speculation import Gate
+from llamapipe._engine.speculation import Gate, Guess
 from llamapipe._engine.submit import QueueLimit
 from llamapipe.errors import ContextFullError, DecodeError, InvalidRequestError, NoToken
 from llamapipe.results import Completion, Delta, Token
@@ -287,6 +287,42 @@ class SimSampler(FakeSampler):
         return guessed, 0.85
 
 
+class SimDrafter:
+    """Drafts what follows, at times less than was asked for, nothing, or something wrong."""
+
+    def __init__(self, world: World, n_ctx: int) -> None:
+        self._world = world
+        self._n_ctx = n_ctx
+        self.closed = False
+
+    def guess(self, request: Request, n: int) -> Guess | None:
+        """As a draft model does."""
+        assert not self.closed and request.slot >= 0 and len(request.tokens) + n <= self._n_ctx
+        return None if self._world.rng.random() < 0.1 else Guess(request, range(n), 0.9, is_draft=True)
+
+    def seconds(self, chosen: Mapping[Request, int]) -> float:
+        """As a draft model does."""
+        return 1e-4 * max(chosen.values(), default=0)
+
+    def draft(self, chosen: Mapping[Request, int]) -> dict[Request, Sequence[int]]:
+        """As a draft model does."""
+        rng = self._world.rng
+        drafts: dict[Request, Sequence[int]] = {}
+        for request, n in chosen.items():
+            tokens = list(request.tokens)
+            for _ in range(rng.randrange(n + 1)):
+                right = rng.random() < 0.85
+                tokens.append(next_token(tokens, N_VOCAB) if right else rng.randrange(N_VOCAB))
+            if len(tokens) > len(request.tokens):
+                drafts[request] = tokens[len(request.tokens) :]
+        return drafts
+
+    def close(self) -> None:
+        """As a draft model does."""
+        assert not self.closed, "a drafter was closed twice"
+        self.closed = True
+
+
 class SimExecutor(FakeContext):
     """Steps that take time, fail, are aborted or find no cells, and rows that are drawn from late."""
 
@@ -418,7 +454,10 @@ class Simulation:
             rng.choice((4, 8)) if context.n_batch == 8 else 16,
             padding_token=None if is_unified else 0,
             overflow=Overflow("recompute", 2) if self.can_overflow else None,
-            gate=Gate(0 if context.recurrent or rng.random() < 0.3 else rng.choice((3, 8))),
+            gate=Gate(
+                0 if context.recurrent or rng.random() < 0.3 else rng.choice((3, 8)),
+                drafter=SimDrafter(world, N_CTX) if rng.random() < 0.4 else None,
+            ),
         )
         self.queue = QueueLimit(rng.choice((None, None, 2, 5)))
         self.loop = EngineLoop(self.scheduler, context, rng.choice((0.0, 0.001)), self.queue.remove)
@@ -565,6 +604,7 @@ class Simulation:
             uses_cache=rng.random() < 0.9,
             caller=rng.randrange(3),
             speculates=not options.get("resumable"),
+            drafts=not options.get("resumable"),
             **options,
         )
         return Request(tokens, spec)

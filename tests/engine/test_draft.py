@@ -1,0 +1,346 @@
+"""A draft model changes how many steps a text takes, and not the text."""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGUFReader
+from support.bert_model import bert_model
+from support.gguf_models import tiny_model
+from support.inside import scheduler_of
+
+import llamapipe as lp
+from llamapipe._engine.draft import DraftModel, n_equal
+from llamapipe._engine.request import Request
+from llamapipe._engine.speculation import Gate, Guess
+from llamapipe.errors import BackendError, ContextFullError, DecodeError, InvalidRequestError
+from llamapipe.native.load import native
+
+pytestmark = pytest.mark.native
+MakeEngine = Callable[..., lp.Engine]
+STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
+
+
+class EagerGate(Gate):
+    """Takes drafts of random lengths: times must not decide what a test computes."""
+
+    rng = random.Random(1)
+
+    def choose(self, n_decoding: int, guesses: Sequence[Guess], n_room: int) -> dict[Request, Sequence[int]]:
+        n_left, wanted = min(self.n_most, n_room), {}
+        for guess in guesses:
+            if guess.is_draft and n_left > 0:
+                wanted[guess.request] = min(self.rng.randrange(1, 9), len(guess.tokens), n_left)
+                n_left -= wanted[guess.request]
+        assert self.drafter is not None
+        drafted = self.drafter.draft(wanted)
+        assert all(len(tokens) <= wanted[request] for request, tokens in drafted.items())
+        return dict(drafted)
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamapipe.engine.Gate", EagerGate)
+
+
+@pytest.fixture(scope="module")
+def similar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lp.Model]:
+    """The bundled model with noise in its weights: it is right now and then."""
+    path = tmp_path_factory.mktemp("similar") / "similar.gguf"
+    shutil.copyfile(lp.demo_model_path(), path)
+    rng = np.random.default_rng(1)
+    data = np.memmap(path, np.uint8, "r+")
+    for tensor in GGUFReader(path).tensors:
+        if tensor.tensor_type.name == "Q8_0" and "ffn" in tensor.name:
+            first = int(tensor.data_offset)
+            blocks = data[first : first + tensor.n_bytes].reshape(-1, 34)[:, 2:].view(np.int8)
+            blocks[:] = np.clip(blocks + rng.integers(-30, 31, blocks.shape), -127, 127)
+    data.flush()
+    with lp.Model(path) as model:
+        yield model
+
+
+@pytest.fixture(params=["itself", "similar"])
+def draft(request: pytest.FixtureRequest, demo: lp.Model, similar: lp.Model) -> lp.Model:
+    return demo if request.param == "itself" else similar
+
+
+@pytest.fixture
+def engine(eager: None, make_engine: MakeEngine, demo: lp.Model, draft: lp.Model) -> lp.Engine:
+    if native().lib.lp_kernels_level() == native().ffi.NULL:
+        pytest.skip("rows depend on one another without llamapipe's kernels")
+    return make_engine(demo, n_ctx=256, n_seq_max=4, batch_invariant=True, draft=draft)
+
+
+def drafter_of(engine: lp.Engine) -> DraftModel:
+    drafter = scheduler_of(engine).gate.drafter
+    assert isinstance(drafter, DraftModel)
+    return drafter
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seeded": {},
+    "penalties": {"repeat_penalty": 1.1, "presence_penalty": 0.2},
+    "schema": {"json_schema": {"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}}},
+    "stop": {"temperature": 0, "stop": ["park", "said"]},
+    "prediction": {"temperature": 0, "prediction": f"{STORY} They walked home."},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_texts_are_those_without_drafts(engine: lp.Engine, way: str) -> None:
+    def texts(speculate: str | None) -> list[tuple[list[int], str]]:
+        each = [
+            lp.SamplingParams(max_tokens=60, seed=i, speculate=speculate, **WAYS[way])  # type: ignore[arg-type]
+            for i in range(7)
+        ]
+        done = engine.generate([STORY[: 40 + 8 * i] for i in range(7)], each)
+        return [(one.token_ids, one.finish_reason) for one in done]
+
+    expected = texts("off")
+    assert engine.stats().n_drafted == 0
+    for speculate in (None, "draft"):
+        assert texts(speculate) == expected
+    stats = engine.stats()
+    assert stats.n_accepted <= stats.n_drafted
+    assert stats.n_accepted > 0 or way == "schema"
+    engine.check_integrity()
+
+
+def test_a_right_draft_saves_steps(eager: None, make_engine: MakeEngine, demo: lp.Model) -> None:
+    with make_engine(demo, n_ctx=256, n_seq_max=2, draft=demo) as engine:
+        options: dict[str, Any] = {"temperature": 0, "max_tokens": 90, "ignore_eos": True}
+        plain = engine.generate(STORY, lp.SamplingParams(**options, speculate="off"))
+        before = engine.stats()
+        done = engine.generate(STORY, lp.SamplingParams(**options, speculate="draft"))
+        after = engine.stats()
+        assert done.text == plain.text
+        assert after.steps - before.steps < 40
+        assert done.n_accepted_tokens == after.n_accepted > 45
+
+
+def test_ngram_does_not_draft(engine: lp.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DraftModel, "guess", lambda *arguments: pytest.fail("asked for a draft"))
+    engine.generate(STORY, lp.SamplingParams(max_tokens=20, speculate="ngram"))
+    engine.generate(STORY, lp.SamplingParams(max_tokens=20, speculate="off"))
+    engine.generate(STORY, lp.SamplingParams(max_tokens=20, logits_processors=[lambda row: None]))
+
+
+def test_a_draft_needs_a_draft_model(make_engine: MakeEngine, demo: lp.Model) -> None:
+    with make_engine(demo, n_ctx=64, n_seq_max=1) as engine:
+        with pytest.raises(InvalidRequestError, match=r"no draft model; give Engine\(draft=\.\.\.\)"):
+            engine.generate("a", lp.SamplingParams(speculate="draft"))
+        engine.generate("a", lp.SamplingParams(max_tokens=2))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"n_cells": 200}, {"overflow": "recompute"}, {"overflow": "shift"}], ids=str
+)
+def test_scarce_cells(eager: None, make_engine: MakeEngine, demo: lp.Model, options: dict[str, Any]) -> None:
+    with make_engine(demo, n_ctx=96, n_seq_max=4, draft=demo, **options) as engine:
+        params = lp.SamplingParams(temperature=0, max_tokens=150, speculate="draft", ignore_eos=True)
+        done = engine.generate([STORY[: 70 + i] for i in range(6)], params)
+        assert {one.finish_reason for one in done} == {"length"}
+        assert engine.stats().n_accepted > 0
+        engine.check_integrity()
+
+
+def test_streams_that_end_early(engine: lp.Engine) -> None:
+    params = lp.SamplingParams(temperature=0, max_tokens=60, speculate="draft")
+    expected = engine.generate(STORY, lp.SamplingParams(temperature=0, max_tokens=60, speculate="off"))
+    for n in range(0, 40, 3):
+        with engine.stream(STORY, params) as stream:
+            found = [token for _, delta in zip(range(n), stream, strict=False) for token in delta.token_ids]
+        assert found == expected.token_ids[: len(found)]
+    engine.check_integrity()
+
+
+def test_a_request_begins_with_the_cells_of_another(
+    eager: None, make_engine: MakeEngine, demo: lp.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not with those of others: the time would tell what their prompts were."""
+    computed: list[int] = []
+    decode = DraftModel._decode
+
+    def counted(self: DraftModel, entries: Sequence[tuple[Request, Sequence[int]]]) -> Any:
+        computed.append(sum(len(tokens) for _, tokens in entries))
+        return decode(self, entries)
+
+    monkeypatch.setattr(DraftModel, "_decode", counted)
+    with make_engine(demo, n_ctx=256, n_seq_max=4, draft=demo) as engine:
+        prompt = engine.model.tokenize(STORY * 4)
+
+        def longest(**options: Any) -> int:
+            computed.clear()
+            engine.generate(
+                prompt, lp.SamplingParams(max_tokens=8, temperature=0, speculate="draft", **options)
+            )
+            return max(computed)
+
+        assert longest() >= len(prompt)
+        assert longest() < 5
+        assert longest(cache_salt="other") >= len(prompt)
+        assert longest(cache_salt="other") < 5
+        assert longest(cache=False) >= len(prompt)
+        computed.clear()
+        several = lp.SamplingParams(max_tokens=8, n=4, speculate="draft", cache_salt="third")
+        engine.generate(prompt, several)
+        assert sum(computed) < 2 * len(prompt)
+
+
+@pytest.mark.parametrize("error", [DecodeError("broken"), BackendError("lost"), MemoryError()])
+def test_an_error_of_the_draft_model_ends_no_request(
+    eager: None,
+    make_engine: MakeEngine,
+    demo: lp.Model,
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise error
+
+    with make_engine(demo, n_ctx=128, n_seq_max=2, draft=demo) as engine:
+        expected = engine.generate(STORY, lp.SamplingParams(temperature=0, max_tokens=30, speculate="off"))
+        monkeypatch.setattr(DraftModel, "_decode", broken)
+        with caplog.at_level(logging.WARNING, "llamapipe"):
+            done = engine.generate([STORY, STORY], lp.SamplingParams(temperature=0, max_tokens=30))
+        assert [one.text for one in done] == [expected.text] * 2
+        assert sum("draft model is not used any more" in record.message for record in caplog.records) == 1
+        engine.check_integrity()
+
+
+def test_a_full_draft_context_drops_idle_sequences(
+    eager: None, make_engine: MakeEngine, demo: lp.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_engine(demo, n_ctx=128, n_seq_max=3, draft=demo) as engine:
+        drafter = drafter_of(engine)
+        params = lp.SamplingParams(temperature=0, max_tokens=20, speculate="draft")
+        engine.generate([STORY, STORY[:50]], params)
+        decode, n_failed = DraftModel._decode, 0
+
+        def full(self: DraftModel, entries: Any) -> Any:
+            nonlocal n_failed
+            if n_failed == 0:
+                n_failed += 1
+                raise ContextFullError("no cells")
+            return decode(self, entries)
+
+        monkeypatch.setattr(DraftModel, "_decode", full)
+        before = engine.stats().n_accepted
+        engine.generate("The dog", params)
+        assert n_failed == 1 and engine.stats().n_accepted > before
+        assert sum(bool(held.tokens) for held in drafter._held) == 1
+
+
+def test_long_prompts_are_computed_in_parts(eager: None, make_engine: MakeEngine, demo: lp.Model) -> None:
+    """So that other requests need not wait for all of it."""
+    with make_engine(demo, n_ctx=256, n_seq_max=2, draft=demo, tuning=lp.EngineTuning(n_ubatch=32)) as engine:
+        params = lp.SamplingParams(temperature=0, max_tokens=40, speculate="draft")
+        done = engine.generate(engine.model.tokenize(STORY * 8)[:200], params)
+        assert max(drafter_of(engine).times._ns) <= 32
+        assert done.n_accepted_tokens > 0
+
+
+def test_who_owns_the_draft_model(make_engine: MakeEngine, demo: lp.Model) -> None:
+    with make_engine(demo, n_ctx=64, n_seq_max=1, draft=lp.demo_model_path()) as engine:
+        loaded = engine._draft_model
+        assert loaded is not None and not loaded.closed
+    assert loaded.closed and not demo.closed
+
+
+def test_unfit_models_are_refused(make_engine: MakeEngine, demo: lp.Model, tmp_path: Path) -> None:
+    other = tiny_model(tmp_path / "other.gguf", "gpt-2")
+    embedding, _ = bert_model(tmp_path / "bert.gguf")
+    for path, match in (
+        (other, "the vocabularies of demo.gguf and other.gguf differ"),
+        (embedding, "is not causal|vocabularies|not a decoder"),
+    ):
+        with pytest.raises((ValueError, InvalidRequestError), match=match):
+            make_engine(demo, n_ctx=64, n_seq_max=1, draft=path)
+    with pytest.raises(TypeError, match="draft must be a Model, the path of a GGUF file, or None, not int"):
+        make_engine(demo, n_ctx=64, n_seq_max=1, draft=1)
+
+
+# ---- when it pays
+class Paid:
+    """A drafter that takes as long as a test says."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds_a_token = seconds
+        self.n_calls = 0
+
+    def guess(self, request: Request, n: int) -> Guess | None:
+        return Guess(request, range(n), 0.9, is_draft=True)
+
+    def seconds(self, chosen: Mapping[Request, int]) -> float:
+        return self.seconds_a_token * max(chosen.values(), default=0)
+
+    def draft(self, chosen: Mapping[Request, int]) -> dict[Request, Sequence[int]]:
+        self.n_calls += 1
+        return {request: [7] * n for request, n in chosen.items()}
+
+    def close(self) -> None:
+        pass
+
+
+def lengths(gate: Gate, n_decisions: int) -> list[int]:
+    found = []
+    for _ in range(n_decisions):
+        drafter = gate.next_drafter()
+        if drafter is None:
+            found.append(0)
+            continue
+        guess = drafter.guess(Request([1]), 24)
+        assert guess is not None
+        found.append(sum(map(len, gate.choose(1, [guess], 512).values())))
+    return found
+
+
+def test_cheap_drafts_are_long_and_dear_ones_are_not_made() -> None:
+    found = []
+    for seconds in (0.0001, 0.002, 0.004, 0.02):
+        drafter = Paid(seconds)
+        gate = Gate(32, drafter=drafter)
+        for n in range(1, 33):
+            gate.observe(n, 0, 0.01 + 0.0002 * n)
+        found.append(lengths(gate, 60)[-1])
+        if seconds == 0.02:
+            assert drafter.n_calls == 0
+    assert found == sorted(found, reverse=True)
+    assert found[0] >= 10 and found[2] > 0 and found[3] == 0
+
+
+def test_drafts_that_do_not_pay_are_seldom_tried() -> None:
+    gate = Gate(32, drafter=Paid(0.02))
+    for n in range(1, 33):
+        gate.observe(n, 0, 0.01)
+    found = lengths(gate, 30_000)
+    tries = [i for i, n in enumerate(found) if n]
+    assert len(tries) <= 6
+    gaps = [b - a for a, b in pairwise(tries)]
+    assert gaps == sorted(gaps)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "n"),
+    [
+        ([], [], 0),
+        ([1], [1], 1),
+        ([1, 2, 3], [1, 2], 2),
+        ([1, 2], [1, 3], 1),
+        ([4], [5], 0),
+        (range(99), range(50), 50),
+    ],
+)
+def test_n_equal(a: Sequence[int], b: Sequence[int], n: int) -> None:
+    assert n_equal(list(a), list(b)) == n

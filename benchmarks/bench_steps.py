@@ -80,7 +80,9 @@ def person(i: int) -> str:
 
 def program(i: int) -> str:
     """A prompt for code that repeats nothing that is given."""
-    return chat(f"Write a Python class for a shop that sells {NAMES[i]}, with five methods. Code only, no comments.")
+    return chat(
+        f"Write a Python class for a shop that sells {NAMES[i]}, with five methods. Code only, no comments."
+    )
 
 
 def prose(i: int) -> str:

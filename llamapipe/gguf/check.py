@@ -112,10 +112,11 @@ def _n_bytes(tensor: Tensor) -> int | None:
     return n_values // block * block_bytes
 
 
+_CONVERTER: Final = "convert_hf_to_gguf.py"
 _PART: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 # Other files that people pass by mistake, by their first bytes.
 _LOOKALIKES: Final = (
-    (rb".{7}\0\{\s*\"", "a safetensors file; convert it with llama.cpp's convert_hf_to_gguf.py"),
+    (rb".{7}\0\{\s*\"", f"a safetensors file; convert it with llama.cpp's {_CONVERTER}"),
     (rb"PK\x03\x04|\x80[\x02-\x05]", "a PyTorch checkpoint or zip archive; convert the model to GGUF"),
     (
         rb"lmgg|fmgg|tjgg|algg|ggml|ggmf|ggjt",
@@ -148,9 +149,21 @@ class Stamp:
         """The stamp of the file with this status."""
         return cls(path, status.st_size, status.st_dev, status.st_ino, status.st_mtime_ns)
 
+    def change(self) -> str | None:
+        """What happened to the file since; None if it is the same."""
+        try:
+            now = Stamp.of(self.path, self.path.stat())
+        except OSError as error:
+            return f"{self.path} cannot be read any more: {error}"
+        if now.n_bytes != self.n_bytes:
+            return f"{self.path} had {self.n_bytes} bytes and has {now.n_bytes} now"
+        return None if now == self else f"{self.path} was replaced or written to"
+
 
 @dataclass(frozen=True)
-class _File:
+class OpenFile:
+    """A mapped file with its head."""
+
     stamp: Stamp
     head: Head
 
@@ -190,16 +203,7 @@ class GgufInfo:
 
     def change(self) -> str | None:
         """What happened to the files since they were checked; None if they are the same."""
-        for stamp in self.stamps:
-            try:
-                now = Stamp.of(stamp.path, stamp.path.stat())
-            except OSError as error:
-                return f"{stamp.path} cannot be read any more: {error}"
-            if now.n_bytes != stamp.n_bytes:
-                return f"{stamp.path} had {stamp.n_bytes} bytes and has {now.n_bytes} now"
-            if now != stamp:
-                return f"{stamp.path} was replaced or written to"
-        return None
+        return next((change for stamp in self.stamps if (change := stamp.change())), None)
 
 
 def check_gguf(path: str | os.PathLike[str]) -> GgufInfo:
@@ -209,7 +213,7 @@ def check_gguf(path: str | os.PathLike[str]) -> GgufInfo:
     and its place.
     """
     file = Path(path)
-    first = _open(file)
+    first = open_gguf(file)
     head = first.head
     try:
         # First, because a later part of a split model has no architecture, which would be the wrong complaint.
@@ -243,8 +247,8 @@ def check_gguf(path: str | os.PathLike[str]) -> GgufInfo:
     )
 
 
-def _open(path: Path) -> _File:
-    """Map a file and parse its head. Raises ModelLoadError."""
+def open_gguf(path: Path, converter: str = _CONVERTER) -> OpenFile:
+    """Map a file and parse its head. ``converter``: named for a file of safetensors. Raises ModelLoadError."""
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
@@ -256,7 +260,7 @@ def _open(path: Path) -> _File:
             if not first:
                 raise ModelLoadError(f"{path} is empty; download or convert it again")
             if first[:4] != b"GGUF":
-                raise ModelLoadError(_stranger(path, first))
+                raise ModelLoadError(_stranger(path, first).replace(_CONVERTER, converter))
             status = os.fstat(file.fileno())  # of the file that is open, which may be another one by now
             buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
@@ -266,7 +270,7 @@ def _open(path: Path) -> _File:
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{path} cannot be read: {error}") from error
     try:
-        return _File(Stamp.of(path, status), parse_head(buffer))
+        return OpenFile(Stamp.of(path, status), parse_head(buffer))
     except Damage as damage:
         raise ModelLoadError(f"{path}: {damage}") from None
 
@@ -292,7 +296,7 @@ def _stranger(path: Path, first: bytes) -> str:
     return f"{path} is not a GGUF file: it begins with {first[:4]!r} instead of b'GGUF'"
 
 
-def _parts(path: Path, head: Head) -> tuple[int, list[_File]]:
+def _parts(path: Path, head: Head) -> tuple[int, list[OpenFile]]:
     """The number of tensors in all parts, and the other parts of a split model."""
     n_parts = _split_value(head, "split.count")
     if n_parts is None or n_parts <= 1:
@@ -315,7 +319,7 @@ def _parts(path: Path, head: Head) -> tuple[int, list[_File]]:
     names = {tensor.name for tensor in head.tensors}
     for i in range(1, n_parts):
         part_path = path.with_name(f"{named[1]}-{i + 1:05d}-of-{n_parts:05d}.gguf")
-        opened = _open(part_path)
+        opened = open_gguf(part_path)
         part = opened.head
         if _split_value(part, "split.no") != i:
             raise Damage(f"{part_path} does not say that it is part {i + 1} of the model")
@@ -349,7 +353,7 @@ def head_texts(path: Path) -> dict[str, str]:
 
     Raises ModelLoadError.
     """
-    entries = _open(path).head.entries
+    entries = open_gguf(path).head.entries
     return {
         key: entry.value.decode(errors="replace") if isinstance(entry.value, bytes) else str(entry.value)
         for key, entry in entries.items()

@@ -21,6 +21,7 @@ from llamapipe.errors import (
 )
 from llamapipe.host.at_exit import awaited_at_exit
 from llamapipe.host.cores import usable_cores
+from llamapipe.llama.adapter import AdapterSet, set_adapters
 from llamapipe.llama.batch import DecodeBatch
 from llamapipe.llama.kv_memory import check_kv_memory, head_size
 from llamapipe.llama.model import Model
@@ -90,6 +91,7 @@ class Context(NotCopyable):
     ) -> None:
         self._handle: Any = None
         self._llama: Any = None
+        self._adapters: AdapterSet | None = None
         self.batch_invariant = batch_invariant
         self.graph_sampling = graph_sampling and n_ring_slots > 0
         self.graph_problem = "outputs go through llama.cpp's own buffer" if graph_sampling else ""
@@ -247,6 +249,12 @@ class Context(NotCopyable):
         return (
             f"<Context n_ctx={self.n_ctx} n_seq_max={self.n_seq_max} n_cells={self.n_cells} kv={kind}{state}>"
         )
+
+    def set_adapters(self, adapters: AdapterSet | None) -> None:
+        """Computes with these adapters from the next decode on; None: with the model alone. Raises BackendError."""
+        self.claim()
+        set_adapters(self._native, self._native.lib.lp_context_set_adapters, self._handle, adapters)
+        self._adapters = adapters  # they must live as long as the context computes with them
 
     # ---- decoding
     def decode(self, batch: DecodeBatch) -> None:
@@ -468,6 +476,7 @@ class Context(NotCopyable):
             return
         handle, self._handle = self._handle, None
         self._native.lib.lp_context_free(handle)
+        self._adapters = None
         self.model.release(self)
 
     def __enter__(self) -> Context:

@@ -21,6 +21,7 @@ from llamapipe.arguments import check_choice, check_flag, check_int, path_of
 from llamapipe.errors import BackendError, EngineClosedError, ModelLoadError
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.memory import free_memory, return_freed_memory
+from llamapipe.llama.adapter import Adapter, ControlVector, ModelAdapters
 from llamapipe.llama.devices import Device, check_rpc, device_list, shares_of_devices, used_devices
 from llamapipe.llama.fim import FimExtra, FimOrder, fim_prompt, fim_text
 from llamapipe.llama.loading import Progress, is_loading, load, mapping_guard
@@ -33,6 +34,7 @@ from llamapipe.ollama_models import model_of, shown_name
 if TYPE_CHECKING:
     from llamapipe.chat.tools import ToolDefinition
     from llamapipe.gguf.check import GgufInfo
+    from llamapipe.gguf.reader import Tensor
     from llamapipe.llama.chat_prompts import ChatPrompts
     from llamapipe.rpc import Workers
 
@@ -125,6 +127,7 @@ class Model(NotCopyable):
         self._pid = os.getpid()
         self._lock = Lock()
         self._children: dict[int, str] = {}
+        self.adapters = ModelAdapters(self)
         try:
             self.path, self.name = model_of(path) or (path_of(path), "")
         except TypeError:
@@ -164,6 +167,8 @@ class Model(NotCopyable):
                 "or give the file of a whole model"
             )
 
+        self.architecture = info.architecture
+        self.tensors: Mapping[str, Tensor] = {tensor.name: tensor for tensor in info.tensors}
         self.is_causal = info.is_causal
         self.has_rank_head = info.has_rank_head
         ffi, lib = self._native.ffi, self._native.lib
@@ -337,8 +342,38 @@ class Model(NotCopyable):
             "is_template_given",
             "fingerprint",
             "on_workers",
+            "adapters",
+            "architecture",
+            "tensors",
         }
         return [name for name in super().__dir__() if not name.startswith("_") and name not in hidden]
+
+    # ---- adapters
+    def load_adapter(self, path: str | os.PathLike[str], name: str | None = None) -> Adapter:
+        """Loads a LoRA of this model from a GGUF file, as llama.cpp's ``convert_lora_to_gguf.py`` writes it.
+
+        ``name``: what requests call it (``SamplingParams.adapter``); None: the name in the file, else the file's own.
+        The model computes as before where no request asks for it.
+
+        Any thread, also while engines run. Raises ModelLoadError for a missing or damaged file, one that is no LoRA,
+        and one of another model; ValueError for a name that is taken; TypeError.
+        """
+        return self.adapters.load(self._native, path, name)
+
+    def load_control_vector(
+        self, path: str | os.PathLike[str], layers: tuple[int, int] | None = None, name: str | None = None
+    ) -> ControlVector:
+        """Loads a control vector from a GGUF file, as llama.cpp's ``cvector-generator`` and repeng write it.
+
+        ``layers``: the first and the last layer, from 1 on, that are changed; None: all that the file has a direction
+        for. ``name``: what requests call it (``SamplingParams.adapter``), as for ``load_adapter``; adapters and control
+        vectors share one list of names. Several in one request add up, with their scales.
+
+        Any thread, also while engines run. Raises ModelLoadError for a missing or damaged file, one that is no control
+        vector, one of another model, and for an architecture to which llama.cpp applies none; ValueError for a name
+        that is taken, or layers that the model does not have; TypeError.
+        """
+        return self.adapters.load_control_vector(self._native, path, layers, name)
 
     # ---- text
     def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
@@ -541,6 +576,7 @@ class Model(NotCopyable):
             handle, self._handle = self._handle, None
             if hasattr(self, "vocab"):  # absent if Ctrl-C interrupted __init__
                 self.vocab.forget()
+            self.adapters.close()
         self._native.lib.llama_model_free(handle)
         self._close_workers()
         return_freed_memory()

@@ -7,6 +7,7 @@ typedef struct llama_memory_i * llama_memory_t;
 struct llama_vocab;
 struct llama_model;
 struct llama_context;
+struct llama_adapter_lora;
 
 enum llama_vocab_type { LLAMA_VOCAB_TYPE_NONE, LLAMA_VOCAB_TYPE_SPM, LLAMA_VOCAB_TYPE_BPE, ... };
 enum llama_split_mode { LLAMA_SPLIT_MODE_NONE, LLAMA_SPLIT_MODE_LAYER, LLAMA_SPLIT_MODE_ROW, LLAMA_SPLIT_MODE_TENSOR, ... };

@@ -52,6 +52,22 @@ int lp_detokenize(const struct llama_vocab * vocab, const int32_t * tokens, int 
                   bool remove_special, bool unparse_special);
 int lp_pieces(const struct llama_vocab * vocab, int32_t first, int n, char * bytes, int n_max, int32_t * ends);
 
+// ---- adapters (adapters.cpp)
+// Loads a LoRA of a model: NULL where llama.cpp refuses it; the log says why. It lives as long as the model, or until it is
+// freed, which no context may use it for any more. Any thread.
+struct llama_adapter_lora * lp_adapter_load(struct llama_model * model, const char * path);
+void                        lp_adapter_free(struct llama_adapter_lora * adapter);
+// What a context computes with besides the model: LoRAs with their scales, and a control vector (or NULL): n_embd numbers for
+// each layer from the second on, of which those from layer `first` to `last` are added.
+typedef struct {
+    int                          n;
+    struct llama_adapter_lora ** adapters;
+    float *                      scales;
+    const float *                control;
+    int64_t                      n_control;
+    int                          n_embd, first, last;
+} lp_adapter_set;
+
 // ---- devices of other machines (rpc.cpp)
 // `library`: the path of ggml-rpc's, which the first call opens. `address`: a numeric IPv4 address and a port.
 typedef struct lp_rpc lp_rpc;
@@ -104,6 +120,8 @@ enum lp_memory_op {
     LP_SHIFT,  // adds `delta` to positions
     LP_CLEAR   // removes all sequences
 };
+// From the next decode on, which reserves the graphs anew. 1 done, or LP_ERROR.
+int lp_context_set_adapters(lp_context * context, const lp_adapter_set * set);
 int lp_context_memory(lp_context * context, enum lp_memory_op op, int seq_id, int other, int p0, int p1);  // 1 done, 0 refused
 
 // ---- readers that wait for results (wake_queue_api.cpp; wake_queue.hpp says what each entry does)
@@ -168,6 +186,8 @@ lp_step * lp_submit(lp_pipeline * pipeline, int n, const int32_t * tokens, const
                     const int32_t * seq_ids, const int8_t * outputs, int * code);
 int       lp_next_position(lp_pipeline * pipeline, int seq_id);  // once everything queued is done
 int       lp_memory(lp_pipeline * pipeline, enum lp_memory_op op, int seq_id, int other, int p0, int p1, int delta);
+
+int       lp_set_adapters(lp_pipeline * pipeline, const lp_adapter_set * set);  // between steps: lp_context_set_adapters
 
 int       lp_sequence_end(lp_pipeline * pipeline, int seq_id);  // between steps: the position after its last one, or LP_ERROR...
 

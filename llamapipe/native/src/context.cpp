@@ -1,6 +1,7 @@
 // Contexts: their life, one decode from flat arrays, operations on KV cells, and the C entries of these.
 #include "context.hpp"
 
+#include "adapters.hpp"
 #include "faults.hpp"
 #include "handles.hpp"
 #include "llama-context.h"
@@ -136,12 +137,34 @@ int Context::decode(const BatchArrays & batch) {
     set_error("see the log llamapipe.native");
     const DecodeAssertionsThrow          throwing;
     const llamapipe::kernels::ComputeScope scope(attends_, multiplies_);
+    std::unique_lock<std::mutex> lock(adapters_mutex(), std::defer_lock);
+    if (reserves_) {
+        lock.lock();
+        reserves_ = false;
+    }
     try {
         return (int) llama_decode(llama_.get(), given);
     } catch (...) {
         is_broken_ = throwing.happened();
         throw;
     }
+}
+
+int Context::set_adapters(const lp_adapter_set & set) {
+    llama_context * llama = llama_.get();
+    llama_synchronize(llama);
+    reserves_ = true;
+    if (llama_set_adapters_lora(llama, set.adapters, (size_t) set.n, set.scales) != 0) {
+        throw std::runtime_error("llama.cpp refused the adapters");
+    }
+    if (set.control || has_control_) {
+        const float * data = set.control;
+        if (llama_set_adapter_cvec(llama, data, data ? (size_t) set.n_control : 0, set.n_embd, set.first, set.last) != 0) {
+            throw std::runtime_error("llama.cpp refused the control vector");
+        }
+        has_control_ = data != nullptr;
+    }
+    return 1;
 }
 
 Context::~Context() {
@@ -156,6 +179,7 @@ Context::~Context() {
 lp_context * lp_context_new(llama_model * model, const llama_context_params * params, int poll, int64_t n_ring_rows,
                             bool samples, bool attends, bool multiplies) {
     return lp::guard((lp_context *) nullptr, [&] {
+        const std::lock_guard<std::mutex> lock(lp::adapters_mutex());
         const lp::AssertionsThrow  throwing;
         const lp::Context::Options options = { poll, n_ring_rows, samples, attends, multiplies };
         return lp::without_faults((lp_context *) nullptr, [&] {
@@ -242,6 +266,10 @@ int lp_logits(lp_context * context, int n_rows, const int32_t * rows, int n_voca
         }
         return 0;
     });
+}
+
+int lp_context_set_adapters(lp_context * context, const lp_adapter_set * set) {
+    return lp::guard(LP_ERROR, [&] { return context->shared->set_adapters(*set); });
 }
 
 int lp_context_memory(lp_context * context, enum lp_memory_op op, int seq_id, int other, int p0, int p1) {

@@ -64,6 +64,9 @@ public:
     // a graph, it throws, then and from then on.
     int decode(const BatchArrays & batch);
 
+    // What the decodes after it compute with. Waits for the device: what was set before may be freed then.
+    int set_adapters(const lp_adapter_set & set);
+
 private:
     struct Free {
         void operator()(llama_context * ctx) const { llama_free(ctx); }
@@ -75,7 +78,8 @@ private:
     std::vector<int32_t>                 n_seq_id_;  // scratch of `decode`
     std::vector<llama_seq_id *>          seq_id_;
     const bool                           attends_, multiplies_;
-    bool                                 is_broken_ = false;
+    bool                                 is_broken_ = false, has_control_ = false;
+    bool                                 reserves_ = false;  // the next decode does: the adapters were changed
     std::unique_ptr<llama_context, Free> llama_;     // the last member, so the first to end
 };
 

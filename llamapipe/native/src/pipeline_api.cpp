@@ -44,6 +44,10 @@ int lp_memory(lp_pipeline * pipeline, enum lp_memory_op op, int seq_id, int othe
     return pipeline->shared->memory({ op, seq_id, other, p0, p1, delta });
 }
 
+int lp_set_adapters(lp_pipeline * pipeline, const lp_adapter_set * set) {
+    return lp::guard(LP_ERROR, [&] { return pipeline->shared->set_adapters(*set); });
+}
+
 int lp_sequence_end(lp_pipeline * pipeline, int seq_id) {
     return lp::guard(LP_ERROR, [&] { return pipeline->shared->sequence_end(seq_id); });
 }

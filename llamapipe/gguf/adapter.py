@@ -1,0 +1,285 @@
+"""Checks the GGUF files of LoRAs and control vectors, and that they fit their model, before llama.cpp gets them.
+
+llama.cpp skips tensors of norms without an error, compares only two of the sizes of a pair with those of the model, and
+ends the process over keys of another type. A pair that passes can be multiplied with every row of the model. It does
+not read control vectors at all: it takes an array.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from llamapipe.errors import ModelLoadError
+from llamapipe.gguf.check import Stamp, check_tensors, open_gguf, type_name
+from llamapipe.gguf.reader import ARRAY, F32, TYPE_NAMES, U32, Array, Damage, Head, Tensor
+from llamapipe.gguf.shapes import text
+
+_ALPHA: Final = "adapter.lora.alpha"
+_INVOCATION: Final = "adapter.alora.invocation_tokens"
+_CONVERTER: Final = "llama.cpp's convert_lora_to_gguf.py"
+_HALVES: Final = (".lora_a", ".lora_b")
+_TYPES: Final = ("F32", "F16", "BF16", "Q8_0")  # what the converter writes
+MOST_NAME: Final = 256
+_EMBEDDING: Final = "token_embd.weight"
+_DIRECTION: Final = re.compile(r"direction\.([1-9]\d{0,5})")
+# Their graphs have no place for a control vector, and llama.cpp would ignore one in silence.
+_UNSTEERED: Final = frozenset(
+    {"bert", "modern-bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "jina-bert-v2", "jina-bert-v3", "eurobert",
+     "t5encoder", "plamo2", "hy_v4", "gemma4-assistant", "eagle3", "dflash"}
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """The facts in a checked adapter file.
+
+    ``name``: ``general.name``, or the file's, cut after 256 characters. ``alpha``: 0 if the file has none; products
+    are then not scaled by it. ``ranks``: the smallest and the largest rank of its pairs. ``digest``: 16 bytes, a hash
+    of the whole file.
+    """
+
+    path: Path
+    name: str
+    architecture: str
+    alpha: float
+    ranks: tuple[int, int]
+    n_pairs: int
+    size_bytes: int
+    digest: bytes
+    stamp: Stamp
+
+
+@dataclass(frozen=True)
+class ControlInfo:
+    """The facts in a checked control vector, and its numbers.
+
+    ``directions``: float32 (n_layer - 1, n_embd), what is added after each layer from the second on; zeros where the
+    file has none. ``layers``: the first and the last with a direction. ``name``, ``digest``: as ``AdapterInfo`` has.
+    """
+
+    path: Path
+    name: str
+    directions: npt.NDArray[np.float32]
+    layers: tuple[int, int]
+    size_bytes: int
+    digest: bytes
+
+
+def check_adapter(
+    path: str | os.PathLike[str], architecture: str, tensors: Mapping[str, Tensor]
+) -> AdapterInfo:
+    """Check the file of a LoRA for a model with this architecture and these tensors. Any thread.
+
+    Raises ModelLoadError if the file is missing or damaged, is no adapter, or does not fit the model; the message
+    names the problem and its place.
+    """
+    file = Path(path)
+    if file.is_dir() and (file / "adapter_config.json").is_file():
+        raise ModelLoadError(f"{file} is an adapter of PEFT; convert it with {_CONVERTER}, and give its file")
+    opened = open_gguf(file, "convert_lora_to_gguf.py")
+    head = opened.head
+    try:
+        alpha = _check_keys(head, architecture)
+        name = text(head.entries, "general.name") or file.stem
+        check_tensors(head)
+        ranks = _check_pairs(head, tensors)
+    except Damage as damage:
+        raise ModelLoadError(f"{file}: {damage}") from None
+    return AdapterInfo(
+        path=file,
+        name=name[:MOST_NAME],
+        architecture=architecture,
+        alpha=alpha,
+        ranks=(min(ranks), max(ranks)),
+        n_pairs=len(ranks),
+        size_bytes=len(head.buffer),
+        digest=blake2b(head.buffer, digest_size=16).digest(),
+        stamp=opened.stamp,
+    )
+
+
+def _check_keys(head: Head, architecture: str) -> float:
+    """Check the metadata; returns alpha."""
+    entries = head.entries
+    kind = text(entries, "general.type")
+    if kind != "adapter":
+        what = "a model" if kind in (None, "model") else repr(kind)
+        raise Damage(f"it is {what} (general.type), not an adapter; give the file that {_CONVERTER} wrote")
+    own = text(entries, "general.architecture")
+    if own != architecture:
+        raise Damage(f"it is for models of the architecture {own!r}, and this model's is {architecture!r}")
+    method = text(entries, "adapter.type")
+    if method != "lora":
+        raise Damage(f"adapter.type is {method!r}, and only 'lora' is supported")
+    tokens = entries.get(_INVOCATION)
+    if tokens is not None:
+        if tokens.kind != ARRAY or not isinstance(tokens.value, Array) or tokens.value.kind != U32:
+            raise Damage(f"{_INVOCATION} must be an array of u32")
+        raise Damage(
+            f"it is an activated LoRA ({_INVOCATION}), which must not change what precedes these tokens; that is "
+            "not supported: train or convert it as an ordinary LoRA"
+        )
+    alpha = entries.get(_ALPHA)
+    if alpha is None:
+        return 0.0
+    if alpha.kind != F32 or not isinstance(alpha.value, float):
+        raise Damage(f"{_ALPHA} must be f32, it is {TYPE_NAMES[alpha.kind]}")
+    if not math.isfinite(alpha.value):
+        raise Damage(f"{_ALPHA} is {alpha.value}, it must be finite")
+    return alpha.value
+
+
+def check_control_vector(
+    path: str | os.PathLike[str], architecture: str, n_layer: int, n_embd: int
+) -> ControlInfo:
+    """Read and check the file of a control vector for a model with these sizes. Any thread.
+
+    Raises ModelLoadError if the file is missing or damaged, is no control vector, or does not fit the model; the
+    message names the problem and its place.
+    """
+    file = Path(path)
+    opened = open_gguf(file, "llama.cpp's cvector-generator or repeng")
+    head = opened.head
+    try:
+        kind = text(head.entries, "general.architecture")
+        if kind != "controlvector":
+            raise Damage(
+                f"it is no control vector (general.architecture is {kind!r}); give the file that llama.cpp's "
+                "cvector-generator or repeng wrote"
+            )
+        if architecture in _UNSTEERED:
+            raise Damage(
+                f"llama.cpp applies no control vector to models of the architecture {architecture!r}, as this one is"
+            )
+        name = text(head.entries, "general.name") or file.stem
+        check_tensors(head)
+        directions, layers = _directions(head, n_layer, n_embd)
+    except Damage as damage:
+        raise ModelLoadError(f"{file}: {damage}") from None
+    return ControlInfo(
+        path=file,
+        name=name[:MOST_NAME],
+        directions=directions,
+        layers=layers,
+        size_bytes=len(head.buffer),
+        digest=blake2b(head.buffer, digest_size=16).digest(),
+    )
+
+
+def _directions(head: Head, n_layer: int, n_embd: int) -> tuple[npt.NDArray[np.float32], tuple[int, int]]:
+    """The array of a control vector, and its first and last layer."""
+    found = np.zeros((n_layer - 1, n_embd), np.float32)
+    layers = []
+    for tensor in head.tensors:
+        named = _DIRECTION.fullmatch(tensor.name)
+        if named is None:
+            raise Damage(
+                f"the tensor {tensor.name!r} is no direction: its name must be direction.LAYER, with a layer from 1 on"
+            )
+        layer = int(named[1])
+        if layer >= n_layer:
+            raise Damage(
+                f"it has a direction for layer {layer}, and this model's last layer is {n_layer - 1}; give the model "
+                "it was made for"
+            )
+        if type_name(tensor) != "F32":
+            raise Damage(f"the tensor {tensor.name!r} has the type {type_name(tensor)}; it must be F32")
+        if math.prod(tensor.dims) != n_embd or tensor.dims[0] != n_embd:
+            raise Damage(
+                f"the tensor {tensor.name!r} is {_shape(tensor.dims)}, and {n_embd} numbers fit this model; give the "
+                "model it was made for"
+            )
+        values = np.frombuffer(head.buffer, "<f4", n_embd, head.data_start + tensor.offset)
+        if not np.isfinite(values).all():
+            raise Damage(f"the tensor {tensor.name!r} has numbers that are not finite")
+        found[layer - 1] = values
+        layers.append(layer)
+    if not layers:
+        raise Damage("it has no tensors, so it would change nothing")
+    return found, (min(layers), max(layers))
+
+
+def _check_pairs(head: Head, tensors: Mapping[str, Tensor]) -> list[int]:
+    """Check each pair of tensors against the model's matrix; returns their ranks."""
+    pairs: dict[str, dict[str, Tensor]] = {}
+    for tensor in head.tensors:
+        name, half = tensor.name[:-7], tensor.name[-7:]
+        if half not in _HALVES:
+            if tensor.name.endswith("_norm.weight"):
+                raise Damage(
+                    f"it replaces the norm {tensor.name!r}, which llama.cpp ignores: the adapter would be applied in "
+                    "part; train it without norms"
+                )
+            raise Damage(
+                f"the tensor {tensor.name!r} is not half of a pair: its name must end with .lora_a or .lora_b"
+            )
+        if type_name(tensor) not in _TYPES:
+            raise Damage(
+                f"the tensor {tensor.name!r} has the type {type_name(tensor)}; it must be {', '.join(_TYPES)}"
+            )
+        pairs.setdefault(name, {})[half] = tensor
+    if not pairs:
+        raise Damage("it has no tensors, so it would change nothing")
+    ranks = []
+    for name, pair in pairs.items():
+        if len(pair) < 2:
+            missing = next(half for half in _HALVES if half not in pair)
+            raise Damage(f"{name}{missing} is missing: a pair has both halves")
+        base = tensors.get(name)
+        if base is None:
+            raise Damage(
+                f"it changes {name!r}, and this model has no such tensor; give the model it was made for"
+            )
+        ranks.append(_check_pair(name, base, pair[".lora_a"], pair[".lora_b"], tensors))
+    return ranks
+
+
+def _check_pair(name: str, base: Tensor, a: Tensor, b: Tensor, tensors: Mapping[str, Tensor]) -> int:
+    """Check one pair; returns its rank. ``dims`` have the number of columns first."""
+    if len(base.dims) < 2:
+        raise Damage(f"it changes {name!r}, which is a vector of this model and not a matrix")
+    if type_name(base) == "NVFP4":
+        raise Damage(f"it changes {name!r}, whose type is NVFP4; llama.cpp applies no adapter to that")
+    n_columns, n_rows, *experts = base.dims
+    if name == _EMBEDDING:
+        if "output.weight" not in tensors:
+            raise Damage(
+                f"it changes {name!r}, which is also this model's output matrix; llama.cpp can apply an adapter only "
+                "where they are two: train it without the embedding"
+            )
+        n_columns, n_rows = n_rows, n_columns
+        rank = a.dims[0]
+        wanted_a: tuple[int, ...] = (rank, n_columns)
+        wanted_b: tuple[int, ...] = (rank, n_rows)
+    else:
+        rank = b.dims[0]
+        wanted_a, wanted_b = (n_columns, rank, *experts), (rank, n_rows, *experts)
+    for half, tensor, wanted in ((".lora_a", a, wanted_a), (".lora_b", b, wanted_b)):
+        if _plain(tensor.dims) != _plain(wanted):
+            raise Damage(
+                f"{name}{half} is {_shape(tensor.dims)}, and {_shape(wanted)} fits this model's {name}, which is "
+                f"{_shape(base.dims)}; give the model it was made for"
+            )
+    return rank
+
+
+def _plain(dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Without the last dimensions of one."""
+    n = len(dims)
+    while n > 2 and dims[n - 1] == 1:
+        n -= 1
+    return dims[:n]
+
+
+def _shape(dims: tuple[int, ...]) -> str:
+    return " × ".join(map(str, dims))

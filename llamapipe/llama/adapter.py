@@ -1,0 +1,416 @@
+"""LoRAs and control vectors of a model, and the sets of them that contexts compute with.
+
+An adapter belongs to its model. llama.cpp computes each step with one set of adapters and scales. Whoever may still
+compute with an adapter refers to its ``Weights``, so these are freed when the last of them has let go: an adapter can
+be closed at any time. The ``Directions`` of a control vector are an array; those of a set are added up, because a
+context has one.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from llamapipe.arguments import check_float, check_int, path_of
+from llamapipe.errors import BackendError, EngineClosedError, InvalidRequestError, ModelLoadError
+from llamapipe.llama.loading import mapping_guard
+from llamapipe.native.load import drain_log, last_error
+from llamapipe.native.not_copyable import NotCopyable
+
+if TYPE_CHECKING:
+    from llamapipe.gguf.adapter import AdapterInfo, ControlInfo
+    from llamapipe.llama.model import Model
+
+MOST_SCALE = 1000.0
+_MOST_NAME = 256
+
+
+class Weights(NotCopyable):
+    """The native adapter. Freed when nothing refers to it any more, or with its model."""
+
+    def __init__(self, module: Any, handle: Any, digest: bytes) -> None:
+        self._lib = module.lib
+        self._pid = os.getpid()
+        self.handle = handle
+        self.digest = digest
+
+    def forget(self) -> None:
+        """Its model is freed, and the adapter with it."""
+        self.handle = None
+
+    def __del__(self) -> None:
+        handle, self.handle = self.handle, None
+        if handle is not None and self._pid == os.getpid():
+            self._lib.lp_adapter_free(handle)
+
+
+class Directions(NotCopyable):
+    """The array of a control vector: float32 (n_layer - 1, n_embd), from the model's second layer on."""
+
+    def __init__(self, values: npt.NDArray[np.float32], layers: tuple[int, int], digest: bytes) -> None:
+        self.values = values
+        self.layers = layers
+        self.digest = digest
+        self.is_forgotten = False
+
+    def forget(self) -> None:
+        """Its model is closed."""
+        self.is_forgotten = True
+
+
+Part = Weights | Directions
+
+
+_N = TypeVar("_N", bound="Named")
+
+
+class Named(NotCopyable):
+    """What a request can name as its adapter: a LoRA or a control vector."""
+
+    def __init__(self, model: Model, path: Path, size_bytes: int, name: str, part: Part) -> None:
+        self.model = model
+        self.name = name
+        self.path = path
+        self.size_bytes = size_bytes
+        self.digest = part.digest
+        self._part: Part | None = part
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._part is None
+
+    @property
+    def part(self) -> Part:
+        """What computes. Raises InvalidRequestError if it is closed."""
+        part = self._part
+        gone = part is None or (part.handle is None if isinstance(part, Weights) else part.is_forgotten)
+        if part is None or gone:
+            raise InvalidRequestError(f"the adapter {self.name!r} is closed; load it again")
+        return part
+
+    def close(self) -> None:
+        """Frees the memory when no request uses it any more; a second call does nothing."""
+        self.model.adapters.remove(self)
+        self._part = None
+
+    def __enter__(self: _N) -> _N:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Adapter(Named):
+    """A LoRA of a model; ``Model.load_adapter`` makes it.
+
+    ``name``: what requests call it. ``path``: its file. ``rank``: the largest rank of its pairs of matrices,
+    ``n_pairs`` their number. ``alpha``: the products are scaled by ``alpha / rank``; 0: they are not.
+    ``size_bytes``: of the file.
+
+    Any thread. ``close`` takes its name from the model at once; the memory is freed when the requests that use it have
+    ended. It is closed with its model.
+    """
+
+    def __init__(self, model: Model, info: AdapterInfo, name: str, weights: Weights) -> None:
+        super().__init__(model, info.path, info.size_bytes, name, weights)
+        self.rank = info.ranks[1]
+        self.n_pairs = info.n_pairs
+        self.alpha = info.alpha
+
+    def __repr__(self) -> str:
+        state = " closed" if self.closed else ""
+        return f"<Adapter {self.name!r} rank={self.rank} n_pairs={self.n_pairs}{state}>"
+
+
+class ControlVector(Named):
+    """A control vector of a model; ``Model.load_control_vector`` makes it.
+
+    It adds a direction to what layers pass on. ``name``: what requests call it (``SamplingParams.adapter``). ``path``:
+    its file. ``layers``: the first and the last layer with a direction, from 1 on. ``size_bytes``: of the file.
+
+    Any thread. ``close`` takes its name from the model at once. It is closed with its model.
+    """
+
+    def __init__(self, model: Model, info: ControlInfo, name: str, directions: Directions) -> None:
+        super().__init__(model, info.path, info.size_bytes, name, directions)
+        self.layers = directions.layers
+
+    def __repr__(self) -> str:
+        state = " closed" if self.closed else ""
+        return f"<ControlVector {self.name!r} layers={self.layers[0]}-{self.layers[1]}{state}>"
+
+
+AnyAdapter = Adapter | ControlVector
+
+
+class AdapterKey(NamedTuple):
+    """What tells sets apart: the digests of the files, in order, and their scales."""
+
+    entries: tuple[tuple[bytes, float], ...]
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes for it."""
+        return blake2b(repr(self.entries).encode(), digest_size=16).digest()
+
+
+class AdapterSet:
+    """Adapters with their scales, as a request asks for them; equal if files and scales are. Immutable."""
+
+    __slots__ = ("entries", "key")
+
+    def __init__(self, entries: Sequence[tuple[Part, float]]) -> None:
+        self.entries = tuple(sorted(entries, key=lambda entry: entry[0].digest))
+        self.key = AdapterKey(tuple((part.digest, scale) for part, scale in self.entries))
+
+    def __repr__(self) -> str:
+        return "<AdapterSet " + " ".join(f"{d.hex()[:8]}:{scale:g}" for d, scale in self.key.entries) + ">"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AdapterSet) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+class SetArguments:
+    """A set as native code takes it; memory that must live as long as the call."""
+
+    def __init__(self, module: Any, given: AdapterSet | None) -> None:
+        ffi = module.ffi
+        entries = () if given is None else given.entries
+        loras = [(part, scale) for part, scale in entries if isinstance(part, Weights)]
+        vectors = [(part, scale) for part, scale in entries if isinstance(part, Directions)]
+        handles = [weights.handle for weights, _ in loras]
+        if any(handle is None for handle in handles):
+            raise EngineClosedError("the model of an adapter is closed")
+        self._handles = ffi.new("struct llama_adapter_lora *[]", handles)
+        self._scales = ffi.new("float[]", [scale for _, scale in loras])
+        fields = {"n": len(loras), "adapters": self._handles, "scales": self._scales}
+        if vectors:
+            with np.errstate(over="ignore"):
+                self._control = np.sum([part.values * np.float32(scale) for part, scale in vectors], axis=0)
+            fields["control"] = ffi.from_buffer("float[]", self._control)
+            fields["n_control"] = self._control.size
+            fields["n_embd"] = self._control.shape[1]
+            fields["first"] = min(part.layers[0] for part, _ in vectors)
+            fields["last"] = max(part.layers[1] for part, _ in vectors)
+        self.native = ffi.new("lp_adapter_set *", fields)
+
+
+AdapterChoice = str | AnyAdapter | Mapping[str | AnyAdapter, float]
+
+
+class ModelAdapters:
+    """The adapters that a model has loaded, by name. Any thread; the model's lock guards changes."""
+
+    def __init__(self, model: Model) -> None:
+        self._owner = weakref.ref(model)  # a cycle would delay the warning of a model that nobody closed
+        self._by_name: dict[str, AnyAdapter] = {}
+        self._parts: list[weakref.ref[Part]] = []  # closed adapters may still be in use
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    @property
+    def _model(self) -> Model:
+        model = self._owner()
+        assert model is not None  # who calls has it
+        return model
+
+    def loaded(self) -> list[AnyAdapter]:
+        """Those that are not closed, in the order of their loads."""
+        return list(self._by_name.values())
+
+    def load(self, module: Any, path: str | os.PathLike[str], name: str | None) -> Adapter:
+        """See ``Model.load_adapter``."""
+        from llamapipe.gguf.adapter import check_adapter
+
+        model = self._model
+        file, handle = self._checked(path, name)
+        with mapping_guard(module, file):
+            info = check_adapter(file, model.architecture, model.tensors)
+        name = self._free(info.name if name is None else name)
+        drain_log(module)
+        model.adopt(info, "the load of an adapter")
+        try:
+            loaded = module.lib.lp_adapter_load(handle, os.fsencode(file))
+        finally:
+            model.release(info)
+        problems = drain_log(module)
+        if loaded == module.ffi.NULL:
+            reason = "; ".join(problems[-2:]) or last_error(module)
+            raise ModelLoadError(f"{file} could not be loaded as an adapter ({reason})")
+        weights = Weights(module, loaded, info.digest)
+        if change := info.stamp.change():
+            raise ModelLoadError(f"{change} while it was loaded; load it again when it is complete")
+        adapter = Adapter(model, info, name, weights)
+        self._add(adapter)
+        return adapter
+
+    def load_control_vector(
+        self, module: Any, path: str | os.PathLike[str], layers: tuple[int, int] | None, name: str | None
+    ) -> ControlVector:
+        """See ``Model.load_control_vector``."""
+        from llamapipe.gguf.adapter import check_control_vector
+
+        model = self._model
+        window = (1, model.n_layer - 1) if layers is None else _check_layers(layers, model.n_layer)
+        file, _ = self._checked(path, name)
+        with mapping_guard(module, file):
+            info = check_control_vector(file, model.architecture, model.n_layer, model.n_embd)
+        name = self._free(info.name if name is None else name)
+        first, last = max(window[0], info.layers[0]), min(window[1], info.layers[1])
+        values = info.directions.copy()
+        values[: window[0] - 1] = 0
+        values[window[1] :] = 0
+        if not values.any():
+            raise ModelLoadError(
+                f"{file}: it has directions for the layers {info.layers[0]} to {info.layers[1]}, and none that is not "
+                f"zero for those from {window[0]} to {window[1]}: it would change nothing"
+            )
+        digest = blake2b(values.tobytes(), digest_size=16).digest()
+        vector = ControlVector(model, info, name, Directions(values, (first, last), digest))
+        self._add(vector)
+        return vector
+
+    def _checked(self, path: str | os.PathLike[str], name: str | None) -> tuple[Path, Any]:
+        """The path, and the model's handle. Raises as a load does."""
+        file = path_of(path)
+        if name is not None:
+            check_adapter_name(name)
+        handle = self._model.handle
+        if self._model.vocab_only:
+            raise InvalidRequestError(
+                f"{self._model.path} was loaded with vocab_only=True; an adapter needs its weights"
+            )
+        return file, handle
+
+    def _free(self, name: str) -> str:
+        """A name that no adapter has. Raises ValueError."""
+        if check_adapter_name(name) in self._by_name:
+            raise ValueError(
+                f"the model has an adapter {name!r} already; give another name, or close that one"
+            )
+        return name
+
+    def _add(self, adapter: AnyAdapter) -> None:
+        part = adapter.part
+        if self._by_name.setdefault(adapter.name, adapter) is not adapter:
+            self._free(adapter.name)
+        self._parts = [known for known in self._parts if known() is not None]
+        self._parts.append(weakref.ref(part))
+
+    def remove(self, adapter: Named) -> None:
+        """Takes an adapter's name away."""
+        if self._by_name.get(adapter.name) is adapter:
+            del self._by_name[adapter.name]
+
+    def close(self) -> None:
+        """The model is about to be freed: so are its adapters."""
+        self._by_name.clear()
+        for known in self._parts:
+            part = known()
+            if part is not None:
+                part.forget()
+
+    def named(self, adapters: Iterable[AnyAdapter | str]) -> list[AnyAdapter]:
+        """``Engine(adapters=…)``: adapters of this model, or their names. Raises TypeError, InvalidRequestError."""
+        if isinstance(adapters, (str, Named)):
+            raise TypeError(f"adapters must be a list of adapters or names, not {type(adapters).__name__}")
+        found = []
+        for one in adapters:
+            if not isinstance(one, Named):
+                check_adapter_name(one)
+            found.append(self._find(one, ()))
+            found[-1].part  # noqa: B018  (refuses a closed one)
+        return found
+
+    def choose(self, choice: AdapterChoice | None, allowed: Sequence[AnyAdapter] = ()) -> AdapterSet | None:
+        """The set that ``SamplingParams.adapter`` means. Raises InvalidRequestError.
+
+        ``allowed``: the adapters that may be named; empty: all that are loaded.
+        """
+        if choice is None:
+            return None
+        scales = choice.items() if isinstance(choice, Mapping) else [(choice, 1.0)]
+        entries = [(self._find(one, allowed).part, float_of(scale)) for one, scale in scales if scale != 0]
+        if len({id(part) for part, _ in entries}) < len(entries):
+            raise InvalidRequestError("adapter names one adapter twice")
+        return AdapterSet(entries) if entries else None
+
+    def _find(self, choice: str | AnyAdapter, allowed: Sequence[AnyAdapter]) -> AnyAdapter:
+        known = list(allowed) or self.loaded()
+        if isinstance(choice, Named):
+            if choice.model is not self._model:
+                raise InvalidRequestError(f"the adapter {choice.name!r} was loaded for another model object")
+            if allowed and choice not in known:
+                raise InvalidRequestError(f"the adapter {choice.name!r} is not one of Engine(adapters=…)")
+            return choice
+        for adapter in known:
+            if adapter.name == choice:
+                return adapter
+        names = ", ".join(repr(adapter.name) for adapter in known) or "none"
+        raise InvalidRequestError(f"there is no adapter {choice!r}; loaded are: {names}")
+
+
+def float_of(scale: float) -> float:
+    """A scale as the C API takes it, so that equal ones are equal."""
+    import struct
+
+    return float(struct.unpack("<f", struct.pack("<f", scale))[0])
+
+
+def check_adapter_name(name: object) -> str:
+    """A name for an adapter. Raises TypeError, ValueError."""
+    if not isinstance(name, str):
+        raise TypeError(f"the name of an adapter must be a str, not {type(name).__name__}")
+    if not 0 < len(name) <= _MOST_NAME:
+        raise ValueError(f"the name of an adapter has {len(name)} characters; it must have 1 to {_MOST_NAME}")
+    return name
+
+
+def check_choice_of_adapter(value: object) -> AdapterChoice:
+    """A checked ``SamplingParams.adapter``. Raises TypeError, ValueError."""
+    if isinstance(value, (Adapter, ControlVector)):
+        return value
+    if isinstance(value, str):
+        return check_adapter_name(value)
+    if isinstance(value, Mapping):
+        scales: dict[str | AnyAdapter, float] = {}
+        for one, scale in value.items():
+            if not isinstance(one, (Adapter, ControlVector)):
+                check_adapter_name(one)
+            scales[one] = check_float(f"the scale of {one!r}", scale, -MOST_SCALE, MOST_SCALE)
+        if not scales:
+            raise ValueError("adapter is an empty mapping; give a name, or None for the model alone")
+        return MappingProxyType(scales)
+    raise TypeError(
+        f"adapter must be a name, an Adapter, a ControlVector or a mapping to scales, not {type(value).__name__}"
+    )
+
+
+def _check_layers(layers: object, n_layer: int) -> tuple[int, int]:
+    """A checked ``layers`` of ``Model.load_control_vector``. Raises TypeError, ValueError."""
+    if not isinstance(layers, (tuple, list)) or len(layers) != 2:
+        raise TypeError(f"layers must be the first and the last layer, not {layers!r}")
+    first = check_int("the first of layers", layers[0], 1, n_layer - 1)
+    return first, check_int("the last of layers", layers[1], first, n_layer - 1)
+
+
+def set_adapters(module: Any, entry: Any, owner: Any, given: AdapterSet | None) -> None:
+    """Calls a native entry that changes what ``owner`` computes with. Raises BackendError."""
+    arguments = SetArguments(module, given)
+    if entry(owner, arguments.native) < 0:
+        raise BackendError(f"the adapters could not be changed: {last_error(module)}")

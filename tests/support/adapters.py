@@ -1,0 +1,122 @@
+"""Random LoRAs for a model's matrices, and the model with such ones merged into its weights."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from support.gguf_document import Tensor, unpack
+
+MATRICES = r"blk\.\d+\.(?:attn_(?:q|k|v|output)|ffn_(?:gate|up|down))\.weight"
+
+
+def make_adapter(
+    path: Path,
+    model: Path,
+    *,
+    seed: int = 1,
+    rank: int = 4,
+    alpha: float | None = 8.0,
+    strength: float = 0.5,
+    matrices: str = MATRICES,
+    type_name: str = "F32",
+    name: str | None = None,
+) -> Path:
+    """Write a random LoRA. ``strength``: how large its changes are, in standard deviations of the weights."""
+    reader = gguf.GGUFReader(str(model))
+    writer = new_writer(path, str(reader.fields["general.architecture"].contents()))
+    if name is not None:
+        writer.add_name(name)
+    if alpha is not None:
+        writer.add_float32("adapter.lora.alpha", alpha)
+    rng = np.random.default_rng(seed)
+    kind = np.float16 if type_name == "F16" else np.float32
+    for tensor in reader.tensors:
+        if not re.fullmatch(matrices, tensor.name):
+            continue
+        n_rows, n_columns = (int(n) for n in reversed(tensor.shape))
+        weights = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        each = strength * float(weights.std()) / np.sqrt(rank) / ((alpha or rank) / rank)
+        a = rng.standard_normal((rank, n_columns), dtype=np.float32)
+        b = rng.standard_normal((n_rows, rank), dtype=np.float32) * np.float32(each)
+        writer.add_tensor(f"{tensor.name}.lora_a", a.astype(kind))
+        writer.add_tensor(f"{tensor.name}.lora_b", b.astype(kind))
+    finish(writer)
+    return path
+
+
+def new_writer(path: Path, architecture: str) -> gguf.GGUFWriter:
+    """A writer with the keys that every LoRA has, but alpha."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    return writer
+
+
+def write_pairs(path: Path, architecture: str, tensors: Mapping[str, np.ndarray], alpha: float = 1.0) -> Path:
+    """Write an adapter of these tensors."""
+    writer = new_writer(path, architecture)
+    writer.add_float32("adapter.lora.alpha", alpha)
+    for name, values in tensors.items():
+        writer.add_tensor(name, values)
+    finish(writer)
+    return path
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write everything and close the file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def merged(path: Path, model: Path, adapters: Iterable[tuple[Path, float]]) -> Path:
+    """Write a model of F32 matrices with adapters added to these, each with its scale."""
+    shutil.copyfile(model, path)
+    written = gguf.GGUFReader(str(path), "r+")
+    tensors = {tensor.name: tensor for tensor in written.tensors}
+    for adapter, scale in adapters:
+        reader = gguf.GGUFReader(str(adapter))
+        halves = {tensor.name: np.asarray(tensor.data, np.float64) for tensor in reader.tensors}
+        field = reader.fields.get("adapter.lora.alpha")
+        for name in [name.removesuffix(".lora_a") for name in halves if name.endswith(".lora_a")]:
+            a, b = halves[f"{name}.lora_a"], halves[f"{name}.lora_b"]
+            factor = scale if field is None else scale * float(field.contents()) / b.shape[1]
+            assert tensors[name].tensor_type == gguf.GGMLQuantizationType.F32, name
+            tensors[name].data[:] += (factor * (b @ a)).astype(np.float32)
+    return path
+
+
+def make_control_vector(
+    path: Path, n_embd: int, layers: Iterable[int], *, seed: int = 1, strength: float = 0.5
+) -> Path:
+    """Write a random control vector with directions for these layers."""
+    writer = gguf.GGUFWriter(path, "controlvector")
+    writer.add_string("controlvector.model_hint", "llama")
+    rng = np.random.default_rng(seed)
+    for layer in layers:
+        writer.add_tensor(f"direction.{layer}", strength * rng.standard_normal(n_embd, dtype=np.float32))
+    finish(writer)
+    return path
+
+
+def steered(path: Path, model: Path, vectors: Iterable[tuple[Path, float]]) -> Path:
+    """Write a model of llama's architecture that adds control vectors by itself: as biases of its last matrices."""
+    document, _ = unpack(model.read_bytes())
+    biases: dict[str, np.ndarray] = {}
+    for vector, scale in vectors:
+        for tensor in gguf.GGUFReader(str(vector)).tensors:
+            name = f"blk.{tensor.name.removeprefix('direction.')}.ffn_down.bias"
+            biases[name] = biases.get(name, 0) + np.float32(scale) * tensor.data
+    document.tensors += [
+        Tensor(name.encode(), [len(bias)], 0, np.asarray(bias, np.float32).tobytes())
+        for name, bias in biases.items()
+    ]
+    path.write_bytes(document.pack())
+    return path

@@ -19,6 +19,7 @@ from llamapipe.engine import Engine, EngineTuning
 from llamapipe.jobs.batch import BatchResult, run_batch
 from llamapipe.jobs.run import BatchSummary
 from llamapipe.kv_events import KvEvents
+from llamapipe.llama.adapter import Adapter, ControlVector
 from llamapipe.llama.batch import DecodeBatch
 from llamapipe.llama.devices import Device, devices
 from llamapipe.llama.model import Model, demo_model_path
@@ -46,6 +47,7 @@ from llamapipe.streams import AsyncChatStream, AsyncGeneration, AsyncStream, Cha
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adapter",
     "AsyncChatStream",
     "AsyncGeneration",
     "AsyncStream",
@@ -57,6 +59,7 @@ __all__ = [
     "ChatStream",
     "Choice",
     "Completion",
+    "ControlVector",
     "DecodeBatch",
     "Delta",
     "Device",

@@ -31,6 +31,7 @@ class Kind(Enum):
     SAMPLERS = auto()  # names of SAMPLER_ORDER
     CONSTRAINT = auto()  # a grammar, or what a grammar is made of
     CALLABLES = auto()
+    ADAPTER = auto()  # a name, an object, or a mapping of these to scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +176,8 @@ OPTIONS: Final = (
         route_fields=("prediction",)),
     SamplingOption(Kind.TEXT, "cache_salt", "share KV cells only with requests of the same salt", optional=True,
         why_no_flag=_ONE_CALLER),
+    SamplingOption(Kind.ADAPTER, "adapter", "a LoRA, or several with scales", optional=True,
+        why_no_flag="--lora loads and applies one", fields=(), why_no_field="its name is that of a model"),
 )  # fmt: skip
 BY_NAME: Final = {option.name: option for option in OPTIONS}
 CONSTRAINTS: Final = tuple(option.name for option in OPTIONS if option.kind is Kind.CONSTRAINT)

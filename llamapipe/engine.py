@@ -78,6 +78,7 @@ from llamapipe.arguments import check_choice, check_flag, check_float, check_int
 from llamapipe.errors import InvalidRequestError
 from llamapipe.host.memory import free_memory, return_freed_memory
 from llamapipe.kv_events import KvEvents
+from llamapipe.llama.adapter import Adapter, AdapterChoice, AdapterSet, ControlVector
 from llamapipe.llama.context import Context, state_version
 from llamapipe.llama.fim import FimExtra, FimOrder, FimText, fim_prompt, fim_room, fim_text
 from llamapipe.llama.kv_memory import kv_bytes
@@ -184,6 +185,8 @@ class Engine(NotCopyable):
       it is not used. Close it after the engine, unless it was given as a path.
     - ``batch_invariant``: True: the same request gives the same text whatever else runs, or a ValueError here says why
       this model's texts could differ; see ``docs/sampling.md``.
+    - ``adapters``: the adapters that requests may name (``SamplingParams.adapter``), or their names; empty: all that
+      the model has loaded, also later. A step computes one set of them; see ``docs/guides/adapters.md``.
     - ``tuning``: options that few programs need; see ``EngineTuning``.
 
     The attribute ``kv_events`` has the addresses of ``EngineTuning.kv_events`` that are in use, ``trace`` the timeline.
@@ -231,6 +234,7 @@ class Engine(NotCopyable):
         max_queue: int | None = None,
         batch_invariant: bool = False,
         draft: Model | str | os.PathLike[str] | None = None,
+        adapters: Sequence[Adapter | ControlVector | str] = (),
         tuning: EngineTuning = _NO_TUNING,
     ) -> None:
         self._owns_model = isinstance(model, (str, os.PathLike))
@@ -353,7 +357,12 @@ class Engine(NotCopyable):
             )
             n_sharing = context.n_seq_max // 2 if shares else 1  # the other slots are for other callers
             self._request_builder = RequestBuilder(
-                model, context.n_ctx, n_sharing, speculates=gate.n_most > 0, drafts=drafter is not None
+                model,
+                context.n_ctx,
+                n_sharing,
+                speculates=gate.n_most > 0,
+                drafts=drafter is not None,
+                allowed=model.adapters.named(adapters),
             )
             self._chat_builder = ChatBuilder(model, self._request_builder)
             self.trace = Trace(pipeline)
@@ -819,7 +828,7 @@ class Engine(NotCopyable):
         self._engine_thread.check_open()
         if not isinstance(snapshot, (bytes, bytearray, memoryview)):
             raise TypeError(f"snapshot must be bytes, not {type(snapshot).__name__}")
-        found = await to_thread(self._unpack, snapshot)
+        found = await to_thread(self._unpack, snapshot, params)
         item = await self._long_work.run_off_loop(self._request_builder.item, found.tokens, params)
         mailbox = AsyncMailbox(running_loop(), self._engine_thread.dispatcher)
         request = self._request_builder.restored(item, mailbox, found.n_prompt)
@@ -829,19 +838,25 @@ class Engine(NotCopyable):
 
     @explains_options()
     async def acache_prefix(
-        self, prompt: Prompt, *, timeout: float | None = None, cache_salt: str | None = None
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
+        adapter: AdapterChoice | None = None,
     ) -> CachedPrefix:
         """Computes a prompt and keeps its KV cells in host memory until they are released.
 
         Requests whose prompts begin with the same tokens load them, also long after. ``prompt``: text or token ids,
-        such as those of ``Model.tokenize_chat(messages, add_generation_prompt=False)``. ``cache_salt``: that of the
-        requests.
+        such as those of ``Model.tokenize_chat(messages, add_generation_prompt=False)``. ``cache_salt``,
+        ``adapter``: those of the requests.
 
         Returns when the prompt is computed. Raises InvalidRequestError if it has fewer than 16 tokens or takes more
         than is left of ``cache_bytes``, or if the engine has no prefix cache; else as ``score`` does.
         """
         self._engine_thread.check_open()
         options = call_options(timeout, True, operation="cache_prefix")
+        adapters = self._request_builder.chosen(adapter)
         item = await self._long_work.run_off_loop(self._request_builder.item, prompt, None)
         tokens = item.tokens
         if len(tokens) < MIN_PREFIX:
@@ -852,7 +867,7 @@ class Engine(NotCopyable):
         requests: list[Request] = []
 
         def make(mailbox: Mailbox) -> dict[int, list[Request]]:
-            requests[:] = [self._request_builder.prefix(tokens, mailbox, check_salt(cache_salt))]
+            requests[:] = [self._request_builder.prefix(tokens, mailbox, check_salt(cache_salt), adapters)]
             return {0: requests}
 
         try:
@@ -879,6 +894,7 @@ class Engine(NotCopyable):
         timeout: float | None = None,
         block: bool = True,
         progress: bool = False,
+        adapter: AdapterChoice | None = None,
     ) -> Score: ...
 
     @overload
@@ -890,6 +906,7 @@ class Engine(NotCopyable):
         timeout: float | None = None,
         block: bool = True,
         progress: bool = False,
+        adapter: AdapterChoice | None = None,
     ) -> list[Score]: ...
 
     @overload
@@ -901,6 +918,7 @@ class Engine(NotCopyable):
         timeout: float | None = None,
         block: bool = True,
         progress: bool = False,
+        adapter: AdapterChoice | None = None,
     ) -> list[list[Score]]: ...
 
     @overload
@@ -912,6 +930,7 @@ class Engine(NotCopyable):
         timeout: float | None = None,
         block: bool = True,
         progress: bool = False,
+        adapter: AdapterChoice | None = None,
     ) -> list[Score | list[Score]]: ...
 
     @explains_options()
@@ -923,6 +942,7 @@ class Engine(NotCopyable):
         timeout: float | None = None,
         block: bool = True,
         progress: bool = False,
+        adapter: AdapterChoice | None = None,
     ) -> Score | list[Score] | list[list[Score]] | list[Score | list[Score]]:
         """Scores continuations given a prompt: the log-probability of each of their tokens.
 
@@ -932,16 +952,23 @@ class Engine(NotCopyable):
         continuations, they are divided among requests that run at the same time. If both are text,
         prompt + continuation are tokenized together, and the tokens beyond the prompt's own count are scored.
 
-        Options as for ``generate``. Raises InvalidRequestError if prompt and continuation together exceed ``n_ctx`` or
-        a continuation has no tokens; else as ``generate`` does.
+        Options as for ``generate``; ``adapter`` as in SamplingParams. Raises InvalidRequestError if prompt and
+        continuation together exceed ``n_ctx``, a continuation has no tokens or there is no such adapter; else as
+        ``generate`` does.
         """
         self._engine_thread.check_open()
         job = await self._long_work.run_off_loop(score_job, prompt, continuation, self.model)
-        return await self._ascore(job, timeout, block, progress)
+        return await self._ascore(job, timeout, block, progress, adapter)
 
     @overload
     async def ascore_tokens(
-        self, tokens: TokenIds, *, timeout: float | None = None, block: bool = True, progress: bool = False
+        self,
+        tokens: TokenIds,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+        adapter: AdapterChoice | None = None,
     ) -> Score: ...
 
     @overload
@@ -952,6 +979,7 @@ class Engine(NotCopyable):
         timeout: float | None = None,
         block: bool = True,
         progress: bool = False,
+        adapter: AdapterChoice | None = None,
     ) -> list[Score]: ...
 
     @explains_options()
@@ -962,13 +990,14 @@ class Engine(NotCopyable):
         timeout: float | None = None,
         block: bool = True,
         progress: bool = False,
+        adapter: AdapterChoice | None = None,
     ) -> Score | list[Score]:
         """Scores a text, or several: every token but the first, given the tokens before it.
 
         Options and exceptions as for ``score``.
         """
         self._engine_thread.check_open()
-        return await self._ascore(tokens_job(tokens, self.model), timeout, block, progress)
+        return await self._ascore(tokens_job(tokens, self.model), timeout, block, progress, adapter)
 
     @explains_options()
     async def aperplexity(
@@ -978,6 +1007,7 @@ class Engine(NotCopyable):
         *,
         timeout: float | None = None,
         progress: bool = False,
+        adapter: AdapterChoice | None = None,
     ) -> float:
         """The perplexity of a text: the exponential of the mean negative log-probability of its tokens.
 
@@ -994,11 +1024,18 @@ class Engine(NotCopyable):
         """
         self._engine_thread.check_open()
         job = await self._long_work.run_off_loop(perplexity_job, text, n_window, self.model, self.n_ctx)
-        return await self._ascore(job, timeout, True, progress)
+        return await self._ascore(job, timeout, True, progress, adapter)
 
-    async def _ascore(self, job: ScoreJob[T], timeout: float | None, block: bool, progress: bool) -> T:
+    async def _ascore(
+        self,
+        job: ScoreJob[T],
+        timeout: float | None,
+        block: bool,
+        progress: bool,
+        adapter: AdapterChoice | None,
+    ) -> T:
         options = call_options(timeout, block, operation="score")
-        batches = job.batches(self._request_builder)
+        batches = job.batches(self._request_builder, self._request_builder.chosen(adapter))
         bar = progress_bar(check_flag("progress", progress), job.n_requests)
         return job.result(await self._submission.acollect(batches, options, bar))
 
@@ -1402,7 +1439,7 @@ class Engine(NotCopyable):
         self._engine_thread.check_open()
         if not isinstance(snapshot, (bytes, bytearray, memoryview)):
             raise TypeError(f"snapshot must be bytes, not {type(snapshot).__name__}")
-        found = self._unpack(snapshot)
+        found = self._unpack(snapshot, params)
         item = self._request_builder.item(found.tokens, params)
         mailbox = ThreadMailbox(self._engine_thread.dispatcher)
         request = self._request_builder.restored(item, mailbox, found.n_prompt)
@@ -1412,19 +1449,25 @@ class Engine(NotCopyable):
 
     @explains_options()
     def cache_prefix(
-        self, prompt: Prompt, *, timeout: float | None = None, cache_salt: str | None = None
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
+        adapter: AdapterChoice | None = None,
     ) -> CachedPrefix:
         """Computes a prompt and keeps its KV cells in host memory until they are released.
 
         Requests whose prompts begin with the same tokens load them, also long after. ``prompt``: text or token ids,
-        such as those of ``Model.tokenize_chat(messages, add_generation_prompt=False)``. ``cache_salt``: that of the
-        requests.
+        such as those of ``Model.tokenize_chat(messages, add_generation_prompt=False)``. ``cache_salt``,
+        ``adapter``: those of the requests.
 
         Returns when the prompt is computed. Raises InvalidRequestError if it has fewer than 16 tokens or takes more
         than is left of ``cache_bytes``, or if the engine has no prefix cache; else as ``score`` does.
         """
         self._engine_thread.check_open()
         options = call_options(timeout, True, operation="cache_prefix")
+        adapters = self._request_builder.chosen(adapter)
         item = self._request_builder.item(prompt, None)
         tokens = item.tokens
         if len(tokens) < MIN_PREFIX:
@@ -1435,7 +1478,7 @@ class Engine(NotCopyable):
         requests: list[Request] = []
 
         def make(mailbox: Mailbox) -> dict[int, list[Request]]:
-            requests[:] = [self._request_builder.prefix(tokens, mailbox, check_salt(cache_salt))]
+            requests[:] = [self._request_builder.prefix(tokens, mailbox, check_salt(cache_salt), adapters)]
             return {0: requests}
 
         try:
@@ -1462,6 +1505,7 @@ class Engine(NotCopyable):
         timeout: float | None = None,
         block: bool = True,
         progress: bool = False,
+        adapter: AdapterChoice | None = None,
     ) -> Score: ...
 
     @overload
@@ -1473,6 +1517,7 @@ class Engine(NotCopyable):
         timeout: float | None = None,
         block: bool = True,
         progress: bool = False,
+        adapter: AdapterChoice | None = None,
     ) -> list[Score]: ...
 
     @overload
@@ -1484,6 +1529,7 @@ class Engine(NotCopyable):
         timeout: float | None = None,
         block: bool = True,
         progress: bool = False,
+        adapter: AdapterChoice | None = None,
     ) -> list[list[Score]]: ...
 
     @overload
@@ -1495,6 +1541,7 @@ class Engine(NotCopyable):
         timeout: float | None = None,
         block: bool = True,
         progress: bool = False,
+        adapter: AdapterChoice | None = None,
     ) -> list[Score | list[Score]]: ...
 
     @explains_options()
@@ -1506,6 +1553,7 @@ class Engine(NotCopyable):
         timeout: float | None = None,
         block: bool = True,
         progress: bool = False,
+        adapter: AdapterChoice | None = None,
     ) -> Score | list[Score] | list[list[Score]] | list[Score | list[Score]]:
         """Scores continuations given a prompt: the log-probability of each of their tokens.
 
@@ -1515,16 +1563,23 @@ class Engine(NotCopyable):
         continuations, they are divided among requests that run at the same time. If both are text,
         prompt + continuation are tokenized together, and the tokens beyond the prompt's own count are scored.
 
-        Options as for ``generate``. Raises InvalidRequestError if prompt and continuation together exceed ``n_ctx`` or
-        a continuation has no tokens; else as ``generate`` does.
+        Options as for ``generate``; ``adapter`` as in SamplingParams. Raises InvalidRequestError if prompt and
+        continuation together exceed ``n_ctx``, a continuation has no tokens or there is no such adapter; else as
+        ``generate`` does.
         """
         self._engine_thread.check_open()
         job = score_job(prompt, continuation, self.model)
-        return self._score(job, timeout, block, progress)
+        return self._score(job, timeout, block, progress, adapter)
 
     @overload
     def score_tokens(
-        self, tokens: TokenIds, *, timeout: float | None = None, block: bool = True, progress: bool = False
+        self,
+        tokens: TokenIds,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+        adapter: AdapterChoice | None = None,
     ) -> Score: ...
 
     @overload
@@ -1535,6 +1590,7 @@ class Engine(NotCopyable):
         timeout: float | None = None,
         block: bool = True,
         progress: bool = False,
+        adapter: AdapterChoice | None = None,
     ) -> list[Score]: ...
 
     @explains_options()
@@ -1545,13 +1601,14 @@ class Engine(NotCopyable):
         timeout: float | None = None,
         block: bool = True,
         progress: bool = False,
+        adapter: AdapterChoice | None = None,
     ) -> Score | list[Score]:
         """Scores a text, or several: every token but the first, given the tokens before it.
 
         Options and exceptions as for ``score``.
         """
         self._engine_thread.check_open()
-        return self._score(tokens_job(tokens, self.model), timeout, block, progress)
+        return self._score(tokens_job(tokens, self.model), timeout, block, progress, adapter)
 
     @explains_options()
     def perplexity(
@@ -1561,6 +1618,7 @@ class Engine(NotCopyable):
         *,
         timeout: float | None = None,
         progress: bool = False,
+        adapter: AdapterChoice | None = None,
     ) -> float:
         """The perplexity of a text: the exponential of the mean negative log-probability of its tokens.
 
@@ -1577,11 +1635,18 @@ class Engine(NotCopyable):
         """
         self._engine_thread.check_open()
         job = perplexity_job(text, n_window, self.model, self.n_ctx)
-        return self._score(job, timeout, True, progress)
+        return self._score(job, timeout, True, progress, adapter)
 
-    def _score(self, job: ScoreJob[T], timeout: float | None, block: bool, progress: bool) -> T:
+    def _score(
+        self,
+        job: ScoreJob[T],
+        timeout: float | None,
+        block: bool,
+        progress: bool,
+        adapter: AdapterChoice | None,
+    ) -> T:
         options = call_options(timeout, block, operation="score")
-        batches = job.batches(self._request_builder)
+        batches = job.batches(self._request_builder, self._request_builder.chosen(adapter))
         bar = progress_bar(check_flag("progress", progress), job.n_requests)
         return job.result(self._submission.collect(batches, options, bar))
 
@@ -1603,6 +1668,11 @@ class Engine(NotCopyable):
     def check_integrity(self) -> None:
         """Raises AssertionError when the engine's bookkeeping is inconsistent. For tests and debugging."""
         self._engine_thread.check_integrity()
+
+    @property
+    def adapters(self) -> tuple[Adapter | ControlVector, ...]:
+        """The adapters and control vectors that requests may name now. Any thread."""
+        return self._request_builder.named_adapters
 
     @property
     def closed(self) -> bool:
@@ -1654,12 +1724,13 @@ class Engine(NotCopyable):
         """Sets the observer of future requests; None: no observer."""
         self._submission.observer = observer
 
-    def _snapshot_format(self) -> SnapshotFormat:
-        return SnapshotFormat(self.model.fingerprint, state_version(), *self._types)
+    def _snapshot_format(self, adapters: AdapterSet | None) -> SnapshotFormat:
+        layout = SnapshotFormat(self.model.fingerprint, state_version(), *self._types)
+        return layout if adapters is None else layout._replace(adapters=adapters.key.digest)
 
     def _save_cache(self, path: Path) -> None:
         """Writes the cached sequences that no request uses to a file, no more than ``cache_bytes``. Raises OSError."""
-        layout = self._snapshot_format()
+        layout = self._snapshot_format(None)  # those of adapters are left out
         with cache_file.written(path) as write:
 
             def visit(tokens: Sequence[int], key: Hashable, state: bytes) -> None:
@@ -1675,13 +1746,14 @@ class Engine(NotCopyable):
         Raises OSError, ValueError.
         """
         for key, data in cache_file.read(path):
-            found = self._unpack(data)
+            found = self._unpack(data, None)
             if found.state:
                 tokens = found.tokens[: found.n_cells]
                 self._engine_thread.ask(partial(self._engine_thread.loop.take_in, tokens, key, found.state))
 
-    def _unpack(self, snapshot: bytes | bytearray | memoryview) -> Snapshot:
-        return unpack(bytes(snapshot), self._snapshot_format(), self.model.n_vocab)
+    def _unpack(self, snapshot: bytes | bytearray | memoryview, params: SamplingParams | None) -> Snapshot:
+        adapters = None if params is None else self._request_builder.adapters(params)
+        return unpack(bytes(snapshot), self._snapshot_format(adapters), self.model.n_vocab)
 
     def __del__(self) -> None:
         engine_thread = getattr(self, "_engine_thread", None)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from llamapipe.llama.adapter import Adapter, ControlVector
+
 _INT32_MAX = 2**31 - 1
 _MOST_CHARACTERS = 2**17  # of all texts of one option
 _MOST_SALT = 1024
@@ -90,6 +92,9 @@ class SamplingParams:
       guessed, where that saves time. None: from the constraint, the prediction, the prompt, the output, and the
       engine's draft model. "ngram": without the draft model. "draft": without the prompt and the output. "off":
       never.
+    - ``adapter``: a LoRA or a control vector that the model has loaded (``Model.load_adapter``,
+      ``load_control_vector``), by its name or as an object; or several with scales, as a mapping. None: the model
+      alone. A step computes one set of adapters and scales; sets take turns.
 
     Raises ValueError or TypeError naming the field.
     """
@@ -145,6 +150,7 @@ class SamplingParams:
     cache_salt: str | None = None
     speculate: Literal["off", "ngram", "draft"] | None = None
     prediction: str | None = None
+    adapter: str | Adapter | ControlVector | Mapping[str | Adapter | ControlVector, float] | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens == -1:
@@ -166,6 +172,10 @@ class SamplingParams:
             raise ValueError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}"
             )
+        if self.adapter is not None:
+            from llamapipe.llama.adapter import check_choice_of_adapter
+
+            self._set("adapter", check_choice_of_adapter(self.adapter))
         self._check_processors()
         self._check_constraints()
         self._check_order()
@@ -199,6 +209,8 @@ class SamplingParams:
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         if self.logit_bias is not None:
             values["logit_bias"] = dict(self.logit_bias)
+        if isinstance(self.adapter, Mapping):
+            values["adapter"] = dict(self.adapter)
         return _rebuild, (values,)
 
     def _check_processors(self) -> None:

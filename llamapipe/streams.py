@@ -161,7 +161,7 @@ class _Sequence(NotCopyable):
         request: Request,
         n_vocab: int,
         n_ctx: int,
-        snapshot_format: Callable[[], SnapshotFormat],
+        snapshot_format: Callable[[Any], SnapshotFormat],
     ) -> None:
         self._engine_thread = engine_thread
         self._request = request
@@ -277,7 +277,9 @@ class _Sequence(NotCopyable):
         self._engine_thread.fork(self._request, forked._request)
 
     def _pack(self) -> bytes:
-        return pack(Snapshot(*self._engine_thread.snapshot(self._request)), self._format())
+        return pack(
+            Snapshot(*self._engine_thread.snapshot(self._request)), self._format(self._request.spec.adapters)
+        )
 
     def cancel(self) -> None:
         """Ends the generation and frees its slot; ``next`` then returns None without a step. Any thread."""
@@ -518,7 +520,7 @@ class AsyncGeneration(_Sequence):
         mailbox: AsyncMailbox,
         n_vocab: int,
         n_ctx: int,
-        layout: Callable[[], SnapshotFormat],
+        layout: Callable[[Any], SnapshotFormat],
     ) -> None:
         super().__init__(engine_thread, request, n_vocab, n_ctx, layout)
         self._mailbox = mailbox
@@ -800,7 +802,7 @@ class Generation(_Sequence):
         mailbox: ThreadMailbox,
         n_vocab: int,
         n_ctx: int,
-        layout: Callable[[], SnapshotFormat],
+        layout: Callable[[Any], SnapshotFormat],
     ) -> None:
         super().__init__(engine_thread, request, n_vocab, n_ctx, layout)
         self._mailbox = mailbox

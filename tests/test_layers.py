@@ -41,7 +41,9 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("errors", "locks", "_lazy", "_engine", "_sampling_table"),
 )
 # One room: these know each other's types.
-POLICY = {f"_engine.{name}" for name in ("request", "scheduler", "planner", "speculation", "kv", "scoring")}
+POLICY = {
+    f"_engine.{name}" for name in ("request", "scheduler", "planner", "speculation", "kv", "scoring", "turns")
+}
 LEVEL = {room: level for level, row in enumerate(ROOMS) for room in row}
 IMPURE = {"threading", "asyncio", "queue", "concurrent", "multiprocessing", "cffi", "ctypes", "numpy", "time"}
 

@@ -77,6 +77,7 @@ _KINDS = {
     Kind.SAMPLERS: "names of samplers",
     Kind.CONSTRAINT: "text",
     Kind.CALLABLES: "functions",
+    Kind.ADAPTER: "name, `Adapter`, `ControlVector`, or a mapping to scales",
 }
 
 

@@ -17,10 +17,11 @@ import numpy as np
 
 from llamapipe._engine.compute_threads import ThreadTuner
 from llamapipe._engine.deliver import LaunchWakeList
-from llamapipe._engine.kv import CellChanges, Copy, MemoryOp, Remove, Restore, Save, Shift
+from llamapipe._engine.kv import CellChanges, Copy, MemoryOp, Remove, Restore, Save, Shift, UseAdapters
 from llamapipe._engine.sampling import BackgroundDraws, BackgroundSampler, SamplingThreads
 from llamapipe._engine.scoring import TokenScore
 from llamapipe.errors import DecodeError, NoToken
+from llamapipe.llama.adapter import AdapterSet, set_adapters
 from llamapipe.llama.native_pipeline import NativePipeline, SavedCells
 from llamapipe.llama.sampler import SamplerChain
 from llamapipe.native.load import last_error
@@ -187,6 +188,7 @@ class StepExecutor:
         self._launched_s = 0.0
         self._n_vocab = context.model.n_vocab
         self._n_swa = context.model.n_swa
+        self._adapters: AdapterSet | None = None
         self._saved: dict[int, SavedCells] = {}  # by the KV cache's keys
 
     def change_cells(self, ops: Sequence[MemoryOp]) -> CellChanges:
@@ -208,6 +210,11 @@ class StepExecutor:
                 saved.append((op.key, None if copy is None else copy.n_bytes))
                 if copy is not None:
                     self._saved[op.key] = copy
+                continue
+            elif isinstance(op, UseAdapters):
+                assert op.adapters is None or isinstance(op.adapters, AdapterSet)
+                set_adapters(self._native, self._native.lib.lp_set_adapters, self._handle, op.adapters)
+                self._adapters = op.adapters  # they live as long as steps compute with them
                 continue
             else:
                 forgotten = self._saved.pop(op.key, None)
@@ -556,3 +563,4 @@ class StepExecutor:
         if self.tuner is not None:
             self.tuner.close()
         self.pipeline.close()
+        self._adapters = None

@@ -81,6 +81,12 @@ class Unused(NamedTuple):
     cache_key: Hashable
 
 
+class UseAdapters(NamedTuple):
+    """Compute with another set of adapters from the next step on; None: with the model alone."""
+
+    adapters: Hashable
+
+
 class CellChanges(NamedTuple):
     """What became of memory operations.
 
@@ -92,7 +98,7 @@ class CellChanges(NamedTuple):
     saved: list[tuple[int, int | None]]
 
 
-MemoryOp = Shift | Remove | Copy | Save | Restore | Forget
+MemoryOp = Shift | Remove | Copy | Save | Restore | Forget | UseAdapters
 
 
 class StoreEntry(Protocol):
@@ -494,7 +500,7 @@ class KvCache:
 
     ``free``: the slots without a request. ``parked``: the parked cells by slot, least recently used first.
     ``memory_ops``: changes to be made before the next step, in this order. Only the cache changes these three; the
-    scheduler adds the removal of padding to the last.
+    scheduler adds the removal of padding, and changes of adapters, to the last.
     """
 
     def __init__(

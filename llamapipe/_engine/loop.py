@@ -631,6 +631,7 @@ class EngineLoop:
             n_accepted=self._scheduler.gate.n_accepted,
             n_forced=self._scheduler.gate.n_forced,
             n_steps_saved=self._scheduler.gate.n_steps_saved,
+            n_adapter_changes=self._scheduler.turns.n_changes,
             **self._executor.stats(),
         )
 

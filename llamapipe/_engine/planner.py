@@ -347,7 +347,8 @@ class BatchBuilder:
     ) -> None:
         """Adds a padding token for each sequence in a gap, if that is cheaper than splitting the batch at the gaps."""
         prefilling = {r.slot for r in running.prefilling}  # most of them have tokens in this step
-        held = {r.slot: r.n_past for requests in (running.paused, running.drawing) for r in requests}
+        resting = (running.paused, running.drawing, *running.others.values())
+        held = {r.slot: r.n_past for requests in resting for r in requests}
         first, last = plan.seq_ids[0], plan.seq_ids[-1]
         gaps = sorted(set(range(first, last)) - set(plan.seq_ids) - prefilling)
         if len(gaps) > len(plan.seq_ids):

@@ -120,7 +120,8 @@ class RequestSpec(NamedTuple):
     generated token comes with log-probabilities. ``priority``: requests of a higher one come first. ``caller``:
     requests of one caller share its turns; None: it has no others. ``share``: callers of one share take turns with
     those of others. ``n_generated``: how many of its last tokens were generated before. ``speculates``: a step may have
-    tokens that its sampler guesses; ``drafts``: or that the engine's draft model does.
+    tokens that its sampler guesses; ``drafts``: or that the engine's draft model does. ``adapters``: what it is
+    computed with besides the model, which ``cache_key`` must name, too; None: nothing.
     """
 
     max_tokens: int | None = None
@@ -142,6 +143,7 @@ class RequestSpec(NamedTuple):
     n_generated: int = 0
     speculates: bool = False
     drafts: bool = False
+    adapters: Hashable = None
 
 
 _DEFAULT = RequestSpec()

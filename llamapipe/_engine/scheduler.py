@@ -28,15 +28,16 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from llamapipe._engine.kv import CellChanges, KvCache, Remove, Shift
+from llamapipe._engine.kv import CellChanges, KvCache, Remove, Shift, UseAdapters
 from llamapipe._engine.planner import BatchBuilder, BatchPlan
 from llamapipe._engine.request import Request, State
 from llamapipe._engine.scoring import LogprobTargets
 from llamapipe._engine.speculation import MOST_GUESSED, Gate, Guess
+from llamapipe._engine.turns import Claim, SetTurns
 from llamapipe.errors import NoToken
 
 _MAX_COUNTED = 256  # tokens that a request may generate, as its cost; few generate all that they may
@@ -216,9 +217,19 @@ _by_slot = attrgetter("slot")
 _by_turn = attrgetter("turn")
 
 
-class Running:
-    """The requests with a slot, in four lists: they prefill, decode, wait for a token drawn later, or are paused.
+def _claim(requests: Iterable[Request]) -> Claim:
+    """What a set with these requests asks for."""
+    priority, awaits_first = -(2**31), False
+    for request in requests:
+        priority = max(priority, request.spec.priority)
+        awaits_first = awaits_first or (request.n_generated == 0 and request.max_tokens > 0)
+    return Claim(priority, awaits_first)
 
+
+class Running:
+    """The requests with a slot, in five lists: they prefill, decode, wait for a token drawn later, or are paused.
+
+    Those that would prefill or decode, but with other ``adapters`` than the steps now, are in the fifth.
     ``n_moves`` counts additions and removals: while it stays the same, the same requests decode and prefill.
     """
 
@@ -227,22 +238,32 @@ class Running:
         self.prefilling: list[Request] = []  # by turn
         self.drawing: dict[Request, None] = {}  # in no step until their tokens are drawn
         self.paused: OrderedDict[Request, None] = OrderedDict()  # longest paused first
+        self.adapters: Hashable = None
+        self.others: dict[Hashable, dict[Request, None]] = {}  # by their adapters; no empty ones
         self.n_moves = 0
 
     def __repr__(self) -> str:
         return (
             f"<Running prefilling={len(self.prefilling)} decoding={len(self.decoding)} "
-            f"drawing={len(self.drawing)} paused={len(self.paused)}>"
+            f"drawing={len(self.drawing)} paused={len(self.paused)} others={sum(map(len, self.others.values()))}>"
         )
 
     def __len__(self) -> int:
-        return len(self.decoding) + len(self.prefilling) + len(self.drawing) + len(self.paused)
+        n = len(self.decoding) + len(self.prefilling) + len(self.drawing) + len(self.paused)
+        return n + sum(map(len, self.others.values())) if self.others else n
 
     def __iter__(self) -> Iterator[Request]:
         yield from self.decoding
         yield from self.prefilling
         yield from self.drawing
         yield from self.paused
+        for requests in self.others.values():
+            yield from requests
+
+    @property
+    def can_compute(self) -> bool:
+        """Whether any request has tokens to compute, with whichever adapters."""
+        return bool(self.decoding or self.prefilling or self.others)
 
     @property
     def only_scores(self) -> bool:
@@ -254,12 +275,16 @@ class Running:
         """The cells that these requests hold, or will hold when all of their tokens are computed."""
         running = sum(len(r.tokens) for r in self.decoding) + sum(len(r.tokens) for r in self.prefilling)
         running += sum(len(r.tokens) for r in self.drawing)
+        for requests in self.others.values():
+            running += sum(len(r.tokens) for r in requests)
         return running + sum(r.n_past for r in self.paused)
 
     def add(self, request: Request) -> None:
         """Adds a request that has a slot."""
         self.n_moves += 1
-        if (
+        if request.spec.adapters != self.adapters:
+            self.others.setdefault(request.spec.adapters, {})[request] = None
+        elif (
             request.n_past == len(request.tokens) - 1 and request.max_tokens
         ):  # only the last token is left to compute
             insort(self.decoding, request, key=_by_slot)
@@ -276,8 +301,28 @@ class Running:
             self.decoding.remove(request)
         elif request in self.drawing:
             del self.drawing[request]
+        elif request.spec.adapters != self.adapters:
+            requests = self.others[request.spec.adapters]
+            del requests[request]
+            if not requests:
+                del self.others[request.spec.adapters]
         else:
             self.prefilling.remove(request)
+
+    def use(self, adapters: Hashable) -> None:
+        """Lets the requests with these adapters be part of the next steps, and no others."""
+        before = [*self.decoding, *self.prefilling]
+        self.decoding, self.prefilling = [], []
+        self.adapters = adapters
+        for request in (*before, *self.others.pop(adapters, ())):
+            self.add(request)
+
+    def claims(self) -> dict[Hashable, Claim]:
+        """What the sets of adapters ask for whose requests could compute."""
+        found = {adapters: _claim(requests) for adapters, requests in self.others.items()}
+        if self.decoding or self.prefilling:
+            found[self.adapters] = _claim((*self.decoding, *self.prefilling))
+        return found
 
     def sort(self) -> None:
         """Moves requests whose prompt is in the KV cache from ``prefilling`` to ``decoding``."""
@@ -310,6 +355,11 @@ class Running:
         assert self.decoding == sorted(self.decoding, key=_by_slot)
         for request in self.decoding:
             assert len(request.tokens) - request.n_past == 1, request
+        for request in (*self.decoding, *self.prefilling):
+            assert request.spec.adapters == self.adapters, request
+        for adapters, requests in self.others.items():
+            assert requests and adapters != self.adapters, adapters
+            assert all(request.spec.adapters == adapters for request in requests), adapters
 
 
 MODES = ("stop", "recompute", "shift")
@@ -393,6 +443,7 @@ class Scheduler:
             n_batch, n_ubatch, padding_token, n_score_rows, prefill_cutoff, max_itl_s
         )
         self.gate = Gate() if gate is None else gate
+        self.turns = SetTurns(max_itl_s)
         self.can_guess = False
         self._scarce = n_cells < n_ctx * cache.n_slots
         self._full = False  # a step found no cells: admit no request before one has left
@@ -430,8 +481,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step could be planned."""
-        running = self._running
-        return bool(running.decoding or running.prefilling or self._waiting.queued)
+        return self._running.can_compute or bool(self._waiting.queued)
 
     @property
     def all_ready(self) -> bool:
@@ -596,10 +646,12 @@ class Scheduler:
         if self._waiting.queued:
             self._admit()
         running = self._running
-        if not running.decoding and not running.prefilling:
+        if not running.can_compute:
             return None
         if self._scarce:
             self._make_room()
+        if running.others and not self._choose_adapters():  # last: what has made room may have been preempted
+            return None
         if self._n_gaps >= _LEAST_GAPS:
             self._close_gaps()
         guesses = self._guesses() if self.can_guess or self.gate.drafter is not None else None
@@ -616,6 +668,21 @@ class Scheduler:
         if self._closes_gaps:
             self._count_gaps(plan)
         return plan if plan.tokens else None  # none: all requests are in steps in flight
+
+    def _choose_adapters(self) -> bool:
+        """Changes the adapters if it is the turn of others. False: the steps in flight have to be committed before."""
+        running = self._running
+        chosen = self.turns.choose(running.adapters, running.claims())
+        if chosen == running.adapters:
+            return True
+        for request in (*running.decoding, *running.prefilling):
+            if request.batch_plan is not None and request.batch_plan.in_flight:
+                return False
+        running.use(chosen)
+        self._last = None
+        self.turns.changed()
+        self.cache.memory_ops.append(UseAdapters(chosen))
+        return True
 
     def _guesses(self) -> Mapping[Request, Sequence[int]]:
         """The guessed tokens to compute in the next step."""
@@ -796,6 +863,9 @@ class Scheduler:
 
     def observe(self, plan: BatchPlan, seconds: float) -> None:
         """Learns the time of a step, from its launch to its tokens."""
+        only_decodes = plan.n_decode == len(plan.tokens) or plan.n_guessed > 0
+        if self.turns.observe(len(plan.tokens), only_decodes, seconds):
+            return  # it says little about others
         learns = self.can_guess or self.gate.drafter is not None
         if (learns and plan.n_decode == len(plan.tokens)) or plan.n_guessed:
             self.gate.observe(plan.n_decode, plan.n_guessed, seconds)
@@ -914,7 +984,7 @@ class Scheduler:
                     continue
                 if self._preempt_below(request):
                     continue
-                if self._running.decoding or self._running.prefilling:
+                if self._running.can_compute:
                     return
             found = cache.find(request)
             waiting.remove(request)

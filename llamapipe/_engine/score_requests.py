@@ -23,6 +23,7 @@ from llamapipe._engine.submit import (
 )
 from llamapipe.arguments import check_int, check_tokens
 from llamapipe.errors import InvalidRequestError
+from llamapipe.llama.adapter import AdapterSet
 from llamapipe.llama.model import Model
 from llamapipe.results import Score
 
@@ -49,8 +50,10 @@ class ScoreJob(Generic[T]):
         """Number of requests; known after ``batches``."""
         return len(self._requests)
 
-    def batches(self, request_builder: RequestBuilder) -> Iterator[RequestFactory]:
-        """Returns functions, each of which creates a portion of the requests.
+    def batches(
+        self, request_builder: RequestBuilder, adapters: AdapterSet | None = None
+    ) -> Iterator[RequestFactory]:
+        """Returns functions, each of which creates a portion of the requests, to be computed with these adapters.
 
         Raises InvalidRequestError before any of them runs.
         """
@@ -68,7 +71,7 @@ class ScoreJob(Generic[T]):
 
         def make(portion: Sequence[tuple[int, Sequence[int], list[list[int]]]], mailbox: Mailbox) -> Groups:
             return {
-                index: [request_builder.scores(context, continuations, mailbox, index)]
+                index: [request_builder.scores(context, continuations, mailbox, index, adapters=adapters)]
                 for index, context, continuations in portion
             }
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from llamapipe.errors import InvalidRequestError
 
-_MAGIC = b"llpsnap2"
-_HEADER = struct.Struct("<8s16sI8s8sIIIIQ")
+_MAGIC = b"llpsnap3"
+_HEADER = struct.Struct("<8s16sI8s8sIIIIQ16s")
 _CHECK_BYTES = 16
 _START = struct.Struct("<IiI")  # of a state: magic, sequence, number of streams
 _U32 = struct.Struct("<I")
@@ -34,6 +34,7 @@ class SnapshotFormat(NamedTuple):
     type_k: str
     type_v: str
     n_streams: int
+    adapters: bytes = bytes(16)  # the digest of the set that the cells were computed with; zeros: none
 
 
 class Snapshot(NamedTuple):
@@ -65,6 +66,7 @@ def parts_of(snapshot: Snapshot, layout: SnapshotFormat) -> list[bytes]:
         snapshot.n_cells,
         n_streams,
         len(state),
+        layout.adapters,
     )
     parts = [head, np.array(snapshot.tokens, "<i4").tobytes(), state]
     return [*parts, _digest(*parts)]
@@ -84,13 +86,18 @@ def unpack(data: bytes, layout: SnapshotFormat, n_vocab: int) -> Snapshot:
     body = memoryview(data)[:-_CHECK_BYTES]
     if _digest(body) != data[-_CHECK_BYTES:]:
         raise InvalidRequestError("the snapshot is damaged: its checksum does not match; use another copy")
-    _, fingerprint, version, *types, n_tokens, n_prompt, n_cells, n_streams, n_state = _HEADER.unpack_from(
-        body
-    )
+    head = _HEADER.unpack_from(body)
+    _, fingerprint, version, *types, n_tokens, n_prompt, n_cells, n_streams, n_state, adapters = head
     if fingerprint != layout.fingerprint:
         raise InvalidRequestError(
             f"the snapshot is of another model (fingerprint {fingerprint.hex()[:12]}, this model's is "
             f"{layout.fingerprint.hex()[:12]}); restore it with the file that it was made with"
+        )
+    if adapters != layout.adapters:
+        before = "other adapters or scales" if any(adapters) else "the model alone"
+        raise InvalidRequestError(
+            f"the snapshot was made with {before}; restore it with the SamplingParams.adapter that it was "
+            "made with"
         )
     if version != layout.state_version:
         raise InvalidRequestError(

@@ -72,6 +72,7 @@ from llamapipe._engine.tenant import cache_key, grammar_limit, tenant
 from llamapipe._engine.thread import EngineThread
 from llamapipe.arguments import check_choice, check_flag, check_float, check_tokens, from_column
 from llamapipe.errors import EngineClosedError, InvalidRequestError, LlamapipeError, QueueFullError
+from llamapipe.llama.adapter import AdapterChoice, AdapterSet, AnyAdapter, check_choice_of_adapter
 from llamapipe.llama.model import Model
 from llamapipe.locks import Lock
 from llamapipe.params import SamplingParams
@@ -303,13 +304,21 @@ class RequestBuilder:
     """Checks against a model and the context length of one engine. Any thread.
 
     ``n_sharing``: how many requests of a call may share a prompt's cells and run at the same time; 1: no sharing.
-    ``speculates``: whether steps may have guessed tokens. ``drafts``: whether a draft model guesses, too.
+    ``speculates``: whether steps may have guessed tokens. ``drafts``: whether a draft model guesses, too. ``allowed``:
+    the adapters that requests may name; empty: all that the model has loaded.
     """
 
     def __init__(
-        self, model: Model, n_ctx: int, n_sharing: int = 1, speculates: bool = False, drafts: bool = False
+        self,
+        model: Model,
+        n_ctx: int,
+        n_sharing: int = 1,
+        speculates: bool = False,
+        drafts: bool = False,
+        allowed: Sequence[AnyAdapter] = (),
     ) -> None:
         self._model = model
+        self._allowed = tuple(allowed)
         self.n_ctx = n_ctx
         self.n_sharing = n_sharing
         self._speculates = speculates
@@ -323,8 +332,27 @@ class RequestBuilder:
             raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
         self._compiled(params)
 
+    @property
+    def named_adapters(self) -> tuple[AnyAdapter, ...]:
+        """The adapters that requests may name now."""
+        known = self._allowed or self._model.adapters.loaded()
+        return tuple(adapter for adapter in known if not adapter.closed)
+
+    def adapters(self, params: SamplingParams) -> AdapterSet | None:
+        """The adapters that params name. Raises InvalidRequestError."""
+        if params.adapter is None:
+            return None
+        return self._model.adapters.choose(params.adapter, self._allowed)
+
+    def chosen(self, adapter: AdapterChoice | None) -> AdapterSet | None:
+        """The adapters that the option of a call names. Raises TypeError, ValueError, InvalidRequestError."""
+        if adapter is None:
+            return None
+        return self._model.adapters.choose(check_choice_of_adapter(adapter), self._allowed)
+
     def _compiled(self, params: SamplingParams) -> tuple[SamplerFactory, GrammarBudget | None]:
         """The factory for params, and what is left for their constraint. Raises as ``item`` does, DecodeError."""
+        self.adapters(params)
         if params.speculate == "draft" and not self._drafts:
             raise InvalidRequestError(
                 "speculate is 'draft', but the engine has no draft model; give Engine(draft=...) a smaller model of "
@@ -485,6 +513,7 @@ class RequestBuilder:
         index: int,
         salt: str | None = None,
         keeps_cells: bool = False,
+        adapters: AdapterSet | None = None,
     ) -> Request:
         """A request answered with ``(index, scores of each continuation)``. Raises InvalidRequestError."""
         self.check_scores(context, continuations)
@@ -494,7 +523,8 @@ class RequestBuilder:
             logprob_targets=targets,
             caller=mailbox,
             share=tenant.get().share,
-            cache_key=cache_key(salt),
+            cache_key=cache_key(salt, adapters),
+            adapters=adapters,
             keeps_cells=keeps_cells,
             sink=ScoreSink(mailbox, index),
         )
@@ -536,9 +566,11 @@ class RequestBuilder:
         spec = self._spec(item, n_generated, sink, resumable=True)
         return Request(item.tokens, spec._replace(n_generated=n_generated))
 
-    def prefix(self, tokens: list[int], mailbox: Mailbox, salt: str | None) -> Request:
+    def prefix(
+        self, tokens: list[int], mailbox: Mailbox, salt: str | None, adapters: AdapterSet | None
+    ) -> Request:
         """A request that computes these tokens and keeps its cells; answered as ``scores``."""
-        return self.scores(tokens, [[0]], mailbox, 0, salt, keeps_cells=True)
+        return self.scores(tokens, [[0]], mailbox, 0, salt, keeps_cells=True, adapters=adapters)
 
     def _check_single(self, item: CheckedPrompt) -> None:
         params = item.sampler_factory.params
@@ -558,6 +590,7 @@ class RequestBuilder:
     ) -> RequestSpec:
         params = item.sampler_factory.params
         stop_tokens = frozenset(params.stop_token_ids or ())
+        adapters = self.adapters(params)
         if not params.ignore_eos:
             stop_tokens = stop_tokens | self._eog if stop_tokens else self._eog
         # A sequence that its caller may change needs a sampler that has drawn no further, log-probabilities theirs.
@@ -574,7 +607,8 @@ class RequestBuilder:
             grammar_budget=item.budget,
             seed=choose_seed(params),
             uses_cache=params.cache,
-            cache_key=cache_key(params.cache_salt),
+            cache_key=cache_key(params.cache_salt, adapters),
+            adapters=adapters,
             wants_logprobs=params.logprobs is not None,
             priority=params.priority,
             share=tenant.get().share,

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from llamapipe.llama.adapter import AdapterSet
 
 
 class Tenant(NamedTuple):
@@ -34,7 +37,8 @@ def grammar_limit(timeout: float | None) -> float | None:
     return timeout if most is None else most if timeout is None else min(timeout, most)
 
 
-def cache_key(salt: str | None) -> Hashable:
-    """Whose cells a request may use: those of the same tenant's cache and the same salt."""
+def cache_key(salt: str | None, adapters: AdapterSet | None = None) -> Hashable:
+    """Whose cells a request may use: those of the same tenant's cache, the same salt and the same adapters."""
     own = tenant.get().cache
-    return None if own is None and salt is None else (own, salt)
+    key = None if adapters is None else adapters.key
+    return None if own is None and salt is None and key is None else (own, salt, key)

@@ -87,6 +87,9 @@ values = {
     "cache_salt": st.text(min_size=1, max_size=5) | st.none(),
     "speculate": st.sampled_from([None, "off", "ngram"]),
     "prediction": st.text(max_size=5) | st.none(),
+    "adapter": st.none()
+    | st.sampled_from("ab")
+    | st.dictionaries(st.sampled_from("ab"), st.floats(-1000, 1000), min_size=1),
     "priority": st.integers(-1000, 1000),
     "grammar_timeout": st.floats(1e-3, 1e9) | st.none(),
     "min_tokens": st.just(0),  # at most max_tokens: has a test of its own

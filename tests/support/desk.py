@@ -152,7 +152,7 @@ class Desk:
     def generation(self, request: Request, mailbox: ThreadMailbox) -> Generation:
         return Generation(self.engine_thread, request, mailbox, N_VOCAB, self.context.n_ctx, self.layout)
 
-    def layout(self) -> SnapshotFormat:
+    def layout(self, adapters: object = None) -> SnapshotFormat:
         return SnapshotFormat(bytes(16), 4, "f16", "f16", 1)
 
     def restore(self, snapshot: bytes) -> Generation:

@@ -9,16 +9,33 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from llamapipe._engine.kv import CellChanges, Copy, Forget, MemoryOp, Remove, Restore, Save, Shift
+from llamapipe._engine.kv import (
+    CellChanges,
+    Copy,
+    Forget,
+    MemoryOp,
+    Remove,
+    Restore,
+    Save,
+    Shift,
+    UseAdapters,
+)
 from llamapipe._engine.scoring import TokenScore
 from llamapipe.errors import ContextFullError, EngineClosedError, NoToken
 
 N_VOCAB = 101
 
 
-def next_token(tokens: Sequence[int], n_vocab: int = N_VOCAB) -> int:
+def next_token(tokens: Sequence[int], n_vocab: int = N_VOCAB, adapters: int | None = None) -> int:
     """What the fake model continues `tokens` with: a hash of all of them, so a wrong or missing one shows."""
+    if adapters:
+        tokens = [cell(token, adapters) for token in tokens]
     return crc32(struct.pack(f"<{len(tokens)}i", *tokens)) % n_vocab
+
+
+def cell(token: int, adapters: int | None) -> int:
+    """What the cell of a token holds, computed with these adapters, which are a number here."""
+    return token + 1000 * (adapters or 0)
 
 
 def continuation(
@@ -27,11 +44,12 @@ def continuation(
     stop: Container[int] = (),
     n_ctx: int = 2**31,
     n_vocab: int = N_VOCAB,
+    adapters: int | None = None,
 ) -> tuple[list[int], str]:
     """What a request generates when it is alone, and why it ends: ``stop`` or ``length``."""
     whole = list(tokens)
     while len(whole) - len(tokens) < max_tokens and len(whole) < n_ctx:
-        token = next_token(whole, n_vocab)
+        token = next_token(whole, n_vocab, adapters)
         if token in stop:
             return whole[len(tokens) :], "stop"
         whole.append(token)
@@ -149,6 +167,8 @@ class FakeContext:
         self.saved: list[FakeSaved] = []  # all that there ever were
         self.kept: dict[int, FakeSaved] = {}  # those that are there, by key
         self.refuses_saves = False
+        self.adapters: Any = None  # a number; cells that were computed with one are others
+        self.n_changes = 0
         self.launches: list[Launch] = []  # those that succeeded
         self.n_launches = 0  # all
         self.n_samples = 0
@@ -187,6 +207,11 @@ class FakeContext:
                     sizes.append((key, None if saved is None else saved.n_bytes))
                     if saved is not None:
                         self.kept[key] = saved
+                    continue
+                case UseAdapters(adapters):
+                    self._claim()
+                    self.adapters = adapters
+                    self.n_changes += 1
                     continue
                 case Forget(key):
                     if key in self.kept:
@@ -433,7 +458,7 @@ class FakeContext:
         rows = {}
         for i in range(n):
             cells = self.sequences[batch.seq_ids[i]]
-            cells.append(batch.tokens[i])
+            cells.append(cell(batch.tokens[i], self.adapters))
             if batch.outputs[i]:
-                rows[i] = -1 if cells[-1] in self.broken else next_token(cells, self.n_vocab)
+                rows[i] = -1 if batch.tokens[i] in self.broken else next_token(cells, self.n_vocab)
         return rows

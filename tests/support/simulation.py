@@ -278,11 +278,14 @@ class SimSampler(FakeSampler):
     def guess(self, n: int) -> tuple[Sequence[int], float]:
         """What follows, now and then with a mistake."""
         rng, tokens = self._world.rng, list(self._request.tokens)
+        adapters: Any = self._request.spec.adapters
         if rng.random() < 0.3:
             return (), 0.0
         guessed = []
         for _ in range(rng.randrange(1, n + 1)):
-            guessed.append(next_token(tokens, N_VOCAB) if rng.random() < 0.85 else rng.randrange(N_VOCAB))
+            guessed.append(
+                next_token(tokens, N_VOCAB, adapters) if rng.random() < 0.85 else rng.randrange(N_VOCAB)
+            )
             tokens.append(guessed[-1])
         return guessed, 0.85
 
@@ -471,6 +474,7 @@ class Simulation:
         self.loops = [SimLoop(world) for _ in range(2)]
         self.samplers: list[SimSampler] = []
         self.prefixes = [[rng.randrange(N_VOCAB) for _ in range(20)] for _ in range(3)]
+        self.sets = (None,) if rng.random() < 0.5 else rng.choice(((None, 1), (1, 2), (None, 1, 2, 3)))
         self.has_faults = faults > 0
         self.n_open = 0
         self.n_checked = 0
@@ -603,6 +607,8 @@ class Simulation:
             priority=rng.choice((0, 0, 0, 1, -1)),
             uses_cache=rng.random() < 0.9,
             caller=rng.randrange(3),
+            adapters=(adapters := rng.choice(self.sets)),
+            cache_key=adapters,
             speculates=not options.get("resumable"),
             drafts=not options.get("resumable"),
             **options,
@@ -689,7 +695,10 @@ class Simulation:
     ) -> None:
         if self.can_overflow and len(prompt) + len(tokens) >= N_CTX:
             return  # the model forgets what was dropped
-        expected, ends = continuation(prompt, request.max_tokens, request.stop_tokens, N_CTX, N_VOCAB)
+        adapters: Any = request.spec.adapters
+        expected, ends = continuation(
+            prompt, request.max_tokens, request.stop_tokens, N_CTX, N_VOCAB, adapters
+        )
         if reason == "cancelled":
             assert list(tokens) == expected[: len(tokens)], (tokens, expected)
         else:
@@ -748,6 +757,7 @@ class Simulation:
         self, request: Request, mailbox: ThreadMailbox, whole: list[int], n_made: int
     ) -> Iterator[Any]:
         rng = self.world.rng
+        adapters: Any = request.spec.adapters
         for _ in range(rng.randrange(1, 12)):
             action = rng.random()
             if action < 0.1:
@@ -779,11 +789,11 @@ class Simulation:
                 if item is None:
                     assert request.finish_reason is not None, request
                     if request.finish_reason == "stop" and request.max_tokens > n_made:
-                        assert next_token(whole, N_VOCAB) in request.stop_tokens, (whole, request)
+                        assert next_token(whole, N_VOCAB, adapters) in request.stop_tokens, (whole, request)
                     continue
                 assert isinstance(item, Token)
                 if not self.can_overflow:
-                    assert item.id == next_token(whole, N_VOCAB), (item, whole)
+                    assert item.id == next_token(whole, N_VOCAB, adapters), (item, whole)
                 whole.append(item.id)
                 n_made += 1
                 if self.can_overflow and request.dropped:

@@ -1,0 +1,120 @@
+"""Which adapters the next step computes with.
+
+Open this file to change how requests with different adapters share a context.
+
+The principle: llama.cpp computes a step with one set of adapters, and after a change it plans its graphs anew, which
+takes about as long as a small step. So sets take turns. The requests of the others keep their slots and skip steps.
+A set stays until its steps have taken ``_WORTH`` times as long as a change, which is measured, so changes take at most
+one part in ``_WORTH + 1`` of the time. It stays no longer, because the streams of the others pause meanwhile; with a
+limit on that (``max_itl_s``), less. Next is the set with a request of the highest priority; among equals, one with a
+request that has no token yet, then the one that has waited longest. A set that has waited a whole round comes before
+both. A set with a higher priority takes over after the step. So does one with a request without any token, if the set
+before it has no such request and its steps have taken ``_WORTH_FIRST`` times as long as a change: otherwise the first
+token of the last of k sets would take k - 1 whole turns. The set before it keeps its place: its wait counts from the
+begin of its turn. A set with a lower priority gets a step when it has waited ``_PATIENCE`` rounds, so that nobody
+starves.
+
+A context for each set would need no changes, but divides KV cells and buffers; two engines over one model do that.
+
+Time is that of the observed steps. Pure policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import NamedTuple
+
+_WORTH = 20
+_WORTH_FIRST = 4
+_PATIENCE = 10
+_FIRST_CHANGE_S = 0.02  # until one is measured
+_KEPT = 0.7  # weight of the measurements so far at the next one
+
+
+class Claim(NamedTuple):
+    """What a set asks for: the highest priority of its requests; whether one of them has no token yet."""
+
+    priority: int = 0
+    awaits_first: bool = False
+
+
+class SetTurns:
+    """Whose turn it is. ``max_itl_s``: the longest time between two tokens of a stream; None: no limit."""
+
+    def __init__(self, max_itl_s: float | None = None) -> None:
+        self.change_s = _FIRST_CHANGE_S
+        self.n_changes = 0
+        self._max_itl_s = max_itl_s
+        self._now_s = 0.0
+        self._spent_s = 0.0  # since the last change
+        self._n_steps = 0
+        self._first: tuple[int, float] | None = (
+            None  # the first step after the change: its tokens and seconds
+        )
+        self._since: dict[Hashable, float] = {}  # since when sets have waited
+
+    def __repr__(self) -> str:
+        return (
+            f"<SetTurns n_changes={self.n_changes} change_s={self.change_s:.4f} waiting={len(self._since)}>"
+        )
+
+    def stay_s(self, n_sets: int) -> float:
+        """How long a set stays if so many have requests."""
+        stay_s = _WORTH * self.change_s
+        if self._max_itl_s is not None and n_sets > 1:
+            stay_s = min(stay_s, self._max_itl_s / (n_sets - 1) - self.change_s)
+        return stay_s
+
+    def choose(self, current: Hashable, ready: Mapping[Hashable, Claim]) -> Hashable:
+        """The set of the next step. ``ready``: the sets with requests to compute."""
+        others = [one for one in ready if one != current]
+        self._since = {one: self._since.get(one, self._now_s) for one in others}
+        if not others:
+            return current
+        stay_s = self.stay_s(len(ready))
+        round_s = len(others) * (max(stay_s, 0.0) + self.change_s)
+
+        def is_starving(one: Hashable) -> bool:
+            return self._now_s - self._since[one] > _PATIENCE * round_s
+
+        def rank(one: Hashable) -> tuple[bool, int, bool, bool, float]:
+            waited_s = self._now_s - self._since[one]
+            claim = ready[one]
+            return is_starving(one), claim.priority, waited_s > round_s, claim.awaits_first, waited_s
+
+        best = max(others, key=rank)
+        if current not in ready:
+            return best
+        mine, its = ready[current], ready[best]
+        if not self._n_steps:
+            return current
+        if its.priority > mine.priority:
+            return best
+        if self._spent_s >= stay_s:
+            return best if its.priority == mine.priority or is_starving(best) else current
+        may_cut_in = its.priority == mine.priority and its.awaits_first and not mine.awaits_first
+        if may_cut_in and self._spent_s >= _WORTH_FIRST * self.change_s:
+            self._since[current] = self._now_s - self._spent_s
+            return best
+        return current
+
+    def changed(self) -> None:
+        """The next step is the first with another set."""
+        self.n_changes += 1
+        self._spent_s, self._n_steps, self._first = 0.0, 0, None
+
+    def observe(self, n_tokens: int, only_decodes: bool, seconds: float) -> bool:
+        """Learns the time of a step. Returns whether it was the first after a change, and so takes longer."""
+        is_first = self._n_steps == 0 and self.n_changes > 0
+        self._now_s += seconds
+        self._spent_s += seconds
+        self._n_steps += 1
+        if is_first:
+            self._first = (n_tokens, seconds) if only_decodes else None
+        elif self._first is not None:
+            # A change is what the first step takes longer than the second one, which computes as much.
+            first, self._first = self._first, None
+            if only_decodes and first[0] == n_tokens:
+                found = min(max(first[1] - seconds, 0.0), 10 * self.change_s)
+                self.change_s = _KEPT * self.change_s + (1 - _KEPT) * found
+        return is_first

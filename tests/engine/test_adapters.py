@@ -1,0 +1,267 @@
+"""Requests with different LoRAs in one engine: each text is what that adapter gives alone, and nobody starves."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.adapters import make_adapter, merged
+from support.gguf_models import tiny_model
+
+import llamapipe as lp
+from llamapipe.errors import InvalidRequestError
+
+PROMPT = [1, 40, 77, 103, 55, 61, 92, 38, 99, 120, 47, 88, 130, 42, 51, 66, 73, 81]
+CHOICES: tuple[dict[str | lp.Adapter, float] | str | None, ...] = (
+    None,
+    "a",
+    "b",
+    {"a": -0.7},
+    {"a": 0.5, "b": 1.5},
+)
+
+
+def params(adapter: object = None, **more: object) -> lp.SamplingParams:
+    options = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, "adapter": adapter, **more}
+    return lp.SamplingParams(**options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("adapters") / "tiny.gguf", type_name="f32")
+
+
+@pytest.fixture(scope="module")
+def files(path: Path) -> list[Path]:
+    return [make_adapter(path.with_name(f"{name}.gguf"), path, seed=i, rank=4) for i, name in enumerate("ab")]
+
+
+@pytest.fixture(scope="module")
+def model(path: Path, files: list[Path]) -> Iterator[lp.Model]:
+    with lp.Model(path) as model:
+        for file in files:
+            model.load_adapter(file)
+        yield model
+
+
+def engine_of(model: lp.Model, **options: object) -> lp.Engine:
+    # Rows must not depend on what else a step computes, and cells be as exact as weights.
+    given = {"n_ctx": 96, "n_seq_max": 4, "n_threads": 1, "type_k": "f32", "type_v": "f32", **options}
+    return lp.Engine(model, **given)  # type: ignore[arg-type]
+
+
+def prompt_of(i: int) -> list[int]:
+    return [*PROMPT[: 4 + i % 14], 33 + i]
+
+
+def text(engine: lp.Engine, i: int, choice: object) -> list[int]:
+    return list(engine.generate(prompt_of(i), params(choice)).token_ids)
+
+
+@pytest.fixture(scope="module")
+def alone(model: lp.Model) -> dict[tuple[int, int], list[int]]:
+    """The tokens for each prompt and choice, in an engine that computes nothing else."""
+    found = {}
+    for c, choice in enumerate(CHOICES):
+        with engine_of(model, n_seq_max=1, prefix_cache=False) as engine:
+            for i in range(16):
+                found[i, c] = text(engine, i, choice)
+    assert len({tuple(found[3, c]) for c in range(len(CHOICES))}) == len(CHOICES), (
+        "the adapters change nothing"
+    )
+    return found
+
+
+def test_texts_are_those_of_the_merged_model(
+    tmp_path: Path, path: Path, files: list[Path], alone: dict[tuple[int, int], list[int]]
+) -> None:
+    for c, used in ((1, [(files[0], 1.0)]), (4, [(files[0], 0.5), (files[1], 1.5)])):
+        with lp.Model(merged(tmp_path / f"{c}.gguf", path, used)) as whole, engine_of(whole) as engine:
+            assert [text(engine, i, None) for i in range(8)] == [alone[i, c] for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"n_cells": 128}, {"prefix_cache": False}, {"cache_bytes": 0}, {"max_itl_ms": 1},
+     {"tuning": lp.EngineTuning(pipeline_depth=2)}],
+    ids=["default", "few cells", "no cache", "no host memory", "short turns", "threaded"],
+)  # fmt: skip
+def test_many_callers_with_five_sets(
+    model: lp.Model, alone: dict[tuple[int, int], list[int]], options: dict[str, object]
+) -> None:
+    wrong: list[object] = []
+    with engine_of(model, **options) as engine:
+
+        def calls(seed: int) -> None:
+            rng = random.Random(seed)
+            for _ in range(6):
+                i, c = rng.randrange(16), rng.randrange(5)
+                if rng.random() < 0.2:  # leaves in the middle
+                    with engine.stream(prompt_of(i), params(CHOICES[c])) as stream:
+                        got = [*next(stream).token_ids]
+                    if got != alone[i, c][: len(got)]:
+                        wrong.append((i, c, got))
+                elif (found := text(engine, i, CHOICES[c])) != alone[i, c]:
+                    wrong.append((i, c, found))
+
+        threads = [threading.Thread(target=calls, args=(seed,)) for seed in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        engine.check_integrity()
+    assert not wrong
+
+
+def test_a_list_with_params_of_several_sets(model: lp.Model, alone: dict[tuple[int, int], list[int]]) -> None:
+    pairs = [(i, c) for i in range(4) for c in range(5)]
+    with engine_of(model) as engine:
+        found = engine.generate([prompt_of(i) for i, _ in pairs], [params(CHOICES[c]) for _, c in pairs])
+    assert [list(one.token_ids) for one in found] == [alone[pair] for pair in pairs]
+
+
+def test_asyncio(model: lp.Model, alone: dict[tuple[int, int], list[int]]) -> None:
+    async def run() -> None:
+        async with engine_of(model) as engine:
+            found = await asyncio.gather(
+                *(engine.agenerate(prompt_of(2), params(choice)) for choice in CHOICES)
+            )
+        assert [list(one.token_ids) for one in found] == [alone[2, c] for c in range(5)]
+
+    asyncio.run(run())
+
+
+def test_cells_of_one_set_are_never_anothers(model: lp.Model) -> None:
+    with engine_of(model) as engine:
+        assert engine.stats().n_adapter_changes == 0
+        first: tuple[object, ...] = ("a", None, {"a": 0.5}, "b")
+        for choice in first:
+            assert engine.generate(PROMPT, params(choice)).n_cached_tokens == 0
+        assert engine.stats().n_adapter_changes == 4
+        for choice in (*first, {"a": 1}, {"b": 1.0, "a": 0}):
+            assert engine.generate(PROMPT, params(choice)).n_cached_tokens == len(PROMPT) - 1
+
+
+def test_forks_and_snapshots_keep_their_set(model: lp.Model, alone: dict[tuple[int, int], list[int]]) -> None:
+    def rest(generation: lp.Generation) -> list[int]:
+        return [token.id for token in generation]
+
+    with engine_of(model) as engine, engine_of(model, n_seq_max=2) as other:
+        for c in (1, 0, 4):
+            generation = engine.start(prompt_of(5), params(CHOICES[c]))
+            begin = [generation.next().id for _ in range(4)]  # type: ignore[union-attr]
+            fork, snapshot = generation.fork(), generation.snapshot()
+            engine.generate(prompt_of(9), params("b"))  # another turn
+            for _ in range(2):
+                assert [*begin, *rest(fork)] == alone[5, c]
+                fork = other.restore(snapshot, params(CHOICES[c], max_tokens=8))
+            assert [*begin, *rest(fork)] == alone[5, c]
+            assert [*begin, *rest(generation)] == alone[5, c]
+            wrong = params(CHOICES[(c + 1) % 5])
+            with pytest.raises(InvalidRequestError, match=r"restore it with the SamplingParams\.adapter"):
+                other.restore(snapshot, wrong)
+
+
+def test_an_adapter_may_be_closed_while_requests_use_it(
+    path: Path, files: list[Path], alone: dict[tuple[int, int], list[int]]
+) -> None:
+    with lp.Model(path) as model, engine_of(model) as engine:
+        adapter = model.load_adapter(files[0])
+        with engine.stream(prompt_of(3), params(adapter)) as stream:
+            got = [*next(stream).token_ids]
+            adapter.close()
+            got += [token for delta in stream for token in delta.token_ids]
+        assert got == alone[3, 1]
+        with pytest.raises(InvalidRequestError, match="no adapter 'a'; loaded are: none"):
+            engine.generate(PROMPT, params("a"))
+        with pytest.raises(InvalidRequestError, match="'a' is closed"):
+            engine.generate(PROMPT, params(adapter))
+        model.load_adapter(files[1], "a")  # another file with the same name shares no cells
+        assert text(engine, 3, "a") == alone[3, 2]
+
+
+def test_loads_while_steps_run(
+    path: Path, files: list[Path], alone: dict[tuple[int, int], list[int]]
+) -> None:
+    with lp.Model(path) as model, engine_of(model) as engine:
+        model.load_adapter(files[0], "a")
+        stop = threading.Event()
+        wrong: list[object] = []
+
+        def work() -> None:
+            while not stop.is_set():
+                wrong.extend(c for c in (0, 1) if text(engine, 3, CHOICES[c]) != alone[3, c])
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        for i in range(10):
+            with model.load_adapter(files[1], f"b{i}") as adapter:
+                assert text(engine, 4, adapter) == alone[4, 2]
+        stop.set()
+        thread.join()
+        assert not wrong
+
+
+def test_which_adapters_requests_may_name(model: lp.Model, path: Path, files: list[Path]) -> None:
+    a, b = model.adapters.loaded()
+    with engine_of(model, adapters=[a]) as engine:
+        engine.generate(PROMPT, params("a"))
+        for choice, message in (("b", "no adapter 'b'; loaded are: 'a'"), (b, "is not one of Engine")):
+            with pytest.raises(InvalidRequestError, match=message):
+                engine.generate(PROMPT, params(choice))
+    with lp.Model(path) as second, second.load_adapter(files[0]) as foreign, engine_of(model) as engine:
+        with pytest.raises(InvalidRequestError, match="loaded for another model"):
+            engine.generate(PROMPT, params(foreign))
+        with pytest.raises(InvalidRequestError, match="twice"):
+            engine.generate(PROMPT, params({"a": 1, a: 2}))
+    for wrong, error in (("a", TypeError), ([3], TypeError), (["no"], InvalidRequestError)):
+        with pytest.raises(error):
+            engine_of(model, adapters=wrong)
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [(3, TypeError), ("", ValueError), ({}, ValueError), ({"a": float("nan")}, ValueError), ({"a": 2000}, ValueError),
+     ({"a": "1"}, TypeError), ({3: 1.0}, TypeError), (["a"], TypeError)],
+)  # fmt: skip
+def test_wrong_choices(value: object, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        params(value)
+
+
+def test_a_prefix_of_an_adapter(model: lp.Model) -> None:
+    with engine_of(model) as engine, engine.cache_prefix(PROMPT):
+        assert engine.generate([*PROMPT, 44], params()).n_cached_tokens == len(PROMPT)
+        assert engine.generate([*PROMPT, 44], params("a")).n_cached_tokens == 0
+    with engine_of(model) as engine, engine.cache_prefix(PROMPT, adapter="a"):
+        assert engine.generate([*PROMPT, 44], params("a")).n_cached_tokens == len(PROMPT)
+        assert engine.generate([*PROMPT, 44], params()).n_cached_tokens == 0
+
+
+def test_scores_with_an_adapter(tmp_path: Path, model: lp.Model, path: Path, files: list[Path]) -> None:
+    whole = merged(tmp_path / "whole.gguf", path, [(files[0], 0.5), (files[1], 1.5)])
+    with lp.Model(whole) as other, engine_of(other) as engine:
+        expected = engine.score(PROMPT[:6], [PROMPT[6:10], PROMPT[8:]])
+        expected_tokens = engine.score_tokens(PROMPT)
+        expected_ppl = engine.perplexity(PROMPT * 4, n_window=16)
+    adapter: dict[str | lp.Adapter | lp.ControlVector, float] = {"a": 0.5, "b": 1.5}
+    with engine_of(model) as engine:
+        base = engine.score(PROMPT[:6], [PROMPT[6:10], PROMPT[8:]])
+        found = engine.score(PROMPT[:6], [PROMPT[6:10], PROMPT[8:]], adapter=adapter)
+        for one, right, wrong in zip(found, expected, base, strict=True):
+            assert one.logprobs == pytest.approx(right.logprobs, abs=1e-3)
+            assert one.total != pytest.approx(wrong.total, abs=0.1)
+        tokens = engine.score_tokens(PROMPT, adapter=adapter)
+        assert tokens.logprobs == pytest.approx(expected_tokens.logprobs, abs=1e-3)
+        assert engine.perplexity(PROMPT * 4, n_window=16, adapter=adapter) == pytest.approx(
+            expected_ppl, rel=1e-3
+        )
+        for call in (engine.score, engine.cache_prefix):
+            with pytest.raises(InvalidRequestError, match="no adapter 'c'"):
+                call(PROMPT, *([PROMPT] * (call == engine.score)), adapter="c")
+        with pytest.raises(TypeError, match="adapter must be a name"):
+            engine.score_tokens(PROMPT, adapter=3)  # type: ignore[call-overload]

@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import llamapipe as lp
@@ -20,10 +20,12 @@ from llamapipe.cli.options import (
     MODEL_HELP,
     SAMPLING,
     TEXTS,
+    add_adapters,
     add_engine_options,
     add_options,
     defaults_of,
     given,
+    load_adapters,
     model_path,
     open_engine,
     open_model,
@@ -54,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="text to continue; - (or none, in a pipe) reads it from stdin",
     )
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
+    add_adapters(parser, "all are applied")
     parser.add_argument(
         "-f",
         "--file",
@@ -93,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
             model, {"n_seq_max": min(_N_SLOTS, len(prompts) * params.n), **given(args, ENGINE)}
         ) as engine,
     ):
+        if adapters := load_adapters(model, args):
+            params = replace(params, adapter=dict.fromkeys(adapters, 1.0))
         loaded = time.perf_counter()
         if len(prompts) == 1 and params.n == 1 and not args.json:
             counts = _stream(engine, prompts[0], params)

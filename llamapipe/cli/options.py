@@ -359,6 +359,41 @@ def open_model(
             terminal.write("\r\x1b[2K")
 
 
+def add_adapters(parser: argparse.ArgumentParser, more: str) -> None:
+    """Adds ``--lora`` and ``--control-vector``. ``more``: what becomes of them."""
+    for option, what in (("--lora", "a LoRA"), ("--control-vector", "a control vector")):
+        parser.add_argument(
+            option,
+            type=_named_file,
+            action="append",
+            default=[],
+            metavar="NAME=FILE",
+            help=f"load {what} of the model from a GGUF file; {more} (repeatable)",
+        )
+
+
+def _named_file(text: str) -> tuple[str, Path]:
+    name, equals, file = text.partition("=")
+    if not (name and equals and file):
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=FILE")
+    return name, path_of(file)
+
+
+def load_adapters(model: lp.Model, args: argparse.Namespace) -> list[lp.Adapter | lp.ControlVector]:
+    """Loads those of ``--lora`` and ``--control-vector``. Raises UsageError for a bad name, ModelLoadError."""
+    option = "--lora"
+    try:
+        loaded: list[lp.Adapter | lp.ControlVector] = [
+            model.load_adapter(file, name) for name, file in args.lora
+        ]
+        option = "--control-vector"
+        return loaded + [model.load_control_vector(file, name=name) for name, file in args.control_vector]
+    except lp.errors.LlamapipeError:
+        raise
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from error
+
+
 def open_engine(model: lp.Model, options: dict[str, Any]) -> lp.Engine:
     """Makes an engine. The option ``n_ctx`` 0 is the model's context. Raises UsageError for wrong options."""
     if options.get("n_ctx") == 0:

@@ -23,9 +23,11 @@ from llamapipe.cli.options import (
     ENGINE,
     MODEL,
     MODEL_HELP,
+    add_adapters,
     add_engine_options,
     byte_count,
     given,
+    load_adapters,
     model_path,
     open_engine,
     open_model,
@@ -77,6 +79,7 @@ _SWITCH_S = 0.0005
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
+    add_adapters(parser, "clients use its name as a model's")
     parser.add_argument(
         "--models",
         type=path_of,
@@ -241,6 +244,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--allow-delete", action="store_true", help="with --ollama: clients may delete what was downloaded"
     )
     server.add_argument(
+        "--lora-path",
+        metavar="DIR",
+        help="clients may load and unload the LoRAs in this folder (/v1/load_lora_adapter)",
+    )
+    server.add_argument(
         "--workers",
         type=_workers,
         metavar="N",
@@ -356,6 +364,7 @@ def _served(
         model = open_model(args.model, model_options, show_progress=args.worker is None, report=report)
         stack.enter_context(model)
         check_template(model, args.chat_template, warns=args.worker is None or args.worker.index == 0)
+        load_adapters(model, args)
         engine = stack.enter_context(open_engine(model, engine_options))
         prepare_vocabulary(model.vocab)
         if args.embeddings is not None:
@@ -563,6 +572,7 @@ def settings_fields(args: argparse.Namespace) -> dict[str, Any]:
         "ollama": args.ollama is not None,
         "allow_pull": args.allow_pull,
         "allow_delete": args.allow_delete,
+        "lora_path": args.lora_path,
     }
     seconds = {
         "head_timeout_s": args.head_timeout,

@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import local
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llamapipe._messages import INSTEAD, wrong_option
-from llamapipe.arguments import check_int, check_tokens
+from llamapipe.arguments import check_float, check_int, check_tokens
 from llamapipe.compat import formats, options
 from llamapipe.compat.names import missing
 from llamapipe.compat.sampling import SAMPLING_OPTIONS, sampling_params
@@ -29,6 +29,7 @@ from llamapipe.compat.tokenizer import LlamaTokenizer, PromptMaker
 from llamapipe.embedding import Embedder
 from llamapipe.engine import Engine, with_tuning
 from llamapipe.errors import EngineClosedError
+from llamapipe.llama.adapter import MOST_SCALE, AnyAdapter
 from llamapipe.llama.model import Model
 from llamapipe.locks import Lock
 from llamapipe.params import SamplingParams
@@ -96,8 +97,9 @@ class _Tokens(local):
 class ThreadSequence:
     """The tokens that a thread has evaluated. What was computed for them is found again in the prefix cache."""
 
-    def __init__(self, engine: Engine, n_ctx: int) -> None:
+    def __init__(self, engine: Engine, n_ctx: int, adapter: dict[str | AnyAdapter, float] | None) -> None:
         self._engine, self._n_ctx = engine, n_ctx
+        self._params = SamplingParams(max_tokens=1, temperature=0, adapter=adapter)
         self._tokens = _Tokens()
 
     def __repr__(self) -> str:
@@ -145,14 +147,14 @@ class ThreadSequence:
         def keep(row: npt.NDArray[np.float32]) -> None:
             rows.append(row.copy())
 
-        self._engine.generate(self._prompt(), SamplingParams(max_tokens=1, logits_processors=[keep]))
+        self._engine.generate(self._prompt(), replace(self._params, logits_processors=[keep]))
         return rows[0]
 
     def save(self, seed: int) -> LlamaState:
         """The sequence and its KV cells."""
         cells = b""
         if self.ids:
-            with self._engine.start(self.ids, SamplingParams(max_tokens=1, temperature=0)) as generation:
+            with self._engine.start(self.ids, self._params) as generation:
                 generation.next()
                 cells = generation.snapshot()
         return LlamaState(tuple(self.ids), len(self.ids), cells, len(cells), seed)
@@ -160,7 +162,7 @@ class ThreadSequence:
     def load(self, state: LlamaState) -> None:
         """Takes over a sequence; its cells go to the prefix cache. Raises ValueError for what another model saved."""
         if state.llama_state:
-            with closing(self._engine.restore(state.llama_state)):
+            with closing(self._engine.restore(state.llama_state, self._params)):
                 pass
         self._tokens.ids = list(state.input_ids)
 
@@ -350,9 +352,17 @@ class LlamaBase(SequenceMethods):
         self.set_seed(seed)
         model = Model(self.model_path, chat_template=template, **options.model_options(values))
         self._model = self._owned.enter_context(model)
+        self._adapter: dict[str | AnyAdapter, float] | None = None
         try:
             self._n_ctx = n_ctx or model.n_ctx_train
             options.check_rope(values, model.metadata)
+            scale = check_float("lora_scale", lora_scale, -MOST_SCALE, MOST_SCALE)
+            if lora_path is not None:
+                if embedding:
+                    raise ValueError(
+                        "lora_path is not supported with embedding=True: embeddings have no adapters"
+                    )
+                self._adapter = {model.load_adapter(lora_path): scale}
             self._pooling = options.pooling(pooling_type, model.metadata)
             self._tokenizer = LlamaTokenizer(model)
             self._prompts = PromptMaker(model, self._tokenizer, spm_infill)
@@ -394,7 +404,7 @@ class LlamaBase(SequenceMethods):
                     raise RuntimeError("vocab_only=True: this Llama can only tokenize")
                 engine = Engine(model, **with_tuning(options.engine_options(self._options, self._n_ctx)))
                 self._engine = self._owned.enter_context(engine)
-                self._sequence = ThreadSequence(self._engine, self._n_ctx)
+                self._sequence = ThreadSequence(self._engine, self._n_ctx, self._adapter)
             return self._engine
 
     def _own(self) -> ThreadSequence:
@@ -489,7 +499,12 @@ class LlamaBase(SequenceMethods):
         elif seed is not None:
             seed = None if seed in (-1, options.NO_SEED) else seed
         return sampling_params(
-            max_tokens=max_tokens, seed=seed, last_n=self._last_n, end=self.lp_model.eos, **sampling
+            max_tokens=max_tokens,
+            seed=seed,
+            last_n=self._last_n,
+            end=self.lp_model.eos,
+            adapter=self._adapter,
+            **sampling,
         )
 
     # ---- lifetime

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llamapipe.arguments import check_float, check_int, path_of
+from llamapipe.llama.adapter import AnyAdapter
 from llamapipe.params import SamplingParams
 from llamapipe.structured.schema import closed_objects
 
@@ -140,6 +141,7 @@ def sampling_params(
     logit_bias: Mapping[Any, float] | None = None,
     logits_processor: LogitsProcessor | None = None,
     stopping_criteria: StoppingCriteria | None = None,
+    adapter: Mapping[str | AnyAdapter, float] | None = None,
 ) -> SamplingParams:
     """The params of a call. ``last_n``: tokens that penalties look at; ``end``: the token that ends generation.
 
@@ -169,6 +171,7 @@ def sampling_params(
             raise ValueError(f"stopping_criteria cannot be used with {reason}")
         values["logits_processors"] = [_as_ours(logits_processor, stopping_criteria, end)]
     return SamplingParams(
+        adapter=adapter,
         max_tokens=max_tokens,
         seed=seed,
         repeat_last_n=last_n,

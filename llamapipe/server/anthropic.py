@@ -218,7 +218,11 @@ def _job(exchange: Exchange, request: MessagesRequest) -> ChatJob:
         _template_args(request),
         continue_last=bool(conversation) and conversation[-1]["role"] == "assistant",
     )
-    params = sampling.params(exchange.server.engine.model.vocab.tokenize, max_tokens=request.max_tokens)
+    params = sampling.params(
+        exchange.server.engine.model.vocab.tokenize,
+        max_tokens=request.max_tokens,
+        **exchange.server.adapter_of(request.model),
+    )
     field = "output_format" if request.output_format is not None else "output_config.format"
     return ChatJob(exchange, conversation, params, options, field)
 

@@ -25,6 +25,7 @@ from llamapipe._messages import instead_of, quoted
 from llamapipe.embedding import Embedder
 from llamapipe.engine import Engine
 from llamapipe.server import (
+    adapters,
     anthropic,
     chat,
     completions,
@@ -47,6 +48,7 @@ from llamapipe.server.metrics import Metrics
 from llamapipe.server.settings import ServerSettings
 
 if TYPE_CHECKING:
+    from llamapipe.llama.adapter import Adapter, ControlVector
     from llamapipe.llama.model import Model
     from llamapipe.server.worker import Worker
 
@@ -82,6 +84,7 @@ class ServerState(Gate):
         )
         self.created = int(time.time())
         self.copies: list[str] = []  # further names of the model, that clients made
+        self.loaded_adapters: dict[str, Adapter] = {}  # by clients
         self.n_pulls = 0
         if engine is not None and engine.kv_events is not None and len(settings.api_keys) > 1:
             _log.warning(
@@ -118,9 +121,25 @@ class ServerState(Gate):
         return (*self.model_names, *self.copies)
 
     @property
+    def adapters(self) -> tuple[Adapter | ControlVector, ...]:
+        """Those that requests may name."""
+        return () if self._engine is None else self._engine.adapters
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """The names of the adapters, which clients use as those of models."""
+        return tuple(one.name for one in self.adapters if one.name not in self.chat_names)
+
+    def adapter_of(self, name: str | None) -> dict[str, str]:
+        """The field of ``SamplingParams`` that a model's name asks for: none unless it is that of an adapter."""
+        return {"adapter": name} if name is not None and name in self.adapter_names else {}
+
+    @property
     def all_names(self) -> tuple[str, ...]:
         """The names of all models that are served."""
-        return self.chat_names + (self.embedding_names if self.embedder is not None else ())
+        return (
+            self.chat_names + self.adapter_names + (self.embedding_names if self.embedder is not None else ())
+        )
 
     @property
     def models(self) -> list[Model]:
@@ -155,7 +174,7 @@ class ServerState(Gate):
         """The model's name for the answer. Raises ApiError 404 for a model that is not served."""
         if self._engine is None:
             raise ApiError(404, "no model that generates is loaded here", "model", "model_not_found")
-        return _served(name, self.chat_names)
+        return _served(name, self.chat_names + self.adapter_names)
 
     def check_embedder(self, name: str | None) -> tuple[Embedder, str]:
         """The embedding model and its name for the answer. Raises ApiError 404."""
@@ -307,6 +326,15 @@ ROUTES = (
     post("/detokenize", tokens.detokenize, tokens.DetokenizeRequest, "The text of tokens."),
     post("/apply-template", tokens.apply_template, tokens.TemplateRequest, "The prompt of a conversation."),
     get("/tokenizer_info", tokens.tokenizer_info, "Properties of the tokenizer."),
+    get(
+        "/lora-adapters",
+        llama_server.lora_adapters,
+        "The adapters, with the numbers that `lora` has for them.",
+    ),
+    post("/v1/load_lora_adapter", adapters.load, adapters.LoadRequest, "Load a LoRA.", ("403", "404")),
+    post(
+        "/v1/unload_lora_adapter", adapters.unload, adapters.UnloadRequest, "Unload a LoRA.", ("403", "404")
+    ),
     get("/props", llama_server.props, "The model's template and the defaults of requests."),
     get("/slots", llama_server.slots, "How many slots compute a request."),
     get("/model_info", system.model_info, "Sizes of the model and of the engine."),

@@ -117,6 +117,7 @@ def _job(exchange: Exchange, request: ChatRequest, tools: Tools) -> ChatJob:
     if request.top_logprobs is not None and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
     more: dict[str, Any] = {"max_tokens": None if limit is None else max(limit, 1)}
+    more.update(exchange.server.adapter_of(request.model))
     if request.logprobs:
         more["logprobs"] = check_top("top_logprobs", request.top_logprobs or 0, _MAX_TOP)
     more.update(predicted(request.prediction))

@@ -340,6 +340,7 @@ class _Job:
             more["prompt_logprobs"] = asked
         total_choices(exchange.server, n_prompts(request.prompt) * best_of)
         more.update(predicted(request.prediction))
+        more.update(exchange.server.adapter_of(request.model))
         params = request.params(lambda text: vocab.tokenize(text, add_special=False), **more)
         constraint = request.constraint()
         await check_params(exchange.server, params, "" if constraint is None else constraint.field)
@@ -502,11 +503,7 @@ class _Job:
         finally:
             self.exchange.count(n_prompt, n_completion)
         if request.wants_usage:
-            running = [stream for stream in self.running if stream is not None]
-            drafted = sum(stream.n_drafted_tokens for stream in running)
-            accepted = sum(stream.n_accepted_tokens for stream in running)
-            guesses = (drafted, accepted) if request.prediction is not None else None
-            yield writer.usage(usage(n_prompt, n_completion, sum(self.n_cached), guesses))
+            yield writer.usage(usage(n_prompt, n_completion, sum(self.n_cached)))
         yield DONE
 
     async def _prompt_logprobs(self) -> list[list[TokenLogprob]] | None:
@@ -520,6 +517,7 @@ class _Job:
             prompt_logprobs=given.prompt_logprobs,
             cache=given.cache,
             cache_salt=given.cache_salt,
+            adapter=given.adapter,
             priority=given.priority,
         )
         done = await self.exchange.server.engine.agenerate(

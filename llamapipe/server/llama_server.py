@@ -21,6 +21,7 @@ from starlette.responses import Response
 import llamapipe
 from llamapipe._messages import quoted
 from llamapipe._sampling_table import OPTIONS, SAMPLER_ORDER, SWITCHES, Kind
+from llamapipe.llama.adapter import Adapter
 from llamapipe.llama.fim import FimText, fim_room
 from llamapipe.llama.vocab import Vocab
 from llamapipe.params import SamplingParams
@@ -44,6 +45,13 @@ from llamapipe.streams import AsyncStream
 
 if TYPE_CHECKING:
     from llamapipe.server.application import ServerState
+
+
+class LoraScale(msgspec.Struct):
+    """An adapter by its number in ``/lora-adapters``, and its scale."""
+
+    id: int
+    scale: float = 1.0
 
 
 class LlamaServerRequest(Sampling, kw_only=True):
@@ -78,7 +86,7 @@ class LlamaServerRequest(Sampling, kw_only=True):
     n_keep: Annotated[int | None, Only(0, instead="the operator sets it: llamapipe serve --n-keep")] = None
     n_discard: Annotated[int | None, Only(0)] = None
     min_keep: Annotated[int | None, Only(0)] = None
-    lora: Annotated[Any, Only([], instead="this server has no adapters")] = None
+    lora: list[LoraScale] | None = None
 
 
 class LlamaCompletionRequest(LlamaServerRequest, kw_only=True):
@@ -243,8 +251,41 @@ def _params(exchange: Exchange, request: LlamaServerRequest) -> SamplingParams:
         value = getattr(request, name)
         if value is not None and value < (-1 if name == "t_max_predict_ms" else 0):
             raise ApiError(400, f"{name} is {value}; it must be 0 or more", name)
+    more.update(exchange.server.adapter_of(request.model or None))
+    if request.lora is not None:
+        if "adapter" in more:
+            raise ApiError(400, "model is the name of an adapter, and lora chooses others; give one", "lora")
+        more["adapter"] = _adapters(exchange, request.lora)
     params = request.params(tokenize, **more)
     return params if params.seed is not None else replace(params, seed=secrets.randbelow(2**32))
+
+
+def _adapters(exchange: Exchange, chosen: list[LoraScale]) -> dict[Adapter, float] | None:
+    """The adapters that ``lora`` names by their numbers. Raises ApiError 400."""
+    there = _loras(exchange)
+    found: dict[Adapter, float] = {}
+    for one in chosen:
+        if not 0 <= one.id < len(there):
+            raise ApiError(
+                400, f"there is no adapter {one.id}; GET /lora-adapters lists {len(there)}", "lora"
+            )
+        if there[one.id] in found:
+            raise ApiError(400, f"lora names the adapter {one.id} twice", "lora")
+        found[there[one.id]] = one.scale
+    return found or None
+
+
+def _loras(exchange: Exchange) -> list[Adapter]:
+    """The LoRAs in the order of their numbers."""
+    return [one for one in exchange.server.adapters if isinstance(one, Adapter)]
+
+
+async def lora_adapters(exchange: Exchange) -> Response:
+    """``GET /lora-adapters``: what is loaded. No request uses one unless it says so, hence the scale 0."""
+    there = _loras(exchange)
+    return JsonResponse(
+        [{"id": i, "name": one.name, "path": one.path.name, "scale": 0.0} for i, one in enumerate(there)]
+    )
 
 
 def generation_settings(params: SamplingParams) -> dict[str, Any]:

@@ -160,10 +160,11 @@ class _EngineCollector(Collector):
         yield info
         adapters = GaugeMetricFamily(
             "vllm:lora_requests_info",
-            "Adapters in use: none, as requests cannot name one.",
+            "Adapters that are loaded: requests with any of them can run.",
             labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
         )
-        adapters.add_metric(["0", "", ""], 1)
+        names = [adapter.name for adapter in engine.adapters]
+        adapters.add_metric([str(len(names)), ",".join(names), ""], 1)
         yield adapters
         gauges = (
             ("llamapipe_requests_waiting", "Requests that wait for a slot.", stats.n_queued),
@@ -183,6 +184,7 @@ class _EngineCollector(Collector):
             ("llamapipe_drafted_tokens", "Guessed tokens computed.", stats.n_drafted),
             ("llamapipe_accepted_tokens", "Guessed tokens that were right.", stats.n_accepted),
             ("llamapipe_forced_tokens", "Of these, tokens that a constraint forced.", stats.n_forced),
+            ("llamapipe_adapter_changes", "Changes of the adapters of steps.", stats.n_adapter_changes),
             ("llamapipe_preemptions", "Requests that were preempted.", stats.n_preempted),
             ("llamapipe_compute_seconds", "Seconds spent computing steps.", stats.compute_s),
             ("llamapipe_idle_seconds", "Seconds without work.", stats.idle_s),

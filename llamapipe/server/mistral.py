@@ -105,4 +105,8 @@ def _params(exchange: Exchange, request: FimRequest) -> SamplingParams:
     if limit == 0:
         raise ApiError(400, "max_tokens is 0; it must be 1 or more, or -1 for no limit", "max_tokens")
     vocab = exchange.server.engine.model.vocab
-    return request.params(lambda text: vocab.tokenize(text, add_special=False), max_tokens=limit)
+    return request.params(
+        lambda text: vocab.tokenize(text, add_special=False),
+        max_tokens=limit,
+        **exchange.server.adapter_of(request.model),
+    )

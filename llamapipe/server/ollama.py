@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llamapipe.embedding import Embedder
+    from llamapipe.llama.adapter import Adapter, ControlVector
     from llamapipe.llama.model import Model
     from llamapipe.server.application import ServerState
 
@@ -200,6 +201,8 @@ class Generates(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         _check_duration(self.keep_alive)
         if self.logprobs:
             more["logprobs"] = check_top("top_logprobs", self.top_logprobs or 0, _MAX_TOP)
+        if (adapter := adapter_of(state, self.model)) is not None:
+            more["adapter"] = adapter
         given, set_there = self.options or Options(), _modelfile_of(state, self.model).options
         missing = {
             name: value
@@ -313,13 +316,20 @@ def full_name(name: str) -> str:
 
 def check_chat_model(state: ServerState, name: str) -> None:
     """Raises ApiError 404 for a model that is not served, 400 for one that does not generate."""
-    if any(is_named(name, known) for known in state.chat_names):
+    if any(is_named(name, known) for known in (*state.chat_names, *state.adapter_names)):
         return
     if state.embedder is not None and any(is_named(name, known) for known in state.embedding_names):
         raise ApiError(
             400, f"the model {quoted(name)} embeds texts; it does not generate any", "model", "model_kind"
         )
     state.check_model(name)
+
+
+def adapter_of(state: ServerState, name: str) -> Adapter | ControlVector | None:
+    """The adapter of this name; None if a model has it."""
+    if any(is_named(name, known) for known in state.chat_names):
+        return None
+    return next((one for one in state.adapters if is_named(name, one.name)), None)
 
 
 def _embedder(state: ServerState, name: str) -> Embedder:
@@ -760,7 +770,7 @@ async def loaded_models(exchange: Exchange) -> Response:
     found = []
     for one in await state.in_thread(_listed, state):
         embedder = state.embedder
-        is_chat = any(full_name(name) == one["name"] for name in state.chat_names)
+        is_chat = any(full_name(name) == one["name"] for name in (*state.chat_names, *state.adapter_names))
         owner = state.engine if is_chat or embedder is None else embedder
         model, n_ctx = owner.model, owner.n_ctx
         on_gpu = any(device.type in ("gpu", "igpu") for device in model.devices)
@@ -779,6 +789,11 @@ def _listed(state: ServerState) -> list[dict[str, Any]]:
         _entry(name, state.engine.model, "completion", _modelfile_of(state, name).digest)
         for name in state.chat_names
     ]
+    for adapter in state.adapters:
+        if adapter.name in state.adapter_names:
+            entry = _entry(adapter.name, state.engine.model, "completion", adapter.digest.hex() * 2)
+            details = {**entry["details"], "parent_model": full_name(state.model_names[0])}
+            found.append({**entry, "size": adapter.size_bytes, "details": details})
     if state.embedder is not None:
         found += [_entry(name, state.embedder.model, "embedding") for name in state.embedding_names]
     return list({one["name"]: one for one in reversed(found)}.values())[::-1]

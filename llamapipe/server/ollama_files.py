@@ -23,7 +23,7 @@ from llamapipe.server.endpoint import Exchange, JsonResponse, LineStream, line
 from llamapipe.server.errors import ApiError
 from llamapipe.server.fields import Only
 from llamapipe.server.guard import listens_on_loopback
-from llamapipe.server.ollama import check_chat_model, is_named
+from llamapipe.server.ollama import adapter_of, check_chat_model, is_named
 
 if TYPE_CHECKING:
     from llamapipe.server.application import ServerState
@@ -69,7 +69,7 @@ def _is_served(state: ServerState, name: str) -> bool:
     return any(is_named(name, known) for known in state.all_names)
 
 
-def _check_allowed(exchange: Exchange, is_allowed: bool, option: str) -> None:
+def check_allowed(exchange: Exchange, is_allowed: bool, option: str) -> None:
     """Raises ApiError 403 unless the operator allows it."""
     if not is_allowed:
         raise ApiError(403, f"this server does not allow it; start it with {option}", code="not_allowed")
@@ -104,7 +104,7 @@ async def pull(exchange: Exchange, request: PullRequest) -> Response:
     if _is_served(state, name):
         done = _Pull(exchange, None)
     else:
-        _check_allowed(exchange, state.settings.allow_pull, "--allow-pull")
+        check_allowed(exchange, state.settings.allow_pull, "--allow-pull")
         done = _Pull(exchange, _reference(name))
         if state.n_pulls >= _MOST_PULLS:
             raise ApiError(
@@ -192,7 +192,7 @@ async def delete(exchange: Exchange, request: DeleteRequest) -> Response:
     """``DELETE /api/delete``: a name made by a copy, or a file in the cache of the hub."""
     name = _named(request)
     state = exchange.server
-    _check_allowed(exchange, state.settings.allow_delete, "--allow-delete")
+    check_allowed(exchange, state.settings.allow_delete, "--allow-delete")
     for copied in state.copies:
         if is_named(name, copied):
             state.copies.remove(copied)
@@ -225,8 +225,10 @@ def _is_stored(name: str) -> bool:
 async def copy(exchange: Exchange, request: CopyRequest) -> Response:
     """``POST /api/copy``: another name for the model, until the server ends."""
     state = exchange.server
-    _check_allowed(exchange, state.settings.allow_pull, "--allow-pull")
+    check_allowed(exchange, state.settings.allow_pull, "--allow-pull")
     check_chat_model(state, request.source)
+    if adapter_of(state, request.source) is not None:
+        raise ApiError(400, f"{quoted(request.source)} is an adapter, which has one name", "source")
     if not _NAME.fullmatch(request.destination):
         raise ApiError(
             400, f"destination: {quoted(request.destination)} is no name of a model", "destination"

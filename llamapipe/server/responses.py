@@ -291,6 +291,7 @@ def _job(exchange: Exchange, request: ResponsesRequest, tools: Tools) -> ChatJob
         )
     sampling = Sampling(**{name: getattr(request, name) for name in _SAMPLING})
     more: dict[str, Any] = {"max_tokens": request.max_output_tokens}
+    more.update(exchange.server.adapter_of(request.model))
     if LOGPROBS in (request.include or ()):
         more["logprobs"] = check_top("top_logprobs", request.top_logprobs or 0, _MAX_TOP)
     elif request.top_logprobs:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from llamapipe._messages import explains_fields, quoted
-from llamapipe.arguments import check_choice, check_flag, check_float, check_int
+from llamapipe.arguments import check_choice, check_flag, check_float, check_int, path_of
 from llamapipe.llama.fim import FIM_ORDERS, FimOrder
 
 _ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s]*")
@@ -53,6 +54,7 @@ class ServerSettings:
       then its request fails. None: 30, the default of ``SamplingParams``.
     - ``strict``: refuse fields of a request that have no effect here, such as ``store``, and hosted tools. Otherwise
       they are accepted, and the answer's header ``x-llamapipe-unused`` names them.
+    - ``lora_path``: a folder; clients may load the LoRAs in it, and unload them. None: they may not.
     - ``fim_order``: what a prompt for filling in begins with: the prefix (``"psm"``) or the suffix (``"spm"``).
     - ``page``: serve the page at ``/``.
     - ``ollama``: serve Ollama's API under ``/api``, too. ``allow_pull``, ``allow_delete``: its clients may download
@@ -85,6 +87,7 @@ class ServerSettings:
     allow_pull: bool = False
     allow_delete: bool = False
     fim_order: FimOrder = "psm"
+    lora_path: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         for name in ("model_names", "embedding_names", "api_keys", "cors_origins", "allow_hosts"):
@@ -121,6 +124,11 @@ class ServerSettings:
         for name in ("allow_pull", "allow_delete"):
             if getattr(self, name) and not self.ollama:
                 raise ValueError(f"{name} needs ollama, whose routes it is for")
+        if self.lora_path is not None:
+            folder = path_of(self.lora_path)
+            if not folder.is_dir():
+                raise ValueError(f"lora_path: {folder} is no folder")
+            object.__setattr__(self, "lora_path", folder)
         check_choice("fim_order", self.fim_order, FIM_ORDERS)
         if any(not _API_KEY.fullmatch(key) for key in self.api_keys):
             raise ValueError(

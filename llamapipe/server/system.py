@@ -102,9 +102,11 @@ async def model_info(exchange: Exchange) -> Response:
 
 def _model(state: ServerState, name: str) -> dict[str, Any]:
     embedder = state.embedder
-    is_chat = name in state.model_names or embedder is None
+    is_chat = name in (*state.model_names, *state.adapter_names) or embedder is None
     n_ctx = state.engine.n_ctx if is_chat or embedder is None else embedder.n_ctx
+    base = {"root": state.model_names[0], "parent": state.model_names[0]}
     return {
+        **(base if name in state.adapter_names else {}),
         "id": name,
         "object": "model",
         "type": "model",

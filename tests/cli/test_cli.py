@@ -124,7 +124,7 @@ class TestUsage:
     def test_every_sampling_parameter_has_an_option(self) -> None:
         """But those whose results the command does not print, a Python function, and what concerns other callers."""
         fields = {field.name for field in dataclasses.fields(lp.SamplingParams)}
-        fields -= {"prompt_logprobs", "logits_processors", "priority", "cache", "cache_salt"}
+        fields -= {"prompt_logprobs", "logits_processors", "priority", "cache", "cache_salt", "adapter"}
         assert {option.name for option in [*TEXTS, *SAMPLING]} == fields
 
 

@@ -8,11 +8,13 @@ import json
 import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.adapters import make_adapter
 from support.bert_model import bert_model
 from support.run_script import run_script
 
@@ -110,6 +112,29 @@ class TestOptions:
     def test_the_constructor_has_all_arguments(self) -> None:
         ours = set(inspect.signature(Llama.__init__).parameters)
         assert len(ours - {"self", "n_seq_max", "n_cells", "chat_template", "template_args", "older"}) == 45
+
+    def test_an_adapter_is_applied_to_all_calls(self, tmp_path: Path) -> None:
+        file = make_adapter(tmp_path / "a.gguf", lp.demo_model_path(), strength=0.3)
+        wanted: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0}
+        with lp.Model.demo() as model, lp.Engine(model, n_ctx=64) as engine:
+            params = lp.SamplingParams(adapter={model.load_adapter(file): 0.5}, **wanted)
+            expected = engine.generate("Once upon a time", params)
+        given: dict[str, Any] = {"lora_path": str(file), "verbose": False}
+        with closing(Llama(str(lp.demo_model_path()), n_ctx=64, lora_scale=0.5, **given)) as llama:
+            assert llama("Once upon a time", **wanted)["choices"][0]["text"] == expected.text
+            llama.eval(llama.tokenize(b"Once upon a time"))
+            assert llama.sample(temp=0) == expected.token_ids[0]
+            state = llama.save_state()
+            llama.reset()
+            llama.load_state(state)
+            assert llama.sample(temp=0) == expected.token_ids[0]
+        for more, message in (
+            ({"embedding": True}, "not supported with embedding=True"),
+            ({"lora_scale": 1e9}, "lora_scale is"),
+            ({"lora_base": "m.gguf"}, "lora_base"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                Llama(str(lp.demo_model_path()), **given, **more)
 
     @pytest.mark.parametrize("name", list(options.REFUSED))
     def test_what_cannot_be_honoured_is_refused(self, name: str) -> None:

@@ -1,0 +1,111 @@
+"""``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, with vLLM's fields: adapters while the server runs.
+
+Open it for what clients may load. The operator names a folder (``--lora-path``); only files in it can be loaded, and a
+key is needed if other machines can reach the server. What the operator loaded stays.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from starlette.responses import PlainTextResponse, Response
+
+from llamapipe._messages import quoted
+from llamapipe.errors import ModelLoadError
+from llamapipe.server.endpoint import Exchange
+from llamapipe.server.errors import ApiError
+from llamapipe.server.fields import Only, Unused
+from llamapipe.server.ollama_files import check_allowed
+
+if TYPE_CHECKING:
+    pass
+
+_MOST_LOADED = 64
+
+
+class LoadRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``lora_path``: a GGUF file, relative to the folder of ``--lora-path`` or in it."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: Annotated[bool | None, Only(False, instead="unload it first")] = None
+    is_3d_lora_weight: Annotated[bool | None, Only(False)] = None
+    base_model_name: Annotated[str | None, Unused()] = None
+
+
+class UnloadRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``lora_int_id`` is vLLM's number for it, of which there is none here."""
+
+    lora_name: str
+    lora_int_id: Annotated[int | None, Unused()] = None
+
+
+async def load(exchange: Exchange, request: LoadRequest) -> Response:
+    """``POST /v1/load_lora_adapter``: a LoRA that requests name as their model from now on."""
+    state = exchange.server
+    path = _allowed_path(exchange, request.lora_path)
+    name = request.lora_name
+    if name in state.all_names:
+        raise ApiError(400, f"{quoted(name)} is the name of another model or adapter here", "lora_name")
+    if len(state.loaded_adapters) >= _MOST_LOADED:
+        raise ApiError(
+            400, f"{_MOST_LOADED} adapters are loaded, which is the limit; unload one", "lora_name"
+        )
+    try:
+        adapter = await state.in_thread(state.engine.model.load_adapter, path, name)
+    except ModelLoadError as e:
+        raise ApiError(404 if not path.exists() else 400, str(e), "lora_path") from None
+    except ValueError as e:  # its name is taken, or too long
+        raise ApiError(400, str(e), "lora_name") from None
+    state.loaded_adapters[name] = adapter
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+
+async def unload(exchange: Exchange, request: UnloadRequest) -> Response:
+    """``POST /v1/unload_lora_adapter``: takes a name away; requests that use the adapter are answered."""
+    state = exchange.server
+    _allowed_folder(exchange)
+    name = request.lora_name
+    adapter = state.loaded_adapters.pop(name, None)
+    if adapter is None:
+        if name in state.adapter_names:
+            raise ApiError(
+                403, f"the adapter {quoted(name)} was loaded when the server started, and stays", "lora_name"
+            )
+        there = ", ".join(map(repr, state.loaded_adapters)) or "none"
+        raise ApiError(
+            404,
+            f"there is no adapter {quoted(name)}; loaded by clients: {there}",
+            "lora_name",
+            "model_not_found",
+        )
+    adapter.close()
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+
+def _allowed_folder(exchange: Exchange) -> Path:
+    """The folder whose files clients may load. Raises ApiError 403, 400."""
+    state = exchange.server
+    folder = state.settings.lora_path
+    check_allowed(exchange, folder is not None, "--lora-path DIR")
+    assert folder is not None
+    if state.worker is not None:
+        raise ApiError(
+            400, "each worker has its adapters: load them when the server starts (--lora NAME=FILE)"
+        )
+    return Path(folder).resolve()
+
+
+def _allowed_path(exchange: Exchange, given: str) -> Path:
+    folder = _allowed_folder(exchange)
+    try:
+        path = (folder / given).resolve()
+    except (OSError, ValueError, RuntimeError):
+        path = folder.parent
+    if not path.is_relative_to(folder):
+        raise ApiError(
+            403, f"{quoted(given)} is not in the folder of --lora-path; give a file's path in it", "lora_path"
+        )
+    return path

@@ -2,6 +2,7 @@
 
     python benchmarks/bench_steps.py qwen2.5-coder.gguf
     python benchmarks/bench_steps.py qwen2.5-coder.gguf --works json prediction --at-once 1 8 --rounds 5
+    python benchmarks/bench_steps.py qwen2.5-coder-1.5b.gguf --draft qwen2.5-coder-0.5b.gguf --works draft draft-prose
 
 With and without in turns in one process; medians. The number of steps hardly depends on the machine, the time does.
 The model is one that follows instructions in ChatML.
@@ -77,6 +78,13 @@ def person(i: int) -> str:
     return chat(f"Make up person number {i} as JSON with name, age, role, city and active.")
 
 
+def program(i: int) -> str:
+    """A prompt for code that repeats nothing that is given."""
+    return chat(
+        f"Write a Python class for a shop that sells {NAMES[i]}, with five methods. Code only, no comments."
+    )
+
+
 def prose(i: int) -> str:
     """A prompt for a text that repeats nothing."""
     return chat(f"Write three sentences about {TOPICS[i]}.")
@@ -89,6 +97,8 @@ WORKS: dict[str, Work] = {
     "prediction": (code, {"temperature": 0, "max_tokens": 200, "stop": "```"}, {"prediction": CODE}),
     "ngram": (code, {"temperature": 0, "max_tokens": 200, "stop": "```"}, {}),
     "prose": (prose, {"temperature": 0.8, "max_tokens": 80}, {}),
+    "draft": (program, {"temperature": 0, "max_tokens": 200}, {"speculate": "draft"}),
+    "draft-prose": (prose, {"temperature": 0.8, "max_tokens": 80}, {"speculate": "draft"}),
 }
 
 
@@ -98,7 +108,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path)
-    parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
+    parser.add_argument("--draft", type=Path, help="a draft model, which the last two works need")
+    parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS)[:-2])
     parser.add_argument("--at-once", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kernels", choices=("auto", "ggml"), default="auto")
@@ -109,10 +120,10 @@ def main() -> None:
     with lp.Model(args.model, kernels=args.kernels) as model:
         for name in args.works:
             for n in args.at_once:
-                compare(model, name, n, args.rounds)
+                compare(model, name, n, args.rounds, args.draft)
 
 
-def compare(model: lp.Model, name: str, n: int, rounds: int) -> None:
+def compare(model: lp.Model, name: str, n: int, rounds: int, draft: Path | None) -> None:
     """Prints one line: medians of rounds in turns."""
     prompt, options, guessing = WORKS[name]
     prompts = [model.tokenize(prompt(i), parse_special=True) for i in range(n)]
@@ -123,7 +134,7 @@ def compare(model: lp.Model, name: str, n: int, rounds: int) -> None:
     steps: dict[str, list[int]] = {way: [] for way in ways}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     texts: dict[str, list[str]] = {}
-    with lp.Engine(model, n_ctx=1024, n_seq_max=n) as engine:
+    with lp.Engine(model, n_ctx=1024, n_seq_max=n, draft=draft) as engine:
         engine.generate(
             prompts, [lp.SamplingParams(max_tokens=1, json_schema=options.get("json_schema"))] * n
         )

@@ -442,8 +442,9 @@ class Worker:
         self._closing = False
         self._drain = True
         self._thread = threading.Thread(target=self._run, name="llamapipe-embedder", daemon=True)
-        close_at_exit(self)
-        self._thread.start()
+        with self._submitting:  # whoever closes it at the exit waits until there is a thread to wait for
+            close_at_exit(self)
+            self._thread.start()
 
     def __repr__(self) -> str:
         return f"<Worker n_calls={len(self._calls)}{' closing' if self._closing else ''}>"

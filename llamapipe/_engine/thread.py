@@ -68,8 +68,9 @@ class EngineThread:
     # ---- start, checks
     def start(self) -> None:
         """Starts the thread. If Ctrl-C interrupts this call, close the engine thread: it may run or not."""
-        close_at_exit(self)
-        self._thread.start()
+        with self._lock:  # whoever closes it at the exit waits until there is a thread to wait for
+            close_at_exit(self)
+            self._thread.start()
 
     @property
     def closing(self) -> bool:

@@ -503,7 +503,11 @@ class _Job:
         finally:
             self.exchange.count(n_prompt, n_completion)
         if request.wants_usage:
-            yield writer.usage(usage(n_prompt, n_completion, sum(self.n_cached)))
+            running = [stream for stream in self.running if stream is not None]
+            drafted = sum(stream.n_drafted_tokens for stream in running)
+            accepted = sum(stream.n_accepted_tokens for stream in running)
+            guesses = (drafted, accepted) if request.prediction is not None else None
+            yield writer.usage(usage(n_prompt, n_completion, sum(self.n_cached), guesses))
         yield DONE
 
     async def _prompt_logprobs(self) -> list[list[TokenLogprob]] | None:

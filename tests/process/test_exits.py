@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.bert_model import bert_model
@@ -75,3 +77,33 @@ compiling.wait()
 """
     run_script(program, tiny.path)
     run_script(program + "atexit.register(lambda: say(compiled.is_set()))\n", tiny.path)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("what", ["embedding", "_engine.thread"])
+def test_between_registering_and_starting_a_thread(
+    what: str, tmp_path: Path, demo: lp.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is closed at the exit before its thread has begun waits until it has."""
+    errors: list[BaseException] = []
+    closers: list[threading.Thread] = []
+
+    def close(item: Any) -> None:
+        try:
+            item.close(False)
+        except BaseException as e:
+            errors.append(e)
+
+    def close_already(item: Any) -> None:
+        closers.append(threading.Thread(target=close, args=(item,)))
+        closers[0].start()
+        closers[0].join(0.2)  # time to fail
+
+    monkeypatch.setattr(f"llamapipe.{what}.close_at_exit", close_already)
+    if what == "embedding":
+        with lp.Embedder(bert_model(tmp_path / "bert.gguf")[0], n_threads=1):
+            closers[0].join()
+    else:
+        with lp.Engine(demo, n_ctx=64, n_seq_max=1):
+            closers[0].join()
+    assert errors == []

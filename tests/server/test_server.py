@@ -196,6 +196,10 @@ class TestChat:
             events(client, "/v1/chat/completions", body | {"stream_options": {"include_usage": True}})
         )[-1]
         assert last["usage"]["completion_tokens_details"].keys() == details.keys()
+        body = {"prompt": "Once upon a time", "max_tokens": 10, "prediction": " there was a girl"}
+        body["stream_options"] = {"include_usage": True}
+        last = list(events(client, "/v1/completions", body))[-1]
+        assert last["usage"]["completion_tokens_details"].keys() == details.keys()
 
     def test_a_schema_holds(self, client: httpx.Client) -> None:
         schema = {

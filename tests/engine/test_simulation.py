@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 from support.fakes import FakeContext
-from support.simulation import simulate
+from support.simulation import SimDrafter, simulate
 
 from llamapipe._engine import loop as engine_loop
 from llamapipe._engine.deliver import ResultDispatcher
@@ -18,7 +18,9 @@ from llamapipe._engine.loop import EngineLoop, InFlightStep, LateDraws, StepsInF
 from llamapipe._engine.planner import BatchBuilder, BatchPlan
 from llamapipe._engine.request import Request, State
 from llamapipe._engine.scheduler import Running, Scheduler, Waiting
+from llamapipe._engine.speculation import Gate, Guess
 from llamapipe._engine.submit import QueueLimit
+from llamapipe.errors import NoToken
 
 N_SEEDS = 3_000  # `nox -s simulate` runs 100,000
 N_CHUNKS = 10
@@ -154,8 +156,8 @@ def _forget_the_last_delivery() -> AbstractContextManager[Any]:
 def _count_the_stop_token() -> AbstractContextManager[Any]:
     add_token = Scheduler._add_token
 
-    def wrong(self: Scheduler, request: Request, token: int) -> None:
-        add_token(self, request, token)
+    def wrong(self: Scheduler, request: Request, token: int, is_last: bool = True) -> None:
+        add_token(self, request, token, is_last)
         if request.finish_reason == "stop" and request.n_generated > 8:
             request.tokens.append(token)
 
@@ -198,6 +200,67 @@ def _count_wrong_guesses() -> AbstractContextManager[Any]:
     return patch.object(Scheduler, "_commit_guesses", wrong)
 
 
+def _guess_too_much() -> AbstractContextManager[Any]:
+    choose = Gate.choose
+
+    def wrong(self: Gate, *arguments: Any) -> dict[Request, Sequence[int]]:
+        return {request: [*tokens, 1] for request, tokens in choose(self, *arguments).items()}
+
+    return patch.object(Gate, "choose", wrong)
+
+
+def _believe_guesses() -> AbstractContextManager[Any]:
+    draw_all = FakeContext._draw_all
+
+    def wrong(self: Any, said: Sequence[int], samplers: Sequence[Any], guessed: Sequence[int]) -> list[int]:
+        drawn = draw_all(self, said, samplers, guessed)
+        return [
+            max(guess, token) if guess >= 0 else token for guess, token in zip(guessed, drawn, strict=True)
+        ] or drawn
+
+    return patch.object(FakeContext, "_draw_all", wrong)
+
+
+def _commit_what_was_not_drawn() -> AbstractContextManager[Any]:
+    commit = Scheduler._commit_guesses
+
+    def wrong(self: Scheduler, plan: BatchPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
+        return commit(self, plan, [1 if token == NoToken.NOT_DRAWN else token for token in sampled])
+
+    return patch.object(Scheduler, "_commit_guesses", wrong)
+
+
+def _repeat_after_guesses() -> AbstractContextManager[Any]:
+    commit = Scheduler._commit_guesses
+
+    def wrong(self: Scheduler, plan: BatchPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
+        taken = commit(self, plan, sampled)
+        self._last = plan
+        return taken
+
+    return patch.object(Scheduler, "_commit_guesses", wrong)
+
+
+def _deliver_one_of_several() -> AbstractContextManager[Any]:
+    commit = Scheduler._commit_guesses
+
+    def wrong(self: Scheduler, plan: BatchPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
+        return list(dict(commit(self, plan, sampled)).items())
+
+    return patch.object(Scheduler, "_commit_guesses", wrong)
+
+
+def _draft_for_everybody() -> AbstractContextManager[Any]:
+    """Also beyond what a request may still have."""
+    guess = SimDrafter.guess
+
+    def wrong(self: SimDrafter, request: Request, n: int) -> Guess | None:
+        found = guess(self, request, n)
+        return None if found is None else found._replace(tokens=range(n + 3))
+
+    return patch.object(SimDrafter, "guess", wrong)
+
+
 PLANTED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "cells of requests that ended are not removed": _park_without_removing,
     "preempted requests are not resumed": _resume_only_running,
@@ -217,6 +280,13 @@ PLANTED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "cells of wrong guesses stay": _keep_cells_of_guesses,
     "what follows a wrong guess is drawn": _draw_after_wrong_guesses,
     "the last token counts as computed with the guesses": _count_wrong_guesses,
+    "a guess is longer than the rest of an answer": _guess_too_much,
+    "guesses are taken without a draw": _believe_guesses,
+    "rows that were not drawn from give tokens": _commit_what_was_not_drawn,
+    "a step with guesses is repeated": _repeat_after_guesses,
+    "one of several tokens is delivered": _deliver_one_of_several,
+    "a draft is longer than the context": _draft_for_everybody,
+    "the drafter is not closed": lambda: patch.object(SimDrafter, "close", nothing),
     "pauses are ignored": lambda: patch.object(Scheduler, "_pause", nothing),
 }
 

@@ -510,6 +510,8 @@ class Simulation:
         assert self.queue.n == 0, "the queue holds a request that has ended"
         assert not self.scheduler.live() and not self.loop.open, "requests are left"
         assert all(sampler.closed for sampler in self.samplers), "a sampler was not closed"
+        drafter = self.scheduler.gate.drafter
+        assert not isinstance(drafter, SimDrafter) or drafter.closed, "the drafter was not closed"
         assert all(saved.closed for saved in self.context.saved), "saved cells were not freed"
 
     def check(self) -> None:

@@ -32,6 +32,28 @@ _TYPES: Final = ("F32", "F16", "BF16", "Q8_0")  # what the converter writes
 MOST_NAME: Final = 256
 _EMBEDDING: Final = "token_embd.weight"
 _DIRECTION: Final = re.compile(r"direction\.([1-9]\d{0,5})")
+# Graphs compute with these by themselves, so llama.cpp would ignore a pair for them in silence: vectors in rows, small
+# matrices of recurrent layers, and those of latent attention. tests/llama/test_adapter_models.py finds such.
+_IGNORED: Final = re.compile(
+    r"^(?!.*\.weight$)|(?:^|\.)(?:ssm_(?:conv1d|beta|[fg]_[ab]|g)|shortconv\.conv|time_mix_(?:first|lerp|decay|[wavg][12])"
+    r"|attn_(?:q_[ab]|kv_a_mqa|[kv]_b|kv_b)\b|indexer|altup|per_layer_(?:model_proj|token_embd)|position_embd|token_types"
+    r"|ffn_latent|nextn|rope_)"
+)
+_LATENT: Final = re.compile(r"output\.weight|blk\.\d+\.attn_q\.weight")
+_LATENT_IN: Final = frozenset({"deepseek2", "deepseek2-ocr", "deepseek32", "glm-dsa", "mistral4", "plm"})
+# Those whose graphs compute with most matrices by themselves.
+_IN_PART: Final = frozenset(
+    {
+        "bailingmoe3",
+        "deepseek4",
+        "dots3note",
+        "glm5-next",
+        "granite-switch",
+        "hy_v4",
+        "kimi-k3",
+        "kimi-linear",
+    }
+)
 # Their graphs have no place for a control vector, and llama.cpp would ignore one in silence.
 _UNSTEERED: Final = frozenset(
     {"bert", "modern-bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "jina-bert-v2", "jina-bert-v3", "eurobert",
@@ -92,7 +114,7 @@ def check_adapter(
         alpha = _check_keys(head, architecture)
         name = text(head.entries, "general.name") or file.stem
         check_tensors(head)
-        ranks = _check_pairs(head, tensors)
+        ranks = _check_pairs(head, architecture, tensors)
     except Damage as damage:
         raise ModelLoadError(f"{file}: {damage}") from None
     return AdapterInfo(
@@ -118,6 +140,8 @@ def _check_keys(head: Head, architecture: str) -> float:
     own = text(entries, "general.architecture")
     if own != architecture:
         raise Damage(f"it is for models of the architecture {own!r}, and this model's is {architecture!r}")
+    if architecture in _IN_PART:
+        raise Damage(f"llama.cpp applies adapters of the architecture {architecture!r} only in part")
     method = text(entries, "adapter.type")
     if method != "lora":
         raise Damage(f"adapter.type is {method!r}, and only 'lora' is supported")
@@ -209,7 +233,7 @@ def _directions(head: Head, n_layer: int, n_embd: int) -> tuple[npt.NDArray[np.f
     return found, (min(layers), max(layers))
 
 
-def _check_pairs(head: Head, tensors: Mapping[str, Tensor]) -> list[int]:
+def _check_pairs(head: Head, architecture: str, tensors: Mapping[str, Tensor]) -> list[int]:
     """Check each pair of tensors against the model's matrix; returns their ranks."""
     pairs: dict[str, dict[str, Tensor]] = {}
     for tensor in head.tensors:
@@ -239,6 +263,11 @@ def _check_pairs(head: Head, tensors: Mapping[str, Tensor]) -> list[int]:
         if base is None:
             raise Damage(
                 f"it changes {name!r}, and this model has no such tensor; give the model it was made for"
+            )
+        if _IGNORED.search(name) or (architecture in _LATENT_IN and _LATENT.fullmatch(name)):
+            raise Damage(
+                f"it changes {name!r}, to which llama.cpp applies no adapter: it would be applied in part; train it "
+                "without that"
             )
         ranks.append(_check_pair(name, base, pair[".lora_a"], pair[".lora_b"], tensors))
     return ranks

@@ -39,11 +39,11 @@ def make_adapter(
     for tensor in reader.tensors:
         if not re.fullmatch(matrices, tensor.name):
             continue
-        n_rows, n_columns = (int(n) for n in reversed(tensor.shape))
+        *experts, n_rows, n_columns = (int(n) for n in reversed(tensor.shape))
         weights = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         each = strength * float(weights.std()) / np.sqrt(rank) / ((alpha or rank) / rank)
-        a = rng.standard_normal((rank, n_columns), dtype=np.float32)
-        b = rng.standard_normal((n_rows, rank), dtype=np.float32) * np.float32(each)
+        a = rng.standard_normal((*experts, rank, n_columns), dtype=np.float32)
+        b = rng.standard_normal((*experts, n_rows, rank), dtype=np.float32) * np.float32(each)
         writer.add_tensor(f"{tensor.name}.lora_a", a.astype(kind))
         writer.add_tensor(f"{tensor.name}.lora_b", b.astype(kind))
     finish(writer)
@@ -87,7 +87,7 @@ def merged(path: Path, model: Path, adapters: Iterable[tuple[Path, float]]) -> P
         field = reader.fields.get("adapter.lora.alpha")
         for name in [name.removesuffix(".lora_a") for name in halves if name.endswith(".lora_a")]:
             a, b = halves[f"{name}.lora_a"], halves[f"{name}.lora_b"]
-            factor = scale if field is None else scale * float(field.contents()) / b.shape[1]
+            factor = scale if field is None else scale * float(field.contents()) / b.shape[-1]
             assert tensors[name].tensor_type == gguf.GGMLQuantizationType.F32, name
             tensors[name].data[:] += (factor * (b @ a)).astype(np.float32)
     return path
@@ -118,5 +118,17 @@ def steered(path: Path, model: Path, vectors: Iterable[tuple[Path, float]]) -> P
         Tensor(name.encode(), [len(bias)], 0, np.asarray(bias, np.float32).tobytes())
         for name, bias in biases.items()
     ]
+    path.write_bytes(document.pack())
+    return path
+
+
+def dequantized(path: Path, model: Path) -> Path:
+    """Write a model with the values of another's matrices as F32."""
+    document, _ = unpack(model.read_bytes())
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(str(model)).tensors}
+    for tensor in document.tensors:
+        given = tensors[tensor.name.decode()]
+        tensor.kind = 0
+        tensor.data = np.asarray(gguf.quants.dequantize(given.data, given.tensor_type), np.float32).tobytes()
     path.write_bytes(document.pack())
     return path

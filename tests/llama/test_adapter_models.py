@@ -1,0 +1,117 @@
+"""LoRAs of quantized models, of experts and of other architectures: logits are those of the merged model."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import gguf
+import numpy as np
+import pytest
+from support.adapters import dequantized, make_adapter, merged
+from support.every_architecture import grow
+from support.gguf_models import PRESETS, make_model
+
+import llamapipe as lp
+from llamapipe.errors import ModelLoadError
+from llamapipe.llama.context import Context
+
+TOKENS = [1, 40, 77, 103, 55, 61, 92, 38]
+SHAPE = PRESETS["tiny"].shape
+
+
+def logits(model: lp.Model, adapter: Any = None) -> np.ndarray:
+    """The rows of all tokens; computed with a KV cache that is as exact as the weights."""
+    with Context(model, n_ctx=64, type_k="f32", type_v="f32", n_threads=1) as context:
+        context.set_adapters(model.adapters.choose(adapter))
+        n = len(TOKENS)
+        context.decode(lp.DecodeBatch(TOKENS, range(n), [0] * n, [1] * n))
+        return np.array([context.logits(i) for i in range(n)])
+
+
+def of_file(path: Path) -> np.ndarray:
+    with lp.Model(path) as model:
+        return logits(model)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "ggml"])
+@pytest.mark.parametrize("type_name", ["f16", "q8_0", "q4_k_m"])
+def test_an_adapter_is_as_exact_as_the_weights(
+    tmp_path: Path, type_name: str, kernels: Literal["auto", "ggml"]
+) -> None:
+    """What an adapter adds is computed exactly: the error is that of the model without it."""
+    shape = replace(SHAPE, width=256, ffn=256)
+    path = make_model(tmp_path / "model.gguf", shape=shape, type_name=type_name)
+    file = make_adapter(tmp_path / "a.gguf", path, rank=8)
+    exact = dequantized(tmp_path / "f32.gguf", path)
+    exact_base = of_file(exact)
+    expected = of_file(merged(tmp_path / "merged.gguf", exact, [(file, 1.0)]))
+    with lp.Model(path, kernels=kernels) as model:
+        model.load_adapter(file, "a")
+        error_of_base = np.abs(logits(model) - exact_base).max()
+        error = np.abs(logits(model, "a") - expected).max()
+    assert np.abs(expected - exact_base).max() > 20 * error_of_base
+    assert error < 2 * error_of_base
+
+
+def test_experts_have_adapters(tmp_path: Path) -> None:
+    shape = replace(SHAPE, experts=4, experts_used=2)
+    path = make_model(tmp_path / "moe.gguf", shape=shape, type_name="f32")
+    matrices = r"blk\.\d+\.(?:attn_(?:q|k|v|output)|ffn_(?:gate|up|down)_exps)\.weight"
+    file = make_adapter(tmp_path / "a.gguf", path, matrices=matrices)
+    expected = of_file(merged(tmp_path / "merged.gguf", path, [(file, 1.0)]))
+    with lp.Model(path) as model:
+        assert model.load_adapter(file, "a").n_pairs == 7 * shape.layers
+        found = logits(model, "a")
+        assert np.abs(found - logits(model)).max() > 0.1
+    np.testing.assert_allclose(found, expected, rtol=0, atol=3e-4)
+
+
+def fill(path: Path) -> None:
+    """Give a file random numbers where ``grow`` has put anything: a graph of equal ones hides what is left out."""
+    rng = np.random.default_rng(1)
+    for tensor in gguf.GGUFReader(str(path), "r+").tensors:
+        if tensor.tensor_type == gguf.GGMLQuantizationType.F32:
+            values = rng.standard_normal(tensor.data.shape) / np.sqrt(tensor.data.shape[-1])
+            tensor.data[:] = values if tensor.data.ndim > 1 else 1 + 0.1 * values
+
+
+def matrices_of(path: Path) -> list[str]:
+    """The kinds of matrices in a file's layers, as patterns."""
+    names = (t.name for t in gguf.GGUFReader(str(path)).tensors if len(t.shape) == 2 and "norm" not in t.name)
+    return sorted({re.sub(r"\d+", r"\\d+", re.escape(name)) for name in names if name.startswith("blk.")})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "n_ignored"),
+    [("qwen2", 0), ("qwen3", 0), ("gemma2", 0), ("gemma3", 0), ("granite", 0), ("olmo2", 0), ("phi2", 0), ("glm4", 0),
+     ("starcoder2", 0), ("gpt-oss", 3), ("mamba", 2), ("minicpm3", 4)],
+)  # fmt: skip
+def test_other_architectures(tmp_path: Path, architecture: str, n_ignored: int) -> None:
+    """Each kind of matrix alone: llama.cpp would ignore a pair whose product its graph does without adapters."""
+    path = tmp_path / "model.gguf"
+    grow(path, architecture)
+    fill(path)
+    file = tmp_path / "a.gguf"
+    with lp.Model(path) as model:
+        base = logits(model)
+        n_refused = 0
+        for matrices in matrices_of(path):
+            make_adapter(file, path, matrices=matrices)
+            expected = of_file(merged(tmp_path / "merged.gguf", path, [(file, 1.0)]))
+            with suppress(ModelLoadError):
+                model.load_adapter(file, "a")
+            if not model.adapters.loaded():
+                with pytest.raises(ModelLoadError, match=r"to which llama\.cpp applies no adapter"):
+                    model.load_adapter(file, "a")
+                n_refused += 1
+                continue
+            found = logits(model, "a")
+            model.adapters.loaded()[0].close()
+            changed = np.abs(expected - base).max()
+            assert changed > 1e-3, matrices
+            assert np.abs(found - expected).max() <= 1e-3 * max(1, changed), matrices
+        assert n_refused == n_ignored

@@ -44,6 +44,7 @@ from llamapipe._engine.deliver import (
     running_loop,
 )
 from llamapipe._engine.draft import make_drafter
+from llamapipe._engine.encoder import MediaEncoder
 from llamapipe._engine.executor import StepExecutor
 from llamapipe._engine.invariance import check_invariance
 from llamapipe._engine.kv import MIN_PREFIX, KvCache
@@ -363,6 +364,7 @@ class Engine(NotCopyable):
                 speculates=gate.n_most > 0,
                 drafts=drafter is not None,
                 allowed=model.adapters.named(adapters),
+                n_ubatch=context.n_ubatch,
             )
             self._chat_builder = ChatBuilder(model, self._request_builder)
             self.trace = Trace(pipeline)
@@ -381,6 +383,7 @@ class Engine(NotCopyable):
                 self.trace,
                 publisher,
                 self._long_work,
+                None if model.projector is None else MediaEncoder(model.projector),
             )
             self.kv_events = None if publisher is None else publisher.options
             engine_thread = EngineThread(loop)

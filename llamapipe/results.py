@@ -268,7 +268,7 @@ class EngineStats:
     ``n_drafted``: guessed tokens that were computed; ``n_accepted``: those that were right, each of which spared its
     request a step; ``n_forced``: of these, those that a constraint had forced; ``n_steps_saved``: steps that all
     requests of a batch were spared. ``n_adapter_changes``: how often a step computed with other adapters than the one
-    before.
+    before. ``n_encoded_media``: images and sounds, or tiles of them, that were encoded.
     ``step_times``: from the launch of a step until its tokens are sampled.
     ``queue_times``: from a request's submission until it has a slot.
     """
@@ -306,6 +306,7 @@ class EngineStats:
     n_forced: int = 0
     n_steps_saved: int = 0
     n_adapter_changes: int = 0
+    n_encoded_media: int = 0
     step_times: TimeHistogram = _NO_TIMES
     queue_times: TimeHistogram = _NO_TIMES
 

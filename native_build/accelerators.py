@@ -43,16 +43,18 @@ class Accelerator:
 
 # Not a GPU, but built like one. Without RDMA, whose library would have to be present wherever the result runs.
 _RPC = Accelerator("rpc", ("-DGGML_RPC=ON", "-DGGML_RPC_RDMA=OFF"))
+# Nor is libmtmd, which turns images and sounds into embeddings. Without video, for which it would start ffmpeg.
+_MEDIA = Accelerator("media", ("-DLLAMA_BUILD_MTMD=ON", "-DMTMD_VIDEO=OFF"))
 
 
 def find_accelerators(options: BuildOptions, compilers: Compilers) -> tuple[Accelerator, ...]:
-    """The chosen GPU backends, and ggml-rpc.
+    """The chosen GPU backends, ggml-rpc and libmtmd.
 
     Raises BuildError, which names the missing requirement, if one cannot be built here.
     """
     machine = Machine(options, compilers)
     found = tuple(_FINDERS[name](machine) for name in options.accelerators)
-    return (*found, _RPC) if options.rpc else found
+    return (*found, *((_RPC,) if options.rpc else ()), *((_MEDIA,) if options.media else ()))
 
 
 def _cuda(machine: Machine) -> Accelerator:

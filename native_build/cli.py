@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             all_variants=given.all_variants,
             openmp=given.openmp,
             rpc=given.rpc,
+            media=given.media,
             testing=given.testing,
             source=given.source,
             jobs=given.jobs,
@@ -94,6 +95,12 @@ def _parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="ggml-rpc, for models on several machines (default: on; it is opened only when it is used)",
+    )
+    parser.add_argument(
+        "--media",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="libmtmd, for images and sounds (default: on; it is opened only for a model with mmproj)",
     )
     parser.add_argument(
         "--testing",

@@ -119,6 +119,7 @@ def _facts(recipe: Recipe, libraries: Libraries) -> dict[str, object]:
         ),
         "openmp": libraries.openmp,
         "rpc": recipe.options.rpc,
+        "media": recipe.options.media,
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "date": time.strftime("%Y-%m-%d", time.gmtime(source_date())),

@@ -14,7 +14,7 @@ from native_build.accelerators import Accelerator
 from native_build.errors import BuildError
 from native_build.options import BACKENDS
 from native_build.paths import cache_dir
-from native_build.recipe import Recipe, core_libraries
+from native_build.recipe import Recipe, core_libraries, versioned
 from native_build.toolchain import find_cmake, find_ninja
 
 _TITLES = {
@@ -23,6 +23,7 @@ _TITLES = {
     "vulkan": "the Vulkan backend",
     "metal": "the Metal backend",
     "rpc": "the RPC backend",
+    "media": "the media library",
 }
 
 
@@ -93,11 +94,12 @@ def _compile(
     configure += [f"-DLLAMA_BUILD_COMMIT={recipe.source.commit[:9]}"]
     # Only the backends compiled now are switched on: llama.cpp's build makes the core wait for all that are.
     configure += [f"-DGGML_{name.upper()}=OFF" for name in (*BACKENDS[1:], "rpc") if name not in targets]
+    configure += ["-DLLAMA_BUILD_MTMD=OFF"] if "media" not in targets else []
     for accelerator in accelerators:
         configure += accelerator.cmake_arguments if accelerator.name in targets else ()
     n_jobs = recipe.options.n_jobs
     goals = ["llama"] if "core" in targets else []
-    goals += [f"ggml-{name}" for name in targets if name != "core"]
+    goals += ["mtmd" if name == "media" else f"ggml-{name}" for name in targets if name != "core"]
     make = [cmake, "--build", str(tree), "--parallel", str(n_jobs), "--target", *goals]
     log = tree / "build.log"
     say(f"compiling {' and '.join(_TITLES[name] for name in targets)}, {n_jobs} at a time; log: {log}")
@@ -129,6 +131,8 @@ def _cmake_variable(tree: Path, name: str) -> str:
 def _outputs(folder: Path, component: str) -> dict[str, Path]:
     if component == "rpc":  # not under ggml's name: its loader would open it with the other backends
         return {"libllamapipe-rpc.so": folder / "libggml-rpc.so"}
+    if component == "media":
+        return versioned(folder, "mtmd")
     pattern = "libggml-cpu*.so" if component == "core" else f"libggml-{component}.so"
     files = {path.name: path for path in folder.glob(pattern)}
     return {**files, **core_libraries(folder)} if component == "core" else files

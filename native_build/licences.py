@@ -9,6 +9,10 @@ from pathlib import Path
 # Files that have a licence or a notice of their own. Others of this kind (KleidiAI, SYCL …) are not compiled.
 _WHOLE = ("ggml/src/ggml-cpu/llamafile/sgemm.cpp",)
 _LINES = ("ggml/src/ggml-cpu/ops.cpp",)
+# What libmtmd is compiled with: texts of licences, and sources that end with theirs.
+_TEXTS = ("vendor/hash/rotate-bits/LICENSE.md", "vendor/hash/xxhash/LICENSE", "vendor/hash/sha256/LICENSE")
+_ENDS = ("vendor/stb/stb_image.h", "vendor/miniaudio/miniaudio.h")
+_END = "This software is available"
 
 
 def llama_cpp_licence(tree: Path) -> str:
@@ -33,3 +37,11 @@ def _notices(tree: Path) -> Iterator[tuple[str, str]]:
             ]
         if comment:
             yield name, "\n".join(line.removeprefix("//").strip() for line in comment)
+    for name in (*_TEXTS, *_ENDS):
+        path = tree / name
+        if not path.is_file():
+            continue
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if name in _ENDS:
+            text = text[text.rfind(_END) :].removesuffix("*/\n")
+        yield name, text.strip()

@@ -109,7 +109,7 @@ def _compile(recipe: Recipe, headers: Path, scratch: Path) -> list[Path]:
     tree = recipe.source.path
     ours = [*_FOLDERS, tree / "include", tree / "ggml" / "include", headers]
     # llama.cpp's internal headers, for functions without a public counterpart: after our own, without their warnings.
-    internal = [tree / "src", tree / "ggml" / "src"]
+    internal = [tree / "src", tree / "ggml" / "src", tree / "tools" / "mtmd"]
     include = [
         *(f"-I{path}" for path in ours),
         *(part for path in internal for part in ("-isystem", str(path))),

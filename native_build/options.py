@@ -17,7 +17,8 @@ class BuildOptions:
 
     ``all_variants``: one CPU module per instruction set, chosen at run time (for wheels), instead of one for this
     machine. ``cuda_architectures``: as CMake spells them; empty means the GPUs present, or all usual ones.
-    ``rpc``: with ggml-rpc, a library that is opened only when a model is placed on other machines.
+    ``rpc``: with ggml-rpc, a library that is opened only when a model is placed on other machines. ``media``: with
+    libmtmd, a library that is opened only for models with an ``mmproj``.
     ``testing``: with the entries that only tests and benchmarks call (``cdef/50_testing.h``).
     """
 
@@ -29,6 +30,7 @@ class BuildOptions:
     clean: bool = False
     cuda_architectures: str = ""
     rpc: bool = True
+    media: bool = True
     testing: bool = False
 
     def __post_init__(self) -> None:
@@ -68,8 +70,9 @@ def parse_flag(name: str, text: str) -> bool:
 def with_settings(options: BuildOptions, settings: dict[str, str]) -> BuildOptions:
     """Apply settings given to a package build (``pip install . -C backend=vulkan``).
 
-    Known: ``backend`` (several with commas or spaces), ``all-variants``, ``openmp``, ``rpc``, ``testing``, ``source``,
-    ``jobs``, ``cuda-architectures``. Raises BuildError for any other, so that a misspelt one does not go unnoticed.
+    Known: ``backend`` (several with commas or spaces), ``all-variants``, ``openmp``, ``rpc``, ``media``, ``testing``,
+    ``source``, ``jobs``, ``cuda-architectures``. Raises BuildError for any other, so that a misspelt one does not go
+    unnoticed.
     """
     for name, text in settings.items():
         if name == "backend":
@@ -80,6 +83,8 @@ def with_settings(options: BuildOptions, settings: dict[str, str]) -> BuildOptio
             options = replace(options, openmp=parse_flag(name, text))
         elif name == "rpc":
             options = replace(options, rpc=parse_flag(name, text))
+        elif name == "media":
+            options = replace(options, media=parse_flag(name, text))
         elif name == "testing":
             options = replace(options, testing=parse_flag(name, text))
         elif name == "source":
@@ -89,7 +94,7 @@ def with_settings(options: BuildOptions, settings: dict[str, str]) -> BuildOptio
         elif name == "cuda-architectures":
             options = replace(options, cuda_architectures=text)
         else:
-            known = "backend, all-variants, openmp, rpc, testing, source, jobs, cuda-architectures"
+            known = "backend, all-variants, openmp, rpc, media, testing, source, jobs, cuda-architectures"
             raise BuildError(f"there is no build setting {name!r}", f"choose among: {known}")
     return options
 

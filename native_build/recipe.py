@@ -110,12 +110,17 @@ class Recipe:
 
 
 def core_libraries(folder: Path) -> dict[str, Path]:
-    """File name to ship → file, for the libraries that every backend and the cffi module link to.
+    """File name to ship → file, for the libraries that every backend and the cffi module link to."""
+    return versioned(folder, "llama", "ggml", "ggml-base")
+
+
+def versioned(folder: Path, *names: str) -> dict[str, Path]:
+    """File name to ship → file, for these libraries.
 
     Only the name that dependents ask for, with the ABI's number alone: a wheel cannot hold the links beside it.
     """
     files = {}
-    for name in ("llama", "ggml", "ggml-base"):
+    for name in names:
         pattern = f"libllamapipe-{name}.*.dylib" if sys.platform == "darwin" else f"libllamapipe-{name}.so.*"
         path = min(folder.glob(pattern), key=lambda found: len(found.name))
         files[path.name] = path

@@ -22,7 +22,7 @@ from native_build.paths import CHECKOUT, REQUIREMENTS, cache_dir
 ENVIRONMENT_VARIABLE = "LLAMAPIPE_LLAMA_CPP_DIR"
 # Folders that a tree must have, and those that go into the libraries: a change in these requires a new build.
 _NEEDED = ("CMakeLists.txt", "include/llama.h", "ggml/include/ggml.h", "src/llama-context.h")
-_COMPILED = ("CMakeLists.txt", "cmake", "include", "src", "ggml")
+_COMPILED = ("CMakeLists.txt", "cmake", "include", "src", "ggml", "tools/mtmd", "vendor")
 # A quarter of the tree, which no build or test uses.
 _SKIPPED = ("docs/", "media/")
 

@@ -18,6 +18,7 @@ from time import thread_time
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from llamapipe._engine.deliver import DeltaParser
+from llamapipe._engine.request import Span
 from llamapipe._engine.sampling import GrammarBudget
 from llamapipe._engine.submit import CheckedPrompt, RequestBuilder, with_prompt_index
 from llamapipe._engine.tenant import grammar_limit
@@ -26,6 +27,7 @@ from llamapipe._sampling_table import CONSTRAINTS
 from llamapipe.arguments import check_choice, check_flag, from_column
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.model import Model
+from llamapipe.llama.projector import Media, in_prompt
 from llamapipe.locks import Lock
 from llamapipe.params import SamplingParams
 from llamapipe.results import ChatChoice, ChatCompletion, ChatFinishReason, Choice, Completion
@@ -152,6 +154,7 @@ class ChatBuilder:
 
         ``before``: tokens of what was said earlier, which precede the prompt; the oldest are left out as turns are.
         """
+        from llamapipe.chat.media import check_shown
         from llamapipe.chat.messages import check_messages, kept_messages, kept_tokens
         from llamapipe.chat.tools import allowed_tools, check_tool_choice, check_tools
 
@@ -171,24 +174,39 @@ class ChatBuilder:
             raise TypeError(f"template_args must be a dict, not {type(args).__name__}")
         given = [tool.as_openai() for tool in tools] if tools and choice != "none" else None
         n_ctx = self._request_builder.n_ctx
-        render: Callable[..., list[int]] = partial(
+        messages, media_mark, media = self._taken_media(messages)
+        written: Callable[..., list[int]] = partial(
             self._model.chat_prompts.tokenize,
             tools=given,
             add_generation_prompt=True,
             template_args=args,
+            media_mark=media_mark,
         )
+
+        def render(messages: Conversation, **options: Any) -> list[int]:
+            return (
+                in_prompt(written(messages, **options), media)[0] if media else written(messages, **options)
+            )
+
         continued = check_flag("continue_last", options.continue_last)
         if check_choice("truncation", options.truncation, ("error", "auto")) == "auto":
             messages = kept_messages(
                 check_messages(messages), lambda some: len(render(some)), n_ctx, params.max_tokens
             )
-        tokens = render(messages, continue_last=continued, n_ctx=n_ctx)
+        tokens = written(messages, continue_last=continued, n_ctx=n_ctx)
+        spans: tuple[Span, ...] = ()
+        if media:
+            check_shown(messages, media_mark, tokens)
+            tokens, chunks = in_prompt(tokens, media)
+            spans = tuple(Span(begin, begin + chunk.n, chunk) for begin, chunk in chunks)
+            self._check_spans(tokens, spans)
         if before:
             bos = self._model.vocab.bos
             tokens = tokens[1:] if bos is not None and tokens[:1] == [bos] else tokens
             if options.truncation == "auto":
                 before = kept_tokens(before, len(tokens), n_ctx, params.max_tokens)
             tokens = [*before, *tokens]
+            spans = tuple(Span(s.begin + len(before), s.end + len(before), s.source) for s in spans)
         if options.response_format is not None:
             if any(getattr(params, name) is not None for name in CONSTRAINTS):
                 raise InvalidRequestError(
@@ -196,12 +214,13 @@ class ChatBuilder:
                 )
             params = replace(params, json_schema=_answer_schema(options.response_format))
         chat_format = self.chat_format()
-        tail = self._model.vocab.detokenize(tokens[-_TAIL_TOKENS:], unparse_special=True)
+        end = [token for token in tokens[-_TAIL_TOKENS:] if token >= 0] if spans else tokens[-_TAIL_TOKENS:]
+        tail = self._model.vocab.detokenize(end, unparse_special=True)
         active: Sequence[Tool] = allowed if choice != "none" else ()
         if options.continue_last:
             tail = chat_format.continued_tail(tail, messages, bool(active) or params.json_schema is not None)
         constrained, active = self._constrained(chat_format, params, active, choice, parallel, tail)
-        item = self._request_builder.item(tokens, constrained)
+        item = self._request_builder.item(tokens, constrained, spans)
         if not active and chat_format.reasoning is None:
             return CheckedChat(item, None)  # control tokens have no text
 
@@ -219,6 +238,46 @@ class ChatBuilder:
             )
 
         return CheckedChat(item._replace(piece=self._model.vocab.written_piece), new_parser)
+
+    def _taken_media(self, messages: Any) -> tuple[Any, str, list[Media]]:
+        """The messages with marks in the places of images and sounds, the mark, and what these are in a prompt."""
+        from llamapipe.chat.media import first_media, taken_media
+
+        first = first_media(messages)
+        if first is None:
+            return messages, "", []
+        projector = self._model.projector
+        if projector is None:
+            raise InvalidRequestError(
+                f"{first[0]} has the type {quoted(first[1])}; only text is supported, because {self._model.path.name} "
+                "was loaded without a projector: give Model(…, mmproj=FILE) the model's second file, if it has one"
+            )
+        messages, mark, given = taken_media(messages)
+        media: list[Media] = []
+        n = 0
+        for one in given:
+            media.append(projector.media(one))
+            n += media[-1].n
+            if n >= self._request_builder.n_ctx:
+                raise InvalidRequestError(
+                    f"{one.place}: the images and sounds up to this one have {n} tokens; n_ctx is "
+                    f"{self._request_builder.n_ctx}: give fewer or smaller ones, or raise n_ctx"
+                )
+        return messages, mark, media
+
+    def _check_spans(self, tokens: Sequence[int], spans: Sequence[Span]) -> None:
+        """Refuses what a step cannot compute."""
+        if tokens[-1] < 0:
+            raise InvalidRequestError(
+                "the prompt ends with an image or a sound, so there is no text that an answer could follow"
+            )
+        longest = max((span.end - span.begin for span in spans if not span.source.is_causal), default=0)
+        n_ubatch = self._request_builder.n_ubatch
+        if longest > n_ubatch:
+            raise InvalidRequestError(
+                f"an image has {longest} tokens, which this model computes at once; n_ubatch is {n_ubatch}: give "
+                "EngineTuning a larger n_ubatch"
+            )
 
     def chat_format(self) -> ChatFormat:
         """How the model's template writes tool calls and reasoning; found once."""

@@ -76,8 +76,13 @@ class Executor(Protocol):
         samplers: Sequence[Any] = (),
         targets: Mapping[int, Sequence[int]] | None = None,
         n_top: int = 0,
+        media: Sequence[tuple[int, Any]] = (),
+        is_causal: bool = True,
     ) -> int:
         """Starts computing a batch and returns the step's number.
+
+        ``media``: runs of entries that are rows, not tokens: the first entry, and the rows, float32, which the caller
+        keeps until the step is done. ``is_causal``: see ``BatchPlan``.
 
         What will be asked of it may be told beforehand, for where the device can find it out: the ``samplers`` of
         ``rows``, and for output entries the tokens that are to be scored, with the ``n_top`` most probable ones.
@@ -308,6 +313,8 @@ class StepExecutor:
         samplers: Sequence[AnySampler] = (),
         targets: Mapping[int, Sequence[int]] | None = None,
         n_top: int = 0,
+        media: Sequence[tuple[int, Any]] = (),
+        is_causal: bool = True,
     ) -> int:
         """Starts computing a batch of at most ``n_batch`` entries; the step's number.
 
@@ -331,13 +338,33 @@ class StepExecutor:
         if self.tuner is not None and not self.tuner.member.is_computing:
             self.tuner.begin()
         step_id: int = self._native.lib.lp_launch(
-            self._handle, n, self._tokens, self._positions, self._seq_ids, self._outputs, known, wanted, n_top
+            self._handle,
+            n,
+            self._tokens,
+            self._positions,
+            self._seq_ids,
+            self._outputs,
+            known,
+            wanted,
+            n_top,
+            self._rows_of(media, n) if media else self._native.ffi.NULL,
+            is_causal,
         )
         if step_id < 0:
             self._fail(step_id)
         if self.tuner is not None:
             self.tuner.launched(n)
         return step_id
+
+    def _rows_of(self, media: Sequence[tuple[int, Any]], n: int) -> Any:
+        """For each of ``n`` entries the address of its row; NULL for a token."""
+        ffi = self._native.ffi
+        addresses = ffi.new("float *[]", n)
+        for first, rows in media:
+            row = ffi.from_buffer("float[]", rows)
+            for i in range(len(rows)):
+                addresses[first + i] = row + i * rows.shape[1]
+        return addresses
 
     def _for_graph(
         self,

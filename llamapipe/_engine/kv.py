@@ -355,13 +355,13 @@ class ObservedTree(PrefixTree[H]):
         super().insert(holder, tokens, key)
         if key is None:
             self._told.add(holder)
-            self._observer.inserted(holder, tokens)
+            self._observer.inserted(holder, _before_media(tokens))
 
     def extend(self, holder: H, tokens: Sequence[int], n: int) -> None:
         """Adds the tokens after the first ``n``, with which the holder is in the tree."""
         super().extend(holder, tokens, n)
         if holder in self._told:
-            self._observer.extended(holder, tokens)
+            self._observer.extended(holder, _before_media(tokens))
 
     def remove(self, holder: H) -> None:
         """Removes a holder; does nothing if it is not in the tree."""
@@ -369,6 +369,11 @@ class ObservedTree(PrefixTree[H]):
         if holder in self._told:
             self._told.remove(holder)
             self._observer.removed(holder)
+
+
+def _before_media(tokens: Sequence[int]) -> Sequence[int]:
+    """The tokens before the first that stands for an image or a sound: others know no numbers for these."""
+    return next((tokens[:i] for i, token in enumerate(tokens) if token < 0), tokens)
 
 
 def _n_shared(tokens: Sequence[int], begin: int, edge: list[int]) -> int:
@@ -642,11 +647,12 @@ class KvCache:
 
     def _n_ready(self, cells: Cells, n: int, request: Request) -> int:
         """How many of the first ``n`` cells a request may start with."""
-        n = min(n, cells.n)
+        n = request.whole(min(n, cells.n))
         if self.exact_multiple is None or cells is request.saved_cells:
             return n
         n_exact = cells.n_exact if cells.request is None else cells.request.n_exact
-        return min(n, n_exact) // self.exact_multiple * self.exact_multiple
+        n = min(n, n_exact) // self.exact_multiple * self.exact_multiple
+        return n if request.whole(n) == n else 0
 
     def computed_alone(self, request: Request, n: int) -> None:
         """Notes that a step computed a request's last ``n`` cells and nothing else."""

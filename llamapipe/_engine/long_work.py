@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from llamapipe._engine.sampling import SamplingThreads
 from llamapipe._engine.tenant import tenant
 from llamapipe._sampling_table import CONSTRAINTS
+from llamapipe.media.decode import is_media
 from llamapipe.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def size_of(values: Any) -> int:
 
 
 def _n_characters(values: Any, most: int, each: int) -> int:
-    """Counts characters, and ``each`` for a value, until there are more than ``most``."""
+    """Counts characters, and ``each`` for a value, until there are more than ``most``; an image is a long text."""
     n = 0
     stack = [values]
     while stack and n <= most:
@@ -158,6 +159,7 @@ def _n_characters(values: Any, most: int, each: int) -> int:
         if isinstance(value, str):
             n += len(value)
         elif isinstance(value, Mapping):
+            n += _LONG + 1 if is_media(value) else 0
             stack.extend(value.values())
         elif isinstance(value, (list, tuple)):
             n += len(value)

@@ -42,6 +42,7 @@ from llamapipe.llama.native_pipeline import StepAbortedError
 from llamapipe.results import EngineStats, TimeHistogram
 
 if TYPE_CHECKING:
+    from llamapipe._engine.encoder import MediaEncoder
     from llamapipe.kv_events import Publisher
     from llamapipe.pipeline.trace import Trace
 
@@ -158,6 +159,8 @@ class StepsInFlight:
                     samplers,
                     targets,
                     n_top,
+                    plan.rows_of_media,
+                    plan.is_causal,
                 )
             self.steps.append(InFlightStep(plan, step_id, samplers, began_s))
             # A request may have been cancelled when the step was neither being launched nor in flight.
@@ -423,7 +426,7 @@ class EngineLoop:
     ``inbox``: the commands of other threads. ``dispatcher``: wakes the callers that wait for results. ``in_flight``:
     the launched steps; other threads may abort them. ``open``: the requests whose end is not delivered yet.
     ``trace``: records plan and deliver stages. ``kv_events``: tells routers what the prefix cache holds. ``long_work``:
-    threads for callers' work, which end with the loop.
+    threads for callers' work, which end with the loop. ``encoder``: of images and sounds, for models that take them.
 
     ``window_s``: how long an idle loop waits for more requests after the one that woke it. ``left_queue``: called with
     the requests that do not wait for a slot any longer.
@@ -438,6 +441,7 @@ class EngineLoop:
         trace: Trace | None = None,
         kv_events: Publisher | None = None,
         long_work: Closable | None = None,
+        encoder: MediaEncoder | None = None,
     ) -> None:
         self.inbox = Inbox()
         self.dispatcher = ResultDispatcher(at_launch=not executor.overlaps)
@@ -448,6 +452,7 @@ class EngineLoop:
         self._trace = trace
         self._kv_events = kv_events
         self._long_work = long_work
+        self._encoder = encoder
         self._scheduler = scheduler
         self._executor = executor
         self._left_queue = left_queue
@@ -481,8 +486,22 @@ class EngineLoop:
                 self._give_up(request, self._error)
                 continue
             self._scheduler.add(request)
+            if self._encoder is not None and not request.is_encoded:
+                self._encoder.put(request, self._encoded)
             if request.cancelled:
                 self.cancel(request)
+
+    def _encoded(self, request: Request, error: Exception | None) -> None:
+        """The encoder has encoded a request's images and sounds. Its thread; the rest is done in this one."""
+        self.inbox.put(self._continue_encoded, request, error)
+
+    def _continue_encoded(self, request: Request, error: Exception | None) -> None:
+        if request.state is State.FINISHED:
+            return
+        if error is None:
+            self._scheduler.encoded(request)
+        else:
+            self._fail([request], error)
 
     def cancel(self, request: Request) -> None:
         """Ends a request in any state."""
@@ -632,6 +651,7 @@ class EngineLoop:
             n_forced=self._scheduler.gate.n_forced,
             n_steps_saved=self._scheduler.gate.n_steps_saved,
             n_adapter_changes=self._scheduler.turns.n_changes,
+            n_encoded_media=0 if self._encoder is None else self._encoder.n_encoded,
             **self._executor.stats(),
         )
 
@@ -663,6 +683,7 @@ class EngineLoop:
                 self._executor,
                 self._kv_events,
                 self._long_work,
+                self._encoder,
             ):
                 if owner is not None:
                     owner.close()
@@ -720,7 +741,7 @@ class EngineLoop:
                     self._left_queue(scheduler.take_dequeued())
                     return
                 self._end_waiting()
-                if self._late.requests:
+                if self._late.requests or scheduler.is_encoding:
                     inbox.run_next()
                 continue
             self._wait()

@@ -17,6 +17,9 @@ reasons:
    per-sequence KV, prompts and decoding are separate passes anyway; decoding then yields to steps of prompts, for at
    most ``n_ubatch`` prompt tokens in total.
 
+The rows of an image are entries like tokens, and share steps with them. Only where they see each other (Gemma 3), which
+llama.cpp decides for a whole ubatch, the image is a step alone: between two of these, requests that decode get one.
+
 A request that decodes may have guessed tokens after its last one; ``speculation.py`` says which.
 
 In a plan the entries that decode come first, then the prompts': ``Scheduler.commit`` relies on it. Pure policy.
@@ -28,7 +31,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llamapipe._engine.kv import Cells, Remove
 from llamapipe._engine.request import UNLIMITED, Request
@@ -63,6 +66,9 @@ class BatchPlan:
     ``scored``: rows that score the requests' own tokens. ``padding``: cells of entries that only keep the batch in one
     piece; they are removed after the step.
 
+    ``rows_of_media``: for entries that are rows of images and sounds, the first one and the rows. ``is_causal``:
+    entries see those before them; else each other.
+
     ``in_flight``: planned and not committed; plans made meanwhile leave its requests out.
 
     ``repeats``: the step has the entries of the step before it. Each gets the token that was sampled from it, one
@@ -72,6 +78,7 @@ class BatchPlan:
     __slots__ = (
         "guessed",
         "in_flight",
+        "is_causal",
         "n_decode",
         "n_guessed",
         "outputs",
@@ -80,6 +87,7 @@ class BatchPlan:
         "repeats",
         "requests",
         "rows",
+        "rows_of_media",
         "scheduled",
         "scored",
         "seq_ids",
@@ -96,6 +104,8 @@ class BatchPlan:
         self.scheduled: list[tuple[Request, int]] = []
         self.scored: list[ScoredRows] = []
         self.padding: list[Remove] = []
+        self.rows_of_media: list[tuple[int, Any]] = []
+        self.is_causal = True
         self.guessed: Sequence[int] = ()
         self.n_decode = 0
         self.n_guessed = 0
@@ -239,6 +249,7 @@ class BatchBuilder:
         self._n_score_rows = n_score_rows
         self.depth = 1
         self.n_micro_batches = 1
+        self._was_block = False  # the last step was an image alone
 
     def plan(
         self, running: Running, parked: Mapping[int, Cells], guesses: Mapping[Request, Sequence[int]] = _NONE
@@ -251,6 +262,13 @@ class BatchBuilder:
         if guesses:
             self._decode_with_guesses(plan, running.decoding, guesses)
             return plan
+        if block := self._next_block(running):
+            _add(plan, block)
+            plan.is_causal = False
+            block.request.batch_plan = plan
+            self._was_block = True
+            return plan
+        self._was_block = False
         waits = bool(running.decoding and running.prefilling) and self._decoding_waits(running)
         if running.decoding and not waits:
             self._decode(plan, running, parked)
@@ -261,6 +279,17 @@ class BatchBuilder:
         for request, _ in plan.scheduled:
             request.batch_plan = plan
         return plan
+
+    def _next_block(self, running: Running) -> Chunk | None:
+        """The rows of an image that see each other, if it is the turn of such a step."""
+        if self._was_block and running.decoding:
+            return None
+        for request in running.prefilling:
+            if request.spans and not (request.batch_plan is not None and request.batch_plan.in_flight):
+                span = request.next_block()
+                if span is not None and span.begin == request.n_past:
+                    return Chunk(request, span.begin, span.end - span.begin, range(0))
+        return None
 
     def _decoding_waits(self, running: Running) -> bool:
         """Whether decoding yields: the next step has only prompts, a stream's first.
@@ -274,6 +303,8 @@ class BatchBuilder:
             return False
         n_step = n_next = 0
         for request in running.prefilling:
+            if request.spans:  # how much of it a step can have is not known here
+                return False
             if request.batch_plan is not None and request.batch_plan.in_flight:
                 continue
             n_uncomputed = request.n_uncomputed
@@ -387,6 +418,10 @@ class BatchBuilder:
             if request.batch_plan is not None and request.batch_plan.in_flight:
                 continue
             first, n_uncomputed = request.n_past, request.n_uncomputed
+            if request.spans and (block := request.next_block()) is not None:
+                n_uncomputed = block.begin - first
+                if not n_uncomputed:
+                    continue
             if brings_first and n_tokens >= self._prefill_cutoff:
                 break  # a stream waits for this step's token
             is_shared = bool(chunks) or self._n_waited > 0
@@ -402,7 +437,7 @@ class BatchBuilder:
             n_rows -= len(scored)
             n_tokens += n
             chunks.append(Chunk(request, first, n, scored))
-            if n == n_uncomputed and request.max_tokens:
+            if n == request.n_uncomputed and request.max_tokens:
                 brings_first = brings_first or request.is_streaming
         if self._padding_token is not None:
             # llama.cpp cuts a batch where the slots do not increase by one, and each part is a pass over the weights.
@@ -430,6 +465,12 @@ def _add(plan: BatchPlan, chunk: Chunk) -> None:
     plan.seq_ids += [request.slot] * n
     plan.outputs += [0] * n
     plan.scheduled.append((request, n))
+    for span in request.spans:
+        low, high = max(first, span.begin), min(first + n, span.end)
+        if low < high:
+            rows = span.source.rows[low - span.begin : high - span.begin]
+            plan.rows_of_media.append((begin + low - first, rows))
+            plan.tokens[begin + low - first : begin + high - first] = [0] * (high - low)
     if scored and request.logprob_targets is not None:
         entries = range(begin + scored.start - first, begin + scored.stop - first)
         plan.outputs[entries.start : entries.stop] = [1] * len(scored)

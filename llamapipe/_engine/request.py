@@ -88,10 +88,42 @@ class _Discard:
         """Holds no text."""
 
 
+class Embeddings(Protocol):
+    """An image or a sound, or a part of one, as a prompt has it: ``n`` rows in the place of tokens.
+
+    ``is_causal``: each row sees those before it; else all see each other, so that they are computed in one ubatch.
+    ``rows``: None until it is encoded.
+    """
+
+    @property
+    def n(self) -> int:
+        """How many rows there are."""
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a row sees only those before it."""
+
+    @property
+    def rows(self) -> Any:
+        """The rows, (n, n_embd), float32; or None."""
+
+
+class Span(NamedTuple):
+    """The tokens of a sequence from ``begin`` to before ``end``, which stand for the rows of ``source``.
+
+    They are negative numbers that depend on its content alone. So whatever compares tokens, such as the prefix tree,
+    needs to know nothing of images.
+    """
+
+    begin: int
+    end: int
+    source: Embeddings
+
+
 class State(Enum):
     """Where a request is."""
 
-    WAITING = "waiting"  # without a slot: queued or preempted
+    WAITING = "waiting"  # without a slot: queued, preempted, or until its images are encoded
     RUNNING = "running"  # in a slot, part of the next steps
     PAUSED = "paused"  # in a slot; its token budget is used up
     FINISHED = "finished"
@@ -122,6 +154,7 @@ class RequestSpec(NamedTuple):
     those of others. ``n_generated``: how many of its last tokens were generated before. ``speculates``: a step may have
     tokens that its sampler guesses; ``drafts``: or that the engine's draft model does. ``adapters``: what it is
     computed with besides the model, which ``cache_key`` must name, too; None: nothing.
+    ``spans``: the images and sounds among its tokens, in their order.
     """
 
     max_tokens: int | None = None
@@ -144,6 +177,7 @@ class RequestSpec(NamedTuple):
     speculates: bool = False
     drafts: bool = False
     adapters: Hashable = None
+    spans: tuple[Span, ...] = ()
 
 
 _DEFAULT = RequestSpec()
@@ -180,6 +214,7 @@ class Request:
         "n_prompt",
         "n_total",
         "sampler",
+        "spans",
         "state",
         "stop_token",
         "token_budget",
@@ -210,6 +245,7 @@ class Request:
         self.sink: ResultSink = _Discard() if spec.sink is None else spec.sink
 
         self.tokens = tokens  # the sequence; the first ``n_past`` of them are in KV cells
+        self.spans = spec.spans  # of ``tokens``
         self.dropped: list[int] = []  # after the first ``n_kept``: dropped when the context was full
         self.n_kept = 0
         self.n_prompt = len(tokens) - spec.n_generated  # of ``full_sequence``
@@ -271,6 +307,47 @@ class Request:
     def n_uncomputed(self) -> int:
         """Tokens of the sequence that have no KV cell yet."""
         return len(self.tokens) - self.n_past
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether the rows of all its images and sounds are there."""
+        return all(span.source.rows is not None for span in self.spans)
+
+    @property
+    def text_tokens(self) -> list[int]:
+        """The tokens of the vocabulary in the sequence."""
+        return [token for token in self.tokens if token >= 0] if self.spans else self.tokens
+
+    def next_block(self) -> Span | None:
+        """The next span without cells whose rows see each other. Its rows are computed in a step of their own."""
+        for span in self.spans:
+            if span.end > self.n_past and not span.source.is_causal:
+                return span
+        return None
+
+    def whole(self, n: int) -> int:
+        """The most tokens, up to ``n``, that end within no span whose rows see each other."""
+        for span in self.spans:
+            if span.begin < n < span.end and not span.source.is_causal:
+                return span.begin
+        return n
+
+    def drop_between(self, begin: int, end: int) -> tuple[int, int]:
+        """Drops the tokens from ``begin`` to before ``end``, and spans only whole. Returns what was dropped."""
+        for span in self.spans:
+            if span.begin < begin < span.end:
+                begin = span.begin
+            if span.begin < end < span.end:
+                end = span.end
+        self.spans = tuple(
+            span if span.end <= begin else Span(span.begin - end + begin, span.end - end + begin, span.source)
+            for span in self.spans
+            if span.end <= begin or span.begin >= end
+        )
+        self.n_kept = begin
+        self.dropped += self.tokens[begin:end]
+        del self.tokens[begin:end]
+        return begin, end
 
     @property
     def max_prefix(self) -> int:

@@ -197,7 +197,7 @@ class SamplerFactory:
         """The same as a chain of this thread. Raises ValueError or DecodeError if the constraint refuses tokens."""
         chain = self._build(request.spec.seed, *self._accepted(request))
         if request.spec.speculates:
-            chain.watch(self._predicted, request.tokens, own=self.params.speculate != "draft")
+            chain.watch(self._predicted, request.text_tokens, own=self.params.speculate != "draft")
         return chain
 
     def rebuild(self, sampler: Sampler, request: Request) -> None:
@@ -232,8 +232,9 @@ class SamplerFactory:
         Copies: other threads may read them.
         """
         generated = request.full_sequence[request.n_prompt :] if self.is_constrained else []
-        tokens = list(request.full_sequence) if any(map(takes_tokens, self.params.logits_processors)) else []
-        return self.history(request.tokens), generated, tokens
+        takes = any(map(takes_tokens, self.params.logits_processors))
+        tokens = [token for token in request.full_sequence if token >= 0] if takes else []
+        return self.history(request.text_tokens), generated, tokens
 
     def _accept(
         self, history: Sequence[int], generated: Sequence[int], tokens: Sequence[int], chain: SamplerChain

@@ -65,12 +65,14 @@ class Waiting:
     long list, and single requests keep the order in which they arrived. The same holds for shares, with the tokens of
     their requests that were admitted: a client with a thousand calls delays the call of another one by one request.
 
-    ``queued``: those that could be admitted now. ``paused``: preempted requests whose token budget is used up. The
-    others follow a request that computes their prefix.
+    ``queued``: those that could be admitted now. ``paused``: preempted requests whose token budget is used up.
+    ``encoding``: new requests until their images and sounds are encoded. The others follow a request that computes
+    their prefix.
     """
 
     def __init__(self) -> None:
         self.paused: set[Request] = set()
+        self.encoding: set[Request] = set()
         self.queued: dict[Request, None] = {}  # those of all heaps that were not removed
         # Those with requests that are queued or not admitted yet.
         self._shares: defaultdict[Hashable, _Share] = defaultdict(_Share)
@@ -89,13 +91,14 @@ class Waiting:
     def __iter__(self) -> Iterator[Request]:
         yield from self.queued
         yield from self.paused
+        yield from self.encoding
         for followers in self._followers.values():
             yield from followers
 
     @property
     def n_queued(self) -> int:
         """Requests that wait for a slot."""
-        return len(self.queued) + self.n_followers
+        return len(self.queued) + self.n_followers + len(self.encoding)
 
     def next(self) -> Request:
         """The request to admit first."""
@@ -127,7 +130,9 @@ class Waiting:
         self._shares[request.spec.share].n_new += 1
         self._n_of[caller] = self._n_of.get(caller, 0) + 1
         request.turn = (-request.spec.priority, start, request.arrival)
-        if request.n_total < request.token_budget:
+        if not request.is_encoded:
+            self.encoding.add(request)
+        elif request.n_total < request.token_budget:
             self.add_ready(request)
         else:
             self.paused.add(request)
@@ -160,6 +165,8 @@ class Waiting:
             share.n_queued -= 1
             if not share.n_queued:
                 self._emptied(share, request)
+        elif request in self.encoding:
+            self.encoding.remove(request)
         else:
             self.paused.remove(request)
 
@@ -385,11 +392,8 @@ class Overflow:
         """Drops old tokens of a full request, which is then no longer in order among those that run. False: it ends."""
         if self._mode == "stop":
             return False
-        tokens, n_keep = request.tokens, self._n_keep
-        end = n_keep + (len(tokens) - n_keep) // 2
-        request.n_kept = n_keep
-        request.dropped += tokens[n_keep:end]
-        del tokens[n_keep:end]
+        n_keep = self._n_keep
+        n_keep, end = request.drop_between(n_keep, n_keep + (len(request.tokens) - n_keep) // 2)
         if self._mode == "shift" and request.cells is not None:
             cache.shift(request, n_keep, end)
         else:
@@ -469,6 +473,11 @@ class Scheduler:
         return self._waiting.n_queued
 
     @property
+    def is_encoding(self) -> bool:
+        """Whether requests wait for their images and sounds."""
+        return bool(self._waiting.encoding)
+
+    @property
     def n_active(self) -> int:
         """Requests in a slot."""
         return len(self._running)
@@ -531,6 +540,12 @@ class Scheduler:
         child.n_prompt = parent.n_prompt
         child.n_generated = parent.n_generated
         self.cache.learn(parent)
+
+    def encoded(self, request: Request) -> None:
+        """The images and sounds of a request are encoded, so it may get a slot."""
+        if request in self._waiting.encoding:
+            self._waiting.remove(request)
+            self._waiting.add_ready(request)
 
     def resume(self, request: Request) -> None:
         """Continues a request whose ``token_budget`` was raised or whose tokens changed; otherwise does nothing."""

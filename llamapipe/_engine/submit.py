@@ -65,7 +65,7 @@ from llamapipe._engine.deliver import (
 )
 from llamapipe._engine.long_work import LongWork
 from llamapipe._engine.loop import TimeCounter
-from llamapipe._engine.request import UNLIMITED, Request, RequestSpec
+from llamapipe._engine.request import UNLIMITED, Request, RequestSpec, Span
 from llamapipe._engine.sampling import GrammarBudget, SamplerFactory, SamplerFactoryCache, choose_seed
 from llamapipe._engine.scoring import ContinuationTargets, PromptTargets
 from llamapipe._engine.tenant import cache_key, grammar_limit, tenant
@@ -291,13 +291,14 @@ class CheckedPrompt(NamedTuple):
     """A checked prompt: its tokens, the factory of its samplers, and the pieces its answer's text is made of.
 
     ``piece``: the bytes of a token; None: the vocabulary's, in which control tokens have no text. ``budget``: the time
-    for the constraint, of which compiling it has taken some.
+    for the constraint, of which compiling it has taken some. ``spans``: the images and sounds among the tokens.
     """
 
     tokens: list[int]
     sampler_factory: SamplerFactory
     piece: Piece | None = None
     budget: GrammarBudget | None = None
+    spans: tuple[Span, ...] = ()
 
 
 class RequestBuilder:
@@ -305,7 +306,8 @@ class RequestBuilder:
 
     ``n_sharing``: how many requests of a call may share a prompt's cells and run at the same time; 1: no sharing.
     ``speculates``: whether steps may have guessed tokens. ``drafts``: whether a draft model guesses, too. ``allowed``:
-    the adapters that requests may name; empty: all that the model has loaded.
+    the adapters that requests may name; empty: all that the model has loaded. ``n_ubatch``: most tokens
+    that are computed at once.
     """
 
     def __init__(
@@ -316,10 +318,12 @@ class RequestBuilder:
         speculates: bool = False,
         drafts: bool = False,
         allowed: Sequence[AnyAdapter] = (),
+        n_ubatch: int = 0,
     ) -> None:
         self._model = model
         self._allowed = tuple(allowed)
         self.n_ctx = n_ctx
+        self.n_ubatch = n_ubatch
         self.n_sharing = n_sharing
         self._speculates = speculates
         self._drafts = drafts
@@ -410,8 +414,8 @@ class RequestBuilder:
                 return error
             raise error from None
 
-    def item(self, prompt: Any, params: SamplingParams | None) -> CheckedPrompt:
-        """One prompt as token ids, with its params. Raises as ``items`` does."""
+    def item(self, prompt: Any, params: SamplingParams | None, spans: tuple[Span, ...] = ()) -> CheckedPrompt:
+        """One prompt as token ids, with its params. ``spans``: those of checked tokens. Raises as ``items`` does."""
         if params is None:
             params = SamplingParams()
         elif not isinstance(params, SamplingParams):
@@ -427,14 +431,18 @@ class RequestBuilder:
         tokens = (
             self._model.tokenize(prompt)
             if isinstance(prompt, str)
+            else prompt
+            if spans
             else check_tokens("prompt", prompt, n_vocab)
         )
         if not tokens:
             raise InvalidRequestError("the prompt is empty; give at least one token")
         if len(tokens) >= self.n_ctx:
             self._refuse_ids(len(tokens))
+        if spans and params.prompt_logprobs is not None:
+            raise InvalidRequestError("prompt_logprobs are not supported for a prompt with images or sounds")
         factory, budget = self._compiled(params)
-        return CheckedPrompt(tokens, factory, budget=budget)
+        return CheckedPrompt(tokens, factory, budget=budget, spans=spans)
 
     def _refuse_long_text(self, prompt: str) -> None:
         """Refuses a text whose length alone shows that it has too many tokens: tokenizing it would take long."""
@@ -617,7 +625,9 @@ class RequestBuilder:
             drafts=speculates
             and self._drafts
             and params.speculate != "ngram"
-            and not item.sampler_factory.is_slow,
+            and not item.sampler_factory.is_slow
+            and not item.spans,  # a draft model sees no images
+            spans=item.spans,
         )
 
 

@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 from weakref import WeakSet
 
+from llamapipe._engine.encoder import ENCODER_THREAD_NAME
 from llamapipe._engine.loop import EngineLoop
 from llamapipe._engine.request import Request
 from llamapipe._engine.sampling import SAMPLING_THREAD_NAME
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 _JOIN_S = 1.0  # Ctrl-C that arrives just before Python blocks in join() does not interrupt it: join in slices
 _THREAD_NAME = "llamapipe-engine"
-_OURS = (_THREAD_NAME, SAMPLING_THREAD_NAME, EVENTS_THREAD_NAME)
+_OURS = (_THREAD_NAME, SAMPLING_THREAD_NAME, EVENTS_THREAD_NAME, ENCODER_THREAD_NAME)
 
 _threads: WeakSet[EngineThread] = WeakSet()
 

@@ -147,14 +147,15 @@ def tokenized(
     controls: ControlTexts,
     tokenize: Callable[[str, bool, bool], list[int]],
     added: tuple[Sequence[int], Sequence[int]],
+    media_mark: str = "",
 ) -> list[int]:
     """The tokens of a rendered conversation in which the callers' texts are marked.
 
     ``tokenize``: takes a text, and whether to add and to parse special tokens. ``added``: the tokens that it adds
-    before and after a text.
+    before and after a text. ``media_mark``: that of images and sounds, whose tokens are negative; or empty.
     """
     text = text.replace(mark.escape, mark.character)
-    if mark.character not in text:
+    if mark.character not in text and not media_mark:
         return tokenize(text, True, True)
     first, last = added
     tokens: list[int] = []
@@ -162,7 +163,14 @@ def tokenized(
         if isinstance(part, int):
             tokens.append(part)
         elif plain := controls.unmarked(part, mark):
-            tokens += tokenize(plain, False, False)
+            # Every second piece is the number of an image.
+            for i, piece in enumerate(
+                re.split(f"{media_mark}([0-9]+){media_mark}", plain) if media_mark else [plain]
+            ):
+                if i % 2:
+                    tokens.append(-1 - int(piece))
+                elif piece:
+                    tokens += tokenize(piece, False, False)
     if not first or tokens[: len(first)] != list(first):
         tokens = [*first, *tokens]
     return [*tokens, *last]

@@ -157,8 +157,11 @@ class ChatPrompts:
         template_args: Mapping[str, Any],
         continue_last: bool = False,
         n_ctx: int | None = None,
+        media_mark: str = "",
     ) -> list[int]:
         """See ``Model.tokenize_chat``. ``continue_last``: the prompt ends inside the last message.
+
+        ``media_mark``: see ``chat/media.py``; where the ``i``-th is written, the token is ``-1 - i``.
 
         ``n_ctx``: raises InvalidRequestError for a text of so many tokens, if its length alone shows that.
         """
@@ -182,7 +185,7 @@ class ChatPrompts:
                 f"the conversation has {len(text)} characters, at least {n_least} tokens; n_ctx is {n_ctx} and "
                 "one must stay free: shorten it, or raise n_ctx"
             )
-        return tokenized(text, mark, controls, vocab.tokenize, self._added)
+        return tokenized(text, mark, controls, vocab.tokenize, self._added, media_mark)
 
     def warn_of_control_text(self, prompt: str) -> None:
         """Logs a warning, once for a model, if a plain prompt contains the text of a control token."""

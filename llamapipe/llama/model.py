@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from llamapipe.gguf.check import GgufInfo
     from llamapipe.gguf.reader import Tensor
     from llamapipe.llama.chat_prompts import ChatPrompts
+    from llamapipe.llama.projector import Projector
     from llamapipe.rpc import Workers
 
 # Options of ``Engine`` that other libraries pass when they load a model.
@@ -49,6 +50,8 @@ ENGINE_OPTIONS = (
 TUNING_OPTIONS = ("n_batch", "n_ubatch", "n_threads_batch")  # the same, of EngineTuning
 # Architectures whose graphs also look up rows of weights that are loaded for products: packed ones have none.
 _READ_AS_ROWS = frozenset({"clef"})
+# Architectures that do something else in a batch with tokens and rows of images (llm_arch_supports_mixed_batch).
+_NO_MEDIA = frozenset({"cogvlm", "deepseek4", "granite-switch", "eagle3", "dflash", "gemma4-assistant"})
 _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
 
 
@@ -65,7 +68,7 @@ def demo_model_path() -> Path:
 # The options of ``Model``, for error messages.
 MODEL_OPTIONS = frozenset(
     "n_gpu_layers devices split_mode main_gpu tensor_split use_mmap use_mlock vocab_only chat_template rpc "
-    "tool_calls kernels packed_cache".split()
+    "tool_calls kernels packed_cache mmproj".split()
 )
 
 
@@ -85,6 +88,8 @@ class Model(NotCopyable):
     less than the file's size is free; with ``"ggml"``, ggml computes all products. ``packed_cache``: a folder where
     packed weights are kept, as large as these; True or ``"auto"`` for the user's cache, None, False or ``"off"`` for
     none. The first load writes a file there, later ones map it, which is faster, and processes share its memory.
+    ``mmproj``: the path of the model's second file, a GGUF file with an encoder of images or sounds, for messages with
+    these; see ``docs/guides/images.md``.
 
     ``path``, ``name``: the file, and what servers and messages call the model.
 
@@ -95,7 +100,8 @@ class Model(NotCopyable):
     ``kernels``: what computes the products of packed weights, such as ``"avx2"``, or ``"ggml"`` if none are packed;
     ``n_packed_tensors``: these weights' number; ``packed_bytes``: the memory they take, which is not part of the file.
     ``packed_file``: the file in ``packed_cache`` that they are mapped from, or None. ``attends``: whether contexts
-    compute attention with kernels of llamapipe, too.
+    compute attention with kernels of llamapipe, too. ``supports_images``, ``supports_audio``: whether messages may have
+    images and sounds; never without ``mmproj``.
 
     Any thread may use a model. Close it, or use ``with``, after every context and engine created from it.
 
@@ -121,8 +127,10 @@ class Model(NotCopyable):
         tool_calls: Literal["lenient", "strict"] = "lenient",
         kernels: Literal["auto", "ggml"] = "auto",
         packed_cache: str | os.PathLike[str] | bool | None = None,
+        mmproj: str | os.PathLike[str] | None = None,
     ) -> None:
         self._handle: Any = None
+        self.projector: Projector | None = None
         self._workers: Workers | None = None
         self._pid = os.getpid()
         self._lock = Lock()
@@ -154,6 +162,12 @@ class Model(NotCopyable):
                         f"packed_cache maps packed weights, which {name}={value!r} does not allow"
                     )
         self._given_template = None if chat_template is None else template_text(chat_template)
+        if mmproj is not None:
+            mmproj = path_of(mmproj)
+            if self.vocab_only:
+                raise ValueError(
+                    "mmproj is given, and vocab_only loads no weights that could use it; give one of them"
+                )
         if rpc is not None:
             check_rpc(split, n_layers, self.vocab_only)
         from llamapipe.gguf.check import check_gguf
@@ -194,6 +208,8 @@ class Model(NotCopyable):
             self._load(info, params, progress, folder)
             self._read_sizes()
             self._check_rope(info)
+            if mmproj is not None:
+                self._load_projector(info, mmproj)
         except BaseException:  # Ctrl-C: the caller never gets this object, so cannot close it
             self.close()
             raise
@@ -279,6 +295,29 @@ class Model(NotCopyable):
         if kind & lib.LLAMA_ROPE_TYPE_MROPE and not info.has_rope_sections:
             raise ModelLoadError(f"{name}dimension_sections is missing or zero, this architecture needs it")
 
+    def _load_projector(self, info: GgufInfo, path: Path) -> None:
+        from llamapipe.gguf.mmproj import check_mmproj
+        from llamapipe.llama.projector import Projector
+
+        if info.architecture in _NO_MEDIA:
+            raise ModelLoadError(
+                f"{self.path}: llamapipe does not support images and sounds with the architecture {info.architecture!r}"
+            )
+        with mapping_guard(self._native, path):
+            found = check_mmproj(path)
+            use_gpu = any(device.type in ("gpu", "igpu") for device in self.devices)
+            self.projector = Projector(self._native, self, self._handle, path, found, use_gpu)
+
+    @property
+    def supports_images(self) -> bool:
+        """Whether messages may have images."""
+        return self.projector is not None and self.projector.sees
+
+    @property
+    def supports_audio(self) -> bool:
+        """Whether messages may have sounds."""
+        return self.projector is not None and self.projector.hears
+
     @classmethod
     def demo(cls) -> Model:
         """Loads the bundled model, which writes stories, counts and answers simple questions."""
@@ -345,6 +384,7 @@ class Model(NotCopyable):
             "adapters",
             "architecture",
             "tensors",
+            "projector",
         }
         return [name for name in super().__dir__() if not name.startswith("_") and name not in hidden]
 
@@ -577,6 +617,8 @@ class Model(NotCopyable):
             if hasattr(self, "vocab"):  # absent if Ctrl-C interrupted __init__
                 self.vocab.forget()
             self.adapters.close()
+        if self.projector is not None:
+            self.projector.close()
         self._native.lib.llama_model_free(handle)
         self._close_workers()
         return_freed_memory()

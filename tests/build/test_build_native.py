@@ -57,7 +57,7 @@ def said() -> list[str]:
 
 def recipe_for(tree: Path, options: BuildOptions | None = None) -> Recipe:
     source = sources.find_source(tree, print)
-    return Recipe(options or BuildOptions(rpc=False), source, toolchain.find_compilers())
+    return Recipe(options or BuildOptions(rpc=False, media=False), source, toolchain.find_compilers())
 
 
 def build(recipe: Recipe, say: Callable[[str], None]) -> Libraries:
@@ -180,20 +180,20 @@ class TestCache:
         before = {path.name: path.stat().st_mtime_ns for path in core.iterdir()}
         monkeypatch.setenv("VULKAN_SDK", str(make_vulkan_sdk(tmp_path / "sdk")))
         said.clear()
-        built = build(recipe_for(tree, BuildOptions(("vulkan",), rpc=False)), said.append)
+        built = build(recipe_for(tree, BuildOptions(("vulkan",), rpc=False, media=False)), said.append)
         assert said[0] == "llama.cpp with its CPU backend: cached"
         assert said[1].startswith("compiling the Vulkan backend,")
         assert built.folders[0] == core
         assert {path.name: path.stat().st_mtime_ns for path in core.iterdir()} == before
         assert (built.folders[1] / "libggml-vulkan.so").is_file()
         said.clear()
-        build(recipe_for(tree, BuildOptions(("vulkan",), rpc=False)), said.append)
+        build(recipe_for(tree, BuildOptions(("vulkan",), rpc=False, media=False)), said.append)
         assert said == ["llama.cpp with its CPU backend: cached", "the Vulkan backend: cached"]
 
     def test_ggml_rpc_has_a_name_that_the_loader_does_not_look_for(
         self, tree: Path, cache: Path, said: list[str]
     ) -> None:
-        core, rpc = build(recipe_for(tree, BuildOptions()), said.append).folders
+        core, rpc = build(recipe_for(tree, BuildOptions(media=False)), said.append).folders
         assert {path.name for path in rpc.iterdir()} == {"libllamapipe-rpc.so", store.MANIFEST}
         assert "rpc" not in " ".join(path.name for path in core.iterdir())
         assert build(recipe_for(tree), said.append).folders == (core,)
@@ -203,7 +203,7 @@ class TestCache:
     ) -> None:
         sdk = make_vulkan_sdk(tmp_path / "sdk")
         monkeypatch.setenv("VULKAN_SDK", str(sdk))
-        options = BuildOptions(("vulkan",), rpc=False)
+        options = BuildOptions(("vulkan",), rpc=False, media=False)
         first = build(recipe_for(tree, options), said.append).folders
         make_script(sdk / "bin" / "glslc", "echo miniature glslc 2.0")
         second = build(recipe_for(tree, options), said.append).folders
@@ -222,7 +222,7 @@ class TestCache:
     def test_clean_compiles_anew(self, tree: Path, cache: Path, said: list[str]) -> None:
         build(recipe_for(tree), said.append)
         said.clear()
-        build(recipe_for(tree, BuildOptions(clean=True, rpc=False)), said.append)
+        build(recipe_for(tree, BuildOptions(clean=True, rpc=False, media=False)), said.append)
         assert said[0].startswith("compiling llama.cpp")
 
 
@@ -653,11 +653,19 @@ def test_settings_of_a_package_build() -> None:
         "jobs": "3",
         "source": "/x",
         "rpc": "off",
+        "media": "off",
         "testing": "on",
     }
     options = with_settings(BuildOptions(), given)
     expected = BuildOptions(
-        ("cpu", "vulkan"), all_variants=True, openmp=True, jobs=3, source=Path("/x"), rpc=False, testing=True
+        ("cpu", "vulkan"),
+        all_variants=True,
+        openmp=True,
+        jobs=3,
+        source=Path("/x"),
+        rpc=False,
+        media=False,
+        testing=True,
     )
     assert options == expected
 

@@ -36,7 +36,13 @@ def test_a_build_gives_exactly_the_files_that_are_loaded(built: Path) -> None:
     lib = {path.name for path in (built / "lib").iterdir()}
     suffix = "0.dylib" if sys.platform == "darwin" else "so.0"
     core = {f"libllamapipe-{name}.{suffix}" for name in ("llama", "ggml", "ggml-base")}
-    assert lib == core | {"libggml-cpu.so", "libllamapipe-rpc.so", "build.json", "LICENSE.llama.cpp"}
+    assert lib == core | {
+        "libggml-cpu.so",
+        "libllamapipe-rpc.so",
+        f"libllamapipe-mtmd.{suffix}",
+        "build.json",
+        "LICENSE.llama.cpp",
+    }
     modules = [path.name for path in built.iterdir() if path.is_file()]
     assert len(modules) == 1
     assert modules[0].startswith("_native.")

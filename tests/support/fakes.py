@@ -303,6 +303,8 @@ class FakeContext:
         samplers: Sequence[Any] = (),
         targets: Mapping[int, Sequence[int]] | None = None,
         n_top: int = 0,
+        media: Sequence[tuple[int, Any]] = (),
+        is_causal: bool = True,
     ) -> int:
         """Stores a batch and computes its output rows; its number."""
         self._claim()

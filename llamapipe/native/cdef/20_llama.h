@@ -70,6 +70,7 @@ int32_t llama_model_desc(const struct llama_model * model, char * buf, size_t bu
 bool llama_model_has_encoder(const struct llama_model * model);
 bool llama_model_has_decoder(const struct llama_model * model);
 bool llama_model_is_recurrent(const struct llama_model * model);
+int llama_model_n_embd_inp(const struct llama_model * model);
 enum llama_rope_type llama_model_rope_type(const struct llama_model * model);
 int32_t llama_model_n_swa(const struct llama_model * model);
 bool llama_model_is_hybrid(const struct llama_model * model);

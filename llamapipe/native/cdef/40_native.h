@@ -78,6 +78,30 @@ int      lp_rpc_devices(const lp_rpc * rpc, int n_max, ggml_backend_dev_t * devi
 int      lp_rpc_serve(const char * library, const char * address, const char * cache, int n_threads, int n_devices,
                       ggml_backend_dev_t * devices);
 
+// ---- images and sounds (media.cpp)
+// `library`: the path of libmtmd, which the first call opens. NULL: the file was refused, the log says why. Any thread may make
+// chunks, several at once.
+typedef struct lp_media lp_media;
+typedef struct lp_media_chunks lp_media_chunks;  // what an image or a sound becomes in a prompt
+typedef struct {
+    bool            is_text;  // `tokens`, valid as long as the chunks; else `n_tokens` rows
+    const int32_t * tokens;
+    int             n_tokens, n_positions;
+    bool            is_causal;  // else all rows see each other, and have to be in one ubatch
+} lp_media_part;
+lp_media *        lp_media_open(const char * library, const char * path, const struct llama_model * model, int n_threads, bool use_gpu);
+void              lp_media_close(lp_media * media);  // after its chunks
+bool              lp_media_sees(const lp_media * media);         // takes images
+int               lp_media_sample_rate(const lp_media * media);  // of sounds, in Hz; -1: it takes none
+bool              lp_media_is_mrope(const lp_media * media);
+lp_media_chunks * lp_media_image(lp_media * media, int width, int height, const uint8_t * rgb);
+lp_media_chunks * lp_media_sound(lp_media * media, int64_t n, const float * samples);  // mono
+void              lp_media_chunks_free(lp_media_chunks * chunks);
+int               lp_media_n_chunks(const lp_media_chunks * chunks);
+int               lp_media_chunk(const lp_media * media, const lp_media_chunks * chunks, int i, lp_media_part * part);
+// The rows of a chunk: llama_model_n_embd_inp() numbers for each of its tokens. One at a time, others wait.
+int               lp_media_encode(lp_media * media, const lp_media_chunks * chunks, int i, float * rows);
+
 // ---- files that shrink while they are mapped (mapping_guard.cpp)
 // Between the two, pages beyond the end of a mapped file read as zeros instead of ending the process: on this thread those
 // of all files, on others those of `paths`, which are absolute and without symbolic links (at most 64 files at once).
@@ -217,8 +241,11 @@ void          lp_step_free(lp_step * step);
 // with targets, get the top candidates copied; (c) everything else gets the whole row. A draw in the graph looks at the
 // sampler's next uniform number, which lp_sample_rows uses up.
 #define LP_TARGETS 4
+// `embeddings` (or NULL): for each entry its input row, which stays valid until the step is done, or NULL where it is a token.
+// `is_causal`: entries see those before them; else all of a sequence, and the batch is one ubatch.
 int64_t lp_launch(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
-                  const int32_t * seq_ids, const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets, int n_top);
+                  const int32_t * seq_ids, const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets, int n_top,
+                  const float * const * embeddings, bool is_causal);
 // The last batch with each entry one position further. All entries are outputs; `samplers` (or NULL) are in their order.
 int64_t lp_launch_again(lp_pipeline * pipeline, const int32_t * sampled, lp_sampler ** samplers);
 void    lp_wake_at_launch(lp_pipeline * pipeline, lp_wake_list * wakes);

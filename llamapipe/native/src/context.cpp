@@ -143,6 +143,9 @@ int Context::decode(const BatchArrays & batch) {
         reserves_ = false;
     }
     try {
+        if (batch.embeddings) {
+            return decode_rows(batch);
+        }
         return (int) llama_decode(llama_.get(), given);
     } catch (...) {
         is_broken_ = throwing.happened();
@@ -165,6 +168,41 @@ int Context::set_adapters(const lp_adapter_set & set) {
         has_control_ = data != nullptr;
     }
     return 1;
+}
+
+// `decode` of entries of which some are rows of an image or a sound.
+int Context::decode_rows(const BatchArrays & batch) {
+    llama_context * const llama = llama_.get();
+    if (!rows_) {
+        rows_.reset(llama_batch_ext_init(llama));
+    }
+    llama_batch_ext * const rows = rows_.get();
+    llama_batch_ext_clear(rows);
+    const size_t n_embd = (size_t) llama_model_n_embd_inp(llama_get_model(llama));
+    for (int i = 0; i < batch.n; i++) {
+        const float * const row = batch.embeddings[i];
+        const int           at  = row ? llama_batch_ext_add_embd(rows, batch.seq_ids[i], { row, 1, n_embd })
+                                      : llama_batch_ext_add_token(rows, batch.seq_ids[i], batch.tokens[i]);
+        if (at != i || !llama_batch_ext_set_pos(rows, i, &batch.positions[i])) {
+            throw std::runtime_error("llama.cpp refused an entry of a batch");
+        }
+        llama_batch_ext_set_output_logits(rows, i, batch.outputs[i] != 0);
+    }
+    struct Causal {
+        llama_context * const llama;
+        const bool            is_causal;
+        Causal(llama_context * llama, bool is_causal) : llama(llama), is_causal(is_causal) {
+            if (!is_causal) {
+                llama_set_causal_attn(llama, false);
+            }
+        }
+        ~Causal() {
+            if (!is_causal) {
+                llama_set_causal_attn(llama, true);
+            }
+        }
+    } const causal(llama, batch.is_causal);
+    return (int) llama_process(llama, LLAMA_PROCESS_TYPE_DECODE, rows);
 }
 
 Context::~Context() {

@@ -70,7 +70,10 @@ public:
 private:
     struct Free {
         void operator()(llama_context * ctx) const { llama_free(ctx); }
+        void operator()(llama_batch_ext * batch) const { llama_batch_ext_free(batch); }
     };
+
+    int decode_rows(const BatchArrays & batch);
 
     std::shared_ptr<LogitsStager>        stager_;
     std::unique_ptr<ComputeThreads>      threads_;
@@ -80,6 +83,7 @@ private:
     const bool                           attends_, multiplies_;
     bool                                 is_broken_ = false, has_control_ = false;
     bool                                 reserves_ = false;  // the next decode does: the adapters were changed
+    std::unique_ptr<llama_batch_ext, Free> rows_;    // scratch of `decode_rows`
     std::unique_ptr<llama_context, Free> llama_;     // the last member, so the first to end
 };
 

@@ -139,6 +139,10 @@ int Pipeline::launch_ubatches(const std::shared_ptr<Step> & step, size_t * n_don
         set_error("it continues a sequence whose step before it failed");
         return LP_ERROR_POSITIONS;
     }
+    if (!step->is_causal && step->ubatches.size() > 1) {  // llama.cpp would end the process, or compute something else
+        set_error("entries that see each other do not fit into one ubatch");
+        return LP_ERROR;
+    }
     const bool is_staged = mode_ != LP_DIRECT, is_wide = ring_.is_wide(*step);
     ring_.take_memory_for_results(*step);
     // There are three cases for where the rows of a step go:
@@ -203,7 +207,8 @@ int Pipeline::decode(Step & step, const Ubatch & ubatch) {
     }
     const size_t first = (size_t) ubatch.first;
     code = context_->decode({ ubatch.n, step.tokens.data() + first, step.positions.data() + first,
-                              step.seq_ids.data() + first, step.outputs.data() + first });
+                              step.seq_ids.data() + first, step.outputs.data() + first,
+                              step.embeddings.empty() ? nullptr : step.embeddings.data() + first, step.is_causal });
     if (step.stamps.inputs == 0) {
         step.stamps.inputs = ring_.inputs_ns();
     }

@@ -179,6 +179,8 @@ void Step::set(const BatchArrays & batch, const UbatchLimits & limits) {
     positions.resize((size_t) n);
     seq_ids.resize((size_t) n);
     outputs.resize((size_t) n);
+    embeddings.resize(batch.embeddings ? (size_t) n : 0);
+    is_causal = batch.is_causal;
     places.clear();
     for (size_t i = 0; i < (size_t) n; i++) {
         const size_t e = (size_t) order[i];
@@ -186,6 +188,9 @@ void Step::set(const BatchArrays & batch, const UbatchLimits & limits) {
         positions[i]   = batch.positions[e];
         seq_ids[i]     = batch.seq_ids[e];
         outputs[i]     = batch.outputs[e];
+        if (batch.embeddings) {
+            embeddings[i] = batch.embeddings[e];
+        }
         if (batch.outputs[e]) {
             places.push_back(output_of_entry[e]);
         }
@@ -201,6 +206,8 @@ void Step::advance(const Step & last, const int32_t * sampled) {
     order           = last.order;
     outputs         = last.outputs;
     ubatches        = last.ubatches;
+    embeddings.clear();
+    is_causal = true;
     output_of_entry = last.output_of_entry;
     places          = last.places;
     for (size_t i = 0; i < (size_t) n_tokens; i++) {

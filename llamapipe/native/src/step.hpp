@@ -65,6 +65,8 @@ struct BatchArrays {
     int             n;
     const int32_t * tokens, * positions, * seq_ids;
     const int8_t *  outputs;
+    const float * const * embeddings = nullptr;  // input rows; null for entries that are tokens, or for all
+    bool            is_causal  = true;     // else all entries of a sequence see each other
 };
 
 enum class State { queued, running, launched, done, failed };
@@ -81,6 +83,8 @@ struct Step {
     // ---- the batch. Entries are in llama.cpp's order; `order` has their places in the caller's batch.
     std::vector<int32_t> tokens, positions, seq_ids, order;
     std::vector<int8_t>  outputs;
+    std::vector<const float *> embeddings;  // empty: all entries are tokens
+    bool                 is_causal = true;
     std::vector<Ubatch>  ubatches;
     std::vector<int32_t> output_of_entry;  // by place in the caller's batch: its output, or -1
     std::vector<int32_t> places;           // by output in llama.cpp's order: which output of the caller's batch it is

@@ -1,0 +1,89 @@
+"""Images and sounds in messages: taken out before a template sees the messages, and found again in what it wrote.
+
+In the place of each stands its number between two marks, a character that the conversation does not contain. A template
+copies that like any other text. So templates need no support for images, and a caller's text cannot pass for one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llamapipe.chat.control_text import unused_mark
+from llamapipe.errors import InvalidRequestError
+from llamapipe.media.decode import Given, given_in, is_media
+
+
+def _place(index: int, i: int) -> str:
+    return f"messages[{index}]: part {i} of the content"
+
+
+def first_media(messages: Any) -> tuple[str, str] | None:
+    """Where the first image or sound of messages is, and its type; None: there are none."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        return None
+    for index, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for i, part in enumerate(content if isinstance(content, (list, tuple)) else ()):
+            if is_media(part):
+                return _place(index, i), part["type"]
+    return None
+
+
+def taken_media(messages: Any) -> tuple[Any, str, list[Given]]:
+    """The messages with text in the places of images and sounds, the mark around their numbers, and what they are.
+
+    There is at least one. Raises InvalidRequestError and TypeError, which name the place.
+    """
+    given: list[Given] = []
+    found: dict[tuple[int, int], int] = {}
+    for index, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for i, part in enumerate(content if isinstance(content, (list, tuple)) else ()):
+            if is_media(part):
+                one = given_in(part, _place(index, i))
+                assert one is not None
+                found[index, i] = len(given)
+                given.append(one)
+    with_media = {index for index, _ in found}
+    others = [
+        {**message, "content": [part for i, part in enumerate(message["content"]) if (index, i) not in found]}
+        if index in with_media
+        else message
+        for index, message in enumerate(messages)
+    ]
+    try:
+        mark = unused_mark(others).character
+    except RecursionError:
+        raise InvalidRequestError("messages are nested too deeply") from None
+
+    def marked(index: int, message: Any) -> Any:
+        if others[index] is message:
+            return message
+        parts = [
+            {"type": "text", "text": f"{mark}{found[index, i]}{mark}"} if (index, i) in found else part
+            for i, part in enumerate(message["content"])
+        ]
+        return {**message, "content": parts}
+
+    return [marked(index, message) for index, message in enumerate(messages)], mark, given
+
+
+def check_shown(messages: Any, mark: str, tokens: Sequence[int]) -> None:
+    """Raises InvalidRequestError if a template left out an image or a sound of the messages, or wrote it twice."""
+    pattern = re.compile(f"{mark}([0-9]+){mark}")
+    asked = sorted(
+        int(number)
+        for message in messages
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+        if isinstance(part, Mapping) and isinstance(part.get("text"), str)
+        for number in pattern.findall(part["text"])
+    )
+    shown = sorted(-1 - token for token in tokens if token < 0)
+    if asked != shown:
+        raise InvalidRequestError(
+            f"the chat template shows {len(shown)} of the {len(asked)} images and sounds in the messages; "
+            "put them into messages of the user, or give another chat_template"
+        )

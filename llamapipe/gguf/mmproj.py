@@ -1,0 +1,137 @@
+"""Checks a projector's file (``mmproj``) before libmtmd reads it.
+
+libmtmd asserts what it takes for granted, some of it only while it computes an image, on threads that no error can
+leave. So types, places and sizes are checked here, as for models, and the numbers that its graphs divide by.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from llamapipe.errors import ModelLoadError
+from llamapipe.gguf.check import Stamp, check_tensors, open_gguf
+from llamapipe.gguf.reader import BOOL, STRING, U32, Damage, Head
+
+# Kinds that need more of a prompt than rows in the place of tokens: their layout depends on what precedes them.
+_UNSUPPORTED: Final = frozenset({"deepseek4v", "hunyuanvl", "hunyuanocr", "cogvlm", "qwen3tts", "pockettts"})
+_BLOCK: Final = re.compile(r"([va])\.blk\.(\d+)\.(.+)\.(weight|bias)")
+_MOST: Final = 2**20  # of any size
+
+
+@dataclass(frozen=True)
+class MmprojInfo:
+    """The facts of a checked file. ``projectors``: libmtmd's names of their kinds, such as ``"gemma3"``."""
+
+    path: Path
+    projectors: tuple[str, ...]
+    size_bytes: int
+    stamp: Stamp
+
+
+def check_mmproj(path: str | os.PathLike[str]) -> MmprojInfo:
+    """Checks a projector's file. Raises ModelLoadError, which names the problem."""
+    file = Path(path)
+    opened = open_gguf(file)
+    try:
+        projectors = _checked(opened.head)
+        check_tensors(opened.head)
+    except Damage as damage:
+        raise ModelLoadError(f"{file}: {damage}") from None
+    return MmprojInfo(file, projectors, len(opened.head.buffer), opened.stamp)
+
+
+def _text(head: Head, key: str) -> str:
+    value = _value(head, key, STRING)
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else ""
+
+
+def _value(head: Head, key: str, kind: int) -> Any:
+    """A value of this type; None if there is none. libmtmd asserts the types."""
+    entry = head.entries.get(key)
+    if entry is not None and entry.kind != kind:
+        raise Damage(f"{key} has the type {entry.kind} of GGUF, not {kind}")
+    return None if entry is None else entry.value
+
+
+def _checked(head: Head) -> tuple[str, ...]:
+    architecture = _text(head, "general.architecture")
+    if architecture != "clip":
+        raise Damage(
+            f"it is a model of the architecture {architecture!r}, not a projector; mmproj is the second file of a "
+            "model that takes images, whose name usually begins with mmproj"
+        )
+    modalities = [m for m in ("vision", "audio") if _value(head, f"clip.has_{m}_encoder", BOOL)]
+    if not modalities:
+        raise Damage("it has neither an encoder of images nor one of sounds")
+    common = _text(head, "clip.projector_type")
+    projectors = []
+    for modality in modalities:
+        kind = _text(head, f"clip.{modality}.projector_type") or common
+        if not kind:
+            raise Damage("it does not say its kind: clip.projector_type is missing")
+        if kind in _UNSUPPORTED:
+            raise Damage(f"llamapipe does not support the projector {kind!r} yet")
+        projectors.append(kind)
+        _check_sizes(head, modality)
+    return tuple(dict.fromkeys(projectors))
+
+
+def _size(head: Head, key: str, least: int = 1) -> int | None:
+    value: int | None = _value(head, key, U32)
+    if value is not None and not least <= value <= _MOST:
+        raise Damage(f"{key} is {value}; it must be from {least} to {_MOST}")
+    return value
+
+
+def _check_sizes(head: Head, modality: str) -> None:
+    prefix = f"clip.{modality}."
+    width = _size(head, prefix + "embedding_length")
+    inner = _size(head, prefix + "feed_forward_length")
+    n_heads = _size(head, prefix + "attention.head_count")
+    n_blocks = _size(head, prefix + "block_count", 0)
+    _size(head, prefix + "projection_dim")
+    image, patch = _size(head, prefix + "image_size"), _size(head, prefix + "patch_size")
+    for name in ("projector.scale_factor", "projector.stack_factor", "spatial_merge_size", "num_mel_bins"):
+        _size(head, prefix + name)
+    if width and n_heads and width % n_heads:
+        raise Damage(f"{prefix}embedding_length is {width}, which {n_heads} heads do not divide")
+    if image and patch and (image < patch or image > 2**14):
+        raise Damage(f"{prefix}image_size is {image} with patches of {patch}")
+    by_name = {tensor.name: tensor.dims for tensor in head.tensors}
+    letter = modality[0]
+    blocks = set()
+    for name, dims in by_name.items():
+        found = _BLOCK.fullmatch(name)
+        if found is None or found[1] != letter:
+            continue
+        blocks.add(int(found[2]))
+        if width and inner:
+            expected = _expected(found[3], found[4], width, inner)
+            if expected is not None and tuple(dims) not in expected:
+                shapes = " or ".join(map(str, sorted(expected)))
+                raise Damage(f"tensor {name!r} has the shape {tuple(dims)}, not {shapes}")
+    if n_blocks and len(blocks) < n_blocks and blocks:
+        raise Damage(f"{prefix}block_count is {n_blocks}, and the file has {len(blocks)} blocks")
+    if image and patch and modality == "vision":
+        n_patches = (image // patch) ** 2
+        table = by_name.get("v.position_embd.weight")
+        if table is not None and len(table) == 2 and table[1] < n_patches:
+            raise Damage(f"v.position_embd.weight has {table[1]} rows, and an image {n_patches} patches")
+        kernel = by_name.get("v.patch_embd.weight")
+        if kernel is not None and len(kernel) == 4 and kernel[:2] != (patch, patch):
+            raise Damage(
+                f"v.patch_embd.weight has patches of {kernel[0]} × {kernel[1]}, not {patch} × {patch}"
+            )
+
+
+def _expected(name: str, kind: str, width: int, inner: int) -> set[tuple[int, ...]] | None:
+    if name in ("ln1", "ln2"):
+        return {(width,)}
+    if name in ("ffn_up", "ffn_down"):
+        # Some converters have swapped these two names.
+        return {(inner,), (width,)} if kind == "bias" else {(width, inner), (inner, width)}
+    return None

@@ -1,0 +1,223 @@
+"""The owner of libmtmd's encoder, and the images and sounds that were made for it.
+
+A second file (``mmproj``) holds an encoder and a projector. It turns an image into rows that a prompt has in the place
+of tokens, with tokens of the text model between them. Two steps do this: preparing (``Projector.media``), which resizes
+and cuts the image, on the caller's thread; and encoding, the costly one, on the engine's encoder thread.
+
+Both results are kept by the content of what was given, least recently used first to go, so an image that comes again
+is neither prepared nor encoded again, in whichever prompt it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import shake_256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from llamapipe.errors import DecodeError, InvalidRequestError, ModelLoadError
+from llamapipe.host.cores import usable_cores
+from llamapipe.locks import Lock
+from llamapipe.native.load import LIB_DIR, drain_log, last_error
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from llamapipe.gguf.mmproj import MmprojInfo
+    from llamapipe.llama.model import Model
+    from llamapipe.media.decode import Given
+
+_CACHE_BYTES = 2**28  # of rows and prepared pixels
+
+
+class MediaChunk:
+    """Rows of an image or a sound, which a prompt has one after the other.
+
+    ``n``: their number. ``is_causal``: each sees those before it, else all see each other. ``ids``: negative numbers
+    that stand for the rows in lists of tokens, and depend on the content. ``rows``: (n, n_embd), float32; None until
+    they are encoded.
+    """
+
+    __slots__ = ("_chunks", "_index", "ids", "is_causal", "lock", "n", "rows")
+
+    def __init__(self, chunks: Any, index: int, n: int, is_causal: bool, digest: bytes) -> None:
+        self.n = n
+        self.is_causal = is_causal
+        numbers = np.frombuffer(shake_256(digest + index.to_bytes(4, "little")).digest(8 * n), "<i8")
+        # 62 bits of each count: who makes an image with the numbers of another has found a collision.
+        self.ids: list[int] = (-1 - (numbers & (2**62 - 1))).tolist()
+        self.rows: npt.NDArray[np.float32] | None = None
+        self.lock = Lock()
+        self._chunks = chunks
+        self._index = index
+
+    def __repr__(self) -> str:
+        return f"<MediaChunk n={self.n}{'' if self.rows is None else ' encoded'}>"
+
+
+class Media:
+    """An image or a sound in a prompt: ``parts`` are tokens of the text model, or chunks."""
+
+    def __init__(self, parts: list[list[int] | MediaChunk]) -> None:
+        self.parts = parts
+        self.n = sum(len(part) if isinstance(part, list) else part.n for part in parts)
+
+    def __repr__(self) -> str:
+        return f"<Media n={self.n} n_parts={len(self.parts)}>"
+
+
+class Projector:
+    """An encoder for one model, and its cache. Any thread; encoding is one at a time.
+
+    ``name``: libmtmd's names of the projector's kinds. Raises ModelLoadError.
+    """
+
+    def __init__(
+        self, native: Any, model: Model, handle: Any, path: Path, info: MmprojInfo, use_gpu: bool
+    ) -> None:
+        self.path = path
+        self.name = " and ".join(info.projectors)
+        self._native = native
+        self._handle: Any = None
+        self._lock = Lock()  # of the cache
+        self._cache: OrderedDict[bytes, Media] = OrderedDict()
+        self._n_bytes = 0
+        self._n_vocab = model.n_vocab
+        lib, ffi = native.lib, native.ffi
+        self._n_embd: int = lib.llama_model_n_embd_inp(handle)
+        library = next(LIB_DIR.glob("libllamapipe-mtmd*"), None)
+        if library is None:
+            raise ModelLoadError(
+                "mmproj is given, and this build of llamapipe has no libmtmd; build it with --media on"
+            )
+        drain_log(native)
+        # ggml's threads of the engine's steps compute meanwhile.
+        n_threads = max(usable_cores() // 2, 1)
+        made = lib.lp_media_open(os.fsencode(library), os.fsencode(path), handle, n_threads, use_gpu)
+        problems = drain_log(native)
+        if made == ffi.NULL:
+            raise ModelLoadError(f"{path}: libmtmd refused it: {(problems or [last_error(native)])[0]}")
+        self._handle = made
+        self.sees = bool(lib.lp_media_sees(made))
+        self.sample_rate: int = lib.lp_media_sample_rate(made)
+        self.hears = self.sample_rate > 0
+        if lib.lp_media_is_mrope(made):
+            self.close()
+            raise ModelLoadError(
+                f"{path}: the text model has positions of several kinds (M-RoPE), as the projector {self.name} needs "
+                "them; llamapipe does not support that yet: use a model such as Gemma 3, SmolVLM, InternVL or LLaVA"
+            )
+
+    def __repr__(self) -> str:
+        return f"<Projector {self.path.name!r} {self.name}>"
+
+    def media(self, given: Given) -> Media:
+        """What an image or a sound is in a prompt, not encoded yet.
+
+        Raises InvalidRequestError for one that cannot be decoded, or whose kind the model does not take; TypeError,
+        ImportError.
+        """
+        if not (self.sees if given.kind == "image" else self.hears):
+            what = "images" if given.kind == "image" else "sounds"
+            raise InvalidRequestError(f"{given.place}: {self.path.name} takes no {what}")
+        digest = given.digest()
+        with self._lock:
+            if (found := self._cache.get(digest)) is not None:
+                self._cache.move_to_end(digest)
+                return found
+        made = self._prepared(given, digest)
+        with self._lock:
+            if (found := self._cache.get(digest)) is not None:  # another thread was faster
+                return found
+            self._cache[digest] = made
+            self._n_bytes += self._bytes_of(made)
+            while self._n_bytes > _CACHE_BYTES and len(self._cache) > 1:
+                self._n_bytes -= self._bytes_of(self._cache.popitem(last=False)[1])
+        return made
+
+    def _bytes_of(self, media: Media) -> int:
+        """Its rows; prepared pixels take about as much."""
+        return media.n * self._n_embd * 4
+
+    def _prepared(self, given: Given, digest: bytes) -> Media:
+        lib, ffi = self._native.lib, self._native.ffi
+        if given.kind == "image":
+            image = given.pixels()
+            height, width, _ = image.shape
+            chunks = lib.lp_media_image(self._handle, width, height, ffi.from_buffer("uint8_t[]", image))
+        else:
+            samples = given.samples(self.sample_rate)
+            chunks = lib.lp_media_sound(self._handle, len(samples), ffi.from_buffer("float[]", samples))
+        problems = drain_log(self._native)
+        if chunks == ffi.NULL:
+            reason = (problems or [last_error(self._native)])[0]
+            raise InvalidRequestError(f"{given.place}: the {given.kind} cannot be used: {reason}")
+        owned = ffi.gc(chunks, lib.lp_media_chunks_free)
+        return Media([self._part(given, owned, i, digest) for i in range(lib.lp_media_n_chunks(owned))])
+
+    def _part(self, given: Given, chunks: Any, index: int, digest: bytes) -> list[int] | MediaChunk:
+        native = self._native
+        part = native.ffi.new("lp_media_part *")
+        if native.lib.lp_media_chunk(self._handle, chunks, index, part) < 0:
+            raise InvalidRequestError(f"{given.place}: the {given.kind} cannot be used: {last_error(native)}")
+        if not part.is_text:
+            return MediaChunk(chunks, index, part.n_tokens, part.is_causal, digest)
+        tokens: list[int] = native.ffi.unpack(part.tokens, part.n_tokens)
+        if any(not 0 <= token < self._n_vocab for token in tokens):
+            raise InvalidRequestError(
+                f"{given.place}: the text model lacks tokens that the projector {self.name} puts around images; "
+                "use the files of one model"
+            )
+        return tokens
+
+    def encode(self, media: Any) -> bool:
+        """Encodes a chunk; False if that was done before. Raises DecodeError."""
+        assert isinstance(media, MediaChunk)
+        with media.lock:
+            if media.rows is not None:
+                return False
+            native = self._native
+            rows = np.empty((media.n, self._n_embd), np.float32)
+            buffer = native.ffi.from_buffer("float[]", rows)
+            code = native.lib.lp_media_encode(self._handle, media._chunks, media._index, buffer)
+            problems = drain_log(native)
+            if code < 0:
+                raise DecodeError(
+                    f"an image or a sound could not be encoded: {(problems or [last_error(native)])[0]}"
+                )
+            if not np.isfinite(rows).all():
+                raise DecodeError(
+                    "an image or a sound has rows that are not finite; the projector's file is damaged"
+                )
+            media.rows, media._chunks = rows, None
+        return True
+
+    def close(self) -> None:
+        """Frees the encoder. After every engine of the model."""
+        if self._handle is not None:
+            self._cache.clear()
+            handle, self._handle = self._handle, None
+            self._native.lib.lp_media_close(handle)
+
+
+def in_prompt(
+    tokens: Sequence[int], media: Sequence[Media]
+) -> tuple[list[int], list[tuple[int, MediaChunk]]]:
+    """Tokens in which ``-1 - i`` stands for ``media[i]``, with what they are; and where each chunk begins."""
+    found: list[int] = []
+    chunks: list[tuple[int, MediaChunk]] = []
+    for token in tokens:
+        if token >= 0:
+            found.append(token)
+            continue
+        for part in media[-1 - token].parts:
+            if isinstance(part, list):
+                found += part
+            else:
+                chunks.append((len(found), part))
+                found += part.ids
+    return found, chunks

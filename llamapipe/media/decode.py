@@ -1,0 +1,272 @@
+"""Decodes images and sounds: paths, bytes, Pillow images and arrays to pixels and samples.
+
+Open this file to change a limit or a format. Nothing here is native, so a hostile file meets only Pillow, whose
+decoders are limited to common formats and to the number of pixels that the head of the file announces.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import os
+import re
+import wave
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from llamapipe._messages import quoted
+from llamapipe.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+MOST_BYTES = 2**26  # of a file
+MOST_PIXELS = 2**25  # of an image, 33 million
+MOST_SECONDS = 30 * 60  # of a sound
+_LONGEST_RATIO = 200  # of an image's sides
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_DATA_URL = re.compile(r"data:(?P<type>[\w.+/-]*)(?:;[\w=.+-]+)*;base64,", re.ASCII)
+Kind = Literal["image", "sound"]
+
+
+class Given(NamedTuple):
+    """An image or a sound as a caller gave it. ``value``: bytes, a path, a Pillow image or an array.
+
+    ``place``: where it is, for messages. ``rate``: of a sound in an array, in Hz.
+    """
+
+    kind: Kind
+    value: Any
+    place: str
+    rate: int | None = None
+
+    def digest(self) -> bytes:
+        """32 bytes that differ between different contents. Reads a file. Raises as ``pixels``."""
+        head = f"{self.kind} {self.rate} ".encode()
+        content = self.content()
+        if isinstance(content, bytes):
+            return sha256(head + content).digest()
+        array = np.ascontiguousarray(content)
+        return sha256(head + f"{array.dtype} {array.shape} ".encode() + array.tobytes()).digest()
+
+    def content(self) -> bytes | npt.NDArray[Any]:
+        """The bytes of the file, or an array."""
+        value = self.value
+        if isinstance(value, (str, os.PathLike)):
+            return self._read(Path(value))
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            if len(value) > MOST_BYTES:
+                raise self._too_large(len(value))
+            return bytes(value)
+        if hasattr(value, "convert") and hasattr(value, "size"):  # Pillow's, which need not be imported
+            _check_size(self.place, *value.size)
+            return np.asarray(value.convert("RGB"))
+        if isinstance(value, np.ndarray):
+            return value
+        raise TypeError(
+            f"{self.place}: an {self.kind} must be a path, bytes, {'a Pillow image, ' if self.kind == 'image' else ''}"
+            f"or a numpy array, not {type(value).__name__}"
+        )
+
+    def _read(self, path: Path) -> bytes:
+        try:
+            with path.open("rb") as file:
+                data = file.read(MOST_BYTES + 1)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise InvalidRequestError(f"{self.place}: {path} cannot be read: {reason}") from None
+        if len(data) > MOST_BYTES:
+            raise self._too_large(path.stat().st_size)
+        return data
+
+    def _too_large(self, n_bytes: int) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"{self.place}: the {self.kind} has {n_bytes} bytes; at most {MOST_BYTES} are read: make it smaller"
+        )
+
+    def pixels(self) -> npt.NDArray[np.uint8]:
+        """An image, (height, width, 3), uint8. Raises InvalidRequestError, TypeError, ImportError without Pillow."""
+        content = self.content()
+        image = _decoded(self.place, content) if isinstance(content, bytes) else _as_rgb(self.place, content)
+        _check_size(self.place, image.shape[1], image.shape[0])
+        return np.ascontiguousarray(image)
+
+    def samples(self, rate: int) -> npt.NDArray[np.float32]:
+        """A sound at ``rate`` Hz: mono, float32. Raises InvalidRequestError, TypeError."""
+        content = self.content()
+        if isinstance(content, bytes):
+            found, own = _wave(self.place, content)
+        else:
+            found, own = _as_mono(self.place, content), self.rate or rate
+        if not 1000 <= own <= 768_000:
+            raise InvalidRequestError(
+                f"{self.place}: the sound has {own} samples a second; give 1000 to 768000"
+            )
+        if not 0 < len(found) <= MOST_SECONDS * own:
+            raise InvalidRequestError(
+                f"{self.place}: the sound has {len(found) / own:.0f} s; it must have something, and at most "
+                f"{MOST_SECONDS} s"
+            )
+        if own != rate:
+            n = max(round(len(found) * rate / own), 1)
+            at = np.arange(n, dtype=np.float64) * (own / rate)
+            found = np.interp(at, np.arange(len(found)), found).astype(np.float32)
+        return np.ascontiguousarray(found, np.float32)
+
+
+def _check_size(place: str, width: int, height: int) -> None:
+    if width < 1 or height < 1 or width * height > MOST_PIXELS:
+        raise InvalidRequestError(
+            f"{place}: the image has {width} × {height} pixels; at most {MOST_PIXELS} are decoded: make it smaller"
+        )
+    if max(width, height) > _LONGEST_RATIO * min(width, height):
+        raise InvalidRequestError(
+            f"{place}: the image has {width} × {height} pixels; a side may be at most {_LONGEST_RATIO} times the other"
+        )
+
+
+def _decoded(place: str, data: bytes) -> npt.NDArray[np.uint8]:
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise ImportError(
+            "decoding images needs Pillow, which is not installed: pip install 'llamapipe[media]'; "
+            "or give the image as a numpy array (height, width, 3)"
+        ) from None
+    try:
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+            _check_size(place, *image.size)
+            turned = ImageOps.exif_transpose(image)
+            return np.asarray(turned.convert("RGB"))
+    except InvalidRequestError:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise InvalidRequestError(f"{place}: the image has too many pixels: {error}") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow's decoders raise many kinds for damaged files
+        reason = "it is none" if type(error).__name__ == "UnidentifiedImageError" else str(error)
+        raise InvalidRequestError(
+            f"{place}: the image cannot be decoded ({reason[:200]}); give PNG, JPEG, WebP, GIF or BMP"
+        ) from None
+
+
+def _as_rgb(place: str, array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    if (
+        array.dtype != np.uint8
+        or array.ndim not in (2, 3)
+        or (array.ndim == 3 and array.shape[2] not in (3, 4))
+    ):
+        raise InvalidRequestError(
+            f"{place}: the image is an array of {array.dtype} with shape {array.shape}; give uint8 with shape "
+            "(height, width, 3)"
+        )
+    return np.repeat(array[:, :, None], 3, 2) if array.ndim == 2 else array[:, :, :3]
+
+
+def _as_mono(place: str, array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    if array.ndim != 1 or array.dtype.kind != "f":
+        raise InvalidRequestError(
+            f"{place}: the sound is an array of {array.dtype} with shape {array.shape}; give float32 samples from -1 "
+            "to 1 with shape (n,)"
+        )
+    found = array.astype(np.float32)
+    if not np.isfinite(found).all():
+        raise InvalidRequestError(f"{place}: the sound has samples that are not finite")
+    return found
+
+
+def _wave(place: str, data: bytes) -> tuple[npt.NDArray[np.float32], int]:
+    """The samples of a WAV file, the mean of its channels, and their rate."""
+    try:
+        with wave.open(io.BytesIO(data)) as file:
+            rate, width, n_channels = file.getframerate(), file.getsampwidth(), file.getnchannels()
+            if file.getnframes() > MOST_SECONDS * max(rate, 1):
+                raise InvalidRequestError(f"{place}: the sound is longer than {MOST_SECONDS} s: cut it")
+            raw = file.readframes(file.getnframes())
+    except (wave.Error, EOFError, ValueError, ArithmeticError) as error:
+        raise InvalidRequestError(
+            f"{place}: the sound cannot be decoded ({str(error) or 'it ends early'}); give a WAV file with PCM samples"
+        ) from None
+    whole = len(raw) - len(raw) % (width * n_channels)
+    if width == 3:
+        three = np.frombuffer(raw[:whole], np.uint8).reshape(-1, 3)
+        found = np.zeros((len(three), 4), np.uint8)
+        found[:, 1:] = three
+        values = found.view("<i4")[:, 0] / 2**31
+    elif width == 1:
+        values = np.frombuffer(raw[:whole], np.uint8) / 128 - 1
+    else:
+        values = np.frombuffer(raw[:whole], f"<i{width}") / 2 ** (8 * width - 1)
+    return values.reshape(-1, n_channels).mean(1).astype(np.float32), rate
+
+
+# ---- the parts of messages
+def given_in(part: Mapping[str, Any], place: str, reads_files: bool = True) -> Given | None:
+    """The image or sound of a message's part, in our form or OpenAI's; None: the part is of another kind.
+
+    ``reads_files``: a text is a path; else only data URLs and base64 are taken. Raises InvalidRequestError, TypeError.
+    """
+    kind = part.get("type")
+    if kind in ("image_url", "input_image"):
+        url = part.get("image_url")
+        url = url.get("url") if isinstance(url, Mapping) else url
+        if not isinstance(url, str):
+            raise InvalidRequestError(
+                f'{place} has no image; give {{"type": "image_url", "image_url": {{"url": "data:image/png;base64,…"}}}}'
+            )
+        return Given("image", _of_data_url(place, url), place)
+    if kind == "input_audio":
+        sound = part.get("input_audio")
+        data = sound.get("data") if isinstance(sound, Mapping) else None
+        if not isinstance(data, str):
+            raise InvalidRequestError(
+                f'{place} has no sound; give {{"type": "input_audio", "input_audio": {{"data": BASE64, '
+                '"format": "wav"}}'
+            )
+        return Given("sound", _of_base64(place, data), place)
+    if kind not in ("image", "audio"):
+        return None
+    if kind not in part:
+        raise InvalidRequestError(f'{place} has no {kind}; give {{"type": "{kind}", "{kind}": …}}')
+    value, rate = part[kind], None
+    if kind == "audio" and isinstance(value, tuple) and len(value) == 2:
+        value, rate = value
+        if isinstance(rate, bool) or not isinstance(rate, int):
+            raise TypeError(f"{place}: the rate of a sound must be an int, not {type(rate).__name__}")
+    if isinstance(value, str) and (value.startswith("data:") or not reads_files):
+        value = _of_data_url(place, value)
+    return Given("image" if kind == "image" else "sound", value, place, rate)
+
+
+def is_media(part: Any) -> bool:
+    """Whether a part of a message is an image or a sound, right or wrong."""
+    return isinstance(part, Mapping) and part.get("type") in KINDS
+
+
+KINDS = frozenset({"image", "image_url", "input_image", "audio", "input_audio"})
+
+
+def _of_data_url(place: str, url: str) -> bytes:
+    found = _DATA_URL.match(url)
+    if found is None:
+        raise InvalidRequestError(
+            f"{place}: {quoted(url[:80])} is no data URL; only data:image/…;base64,… is read, no address is fetched"
+        )
+    return _of_base64(place, url[found.end() :])
+
+
+def _of_base64(place: str, text: str) -> bytes:
+    if len(text) > MOST_BYTES // 3 * 4 + 4:
+        raise InvalidRequestError(
+            f"{place}: the base64 text has {len(text)} characters; give at most {MOST_BYTES} bytes"
+        )
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequestError(f"{place}: the text is no base64: {error}") from None

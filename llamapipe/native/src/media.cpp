@@ -1,0 +1,203 @@
+// Images and sounds, through llama.cpp's libmtmd: the one file that knows it. Its library is opened by the first call here.
+//
+// libmtmd's header calls itself experimental, so nothing of it is in the headers that Python reads. It has some hundreds of
+// assertions: while a file is read and an image prepared, each becomes an error.
+#include "faults.hpp"
+#include "mtmd.h"
+
+#include <cstring>
+#include <dlfcn.h>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+
+namespace {
+
+// libmtmd's functions.
+struct Library {
+    void * handle = nullptr;
+
+    explicit Library(const char * path) : handle(dlopen(path, RTLD_NOW | RTLD_LOCAL)) {
+        if (handle == nullptr) {
+            throw std::runtime_error(std::string("the library cannot be loaded: ") + dlerror());
+        }
+    }
+
+#define LP_FUNCTION(name) decltype(&::mtmd_##name) name = find<decltype(&::mtmd_##name)>("mtmd_" #name)
+    LP_FUNCTION(log_set);
+    LP_FUNCTION(context_params_default);
+    LP_FUNCTION(init_from_file);
+    LP_FUNCTION(free);
+    LP_FUNCTION(support_vision);
+    LP_FUNCTION(support_audio);
+    LP_FUNCTION(get_audio_sample_rate);
+    LP_FUNCTION(decode_use_mrope);
+    LP_FUNCTION(decode_use_non_causal);
+    LP_FUNCTION(bitmap_init);
+    LP_FUNCTION(bitmap_init_from_audio);
+    LP_FUNCTION(bitmap_free);
+    LP_FUNCTION(input_chunks_init);
+    LP_FUNCTION(input_chunks_free);
+    LP_FUNCTION(input_chunks_size);
+    LP_FUNCTION(input_chunks_get);
+    LP_FUNCTION(input_chunk_get_type);
+    LP_FUNCTION(input_chunk_get_tokens_text);
+    LP_FUNCTION(input_chunk_get_n_tokens);
+    LP_FUNCTION(input_chunk_get_n_pos);
+    LP_FUNCTION(tokenize_from_parts);
+    LP_FUNCTION(encode_chunk);
+    LP_FUNCTION(get_output_embd);
+#undef LP_FUNCTION
+
+private:
+    template <typename Function> Function find(const char * name) {
+        auto * const found = (Function) dlsym(handle, name);
+        if (found == nullptr) {
+            throw std::runtime_error(std::string("libmtmd has no function ") + name);
+        }
+        return found;
+    }
+};
+
+const Library & library(const char * path = nullptr) {
+    static std::mutex               mutex;
+    static std::unique_ptr<Library> opened;
+    const std::lock_guard           lock(mutex);
+    if (!opened) {
+        opened = std::make_unique<Library>(path);
+        ggml_log_callback log  = nullptr;
+        void *            data = nullptr;
+        llama_log_get(&log, &data);
+        opened->log_set(log, data);
+    }
+    return *opened;
+}
+
+}  // namespace
+
+struct lp_media {
+    mtmd_context * ctx;
+    size_t         n_embd;           // of a row
+    std::mutex     mutex;            // one encodes at a time
+    bool           is_broken = false;  // an assertion failed while it computed: its scheduler is left half changed
+};
+
+struct lp_media_chunks {
+    mtmd_input_chunks * chunks;
+};
+
+lp_media * lp_media_open(const char * path_of_library, const char * path, const llama_model * model, int n_threads,
+                         bool use_gpu) {
+    return lp::guard((lp_media *) nullptr, [&]() -> lp_media * {
+        const Library &           mtmd = library(path_of_library);
+        const lp::AssertionsThrow throwing;
+        mtmd_context_params       params = mtmd.context_params_default();
+        params.use_gpu       = use_gpu;
+        params.n_threads     = n_threads;
+        params.print_timings = false;
+        params.warmup        = false;
+        mtmd_context * const ctx = lp::without_faults((mtmd_context *) nullptr, [&] {
+            return mtmd.init_from_file(path, model, params);
+        });
+        if (ctx == nullptr) {
+            return nullptr;
+        }
+        auto * made = new lp_media{};
+        made->ctx    = ctx;
+        made->n_embd = (size_t) llama_model_n_embd_inp(model);
+        return made;
+    });
+}
+
+void lp_media_close(lp_media * media) {
+    if (media != nullptr) {
+        if (!media->is_broken) {  // else its scheduler may point to memory that was freed
+            library().free(media->ctx);
+        }
+        delete media;
+    }
+}
+
+bool lp_media_sees(const lp_media * media) { return library().support_vision(media->ctx); }
+
+int lp_media_sample_rate(const lp_media * media) { return library().get_audio_sample_rate(media->ctx); }
+
+bool lp_media_is_mrope(const lp_media * media) { return library().decode_use_mrope(media->ctx); }
+
+// The chunks of one bitmap, which is freed.
+static lp_media_chunks * chunks_of(lp_media * media, mtmd_bitmap * bitmap) {
+    const Library & mtmd = library();
+    const std::unique_ptr<mtmd_bitmap, decltype(mtmd.bitmap_free)> owned(bitmap, mtmd.bitmap_free);
+    std::unique_ptr<mtmd_input_chunks, decltype(mtmd.input_chunks_free)> chunks(mtmd.input_chunks_init(), mtmd.input_chunks_free);
+    const mtmd_input_part   part  = { nullptr, bitmap };
+    const mtmd_input_part * parts = &part;
+    const int code = lp::without_faults(-1, [&] {
+        return mtmd.tokenize_from_parts(media->ctx, chunks.get(), &parts, 1, false);
+    });
+    if (code != 0) {
+        lp::set_error("libmtmd refused it; the log llamapipe.native says why");
+        return nullptr;
+    }
+    auto * made = new lp_media_chunks{ chunks.get() };
+    (void) chunks.release();
+    return made;
+}
+
+lp_media_chunks * lp_media_image(lp_media * media, int width, int height, const uint8_t * rgb) {
+    return lp::guard((lp_media_chunks *) nullptr, [&] {
+        const lp::AssertionsThrow throwing;
+        return chunks_of(media, library().bitmap_init((uint32_t) width, (uint32_t) height, rgb));
+    });
+}
+
+lp_media_chunks * lp_media_sound(lp_media * media, int64_t n, const float * samples) {
+    return lp::guard((lp_media_chunks *) nullptr, [&] {
+        const lp::AssertionsThrow throwing;
+        return chunks_of(media, library().bitmap_init_from_audio((size_t) n, samples));
+    });
+}
+
+void lp_media_chunks_free(lp_media_chunks * chunks) {
+    if (chunks != nullptr) {
+        library().input_chunks_free(chunks->chunks);
+        delete chunks;
+    }
+}
+
+int lp_media_n_chunks(const lp_media_chunks * chunks) { return (int) library().input_chunks_size(chunks->chunks); }
+
+int lp_media_chunk(const lp_media * media, const lp_media_chunks * chunks, int i, lp_media_part * part) {
+    return lp::guard(LP_ERROR, [&] {
+        const Library &          mtmd  = library();
+        const mtmd_input_chunk * chunk = mtmd.input_chunks_get(chunks->chunks, (size_t) i);
+        size_t                   n     = 0;
+        part->is_text     = mtmd.input_chunk_get_type(chunk) == MTMD_INPUT_CHUNK_TYPE_TEXT;
+        part->tokens      = part->is_text ? mtmd.input_chunk_get_tokens_text(chunk, &n) : nullptr;
+        part->n_tokens    = (int) mtmd.input_chunk_get_n_tokens(chunk);
+        part->n_positions = (int) mtmd.input_chunk_get_n_pos(chunk);
+        part->is_causal   = part->is_text || !mtmd.decode_use_non_causal(media->ctx, chunk);
+        return 0;
+    });
+}
+
+int lp_media_encode(lp_media * media, const lp_media_chunks * chunks, int i, float * rows) {
+    return lp::guard(LP_ERROR, [&] {
+        const Library &       mtmd = library();
+        const std::lock_guard lock(media->mutex);
+        if (media->is_broken) {
+            lp::set_error("libmtmd failed inside an earlier image or sound; load the model again");
+            return (int) LP_ERROR;
+        }
+        const lp::DecodeAssertionsThrow throwing;
+        const mtmd_input_chunk *        chunk = mtmd.input_chunks_get(chunks->chunks, (size_t) i);
+        lp::set_error("libmtmd could not encode it; the log llamapipe.native says why");
+        const int code   = mtmd.encode_chunk(media->ctx, chunk);
+        media->is_broken = throwing.happened();
+        if (code != 0) {
+            return (int) LP_ERROR;
+        }
+        memcpy(rows, mtmd.get_output_embd(media->ctx), sizeof(float) * media->n_embd * mtmd.input_chunk_get_n_tokens(chunk));
+        return 0;
+    });
+}

@@ -1,0 +1,353 @@
+"""Images and sounds through the engine, beside llama.cpp's way to evaluate the same prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.media_models import (
+    gemma3_projector,
+    idefics3_projector,
+    model_with_tile_tokens,
+    picture,
+    png,
+    ultravox_projector,
+)
+from support.mtmd_reference import MARKER, Reference
+
+import llamapipe as lp
+from llamapipe.errors import InvalidRequestError, ModelLoadError
+
+PROJECTORS = {"gemma3": gemma3_projector, "idefics3": idefics3_projector, "ultravox": ultravox_projector}
+ONE = lp.SamplingParams(max_tokens=1, logprobs=20, temperature=0)
+FEW = lp.SamplingParams(max_tokens=12, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_with_tile_tokens(tmp_path_factory.mktemp("media") / "text.gguf")
+
+
+@pytest.fixture(scope="module", params=PROJECTORS)
+def model(
+    request: pytest.FixtureRequest, text_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[lp.Model]:
+    path = PROJECTORS[request.param](tmp_path_factory.mktemp("media") / f"{request.param}.gguf")
+    with lp.Model(text_model, mmproj=path, kernels="ggml") as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def tiles(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lp.Model]:
+    path = idefics3_projector(tmp_path_factory.mktemp("media") / "idefics3.gguf")
+    with lp.Model(text_model, mmproj=path, kernels="ggml") as model:
+        yield model
+
+
+def tone(seed: int = 0, seconds: float = 2.0) -> Any:
+    return np.sin(np.arange(int(16000 * seconds)) / (7 + seed)).astype(np.float32)
+
+
+def part(model: lp.Model, seed: int = 0) -> dict[str, Any]:
+    if model.supports_images:
+        return {"type": "image", "image": picture(200, 120, seed)}
+    return {"type": "audio", "audio": tone(seed)}
+
+
+def question(*parts: Any, text: str = "What is this?") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [text, *parts, "and why?"]}]
+
+
+def probabilities(completion: lp.ChatCompletion) -> dict[int, float]:
+    logprobs = completion.choices[0].logprobs
+    assert logprobs is not None
+    return {entry.id: entry.logprob for entry in logprobs[0].top}
+
+
+def furthest(expected: Any, found: dict[int, float]) -> float:
+    return max(abs(float(expected[token]) - logprob) for token, logprob in found.items())
+
+
+class TestLikeLlamaCpp:
+    """The reference varies with the size of its batches; an engine's batches are others, and vary as much."""
+
+    def test_the_next_token_has_the_same_probabilities(self, model: lp.Model) -> None:
+        assert model.projector is not None
+        parts = [part(model), part(model, 1)]
+        media = [next(iter(v for k, v in p.items() if k != "type")) for p in parts]
+        text = model.render_chat(question(MARKER, MARKER))
+        found = []
+        for n_batch in (512, 16):
+            reference = Reference(model, model.projector.path, n_batch=n_batch)
+            n_tokens, expected = reference.logprobs(text, media)
+            found.append(expected)
+            reference.close()
+        spread = float(np.abs(found[0] - found[1]).max())
+        with lp.Engine(model, n_ctx=1024, n_seq_max=4) as engine:
+            alone = engine.chat(question(*parts), ONE)
+            assert alone.n_prompt_tokens == n_tokens
+            assert furthest(found[0], probabilities(alone)) <= 4 * max(spread, 0.06)
+            with engine.stream(
+                "One, two, three,", lp.SamplingParams(max_tokens=200, ignore_eos=True)
+            ) as beside:
+                next(beside)
+                again = engine.chat(
+                    question(*parts), lp.SamplingParams(max_tokens=1, logprobs=20, cache=False, temperature=0)
+                )
+            assert again.n_cached_tokens == 0
+            assert furthest(found[0], probabilities(again)) <= 4 * max(spread, 0.06)
+            other = engine.chat(question(part(model, 2), part(model, 3)), ONE)
+            assert furthest(found[0], probabilities(other)) > furthest(found[0], probabilities(alone))
+            engine.check_integrity()
+
+    def test_an_image_whose_rows_see_each_other_is_computed_exactly_so(
+        self, text_model: Path, tmp_path: Path
+    ) -> None:
+        path = gemma3_projector(tmp_path / "gemma3.gguf")
+        with lp.Model(text_model, mmproj=path, kernels="ggml") as model:
+            reference = Reference(model, path)
+            _, expected = reference.logprobs(model.render_chat(question(MARKER)), [picture(200, 120)])
+            reference.close()
+            with lp.Engine(model, n_ctx=512, n_seq_max=1) as engine:
+                found = engine.chat(question(part(model)), ONE)
+        assert furthest(expected, probabilities(found)) < 1e-4
+
+
+class TestCaches:
+    def test_a_second_question_about_an_image_computes_only_its_text(self, model: lp.Model) -> None:
+        with lp.Engine(model, n_ctx=1024, n_seq_max=2) as engine:
+            first = engine.chat(question(part(model, 4)), FEW)
+            n = engine.stats().n_encoded_media
+            second = engine.chat(question(part(model, 4)), FEW)
+            assert second.n_cached_tokens == first.n_prompt_tokens - 1
+            assert second.content == first.content
+            third = engine.chat(question(part(model, 4), text="Where was that?"), FEW)
+            assert third.n_cached_tokens < first.n_prompt_tokens - 1
+            assert engine.stats().n_encoded_media == n > 0
+            engine.chat(question(part(model, 5)), FEW)
+            assert engine.stats().n_encoded_media == 2 * n
+            engine.check_integrity()
+
+    def test_equal_images_that_come_at_once_are_encoded_once(self, tiles: lp.Model) -> None:
+        with lp.Engine(tiles, n_ctx=512, n_seq_max=4) as engine:
+            engine.chat([question(part(tiles, 6), text=f"Text {i}.") for i in range(6)], FEW)
+            assert engine.stats().n_encoded_media == 5  # four tiles and the whole image
+
+    def test_other_tokens_never_stand_for_an_image(self, tiles: lp.Model) -> None:
+        with lp.Engine(tiles, n_ctx=512, n_seq_max=2) as engine:
+            first = engine.chat(question(part(tiles, 7)), ONE)
+            other = engine.chat(question(part(tiles, 8)), ONE)
+            assert other.n_cached_tokens < 32
+            assert probabilities(first) != probabilities(other)
+
+    def test_requests_that_are_preempted_keep_their_images(self, tiles: lp.Model) -> None:
+        alone = []
+        with lp.Engine(tiles, n_ctx=256, n_seq_max=1, prefix_cache=False) as engine:
+            alone = [engine.chat(question(part(tiles, 20 + i)), FEW).content for i in range(4)]
+        with lp.Engine(tiles, n_ctx=256, n_seq_max=4, n_cells=300, prefix_cache=False) as engine:
+            asked = [question(part(tiles, 20 + i)) for i in range(4)]
+            longer = lp.SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+            found = engine.chat(asked, longer)
+            assert engine.stats().n_preempted > 0
+            engine.check_integrity()
+        same = sum(c.content.startswith(a[:8]) for c, a in zip(found, alone, strict=True))
+        assert same >= 3  # batches of other sizes may tip a near tie
+
+
+class TestRequests:
+    def test_streams_and_choices(self, tiles: lp.Model) -> None:
+        with lp.Engine(tiles, n_ctx=512, n_seq_max=4) as engine:
+            whole = engine.chat(question(part(tiles)), FEW).content
+            with engine.stream_chat(question(part(tiles)), FEW) as stream:
+                assert "".join(delta.content for delta in stream) == whole
+            several = engine.chat(question(part(tiles)), lp.SamplingParams(max_tokens=5, n=3, seed=1))
+            assert len(several.choices) == 3
+
+    def test_asyncio(self, tiles: lp.Model) -> None:
+        async def ask(engine: lp.Engine) -> tuple[str, str]:
+            answer = await engine.achat(question(part(tiles)), FEW)
+            stream = engine.astream_chat(question(part(tiles)), FEW)
+            return "".join([delta.content async for delta in stream]), answer.content
+
+        with lp.Engine(tiles, n_ctx=512, n_seq_max=4) as engine:
+            streamed, whole = asyncio.run(ask(engine))
+            assert streamed == whole
+
+    def test_forms(self, tiles: lp.Model, tmp_path: Path) -> None:
+        import base64
+
+        from PIL import Image
+
+        data = png(200, 120)
+        (tmp_path / "a.png").write_bytes(data)
+        url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+        forms: list[dict[str, Any]] = [
+            {"type": "image", "image": picture(200, 120)},
+            {"type": "image", "image": data},
+            {"type": "image", "image": tmp_path / "a.png"},
+            {"type": "image", "image": str(tmp_path / "a.png")},
+            {"type": "image", "image": Image.fromarray(picture(200, 120))},
+            {"type": "image", "image": url},
+            {"type": "image_url", "image_url": {"url": url}},
+            {"type": "image_url", "image_url": url},
+        ]
+        with lp.Engine(tiles, n_ctx=512, n_seq_max=2) as engine:
+            answers = {engine.chat(question(form), FEW).content for form in forms}
+        assert len(answers) == 1
+
+    def test_cancelling_while_images_are_encoded_harms_no_other(self, tiles: lp.Model) -> None:
+        with lp.Engine(tiles, n_ctx=512, n_seq_max=2) as engine:
+            expected = engine.chat(question(part(tiles, 30)), FEW).content
+            streams = [engine.stream_chat(question(part(tiles, 31 + i)), FEW) for i in range(8)]
+            for stream in streams:
+                stream.close()
+            assert engine.chat(question(part(tiles, 30)), FEW).content == expected
+            with pytest.raises(TimeoutError):
+                engine.chat(question(part(tiles, 50)), FEW, timeout=0)
+            engine.check_integrity()
+            assert engine.stats().n_queued == 0
+
+    def test_closing_the_engine_finishes_what_waits_for_its_images(self, tiles: lp.Model) -> None:
+        engine = lp.Engine(tiles, n_ctx=512, n_seq_max=2)
+        found: list[str] = []
+        asked = [question(part(tiles, 60 + i)) for i in range(6)]
+        thread = threading.Thread(target=lambda: found.extend(c.content for c in engine.chat(asked, FEW)))
+        thread.start()
+        while not engine.stats().n_queued and thread.is_alive():
+            pass
+        engine.close()
+        thread.join()
+        assert len(found) == 6
+
+    def test_dropping_old_tokens_keeps_images_whole(self, tiles: lp.Model) -> None:
+        params = lp.SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
+        for overflow in ("recompute", "shift"):
+            with lp.Engine(tiles, n_ctx=128, n_seq_max=2, overflow=overflow, n_keep=25) as engine:
+                answer = engine.chat(question(part(tiles)), params)
+                assert answer.n_completion_tokens == 300
+                engine.check_integrity()
+
+    def test_penalties_guesses_and_schemas_take_no_notice_of_images(self, tiles: lp.Model) -> None:
+        params = [
+            lp.SamplingParams(max_tokens=8, repeat_penalty=1.2, repeat_last_n=-1),
+            lp.SamplingParams(max_tokens=8, speculate="ngram"),
+            lp.SamplingParams(max_tokens=20, json_schema={"type": "object"}),
+            lp.SamplingParams(max_tokens=8, logits_processors=[lambda tokens, row: row]),
+        ]
+        with lp.Engine(tiles, n_ctx=512, n_seq_max=2) as engine:
+            for one in params:
+                assert engine.chat(question(part(tiles)), one).n_completion_tokens
+
+
+class TestRefusals:
+    def test_a_model_without_a_projector(self, text_model: Path) -> None:
+        with lp.Model(text_model) as model, lp.Engine(model, n_ctx=256, n_seq_max=1) as engine:
+            assert not model.supports_images
+            with pytest.raises(InvalidRequestError, match=r"only text is supported.*mmproj=FILE"):
+                engine.chat(question({"type": "image", "image": picture()}))
+
+    def test_wrong_kinds(self, model: lp.Model) -> None:
+        wrong = (
+            {"type": "audio", "audio": tone()}
+            if model.supports_images
+            else {"type": "image", "image": picture()}
+        )
+        with (
+            lp.Engine(model, n_ctx=512, n_seq_max=1) as engine,
+            pytest.raises(InvalidRequestError, match="takes no"),
+        ):
+            engine.chat(question(wrong))
+
+    @pytest.mark.parametrize(
+        ("value", "message"),
+        [
+            (b"no image", "cannot be decoded .it is none.; give PNG"),
+            (b"", "cannot be decoded"),
+            ("/nowhere/a.png", "/nowhere/a.png cannot be read: No such file"),
+            ("data:image/png,abc", "is no data URL"),
+            ("data:image/png;base64,a", "is no base64"),
+            (np.zeros((4, 4, 3), np.float32), "is an array of float32 with shape"),
+            (np.zeros((0, 4, 3), np.uint8), "has 4 × 0 pixels"),
+            (np.zeros((1, 1000, 3), np.uint8), "a side may be at most 200 times the other"),
+            (np.broadcast_to(np.uint8(1), (6000, 6000, 3)), "has 6000 × 6000 pixels; at most 33554432"),
+        ],
+    )
+    def test_bad_images(self, tiles: lp.Model, value: Any, message: str) -> None:
+        with lp.Engine(tiles, n_ctx=512, n_seq_max=1) as engine:
+            with pytest.raises(InvalidRequestError, match=message):
+                engine.chat(question({"type": "image", "image": value}))
+            with pytest.raises(
+                TypeError, match="must be a path, bytes, a Pillow image, or a numpy array, not int"
+            ):
+                engine.chat(question({"type": "image", "image": 3}))
+
+    def test_other_addresses_are_not_fetched(self, tiles: lp.Model) -> None:
+        with lp.Engine(tiles, n_ctx=512, n_seq_max=1) as engine:
+            for url in ("http://127.0.0.1/a.png", "file:///etc/hostname", "/etc/hostname"):
+                with pytest.raises(InvalidRequestError, match="no address is fetched"):
+                    engine.chat(question({"type": "image_url", "image_url": {"url": url}}))
+
+    def test_a_bomb_is_refused_by_its_head(self, tiles: lp.Model) -> None:
+        import zlib
+
+        def chunk(name: bytes, data: bytes) -> bytes:
+            return len(data).to_bytes(4, "big") + name + data + zlib.crc32(name + data).to_bytes(4, "big")
+
+        for side in (8000, 10_000, 60_000):
+            size = side.to_bytes(4, "big")
+            bomb = (
+                b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size + size + b"\x08\x02\0\0\0") + chunk(b"IEND", b"")
+            )
+            with (
+                lp.Engine(tiles, n_ctx=512, n_seq_max=1) as engine,
+                pytest.raises(InvalidRequestError, match="pixels"),
+            ):
+                engine.chat(question({"type": "image", "image": bomb}))
+
+    def test_many_images_stop_at_the_context(self, tiles: lp.Model) -> None:
+        with lp.Engine(tiles, n_ctx=512, n_seq_max=1) as engine:
+            many = [{"type": "image", "image": picture(seed=i)} for i in range(1000)]
+            with pytest.raises(InvalidRequestError, match="n_ctx is 512: give fewer or smaller ones"):
+                engine.chat(question(*many))
+
+    def test_a_template_that_leaves_images_out(self, text_model: Path, tmp_path: Path) -> None:
+        path = idefics3_projector(tmp_path / "p.gguf")
+        with (
+            lp.Model(text_model, mmproj=path, chat_template="{{ messages[-1]['role'] }}:") as model,
+            lp.Engine(model, n_ctx=512, n_seq_max=1) as engine,
+            pytest.raises(InvalidRequestError, match="shows 0 of the 1 images"),
+        ):
+            engine.chat(question({"type": "image", "image": picture()}))
+
+    def test_an_image_larger_than_a_ubatch(self, text_model: Path, tmp_path: Path) -> None:
+        path = gemma3_projector(tmp_path / "p.gguf")
+        tuning = lp.EngineTuning(n_batch=2, n_ubatch=2)
+        with (
+            lp.Model(text_model, mmproj=path) as model,
+            lp.Engine(model, n_ctx=512, n_seq_max=1, tuning=tuning) as engine,
+            pytest.raises(InvalidRequestError, match="has 4 tokens, which this model computes at once"),
+        ):
+            engine.chat(question({"type": "image", "image": picture()}))
+
+    def test_files(self, text_model: Path, tmp_path: Path) -> None:
+        with pytest.raises(ModelLoadError, match="not a projector; mmproj is the second file"):
+            lp.Model(text_model, mmproj=text_model)
+        with pytest.raises(ModelLoadError, match="does not exist"):
+            lp.Model(text_model, mmproj=tmp_path / "none.gguf")
+        wide = gemma3_projector(tmp_path / "wide.gguf", n_embd=256)
+        with pytest.raises(ModelLoadError, match="mismatch between text model"):
+            lp.Model(text_model, mmproj=wide)
+        path = idefics3_projector(tmp_path / "p.gguf")
+        with (
+            lp.Model(lp.demo_model_path(), mmproj=path) as model,
+            lp.Engine(model, n_ctx=512, n_seq_max=1) as engine,
+            pytest.raises(InvalidRequestError, match="lacks tokens that the projector idefics3"),
+        ):
+            engine.chat(question({"type": "image", "image": picture()}))
+        with pytest.raises(ValueError, match="vocab_only"):
+            lp.Model(text_model, mmproj=path, vocab_only=True)

@@ -174,7 +174,7 @@ class ChatBuilder:
             raise TypeError(f"template_args must be a dict, not {type(args).__name__}")
         given = [tool.as_openai() for tool in tools] if tools and choice != "none" else None
         n_ctx = self._request_builder.n_ctx
-        messages, media_mark, media = self._taken_media(messages)
+        messages, media_mark, media = self._taken_media(messages, options.truncation == "auto")
         written: Callable[..., list[int]] = partial(
             self._model.chat_prompts.tokenize,
             tools=given,
@@ -239,8 +239,12 @@ class ChatBuilder:
 
         return CheckedChat(item._replace(piece=self._model.vocab.written_piece), new_parser)
 
-    def _taken_media(self, messages: Any) -> tuple[Any, str, list[Media]]:
-        """The messages with marks in the places of images and sounds, the mark, and what these are in a prompt."""
+    def _taken_media(self, messages: Any, may_drop: bool) -> tuple[Any, str, list[Media]]:
+        """The messages with marks in the places of images and sounds, the mark, and what these are in a prompt.
+
+        ``may_drop``: turns may be left out. Old images that cannot fit are not prepared then, and count as a whole
+        context.
+        """
         from llamapipe.chat.media import first_media, taken_media
 
         first = first_media(messages)
@@ -253,16 +257,21 @@ class ChatBuilder:
                 "was loaded without a projector: give Model(…, mmproj=FILE) the model's second file, if it has one"
             )
         messages, mark, given = taken_media(messages)
+        n_ctx, n = self._request_builder.n_ctx, 0
         media: list[Media] = []
-        n = 0
-        for one in given:
+        for one in reversed(given) if may_drop else given:
+            if n >= n_ctx and may_drop:
+                media.append(Media([[0] * n_ctx]))
+                continue
             media.append(projector.media(one))
             n += media[-1].n
-            if n >= self._request_builder.n_ctx:
+            if n >= n_ctx and not may_drop:
                 raise InvalidRequestError(
-                    f"{one.place}: the images and sounds up to this one have {n} tokens; n_ctx is "
-                    f"{self._request_builder.n_ctx}: give fewer or smaller ones, or raise n_ctx"
+                    f"{one.place}: the images and sounds up to this one have {n} tokens; n_ctx is {n_ctx}: give fewer or "
+                    "smaller ones, or raise n_ctx"
                 )
+        if may_drop:
+            media.reverse()
         return messages, mark, media
 
     def _check_spans(self, tokens: Sequence[int], spans: Sequence[Span]) -> None:

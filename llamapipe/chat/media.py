@@ -73,17 +73,19 @@ def taken_media(messages: Any) -> tuple[Any, str, list[Given]]:
 def check_shown(messages: Any, mark: str, tokens: Sequence[int]) -> None:
     """Raises InvalidRequestError if a template left out an image or a sound of the messages, or wrote it twice."""
     pattern = re.compile(f"{mark}([0-9]+){mark}")
-    asked = sorted(
-        int(number)
-        for message in messages
-        if isinstance(message.get("content"), list)
-        for part in message["content"]
-        if isinstance(part, Mapping) and isinstance(part.get("text"), str)
-        for number in pattern.findall(part["text"])
-    )
+    texts = (text for message in messages for text in _texts(message.get("content")))
+    asked = sorted(int(number) for text in texts for number in pattern.findall(text))
     shown = sorted(-1 - token for token in tokens if token < 0)
     if asked != shown:
         raise InvalidRequestError(
             f"the chat template shows {len(shown)} of the {len(asked)} images and sounds in the messages; "
             "put them into messages of the user, or give another chat_template"
         )
+
+
+def _texts(content: Any) -> list[str]:
+    """The texts of a message's content."""
+    if isinstance(content, str):
+        return [content]
+    parts = content if isinstance(content, (list, tuple)) else ()
+    return [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]

@@ -260,6 +260,12 @@ MODEL = [
         "user's cache; off: nowhere (default)",
     ),
     Option(
+        "mmproj",
+        path_of,
+        "FILE",
+        "the model's second file, a GGUF file with an encoder of images or sounds, for messages with these",
+    ),
+    Option(
         "rpc", str, "HOST:PORT", "also place layers on this `llamapipe rpc-worker` (repeatable)", repeats=True
     ),
 ]

@@ -422,10 +422,12 @@ Blocks = Sequence[tuple[str, Mapping[str, Any], str]]
 def _user(role: str, blocks: Blocks) -> list[Message]:
     """Converts a user message. Tool results become separate messages before it, as templates expect."""
     results: list[Message] = []
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     for kind, block, place in blocks:
         if kind in _READ:
-            texts.append(_read(place, kind, block))
+            parts.append({"type": "text", "text": _read(place, kind, block)})
+        elif kind == "image":
+            parts.append(_image(place, block))
         elif kind == "tool_result":
             text = _text(place, block.get("content") or "")
             if block.get("is_error"):
@@ -435,9 +437,26 @@ def _user(role: str, blocks: Blocks) -> list[Message]:
             )
         else:
             raise _unsupported(place, kind)
-    if texts or not results:
-        results.append({"role": role, "content": "".join(texts)})
+    if all(part["type"] == "text" for part in parts):
+        if parts or not results:
+            results.append({"role": role, "content": "".join(part["text"] for part in parts)})
+    else:
+        results.append({"role": role, "content": parts})
     return results
+
+
+def _image(place: str, block: Mapping[str, Any]) -> dict[str, Any]:
+    """A block with an image as a part in OpenAI's form. Raises ApiError 400."""
+    source = block.get("source")
+    form = source.get("type") if isinstance(source, Mapping) else None
+    if not isinstance(source, Mapping) or form != "base64":
+        raise ApiError(
+            400,
+            f"{place}: an image must have a source of the type 'base64', not {quoted(form)}: no address is fetched",
+            f"{place}.source",
+        )
+    kind, data = _string(f"{place}.source", source, "media_type"), _string(f"{place}.source", source, "data")
+    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
 
 
 def _assistant(blocks: Blocks) -> list[Message]:

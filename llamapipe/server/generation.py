@@ -64,6 +64,20 @@ def refuse_long_chat(state: ServerState, messages: Sequence[Mapping[str, Any]]) 
     refuse_long(state, "conversation", sum(_n_characters(message.get("content")) for message in messages))
 
 
+def _refuse_paths(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses parts in the engine's own form, in which a text is the path of a file. Raises ApiError 400."""
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        for i, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, Mapping) and part.get("type") in ("image", "audio"):
+                raise ApiError(
+                    400,
+                    f"messages[{index}]: part {i} of the content has the type {quoted(part['type'])}; only text is "
+                    "supported, image_url with a data URL, and input_audio",
+                    "messages",
+                )
+
+
 def _n_characters(content: object) -> int:
     """The characters of a message's content: text, or parts with text."""
     if isinstance(content, list):
@@ -240,6 +254,7 @@ class ChatJob:
         before: Sequence[int] = (),
     ) -> None:
         total_choices(exchange.server, params.n)
+        _refuse_paths(messages)
         if options.truncation == "error":
             refuse_long_chat(exchange.server, messages)
         self._exchange = exchange
@@ -281,7 +296,7 @@ class ChatJob:
             self._before,
             size=size_of(self._messages),
         )
-        return made.item.tokens
+        return [token for token in made.item.tokens if token >= 0]  # without images
 
     def streams(self) -> list[AsyncGenerator[ChatDelta | None, None]]:
         """One stream for each choice. Its first item is None: the request was checked and is in the queue."""

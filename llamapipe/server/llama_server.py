@@ -630,7 +630,7 @@ async def props(exchange: Exchange) -> Response:
             "total_slots": engine.n_seq_max,
             "model_alias": state.model_names[0],
             "model_path": model.path.name,
-            "modalities": {"vision": False, "audio": False, "video": False},
+            "modalities": {"vision": model.supports_images, "audio": model.supports_audio, "video": False},
             "endpoint_slots": True,
             "endpoint_props": False,
             "endpoint_metrics": True,

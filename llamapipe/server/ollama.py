@@ -62,7 +62,7 @@ _LATEST = ":latest"
 _log = logging.getLogger("llamapipe.server")
 _MAX_TOP = 20  # the API's limit
 _MOST_TOKENS = 2**31 - 1
-_NO_IMAGES = "this server reads text only"
+_NO_IMAGES = "this server makes no images"
 _DURATION = re.compile(r"[-+]?(0|((\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h))+)", re.ASCII)
 _MOST_KEPT_S = 1e8
 _YEARS_LOADED = 100  # until a model that stays loaded "expires"
@@ -240,7 +240,7 @@ class GenerateRequest(Generates, kw_only=True):
     template: Annotated[
         str | None, Only("", instead="the operator sets it: llamapipe serve --chat-template")
     ] = None
-    images: Annotated[list[Any] | None, Only([], instead=_NO_IMAGES)] = None
+    images: list[Any] | None = None
     width: Annotated[int | None, Only(0, instead=_NO_IMAGES)] = None
     height: Annotated[int | None, Only(0, instead=_NO_IMAGES)] = None
     steps: Annotated[int | None, Only(0, instead=_NO_IMAGES)] = None
@@ -593,8 +593,6 @@ def engine_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     by_name: defaultdict[str, dict[str, None]] = defaultdict(dict)  # the ids, by name
     for i, message in enumerate(messages):
         one = {key: value for key, value in message.items() if key not in ("images", "thinking", "tool_name")}
-        if message.get("images"):
-            raise ApiError(400, f"messages.{i}.images: {_NO_IMAGES}", f"messages.{i}.images")
         for key in ("thinking", "tool_name"):
             if message.get(key) is not None and not isinstance(message[key], str):
                 raise ApiError(400, f"messages.{i}.{key} must be text", f"messages.{i}.{key}")
@@ -620,8 +618,19 @@ def engine_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
                 by_name[waiting.pop(answered)].pop(answered, None)
         if one.get("content") is None:
             one["content"] = ""
+        if message.get("images"):
+            one["content"] = _with_images(f"messages.{i}", one["content"], message["images"])
         made.append(one)
     return made
+
+
+def _with_images(place: str, content: Any, images: Any) -> list[dict[str, Any]]:
+    """A text after images, which this API has as base64. Raises ApiError 400."""
+    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+        raise ApiError(400, f"{place}.images must be a list of base64 texts", f"{place}.images")
+    urls = [image if image.startswith("data:") else f"data:;base64,{image}" for image in images]
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [*parts, {"type": "text", "text": content}]
 
 
 def _with_id(call: Any, new_id: str) -> Any:
@@ -660,8 +669,11 @@ async def generate(exchange: Exchange, request: GenerateRequest) -> Response:
     text = request.prompt or ""
     # A model without a template continues texts, as in Ollama.
     if request.raw or request.suffix or state.engine.model.chat_template is None:
+        if request.images:
+            raise ApiError(400, "images need the model's template; leave raw and suffix out", "images")
         return await _text(exchange, request, text, before)
-    messages = [{"role": "user", "content": text}]
+    content: Any = _with_images("request", text, request.images) if request.images else text
+    messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
     system = request.system or _modelfile_of(state, request.model).system
     if system:
         messages.insert(0, {"role": "system", "content": system})
@@ -851,6 +863,7 @@ def _capabilities(model: Model, kind: str) -> list[str]:
         found.append("insert")
     if model.chat_template is None:
         return found
+    found += ["vision"] * model.supports_images + ["audio"] * model.supports_audio
     try:
         form = model.chat_prompts.chat_format()
     except (InvalidRequestError, ImportError):  # a broken template: the server told so when it started

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from llamapipe._engine.chat_requests import ChatOptions
 from llamapipe._messages import did_you_mean, quoted
 from llamapipe.chat.results import ToolCallDelta
+from llamapipe.media.decode import is_media
 from llamapipe.results import ChatDelta
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse, event
 from llamapipe.server.errors import ApiError, api_error
@@ -180,11 +181,10 @@ def _add(made: list[Message], place: str, item: Mapping[str, Any], tools: Tools)
                 f"{place}: the role is {quoted(role)}; it may be user, assistant, system or developer",
                 f"{place}.role",
             )
-        content = _text(f"{place}.content", item.get("content"))
         if role == "assistant":
-            _answer(made)["content"] += content
+            _answer(made)["content"] += _text(f"{place}.content", item.get("content"))
         else:
-            made.append({"role": role, "content": content})
+            made.append({"role": role, "content": _parts(f"{place}.content", item.get("content"))})
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
         message = _answer(made)
@@ -229,6 +229,23 @@ def _answer(made: list[Message]) -> Message:
     if not made or made[-1]["role"] != "assistant":
         made.append({"role": "assistant", "content": ""})
     return made[-1]
+
+
+def _parts(place: str, content: Any) -> str | list[dict[str, Any]]:
+    """The content of a message: text, or parts where it has images and sounds."""
+    if not isinstance(content, list) or not any(is_media(part) for part in content):
+        return _text(place, content)
+    parts: list[dict[str, Any]] = []
+    for i, part in enumerate(content):
+        if isinstance(part, Mapping) and part.get("type") in ("input_image", "input_audio"):
+            if part.get("file_id") is not None:
+                raise ApiError(
+                    400, f"{place}.{i}: this server stores no files; send a data URL", f"{place}.{i}.file_id"
+                )
+            parts.append(dict(part))
+        else:
+            parts.append({"type": "text", "text": _text(place, [part])})
+    return parts
 
 
 def _text(place: str, content: Any) -> str:

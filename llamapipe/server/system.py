@@ -95,6 +95,8 @@ async def model_info(exchange: Exchange) -> Response:
             "n_vocab": model.n_vocab,
             "n_params": model.n_params,
             "size_bytes": model.size_bytes,
+            "supports_images": model.supports_images,
+            "supports_audio": model.supports_audio,
             "version": llamapipe.__version__,
         }
     )

@@ -232,6 +232,15 @@ class TestRequests:
                 assert answer.n_completion_tokens == 300
                 engine.check_integrity()
 
+    def test_turns_are_dropped_with_their_images(self, tiles: lp.Model) -> None:
+        chat: list[dict[str, Any]] = []
+        with lp.Engine(tiles, n_ctx=256, n_seq_max=2) as engine:
+            for i in range(6):
+                chat += question(part(tiles, 70 + i))
+                answer = engine.chat(chat, lp.SamplingParams(max_tokens=8), truncation="auto")
+                assert 76 <= answer.n_prompt_tokens < 256
+                chat.append({"role": "assistant", "content": answer.content})
+
     def test_penalties_guesses_and_schemas_take_no_notice_of_images(self, tiles: lp.Model) -> None:
         params = [
             lp.SamplingParams(max_tokens=8, repeat_penalty=1.2, repeat_last_n=-1),

@@ -1,0 +1,108 @@
+"""Images in the forms of all APIs, and what a client may not ask for."""
+
+from __future__ import annotations
+
+import base64
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.media_models import idefics3_projector, model_with_tile_tokens, png
+
+import llamapipe as lp
+from llamapipe.server import ServerSettings, serve
+
+DATA = base64.b64encode(png(200, 120)).decode()
+URL = f"data:image/png;base64,{DATA}"
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("images")
+    projector = idefics3_projector(folder / "mmproj.gguf")
+    with (
+        lp.Model(model_with_tile_tokens(folder / "text.gguf"), mmproj=projector) as model,
+        lp.Engine(model, n_ctx=512, n_seq_max=4) as engine,
+        serve(engine, settings=ServerSettings(model_names=("m",), ollama=True)) as server,
+    ):
+        yield server.url
+        engine.check_integrity()
+
+
+def post(url: str, path: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(
+        url + path, json.dumps({"model": "m", **body}).encode(), {"content-type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return {"status": error.code, **json.load(error)}
+
+
+def chat(url: str, *parts: Any) -> Any:
+    content = [{"type": "text", "text": "What is this?"}, *parts]
+    return post(
+        url,
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "temperature": 0},
+    )
+
+
+def test_openai_chat(url: str) -> None:
+    without = chat(url)["usage"]["prompt_tokens"]
+    answer = chat(url, {"type": "image_url", "image_url": {"url": URL, "detail": "auto"}})
+    assert answer["usage"]["prompt_tokens"] > without + 16
+    assert answer["choices"][0]["message"]["content"]
+
+
+def test_openai_responses(url: str) -> None:
+    parts = [{"type": "input_text", "text": "What is this?"}, {"type": "input_image", "image_url": URL}]
+    answer = post(
+        url, "/v1/responses", {"input": [{"role": "user", "content": parts}], "max_output_tokens": 4}
+    )
+    assert answer["usage"]["input_tokens"] > 32, answer
+
+
+def test_anthropic_messages(url: str) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": DATA}
+    content = [{"type": "image", "source": source}, {"type": "text", "text": "What is this?"}]
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4}
+    answer = post(url, "/v1/messages", body)
+    assert answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"] > 32
+    source["type"] = "url"
+    assert "no address is fetched" in post(url, "/v1/messages", body)["error"]["message"]
+
+
+def test_ollama(url: str) -> None:
+    message = {"role": "user", "content": "What is this?", "images": [DATA]}
+    options = {"num_predict": 4}
+    answer = post(url, "/api/chat", {"messages": [message], "stream": False, "options": options})
+    assert answer.get("prompt_eval_count", 0) > 32, answer
+    body = {"prompt": "What is this?", "images": [DATA], "stream": False, "options": options}
+    assert post(url, "/api/generate", body)["prompt_eval_count"] > 32
+    assert "leave raw" in post(url, "/api/generate", {**body, "raw": True})["error"]
+    assert "vision" in post(url, "/api/show", {})["capabilities"]
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"type": "image", "image": "/etc/hostname"}, "image_url with a data URL"),
+        ({"type": "audio", "audio": "/etc/hostname"}, "image_url with a data URL"),
+        ({"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}, "no address is fetched"),
+        ({"type": "image_url", "image_url": {"url": "/etc/hostname"}}, "no address is fetched"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "cannot be decoded"),
+        ({"type": "image_url", "image_url": 3}, "has no image"),
+        ({"type": "image_url"}, "has no image"),
+        ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "takes no sounds"),
+    ],
+)
+def test_refusals(url: str, part: dict[str, Any], message: str) -> None:
+    answer = chat(url, part)
+    assert answer["status"] == 400
+    assert message in answer["error"]["message"]

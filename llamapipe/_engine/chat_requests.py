@@ -267,8 +267,8 @@ class ChatBuilder:
             n += media[-1].n
             if n >= n_ctx and not may_drop:
                 raise InvalidRequestError(
-                    f"{one.place}: the images and sounds up to this one have {n} tokens; n_ctx is {n_ctx}: give fewer or "
-                    "smaller ones, or raise n_ctx"
+                    f"{one.place}: the images and sounds up to this one have {n} tokens; n_ctx is {n_ctx}: give fewer "
+                    "or smaller ones, or raise n_ctx"
                 )
         if may_drop:
             media.reverse()

@@ -186,10 +186,10 @@ def _wave(place: str, data: bytes) -> tuple[npt.NDArray[np.float32], int]:
     try:
         with wave.open(io.BytesIO(data)) as file:
             rate, width, n_channels = file.getframerate(), file.getsampwidth(), file.getnchannels()
-            if file.getnframes() > MOST_SECONDS * max(rate, 1):
-                raise InvalidRequestError(f"{place}: the sound is longer than {MOST_SECONDS} s: cut it")
-            raw = file.readframes(file.getnframes())
-    except (wave.Error, EOFError, ValueError, ArithmeticError) as error:
+            if not 1 <= width <= 4:
+                raise wave.Error(f"its samples have {width} bytes")
+            raw = file.readframes(min(file.getnframes(), MOST_SECONDS * max(rate, 1) + 1))
+    except (wave.Error, EOFError, ValueError, ArithmeticError, RuntimeError) as error:
         raise InvalidRequestError(
             f"{place}: the sound cannot be decoded ({str(error) or 'it ends early'}); give a WAV file with PCM samples"
         ) from None

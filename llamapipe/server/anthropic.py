@@ -11,7 +11,9 @@ import msgspec
 from starlette.responses import Response
 
 from llamapipe._engine.chat_requests import ChatOptions
+from llamapipe._engine.long_work import size_of
 from llamapipe._messages import did_you_mean, quoted
+from llamapipe.chat.media import first_media
 from llamapipe.chat.results import ToolCall
 from llamapipe.results import ChatChoice, ChatDelta, call_message
 from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse, event
@@ -189,10 +191,14 @@ async def count_tokens(exchange: Exchange, request: CountRequest) -> Response:
     exchange.server.check_model(request.model)
     exchange.note_unused(request.unused())
     check_n_messages(exchange.server, request.messages, "messages")
-    tokens = await exchange.server.tokenize_chat(
-        messages_of(request), request.functions(), True, _template_args(request)
-    )
-    return JsonResponse({"input_tokens": len(tokens)})
+    state, conversation = exchange.server, messages_of(request)
+    if first_media(conversation) is None:
+        tokens = await state.tokenize_chat(conversation, request.functions(), True, _template_args(request))
+        return JsonResponse({"input_tokens": len(tokens)})
+    options = ChatOptions(tools=request.functions(), template_args=_template_args(request))
+    build = state.engine._chat_builder.item
+    made = await state.in_thread(build, conversation, None, options, size=size_of(conversation))
+    return JsonResponse({"input_tokens": len(made.item.tokens)})
 
 
 def _job(exchange: Exchange, request: MessagesRequest) -> ChatJob:

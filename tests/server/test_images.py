@@ -74,6 +74,11 @@ def test_anthropic_messages(url: str) -> None:
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4}
     answer = post(url, "/v1/messages", body)
     assert answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"] > 32
+    counted = post(url, "/v1/messages/count_tokens", {"messages": body["messages"]})
+    assert (
+        counted["input_tokens"]
+        == answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"]
+    )
     source["type"] = "url"
     assert "no address is fetched" in post(url, "/v1/messages", body)["error"]["message"]
 

@@ -192,7 +192,8 @@ int lp_media_encode(lp_media * media, const lp_media_chunks * chunks, int i, flo
         const lp::DecodeAssertionsThrow throwing;
         const mtmd_input_chunk *        chunk = mtmd.input_chunks_get(chunks->chunks, (size_t) i);
         lp::set_error("libmtmd could not encode it; the log llamapipe.native says why");
-        const int code   = mtmd.encode_chunk(media->ctx, chunk);
+        media->is_broken = true;  // should it be left by a long jump
+        const int code   = lp::without_faults(-1, [&] { return (int) mtmd.encode_chunk(media->ctx, chunk); });
         media->is_broken = throwing.happened();
         if (code != 0) {
             return (int) LP_ERROR;

@@ -1,0 +1,124 @@
+"""Damaged images, sounds and projectors end in errors, and harm nobody else."""
+
+from __future__ import annotations
+
+import io
+import random
+import subprocess
+import sys
+import wave
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.media_models import (
+    idefics3_projector,
+    model_with_tile_tokens,
+    picture,
+    png,
+    ultravox_projector,
+)
+
+import llamapipe as lp
+from llamapipe.errors import InvalidRequestError, LlamapipeError
+from llamapipe.media.decode import Given
+
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+N_FILES, N_IMAGES = 67, 200  # a campaign of thousands: tests/support/mmproj_fuzz_worker.py
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "idefics3", "ultravox"])
+def test_mutants_of_projectors_never_end_the_process(tmp_path: Path, kind: str) -> None:
+    worker = [sys.executable, str(SUPPORT / "mmproj_fuzz_worker.py"), str(tmp_path), kind, "0", str(N_FILES)]
+    environment = {"PYTHONPATH": f"{SUPPORT.parent}:{SUPPORT.parents[1]}"}
+    done = subprocess.run(worker, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, (done.returncode, done.stdout[-200:], done.stderr[-2000:])
+    assert "loaded" in done.stdout
+
+
+def _files() -> dict[str, bytes]:
+    from PIL import Image
+
+    made = {"png": png(40, 30)}
+    for name in ("JPEG", "WEBP", "GIF", "BMP"):
+        file = io.BytesIO()
+        Image.fromarray(picture(40, 30)).save(file, name)
+        made[name] = file.getvalue()
+    sound = io.BytesIO()
+    with wave.open(sound, "wb") as writer:
+        writer.setnchannels(2)
+        writer.setsampwidth(2)
+        writer.setframerate(8000)
+        writer.writeframes(np.arange(4000, dtype="<i2").tobytes())
+    return {**made, "wav": sound.getvalue()}
+
+
+@pytest.mark.filterwarnings("ignore")  # Pillow warns of damage
+def test_mutated_files_are_decoded_or_refused() -> None:
+    files = _files()
+    n_decoded = 0
+    messages: list[str] = []
+    for number in range(N_IMAGES * len(files)):
+        chance = random.Random(number)
+        name = list(files)[number % len(files)]
+        data = bytearray(files[name])
+        for _ in range(chance.randint(1, 4)):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        if chance.random() < 0.2:
+            del data[chance.randrange(len(data)) :]
+        given = Given("sound" if name == "wav" else "image", bytes(data), "here")
+        try:
+            made = given.samples(16000) if name == "wav" else given.pixels()
+        except InvalidRequestError as error:
+            messages.append(str(error))
+            continue
+        n_decoded += 1
+        assert made.size
+    assert n_decoded > 10
+    assert all(message.startswith("here: ") for message in messages)
+
+
+def test_sounds_of_all_widths_and_rates(tmp_path: Path) -> None:
+    whole = Given("sound", _files()["wav"], "here").samples(8000)
+    assert whole.shape == (2000,)
+    assert Given("sound", _files()["wav"], "here").samples(16000).shape == (4000,)
+    for width in (1, 2, 3, 4):
+        file = io.BytesIO()
+        with wave.open(file, "wb") as writer:
+            writer.setnchannels(1)
+            writer.setsampwidth(width)
+            writer.setframerate(16000)
+            value = (2 ** (8 * width) - 1).to_bytes(width + 1, "little")[:width] if width == 1 else None
+            half = (2 ** (8 * width - 2)).to_bytes(width, "little")
+            writer.writeframes((value or half) * 16)
+        found = Given("sound", file.getvalue(), "here").samples(16000)
+        assert found.tolist() == pytest.approx([127 / 128 if width == 1 else 0.5] * 16)
+    with pytest.raises(InvalidRequestError, match="not finite"):
+        Given("sound", np.array([np.nan], np.float32), "here").samples(16000)
+    with pytest.raises(InvalidRequestError, match="at most 1800 s"):
+        Given("sound", np.zeros(2000 * 1800, np.float32), "here", 1000).samples(16000)
+
+
+def test_odd_sizes_are_encoded_or_refused(tmp_path: Path) -> None:
+    text = model_with_tile_tokens(tmp_path / "text.gguf")
+    sizes = [(1, 1), (1, 200), (200, 1), (3, 5), (63, 65), (64, 64), (129, 127), (2000, 11), (1024, 768)]
+    params = lp.SamplingParams(max_tokens=2)
+    with (
+        lp.Model(text, mmproj=idefics3_projector(tmp_path / "p.gguf")) as model,
+        lp.Engine(model, n_ctx=1024, n_seq_max=2) as engine,
+    ):
+        for width, height in sizes:
+            part = {"type": "image", "image": picture(width, height)}
+            with suppress(LlamapipeError):
+                engine.chat([{"role": "user", "content": ["What?", part, "Why?"]}], params)
+        engine.check_integrity()
+    with (
+        lp.Model(text, mmproj=ultravox_projector(tmp_path / "u.gguf")) as model,
+        lp.Engine(model, n_ctx=2048, n_seq_max=2) as engine,
+    ):
+        for n in (1, 2, 159, 160, 400, 16000, 31 * 16000):
+            part = {"type": "audio", "audio": np.zeros(n, np.float32)}
+            with suppress(LlamapipeError):
+                engine.chat([{"role": "user", "content": ["What?", part, "Why?"]}], params)
+        engine.check_integrity()

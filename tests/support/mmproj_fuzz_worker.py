@@ -1,0 +1,87 @@
+"""Loads mutants of projectors' files and encodes an image with those that load: ``FOLDER KIND FIRST N``.
+
+Prints the number of each mutant before it is tried, so that the last line names the one that ended the process.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+import sys
+from pathlib import Path
+
+import llamapipe as lp
+from llamapipe.errors import LlamapipeError
+from llamapipe.gguf.mmproj import check_mmproj
+from llamapipe.llama.projector import MediaChunk, Projector
+from llamapipe.media.decode import Given
+from llamapipe.native.load import native
+from support.media_models import (
+    gemma3_projector,
+    idefics3_projector,
+    model_with_tile_tokens,
+    picture,
+    ultravox_projector,
+)
+
+MAKERS = {"gemma3": gemma3_projector, "idefics3": idefics3_projector, "ultravox": ultravox_projector}
+_NUMBERS = (0, 1, 2, 3, 5, 7, 31, 33, 255, 1000, 2**16, 2**31 - 1, 2**31, 2**32 - 1)
+
+
+def mutant(data: bytes, head: int, chance: random.Random) -> bytes:
+    """A copy with one to three changes, most of them in the first ``head`` bytes."""
+    made = bytearray(data)
+    for _ in range(chance.randint(1, 3)):
+        end = head if chance.random() < 0.9 else len(made)
+        i = chance.randrange(24, end - 8)
+        kind = chance.randrange(5)
+        if kind == 0:
+            made[i] ^= 1 << chance.randrange(8)
+        elif kind == 1:
+            made[i : i + 4] = struct.pack("<I", chance.choice(_NUMBERS))
+        elif kind == 2:
+            made[i : i + 8] = struct.pack("<Q", chance.choice(_NUMBERS))
+        elif kind == 3:  # a number that is there, a little larger or smaller
+            (value,) = struct.unpack_from("<I", made, i)
+            made[i : i + 4] = struct.pack("<I", (value + chance.choice((-1, 1, 8, -8))) % 2**32)
+        else:
+            made[i] = chance.randrange(256)
+    return bytes(made)
+
+
+def main(folder: Path, kind: str, first: int, n: int) -> None:
+    """Tries ``n`` mutants."""
+    text = model_with_tile_tokens(folder / "text.gguf")
+    path = MAKERS[kind](folder / f"{kind}.gguf")
+    data = path.read_bytes()
+    head = data.rfind(b".weight") + 64
+    path = folder / "mutant.gguf"
+    n_loaded = n_encoded = 0
+    with lp.Model(text) as model:
+        for number in range(first, first + n):
+            sys.stdout.write(f"{number}\n")
+            sys.stdout.flush()
+            path.unlink(missing_ok=True)
+            path.write_bytes(mutant(data, head, random.Random(number)))
+            try:
+                made = Projector(native(), model, model.handle, path, check_mmproj(path), False)
+            except LlamapipeError:
+                continue
+            n_loaded += 1
+            try:
+                image, sound = picture(200, 120), picture(8000, 1)[0, :, 0].astype("f4") / 256
+                for one in (Given("image", image, "image"), Given("sound", sound, "sound", 16000)):
+                    if made.sees if one.kind == "image" else made.hears:
+                        for part in made.media(one).parts:
+                            if isinstance(part, MediaChunk):
+                                made.encode(part)
+                                n_encoded += 1
+            except LlamapipeError:
+                continue
+            finally:
+                made.close()
+    sys.stdout.write(f"loaded {n_loaded} encoded {n_encoded}\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

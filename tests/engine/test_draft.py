@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 from support.bert_model import bert_model
+from support.eager_gate import EagerGate
 from support.gguf_models import tiny_model
 from support.inside import scheduler_of
 
@@ -27,23 +27,6 @@ from llamapipe.native.load import native
 pytestmark = pytest.mark.native
 MakeEngine = Callable[..., lp.Engine]
 STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
-
-
-class EagerGate(Gate):
-    """Takes drafts of random lengths: times must not decide what a test computes."""
-
-    rng = random.Random(1)
-
-    def choose(self, n_decoding: int, guesses: Sequence[Guess], n_room: int) -> dict[Request, Sequence[int]]:
-        n_left, wanted = min(self.n_most, n_room), {}
-        for guess in guesses:
-            if guess.is_draft and n_left > 0:
-                wanted[guess.request] = min(self.rng.randrange(1, 9), len(guess.tokens), n_left)
-                n_left -= wanted[guess.request]
-        assert self.drafter is not None
-        drafted = self.drafter.draft(wanted)
-        assert all(len(tokens) <= wanted[request] for request, tokens in drafted.items())
-        return dict(drafted)
 
 
 @pytest.fixture

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 import pytest
+from support.eager_gate import EagerGate
 
 import llamapipe as lp
 from llamapipe._engine.long_work import takes_long
@@ -31,22 +31,6 @@ SCHEMA = {
     },
     "required": ["name", "colour", "happy"],
 }
-
-
-class EagerGate(Gate):
-    """Takes whatever is guessed, cut at random: times must not decide what a test computes."""
-
-    rng = random.Random(1)
-
-    def choose(self, n_decoding: int, guesses: Sequence[Guess], n_room: int) -> dict[Request, Sequence[int]]:
-        chosen: dict[Request, Sequence[int]] = {}
-        n_left = min(self.n_most, n_room)
-        for request, tokens, *_ in guesses:
-            n = min(self.rng.randrange(1, 9), len(tokens), n_left)
-            if n:
-                chosen[request] = tokens[:n]
-                n_left -= n
-        return chosen
 
 
 @pytest.fixture

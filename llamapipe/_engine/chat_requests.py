@@ -21,7 +21,7 @@ from llamapipe._engine.deliver import DeltaParser
 from llamapipe._engine.request import Span
 from llamapipe._engine.sampling import GrammarBudget
 from llamapipe._engine.submit import CheckedPrompt, RequestBuilder, with_prompt_index
-from llamapipe._engine.tenant import grammar_limit
+from llamapipe._engine.tenant import cache_key, grammar_limit
 from llamapipe._messages import quoted
 from llamapipe._sampling_table import CONSTRAINTS
 from llamapipe.arguments import check_choice, check_flag, from_column
@@ -174,7 +174,8 @@ class ChatBuilder:
             raise TypeError(f"template_args must be a dict, not {type(args).__name__}")
         given = [tool.as_openai() for tool in tools] if tools and choice != "none" else None
         n_ctx = self._request_builder.n_ctx
-        messages, media_mark, media = self._taken_media(messages, options.truncation == "auto")
+        may_drop = options.truncation == "auto"
+        messages, media_mark, media = self._taken_media(messages, may_drop, params.cache_salt)
         written: Callable[..., list[int]] = partial(
             self._model.chat_prompts.tokenize,
             tools=given,
@@ -239,11 +240,12 @@ class ChatBuilder:
 
         return CheckedChat(item._replace(piece=self._model.vocab.written_piece), new_parser)
 
-    def _taken_media(self, messages: Any, may_drop: bool) -> tuple[Any, str, list[Media]]:
+    def _taken_media(self, messages: Any, may_drop: bool, salt: str | None) -> tuple[Any, str, list[Media]]:
         """The messages with marks in the places of images and sounds, the mark, and what these are in a prompt.
 
-        ``may_drop``: turns may be left out. Old images that cannot fit are not prepared then, and count as a whole
-        context.
+        Those that were prepared before are found for the same tenant and ``salt`` only: the time would tell others what
+        somebody has shown. ``may_drop``: turns may be left out. Old images that cannot fit are not prepared then, and
+        count as a whole context.
         """
         from llamapipe.chat.media import first_media, taken_media
 
@@ -257,13 +259,14 @@ class ChatBuilder:
                 "was loaded without a projector: give Model(…, mmproj=FILE) the model's second file, if it has one"
             )
         messages, mark, given = taken_media(messages)
+        owner = repr(cache_key(salt)).encode()
         n_ctx, n = self._request_builder.n_ctx, 0
         media: list[Media] = []
         for one in reversed(given) if may_drop else given:
             if n >= n_ctx and may_drop:
                 media.append(Media([[0] * n_ctx]))
                 continue
-            media.append(projector.media(one))
+            media.append(projector.media(one, owner))
             n += media[-1].n
             if n >= n_ctx and not may_drop:
                 raise InvalidRequestError(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
-from hashlib import shake_256
+from hashlib import sha256, shake_256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,8 +115,8 @@ class Projector:
     def __repr__(self) -> str:
         return f"<Projector {self.path.name!r} {self.name}>"
 
-    def media(self, given: Given) -> Media:
-        """What an image or a sound is in a prompt, not encoded yet.
+    def media(self, given: Given, owner: bytes = b"") -> Media:
+        """What an image or a sound is in a prompt, not encoded yet. Only calls of the same ``owner`` share it.
 
         Raises InvalidRequestError for one that cannot be decoded, or whose kind the model does not take; TypeError,
         ImportError.
@@ -124,7 +124,7 @@ class Projector:
         if not (self.sees if given.kind == "image" else self.hears):
             what = "images" if given.kind == "image" else "sounds"
             raise InvalidRequestError(f"{given.place}: {self.path.name} takes no {what}")
-        digest = given.digest()
+        digest = sha256(given.digest() + owner).digest()
         with self._lock:
             if (found := self._cache.get(digest)) is not None:
                 self._cache.move_to_end(digest)

@@ -133,6 +133,15 @@ class TestCaches:
             assert engine.stats().n_encoded_media == 2 * n
             engine.check_integrity()
 
+    def test_others_cannot_tell_that_an_image_was_shown(self, tiles: lp.Model) -> None:
+        with lp.Engine(tiles, n_ctx=512, n_seq_max=2) as engine:
+            before = 0
+            for salt in (None, "a", "b"):
+                for again in (False, True):
+                    engine.chat(question(part(tiles, 9)), lp.SamplingParams(max_tokens=1, cache_salt=salt))
+                    n, before = engine.stats().n_encoded_media - before, engine.stats().n_encoded_media
+                    assert n == (0 if again else 5)
+
     def test_equal_images_that_come_at_once_are_encoded_once(self, tiles: lp.Model) -> None:
         with lp.Engine(tiles, n_ctx=512, n_seq_max=4) as engine:
             engine.chat([question(part(tiles, 6), text=f"Text {i}.") for i in range(6)], FEW)

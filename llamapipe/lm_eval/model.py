@@ -7,7 +7,7 @@ import logging
 import random
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
@@ -40,6 +40,7 @@ class Options:
     - ``max_gen_toks``: most generated tokens where a task does not say (default: 256, at most half of ``n_ctx``).
     - ``add_bos_token``: whether texts begin with BOS (default: what the vocabulary says). ``prefix_token_id``: what
       stands before the first token of a text that is scored from its beginning (default: BOS, else EOS).
+    - ``lora``: the GGUF file of an adapter, which all requests use.
     - ``enable_thinking``: given to the chat template, by those that ask for it.
     - ``batch_size``: over 1 the default of ``n_seq_max``; the engine makes its own batches. ``max_batch_size`` is the
       same for ``batch_size=auto``. ``device``: ``cpu`` keeps all layers off GPUs; others choose nothing here.
@@ -66,6 +67,7 @@ class Options:
     max_gen_toks: int | None = None
     add_bos_token: bool | None = None
     prefix_token_id: int | None = None
+    lora: str | None = None
     enable_thinking: bool | None = None
     batch_size: int | str | None = None
     max_batch_size: int | None = None
@@ -77,6 +79,8 @@ class Options:
             raise TypeError(
                 f"path must be the file of a model, or demo, not {quoted(self.path)}: --model_args path=model.gguf"
             )
+        if self.lora is not None and not isinstance(self.lora, str):
+            raise TypeError(f"lora must be the file of an adapter, not {quoted(self.lora)}")
         for name in (
             "n_ctx", "max_length", "n_seq_max", "n_cells", "n_threads", "n_threads_batch", "n_batch", "n_ubatch",
             "max_gen_toks", "max_batch_size",
@@ -254,6 +258,7 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
         self.model = Model(path, n_gpu_layers=-1 if options.n_gpu_layers is None else options.n_gpu_layers)
         try:
             self._prefix = self._choose_prefix()
+            self._adapter = None if options.lora is None else self.model.load_adapter(options.lora)
             self.engine = Engine(
                 self.model,
                 n_ctx=options.n_ctx,
@@ -321,7 +326,12 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
     def get_model_info(self) -> dict[str, Any]:
         """Facts that the harness writes beside its results."""
         about = self.model.metadata.get("general.name", self.model.path.name)
-        return {"model_name": about, "model_num_parameters": self.model.n_params, "engine": repr(self.engine)}
+        found = {
+            "model_name": about,
+            "model_num_parameters": self.model.n_params,
+            "engine": repr(self.engine),
+        }
+        return found if self._adapter is None else {**found, "lora": self._adapter.path.name}
 
     # ---- text and tokens
     def tok_encode(
@@ -399,7 +409,10 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """The generated continuation of each context, up to the first of its ``until`` or the end of generation."""
         # Check all first: a bad argument must not end a run after hours.
-        params = [sampling_params(request.args[1], self.max_gen_toks) for request in requests]
+        params = [
+            replace(sampling_params(request.args[1], self.max_gen_toks), adapter=self._adapter)
+            for request in requests
+        ]
         prompts: list[Tokens] = []
         room: list[int] = []
         for request, mine in zip(requests, params, strict=True):
@@ -429,7 +442,7 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
         answers: list[tuple[float, bool]] = []
         for part in self._parts(len(requests)):
             scores: list[Score] = self.engine.score(
-                contexts[part], continuations[part], progress=not disable_tqdm
+                contexts[part], continuations[part], progress=not disable_tqdm, adapter=self._adapter
             )
             mine = [(score.total, score.is_greedy) for score in scores]
             answers += mine

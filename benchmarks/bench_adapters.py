@@ -83,13 +83,15 @@ async def one(client: httpx.AsyncClient, body: dict[str, Any]) -> list[float]:
     return times
 
 
-async def measure(port: int, sets: list[Any], args: argparse.Namespace, n_vocab: int, seed: int) -> Figures:
+async def measure(
+    port: int, sets: list[Any], n_prompt: int, n_tokens: int, n_vocab: int, seed: int
+) -> Figures:
     """One round: all requests at once."""
     rng = random.Random(seed)
     bodies = []
     for chosen in sets:
-        prompt = [rng.randrange(300, n_vocab - 300) for _ in range(args.prompt)]
-        body = {"prompt": prompt, "n_predict": args.tokens, "stream": True, "temperature": 0, "ignore_eos": True,
+        prompt = [rng.randrange(300, n_vocab - 300) for _ in range(n_prompt)]
+        body = {"prompt": prompt, "n_predict": n_tokens, "stream": True, "temperature": 0, "ignore_eos": True,
                 "cache_prompt": False}  # fmt: skip
         if chosen is not None:
             body["lora"] = [{"id": chosen, "scale": 1.0}]
@@ -101,7 +103,7 @@ async def measure(port: int, sets: list[Any], args: argparse.Namespace, n_vocab:
         seconds = time.perf_counter() - began
     gaps = [b - a for times in streams for a, b in pairwise(times)]
     return Figures(
-        len(sets) * args.tokens / seconds,
+        len(sets) * n_tokens / seconds,
         max(times[0] for times in streams) - began,
         statistics.quantiles(gaps, n=100)[-1],
     )
@@ -163,8 +165,9 @@ def main() -> int:
                 load = os.getloadavg()[0]
                 for case, kind, sets in cases:
                     if kind in ports:
-                        figures = asyncio.run(measure(ports[kind], sets, args, n_vocab, i))
-                        if i:  # the first round is for warming up
+                        n_tokens = args.tokens if i else 4  # the first round is for warming up
+                        figures = asyncio.run(measure(ports[kind], sets, args.prompt, n_tokens, n_vocab, i))
+                        if i:
                             found.setdefault((case, kind), []).append(figures)
                 print(f"{model.name}: round {i}, load average {load:.1f}", flush=True)
             print(

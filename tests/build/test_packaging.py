@@ -101,6 +101,7 @@ def test_an_installed_package_has_what_it_needs_and_nothing_else(installed: dict
     assert {
         "llamapipe/py.typed",
         "llamapipe/data/demo.gguf",
+        "llamapipe/data/letters.gguf",
         "llamapipe/native/lib/build.json",
     } <= installed.keys()
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in installed)

@@ -265,3 +265,16 @@ def test_scores_with_an_adapter(tmp_path: Path, model: lp.Model, path: Path, fil
                 call(PROMPT, *([PROMPT] * (call == engine.score)), adapter="c")
         with pytest.raises(TypeError, match="adapter must be a name"):
             engine.score_tokens(PROMPT, adapter=3)  # type: ignore[call-overload]
+
+
+def test_a_draft_model_changes_no_text(
+    path: Path, model: lp.Model, alone: dict[tuple[int, int], list[int]]
+) -> None:
+    """Drafts come from a model without adapters: they are guesses, which the adapter's rows accept or not."""
+    pairs = [(i, c) for i in range(4) for c in range(5)]
+    with engine_of(model, draft=path) as engine:
+        found = engine.generate(
+            [prompt_of(i) for i, _ in pairs], [params(CHOICES[c], speculate="draft") for _, c in pairs]
+        )
+        engine.check_integrity()
+    assert [list(one.token_ids) for one in found] == [alone[pair] for pair in pairs]

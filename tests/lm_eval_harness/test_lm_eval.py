@@ -251,3 +251,20 @@ class TestModel:
     def test_wrong_arguments(self, arguments: dict[str, Any], message: str) -> None:
         with pytest.raises((TypeError, ValueError, lp.errors.ModelLoadError), match=message):
             LlamapipeLM(**arguments)
+
+
+def test_an_adapter_is_used_for_all_requests(demo: lp.Model) -> None:
+    file = lp.demo_model_path().with_name("letters.gguf")
+    letter, options = ("Dear Ben, Today we sailed past", " a quiet beach."), {"max_gen_toks": 12, "until": []}
+    lm = LlamapipeLM(path="demo", n_ctx=128, n_threads=1, lora=str(file))
+    try:
+        with demo.load_adapter(file) as adapter, lp.Engine(demo, n_ctx=128, n_threads=1) as engine:
+            params = lp.SamplingParams(max_tokens=12, temperature=0, adapter=adapter)
+            assert texts(lm, ("Dear Mia,", options)) == [engine.generate("Dear Mia,", params).text]
+            ((total, _),) = likelihoods(lm, letter)
+            assert total == pytest.approx(engine.score(*letter, adapter=adapter).total, abs=1e-3)
+        assert lm.get_model_info()["lora"] == "letters.gguf"
+    finally:
+        lm.close()
+    with pytest.raises(TypeError, match="lora must be the file"):
+        LlamapipeLM(path="demo", lora=3)

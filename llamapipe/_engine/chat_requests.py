@@ -240,6 +240,12 @@ class ChatBuilder:
 
         return CheckedChat(item._replace(piece=self._model.vocab.written_piece), new_parser)
 
+    def n_tokens(self, messages: Conversation, template_args: Mapping[str, Any]) -> int:
+        """The tokens of a conversation's prompt, whether or not they fit. Raises as ``item``."""
+        messages, mark, media = self._taken_media(messages, True, None)
+        tokens = self._model.chat_prompts.tokenize(messages, None, True, template_args, media_mark=mark)
+        return len(in_prompt(tokens, media)[0]) if media else len(tokens)
+
     def _taken_media(self, messages: Any, may_drop: bool, salt: str | None) -> tuple[Any, str, list[Media]]:
         """The messages with marks in the places of images and sounds, the mark, and what these are in a prompt.
 

@@ -147,6 +147,7 @@ _HELP = """\
 /regen         answer the last message again
 /system TEXT   set the system message and start again
 /system        remove it
+/image FILE    show an image with the next message (--mmproj)
 /save FILE     write the messages as JSON
 /load FILE     continue from the messages in a file
 /help          show this; also /?
@@ -159,6 +160,7 @@ _COMMANDS = (
     "/reset",
     "/regen",
     "/system",
+    "/image",
     "/save",
     "/load",
     "/help",
@@ -186,6 +188,7 @@ class Session:
         self._terminal = Terminal(sys.stdout)
         self._notes = Terminal(sys.stderr)
         self._is_piped = False
+        self._images: list[dict[str, str]] = []  # for the next message
 
     def __repr__(self) -> str:
         return f"<Session of {self._conversation!r}>"
@@ -227,7 +230,7 @@ class Session:
             elif entry.text.strip():
                 self.answer(entry.text)
 
-    def _answer_here(self, text: str) -> None:
+    def _answer_here(self, text: Content) -> None:
         """Answers a message, and shows what went wrong. Ctrl-C stops the answer; what was written stays."""
         began = time.perf_counter()
         terminal, facts = self._terminal, _Facts()
@@ -242,12 +245,15 @@ class Session:
             shown = facts.shown(time.perf_counter() - began)
             _line(terminal, f" {terminal.symbol('·')} ".join(shown), "dim")
 
-    def answer(self, text: str, facts: _Facts | None = None) -> None:
+    def answer(self, text: Content, facts: _Facts | None = None) -> None:
         """Streams the answer to a message. Raises as ``Engine.stream_chat``, and KeyboardInterrupt."""
         terminal, conversation = self._terminal, self._conversation
         facts = facts or _Facts()
         wrap = WordWrap(terminal)
         content: list[str] = []
+        if self._images and isinstance(text, str):
+            text = [*self._images, {"type": "text", "text": text}]
+            self._images = []
         conversation.add("user", text)
         is_cut = False
         began = time.perf_counter()
@@ -301,7 +307,7 @@ class Session:
             self._note(f"the {turns} dropped: the context has {n_ctx} tokens (-c N sets it)", "dim")
 
     def _count(self, messages: list[Message]) -> int:
-        return len(self._engine.model.tokenize_chat(messages, **self._args))
+        return self._engine._chat_builder.n_tokens(messages, self._args)
 
     def _command(self, text: str) -> bool:
         """Runs a command. False if it ends the conversation."""
@@ -317,6 +323,8 @@ class Session:
             conversation.system = rest or None
             conversation.clear()
             self._say(f"Conversation cleared; the system message is {'set' if rest else 'removed'}.")
+        elif name == "/image":
+            self._image(rest)
         elif name in ("/save", "/load"):
             self._file(name, rest)
         elif name == "/regen":
@@ -336,6 +344,25 @@ class Session:
             self.answer(text)
         else:
             self._answer_here(text)
+
+    def _image(self, name: str) -> None:
+        """Takes an image for the next message."""
+        from llamapipe.media.decode import Given
+
+        projector = self._engine.model.projector
+        if projector is None or not projector.sees:
+            self._failed(
+                "/image: this model takes no images; start with --mmproj FILE, if it has one", "yellow"
+            )
+            return
+        try:
+            path = Path(name).expanduser().absolute()
+            projector.media(Given("image", path, "/image"))
+        except (ValueError, RuntimeError, ImportError) as error:
+            self._failed(str(error), "red")
+            return
+        self._images.append({"type": "image", "image": str(path)})
+        self._say(f"{path.name} goes with the next message.")
 
     def _file(self, command: str, name: str) -> None:
         """Saves the conversation to a file, or loads it."""
@@ -406,7 +433,8 @@ class _Facts:
 
 
 # ---- its messages
-Message = dict[str, str]
+Content = str | list[dict[str, str]]  # text, or parts, of which some are paths of images
+Message = dict[str, Any]
 _ROLES = ("system", "user", "assistant")
 
 
@@ -431,7 +459,7 @@ class Conversation:
     def _head(self) -> list[Message]:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
 
-    def add(self, role: str, content: str) -> None:
+    def add(self, role: str, content: Content) -> None:
         """Appends a message."""
         self.messages.append({"role": role, "content": content})
 
@@ -439,7 +467,7 @@ class Conversation:
         """Removes the last message, which could not be answered."""
         del self.messages[-1]
 
-    def take_back_turn(self) -> str | None:
+    def take_back_turn(self) -> Content | None:
         """Removes the last turn and returns the user's message, None if there is no answer."""
         if (
             len(self.messages) < 2
@@ -447,7 +475,7 @@ class Conversation:
             or self.messages[-2]["role"] != "user"
         ):
             return None
-        text = self.messages[-2]["content"]
+        text: Content = self.messages[-2]["content"]
         del self.messages[-2:]
         self._first = min(self._first, len(self.messages))
         return text
@@ -494,7 +522,7 @@ class Conversation:
         for index, one in enumerate(messages):
             known = isinstance(one, dict) and one.keys() == {"role", "content"}
             role, content = (one["role"], one["content"]) if known else (None, None)
-            if role not in _ROLES or not isinstance(content, str) or (role == "system" and index > 0):
+            if role not in _ROLES or not _is_content(role, content) or (role == "system" and index > 0):
                 raise ValueError(
                     f'{path}: message {index} must be {{"role": ..., "content": "text"}} and nothing else, with the '
                     "role user or assistant; the first one may have the role system"
@@ -504,6 +532,17 @@ class Conversation:
         self.clear()
         for one in messages[has_system:]:
             self.add(one["role"], one["content"])
+
+
+def _is_content(role: str | None, content: object) -> bool:
+    """Whether a file may have this as the content of a message: text, or a user's parts of texts and images."""
+    if role != "user" or not isinstance(content, list):
+        return isinstance(content, str)
+    kinds = (part.get("type") if isinstance(part, dict) else None for part in content)
+    return bool(content) and all(
+        kind in ("text", "image") and part.keys() == {"type", kind} and isinstance(part[kind], str)
+        for kind, part in zip(kinds, content, strict=True)
+    )
 
 
 # ---- how they are read

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.gguf_models import tiny_model
+from support.media_models import idefics3_projector, model_with_tile_tokens, png
 
 import llamapipe as lp
 from llamapipe.cli.chat import Conversation, Message
@@ -188,3 +189,18 @@ def test_the_context_that_cuts_an_answer_is_named() -> None:
     assert done.stdout
     assert done.stderr == "the answer was ended by the context of 64 tokens: it is full (-c N sets it)\n"
     assert chat("--max-tokens", "4", "Tell me a story about a fox.").stderr == ""
+
+
+def test_an_image_goes_with_the_next_message(tmp_path: Path) -> None:
+    model = model_with_tile_tokens(tmp_path / "text.gguf")
+    options = ("-m", model, "--mmproj", idefics3_projector(tmp_path / "mmproj.gguf"), "--max-tokens", "4")
+    (tmp_path / "a.png").write_bytes(png(200, 120))
+    lines = f"/image {tmp_path / 'a.png'}\nWhat is this?\n/regen\nWhy?\n/save {tmp_path / 'c.json'}\n"
+    done = chat(*options, text=lines)
+    assert "a.png goes with the next message." in done.stdout
+    (_, question), *others = saved(tmp_path / "c.json")
+    assert [part["type"] for part in question] == ["image", "text"]  # type: ignore[index]
+    assert len(others) == 3
+    assert "5 messages saved" not in chat(*options, text=f"/load {tmp_path / 'c.json'}\nAnd?\n").stderr
+    assert "cannot be read" in chat(*options, text="/image nowhere.png\n", status=2).stderr
+    assert "this model takes no images" in chat(text=f"/image {tmp_path / 'a.png'}\n", status=2).stderr

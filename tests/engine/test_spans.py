@@ -1,0 +1,147 @@
+"""Images among the tokens of a request, as the policy sees them: rows instead of tokens, whole where that is asked."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from llamapipe._engine.kv import KvCache
+from llamapipe._engine.request import UNLIMITED, Request, RequestSpec, Span, State
+from llamapipe._engine.scheduler import Overflow, Scheduler
+
+
+class Picture(NamedTuple):
+    """Rows of one image; ``seed`` stands for its content."""
+
+    n: int
+    seed: int = 0
+    is_causal: bool = True
+    is_encoded: bool = True
+
+    @property
+    def rows(self) -> object:
+        return np.full((self.n, 2), self.seed) if self.is_encoded else None
+
+    @property
+    def ids(self) -> list[int]:
+        return [-1 - 1000 * self.seed - i for i in range(self.n)]
+
+
+def request(*parts: list[int] | Picture, max_tokens: int = 4) -> Request:
+    tokens: list[int] = []
+    spans: list[Span] = []
+    for part in parts:
+        if isinstance(part, Picture):
+            spans.append(Span(len(tokens), len(tokens) + part.n, part))
+            tokens += part.ids
+        else:
+            tokens += part
+    return Request(tokens, RequestSpec(max_tokens, token_budget=UNLIMITED, spans=tuple(spans)))
+
+
+def scheduler(
+    n_slots: int = 4, n_ctx: int = 64, n_ubatch: int = 16, overflow: Overflow | None = None
+) -> Scheduler:
+    return Scheduler(
+        KvCache(n_slots), n_ctx, n_ctx * n_slots, 32, n_ubatch, padding_token=0, overflow=overflow
+    )
+
+
+def step(made: Scheduler) -> tuple[list[int], list[tuple[int, int]], bool]:
+    """The tokens of the next step, the first entry and the number of each run of rows, and whether it is causal."""
+    plan = made.plan()
+    assert plan is not None
+    found = plan.tokens.copy(), [(first, len(rows)) for first, rows in plan.rows_of_media], plan.is_causal
+    made.commit(plan, [7] * len(plan.requests))
+    made.check_integrity()
+    return found
+
+
+def test_rows_share_a_step_with_tokens() -> None:
+    made = scheduler()
+    made.add(request([1, 2], Picture(3), [3, 4]))
+    assert step(made) == ([1, 2, 0, 0, 0, 3, 4], [(2, 3)], True)
+    assert step(made) == ([7], [], True)
+
+
+def test_a_step_may_end_within_rows_that_see_those_before_them() -> None:
+    made = scheduler(n_ubatch=4)
+    made.add(request([1]))
+    step(made)  # so that steps have at most n_ubatch tokens
+    made.add(request([1, 2], Picture(5, 3), [3]))
+    sizes = []
+    for _ in range(4):
+        _, runs, is_causal = step(made)
+        assert is_causal
+        sizes += [n for _, n in runs]
+    assert sum(sizes) == 5 and len(sizes) > 1
+
+
+def test_rows_that_see_each_other_are_a_step_alone() -> None:
+    made = scheduler()
+    image = Picture(4, is_causal=False)
+    made.add(request([9, 9]))
+    step(made)
+    made.add(request([1, 2], image, [3], image, [4, 5]))
+    assert step(made) == ([7, 1, 2], [], True)
+    assert step(made) == ([0] * 4, [(0, 4)], False)
+    assert step(made)[0] == [7, 3]  # those that decode get a token between two images
+    assert step(made) == ([0] * 4, [(0, 4)], False)
+    tokens, runs, is_causal = step(made)
+    assert tokens[-2:] == [4, 5] and not runs and is_causal
+
+
+def test_requests_wait_until_their_images_are_encoded() -> None:
+    made = scheduler()
+    waiting = request([1], Picture(2, is_encoded=False), [2])
+    made.add(waiting)
+    assert made.plan() is None and made.is_encoding and made.n_queued == 1
+    made.add(request([5, 6]))
+    assert step(made)[0] == [5, 6]
+    made.encoded(waiting)
+    made.encoded(waiting)  # a second time does nothing
+    assert not made.is_encoding
+    assert waiting.state is State.WAITING
+    cancelled = request([1], Picture(2, is_encoded=False), [2])
+    made.add(cancelled)
+    made.cancel(cancelled)
+    assert not made.is_encoding and cancelled.state is State.FINISHED
+    made.check_integrity()
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_prefixes_with_equal_images_are_found_and_never_cut_where_rows_see_each_other(
+    is_causal: bool,
+) -> None:
+    made = scheduler()
+    image, other = Picture(6, 1, is_causal), Picture(6, 2, is_causal)
+    first = request([1, 2], image, [3, 4], max_tokens=1)
+    made.add(first)
+    while first.state is not State.FINISHED:
+        step(made)
+    same, changed = request([1, 2], image, [8]), request([1, 2], other, [3, 4])
+    made.add(same)
+    made.add(changed)
+    made.plan()
+    assert same.n_cached == 8 and changed.n_cached == 2
+    part = request([1, 2], image, [8])
+    assert part.whole(5) == (5 if is_causal else 2) and part.whole(8) == 8 and part.whole(2) == 2
+
+
+@pytest.mark.parametrize("mode", ["recompute", "shift"])
+def test_a_full_context_drops_images_whole(mode: str) -> None:
+    made = scheduler(n_ctx=16, overflow=Overflow(mode, 1))
+    one = request([1], Picture(6, 1), [2, 3], Picture(3, 2), [4], max_tokens=30)
+    made.add(one)
+    while len(one.dropped) == 0:
+        step(made)
+    # Half of the tokens after the first end within the second image.
+    assert one.spans == () or one.spans[0].source == Picture(3, 2)
+    for span in one.spans:
+        assert one.tokens[span.begin : span.end] == Picture(3, 2).ids
+    assert all(span.end <= len(one.tokens) for span in one.spans)
+    assert sum(token < 0 for token in one.tokens) == sum(span.end - span.begin for span in one.spans)
+    for _ in range(8):
+        step(made)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from llamapipe.media.decode import Given
 
 _CACHE_BYTES = 2**28  # of rows and prepared pixels
+_LEAST_PIXELS = 2**22  # bytes of a tile that is not encoded yet
 
 
 class MediaChunk:
@@ -85,7 +86,8 @@ class Projector:
         self._handle: Any = None
         self._lock = Lock()  # of the cache
         self._cache: OrderedDict[bytes, Media] = OrderedDict()
-        self._n_bytes = 0
+        # One image at a time: a large one takes some hundreds of megabytes for a moment.
+        self._preparing = Lock()
         self._n_vocab = model.n_vocab
         lib, ffi = native.lib, native.ffi
         self._n_embd: int = lib.llama_model_n_embd_inp(handle)
@@ -125,23 +127,33 @@ class Projector:
             what = "images" if given.kind == "image" else "sounds"
             raise InvalidRequestError(f"{given.place}: {self.path.name} takes no {what}")
         digest = sha256(given.digest() + owner).digest()
+        if (found := self._found(digest)) is not None:
+            return found
+        with self._preparing:
+            if (found := self._found(digest)) is not None:  # another thread was faster
+                return found
+            made = self._prepared(given, digest)
+            with self._lock:
+                self._cache[digest] = made
+                while len(self._cache) > 1 and sum(map(self._bytes_of, self._cache.values())) > _CACHE_BYTES:
+                    self._cache.popitem(last=False)
+        return made
+
+    def _found(self, digest: bytes) -> Media | None:
         with self._lock:
             if (found := self._cache.get(digest)) is not None:
                 self._cache.move_to_end(digest)
-                return found
-        made = self._prepared(given, digest)
-        with self._lock:
-            if (found := self._cache.get(digest)) is not None:  # another thread was faster
-                return found
-            self._cache[digest] = made
-            self._n_bytes += self._bytes_of(made)
-            while self._n_bytes > _CACHE_BYTES and len(self._cache) > 1:
-                self._n_bytes -= self._bytes_of(self._cache.popitem(last=False)[1])
-        return made
+            return found
 
     def _bytes_of(self, media: Media) -> int:
-        """Its rows; prepared pixels take about as much."""
-        return media.n * self._n_embd * 4
+        """The memory of rows, or of the pixels that they will be made of: a row has 32 × 32 of them, or more."""
+        n_bytes = 0
+        for part in media.parts:
+            if isinstance(part, MediaChunk):
+                n_bytes += (
+                    part.n * self._n_embd * 4 if part.rows is not None else _LEAST_PIXELS + part.n * 12 * 1024
+                )
+        return n_bytes
 
     def _prepared(self, given: Given, digest: bytes) -> Media:
         lib, ffi = self._native.lib, self._native.ffi

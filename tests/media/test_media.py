@@ -369,3 +369,14 @@ class TestRefusals:
             engine.chat(question({"type": "image", "image": picture()}))
         with pytest.raises(ValueError, match="vocab_only"):
             lp.Model(text_model, mmproj=path, vocab_only=True)
+
+
+def test_images_that_are_not_encoded_yet_count_with_their_pixels(tiles: lp.Model) -> None:
+    from llamapipe.media.decode import Given
+
+    assert tiles.projector is not None
+    first = tiles.projector.media(Given("image", picture(200, 120, 900), "here"))
+    assert tiles.projector.media(Given("image", picture(200, 120, 900), "here")) is first
+    for seed in range(20):  # of five tiles each, at least 4 MiB a tile: over 256 MiB together
+        tiles.projector.media(Given("image", picture(200, 120, 901 + seed), "here"))
+    assert tiles.projector.media(Given("image", picture(200, 120, 900), "here")) is not first

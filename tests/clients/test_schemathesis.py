@@ -50,7 +50,7 @@ def test_only_documented_answers(schema: Any, route: Any, mode: Any) -> None:
         pytest.skip("nothing of this request can be wrong")
 
     @settings(
-        max_examples=60,
+        max_examples=40,
         deadline=None,
         derandomize=True,
         database=None,

@@ -22,7 +22,7 @@ from llamapipe._engine.speculation import Gate, Guess
 from llamapipe._engine.submit import QueueLimit
 from llamapipe.errors import NoToken
 
-N_SEEDS = 3_000  # `nox -s simulate` runs 100,000
+N_SEEDS = 1_500  # `nox -s simulate` runs 100,000
 N_CHUNKS = 10
 
 

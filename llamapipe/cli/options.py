@@ -378,11 +378,11 @@ def add_adapters(parser: argparse.ArgumentParser, more: str) -> None:
         )
 
 
-def _named_file(text: str) -> tuple[str, Path]:
+def _named_file(text: str) -> tuple[str, Path | str]:
     name, equals, file = text.partition("=")
     if not (name and equals and file):
         raise argparse.ArgumentTypeError(f"{text!r} must be NAME=FILE")
-    return name, path_of(file)
+    return name, file if file.startswith("hf:") else path_of(file)
 
 
 def load_adapters(model: lp.Model, args: argparse.Namespace) -> list[lp.Adapter | lp.ControlVector]:

@@ -287,9 +287,9 @@ class ModelAdapters:
 
     def _checked(self, path: str | os.PathLike[str], name: str | None) -> tuple[Path, Any]:
         """The path, and the model's handle. Raises as a load does."""
-        file = path_of(path)
         if name is not None:
             check_adapter_name(name)
+        file = _file_of(path)
         handle = self._model.handle
         if self._model.vocab_only:
             raise InvalidRequestError(
@@ -370,6 +370,15 @@ def float_of(scale: float) -> float:
     import struct
 
     return float(struct.unpack("<f", struct.pack("<f", scale))[0])
+
+
+def _file_of(path: str | os.PathLike[str]) -> Path:
+    """A file, downloaded from the Hugging Face Hub if it is named ``hf:…``. Raises as ``hub.model_file``."""
+    if not isinstance(path, str) or not path.startswith("hf:"):
+        return path_of(path)
+    from llamapipe.hub import model_file, parse
+
+    return model_file(*parse(path))
 
 
 def check_adapter_name(name: object) -> str:

@@ -392,8 +392,9 @@ class Model(NotCopyable):
     def load_adapter(self, path: str | os.PathLike[str], name: str | None = None) -> Adapter:
         """Loads a LoRA of this model from a GGUF file, as llama.cpp's ``convert_lora_to_gguf.py`` writes it.
 
-        ``name``: what requests call it (``SamplingParams.adapter``); None: the name in the file, else the file's own.
-        The model computes as before where no request asks for it.
+        ``path``: a file, or ``hf:OWNER/REPO/FILE.gguf`` of the Hugging Face Hub (extra ``hub``). ``name``: what
+        requests call it (``SamplingParams.adapter``); None: the name in the file, else the file's own. The model
+        computes as before where no request asks for it.
 
         Any thread, also while engines run. Raises ModelLoadError for a missing or damaged file, one that is no LoRA,
         and one of another model; ValueError for a name that is taken; TypeError.
@@ -405,9 +406,9 @@ class Model(NotCopyable):
     ) -> ControlVector:
         """Loads a control vector from a GGUF file, as llama.cpp's ``cvector-generator`` and repeng write it.
 
-        ``layers``: the first and the last layer, from 1 on, that are changed; None: all that the file has a direction
-        for. ``name``: what requests call it (``SamplingParams.adapter``), as for ``load_adapter``; adapters and control
-        vectors share one list of names. Several in one request add up, with their scales.
+        ``path``: as for ``load_adapter``. ``layers``: the first and the last layer, from 1 on, that are changed; None:
+        all that the file has a direction for. ``name``: what requests call it, as for ``load_adapter``; adapters and
+        control vectors share one list of names. Several in one request add up, with their scales.
 
         Any thread, also while engines run. Raises ModelLoadError for a missing or damaged file, one that is no control
         vector, one of another model, and for an architecture to which llama.cpp applies none; ValueError for a name

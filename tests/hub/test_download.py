@@ -14,6 +14,8 @@ from support.gguf_models import tiny_model
 from support.run_script import environment, run_script
 from support.small_hub import COMMIT, SmallHub, small_hub
 
+from llamapipe import demo_model_path
+
 pytest.importorskip("huggingface_hub")
 
 REPO = "some/model"
@@ -27,6 +29,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallHub]:
     files = {
         REPO: {"README.md": b"#", "m-F16.gguf": one, "m-Q8_0.gguf": other, "mmproj-m.gguf": b"?"},
         "some/single": {"dir/only.gguf": one},
+        "some/lora": {"letters.gguf": demo_model_path().with_name("letters.gguf").read_bytes()},
     }
     with small_hub(files) as hub:
         yield hub
@@ -58,6 +61,21 @@ except Exception as e:
 
 def loaded(hub: SmallHub, home: Path, repo: str, name: str = "", options: str = "{}", **more: str) -> str:
     return run_script(LOAD, repo, name, options, env=settings(hub, home, **more)).strip()
+
+
+LOAD_ADAPTER = """
+import llamapipe as lp
+with lp.Model.demo() as model, model.load_adapter("hf:some/lora/letters.gguf") as adapter:
+    print(adapter, adapter.path.name)
+"""
+
+
+def test_an_adapter_is_downloaded(hub: SmallHub, tmp_path: Path) -> None:
+    for _ in range(2):
+        hub.requests.clear()
+        found = run_script(LOAD_ADAPTER, env=settings(hub, tmp_path)).strip()
+        assert found == "<Adapter 'letters' rank=4 n_pairs=28> letters.gguf"
+    assert not [request for request in hub.requests if request.startswith("GET") and "resolve" in request]
 
 
 def test_a_model_is_downloaded_once(hub: SmallHub, tmp_path: Path) -> None:

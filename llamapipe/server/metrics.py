@@ -185,6 +185,7 @@ class _EngineCollector(Collector):
             ("llamapipe_accepted_tokens", "Guessed tokens that were right.", stats.n_accepted),
             ("llamapipe_forced_tokens", "Of these, tokens that a constraint forced.", stats.n_forced),
             ("llamapipe_adapter_changes", "Changes of the adapters of steps.", stats.n_adapter_changes),
+            ("llamapipe_encoded_media", "Images, sounds and tiles that were encoded.", stats.n_encoded_media),
             ("llamapipe_preemptions", "Requests that were preempted.", stats.n_preempted),
             ("llamapipe_compute_seconds", "Seconds spent computing steps.", stats.compute_s),
             ("llamapipe_idle_seconds", "Seconds without work.", stats.idle_s),

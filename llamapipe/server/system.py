@@ -106,6 +106,7 @@ def _model(state: ServerState, name: str) -> dict[str, Any]:
     embedder = state.embedder
     is_chat = name in (*state.model_names, *state.adapter_names) or embedder is None
     n_ctx = state.engine.n_ctx if is_chat or embedder is None else embedder.n_ctx
+    model = state.engine.model if state.has_engine and is_chat else None
     base = {"root": state.model_names[0], "parent": state.model_names[0]}
     return {
         **(base if name in state.adapter_names else {}),
@@ -119,4 +120,6 @@ def _model(state: ServerState, name: str) -> dict[str, Any]:
         "owned_by": "llamapipe",
         "max_model_len": n_ctx,
         "max_input_tokens": n_ctx,
+        "supports_images": model is not None and model.supports_images,
+        "supports_audio": model is not None and model.supports_audio,
     }

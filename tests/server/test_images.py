@@ -60,6 +60,19 @@ def test_openai_chat(url: str) -> None:
     assert answer["choices"][0]["message"]["content"]
 
 
+def test_what_the_model_takes(url: str) -> None:
+    for path in ("/v1/models", "/model_info", "/props"):
+        with urllib.request.urlopen(url + path) as answer:
+            found = json.load(answer)
+        found = found["data"][0] if path == "/v1/models" else found
+        if path == "/props":
+            assert found["modalities"] == {"vision": True, "audio": False, "video": False}
+        else:
+            assert found["supports_images"] and not found["supports_audio"]
+    with urllib.request.urlopen(url + "/metrics") as answer:
+        assert b"llamapipe_encoded_media_total" in answer.read()
+
+
 def test_openai_responses(url: str) -> None:
     parts = [{"type": "input_text", "text": "What is this?"}, {"type": "input_image", "image_url": URL}]
     answer = post(

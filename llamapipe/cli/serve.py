@@ -36,7 +36,7 @@ from llamapipe.cli.options import (
 )
 from llamapipe.cli.parser import UsageError
 from llamapipe.gguf.reader import parse_head
-from llamapipe.host.cores import core_shares
+from llamapipe.host.cores import core_shares, set_group_nice, yielding
 from llamapipe.host.memory import free_memory, memory_limit
 from llamapipe.host.private_folder import private_folder
 from llamapipe.llama.fim import FIM_ORDERS
@@ -353,16 +353,15 @@ def _served(
     report = None if args.worker is None else _Report(args.worker)
     engine = embedder = None
     with ExitStack() as stack:
+        file = args.model
         if served is not None and served.embeds:
-            options = {**given(args, MODEL), **placement}
-            model = stack.enter_context(
-                open_model(args.embeddings, options, show_progress=False, report=report)
-            )
+            file, model_options = args.embeddings, {**given(args, MODEL), **placement}
+        load = partial(open_model, file, model_options, args.worker is None, report)
+        model = stack.enter_context(yielding(load) if served is not None and served.yields else load())
+        if served is not None and served.embeds:
             embedder = stack.enter_context(lp.Embedder(model, n_ctx=served.options.get("n_ctx")))
             yield engine, embedder
             return
-        model = open_model(args.model, model_options, show_progress=args.worker is None, report=report)
-        stack.enter_context(model)
         check_template(model, args.chat_template, warns=args.worker is None or args.worker.index == 0)
         load_adapters(model, args)
         engine = stack.enter_context(open_engine(model, engine_options))
@@ -409,6 +408,8 @@ def _run_worker(args: argparse.Namespace, settings: ServerSettings) -> int:
         options["use_mmap"] = False
     try:
         with _served(args, **options) as (engine, embedder):
+            if args.worker.served is not None and args.worker.served.yields:
+                set_group_nice(os.getpid(), yields=False)
             file = None if args.worker.served is None else args.worker.served.cache_file
             if engine is not None and file is not None:
                 _take_cache(engine, Path(file))

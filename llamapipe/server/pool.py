@@ -243,6 +243,10 @@ class Pool:
             waiting.cancel()
             model.n_users -= 1
             model.used_at = monotonic()
+            if not any(one.n_running for one in self._all):
+                for one in self._all:
+                    if one.state is ModelState.LOADING and one.process is not None:
+                        one.process.let_yield(False)
             if not model.n_users:
                 self._measure(model)
                 self._expire_later(model)
@@ -346,9 +350,9 @@ class Pool:
         self._n_started += 1
         options = {**found.options, **entry.options}
         file = self._cache_file(model)
-        served = ServedModel(
-            found.file, entry.names, found.embeds, options, None if file is None else str(file)
-        )
+        cache_file = None if file is None else str(file)
+        yields = any(one.n_running for one in self._all)  # their streams come first
+        served = ServedModel(found.file, entry.names, found.embeds, options, cache_file, yields)
         process = model.process = WorkerProcess(
             self._n_started, self._command, self._placement, self._process_changed, _nobody_asks, served
         )

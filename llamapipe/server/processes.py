@@ -36,7 +36,7 @@ from typing import Any
 
 import llamapipe
 from llamapipe.errors import LlamapipeError
-from llamapipe.host.cores import CoreShare, core_shares, n_numa_nodes, started_on
+from llamapipe.host.cores import CoreShare, core_shares, n_numa_nodes, set_group_nice, started_on
 
 CONNECTION, RETIRE, STOP, CANCEL, KEEP = b"c", b"r", b"s", b"k", b"p"  # to the worker
 TAKEN, REFUSED, ENDED = b"t", b"f", b"e"  # from the worker
@@ -49,7 +49,8 @@ class ServedModel:
 
     ``file``: as ``--model`` takes it. ``names``: for clients, the first in answers. ``embeds``: it embeds or ranks
     texts instead of generating them. ``options``: of the command line, by the names of their arguments.
-    ``cache_file``: where it finds cached prefixes, and keeps them at its end if it is asked to.
+    ``cache_file``: where it finds cached prefixes, and keeps them at its end if it is asked to. ``yields``: it leaves
+    the cores to others while it loads.
     """
 
     file: str
@@ -57,6 +58,7 @@ class ServedModel:
     embeds: bool
     options: dict[str, Any]
     cache_file: str | None = None
+    yields: bool = False
 
 
 @dataclass(frozen=True)
@@ -306,11 +308,17 @@ class WorkerProcess:
                 self._connections.close()
                 messages.close()
                 raise
+        if served is not None and served.yields:
+            self.let_yield(True)
         self._connections.setblocking(False)
         messages.setblocking(False)
         asyncio.get_running_loop().add_reader(self._connections, self._read)
         self._messages: Messages | None = None
         self._task = asyncio.ensure_future(self._live(messages))
+
+    def let_yield(self, yields: bool) -> None:
+        """Whether it leaves the cores to others. When its model is loaded, it ends that itself."""
+        asyncio.get_running_loop().run_in_executor(None, set_group_nice, self.pid, yields)
 
     def __repr__(self) -> str:
         return f"<WorkerProcess {self.index} pid={self.pid} {self.state.value} n_open={self.n_open}>"

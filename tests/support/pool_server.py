@@ -60,11 +60,14 @@ class PoolServer:
 
 @contextmanager
 def pool_server(models: Path, *options: str, log: Path, **variables: str) -> Iterator[PoolServer]:
-    """A server of these models. Its standard error goes into ``log``. ``variables``: of its environment."""
+    """A server of these models. Its standard error goes into ``log``. ``variables``: of its environment.
+
+    Streams have no signs of life, unless ``options`` ask for them: a test waits for their first token.
+    """
     with (
         log.open("w") as errors,
         subprocess.Popen(
-            [*COMMAND, "--models", str(models), "--port", "0", *options],
+            [*COMMAND, "--models", str(models), "--port", "0", "--ping", "60", *options],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,

@@ -30,12 +30,14 @@ from llamapipe.cli import (
     embed,
     generate,
     models,
+    ps,
     pull,
     rm,
     rpc_worker,
     run,
     score,
     serve,
+    stop,
     trace,
     tune,
 )
@@ -59,6 +61,8 @@ _COMMANDS = (
     models,
     pull,
     rm,
+    ps,
+    stop,
     doctor,
     completion,
 )

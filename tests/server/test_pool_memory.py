@@ -347,6 +347,30 @@ class TestHowLong:
         assert server.client.post("/models/unload", json={"model": "b"}).status_code == 400
         assert server.client.post("/models/unload", json={"model": "nothing"}).status_code == 404
 
+    def test_the_command_line_lists_and_stops_models(
+        self, server: PoolServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        server.ask("a")
+        assert main(["ps", "--url", server.url]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[2:4] + line.split()[-1:] for line in lines[:2]] == [
+            ["loaded", "0", "a"],
+            ["unloaded", "0", "b"],
+        ]
+        monkeypatch.setenv("LLAMAPIPE_URL", server.url)
+        assert main(["stop", "a"]) == 0
+        server.wait_for(a="unloaded")
+        assert main(["ps", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out.splitlines()[0])["state"] == "unloaded"
+        assert main(["stop", "a"]) == 1
+        assert "unloaded already" in capsys.readouterr().err
+        for url, status, text in (
+            ("localhost", 2, "http://"),
+            ("http://127.0.0.1:9", 1, "cannot be reached"),
+        ):
+            assert main(["ps", "--url", url]) == status
+            assert text in capsys.readouterr().err
+
 
 def test_a_stream_has_signs_of_life_while_its_model_loads(
     models: Path, one_bytes: int, tmp_path: Path

@@ -1,0 +1,54 @@
+"""Requests of commands to a running server: ``llamapipe ps`` and ``stop``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import ProxyHandler, Request, build_opener
+
+from llamapipe.cli.parser import UsageError
+
+URL_VARIABLE, KEY_VARIABLE = "LLAMAPIPE_URL", "LLAMAPIPE_API_KEY"
+_URL = "http://127.0.0.1:8080"
+_TIMEOUT_S = 30.0
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what says where the server is."""
+    parser.add_argument(
+        "--url",
+        default=os.environ.get(URL_VARIABLE, _URL),
+        metavar="URL",
+        help=f"of the server (default: {_URL}, or the variable {URL_VARIABLE}); a key is read from the variable "
+        f"{KEY_VARIABLE}",
+    )
+
+
+def ask(args: argparse.Namespace, path: str, body: Any = None) -> Any:
+    """The answer of the server, decoded. ``body``: None for a GET request. Raises UsageError, OSError."""
+    if urlsplit(args.url).scheme not in ("http", "https"):
+        raise UsageError(f"--url is {args.url!r}; write http://HOST:PORT")
+    key = os.environ.get(KEY_VARIABLE)
+    headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
+    data = None if body is None else json.dumps(body).encode()
+    request = Request(args.url.rstrip("/") + path, data, headers)
+    try:
+        with build_opener(ProxyHandler({})).open(
+            request, timeout=_TIMEOUT_S
+        ) as answer:  # not through a proxy
+            return json.load(answer)
+    except HTTPError as error:
+        with error:
+            try:
+                message = json.load(error)["error"]["message"]
+            except (ValueError, KeyError, TypeError):
+                message = f"{error.code} {error.reason}"
+        raise OSError(f"{args.url}: {message}") from None
+    except URLError as error:
+        raise OSError(f"{args.url} cannot be reached: {error.reason}; is llamapipe serve running?") from None
+    except ValueError:
+        raise OSError(f"{args.url}{path}: the answer is not JSON") from None

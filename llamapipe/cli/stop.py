@@ -1,0 +1,25 @@
+"""``llamapipe stop NAME``: ends a model of a running server with several."""
+
+from __future__ import annotations
+
+import argparse
+
+from llamapipe.cli._server import add_server_arguments, ask
+
+HELP = "end a model of a running server"
+DESCRIPTION = (
+    "End a model of a running server with several (llamapipe serve --models) when its requests are answered. The next "
+    "request that names it loads it again."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
+    parser.add_argument("name", metavar="NAME", help="what llamapipe ps shows")
+    add_server_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return the exit status."""
+    ask(args, "/models/unload", {"model": args.name})
+    return 0

@@ -125,6 +125,9 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "--conversation": _CHAT,
         "-i": _CHAT,
         "--interactive": _CHAT,
+        "--models-dir": "use --models DIR",
+        "--models-preset": "use --models FILE.toml",
+        "--models-max": "use --memory SIZE, which all models together may take",
         "--lora": _UNSUPPORTED,
         "--mmproj": _UNSUPPORTED,
         "--override-kv": _UNSUPPORTED,
@@ -148,7 +151,6 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
     "commands": {
         "list": "use llamapipe models",
         "ls": "use llamapipe models",
-        "ps": "ask the running server: curl 127.0.0.1:8080/model_info",
         "show": "ask the running server: curl 127.0.0.1:8080/model_info",
         "create": "pass options instead of a Modelfile; llamapipe chat --help lists them",
         "help": "use llamapipe --help",
@@ -176,7 +178,8 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         # It exists there with and without /v1, and the answers differ. So it is no alias here.
         "/embeddings": "use /v1/embeddings",
         "/embedding": "use /v1/embeddings",
-        "/models/load": _AT_START,
+        "/models/load": "start the server with --models for several models",
+        "/models/unload": "start the server with --models for several models",
     },
     # Fields of requests to other servers.
     "fields": {

@@ -22,7 +22,7 @@ import msgspec
 from starlette.responses import Response
 
 from llamapipe._messages import listed, quoted
-from llamapipe.server import ollama, page, system
+from llamapipe.server import ollama, ollama_files, page, system
 from llamapipe.server.application import OLLAMA_ROUTES, ROUTES, application_of
 from llamapipe.server.describe import Asked, describe
 from llamapipe.server.endpoint import (
@@ -63,6 +63,7 @@ _NOT_RETURNED = (
     b"x-request-id",
     b"x-llamapipe-worker",
 )
+_LINES = "application/x-ndjson"
 _EMBEDS = frozenset(("/v1/embeddings", "/v1/rerank", "/v1/score", "/api/embed", "/api/embeddings"))
 _STREAMS = frozenset(
     ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/fim/completions",
@@ -274,6 +275,20 @@ class Front(Gate):
                 self._described |= dict(zip(new, made, strict=True))
         return [self._described[key] for key in keys]
 
+    async def pull(self, exchange: Exchange, request: ollama_files.PullRequest) -> Response:
+        """``POST /api/pull``: a model of the list is here, or downloaded by its first request."""
+        self.pool.find(request.model or request.name or "")
+        done = {"status": "success"}
+        return JsonResponse(done) if request.stream is False else Response(line(done), media_type=_LINES)
+
+    async def refuse(self, exchange: Exchange) -> Response:
+        """``POST /api/copy`` and ``DELETE /api/delete``: the list says which models there are."""
+        raise ApiError(
+            403,
+            "the list of --models says which models there are, and their aliases; change it there",
+            code="not_allowed",
+        )
+
     async def running(self, exchange: Exchange) -> Response:
         """``GET /api/ps``: the models that are loaded."""
         found = []
@@ -354,6 +369,11 @@ class Front(Gate):
                 get("/api/tags", self.tags, "The models."),
                 post("/api/show", self.show, ollama.ShowRequest, "What a model is and can do."),
                 get("/api/ps", self.running, "The models that are loaded."),
+                post(
+                    "/api/pull", self.pull, ollama_files.PullRequest, "Says that a model is here.", ("404",)
+                ),
+                Endpoint("POST", "/api/copy", self.refuse, "Refused.", ("403",)),
+                Endpoint("DELETE", "/api/delete", self.refuse, "Refused.", ("403",)),
             ]
         forwarded = [
             one.answered_by(self.forward)
@@ -513,7 +533,7 @@ class Forwarded(LateResponse):
 
 _UNBUFFERED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 _STREAM_HEAD = ((b"content-type", b"text/event-stream; charset=utf-8"), *_UNBUFFERED)
-_LINES_HEAD = ((b"content-type", b"application/x-ndjson"), *_UNBUFFERED)
+_LINES_HEAD = ((b"content-type", _LINES.encode()), *_UNBUFFERED)
 
 
 async def _error_part(upstream: Upstream, dialect: Dialect) -> bytes:

@@ -57,7 +57,6 @@ def test_options(arguments: str, message: str, capsys: pytest.CaptureFixture[str
     ("command", "message"),
     [
         ("list", "use llamapipe models"),
-        ("ps", "/model_info"),
         ("show", "/model_info"),
         ("help", "use llamapipe --help"),
         ("version", "use llamapipe --version"),

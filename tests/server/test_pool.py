@@ -126,6 +126,20 @@ class TestForwarding:
         assert missing.status_code == 404
         assert "nothing" in missing.json()["error"]
 
+    def test_ollamas_clients_cannot_change_the_list(self, server: PoolServer) -> None:
+        pulled = server.client.post("/api/pull", json={"model": "unasked"})
+        assert [json.loads(one) for one in pulled.text.splitlines()] == [{"status": "success"}]
+        whole = server.client.post("/api/pull", json={"name": "unasked", "stream": False})
+        assert whole.json() == {"status": "success"}
+        assert server.client.post("/api/pull", json={"model": "nothing"}).status_code == 404
+        for method, path, body in (
+            ("POST", "/api/copy", {"source": "small", "destination": "x"}),
+            ("DELETE", "/api/delete", {"model": "small"}),
+        ):
+            answer = server.client.request(method, path, json=body)
+            assert answer.status_code == 403
+            assert "--models" in answer.json()["error"]
+
     def test_the_only_model_of_its_kind_needs_no_name(self, server: PoolServer) -> None:
         answer = server.client.post("/v1/embeddings", json={"input": "Hello", "model": "bert"})
         assert len(answer.json()["data"][0]["embedding"]) > 1

@@ -125,6 +125,10 @@ def need_of(info: GgufInfo, embeds: bool, options: Mapping[str, Any]) -> Need:
         n_ctx = min(info.n_ctx_train, _USUAL_CONTEXT) if given is None else given or info.n_ctx_train
         held += _cells_bytes(head_texts(info.path), info, n_ctx, options)
         n_cache_bytes = options.get("cache_bytes", int(held * _CACHE_SHARE))
+        if isinstance(draft := options.get("draft"), (str, os.PathLike)):
+            stored = model_of(draft)
+            beside = {"n_ctx": n_ctx, "n_seq_max": options.get("n_seq_max"), "cache_bytes": 0}
+            held += need_of(check_gguf(draft if stored is None else stored[0]), False, beside).n_bytes
     steps = 4 * info.n_vocab * _STEP_ROWS
     return Need(int(held + n_cache_bytes + steps), n_ctx, n_cache_bytes)
 

@@ -37,6 +37,7 @@ else:
 _PART = re.compile(r"(.+)-(\d{5})-of-\d{5}")
 _OF_LIST = ("file", "aliases", "embeddings", "keep", "preload", "ttl")
 _OF_MODEL: dict[str, Option] = {option.name: option for option in (*ENGINE, *MODEL)}
+_ADAPTERS = ("lora", "control_vector")
 _TEXTS = ("chat_template", "tool_calls", "fim_order")
 _PROCESS_BYTES = 110 * 2**20  # of the interpreter and its libraries
 
@@ -83,7 +84,7 @@ def _entry(path: Path, name: str, table: Any) -> ModelEntry:
     if not isinstance(table, dict):
         raise UsageError(f"{where} must be a table")
     given = {key.replace("-", "_"): value for key, value in table.items()}
-    known = [*_OF_LIST, *_OF_MODEL, *_TEXTS]
+    known = [*_OF_LIST, *_OF_MODEL, *_TEXTS, *_ADAPTERS]
     for key in given:
         if key not in known:
             raise UsageError(f"{where}.{key} is unknown{did_you_mean(key, known)}; there is {listed(known)}")
@@ -97,23 +98,42 @@ def _entry(path: Path, name: str, table: Any) -> ModelEntry:
     for key, value in flags.items():
         if value is not None and not isinstance(value, bool):
             raise UsageError(f"{where}.{key} must be true or false")
+    adapters = {key: _files(f"{where}.{key}", given.pop(key, {}), path.parent) for key in _ADAPTERS}
     ttl = given.pop("ttl", None)
     if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int | float) or not ttl >= 0):
         raise UsageError(f"{where}.ttl must be seconds without a request, from 0 up")
+    options = {key: _value(f"{where}.{key}", key, value, path.parent) for key, value in given.items()}
     return ModelEntry(
         name,
-        file if file.startswith(("hf:", OLLAMA)) else str(path.parent / file),
+        _place(file, path.parent),
         tuple(aliases),
-        {key: _value(f"{where}.{key}", key, value, path.parent) for key, value in given.items()},
+        options | {key: files for key, files in adapters.items() if files},
         flags["embeddings"],
         bool(flags["keep"]),
         bool(flags["preload"]),
         None if ttl is None else float(ttl),
+        tuple(adapter for files in adapters.values() for adapter, _ in files),
     )
+
+
+def _place(file: str, folder: Path) -> str:
+    """A file beside the list, or a name of the hub or of Ollama's store."""
+    return file if file.startswith(("hf:", OLLAMA)) else str(folder / file)
+
+
+def _files(where: str, value: Any, folder: Path) -> list[tuple[str, str]]:
+    """A table of names and files, as the command line would have ``NAME=FILE``."""
+    if not isinstance(value, dict) or not all(isinstance(file, str) and file for file in value.values()):
+        raise UsageError(f'{where} must be a table of names and files, such as {{ style = "style.gguf" }}')
+    return [(name, str(folder / file)) for name, file in value.items()]
 
 
 def _value(where: str, name: str, value: Any, folder: Path) -> Any:
     """An option's value, as the command line would have it."""
+    if name == "draft":
+        if not isinstance(value, str):
+            raise UsageError(f"{where} must be text: a GGUF file, hf:OWNER/REPO/FILE or ollama:NAME")
+        return _place(value, folder)
     if name == "chat_template" and isinstance(value, str) and "{" not in value:
         return str(folder / value)
     option = _OF_MODEL.get(name)
@@ -141,20 +161,25 @@ async def look(common: Mapping[str, Any], entry: ModelEntry) -> Found:
 
 def found_of(common: Mapping[str, Any], entry: ModelEntry) -> Found:
     """The same, waiting; a file of the hub is downloaded if need be."""
+    options = entry.options if entry.embeds else {**common, **entry.options}
+    found: dict[str, Any] = {}
     try:
         path = model_path(entry.file)
         stored = model_of(path)
         info = check_gguf(path if stored is None else stored[0])
+        if "draft" in options:
+            found["draft"] = str(model_path(str(options["draft"])))
+        embeds = embeds_of(info) if entry.embeds is None else entry.embeds
+        need = need_of(info, embeds, entry.options if embeds else {**options, **found})
     except (argparse.ArgumentTypeError, lp.errors.LlamapipeError, ImportError) as e:
         raise ValueError(str(e)) from None
-    embeds = embeds_of(info) if entry.embeds is None else entry.embeds
-    need = need_of(info, embeds, entry.options if embeds else {**common, **entry.options})
     texts = head_texts(info.path)
+    adapters = sum(Path(file).stat().st_size for key in _ADAPTERS for _, file in entry.options.get(key, ()))
     return Found(
         str(path),
         embeds,
-        need.n_bytes + _PROCESS_BYTES,
-        {} if embeds else {"cache_bytes": need.cache_bytes},
+        need.n_bytes + adapters + _PROCESS_BYTES,
+        {} if embeds else {"cache_bytes": need.cache_bytes, **found},
         need.n_ctx,
         _details(texts, info),
         info.size_bytes,

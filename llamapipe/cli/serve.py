@@ -457,6 +457,10 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
         ("--alias", args.alias or None),
         ("--embeddings-alias", args.embeddings_alias or None),
         ("--chat-template", args.chat_template),
+        ("--draft", getattr(args, "draft", None)),
+        ("--lora", args.lora or None),
+        ("--control-vector", args.control_vector or None),
+        ("--lora-path", args.lora_path),
         ("--allow-pull", args.allow_pull or None),
         ("--allow-delete", args.allow_delete or None),
     ):

@@ -182,6 +182,7 @@ class Front(Gate):
         return {
             "id": model.name,
             "aliases": list(model.entry.aliases),
+            "adapters": list(model.entry.adapters),
             "object": "model",
             "type": "model",
             "display_name": model.name,

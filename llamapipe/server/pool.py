@@ -80,7 +80,8 @@ class ModelEntry:
 
     ``file``: as ``--model`` takes it. ``options``: of the command line, by the names of their arguments. ``embeds``: it
     embeds or ranks texts; None: the file tells. ``keep``: it is never ended for another model. ``preload``: it is
-    loaded at the start. ``ttl_s``: seconds without a request after which it is ended; None: never.
+    loaded at the start. ``ttl_s``: seconds without a request after which it is ended; None: never. ``adapters``: their
+    names, which clients use as a model's.
     """
 
     name: str
@@ -91,6 +92,7 @@ class ModelEntry:
     keep: bool = False
     preload: bool = False
     ttl_s: float | None = None
+    adapters: tuple[str, ...] = ()
 
     @property
     def is_local(self) -> bool:
@@ -348,7 +350,7 @@ class Pool:
     async def _start(self, model: PooledModel, found: Found) -> None:
         entry = model.entry
         self._n_started += 1
-        options = {**found.options, **entry.options}
+        options = {**entry.options, **found.options}
         file = self._cache_file(model)
         cache_file = None if file is None else str(file)
         yields = any(one.n_running for one in self._all)  # their streams come first
@@ -578,7 +580,7 @@ class Pool:
 def _by_name(models: Sequence[PooledModel]) -> dict[str, PooledModel]:
     found: dict[str, PooledModel] = {}
     for model in models:
-        for name in model.entry.names:
+        for name in (*model.entry.names, *model.entry.adapters):
             other = found.setdefault(name, model)
             if other is not model:
                 raise ValueError(f"two models have the name {quoted(name)}: {other.name} and {model.name}")

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.adapters import make_adapter
 from support.bert_model import bert_model
 from support.chat_templates import template
 from support.control import Worker as Thread
@@ -40,6 +41,11 @@ file = "other.gguf"
 [models.unasked]
 file = "other.gguf"
 
+[models.styled]
+file = "other.gguf"
+lora = { style = "style.gguf" }
+draft = "small.gguf"
+
 [models.fills]
 file = "fills.gguf"
 chat_template = "tools.jinja"
@@ -60,6 +66,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "damaged.gguf").write_bytes(lp.demo_model_path().read_bytes()[:100_000])
     bert_model(folder / "bert.gguf")
     infilling_model(folder / "fills.gguf")
+    make_adapter(folder / "style.gguf", folder / "other.gguf")
     (folder / "tools.jinja").write_text(template("Qwen-Qwen3-0.6B").text)
     (folder / "models.toml").write_text(TOML)
     return folder
@@ -88,6 +95,14 @@ class TestForwarding:
         there = server.client.get("/v1/models/gpt-4o-mini").json()
         assert there["id"] == "small"
         assert there["aliases"] == ["gpt-4o-mini", "second name"]
+
+    def test_the_name_of_an_adapter_means_its_model(self, server: PoolServer) -> None:
+        answers = {name: server.ask(name, max_tokens=16).json() for name in ("styled", "style", "other:1b")}
+        assert {name: answer["model"] for name, answer in answers.items()} == {name: name for name in answers}
+        texts = {name: answer["choices"][0]["text"] for name, answer in answers.items()}
+        assert texts["styled"] == texts["other:1b"] != texts["style"]
+        assert len(server.pids("styled")) == 1
+        assert server.client.get("/v1/models/style").json()["adapters"] == ["style"]
 
     def test_options_of_the_file_come_before_those_of_the_command_line(self, server: PoolServer) -> None:
         for model, n_ctx in (("small", 512), ("other:1b", 8192)):

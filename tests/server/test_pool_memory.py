@@ -89,12 +89,15 @@ class TestTheList:
             preload = true
             ttl = 60
             embeddings = false
+            draft = "small.gguf"
+            lora = { style = "style.gguf" }
         """
         assert entries_of(self.written(tmp_path, text)) == [
             ModelEntry(
                 "qwen2.5:7b", "hf:a/b/c.gguf", ("gpt",),
-                {"n_ctx": 100, "type_k": "q8_0", "max_itl_ms": 20.0, "use_mmap": False},
-                False, True, True, 60.0,
+                {"n_ctx": 100, "type_k": "q8_0", "max_itl_ms": 20.0, "use_mmap": False,
+                 "draft": str(tmp_path / "small.gguf"), "lora": [("style", str(tmp_path / "style.gguf"))]},
+                False, True, True, 60.0, ("style",),
             )
         ]  # fmt: skip
 
@@ -113,6 +116,8 @@ class TestTheList:
             ("[models.a]\nfile = 'a'\nttl = -1", "ttl"),
             ("[models.a]\nfile = 'a'\nkeep = 1", "true or false"),
             ("[models.a]\nfile = 'a'\ntype_k = 1", "text"),
+            ("[models.a]\nfile = 'a'\nlora = 'x'", "table of names"),
+            ("[models.a]\nfile = 'a'\ndraft = 1", "text"),
         ],
     )
     def test_mistakes_are_named(self, tmp_path: Path, text: str, expected: str) -> None:

@@ -107,9 +107,9 @@ def _model(state: ServerState, name: str) -> dict[str, Any]:
     is_chat = name in (*state.model_names, *state.adapter_names) or embedder is None
     n_ctx = state.engine.n_ctx if is_chat or embedder is None else embedder.n_ctx
     model = state.engine.model if state.has_engine and is_chat else None
-    base = {"root": state.model_names[0], "parent": state.model_names[0]}
+    is_adapter = name in state.adapter_names
     return {
-        **(base if name in state.adapter_names else {}),
+        **({"root": state.model_names[0], "parent": state.model_names[0]} if is_adapter else {}),
         "id": name,
         "object": "model",
         "type": "model",

@@ -37,6 +37,7 @@ else:
 _PART = re.compile(r"(.+)-(\d{5})-of-\d{5}")
 _OF_LIST = ("file", "aliases", "embeddings", "keep", "preload", "ttl")
 _OF_MODEL: dict[str, Option] = {option.name: option for option in (*ENGINE, *MODEL)}
+_FILES = ("draft", "mmproj")
 _ADAPTERS = ("lora", "control_vector")
 _TEXTS = ("chat_template", "tool_calls", "fim_order")
 _PROCESS_BYTES = 110 * 2**20  # of the interpreter and its libraries
@@ -130,10 +131,10 @@ def _files(where: str, value: Any, folder: Path) -> list[tuple[str, str]]:
 
 def _value(where: str, name: str, value: Any, folder: Path) -> Any:
     """An option's value, as the command line would have it."""
-    if name == "draft":
+    if name in _FILES:
         if not isinstance(value, str):
-            raise UsageError(f"{where} must be text: a GGUF file, hf:OWNER/REPO/FILE or ollama:NAME")
-        return _place(value, folder)
+            raise UsageError(f"{where} must be text, the name of a GGUF file")
+        return _place(value, folder) if name == "draft" else str(folder / value)
     if name == "chat_template" and isinstance(value, str) and "{" not in value:
         return str(folder / value)
     option = _OF_MODEL.get(name)
@@ -174,11 +175,12 @@ def found_of(common: Mapping[str, Any], entry: ModelEntry) -> Found:
     except (argparse.ArgumentTypeError, lp.errors.LlamapipeError, ImportError) as e:
         raise ValueError(str(e)) from None
     texts = head_texts(info.path)
-    adapters = sum(Path(file).stat().st_size for key in _ADAPTERS for _, file in entry.options.get(key, ()))
+    beside = [file for key in _ADAPTERS for _, file in entry.options.get(key, ())]
+    beside += [entry.options["mmproj"]] if "mmproj" in entry.options else []
     return Found(
         str(path),
         embeds,
-        need.n_bytes + adapters + _PROCESS_BYTES,
+        need.n_bytes + sum(Path(file).stat().st_size for file in beside) + _PROCESS_BYTES,
         {} if embeds else {"cache_bytes": need.cache_bytes, **found},
         need.n_ctx,
         _details(texts, info),

@@ -458,6 +458,7 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
         ("--embeddings-alias", args.embeddings_alias or None),
         ("--chat-template", args.chat_template),
         ("--draft", getattr(args, "draft", None)),
+        ("--mmproj", getattr(args, "mmproj", None)),
         ("--lora", args.lora or None),
         ("--control-vector", args.control_vector or None),
         ("--lora-path", args.lora_path),

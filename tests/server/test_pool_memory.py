@@ -90,13 +90,15 @@ class TestTheList:
             ttl = 60
             embeddings = false
             draft = "small.gguf"
+            mmproj = "eyes.gguf"
             lora = { style = "style.gguf" }
         """
         assert entries_of(self.written(tmp_path, text)) == [
             ModelEntry(
                 "qwen2.5:7b", "hf:a/b/c.gguf", ("gpt",),
                 {"n_ctx": 100, "type_k": "q8_0", "max_itl_ms": 20.0, "use_mmap": False,
-                 "draft": str(tmp_path / "small.gguf"), "lora": [("style", str(tmp_path / "style.gguf"))]},
+                 "draft": str(tmp_path / "small.gguf"), "mmproj": str(tmp_path / "eyes.gguf"),
+                 "lora": [("style", str(tmp_path / "style.gguf"))]},
                 False, True, True, 60.0, ("style",),
             )
         ]  # fmt: skip
@@ -134,6 +136,8 @@ class TestTheList:
         [
             (["-m", "demo"], "-m and --models"),
             (["--workers", "2"], "--workers and --models"),
+            (["--draft", "demo"], "--draft and --models"),
+            (["--lora", "a=b"], "--lora and --models"),
             (["--ollama", "--allow-pull"], "--allow-pull and --models"),
             (["--memory", "900TiB"], "at most"),
             (["--memory", "x"], "no size"),

@@ -6,7 +6,7 @@ Random LoRAs on all matrices of the layers. Both servers get the same requests o
 prompts as tokens, no two begin alike, greedy, no end of generation. The cases: no adapter, one set for all eight
 requests, four sets with two requests each; and ``unused``: the same without adapters, from a server that has loaded
 four. Medians over the rounds; ``last`` is the last first token, ``gap`` the 99th percentile of the times between two
-pieces of a stream.
+pieces of a stream, ``CPU`` the processor time that the server took: beside other work, compare that, with one thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import gguf
 import httpx
 import numpy as np
-from local_server import free_port, process
+from local_server import child_process, free_port
 
 sys.path.append(str(Path(__file__).resolve().parent / "compare"))
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -43,11 +43,12 @@ MATRICES = re.compile(r"blk\.\d+\.(?:attn_(?:q|k|v|output)|ffn_(?:gate|up|down))
 
 
 class Figures(NamedTuple):
-    """Of one round: tokens a second, and seconds."""
+    """Of one round: tokens a second, and seconds; ``cpu_s``: processor time of the server."""
 
     rate: float
     last_s: float
     gap_s: float
+    cpu_s: float
 
 
 def write_lora(path: Path, model: Path, rank: int, seed: int) -> Path:
@@ -72,6 +73,12 @@ def write_lora(path: Path, model: Path, rank: int, seed: int) -> Path:
     return path
 
 
+def cpu_seconds(pid: int) -> float:
+    """Processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 async def one(client: httpx.AsyncClient, body: dict[str, Any]) -> list[float]:
     """When the pieces of a stream came."""
     times: list[float] = []
@@ -84,7 +91,7 @@ async def one(client: httpx.AsyncClient, body: dict[str, Any]) -> list[float]:
 
 
 async def measure(
-    port: int, sets: list[Any], n_prompt: int, n_tokens: int, n_vocab: int, seed: int
+    port: int, pid: int, sets: list[Any], n_prompt: int, n_tokens: int, n_vocab: int, seed: int
 ) -> Figures:
     """One round: all requests at once."""
     rng = random.Random(seed)
@@ -98,15 +105,26 @@ async def measure(
         bodies.append(body)
     limits = httpx.Limits(max_connections=N)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=300, limits=limits) as client:
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), cpu_seconds(pid)
         streams = await asyncio.gather(*(one(client, body) for body in bodies))
-        seconds = time.perf_counter() - began
+        seconds, cpu_s = time.perf_counter() - began, cpu_seconds(pid) - cpu_began
     gaps = [b - a for times in streams for a, b in pairwise(times)]
     return Figures(
         len(sets) * n_tokens / seconds,
         max(times[0] for times in streams) - began,
         statistics.quantiles(gaps, n=100)[-1],
+        cpu_s,
     )
+
+
+def report(found: dict[tuple[str, str], list[Figures]]) -> None:
+    """The medians so far."""
+    if found:
+        print("| case | server | tokens/s | last first token, s | p99 gap, ms | CPU, s |")
+        print("|---|---|---:|---:|---:|---:|")
+    for (case, kind), rounds in found.items():
+        rate, last, gap, cpu = (statistics.median(column) for column in zip(*rounds, strict=True))
+        print(f"| {case} | {kind} | {rate:.1f} | {last:.2f} | {gap * 1e3:.0f} | {cpu:.2f} |", flush=True)
 
 
 def command(kind: str, model: Path, loras: list[Path], port: int, args: argparse.Namespace) -> list[str]:
@@ -143,7 +161,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             loras = [write_lora(Path(folder) / f"{i}.gguf", model, args.rank, i) for i in range(4)]
             kinds = ["llamapipe", "llamapipe max-itl", "llamapipe none", "llama-server"]
-            ports = {}
+            ports: dict[str, tuple[int, int]] = {}
             for kind in kinds:
                 port = free_port()
                 try:
@@ -151,7 +169,7 @@ def main() -> int:
                 except Missing as reason:
                     print(reason)
                     continue
-                ports[kind] = stack.enter_context(process(given, port))
+                ports[kind] = port, stack.enter_context(child_process(given, port))
             four = [i // 2 for i in range(N)]
             cases: list[tuple[str, str, list[Any]]] = [
                 *(("one set", kind, [0] * N) for kind in ("llamapipe", "llama-server")),
@@ -166,16 +184,11 @@ def main() -> int:
                 for case, kind, sets in cases:
                     if kind in ports:
                         n_tokens = args.tokens if i else 4  # the first round is for warming up
-                        figures = asyncio.run(measure(ports[kind], sets, args.prompt, n_tokens, n_vocab, i))
+                        figures = asyncio.run(measure(*ports[kind], sets, args.prompt, n_tokens, n_vocab, i))
                         if i:
                             found.setdefault((case, kind), []).append(figures)
                 print(f"{model.name}: round {i}, load average {load:.1f}", flush=True)
-            print(
-                "| case | server | tokens/s | last first token, s | p99 gap, ms |\n|---|---|---:|---:|---:|"
-            )
-            for (case, kind), rounds in found.items():
-                rate, last, gap = (statistics.median(column) for column in zip(*rounds, strict=True))
-                print(f"| {case} | {kind} | {rate:.1f} | {last:.2f} | {gap * 1e3:.0f} |", flush=True)
+                report(found)
     return 0
 
 

@@ -12,6 +12,13 @@ from collections.abc import Iterator
 @contextlib.contextmanager
 def process(command: list[str], port: int) -> Iterator[int]:
     """A server in a process of its own, once it answers."""
+    with child_process(command, port):
+        yield port
+
+
+@contextlib.contextmanager
+def child_process(command: list[str], port: int) -> Iterator[int]:
+    """The same; yields the number of the process."""
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         end = time.monotonic() + 120
@@ -19,7 +26,7 @@ def process(command: list[str], port: int) -> Iterator[int]:
             if child.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"the server does not start: {' '.join(command)}")
             time.sleep(0.05)
-        yield port
+        yield child.pid
     finally:
         child.terminate()
         child.wait()

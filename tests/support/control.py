@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
 from types import TracebackType
@@ -86,14 +86,11 @@ class Gate:
         positions: Sequence[int],
         seq_ids: Sequence[int],
         outputs: Sequence[int],
-        rows: Sequence[int] = (),
-        samplers: Sequence[Any] = (),
-        targets: Mapping[int, Sequence[int]] | None = None,
-        n_top: int = 0,
+        *more: Any,
     ) -> int:
         self._pass()
         self.launches.append(Launch(list(tokens), list(positions), list(seq_ids), list(outputs)))
-        return self._executor.launch(tokens, positions, seq_ids, outputs, rows, samplers, targets, n_top)
+        return self._executor.launch(tokens, positions, seq_ids, outputs, *more)
 
     def launch_repeat(self) -> int:
         self._pass()

@@ -52,18 +52,21 @@ _FIRST_COMPARED, _MOST_MORE = 5, 128
 class _Held:
     """The sequence of a slot.
 
-    ``tokens``: those in its cells, of the request with this ``arrival``, which lacks ``n_missing``. ``draft``: what was
-    drafted after ``n`` tokens.
+    ``tokens``: those in its cells, of the request with this ``arrival``, which lacks ``n_missing``. The first
+    ``n_equal`` are the request's, unless it has dropped more than ``n_dropped``. ``draft``: what was drafted after
+    ``n`` tokens.
     """
 
-    __slots__ = ("arrival", "can_draft", "draft", "key", "n", "n_missing", "share", "tokens")
+    __slots__ = (
+        "arrival", "can_draft", "draft", "key", "n", "n_dropped", "n_equal", "n_missing", "share", "tokens"
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.arrival = -1
         self.key: Hashable = None  # requests of the same one may share cells; None: nobody
         self.tokens: list[int] = []
         self.draft: Sequence[int] = ()
-        self.n = self.n_missing = 0
+        self.n = self.n_dropped = self.n_equal = self.n_missing = 0
         self.share = _USUAL_SHARE
         self.can_draft = True
 
@@ -100,9 +103,13 @@ class DraftModel:
         n = min(n, self._context.n_ctx - len(request.tokens))
         if self._failed or n <= 0 or not held.can_draft:
             return None
+        n_dropped = len(request.dropped)
+        # What was equal need not be compared again.
+        first = held.n_equal if n_dropped == held.n_dropped else 0
+        held.n_equal = first + n_equal(held.tokens[first:], request.tokens[first:])
+        held.n_dropped = n_dropped
         # The last one always is computed: its row is wanted.
-        n_kept = min(n_equal(held.tokens, request.tokens), len(request.tokens) - 1)
-        held.n_missing = len(request.tokens) - n_kept
+        held.n_missing = len(request.tokens) - min(held.n_equal, len(request.tokens) - 1)
         return Guess(request, range(n), held.share, is_draft=True)
 
     def _begin(self, held: _Held, request: Request) -> None:
@@ -112,7 +119,7 @@ class DraftModel:
             self._cut(request.slot, 0)
         held.arrival, held.key, held.draft = request.arrival, key, ()
         self._share += _FORGOTTEN * (_USUAL_SHARE - self._share)
-        held.share, held.can_draft = self._share, True
+        held.share, held.can_draft, held.n_equal = self._share, True, 0
         n_same = n_equal(held.tokens, request.tokens)
         others = [i for i, other in enumerate(self._held) if i != request.slot and key and other.key == key]
         best = max(others, key=lambda i: n_equal(self._held[i].tokens, request.tokens), default=None)
@@ -242,6 +249,7 @@ class DraftModel:
         if n < len(held.tokens):
             self._context.seq_remove(slot, n)
             del held.tokens[n:]
+            held.n_equal = min(held.n_equal, n)
 
     def _make_room(self, chosen: Mapping[Request, int]) -> bool:
         """Removes the sequences that nothing is drafted for. False if there are none."""

@@ -128,8 +128,6 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "--models-dir": "use --models DIR",
         "--models-preset": "use --models FILE.toml",
         "--models-max": "use --memory SIZE, which all models together may take",
-        "--lora": _UNSUPPORTED,
-        "--mmproj": _UNSUPPORTED,
         "--override-kv": _UNSUPPORTED,
         "--override-tensor": _UNSUPPORTED,
         "-ot": _UNSUPPORTED,

@@ -332,8 +332,6 @@ class RequestBuilder:
 
     def check_params(self, params: SamplingParams) -> None:
         """Looks params up in the vocabulary and compiles their constraint. Raises as ``item`` does."""
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
         self._compiled(params)
 
     @property
@@ -343,7 +341,9 @@ class RequestBuilder:
         return tuple(adapter for adapter in known if not adapter.closed)
 
     def adapters(self, params: SamplingParams) -> AdapterSet | None:
-        """The adapters that params name. Raises InvalidRequestError."""
+        """The adapters that params name. Raises TypeError, InvalidRequestError."""
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
         if params.adapter is None:
             return None
         return self._model.adapters.choose(params.adapter, self._allowed)

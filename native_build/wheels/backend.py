@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from native_build.accelerators import find_accelerators
@@ -94,6 +94,7 @@ def project_version() -> str:
 def build_backend_wheel(options: BuildOptions, folder: Path, say: Callable[[str], None]) -> Path:
     """Build the one backend of ``options`` beyond the CPU's and pack it. Raises BuildError."""
     (backend,) = options.accelerators
+    options = replace(options, media=False)  # the wheel of the package has libmtmd
     compilers = find_compilers()
     accelerators = find_accelerators(options, compilers)
     recipe = Recipe(options, find_source(options.source, say), compilers)

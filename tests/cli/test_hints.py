@@ -35,7 +35,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: int
         ("serve --predict 5", "; each request sets it: the field max_tokens (see"),
         ("serve --temp 1", "; each request sets it: the field temperature (see"),
         ("serve --top-k 1", "; each request sets it: the field top_k (see"),
-        ("serve --mmproj x.gguf", "; llamapipe does not support it (see"),
+        ("serve --override-kv a=int:1", "; llamapipe does not support it (see"),
         ("serve model.gguf", "unrecognized arguments: model.gguf; pass a model with -m (see"),
         ("chat model.gguf", "model.gguf names a model: pass it with -m (see"),
         ("generate dir/Model.GGUF hello", "dir/Model.GGUF names a model: pass it with -m (see"),

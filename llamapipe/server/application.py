@@ -320,7 +320,11 @@ ROUTES = (
     get("/v1/models", system.list_models, "The models that are served.", aliases=("/models",)),
     get("/v1/models/{id:path}", system.get_model, "One model.", ("404",)),
     Endpoint(
-        "DELETE", "/v1/models/{id:path}", system.delete_model, "Refused for a model that is served.", ("403",)
+        "DELETE",
+        "/v1/models/{id:path}",
+        system.delete_model,
+        "Refused for a model that is served.",
+        ("403", "404"),
     ),
     post("/tokenize", tokens.tokenize, tokens.TokenizeRequest, "Tokenize text or a conversation."),
     post("/detokenize", tokens.detokenize, tokens.DetokenizeRequest, "The text of tokens."),

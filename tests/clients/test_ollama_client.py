@@ -139,7 +139,7 @@ def test_errors(client: Any) -> None:
         list(client.chat("does-not-yet-exist", messages=SKY, stream=True))
     with pytest.raises(ollama.ResponseError, match="temperature is -1"):
         client.chat("gemma4", messages=SKY, options={"temperature": -1})
-    with pytest.raises(ollama.ResponseError, match="reads text only"):
+    with pytest.raises(ollama.ResponseError, match="only text is supported"):
         client.generate("gemma4", "x", images=[b"abc"])
     with pytest.raises(ollama.ResponseError, match="Not Found; "):
         client.create(model="example", from_="gemma4", system="You are Mario from Super Mario Bros.")

@@ -233,7 +233,7 @@ class ModelPool(NotCopyable):
 
     def __init__(
         self,
-        models: Mapping[str, str | os.PathLike[str] | Mapping[str, Any]],
+        models: Mapping[str, Any],
         budget_bytes: int | None = None,
         *,
         keep: Collection[str] = (),

@@ -150,7 +150,7 @@ class SamplingParams:
     cache_salt: str | None = None
     speculate: Literal["off", "ngram", "draft"] | None = None
     prediction: str | None = None
-    adapter: str | Adapter | ControlVector | Mapping[str | Adapter | ControlVector, float] | None = None
+    adapter: str | Adapter | ControlVector | Mapping[Any, float] | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens == -1:

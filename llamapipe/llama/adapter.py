@@ -209,7 +209,9 @@ class SetArguments:
         self.native = ffi.new("lp_adapter_set *", fields)
 
 
-AdapterChoice = str | AnyAdapter | Mapping[str | AnyAdapter, float]
+AdapterChoice = (
+    str | AnyAdapter | Mapping[Any, float]
+)  # of names and adapters: keys of a Mapping are invariant
 
 
 class ModelAdapters:

@@ -88,15 +88,6 @@ class Named(NotCopyable):
         """Whether ``close`` was called."""
         return self._part is None
 
-    @property
-    def part(self) -> Part:
-        """What computes. Raises InvalidRequestError if it is closed."""
-        part = self._part
-        gone = part is None or (part.handle is None if isinstance(part, Weights) else part.is_forgotten)
-        if part is None or gone:
-            raise InvalidRequestError(f"the adapter {self.name!r} is closed; load it again")
-        return part
-
     def close(self) -> None:
         """Frees the memory when no request uses it any more; a second call does nothing."""
         self.model.adapters.remove(self)
@@ -109,6 +100,15 @@ class Named(NotCopyable):
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def part_of(named: Named) -> Part:
+    """What computes for an adapter. Raises InvalidRequestError if that is closed."""
+    part = named._part
+    gone = part is None or (part.handle is None if isinstance(part, Weights) else part.is_forgotten)
+    if part is None or gone:
+        raise InvalidRequestError(f"the adapter {named.name!r} is closed; load it again")
+    return part
 
 
 class Adapter(Named):
@@ -308,7 +308,7 @@ class ModelAdapters:
         return name
 
     def _add(self, adapter: AnyAdapter) -> None:
-        part = adapter.part
+        part = part_of(adapter)
         if self._by_name.setdefault(adapter.name, adapter) is not adapter:
             self._free(adapter.name)
         self._parts = [known for known in self._parts if known() is not None]
@@ -336,7 +336,7 @@ class ModelAdapters:
             if not isinstance(one, Named):
                 check_adapter_name(one)
             found.append(self._find(one, ()))
-            found[-1].part  # noqa: B018  (refuses a closed one)
+            part_of(found[-1])  # refuses a closed one
         return found
 
     def choose(self, choice: AdapterChoice | None, allowed: Sequence[AnyAdapter] = ()) -> AdapterSet | None:
@@ -347,7 +347,9 @@ class ModelAdapters:
         if choice is None:
             return None
         scales = choice.items() if isinstance(choice, Mapping) else [(choice, 1.0)]
-        entries = [(self._find(one, allowed).part, float_of(scale)) for one, scale in scales if scale != 0]
+        entries = [
+            (part_of(self._find(one, allowed)), float_of(scale)) for one, scale in scales if scale != 0
+        ]
         if len({id(part) for part, _ in entries}) < len(entries):
             raise InvalidRequestError("adapter names one adapter twice")
         return AdapterSet(entries) if entries else None

@@ -15,7 +15,7 @@ from support.gguf_models import PRESETS, make_model, recurrent_model
 
 import llamapipe as lp
 from llamapipe.errors import InvalidRequestError, ModelLoadError
-from llamapipe.llama.adapter import AdapterSet
+from llamapipe.llama.adapter import AdapterSet, part_of
 from llamapipe.llama.context import Context
 
 TOKENS = [1, 40, 77, 103, 55, 61, 92, 38]
@@ -155,7 +155,7 @@ def test_what_it_says_of_itself(tmp_path: Path, path: Path) -> None:
             model.load_adapter(make_adapter(tmp_path / "l.gguf", path), "calm")
     assert not vector.closed
     with pytest.raises(InvalidRequestError, match="closed"):
-        vector.part  # noqa: B018  (its model is closed)
+        part_of(vector)  # its model is closed
     vector.close()
     assert vector.closed and "closed" in repr(vector)
 

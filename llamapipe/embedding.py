@@ -442,7 +442,7 @@ class Worker:
         self._closing = False
         self._drain = True
         self._thread = threading.Thread(target=self._run, name="llamapipe-embedder", daemon=True)
-        with self._submitting:  # whoever closes it at the exit waits until there is a thread to wait for
+        with self._submitting:  # closing at the exit waits until the thread has begun
             close_at_exit(self)
             self._thread.start()
 

@@ -50,6 +50,7 @@ from llamapipe._engine.invariance import check_invariance
 from llamapipe._engine.kv import MIN_PREFIX, KvCache
 from llamapipe._engine.long_work import LongWork, size_of, takes_long, to_thread
 from llamapipe._engine.loop import EngineLoop
+from llamapipe._engine.planner import LEAST_CHUNK
 from llamapipe._engine.request import Request
 from llamapipe._engine.scheduler import MODES, Overflow, Scheduler
 from llamapipe._engine.score_requests import ScoreJob, perplexity_job, score_job, tokens_job
@@ -315,11 +316,13 @@ class Engine(NotCopyable):
             self._draft_model: Model | None = None  # if the engine loaded it
             drafter = None
             if draft is not None:
+                # As for chunks of prompts: streams wait while the draft model computes one.
+                n_room = context.n_ubatch if max_itl_s is None else min(LEAST_CHUNK, context.n_ubatch)
                 if not isinstance(draft, Model):
                     draft = self._draft_model = undo.enter_context(
                         closing(Model(draft, n_gpu_layers=-1 if on_gpu(model) else 0))
                     )
-                drafter = undo.enter_context(closing(make_drafter(context, draft)))
+                drafter = undo.enter_context(closing(make_drafter(context, draft, n_room)))
             self._draft_text = "" if draft is None else f" draft={draft.path.name!r}"
             gate = Gate(n_score_rows if can_guess else 0, splits=not unified, drafter=drafter)
             scheduler = Scheduler(

@@ -249,9 +249,9 @@ class ChatBuilder:
     def _taken_media(self, messages: Any, may_drop: bool, salt: str | None) -> tuple[Any, str, list[Media]]:
         """The messages with marks in the places of images and sounds, the mark, and what these are in a prompt.
 
-        Those that were prepared before are found for the same tenant and ``salt`` only: the time would tell others what
-        somebody has shown. ``may_drop``: turns may be left out. Old images that cannot fit are not prepared then, and
-        count as a whole context.
+        Those that were prepared before are found for the same tenant and ``salt`` only: otherwise the time would tell
+        which images others have sent. ``may_drop``: turns may be left out. Old images that cannot fit are not prepared
+        then, and count as a whole context.
         """
         from llamapipe.chat.media import first_media, taken_media
 

@@ -39,9 +39,7 @@ if TYPE_CHECKING:
 _LEAST_PROBABILITY = 0.4  # of a drafted token, by the draft model
 _USUAL_SHARE = 0.8  # of drafted tokens that are right, until some were seen
 _KEPT = 0.9  # weight of what was seen before
-_FORGOTTEN = (
-    0.05  # of what is known of all requests, with each token, and with a new request: its text may be easier
-)
+_FORGOTTEN = 0.05  # of what is known of all requests, with each token and each new request
 _LEAST_COPY = 16  # tokens of a prefix that is worth a copy
 _LONGEST = 256  # tokens that a request is expected to generate at most
 _ROUNDED = 16  # times of decodes with more tokens are kept for multiples of this
@@ -146,7 +144,7 @@ class DraftModel:
         self._share += _FORGOTTEN * (right - self._share)
 
     def seconds(self, chosen: Mapping[Request, int]) -> float:
-        """What drafting so many tokens takes, with a part of what it takes to compute the missing cells before."""
+        """The seconds that drafting these numbers of tokens takes, with a share of those for missing cells."""
         n_longest = max(chosen.values(), default=0)
         if not n_longest:
             return 0.0
@@ -166,7 +164,7 @@ class DraftModel:
 
     # ---- drafting
     def draft(self, chosen: Mapping[Request, int]) -> dict[Request, Sequence[int]]:
-        """The drafted tokens, at most so many of each request. Those whose prompt was not computed yet may lack."""
+        """The drafted tokens, at most the chosen number. A request whose prompt is not computed yet has none."""
         if not chosen:
             return {}
         context, target = self._context, self._target
@@ -265,8 +263,11 @@ class DraftModel:
         self._context.close()
 
 
-def make_drafter(target: Context, draft: Model) -> DraftModel:
-    """A drafter for the engine of a context. Raises ValueError unless its model can draft for the context's."""
+def make_drafter(target: Context, draft: Model, n_room: int) -> DraftModel:
+    """A drafter for the engine of a context; for ``n_room`` see DraftModel.
+
+    Raises ValueError unless its model can draft for the context's, BackendError without memory for its cells.
+    """
     check_draft(target.model, draft)
     context = Context(
         draft,
@@ -278,7 +279,7 @@ def make_drafter(target: Context, draft: Model) -> DraftModel:
         n_threads=target.n_threads,
         kv_unified=True,
     )
-    return DraftModel(context, target, target.n_ubatch)
+    return DraftModel(context, target, n_room)
 
 
 def _is_sure(row: npt.NDArray[np.float32], token: int) -> bool:

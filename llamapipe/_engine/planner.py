@@ -118,7 +118,7 @@ class BatchPlan:
         return f"<BatchPlan{repeats} n_tokens={len(self.tokens)} n_outputs={len(self.rows)} scheduled {scheduled}>"
 
 
-_MULTIPLE = 64  # tokens; llama.cpp's attention on a CPU works in tiles of this size
+LEAST_CHUNK = 64  # prompt tokens; llama.cpp's attention on a CPU works in tiles of this size
 _MARGIN = 0.9  # of the limit: times vary, and tokens are sampled and delivered as well
 _KEPT = 0.9  # weight of the observations so far at the next one
 _LEAST_ROWS = 4  # scored tokens that a step may always have
@@ -143,7 +143,7 @@ class PrefillBudget:
         self._n = self._x = self._y = self._xx = self._xy = (
             0.0  # weighted sums; x: position, y: seconds a token
         )
-        self._n_most = _MULTIPLE // 2  # prompt tokens of the largest step so far
+        self._n_most = LEAST_CHUNK // 2  # prompt tokens of the largest step so far
         self._row_s: float | None = None  # seconds a scored token
         self._n_most_rows = _FIRST_ROWS // 2
 
@@ -155,20 +155,20 @@ class PrefillBudget:
         if not self.is_on:
             return UNLIMITED
         if not self._n:
-            return _MULTIPLE  # find out what they cost
+            return LEAST_CHUNK  # find out what they cost
         variance = self._xx * self._n - self._x * self._x
         slope_s = (self._xy * self._n - self._x * self._y) / variance if variance > 1e-9 * self._xx else 0.0
         slope_s = max(slope_s, 0.0)
         first_s = max((self._y - slope_s * self._x) / self._n, 0.0) + slope_s * position
         left_s = self._limit_s - (self._decode_s or 0.0)
         if left_s <= 0 or first_s <= 0:
-            return _MULTIPLE
+            return LEAST_CHUNK
         # n tokens take n * (first_s + slope_s * n / 2).
         n = left_s / first_s
         if slope_s > 0:
             n = (math.sqrt(first_s * first_s + 2 * slope_s * left_s) - first_s) / slope_s
         n = min(n, 2 * self._n_most)  # further from what was seen, the fit may be wrong
-        return max(int(n) // _MULTIPLE, 1) * _MULTIPLE
+        return max(int(n) // LEAST_CHUNK, 1) * LEAST_CHUNK
 
     def n_rows(self) -> int:
         """The limit on scored tokens in a step with decoding requests."""
@@ -197,7 +197,7 @@ class PrefillBudget:
             if 2 * n_rows >= n_prompt:
                 return
             prompt_s = max(prompt_s - n_rows * (self._row_s or 0.0), prompt_s / 2)
-        if n_prompt >= _MULTIPLE // 4:  # fewer say little
+        if n_prompt >= LEAST_CHUNK // 4:  # fewer say little
             self._n_most = max(self._n_most, n_prompt)
             token_s = prompt_s / n_prompt
             self._n = _KEPT * self._n + 1

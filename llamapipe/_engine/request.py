@@ -319,7 +319,7 @@ class Request:
         return [token for token in self.tokens if token >= 0] if self.spans else self.tokens
 
     def next_block(self) -> Span | None:
-        """The next span without cells whose rows see each other. Its rows are computed in a step of their own."""
+        """The next span without cells whose rows see each other. Its rows are computed in a separate step."""
         for span in self.spans:
             if span.end > self.n_past and not span.source.is_causal:
                 return span

@@ -41,11 +41,9 @@ _LEAST_GAIN = 1.03
 _LEAST_CHANCE = 0.15  # of a token to be used at all
 _RETRY = 100  # decisions against guesses, before one is made anyway: what steps cost changes
 _MOST_RETRY = (
-    3200  # the same of drafts, doubled with each one in vain: what was not drafted for a while costs more
+    3200  # the same of drafts, doubled with each one in vain: a longer pause makes the next one dearer
 )
-_LONGEST_PAUSE = (
-    32  # decisions without drafts, after several against them: they hardly change from one to the next
-)
+_LONGEST_PAUSE = 32  # decisions without drafts, after several against them
 FORCED_SHARE = 0.95  # of forced texts whose tokens are the guessed ones; most models were trained on these
 
 
@@ -68,10 +66,10 @@ class Drafter(Protocol):
         """A guess of at most ``n`` tokens that are still to be drafted; None if there can be none."""
 
     def seconds(self, chosen: Mapping[Request, int]) -> float:
-        """How long ``draft`` will take."""
+        """The seconds that ``draft`` will take."""
 
     def draft(self, chosen: Mapping[Request, int]) -> Mapping[Request, Sequence[int]]:
-        """The drafted tokens: at most so many of each request, or none. Raises nothing."""
+        """The drafted tokens of each request: at most the chosen number, or none. Raises nothing."""
 
     def close(self) -> None:
         """Frees what it has."""

@@ -69,7 +69,7 @@ class EngineThread:
     # ---- start, checks
     def start(self) -> None:
         """Starts the thread. If Ctrl-C interrupts this call, close the engine thread: it may run or not."""
-        with self._lock:  # whoever closes it at the exit waits until there is a thread to wait for
+        with self._lock:  # closing at the exit waits until the thread has begun
             close_at_exit(self)
             self._thread.start()
 

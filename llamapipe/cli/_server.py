@@ -37,9 +37,8 @@ def ask(args: argparse.Namespace, path: str, body: Any = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = Request(args.url.rstrip("/") + path, data, headers)
     try:
-        with build_opener(ProxyHandler({})).open(
-            request, timeout=_TIMEOUT_S
-        ) as answer:  # not through a proxy
+        directly = build_opener(ProxyHandler({}))  # not through a proxy
+        with directly.open(request, timeout=_TIMEOUT_S) as answer:
             return json.load(answer)
     except HTTPError as error:
         with error:

@@ -22,9 +22,8 @@ def private_folder(kind: str) -> Iterator[Path]:
     parent = cache_folder() / kind
     parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (parent / "lock").open("w") as everyone:
-        fcntl.flock(
-            everyone, fcntl.LOCK_EX
-        )  # nobody takes a folder for one that was left behind before it is locked
+        # Held until the new folder is locked: another process would take it for one that was left behind.
+        fcntl.flock(everyone, fcntl.LOCK_EX)
         for old in parent.iterdir():
             if old.is_dir() and not _is_in_use(old):
                 shutil.rmtree(old, ignore_errors=True)

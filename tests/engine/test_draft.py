@@ -234,6 +234,15 @@ def test_long_prompts_are_computed_in_parts(eager: None, make_engine: MakeEngine
         assert done.n_accepted_tokens > 0
 
 
+def test_streams_wait_no_longer_for_a_prompt_of_the_draft_model_than_for_others(
+    eager: None, make_engine: MakeEngine, demo: lp.Model
+) -> None:
+    with make_engine(demo, n_ctx=256, n_seq_max=2, draft=demo, max_itl_ms=5) as engine:
+        params = lp.SamplingParams(temperature=0, max_tokens=40, speculate="draft")
+        engine.generate(engine.model.tokenize(STORY * 8)[:200], params)
+        assert max(drafter_of(engine).times._ns) <= 64
+
+
 def test_who_owns_the_draft_model(make_engine: MakeEngine, demo: lp.Model) -> None:
     with make_engine(demo, n_ctx=64, n_seq_max=1, draft=lp.demo_model_path()) as engine:
         loaded = engine._draft_model

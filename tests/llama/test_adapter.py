@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pytest
-from support.adapters import finish, make_adapter, merged, new_writer, write_pairs
+from support.adapters import finish, logits, make_adapter, merged, new_writer, rows, write_pairs
 from support.gguf_models import tiny_model
 
 import llamapipe as lp
 from llamapipe.errors import EngineClosedError, InvalidRequestError, ModelLoadError
-from llamapipe.llama.adapter import AdapterSet, part_of
+from llamapipe.llama.adapter import part_of
 from llamapipe.llama.context import Context
-
-TOKENS = [1, 40, 77, 103, 55, 61, 92, 38]
 
 
 @pytest.fixture(scope="module")
@@ -29,20 +27,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(path: Path) -> Iterator[lp.Model]:
     with lp.Model(path) as model:
         yield model
-
-
-def logits(model: lp.Model, adapters: AdapterSet | None = None, tokens: Sequence[int] = TOKENS) -> np.ndarray:
-    """The rows of all tokens; computed with a KV cache that is as exact as the weights."""
-    with Context(model, n_ctx=64, type_k="f32", type_v="f32", n_threads=1) as context:
-        context.set_adapters(adapters)
-        return rows(context, tokens)
-
-
-def rows(context: Context, tokens: Sequence[int] = TOKENS) -> np.ndarray:
-    context.clear()
-    n = len(tokens)
-    context.decode(lp.DecodeBatch(tokens, range(n), [0] * n, [1] * n))
-    return np.array([context.logits(i) for i in range(len(tokens))])
 
 
 @pytest.mark.parametrize("kernels", ["auto", "ggml"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,14 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from support.adapters import finish, make_adapter, make_control_vector, merged, steered
+from support.adapters import TOKENS, finish, logits, make_adapter, make_control_vector, merged, rows, steered
 from support.gguf_models import PRESETS, make_model, recurrent_model
 
 import llamapipe as lp
 from llamapipe.errors import InvalidRequestError, ModelLoadError
-from llamapipe.llama.adapter import AdapterSet, part_of
+from llamapipe.llama.adapter import part_of
 from llamapipe.llama.context import Context
 
-TOKENS = [1, 40, 77, 103, 55, 61, 92, 38]
 N_EMBD = 64
 
 
@@ -32,20 +31,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(path: Path) -> Iterator[lp.Model]:
     with lp.Model(path) as model:
         yield model
-
-
-def logits(model: lp.Model, adapters: AdapterSet | None = None, tokens: Sequence[int] = TOKENS) -> np.ndarray:
-    """The rows of all tokens; computed with a KV cache that is as exact as the weights."""
-    with Context(model, n_ctx=64, type_k="f32", type_v="f32", n_threads=1) as context:
-        context.set_adapters(adapters)
-        return rows(context, tokens)
-
-
-def rows(context: Context, tokens: Sequence[int] = TOKENS) -> np.ndarray:
-    context.clear()
-    n = len(tokens)
-    context.decode(lp.DecodeBatch(tokens, range(n), [0] * n, [1] * n))
-    return np.array([context.logits(i) for i in range(n)])
 
 
 def close(found: np.ndarray, expected: np.ndarray) -> None:

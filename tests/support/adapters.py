@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import gguf
 import numpy as np
+import numpy.typing as npt
 
+import llamapipe as lp
+from llamapipe.llama.adapter import AdapterSet
+from llamapipe.llama.context import Context
 from support.gguf_document import Tensor, unpack
 
 MATRICES = r"blk\.\d+\.(?:attn_(?:q|k|v|output)|ffn_(?:gate|up|down))\.weight"
@@ -132,3 +136,23 @@ def dequantized(path: Path, model: Path) -> Path:
         tensor.data = np.asarray(gguf.quants.dequantize(given.data, given.tensor_type), np.float32).tobytes()
     path.write_bytes(document.pack())
     return path
+
+
+TOKENS = [1, 40, 77, 103, 55, 61, 92, 38]
+
+
+def logits(
+    model: lp.Model, adapters: AdapterSet | None = None, tokens: Sequence[int] = TOKENS
+) -> npt.NDArray[np.float32]:
+    """The rows of all tokens; computed with a KV cache that is as exact as the weights."""
+    with Context(model, n_ctx=64, type_k="f32", type_v="f32", n_threads=1) as context:
+        context.set_adapters(adapters)
+        return rows(context, tokens)
+
+
+def rows(context: Context, tokens: Sequence[int] = TOKENS) -> npt.NDArray[np.float32]:
+    """The rows of all tokens, in a context that is emptied before."""
+    context.clear()
+    n = len(tokens)
+    context.decode(lp.DecodeBatch(tokens, range(n), [0] * n, [1] * n))
+    return np.array([context.logits(i) for i in range(n)])

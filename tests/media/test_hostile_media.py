@@ -19,6 +19,7 @@ from support.media_models import (
     png,
     ultravox_projector,
 )
+from support.run_script import environment
 
 import llamapipe as lp
 from llamapipe.errors import InvalidRequestError, LlamapipeError
@@ -31,8 +32,7 @@ N_FILES, N_IMAGES = 67, 200  # a campaign of thousands: tests/support/mmproj_fuz
 @pytest.mark.parametrize("kind", ["gemma3", "idefics3", "ultravox"])
 def test_mutants_of_projectors_never_end_the_process(tmp_path: Path, kind: str) -> None:
     worker = [sys.executable, str(SUPPORT / "mmproj_fuzz_worker.py"), str(tmp_path), kind, "0", str(N_FILES)]
-    environment = {"PYTHONPATH": f"{SUPPORT.parent}:{SUPPORT.parents[1]}"}
-    done = subprocess.run(worker, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(worker, capture_output=True, text=True, check=False, env=environment())
     assert done.returncode == 0, (done.returncode, done.stdout[-200:], done.stderr[-2000:])
     assert "loaded" in done.stdout
 

@@ -38,14 +38,14 @@ def model(
     request: pytest.FixtureRequest, text_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[lp.Model]:
     path = PROJECTORS[request.param](tmp_path_factory.mktemp("media") / f"{request.param}.gguf")
-    with lp.Model(text_model, mmproj=path, kernels="ggml") as model:
+    with lp.Model(text_model, mmproj=path) as model:
         yield model
 
 
 @pytest.fixture(scope="module")
 def tiles(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lp.Model]:
     path = idefics3_projector(tmp_path_factory.mktemp("media") / "idefics3.gguf")
-    with lp.Model(text_model, mmproj=path, kernels="ggml") as model:
+    with lp.Model(text_model, mmproj=path) as model:
         yield model
 
 
@@ -120,7 +120,7 @@ class TestLikeLlamaCpp:
 
 class TestCaches:
     def test_a_second_question_about_an_image_computes_only_its_text(self, model: lp.Model) -> None:
-        with lp.Engine(model, n_ctx=1024, n_seq_max=2) as engine:
+        with lp.Engine(model, n_ctx=1024, n_seq_max=2, batch_invariant=True) as engine:
             first = engine.chat(question(part(model, 4)), FEW)
             n = engine.stats().n_encoded_media
             second = engine.chat(question(part(model, 4)), FEW)
@@ -210,7 +210,7 @@ class TestRequests:
         assert len(answers) == 1
 
     def test_cancelling_while_images_are_encoded_harms_no_other(self, tiles: lp.Model) -> None:
-        with lp.Engine(tiles, n_ctx=512, n_seq_max=2) as engine:
+        with lp.Engine(tiles, n_ctx=512, n_seq_max=2, batch_invariant=True) as engine:
             expected = engine.chat(question(part(tiles, 30)), FEW).content
             streams = [engine.stream_chat(question(part(tiles, 31 + i)), FEW) for i in range(8)]
             for stream in streams:

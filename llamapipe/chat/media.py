@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from llamapipe.chat.control_text import unused_mark
 from llamapipe.errors import InvalidRequestError
-from llamapipe.media.decode import Given, given_in, is_media
+from llamapipe.media.decode import Given, given_in, is_media, path_below
 
 
 def _place(index: int, i: int) -> str:
@@ -29,6 +30,28 @@ def first_media(messages: Any) -> tuple[str, str] | None:
             if is_media(part):
                 return _place(index, i), part["type"]
     return None
+
+
+def with_paths_below(messages: Any, folder: Path | None) -> Any:
+    """Messages of a stranger in which each path of an image or a sound was found below ``folder``.
+
+    Raises as ``path_below``; what is otherwise wrong with messages is left for their checks.
+    """
+    if first_media(messages) is None:
+        return messages
+
+    def found(index: int, i: int, part: Any) -> Any:
+        value = part.get(part["type"]) if is_media(part) and part["type"] in ("image", "audio") else None
+        if not isinstance(value, str) or value.startswith("data:"):
+            return part
+        return {**part, part["type"]: path_below(_place(index, i), value, folder)}
+
+    return [
+        {**message, "content": [found(index, i, part) for i, part in enumerate(message["content"])]}
+        if isinstance(message, Mapping) and isinstance(message.get("content"), (list, tuple))
+        else message
+        for index, message in enumerate(messages)
+    ]
 
 
 def taken_media(messages: Any) -> tuple[Any, str, list[Given]]:

@@ -78,6 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--unordered", action="store_true", help="write results as they finish, not in the order of IN"
     )
+    parser.add_argument(
+        "--media-path",
+        type=_folder,
+        metavar="DIR",
+        help="messages may name images and sounds in this folder (default: the folder of IN)",
+    )
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--overwrite", action="store_true", help="start again and discard the results in OUT")
     again.add_argument(
@@ -136,6 +142,7 @@ def run(args: argparse.Namespace) -> int:
                 args.system,
                 args.chat,
                 args.keep,
+                media_path=args.media_path or (None if args.input == STDIN else args.input.parent),
                 requests=lambda: _requests(engine, args.alias, embedder, args.embeddings_alias),
             )
         except ValueError as error:
@@ -159,6 +166,13 @@ def run(args: argparse.Namespace) -> int:
             raise
         shown.end(summary)
     return 1 if summary.n_failed + summary.n_skipped_failed else 0
+
+
+def _folder(text: str) -> Path:
+    path = path_of(text)
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {text}")
+    return path
 
 
 @contextmanager

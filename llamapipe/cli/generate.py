@@ -7,8 +7,10 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import llamapipe as lp
@@ -43,7 +45,9 @@ examples:
   llamapipe generate "Once upon a time, a little fox"
   llamapipe generate -m model.gguf --temperature 0 --max-tokens 64 "The capital of France is" "2 + 2 ="
   llamapipe generate -m model.gguf --lines -f questions.txt --json > answers.jsonl
-  git diff | llamapipe generate -m model.gguf"""
+  git diff | llamapipe generate -m model.gguf
+  llamapipe generate -m model.gguf --mmproj mmproj.gguf --image cat.jpg "What is in this picture?"
+"""
 _N_SLOTS = defaults_of(lp.Engine)["n_seq_max"]
 
 
@@ -65,6 +69,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="FILE",
         help="read a prompt from a file",
+    )
+    parser.add_argument(
+        "--image",
+        type=path_of,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="ask about an image: each prompt is then a message of a user that begins with it (repeatable; needs a "
+        "model with a projector and a chat template)",
     )
     parser.add_argument(
         "--lines", action="store_true", help="take each line of a file or of stdin as a prompt"
@@ -99,10 +112,11 @@ def run(args: argparse.Namespace) -> int:
         if adapters := load_adapters(model, args):
             params = replace(params, adapter=dict.fromkeys(adapters, 1.0))
         loaded = time.perf_counter()
+        asks = _Asks(engine, params, args.image)
         if len(prompts) == 1 and params.n == 1 and not args.json:
-            counts = _stream(engine, prompts[0], params)
+            counts = _stream(asks, prompts[0])
         else:
-            counts = asyncio.run(_all(engine, prompts, params, as_json=args.json))
+            counts = asyncio.run(_all(asks, prompts, as_json=args.json))
         if args.stats:
             seconds = time.perf_counter() - loaded
             print(
@@ -126,22 +140,56 @@ class _Counts:
     failed: int = 0
 
 
-def _stream(engine: lp.Engine, prompt: str, params: lp.SamplingParams) -> _Counts:
+@dataclass(frozen=True)
+class _Asks:
+    """Completes prompts, or asks about images."""
+
+    engine: lp.Engine
+    params: lp.SamplingParams
+    images: Sequence[Path]
+
+    def messages(self, prompt: str) -> list[dict[str, Any]]:
+        images = [{"type": "image", "image": path} for path in self.images]
+        return [{"role": "user", "content": [*images, {"type": "text", "text": prompt}]}]
+
+    async def whole(self, prompt: str) -> lp.Completion | lp.ChatCompletion:
+        if self.images:
+            return await self.engine.achat(self.messages(prompt), self.params)
+        return await self.engine.agenerate(prompt, self.params)
+
+    def n_tokens(self, prompt: str) -> int:
+        if self.images:
+            return self.engine._chat_builder.n_tokens(self.messages(prompt), {})
+        return len(self.engine.model.tokenize(prompt))
+
+    def pieces(self, prompt: str) -> Generator[tuple[str, int]]:
+        """New text, and how many tokens it has."""
+        if self.images:
+            with closing(self.engine.stream_chat(self.messages(prompt), self.params)) as chat:
+                for answer in chat:
+                    yield answer.reasoning + answer.content, len(answer.token_ids)
+            return
+        with closing(self.engine.stream(prompt, self.params)) as deltas:
+            for delta in deltas:
+                yield delta.text, len(delta.token_ids)
+
+
+def _stream(asks: _Asks, prompt: str) -> _Counts:
     terminal = Terminal(sys.stdout)
-    counts = _Counts(prompt=len(engine.model.tokenize(prompt)))
+    counts = _Counts(prompt=asks.n_tokens(prompt))
     ended = True
-    with closing(engine.stream(prompt, params)) as deltas:
-        for delta in deltas:
-            counts.generated += len(delta.token_ids)
-            if delta.text:
-                terminal.write(terminal.text(delta.text))
-                ended = delta.text.endswith("\n")
+    with closing(asks.pieces(prompt)) as pieces:
+        for text, n in pieces:
+            counts.generated += n
+            if text:
+                terminal.write(terminal.text(text))
+                ended = text.endswith("\n")
     if not ended:
         terminal.line()
     return counts
 
 
-async def _all(engine: lp.Engine, prompts: list[str], params: lp.SamplingParams, *, as_json: bool) -> _Counts:
+async def _all(asks: _Asks, prompts: list[str], *, as_json: bool) -> _Counts:
     """Run all prompts concurrently and print the results in order.
 
     With `as_json` a failed prompt gives an error record and the others continue; without it the error is raised.
@@ -150,7 +198,7 @@ async def _all(engine: lp.Engine, prompts: list[str], params: lp.SamplingParams,
     terminal = Terminal(sys.stdout)
     # JSON escapes lose nothing where the output's encoding lacks a character, as with LC_ALL=C without UTF-8 mode.
     escapes = (sys.stdout.encoding or "ascii").lower() != "utf-8"
-    tasks = [asyncio.create_task(engine.agenerate(prompt, params)) for prompt in prompts]
+    tasks = [asyncio.create_task(asks.whole(prompt)) for prompt in prompts]
     try:
         for index, (prompt, task) in enumerate(zip(prompts, tasks, strict=True)):
             try:
@@ -174,7 +222,7 @@ async def _all(engine: lp.Engine, prompts: list[str], params: lp.SamplingParams,
             for choice in out.choices:
                 if choice.index:
                     terminal.line(terminal.style("---", "dim"))
-                terminal.line(terminal.text(choice.text))
+                terminal.line(terminal.text(_text(choice)))
             if index + 1 < len(prompts):
                 terminal.line()
     finally:
@@ -183,19 +231,24 @@ async def _all(engine: lp.Engine, prompts: list[str], params: lp.SamplingParams,
     return counts
 
 
-def _record(index: int, prompt: str, out: lp.Completion) -> dict[str, Any]:
+def _text(choice: lp.Choice | lp.ChatChoice) -> str:
+    return choice.content if isinstance(choice, lp.ChatChoice) else choice.text
+
+
+def _record(index: int, prompt: str, out: lp.Completion | lp.ChatCompletion) -> dict[str, Any]:
     """The JSON record of one completion."""
+    first, *others = out.choices
     record = {
         "index": index,
         "prompt": prompt,
-        "text": out.text,
-        "finish_reason": out.finish_reason,
+        "text": _text(first),
+        "finish_reason": first.finish_reason,
         "n_prompt_tokens": out.n_prompt_tokens,
         "n_completion_tokens": out.n_completion_tokens,
-        "seed": out.seed,
+        "seed": first.seed,
     }
-    if len(out.choices) > 1:
-        record["texts"] = [choice.text for choice in out.choices]
-    if out.logprobs is not None:
-        record["logprobs"] = logprob_records(out.logprobs)
+    if others:
+        record["texts"] = [_text(choice) for choice in out.choices]
+    if first.logprobs is not None:
+        record["logprobs"] = logprob_records(first.logprobs)
     return record

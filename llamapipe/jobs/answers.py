@@ -6,10 +6,12 @@ import string
 import zlib
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Final
 
 from llamapipe._messages import did_you_mean, nearest, quoted
 from llamapipe.arguments import check_flag
+from llamapipe.chat.media import with_paths_below
 from llamapipe.chat.results import ToolCall
 from llamapipe.engine import Engine
 from llamapipe.jobs.records import Record, as_json, column, is_null
@@ -60,6 +62,7 @@ class Answerer:
     ValueError for a bad template, for params that the engine refuses, and for a column with the name of a result's
     field, TypeError.
 
+    ``media_path``: the folder of the images and sounds that a conversation names by their paths; None: it may not.
     ``columns``: those that the template and ``keep`` name.
     """
 
@@ -72,6 +75,7 @@ class Answerer:
         chat: bool = False,
         keep: Collection[str] = (),
         requests: Callable[[], AnswerRequest] | None = None,
+        media_path: Path | None = None,
     ) -> None:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
@@ -84,7 +88,7 @@ class Answerer:
             raise ValueError(f"keep has {quoted(min(taken))}, which is a field of results: rename the column")
         self._engine, self._params, self._keep = engine, params, names
         self._template, self._system, self._chat = template, system, chat or system is not None
-        self._open_requests = requests
+        self._open_requests, self._media_path = requests, media_path
         self._answer_request: AnswerRequest | None = None
         self.columns = [*([] if template is None else check_template(template)), *names]
         engine.check_params(params)  # a schema that cannot be compiled would fail every record
@@ -176,6 +180,8 @@ class Answerer:
         else:
             if messages is None:
                 messages = [{"role": "user", "content": prompt}]
+            else:
+                messages = with_paths_below(messages, self._media_path)
             if self._system is not None:
                 messages = [{"role": "system", "content": self._system}, *messages]
             chat = {k: v for k, v in options.items() if k in _CHAT_OPTIONS}

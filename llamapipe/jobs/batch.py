@@ -55,6 +55,7 @@ def run_batch(
     ordered: bool = True,
     retry_failed: bool = False,
     progress: bool = False,
+    media_path: str | os.PathLike[str] | None = None,
 ) -> Iterator[BatchResult]: ...
 @overload
 def run_batch(
@@ -70,6 +71,7 @@ def run_batch(
     ordered: bool = True,
     retry_failed: bool = False,
     progress: bool = False,
+    media_path: str | os.PathLike[str] | None = None,
 ) -> BatchSummary: ...
 @explains_options()
 def run_batch(
@@ -85,6 +87,7 @@ def run_batch(
     ordered: bool = True,
     retry_failed: bool = False,
     progress: bool = False,
+    media_path: str | os.PathLike[str] | None = None,
 ) -> Iterator[BatchResult] | BatchSummary:
     """Answer every record, many at a time. Use it for jobs that are too long for a list of prompts.
 
@@ -92,7 +95,8 @@ def run_batch(
     ...}``; or the ``Path`` of a .jsonl, .csv or .parquet file. They are read as they are needed, in the calling thread.
     ``template``: makes the prompt from a mapping's values, ``"Translate: {text}"``. ``system``: begins each
     conversation with this; ``chat``: prompts are messages of a user. ``keep``: names of columns to copy to the result.
-    A record that fails gives a result with ``error``.
+    A record that fails gives a result with ``error``. ``media_path``: the folder that messages may name images and
+    sounds of, by paths; None: the folder of ``records``, if that is a file, else none.
 
     Without ``output``: an iterator of results, in the order of the records, or as they are done if not ``ordered``.
     At most four records for each of the engine's slots are in flight or wait to be taken. Closing the iterator cancels
@@ -112,7 +116,11 @@ def run_batch(
     records = from_column("records", records)
     if not isinstance(engine, Engine):
         raise TypeError(f"engine must be an Engine, not {type(engine).__name__}")
-    answerer = Answerer(engine, SamplingParams() if params is None else params, template, system, chat, keep)
+    folder = None if media_path is None else path_of(media_path)
+    if folder is None and isinstance(records, os.PathLike):
+        folder = path_of(records).parent
+    params = SamplingParams() if params is None else params
+    answerer = Answerer(engine, params, template, system, chat, keep, media_path=folder)
     output = None if output is None else path_of(output)
     for name, flag in (("ordered", ordered), ("retry_failed", retry_failed), ("progress", progress)):
         check_flag(name, flag)

@@ -206,6 +206,27 @@ def _wave(place: str, data: bytes) -> tuple[npt.NDArray[np.float32], int]:
     return values.reshape(-1, n_channels).mean(1).astype(np.float32), rate
 
 
+def path_below(place: str, name: str, folder: Path | None) -> Path:
+    """The file that a stranger's text names in ``folder``, or below it; None: none may be read.
+
+    Raises InvalidRequestError if it is elsewhere, also by a link, or is a pipe or a device.
+    """
+    if folder is None:
+        raise InvalidRequestError(
+            f"{place}: {quoted(name[:80])} is a path, and none are read here: give a data URL, or media_path the "
+            "folder that paths may name files of"
+        )
+    try:
+        root = folder.resolve(strict=True)
+        path = (root / name).resolve(strict=True)
+        is_inside = path.is_relative_to(root) and path.is_file()
+    except (OSError, ValueError, RuntimeError):  # there is none; a NUL in it; a link to itself
+        is_inside = False
+    if not is_inside:
+        raise InvalidRequestError(f"{place}: {quoted(name[:80])} is no file in {folder} or below it")
+    return path
+
+
 # ---- the parts of messages
 def given_in(part: Mapping[str, Any], place: str, reads_files: bool = True) -> Given | None:
     """The image or sound of a message's part, in our form or OpenAI's; None: the part is of another kind.
@@ -246,7 +267,8 @@ def given_in(part: Mapping[str, Any], place: str, reads_files: bool = True) -> G
 
 def is_media(part: Any) -> bool:
     """Whether a part of a message is an image or a sound, right or wrong."""
-    return isinstance(part, Mapping) and part.get("type") in KINDS
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return isinstance(kind, str) and kind in KINDS
 
 
 KINDS = frozenset({"image", "image_url", "input_image", "audio", "input_audio"})

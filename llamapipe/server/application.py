@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llamapipe._engine.long_work import size_of
-from llamapipe._messages import instead_of, quoted
+from llamapipe._messages import instead_of, listed, quoted
 from llamapipe.embedding import Embedder
 from llamapipe.engine import Engine
 from llamapipe.server import (
@@ -39,7 +39,7 @@ from llamapipe.server import (
     system,
     tokens,
 )
-from llamapipe.server.endpoint import Endpoint, Exchange, LineStream, get, post
+from llamapipe.server.endpoint import Endpoint, Exchange, Handler, LineStream, get, post
 from llamapipe.server.errors import ApiError
 from llamapipe.server.gate import Gate
 from llamapipe.server.generation import check_template_args, refuse_long_chat
@@ -176,6 +176,10 @@ class ServerState(Gate):
             raise ApiError(404, "no model that generates is loaded here", "model", "model_not_found")
         return _served(name, self.chat_names + self.adapter_names)
 
+    def check_name(self, name: str | None) -> str:
+        """The name of a model or an adapter, whatever it does. Raises ApiError 404 if there is none."""
+        return _served(name, self.all_names)
+
     def check_embedder(self, name: str | None) -> tuple[Embedder, str]:
         """The embedding model and its name for the answer. Raises ApiError 404."""
         if self.embedder is None:
@@ -192,10 +196,9 @@ def _served(name: str | None, names: tuple[str, ...]) -> str:
     if name is None:
         return names[0]
     if name not in names:
-        there = ", ".join(map(repr, names))
         raise ApiError(
             404,
-            f"the model {quoted(name)} is not served here; there is {there} (--alias gives it other names)",
+            f"the model {quoted(name)} is not served here; there is {listed(names)} (--alias gives it other names)",
             "model",
             "model_not_found",
         )
@@ -243,6 +246,19 @@ def application_of(gate: Gate, endpoints: Iterable[Endpoint]) -> Starlette:
     application.router.redirect_slashes = False
     application.state.llamapipe = gate
     return application
+
+
+def _of_model(handler: Handler) -> Handler:
+    """A handler without a body that answers 404 if the query names a model that is not served."""
+
+    async def checked(exchange: Exchange) -> Response:
+        name = exchange.query_params.get("model")
+        state = exchange.server
+        if name and not any(ollama.is_named(name, known) for known in state.all_names):
+            state.check_name(name)
+        return await handler(exchange)
+
+    return checked
 
 
 # What uses the engine may take longer than the server allows; a status for each other reason is in every route.
@@ -329,19 +345,19 @@ ROUTES = (
     post("/tokenize", tokens.tokenize, tokens.TokenizeRequest, "Tokenize text or a conversation."),
     post("/detokenize", tokens.detokenize, tokens.DetokenizeRequest, "The text of tokens."),
     post("/apply-template", tokens.apply_template, tokens.TemplateRequest, "The prompt of a conversation."),
-    get("/tokenizer_info", tokens.tokenizer_info, "Properties of the tokenizer."),
+    get("/tokenizer_info", _of_model(tokens.tokenizer_info), "Properties of the tokenizer."),
     get(
         "/lora-adapters",
-        llama_server.lora_adapters,
+        _of_model(llama_server.lora_adapters),
         "The adapters, with the numbers that `lora` has for them.",
     ),
     post("/v1/load_lora_adapter", adapters.load, adapters.LoadRequest, "Load a LoRA.", ("403", "404")),
     post(
         "/v1/unload_lora_adapter", adapters.unload, adapters.UnloadRequest, "Unload a LoRA.", ("403", "404")
     ),
-    get("/props", llama_server.props, "The model's template and the defaults of requests."),
-    get("/slots", llama_server.slots, "How many slots compute a request."),
-    get("/model_info", system.model_info, "Sizes of the model and of the engine."),
+    get("/props", _of_model(llama_server.props), "The model's template and the defaults of requests."),
+    get("/slots", _of_model(llama_server.slots), "How many slots compute a request."),
+    get("/model_info", _of_model(system.model_info), "Sizes of the model and of the engine."),
     get(
         "/health",
         system.health,
@@ -398,7 +414,7 @@ OLLAMA_ROUTES = (
 PAGE_ROUTES = (
     get("/", page.page, has_key=False),
     get("/page/{name}", page.page_file, has_key=False),
-    get("/timeline", page.timeline),
+    get("/timeline", _of_model(page.timeline)),
 )
 
 

@@ -172,6 +172,13 @@ class Front(Gate):
         """``GET /v1/models/{id}``."""
         return JsonResponse(self._entry(self.pool.find(exchange.path_params["id"])))
 
+    async def delete_model(self, exchange: Exchange) -> Response:
+        """``DELETE /v1/models/{id}``: answers 403 for a model of the list and 404 for any other."""
+        model = self.pool.find(exchange.path_params["id"])
+        raise ApiError(
+            403, f"the model {quoted(model.name)} is in the list of --models; take it out there", "model"
+        )
+
     def _entry(self, model: PooledModel) -> dict[str, Any]:
         status: dict[str, Any] = {"value": model.state.value}
         if model.state is ModelState.LOADING:
@@ -350,6 +357,7 @@ class Front(Gate):
         made = [
             get("/v1/models", self.list_models, "All models, with their states.", aliases=("/models",)),
             get("/v1/models/{id:path}", self.get_model, "One model.", ("404",)),
+            Endpoint("DELETE", "/v1/models/{id:path}", self.delete_model, "Refused.", ("403", "404")),
             post("/models/load", self.load, ModelRequest, "Load a model."),
             post("/models/unload", self.unload, ModelRequest, "Unload a model."),
             get("/health", self.health, "Whether the server accepts requests.", ("503",), has_key=False,

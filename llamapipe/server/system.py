@@ -63,20 +63,13 @@ async def list_models(exchange: Exchange) -> Response:
 
 async def get_model(exchange: Exchange) -> Response:
     """``GET /v1/models/{id}``."""
-    name = exchange.path_params["id"]
-    if name not in exchange.server.all_names:
-        exchange.server.check_model(name)
-    return JsonResponse(_model(exchange.server, name))
+    return JsonResponse(_model(exchange.server, exchange.server.check_name(exchange.path_params["id"])))
 
 
 async def delete_model(exchange: Exchange) -> Response:
     """``DELETE /v1/models/{id}``: answers 403 for a served model and 404 for any other."""
-    name = exchange.path_params["id"]
-    if name in exchange.server.all_names:
-        raise ApiError(
-            403, f"the model {quoted(name)} is served and cannot be deleted; stop the server instead"
-        )
-    return JsonResponse({"id": name, "object": "model", "deleted": True})
+    name = exchange.server.check_name(exchange.path_params["id"])
+    raise ApiError(403, f"the model {quoted(name)} is served and cannot be deleted; stop the server instead")
 
 
 async def model_info(exchange: Exchange) -> Response:

@@ -1,0 +1,98 @@
+"""A model that is not served: every route that can name one answers 404, with one model and with several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.bert_model import bert_model
+from support.pool_server import pool_server
+
+import llamapipe as lp
+from llamapipe.server import ServerSettings, serve
+from llamapipe.server.application import OLLAMA_ROUTES, ROUTES
+
+TURNS = [{"role": "user", "content": "Hello"}]
+ABOUT_A_MODEL = ("/props", "/slots", "/model_info", "/tokenizer_info", "/lora-adapters", "/timeline")
+# A request of each route that names a model in its body, without the name.
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": TURNS},
+    "/v1/completions": {"prompt": "Hello"},
+    "/completion": {"prompt": "Hello"},
+    "/infill": {"input_prefix": "a", "input_suffix": "b"},
+    "/v1/fim/completions": {"prompt": "a"},
+    "/v1/responses": {"input": "Hello"},
+    "/v1/messages": {"messages": TURNS, "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": TURNS},
+    "/v1/embeddings": {"input": "Hello"},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+    "/v1/score": {"text_1": "a", "text_2": "b"},
+    "/tokenize": {"content": "Hello"},
+    "/detokenize": {"tokens": [5]},
+    "/apply-template": {"messages": TURNS},
+    "/api/chat": {"messages": []},
+    "/api/generate": {"keep_alive": 0},
+    "/api/embed": {"input": "Hello"},
+    "/api/embeddings": {"prompt": "Hello"},
+    "/api/show": {},
+    "/api/copy": {"destination": "b"},
+}
+# Names of other files than the models that are served: of the hub, or what --models does not allow at all.
+OTHER_NAMES = {"/api/pull", "/api/delete"}
+
+
+@pytest.fixture(scope="module")
+def one_model(demo: lp.Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    file, _ = bert_model(tmp_path_factory.mktemp("models") / "bert.gguf")
+    settings = ServerSettings(ollama=True, allow_pull=True)
+    with (
+        lp.Engine(demo, n_ctx=256) as engine,
+        lp.Embedder(file) as embedder,
+        serve(engine, settings=settings, embedder=embedder) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def many_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "models.toml").write_text(f'[models.demo]\nfile = "{lp.demo_model_path()}"\n')
+    with pool_server(folder / "models.toml", "--ollama", log=folder / "log") as server:
+        yield server.client
+
+
+def check(client: httpx.Client, bodies: dict[str, dict[str, Any]]) -> None:
+    answers = {("GET", path): client.get(path, params={"model": "no such"}) for path in ABOUT_A_MODEL}
+    answers |= {
+        ("POST", path): client.post(path, json={**body, "source" if "copy" in path else "model": "no such"})
+        for path, body in bodies.items()
+    }
+    answers |= {(method, ""): client.request(method, "/v1/models/no%20such") for method in ("GET", "DELETE")}
+    assert {key: answer.status_code for key, answer in answers.items()} == dict.fromkeys(answers, 404)
+    assert all("'no such'" in answer.text for answer in answers.values())
+    assert client.delete("/v1/models/demo").status_code == 403
+    assert client.get("/v1/models/demo").json()["id"] == "demo"
+    assert client.get("/model_info", params={"model": "demo:latest"}).status_code == 200
+
+
+def test_of_one_model(one_model: httpx.Client) -> None:
+    check(one_model, BODIES)
+
+
+def test_of_many_models(many_models: httpx.Client) -> None:
+    """There, the list says which models there are: nothing can be copied."""
+    check(many_models, {path: body for path, body in BODIES.items() if path != "/api/copy"})
+
+
+def test_every_route_with_a_model_is_here() -> None:
+    routes = (*ROUTES, *OLLAMA_ROUTES)
+    named = {
+        one.path
+        for one in routes
+        if one.body is not None and {"model", "source"} & set(one.body.__struct_fields__)
+    }
+    assert named == BODIES.keys() | OTHER_NAMES

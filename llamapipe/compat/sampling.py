@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from llamapipe._messages import quoted
 from llamapipe.arguments import check_float, check_int, path_of
 from llamapipe.llama.adapter import AnyAdapter
 from llamapipe.params import SamplingParams
@@ -148,7 +149,9 @@ def sampling_params(
     Raises TypeError and ValueError as ``SamplingParams``, and ValueError for features that llama.cpp no longer has.
     """
     if tfs_z != 1.0:
-        raise ValueError(f"tfs_z is {tfs_z}; llama.cpp no longer has tail-free sampling, only 1.0 works")
+        raise ValueError(
+            f"tfs_z is {quoted(tfs_z)}; llama.cpp no longer has tail-free sampling, only 1.0 works"
+        )
     temperature = check_float("temperature", temperature, -math.inf, math.inf)
     if not penalize_nl:
         raise ValueError("penalize_nl=False: llama.cpp no longer exempts line ends from penalties")

@@ -19,7 +19,7 @@ import msgspec
 from starlette.responses import Response
 
 import llamapipe
-from llamapipe._messages import quoted
+from llamapipe._messages import quoted, shown
 from llamapipe._sampling_table import OPTIONS, SAMPLER_ORDER, SWITCHES, Kind
 from llamapipe.llama.adapter import Adapter
 from llamapipe.llama.fim import FimText, fim_room
@@ -175,6 +175,7 @@ _BY_BARE_NAME = {
     name.replace("_", ""): name for name in SAMPLER_ORDER
 }  # llama-server takes top-k and topk, too
 _MOST_SAMPLERS = 64
+_MOST_OF_A_LIMIT = 2**31 - 1
 
 
 def sampler_names(given: Sequence[str] | str) -> list[str]:
@@ -249,8 +250,9 @@ def _params(exchange: Exchange, request: LlamaServerRequest) -> SamplingParams:
         exchange.note_unused(tuple(dict.fromkeys(unused)))
     for name in ("n_indent", "t_max_predict_ms"):
         value = getattr(request, name)
-        if value is not None and value < (-1 if name == "t_max_predict_ms" else 0):
-            raise ApiError(400, f"{name} is {value}; it must be 0 or more", name)
+        least = -1 if name == "t_max_predict_ms" else 0
+        if value is not None and not least <= value <= _MOST_OF_A_LIMIT:
+            raise ApiError(400, f"{name} is {shown(value)}; it must be from 0 to {_MOST_OF_A_LIMIT}", name)
     more.update(exchange.server.adapter_of(request.model or None))
     if request.lora is not None:
         if "adapter" in more:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -172,3 +173,20 @@ class TestTokenizer:
     def test_it_takes_nothing_else(self) -> None:
         with pytest.raises(TypeError, match=r"^llama must be a Llama or a llamapipe\.Model, not str$"):
             LlamaTokenizer("model.gguf")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", ["create_completion", "create_chat_completion"])
+def test_messages_quote_a_piece_of_a_long_value(llm: Any, method: str) -> None:
+    call = getattr(llm, method)
+    given = {"prompt": "a"} if method == "create_completion" else {"messages": HELLO}
+    long = "x" * 100_000
+    values = (long, {long: 1}, [long], [{"type": long}], {"type": "function", "function": {"name": long}})
+    said: list[tuple[str, str]] = []
+    for name in inspect.signature(call).parameters:
+        for value in values:
+            try:
+                call(**{**given, "max_tokens": 1, name: value})
+            except (TypeError, ValueError) as e:
+                said.append((name, str(e)))
+    assert len(said) > 100
+    assert [name for name, message in said if len(message) > 2500] == []

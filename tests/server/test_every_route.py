@@ -1,9 +1,10 @@
-"""A model that is not served: every route that can name one answers 404, with one model and with several."""
+"""What every route does with a model that is not served, and with values of 100,000 characters."""
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -96,3 +97,41 @@ def test_every_route_with_a_model_is_here() -> None:
         if one.body is not None and {"model", "source"} & set(one.body.__struct_fields__)
     }
     assert named == BODIES.keys() | OTHER_NAMES
+
+
+LONG = "x" * 100_000
+VALUES: tuple[Any, ...] = (LONG, {LONG: 1}, [{"type": LONG}], [LONG], 10**4000)
+
+
+def test_errors_are_short(one_model: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    """No answer and no line of the log quotes more than a piece of what a client sent, and none is a failure."""
+    caplog.set_level(logging.INFO)
+    n_refused = 0
+    for route in (*ROUTES, *OLLAMA_ROUTES):
+        if route.body is None:
+            continue
+        fields = route.body.__struct_fields__
+        shared = {"max_tokens": 1, "n_predict": 1, "model": "demo"}
+        body = {name: value for name, value in shared.items() if name in fields} | BODIES.get(route.path, {})
+        for i, field in enumerate((*fields, LONG)):
+            for value in (VALUES[i % len(VALUES)], VALUES[(i + 1) % len(VALUES)]):
+                answer = one_model.request(
+                    route.method, route.path, content=json.dumps({**body, field: value})
+                )
+                assert answer.status_code < 500, (route.path, field[:50])
+                assert sum(map(len, answer.headers.values())) < 1000, (route.path, field[:50])
+                if answer.status_code != 200:
+                    n_refused += 1
+                    assert len(answer.content) < 2500, (route.path, field[:50])
+    assert n_refused > 500
+    assert max(len(logging.Formatter().format(one)) for one in caplog.records) < 5000
+
+
+def test_errors_of_several_models_are_short(many_models: httpx.Client) -> None:
+    for path in ("/v1/completions", "/v1/embeddings", "/api/chat", "/api/show", "/api/pull", "/models/load"):
+        for value in VALUES:
+            answer = many_models.post(path, content=json.dumps({"model": value}))
+            assert 400 <= answer.status_code < 500, path
+            assert len(answer.content) < 2500, path
+    answer = many_models.get("/v1/models/" + "x" * 50_000)
+    assert (answer.status_code, len(answer.content) < 2500) == (404, True)

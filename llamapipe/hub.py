@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from llamapipe.errors import ModelLoadError
 
 PREFIX = "hf:"
+MMPROJ = "mmproj*.gguf"  # for ``choose``: the projector; of several types, that of F16
 _ADDRESS = re.compile(
     r"(?:https?://)?(?:huggingface|hf)\.co/([^/?:]+/[^/?:]+)"
     r"(?:/(?:(?:resolve|blob)/[^/]+/)?([^?#]+\.gguf)|(:[^/?#]+)|/tree(?:/[^?#]*)?|/)?(?:[?#].*)?"
@@ -77,6 +78,8 @@ def choose(names: Iterable[str], pattern: str | None, where: str) -> list[str]:
         found = [pattern]
     else:
         found = [name for name in files if fnmatchcase(name, pattern) or fnmatchcase(_last(name), pattern)]
+    if pattern == MMPROJ and len(found) > 1:
+        found = [name for name in found if _has_quantization(name, "F16")] or found
     models = sorted({_SPLIT.sub("", name) for name in found})
     if not models:
         what = (
@@ -94,6 +97,15 @@ def choose(names: Iterable[str], pattern: str | None, where: str) -> list[str]:
     if missing:
         raise ValueError(f"{where} has not all parts of {stem}: {missing[0]} is missing")
     return parts
+
+
+def source_of(path: Path) -> Reference | None:
+    """The repository, and the commit in place of a file, that a file of the cache comes from; None for other files."""
+    for folder in path.absolute().parents:
+        owner_and_name = folder.parent.parent.name.removeprefix("models--").split("--")
+        if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
+            return Reference("/".join(owner_and_name), folder.name)
+    return None
 
 
 def part_of(name: str) -> tuple[str, int]:

@@ -262,7 +262,7 @@ class ChatBuilder:
         if projector is None:
             raise InvalidRequestError(
                 f"{first[0]} has the type {quoted(first[1])}; only text is supported, because {self._model.path.name} "
-                "was loaded without a projector: give Model(…, mmproj=FILE) the model's second file, if it has one"
+                f"{self._model.no_projector}: give Model(…, mmproj=FILE) the model's second file, if it has one"
             )
         messages, mark, given = taken_media(messages)
         owner = repr(cache_key(salt)).encode()

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llamapipe._messages import listed
+
 if TYPE_CHECKING:
     import llamapipe as lp
     from llamapipe.gguf.check import GgufInfo
@@ -65,6 +67,7 @@ def look_at(path: Path) -> dict[str, Any]:
             "kernels": None if level == ffi.NULL else ffi.string(level).decode(),
             **_template(model),
         }
+        found["images"], found["audio"], found["mmproj"], found["mmproj_bytes"] = _projector(info, model)
         sizes = dict(model.metadata)
     # Layers with a sliding window may hold fewer cells than the others: this is the most.
     found["kv_is_upper_limit"] = sizes.pop(f"{info.architecture}.attention.sliding_window", None) is not None
@@ -116,6 +119,16 @@ def _template(model: lp.Model) -> dict[str, Any]:
     }
 
 
+def _projector(info: GgufInfo, model: lp.Model) -> tuple[bool, bool, list[str], int]:
+    """Whether messages may have images, and sounds; the files of projectors that were found, and their size."""
+    from llamapipe.gguf.mmproj import mmproj_beside
+
+    beside = mmproj_beside(info.path, info.n_embd, lambda: model.metadata.get("general.name", ""))
+    one = beside[0] if len(beside) == 1 else None
+    names, n_bytes = [file.path.name for file in beside], sum(file.size_bytes for file in beside)
+    return one is not None and one.sees, one is not None and one.hears, names, n_bytes
+
+
 def _memory(found: dict[str, Any]) -> dict[str, Any]:
     """Free memory, and how many slots fit beside the weights by context; on GPUs if there are any, else on the host."""
     import llamapipe as lp
@@ -165,6 +178,7 @@ def findings_of(found: dict[str, Any], name: str) -> Iterator[Finding]:
         yield Finding("use", True, "embeds or ranks texts; it does not generate any")
     else:
         yield _chat_finding(found)
+        yield _media_finding(found)
     command = suggestion(found, name)
     if found["generates"]:
         yield from _memory_findings(found, command is not None)
@@ -201,6 +215,20 @@ def _chat_finding(found: dict[str, Any]) -> Finding:
         return Finding("chat", True, f"no: {found['chat_problem']}; it completes texts")
     tools, reasoning = (("yes" if found[key] else "no") for key in ("tools", "reasoning"))
     return Finding("chat", True, f"yes; tools: {tools}; reasoning: {reasoning}")
+
+
+def _media_finding(found: dict[str, Any]) -> Finding:
+    files = found["mmproj"]
+    if not files:
+        return Finding("images", True, "no: no projector (mmproj*.gguf) of this model is beside it")
+    if len(files) > 1:
+        fix = "choose one with --mmproj FILE"
+        return Finding("images", True, f"no: {len(files)} projectors are beside it, {listed(files)}", fix)
+    taken = " and ".join(
+        what for what, takes in (("images", found["images"]), ("sounds", found["audio"])) if takes
+    )
+    detail = f"takes {taken} with {files[0]}, {_size(found['mmproj_bytes'])}, which the first one loads"
+    return Finding("images", True, detail)
 
 
 def _memory_findings(found: dict[str, Any], fits: bool) -> Iterator[Finding]:

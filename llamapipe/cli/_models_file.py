@@ -1,7 +1,7 @@
 """What ``llamapipe serve --models`` names: a folder of GGUF files, or a TOML file that lists models.
 
-``entries_of`` reads the list and checks it; no model's file is opened. ``look`` finds out what loading one needs: its
-file, whether it embeds or generates, and the memory that its process will take.
+``entries_of`` reads the list and checks it; of files in a folder, only the first bytes are read. ``look`` finds out
+what loading one needs: its file, whether it embeds or generates, and the memory that its process will take.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from llamapipe._messages import did_you_mean, listed, quoted
 from llamapipe.cli.options import ENGINE, MODEL, Option, model_path
 from llamapipe.cli.parser import UsageError
 from llamapipe.gguf.check import GgufInfo, check_gguf, head_texts
-from llamapipe.gguf.reader import fingerprint
+from llamapipe.gguf.mmproj import is_mmproj, mmproj_beside
+from llamapipe.gguf.reader import fingerprint, first_texts
+from llamapipe.hub import MMPROJ, model_file, parse
 from llamapipe.model_pool import embeds_of, need_of
 from llamapipe.ollama_models import PREFIX as OLLAMA
 from llamapipe.ollama_models import find_stored, model_of
@@ -67,7 +69,7 @@ def _in_folder(folder: Path) -> list[ModelEntry]:
     made: dict[str, ModelEntry] = {}
     for file in sorted([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")]):
         part = _PART.fullmatch(file.stem)
-        if file.name.startswith("mmproj") or (part is not None and int(part[2]) != 1):
+        if is_mmproj(file.name) or (part is not None and int(part[2]) != 1) or _accompanies(file):
             continue
         name = file.stem if part is None else part[1]
         if name in made:
@@ -78,6 +80,13 @@ def _in_folder(folder: Path) -> list[ModelEntry]:
     if not made:
         raise UsageError(f"--models: {folder} has no GGUF files")
     return list(made.values())
+
+
+def _accompanies(file: Path) -> bool:
+    """Whether a file is an adapter, a control vector, a projector or an importance matrix, and so no model."""
+    texts = first_texts(file)
+    architecture = texts.get("general.architecture")
+    return texts.get("general.type", "model") != "model" or architecture in ("clip", "controlvector")
 
 
 def _entry(path: Path, name: str, table: Any) -> ModelEntry:
@@ -134,7 +143,7 @@ def _value(where: str, name: str, value: Any, folder: Path) -> Any:
     if name in _FILES:
         if not isinstance(value, str):
             raise UsageError(f"{where} must be text, the name of a GGUF file")
-        return _place(value, folder) if name == "draft" else str(folder / value)
+        return value if name == "mmproj" and value in ("auto", "off") else _place(value, folder)
     if name == "chat_template" and isinstance(value, str) and "{" not in value:
         return str(folder / value)
     option = _OF_MODEL.get(name)
@@ -172,11 +181,11 @@ def found_of(common: Mapping[str, Any], entry: ModelEntry) -> Found:
             found["draft"] = str(model_path(str(options["draft"])))
         embeds = embeds_of(info) if entry.embeds is None else entry.embeds
         need = need_of(info, embeds, entry.options if embeds else {**options, **found})
+        texts = head_texts(info.path)
+        beside = [file for key in _ADAPTERS for _, file in entry.options.get(key, ())]
+        beside += [] if embeds else _projectors(entry.options.get("mmproj", "auto"), info, texts)
     except (argparse.ArgumentTypeError, lp.errors.LlamapipeError, ImportError) as e:
         raise ValueError(str(e)) from None
-    texts = head_texts(info.path)
-    beside = [file for key in _ADAPTERS for _, file in entry.options.get(key, ())]
-    beside += [entry.options["mmproj"]] if "mmproj" in entry.options else []
     return Found(
         str(path),
         embeds,
@@ -188,6 +197,19 @@ def found_of(common: Mapping[str, Any], entry: ModelEntry) -> Found:
         info.stamps[0].modified_ns / 1e9,
         sha256(fingerprint(info.path)).hexdigest() if stored is None else find_stored(stored[1]).digest,
     )
+
+
+def _projectors(given: str, info: GgufInfo, texts: Mapping[str, str]) -> list[Path]:
+    """The projector's file that the model will load, if any. Raises ValueError."""
+    if given == "off":
+        return []
+    if given == "auto":
+        found = mmproj_beside(info.path, info.n_embd, lambda: texts.get("general.name", ""))
+        return [one.path for one in found] if len(found) == 1 else []
+    if given.startswith("hf:"):
+        repo_id, filename = parse(given)
+        return [model_file(repo_id, filename or MMPROJ)]
+    return [Path(given)]
 
 
 def _details(texts: dict[str, str], info: GgufInfo) -> dict[str, Any]:

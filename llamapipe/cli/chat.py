@@ -147,7 +147,7 @@ _HELP = """\
 /regen         answer the last message again
 /system TEXT   set the system message and start again
 /system        remove it
-/image FILE    add an image to the next message (--mmproj)
+/image FILE    add an image to the next message
 /save FILE     write the messages as JSON
 /load FILE     continue from the messages in a file
 /help          show this; also /?

@@ -46,7 +46,7 @@ examples:
   llamapipe generate -m model.gguf --temperature 0 --max-tokens 64 "The capital of France is" "2 + 2 ="
   llamapipe generate -m model.gguf --lines -f questions.txt --json > answers.jsonl
   git diff | llamapipe generate -m model.gguf
-  llamapipe generate -m model.gguf --mmproj mmproj.gguf --image cat.jpg "What is in this picture?"
+  llamapipe generate -m model.gguf --image cat.jpg "What is in this picture?"
 """
 _N_SLOTS = defaults_of(lp.Engine)["n_seq_max"]
 
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--logprobs needs --json")
     start = time.perf_counter()
     with (
-        open_model(args.model, given(args, MODEL)) as model,
+        open_model(args.model, {**({"mmproj": True} if args.image else {}), **given(args, MODEL)}) as model,
         # More slots than prompts would only cost memory.
         open_engine(
             model, {"n_seq_max": min(_N_SLOTS, len(prompts) * params.n), **given(args, ENGINE)}

@@ -148,6 +148,19 @@ def template_file(text: str) -> str:
     return text
 
 
+def mmproj_file(text: str) -> str | Path:
+    """What ``--mmproj`` names, as ``Model`` takes it. Raises ArgumentTypeError."""
+    if not text.startswith("hf:"):
+        return text if text in ("auto", "off") else path_of(text)
+    from llamapipe.hub import parse
+
+    try:
+        parse(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
+    return text
+
+
 # How the text of an option is read, by its kind; and of the options of other kinds, or with further values.
 _READ: dict[Kind, Callable[[str], Any]] = {
     Kind.INT: int,
@@ -261,9 +274,10 @@ MODEL = [
     ),
     Option(
         "mmproj",
-        path_of,
+        mmproj_file,
         "FILE",
-        "the model's second file, a GGUF file with an encoder of images or sounds, for messages with these",
+        "the model's second file, a GGUF file with an encoder of images or sounds, for messages with these; "
+        "hf:OWNER/REPO[/FILE] of the hub; off: none (default: the one mmproj*.gguf beside the model, if it fits)",
     ),
     Option(
         "rpc", str, "HOST:PORT", "also place layers on this `llamapipe rpc-worker` (repeatable)", repeats=True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,17 +20,27 @@ from llamapipe.gguf.reader import BOOL, STRING, U32, Damage, Head
 # Kinds that need more of a prompt than rows in the place of tokens: their layout depends on what precedes them.
 _UNSUPPORTED: Final = frozenset({"deepseek4v", "hunyuanvl", "hunyuanocr", "cogvlm", "qwen3tts", "pockettts"})
 _BLOCK: Final = re.compile(r"([va])\.blk\.(\d+)\.(.+)\.(weight|bias)")
+_QUANTIZATION: Final = re.compile(r"(?:[-._](?:ud|i?q\d\w*|b?f16|f32|tq\d\w*|mxfp4\w*))+$")
+_PART: Final = re.compile(r"-\d{5}-of-\d{5}$")
 _MOST: Final = 2**20  # of any size
 
 
 @dataclass(frozen=True)
 class MmprojInfo:
-    """The facts of a checked file. ``projectors``: libmtmd's names of their kinds, such as ``"gemma3"``."""
+    """The facts of a checked file. ``projectors``: libmtmd's names of their kinds, such as ``"gemma3"``.
+
+    ``sees``, ``hears``: whether it has an encoder of images, of sounds. ``widths``: of the rows that each makes, as the
+    file says. ``title``: of the model that it was made from, or an empty text.
+    """
 
     path: Path
     projectors: tuple[str, ...]
     size_bytes: int
     stamp: Stamp
+    sees: bool
+    hears: bool
+    widths: tuple[int, ...]
+    title: str
 
 
 def check_mmproj(path: str | os.PathLike[str]) -> MmprojInfo:
@@ -37,11 +48,54 @@ def check_mmproj(path: str | os.PathLike[str]) -> MmprojInfo:
     file = Path(path)
     opened = open_gguf(file)
     try:
-        projectors = _checked(opened.head)
+        modalities, projectors = _checked(opened.head)
         check_tensors(opened.head)
+        widths = [_value(opened.head, f"clip.{one}.projection_dim", U32) for one in modalities]
+        title = _text(opened.head, "general.name")
     except Damage as damage:
         raise ModelLoadError(f"{file}: {damage}") from None
-    return MmprojInfo(file, projectors, len(opened.head.buffer), opened.stamp)
+    sees, hears = "vision" in modalities, "audio" in modalities
+    stamp, n_bytes = opened.stamp, len(opened.head.buffer)
+    return MmprojInfo(file, projectors, n_bytes, stamp, sees, hears, tuple(n or 0 for n in widths), title)
+
+
+def is_mmproj(name: str) -> bool:
+    """Whether a file's name says that it is a projector's."""
+    return name.lower().startswith("mmproj") and name.lower().endswith(".gguf")
+
+
+def mmproj_beside(model: Path, n_embd: int, title: Callable[[], str]) -> list[MmprojInfo]:
+    """The projectors in a model's folder that belong to it. ``n_embd``, ``title``: the model's width and name.
+
+    Rows of another width are another model's. In a folder of several models the name must agree too, the one in the
+    file or the file's: the width of a text model is often that of a model which takes images.
+    """
+    try:
+        names = [entry.name for entry in os.scandir(model.parent) if entry.name.endswith(".gguf")]
+    except OSError:
+        return []
+    others = {_plain(name) for name in names if not is_mmproj(name) and not name.startswith("imatrix")}
+    own = _plain(model.name)
+    found = []
+    for name in sorted(filter(is_mmproj, names)):
+        try:
+            info = check_mmproj(model.with_name(name))
+        except ModelLoadError:
+            continue
+        same = _plain(name) == own or _letters(info.title) == _letters(title()) != ""
+        if all(width == n_embd for width in info.widths) and (same or others <= {own}):
+            found.append(info)
+    return found
+
+
+def _plain(name: str) -> str:
+    """What a file's name says about the model: without its part, its role and its types of weights."""
+    stem = _PART.sub("", name.lower().removesuffix(".gguf"))
+    return _letters(_QUANTIZATION.sub("", stem).replace("mmproj", ""))
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[\W_]+", "", text.lower())
 
 
 def _text(head: Head, key: str) -> str:
@@ -57,7 +111,8 @@ def _value(head: Head, key: str, kind: int) -> Any:
     return None if entry is None else entry.value
 
 
-def _checked(head: Head) -> tuple[str, ...]:
+def _checked(head: Head) -> tuple[list[str], tuple[str, ...]]:
+    """The modalities, and the kinds of their projectors."""
     architecture = _text(head, "general.architecture")
     if architecture != "clip":
         raise Damage(
@@ -77,7 +132,7 @@ def _checked(head: Head) -> tuple[str, ...]:
             raise Damage(f"llamapipe does not support the projector {kind!r} yet")
         projectors.append(kind)
         _check_sizes(head, modality)
-    return tuple(dict.fromkeys(projectors))
+    return modalities, tuple(dict.fromkeys(projectors))
 
 
 def _size(head: Head, key: str, least: int = 1) -> int | None:

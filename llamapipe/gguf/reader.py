@@ -60,6 +60,7 @@ _MAX_KEY_BYTES: Final = 65_535
 _MAX_STRING_BYTES: Final = 1 << 30  # llama.cpp's own limit
 _MAX_NAME_BYTES: Final = 63  # GGML_MAX_NAME - 1
 _SCAN_BYTES: Final = 1 << 22
+_FIRST_BYTES: Final = 2**16
 Scalar = int | float | bytes
 
 
@@ -327,6 +328,35 @@ def _alignment(entries: dict[str, Entry]) -> int:
     if entry.kind != U32 or not isinstance(value, int) or value <= 0 or value & (value - 1):
         raise Damage(f"general.alignment is {value!r}, it must be a u32 and a power of two")
     return value
+
+
+def first_texts(path: Path) -> dict[str, str]:
+    """The texts of a file's metadata before the first array, such as ``general.type``; of any file, without an error.
+
+    Reads 64 KiB: a whole head has a vocabulary.
+    """
+    found: dict[str, str] = {}
+    try:
+        if not path.is_file():  # a pipe would be waited for
+            return found
+        with path.open("rb") as file:
+            data = file.read(_FIRST_BYTES)
+        at = _HEADER_BYTES
+        while data[:4] == b"GGUF":
+            n = _U64.unpack_from(data, at)[0]
+            key = data[at + 8 : at + 8 + n]
+            at += 8 + n
+            kind = _U32.unpack_from(data, at)[0]
+            at += 4
+            if kind != STRING:
+                at += _SCALARS[kind].size  # of an array: KeyError
+                continue
+            n = _U64.unpack_from(data, at)[0]
+            found[key.decode(errors="replace")] = data[at + 8 : at + 8 + n].decode(errors="replace")
+            at += 8 + n
+    except (OSError, ValueError, KeyError, struct.error):
+        pass
+    return found
 
 
 N_BYTES = 16

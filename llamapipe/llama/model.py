@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
-from llamapipe._messages import explains_options, wrong_option
+from llamapipe._messages import explains_options, listed, wrong_option
 from llamapipe.arguments import check_choice, check_flag, check_int, path_of
 from llamapipe.errors import BackendError, EngineClosedError, ModelLoadError
 from llamapipe.host.cores import usable_cores
@@ -89,7 +89,9 @@ class Model(NotCopyable):
     packed weights are kept, as large as these; True or ``"auto"`` for the user's cache, None, False or ``"off"`` for
     none. The first load writes a file there, later ones map it, which is faster, and processes share its memory.
     ``mmproj``: the path of the model's second file, a GGUF file with an encoder of images or sounds, for messages with
-    these; see ``docs/guides/images.md``.
+    these, or ``hf:OWNER/REPO[/FILE]``; see ``docs/guides/images.md``. ``"auto"``: the file ``mmproj*.gguf`` beside the
+    model, if exactly one there is this model's; it is loaded with the first image, and its absence is no error. True:
+    the same, or the file in the repository that the model comes from; it must be there. None, False or ``"off"``: none.
 
     ``path``, ``name``: the file, and what servers and messages call the model.
 
@@ -101,7 +103,7 @@ class Model(NotCopyable):
     ``n_packed_tensors``: these weights' number; ``packed_bytes``: the memory they take, which is not part of the file.
     ``packed_file``: the file in ``packed_cache`` that they are mapped from, or None. ``attends``: whether contexts
     compute attention with kernels of llamapipe, too. ``supports_images``, ``supports_audio``: whether messages may have
-    images and sounds; never without ``mmproj``.
+    images and sounds; never without a projector (``mmproj``).
 
     Any thread may use a model. Close it, or use ``with``, after every context and engine created from it.
 
@@ -127,10 +129,11 @@ class Model(NotCopyable):
         tool_calls: Literal["lenient", "strict"] = "lenient",
         kernels: Literal["auto", "ggml"] = "auto",
         packed_cache: str | os.PathLike[str] | bool | None = None,
-        mmproj: str | os.PathLike[str] | None = None,
+        mmproj: str | os.PathLike[str] | bool | None = "auto",
     ) -> None:
         self._handle: Any = None
         self.projector: Projector | None = None
+        self.no_projector = "was loaded without a projector"
         self._workers: Workers | None = None
         self._pid = os.getpid()
         self._lock = Lock()
@@ -162,12 +165,11 @@ class Model(NotCopyable):
                         f"packed_cache maps packed weights, which {name}={value!r} does not allow"
                     )
         self._given_template = None if chat_template is None else template_text(chat_template)
-        if mmproj is not None:
-            mmproj = path_of(mmproj)
-            if self.vocab_only:
-                raise ValueError(
-                    "mmproj is given, and vocab_only loads no weights that could use it; give one of them"
-                )
+        second = _given_mmproj(mmproj)
+        if self.vocab_only and second not in ("auto", None):
+            raise ValueError(
+                "mmproj is given, and vocab_only loads no weights that could use it; give one of them"
+            )
         if rpc is not None:
             check_rpc(split, n_layers, self.vocab_only)
         from llamapipe.gguf.check import check_gguf
@@ -208,8 +210,8 @@ class Model(NotCopyable):
             self._load(info, params, progress, folder)
             self._read_sizes()
             self._check_rope(info)
-            if mmproj is not None:
-                self._load_projector(info, mmproj)
+            if second is not None and not self.vocab_only:
+                self._set_projector(info, second)
         except BaseException:  # Ctrl-C: the caller never gets this object, so cannot close it
             self.close()
             raise
@@ -295,18 +297,38 @@ class Model(NotCopyable):
         if kind & lib.LLAMA_ROPE_TYPE_MROPE and not info.has_rope_sections:
             raise ModelLoadError(f"{name}dimension_sections is missing or zero, this architecture needs it")
 
-    def _load_projector(self, info: GgufInfo, path: Path) -> None:
-        from llamapipe.gguf.mmproj import check_mmproj
+    def _set_projector(self, info: GgufInfo, given: Path | str | bool) -> None:
+        """Loads the projector of ``mmproj``, or remembers the one that was found."""
+        from llamapipe.gguf.mmproj import check_mmproj, mmproj_beside
         from llamapipe.llama.projector import Projector
 
+        is_asked = given != "auto"
         if info.architecture in _NO_MEDIA:
-            raise ModelLoadError(
-                f"{self.path}: llamapipe does not support images and sounds with the architecture {info.architecture!r}"
-            )
-        with mapping_guard(self._native, path):
-            found = check_mmproj(path)
+            if is_asked:
+                raise ModelLoadError(
+                    f"{self.path}: llamapipe does not support images and sounds with the architecture "
+                    f"{info.architecture!r}"
+                )
+            return
+        with mapping_guard(self._native, self.path):
+            if isinstance(given, Path):
+                found = [check_mmproj(given)]
+            else:
+                title = lambda: self.metadata.get("general.name", "")  # noqa: E731
+                found = mmproj_beside(self.path, self.n_embd, title)
+                if len(found) > 1:
+                    names = listed([one.path.name for one in found])
+                    self.no_projector = f"has {len(found)} projectors beside it, {names}"
+                    if is_asked:
+                        raise ModelLoadError(f"{self.path} {self.no_projector}; give mmproj the path of one")
+                elif not found:
+                    self.no_projector = "has no projector beside it"
+                    found = [check_mmproj(_mmproj_of_hub(self.path))] if is_asked else []
+        if len(found) == 1:
             use_gpu = any(device.type in ("gpu", "igpu") for device in self.devices)
-            self.projector = Projector(self._native, self, self._handle, path, found, use_gpu)
+            self.projector = Projector(self._native, self, self._handle, found[0], use_gpu)
+            if is_asked:
+                self.projector.open()
 
     @property
     def supports_images(self) -> bool:
@@ -385,6 +407,7 @@ class Model(NotCopyable):
             "architecture",
             "tensors",
             "projector",
+            "no_projector",
         }
         return [name for name in super().__dir__() if not name.startswith("_") and name not in hidden]
 
@@ -665,6 +688,37 @@ def _packed_folder(value: str | os.PathLike[str] | bool | None) -> Path | None:
         return cache_folder() / "packed"
     except RuntimeError as error:  # there is no home folder
         raise ValueError(f"packed_cache: {error}; give a folder") from None
+
+
+def _given_mmproj(value: str | os.PathLike[str] | bool | None) -> Path | Literal["auto", True] | None:
+    """What ``mmproj`` means. Raises TypeError, ValueError, and as ``hub.model_file``."""
+    if value is None or value is False or value == "off":
+        return None
+    if value is True:
+        return True
+    if value == "auto":
+        return "auto"
+    if isinstance(value, str) and value.startswith("hf:"):
+        from llamapipe.hub import MMPROJ, model_file, parse
+
+        repo_id, filename = parse(value)
+        return model_file(repo_id, filename or MMPROJ)
+    try:
+        return path_of(value)
+    except TypeError:
+        raise TypeError(f"mmproj must be a path, a bool or None, not {type(value).__name__}") from None
+
+
+def _mmproj_of_hub(model: Path) -> Path:
+    """The projector in the repository that a file of the hub's cache comes from. Raises ModelLoadError."""
+    from llamapipe.hub import MMPROJ, model_file, source_of
+
+    source = source_of(model)
+    if source is None:
+        raise ModelLoadError(
+            f"{model} has no projector (mmproj*.gguf) of the same model beside it; give mmproj its path"
+        )
+    return model_file(source.repo_id, MMPROJ, revision=source.filename)
 
 
 def template_text(given: str | os.PathLike[str]) -> str:

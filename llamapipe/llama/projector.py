@@ -14,13 +14,13 @@ import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import sha256, shake_256
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from llamapipe.errors import DecodeError, InvalidRequestError, ModelLoadError
 from llamapipe.host.cores import usable_cores
+from llamapipe.llama.loading import mapping_guard
 from llamapipe.locks import Lock
 from llamapipe.native.load import LIB_DIR, drain_log, last_error
 
@@ -74,23 +74,37 @@ class Media:
 class Projector:
     """An encoder for one model, and its cache. Any thread; encoding is one at a time.
 
-    ``name``: libmtmd's names of the projector's kinds. Raises ModelLoadError.
+    Nothing is loaded before ``open`` or the first image. ``name``: libmtmd's names of the projector's kinds. ``sees``,
+    ``hears``: whether it takes images, and sounds.
     """
 
-    def __init__(
-        self, native: Any, model: Model, handle: Any, path: Path, info: MmprojInfo, use_gpu: bool
-    ) -> None:
-        self.path = path
+    def __init__(self, native: Any, model: Model, handle: Any, info: MmprojInfo, use_gpu: bool) -> None:
+        self.path = info.path
         self.name = " and ".join(info.projectors)
+        self.sees, self.hears = info.sees, info.hears
+        self.sample_rate = 0
+        self._info, self._use_gpu = info, use_gpu
         self._native = native
+        self._model_handle = handle
         self._handle: Any = None
         self._lock = Lock()  # of the cache
         self._cache: OrderedDict[bytes, Media] = OrderedDict()
         # One image at a time: a large one takes some hundreds of megabytes for a moment.
         self._preparing = Lock()
         self._n_vocab = model.n_vocab
+        self._n_embd: int = native.lib.llama_model_n_embd_inp(handle)
+
+    def open(self) -> None:
+        """Loads the encoder, unless it is loaded. Raises ModelLoadError."""
+        with self._preparing:
+            self._opened()
+
+    def _opened(self) -> Any:
+        """The native encoder. With ``_preparing`` locked."""
+        if self._handle is not None:
+            return self._handle
+        native, path = self._native, self.path
         lib, ffi = native.lib, native.ffi
-        self._n_embd: int = lib.llama_model_n_embd_inp(handle)
         library = next(LIB_DIR.glob("libllamapipe-mtmd*"), None)
         if library is None:
             raise ModelLoadError(
@@ -99,20 +113,26 @@ class Projector:
         drain_log(native)
         # ggml's threads of the engine's steps compute meanwhile.
         n_threads = max(usable_cores() // 2, 1)
-        made = lib.lp_media_open(os.fsencode(library), os.fsencode(path), handle, n_threads, use_gpu)
+        with mapping_guard(native, path):
+            if change := self._info.stamp.change():
+                raise ModelLoadError(f"{change} after the model was loaded; load it again")
+            made = lib.lp_media_open(
+                os.fsencode(library), os.fsencode(path), self._model_handle, n_threads, self._use_gpu
+            )
         problems = drain_log(native)
         if made == ffi.NULL:
             raise ModelLoadError(f"{path}: libmtmd refused it: {(problems or [last_error(native)])[0]}")
-        self._handle = made
-        self.sees = bool(lib.lp_media_sees(made))
-        self.sample_rate: int = lib.lp_media_sample_rate(made)
-        self.hears = self.sample_rate > 0
         if lib.lp_media_is_mrope(made):
-            self.close()
+            lib.lp_media_close(made)
             raise ModelLoadError(
                 f"{path}: the text model has positions of several kinds (M-RoPE), as the projector {self.name} needs "
                 "them; llamapipe does not support that yet: use a model such as Gemma 3, SmolVLM, InternVL or LLaVA"
             )
+        self.sees = bool(lib.lp_media_sees(made))
+        self.sample_rate = lib.lp_media_sample_rate(made)
+        self.hears = self.sample_rate > 0
+        self._handle = made
+        return made
 
     def __repr__(self) -> str:
         return f"<Projector {self.path.name!r} {self.name}>"
@@ -121,7 +141,7 @@ class Projector:
         """What an image or a sound is in a prompt, not encoded yet. Only calls of the same ``owner`` share it.
 
         Raises InvalidRequestError for one that cannot be decoded, or whose kind the model does not take; TypeError,
-        ImportError.
+        ImportError; ModelLoadError if the encoder cannot be loaded.
         """
         if not (self.sees if given.kind == "image" else self.hears):
             what = "images" if given.kind == "image" else "sounds"
@@ -156,14 +176,14 @@ class Projector:
         return n_bytes
 
     def _prepared(self, given: Given, digest: bytes) -> Media:
-        lib, ffi = self._native.lib, self._native.ffi
+        lib, ffi, handle = self._native.lib, self._native.ffi, self._opened()
         if given.kind == "image":
             image = given.pixels()
             height, width, _ = image.shape
-            chunks = lib.lp_media_image(self._handle, width, height, ffi.from_buffer("uint8_t[]", image))
+            chunks = lib.lp_media_image(handle, width, height, ffi.from_buffer("uint8_t[]", image))
         else:
             samples = given.samples(self.sample_rate)
-            chunks = lib.lp_media_sound(self._handle, len(samples), ffi.from_buffer("float[]", samples))
+            chunks = lib.lp_media_sound(handle, len(samples), ffi.from_buffer("float[]", samples))
         problems = drain_log(self._native)
         if chunks == ffi.NULL:
             reason = (problems or [last_error(self._native)])[0]

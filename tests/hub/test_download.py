@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.gguf_models import tiny_model
+from support.media_models import gemma3_projector
 from support.run_script import environment, run_script
 from support.small_hub import COMMIT, SmallHub, small_hub
 
@@ -28,6 +29,11 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallHub]:
     other = tiny_model(folder / "other.gguf", type_name="q8_0").read_bytes()
     files = {
         REPO: {"README.md": b"#", "m-F16.gguf": one, "m-Q8_0.gguf": other, "mmproj-m.gguf": b"?"},
+        "some/vision": {
+            "m.gguf": demo_model_path().read_bytes(),
+            "mmproj-m-F16.gguf": gemma3_projector(folder / "mmproj-m-F16.gguf").read_bytes(),
+            "mmproj-m-BF16.gguf": gemma3_projector(folder / "other-BF16.gguf").read_bytes(),
+        },
         "some/single": {"dir/only.gguf": one},
         "some/lora": {"letters.gguf": demo_model_path().with_name("letters.gguf").read_bytes()},
     }
@@ -61,6 +67,25 @@ except Exception as e:
 
 def loaded(hub: SmallHub, home: Path, repo: str, name: str = "", options: str = "{}", **more: str) -> str:
     return run_script(LOAD, repo, name, options, env=settings(hub, home, **more)).strip()
+
+
+LOAD_VISION = """
+import llamapipe as lp
+for mmproj in ("auto", True, "auto", False):
+    with lp.Model.from_pretrained("some/vision", progress=False, mmproj=mmproj) as model:
+        print(model.projector and model.projector.path.name)
+with lp.Model.demo() as model:
+    print(model.projector)
+with lp.Model(lp.demo_model_path(), mmproj="hf:some/vision") as model:
+    print(model.projector.path.name)
+"""
+
+
+def test_the_projector_of_a_repository_is_downloaded_if_it_is_asked_for(
+    hub: SmallHub, tmp_path: Path
+) -> None:
+    found = run_script(LOAD_VISION, env=settings(hub, tmp_path)).split()
+    assert found == ["None", *["mmproj-m-F16.gguf"] * 2, "None", "None", "mmproj-m-F16.gguf"]
 
 
 LOAD_ADAPTER = """

@@ -17,9 +17,11 @@ _IMAGE, _PATCH, _WIDTH, _INNER = 64, 16, 32, 64
 
 
 class _Projector:
-    def __init__(self, path: Path, kind: str, modality: str, n_embd: int, seed: int) -> None:
+    def __init__(self, path: Path, kind: str, modality: str, n_embd: int, seed: int, title: str = "") -> None:
         self.path = path
         self.writer = gguf.GGUFWriter(path, "clip")
+        if title:
+            self.writer.add_name(title)
         self._chance = np.random.default_rng(seed)
         self._prefix = f"clip.{modality}."
         self._letter = modality[0]
@@ -88,9 +90,9 @@ def gemma3_projector(path: Path, n_embd: int = 192, seed: int = 1) -> Path:
     return made.write()
 
 
-def idefics3_projector(path: Path, n_embd: int = 192, seed: int = 1) -> Path:
+def idefics3_projector(path: Path, n_embd: int = 192, seed: int = 1, title: str = "") -> Path:
     """Tiles of four tokens each, with tokens of the text model between them; as SmolVLM."""
-    made = _Projector(path, "idefics3", "vision", n_embd, seed)
+    made = _Projector(path, "idefics3", "vision", n_embd, seed, title)
     made.add("projector.scale_factor", 2)
     made.add("preproc_image_size", 2 * _IMAGE)
     made.image()

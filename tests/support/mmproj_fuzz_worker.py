@@ -64,7 +64,8 @@ def main(folder: Path, kind: str, first: int, n: int) -> None:
             path.unlink(missing_ok=True)
             path.write_bytes(mutant(data, head, random.Random(number)))
             try:
-                made = Projector(native(), model, model.handle, path, check_mmproj(path), False)
+                made = Projector(native(), model, model.handle, check_mmproj(path), False)
+                made.open()
             except LlamapipeError:
                 continue
             n_loaded += 1

@@ -5,12 +5,16 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
+from random import Random
+from time import process_time
 
 import pytest
 from support.gguf_models import find_source
 
 from llamapipe.llama import Model
+from llamapipe.llama.vocab import Vocab
 
 SEPARATOR = "\n__ggml_vocab_test__\n"
 # Those with texts and ids, and what is left of a text when its pieces are joined: all of it, all of it after one
@@ -95,3 +99,44 @@ def test_no_text_has_fewer_tokens_than_its_length_shows(
     longest = max((vocab.piece(token) for token in range(vocab.n_vocab)), key=len).decode(errors="replace")
     for text in [text for text, _ in cases] + [longest * 100, " " * 500, "\n" * 500, "a" * 500]:
         assert len(vocab.tokenize(text, add_special=False)) >= vocab.least_tokens(len(text)), text[:40]
+
+
+@pytest.mark.parametrize("name", ["llama-spm", "phi-3"], indirect=True)
+def test_a_long_text_has_the_tokens_of_the_whole(
+    model: Model, cases: list[tuple[str, list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is cut where no token can span the cut: with SPM, what llama.cpp does takes time in the square of emoji."""
+    vocab = model.vocab
+    monkeypatch.setattr(f"{Vocab.__module__}._PART", 3)
+    rng = Random(1)
+    words = [text[:9] for text, _ in cases]
+    words += [token.text for token in vocab.special_tokens()][:20]
+    words += [
+        " ",
+        "  ",
+        "\n",
+        "\t",
+        "▁",
+        "<0x0A>",
+        "the",
+        "\U0001f600",
+        "\u0e81",
+        "\u1330",
+        "\ud55c",
+        "é",
+        "\x01",
+    ]
+    for _ in range(1000):
+        text = "".join(rng.choices(words, k=rng.randrange(2, 12)))
+        for flags in product((False, True), repeat=2):
+            assert vocab.tokenize(text, *flags) == vocab._tokenized(text.encode(), *flags), (text, flags)
+
+
+@pytest.mark.parametrize("name", ["llama-spm"], indirect=True)
+def test_time_of_characters_without_a_token(model: Model) -> None:
+    """Twice as many emoji take twice the time, not four times; they took 24 s."""
+    text = "\U0001f600" * 250_000
+    began_s = process_time()
+    tokens = model.tokenize(text, add_special=False)
+    assert process_time() - began_s < 8  # 0.5 s here
+    assert model.detokenize(tokens) == text

@@ -183,9 +183,9 @@ class Vocab(NotCopyable):
 
     @cached_property
     def _cuts(self) -> re.Pattern[str]:
-        """A character that begins tokens or is in none, where no control token, with white space that it strips, precedes.
+        """A character that begins tokens or is in none, and does not follow a control token or white space.
 
-        llama.cpp may put a space after such a token.
+        After such a token, and white space that it strips, llama.cpp may put a space.
         """
         lib, handle, string = self._native.lib, self.handle, self._native.ffi.string
         inside: set[str] = set()

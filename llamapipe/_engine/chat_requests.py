@@ -31,6 +31,7 @@ from llamapipe.llama.projector import Media, in_prompt
 from llamapipe.locks import Lock
 from llamapipe.params import SamplingParams
 from llamapipe.results import ChatChoice, ChatCompletion, ChatFinishReason, Choice, Completion
+from llamapipe.structured.compile import TooLongError
 
 if TYPE_CHECKING:
     from llamapipe.chat.chat_format import ChatFormat
@@ -383,6 +384,7 @@ def _conversations(messages: Any) -> tuple[list[Conversation], bool]:
 
 Compile = Callable[["Sequence[Tool]"], SamplingParams]
 _MAX_REMEMBERED = 256
+_MANY = 64  # tools: to look at each of more takes a second
 _TOGETHER = "with the other tools,"  # begins the reason of a tool whose schema can be followed alone
 _MAX_MESSAGE = 300  # characters of the compiler's message that an error shows
 
@@ -431,6 +433,16 @@ class ToolSchemas:
         except InvalidRequestError as e:
             error = e
         used = [tool for tool in tools if choice in ("auto", "required", tool.name)]
+        if isinstance(error, TooLongError) and len(used) > _MANY:  # before each is looked at alone
+            if choice != "auto":
+                raise error
+            least = {tool.name: f"{_TOGETHER} {error}" for tool in used if not tool.strict}
+            try:
+                self._made(chat_format, tools, least, compiled)
+            except TooLongError as e:
+                raise e from None
+            except InvalidRequestError:
+                pass  # a strict one is at fault
         reasons = {}
         for tool in used:  # each has its own time limit; there may be thousands
             check_time()

@@ -14,8 +14,9 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from llamapipe._messages import did_you_mean, listed, quoted
@@ -39,6 +40,8 @@ _SECTION = re.compile(
     r"attributes|references|warnings?|warns|todo)\s*:?\s*$",
     re.IGNORECASE,
 )
+# The grammar of calls takes more than 32 characters for each tool, and may have 2**15: more of them never work.
+MAX_TOOLS = 1024
 _OF_ARGUMENTS = re.compile(r"(arg|param)\w*$")
 
 
@@ -327,19 +330,30 @@ def check_tools(tools: Iterable[ToolDefinition] | None) -> tuple[Tool, ...]:
 
     A function's schema comes from its signature and docstring; see ``function_schema``.
 
-    Raises InvalidRequestError for duplicate names, unknown keys and bad schemas, TypeError for other types.
+    Raises InvalidRequestError for more than ``MAX_TOOLS``, duplicate names, unknown keys and bad schemas, TypeError for
+    other types.
     """
     if tools is None:
         return ()
     if isinstance(tools, (str, bytes, Mapping, Tool)) or not isinstance(tools, Iterable):
         raise TypeError(f"tools must be a list of functions, dicts or Tool, not {type(tools).__name__}")
+    some = tools if isinstance(tools, Sequence) else list(islice(tools, MAX_TOOLS + 1))
+    check_n_tools(len(some))
     found: dict[str, Tool] = {}
-    for i, given in enumerate(tools):
+    for i, given in enumerate(some):
         tool = _tool(i, given)
         if tool.name in found:
             raise InvalidRequestError(f"tools[{i}]: there is another tool called {quoted(tool.name)}")
         found[tool.name] = tool
     return tuple(found.values())
+
+
+def check_n_tools(n: int) -> None:
+    """Raises InvalidRequestError for more tools than a grammar can hold, before any is looked at."""
+    if n > MAX_TOOLS:
+        raise InvalidRequestError(
+            f"there are {n} tools; the limit is {MAX_TOOLS}: give those that this conversation needs"
+        )
 
 
 def check_tool_choice(tool_choice: Any, tools: Iterable[Tool]) -> str:

@@ -21,6 +21,7 @@ from llamapipe.server.errors import ApiError
 from llamapipe.server.fields import Only, Unused
 from llamapipe.server.generation import ChatJob, check_n_messages, template_args
 from llamapipe.server.sampling import Sampling
+from llamapipe.server.tools import check_number
 
 # Tools that Anthropic's service runs, or whose definition only its models know; a date follows the name.
 _HOSTED = (
@@ -140,6 +141,7 @@ class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def functions(self) -> list[dict[str, Any]] | None:
         """The tools in OpenAI's form. Raises ApiError 400."""
+        check_number(self.tools)
         return [tool.as_openai() for tool in self.tools or () if tool.hosted is None] or None
 
 

@@ -21,6 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from llamapipe._messages import did_you_mean, listed, quoted
+from llamapipe.chat.tools import check_n_tools
+from llamapipe.errors import InvalidRequestError
 from llamapipe.server.errors import ApiError
 
 _HOSTED = (
@@ -86,6 +88,7 @@ def tools_of(given: Sequence[Mapping[str, Any]] | None, choice: Any, is_flat: bo
 
     ``is_flat``: they have the form of the Responses API.
     """
+    check_number(given)
     found: list[tuple[ClientName, dict[str, Any]]] = []
     unused: list[str] = []
     for place, namespace, tool in _all(given or ()):
@@ -112,6 +115,18 @@ def tools_of(given: Sequence[Mapping[str, Any]] | None, choice: Any, is_flat: bo
         functions.append({"type": "function", "function": {**function, "name": name}})
     made = Tools(functions or None, "auto", names, tuple(f"tools.{name}" for name in dict.fromkeys(unused)))
     return made._replace(choice=_choice(choice, made, is_flat))
+
+
+def check_number(given: Sequence[Any] | None) -> None:
+    """Raises ApiError 400 for more tools than a grammar can hold, those of namespaces included."""
+    n = len(given or ())
+    for tool in given or ():
+        inner = tool.get("tools") if isinstance(tool, Mapping) else None
+        n += len(inner) if isinstance(inner, list) else 0
+    try:
+        check_n_tools(n)
+    except InvalidRequestError as e:
+        raise ApiError(400, str(e), "tools") from None
 
 
 def qualified(name: str, namespace: str | None) -> str:

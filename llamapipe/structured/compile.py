@@ -102,8 +102,12 @@ def compile_guide(
     return compiler.factory(kind, text, json_whitespace if kind == "json_schema" else "")
 
 
+class TooLongError(InvalidRequestError):
+    """A grammar or a schema over the limit of its length."""
+
+
 def _check_length(kind: str, text: str) -> None:
-    """Raises InvalidRequestError for a text over its limit.
+    """Raises TooLongError for a text over its limit.
 
     The grammar of a chat with tools holds their schemas, for which the limit of schemas is meant.
     """
@@ -113,7 +117,7 @@ def _check_length(kind: str, text: str) -> None:
         lengths = {kind: len(text) - n_schemas, "json_schema": n_schemas}
     for name, n in lengths.items():
         if n > MAX_CHARS[name]:
-            raise InvalidRequestError(f"{name} has {n} characters; the limit is {MAX_CHARS[name]}")
+            raise TooLongError(f"{name} has {n} characters; the limit is {MAX_CHARS[name]}")
 
 
 def prepare_vocabulary(vocab: Vocab) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from support.mcp_tools import MCP_TOOLS
 from support.scripted_model import scripted_model
 
 import llamapipe as lp
-from llamapipe.chat.tools import check_tools
+from llamapipe._engine.chat_requests import ToolSchemas
+from llamapipe.chat.tools import MAX_TOOLS, check_tools
 from llamapipe.errors import ConstraintError, InvalidRequestError
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -198,3 +200,23 @@ def test_many_such_tools_have_one_limit_of_time(engine: lp.Engine) -> None:
     params = lp.SamplingParams(max_tokens=4, grammar_timeout=0.02)
     with pytest.raises(ConstraintError, match=r"grammar_timeout is 0\.02 s"):
         engine.chat(HELLO, params, tools=tools, template_args=ARGS)
+
+
+@pytest.mark.parametrize("engine", ["Hermes"], indirect=True)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_grammars_that_are_too_long_are_not_compiled(
+    engine: lp.Engine, choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each was compiled alone before all were refused: that took 2 s for 500 tools, 10 s for 2000."""
+    looked_at: list[object] = []
+    monkeypatch.setattr(ToolSchemas, "_fault", lambda *given: looked_at.append(given))
+    tools = [function(f"t{i}", {}) for i in range(300)]
+    with pytest.raises(InvalidRequestError, match=r"lark has \d+ characters; the limit is"):
+        engine.chat(HELLO, GREEDY, tools=tools, tool_choice=choice, template_args=ARGS)
+    assert looked_at == []
+
+
+def test_too_many_tools() -> None:
+    """No more than needed are taken from a generator without an end."""
+    with pytest.raises(InvalidRequestError, match=f"the limit is {MAX_TOOLS}"):
+        check_tools(function("f", GOOD) for _ in count())

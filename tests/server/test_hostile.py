@@ -19,7 +19,7 @@ from support.control import wait_until
 
 import llamapipe as lp
 from llamapipe._messages import listed, quoted
-from llamapipe.chat.tools import allowed_tools, check_tools
+from llamapipe.chat.tools import MAX_TOOLS, allowed_tools, check_tools
 from llamapipe.server import ServerSettings, serve
 from llamapipe.server.chat import ChatRequest
 from llamapipe.server.endpoint import MAX_DEPTH, is_too_deep
@@ -400,20 +400,48 @@ def test_bad_settings_name_the_field(options: dict[str, Any]) -> None:
 
 def test_thousands_of_tools() -> None:
     """They are read on the event loop: time in the square of their number would stop everybody."""
-    n = 20_000
+    n = MAX_TOOLS
     tools = [function(f"f{i}", {}) for i in range(n)]
     chosen = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(n)]
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": chosen}}
     items = [
-        {"type": "function_call", "name": f"f{i}", "arguments": "{}", "call_id": f"c{i}"} for i in range(n)
+        {"type": "function_call", "name": f"f{i % n}", "arguments": "{}", "call_id": f"c{i}"}
+        for i in range(20_000)
     ]
     began_s = thread_time()
     made = tools_of(tools, choice, is_flat=False)
     messages = messages_of(ResponsesRequest(input=items), made)
     assert thread_time() - began_s < 10  # 0.3 s here; in the square, a minute
-    assert len(made.names) == len(messages[0]["tool_calls"]) == n
+    assert len(made.names) == n and len(messages[0]["tool_calls"]) == len(items)
     mode, allowed = allowed_tools(made.choice, check_tools(made.functions))
     assert (mode, len(allowed)) == ("auto", n)
+
+
+FLAT = {"type": "function", "name": "f", "parameters": {}}
+TURNS = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "tool"),
+    [
+        ("/v1/chat/completions", {"messages": TURNS}, function("f", {})),
+        ("/v1/responses", {"input": "Hi"}, FLAT),
+        ("/v1/responses", {"input": "Hi"}, {"type": "namespace", "name": "n", "tools": [FLAT] * 2}),
+        ("/v1/messages", {"messages": TURNS, "max_tokens": 1}, {"name": "f", "input_schema": {}}),
+        ("/v1/messages/count_tokens", {"messages": TURNS}, {"name": "f", "input_schema": {}}),
+        ("/tokenize", {"messages": TURNS}, function("f", {})),
+        ("/apply-template", {"messages": TURNS}, function("f", {})),
+    ],
+)
+def test_too_many_tools_are_not_looked_at(
+    client: httpx.Client, path: str, more: dict[str, Any], tool: dict[str, Any]
+) -> None:
+    """20,000 of them took 5 s, and 2000 took 10 s, until they were refused."""
+    tools = [tool] * MAX_TOOLS  # that they have one name is found later
+    n = MAX_TOOLS if tool.get("type") == "namespace" else MAX_TOOLS + 1
+    answer = client.post(path, json={"model": "demo", **more, "tools": [*tools, tool][:n]})
+    assert answer.status_code == 400
+    assert f"the limit is {MAX_TOOLS}" in answer.text
 
 
 LONG = "x" * 1_000_000

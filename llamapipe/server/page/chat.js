@@ -1,6 +1,7 @@
 // A conversation: its messages on the page, in the browser's store and in requests.
 
 import { events } from "./api.js";
+import { isImage, pictures } from "./images.js";
 import { Markdown, appendText, made } from "./markdown.js";
 import { store, stored } from "./store.js";
 
@@ -10,12 +11,18 @@ const NAME = "conversation";  // in the store
 function answered(messages) {
   return messages.filter((one, i) => (
     one.role === "user" ? i === messages.length - 1 || messages[i + 1].content : one.content
-  )).map(({ role, content }) => ({ role, content }));
+  )).map(({ role, content, images }) => ({ role, content: images?.length ? parts(content, images) : content }));
+}
+
+function parts(text, images) {
+  const shown = images.map((url) => ({ type: "image_url", image_url: { url } }));
+  return text ? [...shown, { type: "text", text }] : shown;
 }
 
 // Whether an entry of the store is a message as this page writes it.
 function isMessage(one) {
-  return (one?.role === "user" || one?.role === "assistant") && typeof one.content === "string";
+  return (one?.role === "user" || one?.role === "assistant") && typeof one.content === "string"
+    && (one.images === undefined || (Array.isArray(one.images) && one.images.every(isImage)));
 }
 
 function duration(ms) {
@@ -178,8 +185,11 @@ export class Chat {
     } else this.log.querySelector(".empty")?.remove();
   }
 
-  showUser({ content }) {
-    this.log.append(made("div", "message user", content));
+  showUser({ content, images }) {
+    const box = made("div", "message user");
+    if (images?.length) box.append(pictures(images));
+    box.append(content);
+    this.log.append(box);
   }
 
   showAnswer(message) {
@@ -201,9 +211,9 @@ export class Chat {
     this.welcome();
   }
 
-  async send(text) {
+  async send(text, images = []) {
     this.note("");
-    this.messages.push({ role: "user", content: text });
+    this.messages.push({ role: "user", content: text, ...(images.length ? { images } : {}) });
     this.welcome();
     this.showUser(this.messages.at(-1));
     await this.answer();

@@ -14,14 +14,16 @@ function size(bytes) {
 }
 
 export class Models {
-  // `parts`: the page's elements {name, choice, select, tab, rows, total, problem}; `key`: returns the API key.
+  // `parts`: the page's elements {name, choice, select, tab, rows, total, problem, attach}; `key`: returns the API key.
   constructor(parts, key) {
     this.parts = parts;
     this.key = key;
     this.chosen = stored("model");
+    this.data = [];
     parts.select.addEventListener("change", () => {
       this.chosen = parts.select.value;
       store("model", this.chosen);
+      this.showAttach();
     });
     this.run();
   }
@@ -33,6 +35,16 @@ export class Models {
 
   get query() {
     return this.chosen === null ? "" : `&model=${encodeURIComponent(this.chosen)}`;
+  }
+
+  // Whether the chosen model takes images; true where only its load will tell.
+  get takesImages() {
+    const one = this.data.find(({ id }) => this.chosen === null || id === this.chosen);
+    return one !== undefined && (one.supports_images ?? one.status !== undefined);
+  }
+
+  showAttach() {
+    this.parts.attach.hidden = !this.takesImages;
   }
 
   async run() {
@@ -58,12 +70,15 @@ export class Models {
     choice.hidden = tab.hidden = !several;
     name.hidden = several;
     name.textContent = found.data[0].id;
+    this.data = found.data;
     if (!several) {
       this.chosen = null;
+      this.showAttach();
       return;
     }
     this.choices(found.data.filter((one) => one.capabilities?.[0] !== "embedding").map((one) => one.id));
     this.show(found);
+    this.showAttach();
   }
 
   choices(ids) {

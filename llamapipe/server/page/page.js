@@ -2,6 +2,7 @@
 
 import { events } from "./api.js";
 import { Chat } from "./chat.js";
+import { Images } from "./images.js";
 import { appendText, made } from "./markdown.js";
 import { Models } from "./models.js";
 import { store, stored } from "./store.js";
@@ -11,7 +12,7 @@ const $ = (id) => document.getElementById(id);
 const key = () => $("key").value.trim();
 const models = new Models({
   name: $("model"), choice: $("choice"), select: $("models"), tab: $("tab-all"), rows: $("rows"), total: $("memory"),
-  problem: $("problem"),
+  problem: $("problem"), attach: $("attach"),
 }, key);
 const timeline = new Timeline($("timeline"), $("figures"), key, () => models.query);
 let running = null;  // the AbortController of the request that is running
@@ -127,14 +128,19 @@ const chat = new Chat($("log"), $("latest"), {
   first: (ms) => { timeline.ttft = ms; },
 }, note);
 
+const images = new Images({
+  area: $("chat"), shown: $("images"), button: $("attach"), input: $("file"), message: $("message"),
+}, () => models.takesImages, note);
+
 sendsByEnter($("message"), $("chat-form"), () => {
   const text = $("message").value.trim();
-  if (!text) return;
+  if (!text && !images.urls.length) return;
   $("message").value = "";
-  chat.send(text);
+  chat.send(text, images.take());
 });
 $("reset").addEventListener("click", () => {
   stop();
+  images.take();
   chat.clear();
   $("message").focus();
 });

@@ -118,11 +118,13 @@ def test_images_are_chosen_pasted_and_dropped_and_go_with_the_message(page: Page
 
 
 def test_the_keyboard_alone(page: Page) -> None:
+    page.on("filechooser", lambda _: None)  # from now on no dialog is opened
     page.locator("#attach").focus()
+    assert page.evaluate("document.activeElement.id") == "attach"
     with page.expect_file_chooser() as chooser:
         page.keyboard.press("Enter")
-    two = [{"name": f"{i}.png", "mimeType": "image/png", "buffer": png(200, 120, i)} for i in range(2)]
-    chooser.value.set_files(two)  # type: ignore[arg-type]
+    two: Any = [{"name": f"{i}.png", "mimeType": "image/png", "buffer": png(200, 120, i)} for i in range(2)]
+    chooser.value.set_files(two)
     page.locator("#images img").nth(1).wait_for()
     page.wait_for_function("document.activeElement.id === 'message'")
     page.keyboard.press("Shift+Tab")

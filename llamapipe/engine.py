@@ -310,8 +310,9 @@ class Engine(NotCopyable):
 
                 publisher = undo.enter_context(closing(Publisher(kv_events, model.name)))
                 tracker = publisher.tracker
-            # Cells of wrong guesses are removed, which recurrent states and sliding windows do not allow.
-            can_guess = not model.is_recurrent and not model.n_swa
+            no_guesses = ""
+            if model.is_recurrent:
+                no_guesses = "the model is recurrent: its states cannot go back before a wrong guess"
             n_score_rows = max(context.n_outputs_max - context.n_seq_max, 1)
             self._draft_model: Model | None = None  # if the engine loaded it
             drafter = None
@@ -324,7 +325,13 @@ class Engine(NotCopyable):
                     )
                 drafter = undo.enter_context(closing(make_drafter(context, draft, n_room)))
             self._draft_text = "" if draft is None else f" draft={draft.path.name!r}"
-            gate = Gate(n_score_rows if can_guess else 0, splits=not unified, drafter=drafter)
+            gate = Gate(
+                0 if no_guesses else n_score_rows,
+                splits=not unified,
+                drafter=drafter,
+                no_guesses=no_guesses,
+                one_length=model.n_swa > 0 and not unified,
+            )
             scheduler = Scheduler(
                 KvCache.for_context(
                     context,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy.typing as npt
 
     from llamapipe.chat.results import ToolCall, ToolCallDelta
@@ -267,7 +269,9 @@ class EngineStats:
     ``n_saved``, ``n_restored``: sequences copied to host memory and back; ``cache_bytes``: host memory they take now.
     ``n_drafted``: guessed tokens that were computed; ``n_accepted``: those that were right, each of which spared its
     request a step; ``n_forced``: of these, those that a constraint had forced; ``n_steps_saved``: steps that all
-    requests of a batch were spared. ``n_adapter_changes``: how often a step computed with other adapters than the one
+    requests of a batch were spared. ``no_guesses``: why no step has guessed tokens, ``""`` if steps may have some;
+    ``unguessed``: the requests whose steps have none although others' may, by the reason.
+    ``n_adapter_changes``: how often a step computed with other adapters than the one
     before. ``n_encoded_media``: images and sounds, or tiles of them, that were encoded.
     ``step_times``: from the launch of a step until its tokens are sampled.
     ``queue_times``: from a request's submission until it has a slot.
@@ -305,6 +309,8 @@ class EngineStats:
     n_accepted: int = 0
     n_forced: int = 0
     n_steps_saved: int = 0
+    no_guesses: str = ""
+    unguessed: Mapping[str, int] = field(default_factory=dict)
     n_adapter_changes: int = 0
     n_encoded_media: int = 0
     step_times: TimeHistogram = _NO_TIMES

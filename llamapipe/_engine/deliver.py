@@ -56,9 +56,8 @@ Piece = Callable[[int], bytes]  # a token's bytes
 
 
 def token_logprob(request: Request, token: int, piece: Piece) -> TokenLogprob:
-    """The log-probability of the token that a request sampled last."""
-    assert request.last_logprob is not None, "the request did not ask for log-probabilities"
-    logprob, top = request.last_logprob
+    """The log-probability of a request's next token. Each token is asked for once."""
+    logprob, top = request.logprobs.pop(0)
     return TokenLogprob(token, logprob, _top(top, piece), piece(token))
 
 

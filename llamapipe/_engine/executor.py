@@ -17,7 +17,17 @@ import numpy as np
 
 from llamapipe._engine.compute_threads import ThreadTuner
 from llamapipe._engine.deliver import LaunchWakeList
-from llamapipe._engine.kv import CellChanges, Copy, MemoryOp, Remove, Restore, Save, Shift, UseAdapters
+from llamapipe._engine.kv import (
+    CellChanges,
+    Copy,
+    Discard,
+    MemoryOp,
+    Remove,
+    Restore,
+    Save,
+    Shift,
+    UseAdapters,
+)
 from llamapipe._engine.sampling import BackgroundDraws, BackgroundSampler, SamplingThreads
 from llamapipe._engine.scoring import TokenScore
 from llamapipe.errors import DecodeError, NoToken
@@ -201,8 +211,8 @@ class StepExecutor:
         lost: set[int] = set()
         saved: list[tuple[int, int | None]] = []
         for op in ops:
-            if isinstance(op, Remove):
-                done = self._remove(op.slot, op.position)
+            if isinstance(op, (Remove, Discard)):
+                done = self._remove(op.slot, op.position, isinstance(op, Discard))
             elif isinstance(op, Copy):
                 done = op.source not in lost and self._copy(op.source, op.slot, op.n)
             elif isinstance(op, Restore):
@@ -232,9 +242,9 @@ class StepExecutor:
                 lost.discard(op.slot)
         return CellChanges(lost, saved)
 
-    def _remove(self, seq_id: int, position: int) -> bool:
+    def _remove(self, seq_id: int, position: int, is_guess: bool) -> bool:
         lib = self._native.lib
-        if not (self._n_swa and position and self._left_by_window(seq_id, position)):
+        if is_guess or not (self._n_swa and position and self._left_by_window(seq_id, position)):
             removed = lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, position, -1, 0)
             if removed > 0:
                 return True
@@ -250,8 +260,8 @@ class StepExecutor:
     def _left_by_window(self, seq_id: int, position: int) -> bool:
         """Whether a sliding window may lack cells that the positions before ``position`` need.
 
-        llama.cpp gives cells that the window has left to other sequences, and does not save them. So only the last
-        token can be taken back.
+        llama.cpp gives cells that the window has left to other tokens, and does not save them. So only the last token
+        can be taken back, and those of one ubatch: these took cells that the window of the first of them has left.
         """
         end = self.sequence_end(seq_id)
         return end >= self._n_swa and end - position > 1
@@ -466,7 +476,7 @@ class StepExecutor:
             self._asked_guessed,
         )
         self.n_guessing += sum(
-            isinstance(s, BackgroundSampler) and s.looks_ahead and bool(s.guess(1)[0]) for s in samplers
+            isinstance(s, BackgroundSampler) and s.guesses and bool(s.guess(1)[0]) for s in samplers
         )
         self._grow(len(rows))
         self._rows[0 : len(rows)] = rows

@@ -34,6 +34,13 @@ class Remove(NamedTuple):
     position: int
 
 
+class Discard(NamedTuple):
+    """The same for cells of wrong guesses: the last step has computed all of them, in one ubatch."""
+
+    slot: int
+    position: int
+
+
 class Copy(NamedTuple):
     """Copy the first ``n`` cells of a sequence to another one, which is empty."""
 
@@ -98,7 +105,7 @@ class CellChanges(NamedTuple):
     saved: list[tuple[int, int | None]]
 
 
-MemoryOp = Shift | Remove | Copy | Save | Restore | Forget | UseAdapters
+MemoryOp = Shift | Remove | Discard | Copy | Save | Restore | Forget | UseAdapters
 
 
 class StoreEntry(Protocol):

@@ -236,10 +236,15 @@ def draw(executor: Executor, launched: InFlightStep) -> list[int]:
 
 def record_logprobs(plan: BatchPlan, sampled: Sequence[int]) -> None:
     """Stores the log-probabilities of the tokens, for the requests that asked for them."""
+    before = None
     for request, token in zip(plan.requests, sampled, strict=True):
-        if request.wants_logprobs and token >= 0 and request.batch_plan is plan:
-            assert request.sampler is not None
-            request.last_logprob = request.sampler.logprobs()
+        if request.wants_logprobs and request.batch_plan is plan:
+            if request is not before:  # the first of its rows
+                before = request
+                request.logprobs.clear()  # that of a token that ended the text
+            if token >= 0:
+                assert request.sampler is not None
+                request.logprobs.append(request.sampler.logprobs(len(request.logprobs)))
 
 
 def targets_of(plan: BatchPlan) -> tuple[dict[int, list[int]], int]:
@@ -469,6 +474,13 @@ class EngineLoop:
         executor.notify_drawn(lambda: self.inbox.put(self.take_drawn))
         self._step_times = TimeCounter()
         self._n_wants_logprobs = 0  # open requests that want log-probabilities
+        self._unguessed: dict[str, int] = {}  # requests without guesses, by the reason
+        self._last_guesses = (
+            -1,
+            0,
+            0,
+        )  # the number of the last step that had some, how many, and the right ones
+        self._n_accepted = 0  # right guesses of all steps up to that one
         self._n_requests = self._n_steps = self._n_prompt = self._n_generated = 0
         self._plan_s = self._launch_s = self._sample_s = self._deliver_s = self._idle_s = 0.0
 
@@ -482,6 +494,8 @@ class EngineLoop:
         self.open.update(dict.fromkeys(requests))
         for request in requests:
             self._n_wants_logprobs += request.wants_logprobs
+            if unguessed := request.spec.unguessed:
+                self._unguessed[unguessed] = self._unguessed.get(unguessed, 0) + 1
             if self._error is not None:
                 self._give_up(request, self._error)
                 continue
@@ -532,8 +546,9 @@ class EngineLoop:
         """Records the tokens that other threads have drawn."""
         for request, token in self._late.take(self._executor, self.open):
             if token >= 0 and request.wants_logprobs and request.sampler is not None:
-                request.last_logprob = request.sampler.logprobs()
+                request.logprobs.append(request.sampler.logprobs(-1))
             self._n_generated += token >= 0
+            self._scheduler.can_guess = self._scheduler.can_guess or request.spec.speculates
             self._scheduler.drawn(request, token)
             if token == NoToken.SETTLED:  # its last token is delivered already
                 self._finished(request)
@@ -650,6 +665,8 @@ class EngineLoop:
             n_accepted=self._scheduler.gate.n_accepted,
             n_forced=self._scheduler.gate.n_forced,
             n_steps_saved=self._scheduler.gate.n_steps_saved,
+            no_guesses=self._scheduler.gate.no_guesses,
+            unguessed=self._unguessed.copy(),
             n_adapter_changes=self._scheduler.turns.n_changes,
             n_encoded_media=0 if self._encoder is None else self._encoder.n_encoded,
             **self._executor.stats(),
@@ -858,6 +875,9 @@ class EngineLoop:
         n_sampled = len(sampled)
         if plan.n_guessed:
             n_sampled -= sampled.count(NoToken.NOT_DRAWN)
+            n_accepted = scheduler.gate.n_accepted
+            self._last_guesses = oldest.step_id, plan.n_guessed, n_accepted - self._n_accepted
+            self._n_accepted = n_accepted
         self._n_generated += n_sampled
         self._n_prompt += len(plan.tokens) - plan.n_decode - plan.n_guessed - len(plan.padding)
         self._sample_s += drawn - began
@@ -894,7 +914,10 @@ class EngineLoop:
             self._flush()
         ended = perf_counter()
         if undelivered and self._trace is not None and self._trace.on:
-            self._trace.add("deliver", self._last_step, began, ended)
+            step, *guesses = self._last_guesses
+            self._trace.add(
+                "deliver", self._last_step, began, ended, *guesses if step == self._last_step else ()
+            )
         self._deliver_s += ended - began
 
     def _flush(self, together: bool = False) -> None:

@@ -44,8 +44,8 @@ class Sampler(Protocol):
     def guess(self, n: int) -> tuple[Sequence[int], float]:
         """At most ``n`` tokens that may follow the last one, and how many of such guesses, of 1, were right."""
 
-    def logprobs(self) -> tuple[float, Sequence[tuple[int, float]]]:
-        """The log-probability of the last token, and the most probable tokens with theirs."""
+    def logprobs(self, i: int = 0) -> tuple[float, Sequence[tuple[int, float]]]:
+        """The log-probability of the ``i``-th token that it drew last, and the most probable tokens with theirs."""
 
     def close(self) -> None:
         """Frees its native memory."""
@@ -152,7 +152,8 @@ class RequestSpec(NamedTuple):
     generated token comes with log-probabilities. ``priority``: requests of a higher one come first. ``caller``:
     requests of one caller share its turns; None: it has no others. ``share``: callers of one share take turns with
     those of others. ``n_generated``: how many of its last tokens were generated before. ``speculates``: a step may have
-    tokens that its sampler guesses; ``drafts``: or that the engine's draft model does. ``adapters``: what it is
+    tokens that its sampler guesses; ``drafts``: or that the engine's draft model does; ``unguessed``: why none of both,
+    if the engine's other requests may. ``adapters``: what it is
     computed with besides the model, which ``cache_key`` must name, too; None: nothing.
     ``spans``: the images and sounds among its tokens, in their order.
     """
@@ -176,6 +177,7 @@ class RequestSpec(NamedTuple):
     n_generated: int = 0
     speculates: bool = False
     drafts: bool = False
+    unguessed: str = ""
     adapters: Hashable = None
     spans: tuple[Span, ...] = ()
 
@@ -206,7 +208,7 @@ class Request:
         "error",
         "finish_reason",
         "is_drawing",
-        "last_logprob",
+        "logprobs",
         "n_accepted",
         "n_drafted",
         "n_generated",
@@ -255,7 +257,8 @@ class Request:
         self.sampler: Sampler | None = None  # made with the first slot
         self.n_drafted = self.n_accepted = 0  # guessed tokens that were computed, and those that were right
         self.is_drawing = False  # its next token is drawn by another thread: it is in no step until then
-        self.last_logprob: tuple[float, Sequence[tuple[int, float]]] | None = None  # of the last token
+        # Of the tokens drawn last that its sink does not have yet.
+        self.logprobs: list[tuple[float, Sequence[tuple[int, float]]]] = []
         self.state = State.WAITING
         self.cancelled = False
         self.stop_token: int | None = None  # the one of ``stop_tokens`` that was sampled

@@ -186,19 +186,18 @@ class SamplerFactory:
         """
         if not self.is_slow:
             return self.make_chain(request)
-        build = partial(self._build, request.spec.seed, *self._accepted(request))
+        guesses = request.spec.speculates
+        text = request.text_tokens.copy() if guesses else None
+        build = partial(self._build, request.spec.seed, *self._accepted(request), text)
         budget = request.spec.grammar_budget if self.is_constrained else None
         assert budget is None or isinstance(budget, GrammarBudget)
         is_python = bool(self.params.logits_processors)
-        looks_ahead = request.spec.speculates and self._guide is not None and not is_python
-        return BackgroundSampler(build, budget, request.spec.share, is_python, looks_ahead)
+        return BackgroundSampler(build, budget, request.spec.share, is_python, guesses)
 
     def make_chain(self, request: Request) -> SamplerChain:
         """The same as a chain of this thread. Raises ValueError or DecodeError if the constraint refuses tokens."""
-        chain = self._build(request.spec.seed, *self._accepted(request))
-        if request.spec.speculates:
-            chain.watch(self._predicted, request.text_tokens, own=self.params.speculate != "draft")
-        return chain
+        text = request.text_tokens if request.spec.speculates else None
+        return self._build(request.spec.seed, *self._accepted(request), text)
 
     def rebuild(self, sampler: Sampler, request: Request) -> None:
         """Resets a sampler to its request's changed sequence. Engine thread."""
@@ -209,9 +208,14 @@ class SamplerFactory:
             change(sampler)
 
     def _build(
-        self, seed: int, history: Sequence[int], generated: Sequence[int], tokens: Sequence[int]
+        self,
+        seed: int,
+        history: Sequence[int],
+        generated: Sequence[int],
+        tokens: Sequence[int],
+        text: Sequence[int] | None,
     ) -> SamplerChain:
-        """A chain after a sequence; for the arguments see ``_accepted``."""
+        """A chain after a sequence; see ``_accepted``. ``text``: what it guesses from; None: it does not."""
         guide = None if self._guide is None else self._guide()
         try:
             chain = SamplerChain(self._vocab, seed, self._options, self.params.logits_processors, guide)
@@ -221,6 +225,8 @@ class SamplerFactory:
             raise
         try:
             self._accept(history, generated, tokens, chain)
+            if text is not None:
+                chain.watch(self._predicted, text, own=self.params.speculate != "draft")
         except BaseException:
             chain.close()
             raise
@@ -336,23 +342,32 @@ class GrammarBudget:
         )
 
 
+class _Row(NamedTuple):
+    """A copy of a row to draw from, the number of that draw, and the token that is guessed to be drawn, or -1."""
+
+    number: int
+    logits: npt.NDArray[np.float32]
+    guessed: int
+
+
 class BackgroundSampler:
     """Makes and uses a ``SamplerChain`` in ``SamplingThreads``. Methods are for the engine thread.
 
     ``build``: makes the chain. ``budget``: of its jobs' processor time, perhaps with other samplers; None: no limit.
-    ``share``, ``is_python``: of its jobs, see SamplingThreads. ``looks_ahead``: it guesses the tokens of text that its
-    guide forces.
+    ``share``, ``is_python``: of its jobs, see SamplingThreads. ``guesses``: it guesses which tokens follow, first those
+    of text that its guide forces.
 
     While a step is computed, the mask for its row is: the token before it is all that a mask needs. If the mask is
-    ready, the row is drawn from as any other (``is_ready``). If it is not, or a processor wants the row, ``draw``
-    continues with a copy of the row, and other requests continue.
+    ready, the row is drawn from as any other (``is_ready``). If it is not, if there is none (GBNF), or a processor
+    wants the row, ``draw`` continues with copies of the rows, and other requests continue.
+
+    ``is_forced``: the guess that was drawn along last was of forced text.
 
     ``finished``: no token may follow the accepted ones. ``error``: why nothing can be drawn any more. Both are known
     when the jobs are done. ``draw_s``: how long the last ``draw`` took, waiting included.
     """
 
     is_native = False
-    is_forced = True
 
     def __init__(
         self,
@@ -360,12 +375,15 @@ class BackgroundSampler:
         budget: GrammarBudget | None,
         share: Hashable = None,
         is_python: bool = True,
-        looks_ahead: bool = False,
+        guesses: bool = False,
     ) -> None:
-        self.looks_ahead = looks_ahead
+        self.guesses = guesses
+        self.is_forced = False
+        self._rows_left: deque[_Row] = deque()  # of the last ``draw``, that no thread has begun with
         self.settled: Callable[[], object] | None = None  # called, in any thread, when there are no more jobs
         self._ahead: tuple[list[int], list[npt.NDArray[np.uint32]]] = ([], [])
         self._forced_share = FORCED_SHARE
+        self._noted: list[tuple[float, Sequence[tuple[int, float]]]] = []  # of what a call drew along a guess
         self.finished = False
         self.error: Exception | None = None
         self.draw_s = 0.0
@@ -453,6 +471,7 @@ class BackgroundSampler:
     def ask(self) -> bool:
         """Gives the native sampler the mask of a sampler that is ready; False, with ``error`` set, if that fails."""
         assert self._chain is not None
+        self._noted = []
         if self._chain.ask_guide():
             return True
         self.error = self._chain.error
@@ -462,19 +481,30 @@ class BackgroundSampler:
         """These tokens were drawn from native rows. Begins with the next mask."""
         self._add(*(partial(self._accept, token) for token in tokens), self._advance)
 
+    def forces(self, guessed: Sequence[int]) -> bool:
+        """Whether a guess is of forced text, so that the masks along it are known."""
+        return self.is_ready and self.error is None and self._ahead[0][: len(guessed)] == list(guessed)
+
     def draw_along(
         self,
         rows: Sequence[int],
         guessed: Sequence[int],
         draw_native: Callable[[Sequence[int], Sequence[Any], Sequence[int]], list[int]],
     ) -> list[int]:
-        """Draws from native rows after a guess, each with its mask, until a token differs. After ``ask``."""
+        """Draws from native rows along forced text, each with its mask, until a token differs. After ``ask``."""
         assert self._chain is not None
-        masks, tokens = self._ahead[1], []
+        self.is_forced = True
+        masks = self._ahead[1]
+        tokens: list[int] = []
         for i, row in enumerate(rows):
+            if i and not len(masks[i - 1]):
+                tokens.append(NoToken.FINISHED)
+                break
             if i:
                 self._chain.show_mask(masks[i - 1])
             tokens += draw_native([row], [self], ())
+            if self._chain.n_logprobs >= 0 and tokens[-1] >= 0:
+                self._noted.append(self._chain.logprobs())
             if tokens[-1] != guessed[i]:
                 break
         n_right = len(tokens) - 1
@@ -485,15 +515,33 @@ class BackgroundSampler:
             self._add(*(partial(self._accept, token) for token in tokens[:-1]))
         return tokens + [NoToken.NOT_DRAWN] * (len(rows) - len(tokens))
 
-    def draw(self, row: npt.NDArray[np.float32], drawn: PutToken) -> int:
-        """Begins to draw from a row of the caller's, after the jobs so far. Returns the number of the draw.
+    def draw(
+        self, rows: Sequence[npt.NDArray[np.float32]], guessed: Sequence[int], drawn: PutToken
+    ) -> Sequence[int]:
+        """Begins to draw from rows of the caller's, after the jobs so far, until a token is not the guessed one.
 
-        ``drawn`` is called in another thread, with this sampler, the number, and the token or a NoToken.
+        Returns a number for each row. ``drawn`` is called in another thread, with this sampler, the number, and the
+        token or a NoToken. ``guessed``: for each row the token after it, or -1.
         """
-        self.n_draws += 1
-        number, began_s = self.n_draws, perf_counter()
-        self._add(lambda: self._draw(row, drawn, number, began_s))
-        return number
+        numbers = range(self.n_draws + 1, self.n_draws + 1 + len(rows))
+        self.n_draws = numbers[-1]
+        self._noted = []
+        self.is_forced = False
+        first, *others = map(_Row, numbers, rows, guessed)
+        left = self._rows_left = deque(others)
+        began_s = perf_counter()
+        self._add(lambda: self._draw(first, left, drawn, began_s))
+        return numbers
+
+    def give_up_guess(self) -> int:
+        """Lets the last ``draw`` end with the row that it is at. Returns how many rows it leaves out."""
+        n = 0
+        with suppress(IndexError):
+            while True:
+                self._rows_left.pop()
+                n += 1
+        self.n_draws -= n
+        return n
 
     def await_end_state(self, drawn: PutToken) -> int:
         """Calls ``drawn`` as ``draw`` does, with ``NoToken.SETTLED``, when ``finished`` is known."""
@@ -507,13 +555,17 @@ class BackgroundSampler:
         self._add(lambda: self._rebuild(change))
 
     def guess(self, n: int) -> tuple[Sequence[int], float]:
-        """The tokens of the text that its guide forces, if that is known by now."""
-        return self._ahead[0][:n] if self.is_ready and self.error is None else (), self._forced_share
+        """The tokens of the text that its guide forces, or that its chain guesses, if that is known by now."""
+        if not self.guesses or self.is_busy or self.error is not None or self._chain is None:
+            return (), 0.0
+        if self._ahead[0]:
+            return self._ahead[0][:n], self._forced_share
+        return self._chain.guess(n)
 
-    def logprobs(self) -> tuple[float, Sequence[tuple[int, float]]]:
-        """Those of the last draw."""
+    def logprobs(self, i: int = 0) -> tuple[float, Sequence[tuple[int, float]]]:
+        """Those of the last draw, or of the ``i``-th token that it drew along a guess."""
         assert self._chain is not None
-        return self._chain.logprobs()
+        return self._noted[i] if self._noted else self._chain.logprobs()
 
     # ---- in the threads
     def _build(self, build: Callable[[], SamplerChain]) -> None:
@@ -562,7 +614,7 @@ class BackgroundSampler:
 
     def _look_ahead(self) -> None:
         guide = None if self._chain is None else self._chain.guide
-        if self.looks_ahead and guide is not None and not self.finished:
+        if self.guesses and not self._is_python and guide is not None and not self.finished:
             try:
                 self._ahead = guide.look_ahead(MOST_GUESSED)
             except DecodeError as e:
@@ -570,22 +622,33 @@ class BackgroundSampler:
         else:
             self._ahead = [], []
 
-    def _draw(self, row: npt.NDArray[np.float32], drawn: PutToken, number: int, began_s: float) -> None:
+    def _draw(self, row: _Row, left: deque[_Row], drawn: PutToken, began_s: float) -> None:
         token: int = NoToken.SAMPLER_FAILED
         chain = self._chain
         if self.finished:
             token = NoToken.FINISHED
         elif self.error is None and chain is not None and not self._closing:
             if chain.ask_guide():
-                token = chain.draw_processed(row)
+                token = chain.draw_processed(row.logits)
             if token == NoToken.SAMPLER_FAILED:
                 self.error = chain.error
-        self.draw_s = perf_counter() - began_s
+            elif token >= 0 and chain.n_logprobs >= 0:
+                self._noted.append(chain.logprobs())
+        ended_s = perf_counter()
+        self.draw_s = ended_s - began_s
+        # Before the next draw, which the engine thread adds once it has this token. The last comes first.
+        following: list[Job] = []
+        if token >= 0 and token == row.guessed:
+            with suppress(IndexError):  # the engine thread waits no longer
+                following_row = left.popleft()
+                following.append(lambda: self._draw(following_row, left, drawn, ended_s))
+        else:
+            left.clear()  # copies of rows are large
         if token >= 0 and chain is not None and chain.guide is not None:
-            # Before the next draw, which the engine thread adds once it has this token.
-            self._n_done -= 2
-            self._jobs.extendleft((self._advance, lambda: self._accept(token)))
-        drawn(self, number, token)
+            following += self._advance, lambda: self._accept(token)
+        self._n_done -= len(following)
+        self._jobs.extendleft(following)
+        drawn(self, row.number, token)
 
     def _close_chain(self) -> None:
         chain, self._chain = self._chain, None
@@ -654,21 +717,24 @@ class BackgroundDraws:
             if isinstance(sampler, SamplerChain):
                 at_once.append(i)
                 continue
-            if sampler.looks_ahead and (not looking or looking[-1] is not sampler):
-                looking.append(sampler)
             if guessed and i and samplers[i - 1] is sampler:
                 continue  # drawn with the first of its rows, or not at all
-            if guessed and guessed[i] >= 0 and sampler.is_ready and sampler.error is None and sampler.ask():
-                end = i + 1
+            end = i + 1
+            if guessed and guessed[i] >= 0:
                 while end < len(rows) and samplers[end] is sampler:
                     end += 1
-                drawn[i:end] = sampler.draw_along(rows[i:end], guessed[i:end], draw_native)
-            elif sampler.is_ready and sampler.finished:
+            if sampler.guesses:
+                looking.append(sampler)
+            if sampler.is_ready and sampler.finished:
                 drawn[i] = NoToken.FINISHED
-            elif sampler.is_ready and sampler.error is None and sampler.ask():
+            elif end > i + 1 and sampler.forces(guessed[i : end - 1]) and sampler.ask():
+                drawn[i:end] = sampler.draw_along(rows[i:end], guessed[i:end], draw_native)
+            elif end == i + 1 and sampler.is_ready and sampler.error is None and sampler.ask():
                 at_once.append(i)
             else:
-                pending[sampler, sampler.draw(copied(rows[i]), self._put)] = i
+                copies = [copied(row) for row in rows[i:end]]
+                numbers = sampler.draw(copies, guessed[i:end] or (-1,), self._put)
+                pending.update(((sampler, number), i + j) for j, number in enumerate(numbers))
         if at_once:
             expected = [guessed[i] for i in at_once] if guessed else ()
             tokens = draw_native([rows[i] for i in at_once], [samplers[i] for i in at_once], expected)
@@ -678,9 +744,12 @@ class BackgroundDraws:
                 if token >= 0 and isinstance(sampler, BackgroundSampler):
                     sampler.took(token)
         if pending:
-            self._wait(pending, drawn, min(max(patience_s, _LEAST_PATIENCE_S), _MOST_PATIENCE_S))
+            patience_s = min(max(patience_s, _LEAST_PATIENCE_S), _MOST_PATIENCE_S)
+            self._wait(pending, drawn, patience_s, guessed)
             for i in pending.values():
                 drawn[i] = NoToken.LATER
+            late = {sampler for sampler, _ in pending}
+            looking = [sampler for sampler in looking if sampler not in late]
         if looking:
             self._await_masks(looking, min(_PATIENCE_AHEAD * patience_s, _LEAST_PATIENCE_S))
         return drawn
@@ -707,32 +776,48 @@ class BackgroundDraws:
             self.notify()
 
     def _wait(
-        self, pending: dict[tuple[BackgroundSampler, int], int], drawn: list[int], patience_s: float
+        self,
+        pending: dict[tuple[BackgroundSampler, int], int],
+        drawn: list[int],
+        patience_s: float,
+        guessed: Sequence[int],
     ) -> None:
-        """Moves the tokens that arrive in time from ``pending`` to ``drawn``."""
+        """Moves the tokens that arrive in time from ``pending`` to ``drawn``. At most one of a sampler stays there."""
         deadline_s = perf_counter() + patience_s
         while any(sampler.draw_s <= patience_s for sampler, _ in pending):
             left_s = deadline_s - perf_counter()
             if left_s < _SHORTEST_WAIT_S:
                 break
             try:
-                self._sort(self._tokens.get(timeout=left_s), pending, drawn)
+                self._sort(self._tokens.get(timeout=left_s), pending, drawn, guessed)
             except Empty:
                 break
+        for sampler in {sampler for sampler, _ in pending} if guessed else ():
+            n_left_out = sampler.give_up_guess()
+            for number in range(sampler.n_draws + 1, sampler.n_draws + 1 + n_left_out):
+                pending.pop((sampler, number), None)
         self._n_late += len(pending)  # the engine thread is told of each token that arrives from here on
         with suppress(Empty):
             while pending:
-                self._n_late -= self._sort(self._tokens.get_nowait(), pending, drawn)
+                self._n_late -= self._sort(self._tokens.get_nowait(), pending, drawn, guessed)
 
     def _sort(
-        self, token: Drawn, pending: dict[tuple[BackgroundSampler, int], int], drawn: list[int]
+        self,
+        token: Drawn,
+        pending: dict[tuple[BackgroundSampler, int], int],
+        drawn: list[int],
+        guessed: Sequence[int],
     ) -> bool:
         """Uses a token of this step, or keeps one of an earlier step. Returns whether it was of this step."""
-        i = pending.pop(token[:2], None)
+        sampler, number, found = token
+        i = pending.pop((sampler, number), None)
         if i is None:
             self._kept.append(token)
             return False
-        drawn[i] = token[2]
+        drawn[i] = found
+        if guessed and found != guessed[i]:
+            while pending.pop((sampler, number + 1), None) is not None:  # rows after a wrong guess
+                number += 1
         return True
 
     def take(self) -> list[Drawn]:

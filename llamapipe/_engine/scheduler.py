@@ -32,7 +32,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from llamapipe._engine.kv import CellChanges, KvCache, Remove, Shift, UseAdapters
+from llamapipe._engine.kv import CellChanges, Discard, KvCache, Shift, UseAdapters
 from llamapipe._engine.planner import BatchBuilder, BatchPlan
 from llamapipe._engine.request import Request, State
 from llamapipe._engine.scoring import LogprobTargets
@@ -603,6 +603,7 @@ class Scheduler:
             self.cache.truncate(request, min(request.n_past, len(request.tokens)))
         self.finish(request, "stop")
         request.finish_reason = "stop"
+        request.stop_token = None  # after a right guess it may have been drawn with what the string completed
 
     def cancel(self, request: Request) -> None:
         """Ends a request in any state."""
@@ -733,7 +734,13 @@ class Scheduler:
             if guess is not None:
                 guesses.append(guess)
         n = len(running.decoding)
-        return gate.choose(n, guesses, self.batch_builder.n_ubatch - n) if guesses else {}
+        if not guesses:
+            return {}
+        chosen = gate.choose(n, guesses, self.batch_builder.n_ubatch - n)
+        if gate.one_length and chosen:
+            shortest = min(map(len, chosen.values()))
+            chosen = {request: tokens[:shortest] for request, tokens in chosen.items()}
+        return chosen
 
     def commit(self, plan: BatchPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
         """Records a step: its KV cells, and the token of each of ``plan.requests`` (or a NoToken).
@@ -801,9 +808,9 @@ class Scheduler:
         gate.n_steps_saved += min(n_drawn.values(), default=1) - 1
         # The cells of wrong ones. Where a request has left its slot, these cells were removed with that.
         self.cache.memory_ops += [
-            Remove(request.slot, request.n_past)
+            Discard(request.slot, request.n_past)
             for request, n in plan.scheduled
-            if n > 1 and request.batch_plan is plan and request.slot >= 0
+            if n_drawn.get(request, 0) < n and request.batch_plan is plan and request.slot >= 0
         ]
         return taken
 

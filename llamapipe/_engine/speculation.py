@@ -123,9 +123,21 @@ class Gate:
 
     ``n_most``: most guessed tokens of a step; 0: none ever. ``splits``: tokens of one sequence beyond those that the
     others have are a ubatch, and so a pass over the weights (KV in streams). ``drafter``: makes the tokens of drafts.
+    ``no_guesses``: why ``n_most`` is 0. ``one_length``: all guesses of a step have as many tokens. With a sliding
+    window, guessed tokens of one sequence must not be in several ubatches: cells that the second one takes may be in
+    the window of a token of the first.
     """
 
-    def __init__(self, n_most: int = 0, splits: bool = False, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self,
+        n_most: int = 0,
+        splits: bool = False,
+        drafter: Drafter | None = None,
+        no_guesses: str = "",
+        one_length: bool = False,
+    ) -> None:
+        self.no_guesses = no_guesses
+        self.one_length = one_length
         self.times = StepTimes()
         self.n_most = n_most
         self.n_drafted = self.n_accepted = self.n_forced = self.n_steps_saved = 0

@@ -601,10 +601,12 @@ class RequestBuilder:
         adapters = self.adapters(params)
         if not params.ignore_eos:
             stop_tokens = stop_tokens | self._eog if stop_tokens else self._eog
-        # A sequence that its caller may change needs a sampler that has drawn no further, log-probabilities theirs.
-        speculates = (
-            self._speculates and params.speculate != "off" and params.logprobs is None and not resumable
-        )
+        unguessed = ""
+        if params.speculate == "off":
+            unguessed = "speculate is 'off'"
+        elif resumable:
+            unguessed = "engine.start: a text that may be changed needs a sampler that has drawn no further"
+        speculates = self._speculates and not unguessed
         return RequestSpec(
             params.max_tokens,
             stop_tokens,
@@ -621,11 +623,10 @@ class RequestBuilder:
             priority=params.priority,
             share=tenant.get().share,
             speculates=speculates,
-            # The masks of a constraint are only known along the text that it forces itself.
+            unguessed=unguessed if self._speculates else "",
             drafts=speculates
             and self._drafts
             and params.speculate != "ngram"
-            and not item.sampler_factory.is_slow
             and not item.spans,  # a draft model sees no images
             spans=item.spans,
         )

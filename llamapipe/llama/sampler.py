@@ -49,7 +49,7 @@ class Guide(Protocol):
         """Takes the token that follows."""
 
     def look_ahead(self, n: int) -> tuple[list[int], list[npt.NDArray[np.uint32]]]:
-        """At most ``n`` tokens of text that follows in any case, and the masks after them."""
+        """At most ``n`` tokens of text that follows in any case, and the masks after them; one may be empty."""
 
     def reset(self, tokens: Sequence[int]) -> None:
         """Begins anew, after these tokens. Raises DecodeError where they are not allowed."""
@@ -133,17 +133,18 @@ class SamplerChain(NotCopyable):
         """Whether a draw needs no Python: no processors and no guide."""
         return not self.processors and self.guide is None
 
-    def logprobs(self) -> tuple[float, list[tuple[int, float]]]:
+    def logprobs(self, i: int = 0) -> tuple[float, list[tuple[int, float]]]:
         """Of the last draw: its token's log-probability in the unchanged row, and the most probable tokens'.
 
-        Raises ValueError if the options do not ask for them.
+        ``i``: which of the tokens that were drawn together, if a guess was right. Raises ValueError if the options do
+        not ask for log-probabilities.
         """
         if self.n_logprobs < 0:
             raise ValueError("log-probabilities were not enabled; give n_logprobs in the options")
         ffi = self._native.ffi
         one = ffi.new("float *")
         ids, values = ffi.new("int32_t[]", self.n_logprobs), ffi.new("float[]", self.n_logprobs)
-        n = self._lib.lp_sampler_logprobs(self.handle, self.n_logprobs, one, ids, values)
+        n = self._lib.lp_sampler_logprobs(self.handle, i, self.n_logprobs, one, ids, values)
         return one[0], list(zip(ffi.unpack(ids, n), ffi.unpack(values, n), strict=True))
 
     def accept(self, tokens: Iterable[SupportsIndex]) -> None:

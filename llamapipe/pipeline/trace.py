@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 class Span(NamedTuple):
-    """One stage of one step, in seconds of ``time.perf_counter``; ``step`` is -1 for work between steps."""
+    """One stage of one step, in seconds of ``time.perf_counter``; ``step`` is -1 for work between steps.
+
+    ``n_drafted``, ``n_accepted``: the step's guessed tokens, and the right ones of them; of the stage ``deliver``.
+    """
 
     stage: str
     step: int
@@ -31,6 +34,8 @@ class Span(NamedTuple):
     n_tokens: int = 0
     n_rows: int = 0
     sequences: str = ""  # as ranges: "0-3,7"
+    n_drafted: int = 0
+    n_accepted: int = 0
 
 
 # Top to bottom in the timeline, followed by the caller's own stages.
@@ -85,10 +90,12 @@ class Trace:
             self.on = False
             self._pipeline.native.lib.lp_trace(self._pipeline.handle, 0)
 
-    def add(self, stage: str, step: int, begin_s: float, end_s: float) -> None:
-        """Records a stage measured by the caller, in seconds of ``time.perf_counter``."""
+    def add(
+        self, stage: str, step: int, begin_s: float, end_s: float, n_drafted: int = 0, n_accepted: int = 0
+    ) -> None:
+        """Records a stage measured by the caller, in seconds of ``time.perf_counter``. For the rest see ``Span``."""
         if self.on:
-            self._spans.append(Span(stage, step, begin_s, end_s))
+            self._spans.append(Span(stage, step, begin_s, end_s, n_drafted=n_drafted, n_accepted=n_accepted))
             if len(self._spans) > 2 * self._max:
                 with self._lock:
                     del self._spans[: -self._max]
@@ -126,6 +133,8 @@ class Trace:
             arguments: dict[str, Any] = {"step": span.step}
             if span.n_tokens:
                 arguments |= {"tokens": span.n_tokens, "rows": span.n_rows, "sequences": span.sequences}
+            if span.n_drafted:
+                arguments |= {"drafted": span.n_drafted, "accepted": span.n_accepted}
             events.append(
                 {
                     "ph": "X",

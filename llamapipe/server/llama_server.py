@@ -656,12 +656,18 @@ async def slots(exchange: Exchange) -> Response:
     """
     state: ServerState = exchange.server
     n = state.engine.n_seq_max
-    n_busy = min((await asyncio.to_thread(state.engine.stats)).n_active, n)
+    stats = await asyncio.to_thread(state.engine.stats)
+    n_busy = min(stats.n_active, n)
     if n_busy == n and exchange.query_params.get("fail_on_no_slot"):
         raise ApiError(503, "no slot is free", code="unavailable")
     return JsonResponse(
         [
-            {"id": i, "n_ctx": state.engine.n_ctx, "speculative": False, "is_processing": i < n_busy}
+            {
+                "id": i,
+                "n_ctx": state.engine.n_ctx,
+                "speculative": not stats.no_guesses,
+                "is_processing": i < n_busy,
+            }
             for i in range(n)
         ]
     )

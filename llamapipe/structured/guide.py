@@ -248,8 +248,8 @@ class Guide:
     def look_ahead(self, n: int) -> tuple[list[int], list[npt.NDArray[np.uint32]]]:
         """At most ``n`` tokens of the text that every continuation has, and the mask after each of them.
 
-        The text is certain, its tokens are the usual ones: ``mask`` allows others, too. Nothing is accepted. Raises as
-        ``prepare`` does.
+        The text is certain, its tokens are the usual ones: ``mask`` allows others, too. A mask without words: the text
+        is finished. Nothing is accepted. Raises as ``prepare`` does.
         """
         self.prepare()
         if self._finished:
@@ -262,10 +262,8 @@ class Guide:
         with Guide(self._open(), self._tokenizer) as ahead, suppress(DecodeError):
             for token in tokens:
                 ahead.accept(token)
-                mask = ahead.mask().copy()
-                if not mask.any():  # complete, in a vocabulary without an end token
-                    break
-                masks.append(mask)
+                mask = ahead.mask()
+                masks.append(mask[:0] if ahead.finished else mask.copy())
         return tokens[: len(masks)], masks
 
     # ---- going back

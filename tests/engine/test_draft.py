@@ -75,19 +75,22 @@ WAYS: dict[str, dict[str, Any]] = {
     "penalties": {"repeat_penalty": 1.1, "presence_penalty": 0.2},
     "schema": {"json_schema": {"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}}},
     "stop": {"temperature": 0, "stop": ["park", "said"]},
+    "GBNF": {"grammar": 'root ::= ([a-zA-Z ,]+ ".")+', "logprobs": 1},
+    "regex": {"regex": "([a-zA-Z, ]+[.])+", "logprobs": 1},
+    "processor": {"logits_processors": (lambda row: None,), "logprobs": 1},
     "prediction": {"temperature": 0, "prediction": f"{STORY} They walked home."},
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_texts_are_those_without_drafts(engine: lp.Engine, way: str) -> None:
-    def texts(speculate: str | None) -> list[tuple[list[int], str]]:
+    def texts(speculate: str | None) -> list[tuple[lp.Choice, ...]]:
         each = [
             lp.SamplingParams(max_tokens=60, seed=i, speculate=speculate, **WAYS[way])  # type: ignore[arg-type]
             for i in range(7)
         ]
         done = engine.generate([STORY[: 40 + 8 * i] for i in range(7)], each)
-        return [(one.token_ids, one.finish_reason) for one in done]
+        return [one.choices for one in done]
 
     expected = texts("off")
     assert engine.stats().n_drafted == 0
@@ -115,7 +118,6 @@ def test_ngram_does_not_draft(engine: lp.Engine, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(DraftModel, "guess", lambda *arguments: pytest.fail("asked for a draft"))
     engine.generate(STORY, lp.SamplingParams(max_tokens=20, speculate="ngram"))
     engine.generate(STORY, lp.SamplingParams(max_tokens=20, speculate="off"))
-    engine.generate(STORY, lp.SamplingParams(max_tokens=20, logits_processors=[lambda row: None]))
 
 
 def test_a_draft_needs_a_draft_model(make_engine: MakeEngine, demo: lp.Model) -> None:

@@ -422,6 +422,7 @@ class TestServer:
         found = client.get("/slots").json()
         assert [slot["id"] for slot in found] == [0, 1, 2, 3]
         assert not any(slot["is_processing"] for slot in found)
+        assert all(slot["speculative"] for slot in found)
         body = {"prompt": "Once", "n_predict": -1, "ignore_eos": True, "stream": True, "n_cmpl": 4}
         with client.stream("POST", "/completion", json=body) as stream:
             lines = stream.iter_lines()

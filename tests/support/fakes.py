@@ -12,6 +12,7 @@ from zlib import crc32
 from llamapipe._engine.kv import (
     CellChanges,
     Copy,
+    Discard,
     Forget,
     MemoryOp,
     Remove,
@@ -102,7 +103,7 @@ class FakeSampler:
         self.accepted.clear()
         self.n_resets += 1
 
-    def logprobs(self) -> tuple[float, Sequence[tuple[int, float]]]:
+    def logprobs(self, i: int = 0) -> tuple[float, Sequence[tuple[int, float]]]:
         raise AssertionError("no test asks a fake sampler for log-probabilities")
 
     def close(self) -> None:
@@ -195,6 +196,12 @@ class FakeContext:
             done = True
             match op:
                 case Remove(slot, position):
+                    done = self._remove(slot, position)
+                case Discard(slot, position):
+                    last = self.launches[-1]
+                    assert position in {
+                        p for s, p in zip(last.seq_ids, last.positions, strict=True) if s == slot
+                    }
                     done = self._remove(slot, position)
                 case Shift(slot, begin, end):
                     done = slot not in lost and self._shift(slot, begin, end)

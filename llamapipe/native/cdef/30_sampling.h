@@ -80,5 +80,6 @@ int  lp_sampler_reset(lp_sampler * s);  // forgets the accepted tokens; the gene
 int  lp_sampler_draw(lp_sampler * s, const float * logits, int32_t * token);    // 0, LP_ERROR_LOGITS or LP_ERROR_MASK
 // Records log-probabilities for lp_sampler_logprobs where the token was drawn from a changed row.
 int  lp_sampler_note(lp_sampler * s, const float * logits, int32_t token);
-// Of the last draw: the token's log-probability, and how many of the most probable tokens are in `ids`.
-int  lp_sampler_logprobs(const lp_sampler * s, int n_max, float * logprob, int32_t * ids, float * logprobs);
+// Of the draw of this number in the last call that drew, from 0: the token's log-probability, and how many of the most
+// probable tokens are in `ids`. After a right guess one call draws several tokens.
+int  lp_sampler_logprobs(const lp_sampler * s, int i_draw, int n_max, float * logprob, int32_t * ids, float * logprobs);

@@ -47,6 +47,9 @@ int draw_rows(int n_rows, lp_sampler ** samplers, const int32_t * guessed, int32
             tokens[i] = LP_NOT_DRAWN;  // so what follows it differs, too, up to the last row of its sampler
             continue;
         }
+        if (!guessed || i == 0 || guessed[i - 1] < 0) {
+            sampler.n_noted = 0;
+        }
         const int    code    = lp::guard(LP_ERROR, [&] {
             if (tokens[i] >= 0) {  // by the graph
                 const int noted = sampler.n_logprobs < 0 ? 0 : with_row(rows, i, [&](const lp::Row & row) {

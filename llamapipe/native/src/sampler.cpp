@@ -289,8 +289,13 @@ int lp_sampler::note(const lp::Row & row, int32_t token) {
     if (!row.find(token, &logit) || (!row.all() && !row.is_exact(n_logprobs))) {
         return needs_full_row;
     }
-    log_sum_exp = row.all() ? lp::log_sum_exp(row.all(), n_vocab) : row.log_sum_exp();
-    logprob     = (float) (logit - log_sum_exp);
+    if (n_noted == noted.size()) {
+        noted.emplace_back();
+    }
+    const double log_sum_exp = row.all() ? lp::log_sum_exp(row.all(), n_vocab) : row.log_sum_exp();
+    auto & top               = noted[n_noted].top;
+    noted[n_noted].logprob   = (float) (logit - log_sum_exp);
+    n_noted++;
     top.clear();
     if (row.all() && n_logprobs > 0) {
         lp::top_k(row.all(), n_vocab, std::min(n_logprobs, n_vocab), top);
@@ -576,24 +581,33 @@ int lp_sampler_reset(lp_sampler * s) {
 }
 
 int lp_sampler_draw(lp_sampler * s, const float * logits, int32_t * token) {
-    return lp::guard(LP_ERROR, [&] { return s->draw(lp::Row(logits), token); });
+    return lp::guard(LP_ERROR, [&] {
+        s->n_noted = 0;
+        return s->draw(lp::Row(logits), token);
+    });
 }
 
 int lp_sampler_note(lp_sampler * s, const float * logits, int32_t token) {
     return lp::guard(LP_ERROR, [&] {
         if (s->n_logprobs >= 0) {
+            s->n_noted = 0;
             s->note(lp::Row(logits), token);
         }
         return 0;
     });
 }
 
-int lp_sampler_logprobs(const lp_sampler * s, int n_max, float * logprob, int32_t * ids, float * logprobs) {
-    *logprob    = s->logprob;
-    const int n = std::min((int) s->top.size(), n_max);
+int lp_sampler_logprobs(const lp_sampler * s, int i_draw, int n_max, float * logprob, int32_t * ids, float * logprobs) {
+    *logprob = 0;
+    if (i_draw < 0 || (size_t) i_draw >= s->n_noted) {
+        return 0;
+    }
+    const lp_sampler::Noted & one = s->noted[(size_t) i_draw];
+    *logprob    = one.logprob;
+    const int n = std::min((int) one.top.size(), n_max);
     for (int i = 0; i < n; i++) {
-        ids[i]      = s->top[(size_t) i].id;
-        logprobs[i] = s->top[(size_t) i].p;
+        ids[i]      = one.top[(size_t) i].id;
+        logprobs[i] = one.top[(size_t) i].p;
     }
     return n;
 }

@@ -152,11 +152,14 @@ struct lp_sampler {
     std::vector<int32_t>                 ends;          // forbidden until min_tokens were drawn
     lp::SamplerPtr                       grammar, dry;
 
-    // of the last draw, if asked for: log-probabilities in the unchanged row
+    // of the last draws, if asked for: log-probabilities in the unchanged row
     int                           n_logprobs = -1;      // of that many most probable tokens, too; < 0: not asked for
-    double                        log_sum_exp = 0;
-    float                         logprob = 0;          // of the token drawn
-    std::vector<llama_token_data> top;                  // p is the log-probability
+    struct Noted {
+        float                         logprob = 0;      // of the token drawn
+        std::vector<llama_token_data> top;              // p is the log-probability
+    };
+    std::vector<Noted>            noted;                // of the first `n_noted` draws since `n_noted` was set to 0
+    size_t                        n_noted = 0;
 
     std::vector<lp::StageInfo> stages;
 

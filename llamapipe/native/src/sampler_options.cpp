@@ -248,7 +248,7 @@ void lp_sampler::configure(const lp_sampling_options & o) {
     needs_row  = o.needs_row;
     has_guide     = o.has_guide;
     n_logprobs = o.n_logprobs;
-    top.clear();
+    n_noted    = 0;
     add_samplers(*this, o);
 }
 

@@ -280,6 +280,7 @@ void lp_fail_next(lp_pipeline * pipeline, enum lp_fault fault, int code) {
 int lp_sampler_draw_partial(lp_sampler * s, int n, const float * ids, const float * logits, int n_others, const float * other_ids,
                           const float * other_logits, double log_sum_exp, int32_t * token) {
     return lp::guard(LP_ERROR, [&] {
+        s->n_noted = 0;
         return s->draw(lp::Row(ids, logits, n, other_ids, other_logits, n_others, (int32_t) ids[0], log_sum_exp), token);
     });
 }

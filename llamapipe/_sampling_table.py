@@ -79,7 +79,7 @@ _flag = partial(SamplingOption, Kind.FLAG, metavar="")
 _texts = partial(SamplingOption, Kind.TEXTS, metavar="TEXT")
 _tokens = partial(SamplingOption, Kind.TOKENS, metavar="ID")
 _constraint = partial(SamplingOption, Kind.CONSTRAINT, optional=True)
-_ONE_CALLER = "a command has no other requests beside its own"
+_ONE_CALLER = "a command shares the engine with nobody"
 _EACH_ROUTE = "each API has another name for it"
 
 OPTIONS: Final = (

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from llamapipe.llama.model import Model
     from llamapipe.server.worker import Worker
 
+T = TypeVar("T")
 _log = logging.getLogger("llamapipe.server")
 
 
@@ -91,6 +92,10 @@ class ServerState(Gate):
                 "no KV events are published: each of the %d API keys has a prefix cache",
                 len(settings.api_keys),
             )
+
+    async def convert(self, function: Callable[..., T], *arguments: Any, size: int) -> T:
+        """The same, with the conversions of prompts: fair to clients."""
+        return await self.in_thread(function, *arguments, size=size)
 
     @property
     def engine(self) -> Engine:

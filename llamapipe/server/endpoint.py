@@ -163,12 +163,20 @@ class Exchange(Request):
         """Whether it ended because all bodies together are too large."""
         return self._held is not None and self._held.refused
 
-    def decode(self, decoder: msgspec.json.Decoder[Body]) -> Body:
-        """The body as a value of the decoder's type. Notes its fields without effect.
+    async def decode(self, decoder: msgspec.json.Decoder[Body]) -> Body:
+        """The body as a value of the decoder's type, of a large one in a thread. Notes its fields without effect.
 
         Raises ApiError 400, which names the field.
         """
         raw, self.raw = self.raw, b""
+        if len(raw) <= _LARGE_BODY:
+            body = self._decoded(decoder, raw)
+        else:
+            body = await self.gate.convert(self._decoded, decoder, raw, size=len(raw))
+        self.note_unused(unused(body))
+        return body
+
+    def _decoded(self, decoder: msgspec.json.Decoder[Body], raw: bytes) -> Body:
         self._check_size(raw)
         try:
             try:
@@ -180,14 +188,18 @@ class Exchange(Request):
             raise mismatch(str(e), decoder.type) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
             raise ApiError(400, f"the body is not valid JSON: {e}") from None
-        self.note_unused(unused(body))
         return body
 
-    def peek(self, decoder: msgspec.json.Decoder[Body]) -> Body:
+    async def peek(self, decoder: msgspec.json.Decoder[Body]) -> Body:
         """Some fields of the body, which stays as it is. Raises ApiError 400."""
-        self._check_size(self.raw)
+        if len(self.raw) <= _LARGE_BODY:
+            return self._peeked(decoder, self.raw)
+        return await self.gate.convert(self._peeked, decoder, self.raw, size=len(self.raw))
+
+    def _peeked(self, decoder: msgspec.json.Decoder[Body], raw: bytes) -> Body:
+        self._check_size(raw)
         try:
-            return decoder.decode(self.raw)
+            return decoder.decode(raw)
         except msgspec.ValidationError:
             raise ApiError(400, "the body must be a JSON object") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
@@ -203,10 +215,8 @@ class Exchange(Request):
                 f"the body has {n} messages, by their roles; the limit of this server is {most} (--max-messages): send "
                 "the last ones",
             )
-        if is_too_deep(raw):
-            raise ApiError(
-                400, f"the body is nested too deeply: more than {MAX_DEPTH} levels, the limit of this server"
-            )
+        if (problem := problem_of(raw)) is not None:
+            raise ApiError(400, f"the body {problem}, the limit of this server")
 
     async def hung_up(self) -> None:
         """Returns when the client closes the connection. Call it after the body has been read."""
@@ -582,7 +592,7 @@ def post(
     decoder = msgspec.json.Decoder(body)
 
     async def decoded(exchange: Exchange) -> Response:
-        return await handler(exchange, exchange.decode(decoder))
+        return await handler(exchange, await exchange.decode(decoder))
 
     return Endpoint(
         method, path, decoded, summary, more_statuses, body, aliases=aliases, stream_media=stream_media
@@ -613,24 +623,41 @@ def _clear(error: BaseException) -> None:
 # ---- bodies
 # Objects and lists inside each other. Python's limit is 1000 calls, and some functions need two for a level.
 MAX_DEPTH = 256
+MAX_VALUES = 2**18  # objects, lists and members of all; numbers in a list take a sixteenth of their time
 _PART = 2**20  # bytes that are looked at together
 _STEPS = np.zeros(256, np.int8)  # of each byte
 _STEPS[list(b"{[")] = 1
 _STEPS[list(b"}]")] = -1
 
 
-def is_too_deep(body: bytes) -> bool:
-    """Whether JSON has more than ``MAX_DEPTH`` levels. For what is no JSON the answer may be wrong."""
-    if body.count(b"{") + body.count(b"[") <= MAX_DEPTH:
-        return False
+_WEIGHTS = np.zeros(256, np.int32)  # of each byte: how long its value takes to decode, roughly
+_WEIGHTS[list(b"{[:")] = 16
+_WEIGHTS[ord(",")] = 1
+
+
+def problem_of(body: bytes) -> str | None:
+    """What is wrong with JSON of more than ``MAX_DEPTH`` levels, or so many values that to decode them stops everybody.
+
+    For what is no JSON the answer may be wrong.
+    """
+    counts_values = len(body) > MAX_VALUES and (
+        body.count(b":") + body.count(b"[") + body.count(b"{") > MAX_VALUES
+        or body.count(b",") > 16 * MAX_VALUES
+    )
+    if not counts_values and body.count(b"{") + body.count(b"[") <= MAX_DEPTH:
+        return None
     text = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # the quotes that are left begin and end strings
-    depth, in_string = 0, False
+    depth, weight, in_string = 0, 0, False
     for start in range(0, len(text), _PART):
         part = np.frombuffer(text, np.uint8, min(_PART, len(text) - start), start)
-        inside = np.logical_xor.accumulate(part == ord('"')) ^ in_string
-        depths = np.cumsum(_STEPS[part] * ~inside, dtype=np.int32)
+        outside = np.logical_not(np.logical_xor.accumulate(part == ord('"')) ^ in_string)
+        depths = np.cumsum(_STEPS[part] * outside, dtype=np.int32)
         if depth + int(depths.max()) > MAX_DEPTH:
-            return True
+            return f"is nested too deeply: more than {MAX_DEPTH} levels"
+        if counts_values:
+            weight += int(np.dot(_WEIGHTS[part], outside))
+            if weight > 16 * MAX_VALUES:
+                return f"has more than {MAX_VALUES} objects, lists and members, or {16 * MAX_VALUES} numbers"
         depth += int(depths[-1])
-        in_string = bool(inside[-1])
-    return False
+        in_string = not outside[-1]
+    return None

@@ -128,7 +128,7 @@ class Front(Gate):
         is_stream = False
         ttl_s: float | EllipsisType | None = ...
         if exchange.raw:
-            peeked = exchange.peek(_PEEK)
+            peeked = await exchange.peek(_PEEK)
             name = peeked.name if peeked.model is None else peeked.model
             if exchange.dialect == "ollama" and peeked.keep_alive is not None:
                 ttl_s = kept_s(peeked.keep_alive)

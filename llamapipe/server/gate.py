@@ -10,10 +10,10 @@ import asyncio
 import hashlib
 import hmac
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from llamapipe._engine.tenant import Tenant, tenant
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from llamapipe.server.metrics import Metrics
     from llamapipe.server.settings import ServerSettings
 
+T = TypeVar("T")
 _PATH_CHARACTERS = "/:@!$&'()*+,;=-._~"  # the others are escaped in the log: a path may hold line breaks
 _POLLED = ("/timeline", "/ping", "/health", "/v1/health", "/metrics")
 _TRIM_AFTER_S = 1.0
@@ -51,6 +52,7 @@ class Gate:
         self.n_requests = 0
         self.draining = False
         self._trims = False  # soon
+        self._converting = asyncio.Lock()
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
 
     def __repr__(self) -> str:
@@ -120,6 +122,11 @@ class Gate:
                 code="invalid_api_key",
             )
         return digest
+
+    async def convert(self, function: Callable[..., T], *arguments: Any, size: int) -> T:
+        """``function(*arguments)`` in a thread, one at a time: what would hold up the event loop. ``size``: bytes."""
+        async with self._converting:
+            return await asyncio.to_thread(function, *arguments)
 
     def trim_later(self) -> None:
         """Returns freed memory to the system soon, after a large body: the C library would keep it."""

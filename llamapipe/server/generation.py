@@ -120,9 +120,11 @@ async def prompts_of(
         items: list[str | list[int]] = [given]
     elif not given:
         raise ApiError(400, f"{name} is empty; give at least one", name)
-    elif all(isinstance(item, int) for item in given):
+    elif isinstance(given[0], int) and not n_last and len(given) >= state.engine.n_ctx:
+        items = [given]  # type: ignore[list-item]  # too long, whatever it holds
+    elif (kinds := set(map(type, given))) == {int}:
         items = [given]  # type: ignore[list-item]
-    elif any(isinstance(item, int) for item in given):
+    elif int in kinds:
         raise ApiError(400, f"{name} mixes token ids and whole prompts", name)
     else:
         items = given  # type: ignore[assignment]

@@ -249,6 +249,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="clients may load and unload the LoRAs in this folder (/v1/load_lora_adapter)",
     )
     server.add_argument(
+        "--media-path", metavar="DIR", help="images may be named by file:// addresses of files in this folder"
+    )
+    server.add_argument(
+        "--media-url",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="images may be named by addresses of this host (HOST or HOST:PORT; repeatable), which the server fetches",
+    )
+    server.add_argument(
         "--workers",
         type=_workers,
         metavar="N",
@@ -559,6 +569,7 @@ _OPTIONS = {  # fields whose option has another name
     "api_keys": "--api-key-file",
     "cors_origins": "--cors",
     "allow_hosts": "--allow-host",
+    "media_urls": "--media-url",
 }
 
 
@@ -579,6 +590,8 @@ def settings_fields(args: argparse.Namespace) -> dict[str, Any]:
         "allow_pull": args.allow_pull,
         "allow_delete": args.allow_delete,
         "lora_path": args.lora_path,
+        "media_path": args.media_path,
+        "media_urls": tuple(args.media_url),
     }
     seconds = {
         "head_timeout_s": args.head_timeout,

@@ -20,6 +20,7 @@ from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResp
 from llamapipe.server.errors import ApiError
 from llamapipe.server.fields import Only, Unused
 from llamapipe.server.generation import ChatJob, check_n_messages, template_args
+from llamapipe.server.media import with_media
 from llamapipe.server.sampling import Sampling
 from llamapipe.server.tools import check_number
 
@@ -193,7 +194,7 @@ async def count_tokens(exchange: Exchange, request: CountRequest) -> Response:
     exchange.server.check_model(request.model)
     exchange.note_unused(request.unused())
     check_n_messages(exchange.server, request.messages, "messages")
-    state, conversation = exchange.server, messages_of(request)
+    state, conversation = exchange.server, await with_media(exchange, messages_of(request))
     if first_media(conversation) is None:
         tokens = await state.tokenize_chat(conversation, request.functions(), True, _template_args(request))
         return JsonResponse({"input_tokens": len(tokens)})
@@ -457,10 +458,12 @@ def _image(place: str, block: Mapping[str, Any]) -> dict[str, Any]:
     """A block with an image as a part in OpenAI's form. Raises ApiError 400."""
     source = block.get("source")
     form = source.get("type") if isinstance(source, Mapping) else None
+    if isinstance(source, Mapping) and form == "url":
+        return {"type": "image_url", "image_url": {"url": _string(f"{place}.source", source, "url")}}
     if not isinstance(source, Mapping) or form != "base64":
         raise ApiError(
             400,
-            f"{place}: an image must have a source of the type 'base64', not {quoted(form)}: no address is fetched",
+            f"{place}: an image must have a source of the type 'base64' or 'url', not {quoted(form)}",
             f"{place}.source",
         )
     kind, data = _string(f"{place}.source", source, "media_type"), _string(f"{place}.source", source, "data")

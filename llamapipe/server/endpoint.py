@@ -148,6 +148,11 @@ class Exchange(Request):
     def _too_large(self, n: int, limit: int) -> ApiError:
         return ApiError(413, f"the body has at least {n} bytes; the limit of this server is {limit}")
 
+    def hold_more(self, n_bytes: int) -> None:
+        """What was fetched for the request counts with its body, from here on."""
+        if self._held is not None:
+            self._held.add(n_bytes)
+
     def release_body(self) -> None:
         """Its bytes, and what was decoded from them, count no longer."""
         if self._held is not None:

@@ -5,6 +5,7 @@ Open it to change how a request becomes a call of the engine, whatever API it ca
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from llamapipe.params import SamplingParams
 from llamapipe.results import ChatChoice, ChatCompletion, ChatDelta, TokenLogprob
 from llamapipe.server.endpoint import Exchange
 from llamapipe.server.errors import ApiError
+from llamapipe.server.media import with_media
 from llamapipe.server.sampling import with_field
 from llamapipe.streams import AsyncChatStream
 from llamapipe.text.stream import TextOffsets
@@ -263,6 +265,7 @@ class ChatJob:
         self._engine = exchange.server.engine
         self._timeout = exchange.server.settings.timeout_s
         self._messages = messages
+        self._fetching = asyncio.Lock()
         self._params = params
         self._options = options
         self._before = before
@@ -274,8 +277,14 @@ class ChatJob:
     def __repr__(self) -> str:
         return f"<ChatJob n_messages={len(self._messages)} n={self._params.n}>"
 
+    async def _fetch(self) -> None:
+        """Replaces the addresses of images, once."""
+        async with self._fetching:
+            self._messages = await with_media(self._exchange, self._messages)
+
     async def complete(self) -> ChatCompletion:
         """The answer, when all choices are complete."""
+        await self._fetch()
         answer = self._engine.achat(
             self._messages, self._params, timeout=self._timeout, block=False, **self._options._asdict()
         )
@@ -289,6 +298,7 @@ class ChatJob:
 
     async def prompt_tokens(self) -> list[int]:
         """The prompt's tokens, as the engine computes them."""
+        await self._fetch()
         build = self._engine._chat_builder.item  # turns may be dropped there
         made = await self._exchange.server.in_thread(
             build,
@@ -305,6 +315,7 @@ class ChatJob:
         return [self._stream(i) for i in range(self._params.n)]
 
     async def _stream(self, i: int) -> AsyncGenerator[ChatDelta | None, None]:
+        await self._fetch()
         params = replace(self._params, n=1)
         if params.seed is not None:
             params = replace(params, seed=(params.seed + i) % 2**64)

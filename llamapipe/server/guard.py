@@ -312,6 +312,11 @@ class Held:
             self._budget._changed(self, n_bytes - _FREE_BYTES)
             self._budget._make_room()
 
+    def add(self, n_bytes: int) -> None:
+        """As many more bytes belong to it. It, or another one, may be refused."""
+        self._budget._changed(self, self.n_bytes + n_bytes)
+        self._budget._make_room()
+
     def release(self) -> None:
         """The bytes are no longer needed; a second call does nothing."""
         self._budget._changed(self, 0)

@@ -55,6 +55,9 @@ class ServerSettings:
     - ``strict``: refuse fields of a request that have no effect here, such as ``store``, and hosted tools. Otherwise
       they are accepted, and the answer's header ``x-llamapipe-unused`` names them.
     - ``lora_path``: a folder; clients may load the LoRAs in it, and unload them. None: they may not.
+    - ``media_path``: a folder; ``file://`` addresses of images may name the files below it. None: none are read.
+    - ``media_urls``: hosts, ``HOST`` or ``HOST:PORT``, that images may be fetched from. A name never means an address
+      of a private network; an address that is listed itself may be one. Empty: nothing is fetched.
     - ``fim_order``: what a prompt for filling in begins with: the prefix (``"psm"``) or the suffix (``"spm"``).
     - ``page``: serve the page at ``/``.
     - ``ollama``: serve Ollama's API under ``/api``, too. ``allow_pull``, ``allow_delete``: its clients may download
@@ -88,9 +91,18 @@ class ServerSettings:
     allow_delete: bool = False
     fim_order: FimOrder = "psm"
     lora_path: str | os.PathLike[str] | None = None
+    media_path: str | os.PathLike[str] | None = None
+    media_urls: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("model_names", "embedding_names", "api_keys", "cors_origins", "allow_hosts"):
+        for name in (
+            "model_names",
+            "embedding_names",
+            "api_keys",
+            "cors_origins",
+            "allow_hosts",
+            "media_urls",
+        ):
             object.__setattr__(self, name, _names(name, getattr(self, name)))
         for origin in self.cors_origins:
             if not _ORIGIN.fullmatch(origin):
@@ -124,11 +136,15 @@ class ServerSettings:
         for name in ("allow_pull", "allow_delete"):
             if getattr(self, name) and not self.ollama:
                 raise ValueError(f"{name} needs ollama, whose routes it is for")
-        if self.lora_path is not None:
-            folder = path_of(self.lora_path)
-            if not folder.is_dir():
-                raise ValueError(f"lora_path: {folder} is no folder")
-            object.__setattr__(self, "lora_path", folder)
+        for host in self.media_urls:
+            if host == "*" or not _HOST.fullmatch(host):
+                raise ValueError(f"media_urls: {quoted(host)} is no host; write HOST or HOST:PORT")
+        for name in ("lora_path", "media_path"):
+            if (path := getattr(self, name)) is not None:
+                folder = path_of(path)
+                if not folder.is_dir():
+                    raise ValueError(f"{name}: {folder} is no folder")
+                object.__setattr__(self, name, folder)
         check_choice("fim_order", self.fim_order, FIM_ORDERS)
         if any(not _API_KEY.fullmatch(key) for key in self.api_keys):
             raise ValueError(

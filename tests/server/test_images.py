@@ -92,7 +92,7 @@ def test_anthropic_messages(url: str) -> None:
         counted["input_tokens"]
         == answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"]
     )
-    source["type"] = "url"
+    source |= {"type": "url", "url": "http://127.0.0.1:1/a.png"}
     assert "no address is fetched" in post(url, "/v1/messages", body)["error"]["message"]
 
 

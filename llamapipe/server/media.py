@@ -1,0 +1,255 @@
+"""Images that a request names by an address: files of a folder, and of hosts, that the operator allows.
+
+Open it for ``--media-path`` and ``--media-url``. A client chooses the address, so everything is limited: who may be
+asked, how long, and how many bytes an answer has. A name that is resolved to an address of a private network is
+refused, and the connection goes to the address that was checked. What a redirect names is checked in the same way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import ipaddress
+import socket
+import ssl
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import lru_cache, partial
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+from urllib.parse import SplitResult, unquote, urljoin, urlsplit
+
+from llamapipe._messages import quoted
+from llamapipe.errors import InvalidRequestError
+from llamapipe.media.decode import path_below
+from llamapipe.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from llamapipe.server.endpoint import Exchange
+
+MOST_ADDRESSES = 32  # of a request
+MOST_HOPS = 4  # of one address, the first one included
+MOST_SECONDS = 10.0  # for one address, with its redirects
+_N_THREADS = 8
+_CHUNK = 2**16
+_PORTS = {"http": 80, "https": 443}
+_REDIRECTS = (301, 302, 303, 307, 308)
+_NAT64 = ipaddress.ip_network("64:ff9b::/32")
+
+
+async def with_media(
+    exchange: Exchange, messages: Sequence[Mapping[str, Any]]
+) -> Sequence[Mapping[str, Any]]:
+    """The messages with what their addresses name. Where there are none, the same object.
+
+    Raises ApiError 400, InvalidRequestError.
+    """
+    found: dict[tuple[int, int], str] = {}
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        for i, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, Mapping) and part.get("type") in ("image_url", "input_image"):
+                url = part.get("image_url")
+                url = url.get("url") if isinstance(url, Mapping) else url
+                if isinstance(url, str) and url.partition(":")[0].lower() in ("http", "https", "file"):
+                    found[index, i] = url
+    if not found:
+        return messages
+    if len(set(found.values())) > MOST_ADDRESSES:
+        raise ApiError(
+            400,
+            f"the messages name images by {len(set(found.values()))} addresses; at most {MOST_ADDRESSES} are read",
+        )
+    loaded: dict[str, bytes | Path] = {}
+    left = exchange.server.settings.max_body_bytes
+    for (index, i), url in found.items():
+        if url not in loaded:
+            place = f"messages[{index}]: part {i} of the content"
+            loaded[url] = value = await _loaded(exchange, place, url, left)
+            left -= len(value) if isinstance(value, bytes) else 0
+    exchange.hold_more(sum(len(value) for value in loaded.values() if isinstance(value, bytes)))
+    changed = [dict(message) for message in messages]
+    for (index, i), url in found.items():
+        content = changed[index]["content"] = list(changed[index]["content"])
+        content[i] = {"type": "image", "image": loaded[url]}
+    return changed
+
+
+async def _loaded(exchange: Exchange, place: str, url: str, most: int) -> bytes | Path:
+    settings = exchange.server.settings
+    if url[:5].lower() == "file:":
+        if settings.media_path is None:
+            raise ApiError(
+                400, f"{place}: {quoted(url[:80])}: this server reads no files: give a data URL", "messages"
+            )
+        name = unquote(url[5:].removeprefix("//"))
+        try:
+            return await asyncio.to_thread(path_below, place, name, Path(settings.media_path))
+        except InvalidRequestError:  # which names the folder
+            raise ApiError(
+                400, f"{place}: {quoted(url[:80])} is no file in the folder of --media-path", "messages"
+            ) from None
+    if not settings.media_urls:
+        raise ApiError(
+            400,
+            f"{place}: {quoted(url[:80])}: no address is fetched by this server (--media-url HOST): give a data URL",
+            "messages",
+        )
+    ending = _Ending()
+    fetch = partial(fetched, url, settings.media_urls, most, ending)
+    work = asyncio.get_running_loop().run_in_executor(_threads(), fetch)
+    try:
+        return await work
+    except _Refused as e:
+        raise ApiError(400, f"{place}: {quoted(url[:80])}: {e}", "messages") from None
+    except asyncio.CancelledError:  # the client is gone
+        ending.end()
+        raise
+
+
+@lru_cache(maxsize=1)
+def _threads() -> ThreadPoolExecutor:
+    """Slow hosts keep these busy, and no other work of the server."""
+    return ThreadPoolExecutor(_N_THREADS, "llamapipe-media")
+
+
+class _Refused(Exception):  # noqa: N818 - becomes an ApiError
+    """Why an address is not fetched."""
+
+
+class _Ending:
+    """Ends a fetch: at its deadline, or when nobody waits for it. Any thread."""
+
+    def __init__(self) -> None:
+        self.is_ended = False
+        self._socket: socket.socket | None = None
+        self._lock = threading.Lock()
+
+    def watch(self, found: socket.socket) -> None:
+        with self._lock:
+            self._socket = found
+            if self.is_ended:
+                self._shut()
+
+    def end(self) -> None:
+        with self._lock:
+            self.is_ended = True
+            self._shut()
+
+    def _shut(self) -> None:
+        if self._socket is not None:
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+
+def fetched(url: str, allowed: Sequence[str], most: int, ending: _Ending) -> bytes:
+    """The file at an address; waits. ``allowed``: hosts, with a port where it is not the scheme's. Raises _Refused."""
+    deadline = monotonic() + MOST_SECONDS
+    timer = threading.Timer(MOST_SECONDS, ending.end)
+    timer.daemon = True
+    timer.start()
+    try:
+        for _ in range(MOST_HOPS):
+            found = _answer(url, allowed, most, deadline, ending)
+            if isinstance(found, bytes):
+                return found
+            url = urljoin(url, found)
+        raise _Refused(f"it is redirected more than {MOST_HOPS - 1} times")
+    except (OSError, http.client.HTTPException, ValueError) as e:
+        if ending.is_ended or isinstance(e, TimeoutError):
+            raise _Refused(f"its host did not send all of it within {MOST_SECONDS:g} s") from None
+        raise _Refused(f"it cannot be fetched: {str(e)[:200] or type(e).__name__}") from None
+    finally:
+        timer.cancel()
+
+
+def _answer(url: str, allowed: Sequence[str], most: int, deadline: float, ending: _Ending) -> bytes | str:
+    """The body of an answer, or the address that it redirects to."""
+    split = urlsplit(url)
+    host, port = _allowed(split, allowed)
+    address = _address(host, port)
+    left_s = deadline - monotonic()
+    if left_s <= 0 or ending.is_ended:
+        raise TimeoutError
+    connection = http.client.HTTPConnection(host, port, timeout=left_s)
+    raw = socket.create_connection((address, port), timeout=left_s)
+    ending.watch(raw)
+    try:
+        connection.sock = _tls().wrap_socket(raw, server_hostname=host) if split.scheme == "https" else raw
+        ending.watch(connection.sock)
+        path = (split.path or "/") + (f"?{split.query}" if split.query else "")
+        connection.putrequest("GET", path, skip_accept_encoding=True)
+        for name, value in (("Accept", "image/*"), ("Accept-Encoding", "identity"), ("Connection", "close")):
+            connection.putheader(name, value)
+        connection.endheaders()
+        response = connection.getresponse()
+        if response.status in _REDIRECTS and (place := response.getheader("location")) is not None:
+            return place
+        if response.status != 200:
+            raise _Refused(f"its host answers {response.status}")
+        if response.getheader("content-encoding", "identity").lower() != "identity":
+            raise _Refused("its host sends it compressed")
+        return _body(response, most)
+    finally:
+        connection.close()
+        raw.close()
+
+
+def _body(response: http.client.HTTPResponse, most: int) -> bytes:
+    length = response.getheader("content-length", "0")
+    parts: list[bytes] = []
+    n = int(length) if length.isdigit() else 0
+    if n <= most:
+        n = 0
+        while n <= most and (part := response.read(_CHUNK)):
+            parts.append(part)
+            n += len(part)
+    if n > most:
+        raise _Refused(f"it has more than {most} bytes, with the request's others (--max-body-bytes)")
+    if length.isdigit() and n != int(length):
+        raise ConnectionError("the connection ended early")
+    return b"".join(parts)
+
+
+def _allowed(split: SplitResult, allowed: Sequence[str]) -> tuple[str, int]:
+    """The host and the port of an address. Raises _Refused if the operator does not allow them, ValueError."""
+    host, default = split.hostname or "", _PORTS.get(split.scheme, 0)
+    port = default if split.port is None else split.port
+    if not default or not host or split.username is not None or split.password is not None:
+        raise _Refused("only http://HOST/… and https://HOST/… are fetched, without a user")
+    if any(ord(character) <= 32 or ord(character) == 127 for character in split.path + split.query):
+        raise _Refused("it has control characters or spaces")
+    shown = f"[{host}]" if ":" in host else host
+    names = {f"{shown}:{port}"} | ({shown} if port == default else set())
+    if names.isdisjoint(name.lower() for name in allowed):
+        raise _Refused(f"nothing is fetched from {quoted(f'{shown}:{port}'[:80])} (--media-url HOST)")
+    return host, port
+
+
+def _address(host: str, port: int) -> str:
+    """The address that a host has. Raises _Refused if it is one of a private network, unless ``host`` is one."""
+    with suppress(ValueError):
+        return str(ipaddress.ip_address(host))  # the operator allows it
+    addresses = [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    if not addresses or not all(map(is_public, addresses)):
+        raise _Refused("its host has an address of a private network")
+    return addresses[0]
+
+
+def is_public(text: str) -> bool:
+    """Whether an address is one of the internet: of no private network, this machine, or a group."""
+    address = ipaddress.ip_address(text.partition("%")[0])
+    inner = None
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = address.ipv4_mapped or address.sixtofour
+        if address in _NAT64 or address.teredo is not None:
+            return False
+    return address.is_global and not address.is_multicast and (inner is None or is_public(str(inner)))
+
+
+@lru_cache(maxsize=1)
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()

@@ -223,6 +223,9 @@ class CompletionSink(Sink):
         self._parts.append(self._text.finish())
         reason: FinishReason = request.finish_reason  # type: ignore[assignment]
         logprobs = self._logprobs if request.wants_logprobs else None
+        if logprobs is not None and len(logprobs) < len(tokens):  # cancelled before its last tokens came here
+            left = tokens[len(logprobs) :][: len(request.logprobs)]
+            logprobs += [token_logprob(request, token, self._piece) for token in left]
         ended_by = request.stop_token
         choice = Choice(
             self._index,

@@ -447,6 +447,7 @@ class Scheduler:
             n_batch, n_ubatch, padding_token, n_score_rows, prefill_cutoff, max_itl_s
         )
         self.gate = Gate() if gate is None else gate
+        self._drafts = self.gate.drafter is not None
         self.turns = SetTurns(max_itl_s)
         self.can_guess = False
         self._scarce = n_cells < n_ctx * cache.n_slots
@@ -655,7 +656,12 @@ class Scheduler:
     @property
     def may_draft(self) -> bool:
         """Whether ``plan`` may take long because a draft model computes."""
-        return self.gate.considers_drafts and bool(self._running.decoding) and not self._running.prefilling
+        return (
+            self._drafts
+            and self.gate.considers_drafts
+            and bool(self._running.decoding)
+            and not self._running.prefilling
+        )
 
     def plan(self) -> BatchPlan | None:
         """The plan of the next step. None if nothing can be computed now."""
@@ -670,7 +676,7 @@ class Scheduler:
             return None
         if self._n_gaps >= _LEAST_GAPS:
             self._close_gaps()
-        guesses = self._guesses() if self.can_guess or self.gate.drafter is not None else None
+        guesses = self._guesses() if self.can_guess or self._drafts else None
         last, self._last = self._last, None
         if guesses:
             return self.batch_builder.plan(running, self.cache.parked, guesses)
@@ -888,8 +894,7 @@ class Scheduler:
         only_decodes = plan.n_decode == len(plan.tokens) or plan.n_guessed > 0
         if self.turns.observe(len(plan.tokens), only_decodes, seconds):
             return  # it says little about others
-        learns = self.can_guess or self.gate.drafter is not None
-        if (learns and plan.n_decode == len(plan.tokens)) or plan.n_guessed:
+        if plan.n_guessed or ((self.can_guess or self._drafts) and plan.n_decode == len(plan.tokens)):
             self.gate.observe(plan.n_decode, plan.n_guessed, seconds)
         budget = self.batch_builder.budget
         if budget.is_on and plan.n_decode and not plan.n_guessed:

@@ -9,11 +9,11 @@ from unittest.mock import patch
 
 import pytest
 from support.fakes import FakeContext
-from support.simulation import SimDrafter, simulate
+from support.simulation import SimDrafter, SimSampler, simulate
 
 from llamapipe._engine import loop as engine_loop
 from llamapipe._engine.deliver import ResultDispatcher
-from llamapipe._engine.kv import KvCache
+from llamapipe._engine.kv import Discard, KvCache
 from llamapipe._engine.loop import EngineLoop, InFlightStep, LateDraws, StepsInFlight
 from llamapipe._engine.planner import BatchBuilder, BatchPlan
 from llamapipe._engine.request import Request, State
@@ -261,6 +261,40 @@ def _draft_for_everybody() -> AbstractContextManager[Any]:
     return patch.object(SimDrafter, "guess", wrong)
 
 
+def _log_probabilities_of_the_first_row() -> AbstractContextManager[Any]:
+    logprobs = SimSampler.logprobs
+
+    def wrong(self: SimSampler, i: int = 0) -> tuple[float, Sequence[tuple[int, float]]]:
+        return logprobs(self, min(i, 0))
+
+    return patch.object(SimSampler, "logprobs", wrong)
+
+
+def _keep_the_log_probability_of_an_end() -> AbstractContextManager[Any]:
+    def wrong(plan: BatchPlan, sampled: Sequence[int]) -> None:
+        for i, (request, token) in enumerate(zip(plan.requests, sampled, strict=True)):
+            if request.wants_logprobs and token >= 0 and request.batch_plan is plan and request.sampler:
+                first = next(j for j, other in enumerate(plan.requests) if other is request)
+                request.logprobs.append(request.sampler.logprobs(i - first))
+
+    return patch.object(engine_loop, "record_logprobs", wrong)
+
+
+def _discard_the_right_guess() -> AbstractContextManager[Any]:
+    commit = Scheduler._commit_guesses
+
+    def wrong(self: Scheduler, plan: BatchPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
+        n_ops = len(self.cache.memory_ops)
+        taken = commit(self, plan, sampled)
+        ops = self.cache.memory_ops[n_ops:]
+        self.cache.memory_ops[n_ops:] = [
+            Discard(op.slot, op.position - 1) if isinstance(op, Discard) else op for op in ops
+        ]
+        return taken
+
+    return patch.object(Scheduler, "_commit_guesses", wrong)
+
+
 PLANTED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "cells of requests that ended are not removed": _park_without_removing,
     "preempted requests are not resumed": _resume_only_running,
@@ -287,6 +321,9 @@ PLANTED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "one of several tokens is delivered": _deliver_one_of_several,
     "a draft is longer than the context": _draft_for_everybody,
     "the drafter is not closed": lambda: patch.object(SimDrafter, "close", nothing),
+    "several tokens have the first one's log-probability": _log_probabilities_of_the_first_row,
+    "the log-probability of a stop token is the next token's": _keep_the_log_probability_of_an_end,
+    "the cell of a right guess is removed": _discard_the_right_guess,
     "pauses are ignored": lambda: patch.object(Scheduler, "_pause", nothing),
 }
 

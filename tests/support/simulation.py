@@ -42,7 +42,7 @@ from llamapipe._engine.scheduler import Overflow, Scheduler
 from llamapipe._engine.speculation import Gate, Guess
 from llamapipe._engine.submit import QueueLimit
 from llamapipe.errors import ContextFullError, DecodeError, InvalidRequestError, NoToken
-from llamapipe.results import Completion, Delta, Token
+from llamapipe.results import Completion, Delta, Token, TokenLogprob
 
 sys.path[0:0] = [str(Path(__file__).resolve().parents[1])]
 from support.fakes import FakeContext, FakeSampler, FakeSaved, continuation, next_token  # noqa: E402
@@ -272,8 +272,18 @@ class SimSampler(FakeSampler):
         super().__init__()
         self.is_slow = world.rng.random() < 0.3
         self.n_draws = 0
+        self.noted: list[int] = []  # the tokens of the last call that drew
         self._world = world
         self._request = request
+
+    def draw(self, token: int) -> int:
+        self.noted.append(token)
+        return super().draw(token)
+
+    def logprobs(self, i: int = 0) -> tuple[float, Sequence[tuple[int, float]]]:
+        """They tell whose they are."""
+        assert self._request.wants_logprobs
+        return -float(self.noted[i]), [(self.noted[i], -float(self.noted[i]))]
 
     def guess(self, n: int) -> tuple[Sequence[int], float]:
         """What follows, now and then with a mistake."""
@@ -383,6 +393,9 @@ class SimExecutor(FakeContext):
         if step in self._errors:
             raise self._errors.pop(step)
         said = [self._rows_of[step][row] for row in rows]
+        for sampler in samplers:
+            if sampler is not None:
+                sampler.noted.clear()
         self._asked = (rows, samplers)
         self._sampled = self._draw_all(said, samplers, guessed)
         return self._sampled.copy()
@@ -460,6 +473,7 @@ class Simulation:
             gate=Gate(
                 0 if context.recurrent or rng.random() < 0.3 else rng.choice((3, 8)),
                 drafter=SimDrafter(world, N_CTX) if rng.random() < 0.4 else None,
+                one_length=rng.random() < 0.2,
             ),
         )
         self.queue = QueueLimit(rng.choice((None, None, 2, 5)))
@@ -611,6 +625,7 @@ class Simulation:
             caller=rng.randrange(3),
             adapters=(adapters := rng.choice(self.sets)),
             cache_key=adapters,
+            wants_logprobs=rng.random() < 0.4,
             speculates=not options.get("resumable"),
             drafts=not options.get("resumable"),
             **options,
@@ -685,6 +700,18 @@ class Simulation:
         assert isinstance(result, Completion)
         self._check_tokens(request, prompt, result.token_ids, result.finish_reason)
         assert result.text == "".join(f"{token} " for token in result.token_ids)
+        (choice,) = result.choices
+        self._check_logprobs(request, choice.token_ids, choice.logprobs)
+        if choice.stop_token is not None and choice.stop_logprob is not None:
+            self._check_logprobs(request, [choice.stop_token], [choice.stop_logprob])
+
+    def _check_logprobs(
+        self, request: Request, tokens: Sequence[int], found: Sequence[TokenLogprob] | None
+    ) -> None:
+        """Each token has its own."""
+        pairs = [(entry.id, entry.logprob) for entry in found or ()]
+        expected = [(token, -float(token)) for token in tokens] if request.wants_logprobs else []
+        assert pairs == expected, (pairs, expected)
 
     def _check_failure(self, error: BaseException) -> None:
         if isinstance(error, InvalidRequestError):
@@ -735,6 +762,7 @@ class Simulation:
                 self._check_failure(item.error)
                 return
             assert isinstance(item, Delta)
+            self._check_logprobs(request, item.token_ids, item.logprobs)
             got += item.token_ids
             if item.finish_reason is not None:
                 self._check_tokens(request, prompt, got, item.finish_reason)
@@ -794,6 +822,7 @@ class Simulation:
                         assert next_token(whole, N_VOCAB, adapters) in request.stop_tokens, (whole, request)
                     continue
                 assert isinstance(item, Token)
+                assert item.logprob == (-float(item.id) if request.wants_logprobs else None)
                 if not self.can_overflow:
                     assert item.id == next_token(whole, N_VOCAB, adapters), (item, whole)
                 whole.append(item.id)

@@ -26,6 +26,8 @@ _ADDRESS = re.compile(
     r"(?:/(?:(?:resolve|blob)/[^/]+/)?([^?#]+\.gguf)|(:[^/?#]+)|/tree(?:/[^?#]*)?|/)?(?:[?#].*)?"
 )
 _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+_QUANTIZATION = re.compile(r"[-._]((?:ud-)?(?:i?q\d\w*|tq\d\w*|mxfp4\w*|b?f16|f32))$", re.IGNORECASE)
+_NO_MODELS = ("mmproj", "imatrix")  # projectors of pictures and importance matrices accompany models
 _MOST_LISTED = 20
 
 
@@ -70,8 +72,7 @@ def choose(names: Iterable[str], pattern: str | None, where: str) -> list[str]:
     """
     files = sorted(name for name in names if name.endswith(".gguf"))
     if pattern is None or pattern.startswith(":"):
-        # Projectors of pictures and importance matrices accompany models.
-        found = [name for name in files if not _last(name).startswith(("mmproj", "imatrix"))]
+        found = [name for name in files if not _last(name).startswith(_NO_MODELS)]
         if pattern is not None:
             found = [name for name in found if _has_quantization(name, pattern[1:])]
     elif pattern in files:
@@ -112,6 +113,12 @@ def part_of(name: str) -> tuple[str, int]:
     """The model that a file belongs to, without ``.gguf``, and which part of it the file is, from 1."""
     split = _SPLIT.search(name)
     return (name.removesuffix(".gguf"), 1) if split is None else (name[: split.start()], int(split.group(1)))
+
+
+def quantization_of(name: str) -> str | None:
+    """The quantization that ends a file's name, as in ``model-Q4_K_M.gguf``; None: there is none."""
+    found = _QUANTIZATION.search(part_of(_last(name))[0])
+    return None if found is None else found[1].upper()
 
 
 def _has_quantization(name: str, quantization: str) -> bool:
@@ -301,7 +308,10 @@ class CachedModel(NamedTuple):
 
 
 def cached_models() -> list[CachedModel]:
-    """The models in the cache, by name; none if there is no cache. Raises ImportError without the extra ``hub``."""
+    """The models in the cache, by name, without projectors of pictures; none if there is no cache.
+
+    Raises ImportError without the extra ``hub``.
+    """
     hub = library()
     try:
         repos = hub.scan_cache_dir().repos
@@ -317,7 +327,7 @@ def cached_models() -> list[CachedModel]:
             }
             for name, file in files.items():
                 model, part = part_of(name)
-                if part == 1:
+                if part == 1 and not _last(name).startswith(_NO_MODELS):
                     size = sum(other.size_on_disk for n, other in files.items() if part_of(n)[0] == model)
                     reference = f"{PREFIX}{repo.repo_id}/{name}"
                     found[reference] = CachedModel(reference, Path(file.file_path), size)

@@ -1,6 +1,6 @@
-"""What ``llamapipe serve --models`` names: a folder of GGUF files, or a TOML file that lists models.
+"""What ``llamapipe serve --models`` names: folders of GGUF files, TOML files that list models, stores of models.
 
-``entries_of`` reads the list and checks it; of files in a folder, only the first bytes are read. ``look`` finds out
+``entries_of`` reads the lists and checks them; of files in a folder, only the first bytes are read. ``look`` finds out
 what loading one needs: its file, whether it embeds or generates, and the memory that its process will take.
 """
 
@@ -11,25 +11,25 @@ import asyncio
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import llamapipe as lp
+from llamapipe import hub
 from llamapipe._messages import did_you_mean, listed, quoted
-from llamapipe.cli.options import ENGINE, MODEL, Option, model_path
+from llamapipe.cli.options import ENGINE, MODEL, Option, model_path, path_of
 from llamapipe.cli.parser import UsageError
 from llamapipe.gguf.check import GgufInfo, check_gguf, head_texts
 from llamapipe.gguf.mmproj import is_mmproj, mmproj_beside
 from llamapipe.gguf.reader import fingerprint, first_texts
-from llamapipe.hub import MMPROJ, model_file, parse
 from llamapipe.model_pool import embeds_of, need_of
 from llamapipe.ollama_models import PREFIX as OLLAMA
-from llamapipe.ollama_models import find_stored, model_of
+from llamapipe.ollama_models import find_stored, folders, model_of, stored_models
 from llamapipe.server.ollama import QUANTIZATIONS, parameter_size
-from llamapipe.server.pool import Found, ModelEntry
+from llamapipe.server.pool import Found, ModelEntry, hub_entries
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -45,12 +45,39 @@ _TEXTS = ("chat_template", "tool_calls", "fim_order")
 _PROCESS_BYTES = 110 * 2**20  # of the interpreter and its libraries
 
 
-def entries_of(path: Path) -> list[ModelEntry]:
-    """The models of a folder or of a TOML file. Raises UsageError, OSError."""
+def entries_of(sources: Sequence[str], may_be_empty: bool = False) -> list[ModelEntry]:
+    """The models of all sources. ``may_be_empty``: clients may add some. Raises UsageError, OSError."""
+    found = [entry for source in sources for entry in _entries(source)]
+    if not found and not may_be_empty:
+        raise UsageError(f"--models: there are no models in {listed(sources)}")
+    return found
+
+
+def _entries(source: str) -> list[ModelEntry]:
+    if source == OLLAMA:
+        stored = stored_models()
+        if not stored:
+            where = " and ".join(map(str, folders()))
+            raise UsageError(f"--models: Ollama has no models in {where} (OLLAMA_MODELS sets the folder)")
+        return [ModelEntry(one.name.removesuffix(":latest"), OLLAMA + one.name) for one in stored]
+    if source == hub.PREFIX:
+        try:
+            return hub_entries(hub.cached_models())
+        except ImportError as e:
+            raise UsageError(f"--models: {e}") from None
+    if source.startswith(hub.PREFIX):
+        try:
+            hub.parse(source)
+        except ValueError as e:
+            raise UsageError(f"--models: {e}") from None
+        return [ModelEntry(source.removeprefix(hub.PREFIX), source)]
+    path = path_of(source)
     if path.is_dir():
         return _in_folder(path)
     if path.suffix.lower() != ".toml":
-        raise UsageError(f"--models: {path} is neither a folder of GGUF files nor a .toml file")
+        raise UsageError(
+            f"--models: {path} is neither a folder of GGUF files nor a .toml file, nor {OLLAMA} or {hub.PREFIX}"
+        )
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
@@ -207,8 +234,8 @@ def _projectors(given: str, info: GgufInfo, texts: Mapping[str, str]) -> list[Pa
         found = mmproj_beside(info.path, info.n_embd, lambda: texts.get("general.name", ""))
         return [one.path for one in found] if len(found) == 1 else []
     if given.startswith("hf:"):
-        repo_id, filename = parse(given)
-        return [model_file(repo_id, filename or MMPROJ)]
+        repo_id, filename = hub.parse(given)
+        return [hub.model_file(repo_id, filename or hub.MMPROJ)]
     return [Path(given)]
 
 

@@ -64,6 +64,7 @@ examples:
   llamapipe serve -m model.gguf --host 0.0.0.0 --api-key-file keys.txt
   llamapipe serve -m model.gguf --workers auto
   llamapipe serve --models models.toml --memory 6GiB
+  llamapipe serve --models ollama: --ollama 11434
 
 After SIGTERM or Ctrl-C the server finishes running requests and exits. A second signal cancels them.
 With --models, SIGHUP reads the list of models again.
@@ -82,10 +83,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_adapters(parser, "clients use its name as a model's")
     parser.add_argument(
         "--models",
-        type=path_of,
-        metavar="PATH",
-        help="serve several models: a folder of GGUF files, or a TOML file that lists models; each runs in a process "
-        "that is started when a request names it",
+        action="append",
+        metavar="SOURCE",
+        help="serve several models, each in a process that is started when a request names it: a folder of GGUF files, "
+        "a TOML file that lists models, 'ollama:' (all that Ollama has downloaded), 'hf:' (all in the Hugging Face "
+        "Hub's cache) or hf:OWNER/REPO:QUANT; several times: all of them",
     )
     parser.add_argument(
         "--memory",
@@ -472,14 +474,12 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
         ("--lora", args.lora or None),
         ("--control-vector", args.control_vector or None),
         ("--lora-path", args.lora_path),
-        ("--allow-pull", args.allow_pull or None),
-        ("--allow-delete", args.allow_delete or None),
     ):
         if value is not None:
             raise UsageError(
                 f"{option} and --models do not go together; a TOML file gives each model what it needs"
             )
-    entries = entries_of(args.models)
+    entries = entries_of(args.models, bool(args.allow_pull))
     free, most = free_memory(), memory_limit()
     if args.memory is not None and most is not None and args.memory > most:
         raise UsageError(
@@ -490,7 +490,7 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
 
     def again() -> list[ModelEntry]:
         try:
-            return entries_of(args.models)
+            return entries_of(args.models, bool(args.allow_pull))
         except UsageError as error:
             raise ValueError(str(error)) from error
 
@@ -509,7 +509,8 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
         more = []
         if args.ollama not in (None, _SAME_PORT):
             more.append(stack.enter_context(listening_socket(args.host, args.ollama, "--ollama")))
-        announce(settings, sock, entries[0].name, True, 0, None, *more, n_models=len(entries))
+        first = entries[0].name if entries else "NAME"
+        announce(settings, sock, first, True, 0, None, *more, n_models=len(entries))
         run_front(pool, sock, settings, again, more)
     return 0
 
@@ -724,7 +725,7 @@ def announce(
             url=url,
             key="YOUR KEY" if settings.api_keys else "none",
             call=(_CHAT if can_chat else _COMPLETION).format(model=model),
-            what=f"{n_models} models" if n_models > 1 else model,
+            what=model if n_models == 1 else f"{n_models} models",
             workers=f" with {n_workers} worker{'s' * (n_workers > 1)}" if n_workers else "",
             page=f"In a browser: {url}    " if settings.page else "",
             ollama=f"For Ollama's clients: OLLAMA_HOST={_url([*more, sock][0])}\n" if settings.ollama else "",

@@ -86,7 +86,6 @@ class ServerState(Gate):
         self.created = int(time.time())
         self.copies: list[str] = []  # further names of the model, that clients made
         self.loaded_adapters: dict[str, Adapter] = {}  # by clients
-        self.n_pulls = 0
         if engine is not None and engine.kv_events is not None and len(settings.api_keys) > 1:
             _log.warning(
                 "no KV events are published: each of the %d API keys has a prefix cache",

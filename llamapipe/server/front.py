@@ -13,7 +13,9 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import datetime, timezone
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -21,7 +23,10 @@ from urllib.parse import quote
 import msgspec
 from starlette.responses import Response
 
+from llamapipe import hub
 from llamapipe._messages import listed, quoted
+from llamapipe.errors import ModelLoadError
+from llamapipe.ollama_models import PREFIX as OLLAMA
 from llamapipe.server import ollama, ollama_files, page, system
 from llamapipe.server.application import OLLAMA_ROUTES, ROUTES, application_of
 from llamapipe.server.describe import Asked, describe
@@ -40,7 +45,7 @@ from llamapipe.server.gate import CACHE, CLIENT, LOADED_NS, Gate
 from llamapipe.server.guard import BodyBudget
 from llamapipe.server.metrics import CONTENT_TYPE, Metrics, rendered
 from llamapipe.server.ollama import full_name, kept_s
-from llamapipe.server.pool import ModelState, Pool, PooledModel
+from llamapipe.server.pool import ModelState, Pool, PooledModel, hub_entries
 from llamapipe.server.upstream import Upstream, UpstreamLostError
 
 if TYPE_CHECKING:
@@ -284,13 +289,37 @@ class Front(Gate):
         return [self._described[key] for key in keys]
 
     async def pull(self, exchange: Exchange, request: ollama_files.PullRequest) -> Response:
-        """``POST /api/pull``: a model of the list is here, or downloaded by its first request."""
-        self.pool.find(request.model or request.name or "")
-        done = {"status": "success"}
-        return JsonResponse(done) if request.stream is False else Response(line(done), media_type=_LINES)
+        """``POST /api/pull``: downloads a model and serves it; one of the list may wait for its first request."""
+        name = ollama_files.named(request)
+        if self.pool.get(name) is not None:
+            return await ollama_files.answered(exchange, request, None)
+
+        async def serve(path: Path) -> None:
+            for entry in hub_entries(await asyncio.to_thread(hub.cached_models)):
+                if entry.file == str(path) and self.pool.get(entry.name) is None:
+                    asked = name.removesuffix(":latest")
+                    self.pool.add(entry if asked == entry.name else replace(entry, aliases=(asked,)))
+
+        return await ollama_files.answered(exchange, request, name, serve)
+
+    async def delete(self, exchange: Exchange, request: ollama_files.DeleteRequest) -> Response:
+        """``DELETE /api/delete``: deletes a file of the hub's cache, which is served no longer."""
+        model = self.pool.find(ollama_files.named(request))
+        reference = model.entry.reference
+        if model.entry.file.startswith(OLLAMA):
+            raise ApiError(403, f"the model {quoted(model.name)} belongs to Ollama: use ollama rm", "model")
+        if reference is None:
+            return await self.refuse(exchange)
+        ollama_files.check_allowed(exchange, self.settings.allow_delete, "--allow-delete")
+        self.pool.drop(model)
+        try:
+            await asyncio.to_thread(hub.delete, *hub.parse(reference))
+        except ModelLoadError as e:  # somebody else has deleted it
+            raise ApiError(404, str(e), "model", "model_not_found") from None
+        return Response()
 
     async def refuse(self, exchange: Exchange) -> Response:
-        """``POST /api/copy`` and ``DELETE /api/delete``: the list says which models there are."""
+        """``POST /api/copy``, and deleting a model of the list: it says which models there are."""
         raise ApiError(
             403,
             "the list of --models says which models there are, and their aliases; change it there",
@@ -379,10 +408,21 @@ class Front(Gate):
                 post("/api/show", self.show, ollama.ShowRequest, "What a model is and can do."),
                 get("/api/ps", self.running, "The models that are loaded."),
                 post(
-                    "/api/pull", self.pull, ollama_files.PullRequest, "Says that a model is here.", ("404",)
+                    "/api/pull",
+                    self.pull,
+                    ollama_files.PullRequest,
+                    "Download a model.",
+                    ("403", "404", "429"),
                 ),
                 Endpoint("POST", "/api/copy", self.refuse, "Refused.", ("403",)),
-                Endpoint("DELETE", "/api/delete", self.refuse, "Refused.", ("403",)),
+                post(
+                    "/api/delete",
+                    self.delete,
+                    ollama_files.DeleteRequest,
+                    "Delete a downloaded model.",
+                    ("403", "404"),
+                    method="DELETE",
+                ),
             ]
         forwarded = [
             one.answered_by(self.forward)

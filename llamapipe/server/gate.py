@@ -50,6 +50,7 @@ class Gate:
         self.bound_to: str | None = None
         self.is_behind_front = False
         self.n_requests = 0
+        self.n_pulls = 0  # downloads that clients asked for
         self.draining = False
         self._trims = False  # soon
         self._converting = asyncio.Lock()

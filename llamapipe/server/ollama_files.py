@@ -1,6 +1,7 @@
 """``/api/pull``, ``/api/delete`` and ``/api/copy``: files of the Hugging Face Hub, and further names of the model.
 
-The server serves one model. A pulled file is there for the next start. Files of Ollama's own store are only read.
+A server with one model keeps a pulled file for its next start; the front process of several serves it from then on.
+Files of Ollama's own store are only read.
 Each route needs an option of the operator, and a key if other machines can reach the server.
 """
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -27,6 +29,7 @@ from llamapipe.server.ollama import adapter_of, check_chat_model, is_named
 
 if TYPE_CHECKING:
     from llamapipe.server.application import ServerState
+    from llamapipe.server.gate import Gate
 
 _MOST_PULLS = 2  # at once
 _MOST_COPIES = 100
@@ -58,7 +61,8 @@ class CopyRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     destination: str
 
 
-def _named(request: PullRequest | DeleteRequest) -> str:
+def named(request: PullRequest | DeleteRequest) -> str:
+    """The model that is meant. Raises ApiError 400."""
     name = request.model or request.name
     if not name:
         raise ApiError(400, "model is missing", "model")
@@ -73,8 +77,8 @@ def check_allowed(exchange: Exchange, is_allowed: bool, option: str) -> None:
     """Raises ApiError 403 unless the operator allows it."""
     if not is_allowed:
         raise ApiError(403, f"this server does not allow it; start it with {option}", code="not_allowed")
-    state = exchange.server
-    if not state.settings.api_keys and not listens_on_loopback(state, exchange.scope):
+    gate: Gate = exchange.server
+    if not gate.settings.api_keys and not listens_on_loopback(gate, exchange.scope):
         raise ApiError(
             403,
             f"{option} needs an API key where other machines reach the server (--api-key-file)",
@@ -82,7 +86,7 @@ def check_allowed(exchange: Exchange, is_allowed: bool, option: str) -> None:
         )
 
 
-def _reference(name: str) -> hub.Reference:
+def reference_of(name: str) -> hub.Reference:
     """The file of the hub that a name means. Raises ApiError 400."""
     text = name.removesuffix(":latest")
     try:
@@ -99,16 +103,29 @@ def _reference(name: str) -> hub.Reference:
 # ---- pull
 async def pull(exchange: Exchange, request: PullRequest) -> Response:
     """``POST /api/pull``: downloads a model into the cache of the hub. A model that is served is there already."""
-    name = _named(request)
-    state = exchange.server
-    if _is_served(state, name):
-        done = _Pull(exchange, None)
+    name = named(request)
+    return await answered(exchange, request, None if _is_served(exchange.server, name) else name)
+
+
+async def answered(
+    exchange: Exchange,
+    request: PullRequest,
+    name: str | None,
+    then: Callable[[Path], Awaitable[object]] | None = None,
+) -> Response:
+    """Downloads a model, tells how far it is, and calls ``then`` with its file. ``name``: None if it is here.
+
+    Raises ApiError.
+    """
+    gate: Gate = exchange.server
+    if name is None:
+        done = _Pull(gate, None, None)
     else:
-        check_allowed(exchange, state.settings.allow_pull, "--allow-pull")
-        done = _Pull(exchange, _reference(name))
-        if state.n_pulls >= _MOST_PULLS:
+        check_allowed(exchange, gate.settings.allow_pull, "--allow-pull")
+        done = _Pull(gate, reference_of(name), then)
+        if gate.n_pulls >= _MOST_PULLS:
             raise ApiError(
-                429, f"{state.n_pulls} models are being downloaded, which is the limit", code="too_many_pulls"
+                429, f"{gate.n_pulls} models are being downloaded, which is the limit", code="too_many_pulls"
             )
     if request.stream is False:
         await done.run()
@@ -126,9 +143,15 @@ class _UnwantedError(Exception):
 class _Pull:
     """One download. ``reference``: None if there is nothing to download."""
 
-    def __init__(self, exchange: Exchange, reference: hub.Reference | None) -> None:
-        self._state = exchange.server
+    def __init__(
+        self,
+        gate: Gate,
+        reference: hub.Reference | None,
+        then: Callable[[Path], Awaitable[object]] | None,
+    ) -> None:
+        self._gate = gate
         self._reference = reference
+        self._then = then
         self._stopped = threading.Event()
         self._files: dict[str, tuple[int, int]] = {}  # bytes of each, and how many of them are here
         self._told: dict[str, tuple[int, int]] = {}
@@ -145,13 +168,13 @@ class _Pull:
         """Downloads. If its task is cancelled, the download ends with its next part. Raises ApiError."""
         if self._reference is None:
             return
-        self._state.n_pulls += 1
+        self._gate.n_pulls += 1
         job = asyncio.ensure_future(
             asyncio.to_thread(hub.model_file, *self._reference, progress=False, watch=self._watch)
         )
         job.add_done_callback(self._ended)
         try:
-            await asyncio.shield(job)
+            path = await asyncio.shield(job)
         except ModelLoadError as e:
             raise ApiError(404, str(e), "model", "model_not_found") from None
         except ImportError as e:
@@ -160,9 +183,11 @@ class _Pull:
             raise ApiError(507, f"the model cannot be kept: {e}") from None
         finally:
             self._stopped.set()
+        if self._then is not None:
+            await self._then(path)
 
     def _ended(self, job: asyncio.Future[Any]) -> None:
-        self._state.n_pulls -= 1
+        self._gate.n_pulls -= 1
         if not job.cancelled():
             job.exception()
 
@@ -190,7 +215,7 @@ class _Pull:
 # ---- delete and copy
 async def delete(exchange: Exchange, request: DeleteRequest) -> Response:
     """``DELETE /api/delete``: a name made by a copy, or a file in the cache of the hub."""
-    name = _named(request)
+    name = named(request)
     state = exchange.server
     check_allowed(exchange, state.settings.allow_delete, "--allow-delete")
     for copied in state.copies:
@@ -201,7 +226,7 @@ async def delete(exchange: Exchange, request: DeleteRequest) -> Response:
         raise ApiError(403, f"the model {quoted(name)} is loaded; stop the server instead", "model")
     if _is_stored(name):
         raise ApiError(403, f"the model {quoted(name)} belongs to Ollama: use ollama rm", "model")
-    reference = _reference(name)
+    reference = reference_of(name)
     try:
         path = await asyncio.to_thread(hub.model_file, *reference, local_files_only=True, progress=False)
         if path.resolve() in {model.path.resolve() for model in state.models}:

@@ -28,6 +28,7 @@ from hashlib import sha256
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from llamapipe import hub
 from llamapipe._messages import did_you_mean, listed, quoted
 from llamapipe.host.memory import resident_bytes
 from llamapipe.model_pool import PATIENCE_S, Tenure, choose, refusal
@@ -81,7 +82,8 @@ class ModelEntry:
     ``file``: as ``--model`` takes it. ``options``: of the command line, by the names of their arguments. ``embeds``: it
     embeds or ranks texts; None: the file tells. ``keep``: it is never ended for another model. ``preload``: it is
     loaded at the start. ``ttl_s``: seconds without a request after which it is ended; None: never. ``adapters``: their
-    names, which clients use as a model's.
+    names, which clients use as a model's. ``reference``: what ``-m`` takes for a file of the hub's cache, which clients
+    may delete if the operator allows it.
     """
 
     name: str
@@ -93,16 +95,34 @@ class ModelEntry:
     preload: bool = False
     ttl_s: float | None = None
     adapters: tuple[str, ...] = ()
+    reference: str | None = None
 
     @property
     def is_local(self) -> bool:
         """Whether its file is on this machine, so that to look at it downloads nothing."""
-        return not self.file.startswith("hf:")
+        return not self.file.startswith(hub.PREFIX)
 
     @property
     def names(self) -> tuple[str, ...]:
         """All names that clients may use."""
         return (self.name, *self.aliases)
+
+
+def hub_entries(cached: Sequence[hub.CachedModel]) -> list[ModelEntry]:
+    """The entries of models in the hub's cache, named as Ollama's clients do: ``hf.co/OWNER/REPO:QUANT``.
+
+    Where the file's name has no quantization, or one that another file has, the name is ``hf.co/OWNER/REPO/FILE``.
+    """
+    made: dict[str, ModelEntry] = {}
+    for one in cached:
+        repo_id, filename = hub.parse(one.reference)
+        assert filename is not None
+        quantization = hub.quantization_of(filename)
+        name = f"hf.co/{repo_id}:{quantization}"
+        if quantization is None or name in made:
+            name = f"hf.co/{repo_id}/{filename}"
+        made[name] = ModelEntry(name, str(one.path), reference=one.reference)
+    return list(made.values())
 
 
 class PooledModel:
@@ -177,6 +197,7 @@ class Pool:
         self.models = [PooledModel(entry) for entry in entries]
         self._by_name = _by_name(self.models)
         self._leaving: list[PooledModel] = []  # no longer served, and their processes have not ended
+        self._added: list[ModelEntry] = []  # by clients
         self.budget_bytes = budget_bytes
         self._folder = folder
         self._command = command
@@ -194,9 +215,9 @@ class Pool:
 
     def find(self, name: str) -> PooledModel:
         """The model of a name, with or without ``:latest``. Raises ApiError 404."""
-        for known in (name, name.removesuffix(_LATEST), name + _LATEST):
-            if (model := self._by_name.get(known)) is not None:
-                return model
+        model = self.get(name)
+        if model is not None:
+            return model
         names = list(self._by_name)
         raise ApiError(
             404,
@@ -204,6 +225,11 @@ class Pool:
             "model",
             "model_not_found",
         )
+
+    def get(self, name: str) -> PooledModel | None:
+        """The model of a name, if there is one."""
+        known = (name, name.removesuffix(_LATEST), name + _LATEST)
+        return next((self._by_name[one] for one in known if one in self._by_name), None)
 
     async def identify(self, models: Sequence[PooledModel]) -> None:
         """Looks at files of this machine that nobody has looked at; what is wrong with one, its load will tell."""
@@ -482,11 +508,14 @@ class Pool:
     def replace(self, entries: Sequence[ModelEntry]) -> None:
         """Serves these models from now on. Those whose entry is the same stay as they are.
 
-        The others answer the requests that they have, and end. Raises ValueError for a name that two models have.
+        The others answer the requests that they have, and end. Models that clients added stay, unless a name of theirs
+        is among the new ones. Raises ValueError for a name that two models have.
         """
         before = {model.entry.name: model for model in self.models}
         models: list[PooledModel] = []
-        for entry in entries:
+        taken = {name for entry in entries for name in entry.names}
+        self._added = [entry for entry in self._added if taken.isdisjoint(entry.names)]
+        for entry in (*entries, *self._added):
             old = before.get(entry.name)
             models.append(old if old is not None and old.entry == entry else PooledModel(entry))
         self._by_name = _by_name(models)
@@ -497,6 +526,23 @@ class Pool:
             self._leaving.append(model)
             self._spawn(self._leave(model))
         self.start()
+
+    def add(self, entry: ModelEntry) -> None:
+        """Serves one more model, that a client downloaded. Raises ValueError for a name that another model has."""
+        given = self._given
+        _by_name([*self.models, PooledModel(entry)])
+        self._added.append(entry)
+        self.replace(given)
+
+    def drop(self, model: PooledModel) -> None:
+        """Serves a model no longer, whose file is deleted."""
+        given = [entry for entry in self._given if entry != model.entry]
+        self._added = [entry for entry in self._added if entry != model.entry]
+        self.replace(given)
+
+    @property
+    def _given(self) -> list[ModelEntry]:
+        return [model.entry for model in self.models if model.entry not in self._added]
 
     async def _leave(self, model: PooledModel) -> None:
         while model.n_users:  # one that waits for its load gets its answer, too

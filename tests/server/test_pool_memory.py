@@ -68,13 +68,13 @@ class TestTheList:
             "split/b-00002-of-00002.gguf",
         ):
             (tmp_path / name).touch()
-        assert {one.name: Path(one.file).name for one in entries_of(tmp_path)} == {
+        assert {one.name: Path(one.file).name for one in entries_of([str(tmp_path)])} == {
             "a": "a.gguf",
             "b": "b-00001-of-00002.gguf",
         }
         (tmp_path / "split" / "a.gguf").touch()
         with pytest.raises(UsageError, match="one name"):
-            entries_of(tmp_path)
+            entries_of([str(tmp_path)])
 
     def test_a_table_says_all(self, tmp_path: Path) -> None:
         text = """
@@ -93,7 +93,7 @@ class TestTheList:
             mmproj = "eyes.gguf"
             lora = { style = "style.gguf" }
         """
-        assert entries_of(self.written(tmp_path, text)) == [
+        assert entries_of([str(self.written(tmp_path, text))]) == [
             ModelEntry(
                 "qwen2.5:7b", "hf:a/b/c.gguf", ("gpt",),
                 {"n_ctx": 100, "type_k": "q8_0", "max_itl_ms": 20.0, "use_mmap": False,
@@ -124,7 +124,7 @@ class TestTheList:
     )
     def test_mistakes_are_named(self, tmp_path: Path, text: str, expected: str) -> None:
         with pytest.raises(UsageError, match=expected):
-            entries_of(self.written(tmp_path, text))
+            entries_of([str(self.written(tmp_path, text))])
 
     def test_two_models_have_no_common_name(self) -> None:
         entries = [ModelEntry("a", "x"), ModelEntry("b", "y", ("a",))]
@@ -138,7 +138,6 @@ class TestTheList:
             (["--workers", "2"], "--workers and --models"),
             (["--draft", "demo"], "--draft and --models"),
             (["--lora", "a=b"], "--lora and --models"),
-            (["--ollama", "--allow-pull"], "--allow-pull and --models"),
             (["--memory", "900TiB"], "at most"),
             (["--memory", "x"], "no size"),
         ],

@@ -59,7 +59,7 @@ class PoolServer:
 
 
 @contextmanager
-def pool_server(models: Path, *options: str, log: Path, **variables: str) -> Iterator[PoolServer]:
+def pool_server(models: Path | str, *options: str, log: Path, **variables: str) -> Iterator[PoolServer]:
     """A server of these models. Its standard error goes into ``log``. ``variables``: of its environment.
 
     Streams have no signs of life, unless ``options`` ask for them: a test waits for their first token.

@@ -825,9 +825,9 @@ def _entry(name: str, model: Model, kind: str, digest: str = "") -> dict[str, An
 
 def _modified(model: Model) -> str:
     try:
-        seconds = model.path.stat().st_mtime
+        seconds = model.path.stat().st_mtime_ns / 1e9
     except OSError:  # it was deleted after the start
-        seconds = 0
+        seconds = 0.0
     return _date(datetime.fromtimestamp(seconds, timezone.utc))
 
 

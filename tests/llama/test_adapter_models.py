@@ -54,7 +54,7 @@ def test_an_adapter_is_as_exact_as_the_weights(
         error_of_base = np.abs(logits(model) - exact_base).max()
         error = np.abs(logits(model, "a") - expected).max()
     assert np.abs(expected - exact_base).max() > 20 * error_of_base
-    assert error < 2 * error_of_base
+    assert error < max(2 * error_of_base, 1e-4)  # some processors multiply F16 without any error
 
 
 def test_experts_have_adapters(tmp_path: Path) -> None:

@@ -210,12 +210,12 @@ class TestScores:
             body: dict[str, Any] = {"text_1": "the fox", "text_2": TEXTS}
             one = httpx.post(f"{server.url}/score", json=body).json()["data"]
             assert np.allclose(
-                [score["score"] for score in one], [expected[i] for i in range(len(TEXTS))], atol=1e-5
+                [score["score"] for score in one], [expected[i] for i in range(len(TEXTS))], atol=1e-3
             )
             many = {"text_1": ["the fox"] * 100, "text_2": TEXTS * 10}  # more than run at the same time
             pairs = httpx.post(f"{server.url}/score", json=many, timeout=60).json()["data"]
             assert np.allclose(
-                [score["score"] for score in pairs[:10]], [score["score"] for score in one], atol=1e-5
+                [score["score"] for score in pairs[:10]], [score["score"] for score in one], atol=1e-3
             )
             assert [score["index"] for score in pairs] == list(range(100))
             cohere = {"query": "the fox", "documents": TEXTS, "top_n": 2, "model": "rank"}

@@ -20,7 +20,8 @@ from typing import Any
 import llamapipe as lp
 from llamapipe import hub
 from llamapipe._messages import did_you_mean, listed, quoted
-from llamapipe.cli.options import ENGINE, MODEL, Option, model_path, path_of
+from llamapipe.arguments import path_of
+from llamapipe.cli.options import ENGINE, MODEL, Option, model_path
 from llamapipe.cli.parser import UsageError
 from llamapipe.gguf.check import GgufInfo, check_gguf, head_texts
 from llamapipe.gguf.mmproj import is_mmproj, mmproj_beside

@@ -120,7 +120,7 @@ def test_a_folder_of_models_lists_no_projector_and_no_adapter(text: Path) -> Non
     shutil.copy(lp.demo_model_path().with_name("letters.gguf"), text.with_name("letters.gguf"))
     text.with_name("empty.gguf").touch()
     text.with_name("cut.gguf").write_bytes(text.read_bytes()[:100])
-    assert [entry.name for entry in entries_of(text.parent)] == ["cut", "empty", "text-Q8_0"]
+    assert [entry.name for entry in entries_of([str(text.parent)])] == ["cut", "empty", "text-Q8_0"]
 
 
 def test_the_doctor_says_what_messages_may_have(text: Path) -> None:

@@ -46,7 +46,7 @@ def tests(session: nox.Session, backend: str) -> None:
     if backend == "cpu":
         session.install(*nox.project.dependency_groups(GROUPS, "peers"), str(_peer_wheel(session)))
         # Half of the tests for each; the one that is done first takes from the other.
-        _pytest(session, "-n", "2", "--dist", "worksteal")
+        _pytest(session, "-n", "2", "--dist", "worksteal", "--durations=40")
         return
     session.env["LLAMAPIPE_TEST_BACKEND"] = backend
     if backend == "vulkan" and not _has_device(session, backend):
@@ -57,7 +57,7 @@ def tests(session: nox.Session, backend: str) -> None:
         session.error(f"the {backend} build has no device; `llamapipe doctor` says why")
     with session.chdir(session.create_tmp()):
         session.run("llamapipe", "doctor")
-    _pytest(session, "-m", "device")
+    _pytest(session, "-m", "device", "--durations=20")
 
 
 @nox.session(python="3.14t")

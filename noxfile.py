@@ -17,6 +17,7 @@ sys.path.insert(0, str(HERE))
 
 from native_build.paths import PEER_REQUIREMENTS, cache_dir  # noqa: E402
 from native_build.sources import read_pin  # noqa: E402
+from native_build.store import locked  # noqa: E402
 from native_build.toolchain import package_requirements  # noqa: E402
 
 nox.needs_version = ">=2024.10.9"
@@ -454,7 +455,9 @@ def _can_try(session: nox.Session, backend: str) -> bool:
 def _install(session: nox.Session, *settings: str, extra: str = "") -> None:
     """Installs the package as users do, but for the entries of the native library that only tests call."""
     given = (f"--config-settings={setting}" for setting in (*settings, "testing=on"))
-    session.install(f".[{extra}]" if extra else ".", *given)
+    # Sessions that run at the same time build in the same tree.
+    with locked(Path(session.virtualenv.location).resolve().parent / "install.lock", session.log):
+        session.install(f".[{extra}]" if extra else ".", *given)
 
 
 def _without_limits() -> list[str]:

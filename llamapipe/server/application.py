@@ -38,6 +38,7 @@ from llamapipe.server import (
     responses,
     system,
     tokens,
+    transcriptions,
 )
 from llamapipe.server.endpoint import Endpoint, Exchange, Handler, LineStream, get, post
 from llamapipe.server.errors import ApiError
@@ -325,6 +326,14 @@ ROUTES = (
         anthropic.count_tokens,
         anthropic.CountRequest,
         "Count the tokens of a conversation.",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/audio/transcriptions",
+        transcriptions.transcriptions,
+        "The text of a sound, which is a file of a form.",
+        _GENERATES,
+        aliases=("/audio/transcriptions",),
     ),
     post("/v1/embeddings", embeddings.embeddings, embeddings.EmbeddingRequest, "Embed texts."),
     post(

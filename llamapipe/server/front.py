@@ -46,6 +46,7 @@ from llamapipe.server.guard import BodyBudget
 from llamapipe.server.metrics import CONTENT_TYPE, Metrics, rendered
 from llamapipe.server.ollama import full_name, kept_s
 from llamapipe.server.pool import ModelState, Pool, PooledModel, hub_entries
+from llamapipe.server.transcriptions import form_model
 from llamapipe.server.upstream import Upstream, UpstreamLostError
 
 if TYPE_CHECKING:
@@ -132,7 +133,9 @@ class Front(Gate):
         name: object = exchange.query_params.get("model")
         is_stream = False
         ttl_s: float | EllipsisType | None = ...
-        if exchange.raw:
+        if exchange.route == "/v1/audio/transcriptions":
+            name = form_model(exchange.headers.get("content-type", ""), exchange.raw)
+        elif exchange.raw:
             peeked = await exchange.peek(_PEEK)
             name = peeked.name if peeked.model is None else peeked.model
             if exchange.dialect == "ollama" and peeked.keep_alive is not None:

@@ -1,0 +1,173 @@
+"""``/v1/audio/transcriptions``: OpenAI's route for sounds, whose body is a form with a file.
+
+The sound becomes a message of a conversation, with a question for its text. So any model that takes sounds answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import re
+from typing import Any, NamedTuple
+
+from starlette.responses import PlainTextResponse, Response
+
+from llamapipe._engine.chat_requests import ChatOptions
+from llamapipe._messages import listed, quoted
+from llamapipe.params import SamplingParams
+from llamapipe.server.endpoint import Exchange, JsonResponse
+from llamapipe.server.errors import ApiError
+from llamapipe.server.generation import ChatJob
+
+_MOST_PARTS = 64
+_MOST_TYPE = 300  # characters of the content-type
+_MOST_HEAD = 8192  # bytes of a part's headers
+_BOUNDARY = re.compile(
+    r"""multipart/form-data\s*;(?:[^"]*;)?\s*boundary="""
+    r"""(?:"([\w'()+,./:=? -]{1,70})"|([\w'()+,./:=?-]{1,70}))\s*(?:;.*)?""",
+    re.IGNORECASE | re.ASCII,
+)
+_NAME = re.compile(
+    rb"""^content-disposition:\s*form-data\s*;[^\r\n]*?\bname="([^"\r\n]{1,200})\"""",
+    re.IGNORECASE | re.MULTILINE,
+)
+_FIELDS = (
+    "file",
+    "model",
+    "language",
+    "prompt",
+    "response_format",
+    "temperature",
+    "stream",
+    "max_tokens",
+    "seed",
+)
+_WITHOUT_EFFECT = ("chunking_strategy", "include[]", "timestamp_granularities[]")
+_PROMPT = "Transcribe audio to text"
+
+
+class _Part(NamedTuple):
+    name: str
+    value: bytes
+
+
+def form_parts(content_type: str, body: bytes) -> list[_Part]:
+    """The fields of a form, in its order. Raises ApiError 400 for what is no complete form."""
+    found = _BOUNDARY.fullmatch(content_type.strip()) if len(content_type) <= _MOST_TYPE else None
+    if found is None:
+        raise ApiError(
+            400,
+            f"the body must be multipart/form-data with a boundary; its content-type is {quoted(content_type[:80])}",
+        )
+    mark = b"--" + (found[1] or found[2]).encode()
+    at = 0 if body.startswith(mark) else body.find(b"\r\n" + mark) + 2
+    if at == 1:
+        raise ApiError(400, "the body's parts are not there: its boundary does not occur")
+    parts: list[_Part] = []
+    at += len(mark)
+    while body[at : at + 2] != b"--":
+        if body[at : at + 2] != b"\r\n":
+            raise ApiError(400, f"part {len(parts)} of the body does not begin with a line end")
+        if len(parts) == _MOST_PARTS:
+            raise ApiError(400, f"the body has more than {_MOST_PARTS} parts")
+        head_end = body.find(b"\r\n\r\n", at, at + _MOST_HEAD)
+        end = body.find(b"\r\n" + mark, head_end + 4)
+        if head_end < 0 or end < 0:
+            raise ApiError(400, f"part {len(parts)} of the body is not complete")
+        name = _NAME.search(body[at + 2 : head_end])
+        if name is None:
+            raise ApiError(400, f"part {len(parts)} of the body has no name")
+        parts.append(_Part(name[1].decode("utf-8", "replace"), body[head_end + 4 : end]))
+        at = end + 2 + len(mark)
+    return parts
+
+
+def form_model(content_type: str, body: bytes) -> str | None:
+    """The model that a form names. Raises ApiError 400."""
+    return next(
+        (
+            part.value.decode("utf-8", "replace")
+            for part in form_parts(content_type, body)
+            if part.name == "model"
+        ),
+        None,
+    )
+
+
+def _fields(exchange: Exchange) -> dict[str, bytes]:
+    raw, exchange.raw = exchange.raw, b""
+    fields: dict[str, bytes] = {}
+    unused = []
+    for name, value in form_parts(exchange.headers.get("content-type", ""), raw):
+        if name in _WITHOUT_EFFECT:
+            unused.append(name)
+        elif name not in _FIELDS:
+            raise ApiError(400, f"the field {quoted(name[:80])} is unknown; there is {listed(_FIELDS)}", name)
+        elif name in fields:
+            raise ApiError(400, f"the field {name} is there twice", name)
+        else:
+            fields[name] = value
+    exchange.note_unused(tuple(unused))
+    return fields
+
+
+def _text(fields: dict[str, bytes], name: str, default: str, most: int) -> str:
+    try:
+        text = fields[name].decode() if name in fields else default
+    except UnicodeDecodeError:
+        raise ApiError(400, f"{name} is not UTF-8 text", name) from None
+    if len(text) > most:
+        raise ApiError(400, f"{name} has {len(text)} characters; at most {most} are allowed", name)
+    return text
+
+
+def _number(fields: dict[str, bytes], name: str, kind: type[int] | type[float]) -> float | None:
+    text = _text(fields, name, "", 40).strip()
+    try:
+        return kind(text) if text else None
+    except ValueError:
+        raise ApiError(400, f"{name} is {quoted(text)}, which is no number", name) from None
+
+
+async def transcriptions(exchange: Exchange) -> Response:
+    """The text that a sound has."""
+    state = exchange.server
+    fields = _fields(exchange)
+    model = state.check_model(_text(fields, "model", "", 1000) or None)
+    if not state.engine.model.supports_audio:
+        raise ApiError(
+            400, f"{model} takes no sounds: serve a model with a projector for them (--mmproj)", "model"
+        )
+    form = _text(fields, "response_format", "json", 40)
+    if form not in ("json", "text"):
+        raise ApiError(
+            400, f"response_format is {quoted(form)}; there is 'json' and 'text'", "response_format"
+        )
+    if _text(fields, "stream", "false", 10).lower() not in ("false", "0", ""):
+        raise ApiError(400, "stream is true; this route answers as a whole: leave it out", "stream")
+    sound = fields.get("file")
+    if not sound:
+        raise ApiError(400, "file is missing or empty; send a WAV file with PCM samples", "file")
+    question = _text(fields, "prompt", _PROMPT, state.settings.max_text_characters) or _PROMPT
+    if language := _text(fields, "language", "", 40).strip():
+        question += f" (language: {language})"
+    numbers: dict[str, Any] = {name: _number(fields, name, int) for name in ("max_tokens", "seed")}
+    numbers["temperature"] = _number(fields, "temperature", float) or 0.0
+    try:
+        params = SamplingParams(**numbers)
+    except (ValueError, TypeError) as e:
+        raise ApiError(400, str(e)) from None
+    data = (await asyncio.to_thread(base64.b64encode, sound)).decode()
+    content = [
+        {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}},
+        {"type": "text", "text": question},
+    ]
+    job = ChatJob(exchange, [{"role": "user", "content": content}], params, ChatOptions())
+    done = await job.complete()
+    exchange.count(done.n_prompt_tokens, done.n_completion_tokens, done.timings.first_token_s)
+    text = done.content.strip()
+    if form == "text":
+        return PlainTextResponse(text + "\n")
+    n, m = done.n_prompt_tokens, done.n_completion_tokens
+    usage = {"type": "tokens", "input_tokens": n, "output_tokens": m, "total_tokens": n + m}
+    return JsonResponse({"text": text, "usage": usage})

@@ -350,6 +350,17 @@ class _Row(NamedTuple):
     guessed: int
 
 
+class _Expected:
+    """Guessed tokens of a step, and the masks after them, which a thread adds until it is ``stopped``."""
+
+    __slots__ = ("masks", "stopped", "tokens")
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = list(tokens)
+        self.masks: list[npt.NDArray[np.uint32]] = []
+        self.stopped = False
+
+
 class BackgroundSampler:
     """Makes and uses a ``SamplerChain`` in ``SamplingThreads``. Methods are for the engine thread.
 
@@ -358,8 +369,9 @@ class BackgroundSampler:
     of text that its guide forces.
 
     While a step is computed, the mask for its row is: the token before it is all that a mask needs. If the mask is
-    ready, the row is drawn from as any other (``is_ready``). If it is not, if there is none (GBNF), or a processor
-    wants the row, ``draw`` continues with copies of the rows, and other requests continue.
+    ready, the row is drawn from as any other (``is_ready``), and so are the rows after it along a guess. If it is not,
+    if there is none (GBNF), or a processor wants the row, ``draw`` continues with copies of the rows, and other
+    requests continue.
 
     ``is_forced``: the guess that was drawn along last was of forced text.
 
@@ -379,6 +391,7 @@ class BackgroundSampler:
     ) -> None:
         self.guesses = guesses
         self.is_forced = False
+        self._expected = _Expected(())
         self._rows_left: deque[_Row] = deque()  # of the last ``draw``, that no thread has begun with
         self.settled: Callable[[], object] | None = None  # called, in any thread, when there are no more jobs
         self._ahead: tuple[list[int], list[npt.NDArray[np.uint32]]] = ([], [])
@@ -452,7 +465,7 @@ class BackgroundSampler:
 
     @property
     def is_busy(self) -> bool:
-        """Whether jobs wait or run."""
+        """Whether jobs wait or run, but for those that look at what may follow."""
         return self._n_done != self._n_added
 
     # ---- the chain
@@ -477,13 +490,28 @@ class BackgroundSampler:
         self.error = self._chain.error
         return False
 
+    def expect(self, tokens: Sequence[int]) -> None:
+        """Begins with the masks of the rows after guessed tokens, unless they are known."""
+        if self._is_python or self.forces(tokens):
+            return
+        self._expected.stopped = True
+        expected = self._expected = _Expected(tokens)
+        self._add(lambda: self._follow(expected))
+        self._n_added -= 1  # no other job needs its result, and it leaves the chain alone
+
     def took(self, *tokens: int) -> None:
         """These tokens were drawn from native rows. Begins with the next mask."""
+        self._expected.stopped = True
         self._add(*(partial(self._accept, token) for token in tokens), self._advance)
 
     def forces(self, guessed: Sequence[int]) -> bool:
         """Whether a guess is of forced text, so that the masks along it are known."""
         return self.is_ready and self.error is None and self._ahead[0][: len(guessed)] == list(guessed)
+
+    def expects(self, guessed: Sequence[int]) -> bool:
+        """Whether the masks along a guess are computed."""
+        expected = self._expected.tokens[: len(guessed)]
+        return self.is_ready and self.error is None and expected == list(guessed)
 
     def draw_along(
         self,
@@ -491,12 +519,17 @@ class BackgroundSampler:
         guessed: Sequence[int],
         draw_native: Callable[[Sequence[int], Sequence[Any], Sequence[int]], list[int]],
     ) -> list[int]:
-        """Draws from native rows along forced text, each with its mask, until a token differs. After ``ask``."""
+        """Draws from native rows, each with its mask, until a token is not the guessed one. After ``ask``.
+
+        Also ends before the first row whose mask is not there yet: ``draw`` may continue there.
+        """
         assert self._chain is not None
-        self.is_forced = True
-        masks = self._ahead[1]
+        self.is_forced = self.forces(guessed[:-1])
+        masks = self._ahead[1] if self.is_forced else self._expected.masks
         tokens: list[int] = []
         for i, row in enumerate(rows):
+            if i > len(masks):
+                break
             if i and not len(masks[i - 1]):
                 tokens.append(NoToken.FINISHED)
                 break
@@ -507,26 +540,33 @@ class BackgroundSampler:
                 self._noted.append(self._chain.logprobs())
             if tokens[-1] != guessed[i]:
                 break
-        n_right = len(tokens) - 1
-        self._forced_share += 0.1 * (n_right / (len(rows) - 1) - self._forced_share)
+        if self.is_forced:
+            n_right = len(tokens) - 1
+            self._forced_share += 0.1 * (n_right / (len(rows) - 1) - self._forced_share)
         if tokens[-1] >= 0:
             self.took(*tokens)
         else:
             self._add(*(partial(self._accept, token) for token in tokens[:-1]))
-        return tokens + [NoToken.NOT_DRAWN] * (len(rows) - len(tokens))
+        return tokens
 
     def draw(
-        self, rows: Sequence[npt.NDArray[np.float32]], guessed: Sequence[int], drawn: PutToken
+        self,
+        rows: Sequence[npt.NDArray[np.float32]],
+        guessed: Sequence[int],
+        drawn: PutToken,
+        continues: bool = False,
     ) -> Sequence[int]:
         """Begins to draw from rows of the caller's, after the jobs so far, until a token is not the guessed one.
 
         Returns a number for each row. ``drawn`` is called in another thread, with this sampler, the number, and the
-        token or a NoToken. ``guessed``: for each row the token after it, or -1.
+        token or a NoToken. ``guessed``: for each row the token after it, or -1. ``continues``: after ``draw_along``.
         """
         numbers = range(self.n_draws + 1, self.n_draws + 1 + len(rows))
         self.n_draws = numbers[-1]
-        self._noted = []
-        self.is_forced = False
+        self._expected.stopped = True
+        if not continues:
+            self._noted = []
+            self.is_forced = False
         first, *others = map(_Row, numbers, rows, guessed)
         left = self._rows_left = deque(others)
         began_s = perf_counter()
@@ -611,6 +651,21 @@ class BackgroundSampler:
             self._look_ahead()
         else:
             self.error = chain.error
+
+    def _follow(self, expected: _Expected) -> None:
+        """Computes the masks along a guess. No counted job; without guesses its time would not be spent."""
+        began_s = thread_time()
+        guide = None if self._chain is None else self._chain.guide
+        try:
+            if guide is not None and not (expected.stopped or self._closing or self.error):
+                for mask in guide.follow(expected.tokens):
+                    expected.masks.append(mask)
+                    if expected.stopped:
+                        break
+        finally:
+            self._n_done -= 1
+            if self._budget is not None:
+                self._budget.spent_s -= thread_time() - began_s
 
     def _look_ahead(self) -> None:
         guide = None if self._chain is None else self._chain.guide
@@ -727,14 +782,16 @@ class BackgroundDraws:
                 looking.append(sampler)
             if sampler.is_ready and sampler.finished:
                 drawn[i] = NoToken.FINISHED
-            elif end > i + 1 and sampler.forces(guessed[i : end - 1]) and sampler.ask():
-                drawn[i:end] = sampler.draw_along(rows[i:end], guessed[i:end], draw_native)
+            elif end > i + 1 and self._knows(sampler, guessed[i : end - 1]) and sampler.ask():
+                tokens = sampler.draw_along(rows[i:end], guessed[i:end], draw_native)
+                drawn[i : i + len(tokens)] = tokens
+                left = range(i + len(tokens), end)
+                if left and tokens[-1] == guessed[left.start - 1]:  # a mask is missing
+                    self._begin(sampler, left, rows, copied, guessed, pending, continues=True)
             elif end == i + 1 and sampler.is_ready and sampler.error is None and sampler.ask():
                 at_once.append(i)
             else:
-                copies = [copied(row) for row in rows[i:end]]
-                numbers = sampler.draw(copies, guessed[i:end] or (-1,), self._put)
-                pending.update(((sampler, number), i + j) for j, number in enumerate(numbers))
+                self._begin(sampler, range(i, end), rows, copied, guessed, pending)
         if at_once:
             expected = [guessed[i] for i in at_once] if guessed else ()
             tokens = draw_native([rows[i] for i in at_once], [samplers[i] for i in at_once], expected)
@@ -753,6 +810,27 @@ class BackgroundDraws:
         if looking:
             self._await_masks(looking, min(_PATIENCE_AHEAD * patience_s, _LEAST_PATIENCE_S))
         return drawn
+
+    @staticmethod
+    def _knows(sampler: BackgroundSampler, guessed: Sequence[int]) -> bool:
+        """Whether masks along a guess are known, or will soon be."""
+        return sampler.forces(guessed) or sampler.expects(guessed)
+
+    def _begin(
+        self,
+        sampler: BackgroundSampler,
+        places: range,
+        rows: Sequence[int],
+        copied: Callable[[int], npt.NDArray[np.float32]],
+        guessed: Sequence[int],
+        pending: dict[tuple[BackgroundSampler, int], int],
+        continues: bool = False,
+    ) -> None:
+        """Lets other threads draw from the rows of a sampler at these places."""
+        copies = [copied(rows[i]) for i in places]
+        expected = [guessed[i] if guessed else -1 for i in places]
+        numbers = sampler.draw(copies, expected, self._put, continues)
+        pending.update(((sampler, number), i) for number, i in zip(numbers, places, strict=True))
 
     def _await_masks(self, samplers: Sequence[BackgroundSampler], patience_s: float) -> None:
         """Waits a moment for what the samplers' guides force next: with that, the next step may take several tokens."""

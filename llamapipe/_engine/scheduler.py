@@ -746,6 +746,9 @@ class Scheduler:
         if gate.one_length and chosen:
             shortest = min(map(len, chosen.values()))
             chosen = {request: tokens[:shortest] for request, tokens in chosen.items()}
+        for request, tokens in chosen.items():
+            if request.sampler is not None:
+                request.sampler.expect(tokens)
         return chosen
 
     def commit(self, plan: BatchPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex
 
@@ -49,7 +49,10 @@ class Guide(Protocol):
         """Takes the token that follows."""
 
     def look_ahead(self, n: int) -> tuple[list[int], list[npt.NDArray[np.uint32]]]:
-        """At most ``n`` tokens of text that follows in any case, and the masks after them; one may be empty."""
+        """At most ``n`` tokens of text that follows in any case, and the masks after them."""
+
+    def follow(self, tokens: Iterable[int]) -> Iterator[npt.NDArray[np.uint32]]:
+        """The masks after these tokens, up to one that may not follow; without words: nothing may follow."""
 
     def reset(self, tokens: Sequence[int]) -> None:
         """Begins anew, after these tokens. Raises DecodeError where they are not allowed."""
@@ -115,6 +118,9 @@ class SamplerChain(NotCopyable):
         """Begins to guess the tokens that follow ``text``: from ``predicted``, and from the text itself if ``own``."""
         predicted, text = list(predicted), list(text)
         self._check(self._lib.lp_sampler_watch(self.handle, len(predicted), predicted, len(text), text, own))
+
+    def expect(self, tokens: Sequence[int]) -> None:
+        """Needs no preparation for rows after guessed tokens."""
 
     def guess(self, n: int) -> tuple[list[int], float]:
         """At most ``n`` tokens that may follow, and how many of such guesses, of 1, were right."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from types import TracebackType
@@ -257,14 +257,20 @@ class Guide:
         # Copies are asked: a matcher that has told which bytes are forced takes no special token in their place.
         forced: bytes = self._open().deep_copy().compute_ff_bytes()
         tokens = self._tokenizer.tokens_of(forced)[:n] if forced else []
-        masks: list[npt.NDArray[np.uint32]] = []
+        masks = list(self.follow(tokens))
+        return tokens[: len(masks)], masks
+
+    def follow(self, tokens: Iterable[int]) -> Iterator[npt.NDArray[np.uint32]]:
+        """The mask after each of these tokens, up to one that is not allowed. Nothing is accepted.
+
+        A mask without words: the text is finished.
+        """
         # A dead end, or a limit: the request meets it when it gets there.
         with Guide(self._open(), self._tokenizer) as ahead, suppress(DecodeError):
             for token in tokens:
                 ahead.accept(token)
                 mask = ahead.mask()
-                masks.append(mask[:0] if ahead.finished else mask.copy())
-        return tokens[: len(masks)], masks
+                yield mask[:0] if ahead.finished else mask.copy()
 
     # ---- going back
     def rollback(self, n_tokens: int) -> None:

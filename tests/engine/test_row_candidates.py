@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,6 +81,9 @@ class Always:
         return self.bits
 
     def accept(self, token: int) -> None: ...
+
+    def follow(self, tokens: Iterable[int]) -> Iterator[npt.NDArray[np.uint32]]:
+        return iter(())
 
     def look_ahead(self, n: int) -> tuple[list[int], list[npt.NDArray[np.uint32]]]:
         return [], []

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,12 @@ from support.plain import plain_loop
 import llamapipe as lp
 from llamapipe._engine.long_work import takes_long
 from llamapipe._engine.request import Request
-from llamapipe._engine.sampling import GrammarBudget, SamplerFactoryCache
+from llamapipe._engine.sampling import BackgroundSampler, GrammarBudget, SamplerFactoryCache
 from llamapipe._engine.speculation import Gate, Guess, StepTimes
 from llamapipe.errors import ConstraintError
 from llamapipe.llama import SamplerChain
 from llamapipe.native.load import native
+from llamapipe.structured.guide import Guide
 
 pytestmark = pytest.mark.native
 MakeEngine = Callable[..., lp.Engine]
@@ -70,6 +72,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "stop": {"temperature": 0, "stop": ["park", "said"]},
     "GBNF": {"grammar": 'root ::= ([a-zA-Z ,]+ ".")+'},
     "schema": {"json_schema": SCHEMA},
+    "regex": {"regex": "([a-zA-Z, ]+[.])+", "logprobs": 1},
+    "lark": {"lark": 'start: (/[a-zA-Z ,]+/ ".")+', "temperature": 0},
     "choice": {"choice": ["a little girl named Lily", "a little boy named Tim", "a big dog"]},
     "processor": {"logits_processors": (forbid_last,)},
     "processor of a schema": {"logits_processors": (lambda row: None,), "json_schema": SCHEMA},
@@ -198,6 +202,35 @@ def test_nothing_follows_a_stop_string(engine: lp.Engine, way: str) -> None:
             )
         assert found == (plain.text, plain.token_ids, plain.finish_reason)
         engine.check_integrity()
+
+
+@pytest.mark.parametrize("n_masks", [0, 1, 3, None])
+def test_rows_whose_masks_are_late_are_drawn_from_in_other_threads(
+    engine: lp.Engine, monkeypatch: pytest.MonkeyPatch, n_masks: int | None
+) -> None:
+    """The masks along a guess are computed while its step is: those that are missing then, after it."""
+    options: dict[str, Any] = {"regex": "([a-zA-Z, ]+[.])+", "logprobs": 1}
+    expected = texts(engine, None, **options)
+    follow, n_used = Guide.follow, 0
+
+    def some(self: Guide, tokens: Sequence[int]) -> Iterator[np.ndarray[Any, np.dtype[np.uint32]]]:
+        yield from islice(follow(self, tokens), n_masks)
+
+    draw_along = BackgroundSampler.draw_along
+
+    def counted(self: BackgroundSampler, *arguments: Any) -> list[int]:
+        nonlocal n_used
+        tokens = draw_along(self, *arguments)
+        n_used += len(tokens) - 1
+        return tokens
+
+    monkeypatch.setattr(Guide, "follow", some)
+    monkeypatch.setattr(BackgroundSampler, "draw_along", counted)
+    assert texts(engine, f"{STORY} They walked home.", **options) == expected
+    n_accepted = engine.stats().n_accepted
+    assert n_accepted > 0
+    assert (n_used == 0) if n_masks == 0 else n_used > 0
+    engine.check_integrity()
 
 
 @pytest.mark.parametrize("n_before", [1, 2, 5, 9, 14])

@@ -363,12 +363,21 @@ class Connection(HttpToolsProtocol):
 
 
 class _Answering:
-    """The transport for an answer, which may not end the connection while its client still sends."""
+    """The transport for an answer, which may not end the connection while its client still sends.
+
+    What is written when the client has gone is dropped. asyncio would log a warning for each of a stream's parts until
+    its loop tells that the connection is lost.
+    """
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self.write = transport.write
+        self._write = transport.write
         self.is_closing = transport.is_closing
         self.close = close
+
+    def write(self, data: bytes) -> None:
+        """Sends data, unless the connection is closing."""
+        if not self.is_closing():
+            self._write(data)
 
 
 class _OldCycle(RequestResponseCycle):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -14,10 +16,12 @@ import anthropic
 import httpx
 import openai
 import pytest
+import uvicorn
 from support.control import PATIENCE_S, Gate
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, serve
+from llamapipe.server.connections import Connection, Connections
 from llamapipe.server.endpoint import EventStream
 from llamapipe.server.errors import ApiError
 
@@ -242,3 +246,35 @@ def test_no_sign_of_life_follows_an_error() -> None:
 
     first, error, end = asyncio.run(sent())
     assert (first, end) == (b"sign", b"") and b"broken" in error
+
+
+def test_a_client_that_hung_up_leaves_no_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    """Parts that are ready at once are written before the event loop tells that the connection is lost."""
+    client = socket.socket()
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"one", "more_body": True})
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()
+        for _ in range(50):
+            await send({"type": "http.response.body", "body": b"more", "more_body": True})
+        await send({"type": "http.response.body"})
+        is_over.set()
+
+    async def serve_one() -> None:
+        config = uvicorn.Config(stream, lifespan="off", log_config=None)
+        config.load()
+        state, limits = uvicorn.server.ServerState(), Connections(0, 10.0)
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(
+            lambda: Connection(config, state, {}, limits=limits), "127.0.0.1", 0
+        )
+        async with server:
+            client.connect(server.sockets[0].getsockname())
+            client.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            await is_over.wait()
+
+    is_over = asyncio.Event()
+    asyncio.run(serve_one())
+    assert [one.getMessage() for one in caplog.records] == []

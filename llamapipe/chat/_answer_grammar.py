@@ -318,6 +318,11 @@ class TaggedArguments:
         """True if an argument may have this name."""
         return self._is_open or key in self._properties
 
+    def is_text(self, key: str) -> bool:
+        """Whether the text of an argument is its value, whatever it is: then it can be passed on as it comes."""
+        schema = self._properties.get(key, self._open_schema)
+        return _choices(schema) is None and self._types(schema) == {"string"}
+
     def value(self, key: str, text: str) -> Any:
         """The value of an argument from the text between its markers.
 

@@ -154,17 +154,40 @@ class CallReader:
         yield from spaces(buffer)
         while (yield from skip(buffer, form.key_start)):
             key = yield from _until(buffer, form.key_end.strip())
-            text = yield from _until(buffer, form.value_end.strip())
-            try:
-                value = arguments.value(key, text)
-            except ValueError:
-                raise Malformed from None
-            self._output.more(f"{separator}{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
+            start = f"{separator}{json.dumps(key)}: "
+            if arguments.is_text(key):
+                self._output.more(f'{start}"')
+                yield from self._text(buffer)
+                self._output.more('"')
+            else:
+                text = yield from _until(buffer, form.value_end.strip())
+                try:
+                    value = arguments.value(key, text)
+                except ValueError:
+                    raise Malformed from None
+                self._output.more(start + json.dumps(value, ensure_ascii=False))
             separator = ", "
             yield from spaces(buffer)
         if buffer.ended and form.call_end.strip() and form.key_start.startswith(buffer.rest):
             raise Malformed  # another argument might have followed
         self._output.more("{}" if separator == "{" else "}")
+
+    def _text(self, buffer: TextBuffer) -> Reading[None]:
+        """Reads a string up to its end, as ``TaggedArguments.value`` does, and passes it on in JSON as it comes."""
+        begins, ends = self._form.key_end.endswith("\n"), self._form.value_end.startswith("\n")
+        held = ""  # a line's end that may be the last
+
+        def show(text: str) -> None:
+            nonlocal begins, held
+            if text and begins:
+                text, begins = text.removeprefix("\n"), False
+            if text:
+                text = held + text
+                held = "\n" if ends and text.endswith("\n") else ""
+                self._output.more(json.dumps(text[: len(text) - len(held)], ensure_ascii=False)[1:-1])
+
+        if (yield from until(buffer, (self._form.value_end.strip(),), show)) is None:
+            raise Malformed
 
     def _known(self, name: object) -> str:
         if not isinstance(name, str) or name not in self._tools:

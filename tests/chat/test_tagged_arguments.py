@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -77,3 +78,36 @@ def test_arguments_without_names_follow_their_schema() -> None:
 def test_schemas_that_are_refused(parameters: dict[str, Any], match: str) -> None:
     with pytest.raises(InvalidRequestError, match=match):
         accepts(parameters, a="x")
+
+
+QUOTED = '"quoted"\\ \t\x01'
+TEXTS = ("", "a", "\n", "\n\n", "\na\n", QUOTED, "é\U0001f600", "<para", "</para", "a\n</param\n", "null")
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Coder", "GLM"])
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_string_is_passed_on_as_it_comes(name: str, text: str) -> None:
+    """In parts, whose sum is what a whole call gives, however the text is cut; a cut call has what came of it."""
+    family = FAMILIES[name]
+    form = ChatFormat.of(renderer(family.template), ByteVocabulary(family.specials).special_id)
+    assert form.calls is not None
+    key, end = form.calls.key_end, form.calls.value_end
+    parameters = of({"s": {"type": "string"}, "t": {"type": ["string", "null"]}, "n": {"type": "integer"}})
+    tools = (Tool("get_weather", "", parameters),)
+    start = form.calls.key_start
+    pairs = "".join(start + k + key + v + end for k, v in (("s", text), ("n", "5"), ("t", text)))
+    said = form.calls.opening + "get_weather" + form.calls.after_name + pairs + form.calls.call_end
+    expected = {"s": text, "n": 5, "t": None if text == "null" else text}
+
+    def parts(said: str, stream_calls: bool) -> list[Any]:
+        parser = form.parser(tools, "auto", prompt_tail=family.tail, stream_calls=stream_calls)
+        pieces = [*map(parser.feed, said), parser.finish(cut_off=True)]
+        return [delta for piece in pieces for delta in piece.tool_calls]
+
+    for streams in (False, True):
+        made = parts(said, streams)
+        assert json.loads("".join(delta.arguments for delta in made)) == expected
+    long = said.replace(start + "s" + key + text + end, start + "s" + key + "word " * 50 + end, 1)
+    assert len(parts(long, True)) > 200
+    cut = "".join(delta.arguments for delta in parts(long[: long.index("word ") + 12], True))
+    assert cut == '{"s": "word word wo'

@@ -18,7 +18,7 @@ import llamapipe as lp
 
 PROGRAM = Path(__file__).resolve().parent.parent / "support" / "exits.py"
 # Those whose first grammar reads the vocabulary: with a large one, which takes long enough to be hit.
-_GRAMMARS = ("schema, checked", "schema, async", "lark")
+_GRAMMARS = ("schema, checked", "schema, async", "regex", "lark")
 
 
 def sweep(n: int, model: Path, embedding_model: Path, *names: str) -> None:

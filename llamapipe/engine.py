@@ -330,7 +330,7 @@ class Engine(NotCopyable):
                 splits=not unified,
                 drafter=drafter,
                 no_guesses=no_guesses,
-                one_length=model.n_swa > 0 and not unified,
+                has_window=model.n_swa > 0,
             )
             scheduler = Scheduler(
                 KvCache.for_context(

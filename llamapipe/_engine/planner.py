@@ -260,7 +260,7 @@ class BatchBuilder:
         """
         plan = BatchPlan()
         if guesses:
-            self._decode_with_guesses(plan, running.decoding, guesses)
+            self._decode_with_guesses(plan, self.part(running.decoding), guesses)
             return plan
         if block := self._next_block(running):
             _add(plan, block)
@@ -326,27 +326,31 @@ class BatchBuilder:
         """The most prompt tokens beside requests that decode."""
         return self.budget.n_tokens(running.prefilling[0].n_past) if self.budget.is_on else UNLIMITED
 
+    def part(self, decoding: Sequence[Request]) -> Sequence[Request]:
+        """Those of the decoding requests that the next step has: with several micro-batches not those in flight.
+
+        Split by slot, the lower half first, so that there are no gaps to pad.
+        """
+        if self.n_micro_batches == 1:
+            return decoding
+        free = [r for r in decoding if r.batch_plan is None or not r.batch_plan.in_flight]
+        return free[: -(-len(decoding) // self.n_micro_batches)]
+
     def _decode(self, plan: BatchPlan, running: Running, parked: Mapping[int, Cells]) -> None:
-        decoding, n_in_flight = running.decoding, 0
-        if self.n_micro_batches > 1:
-            free = [r for r in decoding if r.batch_plan is None or not r.batch_plan.in_flight]
-            n_in_flight = len(decoding) - len(free)
-            # Split by slot, the lower half first, so that there are no gaps to pad.
-            decoding = free[: -(-len(decoding) // self.n_micro_batches)]
-            if not decoding:
-                return
+        decoding = self.part(running.decoding)
+        if not decoding:
+            return
         n = plan.n_decode = len(decoding)
         plan.tokens = list(map(_last, map(_tokens, decoding)))
         plan.positions = list(map(_n_past, decoding))
         plan.seq_ids = list(map(_slot, decoding))
         plan.outputs = [1] * n
         plan.rows = list(range(n))
-        plan.requests = decoding.copy()
+        plan.requests = list(decoding)
         plan.scheduled = list(zip(decoding, repeat(1)))
         # With several micro-batches, a gap may belong to a step in flight.
         if (
             self._padding_token is not None
-            and not n_in_flight
             and len(decoding) == len(running.decoding)
             and plan.seq_ids[-1] - plan.seq_ids[0] >= n
         ):

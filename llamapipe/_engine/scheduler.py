@@ -710,14 +710,19 @@ class Scheduler:
         """The guessed tokens to compute in the next step."""
         asks_samplers, self.can_guess = self.can_guess, False
         running, gate = self._running, self.gate
-        if running.prefilling or self.batch_builder.n_micro_batches > 1 or not gate.n_most:
+        if (
+            running.prefilling
+            or not gate.n_most
+            or (gate.has_window and self.batch_builder.n_micro_batches > 1)
+        ):
             return {}
+        decoding = self.batch_builder.part(running.decoding)
         n_most = MOST_GUESSED
         if self._scarce:  # a guess must not cost others their cells
             n_most = min(n_most, (self.n_cells - running.n_cells - self.cache.n_parked_cells) // len(running))
         drafter = gate.next_drafter()
         guesses = []
-        for request in running.decoding:
+        for request in decoding:
             # The token after the last right one is drawn as well.
             n = min(
                 n_most,
@@ -739,11 +744,11 @@ class Scheduler:
                     guess = draft
             if guess is not None:
                 guesses.append(guess)
-        n = len(running.decoding)
+        n = len(decoding)
         if not guesses:
             return {}
         chosen = gate.choose(n, guesses, self.batch_builder.n_ubatch - n)
-        if gate.one_length and chosen:
+        if gate.has_window and chosen:
             shortest = min(map(len, chosen.values()))
             chosen = {request: tokens[:shortest] for request, tokens in chosen.items()}
         for request, tokens in chosen.items():

@@ -123,9 +123,9 @@ class Gate:
 
     ``n_most``: most guessed tokens of a step; 0: none ever. ``splits``: tokens of one sequence beyond those that the
     others have are a ubatch, and so a pass over the weights (KV in streams). ``drafter``: makes the tokens of drafts.
-    ``no_guesses``: why ``n_most`` is 0. ``one_length``: all guesses of a step have as many tokens. With a sliding
-    window, guessed tokens of one sequence must not be in several ubatches: cells that the second one takes may be in
-    the window of a token of the first.
+    ``no_guesses``: why ``n_most`` is 0. ``has_window``: wrong guesses must be removed before another ubatch takes the
+    cells that the window has left because of them. So all guesses of a step have as many tokens, which makes them one
+    ubatch, and none is made while another step may be in flight.
     """
 
     def __init__(
@@ -134,10 +134,10 @@ class Gate:
         splits: bool = False,
         drafter: Drafter | None = None,
         no_guesses: str = "",
-        one_length: bool = False,
+        has_window: bool = False,
     ) -> None:
         self.no_guesses = no_guesses
-        self.one_length = one_length
+        self.has_window = has_window
         self.times = StepTimes()
         self.n_most = n_most
         self.n_drafted = self.n_accepted = self.n_forced = self.n_steps_saved = 0

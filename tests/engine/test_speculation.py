@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.eager_gate import EagerGate
+from support.inside import fix_micro_batches
 from support.memory_models import sliding_window_model
 from support.plain import plain_loop
 
@@ -466,6 +467,20 @@ def test_times_between_and_beyond_those_that_are_known() -> None:
     assert 0.01 <= times.of(1) <= 0.04
     times.observe(8, 10.0)  # it waited for a core
     assert times.of(8) < 0.1
+
+
+@pytest.mark.parametrize("way", ["seeded", "schema", "GBNF", "logprobs"])
+def test_micro_batches(eager: None, make_engine: MakeEngine, demo: lp.Model, way: str) -> None:
+    """Wrong guesses of one are removed while the other is computed."""
+    if native().lib.lp_kernels_level() == native().ffi.NULL:
+        pytest.skip("rows depend on one another without llamapipe's kernels")
+    with make_engine(demo, n_ctx=512, n_seq_max=4, batch_invariant=True, pipeline_depth=2) as engine:
+        fix_micro_batches(engine, 2)
+        expected = texts(engine, None, **WAYS[way])
+        assert texts(engine, f"{STORY} They walked home.", **WAYS[way]) == expected
+        stats = engine.stats()
+        assert stats.n_micro_batches == 2 and 0 < stats.n_accepted < stats.n_drafted
+        engine.check_integrity()
 
 
 # ---- which requests and models have none, and why

@@ -473,11 +473,14 @@ class Simulation:
             gate=Gate(
                 0 if context.recurrent or rng.random() < 0.3 else rng.choice((3, 8)),
                 drafter=SimDrafter(world, N_CTX) if rng.random() < 0.4 else None,
-                one_length=rng.random() < 0.2,
+                has_window=rng.random() < 0.2,
             ),
         )
         self.queue = QueueLimit(rng.choice((None, None, 2, 5)))
         self.loop = EngineLoop(self.scheduler, context, rng.choice((0.0, 0.001)), self.queue.remove)
+        if context.overlaps and rng.random() < 0.5:
+            self.loop._micro_batches._able = False
+            self.scheduler.split_decoding(2)
         self.loop.inbox = self.inbox = SimInbox(
             world, lambda: self.loop.stop(False), lambda: context.n_launches
         )

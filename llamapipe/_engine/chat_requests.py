@@ -43,6 +43,7 @@ Message: TypeAlias = "Mapping[str, Any]"
 Conversation: TypeAlias = "str | Sequence[Message]"
 ToolChoice: TypeAlias = "str | Mapping[str, Any]"
 Truncation: TypeAlias = Literal["error", "auto"]
+_MOST_PIXELS = 2**28  # of the images of a conversation: decoding them takes seconds
 _TAIL_TOKENS = 24  # of a prompt: enough to see whether the template has opened a marker
 
 
@@ -267,7 +268,7 @@ class ChatBuilder:
             )
         messages, mark, given = taken_media(messages)
         owner = repr(cache_key(salt)).encode()
-        n_ctx, n = self._request_builder.n_ctx, 0
+        n_ctx, n, n_pixels = self._request_builder.n_ctx, 0, 0
         media: list[Media] = []
         for one in reversed(given) if may_drop else given:
             if n >= n_ctx and may_drop:
@@ -275,6 +276,12 @@ class ChatBuilder:
                 continue
             media.append(projector.media(one, owner))
             n += media[-1].n
+            n_pixels += media[-1].n_pixels
+            if n_pixels > _MOST_PIXELS:
+                raise InvalidRequestError(
+                    f"{one.place}: the images up to this one have {n_pixels} pixels; a conversation may have "
+                    f"{_MOST_PIXELS}: give fewer or smaller ones"
+                )
             if n >= n_ctx and not may_drop:
                 raise InvalidRequestError(
                     f"{one.place}: the images and sounds up to this one have {n} tokens; n_ctx is {n_ctx}: give fewer "

@@ -61,10 +61,14 @@ class MediaChunk:
 
 
 class Media:
-    """An image or a sound in a prompt: ``parts`` are tokens of the text model, or chunks."""
+    """An image or a sound in a prompt: ``parts`` are tokens of the text model, or chunks.
 
-    def __init__(self, parts: list[list[int] | MediaChunk]) -> None:
+    ``n``: tokens and rows. ``n_pixels``: of the image as it was given.
+    """
+
+    def __init__(self, parts: list[list[int] | MediaChunk], n_pixels: int = 0) -> None:
         self.parts = parts
+        self.n_pixels = n_pixels
         self.n = sum(len(part) if isinstance(part, list) else part.n for part in parts)
 
     def __repr__(self) -> str:
@@ -177,9 +181,11 @@ class Projector:
 
     def _prepared(self, given: Given, digest: bytes) -> Media:
         lib, ffi, handle = self._native.lib, self._native.ffi, self._opened()
+        n_pixels = 0
         if given.kind == "image":
             image = given.pixels()
             height, width, _ = image.shape
+            n_pixels = height * width
             chunks = lib.lp_media_image(handle, width, height, ffi.from_buffer("uint8_t[]", image))
         else:
             samples = given.samples(self.sample_rate)
@@ -189,7 +195,8 @@ class Projector:
             reason = (problems or [last_error(self._native)])[0]
             raise InvalidRequestError(f"{given.place}: the {given.kind} cannot be used: {reason}")
         owned = ffi.gc(chunks, lib.lp_media_chunks_free)
-        return Media([self._part(given, owned, i, digest) for i in range(lib.lp_media_n_chunks(owned))])
+        n = lib.lp_media_n_chunks(owned)
+        return Media([self._part(given, owned, i, digest) for i in range(n)], n_pixels)
 
     def _part(self, given: Given, chunks: Any, index: int, digest: bytes) -> list[int] | MediaChunk:
         native = self._native

@@ -51,6 +51,11 @@ class ServerProcess:
     ) -> None:
         self.kill()
 
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
     def kill(self) -> None:
         """Ends it at once, as a crash does. A second call does nothing."""
         if self._process.returncode is not None:

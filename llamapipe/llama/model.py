@@ -285,6 +285,13 @@ class Model(NotCopyable):
         self.bos = self.vocab.bos
         self.eos = self.vocab.eos
 
+    @property
+    def has_mrope(self) -> bool:
+        """Whether positions are of several kinds: of time, height and width."""
+        lib = self._native.lib
+        kind = lib.llama_model_rope_type(self._handle)
+        return kind != lib.LLAMA_ROPE_TYPE_NONE and bool(kind & lib.LLAMA_ROPE_TYPE_MROPE)
+
     def _check_rope(self, info: GgufInfo) -> None:
         """Refuses what only the architecture's code tells: without these, a decode hangs or ends the process."""
         lib = self._native.lib
@@ -303,6 +310,11 @@ class Model(NotCopyable):
         from llamapipe.llama.projector import Projector
 
         is_asked = given != "auto"
+        if self.has_mrope and not is_asked:
+            self.no_projector = (
+                "has positions of several kinds (M-RoPE), with which only text is supported yet"
+            )
+            return
         if info.architecture in _NO_MEDIA:
             if is_asked:
                 raise ModelLoadError(
@@ -408,6 +420,7 @@ class Model(NotCopyable):
             "tensors",
             "projector",
             "no_projector",
+            "has_mrope",
         }
         return [name for name in super().__dir__() if not name.startswith("_") and name not in hidden]
 

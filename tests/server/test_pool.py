@@ -147,7 +147,7 @@ class TestForwarding:
         assert told == ["pulling manifest", "success"]
         whole = server.client.post("/api/pull", json={"name": "unasked", "stream": False})
         assert whole.json() == {"status": "success"}
-        assert server.client.post("/api/pull", json={"model": "nothing"}).status_code == 404
+        assert server.client.post("/api/pull", json={"model": "nothing"}).status_code == 403
         for method, path, body in (
             ("POST", "/api/copy", {"source": "small", "destination": "x"}),
             ("DELETE", "/api/delete", {"model": "small"}),

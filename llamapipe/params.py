@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from llamapipe._messages import did_you_mean, explains_fields, quoted
-from llamapipe._sampling_table import CONSTRAINTS, OPTIONS, SAMPLER_ORDER, SWITCHES, Kind
+from llamapipe._sampling_table import BY_NAME, CONSTRAINTS, OPTIONS, SAMPLER_ORDER, SWITCHES, Kind
 from llamapipe.arguments import check_flag, check_float, check_int
 from llamapipe.structured.schema import WHITESPACE, closed_objects
 
@@ -362,4 +362,8 @@ _CHECK_OF: dict[Kind, Callable[[str, Any, Any, Any], object]] = {
     Kind.TEXT_LIST: _text_list,
     Kind.TOKENS: _tokens,
 }
+assert BY_NAME.keys() == SamplingParams.__dataclass_fields__.keys(), (
+    "rows of _sampling_table.py and fields of SamplingParams differ in "
+    f"{sorted(BY_NAME.keys() ^ SamplingParams.__dataclass_fields__.keys())}; each option has both"
+)
 _CHECKS = [(option.name, _CHECK_OF[option.kind], option) for option in OPTIONS if option.kind in _CHECK_OF]

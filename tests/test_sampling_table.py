@@ -26,6 +26,11 @@ NUMBERS = (Kind.INT, Kind.FLOAT, Kind.FLAG)
 each = pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
 
 
+# Where to add what a test misses.
+HEADER, SOURCE = "llamapipe/native/cdef/30_sampling.h", "llamapipe/native/src/sampler_options.cpp"
+BUILD = "then run: python build_native.py --backend cpu"
+
+
 def default(option: SamplingOption) -> object:
     return lp.SamplingParams.__dataclass_fields__[option.name].default
 
@@ -37,7 +42,7 @@ def test_every_field_has_a_row_and_every_row_a_field() -> None:
 
 @each
 def test_the_docstring_tells_of_it(option: SamplingOption) -> None:
-    assert re.search(rf"``{option.name}``", lp.SamplingParams.__doc__ or "")
+    assert re.search(rf"``{option.name}``", lp.SamplingParams.__doc__ or ""), "llamapipe/params.py"
 
 
 @each
@@ -77,13 +82,17 @@ def test_the_native_struct_has_the_numbers_that_the_rows_name() -> None:
     lengths = {"n_biases", "n_allowed", "n_bad_words", "n_end_tokens", "n_order"}
     # Made from several options: of logits_processors and constraints; from logprobs; with the end tokens.
     made = {"needs_row", "has_guide", "n_logprobs", "min_tokens"}
-    assert numbers - lengths - made == {option.name for option in OPTIONS if option.is_native}
+    named = {option.name for option in OPTIONS if option.is_native}
+    assert numbers - lengths - made == named, f"{HEADER}: lp_sampling_options; {BUILD}"
 
 
 @pytest.mark.parametrize("option", [one for one in OPTIONS if one.is_native], ids=lambda option: option.name)
 def test_the_native_default_is_neutral(option: SamplingOption) -> None:
-    value = getattr(native().lib.lp_sampling_default_options(), option.name)
-    assert option.neutral is None or value == pytest.approx(option.neutral)
+    defaults = native().lib.lp_sampling_default_options()
+    assert hasattr(defaults, option.name), f"{HEADER}: lp_sampling_options; {BUILD}"
+    if option.neutral is not None:
+        value = getattr(defaults, option.name)
+        assert value == pytest.approx(option.neutral), f"{SOURCE}: lp_sampling_default_options; {BUILD}"
 
 
 def test_every_sampler_is_turned_on_by_an_option() -> None:
@@ -100,6 +109,11 @@ def test_options_of_llama_cpp_python_have_a_row() -> None:
 def test_the_page_has_the_table() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text == with_table(text), "run: python tools/option_table.py"
+
+
+def test_the_page_has_the_order() -> None:
+    order = ", ".join(name for name in SAMPLER_ORDER if name != "infill")  # which the page names after it
+    assert f"`{order}`" in " ".join(PAGE.read_text(encoding="utf-8").split()), "list the samplers at its top"
 
 
 @each

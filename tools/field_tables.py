@@ -8,11 +8,14 @@ A test fails if the page says something else than the types.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # after an installed llamapipe
 
 from llamapipe.server.anthropic import CountRequest, MessagesRequest
 from llamapipe.server.chat import ChatRequest

@@ -7,7 +7,10 @@ A test fails if the page says something else than the rows.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # after an installed llamapipe
 
 import llamapipe as lp
 from llamapipe._sampling_table import OPTIONS, Kind, SamplingOption

@@ -20,7 +20,10 @@ def test_reasons_for_no_token_have_the_same_names_and_values() -> None:
 
 def test_samplers_have_the_same_names_in_the_same_order() -> None:
     names = enum_names("lp_sampler_name")
-    assert [names[i] for i in range(len(names))] == [f"LP_SAMPLER_{name.upper()}" for name in SAMPLER_ORDER]
+    expected = [f"LP_SAMPLER_{name.upper()}" for name in SAMPLER_ORDER]
+    assert [names[i] for i in range(len(names))] == expected, (
+        f"change lp_sampler_name in {CDEF / '30_sampling.h'}, then run: python build_native.py --backend cpu"
+    )
     assert len(SAMPLER_ORDER) <= native().lib.LP_MAX_SAMPLERS
 
 

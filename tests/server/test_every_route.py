@@ -96,7 +96,7 @@ def test_every_route_with_a_model_is_here() -> None:
         for one in routes
         if one.body is not None and {"model", "source"} & set(one.body.__struct_fields__)
     }
-    assert named == BODIES.keys() | OTHER_NAMES
+    assert named == BODIES.keys() | OTHER_NAMES, "add a request of the route to BODIES"
 
 
 LONG = "x" * 100_000

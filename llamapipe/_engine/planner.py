@@ -326,7 +326,7 @@ class BatchBuilder:
         """The most prompt tokens beside requests that decode."""
         return self.budget.n_tokens(running.prefilling[0].n_past) if self.budget.is_on else UNLIMITED
 
-    def part(self, decoding: Sequence[Request]) -> Sequence[Request]:
+    def part(self, decoding: list[Request]) -> list[Request]:
         """Those of the decoding requests that the next step has: with several micro-batches not those in flight.
 
         Split by slot, the lower half first, so that there are no gaps to pad.
@@ -337,16 +337,18 @@ class BatchBuilder:
         return free[: -(-len(decoding) // self.n_micro_batches)]
 
     def _decode(self, plan: BatchPlan, running: Running, parked: Mapping[int, Cells]) -> None:
-        decoding = self.part(running.decoding)
-        if not decoding:
-            return
+        decoding = running.decoding
+        if self.n_micro_batches > 1:
+            decoding = self.part(decoding)
+            if not decoding:
+                return
         n = plan.n_decode = len(decoding)
         plan.tokens = list(map(_last, map(_tokens, decoding)))
         plan.positions = list(map(_n_past, decoding))
         plan.seq_ids = list(map(_slot, decoding))
         plan.outputs = [1] * n
         plan.rows = list(range(n))
-        plan.requests = list(decoding)
+        plan.requests = decoding.copy()
         plan.scheduled = list(zip(decoding, repeat(1)))
         # With several micro-batches, a gap may belong to a step in flight.
         if (

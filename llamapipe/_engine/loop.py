@@ -475,11 +475,8 @@ class EngineLoop:
         self._step_times = TimeCounter()
         self._n_wants_logprobs = 0  # open requests that want log-probabilities
         self._unguessed: dict[str, int] = {}  # requests without guesses, by the reason
-        self._last_guesses = (
-            -1,
-            0,
-            0,
-        )  # the number of the last step that had some, how many, and the right ones
+        # The number of the last step that had some, how many, and how many were right.
+        self._last_guesses = (-1, 0, 0)
         self._n_accepted = 0  # right guesses of all steps up to that one
         self._n_requests = self._n_steps = self._n_prompt = self._n_generated = 0
         self._plan_s = self._launch_s = self._sample_s = self._deliver_s = self._idle_s = 0.0

@@ -184,9 +184,14 @@ def fix_micro_batches(engine: lp.Engine, n: int | None = None) -> None:
 
     On a busy machine the times make it look as if splitting the batch could pay.
     """
-    loop_of(engine)._micro_batches._able = False
+    keep_micro_batches(loop_of(engine))
     if n is not None:
         set_micro_batches(engine, n)
+
+
+def keep_micro_batches(loop: EngineLoop) -> None:
+    """Stops a loop from choosing the number of micro-batches."""
+    loop._micro_batches._able = False
 
 
 def set_micro_batches(engine: lp.Engine, n: int) -> None:

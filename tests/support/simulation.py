@@ -46,6 +46,7 @@ from llamapipe.results import Completion, Delta, Token, TokenLogprob
 
 sys.path[0:0] = [str(Path(__file__).resolve().parents[1])]
 from support.fakes import FakeContext, FakeSampler, FakeSaved, continuation, next_token  # noqa: E402
+from support.inside import keep_micro_batches  # noqa: E402
 
 N_CTX, N_VOCAB = 48, 13
 _MOST_LOOKS = 1_000
@@ -479,7 +480,7 @@ class Simulation:
         self.queue = QueueLimit(rng.choice((None, None, 2, 5)))
         self.loop = EngineLoop(self.scheduler, context, rng.choice((0.0, 0.001)), self.queue.remove)
         if context.overlaps and rng.random() < 0.5:
-            self.loop._micro_batches._able = False
+            keep_micro_batches(self.loop)
             self.scheduler.split_decoding(2)
         self.loop.inbox = self.inbox = SimInbox(
             world, lambda: self.loop.stop(False), lambda: context.n_launches

@@ -27,7 +27,7 @@ from llamapipe.server.generation import refuse_long
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
 
-class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class TextsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     texts: list[str]
     model: str | None = None
 
@@ -37,7 +37,7 @@ def application(demo: lp.Model) -> Iterator[Starlette]:
     found = re.search(r"```\n( *async def count\(.*?)\n *```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert found is not None
     names: dict[str, Any] = {
-        "CountRequest": CountRequest,
+        "TextsRequest": TextsRequest,
         "Exchange": Exchange,
         "JsonResponse": JsonResponse,
         "Response": Response,
@@ -47,7 +47,7 @@ def application(demo: lp.Model) -> Iterator[Starlette]:
     exec(dedent(found[1]), names)
     with lp.Engine(demo, n_ctx=256) as engine:
         state = ServerState(engine, ServerSettings(model_names=("demo",)))
-        yield application_of(state, [post("/v1/count", names["count"], CountRequest, "Count tokens.")])
+        yield application_of(state, [post("/v1/count", names["count"], TextsRequest, "Count tokens.")])
 
 
 def answer_and_hold(application: Starlette, body: dict[str, Any]) -> tuple[httpx.Response, float]:

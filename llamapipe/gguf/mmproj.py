@@ -16,6 +16,7 @@ from typing import Any, Final
 from llamapipe.errors import ModelLoadError
 from llamapipe.gguf.check import Stamp, check_tensors, open_gguf
 from llamapipe.gguf.reader import BOOL, STRING, U32, Damage, Head
+from llamapipe.ollama_models import names_of
 
 # Kinds that need more of a prompt than rows in the place of tokens: their layout depends on what precedes them.
 _UNSUPPORTED: Final = frozenset({"deepseek4v", "hunyuanvl", "hunyuanocr", "cogvlm", "qwen3tts", "pockettts"})
@@ -68,8 +69,12 @@ def mmproj_beside(model: Path, n_embd: int, title: Callable[[], str]) -> list[Mm
     """The projectors in a model's folder that belong to it. ``n_embd``, ``title``: the model's width and name.
 
     Rows of another width are another model's. In a folder of several models the name must agree too, the one in the
-    file or the file's: the width of a text model is often that of a model which takes images.
+    file or the file's: the width of a text model is often that of a model which takes images. In Ollama's store the
+    manifests say which projector a model has.
     """
+    stored = {one.texts["projector"] for one in names_of(model) if "projector" in one.texts}
+    if stored:
+        return [info for path in sorted(stored) if (info := _fitting(path, n_embd)) is not None]
     try:
         names = [entry.name for entry in os.scandir(model.parent) if entry.name.endswith(".gguf")]
     except OSError:
@@ -78,14 +83,21 @@ def mmproj_beside(model: Path, n_embd: int, title: Callable[[], str]) -> list[Mm
     own = _plain(model.name)
     found = []
     for name in sorted(filter(is_mmproj, names)):
-        try:
-            info = check_mmproj(model.with_name(name))
-        except ModelLoadError:
-            continue
-        same = _plain(name) == own or _letters(info.title) == _letters(title()) != ""
-        if all(width == n_embd for width in info.widths) and (same or others <= {own}):
-            found.append(info)
+        info = _fitting(model.with_name(name), n_embd)
+        if info is not None:
+            same = _plain(name) == own or _letters(info.title) == _letters(title()) != ""
+            if same or others <= {own}:
+                found.append(info)
     return found
+
+
+def _fitting(path: Path, n_embd: int) -> MmprojInfo | None:
+    """A projector for models of this width; None if it is for others, or damaged."""
+    try:
+        info = check_mmproj(path)
+    except ModelLoadError:
+        return None
+    return info if all(width == n_embd for width in info.widths) else None
 
 
 def _plain(name: str) -> str:

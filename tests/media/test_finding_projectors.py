@@ -13,6 +13,7 @@ import pytest
 from support.every_architecture import grow
 from support.gguf_models import recurrent_model, tiny_model
 from support.media_models import gemma3_projector, idefics3_projector, model_with_tile_tokens, picture
+from support.ollama_store import put_model
 from support.run_script import environment, run_script
 
 import llamapipe as lp
@@ -153,3 +154,19 @@ def test_the_doctor_says_what_messages_may_have(text: Path) -> None:
     assert doctor().endswith("which the first one loads True False")
     idefics3_projector(text.with_name("mmproj-2.gguf"))
     assert doctor() == "no: 2 projectors are beside it, 'mmproj-2.gguf', 'mmproj.gguf' False False"
+
+
+def test_a_model_of_ollama_has_the_projector_of_its_manifest(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    projector = idefics3_projector(tmp_path / "projector.gguf").read_bytes()
+    wider = gemma3_projector(tmp_path / "wider.gguf", n_embd=384).read_bytes()
+    store = tmp_path / "store"
+    monkeypatch.setenv("OLLAMA_MODELS", str(store))
+    place = "registry.ollama.ai/library"
+    put_model(store, f"{place}/sees/latest", text.read_bytes(), projector=projector)
+    put_model(store, f"{place}/other/latest", lp.demo_model_path().read_bytes(), projector=wider)
+    with lp.Model("ollama:sees") as model, lp.Engine(model, n_ctx=512, n_seq_max=1) as engine:
+        assert engine.chat(QUESTION, lp.SamplingParams(max_tokens=2)).n_prompt_tokens > 20
+    with lp.Model("ollama:other") as model:
+        assert not model.supports_images

@@ -18,14 +18,18 @@ def put_blob(store: Path, data: bytes) -> str:
     return f"sha256:{digest}"
 
 
-def put_model(store: Path, place: str, model: bytes | None, **texts: str) -> Path:
-    """Writes a model and returns its manifest. ``place``: host, namespace, name and tag; ``texts``: further layers."""
+def put_model(store: Path, place: str, model: bytes | None, **layers_of: str | bytes) -> Path:
+    """Writes a model and returns its manifest. ``place``: host, namespace, name and tag; ``layers_of``: more."""
     layers = (
         [] if model is None else [{"mediaType": f"{KIND}model", "digest": put_blob(store, model), "size": 1}]
     )
     layers += [
-        {"mediaType": KIND + kind, "digest": put_blob(store, text.encode()), "size": len(text)}
-        for kind, text in texts.items()
+        {
+            "mediaType": KIND + kind,
+            "digest": put_blob(store, data.encode() if isinstance(data, str) else data),
+            "size": len(data),
+        }
+        for kind, data in layers_of.items()
     ]
     config = {"mediaType": "application/vnd.docker.container.image.v1+json", "digest": put_blob(store, b"{}")}
     manifest = store / "manifests" / place

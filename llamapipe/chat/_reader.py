@@ -68,23 +68,27 @@ class TextBuffer:
         return text
 
 
-def until(buffer: TextBuffer, markers: tuple[str, ...], show: Callable[[str], None]) -> Reading[str | None]:
+def until(
+    buffer: TextBuffer, markers: tuple[str, ...], show: Callable[[str], None], shows_partial: bool = True
+) -> Reading[str | None]:
     """Consumes text up to and including the first marker, and passes the text before it to ``show``.
 
     Returns the marker; None if the text ended first. Text that may be the start of a marker is held back until this is
-    decided.
+    decided; ``shows_partial``: if the text ends there, it was none.
     """
     pattern = _pattern(markers)
     while True:
         rest = buffer.rest
         found = pattern.search(rest)
         safe = found.start() if found else len(rest)
-        held = len(rest) if buffer.ended else _start_of_marker(rest, markers, safe)
+        is_whole = buffer.ended and shows_partial
+        held = len(rest) if is_whole else _start_of_marker(rest, markers, safe)
         if found and found.start() <= held:
             show(buffer.take(found.start()))
             return buffer.take(len(found.group()))
         show(buffer.take(min(held, safe)))
         if buffer.ended:
+            buffer.take(len(buffer.rest))
             return None
         yield
 

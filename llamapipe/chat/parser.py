@@ -186,7 +186,7 @@ class CallReader:
                 held = "\n" if ends and text.endswith("\n") else ""
                 self._output.more(json.dumps(text[: len(text) - len(held)], ensure_ascii=False)[1:-1])
 
-        if (yield from until(buffer, (self._form.value_end.strip(),), show)) is None:
+        if (yield from until(buffer, (self._form.value_end.strip(),), show, shows_partial=False)) is None:
             raise Malformed
 
     def _known(self, name: object) -> str:

@@ -93,7 +93,7 @@ def test_generate_asks_about_images(engine: lp.Engine, folder: Path) -> None:
     assert first["prompt"] == "What is this?" and second["n_completion_tokens"] == 4
     assert first["n_prompt_tokens"] > expected.n_prompt_tokens + 20  # two images
     assert "nowhere.png cannot be read" in run(*command, "--image", "nowhere.png", "Why?", status=1).stderr
-    assert "only text is supported" in run("generate", "--image", folder / "a.png", "Why?", status=1).stderr
+    assert "has no projector" in run("generate", "--image", folder / "a.png", "Why?", status=1).stderr
 
 
 @pytest.fixture(scope="module")

@@ -334,6 +334,7 @@ ROUTES = (
         "The text of a sound, which is a file of a form.",
         _GENERATES,
         aliases=("/audio/transcriptions",),
+        form=transcriptions.FIELDS,
     ),
     post("/v1/embeddings", embeddings.embeddings, embeddings.EmbeddingRequest, "Embed texts."),
     post(

@@ -486,7 +486,8 @@ class Endpoint:
     checked and the limits apply. ``aliases``: further paths.
 
     For the OpenAPI document, which leaves out a route without ``summary``: ``more_statuses``, besides those that every
-    route has; ``body``: the type of the request's; ``media``: the type of the answer's, and ``stream_media`` of one
+    route has; ``body``: the type of the request's; ``form``: the fields of a body that is a form, the first one a file
+    that must be there; ``media``: the type of the answer's, and ``stream_media`` of one
     that is streamed.
     """
 
@@ -502,6 +503,7 @@ class Endpoint:
         has_key: bool = True,
         aliases: tuple[str, ...] = (),
         stream_media: str = EventStream.media_type,
+        form: tuple[str, ...] = (),
     ) -> None:
         self.method = method
         self.path = path
@@ -513,6 +515,7 @@ class Endpoint:
         self.has_key = has_key
         self.aliases = aliases
         self.stream_media = stream_media
+        self.form = form
 
     def __repr__(self) -> str:
         return f"<Endpoint {self.method} {self.path}>"

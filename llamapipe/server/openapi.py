@@ -56,7 +56,7 @@ def _operation(endpoint: Endpoint, path: str) -> dict[str, Any]:
     statuses = {"200", *endpoint.more_statuses}
     if endpoint.has_key:
         statuses |= {*_WITH_KEY}
-    if endpoint.body is not None:
+    if endpoint.body is not None or endpoint.form:
         statuses |= {*_WITH_BODY}
     name = re.sub(r"[/-]", "_", _PARAMETER.sub(r"\1", path).strip("/"))
     made: dict[str, Any] = {
@@ -71,6 +71,11 @@ def _operation(endpoint: Endpoint, path: str) -> dict[str, Any]:
         made["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
         if "stream" in endpoint.body.__struct_fields__:
             made["responses"]["200"]["content"][endpoint.stream_media] = {}
+    if endpoint.form:
+        fields: dict[str, Any] = {field: {"type": "string"} for field in endpoint.form}
+        fields[endpoint.form[0]] = {"type": "string", "format": "binary"}
+        schema = {"type": "object", "properties": fields, "required": [endpoint.form[0]]}
+        made["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": schema}}}
     if names := _PARAMETER.findall(path):
         made["parameters"] = [
             {"in": "path", "name": name, "required": True, "schema": {"type": "string"}} for name in names

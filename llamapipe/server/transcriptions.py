@@ -31,7 +31,7 @@ _NAME = re.compile(
     rb"""^content-disposition:\s*form-data\s*;[^\r\n]*?\bname="([^"\r\n]{1,200})\"""",
     re.IGNORECASE | re.MULTILINE,
 )
-_FIELDS = (
+FIELDS = (
     "file",
     "model",
     "language",
@@ -101,8 +101,8 @@ def _fields(exchange: Exchange) -> dict[str, bytes]:
     for name, value in form_parts(exchange.headers.get("content-type", ""), raw):
         if name in _WITHOUT_EFFECT:
             unused.append(name)
-        elif name not in _FIELDS:
-            raise ApiError(400, f"the field {quoted(name[:80])} is unknown; there is {listed(_FIELDS)}", name)
+        elif name not in FIELDS:
+            raise ApiError(400, f"the field {quoted(name[:80])} is unknown; there is {listed(FIELDS)}", name)
         elif name in fields:
             raise ApiError(400, f"the field {name} is there twice", name)
         else:

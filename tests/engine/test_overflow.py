@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.backends import FEW
 from support.plain import PlainLoop, greedy, plain_loop
 
 import llamapipe as lp
@@ -31,10 +32,12 @@ def check_recomputed(
             del tokens[n_keep : n_keep + (n_ctx - n_keep) // 2]
 
 
+ALL_OPTIONS: list[dict[str, Any]] = [{}, {"kv_unified": True}, {"n_seq_max": 1}, {"prefix_cache": False}]
+OPTIONS = ALL_OPTIONS[1:2] if FEW else ALL_OPTIONS
+
+
 @pytest.mark.parametrize("n_keep", [0, 1, pytest.param(10, marks=pytest.mark.device), 60])
-@pytest.mark.parametrize(
-    "options", [{}, {"kv_unified": True}, {"n_seq_max": 1}, {"prefix_cache": False}], ids=str
-)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_recompute(make_engine: MakeEngine, loop: PlainLoop, options: dict[str, Any], n_keep: int) -> None:
     """Three times the context; the BOS token stays in any case."""
     engine = make_engine(n_ctx=N_CTX, overflow="recompute", n_keep=n_keep, **options)

@@ -298,10 +298,18 @@ class Front(Gate):
             return await ollama_files.answered(exchange, request, None)
 
         async def serve(path: Path) -> None:
-            for entry in hub_entries(await asyncio.to_thread(hub.cached_models)):
-                if entry.file == str(path) and self.pool.get(entry.name) is None:
-                    asked = name.removesuffix(":latest")
-                    self.pool.add(entry if asked == entry.name else replace(entry, aliases=(asked,)))
+            cached = hub_entries(await asyncio.to_thread(hub.cached_models))
+            entry = next((entry for entry in cached if entry.file == str(path)), None)
+            if entry is None or self.pool.get(name) is not None:
+                return
+            served = self.pool.get(entry.name)
+            if served is not None and served.entry.file == entry.file:
+                entry = served.entry
+                self.pool.drop(
+                    served
+                )  # its process answers its requests, and knows the names of its start only
+            asked = name.removesuffix(":latest")
+            self.pool.add(entry if asked in entry.names else replace(entry, aliases=(*entry.aliases, asked)))
 
         return await ollama_files.answered(exchange, request, name, serve)
 

@@ -108,9 +108,12 @@ def test_a_pulled_model_is_served_until_it_is_deleted(server: PoolServer, home: 
 
 
 def test_a_pulled_model_has_the_name_that_was_asked_for(server: PoolServer) -> None:
-    assert pulled(server, "hf.co/some/model:f16:latest".removesuffix(":latest")) == {"status": "success"}
+    assert pulled(server, f"{REPO}:f16") == {"status": "success"}
     assert f"{REPO}:F16" in listed(server)
     assert chat(server, f"{REPO}:f16") == chat(server, f"{REPO}:F16") == 200
+    assert pulled(server, "hf.co/some/model/m-F16.gguf") == {"status": "success"}  # is served by other names
+    assert chat(server, "hf.co/some/model/m-F16.gguf") == chat(server, f"{REPO}:f16") == 200
+    assert listed(server).count(f"{REPO}:F16") == 1
     delete(server, f"{REPO}:F16")
 
 

@@ -28,7 +28,7 @@ def locked(path: Path, say: Callable[[str], None]) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            say("another build is using the same folder of the cache: waiting for it")
+            say("another build is using the same folder: waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         # Closing the file releases the lock, also when this process is killed.
         yield

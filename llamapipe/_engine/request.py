@@ -156,9 +156,8 @@ class RequestSpec(NamedTuple):
     requests of one caller share its turns; None: it has no others. ``share``: callers of one share take turns with
     those of others. ``n_generated``: how many of its last tokens were generated before. ``speculates``: a step may have
     tokens that its sampler guesses; ``drafts``: or that the engine's draft model does; ``unguessed``: why none of both,
-    if the engine's other requests may. ``adapters``: what it is
-    computed with besides the model, which ``cache_key`` must name, too; None: nothing.
-    ``spans``: the images and sounds among its tokens, in their order.
+    if the engine's other requests may. ``adapters``: what it is computed with besides the model, which ``cache_key``
+    must name, too; None: nothing. ``spans``: the images and sounds among its tokens, in their order.
     """
 
     max_tokens: int | None = None

@@ -60,7 +60,7 @@ def _entries(source: str) -> list[ModelEntry]:
         if not stored:
             where = " and ".join(map(str, folders()))
             raise UsageError(f"--models: Ollama has no models in {where} (OLLAMA_MODELS sets the folder)")
-        return [ModelEntry(one.name.removesuffix(":latest"), OLLAMA + one.name) for one in stored]
+        return [ModelEntry(model.name.removesuffix(":latest"), OLLAMA + model.name) for model in stored]
     if source == hub.PREFIX:
         try:
             return hub_entries(hub.cached_models())
@@ -233,7 +233,7 @@ def _projectors(given: str, info: GgufInfo, texts: Mapping[str, str]) -> list[Pa
         return []
     if given == "auto":
         found = mmproj_beside(info.path, info.n_embd, lambda: texts.get("general.name", ""))
-        return [one.path for one in found] if len(found) == 1 else []
+        return [found[0].path] if len(found) == 1 else []
     if given.startswith("hf:"):
         repo_id, filename = hub.parse(given)
         return [hub.model_file(repo_id, filename or hub.MMPROJ)]

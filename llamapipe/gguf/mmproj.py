@@ -51,7 +51,7 @@ def check_mmproj(path: str | os.PathLike[str]) -> MmprojInfo:
     try:
         modalities, projectors = _checked(opened.head)
         check_tensors(opened.head)
-        widths = [_value(opened.head, f"clip.{one}.projection_dim", U32) for one in modalities]
+        widths = [_value(opened.head, f"clip.{modality}.projection_dim", U32) for modality in modalities]
         title = _text(opened.head, "general.name")
     except Damage as damage:
         raise ModelLoadError(f"{file}: {damage}") from None
@@ -72,7 +72,7 @@ def mmproj_beside(model: Path, n_embd: int, title: Callable[[], str]) -> list[Mm
     file or the file's: the width of a text model is often that of a model which takes images. In Ollama's store the
     manifests say which projector a model has.
     """
-    stored = {one.texts["projector"] for one in names_of(model) if "projector" in one.texts}
+    stored = {named.texts["projector"] for named in names_of(model) if "projector" in named.texts}
     if stored:
         return [info for path in sorted(stored) if (info := _fitting(path, n_embd)) is not None]
     try:

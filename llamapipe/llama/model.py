@@ -329,7 +329,7 @@ class Model(NotCopyable):
                 title = lambda: self.metadata.get("general.name", "")  # noqa: E731
                 found = mmproj_beside(self.path, self.n_embd, title)
                 if len(found) > 1:
-                    names = listed([one.path.name for one in found])
+                    names = listed([projector.path.name for projector in found])
                     self.no_projector = f"has {len(found)} projectors beside it, {names}"
                     if is_asked:
                         raise ModelLoadError(f"{self.path} {self.no_projector}; give mmproj the path of one")

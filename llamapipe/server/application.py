@@ -94,7 +94,7 @@ class ServerState(Gate):
             )
 
     async def convert(self, function: Callable[..., T], *arguments: Any, size: int) -> T:
-        """The same, with the conversions of prompts: fair to clients."""
+        """As ``Gate.convert``, in the queue of all conversions, which takes clients in turn."""
         return await self.in_thread(function, *arguments, size=size)
 
     @property

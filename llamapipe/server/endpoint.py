@@ -486,9 +486,8 @@ class Endpoint:
     checked and the limits apply. ``aliases``: further paths.
 
     For the OpenAPI document, which leaves out a route without ``summary``: ``more_statuses``, besides those that every
-    route has; ``body``: the type of the request's; ``form``: the fields of a body that is a form, the first one a file
-    that must be there; ``media``: the type of the answer's, and ``stream_media`` of one
-    that is streamed.
+    route has; ``body``: the type of the request's; ``form``: the fields of a body that is a form, of which the first is
+    a required file; ``media``: the type of the answer's, and ``stream_media`` of one that is streamed.
     """
 
     def __init__(

@@ -325,7 +325,7 @@ class Front(Gate):
         self.pool.drop(model)
         try:
             await asyncio.to_thread(hub.delete, *hub.parse(reference))
-        except ModelLoadError as e:  # somebody else has deleted it
+        except ModelLoadError as e:  # it was deleted meanwhile
             raise ApiError(404, str(e), "model", "model_not_found") from None
         return Response()
 

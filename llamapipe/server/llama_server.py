@@ -252,7 +252,9 @@ def _params(exchange: Exchange, request: LlamaServerRequest) -> SamplingParams:
         value = getattr(request, name)
         least = -1 if name == "t_max_predict_ms" else 0
         if value is not None and not least <= value <= _MOST_OF_A_LIMIT:
-            raise ApiError(400, f"{name} is {shown(value)}; it must be from 0 to {_MOST_OF_A_LIMIT}", name)
+            raise ApiError(
+                400, f"{name} is {shown(value)}; it must be from {least} to {_MOST_OF_A_LIMIT}", name
+            )
     more.update(exchange.server.adapter_of(request.model or None))
     if request.lora is not None:
         if "adapter" in more:

@@ -1,8 +1,8 @@
 """``/api/pull``, ``/api/delete`` and ``/api/copy``: files of the Hugging Face Hub, and further names of the model.
 
 A server with one model keeps a pulled file for its next start; the front process of several serves it from then on.
-Files of Ollama's own store are only read.
-Each route needs an option of the operator, and a key if other machines can reach the server.
+Files of Ollama's own store are only read. Each route needs an option of the operator, and a key if other machines can
+reach the server.
 """
 
 from __future__ import annotations

@@ -114,14 +114,14 @@ def hub_entries(cached: Sequence[hub.CachedModel]) -> list[ModelEntry]:
     Where the file's name has no quantization, or one that another file has, the name is ``hf.co/OWNER/REPO/FILE``.
     """
     made: dict[str, ModelEntry] = {}
-    for one in cached:
-        repo_id, filename = hub.parse(one.reference)
+    for model in cached:
+        repo_id, filename = hub.parse(model.reference)
         assert filename is not None
         quantization = hub.quantization_of(filename)
         name = f"hf.co/{repo_id}:{quantization}"
         if quantization is None or name in made:
             name = f"hf.co/{repo_id}/{filename}"
-        made[name] = ModelEntry(name, str(one.path), reference=one.reference)
+        made[name] = ModelEntry(name, str(model.path), reference=model.reference)
     return list(made.values())
 
 

@@ -643,9 +643,9 @@ _WEIGHTS[ord(",")] = 1
 
 
 def problem_of(body: bytes) -> str | None:
-    """What is wrong with JSON of more than ``MAX_DEPTH`` levels, or so many values that to decode them stops everybody.
+    """What is wrong with JSON of more than ``MAX_DEPTH`` levels or ``MAX_VALUES`` values; else None.
 
-    For what is no JSON the answer may be wrong.
+    Decoding more would hold up the other requests. For text that is not JSON the answer may be wrong.
     """
     counts_values = len(body) > MAX_VALUES and (
         body.count(b":") + body.count(b"[") + body.count(b"{") > MAX_VALUES

@@ -161,6 +161,9 @@ def main() -> None:
     with lp.Model.demo() as model:
         with lp.Engine(model, n_ctx=64, n_seq_max=4, max_queue=6) as engine:
             expected = engine.generate(_PROMPT, _PARAMS).token_ids
+            # Imports llguidance, whose dataclasses execute text: CPython ends a process by SIGINT once an
+            # interruption has passed through such text, even where the program has handled it.
+            CALLS["constrained"][1](engine)
             ended, wrong, checked = threading.Event(), list[object](), Counter[str]()
 
             def check(name: str) -> None:

@@ -24,13 +24,21 @@ from llamapipe.server.embeddings import EmbeddingRequest, RerankRequest, ScoreRe
 from llamapipe.server.fields import Fate, Only, Unused, fates, inner_types
 from llamapipe.server.llama_server import InfillRequest, LlamaCompletionRequest, LlamaServerRequest
 from llamapipe.server.mistral import FimRequest
-from llamapipe.server.ollama import EmbedRequest, GenerateRequest, Generates, OllamaChatRequest, Options
+from llamapipe.server.ollama import (
+    EmbedRequest,
+    GenerateRequest,
+    Generates,
+    OllamaChatRequest,
+    Options,
+    _Table,
+)
 from llamapipe.server.responses import ResponsesRequest
 from llamapipe.server.sampling import Sampling
 
 PAGE = Path(__file__).parent.parent / "docs" / "guides" / "server.md"
 BEGIN, END = "<!-- fields: python tools/field_tables.py -->\n", "<!-- end of fields -->\n"
 _WIDTH = 120
+_SAMPLING = "[sampling options](../sampling.md#all-options)"
 # The title of each table, its type, and the type whose fields another table has.
 _TABLES: tuple[tuple[str, type[msgspec.Struct], type[msgspec.Struct] | None], ...] = (
     ("`/v1/chat/completions` and `/v1/completions`", Streamed, None),
@@ -46,7 +54,7 @@ _TABLES: tuple[tuple[str, type[msgspec.Struct], type[msgspec.Struct] | None], ..
     ("`/v1/rerank`", RerankRequest, None),
     ("`/v1/score`", ScoreRequest, None),
     ("`/api/chat` and `/api/generate`", Generates, None),
-    ("`options` of `/api/chat` and `/api/generate`", Options, None),
+    (f"`options` of `/api/chat` and `/api/generate`, besides {_SAMPLING}", Options, _Table),
     ("`/api/chat` also", OllamaChatRequest, Generates),
     ("`/api/generate` also", GenerateRequest, Generates),
     ("`/api/embed`", EmbedRequest, None),
@@ -75,11 +83,13 @@ def _table(title: str, kind: type[msgspec.Struct], base: type[msgspec.Struct] | 
     refused = [(name, fate) for name, fate in fields if isinstance(fate, Only)]
     plain = [_with_values(name, fate) for name, fate in refused if not fate.instead]
     lines += _wrapped("Accepted only with these values", plain)
-    if any(fate.instead for _, fate in refused):
+    instead: dict[str, list[str]] = {}
+    for name, fate in refused:
+        if fate.instead:
+            instead.setdefault(fate.instead, []).append(_with_values(name, fate))
+    if instead:
         lines += ["| accepted only with | instead |", "|---|---|"]
-        lines += [
-            f"| {_with_values(name, fate)} | {fate.instead} |" for name, fate in refused if fate.instead
-        ]
+        lines += [f"| {', '.join(names)} | {text} |" for text, names in instead.items()]
         lines.append("")
     return "\n".join(lines)
 

@@ -146,11 +146,12 @@ class Embedder(NotCopyable):
         EngineClosedError.
         """
         single, tokens = self._checked(texts, truncate)
-        bar = progress_bar(check_flag("progress", progress), len(tokens))
+        bar = progress_bar(len(tokens)) if check_flag("progress", progress) else None
         try:
-            rows = self._wait(tokens, bar.update if progress else None)
+            rows = self._wait(tokens, None if bar is None else bar.update)
         finally:
-            bar.close()
+            if bar is not None:
+                bar.close()
         return self._result(rows, single, check_flag("normalize", normalize))
 
     async def aembed(

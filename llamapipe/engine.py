@@ -364,7 +364,7 @@ class Engine(NotCopyable):
             shares = cache_mode is True and not model.is_recurrent and not model.n_swa
             # Where cells are scarce, a request may cost others the cells that they share; a full queue refuses them.
             shares = (
-                shares and not self._queue.is_limited and context.n_cells >= context.n_ctx * context.n_seq_max
+                shares and self._queue.limit is None and context.n_cells >= context.n_ctx * context.n_seq_max
             )
             n_sharing = context.n_seq_max // 2 if shares else 1  # the other slots are for other callers
             self._request_builder = RequestBuilder(
@@ -512,7 +512,7 @@ class Engine(NotCopyable):
         )
         options = call_options(timeout, block, on_error, on_timeout, names_prompts=not single)
         batches = self._request_builder.completions(items)
-        bar = progress_bar(check_flag("progress", progress), len(items))
+        bar = progress_bar(len(items)) if check_flag("progress", progress) else None
         results = await self._submission.acollect(batches, options, bar)
         return in_order_of_prompts(items, results, single)
 
@@ -571,9 +571,8 @@ class Engine(NotCopyable):
             raise TypeError(f"prompts must be an iterable of prompts, not {type(prompts).__name__}")
         refuse_table("prompts", prompts)
         n = 2 * self.n_seq_max if n_ahead is None else check_int("n_ahead", n_ahead, 1, 2**31 - 1)
-        bar = progress_bar(
-            check_flag("progress", progress), len(prompts) if isinstance(prompts, Sized) else None
-        )
+        total = len(prompts) if isinstance(prompts, Sized) else None
+        bar = progress_bar(total) if check_flag("progress", progress) else None
         return self._aiter_completed(prompts, params, n, timeout, bar, on_error)
 
     async def _aiter_completed(
@@ -582,15 +581,15 @@ class Engine(NotCopyable):
         params: SamplingParams | Iterable[SamplingParams] | None,
         n_ahead: int,
         timeout: float | None,
-        bar: Progress,
+        bar: Progress | None,
         on_error: OnError,
     ) -> AsyncGenerator[tuple[int, Any], None]:
         options = call_options(timeout, True, on_error, "raise", names_prompts=True)
-        pending = Pending[Completion](options, self._submission.observer)
+        pending = Pending[Completion](options, self._submission.observer, bar)
         builder, long_work = self._request_builder, self._long_work  # asyncio
         batches = arequest_batches(builder, prompts, params, pending, long_work)  # asyncio
         # threads: batches = request_batches(self._request_builder, prompts, params, pending)
-        results = self._submission.aiterate(batches, n_ahead, pending, bar)
+        results = self._submission.aiterate(batches, n_ahead, pending)
         async with aclosing(batches), aclosing(results):  # asyncio
             async for index, result in results:  # asyncio
                 yield index, result  # asyncio
@@ -748,7 +747,7 @@ class Engine(NotCopyable):
         items, single = await self._long_work.run_off_loop(self._chat_builder.items, messages, params, asked)
         options = call_options(timeout, block, names_prompts=not single, operation="chat")
         batches = self._request_builder.completions([item.item for item in items])
-        bar = progress_bar(check_flag("progress", progress), len(items))
+        bar = progress_bar(len(items)) if check_flag("progress", progress) else None
         results = await self._submission.acollect(batches, options, bar)
         answers = [item.answer(results[index]) for index, item in enumerate(items)]
         return answers[0] if single else answers
@@ -884,7 +883,7 @@ class Engine(NotCopyable):
             return {0: requests}
 
         try:
-            await self._submission.acollect(iter([make]), options, progress_bar(False, 1))
+            await self._submission.acollect(iter([make]), options)
             n_bytes, n_needed, budget = await to_thread(self._engine_thread.kept_bytes, requests[0])
             if n_bytes == 0:
                 raise InvalidRequestError(
@@ -1049,7 +1048,7 @@ class Engine(NotCopyable):
     ) -> T:
         options = call_options(timeout, block, operation="score")
         batches = job.batches(self._request_builder, self._request_builder.chosen(adapter))
-        bar = progress_bar(check_flag("progress", progress), job.n_requests)
+        bar = progress_bar(job.n_requests) if check_flag("progress", progress) else None
         return job.result(await self._submission.acollect(batches, options, bar))
 
     # ---- threads: made by tools/unasync.py; edit the part above
@@ -1135,7 +1134,7 @@ class Engine(NotCopyable):
         items, single = self._request_builder.items(prompt, params, checked)
         options = call_options(timeout, block, on_error, on_timeout, names_prompts=not single)
         batches = self._request_builder.completions(items)
-        bar = progress_bar(check_flag("progress", progress), len(items))
+        bar = progress_bar(len(items)) if check_flag("progress", progress) else None
         results = self._submission.collect(batches, options, bar)
         return in_order_of_prompts(items, results, single)
 
@@ -1191,9 +1190,8 @@ class Engine(NotCopyable):
             raise TypeError(f"prompts must be an iterable of prompts, not {type(prompts).__name__}")
         refuse_table("prompts", prompts)
         n = 2 * self.n_seq_max if n_ahead is None else check_int("n_ahead", n_ahead, 1, 2**31 - 1)
-        bar = progress_bar(
-            check_flag("progress", progress), len(prompts) if isinstance(prompts, Sized) else None
-        )
+        total = len(prompts) if isinstance(prompts, Sized) else None
+        bar = progress_bar(total) if check_flag("progress", progress) else None
         return self._iter_completed(prompts, params, n, timeout, bar, on_error)
 
     def _iter_completed(
@@ -1202,13 +1200,13 @@ class Engine(NotCopyable):
         params: SamplingParams | Iterable[SamplingParams] | None,
         n_ahead: int,
         timeout: float | None,
-        bar: Progress,
+        bar: Progress | None,
         on_error: OnError,
     ) -> Iterator[tuple[int, Any]]:
         options = call_options(timeout, True, on_error, "raise", names_prompts=True)
-        pending = Pending[Completion](options, self._submission.observer)
+        pending = Pending[Completion](options, self._submission.observer, bar)
         batches = request_batches(self._request_builder, prompts, params, pending)
-        results = self._submission.iterate(batches, n_ahead, pending, bar)
+        results = self._submission.iterate(batches, n_ahead, pending)
         yield from results
 
     @explains_keywords
@@ -1362,7 +1360,7 @@ class Engine(NotCopyable):
         items, single = self._chat_builder.items(messages, params, asked)
         options = call_options(timeout, block, names_prompts=not single, operation="chat")
         batches = self._request_builder.completions([item.item for item in items])
-        bar = progress_bar(check_flag("progress", progress), len(items))
+        bar = progress_bar(len(items)) if check_flag("progress", progress) else None
         results = self._submission.collect(batches, options, bar)
         answers = [item.answer(results[index]) for index, item in enumerate(items)]
         return answers[0] if single else answers
@@ -1495,7 +1493,7 @@ class Engine(NotCopyable):
             return {0: requests}
 
         try:
-            self._submission.collect(iter([make]), options, progress_bar(False, 1))
+            self._submission.collect(iter([make]), options)
             n_bytes, n_needed, budget = self._engine_thread.kept_bytes(requests[0])
             if n_bytes == 0:
                 raise InvalidRequestError(
@@ -1660,7 +1658,7 @@ class Engine(NotCopyable):
     ) -> T:
         options = call_options(timeout, block, operation="score")
         batches = job.batches(self._request_builder, self._request_builder.chosen(adapter))
-        bar = progress_bar(check_flag("progress", progress), job.n_requests)
+        bar = progress_bar(job.n_requests) if check_flag("progress", progress) else None
         return job.result(self._submission.collect(batches, options, bar))
 
     # ---- end of what tools/unasync.py makes

@@ -78,13 +78,10 @@ def _top(top: Sequence[tuple[int, float]], piece: Piece) -> tuple[TopLogprob, ..
 class Sink:
     """Receives a request's tokens on the engine thread; subclasses say what goes into the mailbox, and when."""
 
-    __slots__ = ("_piece", "_stops", "_text", "mailbox")
+    __slots__ = ("mailbox",)
 
-    def __init__(self, mailbox: Mailbox, piece: Piece, stops: tuple[str, ...]) -> None:
+    def __init__(self, mailbox: Mailbox) -> None:
         self.mailbox = mailbox
-        self._piece = piece
-        self._stops = stops
-        self._text = TextStream(stops)
 
     def token(self, request: Request, token: int) -> bool:
         """Takes a generated token; True when it completed a stop string."""
@@ -93,6 +90,21 @@ class Sink:
     def finish(self, request: Request) -> None:
         """The request ended: ``finish_reason`` or ``error`` says how."""
         raise NotImplementedError
+
+    def restart_text(self) -> None:
+        """Forgets half characters and held text: the sequence was changed."""
+
+
+class TextSink(Sink):
+    """A sink that gives text with each token."""
+
+    __slots__ = ("_piece", "_stops", "_text")
+
+    def __init__(self, mailbox: Mailbox, piece: Piece, stops: tuple[str, ...]) -> None:
+        super().__init__(mailbox)
+        self._piece = piece
+        self._stops = stops
+        self._text = TextStream(stops)
 
     def restart_text(self) -> None:
         """Forgets half characters and held text: the sequence was changed."""
@@ -166,12 +178,11 @@ class Choices:
         if self._prompt_targets is not None:
             ids = request.full_sequence[: request.n_prompt]
             prompt = prompt_token_logprobs(ids, self._prompt_targets.scores, piece)
-        choices = tuple(choice for choice in self._choices if choice is not None)
         self.mailbox.put(
             (
                 self._index,
                 Completion(
-                    choices,
+                    tuple(self._choices),  # type: ignore[arg-type]  # none is missing
                     request.n_prompt,
                     self._n_cached,
                     timings,
@@ -186,29 +197,31 @@ class Choices:
 class CompletionSink(Sink):
     """Collects one choice of a prompt and hands it to ``choices``, which all choices of that prompt share."""
 
-    __slots__ = ("_choices", "_has_token", "_index", "_logprobs", "_parts", "_seed")
+    __slots__ = ("_choices", "_has_token", "_index", "_logprobs", "_parts", "_piece", "_seed", "_text")
 
     def __init__(
         self, choices: Choices, piece: Piece, stops: tuple[str, ...], seed: int, index: int = 0
     ) -> None:
-        super().__init__(choices.mailbox, piece, stops)
+        super().__init__(choices.mailbox)
         self._choices = choices
+        self._piece = piece
         self._seed = seed
         self._index = index
         self._has_token = False
+        self._text = TextStream(stops) if stops else None  # without stop strings the text is made at the end
         self._parts: list[str] = []
         self._logprobs: list[TokenLogprob] = []
 
     def token(self, request: Request, token: int) -> bool:
-        """Searches for stop strings; if there are none, the text is made at the end."""
+        """Searches for stop strings, if there are any."""
         if not self._has_token:
             self._has_token = True
             self._choices.note_first_token(request)
         if request.wants_logprobs:
             self._logprobs.append(token_logprob(request, token, self._piece))
-        if not self._stops:
-            return False
         text = self._text
+        if text is None:
+            return False
         self._parts.append(text.push(self._piece(token)))
         return text.stopped
 
@@ -218,9 +231,12 @@ class CompletionSink(Sink):
             self._choices.fail(request.error)
             return
         tokens = request.full_sequence[request.n_prompt :]
-        if not self._stops:
-            self._parts.append(self._text.push(b"".join(map(self._piece, tokens))))
-        self._parts.append(self._text.finish())
+        matched = None
+        if self._text is None:
+            text = b"".join(map(self._piece, tokens)).decode("utf-8", "replace")
+        else:
+            text = "".join(self._parts) + self._text.finish()
+            matched = self._text.matched
         reason: FinishReason = request.finish_reason  # type: ignore[assignment]
         logprobs = self._logprobs if request.wants_logprobs else None
         if logprobs is not None and len(logprobs) < len(tokens):  # cancelled before its last tokens came here
@@ -229,12 +245,12 @@ class CompletionSink(Sink):
         ended_by = request.stop_token
         choice = Choice(
             self._index,
-            "".join(self._parts),
+            text,
             tokens,
             reason,
             self._seed,
             logprobs,
-            self._text.matched,
+            matched,
             ended_by,
             token_logprob(request, ended_by, self._piece)
             if request.wants_logprobs and ended_by is not None
@@ -249,7 +265,7 @@ class ScoreSink(Sink):
     __slots__ = ("_index",)
 
     def __init__(self, mailbox: Mailbox, index: int) -> None:
-        super().__init__(mailbox, bytes, ())  # no token comes, whose piece that would be
+        super().__init__(mailbox)
         self._index = index
 
     def token(self, request: Request, token: int) -> bool:
@@ -269,7 +285,7 @@ class ScoreSink(Sink):
             self.mailbox.put((self._index, request.logprob_targets.scores))
 
 
-class DeltaSink(Sink):
+class DeltaSink(TextSink):
     """Puts a Delta into the mailbox for every token, the last with the finish reason."""
 
     __slots__ = ("_last",)
@@ -304,7 +320,7 @@ class DeltaSink(Sink):
         self.mailbox.put(Delta(text, tokens, logprobs, reason, self._text.matched))
 
 
-class TokenSink(Sink):
+class TokenSink(TextSink):
     """Puts a Token into the mailbox for every token; None when there is none to give for a ``next``."""
 
     __slots__ = ("_last",)
@@ -510,7 +526,7 @@ class ResultDispatcher:
         if waiters and by_list:
             self.wakes.add(waiters)  # first: an error with an event loop must not lose them
         orphans = self._hand_over() if self._loops else []
-        if self._attached or orphans or together:
+        if self._wakers and (self._attached or orphans or together):
             self._remove_closed()
         if waiters and not by_list:
             self._wake_queue.add(waiters)
@@ -521,10 +537,11 @@ class ResultDispatcher:
 
     def wake(self) -> None:
         """Wakes all callers that the next launch was to wake, because it will not happen soon."""
-        files = self.wakes.files
-        for waker in list(self._wakers.values()):
-            if waker.waiting and waker.fd not in files:  # an interruption lost its byte
-                waker.ring()
+        if self._wakers:
+            files = self.wakes.files
+            for waker in list(self._wakers.values()):
+                if waker.waiting and waker.fd not in files:  # an interruption lost its byte
+                    waker.ring()
         self.wakes.now()
 
     def _hand_over(self) -> list[Request]:
@@ -868,21 +885,11 @@ class Progress(Protocol):
         """Ends the display."""
 
 
-class _Silent:
-    def update(self, n: int = 1) -> None:
-        """Nothing to show."""
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
-def progress_bar(wanted: bool, total: int | None) -> Progress:
-    """Tqdm's bar on a terminal, tqdm's or a widget in a notebook, and nothing elsewhere or if not ``wanted``.
+def progress_bar(total: int | None) -> Progress:
+    """Tqdm's bar on a terminal, tqdm's or a widget in a notebook, and nothing elsewhere.
 
     ``total``: the number of prompts, None if it is not known. Raises ImportError if tqdm is missing.
     """
-    if not wanted:
-        return _Silent()
     try:
         with warnings.catch_warnings():  # a notebook without ipywidgets gets the bar made of text
             warnings.simplefilter("ignore")

@@ -141,7 +141,7 @@ class ExpiredError(TimeoutError):
 
 
 class QueueLimit:
-    """A set with a limit. ``enter`` is called by callers, ``remove`` by the engine thread.
+    """A set with a ``limit``; None: any number. Callers call ``enter``, the engine thread ``remove``.
 
     It holds the requests themselves, with the time they entered, and not their number, so leaving twice, or without
     having entered, is not an error: a caller that Ctrl-C interrupts between two instructions cannot know which of them
@@ -149,18 +149,13 @@ class QueueLimit:
     """
 
     def __init__(self, limit: int | None) -> None:
-        self._limit = limit
+        self.limit = limit
         self._inside: dict[Hashable, float] = {}  # and when they entered
         self._times = TimeCounter()
         # Of callers only. A Condition would run Python code while it is held. Reentrant, as all locks of callers: a
         # destructor or signal handler that uses the engine may run while its thread holds the lock.
         self._entering = Lock()
         self._waiters: deque[Callable[[], object]] = deque()  # each wakes a caller that waits for room
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether the queue has a limit."""
-        return self._limit is not None
 
     @property
     def n(self) -> int:
@@ -175,7 +170,7 @@ class QueueLimit:
         """Enters all requests if there is room for all; returns whether there was."""
         entered = dict.fromkeys(requests, perf_counter())
         with self._entering:
-            if self._limit is not None and len(self._inside) + len(entered) > self._limit:
+            if self.limit is not None and len(self._inside) + len(entered) > self.limit:
                 return False
             self._inside.update(entered)
             return True
@@ -183,13 +178,13 @@ class QueueLimit:
     def enter_at_once(self, *requests: Hashable) -> None:
         """Enters all requests. Raises QueueFullError if there is no room for all."""
         if not self.try_enter(*requests):
-            if self._limit is not None and len(requests) > self._limit:
+            if self.limit is not None and len(requests) > self.limit:
                 raise QueueFullError(
-                    f"{len(requests)} requests are submitted at once and max_queue is {self._limit}: that never fits; "
+                    f"{len(requests)} requests are submitted at once and max_queue is {self.limit}: that never fits; "
                     "submit fewer at once, or raise max_queue"
                 )
             raise QueueFullError(
-                f"max_queue is {self._limit} and the queue has {self.n}: there is no room for {len(requests)} more; "
+                f"max_queue is {self.limit} and the queue has {self.n}: there is no room for {len(requests)} more; "
                 "retry later, or raise max_queue"
             )
 
@@ -240,7 +235,8 @@ class QueueLimit:
             entered = self._inside.pop(request, None)
             if entered is not None:
                 self._times.add(now - entered)
-        self._wake_all()
+        if self._waiters:
+            self._wake_all()
 
     def record_dequeued(self, requests: Sequence[Request]) -> None:
         """Records when requests got their first slot, or ended without one, then calls ``remove``. Engine thread."""
@@ -288,17 +284,19 @@ _MOST_BYTES = 8  # tokens whose bytes may end with half a character
 
 
 class CheckedPrompt(NamedTuple):
-    """A checked prompt: its tokens, the factory of its samplers, and the pieces its answer's text is made of.
+    """A checked prompt: its tokens, the factory of its samplers, and what its answer's text is made of.
 
-    ``piece``: the bytes of a token; None: the vocabulary's, in which control tokens have no text. ``budget``: the time
-    for the constraint, of which compiling it has taken some. ``spans``: the images and sounds among the tokens.
+    ``piece``: the bytes of a token of that text. ``stops``: the strings that end it. ``budget``: the time for the
+    constraint, of which compiling it has taken some. ``spans``: the images and sounds among the tokens.
     """
 
     tokens: list[int]
     sampler_factory: SamplerFactory
-    piece: Piece | None = None
-    budget: GrammarBudget | None = None
-    spans: tuple[Span, ...] = ()
+    piece: Piece
+    stops: tuple[str, ...]
+    adapters: AdapterSet | None
+    budget: GrammarBudget | None
+    spans: tuple[Span, ...]
 
 
 class RequestBuilder:
@@ -332,6 +330,7 @@ class RequestBuilder:
 
     def check_params(self, params: SamplingParams) -> None:
         """Looks params up in the vocabulary and compiles their constraint. Raises as ``item`` does."""
+        self.adapters(params)
         self._compiled(params)
 
     @property
@@ -356,7 +355,6 @@ class RequestBuilder:
 
     def _compiled(self, params: SamplingParams) -> tuple[SamplerFactory, GrammarBudget | None]:
         """The factory for params, and what is left for their constraint. Raises as ``item`` does, DecodeError."""
-        self.adapters(params)
         if params.speculate == "draft" and not self._drafts:
             raise InvalidRequestError(
                 "speculate is 'draft', but the engine has no draft model; give Engine(draft=...) a smaller model of "
@@ -381,9 +379,12 @@ class RequestBuilder:
         Raises TypeError, ValueError, InvalidRequestError; errors in a list name the prompt's index. With ``on_error``
         ``"return"``, an InvalidRequestError is in the place of its prompt instead.
         """
-        prompt = from_column("prompt", prompt)
-        self._refuse_long_ids(prompt)
-        prompts, single = split_prompts(prompt)
+        if isinstance(prompt, str):
+            prompts, single = [prompt], True
+        else:
+            prompt = from_column("prompt", prompt)
+            self._refuse_long_ids(prompt)
+            prompts, single = split_prompts(prompt)
         if params is None or isinstance(params, SamplingParams):
             each: Sequence[SamplingParams | None] = [params] * len(prompts)
         elif isinstance(params, (str, bytes)) or not isinstance(params, Sequence):
@@ -420,34 +421,34 @@ class RequestBuilder:
             params = SamplingParams()
         elif not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
-        if isinstance(prompt, str) and not prompt:
-            raise InvalidRequestError(
-                "the prompt is empty; give at least one character or token (the BOS token, to start from nothing)"
-            )
+        vocab = self._model.vocab
         if isinstance(prompt, str):
-            self._refuse_long_text(prompt)
-            self._model.chat_prompts.warn_of_control_text(prompt)
-        n_vocab = self._model.n_vocab
-        tokens = (
-            self._model.tokenize(prompt)
-            if isinstance(prompt, str)
-            else prompt
-            if spans
-            else check_tokens("prompt", prompt, n_vocab)
-        )
+            if not prompt:
+                raise InvalidRequestError(
+                    "the prompt is empty; give at least one character or token (the BOS token, to start from nothing)"
+                )
+            if len(prompt) >= self.n_ctx:
+                self._refuse_long_text(prompt)
+            chat_prompts = self._model.chat_prompts
+            if (found := chat_prompts.controls.first_in(prompt)) is not None:
+                chat_prompts.warn_of_control_text(found)
+            tokens = vocab.tokenize(prompt)
+        elif spans:
+            tokens = prompt
+        else:
+            tokens = check_tokens("prompt", prompt, vocab.n_vocab)
         if not tokens:
             raise InvalidRequestError("the prompt is empty; give at least one token")
         if len(tokens) >= self.n_ctx:
             self._refuse_ids(len(tokens))
         if spans and params.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs are not supported for a prompt with images or sounds")
+        adapters = self.adapters(params)
         factory, budget = self._compiled(params)
-        return CheckedPrompt(tokens, factory, budget=budget, spans=spans)
+        return CheckedPrompt(tokens, factory, vocab.piece, tuple(params.stop or ()), adapters, budget, spans)
 
     def _refuse_long_text(self, prompt: str) -> None:
         """Refuses a text whose length alone shows that it has too many tokens: tokenizing it would take long."""
-        if len(prompt) < self.n_ctx:
-            return
         n_least = self._model.vocab.least_tokens(len(prompt))
         if n_least >= self.n_ctx:
             raise InvalidRequestError(
@@ -482,36 +483,27 @@ class RequestBuilder:
             portion[index] = item
             n += item.sampler_factory.params.n
             if n >= PORTION:
-                yield partial(self._completions, portion)
+                yield partial(self.make_requests, portion)
                 portion, n = {}, 0
         if portion:
-            yield partial(self._completions, portion)
+            yield partial(self.make_requests, portion)
 
-    def _completions(self, items: Mapping[int, CheckedPrompt], mailbox: Mailbox) -> dict[int, list[Request]]:
-        return {index: self.completion(item, mailbox, index) for index, item in items.items()}
-
-    def one_completion(self, item: CheckedPrompt, index: int, mailbox: Mailbox) -> dict[int, list[Request]]:
-        """``completions`` for the item at ``index``."""
-        return {index: self.completion(item, mailbox, index)}
-
-    def completion(self, item: CheckedPrompt, mailbox: Mailbox, index: int) -> list[Request]:
-        """The ``n`` requests of one item, answered together with ``(index, Completion)``."""
-        tokens, params = item.tokens, item.sampler_factory.params
-        piece, stops = self._text_of(item)
-        seed = choose_seed(params)
-        targets = None if params.prompt_logprobs is None else PromptTargets(tokens, params.prompt_logprobs)
-        choices = Choices(mailbox, index, params.n, targets)
-        spec = self._spec(item, UNLIMITED)._replace(caller=mailbox)
-        requests: list[Request] = []
-        for i in range(params.n):
-            own = (seed + i) % 2**64
-            sink = CompletionSink(choices, piece, stops, own, i)
-            requests.append(
-                Request(
-                    tokens.copy(), spec._replace(seed=own, sink=sink, logprob_targets=None if i else targets)
-                )
-            )
-        return requests
+    def make_requests(self, items: Mapping[int, CheckedPrompt], mailbox: Mailbox) -> dict[int, list[Request]]:
+        """The ``n`` requests of each item, answered together with ``(index, Completion)``."""
+        groups: dict[int, list[Request]] = {}
+        for index, item in items.items():
+            tokens, params = item.tokens, item.sampler_factory.params
+            n_top = params.prompt_logprobs
+            targets = None if n_top is None else PromptTargets(tokens, n_top)
+            choices = Choices(mailbox, index, params.n, targets)
+            spec = self._spec(item, UNLIMITED)._replace(caller=mailbox, logprob_targets=targets)
+            groups[index] = requests = []
+            for i in range(params.n):
+                seed = (spec.seed + i) % 2**64
+                sink = CompletionSink(choices, item.piece, item.stops, seed, i)
+                requests.append(Request(tokens.copy(), spec._replace(seed=seed, sink=sink)))
+                spec = spec._replace(logprob_targets=None)  # the prompt is scored once
+        return groups
 
     def scores(
         self,
@@ -553,7 +545,7 @@ class RequestBuilder:
         Raises InvalidRequestError for params that a stream does not support.
         """
         self._check_single(item)
-        return Request(item.tokens, self._spec(item, n_ahead, DeltaSink(mailbox, *self._text_of(item))))
+        return Request(item.tokens, self._spec(item, n_ahead, DeltaSink(mailbox, item.piece, item.stops)))
 
     def generation(self, item: CheckedPrompt, mailbox: Mailbox) -> Request:
         """A request that generates one token per ``resume``, and keeps its sequence at its end.
@@ -561,13 +553,13 @@ class RequestBuilder:
         Raises InvalidRequestError for params that a generation does not support.
         """
         self._check_single(item)
-        spec = self._spec(item, 0, TokenSink(mailbox, *self._text_of(item)), resumable=True)
+        spec = self._spec(item, 0, TokenSink(mailbox, item.piece, item.stops), resumable=True)
         return Request(item.tokens, spec)
 
     def restored(self, item: CheckedPrompt, mailbox: Mailbox, n_prompt: int) -> Request:
         """``generation`` for a sequence whose tokens after the first ``n_prompt`` were generated."""
         self._check_single(item)
-        sink = TokenSink(mailbox, *self._text_of(item))
+        sink = TokenSink(mailbox, item.piece, item.stops)
         pieces = [self._model.vocab.piece(token) for token in item.tokens[n_prompt:][-_MOST_BYTES:]]
         sink.continue_character(b"".join(pieces))
         n_generated = len(item.tokens) - n_prompt
@@ -589,16 +581,11 @@ class RequestBuilder:
         if params.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs come with generate(); streams do not return them")
 
-    def _text_of(self, item: CheckedPrompt) -> tuple[Piece, tuple[str, ...]]:
-        """The pieces of an item's text, and its stop strings."""
-        return item.piece or self._model.vocab.piece, tuple(item.sampler_factory.params.stop or ())
-
     def _spec(
         self, item: CheckedPrompt, token_budget: int, sink: Sink | None = None, resumable: bool = False
     ) -> RequestSpec:
         params = item.sampler_factory.params
         stop_tokens = frozenset(params.stop_token_ids or ())
-        adapters = self.adapters(params)
         if not params.ignore_eos:
             stop_tokens = stop_tokens | self._eog if stop_tokens else self._eog
         unguessed = ""
@@ -617,8 +604,8 @@ class RequestBuilder:
             grammar_budget=item.budget,
             seed=choose_seed(params),
             uses_cache=params.cache,
-            cache_key=cache_key(params.cache_salt, adapters),
-            adapters=adapters,
+            cache_key=cache_key(params.cache_salt, item.adapters),
+            adapters=item.adapters,
             wants_logprobs=params.logprobs is not None,
             priority=params.priority,
             share=tenant.get().share,
@@ -682,10 +669,9 @@ def in_order_of_prompts(
     items: Sequence[CheckedPrompt | Exception], results: dict[int, Any], single: bool
 ) -> Completion | Exception | list[Completion] | list[Completion | Exception]:
     """What ``generate`` returns: the completions and errors in the order of the prompts."""
-    outcome: list[Completion | Exception] = [
-        item if isinstance(item, Exception) else results[index] for index, item in enumerate(items)
-    ]
-    return outcome[0] if single else outcome
+    if single:
+        return items[0] if isinstance(items[0], Exception) else results[0]
+    return [item if isinstance(item, Exception) else results[index] for index, item in enumerate(items)]
 
 
 def request_batches(
@@ -705,7 +691,7 @@ def request_batches(
             pending.ready.append((index, item))
             yield no_requests
         else:
-            yield partial(builder.one_completion, item, index)
+            yield partial(builder.make_requests, {index: item})
 
 
 async def arequest_batches(
@@ -729,7 +715,7 @@ async def arequest_batches(
             pending.ready.append((index, item))
             yield no_requests
         else:
-            yield partial(builder.one_completion, item, index)
+            yield partial(builder.make_requests, {index: item})
         index += 1
     if each is not None and next(each, None) is not None:
         raise ValueError(f"there are {index} prompts, and params has more items")
@@ -770,12 +756,15 @@ class RequestObserver(Protocol):
 
 
 class Pending(Generic[T]):
-    """The requests of one call that have no result yet. One thread or task."""
+    """The requests of one call that have no result yet. One thread or task. ``bar``: counts results."""
 
-    def __init__(self, options: CallOptions, observer: RequestObserver | None) -> None:
+    def __init__(
+        self, options: CallOptions, observer: RequestObserver | None, bar: Progress | None = None
+    ) -> None:
         self.options = options
+        self.bar = bar
         self._observer = observer
-        self._observed: dict[int, ObservedRequest] = {}
+        self.observed: dict[int, ObservedRequest] = {}
         self.groups: dict[int, Sequence[Request]] = {}
         self.unsubmitted: deque[Request] = deque()
         self.ready: deque[tuple[int, T | Exception]] = deque()  # results that need no request
@@ -793,39 +782,19 @@ class Pending(Generic[T]):
         for index, requests in groups.items():
             self.unsubmitted += requests
             if self._observer is not None:
-                self._observed[index] = self._observer.begin(requests, self.options.operation)
+                self.observed[index] = self._observer.begin(requests, self.options.operation)
 
     @property
     def requests(self) -> list[Request]:
         """All requests without a result."""
         return [request for requests in list(self.groups.values()) for request in requests]
 
-    def read(self, item: tuple[int, Any]) -> tuple[int, T | Exception, Sequence[Request]]:
-        """The index and result in a mailbox item, and the requests to cancel because one of their group failed.
-
-        Raises the error of a failed request if the call's options say so.
-        """
-        index, result = item
-        requests = self.groups[index]
-        if self._observed:
-            error = result.error if isinstance(result, Failure) else None
-            self._observed.pop(index).end(error, timed_out=self.timed_out)
-        if isinstance(result, Failure):
-            result = with_prompt_index(result.error, index) if self.options.names_prompts else result.error
-            if self.options.on_error == "raise" or not isinstance(result, Exception):
-                raise result
-        else:
-            requests = ()
-            if self.timed_out and isinstance(result, Completion):
-                result = _timed_out(result)
-        return index, result, requests
-
     def give_up(self, error: BaseException | None) -> None:
         """Reports the end of all groups that have no result to the observer; ``error``: the reason, if there is one."""
         if not isinstance(error, (TimeoutError, QueueFullError, EngineClosedError)):
             error = None  # Ctrl-C, or the error of another request
-        while self._observed:
-            self._observed.popitem()[1].end(error)
+        while self.observed:
+            self.observed.popitem()[1].end(error)
 
 
 def _timed_out(completion: Completion) -> Completion:
@@ -883,10 +852,13 @@ class Submission:
         error = sys.exc_info()[1]
         with pending.lock:
             pending.has_ended = True
-            self._engine_thread.end_list(pending)
+            if pending.is_long:
+                self._engine_thread.end_list(pending)
             if pending.groups:
                 self.cancel(pending.requests)
                 pending.give_up(error)
+        if pending.bar is not None:
+            pending.bar.close()
 
     def _stop(self, pending: Pending[T], expired: ExpiredError) -> None:
         """After the deadline: ends the requests, so that what they generated arrives within a step, or raises."""
@@ -903,6 +875,28 @@ class Submission:
             self.cancel(pending.unsubmitted)
             self._engine_thread.submit(*pending.unsubmitted, of_list=pending.is_long)
             pending.unsubmitted.clear()
+
+    def _read(self, item: tuple[int, Any], pending: Pending[Any]) -> tuple[int, Any]:
+        """The index and the result in a mailbox item. Its requests, if it has any, are not pending any more.
+
+        Raises the error of a failed request if the call's options say so.
+        """
+        index, result = item
+        if (observed := pending.observed.pop(index, None)) is not None:
+            error = result.error if isinstance(result, Failure) else None
+            observed.end(error, timed_out=pending.timed_out)
+        if isinstance(result, Failure):
+            options = pending.options
+            result = with_prompt_index(result.error, index) if options.names_prompts else result.error
+            if options.on_error == "raise" or not isinstance(result, Exception):
+                raise result
+            self.cancel(pending.groups[index])  # the other choices of the prompt
+        elif pending.timed_out and isinstance(result, Completion):
+            result = _timed_out(result)
+        pending.groups.pop(index, None)
+        if pending.bar is not None:
+            pending.bar.update()
+        return index, result
 
     def _make_next(self, batches: Iterator[RequestFactory], mailbox: Mailbox, pending: Pending[T]) -> bool:
         """Makes the next requests, if there are any; submits those of a long list."""
@@ -930,12 +924,22 @@ class Submission:
         finally:
             pending.is_making = False
 
-    def _watched(
+    def _portions(
         self, batches: Iterator[RequestFactory], mailbox: Mailbox, pending: Pending[T]
     ) -> Iterator[RequestFactory]:
-        """Has closing the engine submit the rest of a long list, as if the list had come at once."""
-        if self._queue.is_limited:  # callers wait for room, and closing refuses those that do
-            return batches
+        """The portions of a list that are submitted one after another.
+
+        It is one if all requests must enter the queue together, or none. If the queue has no limit, closing the engine
+        submits the rest of a long list, as if the list had come at once.
+        """
+        if self._queue.limit is not None:  # callers wait for room, and closing refuses those that do
+            if pending.options.block:
+                return batches
+
+            def make(mailbox: Mailbox) -> Groups:
+                return {index: requests for make in batches for index, requests in make(mailbox).items()}
+
+            return iter([make])
         first = list(islice(batches, 2))
         batches = chain(first, batches)
         if len(first) < 2:
@@ -954,16 +958,6 @@ class Submission:
         pending.is_long = True
         self._engine_thread.begin_list(pending, submit_rest)
         return batches
-
-    def _together(self, batches: Iterator[RequestFactory], options: CallOptions) -> Iterator[RequestFactory]:
-        """Merges the functions into one if all requests must enter the queue together, or none of them."""
-        if options.block or not self._queue.is_limited:
-            return batches
-
-        def make(mailbox: Mailbox) -> Groups:
-            return {index: requests for make in batches for index, requests in make(mailbox).items()}
-
-        return iter([make])
 
     def submit_paused(self, request: Request) -> None:
         """Submits a request that computes nothing before it is resumed; it takes no place in the queue."""
@@ -988,18 +982,18 @@ class Submission:
             raise
 
     async def acollect(
-        self, batches: Iterator[RequestFactory], options: CallOptions, bar: Progress
+        self, batches: Iterator[RequestFactory], options: CallOptions, bar: Progress | None = None
     ) -> dict[int, Any]:
         """The results, by index, of the requests of all batches. Long lists are submitted in portions.
 
         Any error cancels all of them, also Ctrl-C and that its task is cancelled. Raises the error of a request,
         TimeoutError, QueueFullError.
         """
-        pending = Pending[Any](options, self.observer)
+        pending = Pending[Any](options, self.observer, bar)
         mailbox = AsyncMailbox(running_loop(), self._engine_thread.dispatcher)
         results: dict[int, Any] = {}
         try:
-            batches = self._watched(self._together(batches, options), mailbox, pending)
+            batches = self._portions(batches, mailbox, pending)
             exhausted = False
             while True:
                 try:
@@ -1020,13 +1014,9 @@ class Submission:
                 except ExpiredError as expired:
                     self._stop(pending, expired)
                 else:
-                    index, results[index], failed = pending.read(item)
-                    self.cancel(failed)
-                    del pending.groups[index]
-                    bar.update()
+                    index, results[index] = self._read(item, pending)
         finally:
             self._end(pending)
-            bar.close()
 
     # ---- threads: made by tools/unasync.py; edit the part above
     def submit(self, *requests: Request, block: bool = True, deadline: float | None = None) -> None:
@@ -1043,18 +1033,18 @@ class Submission:
             raise
 
     def collect(
-        self, batches: Iterator[RequestFactory], options: CallOptions, bar: Progress
+        self, batches: Iterator[RequestFactory], options: CallOptions, bar: Progress | None = None
     ) -> dict[int, Any]:
         """The results, by index, of the requests of all batches. Long lists are submitted in portions.
 
         Any error cancels all of them, also Ctrl-C and that its task is cancelled. Raises the error of a request,
         TimeoutError, QueueFullError.
         """
-        pending = Pending[Any](options, self.observer)
+        pending = Pending[Any](options, self.observer, bar)
         mailbox = ThreadMailbox(self._engine_thread.dispatcher)
         results: dict[int, Any] = {}
         try:
-            batches = self._watched(self._together(batches, options), mailbox, pending)
+            batches = self._portions(batches, mailbox, pending)
             exhausted = False
             while True:
                 try:
@@ -1075,13 +1065,9 @@ class Submission:
                 except ExpiredError as expired:
                     self._stop(pending, expired)
                 else:
-                    index, results[index], failed = pending.read(item)
-                    self.cancel(failed)
-                    del pending.groups[index]
-                    bar.update()
+                    index, results[index] = self._read(item, pending)
         finally:
             self._end(pending)
-            bar.close()
 
     # ---- end of what tools/unasync.py makes
 
@@ -1091,7 +1077,6 @@ class Submission:
         batches: Iterator[RequestFactory],
         n_ahead: int,
         pending: Pending[T],
-        bar: Progress,
     ) -> Iterator[tuple[int, T | Exception]]:
         """Yields each result with its index, as requests finish. At most about ``n_ahead`` groups are without a result.
 
@@ -1114,7 +1099,7 @@ class Submission:
                         if pending.ready:
                             break
                     while pending.ready:
-                        yield pending.ready.popleft()
+                        yield self._read(pending.ready.popleft(), pending)
                     if not pending.groups:
                         if exhausted:
                             return
@@ -1122,17 +1107,12 @@ class Submission:
                     item = mailbox.get(left_s(options.deadline))
                 except Empty:
                     raise options.expired() from None
-                index, result, failed = pending.read(item)
-                self.cancel(failed)
-                del pending.groups[index]
-                bar.update()
-                yield index, result
+                yield self._read(item, pending)
         finally:
             self._end(pending)
-            bar.close()
 
     async def aiterate(
-        self, batches: AsyncIterator[RequestFactory], n_ahead: int, pending: Pending[T], bar: Progress
+        self, batches: AsyncIterator[RequestFactory], n_ahead: int, pending: Pending[T]
     ) -> AsyncGenerator[tuple[int, T | Exception], None]:
         """``iterate`` for asyncio; results also arrive while ``batches`` waits. Closing it cancels the rest."""
         import asyncio
@@ -1150,20 +1130,13 @@ class Submission:
                 if item is submitting:
                     submitting.result()  # raises what the submission raised
                     continue
-                if isinstance(item[1], Exception):
-                    index, result = item
-                else:
-                    index, result, failed = pending.read(item)
-                    self.cancel(failed)
-                    del pending.groups[index]
+                index, result = self._read(item, pending)
                 room.release()
-                bar.update()
                 yield index, result
         finally:
             submitting.cancel()
             await asyncio.wait([submitting])
             self._end(pending)
-            bar.close()
 
     async def _submit_all(
         self,

@@ -136,28 +136,32 @@ def run_batch(
         found, total = read_records(path), count_records(path) if progress else None
     else:
         found, total = records_of(records), len(records) if isinstance(records, Sized) else None
-    bar = progress_bar(progress, total)
+    bar = progress_bar(total) if progress else None
     n_ahead = AHEAD * engine.n_seq_max
     if output is None:
 
         def results() -> Iterator[BatchResult]:
             try:
                 for _, answer in answers(found, answerer, n_ahead=n_ahead, ordered=ordered):
-                    bar.update()
+                    if bar is not None:
+                        bar.update()
                     yield cast(BatchResult, answer.result)
             finally:
-                bar.close()
+                if bar is not None:
+                    bar.close()
 
         return results()
 
     def counted() -> Iterator[Record]:
         for record in found:
             yield record
-            bar.update()
+            if bar is not None:
+                bar.update()
 
     try:
         with open_output(output) as file:
             file.begin(answerer.settings(), retry_failed=retry_failed)
             return run_job(counted(), answerer, file, n_ahead=n_ahead, ordered=ordered)
     finally:
-        bar.close()
+        if bar is not None:
+            bar.close()

@@ -187,12 +187,9 @@ class ChatPrompts:
             )
         return tokenized(text, mark, controls, vocab.tokenize, self._added, media_mark)
 
-    def warn_of_control_text(self, prompt: str) -> None:
-        """Logs a warning, once for a model, if a plain prompt contains the text of a control token."""
-        if self._has_warned:
-            return
-        text = self.controls.first_in(prompt)
-        if text is not None:
+    def warn_of_control_text(self, text: str) -> None:
+        """Logs a warning, once for a model: a plain prompt contains ``text``, that of a control token."""
+        if not self._has_warned:
             self._has_warned = True
             logging.getLogger("llamapipe").warning(
                 "a prompt contains %r, the text of a control token, which is tokenized as plain text: "

@@ -28,6 +28,8 @@ from llamapipe._engine.kv import (
     Shift,
     UseAdapters,
 )
+from llamapipe._engine.positions import Grid, Positions, end_position
+from llamapipe._engine.request import MediaRows
 from llamapipe._engine.sampling import BackgroundDraws, BackgroundSampler, SamplingThreads
 from llamapipe._engine.scoring import TokenScore
 from llamapipe.errors import DecodeError, NoToken
@@ -86,13 +88,14 @@ class Executor(Protocol):
         samplers: Sequence[Any] = (),
         targets: Mapping[int, Sequence[int]] | None = None,
         n_top: int = 0,
-        media: Sequence[tuple[int, Any]] = (),
+        media: Sequence[MediaRows] = (),
         is_causal: bool = True,
     ) -> int:
         """Starts computing a batch and returns the step's number.
 
-        ``media``: runs of entries that are rows, not tokens: the first entry, and the rows, float32, which the caller
-        keeps until the step is done. ``is_causal``: see ``BatchPlan``.
+        ``positions``: places in the sequences; where llama.cpp's positions differ, this is the executor's affair.
+        ``media``: runs of entries that are rows, not tokens, which the caller keeps until the step is done.
+        ``is_causal``: see ``BatchPlan``.
 
         What will be asked of it may be told beforehand, for where the device can find it out: the ``samplers`` of
         ``rows``, and for output entries the tokens that are to be scored, with the ``n_top`` most probable ones.
@@ -205,6 +208,8 @@ class StepExecutor:
         self._n_swa = context.model.n_swa
         self._adapters: AdapterSet | None = None
         self._saved: dict[int, SavedCells] = {}  # by the KV cache's keys
+        self._positions_of = Positions()
+        self._grids_of_saved: dict[int, list[Grid]] = {}
 
     def change_cells(self, ops: Sequence[MemoryOp]) -> CellChanges:
         self._context.claim()
@@ -216,8 +221,7 @@ class StepExecutor:
             elif isinstance(op, Copy):
                 done = op.source not in lost and self._copy(op.source, op.slot, op.n)
             elif isinstance(op, Restore):
-                cells = self._saved.get(op.key)
-                done = cells is not None and cells.load(self.pipeline, op.slot, op.n)
+                done = self._load(op.key, op.slot, op.n)
             elif isinstance(op, Shift):
                 done = op.slot not in lost and self._shift(op.slot, op.begin, op.end)
             elif isinstance(op, Save):
@@ -225,6 +229,8 @@ class StepExecutor:
                 saved.append((op.key, None if copy is None else copy.n_bytes))
                 if copy is not None:
                     self._saved[op.key] = copy
+                    if grids := self._positions_of.grids(op.slot):
+                        self._grids_of_saved[op.key] = grids
                 continue
             elif isinstance(op, UseAdapters):
                 assert op.adapters is None or isinstance(op.adapters, AdapterSet)
@@ -232,6 +238,7 @@ class StepExecutor:
                 self._adapters = op.adapters  # they live as long as steps compute with them
                 continue
             else:
+                self._grids_of_saved.pop(op.key, None)
                 forgotten = self._saved.pop(op.key, None)
                 if forgotten is not None:
                     forgotten.close()
@@ -243,10 +250,15 @@ class StepExecutor:
         return CellChanges(lost, saved)
 
     def _remove(self, seq_id: int, position: int, is_guess: bool) -> bool:
-        lib = self._native.lib
-        if is_guess or not (self._n_swa and position and self._left_by_window(seq_id, position)):
-            removed = lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, position, -1, 0)
+        lib, grids = self._native.lib, self._positions_of
+        is_refused = grids.divides(seq_id, position) or (
+            not is_guess and self._n_swa and position and self._left_by_window(seq_id, position)
+        )
+        if not is_refused:
+            removed = lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, grids.at(seq_id, position), -1, 0)
             if removed > 0:
+                if grids:
+                    grids.set(seq_id, grids.grids(seq_id, position))
                 return True
             if removed < 0:
                 raise DecodeError(f"removing from sequence {seq_id} failed ({last_error(self._native)})")
@@ -256,6 +268,7 @@ class StepExecutor:
     def _clear(self, seq_id: int) -> None:
         lib = self._native.lib
         lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, 0, -1, 0)
+        self._positions_of.set(seq_id, ())
 
     def _left_by_window(self, seq_id: int, position: int) -> bool:
         """Whether a sliding window may lack cells that the positions before ``position`` need.
@@ -276,14 +289,33 @@ class StepExecutor:
         return False
 
     def _copy(self, source: int, seq_id: int, n: int) -> bool:
-        lib = self._native.lib
+        lib, grids = self._native.lib, self._positions_of
+        if grids.divides(source, n):
+            self._clear(seq_id)
+            return False
+        end = grids.end(source, n)
         if self._context.kv_unified and not self._context.model.is_recurrent:
-            done = lib.lp_memory(self._handle, lib.LP_COPY, source, seq_id, 0, n, 0)
+            done = lib.lp_memory(self._handle, lib.LP_COPY, source, seq_id, 0, end, 0)
         else:  # llama.cpp's copy between streams copies a whole stream and drops the graphs
-            done = lib.lp_copy(self._handle, source, seq_id, n)
+            done = lib.lp_copy(self._handle, source, seq_id, end)
         if done < 0:
             raise DecodeError(f"copying sequence {source} failed ({last_error(self._native)})")
+        if grids:
+            grids.set(seq_id, grids.grids(source, n) if done else ())
         return bool(done > 0)
+
+    def _load(self, key: int, seq_id: int, n: int) -> bool:
+        """Replaces a sequence's cells by the first ``n`` of saved ones."""
+        cells = self._saved.get(key)
+        if cells is None:
+            return False
+        grids = [grid for grid in self._grids_of_saved.get(key, ()) if grid.begin < n]
+        if grids and grids[-1].begin + grids[-1].n > n:  # llama.cpp cannot divide an image
+            self._clear(seq_id)
+            return False
+        done = cells.load(self.pipeline, seq_id, end_position(grids, n))
+        self._positions_of.set(seq_id, grids if done else ())
+        return done
 
     def read_cells(self, seq_id: int) -> bytes | None:
         self._context.claim()
@@ -311,7 +343,7 @@ class StepExecutor:
         end: int = self._native.lib.lp_sequence_end(self._handle, seq_id)
         if end < 0:
             raise RuntimeError(f"a sequence cannot be read: {last_error(self._native)}")
-        return end
+        return self._positions_of.n_tokens(seq_id, end)
 
     def launch(
         self,
@@ -323,7 +355,7 @@ class StepExecutor:
         samplers: Sequence[AnySampler] = (),
         targets: Mapping[int, Sequence[int]] | None = None,
         n_top: int = 0,
-        media: Sequence[tuple[int, Any]] = (),
+        media: Sequence[MediaRows] = (),
         is_causal: bool = True,
     ) -> int:
         """Starts computing a batch of at most ``n_batch`` entries; the step's number.
@@ -338,6 +370,11 @@ class StepExecutor:
                 sampler.start(self._background.threads)
         self._launched_s = perf_counter()
         n = self._n = len(tokens)
+        embeddings = grid = self._native.ffi.NULL
+        if media:
+            embeddings, grid = self._inputs_of(media, positions, seq_ids)
+        if self._positions_of:
+            positions = list(map(self._positions_of.at, seq_ids, positions))
         self._tokens[0:n] = tokens
         self._positions[0:n] = positions
         self._seq_ids[0:n] = seq_ids
@@ -357,7 +394,8 @@ class StepExecutor:
             known,
             wanted,
             n_top,
-            self._rows_of(media, n) if media else self._native.ffi.NULL,
+            embeddings,
+            grid,
             is_causal,
         )
         if step_id < 0:
@@ -366,15 +404,26 @@ class StepExecutor:
             self.tuner.launched(n)
         return step_id
 
-    def _rows_of(self, media: Sequence[tuple[int, Any]], n: int) -> Any:
-        """For each of ``n`` entries the address of its row; NULL for a token."""
-        ffi = self._native.ffi
-        addresses = ffi.new("float *[]", n)
-        for first, rows in media:
+    def _inputs_of(
+        self, media: Sequence[MediaRows], positions: Sequence[int], seq_ids: Sequence[int]
+    ) -> tuple[Any, Any]:
+        """For each entry the address of its row, NULL for a token; and its height and width, where any have those."""
+        ffi, n = self._native.ffi, len(positions)
+        addresses, grid = ffi.new("float *[]", n), None
+        for first, n_rows, source, begin in media:
+            rows = source.rows
             row = ffi.from_buffer("float[]", rows)
-            for i in range(len(rows)):
-                addresses[first + i] = row + i * rows.shape[1]
-        return addresses
+            for i in range(n_rows):
+                addresses[first + i] = row + (begin + i) * rows.shape[1]
+            if source.grid is not None:
+                if grid is None:
+                    grid = np.full((n, 2), -1, np.int32)
+                slot, place = seq_ids[first], positions[first] - begin
+                self._positions_of.add(slot, Grid(place, source.n, source.n_positions))
+                grid[first : first + n_rows] = source.grid[begin : begin + n_rows] + self._positions_of.at(
+                    slot, place
+                )
+        return addresses, ffi.NULL if grid is None else ffi.from_buffer("int32_t[]", grid)
 
     def _for_graph(
         self,

@@ -831,7 +831,8 @@ class KvCache:
     def unused(self) -> list[Unused]:
         """The cells that no request uses and no others begin with, the least recently used first.
 
-        No more than host memory may hold; then the others are left out.
+        No more than host memory may hold; then the others are left out. So are those with images and sounds: their
+        tokens mean something only to who has the rows.
         """
         if self.exact_multiple is not None:  # what was computed alone is not known elsewhere
             return []
@@ -844,9 +845,11 @@ class KvCache:
             known = any(other in chosen and min(other.n, n_shared) >= cells.n for other in others)
             n_bytes = self.n_bytes_of(cells.n)
             if cells.n >= self._min_save and not known and n_bytes <= room:
+                tokens = self._tree.tokens_of(cells)[: cells.n]
+                if _before_media(tokens) is not tokens:
+                    continue
                 room -= n_bytes
                 chosen.add(cells)
-                tokens = self._tree.tokens_of(cells)[: cells.n]
                 found.append(Unused(cells.slot, cells.key, tokens, self._tree.key_of(cells)))
         return found[::-1]
 

@@ -31,10 +31,10 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from llamapipe._engine.kv import Cells, Remove
-from llamapipe._engine.request import UNLIMITED, Request
+from llamapipe._engine.request import UNLIMITED, MediaRows, Request
 from llamapipe._engine.scoring import LogprobTargets
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class BatchPlan:
     ``scored``: rows that score the requests' own tokens. ``padding``: cells of entries that only keep the batch in one
     piece; they are removed after the step.
 
-    ``rows_of_media``: for entries that are rows of images and sounds, the first one and the rows. ``is_causal``:
+    ``rows_of_media``: the runs of entries that are rows of images and sounds. ``is_causal``:
     entries see those before them; else each other.
 
     ``in_flight``: planned and not committed; plans made meanwhile leave its requests out.
@@ -104,7 +104,7 @@ class BatchPlan:
         self.scheduled: list[tuple[Request, int]] = []
         self.scored: list[ScoredRows] = []
         self.padding: list[Remove] = []
-        self.rows_of_media: list[tuple[int, Any]] = []
+        self.rows_of_media: list[MediaRows] = []
         self.is_causal = True
         self.guessed: Sequence[int] = ()
         self.n_decode = 0
@@ -474,8 +474,8 @@ def _add(plan: BatchPlan, chunk: Chunk) -> None:
     for span in request.spans:
         low, high = max(first, span.begin), min(first + n, span.end)
         if low < high:
-            rows = span.source.rows[low - span.begin : high - span.begin]
-            plan.rows_of_media.append((begin + low - first, rows))
+            run = MediaRows(begin + low - first, high - low, span.source, low - span.begin)
+            plan.rows_of_media.append(run)
             plan.tokens[begin + low - first : begin + high - first] = [0] * (high - low)
     if scored and request.logprob_targets is not None:
         entries = range(begin + scored.start - first, begin + scored.stop - first)

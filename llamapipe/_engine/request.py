@@ -110,6 +110,23 @@ class Embeddings(Protocol):
     def rows(self) -> Any:
         """The rows, (n, n_embd), float32; or None."""
 
+    @property
+    def grid(self) -> Any:
+        """The height and the width of each row, (n, 2), int32; None where rows are as tokens, one after another."""
+
+    @property
+    def n_positions(self) -> int:
+        """How many positions they take: ``n`` without a grid."""
+
+
+class MediaRows(NamedTuple):
+    """Entries of a batch from ``first`` on that are ``n`` rows of ``source`` from ``begin`` on."""
+
+    first: int
+    n: int
+    source: Embeddings
+    begin: int
+
 
 class Span(NamedTuple):
     """The tokens of a sequence from ``begin`` to before ``end``, which stand for the rows of ``source``.
@@ -331,9 +348,9 @@ class Request:
         return None
 
     def whole(self, n: int) -> int:
-        """The most tokens, up to ``n``, that end within no span whose rows see each other."""
+        """The most tokens, up to ``n``, that divide no span whose rows see each other or share a position."""
         for span in self.spans:
-            if span.begin < n < span.end and not span.source.is_causal:
+            if span.begin < n < span.end and (not span.source.is_causal or span.source.grid is not None):
                 return span.begin
         return n
 

@@ -65,7 +65,6 @@ def look_at(path: Path) -> dict[str, Any]:
             "is_recurrent": model.is_recurrent,
             "weights": _weights(info),
             "kernels": None if level == ffi.NULL else ffi.string(level).decode(),
-            "has_mrope": model.has_mrope,
             **_template(model),
         }
         found["images"], found["audio"], found["mmproj"], found["mmproj_bytes"] = _projector(info, model)
@@ -124,8 +123,6 @@ def _projector(info: GgufInfo, model: lp.Model) -> tuple[bool, bool, list[str], 
     """Whether messages may have images, and sounds; the files of projectors that were found, and their size."""
     from llamapipe.gguf.mmproj import mmproj_beside
 
-    if model.has_mrope:
-        return False, False, [], 0
     beside = mmproj_beside(info.path, info.n_embd, lambda: model.metadata.get("general.name", ""))
     one = beside[0] if len(beside) == 1 else None
     names, n_bytes = [file.path.name for file in beside], sum(file.size_bytes for file in beside)
@@ -222,10 +219,6 @@ def _chat_finding(found: dict[str, Any]) -> Finding:
 
 def _media_finding(found: dict[str, Any]) -> Finding:
     files = found["mmproj"]
-    if found.get("has_mrope"):
-        return Finding(
-            "images", True, "no: positions of several kinds (M-RoPE) are not supported with images yet"
-        )
     if not files:
         return Finding("images", True, "no: no projector (mmproj*.gguf) of this model is beside it")
     if len(files) > 1:

@@ -310,11 +310,6 @@ class Model(NotCopyable):
         from llamapipe.llama.projector import Projector
 
         is_asked = given != "auto"
-        if self.has_mrope and not is_asked:
-            self.no_projector = (
-                "has positions of several kinds (M-RoPE), with which only text is supported yet"
-            )
-            return
         if info.architecture in _NO_MEDIA:
             if is_asked:
                 raise ModelLoadError(

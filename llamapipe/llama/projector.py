@@ -40,14 +40,26 @@ class MediaChunk:
 
     ``n``: their number. ``is_causal``: each sees those before it, else all see each other. ``ids``: negative numbers
     that stand for the rows in lists of tokens, and depend on the content. ``rows``: (n, n_embd), float32; None until
-    they are encoded.
+    they are encoded. ``grid``: the height and the width of each row, (n, 2), int32, where all are at one position, and
+    take ``n_positions``; else None.
     """
 
-    __slots__ = ("_chunks", "_index", "ids", "is_causal", "lock", "n", "rows")
+    __slots__ = ("_chunks", "_index", "grid", "ids", "is_causal", "lock", "n", "n_positions", "rows")
 
-    def __init__(self, chunks: Any, index: int, n: int, is_causal: bool, digest: bytes) -> None:
+    def __init__(
+        self,
+        chunks: Any,
+        index: int,
+        n: int,
+        is_causal: bool,
+        digest: bytes,
+        grid: npt.NDArray[np.int32] | None = None,
+        n_positions: int = 0,
+    ) -> None:
         self.n = n
         self.is_causal = is_causal
+        self.grid = grid
+        self.n_positions = n_positions or n
         numbers = np.frombuffer(shake_256(digest + index.to_bytes(4, "little")).digest(8 * n), "<i8")
         # 62 bits of each count: who makes an image with the numbers of another has found a collision.
         self.ids: list[int] = (-1 - (numbers & (2**62 - 1))).tolist()
@@ -126,12 +138,6 @@ class Projector:
         problems = drain_log(native)
         if made == ffi.NULL:
             raise ModelLoadError(f"{path}: libmtmd refused it: {(problems or [last_error(native)])[0]}")
-        if lib.lp_media_is_mrope(made):
-            lib.lp_media_close(made)
-            raise ModelLoadError(
-                f"{path}: the text model has positions of several kinds (M-RoPE), as the projector {self.name} needs "
-                "them; llamapipe does not support that yet: use a model such as Gemma 3, SmolVLM, InternVL or LLaVA"
-            )
         self.sees = bool(lib.lp_media_sees(made))
         self.sample_rate = lib.lp_media_sample_rate(made)
         self.hears = self.sample_rate > 0
@@ -204,7 +210,7 @@ class Projector:
         if native.lib.lp_media_chunk(self._handle, chunks, index, part) < 0:
             raise InvalidRequestError(f"{given.place}: the {given.kind} cannot be used: {last_error(native)}")
         if not part.is_text:
-            return MediaChunk(chunks, index, part.n_tokens, part.is_causal, digest)
+            return self._media_chunk(chunks, index, part, digest)
         tokens: list[int] = native.ffi.unpack(part.tokens, part.n_tokens)
         if any(not 0 <= token < self._n_vocab for token in tokens):
             raise InvalidRequestError(
@@ -212,6 +218,13 @@ class Projector:
                 "use the files of one model"
             )
         return tokens
+
+    def _media_chunk(self, chunks: Any, index: int, part: Any, digest: bytes) -> MediaChunk:
+        grid, n_positions = None, 0
+        if part.has_grid:
+            grid, n_positions = np.empty((part.n_tokens, 2), np.int32), part.n_positions
+            self._native.lib.lp_media_grid(chunks, index, self._native.ffi.from_buffer("int32_t[]", grid))
+        return MediaChunk(chunks, index, part.n_tokens, part.is_causal, digest, grid, n_positions)
 
     def encode(self, media: Any) -> bool:
         """Encodes a chunk; False if that was done before. Raises DecodeError."""

@@ -19,10 +19,15 @@ class Picture(NamedTuple):
     seed: int = 0
     is_causal: bool = True
     is_encoded: bool = True
+    grid: object = None
 
     @property
     def rows(self) -> object:
         return np.full((self.n, 2), self.seed) if self.is_encoded else None
+
+    @property
+    def n_positions(self) -> int:
+        return self.n
 
     @property
     def ids(self) -> list[int]:
@@ -53,7 +58,7 @@ def step(made: Scheduler) -> tuple[list[int], list[tuple[int, int]], bool]:
     """The tokens of the next step, the first entry and the number of each run of rows, and whether it is causal."""
     plan = made.plan()
     assert plan is not None
-    found = plan.tokens.copy(), [(first, len(rows)) for first, rows in plan.rows_of_media], plan.is_causal
+    found = plan.tokens.copy(), [run[:2] for run in plan.rows_of_media], plan.is_causal
     made.commit(plan, [7] * len(plan.requests))
     made.check_integrity()
     return found
@@ -111,12 +116,12 @@ def test_requests_wait_until_their_images_are_encoded() -> None:
     made.check_integrity()
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_prefixes_with_equal_images_are_found_and_never_cut_where_rows_see_each_other(
-    is_causal: bool,
+@pytest.mark.parametrize(("is_causal", "grid"), [(True, None), (False, None), (True, "2 x 3")])
+def test_prefixes_with_equal_images_are_found_and_never_cut_where_rows_belong_together(
+    is_causal: bool, grid: object
 ) -> None:
     made = scheduler()
-    image, other = Picture(6, 1, is_causal), Picture(6, 2, is_causal)
+    image, other = Picture(6, 1, is_causal, grid=grid), Picture(6, 2, is_causal, grid=grid)
     first = request([1, 2], image, [3, 4], max_tokens=1)
     made.add(first)
     while first.state is not State.FINISHED:
@@ -127,7 +132,7 @@ def test_prefixes_with_equal_images_are_found_and_never_cut_where_rows_see_each_
     made.plan()
     assert same.n_cached == 8 and changed.n_cached == 2
     part = request([1, 2], image, [8])
-    assert part.whole(5) == (5 if is_causal else 2) and part.whole(8) == 8 and part.whole(2) == 2
+    assert part.whole(5) == (5 if is_causal and grid is None else 2) and part.whole(8) == 8 and part.whole(2) == 2
 
 
 @pytest.mark.parametrize("mode", ["recompute", "shift"])

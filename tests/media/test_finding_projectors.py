@@ -10,9 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.every_architecture import grow
 from support.gguf_models import recurrent_model, tiny_model
-from support.media_models import gemma3_projector, idefics3_projector, model_with_tile_tokens, picture
+from support.media_models import (
+    gemma3_projector,
+    idefics3_projector,
+    model_with_grids,
+    model_with_tile_tokens,
+    picture,
+)
 from support.ollama_store import put_model
 from support.run_script import environment, run_script
 
@@ -107,17 +112,9 @@ def test_a_projector_that_changes_before_the_first_image(text: Path) -> None:
         assert engine.chat("Hello", lp.SamplingParams(max_tokens=2)).n_completion_tokens
 
 
-def test_models_whose_images_are_not_supported_yet(tmp_path: Path) -> None:
-    model = tmp_path / "model.gguf"
-    grow(model, "qwen2vl")
-    idefics3_projector(tmp_path / "mmproj.gguf", n_embd=64)
-    assert found(model) is None
-    with lp.Model(model) as loaded, lp.Engine(loaded, n_ctx=64, n_seq_max=1) as engine:
-        assert loaded.n_embd == 64
-        with pytest.raises(
-            InvalidRequestError, match=r"has positions of several kinds \(M-RoPE\), with which only"
-        ):
-            engine.chat(QUESTION)
+def test_what_has_positions_with_a_height_and_a_width(tmp_path: Path) -> None:
+    with lp.Model(model_with_grids(tmp_path / "model.gguf")) as loaded:
+        assert loaded.has_mrope
     with lp.Model(recurrent_model(tmp_path / "other.gguf")) as loaded:  # has no rotated positions
         assert not loaded.has_mrope
 

@@ -21,6 +21,7 @@ from llamapipe._engine.kv import (
     Shift,
     UseAdapters,
 )
+from llamapipe._engine.request import MediaRows
 from llamapipe._engine.scoring import TokenScore
 from llamapipe.errors import ContextFullError, EngineClosedError, NoToken
 
@@ -313,7 +314,7 @@ class FakeContext:
         samplers: Sequence[Any] = (),
         targets: Mapping[int, Sequence[int]] | None = None,
         n_top: int = 0,
-        media: Sequence[tuple[int, Any]] = (),
+        media: Sequence[MediaRows] = (),
         is_causal: bool = True,
     ) -> int:
         """Stores a batch and computes its output rows; its number."""

@@ -103,7 +103,7 @@ class Document:
             ]
             out.append(struct.pack("<IQ", tensor.kind, offset))
             # A tensor of absurd size gets no data; the file then ends too early.
-            n_bytes = min(tensor.n_bytes, 1 << 20)
+            n_bytes = min(tensor.n_bytes, 1 << 21)
             content = tensor.data.ljust(n_bytes, b"\x11")[:n_bytes]
             data.append(content + bytes(-len(content) % self.alignment))
             offset += len(data[-1])

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llamapipe import demo_model_path
-from support.gguf_document import unpack
+from support.gguf_document import ARRAY, STRING, Tensor, unpack
 
 IDEFICS3_TOKENS = ("\n\n", "\n", "<fake_token_around_image>", "<global-img>")
 _IMAGE, _PATCH, _WIDTH, _INNER = 64, 16, 32, 64
@@ -38,19 +38,23 @@ class _Projector:
     def add(self, name: str, value: int) -> None:
         self.writer.add_uint32(self._prefix + name, value)
 
-    def image(self) -> None:
+    def image(self, has_places: bool = True) -> None:
         self.add("image_size", _IMAGE)
         self.add("patch_size", _PATCH)
         self.writer.add_array(self._prefix + "image_mean", [0.5, 0.5, 0.5])
         self.writer.add_array(self._prefix + "image_std", [0.5, 0.5, 0.5])
         self.put("v.patch_embd.weight", _WIDTH, 3, _PATCH, _PATCH)
-        self.put("v.patch_embd.bias", _WIDTH)
-        self.put("v.position_embd.weight", (_IMAGE // _PATCH) ** 2, _WIDTH)
+        if has_places:
+            self.put("v.patch_embd.bias", _WIDTH)
+            self.put("v.position_embd.weight", (_IMAGE // _PATCH) ** 2, _WIDTH)
         self.norm("v.post_ln")
 
-    def block(self, key_bias: bool = True) -> None:
+    def block(self, key_bias: bool = True, is_joined: bool = False) -> None:
         name = f"{self._letter}.blk.0."
-        for part in ("attn_q", "attn_k", "attn_v", "attn_out"):
+        if is_joined:
+            self.put(f"{name}attn_qkv.weight", 3 * _WIDTH, _WIDTH)
+            self.put(f"{name}attn_qkv.bias", 3 * _WIDTH)
+        for part in ("attn_out",) if is_joined else ("attn_q", "attn_k", "attn_v", "attn_out"):
             self.put(f"{name}{part}.weight", _WIDTH, _WIDTH)
             if key_bias or part != "attn_k":
                 self.put(f"{name}{part}.bias", _WIDTH)
@@ -101,6 +105,36 @@ def idefics3_projector(path: Path, n_embd: int = 192, seed: int = 1, title: str 
     return made.write()
 
 
+def qwen2vl_projector(path: Path, n_embd: int = 192, seed: int = 1) -> Path:
+    """A token for each 32 × 32 pixels, at a height and a width; at least 8 of them."""
+    return _qwen_projector(path, "qwen2vl_merger", n_embd, seed)
+
+
+def qwen3vl_projector(path: Path, n_embd: int = 192, seed: int = 1) -> Path:
+    """The same with rows of twice the width: the second half is added after the first layer of the text model."""
+    return _qwen_projector(path, "qwen3vl_merger", n_embd, seed)
+
+
+def _qwen_projector(path: Path, kind: str, n_embd: int, seed: int) -> Path:
+    made = _Projector(path, kind, "vision", n_embd, seed)
+    is_third = kind == "qwen3vl_merger"
+    made.add("image_max_pixels", 64 * 32 * 32)
+    made.image(has_places=is_third)
+    made.put("v.patch_embd.weight.1", _WIDTH, 3, _PATCH, _PATCH)
+    made.block(is_joined=is_third)
+    if is_third:
+        made.norm("v.deepstack.0.norm", 4 * _WIDTH)
+        made.put("v.deepstack.0.fc1.weight", _INNER, 4 * _WIDTH)
+        made.put("v.deepstack.0.fc1.bias", _INNER)
+        made.put("v.deepstack.0.fc2.weight", n_embd, _INNER)
+        made.put("v.deepstack.0.fc2.bias", n_embd)
+    made.put("mm.0.weight", _INNER, 4 * _WIDTH)
+    made.put("mm.0.bias", _INNER)
+    made.put("mm.2.weight", n_embd, _INNER)
+    made.put("mm.2.bias", n_embd)
+    return made.write()
+
+
 def ultravox_projector(path: Path, n_embd: int = 192, seed: int = 1) -> Path:
     """375 tokens for each 30 s of sound."""
     made = _Projector(path, "ultravox", "audio", n_embd, seed)
@@ -128,6 +162,29 @@ def model_with_tile_tokens(path: Path) -> Path:
     for i, text in enumerate(IDEFICS3_TOKENS, 1):
         if text.encode() not in tokens:
             tokens[-i], kinds[-i] = text.encode(), 4
+    path.write_bytes(document.pack())
+    return path
+
+
+def model_with_grids(path: Path, architecture: str = "qwen2vl") -> Path:
+    """The bundled model's weights as of ``qwen2vl`` or ``qwen3vl``, whose positions have a height and a width."""
+    document, _ = unpack(demo_model_path().read_bytes())
+    old = document.architecture
+    for entry in document.entries:
+        if entry.key.startswith(f"{old}.".encode()):
+            entry.key = entry.key.replace(old.encode(), architecture.encode(), 1)
+    document.put("general.architecture", STRING, architecture.encode())
+    n_rot = document.entry(f"{architecture}.rope.dimension_count").value
+    sections = [n_rot // 8, 3 * n_rot // 16, 3 * n_rot // 16, 0]
+    document.put(f"{architecture}.rope.dimension_sections", ARRAY, sections, 5)
+    if architecture == "qwen3vl":
+        document.put("qwen3vl.n_deepstack_layers", 4, 1)
+        ones = np.ones(n_rot, np.float32).tobytes()
+        for layer in range(document.entry("qwen3vl.block_count").value):
+            for part in "qk":
+                document.tensors.append(
+                    Tensor(f"blk.{layer}.attn_{part}_norm.weight".encode(), [n_rot], 0, ones)
+                )
     path.write_bytes(document.pack())
     return path
 

@@ -38,7 +38,9 @@ class _Text(ctypes.Structure):
 class Reference:
     """Evaluates prompts in a context with one sequence."""
 
-    def __init__(self, model: llamapipe.Model, mmproj: Path, n_ctx: int = 2048, n_batch: int = 512) -> None:
+    def __init__(
+        self, model: llamapipe.Model, mmproj: Path, n_ctx: int = 2048, n_batch: int = 512, **options: Any
+    ) -> None:
         self._lib = lib = ctypes.CDLL(str(next(LIB_DIR.glob("libllamapipe-mtmd*"))))
         lib.mtmd_context_params_default.restype = _Params
         makers = (
@@ -59,7 +61,7 @@ class Reference:
         address = int(native_module.ffi.cast("uintptr_t", model.handle))
         self._media = lib.mtmd_init_from_file(str(mmproj).encode(), _P(address), params)
         assert self._media
-        self._context = Context(model, n_ctx=n_ctx, n_seq_max=1, n_batch=n_batch)
+        self._context = Context(model, n_ctx=n_ctx, n_seq_max=1, n_batch=n_batch, **options)
         self._native, self._n_batch, self._n_vocab = native_module, n_batch, model.n_vocab
 
     def logprobs(self, text: str, media: Sequence[Array]) -> tuple[int, npt.NDArray[np.float64]]:

@@ -87,18 +87,20 @@ typedef struct {
     bool            is_text;  // `tokens`, valid as long as the chunks; else `n_tokens` rows
     const int32_t * tokens;
     int             n_tokens, n_positions;
-    bool            is_causal;  // else all rows see each other, and have to be in one ubatch
+    bool            is_causal;   // else all rows see each other, and have to be in one ubatch
+    bool            has_grid;    // all rows have one position, and a height and a width (M-RoPE)
 } lp_media_part;
 lp_media *        lp_media_open(const char * library, const char * path, const struct llama_model * model, int n_threads, bool use_gpu);
 void              lp_media_close(lp_media * media);  // after its chunks
 bool              lp_media_sees(const lp_media * media);         // takes images
 int               lp_media_sample_rate(const lp_media * media);  // of sounds, in Hz; -1: it takes none
-bool              lp_media_is_mrope(const lp_media * media);
 lp_media_chunks * lp_media_image(lp_media * media, int width, int height, const uint8_t * rgb);
 lp_media_chunks * lp_media_sound(lp_media * media, int64_t n, const float * samples);  // mono
 void              lp_media_chunks_free(lp_media_chunks * chunks);
 int               lp_media_n_chunks(const lp_media_chunks * chunks);
 int               lp_media_chunk(const lp_media * media, const lp_media_chunks * chunks, int i, lp_media_part * part);
+// The height and the width of each row of a chunk that has a grid, counted from 0.
+int               lp_media_grid(const lp_media_chunks * chunks, int i, int32_t * grid);
 // The rows of a chunk: llama_model_n_embd_inp() numbers for each of its tokens. One at a time, others wait.
 int               lp_media_encode(lp_media * media, const lp_media_chunks * chunks, int i, float * rows);
 
@@ -242,10 +244,11 @@ void          lp_step_free(lp_step * step);
 // sampler's next uniform number, which lp_sample_rows uses up.
 #define LP_TARGETS 4
 // `embeddings` (or NULL): for each entry its input row, which stays valid until the step is done, or NULL where it is a token.
+// `grid` (or NULL): for each entry its positions of height and width if they differ from its position, or -1, -1.
 // `is_causal`: entries see those before them; else all of a sequence, and the batch is one ubatch.
 int64_t lp_launch(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
                   const int32_t * seq_ids, const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets, int n_top,
-                  const float * const * embeddings, bool is_causal);
+                  const float * const * embeddings, const int32_t * grid, bool is_causal);
 // The last batch with each entry one position further. All entries are outputs; `samplers` (or NULL) are in their order.
 int64_t lp_launch_again(lp_pipeline * pipeline, const int32_t * sampled, lp_sampler ** samplers);
 void    lp_wake_at_launch(lp_pipeline * pipeline, lp_wake_list * wakes);

@@ -183,7 +183,11 @@ int Context::decode_rows(const BatchArrays & batch) {
         const float * const row = batch.embeddings[i];
         const int           at  = row ? llama_batch_ext_add_embd(rows, batch.seq_ids[i], { row, 1, n_embd })
                                       : llama_batch_ext_add_token(rows, batch.seq_ids[i], batch.tokens[i]);
-        if (at != i || !llama_batch_ext_set_pos(rows, i, &batch.positions[i])) {
+        // Time, height, width, and one that no model uses; llama.cpp reads as many as the model has, of a token one.
+        const int32_t * const grid        = batch.grid && batch.grid[2 * i] >= 0 ? batch.grid + 2 * i : nullptr;
+        const int32_t         p           = batch.positions[i];
+        const int32_t         position[4] = { p, grid ? grid[0] : p, grid ? grid[1] : p, grid ? 0 : p };
+        if (at != i || !llama_batch_ext_set_pos(rows, i, position)) {
             throw std::runtime_error("llama.cpp refused an entry of a batch");
         }
         llama_batch_ext_set_output_logits(rows, i, batch.outputs[i] != 0);

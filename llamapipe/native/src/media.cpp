@@ -32,7 +32,6 @@ struct Library {
     LP_FUNCTION(support_vision);
     LP_FUNCTION(support_audio);
     LP_FUNCTION(get_audio_sample_rate);
-    LP_FUNCTION(decode_use_mrope);
     LP_FUNCTION(decode_use_non_causal);
     LP_FUNCTION(bitmap_init);
     LP_FUNCTION(bitmap_init_from_audio);
@@ -45,6 +44,8 @@ struct Library {
     LP_FUNCTION(input_chunk_get_tokens_text);
     LP_FUNCTION(input_chunk_get_n_tokens);
     LP_FUNCTION(input_chunk_get_n_pos);
+    LP_FUNCTION(input_chunk_get_tokens_image);
+    LP_FUNCTION(image_tokens_get_decoder_pos);
     LP_FUNCTION(tokenize_from_parts);
     LP_FUNCTION(encode_chunk);
     LP_FUNCTION(get_output_embd);
@@ -123,8 +124,6 @@ bool lp_media_sees(const lp_media * media) { return library().support_vision(med
 
 int lp_media_sample_rate(const lp_media * media) { return library().get_audio_sample_rate(media->ctx); }
 
-bool lp_media_is_mrope(const lp_media * media) { return library().decode_use_mrope(media->ctx); }
-
 // The chunks of one bitmap, which is freed.
 static lp_media_chunks * chunks_of(lp_media * media, mtmd_bitmap * bitmap) {
     const Library & mtmd = library();
@@ -177,6 +176,29 @@ int lp_media_chunk(const lp_media * media, const lp_media_chunks * chunks, int i
         part->n_tokens    = (int) mtmd.input_chunk_get_n_tokens(chunk);
         part->n_positions = (int) mtmd.input_chunk_get_n_pos(chunk);
         part->is_causal   = part->is_text || !mtmd.decode_use_non_causal(media->ctx, chunk);
+        part->has_grid    = false;
+        const mtmd_image_tokens * image = mtmd.input_chunk_get_tokens_image(chunk);
+        if (image != nullptr && part->n_tokens > 1) {
+            const mtmd_decoder_pos second = mtmd.image_tokens_get_decoder_pos(image, 0, 1);
+            part->has_grid = second.t == 0;
+            if (second.t > 0 && (second.x != second.t || second.y != second.t)) {
+                throw std::runtime_error("its rows have positions of a kind that llamapipe does not know");
+            }
+        }
+        return 0;
+    });
+}
+
+int lp_media_grid(const lp_media_chunks * chunks, int i, int32_t * grid) {
+    return lp::guard(LP_ERROR, [&] {
+        const Library &           mtmd   = library();
+        const mtmd_input_chunk *  chunk  = mtmd.input_chunks_get(chunks->chunks, (size_t) i);
+        const mtmd_image_tokens * tokens = mtmd.input_chunk_get_tokens_image(chunk);
+        for (size_t row = 0; row < mtmd.input_chunk_get_n_tokens(chunk); row++) {
+            const mtmd_decoder_pos at = mtmd.image_tokens_get_decoder_pos(tokens, 0, row);
+            grid[2 * row]     = (int32_t) at.y;
+            grid[2 * row + 1] = (int32_t) at.x;
+        }
         return 0;
     });
 }

@@ -98,10 +98,10 @@ template <typename Launch> static int64_t launch_and_wake(lp_pipeline & pipeline
 
 int64_t lp_launch(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
                   const int32_t * seq_ids, const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets,
-                  int n_top, const float * const * embeddings, bool is_causal) {
+                  int n_top, const float * const * embeddings, const int32_t * grid, bool is_causal) {
     return launch_and_wake(*pipeline, [&] {
-        return pipeline->shared->launch({ n, tokens, positions, seq_ids, outputs, embeddings, is_causal }, samplers, targets,
-                                        n_top);
+        return pipeline->shared->launch({ n, tokens, positions, seq_ids, outputs, embeddings, grid, is_causal }, samplers,
+                                        targets, n_top);
     });
 }
 

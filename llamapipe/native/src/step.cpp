@@ -180,6 +180,7 @@ void Step::set(const BatchArrays & batch, const UbatchLimits & limits) {
     seq_ids.resize((size_t) n);
     outputs.resize((size_t) n);
     embeddings.resize(batch.embeddings ? (size_t) n : 0);
+    grid.resize(batch.grid ? 2 * (size_t) n : 0);
     is_causal = batch.is_causal;
     places.clear();
     for (size_t i = 0; i < (size_t) n; i++) {
@@ -190,6 +191,10 @@ void Step::set(const BatchArrays & batch, const UbatchLimits & limits) {
         outputs[i]     = batch.outputs[e];
         if (batch.embeddings) {
             embeddings[i] = batch.embeddings[e];
+        }
+        if (batch.grid) {
+            grid[2 * i]     = batch.grid[2 * e];
+            grid[2 * i + 1] = batch.grid[2 * e + 1];
         }
         if (batch.outputs[e]) {
             places.push_back(output_of_entry[e]);
@@ -207,6 +212,7 @@ void Step::advance(const Step & last, const int32_t * sampled) {
     outputs         = last.outputs;
     ubatches        = last.ubatches;
     embeddings.clear();
+    grid.clear();
     is_causal = true;
     output_of_entry = last.output_of_entry;
     places          = last.places;
@@ -254,11 +260,11 @@ void Step::choose_wanted(lp_sampler ** samplers, const int32_t * targets, int n_
 
 // ---- the positions that each sequence holds: the one place that knows them
 // ---- the positions of one sequence
-void PositionRanges::append() {
-    if (ranges_.empty()) {
-        ranges_.push_back({ 0, 0 });
+void PositionRanges::append(int64_t position) {
+    if (ranges_.empty() || position > ranges_.back().second) {
+        ranges_.push_back({ position, position });
     }
-    ranges_.back().second++;
+    ranges_.back().second = position + 1;
 }
 
 void PositionRanges::remove(int64_t p0, int64_t p1) {
@@ -332,22 +338,31 @@ SequencePositions::SequencePositions(llama_context * ctx) : ctx_(ctx) {
     shares_.assign(n, std::vector<char>(n));
 }
 
+bool SequencePositions::follows(const Step & step, size_t i, int64_t next) const {
+    const int64_t position = step.positions[i];
+    const bool    is_row   = !step.embeddings.empty() && step.embeddings[i];
+    return position == next || (has_grids_ && (position > next || (is_row && position == next - 1)));
+}
+
 bool SequencePositions::append(const Step & step) {
+    has_grids_ = has_grids_ || !step.grid.empty();
     std::vector<int64_t> next(ranges_.size(), -1);
     for (int i = 0; i < step.n_tokens; i++) {
         const size_t s = (size_t) step.seq_ids[(size_t) i];
         if (next[s] < 0) {
             next[s] = ranges_[s].next();
         }
-        if (step.positions[(size_t) i] != next[s]++) {
+        const int64_t position = step.positions[(size_t) i];
+        if (!follows(step, (size_t) i, next[s])) {
             const std::string text = "positions of sequence " + std::to_string(s) + " must go on from "
-                + std::to_string(next[s] - 1) + " without gaps, not " + std::to_string(step.positions[(size_t) i]);
+                + std::to_string(next[s]) + " without gaps, not " + std::to_string(position);
             set_error(text.c_str());
             return false;
         }
+        next[s] = position + 1;
     }
     for (int i = 0; i < step.n_tokens; i++) {
-        ranges_[(size_t) step.seq_ids[(size_t) i]].append();
+        ranges_[(size_t) step.seq_ids[(size_t) i]].append(step.positions[(size_t) i]);
     }
     return true;
 }
@@ -359,9 +374,10 @@ bool SequencePositions::matches_memory(const Step & step) const {
         if (next[s] < 0) {
             next[s] = (int64_t) llama_memory_seq_pos_max(llama_get_memory(ctx_), (llama_seq_id) s) + 1;
         }
-        if (step.positions[(size_t) i] != next[s]++) {
+        if (!follows(step, (size_t) i, next[s])) {
             return false;
         }
+        next[s] = step.positions[(size_t) i] + 1;
     }
     return true;
 }

@@ -66,6 +66,7 @@ struct BatchArrays {
     const int32_t * tokens, * positions, * seq_ids;
     const int8_t *  outputs;
     const float * const * embeddings = nullptr;  // input rows; null for entries that are tokens, or for all
+    const int32_t * grid       = nullptr;  // two for each entry: its height and width, -1 if they are its position
     bool            is_causal  = true;     // else all entries of a sequence see each other
 };
 
@@ -84,6 +85,7 @@ struct Step {
     std::vector<int32_t> tokens, positions, seq_ids, order;
     std::vector<int8_t>  outputs;
     std::vector<const float *> embeddings;  // empty: all entries are tokens
+    std::vector<int32_t> grid;              // empty: no entry has a height and a width
     bool                 is_causal = true;
     std::vector<Ubatch>  ubatches;
     std::vector<int32_t> output_of_entry;  // by place in the caller's batch: its output, or -1
@@ -154,6 +156,9 @@ int apply_memory_op(llama_context * ctx, const MemoryOp & op);
 // while it computes. So positions are tracked here, as of the end of the queue. llama.cpp's own memory is consulted in
 // only two cases, both after a failed step: `matches_memory` before a step is launched, and `reread`, when nothing is
 // queued and the failure is known to its submitter.
+//
+// The rows of an image with a grid share one position, and what follows continues further on. Once there was one, a step may
+// leave a gap, or begin at the last position.
 struct Step;
 
 // Sets of positions as ascending ranges that do not touch.
@@ -162,7 +167,7 @@ public:
     // The position that follows the last one.
     int64_t next() const { return ranges_.empty() ? 0 : ranges_.back().second; }
 
-    void append();
+    void append(int64_t position);
     // Removes [p0, p1); everything from p0 on for a negative p1.
     void remove(int64_t p0, int64_t p1);
     // Takes [p0, p1) of another sequence: in addition to its own positions, or instead of them.
@@ -202,9 +207,12 @@ public:
 
 private:
     void separate(size_t seq_id);
+    // Whether entry i of a step may follow the positions that end before `next`.
+    bool follows(const Step & step, size_t i, int64_t next) const;
 
     llama_context * const          ctx_;
     bool                           copy_replaces_;  // a copy replaces the positions of its destination
+    bool                           has_grids_ = false;  // a step had a grid
     std::vector<PositionRanges>    ranges_;         // by sequence
     std::vector<std::vector<char>> shares_;         // which sequences may have cells in common
 };

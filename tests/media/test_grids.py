@@ -1,0 +1,198 @@
+"""Images whose rows have a height and a width (M-RoPE): llama.cpp's numbers, whatever happens to the cells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from support.eager_gate import EagerGate
+from support.gguf_document import unpack
+from support.media_models import model_with_grids, picture, qwen2vl_projector, qwen3vl_projector
+from support.mtmd_reference import MARKER, Reference
+
+import llamapipe as lp
+
+ONE = lp.SamplingParams(max_tokens=1, logprobs=20, temperature=0, ignore_eos=True)
+# ggml's flash attention rounds otherwise where a batch has many rows.
+CELLS: Any = {"type_k": "f32", "type_v": "f32", "flash_attn": "off"}
+SIZES = [(200, 120), (64, 320), (320, 64), (96, 96)]
+
+
+PROJECTORS = {"qwen2vl": qwen2vl_projector, "qwen3vl": qwen3vl_projector}
+
+
+@pytest.fixture(scope="module", params=PROJECTORS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lp.Model]:
+    """Weights of 32 bits: what differs is wrong, and no rounding."""
+    folder = tmp_path_factory.mktemp("grids")
+    document, _ = unpack(model_with_grids(folder / "q8.gguf", request.param).read_bytes())
+    for i, tensor in enumerate(document.tensors):
+        kind = gguf.GGMLQuantizationType(tensor.kind)
+        if kind != gguf.GGMLQuantizationType.F32:
+            n = int(np.prod(tensor.dims))
+            n_block, n_bytes = gguf.GGML_QUANT_SIZES[kind]
+            raw = np.frombuffer(tensor.data, np.uint8, n // n_block * n_bytes).reshape(-1, n_bytes)
+            values = gguf.dequantize(raw, kind).astype(np.float32)
+            document.tensors[i] = tensor.__class__(tensor.name, tensor.dims, 0, values.tobytes())
+    path = folder / "f32.gguf"
+    path.write_bytes(document.pack())
+    mmproj = PROJECTORS[request.param](folder / "mmproj.gguf")
+    with lp.Model(path, mmproj=mmproj, kernels="ggml") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def reference(model: lp.Model) -> Iterator[Reference]:
+    assert model.projector is not None
+    made = Reference(model, model.projector.path, **CELLS)
+    yield made
+    made.close()
+
+
+def question(*seeds: int, text: str = "Look: ") -> tuple[list[dict[str, Any]], list[Any]]:
+    """Messages with an image for each seed, whose sizes differ; and the images."""
+    images = [picture(*SIZES[seed % len(SIZES)], seed) for seed in seeds]
+    content: list[Any] = [text]
+    for image in images:
+        content += [{"type": "image", "image": image}, " and then "]
+    return [{"role": "user", "content": content}], images
+
+
+def expected(model: lp.Model, reference: Reference, messages: list[dict[str, Any]]) -> Any:
+    """llama.cpp's log-probabilities after the prompt."""
+    shown = [
+        {**message, "content": [MARKER if isinstance(p, dict) else p for p in message["content"]]}
+        if isinstance(message["content"], list)
+        else message
+        for message in messages
+    ]
+    images = [
+        p["image"]
+        for m in messages
+        for p in (m["content"] if isinstance(m["content"], list) else ())
+        if isinstance(p, dict)
+    ]
+    return reference.logprobs(model.render_chat(shown), images)[1]
+
+
+def check(found: lp.ChatCompletion, wanted: Any) -> None:
+    """The first token's probabilities are those."""
+    logprobs = found.choices[0].logprobs
+    assert logprobs is not None
+    for entry in logprobs[0].top:
+        assert abs(float(wanted[entry.id]) - entry.logprob) < 1e-4
+
+
+@pytest.mark.parametrize("seeds", [(0,), (1,), (2, 3), (0, 1, 2, 3)])
+def test_one_alone(model: lp.Model, reference: Reference, seeds: tuple[int, ...]) -> None:
+    messages, _ = question(*seeds)
+    with lp.Engine(model, **CELLS, n_ctx=512, n_seq_max=1) as engine:
+        check(engine.chat(messages, ONE), expected(model, reference, messages))
+        engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("options", "tuning"),
+    [
+        ({}, {}),
+        ({}, {"pipeline_depth": 2}),
+        ({"n_cells": 2048}, {}),
+        ({"n_cells": 2048}, {"n_batch": 16, "n_ubatch": 16}),
+        ({}, {"n_batch": 16, "n_ubatch": 8}),
+    ],
+)
+def test_many_beside_each_other(
+    model: lp.Model, reference: Reference, options: dict[str, Any], tuning: dict[str, Any]
+) -> None:
+    asked = [question(i, i + 1, text="The same text before, as long as it may be: ")[0] for i in range(6)]
+    asked += [[{"role": "user", "content": f"No image {i}"}] for i in range(3)]
+    with lp.Engine(
+        model, **CELLS, n_ctx=512, n_seq_max=3, tuning=lp.EngineTuning(**tuning), **options
+    ) as engine:
+        for again in (False, True):
+            n_cached = 0
+            for messages, found in zip(asked, engine.chat(asked, ONE), strict=True):
+                check(found, expected(model, reference, messages))
+                n_cached += found.n_cached_tokens
+            assert n_cached > (300 if again else 0)
+            engine.check_integrity()
+
+
+@pytest.mark.parametrize("options", [{}, {"n_cells": 1024}])
+def test_turns_continue_the_cells_of_the_turn_before(
+    model: lp.Model, reference: Reference, options: dict[str, Any]
+) -> None:
+    messages, _ = question(0, 3)
+    params = lp.SamplingParams(max_tokens=9, logprobs=20, temperature=0, ignore_eos=True)
+    with lp.Engine(model, **CELLS, n_ctx=512, n_seq_max=2, **options) as engine:
+        for turn in range(3):
+            found = engine.chat(messages, params)
+            assert turn == 0 or found.n_cached_tokens > 50
+            check(found, expected(model, reference, messages))
+            messages = [*messages, {"role": "assistant", "content": found.content}, question(turn + 1)[0][0]]
+        engine.check_integrity()
+
+
+def test_cells_that_were_saved_come_back_with_their_positions(model: lp.Model, reference: Reference) -> None:
+    asked = [question(i, i + 1, text=f"{i} pictures of " * 4)[0] for i in range(5)]
+    # One slot: the cells of each request make room for the next one's.
+    with lp.Engine(model, **CELLS, n_ctx=512, n_seq_max=1) as engine:
+        for again in (False, True):
+            for messages in asked:
+                found = engine.chat(messages, ONE)
+                check(found, expected(model, reference, messages))
+                assert found.n_cached_tokens > 50 or not again
+        engine.check_integrity()
+
+
+def test_images_in_part(model: lp.Model, reference: Reference) -> None:
+    """A request that is cancelled while a long image is computed leaves cells that cannot be divided."""
+    messages, _ = question(0)
+    tuning = lp.EngineTuning(n_batch=8, n_ubatch=8)
+    with lp.Engine(model, **CELLS, n_ctx=512, n_seq_max=2, tuning=tuning) as engine:
+        for i in range(12):
+            other, _ = question(4 + i)
+            before = engine.stats().steps
+            stream = engine.stream_chat(other, ONE)
+            while (stats := engine.stats()).steps < before + i % 6 and stats.n_active + stats.n_queued:
+                pass
+            stream.close()
+            check(engine.chat(other, ONE), expected(model, reference, other))
+        check(engine.chat(messages, ONE), expected(model, reference, messages))
+        engine.check_integrity()
+
+
+def test_guesses_after_an_image(model: lp.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamapipe.engine.Gate", EagerGate)
+    messages, _ = question(0, 1)
+    plain = lp.SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, speculate="off")
+    with lp.Engine(model, **CELLS, n_ctx=512, n_seq_max=2) as engine:
+        said = engine.chat(messages, plain)
+        guessed = engine.chat(
+            messages,
+            lp.SamplingParams(
+                max_tokens=60,
+                temperature=0,
+                ignore_eos=True,
+                prediction=said.content[:40] + "?" + said.content[41:],
+            ),
+        )
+        assert guessed.content == said.content
+        assert engine.stats().n_accepted > 0
+        engine.check_integrity()
+
+
+def test_the_saved_cache_leaves_images_out(model: lp.Model, tmp_path: Path) -> None:
+    text = "A text that is long enough to be kept, word by word by word, until there are enough words. " * 3
+    with lp.Engine(model, **CELLS, n_ctx=512, n_seq_max=4) as engine:
+        engine.chat(question(0)[0], ONE)
+        n_prompt = engine.generate(text, ONE).n_prompt_tokens
+        engine._save_cache(tmp_path / "cache")
+    with lp.Engine(model, **CELLS, n_ctx=512, n_seq_max=4) as engine:
+        engine._load_cache(tmp_path / "cache")
+        assert engine.generate(text, ONE).n_cached_tokens >= n_prompt - 2
+        assert engine.chat(question(0)[0], ONE).n_cached_tokens < 10

@@ -132,7 +132,11 @@ def test_prefixes_with_equal_images_are_found_and_never_cut_where_rows_belong_to
     made.plan()
     assert same.n_cached == 8 and changed.n_cached == 2
     part = request([1, 2], image, [8])
-    assert part.whole(5) == (5 if is_causal and grid is None else 2) and part.whole(8) == 8 and part.whole(2) == 2
+    assert (
+        part.whole(5) == (5 if is_causal and grid is None else 2)
+        and part.whole(8) == 8
+        and part.whole(2) == 2
+    )
 
 
 @pytest.mark.parametrize("mode", ["recompute", "shift"])

@@ -27,6 +27,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     terminal = Terminal(sys.stdout)
     for one in ask(args, "/v1/models")["data"]:
+        if "root" in one and "status" in one:  # one more name of a model
+            continue
         status = one.get("status", {"value": "loaded"})  # a server with one model does not say
         record = {
             "model": one["id"],

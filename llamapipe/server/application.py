@@ -179,11 +179,11 @@ class ServerState(Gate):
         """The model's name for the answer. Raises ApiError 404 for a model that is not served."""
         if self._engine is None:
             raise ApiError(404, "no model that generates is loaded here", "model", "model_not_found")
-        return _served(name, self.chat_names + self.adapter_names)
+        return self._served(name, self.chat_names + self.adapter_names)
 
     def check_name(self, name: str | None) -> str:
         """The name of a model or an adapter, whatever it does. Raises ApiError 404 if there is none."""
-        return _served(name, self.all_names)
+        return self._served(name, self.all_names)
 
     def check_embedder(self, name: str | None) -> tuple[Embedder, str]:
         """The embedding model and its name for the answer. Raises ApiError 404."""
@@ -194,20 +194,20 @@ class ServerState(Gate):
                 "model",
                 "model_not_found",
             )
-        return self.embedder, _served(name, self.embedding_names)
+        return self.embedder, self._served(name, self.embedding_names)
 
-
-def _served(name: str | None, names: tuple[str, ...]) -> str:
-    if name is None:
-        return names[0]
-    if name not in names:
-        raise ApiError(
-            404,
-            f"the model {quoted(name)} is not served here; there is {listed(names)} (--alias gives it other names)",
-            "model",
-            "model_not_found",
-        )
-    return name
+    def _served(self, name: str | None, names: tuple[str, ...]) -> str:
+        if name is None:
+            return names[0]
+        # The front process chose this one: it also knows names that came after the start.
+        if name not in names and not self.is_behind_front:
+            raise ApiError(
+                404,
+                f"the model {quoted(name)} is not served here; there is {listed(names)} (--alias gives it other names)",
+                "model",
+                "model_not_found",
+            )
+        return name
 
 
 def app(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -31,11 +31,14 @@ from llamapipe.server import ollama, ollama_files, page, system
 from llamapipe.server.application import OLLAMA_ROUTES, ROUTES, application_of
 from llamapipe.server.describe import Asked, describe
 from llamapipe.server.endpoint import (
+    SUBMITTED,
     Endpoint,
+    EventStream,
     Exchange,
     JsonResponse,
     LateResponse,
     error_event,
+    event,
     get,
     line,
     post,
@@ -100,6 +103,7 @@ class ModelRequest(msgspec.Struct, forbid_unknown_fields=True):
     model: str
 
 
+_MOST_WATCHES = 100
 _FOR_EVER_S = 100 * 365 * 86_400.0
 _PEEK = msgspec.json.Decoder(Peeked)
 
@@ -111,6 +115,7 @@ class Front(Gate):
         super().__init__(settings, Metrics(None), BodyBudget(settings.max_bodies_bytes))
         self.pool = pool
         self.created = int(time.time())
+        self.n_watches = 0  # clients of /models/sse
         self._described: dict[tuple[str, Asked], dict[str, Any] | None] = {}  # by the file's digest
         self._describing = asyncio.Lock()
 
@@ -172,13 +177,18 @@ class Front(Gate):
     # ---- about the models
     async def list_models(self, exchange: Exchange) -> Response:
         """``GET /v1/models``: every model, with its state."""
-        data = [self._entry(model) for model in self.pool.models]
+        data = [
+            self._entry(model, name)
+            for model in self.pool.models
+            for name in (*model.names, *model.entry.adapters)
+        ]
         memory = {"used_bytes": self.pool.used_bytes, "budget_bytes": self.pool.budget_bytes}
         return JsonResponse({"object": "list", "data": data, "has_more": False, "memory": memory})
 
     async def get_model(self, exchange: Exchange) -> Response:
         """``GET /v1/models/{id}``."""
-        return JsonResponse(self._entry(self.pool.find(exchange.path_params["id"])))
+        name = exchange.path_params["id"]
+        return JsonResponse(self._entry(self.pool.find(name), name))
 
     async def delete_model(self, exchange: Exchange) -> Response:
         """``DELETE /v1/models/{id}``: answers 403 for a model of the list and 404 for any other."""
@@ -187,28 +197,57 @@ class Front(Gate):
             403, f"the model {quoted(model.name)} is in the list of --models; take it out there", "model"
         )
 
-    def _entry(self, model: PooledModel) -> dict[str, Any]:
+    def _entry(self, model: PooledModel, name: str) -> dict[str, Any]:
+        """A model by one of its names. What counts for the model stands at its first name only."""
         status: dict[str, Any] = {"value": model.state.value}
         if model.state is ModelState.LOADING:
             status["progress"] = model.progress
         elif model.state is ModelState.UNLOADED and model.failure is not None:
             status |= {"failed": True, "error": model.failure}
         found = model.found
-        return {
-            "id": model.name,
-            "aliases": list(model.entry.aliases),
-            "adapters": list(model.entry.adapters),
+        made: dict[str, Any] = {
+            "id": name,
             "object": "model",
             "type": "model",
-            "display_name": model.name,
+            "display_name": name,
             "created": self.created,
             "owned_by": "llamapipe",
             "status": status,
+            **({} if found is None else {"capabilities": ["embedding" if found.embeds else "completion"]}),
+        }
+        if name in model.entry.adapters:
+            return {**made, "root": model.name, "parent": model.name}
+        if name != model.name:
+            return {**made, "root": model.name}
+        return {
+            **made,
+            "aliases": list(model.names[1:]),
+            "adapters": list(model.entry.adapters),
             "pinned": model.entry.keep,
             "n_requests": model.n_users,
             **({} if found is None else {"memory_bytes": model.n_bytes or found.n_bytes}),
-            **({} if found is None else {"capabilities": ["embedding" if found.embeds else "completion"]}),
         }
+
+    async def watch(self, exchange: Exchange) -> Response:
+        """``GET /models/sse``: tells what changes: states, the progress of loads, the list."""
+        if self.n_watches >= _MOST_WATCHES:
+            raise ApiError(
+                429, f"{_MOST_WATCHES} clients watch the models, which is the limit", code="too_many_requests"
+            )
+        return EventStream(exchange, self._changes())
+
+    async def _changes(self) -> AsyncGenerator[bytes, None]:
+        self.n_watches += 1
+        try:
+            told = _Told(self.pool)
+            yield SUBMITTED
+            seen = 0
+            while (now := await self.pool.news(seen)) is not None:
+                seen = now
+                for one in told.changes():  # a slow reader misses what was undone meanwhile
+                    yield event(one)
+        finally:
+            self.n_watches -= 1
 
     async def load(self, exchange: Exchange, request: ModelRequest) -> Response:
         """``POST /models/load``: begins a load."""
@@ -249,9 +288,10 @@ class Front(Gate):
         described = await self._describe(there)
         found = []
         for model, shown in zip(there, described, strict=True):
-            one = _listed(model)
-            if one is not None:
-                found.append(one if shown is None else {**one, "capabilities": shown["capabilities"]})
+            for name in (*model.names, *model.entry.adapters):
+                one = _listed(model, name)
+                if one is not None:
+                    found.append(one if shown is None else {**one, "capabilities": shown["capabilities"]})
         return JsonResponse({"models": found})
 
     async def show(self, exchange: Exchange, request: ollama.ShowRequest) -> Response:
@@ -305,22 +345,26 @@ class Front(Gate):
             served = self.pool.get(entry.name)
             if served is not None and served.entry.file == entry.file:
                 entry = served.entry
-                self.pool.drop(
-                    served
-                )  # its process answers its requests, and knows the names of its start only
             asked = name.removesuffix(":latest")
             self.pool.add(entry if asked in entry.names else replace(entry, aliases=(*entry.aliases, asked)))
 
         return await ollama_files.answered(exchange, request, name, serve)
 
     async def delete(self, exchange: Exchange, request: ollama_files.DeleteRequest) -> Response:
-        """``DELETE /api/delete``: deletes a file of the hub's cache, which is served no longer."""
-        model = self.pool.find(ollama_files.named(request))
+        """``DELETE /api/delete``: a name made by a copy, or a file of the hub's cache, which is served no longer."""
+        name = ollama_files.named(request)
+        model = self.pool.find(name)
+        if name.removesuffix(":latest") in model.copies:
+            ollama_files.check_allowed(exchange, self.settings.allow_delete, "--allow-delete")
+            self.pool.forget(name)
+            return Response()
         reference = model.entry.reference
         if model.entry.file.startswith(OLLAMA):
             raise ApiError(403, f"the model {quoted(model.name)} belongs to Ollama: use ollama rm", "model")
         if reference is None:
-            return await self.refuse(exchange)
+            raise ApiError(
+                403, f"the model {quoted(model.name)} is in the list of --models; take it out there", "model"
+            )
         ollama_files.check_allowed(exchange, self.settings.allow_delete, "--allow-delete")
         self.pool.drop(model)
         try:
@@ -329,19 +373,25 @@ class Front(Gate):
             raise ApiError(404, str(e), "model", "model_not_found") from None
         return Response()
 
-    async def refuse(self, exchange: Exchange) -> Response:
-        """``POST /api/copy``, and deleting a model of the list: it says which models there are."""
-        raise ApiError(
-            403,
-            "the list of --models says which models there are, and their aliases; change it there",
-            code="not_allowed",
-        )
+    async def copy(self, exchange: Exchange, request: ollama_files.CopyRequest) -> Response:
+        """``POST /api/copy``: another name for a model, until the server ends. Loads nothing."""
+        ollama_files.check_allowed(exchange, self.settings.allow_pull, "--allow-pull")
+        model = self.pool.find(request.source)
+        if request.source.removesuffix(":latest") in model.entry.adapters:
+            raise ApiError(400, f"{quoted(request.source)} is an adapter, which has one name", "source")
+        ollama_files.check_destination(request.destination)
+        self.pool.copy(model, request.destination)
+        return Response()
 
     async def running(self, exchange: Exchange) -> Response:
         """``GET /api/ps``: the models that are loaded."""
         found = []
         for model in self.pool.models:
-            if model.state is ModelState.LOADED and model.found is not None and (one := _listed(model)):
+            if (
+                model.state is ModelState.LOADED
+                and model.found is not None
+                and (one := _listed(model, model.name))
+            ):
                 left_s = _FOR_EVER_S if model.expires_at is None else model.expires_at - monotonic()
                 kept = {key: one[key] for key in ("name", "model", "digest", "details")}
                 found.append(
@@ -400,6 +450,8 @@ class Front(Gate):
             Endpoint("DELETE", "/v1/models/{id:path}", self.delete_model, "Refused.", ("403", "404")),
             post("/models/load", self.load, ModelRequest, "Load a model."),
             post("/models/unload", self.unload, ModelRequest, "Unload a model."),
+            get("/models/sse", self.watch, "Tells states of models as they change.", ("429",),
+                media=EventStream.media_type),
             get("/health", self.health, "Whether the server accepts requests.", ("503",), has_key=False,
                 aliases=("/v1/health",)),
             get("/ping", self.ping, "Whether the server accepts requests.", ("503",), has_key=False),
@@ -425,12 +477,18 @@ class Front(Gate):
                     "Download a model.",
                     ("403", "404", "429"),
                 ),
-                Endpoint("POST", "/api/copy", self.refuse, "Refused.", ("403",)),
+                post(
+                    "/api/copy",
+                    self.copy,
+                    ollama_files.CopyRequest,
+                    "Give a model another name.",
+                    ("403", "404"),
+                ),
                 post(
                     "/api/delete",
                     self.delete,
                     ollama_files.DeleteRequest,
-                    "Delete a downloaded model.",
+                    "Delete a downloaded model, or a name.",
                     ("403", "404"),
                     method="DELETE",
                 ),
@@ -449,18 +507,66 @@ def front_app(settings: ServerSettings, pool: Pool) -> Starlette:
     return application_of(front, front.routes())
 
 
-def _listed(model: PooledModel) -> dict[str, Any] | None:
-    """A model in Ollama's lists; None: its file is not known."""
+class _Told:
+    """What one client knows about the models, and what has changed since, as llama-server's router tells it."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._names, self._states = self._now()
+
+    def __repr__(self) -> str:
+        return f"<_Told {len(self._states)} models>"
+
+    def _now(self) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[Any, ...]]]:
+        models = self._pool.models
+        names = {model.name: (*model.names, *model.entry.adapters) for model in models}
+        # With the time of a failure: one more is told, too.
+        return names, {
+            model.name: (model.state, model.progress, model.failure, model.failed_at) for model in models
+        }
+
+    def changes(self) -> list[dict[str, Any]]:
+        """The events that tell what is different now."""
+        (names, states), (old_names, old_states) = self._now(), (self._names, self._states)
+        self._names, self._states = names, states
+        found: list[dict[str, Any]] = [
+            {"model": name, "event": "model_remove"} for name in old_states if name not in states
+        ]
+        if names != old_names:
+            found.append({"model": "*", "event": "models_reload"})
+        for model in self._pool.models:
+            before = old_states.get(model.name)
+            if before is not None and before != states[model.name]:
+                found.append({"model": model.name, "event": "model_status", "data": _status(model)})
+        return found
+
+
+def _status(model: PooledModel) -> dict[str, Any]:
+    """A model's state, as llama-server's router tells it: a load has stages there, ours has one."""
+    made: dict[str, Any] = {"status": model.state.value}
+    if model.state is ModelState.LOADING:
+        stage = "text_model"
+        made["progress"] = {"stages": [stage], "current": stage, "value": model.progress}
+    elif model.state is ModelState.UNLOADED:
+        made["exit_code"] = 0 if model.failure is None else 1
+        if model.failure is not None:
+            made["error"] = model.failure
+    return made
+
+
+def _listed(model: PooledModel, name: str) -> dict[str, Any] | None:
+    """A model in Ollama's lists by one of its names; None: its file is not known."""
     found = model.found
     if found is None:
         return None
+    is_adapter = name in model.entry.adapters
     return {
-        "name": full_name(model.name),
-        "model": full_name(model.name),
+        "name": full_name(name),
+        "model": full_name(name),
         "modified_at": _date(found.modified_s),
         "size": found.size_bytes,
         "digest": found.digest,
-        "details": dict(found.details),
+        "details": {**found.details, **({"parent_model": full_name(model.name)} if is_adapter else {})},
         "capabilities": ["embedding" if found.embeds else "completion"],
     }
 

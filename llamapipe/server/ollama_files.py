@@ -247,6 +247,12 @@ def _is_stored(name: str) -> bool:
     return True
 
 
+def check_destination(name: str) -> None:
+    """Raises ApiError 400 for what cannot be a name of a model."""
+    if not _NAME.fullmatch(name):
+        raise ApiError(400, f"destination: {quoted(name)} is no name of a model", "destination")
+
+
 async def copy(exchange: Exchange, request: CopyRequest) -> Response:
     """``POST /api/copy``: another name for the model, until the server ends."""
     state = exchange.server
@@ -254,10 +260,7 @@ async def copy(exchange: Exchange, request: CopyRequest) -> Response:
     check_chat_model(state, request.source)
     if adapter_of(state, request.source) is not None:
         raise ApiError(400, f"{quoted(request.source)} is an adapter, which has one name", "source")
-    if not _NAME.fullmatch(request.destination):
-        raise ApiError(
-            400, f"destination: {quoted(request.destination)} is no name of a model", "destination"
-        )
+    check_destination(request.destination)
     if state.worker is not None:
         raise ApiError(400, "each worker has its names: give the model another one with --alias")
     if _is_served(state, request.destination):

@@ -23,7 +23,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -44,6 +44,7 @@ _RETRY_S = 10.0  # a failed load is not tried again before
 _STOP_S = 30.0  # a process that was asked to end is killed after this time
 _IDLE_CONNECTION_S = 30.0  # the process closes its idle connections after 75 s
 _SCRAPE_S = 2.0
+_MOST_COPIES = 100
 _LATEST = ":latest"
 _log = logging.getLogger("llamapipe.server")
 
@@ -107,6 +108,13 @@ class ModelEntry:
         """All names that clients may use."""
         return (self.name, *self.aliases)
 
+    def is_same_process(self, other: ModelEntry) -> bool:
+        """Whether one process does for both: they differ at most in what the front process alone decides."""
+        return (
+            replace(self, aliases=other.aliases, keep=other.keep, preload=other.preload, ttl_s=other.ttl_s)
+            == other
+        )
+
 
 def hub_entries(cached: Sequence[hub.CachedModel]) -> list[ModelEntry]:
     """The entries of models in the hub's cache, named as Ollama's clients do: ``hf.co/OWNER/REPO:QUANT``.
@@ -128,6 +136,7 @@ def hub_entries(cached: Sequence[hub.CachedModel]) -> list[ModelEntry]:
 class PooledModel:
     """One model of a pool. Only the pool changes it.
 
+    ``copies``: further names, which clients gave it until the server ends.
     ``n_users``: requests that it has, or that wait for it. ``n_running``: those that it has. ``ttl_s``: seconds until
     it ends without a request; None: never. ``expires_at``: when that is, by ``monotonic``. ``failure``: why its last
     load or process ended. ``load_s``: how long the last load took. ``n_bytes``: memory that it takes; 0 while it is
@@ -136,6 +145,7 @@ class PooledModel:
 
     def __init__(self, entry: ModelEntry) -> None:
         self.entry = entry
+        self.copies: tuple[str, ...] = ()
         self.state = ModelState.UNLOADED
         self.found: Found | None = None
         self.process: WorkerProcess | None = None
@@ -160,6 +170,11 @@ class PooledModel:
     def name(self) -> str:
         """Its first name."""
         return self.entry.name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of its names, the first one first."""
+        return (*self.entry.names, *self.copies)
 
     @property
     def progress(self) -> float:
@@ -207,6 +222,9 @@ class Pool:
         self._ended: list[Family] = []  # the metrics of models that are served no longer
         self._turn = asyncio.Lock()  # to make room, in the order of the requests
         self._changed = asyncio.Event()
+        self._n_news = 0  # changes of what ``/models/sse`` tells
+        self._news = asyncio.Event()
+        self._is_ending = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
@@ -246,6 +264,30 @@ class Pool:
     @property
     def _all(self) -> list[PooledModel]:
         return [*self.models, *self._leaving]
+
+    # ---- who watches
+    async def news(self, seen: int) -> int | None:
+        """Waits until states, names or the progress of a load have changed; None: the server ends.
+
+        ``seen``: what this returned before, at first 0. Changes meanwhile are one.
+        """
+        while self._n_news == seen and not self._is_ending:
+            self._news.clear()
+            await self._news.wait()
+        return None if self._is_ending else self._n_news
+
+    def end_watches(self) -> None:
+        """Nobody is told anything any longer, so that the server can end."""
+        self._is_ending = True
+        self._news.set()
+
+    def _tell(self) -> None:
+        self._n_news += 1
+        self._news.set()
+
+    def _set(self, model: PooledModel, state: ModelState) -> None:
+        model.state = state
+        self._tell()
 
     # ---- requests
     @asynccontextmanager
@@ -343,8 +385,8 @@ class Pool:
                 await asyncio.wait([model._unloading])
             while model.process is not None:
                 await self._next_change()
-            model.state = ModelState.LOADING
             model.failure = None
+            self._set(model, ModelState.LOADING)
             try:
                 model.found = found = await self._look(model.entry)
             except (OSError, ValueError) as e:
@@ -353,7 +395,7 @@ class Pool:
             await self._start(model, found)
             self._measure(model)
             model.load_s = monotonic() - began
-            model.state = ModelState.LOADED
+            self._set(model, ModelState.LOADED)
             _log.info("%s is loaded after %.1f s", model.name, model.load_s)
         except ApiError as e:
             if e.code == _LOAD_FAILED:
@@ -362,7 +404,7 @@ class Pool:
         finally:
             model._loading = None
             if model.state is ModelState.LOADING:
-                model.state = ModelState.UNLOADED
+                self._set(model, ModelState.UNLOADED)
                 if model.process is None:  # else `_bury` does it, when the memory is free
                     model.n_bytes = 0
             self._signal()
@@ -416,7 +458,8 @@ class Pool:
             model.failed_at = 0.0  # the next request loads it again
             _log.warning("%s: %s", model.name, model.failure)
         if model.state is not ModelState.LOADING:
-            model.state, model.n_bytes = ModelState.UNLOADED, 0
+            model.n_bytes = 0
+            self._set(model, ModelState.UNLOADED)
         self._signal()
 
     # ---- room
@@ -450,7 +493,7 @@ class Pool:
         """Ends a model's process when its requests are answered. The task is done when the process is gone."""
         if model._unloading is None:
             if model.state is ModelState.LOADED:
-                model.state = ModelState.UNLOADING
+                self._set(model, ModelState.UNLOADING)
             model._unloading = self._spawn(self._unload(model))
         return model._unloading
 
@@ -506,21 +549,31 @@ class Pool:
                 self.load(model).add_done_callback(_log_failure)
 
     def replace(self, entries: Sequence[ModelEntry]) -> None:
-        """Serves these models from now on. Those whose entry is the same stay as they are.
+        """Serves these models from now on. Those whose process would be the same stay loaded.
 
-        The others answer the requests that they have, and end. Models that clients added stay, unless a name of theirs
-        is among the new ones. Raises ValueError for a name that two models have.
+        The others answer the requests that they have, and end. Models and names that clients added stay, unless the
+        name is among the new ones. Raises ValueError for a name that two models have; then nothing changes.
         """
-        before = {model.entry.name: model for model in self.models}
+        before = {model.name: model for model in self.models}
+        taken = _by_name([PooledModel(entry) for entry in entries]).keys()
+        self._added = [entry for entry in self._added if taken.isdisjoint((*entry.names, *entry.adapters))]
+        entries = [*entries, *self._added]
+        taken = _by_name([PooledModel(entry) for entry in entries]).keys()
         models: list[PooledModel] = []
-        taken = {name for entry in entries for name in entry.names}
-        self._added = [entry for entry in self._added if taken.isdisjoint(entry.names)]
-        for entry in (*entries, *self._added):
-            old = before.get(entry.name)
-            models.append(old if old is not None and old.entry == entry else PooledModel(entry))
+        for entry in entries:
+            model, old = PooledModel(entry), before.get(entry.name)
+            if old is not None and old.entry.is_same_process(entry):
+                model = old
+                if model.entry.ttl_s != entry.ttl_s:
+                    self.expire_after(model, entry.ttl_s)
+                model.entry = entry
+            if old is not None:
+                model.copies = tuple(name for name in old.copies if name not in taken)
+            models.append(model)
         self._by_name = _by_name(models)
         gone = [model for model in self.models if model not in models]
         self.models = models
+        self._tell()
         for model in gone:
             _log.info("%s is served no longer, or otherwise", model.name)
             self._leaving.append(model)
@@ -528,11 +581,56 @@ class Pool:
         self.start()
 
     def add(self, entry: ModelEntry) -> None:
-        """Serves one more model, that a client downloaded. Raises ValueError for a name that another model has."""
-        given = self._given
-        _by_name([*self.models, PooledModel(entry)])
-        self._added.append(entry)
+        """Serves one more model, that a client downloaded, or one that is served by further names.
+
+        Raises ValueError for a name that another model has.
+        """
+        others = [model.entry for model in self.models if model.name != entry.name]
+        _by_name([PooledModel(one) for one in (*others, entry)])
+        given = [one for one in self._given if one.name != entry.name]
+        self._added = [*(one for one in self._added if one.name != entry.name), entry]
         self.replace(given)
+
+    def copy(self, model: PooledModel, name: str) -> None:
+        """Gives a model one more name, until the server ends; a name that clients gave another one is moved.
+
+        Raises ApiError 400, 403.
+        """
+        name = name.removesuffix(_LATEST)
+        other = self.get(name)
+        if other is model:
+            return
+        if other is not None and name not in other.copies:
+            raise ApiError(
+                403,
+                f"{quoted(name)} is a name of the model {quoted(other.name)} in the list of --models; choose another",
+                "destination",
+            )
+        if other is None and sum(len(one.copies) for one in self.models) >= _MOST_COPIES:
+            raise ApiError(
+                400,
+                f"clients gave the models {_MOST_COPIES} names, which is the limit; delete one",
+                "destination",
+            )
+        if other is not None:
+            self._forget(other, name)
+        model.copies += (name,)
+        self._by_name[name] = model
+        self._tell()
+
+    def forget(self, name: str) -> bool:
+        """Takes a name back that ``copy`` gave. False if it is no such name."""
+        name = name.removesuffix(_LATEST)
+        model = self._by_name.get(name)
+        if model is None or name not in model.copies:
+            return False
+        self._forget(model, name)
+        self._tell()
+        return True
+
+    def _forget(self, model: PooledModel, name: str) -> None:
+        model.copies = tuple(one for one in model.copies if one != name)
+        del self._by_name[name]
 
     def drop(self, model: PooledModel) -> None:
         """Serves a model no longer, whose file is deleted."""
@@ -565,7 +663,7 @@ class Pool:
             if model.process is not None:
                 model.process.stop()
             if model.state is ModelState.LOADED:
-                model.state = ModelState.UNLOADING
+                self._set(model, ModelState.UNLOADING)
         while any(model.process is not None for model in self._all):
             await self._next_change()
 
@@ -594,6 +692,8 @@ class Pool:
         """
         for model in self._all:
             process = model.process
+            if model.state is ModelState.LOADING:  # it may have come further
+                self._tell()
             if process is not None:
                 refused = [*process.refused, *(process.untaken if process.state is State.ENDED else ())]
                 for sock in refused:
@@ -626,7 +726,7 @@ class Pool:
 def _by_name(models: Sequence[PooledModel]) -> dict[str, PooledModel]:
     found: dict[str, PooledModel] = {}
     for model in models:
-        for name in (*model.entry.names, *model.entry.adapters):
+        for name in (*model.names, *model.entry.adapters):
             other = found.setdefault(name, model)
             if other is not model:
                 raise ValueError(f"two models have the name {quoted(name)}: {other.name} and {model.name}")

@@ -254,8 +254,8 @@ class WorkerProcess:
 
     ``untaken``: connections on their way to it; ``refused``: those that it could not take.
 
-    ``changed``: called when connections were taken or have ended, or the state is another one. ``asked``: called with
-    this worker and the number of a question for the metrics of all.
+    ``changed``: called when connections were taken or have ended, or the state or the progress is another one.
+    ``asked``: called with this worker and the number of a question for the metrics of all.
     """
 
     def __init__(
@@ -504,6 +504,7 @@ class WorkerProcess:
             self._set(State.READY)
         elif kind == "progress":
             self.progress = message["fraction"]
+            self._changed()
         elif kind == "failed":
             self.failure = message["message"], message["is_usage"]
         elif kind == "leaving":  # a signal told it to

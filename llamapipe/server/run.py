@@ -183,6 +183,7 @@ class _FrontUvicorn(_Uvicorn):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answers the running requests, then ends the processes."""
+        self.pool.end_watches()
         await super().shutdown(sockets=sockets)
         if self.force_exit:
             self.pool.cancel()

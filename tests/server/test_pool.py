@@ -93,8 +93,19 @@ class TestForwarding:
             assert server.ask(name).json()["model"] == name
         assert len(server.pids("small")) == 1
         there = server.client.get("/v1/models/gpt-4o-mini").json()
-        assert there["id"] == "small"
-        assert there["aliases"] == ["gpt-4o-mini", "second name"]
+        assert (there["id"], there["root"]) == ("gpt-4o-mini", "small")
+        aliases = server.client.get("/v1/models/small").json()["aliases"]
+        assert aliases == ["gpt-4o-mini", "second name"]
+
+    def test_clients_that_choose_from_a_list_find_all_names(self, server: PoolServer) -> None:
+        there = {one["id"]: one for one in server.client.get("/v1/models").json()["data"]}
+        assert there["gpt-4o-mini"]["root"] == "small"
+        assert "root" not in there["small"]
+        assert there["style"]["parent"] == "styled"
+        tags = {one["name"]: one for one in server.client.get("/api/tags").json()["models"]}
+        assert tags["gpt-4o-mini:latest"]["digest"] == tags["small:latest"]["digest"]
+        assert tags["style:latest"]["details"]["parent_model"] == "styled:latest"
+        assert server.ask("gpt-4o-mini:latest").status_code == 200
 
     def test_the_name_of_an_adapter_means_its_model(self, server: PoolServer) -> None:
         answers = {name: server.ask(name, max_tokens=16).json() for name in ("styled", "style", "other:1b")}
@@ -102,7 +113,7 @@ class TestForwarding:
         texts = {name: answer["choices"][0]["text"] for name, answer in answers.items()}
         assert texts["styled"] == texts["other:1b"] != texts["style"]
         assert len(server.pids("styled")) == 1
-        assert server.client.get("/v1/models/style").json()["adapters"] == ["style"]
+        assert server.client.get("/v1/models/styled").json()["adapters"] == ["style"]
 
     def test_options_of_the_file_come_before_those_of_the_command_line(self, server: PoolServer) -> None:
         for model, n_ctx in (("small", 512), ("other:1b", 8192)):
@@ -154,7 +165,7 @@ class TestForwarding:
         ):
             answer = server.client.request(method, path, json=body)
             assert answer.status_code == 403
-            assert "--models" in answer.json()["error"]
+            assert "--models" in answer.json()["error"] or "--allow-pull" in answer.json()["error"]
 
     def test_the_only_model_of_its_kind_needs_no_name(self, server: PoolServer) -> None:
         answer = server.client.post("/v1/embeddings", json={"input": "Hello", "model": "bert"})
@@ -357,3 +368,128 @@ def test_sighup_reads_the_list_again(models: Path, tmp_path: Path) -> None:
         wait_until(lambda: "stay as they are" in server.log())
         assert server.ask("kept").status_code == 200
         assert len(server.pids("kept")) == 1
+
+
+class Watcher:
+    """A client of ``/models/sse``, which reads as llama.cpp's own tests of its router do."""
+
+    def __init__(self, server: PoolServer) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._client = httpx.Client(base_url=server.url, timeout=120)
+        self._stream = self._client.stream("GET", "/models/sse")
+        self.answer = self._stream.__enter__()  # from here on it is told everything
+        self._thread = Thread(self._read)
+
+    def _read(self) -> None:
+        for line in self.answer.iter_lines():
+            if line.startswith("data: "):
+                self.events.append(json.loads(line.removeprefix("data: ")))
+
+    def wait_for(self, model: str, event: str, status: str | None = None) -> dict[str, Any]:
+        found: list[dict[str, Any]] = []
+
+        def is_there() -> bool:
+            found[:] = [
+                one
+                for one in self.events
+                if (one["model"], one["event"]) == (model, event)
+                and (status is None or one["data"]["status"] == status)
+            ]
+            return bool(found)
+
+        wait_until(is_there)
+        return found[-1]
+
+    def close(self) -> None:
+        """Waits for the end of the stream."""
+        self._thread.result()
+        self._stream.__exit__(None, None, None)
+        self._client.close()
+
+
+def test_who_watches_is_told_of_states_and_of_the_list(models: Path, tmp_path: Path) -> None:
+    listed = models / "watched.toml"
+    listed.write_text(
+        "[models.a]\nfile = 'small.gguf'\n[models.b]\nfile = 'other.gguf'\n[models.bad]\nfile = 'damaged.gguf'\n"
+    )
+    options = ("--ollama", "--allow-pull", "--allow-delete")
+    with pool_server(listed, *OPTIONS, *options, log=tmp_path / "log") as server:
+        watcher = Watcher(server)
+        assert watcher.answer.headers["content-type"].startswith("text/event-stream")
+        server.ask("a")
+        watcher.wait_for("a", "model_status", "loaded")
+        loads = [one["data"] for one in watcher.events if one["data"]["status"] == "loading"]
+        assert loads[0]["progress"]["stages"] == ["text_model"]
+        values = [one["progress"]["value"] for one in loads]
+        assert values == sorted(values)
+        os.kill(server.pids("a")[0], signal.SIGKILL)
+        ended = watcher.wait_for("a", "model_status", "unloaded")["data"]
+        assert ended["exit_code"] != 0
+        assert "signal 9" in ended["error"]
+        server.ask("a")
+        server.client.post("/models/unload", json={"model": "a"})
+        wait_until(lambda: watcher.events[-1]["data"] == {"status": "unloaded", "exit_code": 0})
+        for n in (1, 2):  # each failure is told, also one that is remembered
+            server.client.post("/models/load", json={"model": "bad"})
+            wait_until(
+                lambda n=n: (
+                    n  # type: ignore[misc]
+                    == sum("error" in one.get("data", {}) and one["model"] == "bad" for one in watcher.events)
+                )
+            )
+        server.client.post("/api/copy", json={"source": "a", "destination": "copied"})
+        watcher.wait_for("*", "models_reload")
+        listed.write_text("[models.a]\nfile = 'small.gguf'\nkeep = true\naliases = ['alias']\n")
+        server.process.send_signal(signal.SIGHUP)
+        watcher.wait_for("b", "model_remove")
+        server.process.terminate()
+        watcher.close()
+        assert server.process.wait(60) == 0
+
+
+def test_copies_are_names_until_the_server_ends(models: Path, tmp_path: Path) -> None:
+    listed = models / "copied.toml"
+    text = "[models.a]\nfile = 'small.gguf'\n[models.styled]\nfile = 'other.gguf'\nlora = {style = 'style.gguf'}\n"
+    listed.write_text(text)
+    options = ("--ollama", "--allow-pull", "--allow-delete")
+    with pool_server(listed, *OPTIONS, *options, log=tmp_path / "log") as server:
+
+        def copy(source: str, destination: str) -> int:
+            return server.client.post(
+                "/api/copy", json={"source": source, "destination": destination}
+            ).status_code
+
+        def delete(name: str) -> int:
+            return server.client.request("DELETE", "/api/delete", json={"model": name}).status_code
+
+        def names() -> set[str]:
+            return {one["name"] for one in server.client.get("/api/tags").json()["models"]}
+
+        server.ask("a")
+        assert copy("a", "user/mine") == copy("a:latest", "user/mine:latest") == copy("a", "a") == 200
+        asked = {"prompt": "Once", "stream": False, "options": {"num_predict": 2}}
+        for name in ("user/mine", "user/mine:latest"):
+            answer = server.client.post("/api/generate", json={"model": name, **asked})
+            assert (answer.status_code, answer.json()["model"]) == (200, name)
+            assert server.ask(name).json()["model"] == name
+            assert server.client.post("/api/show", json={"model": name}).status_code == 200
+        assert len(server.pids("a")) == 1  # the process that was there
+        assert "user/mine:latest" in names()
+        assert copy("nothing", "x") == 404
+        assert copy("a", "no name!") == copy("style", "x") == 400
+        assert copy("a", "styled") == copy("a", "style") == 403  # names of the list
+        assert copy("styled", "user/mine") == 200  # moved, as Ollama does
+        assert server.ask("user/mine").status_code == 200
+        assert len(server.pids("styled")) == 1
+        listed.write_text(text + "ttl = 1000\n[models.new]\nfile = 'small.gguf'\naliases = ['third']\n")
+        server.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: "third:latest" in names())
+        assert server.ask("user/mine").status_code == 200
+        assert len(server.pids("styled")) == len(server.pids("a")) == 1  # a ttl needs no other process
+        listed.write_text(text + "[models.new]\nfile = 'small.gguf'\naliases = ['user/mine']\n")
+        server.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: server.client.get("/v1/models/user/mine").json()["root"] == "new")
+        assert delete("user/mine") == 403  # the list has it now
+        assert copy("a", "gone") == delete("gone") == 200
+        assert delete("gone") == server.ask("gone").status_code == 404
+        assert delete("a") == 403

@@ -33,8 +33,9 @@ class PoolServer:
         return self.client.post("/v1/completions", json={"model": model, **SHORT, **more})
 
     def states(self) -> dict[str, str]:
-        """The models' states by name."""
-        return {one["id"]: one["status"]["value"] for one in self.client.get("/v1/models").json()["data"]}
+        """The models' states, by their first names."""
+        found = self.client.get("/v1/models").json()["data"]
+        return {one["id"]: one["status"]["value"] for one in found if "root" not in one}
 
     def loaded(self) -> list[str]:
         """The models that are loaded."""

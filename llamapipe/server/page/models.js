@@ -76,7 +76,8 @@ export class Models {
       this.showAttach();
       return;
     }
-    this.choices(found.data.filter((one) => one.capabilities?.[0] !== "embedding").map((one) => one.id));
+    const named = found.data.filter((one) => one.root === undefined || one.parent !== undefined);  // no aliases
+    this.choices(named.filter((one) => one.capabilities?.[0] !== "embedding").map((one) => one.id));
     this.show(found);
     this.showAttach();
   }
@@ -93,7 +94,7 @@ export class Models {
   show({ data, memory }) {
     const { rows, total } = this.parts;
     const focused = document.activeElement?.dataset?.model;  // its row is made again
-    rows.replaceChildren(...data.map((one) => this.row(one)));
+    rows.replaceChildren(...data.filter((one) => one.root === undefined).map((one) => this.row(one)));
     if (focused !== undefined) [...rows.querySelectorAll("button")].find((one) => one.dataset.model === focused)?.focus();
     const budget = memory.budget_bytes === null ? "" : ` of ${size(memory.budget_bytes)}`;
     total.textContent = `Memory: ${size(memory.used_bytes)}${budget}`;

@@ -78,10 +78,7 @@ def _top(top: Sequence[tuple[int, float]], piece: Piece) -> tuple[TopLogprob, ..
 class Sink:
     """Receives a request's tokens on the engine thread; subclasses say what goes into the mailbox, and when."""
 
-    __slots__ = ("mailbox",)
-
-    def __init__(self, mailbox: Mailbox) -> None:
-        self.mailbox = mailbox
+    __slots__ = ()
 
     def token(self, request: Request, token: int) -> bool:
         """Takes a generated token; True when it completed a stop string."""
@@ -98,10 +95,10 @@ class Sink:
 class TextSink(Sink):
     """A sink that gives text with each token."""
 
-    __slots__ = ("_piece", "_stops", "_text")
+    __slots__ = ("_piece", "_stops", "_text", "mailbox")
 
     def __init__(self, mailbox: Mailbox, piece: Piece, stops: tuple[str, ...]) -> None:
-        super().__init__(mailbox)
+        self.mailbox = mailbox
         self._piece = piece
         self._stops = stops
         self._text = TextStream(stops)
@@ -202,7 +199,6 @@ class CompletionSink(Sink):
     def __init__(
         self, choices: Choices, piece: Piece, stops: tuple[str, ...], seed: int, index: int = 0
     ) -> None:
-        super().__init__(choices.mailbox)
         self._choices = choices
         self._piece = piece
         self._seed = seed
@@ -262,10 +258,10 @@ class CompletionSink(Sink):
 class ScoreSink(Sink):
     """Puts ``(index, the scores of each continuation)`` into the mailbox, or ``(index, Failure)``."""
 
-    __slots__ = ("_index",)
+    __slots__ = ("_index", "mailbox")
 
     def __init__(self, mailbox: Mailbox, index: int) -> None:
-        super().__init__(mailbox)
+        self.mailbox = mailbox
         self._index = index
 
     def token(self, request: Request, token: int) -> bool:
@@ -500,6 +496,7 @@ class ResultDispatcher:
         self._loops: dict[asyncio.AbstractEventLoop, deque[tuple[AsyncMailbox, object]]] = {}
         self._threads: list[ThreadMailbox] = []
         self._wake_queue = WakeQueue()
+        self.waiter = self._wake_queue.waiter  # makes a new object for a thread to wait on; any thread
         self.wakes = LaunchWakeList(self._wake_queue)
 
     def add(self, mailbox: AsyncMailbox, item: object) -> None:
@@ -600,10 +597,6 @@ class ResultDispatcher:
         """Wakes the next thread, then sleeps until woken, for ``timeout`` seconds, or until a signal. That thread."""
         if self._wake_queue.wait(waiter, timeout) and not self._at_launch:
             self._wake_queue.next()
-
-    def waiter(self) -> Waiter:
-        """A new object for a thread to wait on. Any thread."""
-        return self._wake_queue.waiter()
 
 
 def receive(items: deque[tuple[AsyncMailbox, object]]) -> None:

@@ -624,7 +624,9 @@ class KvCache:
     # ---- prefixes
     def find(self, request: Request) -> PrefixMatch:
         """The longest prefix of a request's tokens that is in cells, or will be soon."""
-        limit = request.max_prefix
+        limit = len(request.tokens) - 1  # all but those whose rows it needs
+        if request.logprob_targets is not None:
+            limit = min(limit, request.logprob_targets.wanted_from)
         if not self.enabled or not request.uses_cache or limit < self._min_prefix:
             return _NO_MATCH
         best, n_best, best_rank = None, 0, 0

@@ -718,7 +718,7 @@ class EngineLoop:
             if scheduler.cache.memory_ops:
                 # Before the plan: what cannot be removed in part is computed again.
                 self._change_cells()
-            if scheduler.may_draft:  # which takes time that callers need not wait for
+            if scheduler.drafts and scheduler.may_draft:  # which takes time that callers need not wait for
                 self._deliver()
                 self._flush(together=True)
             # After a change from two micro-batches to one, a step may be in flight that has to be sampled first.

@@ -372,12 +372,6 @@ class Request:
         return begin, end
 
     @property
-    def max_prefix(self) -> int:
-        """How many of its first tokens need no computing if they are in cells: all but those whose rows it needs."""
-        n = len(self.tokens) - 1
-        return n if self.logprob_targets is None else min(n, self.logprob_targets.wanted_from)
-
-    @property
     def is_streaming(self) -> bool:
         """Whether a reader gets the tokens one by one and raises the budget as it reads."""
         return self.max_tokens > 0 and self.token_budget < UNLIMITED

@@ -78,6 +78,9 @@ class LruCache(Generic[T]):
 class SamplerFactory:
     """One SamplingParams resolved for a vocabulary; creates the samplers of its requests.
 
+    ``is_constrained``: the text must match a format. ``is_slow``: a sampler may take long, for a constraint or logits
+    processors.
+
     Raises InvalidRequestError for what this vocabulary does not have and for constraints that cannot be compiled.
     """
 
@@ -152,32 +155,20 @@ class SamplerFactory:
             else []
         )
         self._options = self._make_options()
-
-    @property
-    def penalizes(self) -> bool:
-        """Whether the penalties change anything."""
-        p = self.params
-        return p.repeat_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
+        self.is_constrained = self._guide is not None or params.grammar is not None
+        self.is_slow = self.is_constrained or bool(params.logits_processors)
+        self._takes_tokens = any(map(takes_tokens, params.logits_processors))
+        # How many of the last tokens each of those reads that look back: bad words, penalties, DRY; -1: all.
+        self._looks_back = list(map(len, self._bad_words))
+        if params.repeat_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
+            self._looks_back.append(params.repeat_last_n)
+        if self._dry is not None:
+            self._looks_back.append(params.dry_penalty_last_n)
 
     def history(self, tokens: list[int]) -> list[int]:
         """The last tokens of a sequence, as many as penalties, DRY and bad words read."""
-        p = self.params
-        if not self._bad_words and self._dry is None and not self.penalizes:
-            return []
-        n = max((len(word) for word in self._bad_words), default=0)
-        for last_n in [p.repeat_last_n] * self.penalizes + [p.dry_penalty_last_n] * (self._dry is not None):
-            n = max(n, len(tokens) if last_n < 0 else last_n)
+        n = len(tokens) if -1 in self._looks_back else max(self._looks_back, default=0)
         return list(tokens[-n:]) if n else []
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether a sampler may take long: for a constraint, or for logits processors."""
-        return self.is_constrained or bool(self.params.logits_processors)
-
-    @property
-    def is_constrained(self) -> bool:
-        """Whether the text must match a format."""
-        return self._guide is not None or self.params.grammar is not None
 
     def make(self, request: Request) -> Sampler:
         """The sampler of a request that gets its first slot. Engine thread.
@@ -238,9 +229,9 @@ class SamplerFactory:
         Copies: other threads may read them.
         """
         generated = request.full_sequence[request.n_prompt :] if self.is_constrained else []
-        takes = any(map(takes_tokens, self.params.logits_processors))
-        tokens = [token for token in request.full_sequence if token >= 0] if takes else []
-        return self.history(request.text_tokens), generated, tokens
+        tokens = [token for token in request.full_sequence if token >= 0] if self._takes_tokens else []
+        history = self.history(request.text_tokens) if self._looks_back else []
+        return history, generated, tokens
 
     def _accept(
         self, history: Sequence[int], generated: Sequence[int], tokens: Sequence[int], chain: SamplerChain

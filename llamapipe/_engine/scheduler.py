@@ -130,7 +130,7 @@ class Waiting:
         self._shares[request.spec.share].n_new += 1
         self._n_of[caller] = self._n_of.get(caller, 0) + 1
         request.turn = (-request.spec.priority, start, request.arrival)
-        if not request.is_encoded:
+        if request.spans and not request.is_encoded:
             self.encoding.add(request)
         elif request.n_total < request.token_budget:
             self.add_ready(request)
@@ -417,7 +417,7 @@ class Scheduler:
 
     ``dequeued``: requests that got a slot or ended since ``take_dequeued`` was called; a preempted request is listed
     again. ``awaiting_end``: those with their last token whose samplers do not know yet whether the text is complete.
-    ``can_guess``: whether a sampler of the last step can guess what follows.
+    ``can_guess``: whether a sampler of the last step can guess what follows. ``drafts``: whether a draft model does.
     """
 
     def __init__(
@@ -447,7 +447,7 @@ class Scheduler:
             n_batch, n_ubatch, padding_token, n_score_rows, prefill_cutoff, max_itl_s
         )
         self.gate = Gate() if gate is None else gate
-        self._drafts = self.gate.drafter is not None
+        self.drafts = self.gate.drafter is not None
         self.turns = SetTurns(max_itl_s)
         self.can_guess = False
         self._scarce = n_cells < n_ctx * cache.n_slots
@@ -589,7 +589,19 @@ class Scheduler:
         if request.spec.resumable and reason in ("stop", "length"):
             self._pause(request)
             return
-        self._leave(request)
+        self.dequeued.append(request)
+        request.batch_plan = None
+        if request.state is State.WAITING:
+            self._waiting.remove(request)
+            self._waiting.admitted(request)
+        else:
+            self._running.take(request)
+            self.cache.leave(request)
+            self._full = False
+            if self._waiting.n_followers:
+                self._waiting.release(request)
+        if request.saved_cells is not None and not request.spec.keeps_cells:
+            self.cache.unpin(request)
         request.move(State.FINISHED)
 
     def stop(self, request: Request, n_after: int = 0) -> None:
@@ -656,12 +668,7 @@ class Scheduler:
     @property
     def may_draft(self) -> bool:
         """Whether ``plan`` may take long because a draft model computes."""
-        return (
-            self._drafts
-            and self.gate.considers_drafts
-            and bool(self._running.decoding)
-            and not self._running.prefilling
-        )
+        return self.gate.considers_drafts and bool(self._running.decoding) and not self._running.prefilling
 
     def plan(self) -> BatchPlan | None:
         """The plan of the next step. None if nothing can be computed now."""
@@ -676,7 +683,7 @@ class Scheduler:
             return None
         if self._n_gaps >= _LEAST_GAPS:
             self._close_gaps()
-        guesses = self._guesses() if self.can_guess or self._drafts else None
+        guesses = self._guesses() if self.can_guess or self.drafts else None
         last, self._last = self._last, None
         if guesses:
             return self.batch_builder.plan(running, self.cache.parked, guesses)
@@ -902,7 +909,7 @@ class Scheduler:
         only_decodes = plan.n_decode == len(plan.tokens) or plan.n_guessed > 0
         if self.turns.observe(len(plan.tokens), only_decodes, seconds):
             return  # it says little about others
-        if plan.n_guessed or ((self.can_guess or self._drafts) and plan.n_decode == len(plan.tokens)):
+        if plan.n_guessed or ((self.can_guess or self.drafts) and plan.n_decode == len(plan.tokens)):
             self.gate.observe(plan.n_decode, plan.n_guessed, seconds)
         budget = self.batch_builder.budget
         if budget.is_on and plan.n_decode and not plan.n_guessed:
@@ -1063,22 +1070,6 @@ class Scheduler:
             self._running.paused[request] = None
             request.move(State.PAUSED)
             self._waiting.release(request)
-
-    def _leave(self, request: Request) -> None:
-        """Removes a request from its list and takes its slot."""
-        self.dequeued.append(request)
-        request.batch_plan = None
-        if request.state is State.WAITING:
-            self._waiting.remove(request)
-            self._waiting.admitted(request)
-        else:
-            self._running.take(request)
-            self.cache.leave(request)
-            self._full = False
-            if self._waiting.n_followers:
-                self._waiting.release(request)
-        if request.saved_cells is not None and not request.spec.keeps_cells:
-            self.cache.unpin(request)
 
     def n_cells_by_slot(self) -> dict[int, int]:
         """How many cells each slot has, once all memory operations are done and no step is in flight."""

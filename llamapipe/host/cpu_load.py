@@ -118,33 +118,25 @@ class Throttling:
 
 
 class CpuLoad:
-    """All of the above for some threads, which may change. One thread at a time; see ``cpu_load`` to make one."""
+    """All of the above for some threads, which may change. One thread at a time; see ``cpu_load`` to make one.
+
+    ``run_and_delay_s``: reads those of the threads that are watched; see ``RunDelay.read``. ``idle_s``: see
+    ``IdleCores.read``. ``n_throttled``: see ``Throttling.read``. ``process_s``: seconds that all threads of this
+    process ran.
+    """
 
     def __init__(self) -> None:
-        self._delay = RunDelay([])
-        self._cores = IdleCores()
-        self._throttling = Throttling()
+        self._delay, self._cores, self._throttling = RunDelay([]), IdleCores(), Throttling()
+        self.run_and_delay_s = self._delay.read
+        self.idle_s = self._cores.read
+        self.n_throttled = self._throttling.read
+        self.process_s = time.process_time
 
     def watch(self, thread_ids: Iterable[int]) -> None:
         """Reads these threads from now on."""
         self._delay.close()
         self._delay = RunDelay(thread_ids)
-
-    def run_and_delay_s(self) -> tuple[float, float]:
-        """See ``RunDelay.read``; of the threads that are watched."""
-        return self._delay.read()
-
-    def idle_s(self) -> float:
-        """See ``IdleCores.read``."""
-        return self._cores.read()
-
-    def n_throttled(self) -> int:
-        """See ``Throttling.read``."""
-        return self._throttling.read()
-
-    def process_s(self) -> float:
-        """Seconds that all threads of this process ran."""
-        return time.process_time()
+        self.run_and_delay_s = self._delay.read
 
     def close(self) -> None:
         """Closes all files; a second call does nothing."""
@@ -187,15 +179,15 @@ def has_run_delay() -> bool:
 
 
 class CoreBudget:
-    """Divides ``n_cores`` among the members that are computing. Any thread."""
+    """Divides ``n_cores`` among the members that are ``computing``, in the order in which they began. Any thread."""
 
     def __init__(self, n_cores: int) -> None:
         self.n_cores = n_cores
-        self._lock = Lock()
-        self._computing: list[BudgetMember] = []  # in the order in which they began
+        self.lock = Lock()
+        self.computing: list[BudgetMember] = []
 
     def __repr__(self) -> str:
-        return f"<CoreBudget n_cores={self.n_cores} n_computing={len(self._computing)}>"
+        return f"<CoreBudget n_cores={self.n_cores} n_computing={len(self.computing)}>"
 
     def member(self, n_fixed: int | None = None) -> BudgetMember:
         """A member that is not computing yet. ``n_fixed``: it uses this number of threads, whatever its share is."""
@@ -203,27 +195,18 @@ class CoreBudget:
 
     def resize(self, n_cores: int) -> None:
         """Divides another number of cores from now on."""
-        with self._lock:
+        with self.lock:
             self.n_cores = n_cores
-            self._divide()
+            self.divide()
 
-    def change(self, member: BudgetMember, is_computing: bool) -> None:
-        """Counts a member as computing or not, and tells all others their new shares."""
-        with self._lock:
-            if member.is_computing == is_computing:
-                return
-            member.is_computing = is_computing
-            if is_computing:
-                self._computing.append(member)
+    def divide(self) -> None:
+        """Fixed members take theirs; the others get equal parts of what is left, at least one thread each. Locked."""
+        left, flexible = self.n_cores, []
+        for member in self.computing:
+            if member.n_fixed is None:
+                flexible.append(member)
             else:
-                self._computing.remove(member)
-                member.n_allowed = self.n_cores
-            self._divide()
-
-    def _divide(self) -> None:
-        """Fixed members take theirs; the others get equal parts of what is left, at least one thread each."""
-        flexible = [member for member in self._computing if member.n_fixed is None]
-        left = self.n_cores - sum(member.n_fixed or 0 for member in self._computing)
+                left -= member.n_fixed
         for i, member in enumerate(flexible):
             share = -(-left // (len(flexible) - i))  # rounded up: those that began first get what is over
             member.n_allowed = max(share, 1)
@@ -241,11 +224,22 @@ class BudgetMember:
 
     def enter(self) -> None:
         """It computes from now on."""
-        self._budget.change(self, True)
+        budget = self._budget
+        with budget.lock:
+            if not self.is_computing:
+                self.is_computing = True
+                budget.computing.append(self)
+                budget.divide()
 
     def leave(self) -> None:
         """It waits for work from now on, or is closed."""
-        self._budget.change(self, False)
+        budget = self._budget
+        with budget.lock:
+            if self.is_computing:
+                self.is_computing = False
+                budget.computing.remove(self)
+                self.n_allowed = budget.n_cores
+                budget.divide()
 
 
 _budget: CoreBudget | None = None

@@ -66,7 +66,8 @@ class SamplerChain(NotCopyable):
 
     ``seed`` (0 to 2**64 - 1) starts this chain's generator, which gives each draw one uniform number.
     ``options``: those of a request, checked by the caller. ``processors``: callables that look at rows. ``guide``: it
-    decides what may follow, and is closed with the chain. Not thread-safe; needs the vocabulary's model to live. Close
+    decides what may follow, and is closed with the chain. ``is_native``: a draw needs no Python, as there is neither a
+    processor nor a guide. Not thread-safe; needs the vocabulary's model to live. Close
     it, or use ``with``.
 
     Raises TypeError and ValueError for bad arguments here and in every method, ValueError for a bad grammar.
@@ -86,8 +87,7 @@ class SamplerChain(NotCopyable):
         self._pid = os.getpid()
         self._native = native()
         self._lib = self._native.lib
-        self._set_processors(processors)
-        self.guide = guide
+        self._set_python(processors, guide)
         self.error: Exception | None = None  # why the last draw failed, if not because of the row
         self.finished = False  # nothing may follow the tokens accepted so far
         self._vocab = vocab  # keeps what the native chain points to
@@ -103,8 +103,10 @@ class SamplerChain(NotCopyable):
     def __repr__(self) -> str:
         return f"<SamplerChain seed={self.seed}{' closed' if self._handle is None else ''}>"
 
-    def _set_processors(self, processors: Sequence[Processor]) -> None:
+    def _set_python(self, processors: Sequence[Processor], guide: Guide | None) -> None:
         self.processors = tuple(processors)
+        self.guide = guide
+        self.is_native = not self.processors and guide is None
         self._with_tokens = tuple(map(takes_tokens, self.processors))
         self.tokens: list[int] = []  # of the sequence, for processors; kept only if one takes them
 
@@ -133,11 +135,6 @@ class SamplerChain(NotCopyable):
     is_busy = False  # no other thread works for it
     n_draws = 0
     is_forced = False
-
-    @property
-    def is_native(self) -> bool:
-        """Whether a draw needs no Python: no processors and no guide."""
-        return not self.processors and self.guide is None
 
     def logprobs(self, i: int = 0) -> tuple[float, list[tuple[int, float]]]:
         """Of the last draw: its token's log-probability in the unchanged row, and the most probable tokens'.

@@ -79,8 +79,7 @@ class Chain(SamplerChain):
         return self._put(self._lib.LP_SAMPLER_TEMPERATURE, temperature=temperature)
 
     def set_python(self, processors: Sequence[Processor], guide: Guide | None) -> Chain:
-        self._set_processors(processors)
-        self.guide = guide
+        self._set_python(processors, guide)
         self._given.struct.needs_row, self._given.struct.has_guide = bool(processors), guide is not None
         return self._configure()
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llamapipe.errors import ModelLoadError
+from llamapipe.gguf.names import part_name, read_name, split_quantization
 
 PREFIX = "hf:"
 MMPROJ = "mmproj*.gguf"  # for ``choose``: the projector; of several types, that of F16
@@ -25,8 +26,6 @@ _ADDRESS = re.compile(
     r"(?:https?://)?(?:huggingface|hf)\.co/([^/?:]+/[^/?:]+)"
     r"(?:/(?:(?:resolve|blob)/[^/]+/)?([^?#]+\.gguf)|(:[^/?#]+)|/tree(?:/[^?#]*)?|/)?(?:[?#].*)?"
 )
-_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
-_QUANTIZATION = re.compile(r"[-._]((?:ud-)?(?:i?q\d\w*|tq\d\w*|mxfp4\w*|b?f16|f32))$", re.IGNORECASE)
 _NO_MODELS = ("mmproj", "imatrix")  # projectors of pictures and importance matrices accompany models
 _MOST_LISTED = 20
 
@@ -81,7 +80,7 @@ def choose(names: Iterable[str], pattern: str | None, where: str) -> list[str]:
         found = [name for name in files if fnmatchcase(name, pattern) or fnmatchcase(_last(name), pattern)]
     if pattern == MMPROJ and len(found) > 1:
         found = [name for name in found if _has_quantization(name, "F16")] or found
-    models = sorted({_SPLIT.sub("", name) for name in found})
+    models = {(name.stem, name.n_parts > 0) for name in map(read_name, found)}
     if not models:
         what = (
             "no GGUF file" if pattern is None else f"no GGUF file that matches {pattern.removeprefix(':')!r}"
@@ -89,11 +88,10 @@ def choose(names: Iterable[str], pattern: str | None, where: str) -> list[str]:
         raise ValueError(f"{where} has {what}; it has {_listed(files)}")
     if len(models) > 1:
         raise ValueError(f"{where} has {len(models)} models; name one of {_listed(found)}")
-    split = _SPLIT.search(found[0])
-    if split is None:
+    stem, _, n = read_name(found[0])
+    if not n:
         return found
-    stem, n = found[0][: split.start()], int(split.group(2))
-    parts = [f"{stem}-{i:05}-of-{n:05}.gguf" for i in range(1, n + 1)]
+    parts = [part_name(stem, i, n) for i in range(1, n + 1)]
     missing = [part for part in parts if part not in files]
     if missing:
         raise ValueError(f"{where} has not all parts of {stem}: {missing[0]} is missing")
@@ -109,21 +107,14 @@ def source_of(path: Path) -> Reference | None:
     return None
 
 
-def part_of(name: str) -> tuple[str, int]:
-    """The model that a file belongs to, without ``.gguf``, and which part of it the file is, from 1."""
-    split = _SPLIT.search(name)
-    return (name.removesuffix(".gguf"), 1) if split is None else (name[: split.start()], int(split.group(1)))
-
-
 def quantization_of(name: str) -> str | None:
     """The quantization that ends a file's name, as in ``model-Q4_K_M.gguf``; None: there is none."""
-    found = _QUANTIZATION.search(part_of(_last(name))[0])
-    return None if found is None else found[1].upper()
+    return split_quantization(read_name(_last(name)).stem)[1]
 
 
 def _has_quantization(name: str, quantization: str) -> bool:
     """Whether the file's name ends with it, as in ``model-Q4_K_M.gguf``."""
-    stem, wanted = part_of(_last(name))[0].lower(), quantization.lower()
+    stem, wanted = read_name(_last(name)).stem.lower(), quantization.lower()
     return stem == wanted or stem.endswith(tuple(separator + wanted for separator in "-._"))
 
 
@@ -218,8 +209,8 @@ def delete(repo_id: str, filename: str | None) -> list[Path]:
     Other revisions with the same contents lose them too.
     """
     first = model_file(repo_id, filename, local_files_only=True, progress=False)
-    model, _ = part_of(first.name)
-    files = [path for path in first.parent.glob("*.gguf") if part_of(path.name)[0] == model]
+    model = read_name(first.name).stem
+    files = [path for path in first.parent.glob("*.gguf") if read_name(path.name).stem == model]
     snapshots = next(path for path in first.parents if path.name == "snapshots")
     for file in files:
         blob = file.resolve()
@@ -326,9 +317,9 @@ def cached_models() -> list[CachedModel]:
                 if file.file_name.endswith(".gguf")
             }
             for name, file in files.items():
-                model, part = part_of(name)
+                model, part, _ = read_name(name)
                 if part == 1 and not _last(name).startswith(_NO_MODELS):
-                    size = sum(other.size_on_disk for n, other in files.items() if part_of(n)[0] == model)
+                    size = sum(other.size_on_disk for n, other in files.items() if read_name(n).stem == model)
                     reference = f"{PREFIX}{repo.repo_id}/{name}"
                     found[reference] = CachedModel(reference, Path(file.file_path), size)
     return [found[reference] for reference in sorted(found)]

@@ -352,7 +352,7 @@ class AsyncStream(_Reader):
         if self._done:
             raise StopAsyncIteration
         if self._engine_thread.forked:
-            self._engine_thread.check_process()
+            self._engine_thread.check_caller()
         left_s = None if self._deadline is None else self._left_s()
         if left_s == 0:  # also if deltas are left in the mailbox
             raise self._expired()
@@ -375,7 +375,7 @@ class AsyncStream(_Reader):
         if make is None:
             return
         if self._engine_thread.forked:
-            self._engine_thread.check_process()
+            self._engine_thread.check_caller()
         try:
             self._request, self._mailbox = make()
             self._done = False
@@ -634,7 +634,7 @@ class Stream(_Reader):
         if self._done:
             raise StopIteration
         if self._engine_thread.forked:
-            self._engine_thread.check_process()
+            self._engine_thread.check_caller()
         left_s = None if self._deadline is None else self._left_s()
         if left_s == 0:  # also if deltas are left in the mailbox
             raise self._expired()
@@ -657,7 +657,7 @@ class Stream(_Reader):
         if make is None:
             return
         if self._engine_thread.forked:
-            self._engine_thread.check_process()
+            self._engine_thread.check_caller()
         try:
             self._request, self._mailbox = make()
             self._done = False

@@ -144,11 +144,6 @@ class Waiting:
         share.n_queued += 1
         heappush(share.heap, (request.turn, request))
 
-    def _emptied(self, share: _Share, request: Request) -> None:
-        share.heap.clear()
-        if not share.n_new:
-            del self._shares[request.spec.share]
-
     def remove(self, request: Request) -> None:
         """Removes a request from its list."""
         if request.leader is not None:
@@ -164,7 +159,9 @@ class Waiting:
             share = self._shares[request.spec.share]
             share.n_queued -= 1
             if not share.n_queued:
-                self._emptied(share, request)
+                share.heap.clear()
+                if not share.n_new:
+                    del self._shares[request.spec.share]
         elif request in self.encoding:
             self.encoding.remove(request)
         else:
@@ -182,8 +179,8 @@ class Waiting:
             self._share_now = max(share.end, self._share_now)
             share.end = self._share_now + _cost(request)
             self._next = None
-        if not share.n_queued:
-            self._emptied(share, request)
+        if not share.n_queued and not share.n_new:
+            del self._shares[request.spec.share]
         self._n_of[caller] -= 1
         if not self._n_of[caller]:
             del self._n_of[caller], self._ends[caller]

@@ -82,27 +82,24 @@ class EngineThread:
         """Whether the thread belongs to another process. Also true after a fork in C code, which runs no hooks."""
         return self.forked or self._pid != os.getpid()
 
-    def check_process(self) -> None:
-        """Raises EngineClosedError in a process that was forked from the engine's."""
+    def check_caller(self) -> None:
+        """Raises EngineClosedError in a process that was forked from the engine's, RuntimeError in its threads."""
         if self.forked or self._pid != os.getpid():  # as ``in_child``
             raise EngineClosedError(
                 "the engine was made before fork(); make one in the child process, or use the spawn start method"
             )
-
-    def check_open(self) -> None:
-        """Raises EngineClosedError when closed or in a forked process, RuntimeError on the engine thread itself."""
-        self.check_process()
-        self._check_thread()
-        if self._closing:
-            end_thread_at_exit()
-            raise EngineClosedError("the engine is closed; make another")
-
-    def _check_thread(self) -> None:
         mine = threading.current_thread()
         if mine is self._thread or mine.name == SAMPLING_THREAD_NAME:
             raise RuntimeError(
                 "this runs in a thread of the engine (in a logits processor?), which cannot wait for the engine"
             )
+
+    def check_open(self) -> None:
+        """Raises EngineClosedError when closed, and as ``check_caller`` does."""
+        self.check_caller()
+        if self._closing:
+            end_thread_at_exit()
+            raise EngineClosedError("the engine is closed; make another")
 
     # ---- commands
     def submit(self, *requests: Request, of_list: bool = False) -> None:
@@ -182,8 +179,7 @@ class EngineThread:
 
         Raises what the function raised, EngineClosedError in a forked process, RuntimeError on the engine thread.
         """
-        self._check_thread()
-        self.check_process()  # before the lock: in a forked child another thread may hold it for ever
+        self.check_caller()  # before the lock: in a forked child another thread may hold it for ever
         replies: SimpleQueue[tuple[T, None] | tuple[None, BaseException]] = SimpleQueue()
 
         def answer() -> None:
@@ -237,7 +233,7 @@ class EngineThread:
         """
         if self.in_child():
             return
-        self._check_thread()
+        self.check_caller()
         with self._lock:
             self._closing = True  # no new calls
         for submit_rest in list(self._lists.values()):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from llamapipe.errors import ModelLoadError
+from llamapipe.gguf.names import part_name, read_name
 from llamapipe.gguf.reader import U16, Array, Damage, Head, Tensor, parse_head
 from llamapipe.gguf.shapes import check_shapes
 from llamapipe.gguf.vocab import check_vocabulary
@@ -113,7 +114,6 @@ def _n_bytes(tensor: Tensor) -> int | None:
 
 
 _CONVERTER: Final = "convert_hf_to_gguf.py"
-_PART: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 # Other files that people pass by mistake, by their first bytes.
 _LOOKALIKES: Final = (
     (rb".{7}\0\{\s*\"", f"a safetensors file; convert it with llama.cpp's {_CONVERTER}"),
@@ -304,21 +304,21 @@ def _parts(path: Path, head: Head) -> tuple[int, list[OpenFile]]:
     number = _split_value(head, "split.no")
     if number is None:
         raise Damage(f"it is one of {n_parts} parts, but does not say which: split.no is missing")
-    named = _PART.fullmatch(path.name)
+    stem, part_no, n_named = read_name(path.name)
     if number != 0:
-        first = f"{named[1]}-00001-of-{named[3]}.gguf" if named else "…-00001-of-….gguf"
+        first = part_name(stem, 1, n_named) if n_named else "…-00001-of-….gguf"
         raise Damage(
             f"it is part {number + 1} of {n_parts}; give the first part, {first}, beside which the others lie"
         )
-    if named is None or int(named[2]) != 1 or int(named[3]) != n_parts:
+    if part_no != 1 or n_named != n_parts:
         raise Damage(
             f"it is the first of {n_parts} parts, which are found by their names: it must be called "
-            f"NAME-00001-of-{n_parts:05d}.gguf"
+            f"{part_name('NAME', 1, n_parts)}"
         )
     parts = []
     names = {tensor.name for tensor in head.tensors}
     for i in range(1, n_parts):
-        part_path = path.with_name(f"{named[1]}-{i + 1:05d}-of-{n_parts:05d}.gguf")
+        part_path = path.with_name(part_name(stem, i + 1, n_parts))
         opened = open_gguf(part_path)
         part = opened.head
         if _split_value(part, "split.no") != i:

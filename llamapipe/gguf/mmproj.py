@@ -15,14 +15,13 @@ from typing import Any, Final
 
 from llamapipe.errors import ModelLoadError
 from llamapipe.gguf.check import Stamp, check_tensors, open_gguf
+from llamapipe.gguf.names import read_name, split_quantization
 from llamapipe.gguf.reader import BOOL, STRING, U32, Damage, Head
 from llamapipe.ollama_models import names_of
 
 # Kinds that need more of a prompt than rows in the place of tokens: their layout depends on what precedes them.
 _UNSUPPORTED: Final = frozenset({"deepseek4v", "hunyuanvl", "hunyuanocr", "cogvlm", "qwen3tts", "pockettts"})
 _BLOCK: Final = re.compile(r"([va])\.blk\.(\d+)\.(.+)\.(weight|bias)")
-_QUANTIZATION: Final = re.compile(r"(?:[-._](?:ud|i?q\d\w*|b?f16|f32|tq\d\w*|mxfp4\w*))+$")
-_PART: Final = re.compile(r"-\d{5}-of-\d{5}$")
 _MOST: Final = 2**20  # of any size
 
 
@@ -102,8 +101,10 @@ def _fitting(path: Path, n_embd: int) -> MmprojInfo | None:
 
 def _plain(name: str) -> str:
     """What a file's name says about the model: without its part, its role and its types of weights."""
-    stem = _PART.sub("", name.lower().removesuffix(".gguf"))
-    return _letters(_QUANTIZATION.sub("", stem).replace("mmproj", ""))
+    stem, quantization = split_quantization(read_name(name.lower()).stem)
+    while quantization is not None:  # that of the projector may follow that of the model
+        stem, quantization = split_quantization(stem)
+    return _letters(stem.replace("mmproj", ""))
 
 
 def _letters(text: str) -> str:

@@ -1,0 +1,36 @@
+"""What the name of a GGUF file says: its model, which part of it the file is, and how the weights are quantized."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.ASCII)
+_QUANTIZATION = re.compile(r"[-._]((?:ud-)?(?:i?q\d\w*|tq\d\w*|mxfp4\w*|b?f16|f32))$", re.IGNORECASE)
+
+
+class FileName(NamedTuple):
+    """``stem``: the model, with the folder of the name. ``part``: from 1. ``n_parts``: 0 if the name has no numbers."""
+
+    stem: str
+    part: int
+    n_parts: int
+
+
+def read_name(name: str) -> FileName:
+    """What a file's name says of the model's parts."""
+    found = _PART.search(name)
+    if found is None:
+        return FileName(name.removesuffix(".gguf"), 1, 0)
+    return FileName(name[: found.start()], int(found[1]), int(found[2]))
+
+
+def part_name(stem: str, part: int, n_parts: int) -> str:
+    """The name of a part of a model, from 1."""
+    return f"{stem}-{part:05}-of-{n_parts:05}.gguf"
+
+
+def split_quantization(stem: str) -> tuple[str, str | None]:
+    """A stem such as ``model-Q4_K_M`` without the quantization that ends it, and this one; None: there is none."""
+    found = _QUANTIZATION.search(stem)
+    return (stem, None) if found is None else (stem[: found.start()], found[1].upper())

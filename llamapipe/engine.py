@@ -77,7 +77,7 @@ from llamapipe._engine.submit import (
 from llamapipe._engine.thread import EngineThread
 from llamapipe._messages import explains_fields, explains_keywords, explains_options
 from llamapipe.arguments import check_choice, check_flag, check_float, check_int, refuse_table
-from llamapipe.errors import InvalidRequestError
+from llamapipe.errors import BackendError, InvalidRequestError
 from llamapipe.host.memory import free_memory, return_freed_memory
 from llamapipe.kv_events import KvEvents
 from llamapipe.llama.adapter import Adapter, AdapterChoice, AdapterSet, ControlVector
@@ -1684,6 +1684,14 @@ class Engine(NotCopyable):
     def adapters(self) -> tuple[Adapter | ControlVector, ...]:
         """The adapters and control vectors that requests may name now. Any thread."""
         return self._request_builder.named_adapters
+
+    @property
+    def failure(self) -> BackendError | None:
+        """Why every request fails since a defect ended the engine's work; None while it works. Any thread.
+
+        Close such an engine and make another.
+        """
+        return self._engine_thread.failure
 
     @property
     def closed(self) -> bool:

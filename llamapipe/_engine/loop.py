@@ -467,7 +467,7 @@ class EngineLoop:
         self._n_skip = self._n_skipped = 0  # windows to skip after one in vain, and skipped since
         self._stopping = False
         self.closed = False  # the context is freed
-        self._error: BaseException | None = None  # a defect of the loop: every request fails with it
+        self.failure: BackendError | None = None  # a defect of the loop: every request fails with it
         self._undelivered: list[tuple[Request, int]] = []  # the tokens of the step sampled last
         self._last_step = -1  # the number of that step
         self._late = LateDraws()
@@ -493,8 +493,8 @@ class EngineLoop:
             self._n_wants_logprobs += request.wants_logprobs
             if unguessed := request.spec.unguessed:
                 self._unguessed[unguessed] = self._unguessed.get(unguessed, 0) + 1
-            if self._error is not None:
-                self._give_up(request, self._error)
+            if self.failure is not None:
+                self._give_up(request, self.failure)
                 continue
             self._scheduler.add(request)
             if self._encoder is not None and not request.is_encoded:
@@ -592,7 +592,7 @@ class EngineLoop:
 
     def restore(self, request: Request, n_cells: int, state: bytes) -> None:
         """Accepts a new request whose first cells are given."""
-        if state and self._error is None:
+        if state and self.failure is None:
             cache = self._scheduler.cache
             key = cache.restore(request, n_cells, len(state))
             if key is not None and not self._executor.keep_saved(key, state):
@@ -968,10 +968,10 @@ class EngineLoop:
     def _serve_errors(self, error: BaseException) -> None:
         """After a defect of the loop itself: fails all requests, and those still to arrive, until ``stop``."""
         text = f"the engine thread failed ({error!r}); close this engine and make another"
-        self._error = BackendError(text)
-        self._error.__cause__ = error
+        self.failure = BackendError(text)
+        self.failure.__cause__ = error
         for request in list(self.open):
-            self._give_up(request, self._error)
+            self._give_up(request, self.failure)
         while True:
             self._flush(together=True)
             if self._stopping:

@@ -18,7 +18,7 @@ from llamapipe._engine.encoder import ENCODER_THREAD_NAME
 from llamapipe._engine.loop import EngineLoop
 from llamapipe._engine.request import Request
 from llamapipe._engine.sampling import SAMPLING_THREAD_NAME
-from llamapipe.errors import EngineClosedError
+from llamapipe.errors import BackendError, EngineClosedError
 from llamapipe.host.at_exit import close_at_exit, end_thread_at_exit, forget
 from llamapipe.kv_events import EVENTS_THREAD_NAME
 from llamapipe.locks import Lock
@@ -72,6 +72,11 @@ class EngineThread:
         with self._lock:  # closing at the exit waits until the thread has begun
             close_at_exit(self)
             self._thread.start()
+
+    @property
+    def failure(self) -> BackendError | None:
+        """The defect that every request fails with; None while the engine works."""
+        return self.loop.failure
 
     @property
     def closing(self) -> bool:

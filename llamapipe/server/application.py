@@ -24,6 +24,7 @@ from llamapipe._engine.long_work import size_of
 from llamapipe._messages import instead_of, listed, quoted
 from llamapipe.embedding import Embedder
 from llamapipe.engine import Engine
+from llamapipe.errors import BackendError
 from llamapipe.server import (
     adapters,
     anthropic,
@@ -114,6 +115,17 @@ class ServerState(Gate):
         """Whether its engine, or the embedder of a server that only embeds, is closed."""
         owner = self.embedder if self._engine is None else self._engine
         return owner is None or owner.closed
+
+    @property
+    def failure(self) -> BackendError | None:
+        """Why its engine answers nothing any longer; None while it works."""
+        return None if self._engine is None else self._engine.failure
+
+    def finished(self, exchange: Exchange) -> None:
+        """As ``Gate.finished``. A worker whose engine has failed ends, so that the next one takes its place."""
+        super().finished(exchange)
+        if self.worker is not None and (failure := self.failure) is not None:
+            self.worker.fail(str(failure))
 
     @cached_property
     def timeline(self) -> page.Timeline:

@@ -454,7 +454,8 @@ class Pool:
             upstream.close()
         model._free.clear()
         if was_loaded:  # by itself; while it loads, `_load` does the rest
-            model.failure = f"process {process.pid} {process.exit_text}"
+            why = process.exit_text if process.failure is None else process.failure[0]
+            model.failure = f"process {process.pid}: {why}"
             model.failed_at = 0.0  # the next request loads it again
             _log.warning("%s: %s", model.name, model.failure)
         if model.state is not ModelState.LOADING:

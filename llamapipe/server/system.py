@@ -23,6 +23,8 @@ async def health(exchange: Exchange) -> Response:
     """``GET /health``: 200 and how many workers are ready, or 503 while the server drains."""
     if exchange.server.draining or exchange.server.is_closed:
         raise ApiError(503, "the server is shutting down", code="shutting_down")
+    if (failure := exchange.server.failure) is not None:
+        raise ApiError(503, f"{failure}: restart the server", code="engine_failed")
     worker = exchange.server.worker
     if worker is None:
         return JsonResponse({"status": "ok"})

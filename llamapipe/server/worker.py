@@ -54,7 +54,7 @@ class Worker:
     def __init__(self, options: WorkerOptions) -> None:
         self.options = options
         self.n_ready = self.n_workers = 0
-        self.keeps_cache = False
+        self.keeps_cache = self._has_failed = False
         limit_cores(options.n_threads)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # for the supervisor
         self._connections = socket.socket(fileno=options.connections)
@@ -95,6 +95,14 @@ class Worker:
         await self._tell_metrics(0)
         await self._messages.close()
         self._task.cancel()
+
+    def fail(self, message: str) -> None:
+        """Ends this worker, which can answer nothing any longer; the supervisor starts the next one if need be."""
+        if not self._has_failed:
+            self._has_failed = True
+            self._messages.send("failed", message=message, is_usage=False)
+            self._messages.send("leaving")
+            self._server.stop(cancel=False)
 
     def leave(self) -> None:
         """Asks the supervisor to let this worker retire."""

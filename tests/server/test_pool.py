@@ -493,3 +493,33 @@ def test_copies_are_names_until_the_server_ends(models: Path, tmp_path: Path) ->
         assert copy("a", "gone") == delete("gone") == 200
         assert delete("gone") == server.ask("gone").status_code == 404
         assert delete("a") == 403
+
+
+BROKEN = """\
+import os, sys
+if "--worker" in sys.orig_argv:
+    from llamapipe._engine.executor import StepExecutor
+    launch = StepExecutor.launch
+    def broken(*arguments):
+        if os.path.exists(os.environ["BREAK"]):
+            os.unlink(os.environ["BREAK"])
+            raise OSError("the device is lost")
+        return launch(*arguments)
+    StepExecutor.launch = broken
+"""
+
+
+def test_a_model_whose_engine_has_failed_is_started_again(models: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BROKEN)
+    path = os.pathsep.join([str(tmp_path), str(Path(lp.__file__).parent.parent)])
+    variables = {"PYTHONPATH": path, "BREAK": str(tmp_path / "break")}
+    with pool_server(models / "models.toml", *OPTIONS, log=tmp_path / "log", **variables) as server:
+        assert server.ask("small").status_code == server.ask("other:1b").status_code == 200
+        (tmp_path / "break").touch()
+        assert server.ask("small").status_code == 500
+        server.wait_for(small="unloaded")
+        status = server.client.get("/v1/models/small").json()["status"]
+        assert "the device is lost" in status["error"]
+        assert server.ask("small").status_code == 200
+        assert len(server.pids("small")) == 2
+        assert len(server.pids("other:1b")) == 1

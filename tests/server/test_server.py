@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from support.gguf_models import infilling_model
+from support.inside import loop_of
 
 import llamapipe as lp
 from llamapipe import server as package
@@ -421,3 +422,24 @@ class TestClientsThatLeave:
 def test_its_public_names_are_no_modules() -> None:
     # `app` was one, as soon as another name had been imported: the module of the same name.
     assert not [name for name in package.__all__ if isinstance(getattr(package, name), ModuleType)]
+
+
+def test_health_tells_that_the_engine_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: object) -> None:
+        raise OSError("the device is lost")
+
+    with (
+        lp.Model.demo() as model,
+        lp.Engine(model, n_ctx=64, n_seq_max=1) as engine,
+        serve(engine) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        assert client.get("/health").status_code == 200
+        assert engine.failure is None
+        monkeypatch.setattr(loop_of(engine).in_flight, "launch", lost)
+        assert client.post("/v1/completions", json={"prompt": "Once"}).status_code == 500
+        for path in ("/health", "/ping"):
+            answer = client.get(path)
+            assert answer.status_code == 503
+            assert "the device is lost" in answer.json()["error"]["message"]
+        assert "the device is lost" in str(engine.failure)

@@ -518,8 +518,8 @@ class Simulation:
             world.fail(e)
         if world.failure is not None:
             raise world.failure
-        if self.loop._error is not None:
-            raise self.loop._error
+        if self.loop.failure is not None:
+            raise self.loop.failure
         while world.step():
             pass
         if world.failure is not None:

@@ -23,7 +23,7 @@ from llamapipe.errors import ModelLoadError
 from llamapipe.ollama_models import find_stored
 from llamapipe.server.endpoint import Exchange, JsonResponse, LineStream, line
 from llamapipe.server.errors import ApiError
-from llamapipe.server.fields import Only
+from llamapipe.server.fields import Only, Unused
 from llamapipe.server.guard import listens_on_loopback
 from llamapipe.server.ollama import adapter_of, check_chat_model, is_named
 
@@ -42,7 +42,7 @@ class PullRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     name: str | None = None
     stream: bool | None = None
-    insecure: Annotated[bool | None, Only(False)] = None
+    insecure: Annotated[bool | None, Unused(False)] = None  # some clients always allow it
     username: Annotated[str | None, Only("")] = None
     password: Annotated[str | None, Only("")] = None
 

@@ -99,6 +99,9 @@ def test_a_pull_without_a_stream(client: httpx.Client, home: Path) -> None:
     answer = client.post("/api/pull", json={"name": f"{REPO}:F16", "stream": False})
     assert (answer.status_code, answer.json()) == (200, {"status": "success"})
     assert files(home) == {"m-F16.gguf"}
+    again = {"model": f"{REPO}:F16", "stream": False, "insecure": True}  # Open WebUI's form
+    answer = client.post("/api/pull", json=again)
+    assert (answer.status_code, answer.headers["x-llamapipe-unused"]) == (200, "insecure")
 
 
 def test_what_cannot_be_pulled(client: httpx.Client, home: Path) -> None:
@@ -110,7 +113,7 @@ def test_what_cannot_be_pulled(client: httpx.Client, home: Path) -> None:
     for name in ("llama3.2", "library/llama3.2:1b", "hf.co/../etc", "../x", "hf.co/a/b/c"):
         answer = client.post("/api/pull", json={"model": name, "stream": False})
         assert answer.status_code in (400, 404) and isinstance(answer.json()["error"], str)
-    for body in ({}, {"model": 3}, {"model": ""}, {"model": "x", "insecure": True}, {"model": "x", "y": 1}):
+    for body in ({}, {"model": 3}, {"model": ""}, {"model": "x", "y": 1}):
         refused(client.post("/api/pull", json=body), 400)
     assert not files(home)
 

@@ -41,7 +41,8 @@ _WIDTH = 120
 _SAMPLING = "[sampling options](../sampling.md#all-options)"
 # The title of each table, its type, and the type whose fields another table has.
 _TABLES: tuple[tuple[str, type[msgspec.Struct], type[msgspec.Struct] | None], ...] = (
-    ("`/v1/chat/completions` and `/v1/completions`", Streamed, None),
+    (f"Sampling: {_SAMPLING}, and these", Sampling, _Table),
+    ("`/v1/chat/completions` and `/v1/completions`, besides those of sampling", Streamed, Sampling),
     ("`/v1/chat/completions` also", ChatRequest, Streamed),
     ("`/v1/completions` also", CompletionRequest, Streamed),
     ("`/completion` and `/infill`, besides those of sampling", LlamaServerRequest, Sampling),

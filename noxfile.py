@@ -18,7 +18,7 @@ sys.path.insert(0, str(HERE))
 from native_build.paths import PEER_REQUIREMENTS, cache_dir  # noqa: E402
 from native_build.sources import read_pin  # noqa: E402
 from native_build.store import locked  # noqa: E402
-from native_build.toolchain import package_requirements  # noqa: E402
+from native_build.toolchain import package_requirements, target_root  # noqa: E402
 
 nox.needs_version = ">=2024.10.9"
 nox.options.sessions = ["tests", "lint", "types"]
@@ -26,6 +26,13 @@ nox.options.error_on_missing_interpreters = True
 
 BACKENDS = ("cpu", "vulkan", "cuda", "metal")
 GROUPS = nox.project.load_toml("pyproject.toml")
+ARM64 = "aarch64-linux-gnu"
+# What shows most of the wheel for ARM in an hour of emulation: everything native, and what callers and clients hold.
+ARM64_TESTS = (
+    "tests/native",
+    "tests/pipeline",
+    "tests/engine/test_engine.py",
+)
 DYNAMO = ("ai-dynamo==1.6.1", "ai-dynamo-runtime==1.6.1")
 JSONSCHEMA = "jsonschema==4.26.0"  # whose source archive holds the JSON-Schema-Test-Suite
 OPENAI = "openai==3.54.0"  # whose source archive holds the tests; also in the group "clients"
@@ -392,6 +399,63 @@ def wheel(session: nox.Session) -> None:
     _install_wheel_tools(session)
     _release_step(session, "make", str(folder), *session.posargs)
     _try_wheels(session, folder)
+
+
+@nox.session
+def arm64(session: nox.Session) -> None:
+    """Build the wheel for 64-bit ARM on Linux with a cross compiler; try it, and run tests, under qemu-user.
+
+    ``ci/setup_arm64_debian.sh`` installs what that needs. Takes an hour; arguments are pytest's.
+    """
+    root = target_root(ARM64)
+    emulated = str(root / "usr" / "bin" / "python3")
+    session.env["QEMU_LD_PREFIX"] = str(root)
+    os.environ["QEMU_LD_PREFIX"] = str(root)
+    if "aarch64" not in _output([emulated, "-c", "import platform; print(platform.machine())"]):
+        session.skip(f"no Python for arm64 runs here ({emulated}); on Debian: sudo ci/setup_arm64_debian.sh")
+    folder = HERE / "wheelhouse"
+    shutil.rmtree(folder, ignore_errors=True)
+    _install_wheel_tools(session)
+    _release_step(session, "make", str(folder), "--target", ARM64)
+    (wheel,) = folder.glob("*.whl")
+    _release_step(session, "trial", str(wheel), "--interpreter", emulated)
+
+    # With the entries that only tests call. pip runs natively; it would take an hour to install the tests' packages.
+    scratch = Path(session.create_tmp()).resolve()
+    environment = scratch / "environment"
+    shutil.rmtree(environment, ignore_errors=True)
+    session.run(emulated, "-m", "venv", "--without-pip", str(environment), external=True)
+    settings = [f"--config-setting={text}" for text in (f"target={ARM64}", "all-variants=on", "testing=on")]
+    session.run(
+        "python", "-m", "build", "--wheel", *settings, "--outdir", str(scratch / "testing"), str(HERE)
+    )
+    (testing,) = (scratch / "testing").glob("*.whl")
+    (packages,) = environment.glob("lib/python3.*/site-packages")
+    platforms = [f"--platform=manylinux_2_{minor}_aarch64" for minor in range(17, 37)]
+    platforms += ["--platform=linux_aarch64", "--platform=manylinux2014_aarch64"]
+    version = packages.parent.name.removeprefix("python")
+    session.run(
+        "pip",
+        "install",
+        "--quiet",
+        f"--target={packages}",
+        "--only-binary=:all:",
+        f"--python-version={version}",
+        *platforms,
+        str(testing),
+        *nox.project.dependency_groups(GROUPS, "test"),
+    )
+    python = str(environment / "bin" / "python")
+    models = []
+    for name in ("q4_k_m", "q8_0", "f16"):
+        models.append(str(scratch / f"{name}.gguf"))
+        make = ["--type", name, "--vocab", "builtin-spm", "--layers", "2", "--width", "512", "--ffn", "1024"]
+        session.run("python", str(HERE / "tools" / "make_model.py"), *make, models[-1])
+    _release_step(session, "emulated", python, *models)
+    given = session.posargs or [str(HERE / name) for name in ARM64_TESTS]
+    configuration = ["-c", str(HERE / "pyproject.toml"), "--rootdir", str(HERE), "--timeout=3600"]
+    with session.chdir(scratch):
+        session.run(python, "-m", "pytest", *configuration, *given, external=True)
 
 
 @nox.session

@@ -67,6 +67,8 @@ atexit.register(shutil.rmtree, scratch, ignore_errors=True)
 options: dict[str, dict[str, str]] = {"build": {"build_base": scratch}}
 if not free_threaded():
     options["bdist_wheel"] = {"py_limited_api": "cp310"}
+    if pep517.options.target:
+        options["bdist_wheel"]["plat_name"] = f"linux_{pep517.options.machine}"
 
 setup(
     distclass=BinaryDistribution,

@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             jobs=given.jobs,
             clean=given.clean,
             cuda_architectures=given.cuda_architectures,
+            target=given.target,
         )
         if given.check:
             check(options)
@@ -113,6 +114,12 @@ def _parser() -> argparse.ArgumentParser:
         default="",
         metavar="LIST",
         help="as CMake spells them, e.g. '90;120' (default: the GPUs present, else all usual ones)",
+    )
+    parser.add_argument(
+        "--target",
+        default="",
+        metavar="SYSTEM",
+        help="build for another machine, with the compiler SYSTEM-g++, e.g. aarch64-linux-gnu (default: this one)",
     )
     parser.add_argument(
         "--check", action="store_true", help="build nothing; check that all requirements are present"

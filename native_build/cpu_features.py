@@ -69,14 +69,16 @@ _ARM = {
 _NAMES = {**_X86, **_ARM}
 
 
-def required_features(macros: Iterable[str], cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+def required_features(macros: Iterable[str], cpuinfo: Path | None = Path("/proc/cpuinfo")) -> list[str]:
     """The features that a compiler's ``#define`` lines stand for, by their names in ``cpuinfo``, sorted.
 
     Only features that this machine lists: an old kernel may not name one that its processor has, and the check at
-    load must not fail on the machine of the build. Empty where there is no such list (macOS).
+    load must not fail on the machine of the build. Empty where there is no such list (macOS). For a build for another
+    machine ``cpuinfo`` is None, and all count.
     """
     defined = {line.split()[1] for line in macros if line.startswith("#define ")}
-    return sorted({name for macro, name in _NAMES.items() if macro in defined} & _listed(cpuinfo))
+    named = {name for macro, name in _NAMES.items() if macro in defined}
+    return sorted(named if cpuinfo is None else named & _listed(cpuinfo))
 
 
 def _listed(cpuinfo: Path) -> set[str]:

@@ -18,7 +18,7 @@ from native_build.cpu_features import required_features
 from native_build.errors import BuildError
 from native_build.libraries import Libraries, build_libraries
 from native_build.licences import llama_cpp_licence
-from native_build.module import build_module, check_cffi, file_name
+from native_build.module import build_module, check_cffi, file_name, module_headers
 from native_build.options import BuildOptions
 from native_build.paths import cache_dir
 from native_build.recipe import Recipe
@@ -26,7 +26,6 @@ from native_build.sources import find_source
 from native_build.store import MANIFEST
 from native_build.toolchain import (
     Compilers,
-    check_python_headers,
     find_cmake,
     find_compilers,
     find_ninja,
@@ -91,10 +90,10 @@ def check(options: BuildOptions) -> None:
 def _requirements(options: BuildOptions) -> tuple[Compilers, tuple[Accelerator, ...]]:
     if sys.platform == "win32":
         raise BuildError("Windows is not supported yet", "build inside WSL (wsl --install)")
-    compilers = find_compilers()
+    compilers = find_compilers(options.target)
     accelerators = find_accelerators(options, compilers)
     check_cffi()
-    check_python_headers()
+    module_headers(options)
     return compilers, accelerators
 
 
@@ -115,13 +114,14 @@ def _facts(recipe: Recipe, libraries: Libraries) -> dict[str, object]:
             [
                 *macros(recipe.compilers.c, recipe.compiler_flags("C")),
                 *macros(recipe.compilers.cxx, recipe.compiler_flags("CXX")),
-            ]
+            ],
+            None if recipe.options.target else Path("/proc/cpuinfo"),
         ),
         "openmp": libraries.openmp,
         "rpc": recipe.options.rpc,
         "media": recipe.options.media,
         "python": platform.python_version(),
-        "platform": f"{platform.system()} {platform.machine()}",
+        "platform": f"{platform.system()} {recipe.options.machine}",
         "date": time.strftime("%Y-%m-%d", time.gmtime(source_date())),
     }
 

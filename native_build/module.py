@@ -17,9 +17,10 @@ from typing import Any
 from native_build import store
 from native_build.errors import BuildError
 from native_build.libraries import Libraries
+from native_build.options import BuildOptions
 from native_build.paths import PACKAGE_NATIVE, PROJECT, cache_dir
 from native_build.recipe import Recipe, core_libraries
-from native_build.toolchain import check_python_headers
+from native_build.toolchain import check_python_headers, target_python_headers
 
 # Increase this when equal inputs give a different result.
 VERSION = 1
@@ -44,7 +45,7 @@ def file_name() -> str:
 def build_module(recipe: Recipe, libraries: Libraries, say: Callable[[str], None]) -> Path:
     """The compiled module, in the cache. Raises BuildError with the compiler's first errors."""
     cffi_version = check_cffi()
-    headers = check_python_headers()
+    headers = module_headers(recipe.options)
     headers_of_cdef = sorted((PACKAGE_NATIVE / "cdef").glob("*.h"))
     declarations = _read(p for p in headers_of_cdef if recipe.options.testing or p.name != _TESTING)
     sources = _read(path for folder in _FOLDERS for path in sorted(folder.iterdir()))
@@ -73,6 +74,18 @@ def build_module(recipe: Recipe, libraries: Libraries, say: Callable[[str], None
             built = _link(recipe, [*objects, *core], scratch / file_name())
             store.publish({file_name(): built}, {}, target)
     return target / file_name()
+
+
+def module_headers(options: BuildOptions) -> Path:
+    """The folder of the ``Python.h`` to compile with; raises BuildError if there is none."""
+    if not options.target:
+        return check_python_headers()
+    if free_threaded():
+        raise BuildError(
+            "a free-threaded Python cannot build for another machine: it has no stable ABI",
+            f"build with an ordinary one, or on a machine for {options.target}",
+        )
+    return target_python_headers(options.target)
 
 
 def check_cffi() -> str:
@@ -114,6 +127,8 @@ def _compile(recipe: Recipe, headers: Path, scratch: Path) -> list[Path]:
         *(f"-I{path}" for path in ours),
         *(part for path in internal for part in ("-isystem", str(path))),
     ]
+    if recipe.options.target:  # Debian's pyconfig.h includes <aarch64-linux-gnu/python3.x/pyconfig.h>
+        include += ["-idirafter", str(headers.parent)]
     include += _path_maps(recipe, scratch)
     if recipe.options.testing:
         include.append("-DLP_TESTING")

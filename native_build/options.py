@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +22,8 @@ class BuildOptions:
     ``rpc``: with ggml-rpc, a library that is opened only when a model is placed on other machines. ``media``: with
     libmtmd, a library that is opened only for models with an ``mmproj``.
     ``testing``: with the entries that only tests and benchmarks call (``cdef/50_testing.h``).
+    ``target``: the machine to build for, as GNU's tools name it (``aarch64-linux-gnu``); empty means this one. Only the
+    CPU's backend can be built for another machine.
     """
 
     backends: tuple[str, ...] = ("cpu",)
@@ -32,6 +36,7 @@ class BuildOptions:
     rpc: bool = True
     media: bool = True
     testing: bool = False
+    target: str = ""
 
     def __post_init__(self) -> None:
         for name in self.backends:
@@ -39,13 +44,28 @@ class BuildOptions:
                 raise BuildError(f"there is no backend {name!r}", f"choose among: {', '.join(BACKENDS)}")
         if self.jobs is not None and self.jobs < 1:
             raise BuildError(f"--jobs {self.jobs}: at least one job is needed", "--jobs 1")
+        if self.target and not re.fullmatch(r"[a-z0-9_]+-linux-gnu", self.target):
+            raise BuildError(
+                f"--target {self.target!r} is not a Linux system with GNU's C library",
+                "name it as its compiler does: --target aarch64-linux-gnu",
+            )
         ordered = tuple(name for name in BACKENDS if name == "cpu" or name in self.backends)
         object.__setattr__(self, "backends", ordered)
+        if self.target and self.accelerators:
+            raise BuildError(
+                f"the {self.accelerators[0]} backend cannot be built for another machine ({self.target})",
+                "leave out --target, or build the CPU's backend",
+            )
 
     @property
     def accelerators(self) -> tuple[str, ...]:
         """The backends beyond the CPU's."""
         return self.backends[1:]
+
+    @property
+    def machine(self) -> str:
+        """The processor to build for, as ``platform.machine()`` names it there."""
+        return self.target.partition("-")[0] or platform.machine()
 
     @property
     def n_jobs(self) -> int:
@@ -71,8 +91,8 @@ def with_settings(options: BuildOptions, settings: dict[str, str]) -> BuildOptio
     """Apply settings given to a package build (``pip install . -C backend=vulkan``).
 
     Known: ``backend`` (several with commas or spaces), ``all-variants``, ``openmp``, ``rpc``, ``media``, ``testing``,
-    ``source``, ``jobs``, ``cuda-architectures``. Raises BuildError for any other, so that a misspelt one does not go
-    unnoticed.
+    ``source``, ``jobs``, ``cuda-architectures``, ``target``. Raises BuildError for any other, so that a misspelt one
+    does not go unnoticed.
     """
     for name, text in settings.items():
         if name == "backend":
@@ -93,8 +113,12 @@ def with_settings(options: BuildOptions, settings: dict[str, str]) -> BuildOptio
             options = replace(options, jobs=_positive(name, text))
         elif name == "cuda-architectures":
             options = replace(options, cuda_architectures=text)
+        elif name == "target":
+            options = replace(options, target=text)
         else:
-            known = "backend, all-variants, openmp, rpc, media, testing, source, jobs, cuda-architectures"
+            known = (
+                "backend, all-variants, openmp, rpc, media, testing, source, jobs, cuda-architectures, target"
+            )
             raise BuildError(f"there is no build setting {name!r}", f"choose among: {known}")
     return options
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import shlex
 import sys
 from dataclasses import dataclass
@@ -27,6 +26,23 @@ _PATHS = """foreach(pair "${CMAKE_SOURCE_DIR}=llama.cpp" "${CMAKE_BINARY_DIR}=bu
   add_compile_options("$<$<COMPILE_LANGUAGE:C,CXX>:-ffile-prefix-map=${pair}>")
   add_compile_options("$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-ffile-prefix-map=${pair}>")
 endforeach()
+"""
+# llama.cpp's variants for 64-bit ARM on Linux, but for two things. Those with SME are left out: GCC before 14 cannot
+# compile them, and only KleidiAI, which is not built, has code for it. One is added, for processors with products of
+# 8-bit matrices and without SVE: AmpereOne, and Apple's since the M2, where containers on a Mac run. The list cannot be
+# changed from outside, but the function that adds a variant calls `add_dependencies`.
+_ARM_VARIANTS = """if(PROJECT_NAME STREQUAL "ggml" AND CMAKE_SYSTEM_NAME STREQUAL "Linux")
+  function(add_dependencies target)
+    set(others ${ARGN})
+    list(FILTER others EXCLUDE REGEX "^ggml-cpu-armv9")
+    if(others)
+      _add_dependencies(${target} ${others})
+    endif()
+    if(others STREQUAL "ggml-cpu-armv8.2_2")
+      ggml_add_cpu_backend_variant(armv8.6_0 DOTPROD FP16_VECTOR_ARITHMETIC MATMUL_INT8)
+    endif()
+  endfunction()
+endif()
 """
 # Environment variables with compiler flags. CMake reads the last three by itself.
 _VARIABLES = ("CPPFLAGS", "CFLAGS", "CXXFLAGS", "LDFLAGS", "MACOSX_DEPLOYMENT_TARGET", "SDKROOT")
@@ -64,6 +80,7 @@ class Recipe:
             f"-DCMAKE_CXX_COMPILER={';'.join(self.compilers.cxx)}",
             f"-DCMAKE_C_FLAGS={shlex.join(self.compiler_flags('C'))}",
             f"-DCMAKE_CXX_FLAGS={shlex.join(self.compiler_flags('CXX'))}",
+            *self._target_arguments,
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DCMAKE_INSTALL_RPATH={origin}",
             "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",
@@ -79,9 +96,25 @@ class Recipe:
         )
 
     @property
+    def _target_arguments(self) -> tuple[str, ...]:
+        if not self.options.target:
+            return ()
+        # Libraries and headers of this machine are not for the other one.
+        modes = (f"-DCMAKE_FIND_ROOT_PATH_MODE_{kind}=ONLY" for kind in ("LIBRARY", "INCLUDE", "PACKAGE"))
+        return (
+            "-DCMAKE_SYSTEM_NAME=Linux",
+            f"-DCMAKE_SYSTEM_PROCESSOR={self.options.machine}",
+            f"-DCMAKE_FIND_ROOT_PATH=/usr/{self.options.target}",
+            "-DCMAKE_FIND_ROOT_PATH_MODE_PROGRAM=NEVER",
+            *modes,
+        )
+
+    @property
     def injected(self) -> str:
         """The CMake code that is run inside llama.cpp's build."""
-        return _NAMES + (_PATHS if self.options.all_variants else "")
+        if not self.options.all_variants:
+            return _NAMES
+        return _NAMES + _PATHS + (_ARM_VARIANTS if self.options.machine in ("aarch64", "arm64") else "")
 
     @property
     def key(self) -> str:
@@ -105,7 +138,7 @@ class Recipe:
             "compilers": self.compilers.version,
             "instructions": self.compilers.native_identity if self.tuning else "",
             "environment": {name: os.environ.get(name, "") for name in _VARIABLES},
-            "platform": [sys.platform, platform.machine()],
+            "platform": [sys.platform, self.options.machine],
         }
 
 

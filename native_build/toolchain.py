@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from native_build.errors import BuildError
+from native_build.paths import cache_dir
 from native_build.system import install_command
 from native_build.workarounds import workaround_flags
 
@@ -23,6 +24,9 @@ MIN_CMAKE = (3, 21)
 # With these instructions, ggml processes half-precision rows 128 values at a time and the remaining ones one by one,
 # which is every value of an attention head of 64. Without them it processes 64 at a time, in single precision.
 _HALF_PRECISION = "#define __AVX512FP16__ 1"
+
+# Installs what `--target` needs.
+CROSS_SETUP = "sudo ci/setup_arm64_debian.sh    (elsewhere a cross compiler: CC=... CXX=...)"
 
 _CXX17 = "#include <filesystem>\n#include <string_view>\nint main() { return std::string_view().empty() ? 0 : 1; }\n"
 
@@ -43,10 +47,23 @@ class Compilers:
     workarounds: tuple[str, ...] = ()
 
 
-def find_compilers() -> Compilers:
-    """The compilers from ``CC``/``CXX``, else the system's; raises BuildError if they are missing or too old."""
-    cxx = _command("CXX", ("c++", "g++", "clang++"), "C++ compiler")
-    c = _command("CC", ("cc", "gcc", "clang"), "C compiler")
+def find_compilers(target: str = "") -> Compilers:
+    """The compilers from ``CC``/``CXX``, else the system's; raises BuildError if they are missing or too old.
+
+    With a ``target`` (``aarch64-linux-gnu``) those for it, which then use none of this machine's instructions.
+    """
+    if target:
+        cxx = _command("CXX", (f"{target}-g++",), f"C++ compiler for {target}", CROSS_SETUP)
+        c = _command("CC", (f"{target}-gcc",), f"C compiler for {target}", CROSS_SETUP)
+        found = _first_line([*cxx, "-dumpmachine"])
+        if found.partition("-")[0] != target.partition("-")[0]:
+            raise BuildError(
+                f"the C++ compiler ({shlex.join(cxx)}) compiles for {found}, not for {target}",
+                "unset CC and CXX, or set them to compilers for it",
+            )
+    else:
+        cxx = _command("CXX", ("c++", "g++", "clang++"), "C++ compiler")
+        c = _command("CC", ("cc", "gcc", "clang"), "C compiler")
     if (done := _try(cxx, ["-std=c++17", "-x", "c++", "-fsyntax-only", "-"], _CXX17)).returncode != 0:
         raise BuildError(
             f"the C++ compiler ({shlex.join(cxx)}) cannot compile a C++17 program: {_first_error(done.stderr)}",
@@ -59,11 +76,11 @@ def find_compilers() -> Compilers:
         )
     version = " / ".join(_first_line([*command, "--version"]) for command in (c, cxx))
     version += " / " + _first_line([*cxx, "-dumpmachine"])
-    flags, identity = _native(cxx)
+    flags, identity = ((), "") if target else _native(cxx)
     return Compilers(c, cxx, version, flags, identity, workaround_flags(cxx))
 
 
-def _command(variable: str, names: Sequence[str], what: str) -> tuple[str, ...]:
+def _command(variable: str, names: Sequence[str], what: str, fix: str = "") -> tuple[str, ...]:
     if given := shlex.split(os.environ.get(variable, "")):
         if shutil.which(given[0]):
             return tuple(given)
@@ -73,7 +90,9 @@ def _command(variable: str, names: Sequence[str], what: str) -> tuple[str, ...]:
     for name in names:
         if found := shutil.which(name):
             return (found,)
-    raise BuildError(f"no {what} was found (looked for {', '.join(names)})", install_command("compiler"))
+    raise BuildError(
+        f"no {what} was found (looked for {', '.join(names)})", fix or install_command("compiler")
+    )
 
 
 def _native(cxx: Sequence[str]) -> tuple[tuple[str, ...], str]:
@@ -91,6 +110,22 @@ def _native(cxx: Sequence[str]) -> tuple[tuple[str, ...], str]:
 def macros(cxx: Sequence[str], flags: Sequence[str]) -> list[str]:
     """The ``#define`` lines of a compiler with these flags, sorted; empty if it does not accept them."""
     return sorted(_try(cxx, [*flags, "-x", "c++", "-E", "-dM", "-"], "").stdout.splitlines())
+
+
+def target_root(target: str) -> Path:
+    """The folder with the packages of a machine that is built for: Python, its headers, libraries to run it with."""
+    return cache_dir() / "roots" / target
+
+
+def target_python_headers(target: str) -> Path:
+    """The folder of the ``Python.h`` of another machine; raises BuildError if it is not there.
+
+    Its version does not matter: the module uses the stable ABI.
+    """
+    include = target_root(target) / "usr" / "include"
+    if not (found := sorted(include.glob("python3.*/Python.h"))):
+        raise BuildError(f"Python's C headers for {target} are missing (none in {include})", CROSS_SETUP)
+    return found[-1].parent
 
 
 def check_python_headers(include: Path | None = None) -> Path:

@@ -1,7 +1,8 @@
-"""Builds what is released: ``python -m native_build.wheels.make FOLDER [--backend vulkan] [--sdist]``.
+"""Builds what is released: ``python -m native_build.wheels.make FOLDER [--backend vulkan] [--sdist] [--target NAME]``.
 
 Into FOLDER: the wheel for every Python with the GIL, one for each free-threaded Python on PATH, and the wheels of the
-backends that were asked for. With ``--sdist`` also the source archive, which the wheels are then built from.
+backends that were asked for. With ``--sdist`` also the source archive, which the wheels are then built from. With
+``--target`` only the wheel for every Python with the GIL, for another machine.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def make(folder: Path, options: BuildOptions, sdist: bool = False) -> list[Path]
             made.append(_place(archive, folder))
             _run(["tar", "-xzf", str(archive), "-C", str(scratch)], "unpacking the source archive")
             source = scratch / archive.name.removesuffix(".tar.gz")
-        made.append(_wheel(sys.executable, source, scratch / "stable", folder))
-        for interpreter in filter(_needs_its_own, find_interpreters()):
+        made.append(_wheel(sys.executable, source, scratch / "stable", folder, options.target))
+        for interpreter in () if options.target else filter(_needs_its_own, find_interpreters()):
             say(f"the wheel for Python {interpreter.name}")
             python = _environment(interpreter, scratch / interpreter.name)
             made.append(_wheel(python, source, scratch / f"wheel-{interpreter.name}", folder))
@@ -67,8 +68,10 @@ def _environment(interpreter: Interpreter, folder: Path) -> str:
     return python
 
 
-def _wheel(python: str, source: Path, scratch: Path, folder: Path) -> Path:
-    _build(python, source, scratch, "--wheel", "--config-setting=all-variants=on")
+def _wheel(python: str, source: Path, scratch: Path, folder: Path, target: str = "") -> Path:
+    settings = ["--config-setting=all-variants=on"]
+    settings += [f"--config-setting=target={target}"] if target else []
+    _build(python, source, scratch, "--wheel", *settings)
     return repair(next(scratch.glob("*.whl")), folder)
 
 
@@ -96,10 +99,14 @@ def main() -> int:
     parser.add_argument("--backend", action="append", default=[], choices=sorted(KINDS))
     parser.add_argument("--cuda-architectures", default="", metavar="LIST")
     parser.add_argument("--sdist", action="store_true")
+    parser.add_argument("--target", default="", metavar="SYSTEM", help="such as aarch64-linux-gnu")
     given = parser.parse_args()
     try:
         options = BuildOptions(
-            backends=tuple(given.backend), all_variants=True, cuda_architectures=given.cuda_architectures
+            backends=tuple(given.backend),
+            all_variants=True,
+            cuda_architectures=given.cuda_architectures,
+            target=given.target,
         )
         for path in make(given.folder.resolve(), options, given.sdist):
             print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")

@@ -15,7 +15,7 @@ static const Kernel *level() {
 }
 #endif
 
-const Kernel *find(ggml_type type, int64_t n_columns, int64_t n_rows) {
+const Kernel *find([[maybe_unused]] ggml_type type, [[maybe_unused]] int64_t n_columns, int64_t n_rows) {
     if (n_rows % kPanelRows != 0) return nullptr;
 #if defined(__x86_64__)
     static const Kernel *const kernels = level();

@@ -6,12 +6,12 @@
 #include "handles.hpp"
 
 #include <algorithm>
-#include <linux/futex.h>
-#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
 #ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
 #endif
 
 namespace lp {
@@ -103,9 +103,6 @@ void WakeQueue::yield_turn() {
 }  // namespace lp
 
 // ---- the C entries of waiters, wake queues, and of the list that a launch wakes
-#ifndef _WIN32
-#endif
-
 lp_waiter * lp_waiter_new(void) {
     return lp::guard((lp_waiter *) nullptr, [] { return new lp_waiter{ std::make_shared<lp::Waiter>() }; });
 }

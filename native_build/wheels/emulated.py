@@ -1,0 +1,92 @@
+"""Runs each CPU module of a wheel for 64-bit ARM on a processor that qemu-user emulates.
+
+``python -m native_build.wheels.emulated PYTHON [MODEL …]``: PYTHON runs under qemu-user and has the wheel installed.
+For each kind of processor it says which module is loaded, and how far log-probabilities are from those of the first,
+with the bundled model and those given.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+# What QEMU_CPU takes, the module that must be chosen, and machines that choose it. qemu 7.2 emulates no processor like
+# Graviton3's, which lacks SVE2: one that has it runs without the module for it.
+PROCESSORS = (
+    ("cortex-a72", "armv8.0_1", "Raspberry Pi 4"),
+    ("cortex-a76", "armv8.2_2", "Raspberry Pi 5"),
+    ("neoverse-n1", "armv8.2_2", "Graviton2, Ampere Altra"),
+    ("a64fx", "armv8.2_3", "A64FX, with vectors of 512 bits"),
+    ("max,sve=off", "armv8.6_0", "AmpereOne, Apple M2"),
+    ("max,sve256=on,sve512=off", "armv8.6_1", "Graviton3, with vectors of 256 bits"),
+    ("max,sve128=on,sve256=off", "armv8.6_2", "Graviton4, with vectors of 128 bits"),
+)
+_HIDDEN = {"armv8.6_1": "armv8.6_2"}
+# Of one processor's values from another's, in nats: other instructions add in another order, or in 16 bits.
+_MOST = 0.05
+_PROGRAM = """
+import json, pathlib, re, sys
+import llamapipe as lp
+values = []
+for path in (None, *sys.argv[1:]):
+    with lp.Model(path) if path else lp.Model.demo() as model, lp.Engine(model, n_threads=1, n_ctx=256) as engine:
+        values.append([])
+        for tokens in (list(range(40, 80)), [60, 50]):  # products of many rows, and of few
+            values[-1] += map(float, engine.score_tokens([tokens])[0].logprobs)
+        done = engine.generate([45], lp.SamplingParams(max_tokens=8, temperature=0, logprobs=0))
+        values[-1] += [one.logprob for one in done.logprobs]
+modules = set(re.findall(r"libggml-cpu-([\\w.]+)\\.so", pathlib.Path("/proc/self/maps").read_text()))
+print(json.dumps([sorted(modules), values]))
+"""
+
+
+def run_on(processor: str, command: list[str], hidden: str = "") -> tuple[list[str], list[list[float]]]:
+    """The modules that were loaded, and each model's log-probabilities. ``hidden``: a module that is not there."""
+    python, *models = command
+    environment = {**os.environ, "QEMU_CPU": processor}
+    with tempfile.TemporaryDirectory() as name:
+        if hidden:
+            ask = "import llamapipe, sys; sys.stdout.write(llamapipe.__path__[0])"
+            found = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True, cwd=name)
+            shutil.copytree(found.stdout, Path(name) / "llamapipe")
+            (Path(name) / "llamapipe" / "native" / "lib" / f"libggml-cpu-{hidden}.so").unlink()
+            environment["PYTHONPATH"] = name
+        program = [python, "-c", _PROGRAM, *models]
+        done = subprocess.run(
+            program, env=environment, stdout=subprocess.PIPE, text=True, check=True, cwd=name
+        )
+    modules, values = json.loads(done.stdout)
+    return modules, values
+
+
+def main() -> int:
+    """Run on every processor; status 1 if one chooses another module or computes something else."""
+    failed = False
+    first: list[list[float]] = []
+    for processor, module, machines in PROCESSORS:
+        try:
+            modules, values = run_on(processor, sys.argv[1:], _HIDDEN.get(module, ""))
+        except subprocess.CalledProcessError as error:
+            failed = True
+            print(f"{processor} ({machines}): ended with status {error.returncode}", flush=True)
+            continue
+        first = first or values
+        apart = [
+            max(abs(one - other) for one, other in zip(*pair, strict=True) if one == one)
+            for pair in zip(first, values, strict=True)
+        ]
+        is_right = modules == [module] and all(one <= _MOST for one in apart)
+        failed |= not is_right
+        listed = ", ".join(f"{one:.4f}" for one in apart)
+        word = "" if is_right else "WRONG: "
+        print(f"{word}{processor} ({machines}): {', '.join(modules)}, nats apart: {listed}", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -125,6 +125,7 @@ def test_fakes_need_nothing_native() -> None:
     assert {n for n in names if n and n.startswith("llamapipe")} == {
         "llamapipe.errors",
         "llamapipe._engine.kv",
+        "llamapipe._engine.request",
         "llamapipe._engine.scoring",
     }
 

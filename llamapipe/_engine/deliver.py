@@ -111,13 +111,13 @@ class TextSink(Sink):
 class Choices:
     """The choices of one prompt, which their sinks fill in. The last one puts ``(index, Completion)`` into the mailbox.
 
-    If a choice fails, ``(index, Failure)`` is put there once, and no completion.
+    If a choice fails, ``(index, Failure)`` is put there once, and no completion. ``first_at``: when a
+    choice had its first token.
     """
 
     __slots__ = (
         "_choices",
         "_failed",
-        "_first_at",
         "_index",
         "_n_accepted",
         "_n_cached",
@@ -126,6 +126,7 @@ class Choices:
         "_prompt_targets",
         "_queue_s",
         "_started_at",
+        "first_at",
         "mailbox",
     )
 
@@ -140,16 +141,15 @@ class Choices:
         self._n_left = n
         self._n_cached: int | None = None
         self._n_drafted = self._n_accepted = 0
-        self._first_at: float | None = None
+        self.first_at: float | None = None
         self._queue_s: float | None = None
         self._failed = False
 
     def note_first_token(self, request: Request) -> None:
-        """A choice has its first token."""
-        if self._first_at is None:
-            self._first_at = perf_counter()
-            left_queue_at = request.left_queue_at
-            self._queue_s = None if left_queue_at is None else max(left_queue_at - self._started_at, 0.0)
+        """The first of the choices to have a token has it."""
+        self.first_at = perf_counter()
+        left_queue_at = request.left_queue_at
+        self._queue_s = None if left_queue_at is None else max(left_queue_at - self._started_at, 0.0)
 
     def fail(self, error: BaseException) -> None:
         """A choice failed."""
@@ -169,7 +169,7 @@ class Choices:
         self._n_left -= 1
         if self._n_left or self._failed:
             return
-        first_s = None if self._first_at is None else self._first_at - self._started_at
+        first_s = None if self.first_at is None else self.first_at - self._started_at
         timings = Timings(first_s, perf_counter() - self._started_at, self._queue_s)
         prompt = None
         if self._prompt_targets is not None:
@@ -194,7 +194,7 @@ class Choices:
 class CompletionSink(Sink):
     """Collects one choice of a prompt and hands it to ``choices``, which all choices of that prompt share."""
 
-    __slots__ = ("_choices", "_has_token", "_index", "_logprobs", "_parts", "_piece", "_seed", "_text")
+    __slots__ = ("_choices", "_index", "_logprobs", "_parts", "_piece", "_seed", "_text")
 
     def __init__(
         self, choices: Choices, piece: Piece, stops: tuple[str, ...], seed: int, index: int = 0
@@ -203,15 +203,13 @@ class CompletionSink(Sink):
         self._piece = piece
         self._seed = seed
         self._index = index
-        self._has_token = False
         self._text = TextStream(stops) if stops else None  # without stop strings the text is made at the end
         self._parts: list[str] = []
         self._logprobs: list[TokenLogprob] = []
 
     def token(self, request: Request, token: int) -> bool:
         """Searches for stop strings, if there are any."""
-        if not self._has_token:
-            self._has_token = True
+        if self._choices.first_at is None:
             self._choices.note_first_token(request)
         if request.wants_logprobs:
             self._logprobs.append(token_logprob(request, token, self._piece))
@@ -510,7 +508,7 @@ class ResultDispatcher:
         self._threads.append(mailbox)
 
     def flush(self, together: bool = False) -> list[Request]:
-        """Has the noted callers woken; ``together`` wakes them all now, because there is no launch to wait for.
+        """Gets the noted callers woken. ``together``: all of them now, as no launch follows soon.
 
         Returns the requests of closed event loops: nothing can read their results any more.
         """

@@ -423,7 +423,8 @@ class BatchBuilder:
                 continue  # one prompt in part is enough
             if request.batch_plan is not None and request.batch_plan.in_flight:
                 continue
-            first, n_uncomputed = request.n_past, request.n_uncomputed
+            first, end = request.n_past, len(request.tokens)
+            n_uncomputed = end - first
             if request.spans and (block := request.next_block()) is not None:
                 n_uncomputed = block.begin - first
                 if not n_uncomputed:
@@ -443,7 +444,7 @@ class BatchBuilder:
             n_rows -= len(scored)
             n_tokens += n
             chunks.append(Chunk(request, first, n, scored))
-            if n == request.n_uncomputed and request.max_tokens:
+            if first + n == end and request.max_tokens:
                 brings_first = brings_first or request.is_streaming
         if self._padding_token is not None:
             # llama.cpp cuts a batch where the slots do not increase by one, and each part is a pass over the weights.
@@ -464,7 +465,7 @@ class Chunk(NamedTuple):
 def _add(plan: BatchPlan, chunk: Chunk) -> None:
     """Adds a part of a prompt to a plan."""
     request, first, n, scored = chunk
-    is_last = n == request.n_uncomputed
+    is_last = first + n == len(request.tokens)
     begin = len(plan.tokens)
     plan.tokens += request.tokens[first : first + n]
     plan.positions += range(first, first + n)

@@ -451,7 +451,7 @@ class AsyncMailbox:
             if deadline is None:
                 await waiter
             elif (left_s := deadline - perf_counter()) > 0:
-                timer = self.loop.call_later(left_s, _wake, waiter)
+                timer = self.loop.call_later(left_s, wake_task, waiter)
                 try:
                     await waiter
                 finally:
@@ -468,7 +468,8 @@ def running_loop() -> asyncio.AbstractEventLoop:
     return asyncio.get_running_loop()
 
 
-def _wake(waiter: asyncio.Future[None]) -> None:
+def wake_task(waiter: asyncio.Future[None]) -> None:
+    """Ends a task's wait for a future, unless it has ended. The loop's thread."""
     if not waiter.done():
         waiter.set_result(None)
 

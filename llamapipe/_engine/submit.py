@@ -62,6 +62,7 @@ from llamapipe._engine.deliver import (
     ThreadMailbox,
     TokenSink,
     running_loop,
+    wake_task,
 )
 from llamapipe._engine.long_work import LongWork
 from llamapipe._engine.loop import TimeCounter
@@ -212,14 +213,14 @@ class QueueLimit:
         loop = asyncio.get_running_loop()
         while not self.try_enter(request):
             waiter = loop.create_future()
-            self._waiters.append(partial(loop.call_soon_threadsafe, _wake, waiter))
+            self._waiters.append(partial(loop.call_soon_threadsafe, wake_task, waiter))
             if self.try_enter(request):
                 waiter.cancel()
                 return
             if deadline is None:
                 await waiter
             elif (left_s := deadline - perf_counter()) > 0:
-                timer = loop.call_later(left_s, _wake, waiter)
+                timer = loop.call_later(left_s, wake_task, waiter)
                 try:
                     await waiter
                 finally:
@@ -263,11 +264,6 @@ class QueueLimit:
                 wake()
             except RuntimeError:  # that loop is closed
                 continue
-
-
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
 
 
 TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.int32] | npt.NDArray[np.int64]"

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -136,11 +137,11 @@ def hub_entries(cached: Sequence[hub.CachedModel]) -> list[ModelEntry]:
 class PooledModel:
     """One model of a pool. Only the pool changes it.
 
-    ``copies``: further names, which clients gave it until the server ends.
-    ``n_users``: requests that it has, or that wait for it. ``n_running``: those that it has. ``ttl_s``: seconds until
-    it ends without a request; None: never. ``expires_at``: when that is, by ``monotonic``. ``failure``: why its last
-    load or process ended. ``load_s``: how long the last load took. ``n_bytes``: memory that it takes; 0 while it is
-    unloaded. ``measured_bytes``: the most that its processes took.
+    ``copies``: further names, which clients gave it until the server ends. ``n_users``: requests that it has, or that
+    wait for it. ``n_running``: those that it has. ``ttl_s``: seconds until it ends without a request; None: never.
+    ``expires_at``: when that is, by ``monotonic``. ``failure``: why its last load or process ended. ``load_s``: how
+    long the last load took; ``loaded_at``: when it ended. ``n_bytes``: memory that it takes; 0 while it is unloaded.
+    ``measured_bytes``: the most that its processes took.
     """
 
     def __init__(self, entry: ModelEntry) -> None:
@@ -151,7 +152,7 @@ class PooledModel:
         self.process: WorkerProcess | None = None
         self.n_users = self.n_running = 0
         self.n_bytes = self.measured_bytes = 0
-        self.used_at = 0.0
+        self.used_at = self.loaded_at = 0.0
         self.ttl_s = entry.ttl_s
         self.expires_at: float | None = None
         self.failure: str | None = None
@@ -181,10 +182,20 @@ class PooledModel:
         """How much of it is loaded, from 0 to 1."""
         return 0.0 if self.process is None else self.process.progress
 
-    def tenure(self, only_idle: bool) -> Tenure:
-        """What it holds, and whether it may end for another model."""
-        may_end = self.state is ModelState.LOADED and not self.entry.keep and not (only_idle and self.n_users)
-        return Tenure(self.n_bytes, self.used_at, may_end)
+    def patience_s(self, waited_s: float) -> float:
+        """Seconds until it may end for another model that has waited so long; 0: now, infinity: not by waiting.
+
+        One with requests may not before it has been loaded for a while, too: two models, each larger than the rest of
+        the memory, would else end each other before a request is answered.
+        """
+        if self.state is not ModelState.LOADED or self.entry.keep:
+            return math.inf
+        return max(PATIENCE_S - min(waited_s, monotonic() - self.loaded_at), 0.0) if self.n_users else 0.0
+
+    def tenure(self, waited_s: float) -> Tenure:
+        """What it holds, and whether it may end for another model that has waited so long."""
+        used_at = math.inf if self.n_users else self.used_at
+        return Tenure(self.n_bytes, used_at, self.patience_s(waited_s) == 0.0)
 
 
 Look = Callable[[ModelEntry], Coroutine[Any, Any, Found]]
@@ -252,7 +263,7 @@ class Pool:
     async def identify(self, models: Sequence[PooledModel]) -> None:
         """Looks at files of this machine that nobody has looked at; what is wrong with one, its load will tell."""
         for model in models:
-            if model.found is None and model.failure is None and model.entry.is_local:
+            if model.found is None and not self._has_just_failed(model) and model.entry.is_local:
                 with suppress(OSError, ValueError):
                     model.found = await self._look(model.entry)
 
@@ -336,8 +347,12 @@ class Pool:
         model.n_running += 1
 
     def _check_failure(self, model: PooledModel) -> None:
-        if model.failure is not None and monotonic() - model.failed_at < _RETRY_S:
+        if self._has_just_failed(model):
+            assert model.failure is not None
             raise _cannot_load(model, model.failure)
+
+    def _has_just_failed(self, model: PooledModel) -> bool:
+        return model.failure is not None and monotonic() - model.failed_at < _RETRY_S
 
     @asynccontextmanager
     async def connection(self, model: PooledModel) -> AsyncIterator[Upstream]:
@@ -390,11 +405,13 @@ class Pool:
             try:
                 model.found = found = await self._look(model.entry)
             except (OSError, ValueError) as e:
+                model.found = None  # what was there, if anything, is there no longer
                 raise _cannot_load(model, str(e)) from None
             await self._make_room(model, max(found.n_bytes, model.measured_bytes))
             await self._start(model, found)
             self._measure(model)
-            model.load_s = monotonic() - began
+            model.loaded_at = monotonic()
+            model.load_s = model.loaded_at - began
             self._set(model, ModelState.LOADED)
             _log.info("%s is loaded after %.1f s", model.name, model.load_s)
         except ApiError as e:
@@ -454,8 +471,8 @@ class Pool:
             upstream.close()
         model._free.clear()
         if was_loaded:  # by itself; while it loads, `_load` does the rest
-            why = process.exit_text if process.failure is None else process.failure[0]
-            model.failure = f"process {process.pid}: {why}"
+            why = process.exit_text if process.failure is None else f"failed: {process.failure[0]}"
+            model.failure = f"process {process.pid} {why}"
             model.failed_at = 0.0  # the next request loads it again
             _log.warning("%s: %s", model.name, model.failure)
         if model.state is not ModelState.LOADING:
@@ -476,15 +493,15 @@ class Pool:
             while not self._fits(n_bytes):
                 there = [one for one in self._all if one.n_bytes]
                 waited_s = monotonic() - began
-                held = [one.tenure(only_idle=waited_s < PATIENCE_S) for one in there]
-                victims = choose(n_bytes, self.budget_bytes, held)
+                victims = choose(n_bytes, self.budget_bytes, [one.tenure(waited_s) for one in there])
                 if victims is not None and not any(one._unloading for one in there):
                     _log.info(
                         "%s takes the place of %s", model.name, listed([there[i].name for i in victims])
                     )
                     await asyncio.wait([self.unload(there[i]) for i in victims])
                 else:
-                    await self._next_change(max(PATIENCE_S - waited_s, 0.0) or None)
+                    left_s = [left for one in there if 0.0 < (left := one.patience_s(waited_s)) < math.inf]
+                    await self._next_change(min(left_s, default=None))
             model.n_bytes = n_bytes
 
     def _fits(self, n_bytes: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -458,3 +459,42 @@ def test_a_request_waits_for_its_model_as_long_as_it_may(models: Path, tmp_path:
         assert answer.status_code == 504
         assert "not loaded within 0.2 s" in answer.json()["error"]["message"]
         server.wait_for(a="loaded")  # for the next one
+
+
+def test_two_models_with_room_for_one_are_loaded_once_each(
+    models: Path, one_bytes: int, tmp_path: Path
+) -> None:
+    """Also where a load takes longer than the patience with busy models: each answers before it ends."""
+    program = "import llamapipe.server.pool as pool\npool.PATIENCE_S = 0.05\n"
+    (tmp_path / "sitecustomize.py").write_text(program)
+    path = os.pathsep.join([str(tmp_path), str(Path(lp.__file__).parent.parent)])
+    budget = ("--memory", str(int(1.5 * one_bytes)))
+    with (
+        pool_server(
+            models / "models.toml", *OPTIONS, *budget, log=tmp_path / "log", PYTHONPATH=path
+        ) as server,
+        ThreadPoolExecutor() as threads,
+    ):
+        answers = [threads.submit(server.ask, name) for name in "abc"]
+        assert [answer.result().status_code for answer in answers] == [200] * 3
+        assert [len(server.pids(name)) for name in "abc"] == [1] * 3
+
+
+def test_a_file_that_is_gone_is_listed_no_longer(models: Path, tmp_path: Path) -> None:
+    shutil.copy(lp.demo_model_path(), tmp_path / "here.gguf")
+    shutil.copy(lp.demo_model_path(), tmp_path / "gone.gguf")
+    with pool_server(tmp_path, *OPTIONS, "--ollama", log=tmp_path / "log") as server:
+
+        def names() -> list[str]:
+            return sorted(one["name"] for one in server.client.get("/api/tags").json()["models"])
+
+        assert server.ask("gone").status_code == 200
+        (tmp_path / "gone.gguf").unlink()
+        assert server.ask("gone").status_code == 200  # its process has it
+        server.client.post("/models/unload", json={"model": "gone"})
+        server.wait_for(gone="unloaded")
+        answer = server.ask("gone")
+        assert answer.status_code == 503
+        assert "does not exist" in answer.json()["error"]["message"]
+        assert names() == ["here:latest"]
+        assert server.client.post("/api/show", json={"model": "gone"}).status_code == 404

@@ -74,6 +74,7 @@ from llamapipe._engine.submit import (
     in_order_of_prompts,
     request_batches,
 )
+from llamapipe._engine.tenant import is_of, tenant
 from llamapipe._engine.thread import EngineThread
 from llamapipe._messages import explains_fields, explains_keywords, explains_options
 from llamapipe.arguments import check_choice, check_flag, check_float, check_int, refuse_table
@@ -1675,6 +1676,14 @@ class Engine(NotCopyable):
     def stats(self) -> EngineStats:
         """A consistent copy of the counters; waits for the end of the running step."""
         return replace(self._engine_thread.stats(), queue_times=self._queue.times())
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets the cached tokens that no request uses; those of ``cache_prefix`` stay. Waits for the running step.
+
+        Any thread. Raises EngineClosedError in a forked process.
+        """
+        forget = partial(self._engine_thread.loop.reset_cache, is_of(tenant.get().cache))
+        self._engine_thread.ask(forget)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the engine's bookkeeping is inconsistent. For tests and debugging."""

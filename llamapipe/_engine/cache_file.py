@@ -10,7 +10,7 @@ import json
 import os
 import struct
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _LENGTHS = struct.Struct("<IQ")
@@ -44,6 +44,14 @@ def written(path: Path) -> Iterator[Write]:
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def remove(path: Path, is_wanted: Callable[[Hashable], bool]) -> None:
+    """Removes the sequences of the keys that are wanted from a file, if it is there. Raises OSError, ValueError."""
+    with suppress(FileNotFoundError), written(path) as write:
+        for key, snapshot in read(path):
+            if not is_wanted(key):
+                write(key, [snapshot])
 
 
 def read(path: Path) -> Iterator[tuple[Hashable, bytes]]:

@@ -20,7 +20,7 @@ Pure policy.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -854,6 +854,16 @@ class KvCache:
                 chosen.add(cells)
                 found.append(Unused(cells.slot, cells.key, tokens, self._tree.key_of(cells)))
         return found[::-1]
+
+    def reset(self, is_wanted: Callable[[Hashable], bool]) -> None:
+        """Drops the cells that no request uses, and is not kept for, of the keys that are wanted."""
+        for slot, cells in list(self.parked.items()):
+            if is_wanted(self._tree.key_of(cells)):
+                self._tree.remove(self._unpark(slot))
+                self.memory_ops.append(Remove(slot, 0))
+        for key, cells in list(self._saved.items()):
+            if not cells.pinned and is_wanted(self._tree.key_of(cells)):
+                self._forget(key)
 
     def unpin(self, request: Request) -> None:
         """A preempted request continues or has ended: its saved cells are like all others."""

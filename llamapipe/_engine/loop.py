@@ -608,6 +608,10 @@ class EngineLoop:
             if state is not None:
                 visit(found.tokens, found.cache_key, state)
 
+    def reset_cache(self, is_wanted: Callable[[Hashable], bool]) -> None:
+        """Drops cached cells; see ``KvCache.reset``."""
+        self._scheduler.cache.reset(is_wanted)
+
     def take_in(self, tokens: Sequence[int], cache_key: Hashable, state: bytes) -> None:
         """Keeps cells that come from elsewhere, if there is room."""
         cache = self._scheduler.cache

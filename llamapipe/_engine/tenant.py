@@ -6,7 +6,7 @@ It is a context variable, so that no route and no call can forget to pass it on:
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,6 +35,11 @@ def grammar_limit(timeout: float | None) -> float | None:
     """The time for a constraint whose params allow ``timeout``."""
     most = tenant.get().grammar_timeout
     return timeout if most is None else most if timeout is None else min(timeout, most)
+
+
+def is_of(owner: str | None) -> Callable[[Hashable], bool]:
+    """Whether a ``cache_key`` is one of this tenant's cache, whatever the salt and the adapters."""
+    return lambda key: (key[0] if isinstance(key, tuple) else None) == owner
 
 
 def cache_key(salt: str | None, adapters: AdapterSet | None = None) -> Hashable:

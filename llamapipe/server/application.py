@@ -394,6 +394,13 @@ ROUTES = (
     ),
     get("/ping", system.ping, "Whether the server accepts requests.", ("503",), has_key=False),
     get("/version", system.version, "The version of llamapipe."),
+    Endpoint(
+        "POST",
+        "/reset_prefix_cache",
+        _of_model(system.reset_prefix_cache),
+        "Forget the cached tokens that no request uses.",
+        ("404",),
+    ),
     get("/metrics", system.metrics, "Metrics for Prometheus.", media="text/plain"),
     get("/openapi.json", system.openapi),
 )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -24,6 +24,7 @@ import msgspec
 from starlette.responses import Response
 
 from llamapipe import hub
+from llamapipe._engine.tenant import is_of
 from llamapipe._messages import listed, quoted
 from llamapipe.errors import ModelLoadError
 from llamapipe.ollama_models import PREFIX as OLLAMA
@@ -81,7 +82,8 @@ _STREAMS = frozenset(
 _OF_ANY_MODEL = frozenset(("/model_info",))
 # These are about the server, not about one of its models.
 _OWN = frozenset(
-    ("/v1/models", "/v1/models/{id:path}", "/health", "/ping", "/version", "/metrics", "/openapi.json", "/")
+    ("/v1/models", "/v1/models/{id:path}", "/health", "/ping", "/version", "/metrics", "/openapi.json", "/",
+     "/reset_prefix_cache")
 )  # fmt: skip
 _NOT_HERE = frozenset(
     ("/api/pull", "/api/copy", "/api/delete", "/api/tags", "/api/show", "/api/ps", "/api/version")
@@ -280,6 +282,36 @@ class Front(Gate):
             raise ApiError(503, f"the process of the model {quoted(there[0].name)} ended") from None
         return Response(body, upstream.status, media_type="application/json")
 
+    async def reset_prefix_cache(self, exchange: Exchange) -> Response:
+        """``POST /reset_prefix_cache``: of the model that the query names, or of all. Loads nothing."""
+        system.refuse_resets(exchange)
+        name = exchange.query_params.get("model")
+        for model in self.pool.models if name is None else [self.pool.find(name)]:
+            if not _embeds(model):
+                await self._reset_cache(exchange, model)
+        return Response()
+
+    async def _reset_cache(self, exchange: Exchange, model: PooledModel) -> None:
+        try:
+            await self._forget_prefixes(exchange, model)
+        except (OSError, ValueError) as e:
+            what = f"the cached prefixes of {quoted(model.name)} cannot be forgotten: {e}"
+            raise ApiError(500, what) from None
+
+    async def _forget_prefixes(self, exchange: Exchange, model: PooledModel) -> None:
+        if model.state in (ModelState.LOADED, ModelState.LOADING):
+            # If this fails, what the model had is gone, or in its file.
+            with suppress(ApiError, UpstreamLostError, ConnectionError):
+                async with self.pool.lease(model, model.ttl_s) as ready:
+                    await ready
+                    async with self.pool.connection(model) as upstream:
+                        await upstream.send(self.head(exchange, 0.0), b"")
+                        body = b"".join([part async for part in upstream.parts()])
+                        if upstream.status == 200:
+                            return
+                        raise ValueError(body.decode(errors="replace"))
+        await self.pool.forget_prefixes(model, is_of(self.tenant_of(exchange).cache))
+
     # ---- as Ollama
     async def tags(self, exchange: Exchange) -> Response:
         """``GET /api/tags``: the models whose files are here."""
@@ -456,6 +488,8 @@ class Front(Gate):
                 aliases=("/v1/health",)),
             get("/ping", self.ping, "Whether the server accepts requests.", ("503",), has_key=False),
             get("/version", system.version, "The version of llamapipe."),
+            Endpoint("POST", "/reset_prefix_cache", self.reset_prefix_cache,
+                "Forget the cached tokens that no request uses.", ("404",)),
             get("/metrics", self.metrics_text, "Metrics for Prometheus.", media="text/plain"),
             get("/openapi.json", system.openapi),
         ]  # fmt: skip

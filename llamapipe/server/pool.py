@@ -22,7 +22,7 @@ import enum
 import logging
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -30,6 +30,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llamapipe import hub
+from llamapipe._engine import cache_file
 from llamapipe._messages import did_you_mean, listed, quoted
 from llamapipe.host.memory import resident_bytes
 from llamapipe.model_pool import PATIENCE_S, Tenure, choose, refusal
@@ -437,9 +438,10 @@ class Pool:
         self._n_started += 1
         options = {**entry.options, **found.options}
         file = self._cache_file(model)
-        cache_file = None if file is None else str(file)
         yields = any(one.n_running for one in self._all)  # their streams come first
-        served = ServedModel(found.file, entry.names, found.embeds, options, cache_file, yields)
+        served = ServedModel(
+            found.file, entry.names, found.embeds, options, None if file is None else str(file), yields
+        )
         process = model.process = WorkerProcess(
             self._n_started, self._command, self._placement, self._process_changed, _nobody_asks, served
         )
@@ -460,6 +462,13 @@ class Pool:
         if self._folder is None:
             return None
         return self._folder / f"{sha256(model.name.encode()).hexdigest()}.cache"
+
+    async def forget_prefixes(self, model: PooledModel, is_wanted: Callable[[Hashable], bool]) -> None:
+        """Forgets cached prefixes that an ended model has left, of the wanted keys. Raises OSError, ValueError."""
+        if model._unloading is not None:
+            await asyncio.wait([model._unloading])
+        if (file := self._cache_file(model)) is not None:
+            await asyncio.to_thread(cache_file.remove, file, is_wanted)
 
     async def _bury(self, model: PooledModel, process: WorkerProcess) -> None:
         """Waits for the end of a process, and keeps its counters."""

@@ -37,6 +37,26 @@ async def ping(exchange: Exchange) -> Response:
     return JsonResponse({})
 
 
+async def reset_prefix_cache(exchange: Exchange) -> Response:
+    """``POST /reset_prefix_cache``, as vLLM's: the client's cached tokens that no request uses are forgotten."""
+    refuse_resets(exchange)
+    state = exchange.server
+    if state.worker is not None and not state.is_behind_front:
+        raise ApiError(
+            400, "each worker has its cache, and a request reaches one of them; send SIGHUP to replace all"
+        )
+    if state.has_engine:
+        await asyncio.to_thread(state.engine.reset_prefix_cache)
+    return Response()
+
+
+def refuse_resets(exchange: Exchange) -> None:
+    """Raises ApiError 400 for what vLLM can reset besides."""
+    for name in ("reset_running_requests", "reset_external"):
+        if exchange.query_params.get(name, "false").lower() not in ("false", "0", ""):
+            raise ApiError(400, f"{name} is set; leave it out: running requests keep what they use", name)
+
+
 async def version(exchange: Exchange) -> Response:
     """``GET /version``, as vLLM's."""
     return JsonResponse({"version": llamapipe.__version__})

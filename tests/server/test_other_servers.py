@@ -261,3 +261,27 @@ def test_the_prompt_of_a_conversation_that_was_shortened(client: httpx.Client, s
         answer = client.post("/v1/chat/completions", json=body).json()
         ids, n = answer["prompt_token_ids"], answer["usage"]["prompt_tokens"]
     assert len(ids) == n < 256
+
+
+def test_vllms_clients_reset_the_prefix_cache(client: httpx.Client, engine: lp.Engine) -> None:
+    """As vLLM's benchmark does between two runs: without a body; it looks at the status."""
+    text = "A long story about a fox who lived in the wood and met a bear. " * 4
+
+    def n_cached() -> int:
+        answer = client.post("/v1/completions", json={**TEXT, "prompt": text})
+        n: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return n
+
+    n_cached()
+    assert n_cached() > 30
+    answer = client.post("/reset_prefix_cache")
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert n_cached() == 0
+    assert client.post("/reset_prefix_cache?reset_running_requests=false&model=demo").status_code == 200
+    assert n_cached() == 0
+    assert client.post("/reset_prefix_cache?reset_external=true").status_code == 400
+    assert client.post("/reset_prefix_cache?model=other").status_code == 404
+    with engine.cache_prefix(text):
+        client.post("/reset_prefix_cache")
+        assert n_cached() > 30  # who pinned it needs it
+    engine.check_integrity()

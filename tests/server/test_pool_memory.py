@@ -305,6 +305,27 @@ class TestRoom:
         assert n - n_cached <= 0.05 * n
         assert len(server.pids("a")) == 2
 
+    def test_cached_prefixes_are_forgotten_if_a_client_asks(self, server: PoolServer) -> None:
+        """Of a model that is loaded, and of one that has left them in a file; neither is loaded for it."""
+        said = "Once upon a time there was a fox who lived in a wood. " * 20
+
+        def n_cached(name: str) -> int:
+            usage = server.ask(name, prompt=said).json()["usage"]
+            n: int = usage["prompt_tokens_details"]["cached_tokens"]
+            return n
+
+        n_cached("a")
+        assert n_cached("a") > 100
+        assert server.client.post("/reset_prefix_cache", params={"model": "a"}).status_code == 200
+        assert n_cached("a") == 0
+        for name in ("b", "c"):
+            server.ask(name)
+        server.wait_for(a="unloaded")
+        assert server.client.post("/reset_prefix_cache", params={"model": "nothing"}).status_code == 404
+        assert server.client.post("/reset_prefix_cache").status_code == 200
+        assert server.loaded() == ["b", "c"]
+        assert n_cached("a") == 0
+
     def test_a_model_that_can_never_fit_is_refused_at_once(self, server: PoolServer) -> None:
         server.ask("a")
         answer = server.ask("large")

@@ -769,7 +769,7 @@ class Pending(Generic[T]):
         self.lock = Lock()
         self.is_long = False
         self.is_making = False
-        self.is_broken = False  # closing was interrupted meanwhile: results will be missing
+        self.is_broken = False  # that was interrupted: results will be missing
         self.has_ended = False
 
     def add(self, groups: Groups) -> None:
@@ -899,26 +899,23 @@ class Submission:
         with pending.lock:
             if pending.is_broken:
                 raise EngineClosedError("the engine is closed; make another")
-            return self._make(batches, mailbox, pending)
-
-    def _make(self, batches: Iterator[RequestFactory], mailbox: Mailbox, pending: Pending[T]) -> bool:
-        pending.is_making = True
-        try:
-            make = next(batches, None)
-            if make is None:
-                return False
-            pending.add(make(mailbox))
-            if isinstance(mailbox, AsyncMailbox):
-                mailbox.requests = pending.requests
-            if pending.timed_out:
-                self._submit_cancelled(pending)
-            elif pending.is_long:
-                self._queue.try_enter(*pending.unsubmitted)  # it has no limit
-                self._engine_thread.submit(*pending.unsubmitted, of_list=True)
-                pending.unsubmitted.clear()
-            return True
-        finally:
-            pending.is_making = False
+            pending.is_making = True
+            try:
+                make = next(batches, None)
+                if make is None:
+                    return False
+                pending.add(make(mailbox))
+                if isinstance(mailbox, AsyncMailbox):
+                    mailbox.requests = pending.requests
+                if pending.timed_out:
+                    self._submit_cancelled(pending)
+                elif pending.is_long:
+                    self._queue.try_enter(*pending.unsubmitted)  # it has no limit
+                    self._engine_thread.submit(*pending.unsubmitted, of_list=True)
+                    pending.unsubmitted.clear()
+                return True
+            finally:
+                pending.is_making = False
 
     def _portions(
         self, batches: Iterator[RequestFactory], mailbox: Mailbox, pending: Pending[T]
@@ -946,10 +943,12 @@ class Submission:
                 # While it is made in this thread, a signal handler closes the engine.
                 if pending.has_ended or pending.is_making or pending.is_broken:
                     return
-                pending.is_broken = True
-                while self._make(batches, mailbox, pending):
-                    pass
-                pending.is_broken = False
+                try:
+                    while self._make_next(batches, mailbox, pending):
+                        pass
+                except BaseException:
+                    pending.is_broken = True
+                    raise
 
         pending.is_long = True
         self._engine_thread.begin_list(pending, submit_rest)

@@ -25,6 +25,7 @@ from support.worker_server import wait_for_end
 import llamapipe as lp
 from llamapipe.server.ollama import shown_model
 
+HELLO = [{"role": "user", "content": "Hello"}]
 OPTIONS = ("--n-ctx", "8192", "--n-seq-max", "4")
 TOML = """\
 [models.small]
@@ -291,6 +292,45 @@ class TestFailures:
         assert server.ask("crashing").status_code == 200
         assert len(server.pids("crashing")) == 2
         assert len(server.pids("small")) == 1
+
+    @pytest.mark.parametrize(
+        ("path", "body", "error"),
+        [
+            ("/api/chat", {"messages": HELLO}, '{"error":"'),
+            ("/v1/messages", {"messages": HELLO, "max_tokens": 4000}, '"type":"error"'),
+            ("/v1/responses", {"input": "Hello", "max_output_tokens": 4000}, '"code":"model_ended"'),
+        ],
+    )  # fmt: skip
+    def test_the_end_of_a_process_is_told_in_each_apis_form(
+        self, server: PoolServer, path: str, body: dict[str, Any], error: str
+    ) -> None:
+        server.ask("crashing")
+        with server.client.stream("POST", path, json={"model": "crashing", "stream": True, **body}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            os.kill(server.pids("crashing")[-1], signal.SIGKILL)
+            last = [line for line in lines if line][-1]
+        assert error in last
+        assert "the next request starts it again" in last
+
+    def test_an_unload_lets_streams_end_and_new_requests_wait_for_the_next_process(
+        self, server: PoolServer
+    ) -> None:
+        server.ask("crashing")
+        n = len(server.pids("crashing"))
+        asked = {"model": "crashing", **LONG, "max_tokens": 500}
+        with (
+            httpx.Client(base_url=server.url, timeout=120) as mine,
+            mine.stream("POST", "/v1/completions", json=asked) as kept,
+        ):
+            lines = kept.iter_lines()
+            next(lines)
+            unloaded = server.client.post("/models/unload", json={"model": "crashing"})
+            assert unloaded.json() == {"success": True}
+            later = Thread(lambda: server.ask("crashing"))
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert later.result().status_code == 200
+        assert len(server.pids("crashing")) == n + 1
 
 
 class TestLimits:

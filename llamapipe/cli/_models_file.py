@@ -185,6 +185,9 @@ def _value(where: str, name: str, value: Any, folder: Path) -> Any:
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UsageError(f"{where} must be a number")
+    least = -1 if name == "n_gpu_layers" else 0
+    if not value >= least:  # before the list replaces a good one; its load finds the other limits
+        raise UsageError(f"{where} is {value}; it must be {least} or more")
     try:
         return option.read(str(value))
     except (ValueError, argparse.ArgumentTypeError) as e:

@@ -115,6 +115,8 @@ class TestTheList:
             ("[models.a]\nfile = 'a'\nn_ctxx = 1", "did you mean n_ctx"),
             ("[models.a]\nfile = 'a'\nn_ctx = 'x'", "must be a number"),
             ("[models.a]\nfile = 'a'\nn_ctx = 1.5", "n_ctx"),
+            ("[models.a]\nfile = 'a'\nn_ctx = -5", "n_ctx is -5; it must be 0 or more"),
+            ("[models.a]\nfile = 'a'\nmax_itl_ms = nan", "0 or more"),
             ("[models.a]\nfile = 'a'\naliases = 'b'", "list of names"),
             ("[models.a]\nfile = 'a'\nttl = -1", "ttl"),
             ("[models.a]\nfile = 'a'\nkeep = 1", "true or false"),

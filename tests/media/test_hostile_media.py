@@ -29,7 +29,7 @@ SUPPORT = Path(__file__).resolve().parents[1] / "support"
 N_FILES, N_IMAGES = 67, 200  # a campaign of thousands: tests/support/mmproj_fuzz_worker.py
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "idefics3", "ultravox"])
+@pytest.mark.parametrize("kind", ["gemma3", "idefics3", "qwen2vl", "qwen3vl", "ultravox"])
 def test_mutants_of_projectors_never_end_the_process(tmp_path: Path, kind: str) -> None:
     worker = [sys.executable, str(SUPPORT / "mmproj_fuzz_worker.py"), str(tmp_path), kind, "0", str(N_FILES)]
     done = subprocess.run(worker, capture_output=True, text=True, check=False, env=environment())

@@ -19,12 +19,21 @@ from llamapipe.native.load import native
 from support.media_models import (
     gemma3_projector,
     idefics3_projector,
+    model_with_grids,
     model_with_tile_tokens,
     picture,
+    qwen2vl_projector,
+    qwen3vl_projector,
     ultravox_projector,
 )
 
-MAKERS = {"gemma3": gemma3_projector, "idefics3": idefics3_projector, "ultravox": ultravox_projector}
+MAKERS = {
+    "gemma3": gemma3_projector,
+    "idefics3": idefics3_projector,
+    "qwen2vl": qwen2vl_projector,
+    "qwen3vl": qwen3vl_projector,
+    "ultravox": ultravox_projector,
+}
 _NUMBERS = (0, 1, 2, 3, 5, 7, 31, 33, 255, 1000, 2**16, 2**31 - 1, 2**31, 2**32 - 1)
 
 
@@ -51,7 +60,11 @@ def mutant(data: bytes, head: int, chance: random.Random) -> bytes:
 
 def main(folder: Path, kind: str, first: int, n: int) -> None:
     """Tries ``n`` mutants."""
-    text = model_with_tile_tokens(folder / "text.gguf")
+    text = folder / "text.gguf"
+    if kind in ("qwen2vl", "qwen3vl"):
+        model_with_grids(text, kind)
+    else:
+        model_with_tile_tokens(text)
     path = MAKERS[kind](folder / f"{kind}.gguf")
     data = path.read_bytes()
     head = data.rfind(b".weight") + 64

@@ -3,8 +3,8 @@
     python benchmarks/bench_images.py FOLDER [--llama-server PATH] [--seconds 30] [--streams 4]
 
 FOLDER gets two files in SmolVLM-256M's shape: SmolLM2-135M (`python tools/real_models.py smollm2`) with the tokens that
-stand around tiles, and a projector of random weights (SigLIP base). An image becomes one tile of 512 x 512 pixels, which
-has 64 rows.
+stand around tiles, and a projector of random weights (SigLIP base). An image becomes one tile of 512 x 512 pixels,
+which has 64 rows.
 
 Each server runs alone. Its text streams run for a while, then again while another client asks about one new image after
 another. Printed are the 50th and 99th percentile of the gaps between the streams' events, the images a minute, and the
@@ -208,13 +208,11 @@ def measure(name: str, command: list[str], port: int, seconds: float, n_streams:
         messages += [{"role": "assistant", "content": "A picture."}, {"role": "user", "content": "Of what?"}]
         second = client.first_s(messages)
         other = client.first_s(question(url, "Another conversation. Which colours does it have?"))
-    print(
-        f"{name:12}  gaps of {n_streams} streams, ms: quiet {quiet[0]:.0f} / {quiet[1]:.0f}, with images {busy[0]:.0f} / "
-        f"{busy[1]:.0f} (p99 x {busy[1] / quiet[1]:.1f}); {n_images * 60 / took_s:.1f} images a minute; first token s: "
-        f"new image {first:.2f}, second question {second:.2f} ({second / first:.2f}), elsewhere {other:.2f} "
-        f"({other / first:.2f})",
-        flush=True,
-    )
+    print(f"{name}: gaps of {n_streams} streams in ms, 50th and 99th percentile")
+    print(f"  text only   {quiet[0]:6.0f} {quiet[1]:6.0f}")
+    print(f"  with images {busy[0]:6.0f} {busy[1]:6.0f}  ({busy[1] / quiet[1]:.1f} times)")
+    print(f"  {n_images * 60 / took_s:.1f} images a minute; first token of a new image after {first:.2f} s,")
+    print(f"  of a second question {second / first:.2f}, elsewhere {other / first:.2f} of that", flush=True)
 
 
 def main() -> int:

@@ -28,7 +28,14 @@ from llamapipe._engine.kv import (
     Shift,
     UseAdapters,
 )
-from llamapipe._engine.positions import Grid, Positions, end_position
+from llamapipe._engine.positions import (
+    Grid,
+    Grids,
+    end_position,
+    grids_before,
+    n_tokens_before,
+    position_of,
+)
 from llamapipe._engine.request import MediaRows
 from llamapipe._engine.sampling import BackgroundDraws, BackgroundSampler, SamplingThreads
 from llamapipe._engine.scoring import TokenScore
@@ -208,8 +215,9 @@ class StepExecutor:
         self._n_swa = context.model.n_swa
         self._adapters: AdapterSet | None = None
         self._saved: dict[int, SavedCells] = {}  # by the KV cache's keys
-        self._positions_of = Positions()
-        self._grids_of_saved: dict[int, list[Grid]] = {}
+        # The images that take fewer positions than tokens, by sequence and by key; without an entry there are none.
+        self._grids: dict[int, Grids] = {}
+        self._grids_of_saved: dict[int, Grids] = {}
 
     def change_cells(self, ops: Sequence[MemoryOp]) -> CellChanges:
         self._context.claim()
@@ -229,7 +237,7 @@ class StepExecutor:
                 saved.append((op.key, None if copy is None else copy.n_bytes))
                 if copy is not None:
                     self._saved[op.key] = copy
-                    if grids := self._positions_of.grids(op.slot):
+                    if grids := self._grids.get(op.slot):
                         self._grids_of_saved[op.key] = grids
                 continue
             elif isinstance(op, UseAdapters):
@@ -250,15 +258,16 @@ class StepExecutor:
         return CellChanges(lost, saved)
 
     def _remove(self, seq_id: int, position: int, is_guess: bool) -> bool:
-        lib, grids = self._native.lib, self._positions_of
-        is_refused = grids.divides(seq_id, position) or (
-            not is_guess and self._n_swa and position and self._left_by_window(seq_id, position)
-        )
-        if not is_refused:
-            removed = lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, grids.at(seq_id, position), -1, 0)
+        lib, begin = self._native.lib, position
+        kept: Grids | None = ()
+        if grids := self._grids.get(seq_id):
+            kept, begin = grids_before(grids, position), position_of(grids, position)
+        is_left = not is_guess and self._n_swa and position and self._left_by_window(seq_id, position)
+        if kept is not None and not is_left:
+            removed = lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, begin, -1, 0)
             if removed > 0:
                 if grids:
-                    grids.set(seq_id, grids.grids(seq_id, position))
+                    self._set_grids(seq_id, kept)
                 return True
             if removed < 0:
                 raise DecodeError(f"removing from sequence {seq_id} failed ({last_error(self._native)})")
@@ -268,7 +277,14 @@ class StepExecutor:
     def _clear(self, seq_id: int) -> None:
         lib = self._native.lib
         lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, 0, -1, 0)
-        self._positions_of.set(seq_id, ())
+        self._set_grids(seq_id, ())
+
+    def _set_grids(self, seq_id: int, grids: Grids) -> None:
+        """The sequence has other cells, with these images."""
+        if grids:
+            self._grids[seq_id] = grids
+        else:
+            self._grids.pop(seq_id, None)
 
     def _left_by_window(self, seq_id: int, position: int) -> bool:
         """Whether a sliding window may lack cells that the positions before ``position`` need.
@@ -289,19 +305,19 @@ class StepExecutor:
         return False
 
     def _copy(self, source: int, seq_id: int, n: int) -> bool:
-        lib, grids = self._native.lib, self._positions_of
-        if grids.divides(source, n):
+        lib = self._native.lib
+        grids = grids_before(self._grids.get(source, ()), n)
+        if grids is None:
             self._clear(seq_id)
             return False
-        end = grids.end(source, n)
+        end = end_position(grids, n)
         if self._context.kv_unified and not self._context.model.is_recurrent:
             done = lib.lp_memory(self._handle, lib.LP_COPY, source, seq_id, 0, end, 0)
         else:  # llama.cpp's copy between streams copies a whole stream and drops the graphs
             done = lib.lp_copy(self._handle, source, seq_id, end)
         if done < 0:
             raise DecodeError(f"copying sequence {source} failed ({last_error(self._native)})")
-        if grids:
-            grids.set(seq_id, grids.grids(source, n) if done else ())
+        self._set_grids(seq_id, grids if done else ())
         return bool(done > 0)
 
     def _load(self, key: int, seq_id: int, n: int) -> bool:
@@ -309,12 +325,12 @@ class StepExecutor:
         cells = self._saved.get(key)
         if cells is None:
             return False
-        grids = [grid for grid in self._grids_of_saved.get(key, ()) if grid.begin < n]
-        if grids and grids[-1].begin + grids[-1].n > n:  # llama.cpp cannot divide an image
+        grids = grids_before(self._grids_of_saved.get(key, ()), n)
+        if grids is None:
             self._clear(seq_id)
             return False
         done = cells.load(self.pipeline, seq_id, end_position(grids, n))
-        self._positions_of.set(seq_id, grids if done else ())
+        self._set_grids(seq_id, grids if done else ())
         return done
 
     def read_cells(self, seq_id: int) -> bytes | None:
@@ -343,7 +359,7 @@ class StepExecutor:
         end: int = self._native.lib.lp_sequence_end(self._handle, seq_id)
         if end < 0:
             raise RuntimeError(f"a sequence cannot be read: {last_error(self._native)}")
-        return self._positions_of.n_tokens(seq_id, end)
+        return n_tokens_before(self._grids.get(seq_id, ()), end)
 
     def launch(
         self,
@@ -373,8 +389,9 @@ class StepExecutor:
         embeddings = grid = self._native.ffi.NULL
         if media:
             embeddings, grid = self._inputs_of(media, positions, seq_ids)
-        if self._positions_of:
-            positions = list(map(self._positions_of.at, seq_ids, positions))
+        if self._grids:
+            grids = self._grids.get
+            positions = [position_of(grids(s, ()), p) for s, p in zip(seq_ids, positions, strict=True)]
         self._tokens[0:n] = tokens
         self._positions[0:n] = positions
         self._seq_ids[0:n] = seq_ids
@@ -419,10 +436,11 @@ class StepExecutor:
                 if grid is None:
                     grid = np.full((n, 2), -1, np.int32)
                 slot, place = seq_ids[first], positions[first] - begin
-                self._positions_of.add(slot, Grid(place, source.n, source.n_positions))
-                grid[first : first + n_rows] = source.grid[begin : begin + n_rows] + self._positions_of.at(
-                    slot, place
-                )
+                grids = self._grids.get(slot, ())
+                if not grids or grids[-1].begin < place:  # else its first rows were in a step before
+                    self._grids[slot] = grids = [*grids, Grid(place, source.n, source.n_positions)]
+                at = position_of(grids, place)
+                grid[first : first + n_rows] = source.grid[begin : begin + n_rows] + at
         return addresses, ffi.NULL if grid is None else ffi.from_buffer("int32_t[]", grid)
 
     def _for_graph(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamapipe._engine.positions import Grid, Positions, end_position
+from llamapipe._engine.positions import Grid, end_position, grids_before, n_tokens_before, position_of
 
 
 class Sequence(NamedTuple):
@@ -40,30 +40,15 @@ SEQUENCES = st.builds(Sequence, IMAGES, st.integers(0, 5))
 
 @given(SEQUENCES)
 def test_each_token_has_its_position(sequence: Sequence) -> None:
-    made = Positions()
-    made.set(1, sequence.grids())
-    expected = sequence.positions()
-    assert [made.at(1, i) for i in range(len(expected))] == expected
-    assert [made.at(0, i) for i in range(5)] == [0, 1, 2, 3, 4]
-    assert bool(made) is bool(sequence.images)
-    inside = {n for grid in sequence.grids() for n in range(grid.begin + 1, grid.begin + grid.n)}
+    grids, expected = sequence.grids(), sequence.positions()
+    assert [position_of(grids, i) for i in range(len(expected))] == expected
+    assert [position_of((), i) for i in range(5)] == [0, 1, 2, 3, 4]
+    inside = {n for grid in grids for n in range(grid.begin + 1, grid.begin + grid.n)}
     for n in range(len(expected) + 1):
-        assert made.divides(1, n) is (n in inside)
-        if n not in inside:
-            end = made.end(1, n)
-            assert end == end_position(made.grids(1, n), n) == (expected[n - 1] + 1 if n else 0)
-            assert made.n_tokens(1, end) == n
-            kept = Positions()
-            kept.set(1, made.grids(1, n))
-            assert [kept.at(1, i) for i in range(n)] == expected[:n]
-
-
-@given(SEQUENCES, st.data())
-def test_images_are_added_in_parts(sequence: Sequence, data: st.DataObject) -> None:
-    made = Positions()
-    for grid in sequence.grids():
-        for _ in range(data.draw(st.integers(1, 3))):
-            made.add(2, grid)
-    assert made.grids(2) == sequence.grids()
-    made.set(2, ())
-    assert not made and made.at(2, 7) == 7
+        kept = grids_before(grids, n)
+        assert (kept is None) is (n in inside)
+        if kept is not None:
+            end = end_position(kept, n)
+            assert end == (expected[n - 1] + 1 if n else 0)
+            assert n_tokens_before(kept, end) == n_tokens_before(grids, end) == n
+            assert [position_of(kept, i) for i in range(n)] == expected[:n]

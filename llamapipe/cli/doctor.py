@@ -135,10 +135,11 @@ def _build(build: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("build", False, "no record of a native build", _REBUILD)
         return
     backends = ", ".join(build.get("backends", []))
+    parts = (backends, build.get("date", "?"), build.get("compiler", "?"), build.get("flags", ""))
     yield Finding(
         "build",
         True,
-        f"{backends}; {build.get('date', '?')}; {build.get('compiler', '?')}; {build.get('flags', '')}",
+        "; ".join(part for part in parts if part),
     )
     yield _cpu_features(build)
     yield Finding(

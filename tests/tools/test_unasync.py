@@ -24,10 +24,15 @@ def test_nothing_was_edited_by_hand() -> None:
 
 
 def test_every_call_has_a_twin() -> None:
-    """But for those that only look at the engine."""
+    """But for those that wait for one step at most."""
     public = {name for name in NAMES if not name.startswith("_")}
     twins = {"close", *CALLS}
-    assert public - twins - {f"a{name}" for name in twins} == {"check_integrity", "check_params", "stats"}
+    assert public - twins - {f"a{name}" for name in twins} == {
+        "check_integrity",
+        "check_params",
+        "reset_prefix_cache",
+        "stats",
+    }
 
 
 @pytest.mark.parametrize("name", CALLS)

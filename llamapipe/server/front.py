@@ -289,7 +289,7 @@ class Front(Gate):
         for model in self.pool.models if name is None else [self.pool.find(name)]:
             if not _embeds(model):
                 await self._reset_cache(exchange, model)
-        return Response()
+        return JsonResponse({})
 
     async def _reset_cache(self, exchange: Exchange, model: PooledModel) -> None:
         try:

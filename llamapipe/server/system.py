@@ -47,7 +47,7 @@ async def reset_prefix_cache(exchange: Exchange) -> Response:
         )
     if state.has_engine:
         await asyncio.to_thread(state.engine.reset_prefix_cache)
-    return Response()
+    return JsonResponse({})
 
 
 def refuse_resets(exchange: Exchange) -> None:

@@ -275,7 +275,7 @@ def test_vllms_clients_reset_the_prefix_cache(client: httpx.Client, engine: lp.E
     n_cached()
     assert n_cached() > 30
     answer = client.post("/reset_prefix_cache")
-    assert (answer.status_code, answer.content) == (200, b"")
+    assert (answer.status_code, answer.json()) == (200, {})
     assert n_cached() == 0
     assert client.post("/reset_prefix_cache?reset_running_requests=false&model=demo").status_code == 200
     assert n_cached() == 0

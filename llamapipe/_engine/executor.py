@@ -100,7 +100,7 @@ class Executor(Protocol):
     ) -> int:
         """Starts computing a batch and returns the step's number.
 
-        ``positions``: places in the sequences; where llama.cpp's positions differ, this is the executor's affair.
+        ``positions``: places in the sequences, which the executor translates where llama.cpp's positions differ.
         ``media``: runs of entries that are rows, not tokens, which the caller keeps until the step is done.
         ``is_causal``: see ``BatchPlan``.
 
@@ -387,7 +387,9 @@ class StepExecutor:
         self._launched_s = perf_counter()
         n = self._n = len(tokens)
         embeddings = grid = self._native.ffi.NULL
+        grids_before_launch = self._grids
         if media:
+            self._grids = self._grids.copy()
             embeddings, grid = self._inputs_of(media, positions, seq_ids)
         if self._grids:
             grids = self._grids.get
@@ -416,6 +418,7 @@ class StepExecutor:
             is_causal,
         )
         if step_id < 0:
+            self._grids = grids_before_launch  # no sequence has the images of this step
             self._fail(step_id)
         if self.tuner is not None:
             self.tuner.launched(n)

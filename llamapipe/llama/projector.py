@@ -210,7 +210,7 @@ class Projector:
         if native.lib.lp_media_chunk(self._handle, chunks, index, part) < 0:
             raise InvalidRequestError(f"{given.place}: the {given.kind} cannot be used: {last_error(native)}")
         if not part.is_text:
-            return self._media_chunk(chunks, index, part, digest)
+            return self._media_chunk(given, chunks, index, part, digest)
         tokens: list[int] = native.ffi.unpack(part.tokens, part.n_tokens)
         if any(not 0 <= token < self._n_vocab for token in tokens):
             raise InvalidRequestError(
@@ -219,11 +219,14 @@ class Projector:
             )
         return tokens
 
-    def _media_chunk(self, chunks: Any, index: int, part: Any, digest: bytes) -> MediaChunk:
-        grid, n_positions = None, 0
+    def _media_chunk(self, given: Given, chunks: Any, index: int, part: Any, digest: bytes) -> MediaChunk:
+        native, grid, n_positions = self._native, None, 0
         if part.has_grid:
             grid, n_positions = np.empty((part.n_tokens, 2), np.int32), part.n_positions
-            self._native.lib.lp_media_grid(chunks, index, self._native.ffi.from_buffer("int32_t[]", grid))
+            if native.lib.lp_media_grid(chunks, index, native.ffi.from_buffer("int32_t[]", grid)) < 0:
+                raise InvalidRequestError(
+                    f"{given.place}: the {given.kind} cannot be used: {last_error(native)}"
+                )
         return MediaChunk(chunks, index, part.n_tokens, part.is_causal, digest, grid, n_positions)
 
     def encode(self, media: Any) -> bool:

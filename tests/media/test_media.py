@@ -40,14 +40,18 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_with_tile_tokens(tmp_path_factory.mktemp("media") / "text.gguf")
 
 
+def model_of(kind: str, folder: Path, text: Path) -> lp.Model:
+    """A model with a projector of this kind."""
+    if kind == "qwen2vl":
+        text = model_with_grids(folder / "text.gguf")
+    return lp.Model(text, mmproj=PROJECTORS[kind](folder / f"{kind}.gguf"))
+
+
 @pytest.fixture(scope="module", params=PROJECTORS)
 def model(
     request: pytest.FixtureRequest, text_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[lp.Model]:
-    folder = tmp_path_factory.mktemp("media")
-    path = PROJECTORS[request.param](folder / f"{request.param}.gguf")
-    text = model_with_grids(folder / "text.gguf") if request.param == "qwen2vl" else text_model
-    with lp.Model(text, mmproj=path) as model:
+    with model_of(request.param, tmp_path_factory.mktemp("media"), text_model) as model:
         yield model
 
 
@@ -56,10 +60,7 @@ def tiles(
     request: pytest.FixtureRequest, text_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[lp.Model]:
     """One whose images are several parts with tokens between them, and one whose rows have a height and a width."""
-    folder = tmp_path_factory.mktemp("media")
-    path = PROJECTORS[request.param](folder / f"{request.param}.gguf")
-    text = model_with_grids(folder / "text.gguf") if request.param == "qwen2vl" else text_model
-    with lp.Model(text, mmproj=path) as model:
+    with model_of(request.param, tmp_path_factory.mktemp("media"), text_model) as model:
         yield model
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,13 @@ from support.media_models import model_with_grids, picture, qwen2vl_projector, q
 from support.mtmd_reference import MARKER, Reference
 
 import llamapipe as lp
+from llamapipe._engine.executor import StepExecutor
+from llamapipe._engine.request import MediaRows
+from llamapipe.errors import ContextFullError
+from llamapipe.llama.context import Context
+from llamapipe.llama.native_pipeline import engine_pipeline
+from llamapipe.llama.projector import MediaChunk
+from llamapipe.media.decode import Given
 
 ONE = lp.SamplingParams(max_tokens=1, logprobs=20, temperature=0, ignore_eos=True)
 # ggml's flash attention rounds otherwise where a batch has many rows.
@@ -196,3 +204,28 @@ def test_the_saved_cache_leaves_images_out(model: lp.Model, tmp_path: Path) -> N
         engine._load_cache(tmp_path / "cache")
         assert engine.generate(text, ONE).n_cached_tokens >= n_prompt - 2
         assert engine.chat(question(0)[0], ONE).n_cached_tokens < 10
+
+
+def test_a_launch_that_was_refused_leaves_no_positions_behind(model: lp.Model) -> None:
+    """The next request in its slot is text, which has a position for each token."""
+    assert model.projector is not None
+    (image,) = (
+        part
+        for part in model.projector.media(Given("image", picture(200, 120), "here")).parts
+        if isinstance(part, MediaChunk)
+    )
+    model.projector.encode(image)
+    context = Context(model, n_ctx=256, n_batch=256, n_ubatch=256, n_threads=1)
+    with closing(StepExecutor(engine_pipeline(context, "auto", 1))) as executor:
+
+        def launch(begin: int, n: int, media: Sequence[MediaRows] = ()) -> None:
+            executor.launch([5] * n, range(begin, begin + n), [0] * n, [0] * n, media=media)
+
+        n_left = image.n - 1
+        launch(0, context.n_cells - n_left)
+        begin = executor.sequence_end(0)
+        with pytest.raises(ContextFullError):
+            launch(begin, image.n, [MediaRows(0, image.n, image, 0)])
+        assert executor.sequence_end(0) == begin
+        launch(begin, n_left)
+        assert executor.sequence_end(0) == context.n_cells

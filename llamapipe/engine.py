@@ -169,7 +169,7 @@ class Engine(NotCopyable):
       ``flash_attn``: ``"auto"`` uses flash attention where the backend supports it.
     - ``n_threads``: compute threads. Default: the cores this process may use, or fewer in a container with a CPU
       limit, and fewer for as long as other work needs the cores; with ``kernels="ggml"`` this may change how texts
-      of 512 tokens or more are rounded (``docs/design/cpu.md``). A given number stays fixed: more threads than
+      of 512 tokens or more are rounded (``docs/sampling.md``). A given number stays fixed: more threads than
       free cores slow the engine down several-fold.
     - ``prefix_cache``: keep the KV cells of ended requests, so that requests that begin with the same tokens need not
       compute them; see ``docs/guides/memory.md``. ``"exact"`` reuses fewer, so that logits are bitwise those without

@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         "--openmp",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="OpenMP threads in the CPU backend instead of ggml's own (default: off, see docs/design/build.md)",
+        help="OpenMP threads in the CPU backend instead of ggml's own (default: off, see design/build.md)",
     )
     parser.add_argument(
         "--rpc",

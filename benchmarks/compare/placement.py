@@ -2,7 +2,7 @@
 
 Files stay where they are in memory while they are cached, whichever process maps them. Where the code of llama.cpp's
 kernels lies makes up to 15 % of its speed: of byte-identical copies of one library, one stays slower than the others
-(docs/design/build.md). Without this a comparison would compare such places.
+(design/build.md). Without this a comparison would compare such places.
 """
 
 from __future__ import annotations

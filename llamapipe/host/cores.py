@@ -1,7 +1,7 @@
 """How many cores this process may compute on, and how several processes divide them.
 
 llama.cpp's compute threads busy-wait for each other after every operation. With more threads than cores they are
-several times slower than with fewer (docs/design/cpu.md). Memory of another NUMA node is slower, and two processes on
+several times slower than with fewer (design/cpu.md). Memory of another NUMA node is slower, and two processes on
 the hyperthreads of one core disturb each other. So a process's share is whole nodes where there are enough, else whole
 physical cores of one node.
 """

@@ -36,7 +36,7 @@ from llamapipe.structured.schema import (
 _log = logging.getLogger("llamapipe")
 
 # Longest text of each kind, in characters. It bounds the time of a compilation, which cannot be stopped: the slowest
-# texts of this length that are known take 3 to 10 s (docs/design/sampling.md), ordinary ones less than a second.
+# texts of this length that are known take 3 to 10 s (design/sampling.md), ordinary ones less than a second.
 MAX_CHARS = {"json_schema": 2**17, "regex": 2**16, "lark": 2**15, "choice": 2**17}
 N_CACHED = 128
 

@@ -11,13 +11,14 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     *sorted(ROOT.glob("*.md")),
     *sorted(ROOT.glob("docs/**/*.md")),
+    *sorted(ROOT.glob("design/*.md")),
     *sorted(ROOT.glob("benchmarks/**/*.md")),
     ROOT / "third_party" / "README.md",
 ]
 NOTEBOOK = (
     ROOT / "benchmarks" / "notebook"
 )  # tells what was true then: its links hold, its paths may be of the past
-FOLDERS = ("benchmarks", "ci", "docs", "llamapipe", "native_build", "tests", "third_party", "tools")
+FOLDERS = ("benchmarks", "ci", "design", "docs", "llamapipe", "native_build", "tests", "third_party", "tools")
 BUILT = ("llamapipe/native/lib", "third_party/llama.cpp")  # there after a build, or if the user puts it there
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^()\s]+)\)")
@@ -81,10 +82,17 @@ def test_pages_named_in_the_package_exist() -> None:
         *ROOT.glob("llamapipe/native/src/*.[ch]pp"),
         ROOT / "pyproject.toml",
     ]
-    ours = re.compile(r"(?<![\w/.-])docs/[\w./-]+\.md")
+    ours = re.compile(r"(?<![\w/.-])(?:docs|design)/[\w./-]+\.md")
     named = {name for source in sources for name in ours.findall(source.read_text(encoding="utf-8"))}
     named -= {"docs/autoparser.md", "docs/format.md"}  # of llama.cpp, and of harmony
     assert named and not {name for name in named if not (ROOT / name).exists()}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_every_table_has_a_head(page: Path) -> None:
+    """A blank line would end a table, and show its other rows as text."""
+    for table in re.findall(r"(?:^\|.*\n)+", prose(page), re.MULTILINE):
+        assert re.match(r".*\n\|[-:| ]+\n", table), table.splitlines()[0]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
@@ -111,7 +119,7 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
             for target in LINK.findall(prose(page))
         }
         new = {file for file in targets if file.suffix == ".md" and file.exists()} - known
-    pages = {page for page in PAGES if (ROOT / "docs") in page.parents}
+    pages = {page for page in PAGES if {ROOT / "docs", ROOT / "design"} & {*page.parents}}
     # The site shows a page from outside its folder in place of these, which only link to it.
     places = {
         page for page in pages - known if page.stat().st_size < 150 and len(LINK.findall(prose(page))) == 1

@@ -26,7 +26,11 @@ if find_spec("llamapipe") is None:
 
 import llamapipe  # noqa: E402
 
-OUTSIDE = {"changelog": "CHANGELOG.md", "contributing": "CONTRIBUTING.md"}
+OUTSIDE = {
+    "architecture": "design/architecture.md",
+    "changelog": "CHANGELOG.md",
+    "contributing": "CONTRIBUTING.md",
+}
 PAGE_OF = {ROOT / name: DOCS / f"{page}.md" for page, name in OUTSIDE.items()}
 PAGE_OF[ROOT / "README.md"] = DOCS / "index.md"
 LINK = re.compile(r"(?P<text>!?\[[^\]]*\])\((?P<path>[^()\s#:]+)(?P<anchor>#[^()\s]*)?\)")

@@ -104,7 +104,7 @@ def test_tests_named_in_the_text_exist(page: Path) -> None:
 
 
 def test_the_architecture_page_names_every_package() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = (ROOT / "design" / "architecture.md").read_text(encoding="utf-8")
     packages = {file.parent.relative_to(ROOT).as_posix() for file in ROOT.glob("llamapipe/*/__init__.py")}
     assert not {name for name in packages if f"`{name}`" not in text}
 

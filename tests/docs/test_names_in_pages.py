@@ -21,7 +21,7 @@ def recipes() -> str:
 
 
 def architecture() -> str:
-    return (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    return (ROOT / "design" / "architecture.md").read_text(encoding="utf-8")
 
 
 def words() -> set[str]:

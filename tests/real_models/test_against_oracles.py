@@ -27,7 +27,7 @@ def texts(n: int) -> Iterator[str]:
     """Lines of the documentation and the code, of other scripts, and random pieces of both."""
     lines = [
         line
-        for path in (HERE / "README.md", HERE / "docs" / "architecture.md", HERE / "llamapipe" / "engine.py")
+        for path in (HERE / "README.md", HERE / "design" / "architecture.md", HERE / "llamapipe" / "engine.py")
         for line in path.read_text(encoding="utf-8").splitlines()
         if line.strip()
     ]
@@ -59,7 +59,7 @@ def test_token_ids_are_those_of_tokenizers(name: str, tmp_path: Path) -> None:
 def test_log_probabilities_are_those_of_numpy(name: str, n_tokens: int) -> None:
     path = real_model(name)
     with lp.Model(path) as model, lp.Engine(model, n_ctx=1024, n_seq_max=2) as engine:
-        tokens = model.tokenize((HERE / "docs" / "architecture.md").read_text(encoding="utf-8"))[:n_tokens]
+        tokens = model.tokenize((HERE / "design" / "architecture.md").read_text(encoding="utf-8"))[:n_tokens]
         scored = np.array(engine.score_tokens(tokens).logprobs[-(n_tokens - 1) :], np.float64)
         # The same token by token, from the cache.
         steps = engine.generate(tokens[:40], lp.SamplingParams(max_tokens=8, temperature=0, logprobs=1))

@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parents[2]
 
 
 def words() -> str:
-    return (HERE / "docs" / "architecture.md").read_text(encoding="utf-8")
+    return (HERE / "design" / "architecture.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.timeout(1800)

@@ -27,7 +27,11 @@ def texts(n: int) -> Iterator[str]:
     """Lines of the documentation and the code, of other scripts, and random pieces of both."""
     lines = [
         line
-        for path in (HERE / "README.md", HERE / "design" / "architecture.md", HERE / "llamapipe" / "engine.py")
+        for path in (
+            HERE / "README.md",
+            HERE / "design" / "architecture.md",
+            HERE / "llamapipe" / "engine.py",
+        )
         for line in path.read_text(encoding="utf-8").splitlines()
         if line.strip()
     ]

@@ -114,12 +114,6 @@ class _Reader(NotCopyable):
             self._engine_thread.resume(request)
         return delta
 
-    def _left_s(self) -> float | None:
-        """Seconds the next delta may take; None without a deadline, or if the request is finished."""
-        if self._deadline is None or self._request.state is State.FINISHED:
-            return None
-        return max(self._deadline - perf_counter(), 0.0)
-
     def _expired(self) -> TimeoutError:
         error = TimeoutError("the request did not finish within its timeout and was cancelled")
         self.observed_end(error)
@@ -353,11 +347,14 @@ class AsyncStream(_Reader):
             raise StopAsyncIteration
         if self._engine_thread.forked:
             self._engine_thread.check_caller()
-        left_s = None if self._deadline is None else self._left_s()
-        if left_s == 0:  # also if deltas are left in the mailbox
-            raise self._expired()
+        deadline = self._deadline
+        if deadline is not None:
+            if self._request.state is State.FINISHED:
+                deadline = None  # the rest is in the mailbox
+            elif perf_counter() >= deadline:  # also if deltas are left there
+                raise self._expired()
         try:
-            item = await self._mailbox.get(left_s)
+            item = await self._mailbox.get(deadline)
         except Empty:
             raise self._expired() from None
         except BaseException as e:  # Ctrl-C, or the task is cancelled, while it waits
@@ -635,11 +632,14 @@ class Stream(_Reader):
             raise StopIteration
         if self._engine_thread.forked:
             self._engine_thread.check_caller()
-        left_s = None if self._deadline is None else self._left_s()
-        if left_s == 0:  # also if deltas are left in the mailbox
-            raise self._expired()
+        deadline = self._deadline
+        if deadline is not None:
+            if self._request.state is State.FINISHED:
+                deadline = None  # the rest is in the mailbox
+            elif perf_counter() >= deadline:  # also if deltas are left there
+                raise self._expired()
         try:
-            item = self._mailbox.get(left_s)
+            item = self._mailbox.get(deadline)
         except Empty:
             raise self._expired() from None
         except BaseException as e:  # Ctrl-C, or the task is cancelled, while it waits

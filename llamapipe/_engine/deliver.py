@@ -390,10 +390,9 @@ class ThreadMailbox:
         self._items.append(item)
         self._dispatcher.add_thread(self)
 
-    def get(self, timeout: float | None = None) -> Any:
-        """Waits for the next item; signals interrupt it. Raises queue.Empty after ``timeout`` seconds."""
+    def get(self, deadline: float | None = None) -> Any:
+        """Waits for the next item; signals interrupt it. Raises queue.Empty after ``deadline`` (``perf_counter``)."""
         items, dispatcher = self._items, self._dispatcher
-        deadline = None if timeout is None else perf_counter() + timeout
         while True:
             if items:  # checked first: the exception would cost more than the token
                 try:
@@ -442,10 +441,9 @@ class AsyncMailbox:
                 if not waiter.done():
                     raise
 
-    async def get(self, timeout: float | None = None) -> Any:
-        """Waits for the next item. Raises queue.Empty after ``timeout`` seconds."""
+    async def get(self, deadline: float | None = None) -> Any:
+        """Waits for the next item. Raises queue.Empty after ``deadline`` (``perf_counter``)."""
         items = self._items
-        deadline = None if timeout is None else perf_counter() + timeout
         while not items:
             self._waiter = waiter = self.loop.create_future()
             if deadline is None:

@@ -132,11 +132,6 @@ def call_options(
     )
 
 
-def left_s(deadline: float | None) -> float | None:
-    """Seconds until a time of ``perf_counter``; None: no limit."""
-    return None if deadline is None else max(deadline - perf_counter(), 0.0)
-
-
 class ExpiredError(TimeoutError):
     """The deadline of a call passed."""
 
@@ -1003,7 +998,7 @@ class Submission:
                     if not pending.groups:
                         return results
                     # What is cancelled at the deadline arrives within a step.
-                    item = await mailbox.get(None if pending.timed_out else left_s(options.deadline))
+                    item = await mailbox.get(None if pending.timed_out else options.deadline)
                 except Empty:
                     self._stop(pending, options.expired())
                 except ExpiredError as expired:
@@ -1054,7 +1049,7 @@ class Submission:
                     if not pending.groups:
                         return results
                     # What is cancelled at the deadline arrives within a step.
-                    item = mailbox.get(None if pending.timed_out else left_s(options.deadline))
+                    item = mailbox.get(None if pending.timed_out else options.deadline)
                 except Empty:
                     self._stop(pending, options.expired())
                 except ExpiredError as expired:
@@ -1099,7 +1094,7 @@ class Submission:
                         if exhausted:
                             return
                         continue
-                    item = mailbox.get(left_s(options.deadline))
+                    item = mailbox.get(options.deadline)
                 except Empty:
                     raise options.expired() from None
                 yield self._read(item, pending)
@@ -1119,7 +1114,7 @@ class Submission:
         try:
             while pending.groups or not submitting.done():
                 try:
-                    item = await mailbox.get(left_s(pending.options.deadline))
+                    item = await mailbox.get(pending.options.deadline)
                 except Empty:
                     raise pending.options.expired() from None
                 if item is submitting:

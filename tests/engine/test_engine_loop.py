@@ -8,6 +8,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -674,7 +675,7 @@ def next_token(desk: Desk, generation: Generation) -> Token:
     request = request_of(generation)
     request.token_budget = request.n_total + 1
     desk.engine_thread.call(desk.engine_thread.loop.resume, request)
-    token: Token = generation._mailbox.get(timeout=PATIENCE_S)
+    token: Token = generation._mailbox.get(perf_counter() + PATIENCE_S)
     assert isinstance(token, Token)
     generation._tokens.append(token.id)
     return token

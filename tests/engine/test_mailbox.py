@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -208,13 +209,13 @@ def test_get_ends_at_its_timeout() -> None:
     mailbox = ThreadMailbox(dispatcher)
     for timeout in (0, 0.01):
         with pytest.raises(Empty):
-            mailbox.get(timeout)
+            mailbox.get(perf_counter() + timeout)
     assert mailbox.waiter is not None
     assert not dispatcher._wake_queue.asleep(mailbox.waiter)
     mailbox.put("late")
-    assert mailbox.get(0) == "late"  # what is there needs no time
+    assert mailbox.get(perf_counter()) == "late"  # what is there needs no time
     with pytest.raises(Empty):
-        mailbox.get(0)
+        mailbox.get(perf_counter())
 
 
 @pytest.mark.usefixtures("patient")

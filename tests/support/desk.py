@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import Empty
+from time import perf_counter
 from typing import Any
 
 from llamapipe._engine.deliver import Choices, CompletionSink, DeltaSink, Failure, ThreadMailbox, TokenSink
@@ -45,7 +46,7 @@ class Answer:
     def result(self) -> Completion:
         """Waits for the end; raises what the request failed with."""
         try:
-            _, result = self.mailbox.get(timeout=PATIENCE_S)
+            _, result = self.mailbox.get(perf_counter() + PATIENCE_S)
         except Empty:
             raise AssertionError(f"no answer: {self.request!r}") from None
         if isinstance(result, Failure):

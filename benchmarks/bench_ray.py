@@ -37,7 +37,7 @@ import ray.data
 
 import llamapipe as lp
 import llamapipe.ray as lr
-from llamapipe.ray.data import mapped
+from llamapipe.ray._data import mapped
 
 _OPTIONS: dict[str, object] = {"n_ctx": 256, "n_seq_max": 16}
 _STORE_BYTES = 200 * 2**20

@@ -2,7 +2,7 @@
 
 Open this file to add an option, or to change a range, a help text or a name. ``SamplingParams`` has a typed field for
 each row. Its checks, the numbers of the native struct (``llama/sampling_options.py``), the fields of requests to the
-server (``server/sampling.py``), the options of the command line (``cli/options.py``), the hints about names of other
+server (``server/_sampling.py``), the options of the command line (``cli/options.py``), the hints about names of other
 programs and the table in ``docs/sampling.md`` are made from the rows. ``tests/test_sampling_table.py`` compares them
 all. CONTRIBUTING.md has the steps.
 """

@@ -108,6 +108,29 @@ def test_no_module_imports_itself_by_a_detour() -> None:
     assert not waiting
 
 
+# Modules there have the names of commands, and of llama-cpp-python's modules.
+NAMED_BY_OTHERS = ("llamapipe.cli", "llamapipe.compat")
+
+
+def test_modules_that_only_their_package_imports_begin_with_an_underscore() -> None:
+    users: dict[str, set[str]] = {name: set() for name in MODULES}
+    for name in MODULES:
+        for other in imported(name) & MODULES.keys():
+            users[other].add(name)
+    inner = {
+        name
+        for name, path in MODULES.items()
+        if name.count(".") > 1 and "._" not in name and not path.stem.startswith("__")
+    }
+    packages = {name: name.rpartition(".")[0] for name in inner}
+    assert not {
+        name
+        for name, package in packages.items()
+        if package not in NAMED_BY_OTHERS
+        and all(f"{user}.".startswith(f"{package}.") for user in users[name])
+    }
+
+
 @pytest.mark.parametrize("name", [name for name in MODULES if room_of(name) == "policy"])
 def test_policy_is_pure(name: str) -> None:
     """Neither a module of it nor what it imports knows threads, clocks or native code."""

@@ -17,13 +17,15 @@ import msgspec
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # after an installed llamapipe
 
-from llamapipe.server.anthropic import CountRequest, MessagesRequest
-from llamapipe.server.chat import ChatRequest
-from llamapipe.server.completions import CompletionRequest, Streamed
-from llamapipe.server.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
-from llamapipe.server.fields import Fate, Only, Unused, fates, inner_types
-from llamapipe.server.llama_server import InfillRequest, LlamaCompletionRequest, LlamaServerRequest
-from llamapipe.server.mistral import FimRequest
+from llamapipe.server._anthropic import CountRequest, MessagesRequest
+from llamapipe.server._chat import ChatRequest
+from llamapipe.server._completions import CompletionRequest, Streamed
+from llamapipe.server._embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
+from llamapipe.server._fields import Fate, Only, Unused, fates, inner_types
+from llamapipe.server._llama_server import InfillRequest, LlamaCompletionRequest, LlamaServerRequest
+from llamapipe.server._mistral import FimRequest
+from llamapipe.server._responses import ResponsesRequest
+from llamapipe.server._sampling import Sampling
 from llamapipe.server.ollama import (
     EmbedRequest,
     GenerateRequest,
@@ -32,8 +34,6 @@ from llamapipe.server.ollama import (
     Options,
     _Table,
 )
-from llamapipe.server.responses import ResponsesRequest
-from llamapipe.server.sampling import Sampling
 
 PAGE = Path(__file__).parent.parent / "docs" / "guides" / "server.md"
 BEGIN, END = "<!-- fields: python tools/field_tables.py -->\n", "<!-- end of fields -->\n"

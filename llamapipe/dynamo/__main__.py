@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from llamapipe.cli.parser import UsageError
-from llamapipe.dynamo.arguments import parser
+from llamapipe.dynamo._arguments import parser
 from llamapipe.errors import LlamapipeError
 
 
@@ -38,7 +38,7 @@ def _run(argv: list[str]) -> None:
     try:
         from dynamo.common.backend.run import run
 
-        from llamapipe.dynamo.worker import EngineWorker
+        from llamapipe.dynamo._worker import EngineWorker
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "llamapipe":
             raise

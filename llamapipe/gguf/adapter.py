@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from llamapipe.errors import ModelLoadError
+from llamapipe.gguf._shapes import text
 from llamapipe.gguf.check import Stamp, check_tensors, open_gguf, type_name
 from llamapipe.gguf.reader import ARRAY, F32, TYPE_NAMES, U32, Array, Damage, Head, Tensor
-from llamapipe.gguf.shapes import text
 
 _ALPHA: Final = "adapter.lora.alpha"
 _INVOCATION: Final = "adapter.alora.invocation_tokens"

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Final
 
 from llamapipe.errors import ModelLoadError
+from llamapipe.gguf._shapes import check_shapes
+from llamapipe.gguf._vocab import check_vocabulary
 from llamapipe.gguf.names import part_name, read_name
 from llamapipe.gguf.reader import U16, Array, Damage, Head, Tensor, parse_head
-from llamapipe.gguf.shapes import check_shapes
-from llamapipe.gguf.vocab import check_vocabulary
 
 # ggml's tensor types: name, values in a block, bytes of a block (ggml.h, ggml-common.h).
 _TYPES: Final = {

@@ -14,8 +14,8 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, Final, NamedTuple
 
+from llamapipe.gguf._shapes import text
 from llamapipe.gguf.reader import Array, Head, parse_head
-from llamapipe.gguf.shapes import text
 
 
 class PreTokenizer(NamedTuple):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llamapipe.host.control_group import limit_files
+from llamapipe.host._control_group import limit_files
 
 T = TypeVar("T")
 _TRIES = 20

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from llamapipe.host.control_group import limit_files
+from llamapipe.host._control_group import limit_files
 from llamapipe.host.cores import cpu_quota, usable_cores
 from llamapipe.locks import Lock
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from llamapipe.host.control_group import limit_files
+from llamapipe.host._control_group import limit_files
 
 _MEMINFO = Path("/proc/meminfo")
 

@@ -14,8 +14,8 @@ from llamapipe.arguments import check_flag
 from llamapipe.chat.media import with_paths_below
 from llamapipe.chat.results import ToolCall
 from llamapipe.engine import Engine
+from llamapipe.jobs._tables import RESULT_FIELDS
 from llamapipe.jobs.records import Record, as_json, column, is_null
-from llamapipe.jobs.tables import RESULT_FIELDS
 from llamapipe.params import SamplingParams
 from llamapipe.results import TokenLogprob
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
 
 from llamapipe._messages import listed, quoted
-from llamapipe.jobs import tables
+from llamapipe.jobs import _tables
 
 FORMATS: Final = ("jsonl", "csv", "parquet")
 STDIN: Final = Path("-")
@@ -159,7 +159,7 @@ def read_records(path: Path) -> Iterator[Record]:
         case "csv":
             return _csv_records(path)
         case "parquet":
-            return (Record(index, row) for index, row in enumerate(tables.read_parquet(path)))
+            return (Record(index, row) for index, row in enumerate(_tables.read_parquet(path)))
         case _:
             return _json_records(path)
 
@@ -182,7 +182,7 @@ def count_records(path: Path) -> int | None:
     if path == STDIN:
         return None
     if kind == "parquet":
-        return tables.count_parquet(path)
+        return _tables.count_parquet(path)
     if kind == "csv":
         try:
             return sum(1 for _ in _csv_records(path))

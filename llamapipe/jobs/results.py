@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from llamapipe.jobs import tables
+from llamapipe.jobs import _tables
 from llamapipe.jobs.records import STDIN, format_of
 
 try:
@@ -222,12 +222,12 @@ def open_output(path: Path, *, overwrite: bool = False) -> Iterator[ResultFile]:
     lines = lines_of(path)
     if is_complete(path) and not overwrite:
         raise FileExistsError(f"{path} is complete already; remove it to begin anew")
-    tables.require(path)
+    _tables.require(path)
     results = ResultFile(lines, overwrite=overwrite)
     try:
         yield results
         if lines != path:
-            tables.write_table(lines, path)
+            _tables.write_table(lines, path)
             lines.unlink()
     finally:
         results.close()

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from llamapipe.arguments import check_float, check_int, path_of
 from llamapipe.errors import BackendError, EngineClosedError, InvalidRequestError, ModelLoadError
-from llamapipe.llama.loading import mapping_guard
+from llamapipe.llama._loading import mapping_guard
 from llamapipe.native.load import drain_log, last_error
 from llamapipe.native.not_copyable import NotCopyable
 

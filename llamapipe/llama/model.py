@@ -21,10 +21,10 @@ from llamapipe.arguments import check_choice, check_flag, check_int, path_of
 from llamapipe.errors import BackendError, EngineClosedError, ModelLoadError
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.memory import free_memory, return_freed_memory
+from llamapipe.llama._loading import Progress, is_loading, load, mapping_guard
 from llamapipe.llama.adapter import Adapter, ControlVector, ModelAdapters
 from llamapipe.llama.devices import Device, check_rpc, device_list, shares_of_devices, used_devices
 from llamapipe.llama.fim import FimExtra, FimOrder, fim_prompt, fim_text
-from llamapipe.llama.loading import Progress, is_loading, load, mapping_guard
 from llamapipe.llama.vocab import Vocab
 from llamapipe.locks import Lock
 from llamapipe.native.load import native
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from llamapipe.chat.tools import ToolDefinition
     from llamapipe.gguf.check import GgufInfo
     from llamapipe.gguf.reader import Tensor
-    from llamapipe.llama.chat_prompts import ChatPrompts
+    from llamapipe.llama._chat_prompts import ChatPrompts
     from llamapipe.llama.projector import Projector
     from llamapipe.rpc import Workers
 
@@ -222,7 +222,7 @@ class Model(NotCopyable):
         with ExitStack() as stack:
             cache = None
             if packs and folder is not None and not self.vocab_only:
-                from llamapipe.llama.packed_cache import PackedFile
+                from llamapipe.llama._packed_cache import PackedFile
 
                 # A load in a progress function must not wait for the one that called it.
                 cache = stack.enter_context(PackedFile(folder, info, may_wait=not is_loading()))
@@ -589,7 +589,7 @@ class Model(NotCopyable):
     @cached_property
     def chat_prompts(self) -> ChatPrompts:
         """The compiled chat templates. Raises ImportError without the extra ``chat``."""
-        from llamapipe.llama.chat_prompts import ChatPrompts
+        from llamapipe.llama._chat_prompts import ChatPrompts
 
         return ChatPrompts(self)
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from llamapipe.errors import DecodeError, InvalidRequestError, ModelLoadError
 from llamapipe.host.cores import usable_cores
-from llamapipe.llama.loading import mapping_guard
+from llamapipe.llama._loading import mapping_guard
 from llamapipe.locks import Lock
 from llamapipe.native.load import LIB_DIR, drain_log, last_error
 

@@ -11,6 +11,6 @@ except ImportError as error:
         f'llamapipe.lm_eval needs the harness ({error}): pip install "llamapipe[lm-eval]"'
     ) from error
 
-from llamapipe.lm_eval.model import LlamapipeLM
+from llamapipe.lm_eval._model import LlamapipeLM
 
 __all__ = ["LlamapipeLM"]

@@ -15,8 +15,8 @@ from typing import Any
 
 from llamapipe.errors import BackendError
 from llamapipe.locks import Lock
+from llamapipe.native._cpu_features import missing_features
 from llamapipe.native.backend_packages import BackendPackage, usable
-from llamapipe.native.cpu_features import missing_features
 
 _PACKAGE = Path(__file__).parents[1]
 LIB_DIR = Path(__file__).parent / "lib"

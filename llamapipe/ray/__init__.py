@@ -9,20 +9,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from llamapipe._lazy import imported_name
-from llamapipe.ray.spec import EngineSpec
+from llamapipe.ray._spec import EngineSpec
 
 if TYPE_CHECKING:
-    from llamapipe.ray.data import Completer, complete
-    from llamapipe.ray.router import PrefixCostRouter
-    from llamapipe.ray.serve import deployment, openai_app
+    from llamapipe.ray._data import Completer, complete
+    from llamapipe.ray._router import PrefixCostRouter
+    from llamapipe.ray._serve import deployment, openai_app
 
 __all__ = ["Completer", "EngineSpec", "PrefixCostRouter", "complete", "deployment", "openai_app"]
 _HOMES = {
-    "Completer": "data",
-    "PrefixCostRouter": "router",
-    "complete": "data",
-    "deployment": "serve",
-    "openai_app": "serve",
+    "Completer": "_data",
+    "PrefixCostRouter": "_router",
+    "complete": "_data",
+    "deployment": "_serve",
+    "openai_app": "_serve",
 }
 
 

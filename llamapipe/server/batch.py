@@ -13,7 +13,7 @@ from llamapipe.engine import Engine
 from llamapipe.jobs.answers import RecordResult
 from llamapipe.jobs.records import Record
 from llamapipe.jobs.results import request_id
-from llamapipe.server.application import app
+from llamapipe.server._application import app
 from llamapipe.server.settings import ServerSettings
 
 _Message = MutableMapping[str, Any]

@@ -28,16 +28,16 @@ import numpy as np
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
+from llamapipe.server._fields import mismatch, unused, without_nulls
+from llamapipe.server._gate import LOADED_NS
 from llamapipe.server.errors import BUSY, ApiError, Dialect, api_error, dialect_of, log_unexpected
-from llamapipe.server.fields import mismatch, unused, without_nulls
-from llamapipe.server.gate import LOADED_NS
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from llamapipe.server.application import ServerState
-    from llamapipe.server.gate import Gate
-    from llamapipe.server.guard import Held
+    from llamapipe.server._application import ServerState
+    from llamapipe.server._gate import Gate
+    from llamapipe.server._guard import Held
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=msgspec.Struct)

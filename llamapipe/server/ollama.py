@@ -33,11 +33,9 @@ from llamapipe.llama.fim import FimText, fim_room
 from llamapipe.ollama_models import StoredModel, names_of
 from llamapipe.params import SamplingParams
 from llamapipe.results import ChatDelta, TokenLogprob
-from llamapipe.server.embeddings import embedded
-from llamapipe.server.endpoint import SUBMITTED, Exchange, JsonResponse, LineStream, line
-from llamapipe.server.errors import ApiError
-from llamapipe.server.fields import Only, Unused
-from llamapipe.server.generation import (
+from llamapipe.server._embeddings import embedded
+from llamapipe.server._fields import Only, Unused
+from llamapipe.server._generation import (
     ChatJob,
     chat_logprobs,
     check_n_messages,
@@ -45,8 +43,10 @@ from llamapipe.server.generation import (
     fim_prompt_of,
     prompts_of,
 )
-from llamapipe.server.page import page
-from llamapipe.server.sampling import FROM_TABLE, Formats, Sampling, Tokenize
+from llamapipe.server._page import page
+from llamapipe.server._sampling import FROM_TABLE, Formats, Sampling, Tokenize
+from llamapipe.server.endpoint import SUBMITTED, Exchange, JsonResponse, LineStream, line
+from llamapipe.server.errors import ApiError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from llamapipe.embedding import Embedder
     from llamapipe.llama.adapter import Adapter, ControlVector
     from llamapipe.llama.model import Model
-    from llamapipe.server.application import ServerState
+    from llamapipe.server._application import ServerState
 
 # Of Ollama's API as it is here: its clients ask for the version before they use newer fields.
 _API_VERSION = "0.13.0"

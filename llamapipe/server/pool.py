@@ -34,9 +34,9 @@ from llamapipe._engine import cache_file
 from llamapipe._messages import did_you_mean, listed, quoted
 from llamapipe.host.memory import resident_bytes
 from llamapipe.model_pool import PATIENCE_S, Tenure, choose, refusal
+from llamapipe.server._upstream import Upstream
 from llamapipe.server.errors import ApiError
 from llamapipe.server.processes import Family, Placement, ServedModel, State, WorkerProcess, add_families
-from llamapipe.server.upstream import Upstream
 
 if TYPE_CHECKING:
     from pathlib import Path

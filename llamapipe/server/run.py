@@ -23,10 +23,10 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from llamapipe.embedding import Embedder
 from llamapipe.engine import Engine
 from llamapipe.host.at_exit import is_exiting
-from llamapipe.server.application import ServerState, app
-from llamapipe.server.connections import Connection, Connections
-from llamapipe.server.front import front_app
-from llamapipe.server.gate import Gate
+from llamapipe.server._application import ServerState, app
+from llamapipe.server._connections import Connection, Connections
+from llamapipe.server._front import front_app
+from llamapipe.server._gate import Gate
 from llamapipe.server.pool import ModelEntry, Pool
 from llamapipe.server.processes import has_terminal
 from llamapipe.server.settings import ServerSettings

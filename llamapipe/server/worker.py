@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from llamapipe.host.cores import limit_cores
-from llamapipe.server.metrics import Metrics, rendered
+from llamapipe.server._metrics import Metrics, rendered
 from llamapipe.server.processes import (
     CANCEL,
     CONNECTION,

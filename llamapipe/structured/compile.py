@@ -21,8 +21,8 @@ from llamapipe.llama.model import Model
 from llamapipe.llama.vocab import Vocab
 from llamapipe.locks import Lock
 from llamapipe.structured._grammar import SchemaGrammar
+from llamapipe.structured._guide import DEAD_END, GrammarTokenizer, Guide, llguidance, message_of
 from llamapipe.structured._rewrite import rewritten
-from llamapipe.structured.guide import DEAD_END, GrammarTokenizer, Guide, llguidance, message_of
 from llamapipe.structured.schema import (
     Schema,
     schema_object,

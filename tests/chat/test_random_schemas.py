@@ -17,8 +17,8 @@ from llamapipe.chat.chat_format import ChatFormat
 from llamapipe.chat.parser import parse_answer
 from llamapipe.chat.results import ChatMessage
 from llamapipe.chat.tools import Tool
+from llamapipe.structured._guide import Guide
 from llamapipe.structured.compile import compile_guide
-from llamapipe.structured.guide import Guide
 
 
 def parameters(seed: int) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from support.run_script import run_script
 
 import llamapipe as lp
 from llamapipe.cli.parser import UsageError
-from llamapipe.dynamo.arguments import _address, default_folder, parser
-from llamapipe.dynamo.requests import chunk, last_chunk, sampling_params
+from llamapipe.dynamo._arguments import _address, default_folder, parser
+from llamapipe.dynamo._requests import chunk, last_chunk, sampling_params
 from llamapipe.errors import InvalidRequestError
 
 

@@ -26,7 +26,7 @@ from llamapipe._engine.speculation import Gate, Guess, StepTimes
 from llamapipe.errors import ConstraintError
 from llamapipe.llama import SamplerChain
 from llamapipe.native.load import native
-from llamapipe.structured.guide import Guide
+from llamapipe.structured._guide import Guide
 
 pytestmark = pytest.mark.native
 MakeEngine = Callable[..., lp.Engine]

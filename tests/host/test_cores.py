@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llamapipe.host.control_group import limit_files
+from llamapipe.host._control_group import limit_files
 from llamapipe.host.cores import cpu_quota
 
 GROUPS = Path("/sys/fs/cgroup")

@@ -20,7 +20,7 @@ from support.run_script import run_script
 
 import llamapipe as lp
 from llamapipe._engine.kv import PrefixTree
-from llamapipe.server.application import ServerState
+from llamapipe.server._application import ServerState
 from llamapipe.server.settings import ServerSettings
 
 WITHOUT_ZMQ = """

@@ -380,7 +380,7 @@ def test_a_load_that_hangs_is_not_waited_for_without_end(
     load(path, folder)
     partial = Path(f"{file_in(folder)}.partial")
     file_in(folder).rename(partial)
-    monkeypatch.setattr("llamapipe.llama.packed_cache._WAIT_S", 0.1)
+    monkeypatch.setattr("llamapipe.llama._packed_cache._WAIT_S", 0.1)
     with partial.open("r+b") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         found, file = load(path, folder)

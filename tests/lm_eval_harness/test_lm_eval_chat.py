@@ -14,7 +14,7 @@ pytest.importorskip(
     reason='needs lm-evaluation-harness: nox -s lm_eval, or pip install "llamapipe[lm-eval]"',
 )
 
-from llamapipe.lm_eval.model import ModelChat
+from llamapipe.lm_eval._model import ModelChat
 
 pytestmark = pytest.mark.lm_eval
 

@@ -175,7 +175,7 @@ def test_clients_raise_the_error(service: Callable[[str], Service]) -> None:
 def test_events_of_either_api_tell_of_a_dead_replica() -> None:
     from ray.exceptions import ActorDiedError
 
-    from llamapipe.ray.ingress import _events
+    from llamapipe.ray._ingress import _events
 
     async def dying() -> AsyncIterator[list[dict[str, Any]]]:
         yield [{"type": "http.response.body", "body": b"data: 2\n\n"}]

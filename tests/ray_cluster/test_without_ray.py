@@ -20,9 +20,9 @@ import llamapipe as lp
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.cpu_load import limit_cores, process_budget
 from llamapipe.ray import Completer, EngineSpec
-from llamapipe.ray.costs import CHUNK_BYTES, HttpRequest, PrefixCosts, chunks_of, prompt_bytes
-from llamapipe.ray.data import RowFormat
-from llamapipe.ray.spec import cores_of_actor
+from llamapipe.ray._costs import CHUNK_BYTES, HttpRequest, PrefixCosts, chunks_of, prompt_bytes
+from llamapipe.ray._data import RowFormat
+from llamapipe.ray._spec import cores_of_actor
 
 GREEDY = lp.SamplingParams(max_tokens=6, temperature=0.0)
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"

@@ -15,7 +15,7 @@ from support.control import PATIENCE_S, wait_until
 from support.front_server import KINDS, Served, Starter, starter
 
 import llamapipe as lp
-from llamapipe.server.guard import BodyBudget
+from llamapipe.server._guard import BodyBudget
 
 KEY = "secret"
 BODY = json.dumps({"prompt": "Once", "max_tokens": 2, "temperature": 0}).encode()

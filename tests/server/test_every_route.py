@@ -14,7 +14,7 @@ from support.pool_server import pool_server
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, serve
-from llamapipe.server.application import OLLAMA_ROUTES, ROUTES
+from llamapipe.server._application import OLLAMA_ROUTES, ROUTES
 
 TURNS = [{"role": "user", "content": "Hello"}]
 ABOUT_A_MODEL = ("/props", "/slots", "/model_info", "/tokenizer_info", "/lora-adapters", "/timeline")

@@ -15,7 +15,7 @@ from support.gguf_models import infilling_model
 import llamapipe as lp
 from llamapipe.llama.fim import fim_room
 from llamapipe.server import ServerSettings, serve
-from llamapipe.server.llama_server import TextLimits, sampler_names
+from llamapipe.server._llama_server import TextLimits, sampler_names
 
 PROMPT: dict[str, Any] = {"prompt": "Once upon a time", "n_predict": 8, "temperature": 0}
 GAP: dict[str, Any] = {

@@ -18,7 +18,7 @@ import pytest
 from support.media_models import idefics3_projector, model_with_tile_tokens, png
 
 import llamapipe as lp
-from llamapipe.server import ServerSettings, media, serve
+from llamapipe.server import ServerSettings, _media, serve
 
 PNG = png(200, 120)
 URL = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
@@ -219,7 +219,7 @@ def test_what_is_not_fetched(server: str, hosts: tuple[str, str]) -> None:
 def test_a_host_that_stays_silent(
     server: str, hosts: tuple[str, str], engine: lp.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(media, "MOST_SECONDS", 0.5)
+    monkeypatch.setattr(_media, "MOST_SECONDS", 0.5)
     began = monotonic()
     asked = [threading.Thread(target=ask, args=(server, f"http://{hosts[0]}/slow")) for _ in range(4)]
     for thread in asked:
@@ -263,7 +263,7 @@ def test_a_server_that_allows_nothing(engine: lp.Engine) -> None:
     ],
 )  # fmt: skip
 def test_private_networks(address: str, expected: bool) -> None:
-    assert media.is_public(address) is expected
+    assert _media.is_public(address) is expected
 
 
 @pytest.mark.parametrize(

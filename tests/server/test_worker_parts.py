@@ -6,7 +6,7 @@ import pytest
 
 import llamapipe as lp
 from llamapipe.host.cores import CoreShare
-from llamapipe.server.metrics import rendered
+from llamapipe.server._metrics import rendered
 from llamapipe.server.processes import Backoff, Family, add_families, gpu_names, placed
 
 

@@ -19,8 +19,8 @@ from support.run_script import run_script
 import llamapipe as lp
 from llamapipe.errors import DecodeError, EngineClosedError, InvalidRequestError
 from llamapipe.structured import compile as compiling
+from llamapipe.structured._guide import GrammarTokenizer, Guide, token_bytes
 from llamapipe.structured.compile import compile_guide
-from llamapipe.structured.guide import GrammarTokenizer, Guide, token_bytes
 
 
 @pytest.fixture(scope="module", params=["builtin-spm", "builtin-bpe"])

@@ -19,9 +19,9 @@ import llamapipe as lp
 from llamapipe.cli._models_file import look
 from llamapipe.host.cores import core_shares
 from llamapipe.server import ServerSettings, app, serve
-from llamapipe.server.connections import Connections
-from llamapipe.server.front import front_app
-from llamapipe.server.gate import Gate
+from llamapipe.server._connections import Connections
+from llamapipe.server._front import front_app
+from llamapipe.server._gate import Gate
 from llamapipe.server.pool import ModelEntry, ModelState, Pool
 from llamapipe.server.processes import Placement, command_with
 from llamapipe.server.run import _FrontUvicorn, _server, bound_socket

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from llamapipe.errors import DecodeError
 from llamapipe.llama import Context, DecodeBatch, Model, SamplerChain
-from llamapipe.structured.guide import Guide
+from llamapipe.structured._guide import Guide
 
 
 def allowed_ids(guide: Guide, n_vocab: int) -> list[int]:

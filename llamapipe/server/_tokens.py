@@ -14,18 +14,18 @@ import msgspec
 from starlette.responses import Response
 
 from llamapipe._engine.long_work import size_of
-from llamapipe.server.endpoint import Exchange, JsonResponse
-from llamapipe.server.errors import ApiError
-from llamapipe.server.generation import (
+from llamapipe.server._generation import (
     check_n_messages,
     check_template_args,
     refuse_long_chat,
     token_text,
     tokenized,
 )
+from llamapipe.server.endpoint import Exchange, JsonResponse
+from llamapipe.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from llamapipe.server.application import ServerState
+    from llamapipe.server._application import ServerState
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -18,15 +18,15 @@ from llamapipe.llama.fim import FimPrompt, FimText, fim_prompt
 from llamapipe.llama.vocab import Vocab
 from llamapipe.params import SamplingParams
 from llamapipe.results import ChatChoice, ChatCompletion, ChatDelta, TokenLogprob
+from llamapipe.server._media import with_media
+from llamapipe.server._sampling import with_field
 from llamapipe.server.endpoint import Exchange
 from llamapipe.server.errors import ApiError
-from llamapipe.server.media import with_media
-from llamapipe.server.sampling import with_field
 from llamapipe.streams import AsyncChatStream
 from llamapipe.text.stream import TextOffsets
 
 if TYPE_CHECKING:
-    from llamapipe.server.application import ServerState
+    from llamapipe.server._application import ServerState
 
 Prompt = str | list[str | int | list[int]]  # text or token ids, one or several
 _LONG = 4096  # characters; a longer text is tokenized in a thread, to keep the event loop free

@@ -16,7 +16,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from llamapipe.ray.costs import HttpRequest
+from llamapipe.ray._costs import HttpRequest
 from llamapipe.server.endpoint import event
 from llamapipe.server.errors import BUSY, ApiError, Dialect
 from llamapipe.server.settings import ServerSettings

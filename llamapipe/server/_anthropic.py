@@ -16,13 +16,13 @@ from llamapipe._messages import did_you_mean, quoted
 from llamapipe.chat.media import first_media
 from llamapipe.chat.results import ToolCall
 from llamapipe.results import ChatChoice, ChatDelta, call_message
+from llamapipe.server._fields import Only, Unused
+from llamapipe.server._generation import ChatJob, check_n_messages, template_args
+from llamapipe.server._media import with_media
+from llamapipe.server._sampling import Sampling
+from llamapipe.server._tools import check_number
 from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse, event
 from llamapipe.server.errors import ApiError
-from llamapipe.server.fields import Only, Unused
-from llamapipe.server.generation import ChatJob, check_n_messages, template_args
-from llamapipe.server.media import with_media
-from llamapipe.server.sampling import Sampling
-from llamapipe.server.tools import check_number
 
 # Tools that Anthropic's service runs, or whose definition only its models know; a date follows the name.
 _HOSTED = (

@@ -15,8 +15,8 @@ from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
 
 import llamapipe as lp
 from llamapipe._engine.long_work import takes_long
-from llamapipe.dynamo.arguments import parser, worker_options
-from llamapipe.dynamo.requests import chunk, last_chunk, sampling_params
+from llamapipe.dynamo._arguments import parser, worker_options
+from llamapipe.dynamo._requests import chunk, last_chunk, sampling_params
 from llamapipe.llama.vocab import Vocab
 from llamapipe.streams import AsyncStream
 from llamapipe.structured.compile import prepare_vocabulary

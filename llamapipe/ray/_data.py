@@ -24,7 +24,7 @@ from llamapipe.arguments import check_float, check_int
 from llamapipe.jobs.answers import Answerer, RecordResult, check_template, filled
 from llamapipe.jobs.records import Record
 from llamapipe.params import SamplingParams
-from llamapipe.ray.spec import EngineSpec, cores_of_actor, n_sharing, ray
+from llamapipe.ray._spec import EngineSpec, cores_of_actor, n_sharing, ray
 
 if TYPE_CHECKING:
     from ray.data import Dataset

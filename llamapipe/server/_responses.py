@@ -15,12 +15,12 @@ from llamapipe._messages import did_you_mean, quoted
 from llamapipe.chat.results import ToolCallDelta
 from llamapipe.media.decode import is_media
 from llamapipe.results import ChatDelta
+from llamapipe.server._fields import Only, Unused
+from llamapipe.server._generation import ChatJob, chat_logprobs, check_n_messages, check_top, template_args
+from llamapipe.server._sampling import Sampling
+from llamapipe.server._tools import ClientName, Tools, custom_arguments, custom_input, qualified, tools_of
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse, event
 from llamapipe.server.errors import ApiError, api_error
-from llamapipe.server.fields import Only, Unused
-from llamapipe.server.generation import ChatJob, chat_logprobs, check_n_messages, check_top, template_args
-from llamapipe.server.sampling import Sampling
-from llamapipe.server.tools import ClientName, Tools, custom_arguments, custom_input, qualified, tools_of
 
 Message = dict[str, Any]
 LOGPROBS = "message.output_text.logprobs"

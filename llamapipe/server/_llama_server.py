@@ -26,11 +26,9 @@ from llamapipe.llama.fim import FimText, fim_room
 from llamapipe.llama.vocab import Vocab
 from llamapipe.params import SamplingParams
 from llamapipe.results import Delta, TokenLogprob
-from llamapipe.server.completions import check_params, merge_streams, progress_fields, token_limit
-from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse, event
-from llamapipe.server.errors import ApiError
-from llamapipe.server.fields import Only, Unused
-from llamapipe.server.generation import (
+from llamapipe.server._completions import check_params, merge_streams, progress_fields, token_limit
+from llamapipe.server._fields import Only, Unused
+from llamapipe.server._generation import (
     Prompt,
     chat_logprobs,
     check_top,
@@ -40,11 +38,13 @@ from llamapipe.server.generation import (
     token_text,
     total_choices,
 )
-from llamapipe.server.sampling import Sampling, token_biases
+from llamapipe.server._sampling import Sampling, token_biases
+from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse, event
+from llamapipe.server.errors import ApiError
 from llamapipe.streams import AsyncStream
 
 if TYPE_CHECKING:
-    from llamapipe.server.application import ServerState
+    from llamapipe.server._application import ServerState
 
 
 class LoraScale(msgspec.Struct):

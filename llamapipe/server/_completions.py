@@ -20,10 +20,8 @@ from llamapipe._engine.long_work import takes_long
 from llamapipe.errors import InvalidRequestError
 from llamapipe.params import SamplingParams
 from llamapipe.results import Choice, Completion, Delta, TokenLogprob
-from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse, event
-from llamapipe.server.errors import ApiError
-from llamapipe.server.fields import Only, Unused
-from llamapipe.server.generation import (
+from llamapipe.server._fields import Only, Unused
+from llamapipe.server._generation import (
     CompletionLogprobs,
     Prompt,
     check_top,
@@ -32,11 +30,13 @@ from llamapipe.server.generation import (
     prompts_of,
     total_choices,
 )
-from llamapipe.server.sampling import Prediction, Sampling, predicted, with_field
+from llamapipe.server._sampling import Prediction, Sampling, predicted, with_field
+from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse, event
+from llamapipe.server.errors import ApiError
 from llamapipe.streams import AsyncStream, PromptProgress
 
 if TYPE_CHECKING:
-    from llamapipe.server.application import ServerState
+    from llamapipe.server._application import ServerState
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

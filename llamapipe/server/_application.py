@@ -26,27 +26,27 @@ from llamapipe.embedding import Embedder
 from llamapipe.engine import Engine
 from llamapipe.errors import BackendError
 from llamapipe.server import (
-    adapters,
-    anthropic,
-    chat,
-    completions,
-    embeddings,
-    llama_server,
-    mistral,
+    _adapters,
+    _anthropic,
+    _chat,
+    _completions,
+    _embeddings,
+    _llama_server,
+    _mistral,
+    _ollama_files,
+    _page,
+    _responses,
+    _system,
+    _tokens,
+    _transcriptions,
     ollama,
-    ollama_files,
-    page,
-    responses,
-    system,
-    tokens,
-    transcriptions,
 )
+from llamapipe.server._gate import Gate
+from llamapipe.server._generation import check_template_args, refuse_long_chat
+from llamapipe.server._guard import BodyBudget, Guard
+from llamapipe.server._metrics import Metrics
 from llamapipe.server.endpoint import Endpoint, Exchange, Handler, LineStream, get, post
 from llamapipe.server.errors import ApiError
-from llamapipe.server.gate import Gate
-from llamapipe.server.generation import check_template_args, refuse_long_chat
-from llamapipe.server.guard import BodyBudget, Guard
-from llamapipe.server.metrics import Metrics
 from llamapipe.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -128,9 +128,9 @@ class ServerState(Gate):
             self.worker.fail(str(failure))
 
     @cached_property
-    def timeline(self) -> page.Timeline:
+    def timeline(self) -> _page.Timeline:
         """Its engine's last steps. Raises as ``engine``."""
-        return page.Timeline(self.engine)
+        return _page.Timeline(self.engine)
 
     @property
     def chat_names(self) -> tuple[str, ...]:
@@ -283,126 +283,126 @@ _GENERATES = ("504",)
 ROUTES = (
     post(
         "/v1/chat/completions",
-        chat.chat_completions,
-        chat.ChatRequest,
+        _chat.chat_completions,
+        _chat.ChatRequest,
         "Answer a conversation.",
         _GENERATES,
         ("/chat/completions",),
     ),
     post(
         "/v1/completions",
-        completions.completions,
-        completions.CompletionRequest,
+        _completions.completions,
+        _completions.CompletionRequest,
         "Complete text or tokens.",
         _GENERATES,
     ),
     post(
         "/completion",
-        llama_server.completion,
-        llama_server.LlamaCompletionRequest,
+        _llama_server.completion,
+        _llama_server.LlamaCompletionRequest,
         "Complete text or tokens, in llama-server's format.",
         _GENERATES,
         ("/completions",),
     ),
     post(
         "/infill",
-        llama_server.infill,
-        llama_server.InfillRequest,
+        _llama_server.infill,
+        _llama_server.InfillRequest,
         "Fill in the text between a prefix and a suffix, in llama-server's format.",
         _GENERATES,
     ),
     post(
         "/v1/fim/completions",
-        mistral.fim_completions,
-        mistral.FimRequest,
+        _mistral.fim_completions,
+        _mistral.FimRequest,
         "Fill in the text between a prompt and a suffix, in Mistral's format.",
         _GENERATES,
     ),
     post(
         "/v1/responses",
-        responses.responses,
-        responses.ResponsesRequest,
+        _responses.responses,
+        _responses.ResponsesRequest,
         "Answer an input; nothing is stored.",
         _GENERATES,
         ("/responses",),
     ),
     post(
         "/v1/messages",
-        anthropic.messages,
-        anthropic.MessagesRequest,
+        _anthropic.messages,
+        _anthropic.MessagesRequest,
         "Answer a conversation, in Anthropic's format.",
         _GENERATES,
     ),
     post(
         "/v1/messages/count_tokens",
-        anthropic.count_tokens,
-        anthropic.CountRequest,
+        _anthropic.count_tokens,
+        _anthropic.CountRequest,
         "Count the tokens of a conversation.",
     ),
     Endpoint(
         "POST",
         "/v1/audio/transcriptions",
-        transcriptions.transcriptions,
+        _transcriptions.transcriptions,
         "The text of a sound, which is a file of a form.",
         _GENERATES,
         aliases=("/audio/transcriptions",),
-        form=transcriptions.FIELDS,
+        form=_transcriptions.FIELDS,
     ),
-    post("/v1/embeddings", embeddings.embeddings, embeddings.EmbeddingRequest, "Embed texts."),
+    post("/v1/embeddings", _embeddings.embeddings, _embeddings.EmbeddingRequest, "Embed texts."),
     post(
         "/v1/rerank",
-        embeddings.rerank,
-        embeddings.RerankRequest,
+        _embeddings.rerank,
+        _embeddings.RerankRequest,
         "Rank documents for a query.",
         aliases=("/rerank", "/reranking", "/v1/reranking", "/v2/rerank"),
     ),
     post(
-        "/v1/score", embeddings.score, embeddings.ScoreRequest, "Score pairs of texts.", aliases=("/score",)
+        "/v1/score", _embeddings.score, _embeddings.ScoreRequest, "Score pairs of texts.", aliases=("/score",)
     ),
-    get("/v1/models", system.list_models, "The models that are served.", aliases=("/models",)),
-    get("/v1/models/{id:path}", system.get_model, "One model.", ("404",)),
+    get("/v1/models", _system.list_models, "The models that are served.", aliases=("/models",)),
+    get("/v1/models/{id:path}", _system.get_model, "One model.", ("404",)),
     Endpoint(
         "DELETE",
         "/v1/models/{id:path}",
-        system.delete_model,
+        _system.delete_model,
         "Refused for a model that is served.",
         ("403", "404"),
     ),
-    post("/tokenize", tokens.tokenize, tokens.TokenizeRequest, "Tokenize text or a conversation."),
-    post("/detokenize", tokens.detokenize, tokens.DetokenizeRequest, "The text of tokens."),
-    post("/apply-template", tokens.apply_template, tokens.TemplateRequest, "The prompt of a conversation."),
-    get("/tokenizer_info", _of_model(tokens.tokenizer_info), "Properties of the tokenizer."),
+    post("/tokenize", _tokens.tokenize, _tokens.TokenizeRequest, "Tokenize text or a conversation."),
+    post("/detokenize", _tokens.detokenize, _tokens.DetokenizeRequest, "The text of tokens."),
+    post("/apply-template", _tokens.apply_template, _tokens.TemplateRequest, "The prompt of a conversation."),
+    get("/tokenizer_info", _of_model(_tokens.tokenizer_info), "Properties of the tokenizer."),
     get(
         "/lora-adapters",
-        _of_model(llama_server.lora_adapters),
+        _of_model(_llama_server.lora_adapters),
         "The adapters, with the numbers that `lora` has for them.",
     ),
-    post("/v1/load_lora_adapter", adapters.load, adapters.LoadRequest, "Load a LoRA.", ("403", "404")),
+    post("/v1/load_lora_adapter", _adapters.load, _adapters.LoadRequest, "Load a LoRA.", ("403", "404")),
     post(
-        "/v1/unload_lora_adapter", adapters.unload, adapters.UnloadRequest, "Unload a LoRA.", ("403", "404")
+        "/v1/unload_lora_adapter", _adapters.unload, _adapters.UnloadRequest, "Unload a LoRA.", ("403", "404")
     ),
-    get("/props", _of_model(llama_server.props), "The model's template and the defaults of requests."),
-    get("/slots", _of_model(llama_server.slots), "How many slots compute a request."),
-    get("/model_info", _of_model(system.model_info), "Sizes of the model and of the engine."),
+    get("/props", _of_model(_llama_server.props), "The model's template and the defaults of requests."),
+    get("/slots", _of_model(_llama_server.slots), "How many slots compute a request."),
+    get("/model_info", _of_model(_system.model_info), "Sizes of the model and of the engine."),
     get(
         "/health",
-        system.health,
+        _system.health,
         "Whether the server accepts requests.",
         ("503",),
         has_key=False,
         aliases=("/v1/health",),
     ),
-    get("/ping", system.ping, "Whether the server accepts requests.", ("503",), has_key=False),
-    get("/version", system.version, "The version of llamapipe."),
+    get("/ping", _system.ping, "Whether the server accepts requests.", ("503",), has_key=False),
+    get("/version", _system.version, "The version of llamapipe."),
     Endpoint(
         "POST",
         "/reset_prefix_cache",
-        _of_model(system.reset_prefix_cache),
+        _of_model(_system.reset_prefix_cache),
         "Forget the cached tokens that no request uses.",
         ("404",),
     ),
-    get("/metrics", system.metrics, "Metrics for Prometheus.", media="text/plain"),
-    get("/openapi.json", system.openapi),
+    get("/metrics", _system.metrics, "Metrics for Prometheus.", media="text/plain"),
+    get("/openapi.json", _system.openapi),
 )
 _LINES = LineStream.media_type
 OLLAMA_ROUTES = (
@@ -426,18 +426,20 @@ OLLAMA_ROUTES = (
     get("/api/version", ollama.version, "The version of this API."),
     post(
         "/api/pull",
-        ollama_files.pull,
-        ollama_files.PullRequest,
+        _ollama_files.pull,
+        _ollama_files.PullRequest,
         "Download a model.",
         ("403", "507"),
         (),
         _LINES,
     ),
-    post("/api/copy", ollama_files.copy, ollama_files.CopyRequest, "Give the model another name.", ("403",)),
+    post(
+        "/api/copy", _ollama_files.copy, _ollama_files.CopyRequest, "Give the model another name.", ("403",)
+    ),
     post(
         "/api/delete",
-        ollama_files.delete,
-        ollama_files.DeleteRequest,
+        _ollama_files.delete,
+        _ollama_files.DeleteRequest,
         "Delete a file.",
         ("403",),
         method="DELETE",
@@ -445,9 +447,9 @@ OLLAMA_ROUTES = (
     get("/", ollama.root, has_key=False),
 )
 PAGE_ROUTES = (
-    get("/", page.page, has_key=False),
-    get("/page/{name}", page.page_file, has_key=False),
-    get("/timeline", _of_model(page.timeline)),
+    get("/", _page.page, has_key=False),
+    get("/page/{name}", _page.page_file, has_key=False),
+    get("/timeline", _of_model(_page.timeline)),
 )
 
 

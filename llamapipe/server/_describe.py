@@ -28,7 +28,7 @@ _START = "\x1e"  # of a line of ours: libraries may print, too
 _PROGRAM = """\
 import sys
 sys.path.insert(0, sys.argv[1])
-from llamapipe.server.describe import main
+from llamapipe.server._describe import main
 main()
 """
 

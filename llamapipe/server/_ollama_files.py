@@ -21,15 +21,15 @@ from llamapipe import hub
 from llamapipe._messages import quoted
 from llamapipe.errors import ModelLoadError
 from llamapipe.ollama_models import find_stored
+from llamapipe.server._fields import Only, Unused
+from llamapipe.server._guard import listens_on_loopback
 from llamapipe.server.endpoint import Exchange, JsonResponse, LineStream, line
 from llamapipe.server.errors import ApiError
-from llamapipe.server.fields import Only, Unused
-from llamapipe.server.guard import listens_on_loopback
 from llamapipe.server.ollama import adapter_of, check_chat_model, is_named
 
 if TYPE_CHECKING:
-    from llamapipe.server.application import ServerState
-    from llamapipe.server.gate import Gate
+    from llamapipe.server._application import ServerState
+    from llamapipe.server._gate import Gate
 
 _MOST_PULLS = 2  # at once
 _MOST_COPIES = 100

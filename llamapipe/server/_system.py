@@ -10,13 +10,13 @@ from starlette.responses import Response
 
 import llamapipe
 from llamapipe._messages import quoted
+from llamapipe.server._metrics import CONTENT_TYPE
+from llamapipe.server._openapi import document
 from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
-from llamapipe.server.metrics import CONTENT_TYPE
-from llamapipe.server.openapi import document
 
 if TYPE_CHECKING:
-    from llamapipe.server.application import ServerState
+    from llamapipe.server._application import ServerState
 
 
 async def health(exchange: Exchange) -> Response:

@@ -11,12 +11,12 @@ from starlette.responses import Response
 
 from llamapipe.llama.fim import FimText, fim_room
 from llamapipe.params import SamplingParams
-from llamapipe.server.completions import DONE, ChunkWriter, check_params, token_limit, usage
+from llamapipe.server._completions import DONE, ChunkWriter, check_params, token_limit, usage
+from llamapipe.server._fields import Unused
+from llamapipe.server._generation import fim_prompt_of
+from llamapipe.server._sampling import Sampling
 from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
-from llamapipe.server.fields import Unused
-from llamapipe.server.generation import fim_prompt_of
-from llamapipe.server.sampling import Sampling
 
 _encode = msgspec.json.Encoder().encode
 

@@ -14,10 +14,10 @@ from starlette.responses import Response
 
 from llamapipe._engine.long_work import size_of
 from llamapipe.embedding import Embedder, Ranked
+from llamapipe.server._fields import Only, Unused
+from llamapipe.server._generation import Prompt
 from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
-from llamapipe.server.fields import Only, Unused
-from llamapipe.server.generation import Prompt
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -21,9 +21,9 @@ from llamapipe.host.memory import return_freed_memory
 from llamapipe.server.errors import ApiError
 
 if TYPE_CHECKING:
+    from llamapipe.server._guard import BodyBudget
+    from llamapipe.server._metrics import Metrics
     from llamapipe.server.endpoint import Exchange
-    from llamapipe.server.guard import BodyBudget
-    from llamapipe.server.metrics import Metrics
     from llamapipe.server.settings import ServerSettings
 
 T = TypeVar("T")

@@ -18,8 +18,8 @@ from llamapipe._messages import quoted
 from llamapipe._sampling_table import CONSTRAINTS, OPTIONS, Kind
 from llamapipe.errors import InvalidRequestError
 from llamapipe.params import SamplingParams
+from llamapipe.server._fields import Only, Unused
 from llamapipe.server.errors import ApiError
-from llamapipe.server.fields import Only, Unused
 
 _ID_DIGITS = 10  # of a token id, which has 32 bits
 _MOST_CHARACTERS = 65_536  # of all texts of one option

@@ -28,9 +28,14 @@ from llamapipe._engine.tenant import is_of
 from llamapipe._messages import listed, quoted
 from llamapipe.errors import ModelLoadError
 from llamapipe.ollama_models import PREFIX as OLLAMA
-from llamapipe.server import ollama, ollama_files, page, system
-from llamapipe.server.application import OLLAMA_ROUTES, ROUTES, application_of
-from llamapipe.server.describe import Asked, describe
+from llamapipe.server import _ollama_files, _page, _system, ollama
+from llamapipe.server._application import OLLAMA_ROUTES, ROUTES, application_of
+from llamapipe.server._describe import Asked, describe
+from llamapipe.server._gate import CACHE, CLIENT, LOADED_NS, Gate
+from llamapipe.server._guard import BodyBudget
+from llamapipe.server._metrics import CONTENT_TYPE, Metrics, rendered
+from llamapipe.server._transcriptions import form_model
+from llamapipe.server._upstream import Upstream, UpstreamLostError
 from llamapipe.server.endpoint import (
     SUBMITTED,
     Endpoint,
@@ -45,13 +50,8 @@ from llamapipe.server.endpoint import (
     post,
 )
 from llamapipe.server.errors import ApiError, Dialect
-from llamapipe.server.gate import CACHE, CLIENT, LOADED_NS, Gate
-from llamapipe.server.guard import BodyBudget
-from llamapipe.server.metrics import CONTENT_TYPE, Metrics, rendered
 from llamapipe.server.ollama import full_name, kept_s
 from llamapipe.server.pool import ModelState, Pool, PooledModel, hub_entries
-from llamapipe.server.transcriptions import form_model
-from llamapipe.server.upstream import Upstream, UpstreamLostError
 
 if TYPE_CHECKING:
     from types import EllipsisType
@@ -284,7 +284,7 @@ class Front(Gate):
 
     async def reset_prefix_cache(self, exchange: Exchange) -> Response:
         """``POST /reset_prefix_cache``: of the model that the query names, or of all. Loads nothing."""
-        system.refuse_resets(exchange)
+        _system.refuse_resets(exchange)
         name = exchange.query_params.get("model")
         for model in self.pool.models if name is None else [self.pool.find(name)]:
             if not _embeds(model):
@@ -363,11 +363,11 @@ class Front(Gate):
                 self._described |= dict(zip(new, made, strict=True))
         return [self._described[key] for key in keys]
 
-    async def pull(self, exchange: Exchange, request: ollama_files.PullRequest) -> Response:
+    async def pull(self, exchange: Exchange, request: _ollama_files.PullRequest) -> Response:
         """``POST /api/pull``: downloads a model and serves it; one of the list may wait for its first request."""
-        name = ollama_files.named(request)
+        name = _ollama_files.named(request)
         if self.pool.get(name) is not None:
-            return await ollama_files.answered(exchange, request, None)
+            return await _ollama_files.answered(exchange, request, None)
 
         async def serve(path: Path) -> None:
             cached = hub_entries(await asyncio.to_thread(hub.cached_models))
@@ -380,14 +380,14 @@ class Front(Gate):
             asked = name.removesuffix(":latest")
             self.pool.add(entry if asked in entry.names else replace(entry, aliases=(*entry.aliases, asked)))
 
-        return await ollama_files.answered(exchange, request, name, serve)
+        return await _ollama_files.answered(exchange, request, name, serve)
 
-    async def delete(self, exchange: Exchange, request: ollama_files.DeleteRequest) -> Response:
+    async def delete(self, exchange: Exchange, request: _ollama_files.DeleteRequest) -> Response:
         """``DELETE /api/delete``: a name made by a copy, or a file of the hub's cache, which is served no longer."""
-        name = ollama_files.named(request)
+        name = _ollama_files.named(request)
         model = self.pool.find(name)
         if name.removesuffix(":latest") in model.copies:
-            ollama_files.check_allowed(exchange, self.settings.allow_delete, "--allow-delete")
+            _ollama_files.check_allowed(exchange, self.settings.allow_delete, "--allow-delete")
             self.pool.forget(name)
             return Response()
         reference = model.entry.reference
@@ -397,7 +397,7 @@ class Front(Gate):
             raise ApiError(
                 403, f"the model {quoted(model.name)} is in the list of --models; take it out there", "model"
             )
-        ollama_files.check_allowed(exchange, self.settings.allow_delete, "--allow-delete")
+        _ollama_files.check_allowed(exchange, self.settings.allow_delete, "--allow-delete")
         self.pool.drop(model)
         try:
             await asyncio.to_thread(hub.delete, *hub.parse(reference))
@@ -405,13 +405,13 @@ class Front(Gate):
             raise ApiError(404, str(e), "model", "model_not_found") from None
         return Response()
 
-    async def copy(self, exchange: Exchange, request: ollama_files.CopyRequest) -> Response:
+    async def copy(self, exchange: Exchange, request: _ollama_files.CopyRequest) -> Response:
         """``POST /api/copy``: another name for a model, until the server ends. Loads nothing."""
-        ollama_files.check_allowed(exchange, self.settings.allow_pull, "--allow-pull")
+        _ollama_files.check_allowed(exchange, self.settings.allow_pull, "--allow-pull")
         model = self.pool.find(request.source)
         if request.source.removesuffix(":latest") in model.entry.adapters:
             raise ApiError(400, f"{quoted(request.source)} is an adapter, which has one name", "source")
-        ollama_files.check_destination(request.destination)
+        _ollama_files.check_destination(request.destination)
         self.pool.copy(model, request.destination)
         return Response()
 
@@ -487,16 +487,16 @@ class Front(Gate):
             get("/health", self.health, "Whether the server accepts requests.", ("503",), has_key=False,
                 aliases=("/v1/health",)),
             get("/ping", self.ping, "Whether the server accepts requests.", ("503",), has_key=False),
-            get("/version", system.version, "The version of llamapipe."),
+            get("/version", _system.version, "The version of llamapipe."),
             Endpoint("POST", "/reset_prefix_cache", self.reset_prefix_cache,
                 "Forget the cached tokens that no request uses.", ("404",)),
             get("/metrics", self.metrics_text, "Metrics for Prometheus.", media="text/plain"),
-            get("/openapi.json", system.openapi),
+            get("/openapi.json", _system.openapi),
         ]  # fmt: skip
         if self.settings.page:
-            made += [get("/timeline", self.timeline), get("/page/{name}", page.page_file, has_key=False)]
+            made += [get("/timeline", self.timeline), get("/page/{name}", _page.page_file, has_key=False)]
             if not self.settings.ollama:
-                made += [get("/", page.page, has_key=False)]
+                made += [get("/", _page.page, has_key=False)]
         if self.settings.ollama:
             made += [
                 get("/", ollama.root, has_key=False),
@@ -507,21 +507,21 @@ class Front(Gate):
                 post(
                     "/api/pull",
                     self.pull,
-                    ollama_files.PullRequest,
+                    _ollama_files.PullRequest,
                     "Download a model.",
                     ("403", "404", "429"),
                 ),
                 post(
                     "/api/copy",
                     self.copy,
-                    ollama_files.CopyRequest,
+                    _ollama_files.CopyRequest,
                     "Give a model another name.",
                     ("403", "404"),
                 ),
                 post(
                     "/api/delete",
                     self.delete,
-                    ollama_files.DeleteRequest,
+                    _ollama_files.DeleteRequest,
                     "Delete a downloaded model, or a name.",
                     ("403", "404"),
                     method="DELETE",

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from llamapipe._engine.submit import Prompt
 from llamapipe.arguments import check_float, check_int
 from llamapipe.params import SamplingParams
-from llamapipe.ray.costs import HttpRequest
-from llamapipe.ray.spec import EngineSpec, cores_of_actor, n_sharing, ray
+from llamapipe.ray._costs import HttpRequest
+from llamapipe.ray._spec import EngineSpec, cores_of_actor, n_sharing, ray
 from llamapipe.results import ChatCompletion, ChatDelta, Completion, Delta
 from llamapipe.server.settings import ServerSettings
 from llamapipe.structured.compile import prepare_vocabulary
@@ -171,7 +171,7 @@ def deployment(
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
-    from llamapipe.ray.router import PrefixCostRouter
+    from llamapipe.ray._router import PrefixCostRouter
 
     if not isinstance(spec, EngineSpec):
         raise TypeError(f"spec must be an EngineSpec, not {type(spec).__name__}")
@@ -234,7 +234,7 @@ def openai_app(
     engines = deployment(spec, settings=settings, **options)
     from ray import serve
 
-    from llamapipe.ray.ingress import Ingress
+    from llamapipe.ray._ingress import Ingress
 
     limits = settings or ServerSettings()
     made = serve.deployment(

@@ -10,7 +10,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from llamapipe.arguments import check_int
-from llamapipe.ray.costs import PrefixCosts, chunks_of, prompt_bytes
+from llamapipe.ray._costs import PrefixCosts, chunks_of, prompt_bytes
 
 
 class PrefixCostRouter(RequestRouter):  # type: ignore[misc]
@@ -21,7 +21,7 @@ class PrefixCostRouter(RequestRouter):  # type: ignore[misc]
     Which prefixes a replica has is what this router sent there.
 
     ``deployment`` uses it; for a deployment of your own, give the class in ``RequestRouterConfig``.
-    ``request_router_kwargs``: ``n_remembered_bytes``, ``request_bytes``; see ``llamapipe.ray.costs.PrefixCosts``.
+    ``request_router_kwargs``: ``n_remembered_bytes``, ``request_bytes``; see ``llamapipe.ray._costs.PrefixCosts``.
     """
 
     _costs: PrefixCosts[ReplicaID]

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from llamapipe._engine.chat_requests import ChatOptions
 from llamapipe.chat.results import ToolCallDelta
 from llamapipe.results import ChatChoice, ChatDelta, TokenLogprob, call_message
-from llamapipe.server.completions import (
+from llamapipe.server._completions import (
     DONE,
     ChunkWriter,
     Progress,
@@ -22,12 +22,12 @@ from llamapipe.server.completions import (
     token_limit,
     usage,
 )
+from llamapipe.server._fields import Only, Unused
+from llamapipe.server._generation import ChatJob, chat_logprobs, check_n_messages, check_top, template_args
+from llamapipe.server._sampling import predicted
+from llamapipe.server._tools import Tools, custom_arguments, custom_input, tools_of
 from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
-from llamapipe.server.fields import Only, Unused
-from llamapipe.server.generation import ChatJob, chat_logprobs, check_n_messages, check_top, template_args
-from llamapipe.server.sampling import predicted
-from llamapipe.server.tools import Tools, custom_arguments, custom_input, tools_of
 
 _NO_AUDIO = "this server answers in text"
 

@@ -110,6 +110,11 @@ class ModelEntry:
         """All names that clients may use."""
         return (self.name, *self.aliases)
 
+    @property
+    def taken_names(self) -> tuple[str, ...]:
+        """The names that no other model may have: its adapters' as well."""
+        return (*self.names, *self.adapters)
+
     def is_same_process(self, other: ModelEntry) -> bool:
         """Whether one process does for both: they differ at most in what the front process alone decides."""
         return (
@@ -221,6 +226,7 @@ class Pool:
         budget_bytes: int | None = None,
         folder: Path | None = None,
     ) -> None:
+        _taken_names(entries)  # raises
         self.models = [PooledModel(entry) for entry in entries]
         self._by_name = _by_name(self.models)
         self._leaving: list[PooledModel] = []  # no longer served, and their processes have not ended
@@ -582,12 +588,11 @@ class Pool:
         name is among the new ones. Raises ValueError for a name that two models have; then nothing changes.
         """
         before = {model.name: model for model in self.models}
-        taken = _by_name([PooledModel(entry) for entry in entries]).keys()
-        self._added = [entry for entry in self._added if taken.isdisjoint((*entry.names, *entry.adapters))]
-        entries = [*entries, *self._added]
-        taken = _by_name([PooledModel(entry) for entry in entries]).keys()
+        taken = _taken_names(entries)
+        self._added = [entry for entry in self._added if taken.isdisjoint(entry.taken_names)]
+        taken.update(name for entry in self._added for name in entry.taken_names)
         models: list[PooledModel] = []
-        for entry in entries:
+        for entry in (*entries, *self._added):
             model, old = PooledModel(entry), before.get(entry.name)
             if old is not None and old.entry.is_same_process(entry):
                 model = old
@@ -613,7 +618,7 @@ class Pool:
         Raises ValueError for a name that another model has.
         """
         others = [model.entry for model in self.models if model.name != entry.name]
-        _by_name([PooledModel(one) for one in (*others, entry)])
+        _taken_names((*others, entry))
         given = [one for one in self._given if one.name != entry.name]
         self._added = [*(one for one in self._added if one.name != entry.name), entry]
         self.replace(given)
@@ -750,14 +755,21 @@ class Pool:
                 _log.error("a task of the pool failed", exc_info=error)
 
 
+def _taken_names(entries: Sequence[ModelEntry]) -> set[str]:
+    """The names of all models. Raises ValueError for a name that two of them have."""
+    owners: dict[str, ModelEntry] = {}
+    for entry in entries:
+        for name in set(entry.taken_names):
+            if name in owners:
+                raise ValueError(
+                    f"two models have the name {quoted(name)}: {owners[name].name} and {entry.name}"
+                )
+            owners[name] = entry
+    return set(owners)
+
+
 def _by_name(models: Sequence[PooledModel]) -> dict[str, PooledModel]:
-    found: dict[str, PooledModel] = {}
-    for model in models:
-        for name in (*model.names, *model.entry.adapters):
-            other = found.setdefault(name, model)
-            if other is not model:
-                raise ValueError(f"two models have the name {quoted(name)}: {other.name} and {model.name}")
-    return found
+    return {name: model for model in models for name in (*model.names, *model.entry.adapters)}
 
 
 _LOAD_FAILED = "model_load_failed"

@@ -171,7 +171,7 @@ def test_who_does_not_wait_is_passed_over() -> None:
     dispatcher = ResultDispatcher()
     busy, waiting = ThreadMailbox(dispatcher), Reader(dispatcher)
     with pytest.raises(Empty):
-        busy.get(0.001)  # it could be woken from now on
+        busy.get(perf_counter() + 0.001)  # it could be woken from now on
     wait_until(waiting.asleep)
     for item in "ab":
         busy.put(item)
@@ -230,7 +230,7 @@ def test_whoever_waits_passes_the_turn_on_first() -> None:
     slow.join()
     assert waiting.asleep()
     with pytest.raises(Empty):
-        ThreadMailbox(dispatcher).get(0.01)
+        ThreadMailbox(dispatcher).get(perf_counter() + 0.01)
     waiting.join()
 
 

@@ -334,18 +334,20 @@ def tsan(session: nox.Session) -> None:
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """Generate calls, damaged models, failing allocations and interrupts in large numbers.
+    """Generate calls, damaged files, failing allocations and interrupts in large numbers.
 
-    100,000 calls of the public methods; 50,000 damaged models, twice: of 7 and of all kinds; 400 allocations that
-    fail in each phase of a program; an interrupt at every line while an engine is made.
+    100,000 calls of the public methods; 50,000 damaged models, twice: of 7 and of all kinds; 5,000 damaged images and
+    sounds, decoded and sent to a server; 400 allocations that fail in each phase of a program; an interrupt at every
+    line while an engine is made.
     """
     session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")
     _install(session, "backend=cpu")
     session.env.update(LLAMAPIPE_CALLS="100000", LLAMAPIPE_MUTANTS="50000", LLAMAPIPE_FAILING_CALLS="400")
-    session.env["LLAMAPIPE_INTERRUPTED_LINES"] = "all"
+    session.env.update(LLAMAPIPE_INTERRUPTED_LINES="all", LLAMAPIPE_MEDIA_MUTANTS="5000")
     files = ("generated_calls", "failing_calls", "interrupts")
     default = [f"tests/process/test_{name}.py" for name in files]
-    _pytest(session, default=[*default, "tests/gguf/test_gguf_fuzz.py"])
+    media = ["tests/media/test_hostile_media.py", "tests/server/test_hostile_images.py"]
+    _pytest(session, default=[*default, "tests/gguf/test_gguf_fuzz.py", *media])
 
 
 @nox.session

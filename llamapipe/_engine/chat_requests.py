@@ -300,9 +300,11 @@ class ChatBuilder:
         longest = max((span.end - span.begin for span in spans if not span.source.is_causal), default=0)
         n_ubatch = self._request_builder.n_ubatch
         if longest > n_ubatch:
+            projector = self._model.projector
+            smaller = projector is not None and projector.image_tokens is not None
             raise InvalidRequestError(
                 f"an image has {longest} tokens, which this model computes at once; n_ubatch is {n_ubatch}: give "
-                "EngineTuning a larger n_ubatch"
+                f"EngineTuning a larger n_ubatch{', or Model a smaller image_max_tokens' if smaller else ''}"
             )
 
     def chat_format(self) -> ChatFormat:

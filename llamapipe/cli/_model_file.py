@@ -67,7 +67,7 @@ def look_at(path: Path) -> dict[str, Any]:
             "kernels": None if level == ffi.NULL else ffi.string(level).decode(),
             **_template(model),
         }
-        found["images"], found["audio"], found["mmproj"], found["mmproj_bytes"] = _projector(info, model)
+        found |= _projector(info, model)
         sizes = dict(model.metadata)
     # Layers with a sliding window may hold fewer cells than the others: this is the most.
     found["kv_is_upper_limit"] = sizes.pop(f"{info.architecture}.attention.sliding_window", None) is not None
@@ -119,14 +119,23 @@ def _template(model: lp.Model) -> dict[str, Any]:
     }
 
 
-def _projector(info: GgufInfo, model: lp.Model) -> tuple[bool, bool, list[str], int]:
-    """Whether messages may have images, and sounds; the files of projectors that were found, and their size."""
+def _projector(info: GgufInfo, model: lp.Model) -> dict[str, Any]:
+    """Whether messages may have images, and sounds; the files of projectors that were found, and their size.
+
+    ``image_tokens``: the fewest and the most that an image has, null for no limit; null where none can be set.
+    """
     from llamapipe.gguf.mmproj import mmproj_beside
 
     beside = mmproj_beside(info.path, info.n_embd, lambda: model.metadata.get("general.name", ""))
     one = beside[0] if len(beside) == 1 else None
-    names, n_bytes = [file.path.name for file in beside], sum(file.size_bytes for file in beside)
-    return one is not None and one.sees, one is not None and one.hears, names, n_bytes
+    limits = None if one is None else one.image_tokens
+    return {
+        "images": one is not None and one.sees,
+        "audio": one is not None and one.hears,
+        "mmproj": [file.path.name for file in beside],
+        "mmproj_bytes": sum(file.size_bytes for file in beside),
+        "image_tokens": None if limits is None else [limits.least, limits.most],
+    }
 
 
 def _memory(found: dict[str, Any]) -> dict[str, Any]:
@@ -228,6 +237,13 @@ def _media_finding(found: dict[str, Any]) -> Finding:
         what for what, takes in (("images", found["images"]), ("sounds", found["audio"])) if takes
     )
     detail = f"takes {taken} with {files[0]}, {_size(found['mmproj_bytes'])}, which the first one loads"
+    if (limits := found["image_tokens"]) is not None:
+        least, most = limits
+        ends = [f"at least {least}"] * (least is not None) + [f"at most {most}"] * (most is not None)
+        detail += (
+            f"; an image has {' and '.join(ends)} tokens" if ends else "; an image's tokens can be limited"
+        )
+        detail += " (--image-min-tokens, --image-max-tokens)"
     return Finding("images", True, detail)
 
 

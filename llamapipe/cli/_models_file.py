@@ -24,7 +24,7 @@ from llamapipe.arguments import path_of
 from llamapipe.cli.options import ENGINE, MODEL, Option, model_path
 from llamapipe.cli.parser import UsageError
 from llamapipe.gguf.check import GgufInfo, check_gguf, head_texts
-from llamapipe.gguf.mmproj import is_mmproj, mmproj_beside
+from llamapipe.gguf.mmproj import MmprojInfo, check_mmproj, is_mmproj, mmproj_beside
 from llamapipe.gguf.reader import fingerprint, first_texts
 from llamapipe.model_pool import embeds_of, need_of
 from llamapipe.ollama_models import PREFIX as OLLAMA
@@ -214,7 +214,8 @@ def found_of(common: Mapping[str, Any], entry: ModelEntry) -> Found:
         need = need_of(info, embeds, entry.options if embeds else {**options, **found})
         texts = head_texts(info.path)
         beside = [file for key in _ADAPTERS for _, file in entry.options.get(key, ())]
-        beside += [] if embeds else _projectors(entry.options.get("mmproj", "auto"), info, texts)
+        projector = None if embeds else _projector(entry.options.get("mmproj", "auto"), info, texts)
+        beside += [] if projector is None else [projector.path]
     except (argparse.ArgumentTypeError, lp.errors.LlamapipeError, ImportError) as e:
         raise ValueError(str(e)) from None
     return Found(
@@ -223,6 +224,7 @@ def found_of(common: Mapping[str, Any], entry: ModelEntry) -> Found:
         need.n_bytes + sum(Path(file).stat().st_size for file in beside) + _PROCESS_BYTES,
         {} if embeds else {"cache_bytes": need.cache_bytes, **found},
         need.n_ctx,
+        _takes(projector),
         _details(texts, info),
         info.size_bytes,
         info.stamps[0].modified_ns / 1e9,
@@ -230,17 +232,24 @@ def found_of(common: Mapping[str, Any], entry: ModelEntry) -> Found:
     )
 
 
-def _projectors(given: str, info: GgufInfo, texts: Mapping[str, str]) -> list[Path]:
-    """The projector's file that the model will load, if any. Raises ValueError."""
+def _projector(given: str, info: GgufInfo, texts: Mapping[str, str]) -> MmprojInfo | None:
+    """The projector that the model will load, if any. Raises ValueError, ModelLoadError."""
     if given == "off":
-        return []
+        return None
     if given == "auto":
         found = mmproj_beside(info.path, info.n_embd, lambda: texts.get("general.name", ""))
-        return [found[0].path] if len(found) == 1 else []
+        return found[0] if len(found) == 1 else None
     if given.startswith("hf:"):
         repo_id, filename = hub.parse(given)
-        return [hub.model_file(repo_id, filename or hub.MMPROJ)]
-    return [Path(given)]
+        return check_mmproj(hub.model_file(repo_id, filename or hub.MMPROJ))
+    return check_mmproj(given)
+
+
+def _takes(projector: MmprojInfo | None) -> tuple[str, ...]:
+    """What messages for the model may have."""
+    if projector is None:
+        return ("text",)
+    return ("text", *["image"] * projector.sees, *["audio"] * projector.hears)
 
 
 def _details(texts: dict[str, str], info: GgufInfo) -> dict[str, Any]:

@@ -280,6 +280,18 @@ MODEL = [
         "hf:OWNER/REPO[/FILE] of the hub; off: none (default: the one mmproj*.gguf beside the model, if it fits)",
     ),
     Option(
+        "image_min_tokens",
+        int,
+        "N",
+        "tokens that an image has at least, for projectors that keep its proportions (default: the projector's)",
+    ),
+    Option(
+        "image_max_tokens",
+        int,
+        "N",
+        "tokens that an image has at most, for the same: fewer take less time and show less (default: the projector's)",
+    ),
+    Option(
         "rpc", str, "HOST:PORT", "also place layers on this `llamapipe rpc-worker` (repeatable)", repeats=True
     ),
 ]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from llamapipe.errors import ModelLoadError
 from llamapipe.gguf.check import Stamp, check_tensors, open_gguf
@@ -23,6 +23,82 @@ from llamapipe.ollama_models import names_of
 _UNSUPPORTED: Final = frozenset({"deepseek4v", "hunyuanvl", "hunyuanocr", "cogvlm", "qwen3tts", "pockettts"})
 _BLOCK: Final = re.compile(r"([va])\.blk\.(\d+)\.(.+)\.(weight|bias)")
 _MOST: Final = 2**20  # of any size
+_MOST_PIXELS: Final = 2**31 - 1  # of an image that is resized for libmtmd
+
+
+class _Resized(NamedTuple):
+    """How libmtmd limits the tokens of images that keep their proportions, for a kind of projector.
+
+    ``least``, ``most``: its limits; None: it has none. ``key``, ``side``: where the file tells how many patches a side
+    of a token has, and the number where it does not. ``from_file``: limits in the file come before these.
+    ``takes_least``: the smaller one can be set.
+    """
+
+    least: int | None
+    most: int | None
+    key: str = "spatial_merge_size"
+    side: int = 2
+    from_file: bool = False
+    takes_least: bool = True
+
+
+_QWEN: Final = _Resized(8, 4096, from_file=True)
+_TILES: Final = "projector.scale_factor"
+_RESIZED: Final = {
+    "qwen2vl_merger": _QWEN,
+    "qwen2.5vl_merger": _QWEN,
+    "qwen3vl_merger": _QWEN,
+    "ling3vl": _QWEN,
+    "glm4v": _Resized(8, 4096),
+    "glm5v": _Resized(None, None, from_file=True),
+    "gemma4v": _Resized(70, 1120, _TILES, 3),
+    "gemma4uv": _Resized(70, 1120, _TILES, 3),
+    "idefics3": _Resized(None, None, _TILES, 1),
+    "lfm2": _Resized(64, 256, _TILES, 1),
+    "d1omni_v": _Resized(64, 256, _TILES, 1),
+    "pixtral": _Resized(8, 1024, side=1),
+    "lightonocr": _Resized(None, None, side=1),
+    "kimivl": _Resized(8, 1024, _TILES, 1),
+    "kimik25": _Resized(2, 4096, _TILES, 1),
+    "minimax_m3": _Resized(8, 576),
+    "muse_glimmer": _Resized(1, 4096, takes_least=False),
+    "youtuvl": _Resized(1, 62500, takes_least=False),
+}
+
+
+class ImageTokens(NamedTuple):
+    """The limits of an image's tokens that a file has, where others can be set; None: there is none.
+
+    ``area``: pixels of a token. ``takes_least``: the smaller one can be set.
+    """
+
+    least: int | None
+    most: int | None
+    area: int
+    takes_least: bool
+
+    def check(self, least: int | None, most: int | None) -> None:
+        """Raises ValueError for limits that libmtmd cannot have. None: the file's own."""
+        if least is not None and not self.takes_least:
+            raise ValueError(
+                f"image_min_tokens is {least}, and this kind of projector has a maximum only: leave it out"
+            )
+        low, high = (self.least if least is None else least), (self.most if most is None else most)
+        if least is not None and high is None:
+            raise ValueError(
+                f"image_min_tokens is {least}, and the projector has no maximum: give image_max_tokens, too"
+            )
+        if low is not None and high is not None and low > high:
+            own = "image_max_tokens" if most is None else "image_min_tokens"
+            raise ValueError(
+                f"images would have at least {low} tokens and at most {high}; the projector's own {own} is "
+                f"{high if most is None else low}: set it, too"
+            )
+        if high is not None and high * self.area > _MOST_PIXELS:
+            raise ValueError(
+                f"image_max_tokens is {high}; with {self.area} pixels for a token at most "
+                f"{_MOST_PIXELS // self.area} are possible"
+            )
 
 
 @dataclass(frozen=True)
@@ -30,7 +106,8 @@ class MmprojInfo:
     """The facts of a checked file. ``projectors``: libmtmd's names of their kinds, such as ``"gemma3"``.
 
     ``sees``, ``hears``: whether it has an encoder of images, of sounds. ``widths``: of the rows that each makes, as the
-    file says. ``title``: of the model that it was made from, or an empty text.
+    file says. ``title``: of the model that it was made from, or an empty text. ``image_tokens``: None where each image,
+    or each tile of it, has the same number of tokens, or the file's limits are the last word.
     """
 
     path: Path
@@ -41,6 +118,7 @@ class MmprojInfo:
     hears: bool
     widths: tuple[int, ...]
     title: str
+    image_tokens: ImageTokens | None
 
 
 def check_mmproj(path: str | os.PathLike[str]) -> MmprojInfo:
@@ -50,13 +128,16 @@ def check_mmproj(path: str | os.PathLike[str]) -> MmprojInfo:
     try:
         modalities, projectors = _checked(opened.head)
         check_tensors(opened.head)
-        widths = [_value(opened.head, f"clip.{modality}.projection_dim", U32) for modality in modalities]
+        widths = tuple(
+            _value(opened.head, f"clip.{modality}.projection_dim", U32) or 0 for modality in modalities
+        )
         title = _text(opened.head, "general.name")
+        image_tokens = _image_tokens(opened.head) if "vision" in modalities else None
     except Damage as damage:
         raise ModelLoadError(f"{file}: {damage}") from None
     sees, hears = "vision" in modalities, "audio" in modalities
     stamp, n_bytes = opened.stamp, len(opened.head.buffer)
-    return MmprojInfo(file, projectors, n_bytes, stamp, sees, hears, tuple(n or 0 for n in widths), title)
+    return MmprojInfo(file, projectors, n_bytes, stamp, sees, hears, widths, title, image_tokens)
 
 
 def is_mmproj(name: str) -> bool:
@@ -148,10 +229,28 @@ def _checked(head: Head) -> tuple[list[str], tuple[str, ...]]:
     return modalities, tuple(dict.fromkeys(projectors))
 
 
-def _size(head: Head, key: str, least: int = 1) -> int | None:
+def _image_tokens(head: Head) -> ImageTokens | None:
+    kind = _text(head, "clip.vision.projector_type") or _text(head, "clip.projector_type")
+    resized = _RESIZED.get(kind)
+    patch = _size(head, "clip.vision.patch_size")
+    if resized is None or patch is None:
+        return None
+    side = _size(head, f"clip.vision.{resized.key}") or resized.side
+    area = (patch * side) ** 2
+    own = [_size(head, f"clip.vision.image_{end}_pixels", 0, 2**31 - 1) for end in ("min", "max")]
+    if kind == "kimik25" and all(own):
+        return None
+    least, most = (
+        pixels // area if pixels and resized.from_file else limit
+        for pixels, limit in zip(own, (resized.least, resized.most), strict=True)
+    )
+    return ImageTokens(least, most, area, resized.takes_least)
+
+
+def _size(head: Head, key: str, least: int = 1, most: int = _MOST) -> int | None:
     value: int | None = _value(head, key, U32)
-    if value is not None and not least <= value <= _MOST:
-        raise Damage(f"{key} is {value}; it must be from {least} to {_MOST}")
+    if value is not None and not least <= value <= most:
+        raise Damage(f"{key} is {value}; it must be from {least} to {most}")
     return value
 
 

@@ -34,6 +34,7 @@ from llamapipe.ollama_models import model_of, shown_name
 if TYPE_CHECKING:
     from llamapipe.chat.tools import ToolDefinition
     from llamapipe.gguf.check import GgufInfo
+    from llamapipe.gguf.mmproj import MmprojInfo
     from llamapipe.gguf.reader import Tensor
     from llamapipe.llama._chat_prompts import ChatPrompts
     from llamapipe.llama.projector import Projector
@@ -52,6 +53,7 @@ TUNING_OPTIONS = ("n_batch", "n_ubatch", "n_threads_batch")  # the same, of Engi
 _READ_AS_ROWS = frozenset({"clef"})
 # Architectures that do something else in a batch with tokens and rows of images (llm_arch_supports_mixed_batch).
 _NO_MEDIA = frozenset({"cogvlm", "deepseek4", "granite-switch", "eagle3", "dflash", "gemma4-assistant"})
+_MOST_IMAGE_TOKENS = 65_536
 _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
 
 
@@ -68,7 +70,7 @@ def demo_model_path() -> Path:
 # The options of ``Model``, for error messages.
 MODEL_OPTIONS = frozenset(
     "n_gpu_layers devices split_mode main_gpu tensor_split use_mmap use_mlock vocab_only chat_template rpc "
-    "tool_calls kernels packed_cache mmproj".split()
+    "tool_calls kernels packed_cache mmproj image_min_tokens image_max_tokens".split()
 )
 
 
@@ -92,6 +94,10 @@ class Model(NotCopyable):
     these, or ``hf:OWNER/REPO[/FILE]``; see ``docs/guides/images.md``. ``"auto"``: the file ``mmproj*.gguf`` beside the
     model, if exactly one there is this model's; it is loaded with the first image, and its absence is no error. True:
     the same, or the file in the repository that the model comes from; it must be there. None, False or ``"off"``: none.
+    ``image_min_tokens``, ``image_max_tokens``: limits of an image's tokens, for projectors that keep an image's
+    proportions: about, as rows of patches are whole, and for each tile where it is cut into some. None: the file's own.
+    Other projectors, which have one number for all images, refuse them if ``mmproj`` asks for one, else warn. Without
+    a projector they have no effect.
 
     ``path``, ``name``: the file, and what servers and messages call the model.
 
@@ -130,6 +136,8 @@ class Model(NotCopyable):
         kernels: Literal["auto", "ggml"] = "auto",
         packed_cache: str | os.PathLike[str] | bool | None = None,
         mmproj: str | os.PathLike[str] | bool | None = "auto",
+        image_min_tokens: int | None = None,
+        image_max_tokens: int | None = None,
     ) -> None:
         self._handle: Any = None
         self.projector: Projector | None = None
@@ -170,6 +178,7 @@ class Model(NotCopyable):
             raise ValueError(
                 "mmproj is given, and vocab_only loads no weights that could use it; give one of them"
             )
+        limits = _image_limits(image_min_tokens, image_max_tokens)
         if rpc is not None:
             check_rpc(split, n_layers, self.vocab_only)
         from llamapipe.gguf.check import check_gguf
@@ -211,7 +220,7 @@ class Model(NotCopyable):
             self._read_sizes()
             self._check_rope(info)
             if second is not None and not self.vocab_only:
-                self._set_projector(info, second)
+                self._set_projector(info, second, limits)
         except BaseException:  # Ctrl-C: the caller never gets this object, so cannot close it
             self.close()
             raise
@@ -304,7 +313,9 @@ class Model(NotCopyable):
         if kind & lib.LLAMA_ROPE_TYPE_MROPE and not info.has_rope_sections:
             raise ModelLoadError(f"{name}dimension_sections is missing or zero, this architecture needs it")
 
-    def _set_projector(self, info: GgufInfo, given: Path | str | bool) -> None:
+    def _set_projector(
+        self, info: GgufInfo, given: Path | str | bool, limits: tuple[int | None, int | None]
+    ) -> None:
         """Loads the projector of ``mmproj``, or remembers the one that was found."""
         from llamapipe.gguf.mmproj import check_mmproj, mmproj_beside
         from llamapipe.llama.projector import Projector
@@ -333,9 +344,30 @@ class Model(NotCopyable):
                     found = [check_mmproj(_mmproj_of_hub(self.path))] if is_asked else []
         if len(found) == 1:
             use_gpu = any(device.type in ("gpu", "igpu") for device in self.devices)
-            self.projector = Projector(self._native, self, self._handle, found[0], use_gpu)
+            limits = self._limits_of(found[0], limits, is_asked)
+            self.projector = Projector(self._native, self, self._handle, found[0], use_gpu, limits)
             if is_asked:
                 self.projector.open()
+
+    def _limits_of(
+        self, found: MmprojInfo, limits: tuple[int | None, int | None], is_asked: bool
+    ) -> tuple[int | None, int | None]:
+        """The limits of an image's tokens that a projector can have. Raises ValueError if it was asked for."""
+        if limits == (None, None):
+            return limits
+        try:
+            if found.image_tokens is None:
+                raise ValueError(
+                    "image_min_tokens and image_max_tokens are for projectors that keep an image's proportions, "
+                    f"which {' and '.join(found.projectors)} is not: leave them out"
+                )
+            found.image_tokens.check(*limits)
+        except ValueError as e:
+            if is_asked:
+                raise ValueError(f"{found.path}: {e}") from None
+            logging.getLogger("llamapipe").warning("%s has its own limits: %s", found.path.name, e)
+            return None, None
+        return limits
 
     @property
     def supports_images(self) -> bool:
@@ -715,6 +747,19 @@ def _given_mmproj(value: str | os.PathLike[str] | bool | None) -> Path | Literal
         return path_of(value)
     except TypeError:
         raise TypeError(f"mmproj must be a path, a bool or None, not {type(value).__name__}") from None
+
+
+def _image_limits(least: int | None, most: int | None) -> tuple[int | None, int | None]:
+    """Checked limits of an image's tokens. Raises TypeError, ValueError."""
+    given = {"image_min_tokens": least, "image_max_tokens": most}
+    least, most = (
+        None if n is None else check_int(name, n, 1, _MOST_IMAGE_TOKENS) for name, n in given.items()
+    )
+    if least is not None and most is not None and least > most:
+        raise ValueError(
+            f"image_min_tokens is {least} and image_max_tokens {most}; the first must not be larger"
+        )
+    return least, most
 
 
 def _mmproj_of_hub(model: Path) -> Path:

@@ -91,13 +91,23 @@ class Projector:
     """An encoder for one model, and its cache. Any thread; encoding is one at a time.
 
     Nothing is loaded before ``open`` or the first image. ``name``: libmtmd's names of the projector's kinds. ``sees``,
-    ``hears``: whether it takes images, and sounds.
+    ``hears``: whether it takes images, and sounds. ``image_tokens``: the limits of an image's tokens that the file has,
+    where others can be set; ``limits``: those that were, None for the file's.
     """
 
-    def __init__(self, native: Any, model: Model, handle: Any, info: MmprojInfo, use_gpu: bool) -> None:
+    def __init__(
+        self,
+        native: Any,
+        model: Model,
+        handle: Any,
+        info: MmprojInfo,
+        use_gpu: bool,
+        limits: tuple[int | None, int | None] = (None, None),
+    ) -> None:
         self.path = info.path
         self.name = " and ".join(info.projectors)
         self.sees, self.hears = info.sees, info.hears
+        self.image_tokens, self.limits = info.image_tokens, limits
         self.sample_rate = 0
         self._info, self._use_gpu = info, use_gpu
         self._native = native
@@ -132,8 +142,15 @@ class Projector:
         with mapping_guard(native, path):
             if change := self._info.stamp.change():
                 raise ModelLoadError(f"{change} after the model was loaded; load it again")
+            least, most = (-1 if limit is None else limit for limit in self.limits)
             made = lib.lp_media_open(
-                os.fsencode(library), os.fsencode(path), self._model_handle, n_threads, self._use_gpu
+                os.fsencode(library),
+                os.fsencode(path),
+                self._model_handle,
+                n_threads,
+                self._use_gpu,
+                least,
+                most,
             )
         problems = drain_log(native)
         if made == ffi.NULL:
@@ -156,7 +173,8 @@ class Projector:
         if not (self.sees if given.kind == "image" else self.hears):
             what = "images" if given.kind == "image" else "sounds"
             raise InvalidRequestError(f"{given.place}: {self.path.name} takes no {what}")
-        digest = sha256(given.digest() + owner).digest()
+        # With the limits: the same image is other rows, and nobody who compares numbers may take them for these.
+        digest = sha256(given.digest() + repr(self.limits).encode() + owner).digest()
         if (found := self._found(digest)) is not None:
             return found
         with self._preparing:

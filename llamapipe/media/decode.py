@@ -1,7 +1,8 @@
 """Decodes images and sounds: paths, bytes, Pillow images and arrays to pixels and samples.
 
 Open this file to change a limit or a format. Nothing here is native, so a hostile file meets only Pillow, whose
-decoders are limited to common formats and to the number of pixels that the head of the file announces.
+decoders are limited to common formats and to the number of pixels that the head of the file announces. Sounds are WAV
+files: a decoder of MP3, Ogg or M4A is a large C library, for what a client converts with one command.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import binascii
 import io
 import os
 import re
-import wave
+import struct
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -30,6 +31,20 @@ MOST_PIXELS = 2**25  # of an image, 33 million
 MOST_SECONDS = 30 * 60  # of a sound
 _LONGEST_RATIO = 200  # of an image's sides
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_MOST_CHUNKS = 1000  # of a WAV file
+_FLOATS, _EXTENSIBLE = 3, 0xFFFE  # formats of WAV files, beside 1, PCM
+# By format and bits. Those of 24 bits are read as bytes.
+_SAMPLES = {
+    (1, 8): "u1", (1, 16): "<i2", (1, 24): "u1", (1, 32): "<i4", (_FLOATS, 32): "<f4", (_FLOATS, 64): "<f8",
+}  # fmt: skip
+_OTHER_SOUNDS = (
+    (b"ID3", "MP3"),
+    (b"fLaC", "FLAC"),
+    (b"OggS", "Ogg"),
+    (b"\x1aE\xdf\xa3", "WebM or Matroska"),
+    (b"FORM", "AIFF"),
+    (b"#!AMR", "AMR"),
+)
 _DATA_URL = re.compile(r"data:(?P<type>[\w.+/-]*)(?:;[\w=.+-]+)*;base64,", re.ASCII)
 Kind = Literal["image", "sound"]
 
@@ -182,28 +197,65 @@ def _as_mono(place: str, array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
 
 
 def _wave(place: str, data: bytes) -> tuple[npt.NDArray[np.float32], int]:
-    """The samples of a WAV file, the mean of its channels, and their rate."""
-    try:
-        with wave.open(io.BytesIO(data)) as file:
-            rate, width, n_channels = file.getframerate(), file.getsampwidth(), file.getnchannels()
-            if not 1 <= width <= 4:
-                raise wave.Error(f"its samples have {width} bytes")
-            raw = file.readframes(min(file.getnframes(), MOST_SECONDS * max(rate, 1) + 1))
-    except (wave.Error, EOFError, ValueError, ArithmeticError, RuntimeError) as error:
+    """The samples of a WAV file, the mean of its channels, and their rate.
+
+    The standard library's reader knows neither floats nor, before Python 3.12, the form with more than 16 bits or two
+    channels that many programs write.
+    """
+    if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
         raise InvalidRequestError(
-            f"{place}: the sound cannot be decoded ({str(error) or 'it ends early'}); give a WAV file with PCM samples"
-        ) from None
-    whole = len(raw) - len(raw) % (width * n_channels)
-    if width == 3:
-        three = np.frombuffer(raw[:whole], np.uint8).reshape(-1, 3)
-        found = np.zeros((len(three), 4), np.uint8)
-        found[:, 1:] = three
-        values = found.view("<i4")[:, 0] / 2**31
-    elif width == 1:
-        values = np.frombuffer(raw[:whole], np.uint8) / 128 - 1
+            f"{place}: the sound is {_sound_format(data)}, and WAV files are read: convert it, for example with "
+            "ffmpeg -i IN -ac 1 -ar 16000 OUT.wav"
+        )
+    form = raw = memoryview(b"")
+    at = 12
+    for _ in range(_MOST_CHUNKS):
+        n = int.from_bytes(data[at + 4 : at + 8], "little")
+        body = memoryview(data)[at + 8 : at + 8 + n]  # of a file that was written to a pipe, what is there
+        if data[at : at + 4] == b"fmt ":
+            form = body
+        elif data[at : at + 4] == b"data":
+            raw = body
+            break
+        at += 8 + n + n % 2
+    kind = n_channels = rate = n_frame = bits = 0
+    if len(form) >= 16:
+        kind, n_channels, rate, _, n_frame, bits = struct.unpack_from("<HHIIHH", form)
+        if kind == _EXTENSIBLE and len(form) >= 26:
+            kind = int.from_bytes(form[24:26], "little")
+    dtype = _SAMPLES.get((kind, bits))
+    if dtype is None or n_channels == 0 or n_frame != n_channels * bits // 8:
+        raise InvalidRequestError(
+            f"{place}: the WAV file cannot be decoded (format {kind}, {n_channels} channels, {bits} bits); give PCM "
+            "samples of 8, 16, 24 or 32 bits, or floats"
+        )
+    n = min(len(raw) // n_frame, MOST_SECONDS * rate + 1)
+    numbers = np.frombuffer(raw[: n * n_frame], dtype)
+    if bits == 24:
+        wide = np.zeros((n * n_channels, 4), np.uint8)
+        wide[:, 1:] = numbers.reshape(-1, 3)
+        numbers = wide.view("<i4")[:, 0]
+    with np.errstate(over="ignore"):
+        values = numbers.astype(np.float32)
+    if kind == _FLOATS:
+        if not np.isfinite(values).all():
+            raise InvalidRequestError(f"{place}: the sound has samples that are not finite")
+        np.clip(values, -1, 1, out=values)
+    elif bits == 8:
+        values /= 128
+        values -= 1
     else:
-        values = np.frombuffer(raw[:whole], f"<i{width}") / 2 ** (8 * width - 1)
-    return values.reshape(-1, n_channels).mean(1).astype(np.float32), rate
+        values /= 2 ** (8 * numbers.itemsize - 1)
+    return values.reshape(-1, n_channels).mean(1, dtype=np.float32), rate
+
+
+def _sound_format(data: bytes) -> str:
+    """What a file is that is no WAV, for messages."""
+    if data[4:8] == b"ftyp":
+        return "MP4 or M4A"
+    if data[:1] == b"\xff" and data[1:2] >= b"\xe0":
+        return "MP3 or AAC"
+    return next((name for magic, name in _OTHER_SOUNDS if data.startswith(magic)), "of an unknown format")
 
 
 def path_below(place: str, name: str, folder: Path | None) -> Path:

@@ -10,9 +10,10 @@ Keys, limits, the guard and the log are here; the processes of models trust what
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -51,7 +52,7 @@ from llamapipe.server.endpoint import (
 )
 from llamapipe.server.errors import ApiError, Dialect
 from llamapipe.server.ollama import full_name, kept_s
-from llamapipe.server.pool import ModelState, Pool, PooledModel, hub_entries
+from llamapipe.server.pool import ModelEntry, ModelState, Pool, PooledModel, hub_entries
 
 if TYPE_CHECKING:
     from types import EllipsisType
@@ -107,15 +108,20 @@ class ModelRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 _MOST_WATCHES = 100
 _FOR_EVER_S = 100 * 365 * 86_400.0
+_log = logging.getLogger("llamapipe.server")
 _PEEK = msgspec.json.Decoder(Peeked)
 
 
 class Front(Gate):
     """What all requests share in the front process."""
 
-    def __init__(self, settings: ServerSettings, pool: Pool) -> None:
+    def __init__(
+        self, settings: ServerSettings, pool: Pool, entries: Callable[[], Sequence[ModelEntry]]
+    ) -> None:
         super().__init__(settings, Metrics(None), BodyBudget(settings.max_bodies_bytes))
         self.pool = pool
+        self._entries = entries
+        self._reloading = asyncio.Lock()
         self.created = int(time.time())
         self.n_watches = 0  # clients of /models/sse
         self._described: dict[tuple[str, Asked], dict[str, Any] | None] = {}  # by the file's digest
@@ -177,8 +183,23 @@ class Front(Gate):
         yield f"{LOADED_NS}: {round(waited_s * 1e9)}".encode()
 
     # ---- about the models
+    async def reload(self) -> None:
+        """Reads the list of models again. Raises OSError and ValueError, after which they are as they were."""
+        async with self._reloading:
+            try:
+                self.pool.replace(await asyncio.to_thread(self._entries))
+            except (OSError, ValueError) as e:
+                _log.error("the models stay as they are: %s", e)
+                raise
+
     async def list_models(self, exchange: Exchange) -> Response:
-        """``GET /v1/models``: every model, with its state."""
+        """``GET /v1/models``: every model, with its state. ``?reload=1``: after the list was read again."""
+        if exchange.query_params.get("reload"):
+            try:
+                await self.reload()
+            except (OSError, ValueError):
+                what = "the list of --models cannot be read again, and the models stay as they are; the log says why"
+                raise ApiError(500, what) from None
         data = [
             self._entry(model, name)
             for model in self.pool.models
@@ -205,7 +226,7 @@ class Front(Gate):
         if model.state is ModelState.LOADING:
             status["progress"] = model.progress
         elif model.state is ModelState.UNLOADED and model.failure is not None:
-            status |= {"failed": True, "error": model.failure}
+            status |= {"failed": True, "exit_code": 1, "error": model.failure}
         found = model.found
         made: dict[str, Any] = {
             "id": name,
@@ -215,6 +236,10 @@ class Front(Gate):
             "created": self.created,
             "owned_by": "llamapipe",
             "status": status,
+            "architecture": {
+                "input_modalities": ["text"] if found is None else list(found.takes),
+                "output_modalities": ["text"],
+            },
             **({} if found is None else {"capabilities": ["embedding" if found.embeds else "completion"]}),
         }
         if name in model.entry.adapters:
@@ -225,9 +250,15 @@ class Front(Gate):
             **made,
             "aliases": list(model.names[1:]),
             "adapters": list(model.entry.adapters),
+            "tags": [],
+            "can_remove": self.settings.allow_delete and model.entry.reference is not None,
             "pinned": model.entry.keep,
             "n_requests": model.n_users,
-            **({} if found is None else {"memory_bytes": model.n_bytes or found.n_bytes}),
+            **(
+                {}
+                if found is None
+                else {"memory_bytes": model.n_bytes or found.n_bytes, "context_length": found.n_ctx}
+            ),
         }
 
     async def watch(self, exchange: Exchange) -> Response:
@@ -535,9 +566,9 @@ class Front(Gate):
         return [*made, *forwarded]
 
 
-def front_app(settings: ServerSettings, pool: Pool) -> Starlette:
-    """The application of the front process."""
-    front = Front(settings, pool)
+def front_app(settings: ServerSettings, pool: Pool, entries: Callable[[], Sequence[ModelEntry]]) -> Starlette:
+    """The application of the front process. ``entries``: see ``run_front``."""
+    front = Front(settings, pool, entries)
     return application_of(front, front.routes())
 
 
@@ -624,7 +655,11 @@ def check_kind(model: PooledModel, route: str) -> None:
 
 
 class Forwarded(LateResponse):
-    """The answer of a model's process, passed on as it comes."""
+    """The answer of a model's process, passed on as it comes.
+
+    If the process ends before any of its answer has come, such as when it was killed and nobody has noticed yet, the
+    next one is asked, once: a request that ends processes ends no more than two.
+    """
 
     def __init__(
         self,
@@ -641,25 +676,16 @@ class Forwarded(LateResponse):
         self._model = model
         self._is_stream = is_stream
         self._ttl_s = ttl_s
-        self._has_begun = False
+        self._body = b""
+        self._has_begun = self._has_answer = False  # towards the client; from the process
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Asks the process and sends its answer. Raises ApiError before the answer has begun."""
-        exchange = self._exchange
         began = monotonic()
+        self._body, self._exchange.raw = self._exchange.raw, b""
         try:
-            async with self._front.pool.lease(self._model, self._ttl_s) as loading:
-                await self._until_loaded(loading, send)
-                check_kind(self._model, exchange.route)
-                async with self._asked(monotonic() - began) as upstream:
-                    if self._has_begun and upstream.status != 200:
-                        await self._part(send, await _error_part(upstream, exchange.dialect))
-                    else:
-                        if not self._has_begun:
-                            await self._begin(send, upstream.status, upstream.headers)
-                        async for part in upstream.parts():
-                            exchange.release_body()
-                            await self._part(send, part)
+            if not await self._answered(send, began):
+                await self._answered(send, began, is_last=True)
         except (UpstreamLostError, ConnectionError):
             error = ApiError(
                 503,
@@ -670,6 +696,44 @@ class Forwarded(LateResponse):
         except ApiError as error:
             await self._fail(send, error)
         await send({"type": "http.response.body", "body": b""})
+
+    async def _answered(self, send: Send, began: float, is_last: bool = False) -> bool:
+        """Asks the process and sends its answer. False: it has ended before, and the next one can be asked.
+
+        Raises UpstreamLostError and ConnectionError if it has not, or ``is_last``; ApiError.
+        """
+        pool, model = self._front.pool, self._model
+        process = None
+        try:
+            async with pool.lease(model, self._ttl_s) as loading:
+                await self._until_loaded(loading, send)
+                check_kind(model, self._exchange.route)
+                process = model.process
+                async with pool.connection(model) as upstream:
+                    await upstream.send(self._front.head(self._exchange, monotonic() - began), self._body)
+                    self._has_answer = True
+                    await self._pass_on(send, upstream)
+        except (UpstreamLostError, ConnectionError):
+            if (
+                is_last
+                or self._has_answer
+                or self._front.draining
+                or not await pool.has_ended(model, process)
+            ):
+                raise
+            return False
+        return True
+
+    async def _pass_on(self, send: Send, upstream: Upstream) -> None:
+        self._body = b""
+        if self._has_begun and upstream.status != 200:
+            await self._part(send, await _error_part(upstream, self._exchange.dialect))
+            return
+        if not self._has_begun:
+            await self._begin(send, upstream.status, upstream.headers)
+        async for part in upstream.parts():
+            self._exchange.release_body()
+            await self._part(send, part)
 
     async def _until_loaded(self, loading: asyncio.Task[None], send: Send) -> None:
         """Waits. A stream gets its head and signs of life meanwhile, so that no client gives up."""
@@ -701,14 +765,6 @@ class Forwarded(LateResponse):
         if self._exchange.dialect != "ollama":
             return f": loading {self._model.name} {100 * self._model.progress:.0f} %\n\n".encode()
         return line(ollama.empty_part(self._model.name, self._exchange.route == "/api/chat"))
-
-    @asynccontextmanager
-    async def _asked(self, waited_s: float) -> AsyncIterator[Upstream]:
-        """The connection over which the request was sent, and the answer's head has come."""
-        async with self._front.pool.connection(self._model) as upstream:
-            body, self._exchange.raw = self._exchange.raw, b""
-            await upstream.send(self._front.head(self._exchange, waited_s), body)
-            yield upstream
 
     # ---- the answer
     async def _begin(self, send: Send, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:

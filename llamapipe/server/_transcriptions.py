@@ -1,6 +1,9 @@
 """``/v1/audio/transcriptions``: OpenAI's route for sounds, whose body is a form with a file.
 
 The sound becomes a message of a conversation, with a question for its text. So any model that takes sounds answers.
+
+The form is parsed here: Starlette's parser needs a further package and writes large parts to the disk, while the body
+is in memory already, within its limits, and the front process of several models reads the same bytes.
 """
 
 from __future__ import annotations
@@ -147,7 +150,7 @@ async def transcriptions(exchange: Exchange) -> Response:
         raise ApiError(400, "stream is true; this route answers as a whole: leave it out", "stream")
     sound = fields.get("file")
     if not sound:
-        raise ApiError(400, "file is missing or empty; send a WAV file with PCM samples", "file")
+        raise ApiError(400, "file is missing or empty; send a WAV file", "file")
     question = _text(fields, "prompt", _PROMPT, state.settings.max_text_characters) or _PROMPT
     if language := _text(fields, "language", "", 40).strip():
         question += f" (language: {language})"

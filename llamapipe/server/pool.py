@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 _RETRY_S = 10.0  # a failed load is not tried again before
 _STOP_S = 30.0  # a process that was asked to end is killed after this time
+_END_S = 3.0  # a process that has closed a connection without an answer ends within this time
 _IDLE_CONNECTION_S = 30.0  # the process closes its idle connections after 75 s
 _SCRAPE_S = 2.0
 _MOST_COPIES = 100
@@ -64,7 +65,8 @@ class Found(NamedTuple):
     """What a model's file tells before it is loaded.
 
     ``n_bytes``: the memory that its process will take. ``options``: with which it takes no more. ``n_ctx``: tokens of a
-    request. ``details``: as in Ollama's lists. ``size_bytes``, ``modified_s``, ``digest``: of the file.
+    request. ``takes``: ``"text"``, and ``"image"`` and ``"audio"`` where messages may have them. ``details``: as in
+    Ollama's lists. ``size_bytes``, ``modified_s``, ``digest``: of the file.
     """
 
     file: str
@@ -72,6 +74,7 @@ class Found(NamedTuple):
     n_bytes: int
     options: Mapping[str, Any]
     n_ctx: int
+    takes: tuple[str, ...]
     details: Mapping[str, Any]
     size_bytes: int
     modified_s: float
@@ -388,6 +391,16 @@ class Pool:
                 model._free.append((monotonic(), upstream))
             else:
                 upstream.close()
+
+    async def has_ended(self, model: PooledModel, process: WorkerProcess | None) -> bool:
+        """Whether a process that closed a connection has ended; waits for that a while. None: it was gone already."""
+        if process is None:
+            return True
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(process.ended.wait(), _END_S)
+        while process.state is State.ENDED and model.process is process:  # `_bury` does the rest
+            await self._next_change()
+        return process.state is State.ENDED
 
     # ---- loads
     def load(self, model: PooledModel) -> asyncio.Task[None]:

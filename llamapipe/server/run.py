@@ -12,6 +12,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ from llamapipe.engine import Engine
 from llamapipe.host.at_exit import is_exiting
 from llamapipe.server._application import ServerState, app
 from llamapipe.server._connections import Connection, Connections
-from llamapipe.server._front import front_app
+from llamapipe.server._front import Front, front_app
 from llamapipe.server._gate import Gate
 from llamapipe.server.pool import ModelEntry, Pool
 from llamapipe.server.processes import has_terminal
@@ -147,13 +148,14 @@ class _WorkerUvicorn(_Uvicorn):
 class _FrontUvicorn(_Uvicorn):
     """Serves the models of a pool, and ends their processes at its end."""
 
+    front: Front
     pool: Pool
-    entries: Callable[[], Sequence[ModelEntry]]
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._n_signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
         self._had_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and has_terminal()
 
     def _hang_up(self) -> None:
@@ -161,10 +163,11 @@ class _FrontUvicorn(_Uvicorn):
         if self._had_terminal and not has_terminal():
             self.handle_exit(signal.SIGHUP, None)
             return
-        try:
-            self.pool.replace(self.entries())
-        except (OSError, ValueError) as e:
-            _log.error("the models stay as they are: %s", e)
+        _keep_until_done(self._reload(), self._tasks)
+
+    async def _reload(self) -> None:
+        with suppress(OSError, ValueError):  # which are in the log
+            await self.front.reload()
 
     def handle_exit(self, sig: int, frame: object) -> None:
         """The first signal starts draining, the second cancels what runs, the third kills the processes."""
@@ -302,11 +305,13 @@ def run_front(
 ) -> None:
     """Serves several models on a socket until SIGTERM or Ctrl-C. For the main thread.
 
-    ``entries``: the models after SIGHUP; raises OSError or ValueError to leave them as they are.
+    ``entries``: the models after SIGHUP, or ``/models?reload=1``; raises OSError or ValueError to leave them as they
+    are. Called in another thread.
     """
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    server = _server(_FrontUvicorn, front_app(settings, pool))
-    server.pool, server.entries = pool, entries
+    application = front_app(settings, pool, entries)
+    server = _server(_FrontUvicorn, application)
+    server.pool, server.front = pool, application.state.llamapipe
     server.state.bound_to = _host_of(sock)
     server.run(sockets=[sock, *more_sockets])
 

@@ -84,6 +84,19 @@ def call(name: str, arguments: dict[str, Any]) -> str:
     return f"<tool_call>\n{said}\n</tool_call>"
 
 
+# ---- Open WebUI: the titles, tags and next questions of a chat
+@pytest.mark.parametrize(
+    "more", [{}, {"max_completion_tokens": 1000}, {"max_tokens": 1000}, {"metadata": {"chat_id": "one"}}]
+)
+def test_open_webuis_tasks(client: httpx.Client, more: dict[str, Any]) -> None:
+    text = '### Task:\nGenerate a concise title.\n### Output:\nJSON format: { "title": "a title" }'
+    body = {"model": "demo", "messages": [{"role": "user", "content": text}], "stream": False, **more}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers.get(UNUSED) == ("metadata" if "metadata" in more else None)
+    assert isinstance(answer.json()["choices"][0]["message"]["content"], str)
+
+
 # ---- Codex 0.169
 CODEX: dict[str, Any] = {
     "model": "demo",

@@ -148,7 +148,9 @@ def test_the_doctor_says_what_messages_may_have(text: Path) -> None:
     assert doctor().startswith("no: no projector")
     idefics3_projector(text.with_name("mmproj.gguf"))
     assert doctor().startswith("takes images with mmproj.gguf, ")
-    assert doctor().endswith("which the first one loads True False")
+    assert doctor().endswith(
+        "loads; an image's tokens can be limited (--image-min-tokens, --image-max-tokens) True False"
+    )
     idefics3_projector(text.with_name("mmproj-2.gguf"))
     assert doctor() == "no: 2 projectors are beside it, 'mmproj-2.gguf', 'mmproj.gguf' False False"
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
-import random
+import os
 import subprocess
 import sys
 import wave
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,9 +17,9 @@ from support.media_models import (
     idefics3_projector,
     model_with_tile_tokens,
     picture,
-    png,
     ultravox_projector,
 )
+from support.media_mutants import mutant, wav, whole
 from support.run_script import environment
 
 import llamapipe as lp
@@ -26,7 +27,8 @@ from llamapipe.errors import InvalidRequestError, LlamapipeError
 from llamapipe.media.decode import Given
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
-N_FILES, N_IMAGES = 67, 200  # a campaign of thousands: tests/support/mmproj_fuzz_worker.py
+N_FILES = 67  # a campaign of thousands: tests/support/mmproj_fuzz_worker.py
+N_MUTANTS = int(os.environ.get("LLAMAPIPE_MEDIA_MUTANTS", "500"))  # `nox -s fuzz`: 5,000
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "idefics3", "qwen2vl", "qwen3vl", "ultravox"])
@@ -37,52 +39,37 @@ def test_mutants_of_projectors_never_end_the_process(tmp_path: Path, kind: str) 
     assert "loaded" in done.stdout
 
 
-def _files() -> dict[str, bytes]:
-    from PIL import Image
-
-    made = {"png": png(40, 30)}
-    for name in ("JPEG", "WEBP", "GIF", "BMP"):
-        file = io.BytesIO()
-        Image.fromarray(picture(40, 30)).save(file, name)
-        made[name] = file.getvalue()
-    sound = io.BytesIO()
-    with wave.open(sound, "wb") as writer:
-        writer.setnchannels(2)
-        writer.setsampwidth(2)
-        writer.setframerate(8000)
-        writer.writeframes(np.arange(4000, dtype="<i2").tobytes())
-    return {**made, "wav": sound.getvalue()}
-
-
 @pytest.mark.filterwarnings("ignore")  # Pillow warns of damage
 def test_mutated_files_are_decoded_or_refused() -> None:
-    files = _files()
-    n_decoded = 0
-    messages: list[str] = []
-    for number in range(N_IMAGES * len(files)):
-        chance = random.Random(number)
-        name = list(files)[number % len(files)]
-        data = bytearray(files[name])
-        for _ in range(chance.randint(1, 4)):
-            data[chance.randrange(len(data))] = chance.randrange(256)
-        if chance.random() < 0.2:
-            del data[chance.randrange(len(data)) :]
-        given = Given("sound" if name == "wav" else "image", bytes(data), "here")
+    outcomes: Counter[tuple[str, bool]] = Counter()
+    messages = []
+    for number in range(N_MUTANTS):
+        name, data = mutant(number)
+        given = Given("sound" if name.startswith("sound") else "image", data, "here")
         try:
-            made = given.samples(16000) if name == "wav" else given.pixels()
+            made = given.samples(16000) if given.kind == "sound" else given.pixels()
         except InvalidRequestError as error:
             messages.append(str(error))
+        else:
+            assert made.size and np.isfinite(made).all(), name
+            outcomes[given.kind, True] += 1
             continue
-        n_decoded += 1
-        assert made.size
-    assert n_decoded > 10
+        outcomes[given.kind, False] += 1
     assert all(message.startswith("here: ") for message in messages)
+    assert (
+        min(outcomes[kind, is_read] for kind in ("image", "sound") for is_read in (True, False))
+        > N_MUTANTS / 25
+    )
+    for name, data in whole().items():
+        if name in ("sound as mp3", "sound as flac", "sound as ogg"):
+            with pytest.raises(InvalidRequestError, match=f"(?i)is {name[9:]}, and WAV files .*ffmpeg"):
+                Given("sound", data, "here").samples(16000)
 
 
 def test_sounds_of_all_widths_and_rates(tmp_path: Path) -> None:
-    whole = Given("sound", _files()["wav"], "here").samples(8000)
-    assert whole.shape == (2000,)
-    assert Given("sound", _files()["wav"], "here").samples(16000).shape == (4000,)
+    stereo = whole()["sound of 16 bits"]
+    assert Given("sound", stereo, "here").samples(8000).shape == (2000,)
+    assert Given("sound", stereo, "here").samples(16000).shape == (4000,)
     for width in (1, 2, 3, 4):
         file = io.BytesIO()
         with wave.open(file, "wb") as writer:
@@ -94,6 +81,14 @@ def test_sounds_of_all_widths_and_rates(tmp_path: Path) -> None:
             writer.writeframes((value or half) * 16)
         found = Given("sound", file.getvalue(), "here").samples(16000)
         assert found.tolist() == pytest.approx([127 / 128 if width == 1 else 0.5] * 16)
+    for kind, bits in ((3, 32), (3, 64), (65534, 24)):
+        made = Given("sound", wav(bits, 2, 16000, kind), "here").samples(16000)
+        assert made.shape == (4000,) and 0.5 < abs(made).max() <= 1
+    piped = bytearray(wav())
+    piped[4:8] = piped[40:44] = b"\xff\xff\xff\xff"  # by a program that did not know the length
+    assert (
+        Given("sound", bytes(piped), "here").samples(16000) == Given("sound", wav(), "h").samples(16000)
+    ).all()
     with pytest.raises(InvalidRequestError, match="not finite"):
         Given("sound", np.array([np.nan], np.float32), "here").samples(16000)
     with pytest.raises(InvalidRequestError, match="at most 1800 s"):

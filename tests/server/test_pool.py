@@ -7,7 +7,10 @@ import json
 import os
 import shutil
 import signal
+import threading
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,8 @@ import pytest
 from support.adapters import make_adapter
 from support.bert_model import bert_model
 from support.chat_templates import template
+from support.control import PATIENCE_S, all_results, wait_until
 from support.control import Worker as Thread
-from support.control import all_results, wait_until
 from support.gguf_models import infilling_model
 from support.pool_server import LONG, SHORT, PoolServer, pool_server
 from support.worker_server import wait_for_end
@@ -293,6 +296,55 @@ class TestFailures:
         assert len(server.pids("crashing")) == 2
         assert len(server.pids("small")) == 1
 
+    def test_requests_around_the_end_of_a_process_are_answered(self, server: PoolServer) -> None:
+        whole = server.ask("crashing", max_tokens=8).json()["choices"][0]["text"]
+        done: Counter[str] = Counter()
+        step = threading.Semaphore(0)
+
+        def client(is_stream: bool) -> None:
+            with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
+                for _ in range(30):
+                    body = {"model": "crashing", **SHORT, "max_tokens": 8, "stream": is_stream}
+                    answer = http.post("/v1/completions", json=body)
+                    outcome = str(answer.status_code)
+                    if is_stream:
+                        last = [line for line in answer.text.splitlines() if line][-1].removeprefix("data: ")
+                        outcome += " whole" if last == "[DONE]" else f" {json.loads(last)['error']['code']}"
+                    elif answer.status_code == 200:
+                        assert answer.json()["choices"][0]["text"] == whole
+                    done[outcome] += 1
+                    step.release()
+
+        clients = [Thread(lambda is_stream=is_stream: client(is_stream)) for is_stream in (True, False) * 2]
+        for _ in range(4):
+            for _ in range(15):
+                assert step.acquire(timeout=PATIENCE_S)
+            server.wait_for(crashing="loaded")
+            os.kill(server.pids("crashing")[-1], signal.SIGKILL)
+        all_results(clients)
+        assert set(done) <= {"200", "200 whole", "200 model_ended"}, done
+        assert done["200"] == 60 and done["200 whole"] > 40
+
+    @staticmethod
+    def _has_started(server: PoolServer, n: int) -> bool:
+        return len(server.pids("crashing")) == n
+
+    def test_a_request_ends_no_more_than_two_processes(self, server: PoolServer) -> None:
+        wait_until(lambda: server.ask("crashing").status_code == 200)
+        n = len(server.pids("crashing"))
+        asked = Thread(lambda: server.ask("crashing", **{**LONG, "stream": False, "max_tokens": 8000}))
+        for i in range(2):
+            wait_until(partial(self._has_started, server, n + i))
+            server.wait_for(crashing="loaded")
+            wait_until(lambda: server.client.get("/v1/models/crashing").json()["n_requests"] == 1)
+            assert asked.is_alive()
+            os.kill(server.pids("crashing")[-1], signal.SIGKILL)
+        answer = asked.result()
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "model_ended"
+        assert len(server.pids("crashing")) == n + 1
+        assert server.ask("crashing").status_code == 200
+
     @pytest.mark.parametrize(
         ("path", "body", "error"),
         [
@@ -449,6 +501,32 @@ class Watcher:
         self._thread.result()
         self._stream.__exit__(None, None, None)
         self._client.close()
+
+
+def test_a_client_lets_the_list_be_read_again(models: Path, tmp_path: Path) -> None:
+    listed = models / "reloaded.toml"
+    listed.write_text("[models.kept]\nfile = 'small.gguf'\n[models.gone]\nfile = 'other.gguf'\n")
+    with pool_server(listed, *OPTIONS, log=tmp_path / "log") as server:
+        server.ask("kept")
+        listed.write_text("[models.kept]\nfile = 'small.gguf'\n[models.new]\nfile = 'bert.gguf'\n")
+        assert set(server.states()) == {"kept", "gone"}
+        data = server.client.get("/models", params={"reload": "1"}).json()["data"]
+        there = {one["id"]: one for one in data}
+        assert {name: one["status"]["value"] for name, one in there.items()} == {
+            "kept": "loaded",
+            "new": "unloaded",
+        }
+        kept = there["kept"]
+        assert kept["architecture"] == {"input_modalities": ["text"], "output_modalities": ["text"]}
+        assert (kept["context_length"], kept["tags"], kept["can_remove"]) == (8192, [], False)
+        listed.write_text("[models.kept]\nfile = 3\n")
+        answer = server.client.get("/models", params={"reload": "1"})
+        assert (
+            answer.status_code == 500 and "the models stay as they are" in answer.json()["error"]["message"]
+        )
+        assert str(listed) not in answer.text and str(listed) in server.log()
+        assert set(server.states()) == {"kept", "new"}
+        assert len(server.pids("kept")) == 1
 
 
 def test_who_watches_is_told_of_states_and_of_the_list(models: Path, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ class _Front:
         self.host, self.port = self._socket.getsockname()[:2]
         self.url = f"http://{self.host}:{self.port}"
         self._pool = _pool(options)
-        self._server = _server(_FrontUvicorn, front_app(settings, self._pool))
+        self._server = _server(_FrontUvicorn, front_app(settings, self._pool, list))
         self._server.pool = self._pool
         self.state, self.limits = self._server.state, self._server.limits
         self.state.bound_to = host
@@ -135,7 +135,7 @@ class Starter:
     def application(self) -> Starlette:
         """The application alone."""
         if self.kind == "front":
-            return front_app(ServerSettings(), _pool(self._options))
+            return front_app(ServerSettings(), _pool(self._options), list)
         return app(self._engine)
 
 

@@ -39,7 +39,13 @@ class Reference:
     """Evaluates prompts in a context with one sequence."""
 
     def __init__(
-        self, model: llamapipe.Model, mmproj: Path, n_ctx: int = 2048, n_batch: int = 512, **options: Any
+        self,
+        model: llamapipe.Model,
+        mmproj: Path,
+        n_ctx: int = 2048,
+        n_batch: int = 512,
+        image_tokens: tuple[int, int] = (-1, -1),
+        **options: Any,
     ) -> None:
         self._lib = lib = ctypes.CDLL(str(next(LIB_DIR.glob("libllamapipe-mtmd*"))))
         lib.mtmd_context_params_default.restype = _Params
@@ -57,6 +63,7 @@ class Reference:
         params = lib.mtmd_context_params_default()
         params.use_gpu = params.warmup = params.print_timings = False
         params.n_threads = 1
+        params.image_min_tokens, params.image_max_tokens = image_tokens
         native_module = native()
         address = int(native_module.ffi.cast("uintptr_t", model.handle))
         self._media = lib.mtmd_init_from_file(str(mmproj).encode(), _P(address), params)

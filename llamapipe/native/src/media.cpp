@@ -89,7 +89,7 @@ struct lp_media_chunks {
 };
 
 lp_media * lp_media_open(const char * path_of_library, const char * path, const llama_model * model, int n_threads,
-                         bool use_gpu) {
+                         bool use_gpu, int image_min_tokens, int image_max_tokens) {
     return lp::guard((lp_media *) nullptr, [&]() -> lp_media * {
         const Library &           mtmd = library(path_of_library);
         const lp::AssertionsThrow throwing;
@@ -98,6 +98,8 @@ lp_media * lp_media_open(const char * path_of_library, const char * path, const 
         params.n_threads     = n_threads;
         params.print_timings = false;
         params.warmup        = false;
+        params.image_min_tokens = image_min_tokens;
+        params.image_max_tokens = image_max_tokens;
         mtmd_context * const ctx = lp::without_faults((mtmd_context *) nullptr, [&] {
             return mtmd.init_from_file(path, model, params);
         });

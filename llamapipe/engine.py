@@ -844,7 +844,7 @@ class Engine(NotCopyable):
         found = await to_thread(self._unpack, snapshot, params)
         item = await self._long_work.run_off_loop(self._request_builder.item, found.tokens, params)
         mailbox = AsyncMailbox(running_loop(), self._engine_thread.dispatcher)
-        request = self._request_builder.restored(item, mailbox, found.n_prompt)
+        request = self._request_builder.restored(item, mailbox, found)
         generation = self._ageneration(request, mailbox)
         self._engine_thread.restore(request, found.n_cells, found.state)
         return generation
@@ -1454,7 +1454,7 @@ class Engine(NotCopyable):
         found = self._unpack(snapshot, params)
         item = self._request_builder.item(found.tokens, params)
         mailbox = ThreadMailbox(self._engine_thread.dispatcher)
-        request = self._request_builder.restored(item, mailbox, found.n_prompt)
+        request = self._request_builder.restored(item, mailbox, found)
         generation = self._generation(request, mailbox)
         self._engine_thread.restore(request, found.n_cells, found.state)
         return generation

@@ -23,7 +23,7 @@ from llamapipe._engine.deliver import (
 )
 from llamapipe._engine.long_work import to_thread
 from llamapipe._engine.request import Request, State
-from llamapipe._engine.snapshot import Snapshot, SnapshotFormat, pack
+from llamapipe._engine.snapshot import SnapshotFormat, pack
 from llamapipe._engine.submit import CheckedPrompt, ObservedRequest
 from llamapipe._engine.thread import EngineThread
 from llamapipe.arguments import check_int, check_tokens
@@ -271,9 +271,8 @@ class _Sequence(NotCopyable):
         self._engine_thread.fork(self._request, forked._request)
 
     def _pack(self) -> bytes:
-        return pack(
-            Snapshot(*self._engine_thread.snapshot(self._request)), self._format(self._request.spec.adapters)
-        )
+        found = self._engine_thread.snapshot(self._request)
+        return pack(found, self._format(self._request.spec.all_adapters))
 
     def cancel(self) -> None:
         """Ends the generation and frees its slot; ``next`` then returns None without a step. Any thread."""

@@ -4,9 +4,9 @@ Open this file to change what is reused, saved or evicted.
 
 The principle: cells belong to tokens, not to requests. A sequence of cells (``Cells``) is *live* in the slot of a
 request, *parked* in the slot of one that has ended, or *saved* in host memory. A prefix tree knows the tokens of all
-of them, by ``cache_key``. A request that begins with the same tokens starts with these cells: in place, with a copy,
-or restored from host memory. When a parked slot is needed, its cells are saved if nothing else holds their tokens,
-else dropped; the least recently used first.
+of them, by ``cache_key``, and where the adapters of a sequence change. A request that begins with the same tokens
+starts with these cells: in place, with a copy, or restored from host memory. When a parked slot is needed, its cells
+are saved if nothing else holds their tokens, else dropped; the least recently used first.
 
 This file only decides. What it decides is an ordered list, ``KvCache.memory_ops``, which the executor performs before
 the next step. An operation may turn out to be impossible: a recurrent memory cannot go back, host memory may be
@@ -362,13 +362,13 @@ class ObservedTree(PrefixTree[H]):
         super().insert(holder, tokens, key)
         if key is None:
             self._told.add(holder)
-            self._observer.inserted(holder, _before_media(tokens))
+            self._observer.inserted(holder, _before_marks(tokens))
 
     def extend(self, holder: H, tokens: Sequence[int], n: int) -> None:
         """Adds the tokens after the first ``n``, with which the holder is in the tree."""
         super().extend(holder, tokens, n)
         if holder in self._told:
-            self._observer.extended(holder, _before_media(tokens))
+            self._observer.extended(holder, _before_marks(tokens))
 
     def remove(self, holder: H) -> None:
         """Removes a holder; does nothing if it is not in the tree."""
@@ -378,8 +378,8 @@ class ObservedTree(PrefixTree[H]):
             self._observer.removed(holder)
 
 
-def _before_media(tokens: Sequence[int]) -> Sequence[int]:
-    """The tokens before the first that stands for an image or a sound: others know no numbers for these."""
+def _before_marks(tokens: Sequence[int]) -> Sequence[int]:
+    """The tokens before the first that stands for an image, a sound or other adapters: others know no such numbers."""
     return next((tokens[:i] for i, token in enumerate(tokens) if token < 0), tokens)
 
 
@@ -631,7 +631,7 @@ class KvCache:
             return _NO_MATCH
         best, n_best, best_rank = None, 0, 0
         leader, n_pending = None, 0
-        for n, cells in self._tree.find(request.tokens, limit, request.spec.cache_key):
+        for n, cells in self._tree.find(request.cell_keys, limit, request.spec.cache_key):
             if n < n_best or (n == n_best and best_rank == 2):
                 break
             user = cells.request
@@ -672,7 +672,7 @@ class KvCache:
         """The tree learns all tokens in the cells of a request with a slot, also the generated ones."""
         cells, n = request.cells, request.n_past
         if cells is not None and cells in self._tree and cells.n_known < n:
-            self._tree.extend(cells, request.tokens[:n], cells.n_known)
+            self._tree.extend(cells, request.cell_keys[:n], cells.n_known)
             cells.n_known = n
 
     # ---- slots
@@ -706,7 +706,7 @@ class KvCache:
         # The tree learns all of its tokens, also those that are not computed yet.
         cells = request.cells = Cells(slot, request, len(request.tokens))
         if self.enabled and request.uses_cache:
-            self._tree.insert(cells, request.tokens, request.spec.cache_key)
+            self._tree.insert(cells, request.cell_keys, request.spec.cache_key)
 
     def _choose(self, source: Cells | None) -> int:
         """A free slot next to a taken one, between two if there is one: gaps between running requests cost time."""
@@ -753,10 +753,10 @@ class KvCache:
         cells.n_exact = request.n_exact
         n_known, cells.n_known = cells.n_known, n
         if n_known <= n:
-            self._tree.extend(cells, request.tokens[:n], n_known)
+            self._tree.extend(cells, request.cell_keys[:n], n_known)
         else:
             self._tree.remove(cells)
-            self._tree.insert(cells, request.tokens[:n], request.spec.cache_key)
+            self._tree.insert(cells, request.cell_keys[:n], request.spec.cache_key)
         self.memory_ops.append(Remove(slot, n))  # a step in flight may have added a cell
         self.parked[slot] = cells
         self._n_parked_cells += n
@@ -780,7 +780,7 @@ class KvCache:
         if cells.n_known > n and cells in self._tree:
             self._tree.remove(cells)
             cells.n_known = n
-            self._tree.insert(cells, request.tokens[:n], request.spec.cache_key)
+            self._tree.insert(cells, request.cell_keys[:n], request.spec.cache_key)
 
     def shift(self, request: Request, begin: int, end: int) -> None:
         """A request's tokens from ``begin`` to ``end`` were dropped; the cells after them move there."""
@@ -797,7 +797,7 @@ class KvCache:
             self._tree.remove(self._unpark(slot))
         elif request is not None and cells is not None and cells in self._tree:
             self._tree.remove(cells)
-            self._tree.insert(cells, request.tokens[: cells.n_known], request.spec.cache_key)
+            self._tree.insert(cells, request.cell_keys[: cells.n_known], request.spec.cache_key)
 
     def evict(self, n_cells: int) -> None:
         """Frees slots, the least recently used first, until at most ``n_cells`` are parked."""
@@ -815,7 +815,7 @@ class KvCache:
         """The key for a request's first ``n`` cells, which come from elsewhere and are pinned. None: no room."""
         if not request.uses_cache:
             return None
-        return self.take_in(request.tokens[:n], request.spec.cache_key, n_bytes, request)
+        return self.take_in(request.cell_keys[:n], request.spec.cache_key, n_bytes, request)
 
     def take_in(
         self, tokens: Sequence[int], cache_key: Hashable, n_bytes: int, pinned_by: Request | None = None
@@ -833,8 +833,8 @@ class KvCache:
     def unused(self) -> list[Unused]:
         """The cells that no request uses and no others begin with, the least recently used first.
 
-        No more than host memory may hold; then the others are left out. So are those with images and sounds: their
-        tokens mean something only to who has the rows.
+        No more than host memory may hold; then the others are left out. So are those with images, sounds and activated
+        LoRAs: their tokens mean something only to who has these.
         """
         if self.exact_multiple is not None:  # what was computed alone is not known elsewhere
             return []
@@ -848,7 +848,7 @@ class KvCache:
             n_bytes = self.n_bytes_of(cells.n)
             if cells.n >= self._min_save and not known and n_bytes <= room:
                 tokens = self._tree.tokens_of(cells)[: cells.n]
-                if _before_media(tokens) is not tokens:
+                if _before_marks(tokens) is not tokens:
                     continue
                 room -= n_bytes
                 chosen.add(cells)

@@ -37,6 +37,7 @@ from llamapipe._engine.planner import BatchPlan
 from llamapipe._engine.request import UNLIMITED, Request, Sampler, State
 from llamapipe._engine.scheduler import Scheduler
 from llamapipe._engine.scoring import LogprobTargets
+from llamapipe._engine.snapshot import Snapshot
 from llamapipe.errors import BackendError, ContextFullError, DecodeError, InvalidRequestError, NoToken
 from llamapipe.llama.native_pipeline import StepAbortedError
 from llamapipe.results import EngineStats, TimeHistogram
@@ -574,8 +575,8 @@ class EngineLoop:
             self._scheduler.fail(child, parent.error or InvalidRequestError("the generation was cancelled"))
             self._finished(child)
 
-    def snapshot(self, request: Request) -> tuple[list[int], int, int, bytes]:
-        """The tokens of a resumable request that does not run, how many are prompt or have cells, and the cells."""
+    def snapshot(self, request: Request) -> Snapshot:
+        """The sequence of a resumable request that does not run."""
         if request.error is not None:
             raise request.error
         self._change_cells()
@@ -588,7 +589,7 @@ class EngineLoop:
             n_cells = request.n_past if state is not None else 0
         # Constraints cannot be followed from the middle of a text: they begin with what follows.
         n_prompt = len(request.tokens) if request.dropped else request.n_prompt
-        return request.tokens.copy(), n_prompt, n_cells, state or b""
+        return Snapshot(request.tokens.copy(), n_prompt, n_cells, state or b"", request.active_from)
 
     def restore(self, request: Request, n_cells: int, state: bytes) -> None:
         """Accepts a new request whose first cells are given."""

@@ -17,6 +17,8 @@ reasons:
    per-sequence KV, prompts and decoding are separate passes anyway; decoding then yields to steps of prompts, for at
    most ``n_ubatch`` prompt tokens in total.
 
+A prompt is also cut where other adapters compute what follows (an activated LoRA): the rest is another step's.
+
 The rows of an image are entries like tokens, and share steps with them. Only where they see each other (Gemma 3), which
 llama.cpp decides for a whole ubatch, the image is a step alone: between two of these, requests that decode get one.
 
@@ -303,7 +305,8 @@ class BatchBuilder:
             return False
         n_step = n_next = 0
         for request in running.prefilling:
-            if request.spans:  # how much of it a step can have is not known here
+            # How much of it a step can have is not known here; or it is not all.
+            if request.spans or request.n_past < request.active_from < len(request.tokens):
                 return False
             if request.batch_plan is not None and request.batch_plan.in_flight:
                 continue
@@ -425,8 +428,10 @@ class BatchBuilder:
                 continue
             first, end = request.n_past, len(request.tokens)
             n_uncomputed = end - first
+            if first < request.active_from < end:
+                n_uncomputed = request.active_from - first
             if request.spans and (block := request.next_block()) is not None:
-                n_uncomputed = block.begin - first
+                n_uncomputed = min(block.begin - first, n_uncomputed)
                 if not n_uncomputed:
                     continue
             if brings_first and n_tokens >= self._prefill_cutoff:

@@ -140,6 +140,25 @@ class Span(NamedTuple):
     source: Embeddings
 
 
+class Activation(NamedTuple):
+    """An activated LoRA: from the last occurrence of the tokens ``invocation`` in a text on, ``adapters`` compute."""
+
+    adapters: Hashable
+    invocation: tuple[int, ...]
+
+    def begin(self, tokens: Sequence[int]) -> int:
+        """Where that occurrence begins; UNLIMITED if there is none."""
+        backwards, wanted = list(tokens[::-1]), list(self.invocation[::-1])
+        n, i = len(wanted), -1
+        try:
+            while True:
+                i = backwards.index(wanted[0], i + 1)
+                if backwards[i : i + n] == wanted:
+                    return len(backwards) - i - n
+        except ValueError:
+            return UNLIMITED
+
+
 class State(Enum):
     """Where a request is."""
 
@@ -174,7 +193,8 @@ class RequestSpec(NamedTuple):
     those of others. ``n_generated``: how many of its last tokens were generated before. ``speculates``: a step may have
     tokens that its sampler guesses; ``drafts``: or that the engine's draft model does; ``unguessed``: why none of both,
     if the engine's other requests may. ``adapters``: what it is computed with besides the model, which ``cache_key``
-    must name, too; None: nothing. ``spans``: the images and sounds among its tokens, in their order.
+    must name, too; None: nothing. ``activation``: what replaces ``adapters`` from some token on; None: nothing.
+    ``spans``: the images and sounds among its tokens, in their order.
     """
 
     max_tokens: int | None = None
@@ -198,7 +218,13 @@ class RequestSpec(NamedTuple):
     drafts: bool = False
     unguessed: str = ""
     adapters: Hashable = None
+    activation: Activation | None = None
     spans: tuple[Span, ...] = ()
+
+    @property
+    def all_adapters(self) -> Hashable:
+        """What its last tokens are computed with, if it is activated."""
+        return self.adapters if self.activation is None else self.activation.adapters
 
 
 _DEFAULT = RequestSpec()
@@ -241,6 +267,8 @@ class Request:
         "token_budget",
         "tokens",
         # Placement: written by the scheduler and the KV cache.
+        "active_from",
+        "adapters",
         "arrival",
         "batch_plan",
         "caller",
@@ -267,6 +295,9 @@ class Request:
 
         self.tokens = tokens  # the sequence; the first ``n_past`` of them are in KV cells
         self.spans = spec.spans  # of ``tokens``
+        self.adapters = spec.adapters  # what its next tokens are computed with
+        # Its tokens from here on are computed with ``spec.activation``.
+        self.active_from = UNLIMITED if spec.activation is None else spec.activation.begin(tokens)
         self.dropped: list[int] = []  # after the first ``n_kept``: dropped when the context was full
         self.n_kept = 0
         self.n_prompt = len(tokens) - spec.n_generated  # of ``full_sequence``
@@ -340,6 +371,31 @@ class Request:
         """The tokens of the vocabulary in the sequence."""
         return [token for token in self.tokens if token >= 0] if self.spans else self.tokens
 
+    def adapters_at(self, position: int) -> Hashable:
+        """What the token at a position is computed with."""
+        return self.spec.adapters if position < self.active_from else self.spec.all_adapters
+
+    def find_activation(self) -> int:
+        """Looks for the invocation again, in tokens that were changed. Returns how many are computed as before."""
+        if self.spec.activation is None:
+            return UNLIMITED
+        before, begin = self.active_from, self.spec.activation.begin(self.full_sequence)
+        self.active_from = max(begin - len(self.dropped), self.n_kept) if begin > self.n_kept else begin
+        return UNLIMITED if self.active_from == before else min(self.active_from, before)
+
+    @property
+    def cell_keys(self) -> list[int]:
+        """What tells its cells from others of its ``cache_key``: its tokens.
+
+        Where other adapters begin to compute, a negative number stands for them and the token. So the prefix tree needs
+        to know nothing of them: cells before it are shared, those from it on only if the same adapters began there.
+        """
+        begin = self.active_from
+        if begin >= len(self.tokens):
+            return self.tokens
+        mark = -1 - hash((self.spec.all_adapters, self.tokens[begin])) % 2**62
+        return [*self.tokens[:begin], mark, *self.tokens[begin + 1 :]]
+
     def next_block(self) -> Span | None:
         """The next span without cells whose rows see each other. Its rows are computed in a separate step."""
         for span in self.spans:
@@ -366,6 +422,10 @@ class Request:
             for span in self.spans
             if span.end <= begin or span.begin >= end
         )
+        if self.active_from >= end:
+            self.active_from -= end - begin
+        else:
+            self.active_from = min(self.active_from, begin)
         self.n_kept = begin
         self.dropped += self.tokens[begin:end]
         del self.tokens[begin:end]

@@ -34,7 +34,7 @@ from operator import attrgetter
 
 from llamapipe._engine.kv import CellChanges, Discard, KvCache, Shift, UseAdapters
 from llamapipe._engine.planner import BatchBuilder, BatchPlan
-from llamapipe._engine.request import Request, State
+from llamapipe._engine.request import UNLIMITED, Request, State
 from llamapipe._engine.scoring import LogprobTargets
 from llamapipe._engine.speculation import MOST_GUESSED, Gate, Guess
 from llamapipe._engine.turns import Claim, SetTurns
@@ -233,8 +233,9 @@ def _claim(requests: Iterable[Request]) -> Claim:
 class Running:
     """The requests with a slot, in five lists: they prefill, decode, wait for a token drawn later, or are paused.
 
-    Those that would prefill or decode, but with other ``adapters`` than the steps now, are in the fifth.
-    ``n_moves`` counts additions and removals: while it stays the same, the same requests decode and prefill.
+    Those that would prefill or decode, but with other ``adapters`` than the steps now, are in the fifth. An activated
+    LoRA moves a request there in the middle of its prompt. ``n_moves`` counts additions and removals: while it stays
+    the same, the same requests decode and prefill.
     """
 
     def __init__(self) -> None:
@@ -286,8 +287,10 @@ class Running:
     def add(self, request: Request) -> None:
         """Adds a request that has a slot."""
         self.n_moves += 1
-        if request.spec.adapters != self.adapters:
-            self.others.setdefault(request.spec.adapters, {})[request] = None
+        if request.spec.activation is not None:
+            request.adapters = request.adapters_at(request.n_past)
+        if request.adapters != self.adapters:
+            self.others.setdefault(request.adapters, {})[request] = None
         elif (
             request.n_past == len(request.tokens) - 1 and request.max_tokens
         ):  # only the last token is left to compute
@@ -305,11 +308,11 @@ class Running:
             self.decoding.remove(request)
         elif request in self.drawing:
             del self.drawing[request]
-        elif request.spec.adapters != self.adapters:
-            requests = self.others[request.spec.adapters]
+        elif request.adapters != self.adapters:
+            requests = self.others[request.adapters]
             del requests[request]
             if not requests:
-                del self.others[request.spec.adapters]
+                del self.others[request.adapters]
         else:
             self.prefilling.remove(request)
 
@@ -337,8 +340,8 @@ class Running:
     def recompute(self, request: Request) -> None:
         """A request lost its cells: all of its tokens have to be computed again."""
         request.n_past = request.n_exact = 0
-        if request in self.decoding:
-            self.decoding.remove(request)
+        if request.state is State.RUNNING and request not in self.drawing:
+            self.take(request)
             self.add(request)
 
     def least(self) -> Request | None:
@@ -360,10 +363,11 @@ class Running:
         for request in self.decoding:
             assert len(request.tokens) - request.n_past == 1, request
         for request in (*self.decoding, *self.prefilling):
-            assert request.spec.adapters == self.adapters, request
+            assert request.adapters == self.adapters == request.adapters_at(request.n_past), request
         for adapters, requests in self.others.items():
             assert requests and adapters != self.adapters, adapters
-            assert all(request.spec.adapters == adapters for request in requests), adapters
+            for request in requests:
+                assert request.adapters == adapters == request.adapters_at(request.n_past), request
 
 
 MODES = ("stop", "recompute", "shift")
@@ -537,6 +541,7 @@ class Scheduler:
         child.n_kept = parent.n_kept
         child.n_prompt = parent.n_prompt
         child.n_generated = parent.n_generated
+        child.active_from = parent.active_from
         self.cache.learn(parent)
 
     def encoded(self, request: Request) -> None:
@@ -565,6 +570,7 @@ class Scheduler:
         request.n_prompt = min(request.n_prompt, len(request.tokens) + len(request.dropped))
         # The last token is computed again: the next one is sampled from its logits.
         self.cache.truncate(request, min(request.n_past, n_keep - 1))
+        self._find_activation(request)
         self._reopen(request)
 
     def append(self, request: Request, tokens: Sequence[int]) -> None:
@@ -572,7 +578,13 @@ class Scheduler:
         request.tokens.extend(tokens)
         if request.n_total == 0:  # nothing was generated yet: these are part of the prompt
             request.n_prompt = len(request.tokens)
+        self._find_activation(request)
         self._reopen(request)
+
+    def _find_activation(self, request: Request) -> None:
+        n_same = request.find_activation()
+        if n_same < UNLIMITED:
+            self.cache.truncate(request, n_same)
 
     def _reopen(self, request: Request) -> None:
         request.reopen()

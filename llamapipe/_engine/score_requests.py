@@ -18,6 +18,7 @@ from llamapipe._engine.submit import (
     RequestBuilder,
     RequestFactory,
     TokenIds,
+    activation_of,
     split_prompts,
     with_prompt_index,
 )
@@ -38,11 +39,16 @@ class ScoreJob(Generic[T]):
 
     The continuations of a context are divided among requests, which run at the same time and share the context's cells.
     Each request computes its continuations one after another.
+
+    ``is_text``: a pair is one text, not an answer to a prompt: an activated LoRA may be invoked anywhere in it.
     """
 
-    def __init__(self, pairs: Sequence[Pair], shape: Callable[[list[Score]], T]) -> None:
+    def __init__(
+        self, pairs: Sequence[Pair], shape: Callable[[list[Score]], T], is_text: bool = False
+    ) -> None:
         self._pairs = pairs
         self._shape = shape
+        self._is_text = is_text
         self._requests: list[list[int]] = []  # indices of the pairs of each
 
     @property
@@ -57,22 +63,32 @@ class ScoreJob(Generic[T]):
 
         Raises InvalidRequestError before any of them runs.
         """
+        _, activation = activation_of(adapters)
+        begins: dict[int, int] = {}  # where the adapters of these texts begin to compute
+        if self._is_text and activation is not None:
+            begins = {i: activation.begin(context + rest) for i, (context, rest) in enumerate(self._pairs)}
         groups: dict[tuple[int, ...], list[int]] = {}
         for i, (context, _) in enumerate(self._pairs):
-            groups.setdefault(tuple(context), []).append(i)
+            groups.setdefault((begins.get(i, -1), *context), []).append(i)
         self._requests.clear()
         for members in groups.values():
             request_builder.check_scores(self._pairs[members[0]][0], [self._pairs[i][1] for i in members])
             self._requests += self._divided(members, request_builder.n_sharing)
-        jobs = [
-            (index, self._pairs[members[0]][0], [self._pairs[i][1] for i in members])
-            for index, members in enumerate(self._requests)
-        ]
+        jobs = list(enumerate(self._requests))
 
-        def make(portion: Sequence[tuple[int, Sequence[int], list[list[int]]]], mailbox: Mailbox) -> Groups:
+        def make(portion: Sequence[tuple[int, list[int]]], mailbox: Mailbox) -> Groups:
             return {
-                index: [request_builder.scores(context, continuations, mailbox, index, adapters=adapters)]
-                for index, context, continuations in portion
+                index: [
+                    request_builder.scores(
+                        self._pairs[members[0]][0],
+                        [self._pairs[i][1] for i in members],
+                        mailbox,
+                        index,
+                        adapters=adapters,
+                        active_from=begins.get(members[0]),
+                    )
+                ]
+                for index, members in portion
             }
 
         return (partial(make, jobs[i : i + PORTION]) for i in range(0, len(jobs), PORTION))
@@ -153,7 +169,7 @@ def tokens_job(tokens: Any, model: Model) -> ScoreJob[Score | list[Score]]:
                 "a single token has no token before it to be scored by; pass at least two"
             )
         pairs.append((ids[:1], ids[1:]))
-    return ScoreJob(pairs, (lambda scores: scores[0]) if single else list)
+    return ScoreJob(pairs, (lambda scores: scores[0]) if single else list, is_text=True)
 
 
 def perplexity_job(text: str | TokenIds, n_window: int | None, model: Model, n_ctx: int) -> ScoreJob[float]:
@@ -165,7 +181,7 @@ def perplexity_job(text: str | TokenIds, n_window: int | None, model: Model, n_c
         total = math.fsum(score.total for score in scores)
         return math.exp(-total / sum(len(score.logprobs) for score in scores))
 
-    return ScoreJob(pairs, shape)
+    return ScoreJob(pairs, shape, is_text=True)
 
 
 def _overlapping(ids: list[int], n_ctx: int) -> list[Pair]:

@@ -13,10 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from llamapipe._engine.request import UNLIMITED
 from llamapipe.errors import InvalidRequestError
 
-_MAGIC = b"llpsnap3"
-_HEADER = struct.Struct("<8s16sI8s8sIIIIQ16s")
+_MAGIC = b"llpsnap4"
+_HEADER = struct.Struct("<8s16sI8s8sIIIIIQ16s")
+_NEVER = 2**32 - 1
 _CHECK_BYTES = 16
 _START = struct.Struct("<IiI")  # of a state: magic, sequence, number of streams
 _U32 = struct.Struct("<I")
@@ -38,12 +40,16 @@ class SnapshotFormat(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """A sequence: ``tokens``, of which ``n_prompt`` were given, and the ``state`` of the first ``n_cells``."""
+    """A sequence: ``tokens``, of which ``n_prompt`` were given, and the ``state`` of the first ``n_cells``.
+
+    ``active_from``: see Request.
+    """
 
     tokens: list[int]
     n_prompt: int
     n_cells: int
     state: bytes
+    active_from: int = UNLIMITED
 
 
 def pack(snapshot: Snapshot, layout: SnapshotFormat) -> bytes:
@@ -64,6 +70,7 @@ def parts_of(snapshot: Snapshot, layout: SnapshotFormat) -> list[bytes]:
         len(snapshot.tokens),
         snapshot.n_prompt,
         snapshot.n_cells,
+        snapshot.active_from if snapshot.active_from < len(snapshot.tokens) else _NEVER,
         n_streams,
         len(state),
         layout.adapters,
@@ -87,7 +94,19 @@ def unpack(data: bytes, layout: SnapshotFormat, n_vocab: int) -> Snapshot:
     if _digest(body) != data[-_CHECK_BYTES:]:
         raise InvalidRequestError("the snapshot is damaged: its checksum does not match; use another copy")
     head = _HEADER.unpack_from(body)
-    _, fingerprint, version, *types, n_tokens, n_prompt, n_cells, n_streams, n_state, adapters = head
+    (
+        _,
+        fingerprint,
+        version,
+        *types,
+        n_tokens,
+        n_prompt,
+        n_cells,
+        active_from,
+        n_streams,
+        n_state,
+        adapters,
+    ) = head
     if fingerprint != layout.fingerprint:
         raise InvalidRequestError(
             f"the snapshot is of another model (fingerprint {fingerprint.hex()[:12]}, this model's is "
@@ -105,7 +124,13 @@ def unpack(data: bytes, layout: SnapshotFormat, n_vocab: int) -> Snapshot:
             f"{layout.state_version}; make it again with this build"
         )
     end = _HEADER.size + 4 * n_tokens
-    if len(body) != end + n_state or not 0 < n_prompt <= n_tokens or n_cells > n_tokens:
+    is_active = active_from != _NEVER
+    if (
+        len(body) != end + n_state
+        or not 0 < n_prompt <= n_tokens
+        or n_cells > n_tokens
+        or (is_active and active_from >= n_tokens)
+    ):
         raise InvalidRequestError(
             "the snapshot is damaged: its lengths contradict each other; use another copy"
         )
@@ -126,7 +151,8 @@ def unpack(data: bytes, layout: SnapshotFormat, n_vocab: int) -> Snapshot:
         state = _as_streams(state, layout.n_streams, n_cells)
     elif n_streams != layout.n_streams:
         state = b""
-    return Snapshot(tokens.tolist(), n_prompt, n_cells if state else 0, state)
+    n_cells = n_cells if state else 0
+    return Snapshot(tokens.tolist(), n_prompt, n_cells, state, active_from if is_active else UNLIMITED)
 
 
 def _as_single(state: bytes, n_streams: int, n_cells: int) -> bytes | None:

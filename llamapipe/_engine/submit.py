@@ -66,9 +66,10 @@ from llamapipe._engine.deliver import (
 )
 from llamapipe._engine.long_work import LongWork
 from llamapipe._engine.loop import TimeCounter
-from llamapipe._engine.request import UNLIMITED, Request, RequestSpec, Span
+from llamapipe._engine.request import UNLIMITED, Activation, Request, RequestSpec, Span
 from llamapipe._engine.sampling import GrammarBudget, SamplerFactory, SamplerFactoryCache, choose_seed
 from llamapipe._engine.scoring import ContinuationTargets, PromptTargets
+from llamapipe._engine.snapshot import Snapshot
 from llamapipe._engine.tenant import cache_key, grammar_limit, tenant
 from llamapipe._engine.thread import EngineThread
 from llamapipe.arguments import check_choice, check_flag, check_float, check_tokens, from_column
@@ -505,21 +506,30 @@ class RequestBuilder:
         salt: str | None = None,
         keeps_cells: bool = False,
         adapters: AdapterSet | None = None,
+        active_from: int | None = None,
     ) -> Request:
-        """A request answered with ``(index, scores of each continuation)``. Raises InvalidRequestError."""
+        """A request answered with ``(index, scores of each continuation)``. Raises InvalidRequestError.
+
+        ``active_from``: where an activated LoRA begins to compute; None: where the context invokes it.
+        """
         self.check_scores(context, continuations)
         targets = ContinuationTargets(context, continuations)
+        before, activation = activation_of(adapters)
         spec = RequestSpec(
             max_tokens=0,
             logprob_targets=targets,
             caller=mailbox,
             share=tenant.get().share,
-            cache_key=cache_key(salt, adapters),
-            adapters=adapters,
+            cache_key=cache_key(salt, before),
+            adapters=before,
+            activation=activation,
             keeps_cells=keeps_cells,
             sink=ScoreSink(mailbox, index),
         )
-        return Request(targets.first(), spec)
+        request = Request(targets.first(), spec)
+        if activation is not None:
+            request.active_from = activation.begin(context) if active_from is None else active_from
+        return request
 
     def check_scores(self, context: Sequence[int], continuations: Sequence[Sequence[int]]) -> None:
         """Raises InvalidRequestError for texts that are too long to be scored."""
@@ -547,15 +557,18 @@ class RequestBuilder:
         spec = self._spec(item, 0, TokenSink(mailbox, item.piece, item.stops), resumable=True)
         return Request(item.tokens, spec)
 
-    def restored(self, item: CheckedPrompt, mailbox: Mailbox, n_prompt: int) -> Request:
-        """``generation`` for a sequence whose tokens after the first ``n_prompt`` were generated."""
+    def restored(self, item: CheckedPrompt, mailbox: Mailbox, found: Snapshot) -> Request:
+        """``generation`` for the sequence of a snapshot."""
         self._check_single(item)
+        n_prompt = found.n_prompt
         sink = TokenSink(mailbox, item.piece, item.stops)
         pieces = [self._model.vocab.piece(token) for token in item.tokens[n_prompt:][-_MOST_BYTES:]]
         sink.continue_character(b"".join(pieces))
         n_generated = len(item.tokens) - n_prompt
         spec = self._spec(item, n_generated, sink, resumable=True)
-        return Request(item.tokens, spec._replace(n_generated=n_generated))
+        request = Request(item.tokens, spec._replace(n_generated=n_generated))
+        request.active_from = found.active_from
+        return request
 
     def prefix(
         self, tokens: list[int], mailbox: Mailbox, salt: str | None, adapters: AdapterSet | None
@@ -585,6 +598,7 @@ class RequestBuilder:
         elif resumable:
             unguessed = "engine.start: a text that may be changed needs a sampler that has drawn no further"
         speculates = self._speculates and not unguessed
+        adapters, activation = activation_of(item.adapters)
         return RequestSpec(
             params.max_tokens,
             stop_tokens,
@@ -595,8 +609,9 @@ class RequestBuilder:
             grammar_budget=item.budget,
             seed=choose_seed(params),
             uses_cache=params.cache,
-            cache_key=cache_key(params.cache_salt, item.adapters),
-            adapters=item.adapters,
+            cache_key=cache_key(params.cache_salt, adapters),
+            adapters=adapters,
+            activation=activation,
             wants_logprobs=params.logprobs is not None,
             priority=params.priority,
             share=tenant.get().share,
@@ -608,6 +623,13 @@ class RequestBuilder:
             and not item.spans,  # a draft model sees no images
             spans=item.spans,
         )
+
+
+def activation_of(adapters: AdapterSet | None) -> tuple[AdapterSet | None, Activation | None]:
+    """The adapters that a text is computed with from its first token on, and what activates others."""
+    if adapters is None or not adapters.invocation:
+        return adapters, None
+    return adapters.before, Activation(adapters, adapters.invocation)
 
 
 def with_prompt_index(error: BaseException, index: int) -> BaseException:

@@ -18,6 +18,7 @@ from llamapipe._engine.encoder import ENCODER_THREAD_NAME
 from llamapipe._engine.loop import EngineLoop
 from llamapipe._engine.request import Request
 from llamapipe._engine.sampling import SAMPLING_THREAD_NAME
+from llamapipe._engine.snapshot import Snapshot
 from llamapipe.errors import BackendError, EngineClosedError
 from llamapipe.host.at_exit import close_at_exit, end_thread_at_exit, forget
 from llamapipe.kv_events import EVENTS_THREAD_NAME
@@ -205,7 +206,7 @@ class EngineThread:
             raise error
         return result  # type: ignore[return-value]
 
-    def snapshot(self, request: Request) -> tuple[list[int], int, int, bytes]:
+    def snapshot(self, request: Request) -> Snapshot:
         """See ``EngineLoop.snapshot``. Waits for the running step."""
         return self.ask(partial(self.loop.snapshot, request))
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from llamapipe.errors import ModelLoadError
 from llamapipe.gguf._shapes import text
 from llamapipe.gguf.check import Stamp, check_tensors, open_gguf, type_name
-from llamapipe.gguf.reader import ARRAY, F32, TYPE_NAMES, U32, Array, Damage, Head, Tensor
+from llamapipe.gguf.reader import F32, TYPE_NAMES, U32, Array, Damage, Head, Tensor
 
 _ALPHA: Final = "adapter.lora.alpha"
 _INVOCATION: Final = "adapter.alora.invocation_tokens"
@@ -66,14 +66,15 @@ class AdapterInfo:
     """The facts in a checked adapter file.
 
     ``name``: ``general.name``, or the file's, cut after 256 characters. ``alpha``: 0 if the file has none; products
-    are then not scaled by it. ``ranks``: the smallest and the largest rank of its pairs. ``digest``: 16 bytes, a hash
-    of the whole file.
+    are then not scaled by it. ``invocation``: the tokens that activate it; empty: it is no activated LoRA.
+    ``ranks``: the smallest and the largest rank of its pairs. ``digest``: 16 bytes, a hash of the whole file.
     """
 
     path: Path
     name: str
     architecture: str
     alpha: float
+    invocation: tuple[int, ...]
     ranks: tuple[int, int]
     n_pairs: int
     size_bytes: int
@@ -98,9 +99,9 @@ class ControlInfo:
 
 
 def check_adapter(
-    path: str | os.PathLike[str], architecture: str, tensors: Mapping[str, Tensor]
+    path: str | os.PathLike[str], architecture: str, tensors: Mapping[str, Tensor], n_vocab: int
 ) -> AdapterInfo:
-    """Check the file of a LoRA for a model with this architecture and these tensors. Any thread.
+    """Check the file of a LoRA for a model with this architecture, these tensors and so many tokens. Any thread.
 
     Raises ModelLoadError if the file is missing or damaged, is no adapter, or does not fit the model; the message
     names the problem and its place.
@@ -112,6 +113,7 @@ def check_adapter(
     head = opened.head
     try:
         alpha = _check_keys(head, architecture)
+        invocation = _invocation(head, n_vocab)
         name = text(head.entries, "general.name") or file.stem
         check_tensors(head)
         ranks = _check_pairs(head, architecture, tensors)
@@ -122,6 +124,7 @@ def check_adapter(
         name=name[:MOST_NAME],
         architecture=architecture,
         alpha=alpha,
+        invocation=invocation,
         ranks=(min(ranks), max(ranks)),
         n_pairs=len(ranks),
         size_bytes=len(head.buffer),
@@ -145,14 +148,6 @@ def _check_keys(head: Head, architecture: str) -> float:
     method = text(entries, "adapter.type")
     if method != "lora":
         raise Damage(f"adapter.type is {method!r}, and only 'lora' is supported")
-    tokens = entries.get(_INVOCATION)
-    if tokens is not None:
-        if tokens.kind != ARRAY or not isinstance(tokens.value, Array) or tokens.value.kind != U32:
-            raise Damage(f"{_INVOCATION} must be an array of u32")
-        raise Damage(
-            f"it is an activated LoRA ({_INVOCATION}), which must not change what precedes these tokens; that is "
-            "not supported: train or convert it as an ordinary LoRA"
-        )
     alpha = entries.get(_ALPHA)
     if alpha is None:
         return 0.0
@@ -161,6 +156,26 @@ def _check_keys(head: Head, architecture: str) -> float:
     if not math.isfinite(alpha.value):
         raise Damage(f"{_ALPHA} is {alpha.value}, it must be finite")
     return alpha.value
+
+
+def _invocation(head: Head, n_vocab: int) -> tuple[int, ...]:
+    """The tokens that activate the adapter; none if it always computes."""
+    entry = head.entries.get(_INVOCATION)
+    if entry is None:
+        return ()
+    if not isinstance(entry.value, Array):
+        raise Damage(f"{_INVOCATION} must be an array of u32, it is {TYPE_NAMES[entry.kind]}")
+    if entry.value.kind != U32:
+        raise Damage(f"{_INVOCATION} must be an array of u32, it is one of {TYPE_NAMES[entry.value.kind]}")
+    tokens = tuple(entry.value.data.tolist())
+    if not tokens:
+        raise Damage(f"{_INVOCATION} is empty, so nothing would activate the adapter; convert it again")
+    if max(tokens) >= n_vocab:
+        raise Damage(
+            f"{_INVOCATION} has the token {max(tokens)}, and this model's vocabulary has {n_vocab}; give the model it "
+            "was made for"
+        )
+    return tokens
 
 
 def check_control_vector(

@@ -36,11 +36,12 @@ _MOST_NAME = 256
 class Weights(NotCopyable):
     """The native adapter. Freed when nothing refers to it any more, or with its model."""
 
-    def __init__(self, module: Any, handle: Any, digest: bytes) -> None:
+    def __init__(self, module: Any, handle: Any, digest: bytes, invocation: tuple[int, ...]) -> None:
         self._lib = module.lib
         self._pid = os.getpid()
         self.handle = handle
         self.digest = digest
+        self.invocation = invocation
 
     def forget(self) -> None:
         """Its model is freed, and the adapter with it."""
@@ -54,6 +55,8 @@ class Weights(NotCopyable):
 
 class Directions(NotCopyable):
     """The array of a control vector: float32 (n_layer - 1, n_embd), from the model's second layer on."""
+
+    invocation = ()
 
     def __init__(self, values: npt.NDArray[np.float32], layers: tuple[int, int], digest: bytes) -> None:
         self.values = values
@@ -116,7 +119,8 @@ class Adapter(Named):
 
     ``name``: what requests call it. ``path``: its file. ``rank``: the largest rank of its pairs of matrices,
     ``n_pairs`` their number. ``alpha``: the products are scaled by ``alpha / rank``; 0: they are not.
-    ``size_bytes``: of the file.
+    ``size_bytes``: of the file. ``invocation_tokens``: those of an activated LoRA, which computes from their last
+    occurrence in a prompt on; empty for others.
 
     Any thread. ``close`` takes its name from the model at once; the memory is freed when the requests that use it have
     ended. It is closed with its model.
@@ -127,6 +131,7 @@ class Adapter(Named):
         self.rank = info.ranks[1]
         self.n_pairs = info.n_pairs
         self.alpha = info.alpha
+        self.invocation_tokens = info.invocation
 
     def __repr__(self) -> str:
         state = " closed" if self.closed else ""
@@ -166,13 +171,19 @@ class AdapterKey(NamedTuple):
 
 
 class AdapterSet:
-    """Adapters with their scales, as a request asks for them; equal if files and scales are. Immutable."""
+    """Adapters with their scales, as a request asks for them; equal if files and scales are. Immutable.
 
-    __slots__ = ("entries", "key")
+    ``invocation``: the tokens from which on all of them compute; before, those of ``before`` do. Empty: all always do.
+    """
+
+    __slots__ = ("before", "entries", "invocation", "key")
 
     def __init__(self, entries: Sequence[tuple[Part, float]]) -> None:
         self.entries = tuple(sorted(entries, key=lambda entry: entry[0].digest))
         self.key = AdapterKey(tuple((part.digest, scale) for part, scale in self.entries))
+        self.invocation: tuple[int, ...] = next((p.invocation for p, _ in entries if p.invocation), ())
+        others = [entry for entry in entries if not entry[0].invocation]
+        self.before = AdapterSet(others) if self.invocation and others else None
 
     def __repr__(self) -> str:
         return "<AdapterSet " + " ".join(f"{d.hex()[:8]}:{scale:g}" for d, scale in self.key.entries) + ">"
@@ -242,7 +253,7 @@ class ModelAdapters:
         model = self._model
         file, handle = self._checked(path, name)
         with mapping_guard(module, file):
-            info = check_adapter(file, model.architecture, model.tensors)
+            info = check_adapter(file, model.architecture, model.tensors, model.n_vocab)
         name = self._free(info.name if name is None else name)
         drain_log(module)
         model.adopt(info, "the load of an adapter")
@@ -254,7 +265,7 @@ class ModelAdapters:
         if loaded == module.ffi.NULL:
             reason = "; ".join(problems[-2:]) or last_error(module)
             raise ModelLoadError(f"{file} could not be loaded as an adapter ({reason})")
-        weights = Weights(module, loaded, info.digest)
+        weights = Weights(module, loaded, info.digest, info.invocation)
         if change := info.stamp.change():
             raise ModelLoadError(f"{change} while it was loaded; load it again when it is complete")
         adapter = Adapter(model, info, name, weights)
@@ -352,6 +363,10 @@ class ModelAdapters:
         ]
         if len({id(part) for part, _ in entries}) < len(entries):
             raise InvalidRequestError("adapter names one adapter twice")
+        if sum(bool(part.invocation) for part, _ in entries) > 1:
+            raise InvalidRequestError(
+                "adapter names several activated LoRAs, and one computes at a time; name one of them"
+            )
         return AdapterSet(entries) if entries else None
 
     def _find(self, choice: str | AnyAdapter, allowed: Sequence[AnyAdapter]) -> AnyAdapter:

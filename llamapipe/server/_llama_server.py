@@ -286,10 +286,15 @@ def _loras(exchange: Exchange) -> list[Adapter]:
 
 async def lora_adapters(exchange: Exchange) -> Response:
     """``GET /lora-adapters``: what is loaded. No request uses one unless it says so, hence the scale 0."""
-    there = _loras(exchange)
-    return JsonResponse(
-        [{"id": i, "name": one.name, "path": one.path.name, "scale": 0.0} for i, one in enumerate(there)]
-    )
+    vocab = exchange.server.engine.model.vocab
+    found: list[dict[str, Any]] = []
+    for i, one in enumerate(_loras(exchange)):
+        entry = {"id": i, "name": one.name, "path": one.path.name, "scale": 0.0}
+        if tokens := one.invocation_tokens:
+            written = b"".join(map(vocab.written_piece, tokens)).decode(errors="replace")
+            entry |= {"alora_invocation_string": written, "alora_invocation_tokens": list(tokens)}
+        found.append(entry)
+    return JsonResponse(found)
 
 
 def generation_settings(params: SamplingParams) -> dict[str, Any]:

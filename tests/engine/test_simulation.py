@@ -16,7 +16,7 @@ from llamapipe._engine.deliver import ResultDispatcher
 from llamapipe._engine.kv import Discard, KvCache
 from llamapipe._engine.loop import EngineLoop, InFlightStep, LateDraws, StepsInFlight
 from llamapipe._engine.planner import BatchBuilder, BatchPlan
-from llamapipe._engine.request import Request, State
+from llamapipe._engine.request import UNLIMITED, Request, State
 from llamapipe._engine.scheduler import Running, Scheduler, Waiting
 from llamapipe._engine.speculation import Gate, Guess
 from llamapipe._engine.submit import QueueLimit
@@ -295,6 +295,16 @@ def _discard_the_right_guess() -> AbstractContextManager[Any]:
     return patch.object(Scheduler, "_commit_guesses", wrong)
 
 
+def _forks_without_activation() -> AbstractContextManager[Any]:
+    fork = Scheduler.fork
+
+    def wrong(self: Scheduler, parent: Request, child: Request) -> None:
+        fork(self, parent, child)
+        child.active_from = UNLIMITED
+
+    return patch.object(Scheduler, "fork", wrong)
+
+
 PLANTED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "cells of requests that ended are not removed": _park_without_removing,
     "preempted requests are not resumed": _resume_only_running,
@@ -324,6 +334,13 @@ PLANTED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "several tokens have the first one's log-probability": _log_probabilities_of_the_first_row,
     "the log-probability of a stop token is the next token's": _keep_the_log_probability_of_an_end,
     "the cell of a right guess is removed": _discard_the_right_guess,
+    "cells of an activated LoRA count as the model's": lambda: patch.object(
+        Request, "cell_keys", property(lambda request: request.tokens)
+    ),
+    "an invocation is not looked for in appended tokens": lambda: patch.object(
+        Scheduler, "_find_activation", nothing
+    ),
+    "a fork is not activated": _forks_without_activation,
     "pauses are ignored": lambda: patch.object(Scheduler, "_pause", nothing),
 }
 

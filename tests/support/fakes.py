@@ -28,9 +28,23 @@ from llamapipe.errors import ContextFullError, EngineClosedError, NoToken
 N_VOCAB = 101
 
 
-def next_token(tokens: Sequence[int], n_vocab: int = N_VOCAB, adapters: int | None = None) -> int:
+class Switch(NamedTuple):
+    """The adapters of a text change at a position, as those of an activated LoRA do."""
+
+    before: int | None
+    begin: int
+    after: int | None
+
+
+Adapters = int | Switch | None
+
+
+def next_token(tokens: Sequence[int], n_vocab: int = N_VOCAB, adapters: Adapters = None) -> int:
     """What the fake model continues `tokens` with: a hash of all of them, so a wrong or missing one shows."""
-    if adapters:
+    if isinstance(adapters, Switch):
+        before, begin, after = adapters
+        tokens = [cell(token, before if i < begin else after) for i, token in enumerate(tokens)]
+    elif adapters:
         tokens = [cell(token, adapters) for token in tokens]
     return crc32(struct.pack(f"<{len(tokens)}i", *tokens)) % n_vocab
 
@@ -46,7 +60,7 @@ def continuation(
     stop: Container[int] = (),
     n_ctx: int = 2**31,
     n_vocab: int = N_VOCAB,
-    adapters: int | None = None,
+    adapters: Adapters = None,
 ) -> tuple[list[int], str]:
     """What a request generates when it is alone, and why it ends: ``stop`` or ``length``."""
     whole = list(tokens)

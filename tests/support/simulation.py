@@ -37,7 +37,7 @@ from llamapipe._engine.deliver import (
 )
 from llamapipe._engine.kv import KvCache
 from llamapipe._engine.loop import EngineLoop, Inbox
-from llamapipe._engine.request import Request, RequestSpec, State
+from llamapipe._engine.request import Activation, Request, RequestSpec, State
 from llamapipe._engine.scheduler import Overflow, Scheduler
 from llamapipe._engine.speculation import Gate, Guess
 from llamapipe._engine.submit import QueueLimit
@@ -45,7 +45,15 @@ from llamapipe.errors import ContextFullError, DecodeError, InvalidRequestError,
 from llamapipe.results import Completion, Delta, Token, TokenLogprob
 
 sys.path[0:0] = [str(Path(__file__).resolve().parents[1])]
-from support.fakes import FakeContext, FakeSampler, FakeSaved, continuation, next_token  # noqa: E402
+from support.fakes import (  # noqa: E402
+    Adapters,
+    FakeContext,
+    FakeSampler,
+    FakeSaved,
+    Switch,
+    continuation,
+    next_token,
+)
 from support.inside import keep_micro_batches  # noqa: E402
 
 N_CTX, N_VOCAB = 48, 13
@@ -289,7 +297,8 @@ class SimSampler(FakeSampler):
     def guess(self, n: int) -> tuple[Sequence[int], float]:
         """What follows, now and then with a mistake."""
         rng, tokens = self._world.rng, list(self._request.tokens)
-        adapters: Any = self._request.spec.adapters
+        spec: Any = self._request.spec
+        adapters = Switch(spec.adapters, self._request.active_from, spec.all_adapters)
         if rng.random() < 0.3:
             return (), 0.0
         guessed = []
@@ -628,6 +637,7 @@ class Simulation:
             uses_cache=rng.random() < 0.9,
             caller=rng.randrange(3),
             adapters=(adapters := rng.choice(self.sets)),
+            activation=self._activation(adapters),
             cache_key=adapters,
             wants_logprobs=rng.random() < 0.4,
             speculates=not options.get("resumable"),
@@ -635,6 +645,14 @@ class Simulation:
             **options,
         )
         return Request(tokens, spec)
+
+    def _activation(self, adapters: int | None) -> Activation | None:
+        """An activated LoRA besides the adapters, whose invocation occurs in most texts."""
+        rng = self.world.rng
+        if len(self.sets) == 1 or rng.random() < 0.5:
+            return None
+        n = rng.choice((1, 1, 2))
+        return Activation((adapters or 0) + rng.choice((10, 20)), tuple(rng.randrange(4) for _ in range(n)))
 
     def make(self, request: Request) -> SimSampler:
         """As a sampler factory does."""
@@ -728,9 +746,8 @@ class Simulation:
     ) -> None:
         if self.can_overflow and len(prompt) + len(tokens) >= N_CTX:
             return  # the model forgets what was dropped
-        adapters: Any = request.spec.adapters
         expected, ends = continuation(
-            prompt, request.max_tokens, request.stop_tokens, N_CTX, N_VOCAB, adapters
+            prompt, request.max_tokens, request.stop_tokens, N_CTX, N_VOCAB, adapters_of(request, prompt)
         )
         if reason == "cancelled":
             assert list(tokens) == expected[: len(tokens)], (tokens, expected)
@@ -785,13 +802,12 @@ class Simulation:
         request = self._request(prompt.copy(), token_budget=0, resumable=True, sink=sink)
         if not self._submit(request):
             return
-        yield from self._go_on(request, mailbox, prompt, 0)
+        yield from self._go_on(request, mailbox, prompt, 0, adapters_of(request, prompt))
 
     def _go_on(
-        self, request: Request, mailbox: ThreadMailbox, whole: list[int], n_made: int
+        self, request: Request, mailbox: ThreadMailbox, whole: list[int], n_made: int, adapters: Adapters
     ) -> Iterator[Any]:
         rng = self.world.rng
-        adapters: Any = request.spec.adapters
         for _ in range(rng.randrange(1, 12)):
             action = rng.random()
             if action < 0.1:
@@ -802,17 +818,17 @@ class Simulation:
             if action < 0.2 and len(whole) > 2:
                 n = rng.randrange(1, len(whole))
                 del whole[n:]
-                n_made = 0
+                n_made, adapters = 0, adapters_of(request, whole)
                 request.reopen()
                 self.inbox.put(self.loop.change, request, n, [])
             elif action < 0.3 and len(whole) < N_CTX - 6:
                 more = [rng.randrange(N_VOCAB) for _ in range(3)]
                 whole += more
-                n_made = 0
+                n_made, adapters = 0, adapters_of(request, whole)
                 request.reopen()
                 self.inbox.put(self.loop.change, request, None, more)
             elif action < 0.36 and not request.cancelled:
-                yield from self._forks(request, whole, n_made)
+                yield from self._forks(request, whole, n_made, adapters)
             elif request.finish_reason is None:
                 request.token_budget = request.n_total + 1
                 self.inbox.put(self.loop.resume, request)
@@ -837,12 +853,20 @@ class Simulation:
             yield self._sleep(rng.random() * 0.004)
         self._cancel(request)
 
-    def _forks(self, parent: Request, whole: list[int], n_made: int) -> Iterator[Any]:
+    def _forks(self, parent: Request, whole: list[int], n_made: int, adapters: Adapters) -> Iterator[Any]:
         mailbox = ThreadMailbox(self.loop.dispatcher)
         assert isinstance(parent.sink, TokenSink)
         child = parent.fork(0, parent.sink.fork(mailbox, keeps_text=False))
         self.inbox.put(self.loop.fork, parent, child)
-        yield from self._go_on(child, mailbox, whole.copy(), n_made)
+        yield from self._go_on(child, mailbox, whole.copy(), n_made, adapters)
+
+
+def adapters_of(request: Request, given: Sequence[int]) -> Adapters:
+    """What a text is computed with whose caller gave these tokens last."""
+    spec: Any = request.spec
+    if spec.activation is None:
+        return spec.adapters  # type: ignore[no-any-return]
+    return Switch(spec.adapters, spec.activation.begin(given), spec.activation.adapters)
 
 
 @contextmanager

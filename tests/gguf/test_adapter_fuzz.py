@@ -44,7 +44,8 @@ print(counts)
 
 
 def test_no_mutant_ends_the_process(tmp_path: Path) -> None:
-    make_adapter(tmp_path / "a.gguf", tiny_model(tmp_path / "tiny.gguf", type_name="f32"), name="a")
+    model = tiny_model(tmp_path / "tiny.gguf", type_name="f32")
+    make_adapter(tmp_path / "a.gguf", model, name="a", invocation=[5, 6])
     found = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path), "0", str(N_MUTANTS)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "GGML_NO_BACKTRACE": "1"},

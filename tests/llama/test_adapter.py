@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from support.adapters import finish, logits, make_adapter, merged, new_writer, rows, write_pairs
+from support.gguf_document import ARRAY, STRING, unpack
 from support.gguf_models import tiny_model
 
 import llamapipe as lp
@@ -166,7 +167,6 @@ def test_tensors_that_do_not_fit(
         ("general.type", lambda w: w.add_string("general.type", "model"), "it is a model"),
         ("general.architecture", lambda w: w.add_string("general.architecture", "qwen2"),
             "architecture 'qwen2', and this model's is 'llama'"),
-        ("", lambda w: w.add_array("adapter.alora.invocation_tokens", [5, 6]), "invocation_tokens"),
     ],
 )  # fmt: skip
 def test_keys_of_other_types_or_values(
@@ -181,6 +181,45 @@ def test_keys_of_other_types_or_values(
     with pytest.raises(ModelLoadError) as caught:
         model.load_adapter(tmp_path / "a.gguf")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((ARRAY, [5, 6], 5), "invocation_tokens must be an array of u32, it is one of i32"),
+        ((ARRAY, [b"<tool>"], STRING), "must be an array of u32, it is one of string"),
+        ((4, 5), "must be an array of u32, it is u32"),
+        ((ARRAY, [], 4), "is empty, so nothing would activate the adapter"),
+        ((ARRAY, [5, 100_000], 4), "has the token 100000, and this model's vocabulary has"),
+        ((ARRAY, [2**32 - 1], 4), "has the token 4294967295"),
+    ],
+)
+def test_invocation_tokens_that_are_refused(
+    tmp_path: Path, path: Path, model: lp.Model, given: tuple[Any, ...], message: str
+) -> None:
+    file = make_adapter(tmp_path / "a.gguf", path)
+    document, _ = unpack(file.read_bytes())
+    document.put("adapter.alora.invocation_tokens", *given)
+    file.write_bytes(document.pack())
+    with pytest.raises(ModelLoadError) as caught:
+        model.load_adapter(file)
+    assert message in str(caught.value)
+
+
+def test_invocation_tokens(tmp_path: Path, path: Path, model: lp.Model) -> None:
+    plain = make_adapter(tmp_path / "plain.gguf", path, seed=2)
+    with (
+        model.load_adapter(make_adapter(tmp_path / "a.gguf", path, invocation=[7, 8])) as a,
+        model.load_adapter(make_adapter(tmp_path / "b.gguf", path, invocation=[9], seed=3)) as b,
+        model.load_adapter(plain) as c,
+    ):
+        assert (a.invocation_tokens, b.invocation_tokens, c.invocation_tokens) == ((7, 8), (9,), ())
+        with pytest.raises(InvalidRequestError, match="several activated LoRAs"):
+            model.adapters.choose({a: 1.0, b: 0.5})
+        both, alone = model.adapters.choose({a: 1.0, c: 0.5}), model.adapters.choose({a: 1.0, b: 0.0})
+        assert both is not None and alone is not None
+        assert both.invocation == alone.invocation == (7, 8)
+        assert both.before == model.adapters.choose({c: 0.5}) and alone.before is None
 
 
 def test_other_files(tmp_path: Path, path: Path, model: lp.Model) -> None:

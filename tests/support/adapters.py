@@ -30,14 +30,20 @@ def make_adapter(
     matrices: str = MATRICES,
     type_name: str = "F32",
     name: str | None = None,
+    invocation: Sequence[int] | None = None,
 ) -> Path:
-    """Write a random LoRA. ``strength``: how large its changes are, in standard deviations of the weights."""
+    """Write a random LoRA. ``strength``: how large its changes are, in standard deviations of the weights.
+
+    ``invocation``: the tokens that activate it.
+    """
     reader = gguf.GGUFReader(str(model))
     writer = new_writer(path, str(reader.fields["general.architecture"].contents()))
     if name is not None:
         writer.add_name(name)
     if alpha is not None:
         writer.add_float32("adapter.lora.alpha", alpha)
+    if invocation is not None:
+        add_invocation(writer, invocation)
     rng = np.random.default_rng(seed)
     kind = np.float16 if type_name == "F16" else np.float32
     for tensor in reader.tensors:
@@ -52,6 +58,12 @@ def make_adapter(
         writer.add_tensor(f"{tensor.name}.lora_b", b.astype(kind))
     finish(writer)
     return path
+
+
+def add_invocation(writer: gguf.GGUFWriter, tokens: Sequence[int]) -> None:
+    """Make it an activated LoRA, as llama.cpp's converter does."""
+    kind = gguf.GGUFValueType
+    writer.add_key_value("adapter.alora.invocation_tokens", list(tokens), kind.ARRAY, kind.UINT32)
 
 
 def new_writer(path: Path, architecture: str) -> gguf.GGUFWriter:

@@ -136,6 +136,46 @@ def test_a_control_vector_is_a_model_too(tmp_path: Path, client: httpx.Client, e
         assert found["choices"][0]["text"] == text(engine, vector) != text(engine, None)
 
 
+def test_an_activated_lora_shares_the_models_cells(
+    tmp_path: Path, client: httpx.Client, engine: lp.Engine
+) -> None:
+    model = engine.model
+    shared = model.tokenize(
+        PROMPT + " there was a little girl named Lily, who had a red ball and a small dog. " * 2
+    )
+    invocations = [model.tokenize(text, add_special=False) for text in ("\nMood:", "\nTitle:")]
+    files = [
+        make_adapter(
+            tmp_path / f"{n}.gguf", lp.demo_model_path(), seed=i, strength=0.3, invocation=invocations[i]
+        )
+        for i, n in enumerate(("mood", "title"))
+    ]
+    with model.load_adapter(files[0]), model.load_adapter(files[1]):
+        listed = client.get("/lora-adapters").json()
+        assert [one.get("alora_invocation_string") for one in listed] == [None, None, "\nMood:", "\nTitle:"]
+        assert (
+            listed[2]["alora_invocation_tokens"] == invocations[0]
+            and "alora_invocation_tokens" not in listed[0]
+        )
+
+        def complete(name: str, more: list[int]) -> tuple[str, int]:
+            body = {"model": name, "prompt": [*shared, *more], **SAMPLED}
+            found = client.post("/v1/completions", json=body).json()
+            assert found["model"] == name
+            return found["choices"][0]["text"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        base = complete("demo", [*invocations[0]])[0]
+        for i, name in enumerate(("mood", "title")):
+            found, n_cached = complete(name, invocations[i])
+            assert n_cached == len(shared)
+            prompt = [*shared, *invocations[i]]
+            assert found == engine.generate(prompt, lp.SamplingParams(adapter=name, **SAMPLED)).text != base
+        assert complete("mood", [])[0] == complete("demo", [])[0]
+        body = {"prompt": PROMPT, "n_predict": 2, "lora": [{"id": 2}, {"id": 3}]}
+        answer = client.post("/completion", json=body)
+        assert answer.status_code == 400 and "several activated LoRAs" in answer.json()["error"]["message"]
+
+
 def test_ollamas_api(engine: lp.Engine) -> None:
     settings = ServerSettings(model_names=("demo",), ollama=True, allow_pull=True)
     with (

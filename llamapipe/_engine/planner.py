@@ -8,7 +8,7 @@ in the order of their turns, and are cut where it ends. The rest of this file is
 reasons:
 
 1. Streams must not stutter. While requests decode, a step has at most ``n_ubatch`` tokens, or fewer if their streams
-   must not wait that long (``PrefillBudget``).
+   must not wait that long (``PrefillBudget``), also those of requests with other adapters.
 2. First tokens must come early. A long prompt leaves up to half of a step to short ones after it. On a CPU, where a
    prompt token takes as long in a small step as in a large one, a step that completes a stream's prompt takes no
    further prompt once it has ``prefill_cutoff`` tokens.
@@ -152,8 +152,11 @@ class PrefillBudget:
     def __repr__(self) -> str:
         return f"<PrefillBudget {self.n_tokens(0) if self.is_on else 'unlimited'}>"
 
-    def n_tokens(self, position: int) -> int:
-        """The most prompt tokens of a step in which requests decode, if they begin at this position."""
+    def n_tokens(self, position: int, n_turns: int = 1) -> int:
+        """The most prompt tokens of a step in which requests decode, if they begin at this position.
+
+        ``n_turns``: or of each of so many steps between two of a stream.
+        """
         if not self.is_on:
             return UNLIMITED
         if not self._n:
@@ -162,7 +165,7 @@ class PrefillBudget:
         slope_s = (self._xy * self._n - self._x * self._y) / variance if variance > 1e-9 * self._xx else 0.0
         slope_s = max(slope_s, 0.0)
         first_s = max((self._y - slope_s * self._x) / self._n, 0.0) + slope_s * position
-        left_s = self._limit_s - (self._decode_s or 0.0)
+        left_s = self._limit_s / n_turns - (self._decode_s or 0.0)
         if left_s <= 0 or first_s <= 0:
             return LEAST_CHUNK
         # n tokens take n * (first_s + slope_s * n / 2).
@@ -182,10 +185,12 @@ class PrefillBudget:
             n = min(n, int(left_s / self._row_s))
         return max(n, _LEAST_ROWS)
 
-    def observe(self, n_prompt: int, position: float, seconds: float, n_rows: int = 0) -> None:
-        """Learns from the time of a step with decoding requests; ``position``: the mean of its ``n_prompt`` tokens.
+    def observe(
+        self, n_prompt: int, position: float, seconds: float, n_rows: int = 0, decodes: bool = True
+    ) -> None:
+        """Learns from the time of a step; ``position``: the mean of its ``n_prompt`` tokens.
 
-        ``n_rows``: how many of the prompt tokens were scored.
+        ``n_rows``: how many of the prompt tokens were scored. ``decodes``: whether requests decode in it.
         """
         if not self.is_on:
             return
@@ -193,7 +198,7 @@ class PrefillBudget:
             before_s = seconds if self._decode_s is None else self._decode_s
             self._decode_s = before_s + 0.2 * (seconds - before_s)
             return
-        prompt_s = max(seconds - (self._decode_s or 0.0), 0.0)
+        prompt_s = max(seconds - (self._decode_s or 0.0 if decodes else 0.0), 0.0)
         if n_rows:
             self._observe_rows(n_rows, n_prompt - n_rows, prompt_s)
             if 2 * n_rows >= n_prompt:
@@ -326,8 +331,10 @@ class BatchBuilder:
         return self._n_waited + n_step + n_next <= min(self.n_ubatch, self._n_beside(running))
 
     def _n_beside(self, running: Running) -> int:
-        """The most prompt tokens beside requests that decode."""
-        return self.budget.n_tokens(running.prefilling[0].n_past) if self.budget.is_on else UNLIMITED
+        """The most prompt tokens beside requests that decode, or between two of their turns."""
+        if not self.budget.is_on:
+            return UNLIMITED
+        return self.budget.n_tokens(running.prefilling[0].n_past, max(len(running.others), 1))
 
     def part(self, decoding: list[Request]) -> list[Request]:
         """Those of the decoding requests that the next step has: with several micro-batches not those in flight.
@@ -414,6 +421,8 @@ class BatchBuilder:
             # llama.cpp computes one ubatch at a time anyway. Smaller steps deliver the first prompt's token before the
             # last prompt is computed.
             step_room = min(step_room, self.n_ubatch)
+        if not running.decoding and self.budget.is_on and running.others_stream:
+            step_room = min(step_room, self._n_beside(running))
         budget = min(step_room, self.n_ubatch - self._n_waited) if running.decoding else step_room
         n_reserved = _reserved(running.prefilling, budget) if len(running.prefilling) > 1 else 0
         n_rows = min(self._n_score_rows, self.budget.n_rows()) if running.decoding else self._n_score_rows

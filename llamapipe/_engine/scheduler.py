@@ -223,11 +223,12 @@ _by_turn = attrgetter("turn")
 
 def _claim(requests: Iterable[Request]) -> Claim:
     """What a set with these requests asks for."""
-    priority, awaits_first = -(2**31), False
+    priority, awaits_first, streams = -(2**31), False, False
     for request in requests:
         priority = max(priority, request.spec.priority)
+        streams = streams or request.n_generated > 0
         awaits_first = awaits_first or (request.n_generated == 0 and request.max_tokens > 0)
-    return Claim(priority, awaits_first)
+    return Claim(priority, awaits_first, streams)
 
 
 class Running:
@@ -269,6 +270,11 @@ class Running:
     def can_compute(self) -> bool:
         """Whether any request has tokens to compute, with whichever adapters."""
         return bool(self.decoding or self.prefilling or self.others)
+
+    @property
+    def others_stream(self) -> bool:
+        """Whether a request with other adapters has a token already, so that its reader waits for the next."""
+        return any(request.n_generated for requests in self.others.values() for request in requests)
 
     @property
     def only_scores(self) -> bool:
@@ -921,10 +927,11 @@ class Scheduler:
         if plan.n_guessed or ((self.can_guess or self.drafts) and plan.n_decode == len(plan.tokens)):
             self.gate.observe(plan.n_decode, plan.n_guessed, seconds)
         budget = self.batch_builder.budget
-        if budget.is_on and plan.n_decode and not plan.n_guessed:
+        if budget.is_on and (plan.n_decode or self._running.others) and not plan.n_guessed:
             n = len(plan.tokens) - plan.n_decode - len(plan.padding)
             n_rows = sum(len(scored.entries) for scored in plan.scored)
-            budget.observe(n, sum(plan.positions[-n:]) / n if n else 0.0, seconds, n_rows)
+            position = sum(plan.positions[-n:]) / n if n else 0.0
+            budget.observe(n, position, seconds, n_rows, decodes=plan.n_decode > 0)
 
     def _score_next(self, request: Request, targets: LogprobTargets) -> None:
         """Continues with the next text to score after the same context. Ends the request if there is none."""

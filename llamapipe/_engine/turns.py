@@ -5,14 +5,18 @@ Open this file to change how requests with different adapters share a context.
 The principle: llama.cpp computes a step with one set of adapters, and after a change it plans its graphs anew, which
 takes about as long as a small step. So sets take turns. The requests of the others keep their slots and skip steps.
 A set stays until its steps have taken ``_WORTH`` times as long as a change, which is measured, so changes take at most
-one part in ``_WORTH + 1`` of the time. It stays no longer, because the streams of the others pause meanwhile; with a
-limit on that (``max_itl_s``), less. Next is the set with a request of the highest priority; among equals, one with a
-request that has no token yet, then the one that has waited longest. A set that has waited a whole round comes before
-both. A set with a higher priority takes over after the step. So does one with a request without any token, if the set
-before it has no such request and its steps have taken ``_WORTH_FIRST`` times as long as a change: otherwise the first
-token of the last of k sets would take k - 1 whole turns. The set before it keeps its place: its wait counts from the
-begin of its turn. A set with a lower priority gets a step when it has waited ``_PATIENCE`` rounds, so that nobody
-starves.
+one part in ``_WORTH + 1`` of the time. It stays no longer, because the streams of the others pause meanwhile. If there
+is a limit on that (``max_itl_s``), the turns of a round fit in it. Next is the set with a request of the highest
+priority; among equals, one with a request that has no token yet, then the one that has waited longest. A set that has
+waited a whole round comes before both. A set with a higher priority takes over after the step. So does one with a
+request without any token, if the set before it has no such request and its steps have taken ``_WORTH_FIRST`` times as
+long as a change: otherwise the first token of the last of k sets would take k - 1 whole turns. The set before it keeps
+its place: its wait counts from the begin of its turn. A set with a lower priority gets a step when it has waited
+``_PATIENCE`` rounds, so that nobody starves.
+
+With the limit, a stream that would wait longer if another step came first comes before that, also before prompts: if
+the prompts of k sets came one after another, the stream of the first would wait for k - 1 of them. But a prompt lets
+streams pass for ``_PATIENCE_FIRST`` times the limit at most: if that is too short, nobody starves.
 
 A context for each set would need no changes, but divides KV cells and buffers; two engines over one model do that.
 
@@ -21,21 +25,23 @@ Time is that of the observed steps. Pure policy.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 _WORTH = 20
 _WORTH_FIRST = 4
 _PATIENCE = 10
+_PATIENCE_FIRST = 3
 _FIRST_CHANGE_S = 0.02  # until one is measured
 _KEPT = 0.7  # weight of the measurements so far at the next one
 
 
 class Claim(NamedTuple):
-    """What a set asks for: the highest priority of its requests; whether one of them has no token yet."""
+    """What a set asks for: the highest priority of its requests; whether one of them has no token yet, or has some."""
 
     priority: int = 0
     awaits_first: bool = False
+    streams: bool = False
 
 
 class SetTurns:
@@ -51,7 +57,9 @@ class SetTurns:
         self._first: tuple[int, float] | None = (
             None  # the first step after the change: its tokens and seconds
         )
+        self._step_s = {False: 0.0, True: 0.0}  # of the last step with prompts, and without
         self._since: dict[Hashable, float] = {}  # since when sets have waited
+        self._credit_s: dict[Hashable, float] = {}  # how much longer that counts where the turn was not over
 
     def __repr__(self) -> str:
         return (
@@ -62,41 +70,74 @@ class SetTurns:
         """How long a set stays if so many have requests."""
         stay_s = _WORTH * self.change_s
         if self._max_itl_s is not None and n_sets > 1:
-            stay_s = min(stay_s, self._max_itl_s / (n_sets - 1) - self.change_s)
+            others_s = self._max_itl_s - self.change_s - self._step_s[True]
+            stay_s = min(stay_s, others_s / (n_sets - 1))
         return stay_s
 
     def choose(self, current: Hashable, ready: Mapping[Hashable, Claim]) -> Hashable:
         """The set of the next step. ``ready``: the sets with requests to compute."""
         others = [one for one in ready if one != current]
         self._since = {one: self._since.get(one, self._now_s) for one in others}
-        if not others:
+        self._credit_s = {one: self._credit_s.get(one, 0.0) for one in others}
+        if not others or (current in ready and not self._n_steps):
             return current
+        chosen = self._by_turns(current, others, ready)
+        if self._max_itl_s is not None:
+            chosen = self._before_late(chosen, current, others, ready)
+        if chosen != current:
+            self._since[current] = self._now_s
+        return chosen
+
+    def _by_turns(
+        self, current: Hashable, others: Sequence[Hashable], ready: Mapping[Hashable, Claim]
+    ) -> Hashable:
         stay_s = self.stay_s(len(ready))
         round_s = len(others) * (max(stay_s, 0.0) + self.change_s)
 
         def is_starving(one: Hashable) -> bool:
-            return self._now_s - self._since[one] > _PATIENCE * round_s
+            return self._waited_s(one) > _PATIENCE * round_s
 
         def rank(one: Hashable) -> tuple[bool, int, bool, bool, float]:
-            waited_s = self._now_s - self._since[one]
-            claim = ready[one]
+            waited_s, claim = self._waited_s(one), ready[one]
             return is_starving(one), claim.priority, waited_s > round_s, claim.awaits_first, waited_s
 
         best = max(others, key=rank)
         if current not in ready:
             return best
         mine, its = ready[current], ready[best]
-        if not self._n_steps:
-            return current
         if its.priority > mine.priority:
             return best
-        if self._spent_s >= stay_s:
+        # With a limit, a step that does not fit in the turn is too long.
+        next_s = self._step_s[not mine.awaits_first] if self._max_itl_s is not None else 0.0
+        if self._spent_s + next_s > stay_s:
             return best if its.priority == mine.priority or is_starving(best) else current
         may_cut_in = its.priority == mine.priority and its.awaits_first and not mine.awaits_first
         if may_cut_in and self._spent_s >= _WORTH_FIRST * self.change_s:
-            self._since[current] = self._now_s - self._spent_s
+            self._credit_s[current] = self._spent_s
             return best
         return current
+
+    def _before_late(
+        self, chosen: Hashable, current: Hashable, others: Sequence[Hashable], ready: Mapping[Hashable, Claim]
+    ) -> Hashable:
+        """The set whose streams would wait too long if the chosen one came first; else the chosen one."""
+        assert self._max_itl_s is not None
+        claim = ready[chosen]
+        streams = [one for one in others if ready[one].streams and ready[one].priority == claim.priority]
+        if not streams:
+            return chosen
+        latest = max(streams, key=self._waited_s)
+        next_s = self._step_s[not claim.awaits_first] + self.change_s * (chosen != current)
+        own_s = self.change_s + self._step_s[True]
+        if self._now_s - self._since[latest] + next_s + own_s <= self._max_itl_s:
+            return chosen
+        if chosen != current and self._waited_s(chosen) > _PATIENCE_FIRST * self._max_itl_s:
+            return chosen
+        return latest
+
+    def _waited_s(self, one: Hashable) -> float:
+        """How long a set has waited for its turn."""
+        return self._now_s - self._since[one] + self._credit_s[one]
 
     def changed(self) -> None:
         """The next step is the first with another set."""
@@ -109,6 +150,7 @@ class SetTurns:
         self._now_s += seconds
         self._spent_s += seconds
         self._n_steps += 1
+        self._step_s[only_decodes] = max(seconds - self.change_s * is_first, 0.0)
         if is_first:
             self._first = (n_tokens, seconds) if only_decodes else None
         elif self._first is not None:

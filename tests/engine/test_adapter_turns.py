@@ -16,7 +16,11 @@ class Played:
     """Steps of equal length, each computed with the set whose turn it is."""
 
     def __init__(
-        self, priorities: Mapping[Hashable, int], max_itl_s: float | None = None, change_s: float = 0.02
+        self,
+        priorities: Mapping[Hashable, int],
+        max_itl_s: float | None = None,
+        change_s: float = 0.02,
+        prompt_s: float = STEP_S,
     ) -> None:
         self.turns = SetTurns(max_itl_s)
         self.ready = {one: Claim(priority) for one, priority in priorities.items()}
@@ -24,24 +28,38 @@ class Played:
             Hashable, int
         ] = {}  # sets with a request without a token, and its steps until it has one
         self.change_s = change_s
+        self.prompt_s = prompt_s
         self.now: Hashable = None
         self.steps: list[Hashable] = []
+        self.seconds = 0.0
+        self.gaps: list[float] = []  # between two tokens of a set's stream
+        self._last: dict[Hashable, float] = {}  # when it had its last token
 
     def play(self, n: int) -> list[Hashable]:
         """The sets of the next steps."""
         for _ in range(n):
-            ready = {one: claim._replace(awaits_first=one in self.waits) for one, claim in self.ready.items()}
+            ready = {
+                one: claim._replace(awaits_first=one in self.waits, streams=one in self._last)
+                for one, claim in self.ready.items()
+            }
             chosen = self.turns.choose(self.now, ready)
             is_first = chosen != self.now
             if is_first:
                 self.now = chosen
                 self.turns.changed()
-            self.turns.observe(4, True, STEP_S + self.change_s * is_first)
+            has_prompt = chosen in self.waits
+            step_s = (self.prompt_s if has_prompt else STEP_S) + self.change_s * is_first
+            self.turns.observe(4, not has_prompt, step_s)
+            self.seconds += step_s
             self.steps.append(chosen)
-            if chosen in self.waits:
+            if has_prompt:
                 self.waits[chosen] -= 1
                 if not self.waits[chosen]:
                     del self.waits[chosen]
+            if chosen in self._last:
+                self.gaps.append(self.seconds - self._last[chosen])
+            if chosen not in self.waits:
+                self._last[chosen] = self.seconds
         return self.steps[-n:]
 
     def runs(self) -> list[tuple[Hashable, int]]:
@@ -138,6 +156,27 @@ def test_a_long_prompt_is_not_cut_in_on() -> None:
     first = played.play(1)[0]
     played.waits[first] = 5
     assert played.play(5) == [first] * 5
+
+
+@pytest.mark.parametrize("n_steps", [1, 3])
+@pytest.mark.parametrize("sets", ["ab", "abc", "abcd"])
+def test_prompts_of_others_make_no_stream_wait_longer_than_the_limit(sets: str, n_steps: int) -> None:
+    played = Played(dict.fromkeys(sets, 0), max_itl_s=0.6, prompt_s=0.2)
+    played.waits = dict.fromkeys(sets, n_steps)
+    played.play(200)
+    assert not played.waits
+    assert 0.3 < max(played.gaps) <= 0.6 * 1.05
+    without = Played(dict.fromkeys(sets, 0), prompt_s=0.2)
+    without.waits = dict.fromkeys(sets, n_steps)
+    without.play(200)
+    assert max(without.gaps) > max(played.gaps)
+
+
+def test_a_limit_that_is_too_short_starves_no_prompt() -> None:
+    played = Played(dict.fromkeys("abcd", 0), max_itl_s=0.1, prompt_s=0.3)
+    played.waits = dict.fromkeys("abcd", 5)
+    played.play(60)
+    assert not played.waits
 
 
 @pytest.mark.parametrize("max_itl_s", [None, 0.6])

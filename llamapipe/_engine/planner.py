@@ -413,6 +413,7 @@ class BatchBuilder:
 
     def _prefill(self, plan: BatchPlan, running: Running) -> None:
         step_room = self._n_batch - len(plan.tokens)
+        others_wait = not running.decoding and self.budget.is_on and running.others_stream
         if running.decoding:
             step_room = min(step_room, max(self.n_ubatch - len(plan.tokens), 1), self._n_beside(running))
         elif (self.depth > 1 and running.only_scores) or (
@@ -421,11 +422,13 @@ class BatchBuilder:
             # llama.cpp computes one ubatch at a time anyway. Smaller steps deliver the first prompt's token before the
             # last prompt is computed.
             step_room = min(step_room, self.n_ubatch)
-        if not running.decoding and self.budget.is_on and running.others_stream:
+        if others_wait:
             step_room = min(step_room, self._n_beside(running))
         budget = min(step_room, self.n_ubatch - self._n_waited) if running.decoding else step_room
         n_reserved = _reserved(running.prefilling, budget) if len(running.prefilling) > 1 else 0
-        n_rows = min(self._n_score_rows, self.budget.n_rows()) if running.decoding else self._n_score_rows
+        n_rows = self._n_score_rows
+        if running.decoding or others_wait:
+            n_rows = min(n_rows, self.budget.n_rows())
         chunks: list[Chunk] = []
         n_tokens, brings_first = 0, False
         for request in running.prefilling:

@@ -108,6 +108,26 @@ class TestSteps:
         assert self.chunks(builder, running_of(4, 4000)) == [(4, 64)]
         assert self.chunks(builder, running_of(0, 4000)) == [(0, 2048)]  # nothing waits
 
+    def test_the_budget_limits_prompts_while_streams_with_other_adapters_wait(self) -> None:
+        builder = BatchBuilder(2048, 512, None, 32, max_itl_s=0.05)
+        running = running_of(0, 4000)
+        other = Request([1] * 8, RequestSpec(5, adapters="a"))
+        other.move(State.RUNNING)
+        running.add(other)
+        assert self.chunks(builder, running) == [(0, 2048)]  # it has no token yet
+        other.n_generated = 1
+        running.prefilling[0].batch_plan = None
+        assert self.chunks(builder, running) == [(0, 64)]
+        running.prefilling[0].batch_plan = None
+        assert self.chunks(BatchBuilder(2048, 512, None, 32), running) == [(0, 2048)]  # no limit
+
+    def test_prompts_of_turns_are_learned_from(self) -> None:
+        budget = PrefillBudget(0.3)
+        budget.observe(0, 0, 0.005)
+        for _ in range(20):
+            budget.observe(512, 256, 512 * 400e-6, decodes=False)
+        assert (budget.n_tokens(0, 3), budget.n_tokens(0)) == (192, 640)
+
     def test_scores_beside_decoding_begin_with_few(self) -> None:
         builder = BatchBuilder(2048, 512, None, 32, max_itl_s=0.05)
         running = running_of(4, 40)

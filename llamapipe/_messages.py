@@ -186,7 +186,7 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "guided_json": ("json_schema",),
         "guided_regex": ("regex",),
         "stop": ("stop_sequences",),
-        "options": "give each option as a field of its own, such as temperature",
+        "options": "give each option as a separate field, such as temperature",
         "think": "give chat_template_kwargs with enable_thinking instead",
         "keep_alive": "leave it out: the model stays loaded until the server ends",
         "num_ctx": _N_CTX,

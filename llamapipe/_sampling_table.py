@@ -38,12 +38,12 @@ class Kind(Enum):
 class SamplingOption:
     """An option of a request.
 
-    - ``low``, ``high``: the range of a number, both ends included. ``optional``: None is a value, too.
+    - ``low``, ``high``: the range of a number, both ends included. ``optional``: None is also a value.
     - ``neutral``: the value with which the option changes nothing, where it has one.
     - ``sampler``: the name in ``SAMPLER_ORDER`` of the sampler that any other value than the default turns on.
     - ``is_native``: ``lp_sampling_options`` has a number of this name.
     - ``metavar``: its value on the command line; None: no command has it, and ``why_no_flag`` says why.
-    - ``flags``: llama.cpp's short names, which the command line accepts, too.
+    - ``flags``: llama.cpp's short names, which the command line also accepts.
     - ``fields``: its names in requests to the server, which all mean the same; None: its own. Empty: ``why_no_field``
       says why, and ``route_fields`` are the names that single routes have for it.
     - ``elsewhere``: names in other programs and APIs, for hints; those of command lines begin with a dash.

@@ -552,4 +552,4 @@ class Worker:
             if call.on_rows is not None:
                 call.on_rows(1)
             if not call.n_left:
-                call.answer([one for one in call.rows if one is not None])
+                call.answer([row for row in call.rows if row is not None])

@@ -55,7 +55,7 @@ from llamapipe._engine.request import Request
 from llamapipe._engine.scheduler import MODES, Overflow, Scheduler
 from llamapipe._engine.score_requests import ScoreJob, perplexity_job, score_job, tokens_job
 from llamapipe._engine.snapshot import Snapshot, SnapshotFormat, parts_of, unpack
-from llamapipe._engine.speculation import Gate
+from llamapipe._engine.speculation import Drafter, Gate
 from llamapipe._engine.submit import (
     ERROR_MODES,
     CallOptions,
@@ -302,7 +302,6 @@ class Engine(NotCopyable):
                     f"{model.path.name} is not causal, so it cannot generate text; "
                     "pass a generative model, or use lp.Embedder for embeddings"
                 )
-            padding_token = None if unified or model.is_recurrent else 0
             self._types = (type_k, type_v, 1 if unified else context.n_seq_max)
             self._kv_bytes = kv_bytes(model, context.n_cells, type_k, type_v) or 0
             publisher = tracker = None
@@ -311,10 +310,6 @@ class Engine(NotCopyable):
 
                 publisher = undo.enter_context(closing(Publisher(kv_events, model.name)))
                 tracker = publisher.tracker
-            no_guesses = ""
-            if model.is_recurrent:
-                no_guesses = "the model is recurrent: its states cannot go back before a wrong guess"
-            n_score_rows = max(context.n_outputs_max - context.n_seq_max, 1)
             self._draft_model: Model | None = None  # if the engine loaded it
             drafter = None
             if draft is not None:
@@ -326,33 +321,15 @@ class Engine(NotCopyable):
                     )
                 drafter = undo.enter_context(closing(make_drafter(context, draft, n_room)))
             self._draft_text = "" if draft is None else f" draft={draft.path.name!r}"
-            gate = Gate(
-                0 if no_guesses else n_score_rows,
-                splits=not unified,
-                drafter=drafter,
-                no_guesses=no_guesses,
-                has_window=model.n_swa > 0,
+            cache = KvCache.for_context(
+                context,
+                cache_mode,
+                _default_cache_bytes() if n_cache_bytes is None else n_cache_bytes,
+                self._kv_bytes,
+                whole_only=model.is_recurrent or model.n_swa > 0,
+                observer=tracker,
             )
-            scheduler = Scheduler(
-                KvCache.for_context(
-                    context,
-                    cache_mode,
-                    _default_cache_bytes() if n_cache_bytes is None else n_cache_bytes,
-                    self._kv_bytes,
-                    whole_only=model.is_recurrent or model.n_swa > 0,
-                    observer=tracker,
-                ),
-                context.n_ctx,
-                context.n_cells,
-                context.n_batch,
-                context.n_ubatch,
-                padding_token,
-                n_score_rows=n_score_rows,
-                prefill_cutoff=prefill_cutoff(context),
-                max_itl_s=max_itl_s,
-                overflow=_overflow(context, overflow, n_keep),
-                gate=gate,
-            )
+            scheduler = _scheduler(context, cache, drafter, _overflow(context, overflow, n_keep), max_itl_s)
             self.model = model
             self.n_ctx = context.n_ctx
             self.n_seq_max = context.n_seq_max
@@ -361,18 +338,11 @@ class Engine(NotCopyable):
             model.adopt(context, f"Engine(n_ctx={context.n_ctx}, n_seq_max={context.n_seq_max})")
             _warn_of_size(context, self._kv_bytes)
             pipeline = undo.enter_context(closing(engine_pipeline(context, tuning.ring, depth)))
-            # "exact" can share only whole batches, and these models only whole sequences.
-            shares = cache_mode is True and not model.is_recurrent and not model.n_swa
-            # Where cells are scarce, a request may cost others the cells that they share; a full queue refuses them.
-            shares = (
-                shares and self._queue.limit is None and context.n_cells >= context.n_ctx * context.n_seq_max
-            )
-            n_sharing = context.n_seq_max // 2 if shares else 1  # the other slots are for other callers
             self._request_builder = RequestBuilder(
                 model,
                 context.n_ctx,
-                n_sharing,
-                speculates=gate.n_most > 0,
+                _n_sharing(context, cache_mode, self._queue.limit),
+                speculates=scheduler.gate.n_most > 0,
                 drafts=drafter is not None,
                 allowed=model.adapters.named(adapters),
                 n_ubatch=context.n_ubatch,
@@ -1793,6 +1763,46 @@ class Engine(NotCopyable):
                 source=self,
             )
             engine_thread.close_soon()
+
+
+def _scheduler(
+    context: Context, cache: KvCache, drafter: Drafter | None, overflow: Overflow, max_itl_s: float | None
+) -> Scheduler:
+    """The scheduler of a context's requests."""
+    model = context.model
+    no_guesses = ""
+    if model.is_recurrent:
+        no_guesses = "the model is recurrent: its states cannot go back before a wrong guess"
+    n_score_rows = max(context.n_outputs_max - context.n_seq_max, 1)
+    gate = Gate(
+        0 if no_guesses else n_score_rows,
+        splits=not context.kv_unified,
+        drafter=drafter,
+        no_guesses=no_guesses,
+        has_window=model.n_swa > 0,
+    )
+    return Scheduler(
+        cache,
+        context.n_ctx,
+        context.n_cells,
+        context.n_batch,
+        context.n_ubatch,
+        padding_token=None if context.kv_unified or model.is_recurrent else 0,
+        n_score_rows=n_score_rows,
+        prefill_cutoff=prefill_cutoff(context),
+        max_itl_s=max_itl_s,
+        overflow=overflow,
+        gate=gate,
+    )
+
+
+def _n_sharing(context: Context, cache_mode: bool | str, max_queue: int | None) -> int:
+    """How many requests of a call may share a prompt's cells and run at the same time; 1: no sharing."""
+    # "exact" can share only whole batches, and these models only whole sequences.
+    shares = cache_mode is True and not context.model.is_recurrent and not context.model.n_swa
+    # Where cells are scarce, a request may cost others the cells that they share; a full queue refuses them.
+    shares = shares and max_queue is None and context.n_cells >= context.n_ctx * context.n_seq_max
+    return context.n_seq_max // 2 if shares else 1  # the other slots are for other callers
 
 
 def _overflow(context: Context, mode: str, n_keep: int) -> Overflow:

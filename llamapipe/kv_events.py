@@ -363,7 +363,7 @@ class Publisher:
 
 
 def apply(blocks: dict[int, Block], events: Iterable[Event], size: int) -> None:
-    """Has the blocks be what they are after these events. Parents stay before their children."""
+    """Applies events to the blocks. Parents stay before their children."""
     for event in events:
         if isinstance(event, Stored):
             parent = event.parent

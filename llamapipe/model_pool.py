@@ -81,7 +81,7 @@ def choose(needed: int, budget: int | None, there: Sequence[Tenure]) -> list[int
     """
     if budget is None:
         return []
-    missing = sum(one.n_bytes for one in there) + needed - budget
+    missing = sum(tenure.n_bytes for tenure in there) + needed - budget
     chosen = []
     for i in sorted(range(len(there)), key=lambda i: there[i].used_at):
         if missing <= 0:
@@ -287,8 +287,8 @@ class ModelPool(NotCopyable):
         """The models, in the order in which they were given."""
         with self._changed:
             return [
-                ModelStatus(one.name, one.state, one.n_bytes, len(one.users), one.pinned)
-                for one in self._models.values()
+                ModelStatus(model.name, model.state, model.n_bytes, len(model.users), model.pinned)
+                for model in self._models.values()
             ]
 
     @contextmanager
@@ -431,8 +431,8 @@ class ModelPool(NotCopyable):
 
     def _make_room(self, model: _Pooled, n_bytes: int) -> None:
         with self._changed:
-            others = [one for one in self._models.values() if one is not model]
-            pinned = sum(one.n_bytes for one in others if one.pinned)
+            others = [other for other in self._models.values() if other is not model]
+            pinned = sum(other.n_bytes for other in others if other.pinned)
             if (why := refusal(n_bytes, self.budget_bytes, pinned, "budget_bytes")) is not None:
                 raise BackendError(f"the model {quoted(model.name)} cannot be loaded: {why}")
             if self._takes_room(model, n_bytes):  # nobody waits for the load of another one without need
@@ -443,9 +443,9 @@ class ModelPool(NotCopyable):
                 if self._closed:
                     raise EngineClosedError("the pool is closed; make another")
                 waited_s = monotonic() - began
-                there = [one for one in others if one.n_bytes]
-                if not any(one.is_leaving for one in there):
-                    held = [_tenure(one, waited_s < PATIENCE_S) for one in there]
+                there = [other for other in others if other.n_bytes]
+                if not any(other.is_leaving for other in there):
+                    held = [_tenure(other, waited_s < PATIENCE_S) for other in there]
                     for i in choose(n_bytes, self.budget_bytes, held) or ():
                         there[i].is_leaving = True
                 if not self._end_one():
@@ -453,7 +453,7 @@ class ModelPool(NotCopyable):
 
     def _takes_room(self, model: _Pooled, n_bytes: int) -> bool:
         """Whether a model fits beside the others; it has the memory then."""
-        used = sum(one.n_bytes for one in self._models.values() if one is not model)
+        used = sum(other.n_bytes for other in self._models.values() if other is not model)
         if self.budget_bytes is not None and used + n_bytes > self.budget_bytes:
             return False
         model.n_bytes = n_bytes

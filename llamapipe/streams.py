@@ -315,7 +315,7 @@ def _seed_of_fork(seed: int, index: int) -> int:
 class AsyncStream(_Reader):
     """An asynchronous iterator over a request's deltas; closing or dropping it cancels the request.
 
-    Cancelling the task that waits for it does, too. For one task at a time, of one event loop: a second task that asks
+    So does cancelling the task that waits for it. For one task at a time, of one event loop: a second task that asks
     for the next delta meanwhile gets RuntimeError. A slow reader pauses only its own sequence. Iterating raises the
     error of the request, and TimeoutError when its timeout passed.
     """
@@ -602,7 +602,7 @@ class AsyncGeneration(_Sequence):
 class Stream(_Reader):
     """An asynchronous iterator over a request's deltas; closing or dropping it cancels the request.
 
-    Cancelling the task that waits for it does, too. For one task at a time, of one event loop: a second task that asks
+    So does cancelling the task that waits for it. For one task at a time, of one event loop: a second task that asks
     for the next delta meanwhile gets RuntimeError. A slow reader pauses only its own sequence. Iterating raises the
     error of the request, and TimeoutError when its timeout passed.
     """

@@ -156,8 +156,6 @@ class ChatBuilder:
 
         ``before``: tokens of what was said earlier, which precede the prompt; the oldest are left out as turns are.
         """
-        from llamapipe.chat.media import check_shown
-        from llamapipe.chat.messages import check_messages, kept_messages, kept_tokens
         from llamapipe.chat.tools import allowed_tools, check_tool_choice, check_tools
 
         if params is None:
@@ -171,45 +169,8 @@ class ChatBuilder:
         choice = check_tool_choice(choice, tools)
         parallel = check_flag("parallel_tool_calls", options.parallel_tool_calls)
         parallel = parallel and choice in ("auto", "required")
-        args = {} if options.template_args is None else options.template_args
-        if not isinstance(args, Mapping):
-            raise TypeError(f"template_args must be a dict, not {type(args).__name__}")
-        given = [tool.as_openai() for tool in tools] if tools and choice != "none" else None
-        n_ctx = self._request_builder.n_ctx
-        may_drop = options.truncation == "auto"
-        messages, media_mark, media = self._taken_media(messages, may_drop, params.cache_salt)
-        written: Callable[..., list[int]] = partial(
-            self._model.chat_prompts.tokenize,
-            tools=given,
-            add_generation_prompt=True,
-            template_args=args,
-            media_mark=media_mark,
-        )
-
-        def render(messages: Conversation, **options: Any) -> list[int]:
-            return (
-                in_prompt(written(messages, **options), media)[0] if media else written(messages, **options)
-            )
-
-        continued = check_flag("continue_last", options.continue_last)
-        if check_choice("truncation", options.truncation, ("error", "auto")) == "auto":
-            messages = kept_messages(
-                check_messages(messages), lambda some: len(render(some)), n_ctx, params.max_tokens
-            )
-        tokens = written(messages, continue_last=continued, n_ctx=n_ctx)
-        spans: tuple[Span, ...] = ()
-        if media:
-            check_shown(messages, media_mark, tokens)
-            tokens, chunks = in_prompt(tokens, media)
-            spans = tuple(Span(begin, begin + chunk.n, chunk) for begin, chunk in chunks)
-            self._check_spans(tokens, spans)
-        if before:
-            bos = self._model.vocab.bos
-            tokens = tokens[1:] if bos is not None and tokens[:1] == [bos] else tokens
-            if options.truncation == "auto":
-                before = kept_tokens(before, len(tokens), n_ctx, params.max_tokens)
-            tokens = [*before, *tokens]
-            spans = tuple(Span(s.begin + len(before), s.end + len(before), s.source) for s in spans)
+        shown = tools if choice != "none" else ()
+        messages, tokens, spans = self._prompt(messages, params, options, shown, before)
         if options.response_format is not None:
             if any(getattr(params, name) is not None for name in CONSTRAINTS):
                 raise InvalidRequestError(
@@ -241,6 +202,56 @@ class ChatBuilder:
             )
 
         return CheckedChat(item._replace(piece=self._model.vocab.written_piece), new_parser)
+
+    def _prompt(
+        self,
+        messages: Conversation,
+        params: SamplingParams,
+        options: ChatOptions,
+        tools: Sequence[Tool],
+        before: Sequence[int],
+    ) -> tuple[Conversation, list[int], tuple[Span, ...]]:
+        """The messages that the prompt has, its tokens, and the images and sounds among them."""
+        from llamapipe.chat.media import check_shown
+        from llamapipe.chat.messages import check_messages, kept_messages, kept_tokens
+
+        args = {} if options.template_args is None else options.template_args
+        if not isinstance(args, Mapping):
+            raise TypeError(f"template_args must be a dict, not {type(args).__name__}")
+        given = [tool.as_openai() for tool in tools] or None
+        n_ctx = self._request_builder.n_ctx
+        may_drop = options.truncation == "auto"
+        messages, media_mark, media = self._taken_media(messages, may_drop, params.cache_salt)
+        written: Callable[..., list[int]] = partial(
+            self._model.chat_prompts.tokenize,
+            tools=given,
+            add_generation_prompt=True,
+            template_args=args,
+            media_mark=media_mark,
+        )
+
+        def n_tokens(messages: Conversation) -> int:
+            tokens = written(messages)
+            return len(in_prompt(tokens, media)[0]) if media else len(tokens)
+
+        continued = check_flag("continue_last", options.continue_last)
+        if check_choice("truncation", options.truncation, ("error", "auto")) == "auto":
+            messages = kept_messages(check_messages(messages), n_tokens, n_ctx, params.max_tokens)
+        tokens = written(messages, continue_last=continued, n_ctx=n_ctx)
+        spans: tuple[Span, ...] = ()
+        if media:
+            check_shown(messages, media_mark, tokens)
+            tokens, chunks = in_prompt(tokens, media)
+            spans = tuple(Span(begin, begin + chunk.n, chunk) for begin, chunk in chunks)
+            self._check_spans(tokens, spans)
+        if before:
+            bos = self._model.vocab.bos
+            tokens = tokens[1:] if bos is not None and tokens[:1] == [bos] else tokens
+            if options.truncation == "auto":
+                before = kept_tokens(before, len(tokens), n_ctx, params.max_tokens)
+            tokens = [*before, *tokens]
+            spans = tuple(Span(s.begin + len(before), s.end + len(before), s.source) for s in spans)
+        return messages, tokens, spans
 
     def n_tokens(self, messages: Conversation, template_args: Mapping[str, Any]) -> int:
         """The tokens of a conversation's prompt, whether or not they fit. Raises as ``item``."""

@@ -507,7 +507,7 @@ class ResultDispatcher:
         self._threads.append(mailbox)
 
     def flush(self, together: bool = False) -> list[Request]:
-        """Gets the noted callers woken. ``together``: all of them now, as no launch follows soon.
+        """Wakes the noted callers. ``together``: all of them now, as no launch follows soon.
 
         Returns the requests of closed event loops: nothing can read their results any more.
         """
@@ -720,7 +720,7 @@ class LaunchWakeList:
 
 
 T = TypeVar("T")
-_MOST_RINGS = 64  # read at once; more would take memory from another allocator, and seldom are there two
+_MOST_RINGS = 64  # read at once; more would take memory from another allocator, and there are rarely two
 
 
 class LoopWaker(Generic[T]):
@@ -786,7 +786,7 @@ class LoopWaker(Generic[T]):
             raise
 
     def dismiss(self) -> None:
-        """Has the loop take the rest and stop watching the pipe: no item follows. Any thread."""
+        """Tells the loop to take the rest and to stop watching the pipe: no item follows. Any thread."""
         try:
             self._loop.call_soon_threadsafe(self._leave)
         except RuntimeError:  # the loop is closed

@@ -1,9 +1,9 @@
-"""The thread that encodes the images and sounds of requests, while the engine thread computes steps.
+"""The thread that encodes the images and sounds of requests while the engine thread computes steps.
 
-A request waits in ``Waiting.encoding`` until its images are encoded, and then for a slot. So an image delays nobody but
-its own request, apart from the cores that encoding takes. Requests of a higher priority come first, then the oldest.
-What another request has encoded, or encodes just before, is not encoded again: requests with equal images share the
-object that holds the rows.
+Open this file to change the order in which images are encoded. A request waits in ``Waiting.encoding`` until its images
+are encoded, and then for a slot. So an image delays only its own request, apart from the cores that encoding takes.
+Higher priorities come first, then the oldest request. Requests with equal images share the object that holds the rows,
+so an image is encoded once.
 """
 
 from __future__ import annotations

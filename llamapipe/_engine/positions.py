@@ -2,9 +2,9 @@
 
 Open this file to change how images with a height and a width (M-RoPE, as of Qwen-VL) are counted.
 
-Everything else counts tokens: a prompt with an image of 4 × 6 rows has 24 tokens for it. In such a model all 24 rows
-are at one position, and what follows continues max(4, 6) positions further on. The executor keeps the images of each
-sequence, in order, and asks here when it names a position to llama.cpp. No operation may divide an image: llama.cpp
+All other code counts tokens: an image of 4 × 6 rows is 24 tokens of a prompt. In such a model all 24 rows are at one
+position, and the next token is max(4, 6) positions after it. The executor keeps the images of each sequence, in order,
+and calls these functions to convert places to positions and back. No operation may divide an image, because llama.cpp
 removes cells by their position.
 """
 

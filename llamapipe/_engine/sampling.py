@@ -85,20 +85,11 @@ class SamplerFactory:
     """
 
     def __init__(self, params: SamplingParams, vocab: Vocab, n_ctx: int, dries: LruCache[Dry]) -> None:
+        _check_vocab(params, vocab)
+        _check_exclusive(params)
         self.params = params
         self._vocab = vocab
         self._n_ctx = n_ctx
-        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
-            bad = [t for t in getattr(params, name) or () if t >= vocab.n_vocab]
-            if bad:
-                raise InvalidRequestError(
-                    f"{name} holds {bad[0]}; this vocabulary has the ids 0 to {vocab.n_vocab - 1}"
-                )
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > vocab.n_vocab:
-                raise InvalidRequestError(
-                    f"{name} is {getattr(params, name)}; this vocabulary has {vocab.n_vocab} tokens"
-                )
         self._biases = dict(params.logit_bias or {})
         if params.ignore_eos:
             self._biases.update(dict.fromkeys(vocab.eog_tokens, -math.inf))
@@ -118,29 +109,6 @@ class SamplerFactory:
             breakers = tuple(params.dry_sequence_breakers)
             self._dry = dries.get((*options, breakers), lambda: Dry(vocab, *options, breakers))
         self._guide: Callable[[], Guide] | None = None
-        for name in ("infill", "grammar"):
-            if getattr(params, name) and (params.ignore_eos or not vocab.eog_tokens):
-                raise InvalidRequestError(
-                    f"{name} needs a token that ends generation: "
-                    + ("leave ignore_eos off" if params.ignore_eos else "this vocabulary has none")
-                )
-        if params.infill and vocab.eos is None and vocab.eot is None:
-            raise InvalidRequestError("infill needs an EOT or EOS token; this vocabulary has neither")
-        for name, without in (
-            ("mirostat", "infill"),
-            ("mirostat", "adaptive_target"),
-            ("adaptive_target", "infill"),
-        ):
-            if _is_on(params, name) and _is_on(params, without):
-                raise InvalidRequestError(
-                    f"{name} and {without} are both given; each decides alone: choose one"
-                )
-        if params.temperature == 0:
-            for name in ("mirostat", "adaptive_target", "infill"):
-                if _is_on(params, name):
-                    raise InvalidRequestError(
-                        f"{name} draws, but temperature is 0, which never does: leave one out"
-                    )
         if params.grammar is not None:
             self._check_grammar(params.grammar)
         for name in ("json_schema", "regex", "lark", "choice"):
@@ -273,6 +241,46 @@ class SamplerFactory:
         struct.n_logprobs = -1 if p.logprobs is None else p.logprobs
         struct.needs_row, struct.has_guide = bool(p.logits_processors), self._guide is not None
         return options
+
+
+def _check_vocab(params: SamplingParams, vocab: Vocab) -> None:
+    """Refuses what a vocabulary does not have."""
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        bad = [token for token in getattr(params, name) or () if token >= vocab.n_vocab]
+        if bad:
+            raise InvalidRequestError(
+                f"{name} holds {bad[0]}; this vocabulary has the ids 0 to {vocab.n_vocab - 1}"
+            )
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > vocab.n_vocab:
+            raise InvalidRequestError(
+                f"{name} is {getattr(params, name)}; this vocabulary has {vocab.n_vocab} tokens"
+            )
+    for name in ("infill", "grammar"):
+        if getattr(params, name) and (params.ignore_eos or not vocab.eog_tokens):
+            raise InvalidRequestError(
+                f"{name} needs a token that ends generation: "
+                + ("leave ignore_eos off" if params.ignore_eos else "this vocabulary has none")
+            )
+    if params.infill and vocab.eos is None and vocab.eot is None:
+        raise InvalidRequestError("infill needs an EOT or EOS token; this vocabulary has neither")
+
+
+def _check_exclusive(params: SamplingParams) -> None:
+    """Refuses samplers that exclude each other."""
+    for name, without in (
+        ("mirostat", "infill"),
+        ("mirostat", "adaptive_target"),
+        ("adaptive_target", "infill"),
+    ):
+        if _is_on(params, name) and _is_on(params, without):
+            raise InvalidRequestError(f"{name} and {without} are both given; each decides alone: choose one")
+    if params.temperature == 0:
+        for name in ("mirostat", "adaptive_target", "infill"):
+            if _is_on(params, name):
+                raise InvalidRequestError(
+                    f"{name} draws, but temperature is 0, which never does: leave one out"
+                )
 
 
 def _reset(chain: SamplerChain, accepted: Callable[[SamplerChain], object]) -> None:
@@ -960,7 +968,7 @@ class SamplingThreads:
         return f"<SamplingThreads n={len(self._threads)} n_jobs={n_jobs}>"
 
     def run(self, job: Job, share: Hashable = None, is_python: bool = False, size: int = 0) -> None:
-        """Has a thread call ``job``, which must not raise. After ``close``, calls it at once.
+        """Calls ``job``, which must not raise, on one of the threads. After ``close``, calls it at once.
 
         ``is_python``: it holds the interpreter's lock, so its thread keeps its priority. ``size``: of a large job, in
         characters; 0: it needs little memory.

@@ -314,10 +314,6 @@ class TaggedArguments:
         return found
 
     # ---- values
-    def key_known(self, key: str) -> bool:
-        """True if an argument may have this name."""
-        return self._is_open or key in self._properties
-
     def is_text(self, key: str) -> bool:
         """Whether the text of an argument is its value, whatever it is: then it can be passed on as it comes."""
         schema = self._properties.get(key, self._open_schema)

@@ -86,11 +86,6 @@ class ChatFormat:
         """True if the template writes tool calls in a format that was recognised."""
         return self._harmony or self.calls is not None
 
-    @property
-    def can_disable_reasoning(self) -> bool:
-        """True if ``reasoning_off`` switches reasoning off."""
-        return bool(self.reasoning_off)
-
     def grammar(
         self,
         tools: Sequence[Tool],

@@ -31,7 +31,7 @@ from llamapipe.chat._reader import (
     take_while,
     until,
 )
-from llamapipe.chat.results import ChatMessage, ChatPiece
+from llamapipe.chat.results import ChatPiece
 
 _NAME = re.compile(r"[\w.\-]*")
 _ID = re.compile(r"[A-Za-z0-9]*")
@@ -480,8 +480,3 @@ class ChatParser:
             return False
         self._buffer.recorded()
         return True
-
-
-def parse_answer(parser: ChatParser, text: str) -> ChatMessage:
-    """The whole answer in one call."""
-    return ChatMessage([parser.feed(text), parser.finish()])

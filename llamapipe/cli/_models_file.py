@@ -93,7 +93,7 @@ def _entries(source: str) -> list[ModelEntry]:
 
 
 def _in_folder(folder: Path) -> list[ModelEntry]:
-    """A model for each file, under its name; those in folders of the folder, too."""
+    """A model for each file in a folder and its subfolders, under the file's name."""
     made: dict[str, ModelEntry] = {}
     for file in sorted([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")]):
         part = _PART.fullmatch(file.stem)

@@ -109,7 +109,7 @@ def _draw(terminal: Terminal, speeds: dict[int, float]) -> None:
 
 def _numbers(text: str) -> tuple[int, ...]:
     try:
-        numbers = tuple(int(one) for one in text.split(","))
+        numbers = tuple(int(number) for number in text.split(","))
     except ValueError:
         numbers = ()
     if not numbers or min(numbers) < 1 or max(numbers) > 1024:
@@ -165,5 +165,5 @@ class LoadRunner:
         began = time.perf_counter()
         done = engine.generate(prompts, params)
         seconds = time.perf_counter() - began
-        firsts = [one.timings.first_token_s or 0.0 for one in done]
-        return Speed(sum(one.n_completion_tokens for one in done) / seconds, median(firsts))
+        firsts = [out.timings.first_token_s or 0.0 for out in done]
+        return Speed(sum(out.n_completion_tokens for out in done) / seconds, median(firsts))

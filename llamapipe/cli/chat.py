@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that ``run`` has, too."""
+    """Adds the arguments that ``chat`` and ``run`` share."""
     parser.add_argument(
         "message", nargs="?", metavar="MESSAGE", help="answer this and exit; - reads it from stdin"
     )
@@ -530,8 +530,8 @@ class Conversation:
         has_system = bool(messages) and messages[0]["role"] == "system"
         self.system = messages[0]["content"] if has_system else None
         self.clear()
-        for one in messages[has_system:]:
-            self.add(one["role"], one["content"])
+        for message in messages[has_system:]:
+            self.add(message["role"], message["content"])
 
 
 def _is_content(role: str | None, content: object) -> bool:

@@ -173,7 +173,9 @@ def _packages(build: dict[str, Any], results: dict[str, dict[str, Any]]) -> Iter
             yield Finding(name, False, detail, fix)
         elif reason := native.get("not_loaded", {}).get(package.backend):
             yield Finding(name, False, f"{about}; not loaded: {reason}", _DRIVERS[package.backend])
-        elif devices is not None and not any(one["backend"].lower() == package.backend for one in devices):
+        elif devices is not None and not any(
+            device["backend"].lower() == package.backend for device in devices
+        ):
             yield Finding(name, False, f"{about}; loaded, but found no device", _DRIVERS[package.backend])
         else:
             yield Finding(name, True, about)

@@ -87,8 +87,8 @@ def run(args: argparse.Namespace) -> int:
     terminal = Terminal(sys.stdout)
     with open_model(args.model, given(args, MODEL)) as model, _embedder(model, args) as embedder:
         if args.rerank is not None:
-            for one in embedder.rerank(args.rerank, texts, truncate=args.truncate):
-                terminal.line(f"{one.score:10.4f}  {_short(terminal, texts[one.index])}")
+            for ranked in embedder.rerank(args.rerank, texts, truncate=args.truncate):
+                terminal.line(f"{ranked.score:10.4f}  {_short(terminal, texts[ranked.index])}")
             return 0
         vectors = embedder.embed(texts, not args.no_normalize, truncate=args.truncate, progress=False)
         if isinstance(vectors, list):

@@ -26,15 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     terminal = Terminal(sys.stdout)
-    for one in ask(args, "/v1/models")["data"]:
-        if "root" in one and "status" in one:  # one more name of a model
+    for model in ask(args, "/v1/models")["data"]:
+        if "root" in model and "status" in model:  # one more name of a model
             continue
-        status = one.get("status", {"value": "loaded"})  # a server with one model does not say
+        status = model.get("status", {"value": "loaded"})  # a server with one model does not say
         record = {
-            "model": one["id"],
+            "model": model["id"],
             "state": status["value"],
-            "memory_bytes": one.get("memory_bytes"),
-            "n_requests": one.get("n_requests"),
+            "memory_bytes": model.get("memory_bytes"),
+            "n_requests": model.get("n_requests"),
         }
         if args.json:
             terminal.line(json.dumps(record))

@@ -79,6 +79,15 @@ _SWITCH_S = 0.0005
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
+    _add_models(parser)
+    _add_server(parser.add_argument_group("server"))
+    _add_access(parser.add_argument_group("what clients may do"))
+    _add_limits(parser.add_argument_group("limits"))
+    _add_kv_events(parser)
+    add_engine_options(parser)
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     add_adapters(parser, "clients use its name as a model's")
     parser.add_argument(
@@ -112,18 +121,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="lenient: also take plain JSON that names a given tool as a call; strict: only what the template "
         "marks (default: lenient)",
     )
-    server = parser.add_argument_group("server")
-    server.add_argument(
+
+
+def _add_server(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)"
     )
-    server.add_argument(
+    group.add_argument(
         "--port",
         type=int,
         default=8080,
         metavar="N",
         help="port to listen on; 0: any free port (default: 8080)",
     )
-    server.add_argument(
+    group.add_argument(
         "-a",
         "--alias",
         action="append",
@@ -131,23 +142,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="name of the model for clients (repeatable)",
     )
-    server.add_argument(
+    group.add_argument(
         "--embeddings-alias", action="append", default=[], metavar="NAME", help="the same for --embeddings"
     )
-    server.add_argument(
+    group.add_argument(
+        "--ollama",
+        type=int,
+        nargs="?",
+        const=_SAME_PORT,
+        metavar="PORT",
+        help="also serve Ollama's API; with a number, on that port as well, which its clients expect to be 11434",
+    )
+    group.add_argument("--no-page", action="store_true", help="do not serve the page at /")
+    group.add_argument(
+        "--ping",
+        type=float,
+        metavar="S",
+        help="seconds after which a silent stream sends a sign of life; 0: never (default: 5)",
+    )
+    group.add_argument(
+        "--strict",
+        action="store_true",
+        help="refuse fields without effect, such as store; otherwise the header x-llamapipe-unused names them",
+    )
+    group.add_argument(
+        "--fim-order",
+        choices=FIM_ORDERS,
+        default="psm",
+        help="what a prompt for filling in begins with: psm, the prefix, or spm, the suffix (default: psm)",
+    )
+    group.add_argument(
+        "--workers",
+        type=_workers,
+        metavar="N",
+        help="run N processes, each with its own model, engine and cores; 'auto': one per GPU or NUMA node",
+    )
+    group.add_argument("--worker", type=_worker_options, help=argparse.SUPPRESS)  # what a worker is told
+
+
+def _add_access(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--api-key-file",
         type=path_of,
         metavar="FILE",
         help=f"require an API key from this file, one key per line, or from the variable {KEYS_VARIABLE}",
     )
-    server.add_argument(
+    group.add_argument(
         "--cors",
         action="append",
         default=[],
         metavar="ORIGIN",
         help="allow requests from web pages of this origin; '*': all (repeatable)",
     )
-    server.add_argument(
+    group.add_argument(
         "--allow-host",
         action="append",
         default=[],
@@ -155,120 +202,88 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="allow requests to this name, for example behind a proxy; '*': any (repeatable; default on loopback: "
         "localhost and names that cannot be registered; else any)",
     )
-    server.add_argument(
-        "--max-requests",
-        type=int,
-        metavar="N",
-        help="requests served at once; more are answered 429 (default: 1024)",
-    )
-    server.add_argument(
-        "--max-queue", type=int, metavar="N", help="requests that wait for a slot (default: 1024)"
-    )
-    server.add_argument("--max-n", type=int, metavar="N", help="choices of one request (default: 128)")
-    server.add_argument(
-        "--max-messages", type=int, metavar="N", help="messages of one conversation (default: 10000)"
-    )
-    server.add_argument(
-        "--max-text-characters",
-        type=int,
-        metavar="N",
-        help="refuse longer texts and conversations, which cannot fit the context, before they are "
-        "tokenized (default: 1048576)",
-    )
-    server.add_argument(
-        "--max-body-bytes", type=int, metavar="N", help="largest request body (default: 16777216)"
-    )
-    server.add_argument(
-        "--max-bodies-bytes",
-        type=int,
-        metavar="N",
-        help="total size of the bodies of unanswered requests; more are answered 503 (default: 67108864)",
-    )
-    server.add_argument(
-        "--max-connections-per-address",
-        type=int,
-        metavar="N",
-        help="connections of one address; the next one replaces an idle one; 0: any number (default: 1024)",
-    )
-    server.add_argument(
-        "--head-timeout",
-        type=float,
-        metavar="S",
-        help="seconds in which a request's head must arrive (default: 10)",
-    )
-    server.add_argument(
-        "--timeout", type=float, metavar="S", help="seconds a request may take (default: no limit)"
-    )
-    server.add_argument(
-        "--body-timeout",
-        type=float,
-        metavar="S",
-        help="seconds in which a request's body must arrive (default: 60)",
-    )
-    server.add_argument(
-        "--ping",
-        type=float,
-        metavar="S",
-        help="seconds after which a silent stream sends a sign of life; 0: never (default: 5)",
-    )
-    server.add_argument(
-        "--grammar-timeout",
-        type=float,
-        metavar="S",
-        help="seconds of processor time that a request's schema or grammar may take (default: 10)",
-    )
-    server.add_argument(
-        "--strict",
-        action="store_true",
-        help="refuse fields without effect, such as store; otherwise the header x-llamapipe-unused names them",
-    )
-    server.add_argument(
-        "--fim-order",
-        choices=FIM_ORDERS,
-        default="psm",
-        help="what a prompt for filling in begins with: psm, the prefix, or spm, the suffix (default: psm)",
-    )
-    server.add_argument("--no-page", action="store_true", help="do not serve the page at /")
-    server.add_argument(
-        "--ollama",
-        type=int,
-        nargs="?",
-        const=_SAME_PORT,
-        metavar="PORT",
-        help="serve Ollama's API, too; with a number, also on that port, which its clients expect to be 11434",
-    )
-    server.add_argument(
+    group.add_argument(
         "--allow-pull",
         action="store_true",
         help="with --ollama: clients may download models of the Hugging Face Hub, and copy the model's name",
     )
-    server.add_argument(
+    group.add_argument(
         "--allow-delete", action="store_true", help="with --ollama: clients may delete what was downloaded"
     )
-    server.add_argument(
+    group.add_argument(
         "--lora-path",
         metavar="DIR",
         help="clients may load and unload the LoRAs in this folder (/v1/load_lora_adapter)",
     )
-    server.add_argument(
+    group.add_argument(
         "--media-path", metavar="DIR", help="images may be named by file:// addresses of files in this folder"
     )
-    server.add_argument(
+    group.add_argument(
         "--media-url",
         action="append",
         default=[],
         metavar="HOST",
         help="images may be named by addresses of this host (HOST or HOST:PORT; repeatable), which the server fetches",
     )
-    server.add_argument(
-        "--workers",
-        type=_workers,
+
+
+def _add_limits(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--max-requests",
+        type=int,
         metavar="N",
-        help="run N processes, each with its own model, engine and cores; 'auto': one per GPU or NUMA node",
+        help="requests served at once; more are answered 429 (default: 1024)",
     )
-    server.add_argument("--worker", type=_worker_options, help=argparse.SUPPRESS)  # what a worker is told
-    _add_kv_events(parser)
-    add_engine_options(parser)
+    group.add_argument(
+        "--max-queue", type=int, metavar="N", help="requests that wait for a slot (default: 1024)"
+    )
+    group.add_argument("--max-n", type=int, metavar="N", help="choices of one request (default: 128)")
+    group.add_argument(
+        "--max-messages", type=int, metavar="N", help="messages of one conversation (default: 10000)"
+    )
+    group.add_argument(
+        "--max-text-characters",
+        type=int,
+        metavar="N",
+        help="refuse longer texts and conversations, which cannot fit the context, before they are "
+        "tokenized (default: 1048576)",
+    )
+    group.add_argument(
+        "--max-body-bytes", type=int, metavar="N", help="largest request body (default: 16777216)"
+    )
+    group.add_argument(
+        "--max-bodies-bytes",
+        type=int,
+        metavar="N",
+        help="total size of the bodies of unanswered requests; more are answered 503 (default: 67108864)",
+    )
+    group.add_argument(
+        "--max-connections-per-address",
+        type=int,
+        metavar="N",
+        help="connections of one address; the next one replaces an idle one; 0: any number (default: 1024)",
+    )
+    group.add_argument(
+        "--timeout", type=float, metavar="S", help="seconds a request may take (default: no limit)"
+    )
+    group.add_argument(
+        "--head-timeout",
+        type=float,
+        metavar="S",
+        help="seconds in which a request's head must arrive (default: 10)",
+    )
+    group.add_argument(
+        "--body-timeout",
+        type=float,
+        metavar="S",
+        help="seconds in which a request's body must arrive (default: 60)",
+    )
+    group.add_argument(
+        "--grammar-timeout",
+        type=float,
+        metavar="S",
+        help="seconds of processor time that a request's schema or grammar may take (default: 10)",
+    )
 
 
 def _add_kv_events(parser: argparse.ArgumentParser) -> None:

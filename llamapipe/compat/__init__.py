@@ -1,7 +1,7 @@
 """llama-cpp-python's names, backed by one shared engine for each ``Llama``: ``from llamapipe.compat import Llama``.
 
 Calls from many threads run together. Options that llamapipe cannot honour raise and say why. The constants that the
-constructor takes, such as ``GGML_TYPE_Q8_0``, are here, too.
+constructor takes, such as ``GGML_TYPE_Q8_0``, are also here.
 """
 
 from llamapipe._messages import unknown_attribute

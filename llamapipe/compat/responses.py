@@ -50,7 +50,7 @@ class LogprobWriter:
         for entry in entries:
             self._add(entry.id, tokens, offsets)
             logprobs.append(entry.logprob)
-            top = {self._tokenizer.decode([one.id]): one.logprob for one in reversed(entry.top)}
+            top = {self._tokenizer.decode([other.id]): other.logprob for other in reversed(entry.top)}
             tops.append({**dict(reversed(top.items())), tokens[-1]: entry.logprob})
         return {"tokens": tokens, "text_offset": offsets, "token_logprobs": logprobs, "top_logprobs": tops}
 
@@ -103,27 +103,27 @@ def chat_chunks(start: dict[str, Any], deltas: Iterable[ChatDelta]) -> Iterator[
         }
 
     yield chunk({"role": "assistant"})
-    for one in deltas:
+    for part in deltas:
         delta: dict[str, Any] = {}
-        if one.content:
-            delta["content"] = one.content
-        if one.reasoning:
-            delta["reasoning_content"] = one.reasoning
-        if one.tool_calls:
+        if part.content:
+            delta["content"] = part.content
+        if part.reasoning:
+            delta["reasoning_content"] = part.reasoning
+        if part.tool_calls:
             delta["tool_calls"] = [
                 {
-                    "index": part.index,
-                    "id": part.id,
+                    "index": call.index,
+                    "id": call.id,
                     "type": "function",
-                    "function": {"name": part.name, "arguments": part.arguments},
+                    "function": {"name": call.name, "arguments": call.arguments},
                 }
-                for part in one.tool_calls
+                for call in part.tool_calls
             ]
-        logprobs = chat_logprobs(one.logprobs) if one.logprobs else None
+        logprobs = chat_logprobs(part.logprobs) if part.logprobs else None
         if delta or logprobs is not None:
             yield chunk(delta, logprobs=logprobs)
-        if one.finish_reason is not None:
-            yield chunk({}, one.finish_reason)
+        if part.finish_reason is not None:
+            yield chunk({}, part.finish_reason)
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         return {"token": piece.decode("utf-8", "replace"), "bytes": list(piece), "logprob": finite}
 
     content = [
-        entry(one.piece, one.logprob) | {"top_logprobs": [entry(t.piece, t.logprob) for t in one.top]}
-        for one in entries
+        entry(token.piece, token.logprob) | {"top_logprobs": [entry(t.piece, t.logprob) for t in token.top]}
+        for token in entries
     ]
     return {"content": content, "refusal": None}

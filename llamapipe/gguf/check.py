@@ -223,7 +223,7 @@ def check_gguf(path: str | os.PathLike[str]) -> GgufInfo:
         check_tensors(head)
     except Damage as damage:
         raise ModelLoadError(f"{file}: {damage}") from None
-    tensors = tuple(tensor for one in (head, *(part.head for part in parts)) for tensor in one.tensors)
+    tensors = tuple(tensor for each in (head, *(part.head for part in parts)) for tensor in each.tensors)
     return GgufInfo(
         path=file,
         version=head.version,

@@ -1,4 +1,7 @@
-"""What the name of a GGUF file says: its model, which part of it the file is, and how the weights are quantized."""
+"""Reads the name of a GGUF file: the model, the part of it that the file is, the quantization.
+
+Open this file to recognise another scheme of names.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class FileName(NamedTuple):
 
 
 def read_name(name: str) -> FileName:
-    """What a file's name says of the model's parts."""
+    """Splits a file's name into the model and the numbers of its part."""
     found = _PART.search(name)
     if found is None:
         return FileName(name.removesuffix(".gguf"), 1, 0)
@@ -31,6 +34,6 @@ def part_name(stem: str, part: int, n_parts: int) -> str:
 
 
 def split_quantization(stem: str) -> tuple[str, str | None]:
-    """A stem such as ``model-Q4_K_M`` without the quantization that ends it, and this one; None: there is none."""
+    """A stem such as ``model-Q4_K_M`` without the quantization at its end, and that quantization or None."""
     found = _QUANTIZATION.search(stem)
     return (stem, None) if found is None else (stem[: found.start()], found[1].upper())

@@ -152,13 +152,13 @@ def _check_overlaps(added: Sequence[AddedToken]) -> None:
     for token in added:
         for n in range(1, len(token.text)):
             starts.setdefault(token.text[:n], []).append(token.text)
-    for one in (token.text for token in added):
-        for n in range(1, len(one)):
-            for other in starts.get(one[n:], ()):
-                both = one[:n] + other
-                if len(other.encode()) >= len(one.encode()) and other != one and not both.startswith(other):
+    for name in (token.text for token in added):
+        for n in range(1, len(name)):
+            for other in starts.get(name[n:], ()):
+                both = name[:n] + other
+                if len(other.encode()) >= len(name.encode()) and other != name and not both.startswith(other):
                     raise CannotExportError(
-                        f"its special tokens {one!r} and {other!r} overlap in the text {both!r}, in which "
+                        f"its special tokens {name!r} and {other!r} overlap in the text {both!r}, in which "
                         "llama.cpp and tokenizers match different tokens"
                     )
 

@@ -4,7 +4,7 @@ Linux tells the run delay of threads, the idle time of cores and throttled group
 files once: a read takes a few microseconds for a thread, some tens for all cores.
 
 llama.cpp's threads wait for each other by spinning, so two engines with a thread for each core stop each other. So
-every engine says when it computes, and learns how many threads it may use while the others compute, too.
+every engine says when it computes, and learns how many threads it may use beside the others that compute.
 """
 
 from __future__ import annotations

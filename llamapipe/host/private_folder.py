@@ -16,7 +16,7 @@ from llamapipe.host.cache_folder import cache_folder
 def private_folder(kind: str) -> Iterator[Path]:
     """A new folder in the user's cache that only its user can read. It is deleted at the end.
 
-    Those that processes left behind when they were killed are deleted, too: a process holds a lock on its own. Raises
+    Folders left behind by killed processes are deleted as well: a process holds a lock on its folder. Raises
     OSError, RuntimeError if there is no home folder.
     """
     parent = cache_folder() / kind

@@ -124,7 +124,7 @@ class Answerer:
                 kept = {name: start[name] for name in self._keep}
                 return replace(answer, result=answer.result | kept)
             made, n = await self._complete(given)
-        except Exception as error:  # whatever it is: the other records go on
+        except Exception as error:  # whatever it is: the other records continue
             if self._engine.closed:
                 raise
             told = {"type": type(error).__name__, "message": str(error)}
@@ -155,9 +155,7 @@ class Answerer:
                 f"a record must have either a prompt or messages, or be made by a template{hint}"
             )
         if isinstance(prompt, list) and not (prompt and all(type(token) is int for token in prompt)):
-            raise TypeError(
-                "prompt must be a text or a list of token ids; give each prompt a record of its own"
-            )
+            raise TypeError("prompt must be a text or a list of token ids; give each prompt its record")
         if messages is not None and not (
             isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
         ):

@@ -222,7 +222,7 @@ def _parsed(index: int, number: int, line: bytes) -> Record:
     if isinstance(value, str):
         return Record(index, {"prompt": value})
     if isinstance(value, list):
-        return Record(index, {}, f"line {number} is a list; write each record on a line of its own")
+        return Record(index, {}, f"line {number} is a list; write each record on a separate line")
     if not isinstance(value, dict):
         return Record(index, {}, f"line {number} must be an object or a text, not {type(value).__name__}")
     return Record(index, value)

@@ -60,9 +60,9 @@ class Context(NotCopyable):
     threads wait for each other by spinning), ``n_threads_batch`` several tokens (default ``n_threads``).
     ``n_ring_slots``: stage output rows in a ring of so many times ``n_outputs_max`` rows, for a pipeline (``has_ring``
     is False where that cannot be); ``logits`` has nothing then.
-    ``graph_sampling``: with a ring, let the graph sample, too; the attribute tells whether it does, and
-    ``graph_problem`` why not. ``batch_invariant``: products of floats, too, are computed by llamapipe's kernels, where
-    rows do not depend on each other.
+    ``graph_sampling``: with a ring, the graph samples as well; the attribute tells whether it does, and
+    ``graph_problem`` why not. ``batch_invariant``: llamapipe's kernels, where rows do not depend on each other, also
+    compute products of floats.
 
     The first thread that decodes owns the context until ``release_thread``. Close it before its model.
 
@@ -100,8 +100,7 @@ class Context(NotCopyable):
         if not isinstance(model, Model):
             raise TypeError(f"model must be a Model, not {type(model).__name__}")
         self._native = native()
-        ffi, lib = self._native.ffi, self._native.lib
-        handle = model.handle
+        lib, handle = self._native.lib, model.handle
         if model.vocab_only:
             raise InvalidRequestError(
                 f"{model.path} was loaded with vocab_only=True; a context needs its weights"
@@ -111,38 +110,74 @@ class Context(NotCopyable):
                 f"{model.path} is not a decoder-only model; llamapipe generates with decoders only"
             )
         self.model = model
-        default_n_ctx = min(model.n_ctx_train, 4096)
+        self._set_sizes(
+            n_ctx,
+            n_seq_max,
+            n_cells,
+            n_batch,
+            n_ubatch,
+            n_outputs_max,
+            n_more_outputs,
+            check_flag("kv_unified", kv_unified),
+        )
+        self.n_threads = check_int("n_threads", usable_cores() if n_threads is None else n_threads, 1, 512)
+        self.n_threads_batch = check_int(
+            "n_threads_batch", self.n_threads if n_threads_batch is None else n_threads_batch, 1, 512
+        )
+        flash_attn = self._checked_types(type_k, type_v, flash_attn)
+        params = self._params(type_k, type_v, flash_attn)
+        self._pid = os.getpid()
+        self._owner: int | None = None
+        try:
+            model.adopt(self)
+            self._create(params)
+        except BaseException:
+            self.close()
+            model.release(self)
+            raise
+
+    def _set_sizes(
+        self,
+        n_ctx: int | None,
+        n_seq_max: int,
+        n_cells: int | None,
+        n_batch: int,
+        n_ubatch: int,
+        n_outputs_max: int | None,
+        n_more_outputs: int,
+        kv_unified: bool,
+    ) -> None:
+        """Checks the sizes, and sets the attributes of their names."""
+        default_n_ctx = min(self.model.n_ctx_train, 4096)
         self.n_ctx = check_int("n_ctx", default_n_ctx if n_ctx is None else n_ctx, 1, 2**26)
-        self.n_seq_max = check_int("n_seq_max", n_seq_max, 1, lib.llama_max_parallel_sequences())
+        self.n_seq_max = check_int("n_seq_max", n_seq_max, 1, self._native.lib.llama_max_parallel_sequences())
         self.n_cells = check_int(
             "n_cells", self.n_ctx * self.n_seq_max if n_cells is None else n_cells, 1, _INT32_MAX
         )
-        self.kv_unified = check_flag("kv_unified", kv_unified)
+        self.kv_unified = kv_unified
         if self.n_cells != self.n_ctx * self.n_seq_max and not self.kv_unified:
             raise ValueError(
                 f"n_cells is {self.n_cells} but n_ctx * n_seq_max is {self.n_ctx * self.n_seq_max}; "
                 "a different number needs kv_unified=True"
             )
-        self.n_batch = min(
-            check_int("n_batch", n_batch, 1, 2**20), self.n_cells
-        )  # llama.cpp cuts it down too
+        # As llama.cpp limits it.
+        self.n_batch: int = min(check_int("n_batch", n_batch, 1, 2**20), self.n_cells)
         self.n_ubatch = min(check_int("n_ubatch", n_ubatch, 1, 2**20), self.n_batch)
-        if not model.is_causal:  # tokens look at those after them: llama.cpp aborts when a batch would be cut
+        if not self.model.is_causal:  # tokens see those after them: llama.cpp aborts if a batch would be cut
             self.n_ubatch = self.n_batch
-        default_n_outputs = self.n_ubatch if n_ring_slots else self.n_batch
+        default_n_outputs = self.n_ubatch if self.n_ring_slots else self.n_batch
         most = check_int(
             "n_outputs_max", default_n_outputs if n_outputs_max is None else n_outputs_max, 1, self.n_batch
         )
         more = check_int("n_more_outputs", n_more_outputs, 0, 2**31 - 1)
         self.n_outputs_max = min(max(most, self.n_seq_max) + more, self.n_batch)
-        self.n_threads = check_int("n_threads", usable_cores() if n_threads is None else n_threads, 1, 512)
-        self.n_threads_batch = check_int(
-            "n_threads_batch", self.n_threads if n_threads_batch is None else n_threads_batch, 1, 512
-        )
         if self.n_seq_max > self.n_batch:
             raise ValueError(
                 f"n_seq_max is {self.n_seq_max} and n_batch {self.n_batch}; n_batch must not be smaller"
             )
+
+    def _checked_types(self, type_k: str, type_v: str, flash_attn: str) -> str:
+        """Checks the types of the KV cache, and whether it fits. Returns what ``flash_attn`` is to be."""
         check_choice("type_k", type_k, CACHE_TYPES)
         check_choice("type_v", type_v, CACHE_TYPES)
         check_choice("flash_attn", flash_attn, _FLASH_ATTN)
@@ -153,14 +188,14 @@ class Context(NotCopyable):
                 "figures); use 'q8_0', or compare perplexities with your model",
                 type_k,
             )
-        if flash_attn == "off" and type_k not in ("f32", "f16", "bf16") and (head_size(model) or 1) % 32:
+        if flash_attn == "off" and type_k not in ("f32", "f16", "bf16") and (head_size(self.model) or 1) % 32:
             # llama.cpp checks this for flash attention only, and aborts without it
             raise ValueError(
-                f"type_k is {type_k!r}, which packs 32 numbers, and a head of this model has {head_size(model)}; "
+                f"type_k is {type_k!r}, which packs 32 numbers, and a head of this model has {head_size(self.model)}; "
                 "use type_k='f16'"
             )
-        check_kv_memory(model, self.n_cells, type_k, type_v)
-        software = next((device for device in model.devices if device.is_software), None)
+        check_kv_memory(self.model, self.n_cells, type_k, type_v)
+        software = next((device for device in self.model.devices if device.is_software), None)
         if software is not None and flash_attn != "off":
             if flash_attn == "on":
                 logging.getLogger("llamapipe").warning(
@@ -170,11 +205,14 @@ class Context(NotCopyable):
                 )
             else:
                 flash_attn = "off"
+        return flash_attn
 
+    def _params(self, type_k: str, type_v: str, flash_attn: str) -> Any:
+        """llama.cpp's parameters."""
+        ffi, lib = self._native.ffi, self._native.lib
         params = ffi.new("struct llama_context_params *", lib.llama_context_default_params())
-        padded = (
-            -(-self.n_ctx // 256) * 256
-        )  # llama.cpp divides n_ctx by the sequences and pads each part to 256
+        # llama.cpp divides n_ctx by the sequences and pads each part to 256.
+        padded = -(-self.n_ctx // 256) * 256
         params.n_ctx = self.n_cells if self.kv_unified else padded * self.n_seq_max
         params.n_batch, params.n_ubatch = self.n_batch, self.n_ubatch
         params.n_seq_max = self.n_seq_max
@@ -185,50 +223,43 @@ class Context(NotCopyable):
         params.type_v = getattr(lib, f"GGML_TYPE_{CACHE_TYPES[type_v]}")
         params.flash_attn_type = _FLASH_ATTN[flash_attn]
         params.no_perf = False
-        self._pid = os.getpid()
-        self._owner: int | None = None
-        try:
-            model.adopt(self)
-            drain_log(self._native)
-            self._handle = self._create(params, n_ring_slots) or None
-            problems = drain_log(self._native)
-            if self._handle is None:
-                reason = "; ".join(problems[-2:]) or last_error(self._native)
-                raise BackendError(
-                    f"a context of {self.n_cells} cells for {self.n_seq_max} sequences could not be created "
-                    f"({reason}); try a smaller n_ctx, n_seq_max or n_batch, or another cache type"
-                )
-            got = lib.llama_n_ctx(self._llama) if self.kv_unified else lib.llama_n_ctx_seq(self._llama)
-            wanted = self.n_cells if self.kv_unified else self.n_ctx
-            if got < wanted:
-                raise BackendError(
-                    f"llama.cpp gave {got} KV cells where {wanted} were asked for; set n_ctx to at most {got}"
-                )
-            self.n_batch = min(self.n_batch, lib.llama_n_batch(self._llama))
-        except BaseException:
-            self.close()
-            model.release(self)
-            raise
+        return params
 
-    def _create(self, params: Any, n_ring_slots: int) -> Any:
-        """The native context, with a ring for its output rows if one is wanted and rows can be staged."""
+    def _create(self, params: Any) -> None:
+        """Creates the native context, with a ring for its output rows if one is wanted and rows can be staged."""
         ffi, lib = self._native.ffi, self._native.lib
-        n_rows = max(n_ring_slots, 0) * self.n_outputs_max
+        n_rows = max(self.n_ring_slots, 0) * self.n_outputs_max
+        drain_log(self._native)
         with awaited_at_exit():
-            new = lib.lp_context_new(
-                self.model.handle,
-                params,
-                _POLL,
-                n_rows,
-                self.graph_sampling,
-                self.model.attends,
-                self.batch_invariant,
+            self._handle = (
+                lib.lp_context_new(
+                    self.model.handle,
+                    params,
+                    _POLL,
+                    n_rows,
+                    self.graph_sampling,
+                    self.model.attends,
+                    self.batch_invariant,
+                )
+                or None
             )
-        if new == ffi.NULL:
-            return new
-        self._llama = lib.lp_context_llama(new)
-        self.has_ring = lib.lp_context_has_ring(new)
-        problem = lib.lp_context_staging_problem(new)
+        if self._handle is None:
+            reason = "; ".join(drain_log(self._native)[-2:]) or last_error(self._native)
+            raise BackendError(
+                f"a context of {self.n_cells} cells for {self.n_seq_max} sequences could not be created "
+                f"({reason}); try a smaller n_ctx, n_seq_max or n_batch, or another cache type"
+            )
+        drain_log(self._native)
+        self._llama = lib.lp_context_llama(self._handle)
+        got = lib.llama_n_ctx(self._llama) if self.kv_unified else lib.llama_n_ctx_seq(self._llama)
+        wanted = self.n_cells if self.kv_unified else self.n_ctx
+        if got < wanted:
+            raise BackendError(
+                f"llama.cpp gave {got} KV cells where {wanted} were asked for; set n_ctx to at most {got}"
+            )
+        self.n_batch = min(self.n_batch, lib.llama_n_batch(self._llama))
+        self.has_ring = lib.lp_context_has_ring(self._handle)
+        problem = lib.lp_context_staging_problem(self._handle)
         if problem != ffi.NULL:
             logging.getLogger("llamapipe").warning(
                 "output rows of %s cannot be staged (%s); they are read from llama.cpp's own buffer, with more waiting",
@@ -238,10 +269,9 @@ class Context(NotCopyable):
         if self.graph_sampling and not self.has_ring:
             self.graph_sampling = False
         elif self.graph_sampling:
-            problem = lib.lp_context_sampler_problem(new)
+            problem = lib.lp_context_sampler_problem(self._handle)
             if problem != ffi.NULL:
                 self.graph_sampling, self.graph_problem = False, ffi.string(problem).decode()
-        return new
 
     def __repr__(self) -> str:
         kind = "unified" if self.kv_unified else "per-sequence"
@@ -314,7 +344,7 @@ class Context(NotCopyable):
             first = self.seq_pos_max(seq_id) + 1
             if positions[0] != first or np.any(np.diff(positions) != 1):
                 raise ValueError(
-                    f"positions of sequence {seq_id} must go on from {first} without gaps, "
+                    f"positions of sequence {seq_id} must continue from {first} without gaps, "
                     f"not {positions[:4].tolist()}…"
                 )
             if positions[-1] >= self.n_ctx:

@@ -1,8 +1,8 @@
 """Prompts for filling in the middle: from the text around a gap, and other files, to tokens.
 
-Open it to change how such a prompt is written, or what is left out when a file is longer than the context. A model that
-fills in has a token for the text before the gap, one for the text after it and one for the gap; some have tokens that
-separate files, too. The prompt is that of llama.cpp's server.
+Open this file to change how such a prompt is written, or what is left out of a file that is longer than the context. A
+model that fills in has a token for the text before the gap, one for the text after it and one for the gap; some also
+have tokens that separate files. The prompt is that of llama.cpp's server.
 
 An editor sends nearly the same prompt with each key, and the prefix cache has what two prompts begin with. So every
 number that decides what is left out is rounded to steps: for many keys in a row the same text is left out, and then

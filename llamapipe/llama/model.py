@@ -82,7 +82,7 @@ class Model(NotCopyable):
     ``tensor_split``: the share of each device. ``progress``: called on this thread with 0.0 to 1.0 during the load; an
     exception in it stops the load and is raised here. ``vocab_only``: load no weights, for tokenizing only.
     ``chat_template``: used instead of the file's own: Jinja source, or the path of a file that holds it. ``rpc``:
-    addresses of ``llamapipe rpc-worker``, such as ``"10.0.0.2:50052"``, whose devices get layers, too, before those of
+    addresses of ``llamapipe rpc-worker``, such as ``"10.0.0.2:50052"``, whose devices get layers before those of
     ``devices``; connections are neither authenticated nor encrypted, and a worker's end ends this process.
     ``tool_calls``: with ``"lenient"``, an answer that consists of calls of tools as plain JSON is read as these; with
     ``"strict"``, only what the chat template marks as a call. ``kernels``: with ``"auto"``, weights on the CPU that
@@ -108,7 +108,7 @@ class Model(NotCopyable):
     ``kernels``: what computes the products of packed weights, such as ``"avx2"``, or ``"ggml"`` if none are packed;
     ``n_packed_tensors``: these weights' number; ``packed_bytes``: the memory they take, which is not part of the file.
     ``packed_file``: the file in ``packed_cache`` that they are mapped from, or None. ``attends``: whether contexts
-    compute attention with kernels of llamapipe, too. ``supports_images``, ``supports_audio``: whether messages may have
+    also compute attention with kernels of llamapipe. ``supports_images``, ``supports_audio``: whether messages may have
     images and sounds; never without a projector (``mmproj``).
 
     Any thread may use a model. Close it, or use ``with``, after every context and engine created from it.

@@ -1,11 +1,13 @@
-"""The owner of libmtmd's encoder, and the images and sounds that were made for it.
+"""The owner of libmtmd's encoder, with a cache of the images and sounds that it has prepared and encoded.
 
-A second file (``mmproj``) holds an encoder and a projector. It turns an image into rows that a prompt has in the place
-of tokens, with tokens of the text model between them. Two steps do this: preparing (``Projector.media``), which resizes
-and cuts the image, on the caller's thread; and encoding, the costly one, on the engine's encoder thread.
+Open this file to change how an image becomes rows of a prompt.
 
-Both results are kept by the content of what was given, least recently used first to go, so an image that comes again
-is neither prepared nor encoded again, in whichever prompt it is.
+A model's second file (``mmproj``) holds an encoder and a projector. They turn an image into rows that take the place of
+tokens in a prompt, with tokens of the text model between them. This takes two steps: preparing (``Projector.media``)
+resizes and cuts the image, on the caller's thread; encoding, the costly step, runs on the engine's encoder thread.
+
+The cache is keyed by content, and drops the least recently used. So an image that comes again, in any prompt, is
+neither prepared nor encoded again.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _LEAST_PIXELS = 2**22  # bytes of a tile that is not encoded yet
 
 
 class MediaChunk:
-    """Rows of an image or a sound, which a prompt has one after the other.
+    """Consecutive rows of an image or a sound in a prompt.
 
     ``n``: their number. ``is_causal``: each sees those before it, else all see each other. ``ids``: negative numbers
     that stand for the rows in lists of tokens, and depend on the content. ``rows``: (n, n_embd), float32; None until

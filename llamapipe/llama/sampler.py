@@ -32,7 +32,7 @@ def takes_tokens(processor: Processor) -> bool:
     except (TypeError, ValueError):  # a builtin that does not say
         return False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(one.kind in positional and one.default is one.empty for one in parameters) == 2
+    return sum(p.kind in positional and p.default is p.empty for p in parameters) == 2
 
 
 class Guide(Protocol):

@@ -461,7 +461,7 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
         """Tokens of a context that fit before a continuation, whose last token is never computed."""
         if not continuation:
             raise ValueError(
-                f"the continuation of {texts} adds no token of its own to its context, so there is nothing to score"
+                f"the continuation of {texts} adds no token to its context, so there is nothing to score"
             )
         room = self.max_length + 1 - len(continuation)
         if room < 1:

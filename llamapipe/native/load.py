@@ -120,7 +120,7 @@ def _load() -> Any:
 
 
 def _load_package(module: Any, package: BackendPackage) -> None:
-    """Register a package's backend. If its driver is missing, log a warning; ``llamapipe doctor`` reports it, too."""
+    """Register a package's backend. If its driver is missing, log a warning; ``llamapipe doctor`` also reports it."""
     if module.lib.lp_load_backend(str(package.module).encode()):
         drain_log(module)
         return

@@ -294,9 +294,9 @@ def complete(
       JSON. With it, or with ``params.n`` above 1, there is a column ``texts``; with it, or ``params.logprobs``, also
       ``logprobs`` (JSON).
     - ``actors``: the number of actors, each with its own engine, or the least and the most.
-    - ``checkpoint``: a folder that all machines see, or a ``CheckpointConfig``. A job that was stopped, however that
-      was, goes on when the same program is run again: what ``write_parquet`` and other methods that write files have
-      written is not computed again, and each row is there once. Needs ``id``, and a dataset that is read from files.
+    - ``checkpoint``: a folder that all machines see, or a ``CheckpointConfig``. A job that was stopped, for whatever
+      reason, is resumed when the same program is run again: what ``write_parquet`` and other methods have written to
+      files is not computed again, and each row is there once. Needs ``id``, and a dataset that is read from files.
     - ``id``: the column that identifies a row: a text or a number, unique in the dataset.
     - ``prefix``: before the names of the columns that are added.
     - ``rows_per_task``: rows that are sent to an actor together, and computed again if it is killed; default: 128, or

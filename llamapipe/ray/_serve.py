@@ -120,7 +120,7 @@ class EngineReplica:
     async def check_health(self) -> None:
         """Called by Ray Serve, which replaces a replica that raises here, or that does not answer in time.
 
-        Waits until the engine's step has ended, so an engine that hangs is found, too.
+        Waits until the engine's step has ended, so an engine that hangs is found as well.
         """
         if self.engine.closed:
             raise RuntimeError(f"{self.engine!r} is closed")

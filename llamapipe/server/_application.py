@@ -145,7 +145,7 @@ class ServerState(Gate):
     @property
     def adapter_names(self) -> tuple[str, ...]:
         """The names of the adapters, which clients use as those of models."""
-        return tuple(one.name for one in self.adapters if one.name not in self.chat_names)
+        return tuple(adapter.name for adapter in self.adapters if adapter.name not in self.chat_names)
 
     def adapter_of(self, name: str | None) -> dict[str, str]:
         """The field of ``SamplingParams`` that a model's name asks for: none unless it is that of an adapter."""

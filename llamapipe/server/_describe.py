@@ -34,7 +34,7 @@ main()
 
 
 class Asked(NamedTuple):
-    """A file that is to be described. ``template``: instead of its own; None: its own."""
+    """A file that is to be described. ``template``: used instead of the file's; None: the file's."""
 
     file: str
     embeds: bool

@@ -220,7 +220,7 @@ async def _cosines(
     )
     rows = np.asarray(await embedder.aembed(tokens, normalize=True))
     scores = (rows[: len(first)] * rows[len(first) :]).sum(axis=1)
-    return [float(one) for one in scores], sum(map(len, tokens))
+    return [float(score) for score in scores], sum(map(len, tokens))
 
 
 def _text(document: str | dict[str, str], index: int) -> str:

@@ -1,10 +1,10 @@
 """The front process of several models: it checks clients, finds the process of a request's model, and forwards bytes.
 
-Open it for what a server with ``--models`` does that one with a single model does not. It has the same routes. Of a
-body only the name of the model is read, and a few fields beside it; the bytes of bodies and answers pass as they are. A
-request whose model has to be loaded waits for it; a stream says so meanwhile.
+Open this file to change what a server with ``--models`` does beyond one with a single model. It has the same routes.
+It reads only a few fields of a body, such as the name of the model, and forwards the bytes of bodies and answers as
+they are. A request whose model must be loaded waits; a stream gets signs of life meanwhile.
 
-Keys, limits, the guard and the log are here; the processes of models trust what this one tells about a client.
+Keys, limits, the guard and the log are here; the processes of models trust what this one says about a client.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ class Front(Gate):
         }
 
     async def watch(self, exchange: Exchange) -> Response:
-        """``GET /models/sse``: tells what changes: states, the progress of loads, the list."""
+        """``GET /models/sse``: an event for each change of a state, a load's progress or the list."""
         if self.n_watches >= _MOST_WATCHES:
             raise ApiError(
                 429, f"{_MOST_WATCHES} clients watch the models, which is the limit", code="too_many_requests"
@@ -277,8 +277,8 @@ class Front(Gate):
             seen = 0
             while (now := await self.pool.news(seen)) is not None:
                 seen = now
-                for one in told.changes():  # a slow reader misses what was undone meanwhile
-                    yield event(one)
+                for change in told.changes():  # a slow reader misses what was undone meanwhile
+                    yield event(change)
         finally:
             self.n_watches -= 1
 
@@ -299,10 +299,10 @@ class Front(Gate):
         return JsonResponse({"success": True})
 
     async def timeline(self, exchange: Exchange) -> Response:
-        """``GET /timeline?model=NAME``: of a loaded model. Who looks neither loads nor keeps one."""
+        """``GET /timeline?model=NAME``: of a loaded model. It neither loads a model nor keeps it loaded."""
         name = exchange.query_params.get("model")
         given = self.pool.models if name is None else [self.pool.find(name)]
-        there = [one for one in given if one.state is ModelState.LOADED and not _embeds(one)]
+        there = [model for model in given if model.state is ModelState.LOADED and not _embeds(model)]
         if len(there) != 1:
             return JsonResponse({"now": 0, "stages": [], "spans": [], "stats": None})
         try:
@@ -352,9 +352,9 @@ class Front(Gate):
         found = []
         for model, shown in zip(there, described, strict=True):
             for name in (*model.names, *model.entry.adapters):
-                one = _listed(model, name)
-                if one is not None:
-                    found.append(one if shown is None else {**one, "capabilities": shown["capabilities"]})
+                entry = _listed(model, name)
+                if entry is not None:
+                    found.append(entry if shown is None else {**entry, "capabilities": shown["capabilities"]})
         return JsonResponse({"models": found})
 
     async def show(self, exchange: Exchange, request: ollama.ShowRequest) -> Response:
@@ -453,10 +453,10 @@ class Front(Gate):
             if (
                 model.state is ModelState.LOADED
                 and model.found is not None
-                and (one := _listed(model, model.name))
+                and (entry := _listed(model, model.name))
             ):
                 left_s = _FOR_EVER_S if model.expires_at is None else model.expires_at - monotonic()
-                kept = {key: one[key] for key in ("name", "model", "digest", "details")}
+                kept = {key: entry[key] for key in ("name", "model", "digest", "details")}
                 found.append(
                     {**kept, "size": model.n_bytes, "size_vram": 0, "expires_at": _date(time.time() + left_s),
                      "context_length": model.found.n_ctx}
@@ -502,7 +502,7 @@ class Front(Gate):
                 ],
             ),
         ]
-        text = rendered([*(one for one in own if one[0] not in counted), *more, *gauges])
+        text = rendered([*(family for family in own if family[0] not in counted), *more, *gauges])
         return Response(text, media_type=CONTENT_TYPE)
 
     def routes(self) -> list[Endpoint]:
@@ -559,9 +559,9 @@ class Front(Gate):
                 ),
             ]
         forwarded = [
-            one.answered_by(self.forward)
-            for one in (*ROUTES, *(OLLAMA_ROUTES if self.settings.ollama else ()))
-            if one.path not in _OWN | _NOT_HERE
+            endpoint.answered_by(self.forward)
+            for endpoint in (*ROUTES, *(OLLAMA_ROUTES if self.settings.ollama else ()))
+            if endpoint.path not in _OWN | _NOT_HERE
         ]
         return [*made, *forwarded]
 
@@ -573,7 +573,7 @@ def front_app(settings: ServerSettings, pool: Pool, entries: Callable[[], Sequen
 
 
 class _Told:
-    """What one client knows about the models, and what has changed since, as llama-server's router tells it."""
+    """What one client of ``/models/sse`` knows about the models. Its events are those of llama-server's router."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -585,13 +585,13 @@ class _Told:
     def _now(self) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[Any, ...]]]:
         models = self._pool.models
         names = {model.name: (*model.names, *model.entry.adapters) for model in models}
-        # With the time of a failure: one more is told, too.
+        # With the time of a failure, so that a repeated one is a change.
         return names, {
             model.name: (model.state, model.progress, model.failure, model.failed_at) for model in models
         }
 
     def changes(self) -> list[dict[str, Any]]:
-        """The events that tell what is different now."""
+        """The events for what has changed since the last call."""
         (names, states), (old_names, old_states) = self._now(), (self._names, self._states)
         self._names, self._states = names, states
         found: list[dict[str, Any]] = [
@@ -607,7 +607,7 @@ class _Told:
 
 
 def _status(model: PooledModel) -> dict[str, Any]:
-    """A model's state, as llama-server's router tells it: a load has stages there, ours has one."""
+    """A model's state, in the form of llama-server's router. A load has stages there; ours has one."""
     made: dict[str, Any] = {"status": model.state.value}
     if model.state is ModelState.LOADING:
         stage = "text_model"
@@ -750,7 +750,7 @@ class Forwarded(LateResponse):
                     "limit of this server for a request",
                     code="timeout",
                 )
-            limits = [one for one in (left_s, settings.ping_s if signs else None) if one is not None]
+            limits = [limit for limit in (left_s, settings.ping_s if signs else None) if limit is not None]
             await asyncio.wait([loading], timeout=min(limits, default=None))
             if signs and not loading.done():
                 if not self._has_begun:
@@ -768,9 +768,9 @@ class Forwarded(LateResponse):
 
     # ---- the answer
     async def _begin(self, send: Send, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        kept = [one for one in headers if one[0] not in _NOT_RETURNED]
+        kept = [header for header in headers if header[0] not in _NOT_RETURNED]
         names = {name for name, _ in kept}
-        kept += [one for one in self.raw_headers if one[0] not in names]
+        kept += [header for header in self.raw_headers if header[0] not in names]
         self._has_begun = True
         self._exchange.status = self.status_code = status
         await send({"type": "http.response.start", "status": status, "headers": kept})

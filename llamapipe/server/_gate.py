@@ -1,7 +1,7 @@
 """Who may use a server, and how much at once: keys, limits, the counts of requests.
 
-Open it for what every request passes before a route looks at it. It knows no engine: the front process of several
-models has one, too. On the event loop's thread.
+Open this file to change what every request passes before its route. It knows no engine, because the front process of
+several models has a gate as well. On the event loop's thread.
 """
 
 from __future__ import annotations

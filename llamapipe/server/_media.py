@@ -1,8 +1,8 @@
 """Images that a request names by an address: files of a folder, and of hosts, that the operator allows.
 
-Open it for ``--media-path`` and ``--media-url``. A client chooses the address, so everything is limited: who may be
-asked, how long, and how many bytes an answer has. A name that is resolved to an address of a private network is
-refused, and the connection goes to the address that was checked. What a redirect names is checked in the same way.
+Open this file for ``--media-path`` and ``--media-url``. A client chooses the address, so everything is limited: the
+hosts, the time, and the bytes of an answer. A name that resolves to an address of a private network is refused, and the
+connection goes to the address that was checked. Redirects are checked in the same way.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/32")
 async def with_media(
     exchange: Exchange, messages: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """The messages with what their addresses name. Where there are none, the same object.
+    """The messages with the images that their addresses name; the same object if there are no addresses.
 
     Raises ApiError 400, InvalidRequestError.
     """
@@ -112,7 +112,7 @@ async def _loaded(exchange: Exchange, place: str, url: str, most: int) -> bytes 
 
 @lru_cache(maxsize=1)
 def _threads() -> ThreadPoolExecutor:
-    """Slow hosts keep these busy, and no other work of the server."""
+    """For fetches only, so that slow hosts hold up no other work of the server."""
     return ThreadPoolExecutor(_N_THREADS, "llamapipe-media")
 
 

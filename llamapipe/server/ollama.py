@@ -162,7 +162,9 @@ def _modelfile(stored: StoredModel) -> Modelfile:
         _log.warning("the parameters of %s in Ollama's store are not used: %s", stored.name, e)
         options = Options()
     values = [
-        (name, one) for name, many in given.items() for one in (many if isinstance(many, list) else [many])
+        (name, value)
+        for name, several in given.items()
+        for value in (several if isinstance(several, list) else [several])
     ]
     parameters = "\n".join(f"{name} {json.dumps(value)}" for name, value in values)
     return Modelfile(options, stored.text("system"), stored.text("license"), parameters, stored.digest)
@@ -329,7 +331,7 @@ def adapter_of(state: ServerState, name: str) -> Adapter | ControlVector | None:
     """The adapter of this name; None if a model has it."""
     if any(is_named(name, known) for known in state.chat_names):
         return None
-    return next((one for one in state.adapters if is_named(name, one.name)), None)
+    return next((adapter for adapter in state.adapters if is_named(name, adapter.name)), None)
 
 
 def _embedder(state: ServerState, name: str) -> Embedder:
@@ -780,14 +782,14 @@ async def loaded_models(exchange: Exchange) -> Response:
     state = exchange.server
     expires_at = _date(datetime.fromtimestamp(state.created, timezone.utc).replace(year=_last_year(state)))
     found = []
-    for one in await state.in_thread(_listed, state):
+    for entry in await state.in_thread(_listed, state):
         embedder = state.embedder
-        is_chat = any(full_name(name) == one["name"] for name in (*state.chat_names, *state.adapter_names))
+        is_chat = any(full_name(name) == entry["name"] for name in (*state.chat_names, *state.adapter_names))
         owner = state.engine if is_chat or embedder is None else embedder
         model, n_ctx = owner.model, owner.n_ctx
         on_gpu = any(device.type in ("gpu", "igpu") for device in model.devices)
-        kept = {key: one[key] for key in ("name", "model", "size", "digest", "details")}
-        size_vram = one["size"] if on_gpu else 0
+        kept = {key: entry[key] for key in ("name", "model", "size", "digest", "details")}
+        size_vram = entry["size"] if on_gpu else 0
         found.append({**kept, "expires_at": expires_at, "size_vram": size_vram, "context_length": n_ctx})
     return JsonResponse({"models": found})
 
@@ -808,7 +810,7 @@ def _listed(state: ServerState) -> list[dict[str, Any]]:
             found.append({**entry, "size": adapter.size_bytes, "details": details})
     if state.embedder is not None:
         found += [_entry(name, state.embedder.model, "embedding") for name in state.embedding_names]
-    return list({one["name"]: one for one in reversed(found)}.values())[::-1]
+    return list({entry["name"]: entry for entry in reversed(found)}.values())[::-1]
 
 
 def _entry(name: str, model: Model, kind: str, digest: str = "") -> dict[str, Any]:

@@ -1,16 +1,18 @@
 """Several models, each in a process that is started when a request needs it, within a budget of memory.
 
+Open this file to change when a model is loaded and when it ends.
+
 The process of a model is a worker: see ``processes``. It has one model and ends with it, so a crash costs only the
 requests of this model, and all memory returns to the system.
 
 A model is *unloaded*, *loading*, *loaded* or *unloading*. The first request for it starts the load, and all further
-ones wait for the same. A failed load is remembered with its reason for a few seconds, so that a client that tries again
-and again does not load in a loop.
+requests wait for that. A failed load is remembered with its reason for a few seconds, so that a client that retries
+does not load in a loop.
 
-Before a load there must be room for it. Idle models are ended, the least recently used first, never one that has a
-request or is pinned; the load begins when their processes are gone. Where none can end, it waits until one becomes
-idle. A model that always has a request would never be: after some seconds it gets no further ones, answers those that
-it has, and ends. This policy is that of ``lp.ModelPool``: see ``choose`` there.
+A load needs room. Idle models end, the least recently used first, never one that has a request or is pinned; the load
+begins when their processes are gone. If none can end, it waits until one becomes idle. A model that always has a
+request never does: after some seconds it gets no further ones, answers those that it has, and ends. ``lp.ModelPool``
+has the same policy (``choose`` in ``model_pool.py``).
 
 On the event loop's thread.
 """
@@ -194,8 +196,8 @@ class PooledModel:
     def patience_s(self, waited_s: float) -> float:
         """Seconds until it may end for another model that has waited so long; 0: now, infinity: not by waiting.
 
-        One with requests may not before it has been loaded for a while, too: two models, each larger than the rest of
-        the memory, would else end each other before a request is answered.
+        One with requests may not end before it has been loaded for a while either. Otherwise two models that exceed the
+        memory together would end each other before a request is answered.
         """
         if self.state is not ModelState.LOADED or self.entry.keep:
             return math.inf
@@ -268,10 +270,10 @@ class Pool:
     def get(self, name: str) -> PooledModel | None:
         """The model of a name, if there is one."""
         known = (name, name.removesuffix(_LATEST), name + _LATEST)
-        return next((self._by_name[one] for one in known if one in self._by_name), None)
+        return next((self._by_name[form] for form in known if form in self._by_name), None)
 
     async def identify(self, models: Sequence[PooledModel]) -> None:
-        """Looks at files of this machine that nobody has looked at; what is wrong with one, its load will tell."""
+        """Looks at the files of this machine that are not known yet. What is wrong with one, its load reports."""
         for model in models:
             if model.found is None and not self._has_just_failed(model) and model.entry.is_local:
                 with suppress(OSError, ValueError):
@@ -286,7 +288,7 @@ class Pool:
     def _all(self) -> list[PooledModel]:
         return [*self.models, *self._leaving]
 
-    # ---- who watches
+    # ---- watching
     async def news(self, seen: int) -> int | None:
         """Waits until states, names or the progress of a load have changed; None: the server ends.
 
@@ -298,7 +300,7 @@ class Pool:
         return None if self._is_ending else self._n_news
 
     def end_watches(self) -> None:
-        """Nobody is told anything any longer, so that the server can end."""
+        """Ends all ``news``, so that the server can end."""
         self._is_ending = True
         self._news.set()
 
@@ -334,10 +336,10 @@ class Pool:
             waiting.cancel()
             model.n_users -= 1
             model.used_at = monotonic()
-            if not any(one.n_running for one in self._all):
-                for one in self._all:
-                    if one.state is ModelState.LOADING and one.process is not None:
-                        one.process.let_yield(False)
+            if not any(other.n_running for other in self._all):
+                for other in self._all:
+                    if other.state is ModelState.LOADING and other.process is not None:
+                        other.process.let_yield(False)
             if not model.n_users:
                 self._measure(model)
                 self._expire_later(model)
@@ -457,7 +459,7 @@ class Pool:
         self._n_started += 1
         options = {**entry.options, **found.options}
         file = self._cache_file(model)
-        yields = any(one.n_running for one in self._all)  # their streams come first
+        yields = any(other.n_running for other in self._all)  # their streams come first
         served = ServedModel(
             found.file, entry.names, found.embeds, options, None if file is None else str(file), yields
         )
@@ -513,22 +515,24 @@ class Pool:
         if self._fits(n_bytes):  # nobody waits for the load of another one without need
             model.n_bytes = n_bytes
             return
-        pinned = sum(one.n_bytes for one in self.models if one.entry.keep and one is not model)
+        pinned = sum(other.n_bytes for other in self.models if other.entry.keep and other is not model)
         if (why := refusal(n_bytes, self.budget_bytes, pinned, "--memory")) is not None:
             raise _cannot_load(model, why)
         began = monotonic()
         async with self._turn:
             while not self._fits(n_bytes):
-                there = [one for one in self._all if one.n_bytes]
+                there = [other for other in self._all if other.n_bytes]
                 waited_s = monotonic() - began
-                victims = choose(n_bytes, self.budget_bytes, [one.tenure(waited_s) for one in there])
-                if victims is not None and not any(one._unloading for one in there):
+                victims = choose(n_bytes, self.budget_bytes, [other.tenure(waited_s) for other in there])
+                if victims is not None and not any(other._unloading for other in there):
                     _log.info(
                         "%s takes the place of %s", model.name, listed([there[i].name for i in victims])
                     )
                     await asyncio.wait([self.unload(there[i]) for i in victims])
                 else:
-                    left_s = [left for one in there if 0.0 < (left := one.patience_s(waited_s)) < math.inf]
+                    left_s = [
+                        left for other in there if 0.0 < (left := other.patience_s(waited_s)) < math.inf
+                    ]
                     await self._next_change(min(left_s, default=None))
             model.n_bytes = n_bytes
 
@@ -632,8 +636,8 @@ class Pool:
         """
         others = [model.entry for model in self.models if model.name != entry.name]
         _taken_names((*others, entry))
-        given = [one for one in self._given if one.name != entry.name]
-        self._added = [*(one for one in self._added if one.name != entry.name), entry]
+        given = [other for other in self._given if other.name != entry.name]
+        self._added = [*(other for other in self._added if other.name != entry.name), entry]
         self.replace(given)
 
     def copy(self, model: PooledModel, name: str) -> None:
@@ -651,7 +655,7 @@ class Pool:
                 f"{quoted(name)} is a name of the model {quoted(other.name)} in the list of --models; choose another",
                 "destination",
             )
-        if other is None and sum(len(one.copies) for one in self.models) >= _MOST_COPIES:
+        if other is None and sum(len(served.copies) for served in self.models) >= _MOST_COPIES:
             raise ApiError(
                 400,
                 f"clients gave the models {_MOST_COPIES} names, which is the limit; delete one",
@@ -674,7 +678,7 @@ class Pool:
         return True
 
     def _forget(self, model: PooledModel, name: str) -> None:
-        model.copies = tuple(one for one in model.copies if one != name)
+        model.copies = tuple(copy for copy in model.copies if copy != name)
         del self._by_name[name]
 
     def drop(self, model: PooledModel) -> None:
@@ -731,9 +735,9 @@ class Pool:
         return add_families(live, [self._ended, *(_labelled(m.families, m.name) for m in self._all)])
 
     def _process_changed(self) -> None:
-        """Closes connections that a process without free descriptors could not take; their requests are answered 503.
+        """Closes connections that a process could not take, for want of descriptors or because it has ended.
 
-        Those that it had not taken when it ended are closed, too.
+        Their requests are answered 503.
         """
         for model in self._all:
             process = model.process

@@ -9,7 +9,7 @@ all drain, a second signal cancels them, a third kills them.
 
 A supervisor and a worker talk over two socket pairs. Connections go over the first: one byte for each, with the socket
 attached, then one byte back when the worker has taken it, or could not, and one when it has ended. Retiring and
-stopping are bytes there, too, so that they come after all connections that were sent before. Everything else goes over
+stopping are also bytes there, so that they come after all connections that were sent before. Everything else goes over
 the second, a line of JSON for each message. If one side ends, the other reads the end of both. ``worker`` is the other
 side.
 """
@@ -886,7 +886,7 @@ def gpu_names() -> list[str]:
 
 
 def print_gpus() -> None:
-    """Prints ``gpu_names`` as JSON, after a record separator: drivers may print, too."""
+    """Prints ``gpu_names`` as JSON, after a record separator: drivers also print."""
     found = [d.name for d in llamapipe.devices() if d.type == "gpu" and not d.is_software]
     sys.stdout.write("\x1e" + json.dumps(found))
 

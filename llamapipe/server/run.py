@@ -75,7 +75,7 @@ class _WorkerUvicorn(_Uvicorn):
         self._connecting: set[asyncio.Task[None]] = set()
 
     def handle_exit(self, sig: int, frame: object) -> None:
-        """The first signal of its own lets this worker retire, a second one ends it without waiting."""
+        """The first signal to this worker lets it retire, a second one ends it without waiting."""
         self._n_signals += 1
         if self._n_signals == 1 and self._loop is not None:
             self._loop.call_soon_threadsafe(self.worker.leave)
@@ -266,7 +266,7 @@ def run_server(
 ) -> None:
     """Serves an engine on a socket until SIGTERM or Ctrl-C. For the main thread; engine and embedder stay open.
 
-    ``more_sockets``: serve these, too; they listen on the same address.
+    ``more_sockets``: further sockets to serve; they listen on the same address.
     """
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     server = _server(_Uvicorn, app(engine, settings, embedder))

@@ -60,7 +60,7 @@ class ServerSettings:
       of a private network; an address that is listed itself may be one. Empty: nothing is fetched.
     - ``fim_order``: what a prompt for filling in begins with: the prefix (``"psm"``) or the suffix (``"spm"``).
     - ``page``: serve the page at ``/``.
-    - ``ollama``: serve Ollama's API under ``/api``, too. ``allow_pull``, ``allow_delete``: its clients may download
+    - ``ollama``: also serve Ollama's API under ``/api``. ``allow_pull``, ``allow_delete``: its clients may download
       models of the Hugging Face Hub and give the model further names, and delete downloaded files.
 
     Raises TypeError or ValueError naming the field.

@@ -9,12 +9,11 @@ import jsonschema
 import numpy as np
 import pytest
 from support.chat_families import FAMILIES
-from support.chat_templates import ByteVocabulary, renderer
+from support.chat_templates import ByteVocabulary, parse_answer, renderer
 from support.random_schemas import SchemaMaker
 
 import llamapipe as lp
 from llamapipe.chat.chat_format import ChatFormat
-from llamapipe.chat.parser import parse_answer
 from llamapipe.chat.results import ChatMessage
 from llamapipe.chat.tools import Tool
 from llamapipe.structured._guide import Guide

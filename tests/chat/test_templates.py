@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 from support.chat_families import FULL, PARIS, TOOLS
-from support.chat_templates import ByteVocabulary, names, renderer
+from support.chat_templates import ByteVocabulary, names, parse_answer, renderer
 
 from llamapipe.chat._call_format import common_start
 from llamapipe.chat.chat_format import ChatFormat
-from llamapipe.chat.parser import parse_answer
 
 # These write no calls, or write them in a way that is not understood: Python's syntax, types inside of tags, ids only.
 WITHOUT_TOOLS = {

@@ -179,7 +179,7 @@ class TestKinds:
         message = results[1]["error"]["message"]
         assert message.startswith("line 4 is not JSON: ")
         assert message.endswith(", at character 12")
-        assert results[2]["error"]["message"] == "line 5 is a list; write each record on a line of its own"
+        assert results[2]["error"]["message"] == "line 5 is a list; write each record on a separate line"
 
     def test_a_null_makes_no_prompt(self, job: Any) -> None:
         _, results = job(lines({"text": None}, {"text": ""}, {"txt": 1}), template="T: {text}")

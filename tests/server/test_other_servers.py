@@ -139,7 +139,7 @@ class TestFields:
             ("/v1/chat/completions", "num_predict", "use max_tokens"),
             ("/v1/responses", "n_predict", "use max_output_tokens"),
             ("/v1/completions", "mirostat_mode", "use mirostat"),
-            ("/v1/chat/completions", "options", "each option as a field of its own"),
+            ("/v1/chat/completions", "options", "each option as a separate field"),
             ("/v1/chat/completions", "think", "chat_template_kwargs"),
             ("/v1/chat/completions", "keep_alive", "the model stays loaded"),
             ("/v1/chat/completions", "format", "use response_format"),

@@ -13,6 +13,8 @@ from typing import Any
 import llguidance
 import pytest
 
+from llamapipe.chat.parser import ChatParser
+from llamapipe.chat.results import ChatMessage
 from llamapipe.chat.template import ChatTemplate
 from support.gguf_models import find_source
 
@@ -127,3 +129,8 @@ class ByteVocabulary:
         n = matcher.try_consume_tokens(ids)
         accepting = matcher.is_accepting()
         return self._text(ids[:n]).decode(errors="replace"), accepting
+
+
+def parse_answer(parser: ChatParser, text: str) -> ChatMessage:
+    """A whole answer at once."""
+    return ChatMessage([parser.feed(text), parser.finish()])

@@ -163,15 +163,13 @@ class Model(NotCopyable):
         self.attends = check_choice("kernels", kernels, ("auto", "ggml")) == "auto"
         folder = _packed_folder(packed_cache)
         if folder is not None:
-            for name, value, is_wrong in (
-                ("kernels", kernels, not self.attends),
-                ("use_mmap", use_mmap, not mapped),
-                ("use_mlock", use_mlock, locked),
+            for option, is_wrong in (
+                (f"kernels={kernels!r}", not self.attends),
+                (f"use_mmap={use_mmap!r}", not mapped),
+                (f"use_mlock={use_mlock!r}", locked),
             ):
                 if is_wrong:
-                    raise ValueError(
-                        f"packed_cache maps packed weights, which {name}={value!r} does not allow"
-                    )
+                    raise ValueError(f"packed_cache maps packed weights, which {option} does not allow")
         self._given_template = None if chat_template is None else template_text(chat_template)
         second = _given_mmproj(mmproj)
         if self.vocab_only and second not in ("auto", None):
@@ -196,16 +194,9 @@ class Model(NotCopyable):
         self.tensors: Mapping[str, Tensor] = {tensor.name: tensor for tensor in info.tensors}
         self.is_causal = info.is_causal
         self.has_rank_head = info.has_rank_head
-        ffi, lib = self._native.ffi, self._native.lib
-        params = ffi.new("struct llama_model_params *", lib.llama_model_default_params())
-        params.n_gpu_layers = n_layers
-        params.split_mode = _SPLIT_MODES[split]
-        params.main_gpu = gpu
-        params.vocab_only = self.vocab_only
-        mmap, mlock = lib.LLAMA_LOAD_MODE_MMAP, lib.LLAMA_LOAD_MODE_MLOCK
-        both, neither = lib.LLAMA_LOAD_MODE_MMAP_MLOCK, lib.LLAMA_LOAD_MODE_NONE
-        params.load_mode = (both if locked else mmap) if mapped else (mlock if locked else neither)
-        shares = shares_of_devices(ffi, lib, tensor_split)
+        params = self._params(n_layers, split, gpu, mapped, locked)
+        ffi = self._native.ffi
+        shares = shares_of_devices(ffi, self._native.lib, tensor_split)
         try:
             if rpc is not None:
                 from llamapipe.rpc import Workers
@@ -224,6 +215,19 @@ class Model(NotCopyable):
         except BaseException:  # Ctrl-C: the caller never gets this object, so cannot close it
             self.close()
             raise
+
+    def _params(self, n_layers: int, split_mode: str, main_gpu: int, maps: bool, locks: bool) -> Any:
+        """llama.cpp's parameters, but for devices."""
+        ffi, lib = self._native.ffi, self._native.lib
+        params = ffi.new("struct llama_model_params *", lib.llama_model_default_params())
+        params.n_gpu_layers = n_layers
+        params.split_mode = _SPLIT_MODES[split_mode]
+        params.main_gpu = main_gpu
+        params.vocab_only = self.vocab_only
+        mmap, mlock = lib.LLAMA_LOAD_MODE_MMAP, lib.LLAMA_LOAD_MODE_MLOCK
+        both, neither = lib.LLAMA_LOAD_MODE_MMAP_MLOCK, lib.LLAMA_LOAD_MODE_NONE
+        params.load_mode = (both if locks else mmap) if maps else (mlock if locks else neither)
+        return params
 
     def _load(self, info: GgufInfo, params: Any, progress: Progress | None, folder: Path | None) -> None:
         lib, ffi = self._native.lib, self._native.ffi

@@ -30,7 +30,7 @@ from llamapipe.model_pool import embeds_of, need_of
 from llamapipe.ollama_models import PREFIX as OLLAMA
 from llamapipe.ollama_models import find_stored, folders, model_of, stored_models
 from llamapipe.server.ollama import QUANTIZATIONS, parameter_size
-from llamapipe.server.pool import Found, ModelEntry, hub_entries
+from llamapipe.server.pool import FileFacts, ModelEntry, hub_entries
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -195,12 +195,12 @@ def _value(where: str, name: str, value: Any, folder: Path) -> Any:
 
 
 # ---- what a load needs
-async def look(common: Mapping[str, Any], entry: ModelEntry) -> Found:
+async def look(common: Mapping[str, Any], entry: ModelEntry) -> FileFacts:
     """What a load needs. ``common``: options of the command line. Raises OSError, ValueError."""
-    return await asyncio.to_thread(partial(found_of, common, entry))
+    return await asyncio.to_thread(partial(read_facts, common, entry))
 
 
-def found_of(common: Mapping[str, Any], entry: ModelEntry) -> Found:
+def read_facts(common: Mapping[str, Any], entry: ModelEntry) -> FileFacts:
     """The same, waiting; a file of the hub is downloaded if need be."""
     options = entry.options if entry.embeds else {**common, **entry.options}
     found: dict[str, Any] = {}
@@ -218,7 +218,7 @@ def found_of(common: Mapping[str, Any], entry: ModelEntry) -> Found:
         beside += [] if projector is None else [projector.path]
     except (argparse.ArgumentTypeError, lp.errors.LlamapipeError, ImportError) as e:
         raise ValueError(str(e)) from None
-    return Found(
+    return FileFacts(
         str(path),
         embeds,
         need.n_bytes + sum(Path(file).stat().st_size for file in beside) + _PROCESS_BYTES,

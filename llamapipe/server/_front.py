@@ -227,7 +227,7 @@ class Front(Gate):
             status["progress"] = model.progress
         elif model.state is ModelState.UNLOADED and model.failure is not None:
             status |= {"failed": True, "exit_code": 1, "error": model.failure}
-        found = model.found
+        facts = model.facts
         made: dict[str, Any] = {
             "id": name,
             "object": "model",
@@ -237,10 +237,10 @@ class Front(Gate):
             "owned_by": "llamapipe",
             "status": status,
             "architecture": {
-                "input_modalities": ["text"] if found is None else list(found.takes),
+                "input_modalities": ["text"] if facts is None else list(facts.takes),
                 "output_modalities": ["text"],
             },
-            **({} if found is None else {"capabilities": ["embedding" if found.embeds else "completion"]}),
+            **({} if facts is None else {"capabilities": ["embedding" if facts.embeds else "completion"]}),
         }
         if name in model.entry.adapters:
             return {**made, "root": model.name, "parent": model.name}
@@ -256,8 +256,8 @@ class Front(Gate):
             "n_requests": model.n_users,
             **(
                 {}
-                if found is None
-                else {"memory_bytes": model.n_bytes or found.n_bytes, "context_length": found.n_ctx}
+                if facts is None
+                else {"memory_bytes": model.n_bytes or facts.n_bytes, "context_length": facts.n_ctx}
             ),
         }
 
@@ -347,7 +347,7 @@ class Front(Gate):
     async def tags(self, exchange: Exchange) -> Response:
         """``GET /api/tags``: the models whose files are here."""
         await self.pool.identify(self.pool.models)
-        there = [model for model in self.pool.models if model.found is not None]
+        there = [model for model in self.pool.models if model.facts is not None]
         described = await self._describe(there)
         found = []
         for model, shown in zip(there, described, strict=True):
@@ -364,7 +364,7 @@ class Front(Gate):
             raise ApiError(400, "model is missing; give a name of /api/tags", "model")
         model = self.pool.find(name)
         await self.pool.identify([model])
-        if model.found is None:
+        if model.facts is None:
             what = (
                 "cannot be read"
                 if model.entry.is_local
@@ -376,17 +376,17 @@ class Front(Gate):
         (shown,) = await self._describe([model])
         if shown is None:
             raise ApiError(503, f"the vocabulary of the model {quoted(model.name)} cannot be loaded", "model")
-        details = dict(model.found.details)  # sizes are known without the weights
-        return JsonResponse({**shown, "details": details, "modified_at": _date(model.found.modified_s)})
+        details = dict(model.facts.details)  # sizes are known without the weights
+        return JsonResponse({**shown, "details": details, "modified_at": _date(model.facts.modified_s)})
 
     async def _describe(self, models: Sequence[PooledModel]) -> list[dict[str, Any] | None]:
         """What ``describe`` says about models whose files are known; each file is looked at once."""
         keys = []
         for model in models:
-            found = model.found
-            assert found is not None
+            facts = model.facts
+            assert facts is not None
             template = model.entry.options.get("chat_template")
-            keys.append((found.digest, Asked(found.file, found.embeds, template)))
+            keys.append((facts.digest, Asked(facts.file, facts.embeds, template)))
         async with self._describing:
             new = [key for key in dict.fromkeys(keys) if key not in self._described]
             if new:
@@ -452,14 +452,14 @@ class Front(Gate):
         for model in self.pool.models:
             if (
                 model.state is ModelState.LOADED
-                and model.found is not None
+                and model.facts is not None
                 and (entry := _listed(model, model.name))
             ):
                 left_s = _FOR_EVER_S if model.expires_at is None else model.expires_at - monotonic()
                 kept = {key: entry[key] for key in ("name", "model", "digest", "details")}
                 found.append(
                     {**kept, "size": model.n_bytes, "size_vram": 0, "expires_at": _date(time.time() + left_s),
-                     "context_length": model.found.n_ctx}
+                     "context_length": model.facts.n_ctx}
                 )  # fmt: skip
         return JsonResponse({"models": found})
 
@@ -621,18 +621,18 @@ def _status(model: PooledModel) -> dict[str, Any]:
 
 def _listed(model: PooledModel, name: str) -> dict[str, Any] | None:
     """A model in Ollama's lists by one of its names; None: its file is not known."""
-    found = model.found
-    if found is None:
+    facts = model.facts
+    if facts is None:
         return None
     is_adapter = name in model.entry.adapters
     return {
         "name": full_name(name),
         "model": full_name(name),
-        "modified_at": _date(found.modified_s),
-        "size": found.size_bytes,
-        "digest": found.digest,
-        "details": {**found.details, **({"parent_model": full_name(model.name)} if is_adapter else {})},
-        "capabilities": ["embedding" if found.embeds else "completion"],
+        "modified_at": _date(facts.modified_s),
+        "size": facts.size_bytes,
+        "digest": facts.digest,
+        "details": {**facts.details, **({"parent_model": full_name(model.name)} if is_adapter else {})},
+        "capabilities": ["embedding" if facts.embeds else "completion"],
     }
 
 
@@ -642,7 +642,7 @@ def _date(seconds: float) -> str:
 
 def _embeds(model: PooledModel) -> bool | None:
     """Whether a model embeds texts; None: not known."""
-    return model.entry.embeds if model.found is None else model.found.embeds
+    return model.entry.embeds if model.facts is None else model.facts.embeds
 
 
 def check_kind(model: PooledModel, route: str) -> None:

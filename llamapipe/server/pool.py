@@ -63,8 +63,8 @@ class ModelState(enum.Enum):
     UNLOADING = "unloading"
 
 
-class Found(NamedTuple):
-    """What a model's file tells before it is loaded.
+class FileFacts(NamedTuple):
+    """What a model's file says before the model is loaded.
 
     ``n_bytes``: the memory that its process will take. ``options``: with which it takes no more. ``n_ctx``: tokens of a
     request. ``takes``: ``"text"``, and ``"image"`` and ``"audio"`` where messages may have them. ``details``: as in
@@ -159,7 +159,7 @@ class PooledModel:
         self.entry = entry
         self.copies: tuple[str, ...] = ()
         self.state = ModelState.UNLOADED
-        self.found: Found | None = None
+        self.facts: FileFacts | None = None
         self.process: WorkerProcess | None = None
         self.n_users = self.n_running = 0
         self.n_bytes = self.measured_bytes = 0
@@ -209,7 +209,7 @@ class PooledModel:
         return Tenure(self.n_bytes, used_at, self.patience_s(waited_s) == 0.0)
 
 
-Look = Callable[[ModelEntry], Coroutine[Any, Any, Found]]
+Look = Callable[[ModelEntry], Coroutine[Any, Any, FileFacts]]
 
 
 class Pool:
@@ -275,9 +275,9 @@ class Pool:
     async def identify(self, models: Sequence[PooledModel]) -> None:
         """Looks at the files of this machine that are not known yet. What is wrong with one, its load reports."""
         for model in models:
-            if model.found is None and not self._has_just_failed(model) and model.entry.is_local:
+            if model.facts is None and not self._has_just_failed(model) and model.entry.is_local:
                 with suppress(OSError, ValueError):
-                    model.found = await self._look(model.entry)
+                    model.facts = await self._look(model.entry)
 
     @property
     def used_bytes(self) -> int:
@@ -425,12 +425,12 @@ class Pool:
             model.failure = None
             self._set(model, ModelState.LOADING)
             try:
-                model.found = found = await self._look(model.entry)
+                model.facts = facts = await self._look(model.entry)
             except (OSError, ValueError) as e:
-                model.found = None  # what was there, if anything, is there no longer
+                model.facts = None  # what was there, if anything, is there no longer
                 raise _cannot_load(model, str(e)) from None
-            await self._make_room(model, max(found.n_bytes, model.measured_bytes))
-            await self._start(model, found)
+            await self._make_room(model, max(facts.n_bytes, model.measured_bytes))
+            await self._start(model, facts)
             self._measure(model)
             model.loaded_at = monotonic()
             model.load_s = model.loaded_at - began
@@ -454,14 +454,14 @@ class Pool:
             model.n_bytes = max(model.n_bytes, resident_bytes(model.process.pid))
             model.measured_bytes = max(model.measured_bytes, model.n_bytes)
 
-    async def _start(self, model: PooledModel, found: Found) -> None:
+    async def _start(self, model: PooledModel, facts: FileFacts) -> None:
         entry = model.entry
         self._n_started += 1
-        options = {**entry.options, **found.options}
+        options = {**entry.options, **facts.options}
         file = self._cache_file(model)
         yields = any(other.n_running for other in self._all)  # their streams come first
         served = ServedModel(
-            found.file, entry.names, found.embeds, options, None if file is None else str(file), yields
+            facts.file, entry.names, facts.embeds, options, None if file is None else str(file), yields
         )
         process = model.process = WorkerProcess(
             self._n_started, self._command, self._placement, self._process_changed, _nobody_asks, served

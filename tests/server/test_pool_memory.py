@@ -19,7 +19,7 @@ from support.worker_server import has_ended
 
 import llamapipe as lp
 from llamapipe.cli import main
-from llamapipe.cli._models_file import entries_of, found_of
+from llamapipe.cli._models_file import entries_of, read_facts
 from llamapipe.cli.options import byte_count
 from llamapipe.cli.parser import UsageError
 from llamapipe.host.cores import CoreShare
@@ -210,7 +210,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one_bytes(models: Path) -> int:
-    return found_of(COMMON, ModelEntry("a", str(models / "a.gguf"))).n_bytes
+    return read_facts(COMMON, ModelEntry("a", str(models / "a.gguf"))).n_bytes
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def no_engine_thread_left() -> Iterator[None]:
     before = _engine_threads()
     yield
     left = _engine_threads() - before
-    assert not left, f"{len(left)} decoder threads outlived the test"
+    assert not left, f"{len(left)} engine threads outlived the test"
 
 
 @pytest.fixture(scope="session")

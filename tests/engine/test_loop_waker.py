@@ -138,7 +138,7 @@ def test_files_are_closed_with_their_loop_and_with_the_engine(demo: lp.Model) ->
         alone = engine.generate("a", SHORT).token_ids
         for _ in range(20):
             assert asyncio.run(engine.agenerate("a", SHORT)).token_ids == alone
-        engine.generate("a", SHORT)  # the decoder looks for closed loops where it has nothing to do
+        engine.generate("a", SHORT)  # the engine thread looks for closed loops when it is idle
         assert n_open() <= before + 4  # at most the last loop's
 
         async def main() -> None:

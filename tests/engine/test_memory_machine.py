@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from support.desk import N_CTX, Desk
+from support.engine_harness import N_CTX, EngineHarness
 from support.fakes import N_VOCAB, next_token
 from support.gguf_models import recurrent_model
 from support.inside import request_of, scheduler_of, thread_of, told_and_cached
@@ -207,16 +207,16 @@ def test_on_a_fake_context(n_slots: int, n_cells: int | None, host_bytes: int) -
         def __init__(self) -> None:
             super().__init__()
             cache = cache_of(n_slots, True, host_bytes=host_bytes, min_save=4)
-            self.desk = Desk(n_slots, cache=cache, n_cells=n_cells)
+            self.harness = EngineHarness(n_slots, cache=cache, n_cells=n_cells)
 
         def start(self, tokens: list[int]) -> Generation:
-            return self.desk.start(max_tokens=None, tokens=tokens.copy())
+            return self.harness.start(max_tokens=None, tokens=tokens.copy())
 
         def restore(self, snapshot: bytes) -> Generation:
-            return self.desk.restore(snapshot)
+            return self.harness.restore(snapshot)
 
         def complete(self, tokens: list[int], n: int) -> list[int]:
-            return self.desk.complete(max_tokens=n, tokens=tokens.copy()).result().token_ids
+            return self.harness.complete(max_tokens=n, tokens=tokens.copy()).result().token_ids
 
         def expected(self, tokens: list[int], n: int, found: list[int]) -> list[int]:
             whole = tokens.copy()
@@ -225,16 +225,16 @@ def test_on_a_fake_context(n_slots: int, n_cells: int | None, host_bytes: int) -
             return whole[len(tokens) :]
 
         def preempt(self, generation: Generation) -> None:
-            request, scheduler = request_of(generation), self.desk.scheduler
-            self.desk.engine_thread.ask(lambda: scheduler.preempt(request) if request.slot >= 0 else None)
+            request, scheduler = request_of(generation), self.harness.scheduler
+            self.harness.engine_thread.ask(lambda: scheduler.preempt(request) if request.slot >= 0 else None)
 
         def check_integrity(self) -> None:
-            self.desk.engine_thread.ask(self.desk.engine_thread.loop.check_integrity)
+            self.harness.engine_thread.ask(self.harness.engine_thread.loop.check_integrity)
 
         def teardown(self) -> None:
             super().teardown()
-            self.desk.close()
-            assert all(saved.closed for saved in self.desk.context.saved)
+            self.harness.close()
+            assert all(saved.closed for saved in self.harness.context.saved)
 
     run(OnFake, 40, 40)
 

@@ -29,7 +29,7 @@ def prompt_of(n: int, which: int = 0) -> list[int]:
     return [(31 * which + 7 * i + 1) % N_VOCAB for i in range(n)]
 
 
-class Bench:
+class SchedulerHarness:
     """A scheduler on a fake context, and the order in which the engine thread does things."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Bench:
         self.scheduler.resume(request)
 
     def step(self) -> BatchPlan | None:
-        """One turn of the decoder's loop; the plan, if there was something to do."""
+        """One turn of the engine loop; the plan, if there was something to do."""
         self.remove()
         plan = self.scheduler.plan()
         self.scheduler.check_integrity()
@@ -164,37 +164,37 @@ def scheduled(plan: BatchPlan | None) -> list[tuple[Request, int]]:
 
 class TestAdmission:
     def test_in_order_of_arrival_each_in_the_lowest_free_slot(self) -> None:
-        bench = Bench(n_slots=2)
-        a, b, c, d = (bench.add(max_tokens=n) for n in (3, 1, 2, 2))
-        assert (bench.scheduler.n_queued, bench.scheduler.n_active) == (4, 0)
-        bench.step()
+        harness = SchedulerHarness(n_slots=2)
+        a, b, c, d = (harness.add(max_tokens=n) for n in (3, 1, 2, 2))
+        assert (harness.scheduler.n_queued, harness.scheduler.n_active) == (4, 0)
+        harness.step()
         assert (a.slot, c.slot, b.state) == (0, -1, State.FINISHED)
-        bench.step()
+        harness.step()
         assert (a.slot, c.slot, d.slot) == (0, 1, -1)  # b left slot 1
-        bench.step()
-        bench.step()
+        harness.step()
+        harness.step()
         assert d.slot == 0
-        bench.run()
+        harness.run()
         assert_done(a, b, c, d)
 
     def test_the_queue_is_counted_until_a_slot_is_found(self) -> None:
-        bench = Bench(n_slots=1)
-        requests = [bench.add() for _ in range(3)]
-        bench.step()
-        scheduler = bench.scheduler
+        harness = SchedulerHarness(n_slots=1)
+        requests = [harness.add() for _ in range(3)]
+        harness.step()
+        scheduler = harness.scheduler
         assert (scheduler.n_queued, len(scheduler.live()), scheduler.take_dequeued()) == (2, 3, requests[:1])
         scheduler.cancel(requests[2])
         assert (scheduler.n_queued, len(scheduler.live()), scheduler.take_dequeued()) == (1, 2, requests[2:])
-        bench.run()
+        harness.run()
         assert (scheduler.n_queued, len(scheduler.live())) == (0, 0)
         assert set(scheduler.take_dequeued()) == set(requests[:2])
 
     def test_nobody_overtakes_under_a_steady_stream_of_arrivals(self) -> None:
-        bench = Bench(n_slots=2, n_ctx=24, n_cells=30)
+        harness = SchedulerHarness(n_slots=2, n_ctx=24, n_cells=30)
         requests, order = [], []
         for _ in range(60):
-            requests.append(bench.add(n_prompt=5, max_tokens=6))
-            bench.step()
+            requests.append(harness.add(n_prompt=5, max_tokens=6))
+            harness.step()
             order += [r for r in requests if r.state is State.FINISHED and r not in order]
         assert len(order) >= 15
         assert order == requests[: len(order)]
@@ -205,193 +205,193 @@ class TestAdmission:
             Scheduler(cache_of(4), 64, 63, 32, 16)
 
     def test_reprs_show_the_state(self) -> None:
-        bench = Bench(n_slots=1)
-        a = bench.add(n_prompt=3, max_tokens=1)
-        bench.add()
-        assert "queued=2" in repr(bench.scheduler)
-        assert repr(bench.step()) == "<BatchPlan n_tokens=3 n_outputs=1 scheduled 0: 3>"
+        harness = SchedulerHarness(n_slots=1)
+        a = harness.add(n_prompt=3, max_tokens=1)
+        harness.add()
+        assert "queued=2" in repr(harness.scheduler)
+        assert repr(harness.step()) == "<BatchPlan n_tokens=3 n_outputs=1 scheduled 0: 3>"
         assert repr(a) == "<Request 0 finished length slot=-1 n_prompt=3 n_tokens=4 n_past=3>"
 
 
 class TestTurns:
-    def admitted(self, bench: Bench, n: int) -> list[Request]:
+    def admitted(self, harness: SchedulerHarness, n: int) -> list[Request]:
         """The next ``n`` requests that are computed, in the order of their first tokens."""
         order: list[Request] = []
         while len(order) < n:
-            plan = bench.step()
+            plan = harness.step()
             assert plan is not None
             order += [request for request, _ in plan.scheduled if request not in order]
         return order
 
     def test_a_single_request_passes_a_list(self) -> None:
-        bench = Bench(n_slots=1)
+        harness = SchedulerHarness(n_slots=1)
         caller = object()
-        listed = [bench.add(max_tokens=1, caller=caller) for _ in range(20)]
-        assert self.admitted(bench, 2) == listed[:2]
-        single = bench.add(max_tokens=1)
-        other = bench.add(max_tokens=1)
-        assert self.admitted(bench, 4) == [single, other, listed[2], listed[3]]
+        listed = [harness.add(max_tokens=1, caller=caller) for _ in range(20)]
+        assert self.admitted(harness, 2) == listed[:2]
+        single = harness.add(max_tokens=1)
+        other = harness.add(max_tokens=1)
+        assert self.admitted(harness, 4) == [single, other, listed[2], listed[3]]
 
     def test_two_lists_take_turns_by_tokens(self) -> None:
-        bench = Bench(n_slots=1, n_ctx=64)
-        short = [bench.add(n_prompt=9, max_tokens=1, caller="short") for _ in range(8)]
-        long = [bench.add(n_prompt=19, max_tokens=1, caller="long") for _ in range(4)]
-        order = self.admitted(bench, 6)
+        harness = SchedulerHarness(n_slots=1, n_ctx=64)
+        short = [harness.add(n_prompt=9, max_tokens=1, caller="short") for _ in range(8)]
+        long = [harness.add(n_prompt=19, max_tokens=1, caller="long") for _ in range(4)]
+        order = self.admitted(harness, 6)
         assert (
             sum(request in short for request in order) == 4 and sum(request in long for request in order) == 2
         )
 
     def test_a_share_with_many_callers_delays_another_by_one_request(self) -> None:
-        bench = Bench(n_slots=1)
-        many = [bench.add(max_tokens=1, share="many") for _ in range(20)]
-        assert self.admitted(bench, 3) == many[:3]
-        few = [bench.add(max_tokens=1, share="few") for _ in range(3)]
-        order = self.admitted(bench, 6)
+        harness = SchedulerHarness(n_slots=1)
+        many = [harness.add(max_tokens=1, share="many") for _ in range(20)]
+        assert self.admitted(harness, 3) == many[:3]
+        few = [harness.add(max_tokens=1, share="few") for _ in range(3)]
+        order = self.admitted(harness, 6)
         assert set(order) == {*few, *many[3:6]} and few[0] in order[:2]
-        late = bench.add(max_tokens=1, share="late")
-        assert late in self.admitted(bench, 2)
+        late = harness.add(max_tokens=1, share="late")
+        assert late in self.admitted(harness, 2)
 
     def test_within_a_share_callers_take_turns(self) -> None:
-        bench = Bench(n_slots=1)
+        harness = SchedulerHarness(n_slots=1)
         caller = object()
-        listed = [bench.add(max_tokens=1, share="one", caller=caller) for _ in range(20)]
-        assert self.admitted(bench, 2) == listed[:2]
-        single = bench.add(max_tokens=1, share="one")
-        assert self.admitted(bench, 1) == [single]
+        listed = [harness.add(max_tokens=1, share="one", caller=caller) for _ in range(20)]
+        assert self.admitted(harness, 2) == listed[:2]
+        single = harness.add(max_tokens=1, share="one")
+        assert self.admitted(harness, 1) == [single]
 
     def test_a_priority_counts_more_than_a_share(self) -> None:
-        bench = Bench(n_slots=1)
-        many = [bench.add(max_tokens=1, share="many", priority=1) for _ in range(3)]
-        other = bench.add(max_tokens=1, share="other")
-        assert self.admitted(bench, 4) == [*many, other]
+        harness = SchedulerHarness(n_slots=1)
+        many = [harness.add(max_tokens=1, share="many", priority=1) for _ in range(3)]
+        other = harness.add(max_tokens=1, share="other")
+        assert self.admitted(harness, 4) == [*many, other]
 
     def test_single_requests_keep_their_order(self) -> None:
-        bench = Bench(n_slots=2)
-        requests = [bench.add(n_prompt=3 + i % 5, max_tokens=1 + i % 3) for i in range(12)]
-        assert self.admitted(bench, 12) == requests
+        harness = SchedulerHarness(n_slots=2)
+        requests = [harness.add(n_prompt=3 + i % 5, max_tokens=1 + i % 3) for i in range(12)]
+        assert self.admitted(harness, 12) == requests
 
     def test_a_higher_priority_comes_first(self) -> None:
-        bench = Bench(n_slots=1)
-        bench.add(max_tokens=1)
-        bench.step()
-        low, high, highest = (bench.add(max_tokens=1, priority=p) for p in (0, 1, 2))
-        assert self.admitted(bench, 3) == [highest, high, low]
+        harness = SchedulerHarness(n_slots=1)
+        harness.add(max_tokens=1)
+        harness.step()
+        low, high, highest = (harness.add(max_tokens=1, priority=p) for p in (0, 1, 2))
+        assert self.admitted(harness, 3) == [highest, high, low]
 
     def test_a_higher_priority_takes_a_slot(self) -> None:
         """From the newest request of the lowest priority, whose text stays as it was."""
-        bench = Bench(n_slots=2)
-        a, b = (bench.add(max_tokens=20) for _ in range(2))
+        harness = SchedulerHarness(n_slots=2)
+        a, b = (harness.add(max_tokens=20) for _ in range(2))
         for _ in range(4):
-            bench.step()
-        urgent = bench.add(max_tokens=3, priority=1)
-        bench.step()
+            harness.step()
+        urgent = harness.add(max_tokens=3, priority=1)
+        harness.step()
         assert (a.slot >= 0, b.slot, urgent.slot >= 0) == (True, -1, True)
-        equal = bench.add(max_tokens=3)
-        bench.run()
-        assert bench.scheduler.n_preempted == 1
+        equal = harness.add(max_tokens=3)
+        harness.run()
+        assert harness.scheduler.n_preempted == 1
         for request in (a, b, urgent, equal):
             prompt = request.tokens[: request.n_prompt]
             assert request.tokens[request.n_prompt :] == continuation(prompt, request.max_tokens)[0]
 
     def test_the_queue_forgets_callers(self) -> None:
-        bench = Bench(n_slots=1)
+        harness = SchedulerHarness(n_slots=1)
         caller = object()
-        requests = [bench.add(max_tokens=1, caller=caller) for _ in range(3)]
-        bench.scheduler.cancel(requests[1])
-        bench.run()
+        requests = [harness.add(max_tokens=1, caller=caller) for _ in range(3)]
+        harness.scheduler.cancel(requests[1])
+        harness.run()
         assert [request.caller for request in requests] == [None] * 3
-        assert not bench.scheduler._waiting._ends
+        assert not harness.scheduler._waiting._ends
 
 
 class TestSteps:
     def test_the_first_token_comes_from_the_prompts_own_last_row(self) -> None:
-        bench = Bench()
-        a = bench.add(n_prompt=6, max_tokens=4)
-        plan = bench.step()
+        harness = SchedulerHarness()
+        a = harness.add(n_prompt=6, max_tokens=4)
+        plan = harness.step()
         assert plan is not None
         assert (plan.tokens, plan.positions, plan.seq_ids) == (prompt_of(6), [0, 1, 2, 3, 4, 5], [0] * 6)
         assert (plan.outputs, plan.rows, plan.requests) == ([0, 0, 0, 0, 0, 1], [5], [a])
         assert len(generated(a)) == 1
-        assert bench.run() == 3  # as many steps as tokens
+        assert harness.run() == 3  # as many steps as tokens
         assert_done(a)
 
     def test_decoding_requests_come_first_by_slot(self) -> None:
-        bench = Bench()
-        a, b = bench.add(), bench.add()
-        bench.step()
-        c = bench.add(n_prompt=3)
-        plan = bench.step()
+        harness = SchedulerHarness()
+        a, b = harness.add(), harness.add()
+        harness.step()
+        c = harness.add(n_prompt=3)
+        plan = harness.step()
         assert plan is not None
         assert plan.scheduled == [(a, 1), (b, 1), (c, 3)]
         assert (plan.n_decode, plan.seq_ids, plan.rows) == (2, [0, 1, 2, 2, 2], [0, 1, 4])
         assert plan.requests == [a, b, c]
 
     def test_a_slot_taken_late_is_decoded_in_its_place(self) -> None:
-        bench = Bench(n_slots=3)
-        a, b, c = bench.add(max_tokens=2), bench.add(max_tokens=9), bench.add(max_tokens=9)
-        bench.steps(2)
-        d = bench.add(max_tokens=9)
-        bench.step()
+        harness = SchedulerHarness(n_slots=3)
+        a, b, c = harness.add(max_tokens=2), harness.add(max_tokens=9), harness.add(max_tokens=9)
+        harness.steps(2)
+        d = harness.add(max_tokens=9)
+        harness.step()
         assert (a.state, d.slot) == (State.FINISHED, 0)
-        assert scheduled(bench.step()) == [(d, 1), (b, 1), (c, 1)]
+        assert scheduled(harness.step()) == [(d, 1), (b, 1), (c, 1)]
 
     def test_a_long_prompt_is_cut_to_the_batch(self) -> None:
-        bench = Bench(n_batch=20, n_ubatch=8)
-        a = bench.add(n_prompt=50, max_tokens=3)
-        plans = bench.steps(3)
+        harness = SchedulerHarness(n_batch=20, n_ubatch=8)
+        a = harness.add(n_prompt=50, max_tokens=3)
+        plans = harness.steps(3)
         assert [p.scheduled for p in plans] == [[(a, 20)], [(a, 20)], [(a, 10)]]
         assert [p.rows for p in plans] == [[], [], [9]]
         assert [sum(p.outputs) for p in plans] == [0, 0, 1]
-        bench.run()
+        harness.run()
         assert_done(a)
 
     def test_prompts_share_a_step_in_order_of_arrival(self) -> None:
-        bench = Bench(n_batch=32, n_ubatch=16)
-        a, b, c = (bench.add(n_prompt=n) for n in (6, 6, 6))
-        assert scheduled(bench.step()) == [
+        harness = SchedulerHarness(n_batch=32, n_ubatch=16)
+        a, b, c = (harness.add(n_prompt=n) for n in (6, 6, 6))
+        assert scheduled(harness.step()) == [
             (a, 6),
             (b, 6),
         ]  # not the first four of c: in parts it would take two passes
-        assert scheduled(bench.step()) == [(a, 1), (b, 1), (c, 6)]
-        bench.run()
+        assert scheduled(harness.step()) == [(a, 1), (b, 1), (c, 6)]
+        harness.run()
         assert_done(a, b, c)
 
     def test_a_prompt_longer_than_a_ubatch_fills_what_others_leave(self) -> None:
-        bench = Bench(n_batch=32, n_ubatch=8)
-        a, b, c = (bench.add(n_prompt=n) for n in (4, 12, 12))
-        assert scheduled(bench.step()) == [(a, 4), (b, 4)]
-        assert scheduled(bench.step()) == [(a, 1), (b, 7)]
+        harness = SchedulerHarness(n_batch=32, n_ubatch=8)
+        a, b, c = (harness.add(n_prompt=n) for n in (4, 12, 12))
+        assert scheduled(harness.step()) == [(a, 4), (b, 4)]
+        assert scheduled(harness.step()) == [(a, 1), (b, 7)]
         # While two decode, a step takes n_ubatch tokens: theirs, b's last one, and what there is room for of c.
-        assert scheduled(bench.step()) == [(a, 1), (b, 1), (c, 6)]
-        bench.run()
+        assert scheduled(harness.step()) == [(a, 1), (b, 1), (c, 6)]
+        harness.run()
         assert_done(a, b, c)
 
     def test_one_prompt_alone_takes_whole_batches(self) -> None:
-        bench = Bench(n_batch=20, n_ubatch=8)
-        a = bench.add(n_prompt=30)
-        assert [p.scheduled for p in bench.steps(2)] == [[(a, 20)], [(a, 10)]]
-        bench.run()
+        harness = SchedulerHarness(n_batch=20, n_ubatch=8)
+        a = harness.add(n_prompt=30)
+        assert [p.scheduled for p in harness.steps(2)] == [[(a, 20)], [(a, 10)]]
+        harness.run()
         assert_done(a)
 
     def test_a_long_prompt_does_not_hold_up_streams(self) -> None:
-        bench = Bench(n_batch=32, n_ubatch=8)
-        a = bench.add(max_tokens=12)
-        bench.step()
-        b = bench.add(n_prompt=50, max_tokens=2)
-        plans = bench.steps(8)
+        harness = SchedulerHarness(n_batch=32, n_ubatch=8)
+        a = harness.add(max_tokens=12)
+        harness.step()
+        b = harness.add(n_prompt=50, max_tokens=2)
+        plans = harness.steps(8)
         assert [p.scheduled for p in plans] == [*([[(a, 1), (b, 7)]] * 7), [(a, 1), (b, 1)]]
-        bench.run()
+        harness.run()
         assert_done(a, b)
 
     def test_a_step_with_enough_ends_so_that_a_first_token_need_not_wait(self) -> None:
-        bench = Bench(n_slots=6, n_batch=32, n_ubatch=32, prefill_cutoff=8)
-        a, b, c, d, e = (bench.add(n_prompt=n, token_budget=99) for n in (4, 4, 6, 20, 4))
-        assert [p.scheduled for p in bench.steps(3)] == [
+        harness = SchedulerHarness(n_slots=6, n_batch=32, n_ubatch=32, prefill_cutoff=8)
+        a, b, c, d, e = (harness.add(n_prompt=n, token_budget=99) for n in (4, 4, 6, 20, 4))
+        assert [p.scheduled for p in harness.steps(3)] == [
             [(a, 4), (b, 4)],
             [(a, 1), (b, 1), (c, 6), (d, 20)],
             [(a, 1), (b, 1), (c, 1), (d, 1), (e, 4)],
         ]
-        bench.run()
+        harness.run()
         assert_done(a, b, c, d, e)
 
     @pytest.mark.parametrize(
@@ -409,119 +409,131 @@ class TestSteps:
     def test_decoding_waits_for_short_steps_until_they_make_a_ubatch(
         self, n_prompt: int, n_prompts: list[int], n_decode: list[int]
     ) -> None:
-        bench = Bench(n_slots=12, n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=PADDING)
+        harness = SchedulerHarness(
+            n_slots=12, n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=PADDING
+        )
         requests = [
-            bench.add(n_prompt=n_prompt, max_tokens=20, token_budget=99) for _ in range(sum(n_prompts))
+            harness.add(n_prompt=n_prompt, max_tokens=20, token_budget=99) for _ in range(sum(n_prompts))
         ]
-        plans = bench.steps(len(n_prompts))
+        plans = harness.steps(len(n_prompts))
         assert [p.n_decode for p in plans] == n_decode
         assert [[n for _, n in p.scheduled[p.n_decode :]] for p in plans] == [
             [n_prompt] * n for n in n_prompts
         ]
-        bench.run()
+        harness.run()
         assert_done(*requests)
 
     def test_decoding_does_not_wait_where_it_shares_the_prompts_pass(self) -> None:
-        bench = Bench(n_slots=4, n_batch=32, n_ubatch=16, prefill_cutoff=4)
-        requests = [bench.add(n_prompt=4, max_tokens=9, token_budget=99) for _ in range(4)]
-        assert [p.n_decode for p in bench.steps(4)] == [0, 1, 2, 3]
-        bench.run()
+        harness = SchedulerHarness(n_slots=4, n_batch=32, n_ubatch=16, prefill_cutoff=4)
+        requests = [harness.add(n_prompt=4, max_tokens=9, token_budget=99) for _ in range(4)]
+        assert [p.n_decode for p in harness.steps(4)] == [0, 1, 2, 3]
+        harness.run()
         assert_done(*requests)
 
     def test_decoding_waits_for_one_prompt_but_not_for_one_after_another(self) -> None:
-        bench = Bench(n_slots=5, n_batch=32, n_ubatch=16, prefill_cutoff=8, padding_token=PADDING)
-        a = bench.add(max_tokens=20)
-        bench.step()
-        b = bench.add(n_prompt=7, token_budget=99)
-        assert scheduled(bench.step()) == [(b, 7)]
-        c = bench.add(n_prompt=7, token_budget=99)
-        assert scheduled(bench.step()) == [(a, 1), (b, 1), (c, 7)]
-        d = bench.add(n_prompt=7, token_budget=99)
-        assert scheduled(bench.step()) == [(d, 7)]
-        e = bench.add(n_prompt=8, token_budget=99)
-        assert scheduled(bench.step()) == [(e, 8)]  # enough
-        bench.run()
+        harness = SchedulerHarness(
+            n_slots=5, n_batch=32, n_ubatch=16, prefill_cutoff=8, padding_token=PADDING
+        )
+        a = harness.add(max_tokens=20)
+        harness.step()
+        b = harness.add(n_prompt=7, token_budget=99)
+        assert scheduled(harness.step()) == [(b, 7)]
+        c = harness.add(n_prompt=7, token_budget=99)
+        assert scheduled(harness.step()) == [(a, 1), (b, 1), (c, 7)]
+        d = harness.add(n_prompt=7, token_budget=99)
+        assert scheduled(harness.step()) == [(d, 7)]
+        e = harness.add(n_prompt=8, token_budget=99)
+        assert scheduled(harness.step()) == [(e, 8)]  # enough
+        harness.run()
         assert_done(a, b, c, d, e)
 
     @pytest.mark.parametrize(("n_prompt", "n_fed"), [(16, [16]), (17, [15, 2]), (32, [15, 15, 2])])
     def test_decoding_does_not_wait_for_a_prompt_of_more_than_a_ubatch(
         self, n_prompt: int, n_fed: list[int]
     ) -> None:
-        bench = Bench(n_batch=32, n_ubatch=16, prefill_cutoff=8, padding_token=PADDING)
-        a = bench.add(max_tokens=20)
-        bench.step()
-        b = bench.add(n_prompt=n_prompt, token_budget=99)
-        plans = bench.steps(len(n_fed))
+        harness = SchedulerHarness(n_batch=32, n_ubatch=16, prefill_cutoff=8, padding_token=PADDING)
+        a = harness.add(max_tokens=20)
+        harness.step()
+        b = harness.add(n_prompt=n_prompt, token_budget=99)
+        plans = harness.steps(len(n_fed))
         assert [n for p in plans for r, n in p.scheduled if r is b] == n_fed
         assert [p.n_decode for p in plans] == [1] * (len(n_fed) - 1) + [0]
-        bench.run()
+        harness.run()
         assert_done(a, b)
 
     def test_decoding_waits_for_few_passes_however_short_the_prompts_are(self) -> None:
-        bench = Bench(n_slots=12, n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=PADDING)
-        a = bench.add(max_tokens=40)
-        bench.step()
+        harness = SchedulerHarness(
+            n_slots=12, n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=PADDING
+        )
+        a = harness.add(max_tokens=40)
+        harness.step()
         n_decode = []
         for n_prompt in (6, *[2] * 9):  # one comes with each step
-            bench.add(n_prompt=n_prompt, max_tokens=20, token_budget=99)
-            plan = bench.step()
+            harness.add(n_prompt=n_prompt, max_tokens=20, token_budget=99)
+            plan = harness.step()
             assert plan is not None
             n_decode.append(plan.n_decode)
         assert n_decode == [0, 0, 3, 0, 5, 0, 7, 0, 9, 0]
-        bench.run()
+        harness.run()
         assert_done(a)
 
     def test_a_prompt_that_comes_while_decoding_has_waited_is_not_cut(self) -> None:
-        bench = Bench(n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=PADDING)
-        a = bench.add(max_tokens=20)
-        bench.step()
-        b = bench.add(n_prompt=9, token_budget=99)
-        assert scheduled(bench.step()) == [(b, 9)]
-        c = bench.add(n_prompt=9, token_budget=99)
-        assert [scheduled(plan) for plan in bench.steps(2)] == [[(a, 1), (b, 1)], [(c, 9)]]
-        bench.run()
+        harness = SchedulerHarness(n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=PADDING)
+        a = harness.add(max_tokens=20)
+        harness.step()
+        b = harness.add(n_prompt=9, token_budget=99)
+        assert scheduled(harness.step()) == [(b, 9)]
+        c = harness.add(n_prompt=9, token_budget=99)
+        assert [scheduled(plan) for plan in harness.steps(2)] == [[(a, 1), (b, 1)], [(c, 9)]]
+        harness.run()
         assert_done(a, b, c)
 
     def test_decoding_waits_for_nobody_where_steps_do_not_end_early(self) -> None:
-        bench = Bench(n_batch=32, n_ubatch=16, padding_token=PADDING)
-        a = bench.add(max_tokens=20)
-        bench.step()
-        b = bench.add(n_prompt=7, token_budget=99)
-        assert scheduled(bench.step()) == [(a, 1), (b, 7)]
-        bench.run()
+        harness = SchedulerHarness(n_batch=32, n_ubatch=16, padding_token=PADDING)
+        a = harness.add(max_tokens=20)
+        harness.step()
+        b = harness.add(n_prompt=7, token_budget=99)
+        assert scheduled(harness.step()) == [(a, 1), (b, 7)]
+        harness.run()
         assert_done(a, b)
 
     def test_nobody_waits_for_the_first_token_of_a_whole_completion(self) -> None:
-        bench = Bench(n_slots=6, n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=PADDING)
-        whole = [bench.add(n_prompt=4) for _ in range(3)]
-        stream, behind = bench.add(n_prompt=4, token_budget=99), bench.add(n_prompt=4)
-        assert scheduled(bench.step()) == [*((r, 4) for r in whole), (stream, 4)]
-        late = bench.add(n_prompt=4, token_budget=99)
-        assert scheduled(bench.step()) == [*((r, 1) for r in (*whole, stream)), (behind, 4), (late, 4)]
-        bench.run()
+        harness = SchedulerHarness(
+            n_slots=6, n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=PADDING
+        )
+        whole = [harness.add(n_prompt=4) for _ in range(3)]
+        stream, behind = harness.add(n_prompt=4, token_budget=99), harness.add(n_prompt=4)
+        assert scheduled(harness.step()) == [*((r, 4) for r in whole), (stream, 4)]
+        late = harness.add(n_prompt=4, token_budget=99)
+        assert scheduled(harness.step()) == [*((r, 1) for r in (*whole, stream)), (behind, 4), (late, 4)]
+        harness.run()
         assert_done(*whole, stream, behind, late)
 
     def test_a_prompt_behind_short_steps_is_cut_only_if_it_would_be_anyway(self) -> None:
         for n_prompt, expected in ((40, [0, 2, 2]), (12, [0, 0]), (13, [1, 0])):
-            bench = Bench(n_slots=4, n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=PADDING)
-            a = bench.add(max_tokens=20)
-            bench.step()
-            b, c = bench.add(n_prompt=4, token_budget=99), bench.add(n_prompt=n_prompt, token_budget=99)
-            plans = bench.steps(len(expected))
+            harness = SchedulerHarness(
+                n_slots=4, n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=PADDING
+            )
+            a = harness.add(max_tokens=20)
+            harness.step()
+            b, c = harness.add(n_prompt=4, token_budget=99), harness.add(n_prompt=n_prompt, token_budget=99)
+            plans = harness.steps(len(expected))
             assert [p.n_decode for p in plans] == expected
             assert [n for p in plans for r, n in p.scheduled if r is c and n > 1] == (
                 [12, 14] if n_prompt == 40 else [n_prompt]
             )
-            bench.run()
+            harness.run()
             assert_done(a, b, c)
 
     def test_with_cohorts_each_is_fed_beside_the_prompts(self) -> None:
-        bench = Bench(n_slots=12, n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=PADDING)
-        decoding = [bench.add(max_tokens=50) for _ in range(4)]
-        bench.steps(2)
-        scheduler = bench.scheduler
+        harness = SchedulerHarness(
+            n_slots=12, n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=PADDING
+        )
+        decoding = [harness.add(max_tokens=50) for _ in range(4)]
+        harness.steps(2)
+        scheduler = harness.scheduler
         scheduler.split_decoding(2)
-        prompts = [bench.add(n_prompt=4, token_budget=99) for _ in range(8)]
+        prompts = [harness.add(n_prompt=4, token_budget=99) for _ in range(8)]
         before = [r.n_total for r in decoding]
         in_flight = [scheduler.plan(), scheduler.plan()]
         for _ in range(6):
@@ -533,87 +545,87 @@ class TestSteps:
         assert prompts[0].n_total > 0
 
     def test_prompts_go_on_even_when_decoding_fills_the_ubatch(self) -> None:
-        bench = Bench(n_slots=4, n_batch=4, n_ubatch=3)
-        streams = [bench.add(n_prompt=1, max_tokens=20) for _ in range(3)]
-        bench.step()
-        late = bench.add(n_prompt=4, max_tokens=1)
-        assert scheduled(bench.step()) == [*((s, 1) for s in streams), (late, 1)]
-        bench.run()
+        harness = SchedulerHarness(n_slots=4, n_batch=4, n_ubatch=3)
+        streams = [harness.add(n_prompt=1, max_tokens=20) for _ in range(3)]
+        harness.step()
+        late = harness.add(n_prompt=4, max_tokens=1)
+        assert scheduled(harness.step()) == [*((s, 1) for s in streams), (late, 1)]
+        harness.run()
         assert_done(*streams, late)
 
     def test_a_prompt_of_which_one_token_is_left_counts_as_decoding(self) -> None:
-        bench = Bench(n_batch=4, n_ubatch=4)
-        a = bench.add(n_prompt=5, max_tokens=2)
-        assert scheduled(bench.step()) == [(a, 4)]
-        plan = bench.step()
+        harness = SchedulerHarness(n_batch=4, n_ubatch=4)
+        a = harness.add(n_prompt=5, max_tokens=2)
+        assert scheduled(harness.step()) == [(a, 4)]
+        plan = harness.step()
         assert plan is not None
         assert (plan.scheduled, plan.n_decode, plan.rows) == ([(a, 1)], 1, [0])
-        bench.run()
+        harness.run()
         assert_done(a)
 
     def test_an_older_request_with_new_tokens_goes_before_newer_prompts(self) -> None:
-        bench = Bench(n_batch=16)
-        a = bench.add(max_tokens=1, resumable=True)
-        bench.step()
-        b = bench.add(n_prompt=40)
-        bench.step()
-        bench.scheduler.append(a, [3] * 10)
-        bench.allow(a)
-        assert scheduled(bench.step()) == [(a, 11), (b, 5)]
+        harness = SchedulerHarness(n_batch=16)
+        a = harness.add(max_tokens=1, resumable=True)
+        harness.step()
+        b = harness.add(n_prompt=40)
+        harness.step()
+        harness.scheduler.append(a, [3] * 10)
+        harness.allow(a)
+        assert scheduled(harness.step()) == [(a, 11), (b, 5)]
 
     def test_nothing_to_do_is_no_step(self) -> None:
-        bench = Bench()
-        assert bench.step() is None
-        a = bench.add(token_budget=0)
-        assert bench.step() is None
-        assert bench.scheduler.live() == [a]
+        harness = SchedulerHarness()
+        assert harness.step() is None
+        a = harness.add(token_budget=0)
+        assert harness.step() is None
+        assert harness.scheduler.live() == [a]
 
 
 class TestAgain:
     """Where nobody comes or goes, the same plan is given again."""
 
     def test_from_the_second_decoding_step_on(self) -> None:
-        bench = Bench()
-        a, b = bench.add(max_tokens=6), bench.add(max_tokens=6)
-        assert [bench.steps(1)[0].repeats for _ in range(6)] == [False, False, True, True, True, True]
+        harness = SchedulerHarness()
+        a, b = harness.add(max_tokens=6), harness.add(max_tokens=6)
+        assert [harness.steps(1)[0].repeats for _ in range(6)] == [False, False, True, True, True, True]
         assert_done(a, b)
 
     def test_not_with_a_prompt_beside(self) -> None:
-        bench = Bench(n_ubatch=4)
-        a = bench.add(max_tokens=20)
-        bench.steps(3)
-        b = bench.add(n_prompt=9)
+        harness = SchedulerHarness(n_ubatch=4)
+        a = harness.add(max_tokens=20)
+        harness.steps(3)
+        b = harness.add(n_prompt=9)
         again = []
         while b.n_generated < 3:
-            again.append(bench.steps(1)[0].repeats)
+            again.append(harness.steps(1)[0].repeats)
         assert again == [False, False, False, False, True]
-        bench.run()
+        harness.run()
         assert_done(a, b)
 
     @pytest.mark.parametrize("event", ["an end", "a cancel", "a pause", "a new one"])
     def test_a_plan_is_not_repeated_after_a_change(self, event: str) -> None:
-        bench = Bench()
-        a = bench.add(max_tokens=20)
-        b = bench.add(
+        harness = SchedulerHarness()
+        a = harness.add(max_tokens=20)
+        b = harness.add(
             max_tokens=3 if event == "an end" else 20, token_budget=3 if event == "a pause" else UNLIMITED
         )
-        assert [bench.steps(1)[0].repeats for _ in range(3)] == [False, False, True]
+        assert [harness.steps(1)[0].repeats for _ in range(3)] == [False, False, True]
         if event == "a cancel":
-            bench.scheduler.cancel(b)
+            harness.scheduler.cancel(b)
         if event == "a new one":
-            bench.add(n_prompt=1)
-        assert not bench.steps(1)[0].repeats
-        assert bench.steps(1)[0].repeats
-        bench.allow(b, 99)
-        bench.run()
+            harness.add(n_prompt=1)
+        assert not harness.steps(1)[0].repeats
+        assert harness.steps(1)[0].repeats
+        harness.allow(b, 99)
+        harness.run()
         assert_done(a)
 
     def test_not_of_half_of_them_after_two_micro_batches_became_one(self) -> None:
         """The second half's step returns when there is one micro-batch again: it must not leave out the first half."""
-        bench = Bench()
-        requests = [bench.add(max_tokens=12) for _ in range(4)]
-        bench.steps(2)
-        scheduler = bench.scheduler
+        harness = SchedulerHarness()
+        requests = [harness.add(max_tokens=12) for _ in range(4)]
+        harness.steps(2)
+        scheduler = harness.scheduler
         scheduler.split_decoding(2)
         first, second = scheduler.plan(), scheduler.plan()
         assert first is not None and second is not None
@@ -625,65 +637,65 @@ class TestAgain:
 
     def test_not_after_a_step_that_found_no_cells(self) -> None:
         """Even if only a paused request had to give way."""
-        bench = Bench()
-        a, paused = bench.add(max_tokens=20), bench.add(token_budget=2)
-        bench.steps(5)
-        plan = bench.scheduler.plan()
+        harness = SchedulerHarness()
+        a, paused = harness.add(max_tokens=20), harness.add(token_budget=2)
+        harness.steps(5)
+        plan = harness.scheduler.plan()
         assert plan is not None and plan.repeats
-        assert bench.scheduler.free_cells_after(plan) and paused.slot < 0
-        assert not bench.steps(1)[0].repeats
-        bench.run()
+        assert harness.scheduler.free_cells_after(plan) and paused.slot < 0
+        assert not harness.steps(1)[0].repeats
+        harness.run()
         assert_done(a)
 
 
 class TestEnd:
     @pytest.mark.parametrize("max_tokens", [1, 2, 7])
     def test_max_tokens_ends_a_request(self, max_tokens: int) -> None:
-        bench = Bench()
-        a = bench.add(max_tokens=max_tokens)
-        assert bench.run() == max_tokens
+        harness = SchedulerHarness()
+        a = harness.add(max_tokens=max_tokens)
+        assert harness.run() == max_tokens
         assert (len(generated(a)), a.finish_reason) == (max_tokens, "length")
         assert_done(a)
 
     @pytest.mark.parametrize("n_prompt", [1, 10, 15])
     def test_the_end_of_the_context(self, n_prompt: int) -> None:
-        bench = Bench(n_ctx=16)
-        a = bench.add(n_prompt=n_prompt, max_tokens=None)
-        bench.run()
+        harness = SchedulerHarness(n_ctx=16)
+        a = harness.add(n_prompt=n_prompt, max_tokens=None)
+        harness.run()
         assert (len(a.tokens), a.finish_reason) == (16, "length")
         assert_done(a, n_ctx=16)
 
     def test_stop_tokens_end_it_and_are_not_part_of_it(self) -> None:
-        bench = Bench()
+        harness = SchedulerHarness()
         whole, _ = continuation(prompt_of(4), 5)
-        a = bench.add(stop_tokens=frozenset([whole[3], N_VOCAB + 5]))
-        assert bench.run() == 4
+        a = harness.add(stop_tokens=frozenset([whole[3], N_VOCAB + 5]))
+        assert harness.run() == 4
         assert (generated(a), a.finish_reason) == (whole[:3], "stop")
         assert_done(a)
 
     def test_a_stop_token_at_once(self) -> None:
-        bench = Bench()
+        harness = SchedulerHarness()
         whole, _ = continuation(prompt_of(4), 1)
-        a = bench.add(stop_tokens=frozenset(whole))
-        bench.run()
+        a = harness.add(stop_tokens=frozenset(whole))
+        harness.run()
         assert (generated(a), a.finish_reason, a.slot) == ([], "stop", -1)
 
     def test_a_row_without_a_finite_logit_fails_its_own_request(self) -> None:
-        bench = Bench()
-        a, b = bench.add(), bench.add()
-        bench.context.broken = [generated_next(a)]
-        bench.run()
+        harness = SchedulerHarness()
+        a, b = harness.add(), harness.add()
+        harness.context.broken = [generated_next(a)]
+        harness.run()
         assert isinstance(a.error, DecodeError)
         assert (a.state, a.finish_reason, len(generated(a))) == (State.FINISHED, "cancelled", 1)
         assert_done(b)
 
     def test_a_finished_request_stays_as_it_is(self) -> None:
-        bench = Bench()
-        a = bench.add(max_tokens=1)
-        bench.run()
-        bench.scheduler.cancel(a)
-        bench.scheduler.fail(a, DecodeError("late"))
-        bench.scheduler.resume(a)
+        harness = SchedulerHarness()
+        a = harness.add(max_tokens=1)
+        harness.run()
+        harness.scheduler.cancel(a)
+        harness.scheduler.fail(a, DecodeError("late"))
+        harness.scheduler.resume(a)
         assert (a.finish_reason, a.error) == ("length", None)
 
     def test_states_change_only_as_allowed(self) -> None:
@@ -701,140 +713,140 @@ def generated_next(request: Request) -> int:
 
 
 class TestCancel:
-    def cancelled(self, bench: Bench, request: Request, other: Request) -> None:
+    def cancelled(self, harness: SchedulerHarness, request: Request, other: Request) -> None:
         """`request` is cancelled; it is out at once, its cells are free, and `other` goes on as if alone."""
-        bench.scheduler.cancel(request)
+        harness.scheduler.cancel(request)
         assert (request.state, request.finish_reason) == (State.FINISHED, "cancelled")
         assert (request.slot, request.error) == (-1, None)
-        assert request not in bench.scheduler.live()
-        bench.scheduler.check_integrity()
-        bench.run()
+        assert request not in harness.scheduler.live()
+        harness.scheduler.check_integrity()
+        harness.run()
         assert_done(other)
-        assert bench.context.n_used == 0
+        assert harness.context.n_used == 0
 
     def test_in_the_queue(self) -> None:
-        bench = Bench(n_slots=1)
-        other, request = bench.add(), bench.add()
-        bench.step()
-        self.cancelled(bench, request, other)
+        harness = SchedulerHarness(n_slots=1)
+        other, request = harness.add(), harness.add()
+        harness.step()
+        self.cancelled(harness, request, other)
 
     def test_before_anything_happened(self) -> None:
-        bench = Bench()
-        request, other = bench.add(), bench.add()
-        self.cancelled(bench, request, other)
+        harness = SchedulerHarness()
+        request, other = harness.add(), harness.add()
+        self.cancelled(harness, request, other)
 
     def test_in_its_prompt(self) -> None:
-        bench = Bench(n_batch=8)
-        other, request = bench.add(), bench.add(n_prompt=30)
-        bench.step()
+        harness = SchedulerHarness(n_batch=8)
+        other, request = harness.add(), harness.add(n_prompt=30)
+        harness.step()
         assert 0 < request.n_past < 30
-        self.cancelled(bench, request, other)
+        self.cancelled(harness, request, other)
 
     def test_while_it_decodes(self) -> None:
-        bench = Bench()
-        request, other = bench.add(), bench.add()
-        bench.steps(2)
-        self.cancelled(bench, request, other)
+        harness = SchedulerHarness()
+        request, other = harness.add(), harness.add()
+        harness.steps(2)
+        self.cancelled(harness, request, other)
 
     def test_a_paused_request_is_cancelled(self) -> None:
-        bench = Bench()
-        request, other = bench.add(token_budget=2), bench.add()
-        bench.steps(3)
+        harness = SchedulerHarness()
+        request, other = harness.add(token_budget=2), harness.add()
+        harness.steps(3)
         assert request.state is State.PAUSED
-        self.cancelled(bench, request, other)
+        self.cancelled(harness, request, other)
 
     def test_preempted_and_parked(self) -> None:
-        bench = Bench(n_slots=1)
-        request, other = bench.add(token_budget=2), bench.add()
-        bench.steps(3)
+        harness = SchedulerHarness(n_slots=1)
+        request, other = harness.add(token_budget=2), harness.add()
+        harness.steps(3)
         assert (request.state, other.state) == (State.WAITING, State.RUNNING)
-        self.cancelled(bench, request, other)
+        self.cancelled(harness, request, other)
 
     def test_preempted_and_ready(self) -> None:
-        bench = Bench()
-        other, request = bench.add(), bench.add()
-        bench.steps(2)
-        bench.scheduler.preempt(request)
-        assert bench.scheduler.n_queued == 1
-        self.cancelled(bench, request, other)
+        harness = SchedulerHarness()
+        other, request = harness.add(), harness.add()
+        harness.steps(2)
+        harness.scheduler.preempt(request)
+        assert harness.scheduler.n_queued == 1
+        self.cancelled(harness, request, other)
 
     def test_before_its_first_leave(self) -> None:
-        bench = Bench()
-        request, other = bench.add(token_budget=0, resumable=True), bench.add()
-        self.cancelled(bench, request, other)
+        harness = SchedulerHarness()
+        request, other = harness.add(token_budget=0, resumable=True), harness.add()
+        self.cancelled(harness, request, other)
 
 
 class TestPause:
     def test_a_request_pauses_at_its_limit_and_goes_on_where_it_was(self) -> None:
-        bench = Bench()
-        a = bench.add(max_tokens=6, token_budget=2)
-        assert bench.run() == 2
+        harness = SchedulerHarness()
+        a = harness.add(max_tokens=6, token_budget=2)
+        assert harness.run() == 2
         assert (a.state, a.slot, len(generated(a))) == (State.PAUSED, 0, 2)
-        assert (bench.scheduler.n_active, bench.scheduler.all_ready) == (1, False)
-        bench.scheduler.resume(a)  # without more leave, nothing happens
-        assert bench.step() is None
-        bench.allow(a, 3)
-        assert bench.run() == 3
-        bench.allow(a, 100)
-        assert bench.run() == 1
+        assert (harness.scheduler.n_active, harness.scheduler.all_ready) == (1, False)
+        harness.scheduler.resume(a)  # without more leave, nothing happens
+        assert harness.step() is None
+        harness.allow(a, 3)
+        assert harness.run() == 3
+        harness.allow(a, 100)
+        assert harness.run() == 1
         assert_done(a)
 
     def test_others_go_on_meanwhile(self) -> None:
-        bench = Bench()
-        a, b = bench.add(token_budget=1), bench.add()
-        bench.run()
+        harness = SchedulerHarness()
+        a, b = harness.add(token_budget=1), harness.add()
+        harness.run()
         assert a.state is State.PAUSED
         assert_done(b)
 
     def test_without_leave_nothing_is_computed(self) -> None:
-        bench = Bench()
-        a = bench.add(token_budget=0)
-        assert (bench.step(), a.state) == (None, State.WAITING)
-        assert (len(bench.scheduler.live()), bench.scheduler.n_queued, bench.scheduler.all_ready) == (
+        harness = SchedulerHarness()
+        a = harness.add(token_budget=0)
+        assert (harness.step(), a.state) == (None, State.WAITING)
+        assert (len(harness.scheduler.live()), harness.scheduler.n_queued, harness.scheduler.all_ready) == (
             1,
             0,
             False,
         )
-        bench.allow(a, 9)
-        bench.run()
+        harness.allow(a, 9)
+        harness.run()
         assert_done(a)
 
     def test_the_end_comes_before_the_pause(self) -> None:
-        bench = Bench()
-        a = bench.add(max_tokens=2, token_budget=2)
-        bench.run()
+        harness = SchedulerHarness()
+        a = harness.add(max_tokens=2, token_budget=2)
+        harness.run()
         assert_done(a)
 
 
 class TestPreemption:
     def test_a_paused_request_gives_its_slot_to_one_that_waits(self) -> None:
-        bench = Bench(n_slots=1)
-        a, b = bench.add(token_budget=2), bench.add()
-        bench.steps(2)
+        harness = SchedulerHarness(n_slots=1)
+        a, b = harness.add(token_budget=2), harness.add()
+        harness.steps(2)
         assert a.state is State.PAUSED
-        bench.step()
+        harness.step()
         assert (a.state, a.slot, a.n_past, b.slot) == (State.WAITING, -1, 0, 0)
-        assert (bench.scheduler.n_preempted, bench.scheduler.n_queued) == (1, 0)
-        bench.run()
+        assert (harness.scheduler.n_preempted, harness.scheduler.n_queued) == (1, 0)
+        harness.run()
         assert_done(b)
         assert len(generated(a)) == 2  # what it had generated is kept
-        bench.allow(a, 9)
-        bench.run()
+        harness.allow(a, 9)
+        harness.run()
         assert_done(a)
 
     def test_the_one_paused_longest_goes_first(self) -> None:
-        bench = Bench(n_slots=2)
-        a, b = bench.add(token_budget=2), bench.add(token_budget=1)
-        bench.run()
-        c = bench.add()
-        bench.step()
+        harness = SchedulerHarness(n_slots=2)
+        a, b = harness.add(token_budget=2), harness.add(token_budget=1)
+        harness.run()
+        c = harness.add()
+        harness.step()
         assert (b.state, a.state, c.slot) == (State.WAITING, State.PAUSED, 1)
 
     def test_nobody_waits_for_slots_that_running_requests_have(self) -> None:
-        bench = Bench(n_slots=1)
-        a, b = bench.add(), bench.add()
-        bench.steps(3)
-        assert (a.slot, b.slot, bench.scheduler.n_preempted) == (0, -1, 0)
+        harness = SchedulerHarness(n_slots=1)
+        a, b = harness.add(), harness.add()
+        harness.steps(3)
+        assert (a.slot, b.slot, harness.scheduler.n_preempted) == (0, -1, 0)
 
     def test_a_slot_is_lent_only_to_those_who_could_use_it(self) -> None:
         scheduler = Scheduler(cache_of(3, enabled=True), 512, 3 * 512, 8, 8, None)
@@ -858,385 +870,385 @@ class TestPreemption:
         assert late.slot == -1
 
     def test_a_preempted_request_comes_before_new_ones(self) -> None:
-        bench = Bench(n_slots=1)
-        a, b = bench.add(token_budget=1), bench.add(max_tokens=2)
-        bench.steps(2)
-        c = bench.add()
-        bench.allow(a, 9)
-        assert bench.scheduler.n_queued == 2
-        bench.steps(2)
+        harness = SchedulerHarness(n_slots=1)
+        a, b = harness.add(token_budget=1), harness.add(max_tokens=2)
+        harness.steps(2)
+        c = harness.add()
+        harness.allow(a, 9)
+        assert harness.scheduler.n_queued == 2
+        harness.steps(2)
         assert (b.state, a.slot, c.slot) == (State.FINISHED, 0, -1)
-        bench.run()
+        harness.run()
         assert_done(a, b, c)
 
     def test_preempted_requests_go_on_in_order_of_arrival(self) -> None:
-        bench = Bench(n_slots=1)
-        a, b, c = (bench.add(token_budget=1) for _ in range(3))
-        bench.run()
-        bench.add(max_tokens=1)  # takes the slot that c pauses in
-        bench.run()
+        harness = SchedulerHarness(n_slots=1)
+        a, b, c = (harness.add(token_budget=1) for _ in range(3))
+        harness.run()
+        harness.add(max_tokens=1)  # takes the slot that c pauses in
+        harness.run()
         for request in (c, b, a):
-            bench.allow(request, 9)
+            harness.allow(request, 9)
         finished = []
-        while bench.step() is not None:
+        while harness.step() is not None:
             finished += [r for r in (a, b, c) if r.state is State.FINISHED and r not in finished]
         assert finished == [a, b, c]
         assert_done(a, b, c)
 
     def test_a_slow_reader_does_not_keep_others_waiting(self) -> None:
         """Its reader takes a token now and then, never enough to be worth going on for."""
-        bench = Bench(n_slots=1)
-        a = bench.add(n_prompt=20, max_tokens=30, token_budget=4)
-        bench.run()
+        harness = SchedulerHarness(n_slots=1)
+        a = harness.add(n_prompt=20, max_tokens=30, token_budget=4)
+        harness.run()
         a.token_budget += 1
-        b = bench.add(max_tokens=3)
-        bench.step()
+        b = harness.add(max_tokens=3)
+        harness.step()
         assert (a.state, b.slot) == (State.WAITING, 0)
-        bench.run()
+        harness.run()
         assert_done(b)
         assert len(generated(a)) == 4
 
     def test_when_cells_run_out_the_newest_gives_way(self) -> None:
-        bench = Bench(n_slots=3, n_ctx=32, n_cells=40, n_ubatch=32)
-        a, b, c = (bench.add(n_prompt=8, max_tokens=20) for _ in range(3))
-        bench.steps(6)
+        harness = SchedulerHarness(n_slots=3, n_ctx=32, n_cells=40, n_ubatch=32)
+        a, b, c = (harness.add(n_prompt=8, max_tokens=20) for _ in range(3))
+        harness.steps(6)
         assert [r.state for r in (a, b, c)] == [State.RUNNING] * 3
         assert sum(len(r.tokens) for r in (a, b, c)) == 42  # all but three in cells, 39 of them
-        bench.step()
+        harness.step()
         assert [r.state for r in (a, b, c)] == [State.RUNNING, State.RUNNING, State.WAITING]
-        bench.run()
-        assert bench.scheduler.n_preempted >= 2
-        assert bench.n_full == 0  # it is known before it happens
+        harness.run()
+        assert harness.scheduler.n_preempted >= 2
+        assert harness.n_full == 0  # it is known before it happens
         assert_done(a, b, c, n_ctx=32)
 
     def test_paused_requests_give_their_cells_up_before_running_ones(self) -> None:
-        bench = Bench(n_slots=3, n_ctx=32, n_cells=40, n_ubatch=32)
-        a = bench.add(n_prompt=12, token_budget=1)
-        b, c = (bench.add(n_prompt=10, max_tokens=12) for _ in range(2))
-        bench.steps(6)
+        harness = SchedulerHarness(n_slots=3, n_ctx=32, n_cells=40, n_ubatch=32)
+        a = harness.add(n_prompt=12, token_budget=1)
+        b, c = (harness.add(n_prompt=10, max_tokens=12) for _ in range(2))
+        harness.steps(6)
         assert [r.state for r in (a, b, c)] == [State.WAITING, State.RUNNING, State.RUNNING]
-        bench.run()
+        harness.run()
         assert_done(b, c, n_ctx=32)
 
     def test_a_prompt_waits_until_its_cells_are_free(self) -> None:
-        bench = Bench(n_slots=3, n_ctx=32, n_cells=40)
-        a = bench.add(n_prompt=20, max_tokens=5)
-        b = bench.add(n_prompt=25, max_tokens=5)
-        bench.steps(5)
+        harness = SchedulerHarness(n_slots=3, n_ctx=32, n_cells=40)
+        a = harness.add(n_prompt=20, max_tokens=5)
+        b = harness.add(n_prompt=25, max_tokens=5)
+        harness.steps(5)
         assert (a.state, b.slot) == (State.FINISHED, -1)
-        bench.run()
+        harness.run()
         assert_done(a, b, n_ctx=32)
-        assert bench.scheduler.n_preempted == 0
+        assert harness.scheduler.n_preempted == 0
 
     def test_a_prompt_takes_the_cells_of_paused_requests(self) -> None:
-        bench = Bench(n_slots=3, n_ctx=32, n_cells=40)
-        a = bench.add(n_prompt=20, token_budget=1)
-        bench.run()
-        b = bench.add(n_prompt=25)
-        bench.step()
+        harness = SchedulerHarness(n_slots=3, n_ctx=32, n_cells=40)
+        a = harness.add(n_prompt=20, token_budget=1)
+        harness.run()
+        b = harness.add(n_prompt=25)
+        harness.step()
         assert (a.state, b.slot) == (State.WAITING, 0)
-        bench.run()
+        harness.run()
         assert_done(b, n_ctx=32)
 
     def test_one_alone_always_has_enough(self) -> None:
-        bench = Bench(n_slots=3, n_ctx=32, n_cells=32)
-        requests = [bench.add(n_prompt=n, max_tokens=None) for n in (31, 1, 16)]
-        bench.run()
+        harness = SchedulerHarness(n_slots=3, n_ctx=32, n_cells=32)
+        requests = [harness.add(n_prompt=n, max_tokens=None) for n in (31, 1, 16)]
+        harness.run()
         assert_done(*requests, n_ctx=32)
 
     def test_relief_takes_the_newest_and_leaves_the_last(self) -> None:
-        bench = Bench()
-        a, b = bench.add(), bench.add()
-        plan = bench.step()
+        harness = SchedulerHarness()
+        a, b = harness.add(), harness.add()
+        plan = harness.step()
         assert plan is not None
-        assert bench.scheduler.free_cells_after(plan) and b.slot < 0
-        assert not bench.scheduler.free_cells_after(plan)
-        bench.run()
+        assert harness.scheduler.free_cells_after(plan) and b.slot < 0
+        assert not harness.scheduler.free_cells_after(plan)
+        harness.run()
         assert_done(a, b)
 
     def test_a_prompt_may_take_the_last_cell(self) -> None:
-        bench = Bench(n_slots=2, n_ctx=32, n_cells=40, n_batch=64, n_ubatch=64)
-        a, b = bench.add(n_prompt=20), bench.add(n_prompt=20)
-        assert scheduled(bench.step()) == [(a, 20), (b, 20)]
-        assert scheduled(bench.step()) == [(a, 1)]  # there is none left for the newer one
-        bench.run()
+        harness = SchedulerHarness(n_slots=2, n_ctx=32, n_cells=40, n_batch=64, n_ubatch=64)
+        a, b = harness.add(n_prompt=20), harness.add(n_prompt=20)
+        assert scheduled(harness.step()) == [(a, 20), (b, 20)]
+        assert scheduled(harness.step()) == [(a, 1)]  # there is none left for the newer one
+        harness.run()
         assert_done(a, b, n_ctx=32)
 
     def test_after_relief_by_a_paused_one_others_may_come(self) -> None:
-        bench = Bench(n_slots=3)
-        a, b = bench.add(token_budget=1), bench.add(max_tokens=20)
-        bench.step()
-        bench.context.failures[bench.context.n_launches] = ContextFullError("injected")
-        bench.step()
+        harness = SchedulerHarness(n_slots=3)
+        a, b = harness.add(token_budget=1), harness.add(max_tokens=20)
+        harness.step()
+        harness.context.failures[harness.context.n_launches] = ContextFullError("injected")
+        harness.step()
         assert (a.state, b.state) == (State.WAITING, State.RUNNING)
-        c = bench.add()
-        assert scheduled(bench.step()) == [(b, 1), (c, 4)]
-        bench.run()
+        c = harness.add()
+        assert scheduled(harness.step()) == [(b, 1), (c, 4)]
+        harness.run()
         assert_done(b, c)
 
     def test_after_relief_by_a_running_one_somebody_must_leave_first(self) -> None:
-        bench = Bench(n_slots=3)
-        a, b = bench.add(), bench.add()
-        bench.context.failures[1] = ContextFullError("injected")
-        bench.steps(2)
-        c = bench.add()
+        harness = SchedulerHarness(n_slots=3)
+        a, b = harness.add(), harness.add()
+        harness.context.failures[1] = ContextFullError("injected")
+        harness.steps(2)
+        c = harness.add()
         for _ in range(4):
-            assert scheduled(bench.step()) == [(a, 1)]
-        assert scheduled(bench.step()) == [(b, 5), (c, 4)]
-        bench.run()
+            assert scheduled(harness.step()) == [(a, 1)]
+        assert scheduled(harness.step()) == [(b, 5), (c, 4)]
+        harness.run()
         assert_done(a, b, c)
 
     def test_fewer_cells_than_promised_still_serve_everyone(self) -> None:
         """Some memories (sliding windows) run out earlier than their size says; nothing may turn in circles then."""
-        bench = Bench(n_slots=4, n_ctx=32)
-        bench.context.n_cells = 40
-        requests = [bench.add(n_prompt=12, max_tokens=10) for _ in range(6)]
-        n_steps = bench.run()
+        harness = SchedulerHarness(n_slots=4, n_ctx=32)
+        harness.context.n_cells = 40
+        requests = [harness.add(n_prompt=12, max_tokens=10) for _ in range(6)]
+        n_steps = harness.run()
         assert_done(*requests, n_ctx=32)
         assert n_steps < 120
 
     def test_one_request_that_finds_no_cells_fails(self) -> None:
-        bench = Bench(n_slots=2, n_ctx=32)
-        bench.context.n_cells = 10
-        a, b = bench.add(n_prompt=12), bench.add(n_prompt=4)
-        bench.run()
+        harness = SchedulerHarness(n_slots=2, n_ctx=32)
+        harness.context.n_cells = 10
+        a, b = harness.add(n_prompt=12), harness.add(n_prompt=4)
+        harness.run()
         assert isinstance(a.error, ContextFullError)
         assert_done(b, n_ctx=32)
 
 
 class TestKept:
     def test_it_keeps_its_slot_at_the_end_and_goes_on_after_more_tokens(self) -> None:
-        bench = Bench()
-        a = bench.add(max_tokens=2, resumable=True)
-        bench.run()
+        harness = SchedulerHarness()
+        a = harness.add(max_tokens=2, resumable=True)
+        harness.run()
         assert (a.state, a.finish_reason, a.slot) == (State.PAUSED, "length", 0)
         first = list(a.tokens)
         assert first == prompt_of(4) + continuation(prompt_of(4), 2)[0]
-        bench.scheduler.append(a, [7, 8, 9])
+        harness.scheduler.append(a, [7, 8, 9])
         assert (a.finish_reason, a.n_generated) == (None, 0)
-        bench.allow(a, 9)
-        plan = bench.step()
+        harness.allow(a, 9)
+        plan = harness.step()
         assert plan is not None
         assert (plan.tokens, plan.positions) == ([first[-1], 7, 8, 9], [5, 6, 7, 8])  # nothing twice
-        bench.run()
+        harness.run()
         assert a.tokens == [*first, 7, 8, 9, *continuation([*first, 7, 8, 9], 2)[0]]
         assert a.finish_reason == "length"
 
     def test_trim_continues_from_the_last_kept_token(self) -> None:
-        bench = Bench()
-        a = bench.add(n_prompt=6, max_tokens=3, resumable=True)
-        bench.run()
-        bench.scheduler.trim(a, 4)
-        assert bench.step() is None  # not before it is allowed to
-        bench.allow(a, 9)
-        plan = bench.step()
+        harness = SchedulerHarness()
+        a = harness.add(n_prompt=6, max_tokens=3, resumable=True)
+        harness.run()
+        harness.scheduler.trim(a, 4)
+        assert harness.step() is None  # not before it is allowed to
+        harness.allow(a, 9)
+        plan = harness.step()
         assert plan is not None
         assert (plan.tokens, plan.positions) == (prompt_of(6)[3:4], [3])
-        bench.run()
+        harness.run()
         assert a.tokens == prompt_of(6)[:4] + continuation(prompt_of(6)[:4], 3)[0]
 
     def test_trim_after_a_stop_token(self) -> None:
-        bench = Bench()
+        harness = SchedulerHarness()
         whole, _ = continuation(prompt_of(4), 5)
-        a = bench.add(resumable=True, stop_tokens=frozenset([whole[2]]))
-        bench.run()
+        a = harness.add(resumable=True, stop_tokens=frozenset([whole[2]]))
+        harness.run()
         assert (a.finish_reason, a.n_past, len(a.tokens)) == ("stop", 6, 6)
-        bench.scheduler.trim(a, 6)  # nothing less: the last token is computed again
+        harness.scheduler.trim(a, 6)  # nothing less: the last token is computed again
         a.stop_tokens = frozenset()
-        bench.allow(a, 1)
-        assert bench.run() == 1
+        harness.allow(a, 1)
+        assert harness.run() == 1
         assert a.tokens == prompt_of(4) + whole[:3]
 
     def test_a_stopped_one_does_not_go_on_unchanged(self) -> None:
-        bench = Bench()
-        a = bench.add(max_tokens=1, resumable=True)
-        bench.run()
-        bench.allow(a, 5)
-        assert bench.step() is None
+        harness = SchedulerHarness()
+        a = harness.add(max_tokens=1, resumable=True)
+        harness.run()
+        harness.allow(a, 5)
+        assert harness.step() is None
 
     @pytest.mark.parametrize("recurrent", [False, True])
     def test_trim_then_append(self, recurrent: bool) -> None:
-        bench = Bench(recurrent=recurrent)
-        a = bench.add(n_prompt=6, max_tokens=3, resumable=True)
-        bench.run()
-        bench.scheduler.trim(a, 3)
-        bench.scheduler.append(a, [50, 51])
-        bench.allow(a, 9)
-        bench.run()
+        harness = SchedulerHarness(recurrent=recurrent)
+        a = harness.add(n_prompt=6, max_tokens=3, resumable=True)
+        harness.run()
+        harness.scheduler.trim(a, 3)
+        harness.scheduler.append(a, [50, 51])
+        harness.allow(a, 9)
+        harness.run()
         base = [*prompt_of(6)[:3], 50, 51]
         assert a.tokens == base + continuation(base, 3)[0]
 
     def test_changes_while_it_has_no_slot(self) -> None:
-        bench = Bench(n_slots=1)
-        a, b = bench.add(n_prompt=6, max_tokens=3, resumable=True), bench.add()
-        bench.run()
+        harness = SchedulerHarness(n_slots=1)
+        a, b = harness.add(n_prompt=6, max_tokens=3, resumable=True), harness.add()
+        harness.run()
         assert_done(b)
         assert (a.state, a.finish_reason) == (State.WAITING, "length")
-        bench.scheduler.trim(a, 5)
-        bench.scheduler.append(a, [50])
-        bench.allow(a, 9)
-        bench.run()
+        harness.scheduler.trim(a, 5)
+        harness.scheduler.append(a, [50])
+        harness.allow(a, 9)
+        harness.run()
         base = [*prompt_of(6)[:5], 50]
         assert a.tokens == base + continuation(base, 3)[0]
 
     def test_changes_before_the_first_step(self) -> None:
-        bench = Bench()
-        a = bench.add(n_prompt=6, max_tokens=3, resumable=True, token_budget=0)
-        bench.scheduler.append(a, [50])
-        bench.scheduler.trim(a, 2)
-        bench.allow(a, 9)
-        bench.run()
+        harness = SchedulerHarness()
+        a = harness.add(n_prompt=6, max_tokens=3, resumable=True, token_budget=0)
+        harness.scheduler.append(a, [50])
+        harness.scheduler.trim(a, 2)
+        harness.allow(a, 9)
+        harness.run()
         assert a.tokens == prompt_of(6)[:2] + continuation(prompt_of(6)[:2], 3)[0]
 
     def test_losing_its_slot_after_a_change_computes_nothing_ahead(self) -> None:
         """It had leave for a token when it stopped; that leave is gone with its end."""
-        bench = Bench(n_slots=1)
+        harness = SchedulerHarness(n_slots=1)
         whole, _ = continuation(prompt_of(4), 5)
-        a = bench.add(resumable=True, stop_tokens=frozenset([whole[1]]), token_budget=0)
+        a = harness.add(resumable=True, stop_tokens=frozenset([whole[1]]), token_budget=0)
         for _ in range(2):
-            bench.allow(a)
-            bench.run()
+            harness.allow(a)
+            harness.run()
         assert a.finish_reason == "stop"
-        bench.scheduler.trim(a, 3)
-        b = bench.add()
-        bench.run()
+        harness.scheduler.trim(a, 3)
+        b = harness.add()
+        harness.run()
         assert_done(b)
         assert (len(a.tokens), a.state) == (3, State.WAITING)
 
     def test_cancelled_it_gives_everything_up(self) -> None:
-        bench = Bench()
-        a = bench.add(max_tokens=1, resumable=True)
-        bench.run()
-        bench.scheduler.cancel(a)
-        assert (a.state, a.finish_reason, len(bench.scheduler.live())) == (State.FINISHED, "cancelled", 0)
-        bench.step()
-        assert bench.context.n_used == 0
+        harness = SchedulerHarness()
+        a = harness.add(max_tokens=1, resumable=True)
+        harness.run()
+        harness.scheduler.cancel(a)
+        assert (a.state, a.finish_reason, len(harness.scheduler.live())) == (State.FINISHED, "cancelled", 0)
+        harness.step()
+        assert harness.context.n_used == 0
 
 
 class TestFillers:
-    def bench(self, n_slots: int = 4, **options: Any) -> Bench:
-        return Bench(n_slots, padding_token=PADDING, **options)
+    def harness(self, n_slots: int = 4, **options: Any) -> SchedulerHarness:
+        return SchedulerHarness(n_slots, padding_token=PADDING, **options)
 
     def test_a_gap_is_filled_and_the_filler_forgotten(self) -> None:
-        bench = self.bench()
-        a, b, c = bench.add(), bench.add(max_tokens=1), bench.add()
-        bench.step()
-        plan = bench.step()
+        harness = self.harness()
+        a, b, c = harness.add(), harness.add(max_tokens=1), harness.add()
+        harness.step()
+        plan = harness.step()
         assert plan is not None
         assert b.state is State.FINISHED
         assert (plan.tokens[1], plan.seq_ids, plan.positions) == (PADDING, [0, 1, 2], [4, 0, 4])
         assert (plan.outputs, plan.rows, plan.requests) == ([1, 0, 1], [0, 2], [a, c])
         assert (plan.scheduled, plan.n_decode, plan.padding) == ([(a, 1), (c, 1)], 2, [(1, 0)])
-        bench.run()
+        harness.run()
         assert_done(a, c)
 
     def test_there_is_none_without_a_gap(self) -> None:
-        bench = self.bench()
-        requests = [bench.add(max_tokens=n) for n in (5, 5, 1)]
+        harness = self.harness()
+        requests = [harness.add(max_tokens=n) for n in (5, 5, 1)]
         plans = []
-        while (plan := bench.step()) is not None:
+        while (plan := harness.step()) is not None:
             plans.append(plan)
         assert [p.padding for p in plans] == [[]] * 5
         assert_done(*requests)
 
     def test_a_paused_sequence_in_the_gap_gets_it_behind_its_own(self) -> None:
-        bench = self.bench()
-        a, b, c = bench.add(), bench.add(max_tokens=4, token_budget=2), bench.add()
-        bench.steps(2)
-        plan = bench.step()
+        harness = self.harness()
+        a, b, c = harness.add(), harness.add(max_tokens=4, token_budget=2), harness.add()
+        harness.steps(2)
+        plan = harness.step()
         assert plan is not None
         assert b.state is State.PAUSED
         assert plan.padding == [(1, b.n_past)] == [(1, 5)]
-        bench.allow(b, 9)
-        bench.run()
+        harness.allow(b, 9)
+        harness.run()
         assert_done(a, b, c)
 
     def test_a_paused_sequence_at_the_end_of_its_context_still_has_a_cell_for_it(self) -> None:
-        bench = self.bench(n_ctx=8)
-        a = bench.add(n_prompt=2, max_tokens=6)
-        b = bench.add(n_prompt=7, max_tokens=9, resumable=True)
-        c = bench.add(n_prompt=2, max_tokens=6)
-        bench.step()
+        harness = self.harness(n_ctx=8)
+        a = harness.add(n_prompt=2, max_tokens=6)
+        b = harness.add(n_prompt=7, max_tokens=9, resumable=True)
+        c = harness.add(n_prompt=2, max_tokens=6)
+        harness.step()
         assert (b.finish_reason, len(b.tokens)) == ("length", 8)
-        plan = bench.step()
+        plan = harness.step()
         assert plan is not None
         assert plan.padding == [(1, 7)]
-        bench.run()
+        harness.run()
         assert_done(a, c, n_ctx=8)
 
     def test_a_prefilling_sequence_in_the_gap_has_tokens_of_its_own(self) -> None:
-        bench = self.bench(n_slots=5, n_batch=16, n_ubatch=6)
-        requests = [bench.add(n_prompt=1, max_tokens=n) for n in (9, 1, 1, 9)]
-        bench.step()
-        b = bench.add(n_prompt=20, max_tokens=2)
-        plan = bench.step()
+        harness = self.harness(n_slots=5, n_batch=16, n_ubatch=6)
+        requests = [harness.add(n_prompt=1, max_tokens=n) for n in (9, 1, 1, 9)]
+        harness.step()
+        b = harness.add(n_prompt=20, max_tokens=2)
+        plan = harness.step()
         assert plan is not None
         assert b.slot == 1
         assert plan.scheduled == [(requests[0], 1), (requests[3], 1), (b, 3)]
         assert (plan.seq_ids, plan.padding) == ([0, 2, 3, 1, 1, 1], [(2, 0)])
         assert (plan.rows, plan.outputs) == ([0, 2], [1, 0, 1, 0, 0, 0])
-        bench.run()
+        harness.run()
         assert_done(*requests, b)
 
     def test_the_row_of_a_finishing_prompt_follows_those_of_filled_decoding(self) -> None:
-        bench = self.bench(n_batch=12, n_ubatch=8)
-        a, b, c = bench.add(n_prompt=2), bench.add(n_prompt=2, max_tokens=2), bench.add(n_prompt=2)
-        bench.step()
-        d = bench.add(n_prompt=9)
-        assert scheduled(bench.step()) == [(a, 1), (b, 1), (c, 1), (d, 5)]
-        plan = bench.step()
+        harness = self.harness(n_batch=12, n_ubatch=8)
+        a, b, c = harness.add(n_prompt=2), harness.add(n_prompt=2, max_tokens=2), harness.add(n_prompt=2)
+        harness.step()
+        d = harness.add(n_prompt=9)
+        assert scheduled(harness.step()) == [(a, 1), (b, 1), (c, 1), (d, 5)]
+        plan = harness.step()
         assert plan is not None
         assert plan.scheduled == [(a, 1), (c, 1), (d, 4)]
         assert (plan.padding, plan.rows, plan.requests) == ([(1, 0)], [0, 2, 6], [a, c, d])
-        bench.run()
+        harness.run()
         assert_done(a, b, c, d)
 
     def test_never_more_fillers_than_requests(self) -> None:
-        bench = self.bench(n_slots=8, n_ubatch=32)
+        harness = self.harness(n_slots=8, n_ubatch=32)
         keep = (0, 7)
-        requests = [bench.add(max_tokens=9 if i in keep else 1) for i in range(8)]
-        bench.step()
-        plan = bench.step()
+        requests = [harness.add(max_tokens=9 if i in keep else 1) for i in range(8)]
+        harness.step()
+        plan = harness.step()
         assert plan is not None
         assert (plan.seq_ids, plan.padding) == ([0, 7], [])  # six gaps for two requests: not worth it
-        bench.run()
+        harness.run()
         assert_done(*requests)
 
     def test_as_many_fillers_as_requests(self) -> None:
-        bench = self.bench()
-        a, _, _, d = (bench.add(max_tokens=n) for n in (5, 1, 1, 5))
-        bench.step()
-        plan = bench.step()
+        harness = self.harness()
+        a, _, _, d = (harness.add(max_tokens=n) for n in (5, 1, 1, 5))
+        harness.step()
+        plan = harness.step()
         assert plan is not None
         assert plan.seq_ids == [0, 1, 2, 3]
         assert plan.padding == [(1, 0), (2, 0)]
-        bench.run()
+        harness.run()
         assert_done(a, d)
 
     def test_a_request_takes_over_a_filled_slot(self) -> None:
-        bench = self.bench()
-        a, b, c = bench.add(max_tokens=9), bench.add(max_tokens=1), bench.add(max_tokens=9)
-        bench.steps(2)
-        d = bench.add()
-        bench.step()
+        harness = self.harness()
+        a, b, c = harness.add(max_tokens=9), harness.add(max_tokens=1), harness.add(max_tokens=9)
+        harness.steps(2)
+        d = harness.add()
+        harness.step()
         assert d.slot == 1
-        bench.run()
+        harness.run()
         assert_done(a, b, c, d)
 
     def test_a_failed_step_leaves_no_filler_behind(self) -> None:
-        bench = self.bench(n_slots=5)
+        harness = self.harness(n_slots=5)
         for max_tokens in (5, 1, 5, 5):
-            bench.add(max_tokens=max_tokens)
-        bench.step()
-        bench.context.failures[bench.context.n_launches] = DecodeError("injected")
-        plan = bench.step()
+            harness.add(max_tokens=max_tokens)
+        harness.step()
+        harness.context.failures[harness.context.n_launches] = DecodeError("injected")
+        plan = harness.step()
         assert plan is not None
         assert plan.seq_ids == [0, 1, 2, 3]
-        assert bench.context.sequences[1] == [PADDING]  # of the half that was computed
-        d = bench.add()
-        bench.run()
+        assert harness.context.sequences[1] == [PADDING]  # of the half that was computed
+        d = harness.add()
+        harness.run()
         assert_done(d)
-        assert bench.context.n_used == 0
+        assert harness.context.n_used == 0
 
 
 class TestNeighbours:
@@ -1286,156 +1298,160 @@ def n_runs(slots: list[int]) -> int:
 class TestClosingGaps:
     """Gaps that stay between decoding requests are closed, on a CPU with per-sequence KV."""
 
-    def bench(self, n_slots: int = 8, **options: Any) -> Bench:
+    def harness(self, n_slots: int = 8, **options: Any) -> SchedulerHarness:
         options = {"padding_token": PADDING, "prefill_cutoff": 16, "n_ubatch": 32, **options}
-        return Bench(n_slots, **options)
+        return SchedulerHarness(n_slots, **options)
 
-    def left(self, bench: Bench, keep: set[int], n_slots: int = 8, **options: Any) -> list[Request]:
+    def left(
+        self, harness: SchedulerHarness, keep: set[int], n_slots: int = 8, **options: Any
+    ) -> list[Request]:
         """The requests in these slots, when those of all others have ended after their first token."""
-        requests = [bench.add(max_tokens=40 if i in keep else 1, **options) for i in range(n_slots)]
-        bench.step()
+        requests = [harness.add(max_tokens=40 if i in keep else 1, **options) for i in range(n_slots)]
+        harness.step()
         return [requests[i] for i in sorted(keep)]
 
     def test_two_far_apart_become_neighbours(self) -> None:
-        bench = self.bench()
-        a, b = self.left(bench, {0, 7})
+        harness = self.harness()
+        a, b = self.left(harness, {0, 7})
         # Two steps cost six gaps each.
-        assert [plan.seq_ids for plan in bench.steps(4)] == [[0, 7], [0, 7], [0, 1], [0, 1]]
-        bench.run()
+        assert [plan.seq_ids for plan in harness.steps(4)] == [[0, 7], [0, 7], [0, 1], [0, 1]]
+        harness.run()
         assert_done(a, b)
 
     def test_the_fewest_cells_are_moved(self) -> None:
-        bench = self.bench()
-        self.left(bench, {0, 3, 4, 6})
-        plans = bench.steps(4)
+        harness = self.harness()
+        self.left(harness, {0, 3, 4, 6})
+        plans = harness.steps(4)
         assert [plan.seq_ids for plan in plans] == [[0, 1, 2, 3, 4, 5, 6]] * 3 + [[3, 4, 5, 6]]
 
     def test_it_is_not_done_for_more_cells_than_the_gaps_have_cost(self) -> None:
-        bench = self.bench(n_slots=3, n_ctx=4096, n_batch=8192, n_ubatch=8192)
-        a = bench.add(n_prompt=2000, max_tokens=40)
-        bench.add(max_tokens=1)
-        c = bench.add(n_prompt=2500, max_tokens=40)
-        bench.step()
-        plans = bench.steps(12)
+        harness = self.harness(n_slots=3, n_ctx=4096, n_batch=8192, n_ubatch=8192)
+        a = harness.add(n_prompt=2000, max_tokens=40)
+        harness.add(max_tokens=1)
+        c = harness.add(n_prompt=2500, max_tokens=40)
+        harness.step()
+        plans = harness.steps(12)
         # A gap a step; 2,000 cells are worth ten, and a few more for the tokens generated meanwhile.
         assert [len(plan.padding) for plan in plans] == [1] * 11 + [0]
         assert (a.slot, c.slot) == (1, 2)
-        bench.run()
+        harness.run()
         assert_done(a, c, n_ctx=4096)
 
     def test_a_gap_that_new_requests_fill_is_not_closed(self) -> None:
-        bench = self.bench(n_slots=3)
-        requests = [bench.add(max_tokens=n) for n in (60, 1, 60)]
+        harness = self.harness(n_slots=3)
+        requests = [harness.add(max_tokens=n) for n in (60, 1, 60)]
         for _ in range(12):
-            bench.steps(2)
-            requests.append(bench.add(max_tokens=1))
+            harness.steps(2)
+            requests.append(harness.add(max_tokens=1))
         assert (requests[0].slot, requests[2].slot) == (0, 2)
-        bench.run()
+        harness.run()
         assert_done(*requests)
 
     def test_paused_requests_stay_where_they_are(self) -> None:
-        bench = self.bench()
-        requests = [bench.add(max_tokens=30, token_budget=UNLIMITED if i in (0, 7) else 1) for i in range(8)]
-        bench.steps(6)
+        harness = self.harness()
+        requests = [
+            harness.add(max_tokens=30, token_budget=UNLIMITED if i in (0, 7) else 1) for i in range(8)
+        ]
+        harness.steps(6)
         assert [r.slot for r in requests] == list(range(8))  # there is no slot to move to
         for request in requests[5:7]:
-            bench.scheduler.cancel(request)
-        bench.steps(3)
+            harness.scheduler.cancel(request)
+        harness.steps(3)
         assert [r.slot for r in requests[:5]] == [6, 1, 2, 3, 4] and requests[7].slot == 7
         for request in requests[1:5]:
-            bench.allow(request, 99)
-        bench.run()
+            harness.allow(request, 99)
+        harness.run()
         assert_done(*requests[:5], requests[7])
 
     @pytest.mark.parametrize("options", [{"padding_token": None}, {"prefill_cutoff": None}])
     def test_not_where_gaps_cost_less(self, options: dict[str, Any]) -> None:
-        bench = self.bench(**options)
-        a, b = self.left(bench, {0, 7})
-        bench.steps(20)
+        harness = self.harness(**options)
+        a, b = self.left(harness, {0, 7})
+        harness.steps(20)
         assert (a.slot, b.slot) == (0, 7)
-        bench.run()
+        harness.run()
         assert_done(a, b)
 
     def test_a_sequence_that_is_to_be_shifted_is_not_moved_before(self) -> None:
-        bench = self.bench()
-        a, b = self.left(bench, {0, 7})
-        bench.steps(2)
-        bench.scheduler.cache.memory_ops.append(Shift(7, 0, 0))
-        bench.scheduler.plan()
+        harness = self.harness()
+        a, b = self.left(harness, {0, 7})
+        harness.steps(2)
+        harness.scheduler.cache.memory_ops.append(Shift(7, 0, 0))
+        harness.scheduler.plan()
         assert (a.slot, b.slot) == (0, 7)
 
 
 class TestRecompute:
     def test_a_memory_that_forgets_all_is_filled_again(self) -> None:
-        bench = Bench(recurrent=True)
-        a, b = bench.add(n_prompt=6, max_tokens=3, resumable=True), bench.add(max_tokens=9)
-        bench.run()
-        bench.scheduler.trim(a, 4)
-        bench.step()
+        harness = SchedulerHarness(recurrent=True)
+        a, b = harness.add(n_prompt=6, max_tokens=3, resumable=True), harness.add(max_tokens=9)
+        harness.run()
+        harness.scheduler.trim(a, 4)
+        harness.step()
         assert a.n_past == 0
-        bench.allow(a, 9)
-        bench.run()
+        harness.allow(a, 9)
+        harness.run()
         assert a.tokens == prompt_of(6)[:4] + continuation(prompt_of(6)[:4], 3)[0]
         assert_done(b)
 
     def test_also_when_it_was_allowed_to_go_on_before(self) -> None:
-        bench = Bench(recurrent=True)
-        a, b = bench.add(n_prompt=6, max_tokens=3, resumable=True), bench.add(max_tokens=9)
-        bench.steps(3)
-        bench.scheduler.trim(a, 4)
-        bench.allow(a, 9)
-        bench.run()
+        harness = SchedulerHarness(recurrent=True)
+        a, b = harness.add(n_prompt=6, max_tokens=3, resumable=True), harness.add(max_tokens=9)
+        harness.steps(3)
+        harness.scheduler.trim(a, 4)
+        harness.allow(a, 9)
+        harness.run()
         assert a.tokens == prompt_of(6)[:4] + continuation(prompt_of(6)[:4], 3)[0]
         assert_done(b)
 
     def test_a_single_token_is_fed_again_as_before(self) -> None:
-        bench = Bench(recurrent=True)
-        a = bench.add(n_prompt=2, max_tokens=3, resumable=True)
-        bench.run()
-        bench.scheduler.trim(a, 1)
-        bench.allow(a, 9)
-        bench.run()
+        harness = SchedulerHarness(recurrent=True)
+        a = harness.add(n_prompt=2, max_tokens=3, resumable=True)
+        harness.run()
+        harness.scheduler.trim(a, 1)
+        harness.allow(a, 9)
+        harness.run()
         assert a.tokens == prompt_of(2)[:1] + continuation(prompt_of(2)[:1], 3)[0]
 
 
 class TestAbort:
     def test_only_the_requests_of_the_step_fail(self) -> None:
-        bench = Bench(n_slots=3, n_batch=8, n_ubatch=8)
-        a, b, c, d = bench.add(), bench.add(token_budget=1), bench.add(n_prompt=20), bench.add()
-        bench.step()
+        harness = SchedulerHarness(n_slots=3, n_batch=8, n_ubatch=8)
+        a, b, c, d = harness.add(), harness.add(token_budget=1), harness.add(n_prompt=20), harness.add()
+        harness.step()
         error = DecodeError("injected")
-        bench.context.failures[bench.context.n_launches] = error
-        assert {r for r, _ in scheduled(bench.step())} == {a, c}
+        harness.context.failures[harness.context.n_launches] = error
+        assert {r for r, _ in scheduled(harness.step())} == {a, c}
         assert (a.error, a.state, a.finish_reason, c.error) == (error, State.FINISHED, "cancelled", error)
         assert (b.error, d.error) == (None, None)
-        bench.allow(b, 9)
-        bench.run()
+        harness.allow(b, 9)
+        harness.run()
         assert_done(b, d)
-        assert bench.context.n_used == 0
+        assert harness.context.n_used == 0
 
     def test_a_kept_request_is_given_up(self) -> None:
-        bench = Bench()
-        a = bench.add(resumable=True)
-        bench.context.failures[0] = DecodeError("injected")
-        bench.step()
-        assert (a.state, len(bench.scheduler.live())) == (State.FINISHED, 0)
+        harness = SchedulerHarness()
+        a = harness.add(resumable=True)
+        harness.context.failures[0] = DecodeError("injected")
+        harness.step()
+        assert (a.state, len(harness.scheduler.live())) == (State.FINISHED, 0)
 
 
 class TestIntegrity:
     def test_what_is_wrong_is_found(self) -> None:
-        bench = Bench()
-        a, b = bench.add(), bench.add()
-        bench.step()
+        harness = SchedulerHarness()
+        a, b = harness.add(), harness.add()
+        harness.step()
         a.slot = b.slot
         with pytest.raises(AssertionError, match="two requests in one slot"):
-            bench.scheduler.check_integrity()
+            harness.scheduler.check_integrity()
         a.slot = 3
         with pytest.raises(AssertionError, match="a used slot counts as free"):
-            bench.scheduler.check_integrity()
+            harness.scheduler.check_integrity()
         a.slot = 0
         a.n_past = 1
         with pytest.raises(AssertionError):
-            bench.scheduler.check_integrity()
+            harness.scheduler.check_integrity()
 
 
 BUFFER = 4  # tokens a stream may be ahead of its reader
@@ -1444,8 +1460,8 @@ BUFFER = 4  # tokens a stream may be ahead of its reader
 class Caller:
     """The caller of a request, which behaves as the engine's streams and generations do."""
 
-    def __init__(self, bench: Bench, request: Request) -> None:
-        self.bench = bench
+    def __init__(self, harness: SchedulerHarness, request: Request) -> None:
+        self.harness = harness
         self.request = request
         self.base = list(request.tokens)  # what the next tokens follow from
         self.n_read = 0
@@ -1465,7 +1481,7 @@ class Caller:
         if self.request.finish_reason is None:
             self.waiting, self.n_before = True, self.request.n_total
             self.granted = self.request.n_total + 1
-            self.bench.allow(self.request)
+            self.harness.allow(self.request)
 
     def changed(self, base: list[int]) -> None:
         """The generation goes on from `base`, but not by itself."""
@@ -1481,7 +1497,7 @@ class Caller:
         r.token_budget += 1
         self.granted += 1
         if r.state in (State.PAUSED, State.WAITING) and r.token_budget - r.n_total >= BUFFER // 2:
-            self.bench.scheduler.resume(r)
+            self.harness.scheduler.resume(r)
 
     def check(self, n_ctx: int) -> None:
         """The tokens and the end are those the request would have had alone."""
@@ -1530,7 +1546,7 @@ class Machine(RuleBasedStateMachine):
         n_cells = (
             min(n_ctx + scarcity, n_ctx * n_slots) if scarcity is not None and kind == "unified" else None
         )
-        self.bench = Bench(
+        self.harness = SchedulerHarness(
             n_slots,
             n_ctx,
             n_cells,
@@ -1575,8 +1591,8 @@ class Machine(RuleBasedStateMachine):
             cache_key=(None, "salt")[len(self.callers) % 2],
         )
         request = Request(tokens, spec)
-        self.bench.scheduler.add(request)
-        self.callers.append(Caller(self.bench, request))
+        self.harness.scheduler.add(request)
+        self.callers.append(Caller(self.harness, request))
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -1593,7 +1609,7 @@ class Machine(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject) -> None:
         caller = self.choose(data, self.live)
         caller.cancelled = True
-        self.bench.scheduler.cancel(caller.request)
+        self.harness.scheduler.cancel(caller.request)
 
     @precondition(lambda self: self.idle)
     @rule(data=st.data())
@@ -1601,7 +1617,7 @@ class Machine(RuleBasedStateMachine):
         caller = self.choose(data, self.idle)
         n_keep = data.draw(st.integers(1, min(len(caller.request.tokens), self.n_ctx - 1)))
         caller.changed(caller.request.tokens[:n_keep])
-        self.bench.scheduler.trim(caller.request, n_keep)
+        self.harness.scheduler.trim(caller.request, n_keep)
 
     @precondition(lambda self: self.idle)
     @rule(data=st.data(), tokens=st.lists(st.integers(0, N_VOCAB - 1), min_size=1, max_size=6))
@@ -1609,13 +1625,13 @@ class Machine(RuleBasedStateMachine):
         caller = self.choose(data, self.idle)
         if len(caller.request.tokens) + len(tokens) < self.n_ctx:
             caller.changed(caller.request.tokens + tokens)
-            self.bench.scheduler.append(caller.request, tokens)
+            self.harness.scheduler.append(caller.request, tokens)
 
     # ---- what the engine thread does
     @rule(n=st.integers(1, 6))
     def steps(self, n: int) -> None:
         for _ in range(n):
-            self.bench.step()
+            self.harness.step()
 
     @rule()
     def fail(self) -> None:
@@ -1626,23 +1642,23 @@ class Machine(RuleBasedStateMachine):
         self.step_with(ContextFullError("injected"))
 
     def step_with(self, error: Exception) -> None:
-        context = self.bench.context
+        context = self.harness.context
         context.failures[context.n_launches] = error
-        plan = self.bench.step()
+        plan = self.harness.step()
         self.n_injected += isinstance(error, ContextFullError) and plan is not None
         context.failures.clear()
         for caller in self.callers:
             if plan is not None and caller.request in [r for r, _ in plan.scheduled]:
                 # Running out of cells fails nobody who is not alone.
-                caller.failed |= isinstance(error, DecodeError) or self.bench.n_held == 1
+                caller.failed |= isinstance(error, DecodeError) or self.harness.n_held == 1
 
     @invariant()
     def check(self) -> None:
         if not hasattr(self, "callers"):
             return
-        self.bench.scheduler.check_integrity()
-        assert set(self.bench.scheduler.live()) == {c.request for c in self.live}
-        assert self.bench.n_full == self.n_injected  # no step is planned for which cells are missing
+        self.harness.scheduler.check_integrity()
+        assert set(self.harness.scheduler.live()) == {c.request for c in self.live}
+        assert self.harness.n_full == self.n_injected  # no step is planned for which cells are missing
         for caller in self.callers:
             caller.check(self.n_ctx)
 
@@ -1657,17 +1673,17 @@ class Machine(RuleBasedStateMachine):
             for caller in self.live:
                 if caller.request.spec.resumable and caller.request.finish_reason is not None:
                     caller.cancelled = True
-                    self.bench.scheduler.cancel(caller.request)
+                    self.harness.scheduler.cancel(caller.request)
                 elif caller.idle:
                     caller.next()
                 for _ in range(BUFFER):
                     caller.read()
             for _ in range(8):
-                self.bench.step()
+                self.harness.step()
             self.check()
-        assert not self.live, self.bench.scheduler
-        self.bench.remove()
-        assert self.bench.context.n_used == 0
+        assert not self.live, self.harness.scheduler
+        self.harness.remove()
+        assert self.harness.context.n_used == 0
 
 
 TestMachine = pytest.mark.timeout(900)(Machine.TestCase)  # a failure is made smaller for up to five minutes

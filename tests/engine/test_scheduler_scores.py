@@ -25,8 +25,8 @@ def scores_of(request: Request) -> Any:
     return request.logprob_targets.scores
 
 
-class Desk:
-    """Runs a scheduler's steps on a fake context, as the decoder does."""
+class ScoreHarness:
+    """Runs a scheduler's steps on a fake context, as the engine thread does."""
 
     def __init__(
         self,
@@ -105,39 +105,39 @@ def score_request(context: Sequence[int], continuations: Sequence[Sequence[int]]
 class TestContinuations:
     @pytest.mark.parametrize("n_score_rows", [1, 2, 32])
     def test_each_is_behind_the_context_alone(self, n_score_rows: int) -> None:
-        desk = Desk(2, n_score_rows=n_score_rows)
+        harness = ScoreHarness(2, n_score_rows=n_score_rows)
         context, continuations = prompt_of(9, 1), [[5], [6, 7, 8], [9, 10], [11], prompt_of(30, 2)]
         request = score_request(context, continuations)
-        desk.scheduler.add(request)
-        desk.run()
+        harness.scheduler.add(request)
+        harness.run()
         assert (request.state, request.finish_reason) == (State.FINISHED, "stop")
         assert scores_of(request) == [expected(context, c) for c in continuations]
-        assert desk.n_fed == 9 + 2 + 1 + 29  # no token twice, and no last one
+        assert harness.n_fed == 9 + 2 + 1 + 29  # no token twice, and no last one
 
     def test_single_tokens_cost_the_context(self) -> None:
-        desk = Desk(1)
+        harness = ScoreHarness(1)
         request = score_request(prompt_of(9, 1), [[5], [6], [7]])
-        desk.scheduler.add(request)
-        desk.run()
-        assert desk.n_fed == 9
+        harness.scheduler.add(request)
+        harness.run()
+        assert harness.n_fed == 9
         assert [len(c) for c in scores_of(request)] == [1, 1, 1]
 
     def test_a_memory_that_forgets_only_everything(self) -> None:
-        desk = Desk(2, recurrent=True)
+        harness = ScoreHarness(2, recurrent=True)
         request = score_request(prompt_of(9, 1), [[5, 6], [7, 8, 9]])
-        desk.scheduler.add(request)
-        desk.run()
+        harness.scheduler.add(request)
+        harness.run()
         assert scores_of(request) == [expected(prompt_of(9, 1), c) for c in ([5, 6], [7, 8, 9])]
 
 
 class TestPrompts:
     @pytest.mark.parametrize("n", [1, 2, 13, 47])
     def test_every_token_but_the_first(self, n: int) -> None:
-        desk = Desk(1)
+        harness = ScoreHarness(1)
         prompt = prompt_of(n, 3)
         request = Request(prompt.copy(), RequestSpec(1, logprob_targets=PromptTargets(prompt, 2)))
-        desk.scheduler.add(request)
-        desk.run()
+        harness.scheduler.add(request)
+        harness.run()
         assert scores_of(request) == expected(prompt[:1], prompt[1:], 2)
         assert request.tokens[n:] == continuation(prompt, 1)[0]
 
@@ -145,61 +145,61 @@ class TestPrompts:
 class TestSharedPrompts:
     @pytest.mark.parametrize("n_slots", [1, 2, 5])
     def test_the_prompt_is_fed_once(self, n_slots: int) -> None:
-        desk = Desk(n_slots)
+        harness = ScoreHarness(n_slots)
         requests = [Request(prompt_of(20, 1), RequestSpec(5)) for _ in range(5)]
         for request in requests:
-            desk.scheduler.add(request)
-        assert desk.scheduler.n_queued == 5
-        desk.run()
+            harness.scheduler.add(request)
+        assert harness.scheduler.n_queued == 5
+        harness.run()
         for request in requests:
             assert request.tokens == prompt_of(20, 1) + continuation(prompt_of(20, 1), 5)[0]
         assert [request.n_cached for request in requests] == [0] + [19] * 4
-        assert desk.n_fed == 20 + 4 * 1 + 5 * 4
+        assert harness.n_fed == 20 + 4 * 1 + 5 * 4
 
     def test_the_next_leads_when_the_first_is_cancelled(self) -> None:
-        desk = Desk(3)
+        harness = ScoreHarness(3)
         first, second, third = requests = [Request(prompt_of(30, 1), RequestSpec(5)) for _ in range(3)]
         for request in requests:
-            desk.scheduler.add(request)
-        desk.step()
+            harness.scheduler.add(request)
+        harness.step()
         assert first.n_past == 24 and second.slot == third.slot == -1
-        desk.scheduler.cancel(first)
-        desk.scheduler.cancel(second)
-        desk.run()
+        harness.scheduler.cancel(first)
+        harness.scheduler.cancel(second)
+        harness.run()
         assert third.tokens[30:] == continuation(prompt_of(30, 1), 5)[0]
         assert third.n_cached == 24  # what the first had computed
 
     def test_one_that_waits_is_cancelled(self) -> None:
-        desk = Desk(3)
+        harness = ScoreHarness(3)
         first, second = requests = [Request(prompt_of(30, 1), RequestSpec(5)) for _ in range(2)]
         for request in requests:
-            desk.scheduler.add(request)
-        desk.step()
-        desk.scheduler.cancel(second)
-        assert (second.state, desk.scheduler.n_queued) == (State.FINISHED, 0)
-        desk.run()
+            harness.scheduler.add(request)
+        harness.step()
+        harness.scheduler.cancel(second)
+        assert (second.state, harness.scheduler.n_queued) == (State.FINISHED, 0)
+        harness.run()
         assert first.finish_reason == "length"
 
     def test_one_that_comes_when_the_prompt_is_there(self) -> None:
-        desk = Desk(2)
+        harness = ScoreHarness(2)
         first, second = (Request(prompt_of(10, 1), RequestSpec(20)) for _ in range(2))
-        desk.scheduler.add(first)
-        desk.step()
-        desk.step()
-        desk.scheduler.add(second)
-        desk.run()
-        assert desk.n_fed == 10 + 19 + 1 + 19
+        harness.scheduler.add(first)
+        harness.step()
+        harness.step()
+        harness.scheduler.add(second)
+        harness.run()
+        assert harness.n_fed == 10 + 19 + 1 + 19
 
     def test_a_memory_that_cannot_be_copied_in_part(self) -> None:
-        desk = Desk(2, recurrent=True)
+        harness = ScoreHarness(2, recurrent=True)
         requests = [Request(prompt_of(20, 1), RequestSpec(5)) for _ in range(2)]
         for request in requests:
-            desk.scheduler.add(request)
-        desk.run()
+            harness.scheduler.add(request)
+        harness.run()
         assert requests[1].tokens == requests[0].tokens
         longer = Request([*requests[0].tokens, 7], RequestSpec(5))
-        desk.scheduler.add(longer)
-        desk.run()
+        harness.scheduler.add(longer)
+        harness.run()
         assert longer.n_cached == 24  # all that was computed
         assert longer.tokens[26:] == continuation(longer.tokens[:26], 5)[0]
 
@@ -211,14 +211,14 @@ class TestAnything:
         chance = random.Random(seed)
         n_slots = chance.randint(1, 4)
         n_cells = chance.choice([None, max(N_CTX, 20 * n_slots)])
-        desk = Desk(
+        harness = ScoreHarness(
             n_slots,
             n_cells,
             n_score_rows=chance.choice([1, 3, 32]),
             recurrent=chance.random() < 0.2,
             host_bytes=chance.choice([0, 2000, 10_000]),
         )
-        desk.context.refuses_saves = chance.random() < 0.2
+        harness.context.refuses_saves = chance.random() < 0.2
         requests: list[Request] = []
         contexts: dict[Request, tuple[list[int], list[list[int]]]] = {}
         for _ in range(60):
@@ -240,12 +240,12 @@ class TestAnything:
                 told = chance.choice(requests).tokens
                 new = [Request([*told[:30], *prompt][: N_CTX - 12], RequestSpec(chance.randint(1, 10)))]
             for request in new:
-                desk.scheduler.add(request)
+                harness.scheduler.add(request)
             requests += new
             if requests and chance.random() < 0.1:
-                desk.scheduler.cancel(chance.choice(requests))
-            desk.step()
-        desk.run()
+                harness.scheduler.cancel(chance.choice(requests))
+            harness.step()
+        harness.run()
         for request in requests:
             if request.finish_reason == "cancelled":
                 continue

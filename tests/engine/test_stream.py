@@ -329,7 +329,7 @@ class TestSlowReader:
 
 class TestOwnership:
     def test_dropped_in_another_thread(self, engine: lp.Engine) -> None:
-        """The collector runs wherever it likes: here in threads that allocate, while the decoder works."""
+        """The collector runs wherever it likes: here in threads that allocate, while the engine thread works."""
         box = [[engine.stream(PROMPT, greedy(None))] for _ in range(8)]
         for stream in box:
             stream.append(stream)  # type: ignore[arg-type]  # a cycle: only the collector frees it

@@ -64,8 +64,8 @@ class Answer:
         assert result.n_prompt_tokens == r.n_prompt
 
 
-class Desk:
-    """A decoder over a fake context, and the ways to ask something of it."""
+class EngineHarness:
+    """An engine thread over a fake context, and the ways to ask something of it."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class Desk:
         self.engine_thread.call(self.engine_thread.loop.cancel, request)
 
     def finish_one(self) -> None:
-        """One request from an idle decoder to an idle decoder."""
+        """One request, from one idle moment of the engine thread to the next."""
         self.complete(max_tokens=1).check()
         self.idle()
 

@@ -482,7 +482,7 @@ class ModelPool(NotCopyable):
     # ---- cached prefixes
     def _cache_file(self, model: _Pooled) -> Path:
         """Where those of a model are while it is not loaded. Raises OSError, RuntimeError."""
-        from llamapipe.host.private_folder import private_folder
+        from llamapipe.host.folders import private_folder
 
         with self._changed:
             if self._folder is None:

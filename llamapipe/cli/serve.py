@@ -37,8 +37,8 @@ from llamapipe.cli.options import (
 from llamapipe.cli.parser import UsageError
 from llamapipe.gguf.reader import parse_head
 from llamapipe.host.cores import core_shares, set_group_nice, yielding
+from llamapipe.host.folders import private_folder
 from llamapipe.host.memory import free_memory, memory_limit
-from llamapipe.host.private_folder import private_folder
 from llamapipe.llama.fim import FIM_ORDERS
 from llamapipe.model_pool import OF_FREE_MEMORY
 from llamapipe.ollama_models import model_of, shown_name

@@ -26,7 +26,7 @@ from llamapipe.cli.options import (
 )
 from llamapipe.cli.parser import CommandParser, HelpFormatter, UsageError
 from llamapipe.gguf.reader import fingerprint
-from llamapipe.host.cache_folder import cache_folder
+from llamapipe.host.folders import cache_folder
 
 _DESCRIPTION = "Run a worker for NVIDIA Dynamo. Without -m, use the bundled model."
 _EPILOG = """\

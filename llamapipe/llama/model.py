@@ -726,7 +726,7 @@ def _packed_folder(value: str | os.PathLike[str] | bool | None) -> Path | None:
                 f"packed_cache must be a folder, True, False or None, not {type(value).__name__}"
             ) from None
         raise ValueError("packed_cache is empty; it must be a folder, 'auto' or 'off'")
-    from llamapipe.host.cache_folder import cache_folder
+    from llamapipe.host.folders import cache_folder
 
     try:
         return cache_folder() / "packed"

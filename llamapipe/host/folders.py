@@ -1,15 +1,31 @@
-"""A folder for files that live as long as this process."""
+"""llamapipe's folders on the user's disk: one for files that can be made again, and private ones for a process."""
 
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from llamapipe.host.cache_folder import cache_folder
+
+def cache_folder() -> Path:
+    """The folder in the user's cache that is llamapipe's, which may not exist yet. It may be deleted at any time.
+
+    ``LLAMAPIPE_CACHE_DIR`` sets it; else it is ``llamapipe`` in ``XDG_CACHE_HOME``, ``~/Library/Caches`` on macOS,
+    ``~/.cache`` elsewhere. Raises RuntimeError if there is no home folder.
+    """
+    if own := os.environ.get("LLAMAPIPE_CACHE_DIR"):
+        return Path(own).expanduser().absolute()
+    # The XDG specification says to ignore relative paths.
+    if (xdg := os.environ.get("XDG_CACHE_HOME")) and Path(xdg).is_absolute():
+        return Path(xdg) / "llamapipe"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "llamapipe"
+    return Path.home() / ".cache" / "llamapipe"
 
 
 @contextmanager

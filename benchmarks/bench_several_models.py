@@ -37,7 +37,7 @@ import httpx
 from bench_server import over_http
 from local_server import free_port, process
 
-from llamapipe.cli._models_file import found_of
+from llamapipe.cli._models_file import read_facts
 from llamapipe.host.memory import resident_bytes
 from llamapipe.server.pool import ModelEntry
 
@@ -118,7 +118,7 @@ class Sampler:
 
 def mixed(files: dict[str, Path], n_requests: int, n_clients: int) -> None:
     """Random requests of several clients for all models."""
-    needs = {name: found_of(COMMON, ModelEntry(name, str(path))).n_bytes for name, path in files.items()}
+    needs = {name: read_facts(COMMON, ModelEntry(name, str(path))).n_bytes for name, path in files.items()}
     budget = sum(sorted(needs.values())[-2:])
     print(
         f"needs {', '.join(f'{name} {n >> 20} MiB' for name, n in needs.items())}; budget {budget >> 20} MiB"

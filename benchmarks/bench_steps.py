@@ -3,22 +3,31 @@
     python benchmarks/bench_steps.py qwen2.5-coder.gguf
     python benchmarks/bench_steps.py qwen2.5-coder.gguf --works json prediction --at-once 1 8 --rounds 5
     python benchmarks/bench_steps.py qwen2.5-coder-1.5b.gguf --draft qwen2.5-coder-0.5b.gguf --works draft draft-prose
+    python benchmarks/bench_steps.py qwen2.5-coder.gguf --llama-server PATH --at-once 1 4
 
 With and without in turns in one process; medians. The number of steps hardly depends on the machine, the time does.
-The model is one that follows instructions in ChatML.
+The model is one that follows instructions in ChatML. With ``--llama-server``, code is rewritten by servers instead:
+`llamapipe serve`, and llama-server without drafts and with each of its n-gram drafts, in turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import re
 import statistics
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 sys.path[0:0] = [str(Path(__file__).resolve().parent.parent)]
+
+from local_server import free_port, process  # noqa: E402
 
 import llamapipe as lp  # noqa: E402
 
@@ -59,6 +68,7 @@ SCHEMA = {
     "required": ["name", "age", "role", "city", "active"],
     "additionalProperties": False,
 }
+LLAMA_SERVER_NGRAMS = ("ngram-mod", "ngram-simple", "ngram-map-k", "ngram-cache")
 TOPICS = ("rivers", "winter", "bread", "old maps", "trains", "gardens", "the moon", "wool")
 
 
@@ -67,10 +77,10 @@ def chat(text: str) -> str:
     return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def code(i: int) -> str:
+def code(i: int, source: str = CODE) -> str:
     """A prompt for the code with another name in it."""
     ask = f"Rename the parameter `items` to `{NAMES[i]}` everywhere in this code. Reply with the code only."
-    return chat(ask + "\n```python\n" + CODE + "```") + "```python\n"
+    return chat(ask + "\n```python\n" + source + "```") + "```python\n"
 
 
 def person(i: int) -> str:
@@ -113,7 +123,12 @@ def main() -> None:
     parser.add_argument("--at-once", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kernels", choices=("auto", "ggml"), default="auto")
+    parser.add_argument("--llama-server", type=Path, help="rewrite code by servers; this is llama-server")
     args = parser.parse_args()
+    if args.llama_server:
+        for n in args.at_once:
+            compare_servers(args.model, args.llama_server, n, args.rounds)
+        return
     print(
         "work        at once   tokens  steps without, with, ratio    seconds without, with; speed  right guesses  equal"
     )
@@ -156,6 +171,54 @@ def compare(model: lp.Model, name: str, n: int, rounds: int, draft: Path | None)
         f"{off_s:>14.2f}{on_s:>8.2f}{ratio:>9.2f}{stats.n_accepted:>12} of {stats.n_drafted:<6}{n_equal} of {n}",
         flush=True,
     )
+
+
+def compare_servers(model: Path, llama_server: Path, n: int, rounds: int) -> None:
+    """Prints the tokens a second of each server, and ours over each of the others."""
+    theirs = [
+        str(llama_server), "-m", str(model), "-np", str(n), "-c", str(n * 1024), "-t", "2", "-tb", "2",
+        "--cache-ram", "0", "-no-kvu",
+    ]  # fmt: skip
+    ours = [sys.executable, "-m", "llamapipe", "serve", "-m", str(model), "--n-seq-max", str(n)]
+    commands = {"llamapipe": [*ours, "--n-ctx", "1024", "--n-threads", "2"], "llama-server": theirs}
+    commands |= {f"{kind}": [*theirs, "--spec-type", kind] for kind in LLAMA_SERVER_NGRAMS}
+    rates: dict[str, list[float]] = {name: [] for name in commands}
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(n))
+        ports = {}
+        for name, command in commands.items():
+            port = free_port()
+            ports[name] = stack.enter_context(process([*command, "--port", str(port)], port))
+        for i in range(rounds + 1):
+            for name, port in ports.items():
+                began_s = time.perf_counter()
+                n_tokens = sum(pool.map(rewrite, [port] * n, range(n), [i] * n))
+                if i:
+                    rates[name].append(n_tokens / (time.perf_counter() - began_s))
+    for name, values in rates.items():
+        ratio = statistics.median(a / b for a, b in zip(rates["llamapipe"], values, strict=True))
+        print(
+            f"{n} at once, {name:<14}{statistics.median(values):8.1f} tokens/s, ours {ratio:.2f} times that",
+            flush=True,
+        )
+
+
+def rewrite(port: int, i: int, version: int) -> int:
+    """Has a server rewrite a version of the code that is new to it; the number of its tokens.
+
+    Some of llama-server's drafts come from earlier requests: the same code again would be no draft but a memory.
+    """
+    names = r"\b(item|subtotal|tax|total|best|[a-z]+_[a-z]+)\b"
+    prompt = code(i, re.sub(names, rf"\1_{version}{i}", CODE))
+    body = {"prompt": prompt, "max_tokens": 200, "temperature": 0, "stop": ["```"]}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as response:
+        n_tokens: int = json.load(response)["usage"]["completion_tokens"]
+        return n_tokens
 
 
 if __name__ == "__main__":

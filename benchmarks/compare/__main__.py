@@ -42,6 +42,7 @@ RATIOS = [
     ("llamapipe whole", "llama-server whole"),
     ("llamapipe whole", "llama-server backend-sampling"),
     ("llamapipe whole", "xllamacpp"),
+    ("llamapipe whole", "openvino-genai"),
     ("llamapipe whole", "llama-cpp-python"),
     ("llamapipe asyncio", "llama-cpp-python"),
     ("llamapipe asyncio", "llama-server one slot"),

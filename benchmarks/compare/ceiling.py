@@ -17,7 +17,7 @@ class Ceiling:
 
     def __init__(self, program: Path, model: Path, work: Work, unified: bool) -> None:
         self._work = work
-        self._took_s = 0.0  # the last round
+        self._took_s = 0.0  # the last time
         self._command = [
             str(program), "-m", str(model), "-c", str(work.n * work.n_ctx), "-b", "2048", "-ub", "512",
             "-npp", str(work.n_prompt), "-ntg", str(work.n_generate),
@@ -31,7 +31,8 @@ class Ceiling:
     def run(self) -> dict[str, Any]:
         """Generated tokens per second, prompts included, and the two parts by themselves."""
         warm = int(self._work.warms_up(self._took_s))
-        times = [str(self._work.n)] * (warm + self._work.n_timed)
+        n_timed = self._work.n_timed(self._took_s)
+        times = [str(self._work.n)] * (warm + n_timed)
         for _ in range(_TRIES):
             done = subprocess.run(
                 [*self._command, "-npl", ",".join(times)], capture_output=True, text=True, check=False
@@ -48,5 +49,5 @@ class Ceiling:
             prefill_s += n_prompt * n / prompt_rate  # its seconds have three decimals
             decode_s += n_generate * n / rate
             n_tokens += n_generate * n
-        self._took_s = prefill_s + decode_s
+        self._took_s = (prefill_s + decode_s) / n_timed
         return {"rate": n_tokens / (prefill_s + decode_s), "prefill_s": prefill_s, "decode_s": decode_s}

@@ -3,7 +3,7 @@
     python benchmarks/compare/peers.py           # builds what is missing into the user's cache; ten minutes
     python benchmarks/compare/peers.py --cuda    # llama.cpp's programs with CUDA, and nothing from a package index
 
-All are optimised for this machine, but for xllamacpp, which comes as a wheel for many.
+All are optimised for this machine, except xllamacpp and OpenVINO GenAI, which come as wheels for many.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ BINDINGS = {  # what pip installs, one after another
         ],
     ],
     "xllamacpp": [["xllamacpp>=2026.10"]],
+    "openvino-genai": [["openvino-genai>=2026.4", "numpy"]],
 }
 HOW = "`python benchmarks/compare/peers.py` builds it"
 

@@ -23,7 +23,7 @@ class Side:
     def __init__(self, command: list[str], model: Path, work: Work, may_end: bool = False) -> None:
         self._work = work
         self._salt = 0
-        self._took_s = 0.0  # the last round
+        self._took_s = 0.0  # the last time
         self._may_end = may_end
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - shown when it fails: some write a lot
         self._process = subprocess.Popen(
@@ -48,9 +48,9 @@ class Side:
         """One round: generated tokens per second, prompts included, and when each request's first token came."""
         if self._work.warms_up(self._took_s):
             self._round()
-        rounds = [self._round() for _ in range(self._work.n_timed)]
+        rounds = [self._round() for _ in range(self._work.n_timed(self._took_s))]
         seconds, n_tokens = (sum(r[name] for r in rounds) for name in ("seconds", "n_tokens"))
-        self._took_s = seconds
+        self._took_s = seconds / len(rounds)
         first_s = [t for r in rounds for t in r["first_s"]]
         more = {name: sum(r["more"][name] for r in rounds) for name in rounds[0]["more"]}
         return {
@@ -121,7 +121,14 @@ def server(mode: str) -> Start:
 def binding(name: str, may_end: bool = False) -> Start:
     """Another Python binding, in an environment of its own. ``may_end``: it cannot ignore the end of generation."""
     worker = str(HERE / f"worker_{name.replace('-', '_')}.py")
-    return lambda model, work, peers: Side([str(peers.python(name)), worker], model, work, may_end)
+
+    def start(model: Path, work: Work, peers: Peers) -> Side:
+        try:
+            return Side([str(peers.python(name)), worker], model, work, may_end)
+        except RuntimeError as e:
+            raise Missing(f"it does not load {model.name}: {str(e).strip().splitlines()[-1]}") from e
+
+    return start
 
 
 def ceiling(unified: bool) -> Start:
@@ -142,6 +149,7 @@ SIDES: dict[str, Kind] = {
     "llama-server backend-sampling": Kind(server("backend-sampling"), asked=True),
     "llama-server one slot": Kind(server("one-slot"), asked=True),
     "xllamacpp": Kind(binding("xllamacpp")),
+    "openvino-genai": Kind(binding("openvino-genai", may_end=True)),
     "llama-cpp-python": Kind(binding("llama-cpp-python", may_end=True), range(1, 9)),
 }
 

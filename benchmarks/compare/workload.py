@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 _WORDS = ["red", "green", "blue", "black", "white"]
+_LONG_S = 2.0  # works that take longer need not be repeated to be measured
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -32,17 +33,16 @@ class Work(NamedTuple):
     n_shared: int = 0
     schema: bool = False
 
-    @property
-    def n_timed(self) -> int:
-        """How often a round does it: short works more often."""
-        return max(256 // (self.n * self.n_generate), 1)
+    def n_timed(self, seconds: float) -> int:
+        """How often a round does it, where it takes so long (0: not known): short works more often."""
+        return max(256 // (self.n * self.n_generate), 1) if 0 < seconds < _LONG_S else 1
 
     def warms_up(self, seconds: float) -> bool:
         """Whether a round does it once more before, untimed, where it takes so long.
 
         A side that has just started finds the other sides' weights in the caches.
         """
-        return seconds < 2 * self.n_timed
+        return 0 < seconds < _LONG_S
 
     @property
     def n_ctx(self) -> int:

@@ -1,8 +1,8 @@
 """The thread that encodes the images and sounds of requests while the engine thread computes steps.
 
 Open this file to change the order in which images are encoded. A request waits in ``Waiting.encoding`` until its images
-are encoded, and then for a slot. So an image delays only its own request, apart from the cores that encoding takes.
-Higher priorities come first, then the oldest request. Requests with equal images share the object that holds the rows,
+are encoded, and then for a slot. So an image delays only its own request, apart from the cores that encoding takes: the
+engines of the process give these up while it lasts (``process_budget``). Higher priorities come first, then the oldest request. Requests with equal images share the object that holds the rows,
 so an image is encoded once.
 """
 
@@ -15,6 +15,7 @@ from queue import PriorityQueue
 from typing import NamedTuple, Protocol
 
 from llamapipe._engine.request import Embeddings, Request, State
+from llamapipe.host.cpu_load import process_budget
 from llamapipe.locks import Lock
 
 ENCODER_THREAD_NAME = "llamapipe-encoder"
@@ -22,7 +23,9 @@ Done = Callable[[Request, "Exception | None"], object]
 
 
 class Encoder(Protocol):
-    """What encodes."""
+    """What encodes, with ``n_threads`` threads."""
+
+    n_threads: int
 
     def encode(self, media: Embeddings) -> bool:
         """Encodes one image, sound, or part of one. False if that was done before. Raises DecodeError."""
@@ -41,6 +44,7 @@ class MediaEncoder:
     def __init__(self, encoder: Encoder) -> None:
         self.n_encoded = 0
         self._encoder = encoder
+        self._cores = process_budget().member(encoder.n_threads)
         self._jobs: PriorityQueue[_Job] = PriorityQueue()
         self._numbers = count()
         self._lock = Lock()
@@ -62,6 +66,7 @@ class MediaEncoder:
         while (work := self._jobs.get().work) is not None:
             request, done = work
             error = None
+            self._cores.enter()
             try:
                 for span in request.spans:
                     if request.state is State.FINISHED or self._is_closed:
@@ -69,6 +74,8 @@ class MediaEncoder:
                     self.n_encoded += self._encoder.encode(span.source)
             except Exception as e:
                 error = e
+            finally:
+                self._cores.leave()
             done(request, error)
             del request, done, work
 

@@ -94,7 +94,8 @@ class Projector:
 
     Nothing is loaded before ``open`` or the first image. ``name``: libmtmd's names of the projector's kinds. ``sees``,
     ``hears``: whether it takes images, and sounds. ``image_tokens``: the limits of an image's tokens that the file has,
-    where others can be set; ``limits``: those that were, None for the file's.
+    where others can be set; ``limits``: those that were, None for the file's. ``n_threads``: how many threads of the CPU
+    encode.
     """
 
     def __init__(
@@ -111,6 +112,8 @@ class Projector:
         self.sees, self.hears = info.sees, info.hears
         self.image_tokens, self.limits = info.image_tokens, limits
         self.sample_rate = 0
+        # ggml's threads of the engine's steps compute meanwhile.
+        self.n_threads = max(usable_cores() // 2, 1)
         self._info, self._use_gpu = info, use_gpu
         self._native = native
         self._model_handle = handle
@@ -139,8 +142,6 @@ class Projector:
                 "mmproj is given, and this build of llamapipe has no libmtmd; build it with --media on"
             )
         drain_log(native)
-        # ggml's threads of the engine's steps compute meanwhile.
-        n_threads = max(usable_cores() // 2, 1)
         with mapping_guard(native, path):
             if change := self._info.stamp.change():
                 raise ModelLoadError(f"{change} after the model was loaded; load it again")
@@ -149,7 +150,7 @@ class Projector:
                 os.fsencode(library),
                 os.fsencode(path),
                 self._model_handle,
-                n_threads,
+                self.n_threads,
                 self._use_gpu,
                 least,
                 most,

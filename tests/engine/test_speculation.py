@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.eager_gate import EagerGate
 from support.inside import fix_micro_batches
 from support.memory_models import sliding_window_model
@@ -369,7 +371,8 @@ def test_the_share_of_right_guesses_is_learned(chain: SamplerChain) -> None:
     chain.watch([], [1, 2, 3, 4, 1, 2, 3], own=True)
     shares = []
     for token in (90, 1, 2, 3, 91, 1, 2, 3, 92, 1, 2, 3, 93, 1, 2, 3, 94, 1, 2, 3):
-        shares.append(chain.guess(1)[1])
+        tokens, share = chain.guess(1)
+        shares += [share] * len(tokens)
         chain.accept_drawn([token])
     assert shares[-1] < shares[0]
     assert chain.guess(4)[0] == [], "guesses that are never right are given up"
@@ -385,6 +388,48 @@ def test_a_prediction_is_followed_past_a_difference(chain: SamplerChain) -> None
     assert chain.guess(2)[0] == [112, 113]
     chain.accept_drawn([112, 60, 113, 114])  # one was added
     assert chain.guess(2)[0] == [115, 116]
+
+
+def test_what_was_changed_once_is_changed_again(chain: SamplerChain) -> None:
+    predicted = [*range(100, 108), 7, *range(110, 118), 7, *range(120, 128), 7, 130, 131]
+    chain.watch(predicted, [1, 2, 3], own=True)
+    chain.accept_drawn([*range(100, 108), 8, 110, 111])  # 8 for 7
+    assert chain.guess(9)[0] == [112, 113, 114, 115, 116, 117, 8, 120, 121]
+    chain.accept_drawn([*range(112, 118), 7])  # not everywhere
+    assert chain.guess(10)[0] == [*range(120, 128), 7, 130]
+
+
+@pytest.mark.parametrize("is_predicted", [True, False])
+def test_several_tokens_for_one(chain: SamplerChain, is_predicted: bool) -> None:
+    source = [*range(100, 110), 7, *range(110, 118), 7, *range(120, 128)]
+    if is_predicted:
+        chain.watch(source, [1, 2, 3], own=True)
+    else:
+        chain.watch([], [*source, 50, *range(100, 103)], own=True)
+    chain.accept_drawn(list(range(100 if is_predicted else 103, 110)))
+    chain.accept_drawn([8])
+    assert chain.guess(2)[0] == [110, 111], "one for one"
+    chain.accept_drawn([9])
+    assert chain.guess(2)[0] == [110, 111], "then two for one"
+    chain.accept_drawn([110, 111])
+    assert chain.guess(9)[0] == [*range(112, 118), 8, 9, 120]
+
+
+FEW_TOKENS = st.integers(1, 6)
+
+
+@given(st.lists(FEW_TOKENS, max_size=60), st.lists(FEW_TOKENS, max_size=120), st.booleans())
+def test_guesses_are_of_tokens_that_came(
+    demo: lp.Model, predicted: list[int], text: list[int], own: bool
+) -> None:
+    with SamplerChain(demo.vocab) as chain:
+        chain.watch(predicted, [1, 2, 3, 4], own=own)
+        for i, token in enumerate(text):
+            tokens, share = chain.guess(8)
+            assert len(tokens) <= 8
+            assert 0 <= share <= 1
+            assert set(tokens) <= {*predicted, 1, 2, 3, 4, *text[:i]}
+            chain.accept_drawn([token])
 
 
 def test_a_prediction_ends(chain: SamplerChain) -> None:

@@ -7,8 +7,13 @@ namespace lp {
 
 namespace {
 constexpr double weight     = 0.9;  // of what was seen before
-constexpr size_t n_searched = 256;  // tokens of the prediction after the place where it was left
+constexpr size_t n_searched = 256;  // tokens after the place where a copy was left
 constexpr size_t n_before   = 16;   // and before it
+constexpr size_t n_near     = 32;   // the same in the text, where other copies may follow
+constexpr size_t n_changes  = 16;   // that are remembered
+constexpr size_t n_changed  = 8;    // tokens of a change
+constexpr size_t n_for_one  = 4;    // tokens that may have replaced one
+constexpr size_t n_lost     = 16;   // tokens after which a copy has ended
 }  // namespace
 
 Guesser::Guesser(std::vector<int32_t> prediction, const std::vector<int32_t> & text, bool own)
@@ -46,9 +51,25 @@ void Guesser::learn(size_t place) {
     places_[slot(place)] = (uint32_t) place;
 }
 
+void Guesser::follow(size_t place) {
+    next_   = place;
+    offset_ = 0;
+    change_ = change_at(place);
+}
+
+size_t Guesser::change_at(size_t place) const {
+    for (size_t i = changes_.size(); i > 0; i--) {
+        const std::vector<int32_t> & from = changes_[i - 1].from;
+        if (place + from.size() <= source_end() && std::equal(from.begin(), from.end(), text_.begin() + place)) {
+            return i;
+        }
+    }
+    return 0;
+}
+
 void Guesser::add(int32_t token) {
     const bool had_guess = n_matched_ > 0 && next_ < end_;
-    const bool is_right  = had_guess && text_[next_] == token;
+    const bool is_right  = had_guess && expected() == token;
     if (had_guess) {
         shares_[kind()] = weight * share() + (1 - weight) * (is_right ? 1 : 0);
     }
@@ -67,20 +88,55 @@ void Guesser::add(int32_t token) {
         end_ = text_.size();
     }
     if (is_right) {
-        next_++;
         n_matched_++;
+        if (change_ == 0) {
+            follow(next_ + 1);
+        } else if (++offset_ == changes_[change_ - 1].to.size()) {
+            follow(next_ + changes_[change_ - 1].from.size());
+        }
+        learn_change();
         if (next_ < end_) {
             return;
         }
-    } else if (was_predicted && had_guess && n_matched_ >= n_sure) {
-        anchor_    = next_++;  // perhaps one token for another
+    } else if (had_guess && change_ > 0 && offset_ == 0 && text_[next_] == token) {
+        changes_.erase(changes_.begin() + (long) change_ - 1);  // not everywhere
+        n_matched_++;
+        follow(next_ + 1);
+        if (next_ < end_) {
+            return;
+        }
+    } else if (had_guess && n_matched_ >= (was_predicted ? n_sure : n_copy)) {
+        if (change_ > 0) {
+            changes_.erase(changes_.begin() + (long) change_ - 1);
+        }
+        lost_      = next_;
+        lost_text_ = text_.size() - 1 - offset_;
+        if (was_predicted) {
+            anchor_ = next_;
+        }
         n_matched_ = 1;
+        follow(next_ + 1);  // perhaps one token for another
         if (next_ < end_) {
             return;
         }
     }
-    if (n_predicted_ > 0 && find_in_prediction()) {
+    if (text_.size() - lost_text_ > n_lost) {
+        lost_text_ = 0;
+    }
+    if (n_predicted_ > 0 && follow_near(anchor_, 1, n_predicted_)) {
         return;
+    }
+    if (own_ && lost_text_ > 0 && lost_ >= n_learned_ && follow_near(lost_, n_learned_ + 1, std::min(lost_ + n_near, lost_text_))) {
+        return;
+    }
+    if (lost_text_ > 0 && text_.size() - lost_text_ <= n_for_one && (lost_ < n_predicted_ || own_)) {
+        is_predicted_ = lost_ < n_predicted_;
+        end_          = source_end();
+        n_matched_    = 1;
+        follow(lost_ + 1);  // perhaps several tokens for one
+        if (next_ < end_) {
+            return;
+        }
     }
     n_matched_ = 0;
     if (own_) {
@@ -88,30 +144,55 @@ void Guesser::add(int32_t token) {
     }
 }
 
-// The place around where the prediction was left with the most tokens before it that are the last ones of the text, at least
-// two; of several the nearest after it.
-bool Guesser::find_in_prediction() {
+// Of the tokens since the copy was left, those that are not the same again have replaced those of the source.
+void Guesser::learn_change() {
+    if (lost_text_ == 0 || change_ > 0 || (lost_ < n_predicted_) != is_predicted_) {
+        return;
+    }
+    size_t n_same = 0;
+    while (next_ > lost_ + n_same && text_.size() > lost_text_ + n_same &&
+           text_[next_ - 1 - n_same] == text_[text_.size() - 1 - n_same]) {
+        n_same++;
+    }
+    if (n_same < 2) {
+        return;
+    }
+    const auto from = text_.begin() + (long) lost_, to = text_.begin() + (long) lost_text_;
+    Change     change{ { from, text_.begin() + (long) (next_ - n_same) }, { to, text_.end() - (long) n_same } };
+    lost_text_ = 0;
+    if (change.from.empty() || change.to.empty() || std::max(change.from.size(), change.to.size()) > n_changed) {
+        return;
+    }
+    if (changes_.size() == n_changes) {
+        changes_.erase(changes_.begin());
+    }
+    changes_.push_back(std::move(change));
+    follow(next_);
+}
+
+// The place around `place` with the most tokens before it that are the last ones of the text, at least two; of several the
+// nearest after it.
+bool Guesser::follow_near(size_t place, size_t first, size_t stop) {
     const size_t n     = text_.size();
-    const size_t first = anchor_ > n_before ? anchor_ - n_before : 1;
-    const size_t stop  = std::min(anchor_ + n_searched, n_predicted_);
     size_t       best = 1, found = 0;
-    for (size_t place = first; place < stop; place++) {
+    for (size_t i = std::max(first, place > n_before ? place - n_before : 0); i < std::min(place + n_searched, stop); i++) {
         size_t n_same = 0;
-        while (n_same < n_sure && n_same < place && text_[place - 1 - n_same] == text_[n - 1 - n_same]) {
+        while (n_same < n_sure && n_same < i && text_[i - 1 - n_same] == text_[n - 1 - n_same]) {
             n_same++;
         }
-        if (n_same > best || (n_same == best && n_same > 1 && found <= anchor_)) {
+        if (n_same > best || (n_same == best && n_same > 1 && found <= place)) {
             best  = n_same;
-            found = place;
+            found = i;
         }
     }
     if (found == 0) {
         return false;
     }
-    next_         = found;
-    end_          = n_predicted_;
+    is_predicted_ = found < n_predicted_;
+    end_          = source_end();
     n_matched_    = best;
-    is_predicted_ = true;
+    follow(found);
+    learn_change();
     return true;
 }
 
@@ -133,9 +214,9 @@ bool Guesser::find_in_text() {
     if (n_same < n_gram) {
         return false;
     }
-    next_      = place;
     end_       = n;
     n_matched_ = n_same;
+    follow(place);
     return true;
 }
 
@@ -144,17 +225,28 @@ int Guesser::guess(int n, int32_t * tokens, double * share) const {
     if (!has_guess()) {
         return 0;
     }
-    // At the end of the text the guess continues with itself, as a repetition does.
     int          count = 0;
     const size_t size  = is_predicted_ ? end_ : text_.size();
-    for (size_t place = next_; count < n; place++, count++) {
-        if (place < size) {
-            tokens[count] = text_[place];
+    size_t       place = next_, change = change_, offset = offset_;
+    while (count < n) {
+        if (change > 0) {
+            const Change & its = changes_[change - 1];
+            tokens[count++]    = its.to[offset++];
+            if (offset < its.to.size()) {
+                continue;
+            }
+            place += its.from.size();
+            offset = 0;
+        } else if (place < size) {
+            tokens[count++] = text_[place++];
         } else if (!is_predicted_ && place - size < (size_t) count) {
-            tokens[count] = tokens[place - size];
+            // At the end of the text the guess continues with itself, as a repetition does.
+            tokens[count] = tokens[place++ - size];
+            count++;
         } else {
             break;
         }
+        change = change_at(place);
     }
     return count;
 }

@@ -2,8 +2,8 @@
 
 Open this file to change the order in which images are encoded. A request waits in ``Waiting.encoding`` until its images
 are encoded, and then for a slot. So an image delays only its own request, apart from the cores that encoding takes: the
-engines of the process give these up while it lasts (``process_budget``). Higher priorities come first, then the oldest request. Requests with equal images share the object that holds the rows,
-so an image is encoded once.
+engines of the process give these up while it lasts (``process_budget``). Higher priorities come first, then the oldest
+request. Requests with equal images share the object that holds the rows, so an image is encoded once.
 """
 
 from __future__ import annotations

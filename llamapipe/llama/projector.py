@@ -94,8 +94,8 @@ class Projector:
 
     Nothing is loaded before ``open`` or the first image. ``name``: libmtmd's names of the projector's kinds. ``sees``,
     ``hears``: whether it takes images, and sounds. ``image_tokens``: the limits of an image's tokens that the file has,
-    where others can be set; ``limits``: those that were, None for the file's. ``n_threads``: how many threads of the CPU
-    encode.
+    where others can be set; ``limits``: those that were, None for the file's. ``n_threads``: that encode, on
+    the CPU.
     """
 
     def __init__(

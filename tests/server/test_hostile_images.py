@@ -41,12 +41,19 @@ def peak_bytes(server: ServerProcess) -> int:
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
-def ask(server: ServerProcess, images: list[bytes], **more: Any) -> httpx.Response:
+@pytest.fixture(scope="module")
+def http(server: ServerProcess) -> Iterator[httpx.Client]:
+    """One for all requests: each makes a TLS context, which takes longer than most answers here."""
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
+        yield http
+
+
+def ask(http: httpx.Client, images: list[bytes], **more: Any) -> httpx.Response:
     urls = (f"data:image/png;base64,{base64.b64encode(image).decode()}" for image in images)
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     content = [*parts, {"type": "text", "text": "What is this?"}]
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1, **more}
-    return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
+    return http.post("/v1/chat/completions", json=body)
 
 
 class Reader:
@@ -85,22 +92,22 @@ class Reader:
         self._thread.join()
 
 
-def test_a_thousand_images_in_a_prompt(server: ServerProcess) -> None:
+def test_a_thousand_images_in_a_prompt(server: ServerProcess, http: httpx.Client) -> None:
     before = peak_bytes(server)
     with Reader(server) as reader:
         many = [png(16, 16, seed) for seed in range(1000)]
-        answer = ask(server, many)
+        answer = ask(http, many)
         assert answer.status_code == 400
         assert "n_ctx is 4096: give fewer or smaller ones" in answer.json()["error"]["message"]
-        answer = ask(server, many[:100])
+        answer = ask(http, many[:100])
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["prompt_tokens"] > 2000
-        assert ask(server, [*map(png, [100] * 1000, [80] * 1000, range(1000))]).status_code == 413
+        assert ask(http, [*map(png, [100] * 1000, [80] * 1000, range(1000))]).status_code == 413
     assert len(reader.n_tokens) > 1 and min(reader.n_tokens) > 24
     assert peak_bytes(server) - before < BOUND_BYTES
 
 
-def test_bombs(server: ServerProcess) -> None:
+def test_bombs(server: ServerProcess, http: httpx.Client) -> None:
     from PIL import Image
 
     file = io.BytesIO()
@@ -109,7 +116,7 @@ def test_bombs(server: ServerProcess) -> None:
     assert len(bomb) < 5000
     before = peak_bytes(server)
     with Reader(server) as reader:
-        answer = ask(server, [bomb + bytes([i % 256, i // 256]) for i in range(1000)])
+        answer = ask(http, [bomb + bytes([i % 256, i // 256]) for i in range(1000)])
         assert answer.status_code == 400
         assert "pixels; a conversation may have 268435456" in answer.json()["error"]["message"]
     assert len(reader.n_tokens) > 1 and min(reader.n_tokens) > 24
@@ -144,9 +151,9 @@ def campaign(server: ServerProcess, kind: str, send: Callable[[int, bytes], http
 
 
 @pytest.mark.timeout(300 + N_MUTANTS // 4)
-def test_damaged_images(server: ServerProcess) -> None:
-    campaign(server, "image", lambda _, data: ask(server, [data]))
-    assert ask(server, [png(64, 64)]).status_code == 200
+def test_damaged_images(server: ServerProcess, http: httpx.Client) -> None:
+    campaign(server, "image", lambda _, data: ask(http, [data]))
+    assert ask(http, [png(64, 64)]).status_code == 200
 
 
 @pytest.mark.timeout(300 + N_MUTANTS // 4)
@@ -154,20 +161,23 @@ def test_damaged_sounds(tmp_path: Path) -> None:
     model_with_tile_tokens(tmp_path / "text.gguf")
     ultravox_projector(tmp_path / "mmproj.gguf")
     options = ("-m", "text.gguf", "-c", "1024", "-np", "3", "--cache-bytes", "0")
-    with ServerProcess(*options, cwd=tmp_path) as server:
+    with (
+        ServerProcess(*options, cwd=tmp_path) as server,
+        httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http,
+    ):
 
         def send(number: int, data: bytes) -> httpx.Response:
             if number % 2:
                 fields = {"model": "text", "max_tokens": "1"}
-                url = f"{server.url}/v1/audio/transcriptions"
-                return httpx.post(url, data=fields, files={"file": ("a.wav", data)}, timeout=PATIENCE_S)
+                url = "/v1/audio/transcriptions"
+                return http.post(url, data=fields, files={"file": ("a.wav", data)})
             part = {"data": base64.b64encode(data).decode(), "format": "wav"}
             content = [
                 {"type": "input_audio", "input_audio": part},
                 {"type": "text", "text": "What is said?"},
             ]
             body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
-            return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
+            return http.post("/v1/chat/completions", json=body)
 
         campaign(server, "sound", send)
         assert send(0, wav()).status_code == send(1, wav()).status_code == 200

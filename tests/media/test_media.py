@@ -24,6 +24,8 @@ from support.mtmd_reference import MARKER, Reference
 
 import llamapipe as lp
 from llamapipe.errors import InvalidRequestError, ModelLoadError
+from llamapipe.host.cpu_load import process_budget
+from llamapipe.llama.projector import Projector
 
 PROJECTORS = {
     "gemma3": gemma3_projector,
@@ -229,6 +231,23 @@ class TestRequests:
         with lp.Engine(tiles, n_ctx=512, n_seq_max=2) as engine:
             answers = {engine.chat(question(form), FEW).content for form in forms}
         assert len(answers) == 1
+
+    def test_encoding_takes_its_cores_from_the_steps(
+        self, tiles: lp.Model, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        encode, taken = Projector.encode, []
+
+        def watched(projector: Projector, chunk: Any) -> bool:
+            taken.append([member.n_fixed for member in process_budget().computing])
+            return encode(projector, chunk)
+
+        monkeypatch.setattr(Projector, "encode", watched)
+        with lp.Engine(tiles, n_ctx=512, n_seq_max=2) as engine:
+            engine.chat(question(part(tiles, 70)), FEW)
+            assert tiles.projector is not None
+            assert taken
+            assert all(tiles.projector.n_threads in members for members in taken)
+            assert tiles.projector.n_threads not in [member.n_fixed for member in process_budget().computing]
 
     def test_cancelling_while_images_are_encoded_harms_no_other(self, tiles: lp.Model) -> None:
         with lp.Engine(tiles, n_ctx=512, n_seq_max=2, batch_invariant=True) as engine:

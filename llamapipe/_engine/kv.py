@@ -631,7 +631,8 @@ class KvCache:
             return _NO_MATCH
         best, n_best, best_rank = None, 0, 0
         leader, n_pending = None, 0
-        for n, cells in self._tree.find(request.cell_keys, limit, request.spec.cache_key):
+        keys = request.tokens if request.spec.activation is None else request.cell_keys()
+        for n, cells in self._tree.find(keys, limit, request.spec.cache_key):
             if n < n_best or (n == n_best and best_rank == 2):
                 break
             user = cells.request
@@ -672,7 +673,7 @@ class KvCache:
         """The tree learns all tokens in the cells of a request with a slot, also the generated ones."""
         cells, n = request.cells, request.n_past
         if cells is not None and cells in self._tree and cells.n_known < n:
-            self._tree.extend(cells, request.cell_keys[:n], cells.n_known)
+            self._tree.extend(cells, request.cell_keys()[:n], cells.n_known)
             cells.n_known = n
 
     # ---- slots
@@ -706,7 +707,8 @@ class KvCache:
         # The tree learns all of its tokens, also those that are not computed yet.
         cells = request.cells = Cells(slot, request, len(request.tokens))
         if self.enabled and request.uses_cache:
-            self._tree.insert(cells, request.cell_keys, request.spec.cache_key)
+            keys = request.tokens if request.spec.activation is None else request.cell_keys()
+            self._tree.insert(cells, keys, request.spec.cache_key)
 
     def _choose(self, source: Cells | None) -> int:
         """A free slot next to a taken one, between two if there is one: gaps between running requests cost time."""
@@ -752,11 +754,12 @@ class KvCache:
         cells.request = None
         cells.n_exact = request.n_exact
         n_known, cells.n_known = cells.n_known, n
+        keys = request.tokens if request.spec.activation is None else request.cell_keys()
         if n_known <= n:
-            self._tree.extend(cells, request.cell_keys[:n], n_known)
+            self._tree.extend(cells, keys[:n], n_known)
         else:
             self._tree.remove(cells)
-            self._tree.insert(cells, request.cell_keys[:n], request.spec.cache_key)
+            self._tree.insert(cells, keys[:n], request.spec.cache_key)
         self.memory_ops.append(Remove(slot, n))  # a step in flight may have added a cell
         self.parked[slot] = cells
         self._n_parked_cells += n
@@ -780,7 +783,7 @@ class KvCache:
         if cells.n_known > n and cells in self._tree:
             self._tree.remove(cells)
             cells.n_known = n
-            self._tree.insert(cells, request.cell_keys[:n], request.spec.cache_key)
+            self._tree.insert(cells, request.cell_keys()[:n], request.spec.cache_key)
 
     def shift(self, request: Request, begin: int, end: int) -> None:
         """A request's tokens from ``begin`` to ``end`` were dropped; the cells after them move there."""
@@ -797,7 +800,7 @@ class KvCache:
             self._tree.remove(self._unpark(slot))
         elif request is not None and cells is not None and cells in self._tree:
             self._tree.remove(cells)
-            self._tree.insert(cells, request.cell_keys[: cells.n_known], request.spec.cache_key)
+            self._tree.insert(cells, request.cell_keys()[: cells.n_known], request.spec.cache_key)
 
     def evict(self, n_cells: int) -> None:
         """Frees slots, the least recently used first, until at most ``n_cells`` are parked."""
@@ -815,7 +818,7 @@ class KvCache:
         """The key for a request's first ``n`` cells, which come from elsewhere and are pinned. None: no room."""
         if not request.uses_cache:
             return None
-        return self.take_in(request.cell_keys[:n], request.spec.cache_key, n_bytes, request)
+        return self.take_in(request.cell_keys()[:n], request.spec.cache_key, n_bytes, request)
 
     def take_in(
         self, tokens: Sequence[int], cache_key: Hashable, n_bytes: int, pinned_by: Request | None = None

@@ -383,12 +383,12 @@ class Request:
         self.active_from = max(begin - len(self.dropped), self.n_kept) if begin > self.n_kept else begin
         return UNLIMITED if self.active_from == before else min(self.active_from, before)
 
-    @property
     def cell_keys(self) -> list[int]:
         """What tells its cells from others of its ``cache_key``: its tokens.
 
         Where other adapters begin to compute, a negative number stands for them and the token. So the prefix tree needs
         to know nothing of them: cells before it are shared, those from it on only if the same adapters began there.
+        Without an activated LoRA they are ``tokens``, and whoever runs for each request need not call this.
         """
         begin = self.active_from
         if begin >= len(self.tokens):

@@ -335,7 +335,7 @@ PLANTED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "the log-probability of a stop token is the next token's": _keep_the_log_probability_of_an_end,
     "the cell of a right guess is removed": _discard_the_right_guess,
     "cells of an activated LoRA count as the model's": lambda: patch.object(
-        Request, "cell_keys", property(lambda request: request.tokens)
+        Request, "cell_keys", lambda request: request.tokens
     ),
     "an invocation is not looked for in appended tokens": lambda: patch.object(
         Scheduler, "_find_activation", nothing

@@ -81,7 +81,7 @@ from llamapipe.arguments import check_choice, check_flag, check_float, check_int
 from llamapipe.errors import BackendError, InvalidRequestError
 from llamapipe.host.memory import free_memory, return_freed_memory
 from llamapipe.kv_events import KvEvents
-from llamapipe.llama.adapter import Adapter, AdapterChoice, AdapterSet, ControlVector
+from llamapipe.llama.adapter import Adapter, AdapterChoice, AdapterSet, ControlVector, carries
 from llamapipe.llama.context import Context, state_version
 from llamapipe.llama.fim import FimExtra, FimOrder, FimText, fim_prompt, fim_room, fim_text
 from llamapipe.llama.kv_memory import kv_bytes
@@ -189,7 +189,7 @@ class Engine(NotCopyable):
     - ``batch_invariant``: True: the same request gives the same text whatever else runs, or a ValueError here says why
       this model's texts could differ; see ``docs/sampling.md``.
     - ``adapters``: the adapters that requests may name (``SamplingParams.adapter``), or their names; empty: all that
-      the model has loaded, also later. A step computes one set of them; see ``docs/guides/adapters.md``.
+      the model has loaded, also later. Which share a step: ``docs/guides/adapters.md``.
     - ``tuning``: options that few programs need; see ``EngineTuning``.
 
     The attribute ``kv_events`` has the addresses of ``EngineTuning.kv_events`` that are in use, ``trace`` the timeline.
@@ -1793,6 +1793,7 @@ def _scheduler(
         max_itl_s=max_itl_s,
         overflow=overflow,
         gate=gate,
+        carries=carries if context.mixes_adapters else None,
     )
 
 

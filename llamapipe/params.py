@@ -94,7 +94,7 @@ class SamplingParams:
       never.
     - ``adapter``: a LoRA or a control vector that the model has loaded (``Model.load_adapter``,
       ``load_control_vector``), by its name or as an object; or several with scales, as a mapping. None: the model
-      alone. A step computes one set of adapters and scales; sets take turns.
+      alone. On CPUs, requests with different LoRAs share steps; other sets take turns.
 
     Raises ValueError or TypeError naming the field.
     """

@@ -18,6 +18,7 @@ import numpy as np
 from llamapipe._engine.compute_threads import ThreadTuner
 from llamapipe._engine.deliver import LaunchWakeList
 from llamapipe._engine.kv import (
+    AssignAdapters,
     CellChanges,
     Copy,
     Discard,
@@ -40,7 +41,7 @@ from llamapipe._engine.request import MediaRows
 from llamapipe._engine.sampling import BackgroundDraws, BackgroundSampler, SamplingThreads
 from llamapipe._engine.scoring import TokenScore
 from llamapipe.errors import DecodeError, NoToken
-from llamapipe.llama.adapter import AdapterSet, set_adapters
+from llamapipe.llama.adapter import AdapterSet, assign_adapter, set_adapters
 from llamapipe.llama.native_pipeline import NativePipeline, SavedCells
 from llamapipe.llama.sampler import SamplerChain
 from llamapipe.native.load import last_error
@@ -214,6 +215,7 @@ class StepExecutor:
         self._n_vocab = context.model.n_vocab
         self._n_swa = context.model.n_swa
         self._adapters: AdapterSet | None = None
+        self._assigned: dict[int, AdapterSet | None] = {}  # by slot
         self._saved: dict[int, SavedCells] = {}  # by the KV cache's keys
         # The images that take fewer positions than tokens, by sequence and by key; without an entry there are none.
         self._grids: dict[int, Grids] = {}
@@ -242,8 +244,16 @@ class StepExecutor:
                 continue
             elif isinstance(op, UseAdapters):
                 assert op.adapters is None or isinstance(op.adapters, AdapterSet)
-                set_adapters(self._native, self._native.lib.lp_set_adapters, self._handle, op.adapters)
+                entry = self._native.lib.lp_set_adapters
+                set_adapters(self._native, entry, self._handle, op.adapters, op.carries)
                 self._adapters = op.adapters  # they live as long as steps compute with them
+                self._assigned.clear()
+                continue
+            elif isinstance(op, AssignAdapters):
+                assert op.adapters is None or isinstance(op.adapters, AdapterSet)
+                entry = self._native.lib.lp_assign_adapter
+                assign_adapter(self._native, entry, self._handle, op.slot, op.adapters)
+                self._assigned[op.slot] = op.adapters  # as long as a step may compute the slot
                 continue
             else:
                 self._grids_of_saved.pop(op.key, None)

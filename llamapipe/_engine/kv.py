@@ -89,8 +89,19 @@ class Unused(NamedTuple):
 
 
 class UseAdapters(NamedTuple):
-    """Compute with another set of adapters from the next step on; None: with the model alone."""
+    """Compute with another set of adapters from the next step on; None: with the model alone.
 
+    ``carries``: the set is a carrier. No slot has adapters then, until ``AssignAdapters`` gives it some.
+    """
+
+    adapters: Hashable
+    carries: bool = False
+
+
+class AssignAdapters(NamedTuple):
+    """Compute a slot with these adapters from the next step on, which has a carrier; None: with the model alone."""
+
+    slot: int
     adapters: Hashable
 
 
@@ -105,7 +116,7 @@ class CellChanges(NamedTuple):
     saved: list[tuple[int, int | None]]
 
 
-MemoryOp = Shift | Remove | Discard | Copy | Save | Restore | Forget | UseAdapters
+MemoryOp = Shift | Remove | Discard | Copy | Save | Restore | Forget | UseAdapters | AssignAdapters
 
 
 class StoreEntry(Protocol):

@@ -28,11 +28,11 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from llamapipe._engine.kv import CellChanges, Discard, KvCache, Shift, UseAdapters
+from llamapipe._engine.kv import AssignAdapters, CellChanges, Discard, KvCache, Shift, UseAdapters
 from llamapipe._engine.planner import BatchBuilder, BatchPlan
 from llamapipe._engine.request import UNLIMITED, Request, State
 from llamapipe._engine.scoring import LogprobTargets
@@ -231,15 +231,21 @@ def _claim(requests: Iterable[Request]) -> Claim:
     return Claim(priority, awaits_first, streams)
 
 
+# Whether steps with the first set as their carrier can have requests with the second one. See turns.py.
+Carries = Callable[[Hashable, Hashable], bool]
+
+
 class Running:
     """The requests with a slot, in five lists: they prefill, decode, wait for a token drawn later, or are paused.
 
-    Those that would prefill or decode, but with other ``adapters`` than the steps now, are in the fifth. An activated
-    LoRA moves a request there in the middle of its prompt. ``n_moves`` counts additions and removals: while it stays
-    the same, the same requests decode and prefill.
+    Those that would prefill or decode, but with adapters that the steps now cannot have, are in the fifth. The steps
+    have ``adapters``, or those that these carry (``turns.py``). An activated LoRA moves a request there in the middle
+    of its prompt. ``n_moves`` counts additions and removals: while it stays the same, the same requests decode and
+    prefill.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, carries: Carries | None = None) -> None:
+        self._carries = carries
         self.decoding: list[Request] = []  # by slot
         self.prefilling: list[Request] = []  # by turn
         self.drawing: dict[Request, None] = {}  # in no step until their tokens are drawn
@@ -295,7 +301,7 @@ class Running:
         self.n_moves += 1
         if request.spec.activation is not None:
             request.adapters = request.adapters_at(request.n_past)
-        if request.adapters != self.adapters:
+        if not self.can_have(request.adapters):
             self.others.setdefault(request.adapters, {})[request] = None
         elif (
             request.n_past == len(request.tokens) - 1 and request.max_tokens
@@ -314,7 +320,7 @@ class Running:
             self.decoding.remove(request)
         elif request in self.drawing:
             del self.drawing[request]
-        elif request.adapters != self.adapters:
+        elif not self.can_have(request.adapters):
             requests = self.others[request.adapters]
             del requests[request]
             if not requests:
@@ -322,13 +328,37 @@ class Running:
         else:
             self.prefilling.remove(request)
 
+    def can_have(self, adapters: Hashable) -> bool:
+        """Whether requests with these adapters can be part of the steps now."""
+        if adapters == self.adapters:
+            return True
+        return self._carries is not None and self._carries(self.adapters, adapters)
+
     def use(self, adapters: Hashable) -> None:
-        """Lets the requests with these adapters be part of the next steps, and no others."""
-        before = [*self.decoding, *self.prefilling]
-        self.decoding, self.prefilling = [], []
+        """Lets the requests with these adapters, or that they carry, be part of the next steps, and no others."""
+        requests = [*self.decoding, *self.prefilling]
+        for others in self.others.values():
+            requests += others
+        self.decoding, self.prefilling, self.others = [], [], {}
         self.adapters = adapters
-        for request in (*before, *self.others.pop(adapters, ())):
+        for request in requests:
             self.add(request)
+
+    def carrier(self) -> Hashable:
+        """What carries all requests that could compute, so that nobody waits; else the adapters now."""
+        if self._carries is None or not self.others:
+            return self.adapters
+        sets = {request.adapters for request in (*self.decoding, *self.prefilling)}.union(self.others)
+        for one in self.others:
+            if all(self._carries(one, other) for other in sets):
+                return one
+        return self.adapters
+
+    def carrier_of(self, adapters: Hashable) -> Hashable:
+        """What carries requests with these adapters, so that others can be in their steps; else these adapters."""
+        if self._carries is None or self._carries(adapters, adapters):
+            return adapters
+        return next((one for one in self.others if self._carries(one, adapters)), adapters)
 
     def claims(self) -> dict[Hashable, Claim]:
         """What the sets of adapters ask for whose requests could compute."""
@@ -369,9 +399,10 @@ class Running:
         for request in self.decoding:
             assert len(request.tokens) - request.n_past == 1, request
         for request in (*self.decoding, *self.prefilling):
-            assert request.adapters == self.adapters == request.adapters_at(request.n_past), request
+            assert self.can_have(request.adapters), request
+            assert request.adapters == request.adapters_at(request.n_past), request
         for adapters, requests in self.others.items():
-            assert requests and adapters != self.adapters, adapters
+            assert requests and not self.can_have(adapters), adapters
             for request in requests:
                 assert request.adapters == adapters == request.adapters_at(request.n_past), request
 
@@ -440,6 +471,7 @@ class Scheduler:
         max_itl_s: float | None = None,
         overflow: Overflow | None = None,
         gate: Gate | None = None,
+        carries: Carries | None = None,
     ) -> None:
         if n_cells < n_ctx:
             raise ValueError(
@@ -462,7 +494,10 @@ class Scheduler:
         self._n_arrived = 0
         self._lowest_priority = 0  # of all requests so far
         self._waiting = Waiting()  # without a slot
-        self._running = Running()  # in a slot
+        self._running = Running(carries)  # in a slot
+        self._carries = carries
+        self._has_carrier = False  # the adapters of the steps now are a carrier
+        self._assigned: dict[int, Hashable] = {}  # by slot: its adapters, if the steps have a carrier
         self.dequeued: list[Request] = []
         self.awaiting_end: list[Request] = []
         self._last: BatchPlan | None = None  # the last plan, if the next step may repeat it
@@ -694,14 +729,18 @@ class Scheduler:
             return None
         if self._scarce:
             self._make_room()
-        if running.others and not self._choose_adapters():  # last: what has made room may have been preempted
+        # Last: what has made room may have been preempted.
+        if (running.others or self._has_carrier) and not self._choose_adapters():
             return None
         if self._n_gaps >= _LEAST_GAPS:
             self._close_gaps()
         guesses = self._guesses() if self.can_guess or self.drafts else None
         last, self._last = self._last, None
         if guesses:
-            return self.batch_builder.plan(running, self.cache.parked, guesses)
+            plan = self.batch_builder.plan(running, self.cache.parked, guesses)
+            if self._has_carrier:
+                self._assign_adapters(plan)
+            return plan
         if last is not None and self._n_moves == running.n_moves and self.batch_builder.n_micro_batches == 1:
             last.repeats = last.in_flight = True
             if self._closes_gaps:
@@ -709,6 +748,8 @@ class Scheduler:
             return last
         self._n_moves = running.n_moves
         plan = self.batch_builder.plan(running, self.cache.parked)
+        if self._has_carrier:
+            self._assign_adapters(plan)
         if self._closes_gaps:
             self._count_gaps(plan)
         return plan if plan.tokens else None  # none: all requests are in steps in flight
@@ -716,7 +757,17 @@ class Scheduler:
     def _choose_adapters(self) -> bool:
         """Changes the adapters if it is the turn of others. False: the steps in flight have to be committed before."""
         running = self._running
-        chosen = self.turns.choose(running.adapters, running.claims())
+        chosen = running.carrier()
+        if running.others and chosen == running.adapters:
+            chosen = running.carrier_of(self.turns.choose(chosen, running.claims()))
+        elif (
+            self._has_carrier
+            and not running.others
+            and self.turns.is_idle(
+                any(request.adapters is not None for request in (*running.decoding, *running.prefilling))
+            )
+        ):
+            chosen = None
         if chosen == running.adapters:
             return True
         for request in (*running.decoding, *running.prefilling):
@@ -725,8 +776,20 @@ class Scheduler:
         running.use(chosen)
         self._last = None
         self.turns.changed()
-        self.cache.memory_ops.append(UseAdapters(chosen))
+        self._has_carrier = self._carries is not None and self._carries(chosen, chosen)
+        self._assigned.clear()
+        self.cache.memory_ops.append(UseAdapters(chosen, self._has_carrier))
         return True
+
+    def _assign_adapters(self, plan: BatchPlan) -> None:
+        """Gives the slots of a plan the adapters of their requests, and takes those of ended ones away."""
+        for slot in [slot for slot in self._assigned if slot in self.cache.free]:
+            if self._assigned.pop(slot) is not None:
+                self.cache.memory_ops.append(AssignAdapters(slot, None))
+        for request, _ in plan.scheduled:
+            if self._assigned.get(request.slot) != request.adapters:
+                self._assigned[request.slot] = request.adapters
+                self.cache.memory_ops.append(AssignAdapters(request.slot, request.adapters))
 
     def _guesses(self) -> Mapping[Request, Sequence[int]]:
         """The guessed tokens to compute in the next step."""

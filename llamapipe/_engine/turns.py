@@ -18,6 +18,12 @@ With the limit, a stream that would wait longer if another step came first comes
 the prompts of k sets came one after another, the stream of the first would wait for k - 1 of them. But a prompt lets
 streams pass for ``_PATIENCE_FIRST`` times the limit at most: if that is too short, nobody starves.
 
+Where our kernels compute a model, each row of a step can have one LoRA of its own (``kernels/row_adapters.hpp``). Then
+a set is the steps' carrier: they can have all requests whose LoRA changes no further matrices, and those of the
+model alone. If a set carries all that could compute, it is taken at once, and nobody waits. Turns are left for control
+vectors, several LoRAs together, experts, and for LoRAs of which none carries the other. A carrier that no request uses
+is dropped when steps without adapters have taken ``_WORTH`` times as long as a change.
+
 A context for each set would need no changes, but divides KV cells and buffers; two engines over one model do that.
 
 Time is that of the observed steps. Pure policy.
@@ -53,6 +59,7 @@ class SetTurns:
         self._max_itl_s = max_itl_s
         self._now_s = 0.0
         self._spent_s = 0.0  # since the last change
+        self._idle_s = 0.0  # since a step used adapters
         self._n_steps = 0
         self._first: tuple[int, float] | None = (
             None  # the first step after the change: its tokens and seconds
@@ -139,16 +146,23 @@ class SetTurns:
         """How long a set has waited for its turn."""
         return self._now_s - self._since[one] + self._credit_s[one]
 
+    def is_idle(self, is_used: bool) -> bool:
+        """Whether no request of the steps now uses adapters, and none has for as long as a change is worth."""
+        if is_used:
+            self._idle_s = 0.0
+        return self._idle_s > _WORTH * self.change_s
+
     def changed(self) -> None:
         """The next step is the first with another set."""
         self.n_changes += 1
-        self._spent_s, self._n_steps, self._first = 0.0, 0, None
+        self._spent_s, self._n_steps, self._first, self._idle_s = 0.0, 0, None, 0.0
 
     def observe(self, n_tokens: int, only_decodes: bool, seconds: float) -> bool:
         """Learns the time of a step. Returns whether it was the first after a change, and so takes longer."""
         is_first = self._n_steps == 0 and self.n_changes > 0
         self._now_s += seconds
         self._spent_s += seconds
+        self._idle_s += seconds
         self._n_steps += 1
         self._step_s[only_decodes] = max(seconds - self.change_s * is_first, 0.0)
         if is_first:

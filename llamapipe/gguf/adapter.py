@@ -29,6 +29,7 @@ _INVOCATION: Final = "adapter.alora.invocation_tokens"
 _CONVERTER: Final = "llama.cpp's convert_lora_to_gguf.py"
 _HALVES: Final = (".lora_a", ".lora_b")
 _TYPES: Final = ("F32", "F16", "BF16", "Q8_0")  # what the converter writes
+_PLAIN_TYPES: Final = ("F32", "F16", "BF16")
 MOST_NAME: Final = 256
 _EMBEDDING: Final = "token_embd.weight"
 _DIRECTION: Final = re.compile(r"direction\.([1-9]\d{0,5})")
@@ -54,6 +55,12 @@ _IN_PART: Final = frozenset(
         "kimi-linear",
     }
 )
+# In the graphs of these each row of a product with an adapter is one entry of the batch, in its order, or one output.
+# tests/llama/test_row_adapters.py tests each; the sets of others take turns.
+ROWS_ARE_TOKENS: Final = frozenset(
+    {"llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "granite", "olmo2", "phi2", "glm4", "starcoder2",
+     "mistral3", "smollm3", "internlm2", "deci", "falcon"}
+)  # fmt: skip
 # Their graphs have no place for a control vector, and llama.cpp would ignore one in silence.
 _UNSTEERED: Final = frozenset(
     {"bert", "modern-bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "jina-bert-v2", "jina-bert-v3", "eurobert",
@@ -67,7 +74,8 @@ class AdapterInfo:
 
     ``name``: ``general.name``, or the file's, cut after 256 characters. ``alpha``: 0 if the file has none; products
     are then not scaled by it. ``invocation``: the tokens that activate it; empty: it is no activated LoRA.
-    ``ranks``: the smallest and the largest rank of its pairs. ``digest``: 16 bytes, a hash of the whole file.
+    ``ranks``: the smallest and the largest rank of its pairs. ``matrices``: those that it changes, if each row of a
+    step can have such an adapter of its own; else none. ``digest``: 16 bytes, a hash of the whole file.
     """
 
     path: Path
@@ -77,6 +85,7 @@ class AdapterInfo:
     invocation: tuple[int, ...]
     ranks: tuple[int, int]
     n_pairs: int
+    matrices: frozenset[str]
     size_bytes: int
     digest: bytes
     stamp: Stamp
@@ -117,6 +126,7 @@ def check_adapter(
         name = text(head.entries, "general.name") or file.stem
         check_tensors(head)
         ranks = _check_pairs(head, architecture, tensors)
+        matrices = _rows_matrices(head, architecture)
     except Damage as damage:
         raise ModelLoadError(f"{file}: {damage}") from None
     return AdapterInfo(
@@ -127,6 +137,7 @@ def check_adapter(
         invocation=invocation,
         ranks=(min(ranks), max(ranks)),
         n_pairs=len(ranks),
+        matrices=matrices,
         size_bytes=len(head.buffer),
         digest=blake2b(head.buffer, digest_size=16).digest(),
         stamp=opened.stamp,
@@ -156,6 +167,19 @@ def _check_keys(head: Head, architecture: str) -> float:
     if not math.isfinite(alpha.value):
         raise Damage(f"{_ALPHA} is {alpha.value}, it must be finite")
     return alpha.value
+
+
+def _rows_matrices(head: Head, architecture: str) -> frozenset[str]:
+    """The matrices that it changes, if our kernels compute all of its products."""
+    plain = all(
+        type_name(tensor) in _PLAIN_TYPES
+        and len(_plain(tensor.dims)) <= 2
+        and not tensor.name.startswith(_EMBEDDING)
+        for tensor in head.tensors
+    )
+    if architecture not in ROWS_ARE_TOKENS or not plain:
+        return frozenset()
+    return frozenset(tensor.name[:-7] for tensor in head.tensors)
 
 
 def _invocation(head: Head, n_vocab: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -36,12 +36,13 @@ _MOST_NAME = 256
 class Weights(NotCopyable):
     """The native adapter. Freed when nothing refers to it any more, or with its model."""
 
-    def __init__(self, module: Any, handle: Any, digest: bytes, invocation: tuple[int, ...]) -> None:
+    def __init__(self, module: Any, handle: Any, info: AdapterInfo) -> None:
         self._lib = module.lib
         self._pid = os.getpid()
         self.handle = handle
-        self.digest = digest
-        self.invocation = invocation
+        self.digest = info.digest
+        self.invocation = info.invocation
+        self.matrices = info.matrices
 
     def forget(self) -> None:
         """Its model is freed, and the adapter with it."""
@@ -195,10 +196,30 @@ class AdapterSet:
         return hash(self.key)
 
 
+def carries(carrier: Hashable, adapters: Hashable) -> bool:
+    """Whether steps with this carrier can have rows with these adapters.
+
+    Both are one LoRA, and the carrier changes all matrices that the other one changes; or the latter is None.
+    """
+    matrices = _row_matrices(carrier)
+    if matrices is None or adapters is None or adapters is carrier:
+        return matrices is not None
+    others = _row_matrices(adapters)
+    return others is not None and (others is matrices or others <= matrices)
+
+
+def _row_matrices(adapters: Hashable) -> frozenset[str] | None:
+    """The matrices that a set changes, if rows can have it for their own."""
+    if not isinstance(adapters, AdapterSet) or len(adapters.entries) > 1:
+        return None
+    part = adapters.entries[0][0]
+    return part.matrices or None if isinstance(part, Weights) else None
+
+
 class SetArguments:
     """A set as native code takes it; memory that must live as long as the call."""
 
-    def __init__(self, module: Any, given: AdapterSet | None) -> None:
+    def __init__(self, module: Any, given: AdapterSet | None, carries: bool = False) -> None:
         ffi = module.ffi
         entries = () if given is None else given.entries
         loras = [(part, scale) for part, scale in entries if isinstance(part, Weights)]
@@ -207,8 +228,8 @@ class SetArguments:
         if any(handle is None for handle in handles):
             raise EngineClosedError("the model of an adapter is closed")
         self._handles = ffi.new("struct llama_adapter_lora *[]", handles)
-        self._scales = ffi.new("float[]", [scale for _, scale in loras])
-        fields = {"n": len(loras), "adapters": self._handles, "scales": self._scales}
+        self._scales = ffi.new("float[]", [1.0 if carries else scale for _, scale in loras])
+        fields = {"n": len(loras), "adapters": self._handles, "scales": self._scales, "carries": carries}
         if vectors:
             with np.errstate(over="ignore"):
                 self._control = np.sum([part.values * np.float32(scale) for part, scale in vectors], axis=0)
@@ -265,7 +286,7 @@ class ModelAdapters:
         if loaded == module.ffi.NULL:
             reason = "; ".join(problems[-2:]) or last_error(module)
             raise ModelLoadError(f"{file} could not be loaded as an adapter ({reason})")
-        weights = Weights(module, loaded, info.digest, info.invocation)
+        weights = Weights(module, loaded, info)
         if change := info.stamp.change():
             raise ModelLoadError(f"{change} while it was loaded; load it again when it is complete")
         adapter = Adapter(model, info, name, weights)
@@ -437,8 +458,20 @@ def _check_layers(layers: object, n_layer: int) -> tuple[int, int]:
     return first, check_int("the last of layers", layers[1], first, n_layer - 1)
 
 
-def set_adapters(module: Any, entry: Any, owner: Any, given: AdapterSet | None) -> None:
-    """Calls a native entry that changes what ``owner`` computes with. Raises BackendError."""
-    arguments = SetArguments(module, given)
+def set_adapters(
+    module: Any, entry: Any, owner: Any, given: AdapterSet | None, carries: bool = False
+) -> None:
+    """Calls a native entry that changes what ``owner`` computes with. Raises BackendError.
+
+    ``carries``: the set is a carrier, and rows get adapters of their own with ``assign_adapter``.
+    """
+    arguments = SetArguments(module, given, carries)
     if entry(owner, arguments.native) < 0:
         raise BackendError(f"the adapters could not be changed: {last_error(module)}")
+
+
+def assign_adapter(module: Any, entry: Any, owner: Any, seq_id: int, given: AdapterSet | None) -> None:
+    """Calls a native entry that changes what a sequence's rows are computed with. Raises BackendError."""
+    arguments = SetArguments(module, given)
+    if entry(owner, seq_id, arguments.native) < 0:
+        raise BackendError(f"the adapter of a sequence could not be changed: {last_error(module)}")

@@ -21,7 +21,7 @@ from llamapipe.errors import (
 )
 from llamapipe.host.at_exit import awaited_at_exit
 from llamapipe.host.cores import usable_cores
-from llamapipe.llama.adapter import AdapterSet, set_adapters
+from llamapipe.llama.adapter import AdapterSet, assign_adapter, set_adapters
 from llamapipe.llama.batch import DecodeBatch
 from llamapipe.llama.kv_memory import check_kv_memory, head_size
 from llamapipe.llama.model import Model
@@ -92,6 +92,7 @@ class Context(NotCopyable):
         self._handle: Any = None
         self._llama: Any = None
         self._adapters: AdapterSet | None = None
+        self._assigned: dict[int, AdapterSet | None] = {}
         self.batch_invariant = batch_invariant
         self.graph_sampling = graph_sampling and n_ring_slots > 0
         self.graph_problem = "outputs go through llama.cpp's own buffer" if graph_sampling else ""
@@ -280,11 +281,28 @@ class Context(NotCopyable):
             f"<Context n_ctx={self.n_ctx} n_seq_max={self.n_seq_max} n_cells={self.n_cells} kv={kind}{state}>"
         )
 
-    def set_adapters(self, adapters: AdapterSet | None) -> None:
-        """Computes with these adapters from the next decode on; None: with the model alone. Raises BackendError."""
+    def set_adapters(self, adapters: AdapterSet | None, carries: bool = False) -> None:
+        """Computes with these adapters from the next decode on; None: with the model alone. Raises BackendError.
+
+        ``carries``: see ``AdapterSet.carries``; no sequence has an adapter until ``assign_adapter`` gives it one.
+        """
         self.claim()
-        set_adapters(self._native, self._native.lib.lp_context_set_adapters, self._handle, adapters)
+        set_adapters(self._native, self._native.lib.lp_context_set_adapters, self._handle, adapters, carries)
         self._adapters = adapters  # they must live as long as the context computes with them
+        self._assigned.clear()
+
+    @property
+    def mixes_adapters(self) -> bool:
+        """Whether sequences can have adapters of their own: llamapipe's kernels compute, and no other device does."""
+        return bool(self._native.lib.lp_context_mixes_adapters(self._handle))
+
+    def assign_adapter(self, seq_id: int, adapters: AdapterSet | None) -> None:
+        """Computes a sequence with this adapter from the next decode on, if a carrier is set. Raises BackendError."""
+        self.claim()
+        assign_adapter(
+            self._native, self._native.lib.lp_context_assign_adapter, self._handle, seq_id, adapters
+        )
+        self._assigned[seq_id] = adapters
 
     # ---- decoding
     def decode(self, batch: DecodeBatch) -> None:
@@ -507,6 +525,7 @@ class Context(NotCopyable):
         handle, self._handle = self._handle, None
         self._native.lib.lp_context_free(handle)
         self._adapters = None
+        self._assigned.clear()
         self.model.release(self)
 
     def __enter__(self) -> Context:

@@ -13,7 +13,6 @@ PAGES = [
     *sorted(ROOT.glob("docs/**/*.md")),
     *sorted(ROOT.glob("design/*.md")),
     *sorted(ROOT.glob("benchmarks/**/*.md")),
-    *sorted(ROOT.glob("tools/*/README.md")),
     ROOT / "third_party" / "README.md",
 ]
 NOTEBOOK = (

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import gguf
 import numpy as np
 import pytest
-from support.adapters import dequantized, make_adapter, merged
-from support.every_architecture import grow
+from support.adapters import dequantized, make_adapter, matrices_of, merged
+from support.every_architecture import fill, grow
 from support.gguf_models import PRESETS, make_model
 
 import llamapipe as lp
@@ -68,21 +66,6 @@ def test_experts_have_adapters(tmp_path: Path) -> None:
         found = logits(model, "a")
         assert np.abs(found - logits(model)).max() > 0.1
     np.testing.assert_allclose(found, expected, rtol=0, atol=3e-4)
-
-
-def fill(path: Path) -> None:
-    """Give a file random numbers where ``grow`` has put anything: a graph of equal ones hides what is left out."""
-    rng = np.random.default_rng(1)
-    for tensor in gguf.GGUFReader(str(path), "r+").tensors:
-        if tensor.tensor_type == gguf.GGMLQuantizationType.F32:
-            values = rng.standard_normal(tensor.data.shape) / np.sqrt(tensor.data.shape[-1])
-            tensor.data[:] = values if tensor.data.ndim > 1 else 1 + 0.1 * values
-
-
-def matrices_of(path: Path) -> list[str]:
-    """The kinds of matrices in a file's layers, as patterns."""
-    names = (t.name for t in gguf.GGUFReader(str(path)).tensors if len(t.shape) == 2 and "norm" not in t.name)
-    return sorted({re.sub(r"\d+", r"\\d+", re.escape(name)) for name in names if name.startswith("blk.")})
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,12 @@ def add_invocation(writer: gguf.GGUFWriter, tokens: Sequence[int]) -> None:
     writer.add_key_value("adapter.alora.invocation_tokens", list(tokens), kind.ARRAY, kind.UINT32)
 
 
+def matrices_of(path: Path) -> list[str]:
+    """The kinds of matrices in a file's layers, as patterns."""
+    names = (t.name for t in gguf.GGUFReader(str(path)).tensors if len(t.shape) == 2 and "norm" not in t.name)
+    return sorted({re.sub(r"\d+", r"\\d+", re.escape(name)) for name in names if name.startswith("blk.")})
+
+
 def new_writer(path: Path, architecture: str) -> gguf.GGUFWriter:
     """A writer with the keys that every LoRA has, but alpha."""
     writer = gguf.GGUFWriter(path, architecture)

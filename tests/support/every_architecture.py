@@ -10,6 +10,9 @@ import re
 import sys
 from pathlib import Path
 
+import gguf
+import numpy as np
+
 from llamapipe.errors import LlamapipeError
 from llamapipe.llama import Model
 from support.gguf_document import ARRAY, BOOL, STRING, Document, Tensor, unpack
@@ -191,6 +194,15 @@ def grow(path: Path, architecture: str) -> str:
         if not grower.step():
             break
     return grower.reason
+
+
+def fill(path: Path) -> None:
+    """Give a file random numbers where ``grow`` has put anything: a graph of equal ones hides what is left out."""
+    rng = np.random.default_rng(1)
+    for tensor in gguf.GGUFReader(str(path), "r+").tensors:
+        if tensor.tensor_type == gguf.GGMLQuantizationType.F32:
+            values = rng.standard_normal(tensor.data.shape) / np.sqrt(tensor.data.shape[-1])
+            tensor.data[:] = values if tensor.data.ndim > 1 else 1 + 0.1 * values
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from llamapipe._engine.kv import (
+    AssignAdapters,
     CellChanges,
     Copy,
     Discard,
@@ -187,6 +188,7 @@ class FakeContext:
         self.kept: dict[int, FakeSaved] = {}  # those that are there, by key
         self.refuses_saves = False
         self.adapters: Any = None  # a number; cells that were computed with one are others
+        self.assigned: dict[int, Any] | None = None  # by slot, if ``adapters`` is a carrier
         self.n_changes = 0
         self.launches: list[Launch] = []  # those that succeeded
         self.n_launches = 0  # all
@@ -233,10 +235,15 @@ class FakeContext:
                     if saved is not None:
                         self.kept[key] = saved
                     continue
-                case UseAdapters(adapters):
+                case UseAdapters(adapters, carries):
                     self._claim()
                     self.adapters = adapters
+                    self.assigned = {} if carries else None
                     self.n_changes += 1
+                    continue
+                case AssignAdapters(slot, adapters):
+                    assert self.assigned is not None, "the steps have no carrier"
+                    self.assigned[slot] = adapters
                     continue
                 case Forget(key):
                     if key in self.kept:
@@ -485,7 +492,9 @@ class FakeContext:
         rows = {}
         for i in range(n):
             cells = self.sequences[batch.seq_ids[i]]
-            cells.append(cell(batch.tokens[i], self.adapters))
+            seq_id = batch.seq_ids[i]
+            adapters = self.adapters if self.assigned is None else self.assigned.get(seq_id)
+            cells.append(cell(batch.tokens[i], adapters))
             if batch.outputs[i]:
                 rows[i] = -1 if batch.tokens[i] in self.broken else next_token(cells, self.n_vocab)
         return rows

@@ -485,6 +485,7 @@ class Simulation:
                 drafter=SimDrafter(world, N_CTX) if rng.random() < 0.4 else None,
                 has_window=rng.random() < 0.2,
             ),
+            carries=carries if rng.random() < 0.5 else None,
         )
         self.queue = QueueLimit(rng.choice((None, None, 2, 5)))
         self.loop = EngineLoop(self.scheduler, context, rng.choice((0.0, 0.001)), self.queue.remove)
@@ -859,6 +860,13 @@ class Simulation:
         child = parent.fork(0, parent.sink.fork(mailbox, keeps_text=False))
         self.inbox.put(self.loop.fork, parent, child)
         yield from self._go_on(child, mailbox, whole.copy(), n_made, adapters)
+
+
+def carries(carrier: Any, adapters: Any) -> bool:
+    """Whether steps with one set can have requests with another: some sets carry those before them, others none."""
+    if carrier is None or carrier % 3 == 0:
+        return False
+    return adapters is None or (adapters % 3 > 0 and adapters <= carrier)
 
 
 def adapters_of(request: Request, given: Sequence[int]) -> Adapters:

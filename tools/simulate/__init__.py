@@ -2,5 +2,5 @@
 
 ``record`` measures the steps of a real engine, ``cost`` fits their times, ``validate`` compares fitted and measured
 times, ``node`` runs one scheduler, ``cluster`` runs many nodes with a router, ``workload`` generates arrivals, and
-``plots`` draws the results. See ``tools/simulate/README.md``.
+``plots`` draws the results. See ``docs/scale.md``.
 """

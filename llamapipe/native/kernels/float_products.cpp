@@ -49,6 +49,15 @@ inline float sum_of(__m256 v) {
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
+// sum_of of four, with the same additions.
+inline __m128 sums_of(__m256 a, __m256 b, __m256 c, __m256 d) {
+    const __m256 ab   = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+    const __m256 cd   = _mm256_add_ps(_mm256_permute2f128_ps(c, d, 0x20), _mm256_permute2f128_ps(c, d, 0x31));
+    const __m256 two  = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));  // of a, c, b, d
+    const __m256 one  = _mm256_add_ps(two, _mm256_movehdup_ps(two));
+    return _mm256_castps256_ps128(_mm256_permutevar8x32_ps(one, _mm256_setr_epi32(0, 4, 2, 6, 0, 0, 0, 0)));
+}
+
 // A product as pointers and strides in bytes: of one matrix of weights and the rows of activations that belong to it.
 struct Matrix {
     const char * weights;
@@ -56,6 +65,9 @@ struct Matrix {
     char *       results;
     size_t       weight_stride, row_stride, result_stride;
     int64_t      n_columns;
+    const int32_t * row_numbers = nullptr;  // null: rows are one after another
+
+    size_t number(int64_t row) const { return (size_t) (row_numbers ? row_numbers[row] : row); }
 };
 
 template <class Type, int W, int R> void tile(const Matrix & m, int64_t weight, int64_t row) {
@@ -65,10 +77,10 @@ template <class Type, int W, int R> void tile(const Matrix & m, int64_t weight, 
         w[i] = (const typename Type::Value *) (m.weights + (size_t) (weight + i) * m.weight_stride);
     }
     for (int j = 0; j < R; j++) {
-        x[j] = (const float *) (m.rows + (size_t) (row + j) * m.row_stride);
+        x[j] = (const float *) (m.rows + m.number(row + j) * m.row_stride);
     }
-    __m256 totals[W][R] = {};
-    int64_t c           = 0;
+    __m256  totals[W][R] = {};
+    int64_t c            = 0;
     while (c + 8 <= m.n_columns) {
         __m256        sums[W][R] = {};
         const int64_t end        = std::min(c + block_columns, m.n_columns / 8 * 8);
@@ -92,18 +104,24 @@ template <class Type, int W, int R> void tile(const Matrix & m, int64_t weight, 
             }
         }
     }
-    for (int i = 0; i < W; i++) {
-        for (int j = 0; j < R; j++) {
-            float sum = sum_of(totals[i][j]);
-            for (int64_t rest = c; rest < m.n_columns; rest++) {
-                sum = __builtin_fmaf(Type::load_one(w[i] + rest), x[j][rest], sum);  // not at the compiler's choice
+    for (int j = 0; j < R; j++) {
+        float * const results = (float *) (m.results + m.number(row + j) * m.result_stride) + weight;
+        if constexpr (W == 4) {
+            _mm_storeu_ps(results, sums_of(totals[0][j], totals[1][j], totals[2][j], totals[3][j]));
+        } else {
+            for (int i = 0; i < W; i++) {
+                results[i] = sum_of(totals[i][j]);
             }
-            ((float *) (m.results + (size_t) (row + j) * m.result_stride))[weight + i] = sum;
+        }
+        for (int64_t rest = c; rest < m.n_columns; rest++) {
+            for (int i = 0; i < W; i++) {
+                results[i] = __builtin_fmaf(Type::load_one(w[i] + rest), x[j][rest], results[i]);  // not at the compiler's choice
+            }
         }
     }
 }
 
-template <class Type, int R> void multiply_rows(const Matrix & m, int64_t first, int64_t last, int64_t row) {
+template <class Type, int R> void multiply_tiles(const Matrix & m, int64_t first, int64_t last, int64_t row) {
     int64_t i = first;
     for (; i + most_weights <= last; i += most_weights) {
         tile<Type, most_weights, R>(m, i, row);
@@ -117,16 +135,38 @@ template <class Type, int R> void multiply_rows(const Matrix & m, int64_t first,
 template <class Type> void multiply(const Matrix & m, int64_t first, int64_t last, int64_t n_rows) {
     int64_t row = 0;
     for (; row + most_rows <= n_rows; row += most_rows) {
-        multiply_rows<Type, most_rows>(m, first, last, row);
+        multiply_tiles<Type, most_rows>(m, first, last, row);
     }
     if (n_rows - row == 2) {
-        multiply_rows<Type, 2>(m, first, last, row);
+        multiply_tiles<Type, 2>(m, first, last, row);
     } else if (n_rows - row == 1) {
-        multiply_rows<Type, 1>(m, first, last, row);
+        multiply_tiles<Type, 1>(m, first, last, row);
+    }
+}
+
+void multiply_any(ggml_type type, const Matrix & m, int64_t first, int64_t last, int64_t n_rows) {
+    if (type == GGML_TYPE_F32) {
+        multiply<F32>(m, first, last, n_rows);
+    } else if (type == GGML_TYPE_F16) {
+        multiply<F16>(m, first, last, n_rows);
+    } else {
+        multiply<BF16>(m, first, last, n_rows);
     }
 }
 
 }  // namespace
+
+bool has_float_products() {
+    static const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    return has;
+}
+
+void multiply_rows(const RowProduct & product, int64_t first, int64_t last, int64_t n) {
+    const ggml_tensor * w = product.weights;
+    const Matrix        m = { (const char *) w->data, product.rows, product.results, w->nb[1], product.row_stride,
+                              product.result_stride, w->ne[0], product.row_numbers };
+    multiply_any(w->type, m, first, last, n);
+}
 
 bool is_float_product(const ggml_tensor * op) {
     if (op->op != GGML_OP_MUL_MAT || op->type != GGML_TYPE_F32) {
@@ -134,9 +174,8 @@ bool is_float_product(const ggml_tensor * op) {
     }
     const ggml_tensor *w = op->src[0], *x = op->src[1];
     const bool         is_float = w->type == GGML_TYPE_F32 || w->type == GGML_TYPE_F16 || w->type == GGML_TYPE_BF16;
-    static const bool  has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     // Weights: what no operation has computed. Keys and values are views of memory that operations write.
-    return has_avx2 && is_float && w->op == GGML_OP_NONE && !w->view_src && x->type == GGML_TYPE_F32 &&
+    return has_float_products() && is_float && w->op == GGML_OP_NONE && !w->view_src && x->type == GGML_TYPE_F32 &&
            w->nb[0] == ggml_type_size(w->type) && x->nb[0] == sizeof(float) && op->nb[0] == sizeof(float);
 }
 
@@ -159,13 +198,7 @@ void compute_float_product(const ggml_compute_params * params, ggml_tensor * op,
                              (const char *) x->data + (size_t) i2 * x->nb[2] + (size_t) i3 * x->nb[3],
                              (char *) op->data + (size_t) i2 * op->nb[2] + (size_t) i3 * op->nb[3],
                              w->nb[1], x->nb[1], op->nb[1], w->ne[0] };
-        if (w->type == GGML_TYPE_F32) {
-            multiply<F32>(m, first, last, x->ne[1]);
-        } else if (w->type == GGML_TYPE_F16) {
-            multiply<F16>(m, first, last, x->ne[1]);
-        } else {
-            multiply<BF16>(m, first, last, x->ne[1]);
-        }
+        multiply_any(w->type, m, first, last, x->ne[1]);
     }
 }
 
@@ -175,6 +208,10 @@ void compute_float_product(const ggml_compute_params * params, ggml_tensor * op,
 #else
 
 namespace llamapipe::kernels {
+
+bool has_float_products() { return false; }
+
+void multiply_rows(const RowProduct &, int64_t, int64_t, int64_t) {}
 
 bool is_float_product(const ggml_tensor *) { return false; }
 

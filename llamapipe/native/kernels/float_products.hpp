@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 struct ggml_tensor;
 struct ggml_compute_params;
@@ -12,11 +13,28 @@ struct ggml_threadpool;
 
 namespace llamapipe::kernels {
 
+// Whether this processor has the instructions.
+bool has_float_products();
+
 // Whether an operation is such a product.
 bool is_float_product(const ggml_tensor *op);
 
 // The bytes of work memory that it needs, and the computation, on all of ggml's threads.
 size_t float_product_work_size();
 void compute_float_product(const ggml_compute_params *params, ggml_tensor *op, void (*barrier)(ggml_threadpool *));
+
+// Rows of activations, chosen by their numbers, times a matrix of weights. Strides are in bytes. The numbers are those of an
+// operation that is such a product.
+struct RowProduct {
+    const ggml_tensor *weights;
+    const char        *rows;
+    size_t             row_stride;
+    char              *results;
+    size_t             result_stride;
+    const int32_t     *row_numbers;
+};
+
+// Weights [first, last) with the first `n` rows.
+void multiply_rows(const RowProduct &product, int64_t first, int64_t last, int64_t n);
 
 }  // namespace llamapipe::kernels

@@ -22,6 +22,7 @@
 #include "float_products.hpp"
 #include "kernels.hpp"
 #include "mappings.hpp"
+#include "row_adapters.hpp"
 
 #include "ggml-backend-impl.h"
 #include "ggml-cpu/traits.h"
@@ -63,6 +64,7 @@ constexpr int    max_rows        = 256;         // the same as a number
 void (*barrier)(ggml_threadpool *) = nullptr;  // ggml_barrier
 thread_local Packing * t_packing   = nullptr;
 thread_local bool      t_attends = false, t_multiplies = false;  // the graphs of this thread use our attention, our products of floats
+thread_local const RowAdapters * t_adapters = nullptr;           // of the rows of these graphs
 
 extern ggml_backend_buffer_type buffer_type;
 
@@ -322,27 +324,52 @@ Traits traits;
 // Operations without packed weights do not tell whose they are. A graph is planned on the thread that computes it, each time:
 // there the operation gets a mark, which all of ggml's threads see. Returning false leaves it to ggml.
 struct OtherTraits : ggml::cpu::tensor_traits {
-    static constexpr int mark = GGML_MAX_OP_PARAMS / sizeof(int32_t) - 1;  // ggml has no option there
+    struct Mark {
+        const RowAdapters * adapters = nullptr;  // not null: it is this part of a product with them
+        RowAdapters::Part   part     = RowAdapters::Part::none;
+        int32_t             matrix   = 0;
+        bool                is_ours  = false;
+    };
+
+    // At the end of an operation's parameters, where ggml has none.
+    static char * place_of_mark(const ggml_tensor * op) {
+        return (char *) const_cast<int32_t *>(op->op_params) + GGML_MAX_OP_PARAMS - sizeof(Mark);
+    }
 
     bool work_size(int n_threads, const ggml_tensor * op, size_t & size) override {
-        const bool is_ours                             = is_attention(op) ? t_attends : t_multiplies;
-        const_cast<ggml_tensor *>(op)->op_params[mark] = is_ours;
-        if (is_ours) {
-            size = is_attention(op) ? attention_work_size(op, n_threads) : float_product_work_size();
+        Mark mark;
+        if (t_adapters && (mark.part = t_adapters->part_of(op, mark.matrix)) != RowAdapters::Part::none) {
+            mark.adapters = t_adapters;
+            mark.is_ours  = true;
+        } else if (is_attention(op)) {
+            mark.is_ours = t_attends;
+            size         = t_attends ? attention_work_size(op, n_threads) : size;
+        } else if (is_float_product(op)) {
+            mark.is_ours = t_multiplies;
+            size         = t_multiplies ? float_product_work_size() : size;
         }
-        return is_ours;
+        memcpy(place_of_mark(op), &mark, sizeof mark);
+        return mark.is_ours;
     }
 
     bool compute_forward(ggml_compute_params * params, ggml_tensor * op) override {
-        if (!op->op_params[mark]) {
-            return false;
+        Mark mark;
+        memcpy(&mark, place_of_mark(op), sizeof mark);
+        if (mark.adapters) {
+            mark.adapters->compute(mark.part, mark.matrix, params, op);
+        } else if (mark.is_ours) {
+            (is_attention(op) ? compute_attention : compute_float_product)(params, op, barrier);
         }
-        (is_attention(op) ? compute_attention : compute_float_product)(params, op, barrier);
-        return true;
+        return mark.is_ours;
     }
 };
 
 OtherTraits other_traits;
+
+// Whether an operation may be the end of a product with an adapter.
+bool is_scaled_product(const ggml_tensor * op) {
+    return op->op == GGML_OP_SCALE && op->src[0]->op == GGML_OP_MUL_MAT && is_float_product(op->src[0]);
+}
 
 struct BufferType : ggml::cpu::extra_buffer_type {
     bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) override {
@@ -359,7 +386,7 @@ struct BufferType : ggml::cpu::extra_buffer_type {
     }
 
     ggml::cpu::tensor_traits * get_tensor_traits(const ggml_tensor * op) override {
-        if (is_attention(op) || is_float_product(op)) {
+        if (is_attention(op) || is_float_product(op) || is_scaled_product(op)) {
             return &other_traits;
         }
         const bool is_product = op->op == GGML_OP_MUL_MAT || op->op == GGML_OP_MUL_MAT_ID;
@@ -686,14 +713,17 @@ PackingScope::PackingScope(Packing * packing) noexcept : outer_(t_packing) { t_p
 
 PackingScope::~PackingScope() { t_packing = outer_; }
 
-ComputeScope::ComputeScope(bool attends, bool multiplies) noexcept : outer_attends_(t_attends), outer_multiplies_(t_multiplies) {
+ComputeScope::ComputeScope(bool attends, bool multiplies, const RowAdapters * adapters) noexcept
+    : outer_attends_(t_attends), outer_multiplies_(t_multiplies), outer_adapters_(t_adapters) {
     t_attends    = attends;
     t_multiplies = multiplies;
+    t_adapters   = adapters;
 }
 
 ComputeScope::~ComputeScope() {
     t_attends    = outer_attends_;
     t_multiplies = outer_multiplies_;
+    t_adapters   = outer_adapters_;
 }
 
 }  // namespace llamapipe::kernels

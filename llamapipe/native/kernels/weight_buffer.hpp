@@ -55,16 +55,20 @@ private:
     Packing * outer_;
 };
 
-// While one lives, the graphs that this thread computes use our attention and our products of floats, or ggml's.
+class RowAdapters;
+
+// While one lives, the graphs that this thread computes use our attention and our products of floats, or ggml's. Their rows
+// have adapters of their own, unless `adapters` is null.
 class ComputeScope {
 public:
-    ComputeScope(bool attends, bool multiplies) noexcept;
+    ComputeScope(bool attends, bool multiplies, const RowAdapters * adapters) noexcept;
     ~ComputeScope();
     ComputeScope(const ComputeScope &)             = delete;
     ComputeScope & operator=(const ComputeScope &) = delete;
 
 private:
-    bool outer_attends_, outer_multiplies_;
+    bool                outer_attends_, outer_multiplies_;
+    const RowAdapters * outer_adapters_;
 };
 
 }  // namespace llamapipe::kernels

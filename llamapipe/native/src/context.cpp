@@ -4,6 +4,7 @@
 #include "adapters.hpp"
 #include "faults.hpp"
 #include "handles.hpp"
+#include "llama-adapter.h"
 #include "llama-context.h"
 #include "step.hpp"
 #include "weight_buffer.hpp"
@@ -136,7 +137,11 @@ int Context::decode(const BatchArrays & batch) {
     threads_->apply();
     set_error("see the log llamapipe.native");
     const DecodeAssertionsThrow          throwing;
-    const llamapipe::kernels::ComputeScope scope(attends_, multiplies_);
+    const bool                           is_mixed = row_adapters_.is_on();
+    if (is_mixed) {
+        row_adapters_.prepare(batch.n, batch.seq_ids, batch.outputs);
+    }
+    const llamapipe::kernels::ComputeScope scope(attends_, multiplies_, is_mixed ? &row_adapters_ : nullptr);
     std::unique_lock<std::mutex> lock(adapters_mutex(), std::defer_lock);
     if (reserves_) {
         lock.lock();
@@ -157,6 +162,16 @@ int Context::set_adapters(const lp_adapter_set & set) {
     llama_context * llama = llama_.get();
     llama_synchronize(llama);
     reserves_ = true;
+    row_adapters_.carry({});
+    changed_matrices_.clear();
+    if (set.carries) {
+        std::vector<llamapipe::kernels::LoraPair> pairs;
+        for (const auto & [name, pair] : set.adapters[0]->ab_map) {
+            changed_matrices_.push_back(name);
+            pairs.push_back({ pair.a, pair.b });
+        }
+        row_adapters_.carry(pairs);
+    }
     if (llama_set_adapters_lora(llama, set.adapters, (size_t) set.n, set.scales) != 0) {
         throw std::runtime_error("llama.cpp refused the adapters");
     }
@@ -167,6 +182,37 @@ int Context::set_adapters(const lp_adapter_set & set) {
         }
         has_control_ = data != nullptr;
     }
+    return 1;
+}
+
+bool Context::mixes_adapters() const {
+    ggml_backend_sched_t sched = llama_->get_sched();
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); i++) {
+        ggml_backend_dev_t device = ggml_backend_get_device(ggml_backend_sched_get_backend(sched, i));
+        if (ggml_backend_dev_type(device) != GGML_BACKEND_DEVICE_TYPE_CPU) {
+            return false;  // it may compute large products of the CPU's weights, too
+        }
+    }
+    return attends_ && llamapipe::kernels::can_mix_adapters();
+}
+
+int Context::assign_adapter(int seq_id, const lp_adapter_set & set) {
+    using namespace llamapipe::kernels;
+    if (set.n == 0) {
+        row_adapters_.assign(seq_id, nullptr, 0);
+        return 1;
+    }
+    const llama_adapter_lora *  adapter = set.adapters[0];
+    std::shared_ptr<const Lora> lora    = row_adapters_.find(adapter);
+    if (!lora) {
+        std::vector<LoraPair> pairs;
+        for (const std::string & name : changed_matrices_) {
+            const auto pair = adapter->ab_map.find(name);
+            pairs.push_back(pair == adapter->ab_map.end() ? LoraPair() : LoraPair{ pair->second.a, pair->second.b });
+        }
+        lora = std::make_shared<Lora>(adapter, adapter->alpha, std::move(pairs));
+    }
+    row_adapters_.assign(seq_id, std::move(lora), set.scales[0]);
     return 1;
 }
 
@@ -312,6 +358,14 @@ int lp_logits(lp_context * context, int n_rows, const int32_t * rows, int n_voca
 
 int lp_context_set_adapters(lp_context * context, const lp_adapter_set * set) {
     return lp::guard(LP_ERROR, [&] { return context->shared->set_adapters(*set); });
+}
+
+bool lp_context_mixes_adapters(const lp_context * context) {
+    return lp::guard(false, [&] { return context->shared->mixes_adapters(); });
+}
+
+int lp_context_assign_adapter(lp_context * context, int seq_id, const lp_adapter_set * set) {
+    return lp::guard(LP_ERROR, [&] { return context->shared->assign_adapter(seq_id, *set); });
 }
 
 int lp_context_memory(lp_context * context, enum lp_memory_op op, int seq_id, int other, int p0, int p1) {

@@ -7,6 +7,7 @@
 #include "compute_threads.hpp"
 #include "logits_stager.hpp"
 #include "native.h"
+#include "row_adapters.hpp"
 #include "step.hpp"
 
 #include <cstddef>
@@ -67,6 +68,12 @@ public:
     // What the decodes after it compute with. Waits for the device: what was set before may be freed then.
     int set_adapters(const lp_adapter_set & set);
 
+    // Whether sequences can have adapters of their own: all is computed on the CPU, with our kernels where they can.
+    bool mixes_adapters() const;
+
+    // The adapter of a sequence's rows, or none, in the decodes after it, if the context computes with a carrier.
+    int assign_adapter(int seq_id, const lp_adapter_set & set);
+
 private:
     struct Free {
         void operator()(llama_context * ctx) const { llama_free(ctx); }
@@ -75,6 +82,8 @@ private:
 
     int decode_rows(const BatchArrays & batch);
 
+    llamapipe::kernels::RowAdapters row_adapters_;
+    std::vector<std::string>        changed_matrices_;  // by the carrier
     std::shared_ptr<LogitsStager>        stager_;
     std::unique_ptr<ComputeThreads>      threads_;
     std::string                          staging_problem_;

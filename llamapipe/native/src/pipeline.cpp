@@ -283,6 +283,10 @@ int Pipeline::set_adapters(const lp_adapter_set & set) {
     return between_steps([&] { return context_->set_adapters(set); }, -1, 0);
 }
 
+int Pipeline::assign_adapter(int seq_id, const lp_adapter_set & set) {
+    return between_steps([&] { return context_->assign_adapter(seq_id, set); }, -1, 0);
+}
+
 int Pipeline::sequence_end(int seq_id) {
     return between_steps(
         [&] { return (int) llama_memory_seq_pos_max(llama_get_memory(context_->llama()), seq_id) + 1; }, -1, 0);

@@ -150,7 +150,7 @@ Backend backend_with(ggml_backend_dev_t cpu, int n_threads) {
 
 // Computes a graph some times, and writes down how long each took.
 void compute(const Backend & backend, ggml_cgraph * graph, bool is_ours, int n_times, double * seconds) {
-    const llamapipe::kernels::ComputeScope scope(is_ours, is_ours);
+    const llamapipe::kernels::ComputeScope scope(is_ours, is_ours, nullptr);
     for (int i = 0; i < n_times; i++) {
         const auto start = std::chrono::steady_clock::now();
         if (ggml_backend_graph_compute(backend.get(), graph) != GGML_STATUS_SUCCESS) {

@@ -1,0 +1,134 @@
+"""Rows with different LoRAs in one step: each is what it is alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.adapters import make_adapter, matrices_of
+from support.every_architecture import fill, grow
+from support.gguf_models import tiny_model
+
+import llamapipe as lp
+from llamapipe.gguf.adapter import ROWS_ARE_TOKENS
+from llamapipe.llama.adapter import AdapterSet
+from llamapipe.llama.context import Context
+
+TOKENS = [1, 40, 77, 103, 55, 61, 92, 38, 99, 120, 47]
+FFN_ONLY = r"blk\.\d+\.ffn_(?:gate|up|down)\.weight"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("rows") / "tiny.gguf", type_name="f32")
+
+
+@pytest.fixture(scope="module")
+def files(path: Path) -> dict[str, Path]:
+    """Of different ranks, types, scales and matrices; the first one changes all that others change."""
+    kinds: dict[str, dict[str, Any]] = {
+        "a": {"rank": 4},
+        "b": {"rank": 16, "alpha": None},
+        "c": {"rank": 3, "type_name": "F16"},
+        "ffn": {"rank": 9, "matrices": FFN_ONLY},
+    }
+    return {
+        name: make_adapter(path.with_name(f"{name}.gguf"), path, seed=i, **kind)
+        for i, (name, kind) in enumerate(kinds.items())
+    }
+
+
+@pytest.fixture(scope="module")
+def model(path: Path, files: dict[str, Path]) -> Iterator[lp.Model]:
+    with lp.Model(path) as model:
+        for name, file in files.items():
+            model.load_adapter(file, name)
+        yield model
+
+
+def context_of(model: lp.Model, n_threads: int = 2) -> Context:
+    """With cells as exact as the weights, and products whose rows do not depend on each other."""
+    return Context(
+        model,
+        n_ctx=64,
+        n_seq_max=8,
+        type_k="f32",
+        type_v="f32",
+        n_threads=n_threads,
+        n_outputs_max=96,
+        batch_invariant=True,
+    )
+
+
+def compute(
+    context: Context, parts: Sequence[tuple[int, Sequence[int]]], last_only: bool = False
+) -> list[npt.NDArray[Any]]:
+    """The rows of each sequence, all in one step."""
+    tokens = [t for _, part in parts for t in part]
+    positions = [i for _, part in parts for i in range(len(part))]
+    seq_ids = [seq_id for seq_id, part in parts for _ in part]
+    outputs = [int(not last_only or i == len(part) - 1) for _, part in parts for i in range(len(part))]
+    context.clear()
+    context.decode(lp.DecodeBatch(tokens, positions, seq_ids, outputs))
+    found, at = [], 0
+    for _, part in parts:
+        found.append(np.array([context.logits(at + i) for i in range(len(part)) if outputs[at + i]]))
+        at += len(part)
+    return found
+
+
+def choose(model: lp.Model, choice: Any) -> AdapterSet | None:
+    return model.adapters.choose(choice)
+
+
+CHOICES = ("a", None, "b", {"a": -0.7}, "c", "ffn", {"b": 2.5}, None)
+
+
+@pytest.mark.parametrize("last_only", [False, True])
+@pytest.mark.parametrize("n", [1, len(TOKENS)])
+@pytest.mark.parametrize("n_threads", [1, 2])
+def test_rows_are_those_of_each_alone(model: lp.Model, n: int, last_only: bool, n_threads: int) -> None:
+    parts = [(i, [33 + i, *TOKENS[: n - 1]]) for i in range(8)]
+    with context_of(model, n_threads=n_threads) as context:
+        alone = []
+        for part, choice in zip(parts, CHOICES, strict=True):
+            context.set_adapters(choose(model, choice))
+            alone += compute(context, [part], last_only)
+        context.set_adapters(choose(model, "a"), carries=True)
+        for i, choice in enumerate(CHOICES):
+            context.assign_adapter(i, choose(model, choice))
+        found = compute(context, parts, last_only)
+    for i in range(8):
+        np.testing.assert_array_equal(found[i], alone[i], err_msg=str((i, CHOICES[i])))
+    assert len({rows.tobytes() for rows in alone}) == 8
+
+
+@pytest.mark.parametrize("architecture", sorted(ROWS_ARE_TOKENS))
+def test_architectures(tmp_path: Path, architecture: str) -> None:
+    """In their graphs each row of a product with an adapter is an entry of the batch, or an output."""
+    path = tmp_path / "model.gguf"
+    grow(path, architecture)
+    fill(path)
+    with lp.Model(path) as model:
+        for i, rank in enumerate((4, 9)):
+            matrices = "|".join(matrices_of(path))
+            file = make_adapter(tmp_path / f"{i}.gguf", path, rank=rank, seed=i, matrices=matrices)
+            model.load_adapter(file, str(i))
+        choices = ("0", "1", None, {"1": -0.7})
+        for last_only in (False, True):
+            parts = [(i, [33 + i, *TOKENS[:6]]) for i in range(4)]
+            with context_of(model) as context:
+                alone = []
+                for part, choice in zip(parts, choices, strict=True):
+                    context.set_adapters(choose(model, choice))
+                    alone += compute(context, [part], last_only)
+                context.set_adapters(choose(model, "0"), carries=True)
+                for i, choice in enumerate(choices):
+                    context.assign_adapter(i, choose(model, choice))
+                found = compute(context, parts, last_only)
+            for row, expected in zip(found, alone, strict=True):
+                np.testing.assert_allclose(row, expected, rtol=0, atol=1e-4 * np.abs(expected).max())

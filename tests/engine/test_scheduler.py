@@ -11,14 +11,14 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.fakes import N_VOCAB, FakeContext, continuation
+from support.fakes import N_VOCAB, FakeContext, cell, continuation
 from support.memory import cache_of
 
 from llamapipe._engine import scheduler as scheduler_module
 from llamapipe._engine.kv import Shift
 from llamapipe._engine.planner import BatchPlan
 from llamapipe._engine.request import UNLIMITED, Request, RequestSpec, State
-from llamapipe._engine.scheduler import Scheduler
+from llamapipe._engine.scheduler import Carries, Scheduler
 from llamapipe.errors import ContextFullError, DecodeError, NoToken
 
 PADDING = 0
@@ -42,11 +42,19 @@ class SchedulerHarness:
         padding_token: int | None = None,
         recurrent: bool = False,
         prefill_cutoff: int | None = None,
+        carries: Carries | None = None,
     ) -> None:
         n_cells = n_ctx * n_slots if n_cells is None else n_cells
         self.n_ubatch = n_ubatch
         self.scheduler = Scheduler(
-            cache_of(n_slots), n_ctx, n_cells, n_batch, n_ubatch, padding_token, prefill_cutoff=prefill_cutoff
+            cache_of(n_slots),
+            n_ctx,
+            n_cells,
+            n_batch,
+            n_ubatch,
+            padding_token,
+            prefill_cutoff=prefill_cutoff,
+            carries=carries,
         )
         self.context = FakeContext(n_slots, n_ctx, n_cells, n_batch, recurrent=recurrent)
         self.n_added = 0
@@ -124,7 +132,9 @@ class SchedulerHarness:
         expected: list[list[int]] = [[] for _ in range(self.context.n_seq_max)]
         for request in self.scheduler.live():
             if request.slot >= 0:
-                expected[request.slot] = request.tokens[: request.n_past]
+                adapters: Any = request.spec.adapters
+                cells = [cell(token, adapters) for token in request.tokens[: request.n_past]]
+                expected[request.slot] = cells
         assert self.context.sequences == expected
 
     def steps(self, n: int) -> list[BatchPlan]:
@@ -160,6 +170,52 @@ def assert_done(*requests: Request, n_ctx: int = 64) -> None:
 def scheduled(plan: BatchPlan | None) -> list[tuple[Request, int]]:
     assert plan is not None
     return plan.scheduled
+
+
+class TestSharedSteps:
+    """Adapters are numbers here: those below 10 carry each other and the model alone, 9 only itself."""
+
+    def harness(self) -> SchedulerHarness:
+        def carries(carrier: Any, adapters: Any) -> bool:
+            return carrier is not None and carrier < 9 and (adapters is None or adapters < 9)
+
+        return SchedulerHarness(n_slots=4, n_batch=64, carries=carries)
+
+    def test_a_step_has_all_that_one_set_carries(self) -> None:
+        harness = self.harness()
+        requests = [harness.add(adapters=one, cache_key=one) for one in (None, 1, 2, 1)]
+        plan = harness.step()
+        assert {request for request, _ in scheduled(plan)} == set(requests)
+        harness.run()
+        assert harness.context.n_changes == 1
+        for request in requests:
+            adapters: Any = request.adapters
+            prompt = request.tokens[: request.n_prompt]
+            assert generated(request) == continuation(prompt, 5, (), 64, N_VOCAB, adapters)[0]
+
+    def test_a_set_that_none_carries_takes_a_turn(self) -> None:
+        harness = self.harness()
+        for one in (9, None, 1, 2):
+            harness.add(adapters=one, cache_key=one)
+        together = {
+            frozenset(request.adapters for request, _ in plan.scheduled) for plan in harness.steps(10)
+        }
+        assert together == {frozenset({9}), frozenset({None, 1, 2})}
+
+    def test_a_carrier_that_nobody_uses_is_dropped(self) -> None:
+        harness = self.harness()
+        harness.add(max_tokens=2, adapters=1, cache_key=1)
+        harness.add(max_tokens=40)
+        change_s = harness.scheduler.turns.change_s
+        n_idle = 0
+        for _ in range(30):
+            plan = harness.step()
+            assert plan is not None
+            harness.scheduler.observe(plan, 4 * change_s)
+            n_idle += harness.context.assigned is not None and len(plan.scheduled) == 1
+        assert harness.context.n_changes == 2
+        assert harness.context.adapters is None
+        assert 3 <= n_idle <= 6  # as long as 20 changes, which are measured meanwhile
 
 
 class TestAdmission:

@@ -271,8 +271,8 @@ class EngineStats:
     request a step; ``n_forced``: of these, those that a constraint had forced; ``n_steps_saved``: steps that all
     requests of a batch were spared. ``no_guesses``: why no step has guessed tokens, ``""`` if steps may have some;
     ``unguessed``: the requests whose steps have none although others' may, by the reason.
-    ``n_adapter_changes``: how often a step computed with other adapters than the one
-    before. ``n_encoded_media``: images and sounds, or tiles of them, that were encoded.
+    ``n_adapter_changes``: how often llama.cpp planned its graphs anew for other adapters; those that share steps need
+    no change. ``n_encoded_media``: images and sounds, or tiles of them, that were encoded.
     ``step_times``: from the launch of a step until its tokens are sampled.
     ``queue_times``: from a request's submission until it has a slot.
     """

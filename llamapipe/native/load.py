@@ -164,7 +164,10 @@ def enum_names(enum: str) -> dict[int, str]:
 
 
 def drain_log(module: Any) -> list[str]:
-    """Passes queued native log records to ``logging``; returns the texts of warnings and errors. Any thread."""
+    """Passes queued native log records to ``logging``. Any thread.
+
+    Returns the texts of errors, or if there are none, those of warnings: llama.cpp warns of much that fails nothing.
+    """
     ffi, lib = module.ffi, module.lib
     text = ffi.new("char[]", _LOG_BYTES)
     level = ffi.new("int *")
@@ -172,7 +175,8 @@ def drain_log(module: Any) -> list[str]:
         lib.GGML_LOG_LEVEL_WARN: logging.WARNING,
         lib.GGML_LOG_LEVEL_ERROR: logging.ERROR,
     }
-    problems: list[str] = []
+    warnings: list[str] = []
+    errors: list[str] = []
     severity = logging.DEBUG
     while (n := lib.lp_log_next(text, _LOG_BYTES, level)) >= 0:
         if level[0] != lib.GGML_LOG_LEVEL_CONT:
@@ -185,5 +189,5 @@ def drain_log(module: Any) -> list[str]:
             severity = logging.DEBUG
         logger.log(severity, "%s", line)
         if severity >= logging.WARNING:
-            problems.append(line)
-    return problems
+            (errors if severity >= logging.ERROR else warnings).append(line)
+    return errors or warnings

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.bert_model import bert_model
+from support.gguf_document import unpack
 from support.gguf_models import tiny_model
 from support.run_script import run_script
 
@@ -126,3 +127,19 @@ def test_a_pooling_is_no_news_for_a_model_without_a_default(
         drain_log(native())
     (record,) = [r for r in caplog.records if "default pooling_type" in r.getMessage()]
     assert record.levelno == logging.WARNING
+
+
+def test_the_reason_of_a_failed_load_is_an_error_not_a_warning_before_it(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "tiny.gguf")
+    document, _ = unpack(path.read_bytes())
+    tokens, kinds = (document.entry(f"tokenizer.ggml.{name}").value for name in ("tokens", "token_type"))
+    kinds[tokens.index(b"</s>")] = 1  # a normal token: llama.cpp warns, and takes it for a control token
+    path.write_bytes(document.pack())
+    with lp.Model(path):
+        pass
+    document.tensors = [t for t in document.tensors if t.name != b"blk.0.ffn_norm.weight"]
+    path.write_bytes(document.pack())
+    with pytest.raises(lp.errors.ModelLoadError) as caught:
+        lp.Model(path)
+    assert "ffn_norm" in str(caught.value)
+    assert "control-looking" not in str(caught.value)

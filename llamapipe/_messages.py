@@ -144,12 +144,14 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
     # Where a command's option has another meaning than the same one of other commands.
     "bench": {"-p": "use --prompt-tokens"},
     "serve": {"-p": "use --port"},
+    "run": dict.fromkeys(("-m", "--model"), "name the model without an option: llamapipe run MODEL"),
+    **dict.fromkeys(("ps", "stop"), dict.fromkeys(("--port", "--host", "-p"), "use --url http://HOST:PORT")),
     "chat": dict.fromkeys(("-cnv", "--conversation", "-i", "--interactive"), _ALWAYS_ON),
     # Commands of Ollama and of other programs, and Ollama's and llama-cli's in a conversation.
     "commands": {
         "list": "use llamapipe models",
         "ls": "use llamapipe models",
-        "show": "ask the running server: curl 127.0.0.1:8080/model_info",
+        "show": "use llamapipe doctor -m FILE, or -m ollama:NAME",
         "create": "pass options instead of a Modelfile; llamapipe chat --help lists them",
         "help": "use llamapipe --help",
         "version": "use llamapipe --version",

@@ -133,8 +133,8 @@ def model_path(text: str) -> Path:
         raise lp.errors.ModelLoadError(
             f"{text} does not exist; Ollama has a model of this name: write {OLLAMA}{text}"
             if text in short_names()
-            else f"{text} does not exist; give a GGUF file, hf:OWNER/REPO/FILE of the Hugging Face Hub, or demo for "
-            "the bundled model"
+            else f"{text} does not exist, nor has Ollama downloaded a model of this name; give a GGUF file, "
+            "hf:OWNER/REPO/FILE or hf:OWNER/REPO:QUANT of the Hugging Face Hub, or demo for the bundled model"
         )
     return path
 

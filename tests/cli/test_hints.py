@@ -45,6 +45,8 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: int
         ("generate -hf a/b a", "; use -m hf:OWNER/REPO/FILE or -m hf:OWNER/REPO:QUANT (see"),
         ("bench -p 512", "; use --prompt-tokens (see"),
         ("serve -p 8080", "; use --port (see"),
+        ("ps --port 8080", "; use --url http://HOST:PORT (see"),
+        ("run -m a.gguf", "; name the model without an option: llamapipe run MODEL (see"),
         ("chat -i", "; it is always on; leave the option out (see"),
         ("embed --predict 5 a", "unrecognized arguments: --predict (see"),
     ],
@@ -57,7 +59,7 @@ def test_options(arguments: str, message: str, capsys: pytest.CaptureFixture[str
     ("command", "message"),
     [
         ("list", "use llamapipe models"),
-        ("show", "/model_info"),
+        ("show", "use llamapipe doctor -m FILE"),
         ("help", "use llamapipe --help"),
         ("version", "use llamapipe --version"),
         ("rpc_worker", "did you mean rpc-worker?"),
@@ -83,7 +85,7 @@ def test_a_second_model_is_refused(
 @pytest.mark.parametrize(
     ("name", "message", "status"),
     [
-        ("llama3.2", "llama3.2 does not exist; give a GGUF file, hf:OWNER/REPO/FILE", 1),
+        ("llama3.2", "nor has Ollama downloaded a model of this name; give a GGUF file, hf:OWNER", 1),
         ("nowhere.gguf", "nowhere.gguf does not exist", 1),
         ("https://huggingface.co/a/b/resolve/main/c.gguf?download=true", "write hf:a/b/c.gguf", 2),
         ("https://huggingface.co/a/b/c.gguf", "write hf:a/b/c.gguf", 2),

@@ -102,6 +102,8 @@ def test_texts_are_those_of_the_merged_model(
 def test_many_callers_with_five_sets(
     model: lp.Model, alone: dict[tuple[int, int], list[int]], options: dict[str, object]
 ) -> None:
+    if not model.attends and "n_cells" in options:
+        pytest.skip("prompt 6 has a near tie, and ggml's attention depends on the order of unified cells")
     wrong: list[object] = []
     with engine_of(model, **options) as engine:
 

@@ -129,6 +129,10 @@ _LOOKALIKES: Final = (
     ),
     (rb"\x1f\x8b|7z\xbc\xaf|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd", "a compressed archive; unpack it"),
     (rb"\s*\{", "a JSON file; give the .gguf file"),
+    (
+        rb"(?:\s*#[^\n]*\n)*\s*FROM\s",
+        "a Modelfile of Ollama; give the file or model that its FROM line names, and its parameters as options",
+    ),
     (rb"FUGG", "a GGUF file with its bytes swapped; convert the model for this machine's byte order"),
 )
 RANK_HEADS = ("cls.weight", "cls.output.weight")

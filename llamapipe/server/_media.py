@@ -56,7 +56,7 @@ async def with_media(
                 url = url.get("url") if isinstance(url, Mapping) else url
                 if isinstance(url, str) and url.partition(":")[0].lower() in ("http", "https", "file"):
                     found[index, i] = url
-    if not found:
+    if not found or exchange.server.engine.model.projector is None:  # the engine says what the model lacks
         return messages
     if len(set(found.values())) > MOST_ADDRESSES:
         raise ApiError(

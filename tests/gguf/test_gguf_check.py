@@ -358,6 +358,7 @@ def test_no_permission(tmp_path: Path, models: dict[str, bytes]) -> None:
         (b"\n<!DOCTYPE html><html>", "looks like a web page"),
         (b"\x1f\x8b\x08\0", "compressed archive; unpack it"),
         (b'{"error": "Repository not found"}', "looks like a JSON file"),
+        (b"# mine\nFROM llama3.2\nPARAMETER temperature 1\n", "looks like a Modelfile of Ollama"),
         (b"FUGG\0\0\0\x03", "with its bytes swapped"),
         (b"GGUF\0\0\0\x03" + bytes(30), "it is big-endian"),
         (b"MZ\x90\0", "it begins with b'MZ"),

@@ -253,6 +253,12 @@ def test_a_server_that_allows_nothing(engine: lp.Engine) -> None:
         assert "this server reads no files" in problem(server.url, "file:///etc/hostname")
 
 
+def test_a_text_model_says_that_it_takes_no_images(make_engine: Any, demo: lp.Model) -> None:
+    settings = ServerSettings(model_names=("m",))
+    with serve(make_engine(demo, n_ctx=256), settings=settings) as server:
+        assert "only text is supported" in problem(server.url, "http://127.0.0.1/a")
+
+
 @pytest.mark.parametrize(
     ("address", "expected"),
     [

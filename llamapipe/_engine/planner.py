@@ -155,7 +155,7 @@ class PrefillBudget:
     def n_tokens(self, position: int, n_turns: int = 1) -> int:
         """The most prompt tokens of a step in which requests decode, if they begin at this position.
 
-        ``n_turns``: or of each of so many steps between two of a stream.
+        ``n_turns``: the number of such steps that may come between two of a stream; each gets its part.
         """
         if not self.is_on:
             return UNLIMITED

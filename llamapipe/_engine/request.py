@@ -388,7 +388,7 @@ class Request:
 
         Where other adapters begin to compute, a negative number stands for them and the token. So the prefix tree needs
         to know nothing of them: cells before it are shared, those from it on only if the same adapters began there.
-        Without an activated LoRA they are ``tokens``, and whoever runs for each request need not call this.
+        Without an activated LoRA they are ``tokens``: code that runs for each request saves the call.
         """
         begin = self.active_from
         if begin >= len(self.tokens):

@@ -349,16 +349,16 @@ class Running:
         if self._carries is None or not self.others:
             return self.adapters
         sets = {request.adapters for request in (*self.decoding, *self.prefilling)}.union(self.others)
-        for one in self.others:
-            if all(self._carries(one, other) for other in sets):
-                return one
+        for adapters in self.others:
+            if all(self._carries(adapters, other) for other in sets):
+                return adapters
         return self.adapters
 
     def carrier_of(self, adapters: Hashable) -> Hashable:
         """What carries requests with these adapters, so that others can be in their steps; else these adapters."""
         if self._carries is None or self._carries(adapters, adapters):
             return adapters
-        return next((one for one in self.others if self._carries(one, adapters)), adapters)
+        return next((other for other in self.others if self._carries(other, adapters)), adapters)
 
     def claims(self) -> dict[Hashable, Claim]:
         """What the sets of adapters ask for whose requests could compute."""

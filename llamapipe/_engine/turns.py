@@ -18,7 +18,7 @@ With the limit, a stream that would wait longer if another step came first comes
 the prompts of k sets came one after another, the stream of the first would wait for k - 1 of them. But a prompt lets
 streams pass for ``_PATIENCE_FIRST`` times the limit at most: if that is too short, nobody starves.
 
-Where our kernels compute a model, each row of a step can have one LoRA of its own (``kernels/row_adapters.hpp``). Then
+Where our kernels compute a model, the rows of a step can have different LoRAs (``kernels/row_adapters.hpp``). Then
 a set is the steps' carrier: they can have all requests whose LoRA changes no further matrices, and those of the
 model alone. If a set carries all that could compute, it is taken at once, and nobody waits. Turns are left for control
 vectors, several LoRAs together, experts, and for LoRAs of which none carries the other. A carrier that no request uses
@@ -74,7 +74,7 @@ class SetTurns:
         )
 
     def stay_s(self, n_sets: int) -> float:
-        """How long a set stays if so many have requests."""
+        """How long a set stays if ``n_sets`` have requests."""
         stay_s = _WORTH * self.change_s
         if self._max_itl_s is not None and n_sets > 1:
             others_s = self._max_itl_s - self.change_s - self._step_s[True]
@@ -85,7 +85,7 @@ class SetTurns:
         """The set of the next step. ``ready``: the sets with requests to compute."""
         others = [one for one in ready if one != current]
         self._since = {one: self._since.get(one, self._now_s) for one in others}
-        self._credit_s = {one: self._credit_s.get(one, 0.0) for one in others}
+        self._credit_s = {other: self._credit_s.get(other, 0.0) for other in others}
         if not others or (current in ready and not self._n_steps):
             return current
         chosen = self._by_turns(current, others, ready)
@@ -130,7 +130,9 @@ class SetTurns:
         """The set whose streams would wait too long if the chosen one came first; else the chosen one."""
         assert self._max_itl_s is not None
         claim = ready[chosen]
-        streams = [one for one in others if ready[one].streams and ready[one].priority == claim.priority]
+        streams = [
+            other for other in others if ready[other].streams and ready[other].priority == claim.priority
+        ]
         if not streams:
             return chosen
         latest = max(streams, key=self._waited_s)

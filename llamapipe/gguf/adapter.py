@@ -74,8 +74,8 @@ class AdapterInfo:
 
     ``name``: ``general.name``, or the file's, cut after 256 characters. ``alpha``: 0 if the file has none; products
     are then not scaled by it. ``invocation``: the tokens that activate it; empty: it is no activated LoRA.
-    ``ranks``: the smallest and the largest rank of its pairs. ``matrices``: those that it changes, if each row of a
-    step can have such an adapter of its own; else none. ``digest``: 16 bytes, a hash of the whole file.
+    ``ranks``: the smallest and the largest rank of its pairs. ``matrices``: those that it changes, if the rows of a
+    step can have different adapters of this kind; else none. ``digest``: 16 bytes, a hash of the whole file.
     """
 
     path: Path
@@ -110,7 +110,7 @@ class ControlInfo:
 def check_adapter(
     path: str | os.PathLike[str], architecture: str, tensors: Mapping[str, Tensor], n_vocab: int
 ) -> AdapterInfo:
-    """Check the file of a LoRA for a model with this architecture, these tensors and so many tokens. Any thread.
+    """Check the file of a LoRA for a model with this architecture, tensors and number of tokens. Any thread.
 
     Raises ModelLoadError if the file is missing or damaged, is no adapter, or does not fit the model; the message
     names the problem and its place.

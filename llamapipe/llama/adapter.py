@@ -463,7 +463,7 @@ def set_adapters(
 ) -> None:
     """Calls a native entry that changes what ``owner`` computes with. Raises BackendError.
 
-    ``carries``: the set is a carrier, and rows get adapters of their own with ``assign_adapter``.
+    ``carries``: the set is a carrier; ``assign_adapter`` says which adapter a sequence's rows have.
     """
     arguments = SetArguments(module, given, carries)
     if entry(owner, arguments.native) < 0:

@@ -293,7 +293,7 @@ class Context(NotCopyable):
 
     @property
     def mixes_adapters(self) -> bool:
-        """Whether sequences can have adapters of their own: llamapipe's kernels compute, and no other device does."""
+        """Whether sequences can have different adapters: llamapipe's kernels compute, and no other device does."""
         return bool(self._native.lib.lp_context_mixes_adapters(self._handle))
 
     def assign_adapter(self, seq_id: int, adapters: AdapterSet | None) -> None:

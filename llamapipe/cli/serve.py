@@ -383,16 +383,22 @@ def _served(
         file = args.model
         if served is not None and served.embeds:
             file, model_options = args.embeddings, {**given(args, MODEL), **placement}
-        load = partial(open_model, file, model_options, args.worker is None, report)
+        embeds = served is not None and served.embeds
+
+        def load() -> lp.Model:
+            model = open_model(file, model_options, args.worker is None, report)
+            if not embeds:
+                prepare_vocabulary(model.vocab)
+            return model
+
         model = stack.enter_context(yielding(load) if served is not None and served.yields else load())
-        if served is not None and served.embeds:
+        if served is not None and embeds:
             embedder = stack.enter_context(lp.Embedder(model, n_ctx=served.options.get("n_ctx")))
             yield engine, embedder
             return
         check_template(model, args.chat_template, warns=args.worker is None or args.worker.index == 0)
         load_adapters(model, args)
         engine = stack.enter_context(open_engine(model, engine_options))
-        prepare_vocabulary(model.vocab)
         if args.embeddings is not None:
             encoder = stack.enter_context(lp.Model(args.embeddings, **placement))
             embedder = stack.enter_context(lp.Embedder(encoder))

@@ -23,7 +23,7 @@ from llamapipe.host._control_group import limit_files
 
 T = TypeVar("T")
 _TRIES = 20
-_NICER = 7  # of a core that both want they get 17 %, and the others 83 %
+_NICER = 11  # of a core that both want they get 8 %, and the others 92 %
 _most: int | None = None
 
 

@@ -1,4 +1,4 @@
-"""The kernels for CPUs that this machine may not be: their loops with plain vectors, against those for AVX2."""
+"""The kernels of each CPU level give the same bits, also those for CPUs that this machine is not."""
 
 from __future__ import annotations
 
@@ -21,20 +21,36 @@ from native_build.toolchain import find_compilers  # noqa: E402
 KERNELS = ROOT / "llamapipe" / "native" / "kernels"
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="kernels for x86")
-@pytest.mark.skipif(bool(missing_features(["avx2", "fma", "f16c"])), reason="needs a CPU with AVX2")
-def test_every_level_gives_the_same_bits(tmp_path: Path) -> None:
-    program = tmp_path / "levels"
+pytestmark = [
+    pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="kernels for x86"),
+    pytest.mark.skipif(bool(missing_features(["avx2", "fma", "f16c"])), reason="needs a CPU with AVX2"),
+]
+
+
+def run(tmp_path: Path, program: str, *kernels: str) -> str:
+    """What a C++ program of this folder, compiled with these kernels, says."""
+    built = tmp_path / program
     ggml = find_source(None, print).path / "ggml"
     folders = [f"-I{folder}" for folder in (KERNELS, ggml / "include", ggml / "src")]
-    sources = [
-        Path(__file__).with_name("levels.cpp"),
-        *(KERNELS / f"{n}.cpp" for n in ("avx2", "pack", "quantize")),
-    ]
+    sources = [Path(__file__).with_name(f"{program}.cpp"), *(KERNELS / f"{name}.cpp" for name in kernels)]
     flags = ["-std=c++17", "-O1", "-ffp-contract=off"]
-    subprocess.run([*find_compilers().cxx, *flags, *folders, *sources, "-o", program], check=True)
-    done = subprocess.run([program], capture_output=True, text=True, check=False)
+    subprocess.run([*find_compilers().cxx, *flags, *folders, *sources, "-o", built], check=True)
+    done = subprocess.run([built], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
-    numbers = [int(n) for n in re.findall(r"type \d+: (\d+) numbers are equal", done.stdout)]
+    return done.stdout
+
+
+def test_every_level_gives_the_same_bits(tmp_path: Path) -> None:
+    """Of products with packed weights: loops with plain vectors against those for AVX2."""
+    out = run(tmp_path, "levels", "avx2", "pack", "quantize")
+    numbers = [int(n) for n in re.findall(r"type \d+: (\d+) numbers are equal", out)]
     assert len(numbers) == 11
     assert min(numbers) > 100
+
+
+def test_every_level_multiplies_floats_in_the_same_order(tmp_path: Path) -> None:
+    out = run(tmp_path, "float_levels", "float_products_avx2", "float_products_avx512")
+    found = {name: int(n) for name, n in re.findall(r"(\S+): (\d+) numbers are equal", out)}
+    has_avx512 = not missing_features(["avx512f", "avx512dq", "avx512bw", "avx512vl"])
+    assert list(found) == ["avx2", "avx512"][: 1 + has_avx512]
+    assert min(found.values()) > 10_000

@@ -1,17 +1,37 @@
 // Products of weights that are not packed: F32, F16 and BF16, such as routers of experts, adapters and unquantized models.
+// Open this file to add a CPU level.
 //
 // ggml multiplies one row by other loops than several, so a row's result depends on the others. Here each result is one
-// chain of additions in eight lanes, whatever the number of rows, and activations stay 32-bit floats.
+// chain of additions in eight lanes, whatever the number of rows and the level, and activations stay 32-bit floats.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-struct ggml_tensor;
+#include "ggml.h"
+
 struct ggml_compute_params;
 struct ggml_threadpool;
 
 namespace llamapipe::kernels {
+
+// A product as addresses and strides in bytes: of one matrix of weights and the rows of activations that belong to it.
+struct FloatMatrix {
+    const char    *weights;
+    const char    *rows;
+    char          *results;
+    size_t         weight_stride, row_stride, result_stride;
+    int64_t        n_columns;
+    const int32_t *row_numbers = nullptr;  // null: rows are one after another
+
+    size_t number(int64_t row) const { return (size_t)(row_numbers ? row_numbers[row] : row); }
+};
+
+// The loops of one CPU level, for weights [first, last) of a type with all rows.
+struct FloatLevel {
+    const char *name;
+    void (*multiply)(ggml_type type, const FloatMatrix &m, int64_t first, int64_t last, int64_t n_rows);
+};
 
 // Whether this processor has the instructions.
 bool has_float_products();

@@ -1,0 +1,28 @@
+// Products of floats on AVX2: a vector has the lanes of one weight.
+#if defined(__x86_64__)
+#include <algorithm>
+
+#include "float_products.hpp"
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#include "float_tiles.hpp"
+
+namespace llamapipe::kernels {
+namespace {
+
+struct Avx2 {
+    static constexpr int most_rows = 3;  // with four weights twelve sums
+
+    template <class Type, int R> static void tiles(const FloatMatrix & m, const Rows<R> & rows, int64_t first, int64_t last) {
+        kernels::tiles<Type>(m, rows, first, last);
+    }
+};
+
+}  // namespace
+
+extern const FloatLevel kFloatsAvx2 = { "avx2", multiply<Avx2> };
+
+}  // namespace llamapipe::kernels
+#pragma GCC pop_options
+#endif

@@ -1,0 +1,100 @@
+// Products of floats on AVX-512: a vector has the lanes of two weights.
+#if defined(__x86_64__)
+#include <algorithm>
+
+#include "float_products.hpp"
+
+#pragma GCC push_options
+// GCC 12 warns about its intrinsics, which begin with undefined vectors.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")
+#include "float_tiles.hpp"
+
+namespace llamapipe::kernels {
+namespace {
+
+inline __m256i halves(const uint16_t * a, const uint16_t * b) {
+    const __m128i first = _mm_loadu_si128((const __m128i *) a), second = _mm_loadu_si128((const __m128i *) b);
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(first), second, 1);
+}
+
+inline __m512 load_two(F32, const float * a, const float * b) {
+    return _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(a)), _mm256_loadu_ps(b), 1);
+}
+
+inline __m512 load_two(F16, const uint16_t * a, const uint16_t * b) { return _mm512_cvtph_ps(halves(a, b)); }
+
+inline __m512 load_two(BF16, const uint16_t * a, const uint16_t * b) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves(a, b)), 16));
+}
+
+// sum_of of the eight weights that four vectors have, with the same additions.
+inline __m256 sums_of(__m512 a, __m512 b, __m512 c, __m512 d) {
+    const __m512 ab    = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    const __m512 cd    = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xdd));
+    const __m512 two   = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    const __m512 one   = _mm512_add_ps(two, _mm512_movehdup_ps(two));
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 0, 0, 0, 0, 0, 0, 0, 0);
+    return _mm512_castps512_ps256(_mm512_permutexvar_ps(order, one));
+}
+
+template <class Type, int R>
+inline void sum_wide(const Weights<Type, 8> & weights, const Rows<R> & rows, int64_t c, int64_t end, __m512 (&sums)[4][R]) {
+    UNROLLED for (int i = 0; i < 4; i++) {
+        UNROLLED for (int j = 0; j < R; j++) {
+            sums[i][j] = _mm512_setzero_ps();
+        }
+    }
+    for (; c < end; c += 8) {
+        __m512 values[R];
+        UNROLLED for (int j = 0; j < R; j++) {
+            values[j] = _mm512_broadcast_f32x8(_mm256_loadu_ps(rows.x[j] + c));
+        }
+        UNROLLED for (int i = 0; i < 4; i++) {
+            const __m512 w = load_two(Type(), weights.w[2 * i] + c, weights.w[2 * i + 1] + c);
+            UNROLLED for (int j = 0; j < R; j++) {
+                sums[i][j] = _mm512_fmadd_ps(w, values[j], sums[i][j]);
+            }
+        }
+    }
+}
+
+template <class Type, int R> void wide_tile(const FloatMatrix & m, const Rows<R> & rows, int64_t first) {
+    const Weights<Type, 8> weights(m, first);
+    const int64_t          whole = m.n_columns / 8 * 8;
+    __m512                 totals[4][R];
+    sum_wide(weights, rows, 0, std::min(block_columns, whole), totals);
+    for (int64_t c = block_columns; c < whole; c += block_columns) {
+        __m512 sums[4][R];
+        sum_wide(weights, rows, c, std::min(c + block_columns, whole), sums);
+        UNROLLED for (int i = 0; i < 4; i++) {
+            UNROLLED for (int j = 0; j < R; j++) {
+                totals[i][j] = _mm512_add_ps(totals[i][j], sums[i][j]);
+            }
+        }
+    }
+    UNROLLED for (int j = 0; j < R; j++) {
+        _mm256_storeu_ps(rows.results[j] + first, sums_of(totals[0][j], totals[1][j], totals[2][j], totals[3][j]));
+    }
+    add_rest(weights, rows, first, whole, m.n_columns);
+}
+
+struct Avx512 {
+    static constexpr int most_rows = 6;  // with eight weights 24 vectors of sums
+
+    template <class Type, int R> static void tiles(const FloatMatrix & m, const Rows<R> & rows, int64_t first, int64_t last) {
+        for (; first + 8 <= last; first += 8) {
+            wide_tile<Type>(m, rows, first);
+        }
+        kernels::tiles<Type>(m, rows, first, last);
+    }
+};
+
+}  // namespace
+
+extern const FloatLevel kFloatsAvx512 = { "avx512", multiply<Avx512> };
+
+}  // namespace llamapipe::kernels
+#pragma GCC pop_options
+#endif

@@ -1728,13 +1728,15 @@ class Engine(NotCopyable):
 
     def _save_cache(self, path: Path) -> None:
         """Writes the cached sequences that no request uses to a file, no more than ``cache_bytes``. Raises OSError."""
-        layout = self._snapshot_format(None)  # those of adapters are left out
+        layout = self._snapshot_format(None)  # the adapters are part of the keys
         with cache_file.written(path) as write:
 
             def visit(tokens: Sequence[int], key: Hashable, state: bytes) -> None:
                 if cache_file.is_writable(key):
                     n = len(tokens)
-                    write(key, parts_of(Snapshot(list(tokens), n, n, state), layout))
+                    marks = {i: token for i, token in enumerate(tokens) if token < 0}
+                    plain = [max(token, 0) for token in tokens]
+                    write(key, marks, parts_of(Snapshot(plain, n, n, state), layout))
 
             self._engine_thread.ask(partial(self._engine_thread.loop.visit_unused, visit))
 
@@ -1743,10 +1745,10 @@ class Engine(NotCopyable):
 
         Raises OSError, ValueError.
         """
-        for key, data in cache_file.read(path):
+        for key, marks, data in cache_file.read(path):
             found = self._unpack(data, None)
             if found.state:
-                tokens = found.tokens[: found.n_cells]
+                tokens = [marks.get(i, token) for i, token in enumerate(found.tokens[: found.n_cells])]
                 self._engine_thread.ask(partial(self._engine_thread.loop.take_in, tokens, key, found.state))
 
     def _unpack(self, snapshot: bytes | bytearray | memoryview, params: SamplingParams | None) -> Snapshot:

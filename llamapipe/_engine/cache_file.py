@@ -1,7 +1,8 @@
 """Cached sequences in a file, so that an engine begins with what an earlier one of the same model had computed.
 
-Open it for the form of the file: for each sequence the lengths of its key and of its snapshot, the key as JSON, and the
-snapshot. Of a file that is cut, the sequences before the cut are read.
+Open it for the form of the file: for each sequence the lengths of its head and of its snapshot, a checksum of the head,
+the head as JSON, and the snapshot. The head has the key, and by their places the marks: numbers in place of tokens,
+where an activated LoRA begins. Of a file that is cut, the sequences before the cut are read.
 """
 
 from __future__ import annotations
@@ -9,24 +10,26 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+from zlib import crc32
 
-_LENGTHS = struct.Struct("<IQ")
-Write = Callable[[Hashable, Sequence[bytes]], None]
+_START = struct.Struct("<IQI")
+Write = Callable[[Hashable, Mapping[int, int], Sequence[bytes]], None]
 
 
 def is_writable(key: Hashable) -> bool:
-    """Whether a key means the same in another process: it is None, or made of texts."""
-    return key is None or (
-        isinstance(key, tuple) and all(part is None or isinstance(part, str) for part in key)
-    )
+    """Whether a key means the same in another process: it is made of texts, bytes, numbers and None."""
+    if isinstance(key, tuple):
+        return all(map(is_writable, key))
+    return key is None or isinstance(key, (str, bytes, int, float))
 
 
 @contextmanager
 def written(path: Path) -> Iterator[Write]:
-    """A function that appends a sequence: its key, and the parts of its snapshot.
+    """A function that appends a sequence: its key, its marks, and the parts of its snapshot.
 
     The file is there when all of it is. Only its user may read it. Raises OSError.
     """
@@ -34,10 +37,10 @@ def written(path: Path) -> Iterator[Write]:
     try:
         with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
 
-            def write(key: Hashable, parts: Sequence[bytes]) -> None:
-                name = json.dumps(key).encode()
-                file.write(_LENGTHS.pack(len(name), sum(map(len, parts))))
-                file.write(name)
+            def write(key: Hashable, marks: Mapping[int, int], parts: Sequence[bytes]) -> None:
+                head = json.dumps([key, list(marks.items())], default=_bytes_as_json).encode()
+                file.write(_START.pack(len(head), sum(map(len, parts)), crc32(head)))
+                file.write(head)
                 file.writelines(parts)
 
             yield write
@@ -49,18 +52,30 @@ def written(path: Path) -> Iterator[Write]:
 def remove(path: Path, is_wanted: Callable[[Hashable], bool]) -> None:
     """Removes the sequences of the keys that are wanted from a file, if it is there. Raises OSError, ValueError."""
     with suppress(FileNotFoundError), written(path) as write:
-        for key, snapshot in read(path):
+        for key, marks, snapshot in read(path):
             if not is_wanted(key):
-                write(key, [snapshot])
+                write(key, marks, [snapshot])
 
 
-def read(path: Path) -> Iterator[tuple[Hashable, bytes]]:
-    """The keys and snapshots of a file. Raises OSError, ValueError."""
+def read(path: Path) -> Iterator[tuple[Hashable, dict[int, int], bytes]]:
+    """The keys, marks and snapshots of a file. Raises OSError, ValueError."""
     with path.open("rb") as file:
-        while len(lengths := file.read(_LENGTHS.size)) == _LENGTHS.size:
-            n_name, n_bytes = _LENGTHS.unpack(lengths)
-            name, snapshot = file.read(n_name), file.read(n_bytes)
+        while len(start := file.read(_START.size)) == _START.size:
+            n_head, n_bytes, checksum = _START.unpack(start)
+            head, snapshot = file.read(n_head), file.read(n_bytes)
             if len(snapshot) < n_bytes:
                 return
-            key = json.loads(name)
-            yield tuple(key) if isinstance(key, list) else key, snapshot
+            if crc32(head) != checksum:
+                raise ValueError(f"{path} is damaged")
+            key, marks = json.loads(head, object_hook=lambda found: bytes.fromhex(found["hex"]))
+            yield _as_tuple(key), dict(marks), snapshot
+
+
+def _bytes_as_json(value: object) -> dict[str, str]:
+    assert isinstance(value, bytes)
+    return {"hex": value.hex()}
+
+
+def _as_tuple(value: Any) -> Any:
+    """A value with tuples for its lists."""
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value

@@ -24,7 +24,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from llamapipe._engine.request import Request, State
+from llamapipe._engine.request import MEDIA_FROM, Request, State
 
 
 class Remove(NamedTuple):
@@ -847,8 +847,8 @@ class KvCache:
     def unused(self) -> list[Unused]:
         """The cells that no request uses and no others begin with, the least recently used first.
 
-        No more than host memory may hold; then the others are left out. So are those with images, sounds and activated
-        LoRAs: their tokens mean something only to who has these.
+        No more than host memory may hold; then the others are left out. So are those with images and sounds: which rows
+        their tokens stand for depends on the projector, too.
         """
         if self.exact_multiple is not None:  # what was computed alone is not known elsewhere
             return []
@@ -862,7 +862,7 @@ class KvCache:
             n_bytes = self.n_bytes_of(cells.n)
             if cells.n >= self._min_save and not known and n_bytes <= room:
                 tokens = self._tree.tokens_of(cells)[: cells.n]
-                if _before_marks(tokens) is not tokens:
+                if any(MEDIA_FROM <= token < 0 for token in tokens):
                     continue
                 room -= n_bytes
                 chosen.add(cells)

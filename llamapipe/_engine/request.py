@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from llamapipe._engine.scoring import LogprobTargets
 
 UNLIMITED = 2**62
+# Numbers among tokens: from here to -1 they stand for rows of images and sounds, below it for adapters that begin.
+MEDIA_FROM = -(2**62)
 
 
 class Sampler(Protocol):
@@ -131,8 +133,8 @@ class MediaRows(NamedTuple):
 class Span(NamedTuple):
     """The tokens of a sequence from ``begin`` to before ``end``, which stand for the rows of ``source``.
 
-    They are negative numbers that depend on its content alone. So whatever compares tokens, such as the prefix tree,
-    needs to know nothing of images.
+    They are numbers from ``MEDIA_FROM`` to -1 that depend on its content alone. So whatever compares tokens, such as
+    the prefix tree, needs to know nothing of images.
     """
 
     begin: int
@@ -386,14 +388,15 @@ class Request:
     def cell_keys(self) -> list[int]:
         """What tells its cells from others of its ``cache_key``: its tokens.
 
-        Where other adapters begin to compute, a negative number stands for them and the token. So the prefix tree needs
-        to know nothing of them: cells before it are shared, those from it on only if the same adapters began there.
+        Where other adapters begin to compute, a number below ``MEDIA_FROM`` stands for them and the token. So the
+        prefix tree needs to know nothing of them: cells before it are shared, those from it on only if the same
+        adapters began there.
         Without an activated LoRA they are ``tokens``: code that runs for each request saves the call.
         """
         begin = self.active_from
         if begin >= len(self.tokens):
             return self.tokens
-        mark = -1 - hash((self.spec.all_adapters, self.tokens[begin])) % 2**62
+        mark = MEDIA_FROM - 1 - hash((self.spec.all_adapters, self.tokens[begin])) % 2**62
         return [*self.tokens[:begin], mark, *self.tokens[begin + 1 :]]
 
     def next_block(self) -> Span | None:

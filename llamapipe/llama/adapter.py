@@ -175,13 +175,15 @@ class AdapterSet:
     """Adapters with their scales, as a request asks for them; equal if files and scales are. Immutable.
 
     ``invocation``: the tokens from which on all of them compute; before, those of ``before`` do. Empty: all always do.
+    Hashes are the same in every process: files of cached sequences have numbers that are made of them.
     """
 
-    __slots__ = ("before", "entries", "invocation", "key")
+    __slots__ = ("_hash", "before", "entries", "invocation", "key")
 
     def __init__(self, entries: Sequence[tuple[Part, float]]) -> None:
         self.entries = tuple(sorted(entries, key=lambda entry: entry[0].digest))
         self.key = AdapterKey(tuple((part.digest, scale) for part, scale in self.entries))
+        self._hash = int.from_bytes(self.key.digest[:8], "little")
         self.invocation: tuple[int, ...] = next((p.invocation for p, _ in entries if p.invocation), ())
         others = [entry for entry in entries if not entry[0].invocation]
         self.before = AdapterSet(others) if self.invocation and others else None
@@ -193,7 +195,7 @@ class AdapterSet:
         return isinstance(other, AdapterSet) and self.key == other.key
 
     def __hash__(self) -> int:
-        return hash(self.key)
+        return self._hash
 
 
 def carries(carrier: Hashable, adapters: Hashable) -> bool:

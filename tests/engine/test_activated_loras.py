@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.adapters import make_adapter
 from support.gguf_models import tiny_model
+from support.run_script import environment, run_script
 
 import llamapipe as lp
 from llamapipe._engine.request import UNLIMITED, Activation, Request, RequestSpec
@@ -273,6 +276,43 @@ def test_a_snapshot_knows_what_its_cells_were_computed_with(model: lp.Model, ref
         assert more == reference.greedy([*SHARED, *A], "a", UNLIMITED, 4)
         again.append([50])  # now they are given
         assert rest(again) == reference.greedy([*SHARED, *A, *more, 50], "a", len(SHARED), 4)
+
+
+def test_saved_caches_have_the_cells_of_each_set(
+    model: lp.Model, reference: Reference, tmp_path: Path
+) -> None:
+    """They are of another process, where the hashes of texts and bytes are others."""
+    path, prompt, n = tmp_path / "cache", [*SHARED, *A, *SHARED], len(SHARED)
+    saved = (None, "a", "c", {"c": 0.5, "a": 1.5})
+    program = f"""
+from pathlib import Path
+import llamapipe as lp
+from test_activated_loras import engine_of, params
+with lp.Model({str(model.path)!r}) as model:
+    for name in "abc":
+        model.load_adapter(Path(model.path).with_name(name + ".gguf"))
+    with engine_of(model, cache_bytes=2**24) as engine:
+        for adapter in {saved}:
+            engine.generate({prompt}, params(adapter))
+        engine._save_cache(Path({str(path)!r}))
+"""
+    folders = [environment()["PYTHONPATH"], str(Path(__file__).parent)]
+    run_script(program, env={"PYTHONPATH": os.pathsep.join(folders)})
+    others = (
+        ("b", len(prompt) - 1),
+        ({"a": 0.5}, n),
+        ({"c": 0.5}, n),
+        ({"c": 0.4}, 0),
+        ({"a": 1.5, "c": 0.4}, n),
+    )
+    with engine_of(model, cache_bytes=2**24) as engine:
+        engine._load_cache(path)
+        for adapter, n_cached in (*((choice, len(prompt) - 1) for choice in saved), *others):
+            out = engine.generate(prompt, params(adapter))
+            begin = UNLIMITED if adapter == "b" else n
+            assert list(out.token_ids) == reference.greedy(prompt, adapter, begin), adapter
+            assert out.n_cached_tokens == n_cached, adapter
+        engine.check_integrity()
 
 
 def test_a_context_that_is_full(model: lp.Model) -> None:

@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import llamapipe as lp
+from llamapipe._messages import quoted
 from llamapipe.cli.options import (
     ENGINE,
     MODEL,
     MODEL_HELP,
+    add_adapters,
     add_engine_options,
     given,
+    load_adapters,
     model_path,
     open_engine,
     open_model,
@@ -69,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="where to write tokenizer.json for the frontend (default: a folder in the user's cache)",
     )
+    add_adapters(made, "clients use its name as a model's")
     made.add_argument("-v", "--verbose", action="store_true", help="llama.cpp's log and tracebacks on stderr")
     runtime = made.add_argument_group("Dynamo's runtime")
     for flag, (variable, default, text) in _RUNTIME.items():
@@ -93,12 +97,16 @@ def worker_options(args: argparse.Namespace) -> WorkerOptions:
     """The settings that parsed arguments give. Raises UsageError, OSError."""
     file: Path = lp.demo_model_path() if args.model is None else args.model
     name = args.served_model_name or file.stem
+    for adapter, _ in (*args.lora, *args.control_vector):
+        if adapter == name:
+            raise UsageError(f"{quoted(name)} is the name of the model, too; give the adapter another")
     namespace, component, endpoint = _address(args)
     folder = (args.tokenizer_dir or default_folder(file, args.chat_template)).absolute()
 
     def opened(undo: ExitStack) -> lp.Engine:
         options = {"chat_template": args.chat_template, **given(args, MODEL)}
         model = undo.enter_context(open_model(file, options, show_progress=False))
+        load_adapters(model, args)
         return undo.enter_context(open_engine(model, given(args, ENGINE)))
 
     registration = {

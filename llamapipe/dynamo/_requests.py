@@ -7,7 +7,7 @@ unless its value has no effect.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from llamapipe._messages import quoted
@@ -66,8 +66,10 @@ _OTHER_WORKERS: Final = {
 }
 
 
-def sampling_params(request: Mapping[str, Any]) -> SamplingParams:
+def sampling_params(request: Mapping[str, Any], adapters: Collection[str] = ()) -> SamplingParams:
     """The options of a request; options that are not given have our defaults.
+
+    ``adapters``: their names, which requests use as the model's.
 
     Raises InvalidRequestError for an unsupported option and for a wrong value; the message names the option.
     """
@@ -76,6 +78,8 @@ def sampling_params(request: Mapping[str, Any]) -> SamplingParams:
             raise InvalidRequestError(f"{key} is given, but this worker does not support {what}")
     sampling, stop, output = (_section(request, name) for name in _READ)
     values: dict[str, Any] = {ours: sampling[name] for name, ours in _SAMPLING.items() if name in sampling}
+    if (name := request.get("model")) in adapters:
+        values["adapter"] = name
     if "seed" in sampling:
         values["seed"] = sampling["seed"] % 2**64
     values["max_tokens"] = stop.get("max_tokens")

@@ -56,6 +56,7 @@ class EngineWorker(LLMEngine):  # type: ignore[misc]
         return EngineConfig(
             model=str(self._folder),
             served_model_name=self._name,
+            model_aliases=[adapter.name for adapter in engine.adapters],  # a request says which name it used
             llm=LlmRegistration(
                 context_length=engine.n_ctx,
                 kv_cache_block_size=_BLOCK_TOKENS,
@@ -77,7 +78,7 @@ class EngineWorker(LLMEngine):  # type: ignore[misc]
             raise EngineShutdown("the engine is not running")
         prompt = _with_bos(request["token_ids"], engine.model.vocab)
         try:
-            params = sampling_params(request)
+            params = sampling_params(request, [adapter.name for adapter in engine.adapters])
             if takes_long(prompt, params):  # compiling a constraint would block the event loop
                 await engine._long_work.run(engine.check_params, params)
             stream = engine.astream(prompt, params)

@@ -17,6 +17,7 @@ from llamapipe.engine import Engine, EngineTuning, with_tuning
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.cpu_load import limit_cores
 from llamapipe.hub import PREFIX, parse
+from llamapipe.llama.adapter import check_adapter_name
 from llamapipe.llama.model import Model
 
 
@@ -58,6 +59,8 @@ class EngineSpec:
       ``hf:OWNER/REPO/FILE.gguf`` of the Hugging Face Hub (extra ``hub``), which each machine downloads once.
     - ``engine_options``: arguments of ``Engine`` and ``EngineTuning``, such as ``{"n_ctx": 2048, "n_ubatch": 1024}``.
     - ``model_options``: arguments of ``Model``, such as ``{"n_gpu_layers": 20}``.
+    - ``adapters``, ``control_vectors``: GGUF files, as ``model`` is given, by the names that requests call them
+      (``SamplingParams.adapter``; over HTTP, ``model``).
 
     Values of options are checked where the engine is made.
 
@@ -67,6 +70,8 @@ class EngineSpec:
     model: str | os.PathLike[str]
     engine_options: Mapping[str, object] = field(default_factory=dict, hash=False)
     model_options: Mapping[str, object] = field(default_factory=dict, hash=False)
+    adapters: Mapping[str, str | os.PathLike[str]] = field(default_factory=dict, hash=False)
+    control_vectors: Mapping[str, str | os.PathLike[str]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, (str, os.PathLike)):
@@ -91,6 +96,10 @@ class EngineSpec:
                         f"{options} has {quoted(option)}, which is no option of {kind.__name__} here{hint}"
                     )
             object.__setattr__(self, options, dict(given))
+        for files in ("adapters", "control_vectors"):
+            object.__setattr__(self, files, _checked_files(files, getattr(self, files)))
+        if both := self.adapters.keys() & self.control_vectors.keys():
+            raise ValueError(f"{quoted(min(both))} is the name of an adapter and of a control vector")
 
     @property
     def n_seq_max(self) -> int:
@@ -121,8 +130,26 @@ class EngineSpec:
         """
         if n_cores is not None:
             limit_cores(n_cores)
-        with (
-            Model(self.model_path(), **self.model_options) as model,  # type: ignore[arg-type]
-            Engine(model, **with_tuning(self.engine_options)) as engine,
-        ):
-            yield engine
+        with Model(self.model_path(), **self.model_options) as model:  # type: ignore[arg-type]
+            for name, file in self.adapters.items():
+                model.load_adapter(file, name)
+            for name, file in self.control_vectors.items():
+                model.load_control_vector(file, name=name)
+            with Engine(model, **with_tuning(self.engine_options)) as engine:
+                yield engine
+
+
+def _checked_files(kind: str, given: object) -> dict[str, str]:
+    """Files of adapters by name. Raises TypeError, ValueError."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{kind} must be a mapping from names to files, not {type(given).__name__}")
+    files = {}
+    for name, file in given.items():
+        if not isinstance(file, (str, os.PathLike)):
+            raise TypeError(
+                f"the file of {quoted(check_adapter_name(name))} must be a path, not {type(file).__name__}"
+            )
+        files[check_adapter_name(name)] = text = os.fsdecode(file)
+        if text.startswith(PREFIX):
+            parse(text)
+    return files

@@ -118,6 +118,24 @@ def test_answers_are_those_of_the_engine(cluster: Cluster) -> None:
     assert "named" in completion.text and stopped["choices"][0]["text"] == completion.text.split("named")[0]
 
 
+def test_an_adapter_is_a_model(cluster: Cluster) -> None:
+    file = lp.demo_model_path().with_name("letters.gguf")
+    cluster.start(1, *WORKER, "--lora", f"letters={file}")
+    known = httpx.get(f"{cluster.url}/v1/models", timeout=PATIENCE_S).json()["data"]
+    assert {model["id"] for model in known} == {"story", "letters"}
+    with lp.Model.demo() as model, lp.Engine(model, n_ctx=1024) as engine:
+        model.load_adapter(file, "letters")
+        texts = {}
+        for name, adapter in (("story", None), ("letters", "letters")):
+            params = lp.SamplingParams(temperature=0, max_tokens=12, adapter=adapter)
+            texts[name] = engine.generate("Dear Mia,", params).text
+    assert len(set(texts.values())) == 2
+    for name, text in texts.items():
+        answer = cluster.complete(model=name, prompt="Dear Mia,", **GREEDY).json()
+        assert answer["choices"][0]["text"] == text
+    assert cluster.complete(model="other", prompt="Dear Mia,", **GREEDY).status_code == 404
+
+
 def test_a_refused_request_names_the_option_and_hurts_no_other(cluster: Cluster) -> None:
     cluster.start(1, *WORKER)
     alone = stream(cluster, PROMPTS[0], lambda n: None, max_tokens=200)

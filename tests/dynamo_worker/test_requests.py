@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from support.run_script import run_script
 
 import llamapipe as lp
 from llamapipe.cli.parser import UsageError
-from llamapipe.dynamo._arguments import _address, default_folder, parser
+from llamapipe.dynamo._arguments import _address, default_folder, parser, worker_options
 from llamapipe.dynamo._requests import chunk, last_chunk, sampling_params
 from llamapipe.errors import InvalidRequestError
 
@@ -79,6 +80,11 @@ class TestOptions:
             ),
         )
         assert made == expected and vars(made) == vars(expected)
+
+    def test_an_adapter_is_named_as_the_model(self) -> None:
+        for name, adapter in (("letters", "letters"), ("story", None)):
+            made = sampling_params(request(model=name), ["letters"])
+            assert made == lp.SamplingParams(max_tokens=None, adapter=adapter)
 
     @pytest.mark.parametrize(
         ("guided", "expected"),
@@ -168,6 +174,14 @@ class TestCommandLine:
         assert _address(parser().parse_args(["--endpoint", "dyn://a.b.c"])) == ("a", "b", "c")
         with pytest.raises(UsageError, match="dyn://NAMESPACE"):
             _address(parser().parse_args(["--endpoint", "dyn://a.b"]))
+
+    def test_adapters_are_loaded(self) -> None:
+        file = lp.demo_model_path().with_name("letters.gguf")
+        options = worker_options(parser().parse_args(["--lora", f"letters={file}", "--n-ctx", "64"]))
+        with ExitStack() as undo:
+            assert [adapter.name for adapter in options.open_engine(undo).adapters] == ["letters"]
+        with pytest.raises(UsageError, match="'story' is the name of the model, too"):
+            worker_options(parser().parse_args(["--served-model-name", "story", "--lora", f"story={file}"]))
 
     def test_workers_of_a_model_share_a_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("LLAMAPIPE_CACHE_DIR", raising=False)

@@ -8,7 +8,7 @@ import pickle
 import random
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,11 @@ class TestSpec:
             (("m.gguf", {"model": "x"}), ValueError, "no option of Engine"),
             (("m.gguf", {}, {"progress": print}), ValueError, "no option of Model"),
             (("m.gguf", 5), TypeError, "engine_options must be a mapping"),
+            (("m.gguf", {}, {}, ["a.gguf"]), TypeError, "adapters must be a mapping from names to files"),
+            (("m.gguf", {}, {}, {"a": 5}), TypeError, "the file of 'a' must be a path"),
+            (("m.gguf", {}, {}, {"": "a.gguf"}), ValueError, "has 0 characters"),
+            (("m.gguf", {}, {}, {"a": "hf:owner"}), ValueError, "hf:OWNER/REPO"),
+            (("m.gguf", {}, {}, {"a": "a"}, {"a": "b"}), ValueError, "'a' is the name of an adapter and of"),
         ],
     )
     def test_wrong_ones_are_refused(self, arguments: Any, error: type[Exception], message: str) -> None:
@@ -66,6 +71,18 @@ class TestSpec:
         with spec.opened() as engine:
             assert (engine.n_ctx, engine.n_seq_max, engine.model.chat_template) == (128, 2, TEMPLATE)
         assert engine.closed
+
+    def test_adapters_are_loaded(self, demo: lp.Model) -> None:
+        letters = demo.path.with_name("letters.gguf")
+        spec = EngineSpec(demo.path, {"n_ctx": 128, "adapters": ["letters"]}, adapters={"letters": letters})
+        spec = pickle.loads(pickle.dumps(spec))
+        with spec.opened() as engine:
+            assert [adapter.name for adapter in engine.adapters] == ["letters"]
+            texts = {
+                engine.generate("Dear Mia,", replace(GREEDY, adapter=adapter)).text
+                for adapter in (None, "letters")
+            }
+        assert len(texts) == 2
 
     def test_a_process_computes_on_a_part_of_the_cores(self) -> None:
         before = process_budget().n_cores

@@ -188,7 +188,15 @@ def mixed(files: dict[str, Path], n_requests: int, n_clients: int) -> None:
 def yields(files: dict[str, Path], rounds: int) -> None:
     """A stream while another model loads."""
     with front(files, None, **COMMON) as server:
-        body = {"model": "large", "prompt": STORY, "max_tokens": 1900, "ignore_eos": True, "stream": True, "temperature": 1.5, "repeat_penalty": 1.5}
+        body = {
+            "model": "large",
+            "prompt": STORY,
+            "max_tokens": 1900,
+            "ignore_eos": True,
+            "stream": True,
+            "temperature": 1.5,
+            "repeat_penalty": 1.5,
+        }
         arrived: list[float] = []
         ended = threading.Event()
 

@@ -2,7 +2,8 @@
 
 Calls are read in the format that probing the template found. Some models, Qwen2.5-Coder among them, write calls as
 plain JSON although their template shows markers. The whole answer is then an object with a name and arguments, or a
-list of such objects, perhaps in a Markdown fence. Anything else is text.
+list of such objects, perhaps in a Markdown fence. Anything else is text. No grammar limits these calls, so their
+arguments need not match the schema; only a tool without parameters gets none, as from a grammar.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from llamapipe.chat._reader import (
     until,
 )
 from llamapipe.chat.results import ChatPiece
+from llamapipe.structured.schema import takes_nothing
 
 _NAME = re.compile(r"[\w.\-]*")
 _ID = re.compile(r"[A-Za-z0-9]*")
@@ -360,7 +362,7 @@ class ChatParser:
         self._form = form
         self._harmony = HarmonyReader(self._buffer, self._output, tools or {}) if harmony else None
         self._reading = self._answer()
-        self._plain_tools = tuple(tools or ()) if lenient else ()
+        self._plain_tools = dict(tools or {}) if lenient else {}
         self._parallel = parallel
         self._required = required
         self._finished = False
@@ -441,7 +443,8 @@ class ChatParser:
             return False
         for call in calls:
             output.begin(call.name, None)
-            output.more(call.arguments)
+            # A model that no grammar limits may repeat the schema where there is nothing to be said.
+            output.more("{}" if takes_nothing(self._plain_tools[call.name]) else call.arguments)
             output.end()
         buffer.recorded()
         return True

@@ -123,6 +123,13 @@ def closed_objects(schema: dict[str, Any]) -> dict[str, Any]:
     return copy
 
 
+def takes_nothing(schema: dict[str, Any]) -> bool:
+    """Whether ``closed_objects`` leaves no object but ``{}``."""
+    closed = closed_objects(schema)
+    is_closed = closed.get("additionalProperties") is False
+    return is_closed and not closed.get("properties") and not closed.get("patternProperties")
+
+
 def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The schema and all its subschemas, each with its JSON pointer; parents first."""
     waiting: list[tuple[str, Any]] = [("#", schema)]

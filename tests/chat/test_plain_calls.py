@@ -117,6 +117,32 @@ def test_calls(case: str) -> None:
     assert [json.loads(call.arguments_text) for call in answer.tool_calls] == [one for _, one in calls]
 
 
+@pytest.mark.parametrize(
+    ("parameters", "is_kept"),
+    [
+        ({}, False),
+        ({"type": "object"}, False),
+        ({"type": "object", "properties": {}}, False),
+        ({"type": "object", "properties": {}, "additionalProperties": False}, False),
+        ({"type": "object", "properties": {}, "additionalProperties": True}, True),
+        ({"type": "object", "additionalProperties": {"type": "string"}}, True),
+        ({"type": "object", "patternProperties": {"^t": {}}}, True),
+        ({"type": "object", "properties": {"type": {"type": "string"}}}, True),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}}, True),
+    ],
+    ids=str,
+)
+def test_a_tool_without_parameters_gets_none(parameters: dict[str, Any], is_kept: bool) -> None:
+    """Qwen2.5-Coder repeats the schema that it was shown."""
+    schema = {"type": "object", "properties": {}}
+    text = json.dumps({"name": "now", "arguments": schema})
+    parser = form_of("Hermes").parser(
+        [Tool("now", "The time.", parameters)], "auto", prompt_tail=HERMES.tail, lenient=True
+    )
+    answer = ChatMessage([parser.feed(text), parser.finish()])
+    assert calls_of(answer) == [("now", schema if is_kept else {})]
+
+
 @pytest.mark.parametrize("case", TEXTS)
 def test_text_is_held_back_only_while_it_may_become_a_call(case: str) -> None:
     text, held = TEXTS[case]

@@ -9,7 +9,8 @@ preemption, dropped tokens or wrong guesses. A request that is new in a slot beg
 sequence holds, where requests may share cells.
 
 Drafts are greedy, whatever sampler the request has: that still draws from the model's own rows, and the most probable
-token is the best guess of what it draws. A draft ends where the draft model is not sure.
+token is the best guess of what it draws. A draft ends where the draft model is not sure, and where a constraint is
+known to forbid a token: it is asked while the next one is drafted.
 
 An error of the draft model, such as missing memory, ends no request: nothing is drafted then.
 """
@@ -208,6 +209,8 @@ class DraftModel:
                     continue
                 draft.append(best)
                 held = self._held[request.slot]
+                if request.sampler is not None and request.sampler.expect(draft) < len(draft):
+                    continue  # the rest would follow a token that cannot be right
                 if len(draft) < chosen[request] and len(held.tokens) < self._context.n_ctx:
                     entries.append((request, (best,)))
         for request, draft in drafts.items():

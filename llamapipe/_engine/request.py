@@ -46,8 +46,11 @@ class Sampler(Protocol):
     def guess(self, n: int) -> tuple[Sequence[int], float]:
         """At most ``n`` tokens that may follow the last one, and how many of such guesses, of 1, were right."""
 
-    def expect(self, tokens: Sequence[int]) -> None:
-        """The next step has these guessed tokens after the last one: begins with what their rows need."""
+    def expect(self, tokens: Sequence[int]) -> int:
+        """The next step may have these guessed tokens after the last one: begins with what their rows need.
+
+        Returns how many of them a constraint allows, as far as that is known by now.
+        """
 
     def logprobs(self, i: int = 0) -> tuple[float, Sequence[tuple[int, float]]]:
         """The log-probability of the ``i``-th token that it drew last, and the most probable tokens with theirs."""

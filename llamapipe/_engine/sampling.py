@@ -350,13 +350,17 @@ class _Row(NamedTuple):
 
 
 class _Expected:
-    """Guessed tokens of a step, and the masks after them, which a thread adds until it is ``stopped``."""
+    """Guessed tokens of a step, and the masks after them, which a thread adds until it is ``stopped``.
 
-    __slots__ = ("masks", "stopped", "tokens")
+    ``n_allowed``: no more of the tokens may follow; None: none of those with a mask is known to be forbidden.
+    """
+
+    __slots__ = ("masks", "n_allowed", "stopped", "tokens")
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = list(tokens)
         self.masks: list[npt.NDArray[np.uint32]] = []
+        self.n_allowed: int | None = None
         self.stopped = False
 
 
@@ -394,6 +398,7 @@ class BackgroundSampler:
         self._rows_left: deque[_Row] = deque()  # of the last ``draw``, that no thread has begun with
         self.settled: Callable[[], object] | None = None  # called, in any thread, when there are no more jobs
         self._ahead: tuple[list[int], list[npt.NDArray[np.uint32]]] = ([], [])
+        self._guessed: tuple[Sequence[int], float] = ((), 0.0)  # by the chain, as far as its guide allows
         self._forced_share = FORCED_SHARE
         self._noted: list[tuple[float, Sequence[tuple[int, float]]]] = []  # of what a call drew along a guess
         self.finished = False
@@ -489,14 +494,31 @@ class BackgroundSampler:
         self.error = self._chain.error
         return False
 
-    def expect(self, tokens: Sequence[int]) -> None:
-        """Begins with the masks of the rows after guessed tokens, unless they are known."""
+    def expect(self, tokens: Sequence[int]) -> int:
+        """Begins with the masks of the rows after guessed tokens, unless they are known.
+
+        Returns how many of the tokens may follow, as far as that is known by now: if they are told one by one, while
+        they are drafted, almost all of it is.
+        """
         if self._is_python or self.forces(tokens):
-            return
-        self._expected.stopped = True
-        expected = self._expected = _Expected(tokens)
-        self._add(lambda: self._follow(expected))
-        self._n_added -= 1  # no other job needs its result, and it leaves the chain alone
+            return len(tokens)
+        if self.is_ready and self.error is None and tokens and not self._allows(tokens[0]):
+            return 0
+        expected, n = self._expected, len(self._expected.tokens)
+        if expected.stopped or not n or expected.tokens != list(tokens[:n]):
+            expected.stopped = True
+            expected, n = _Expected(tokens), 0
+            self._expected = expected
+        expected.tokens += tokens[len(expected.tokens) :]
+        if n < len(tokens) and expected.n_allowed is None:
+            self._add(lambda: self._follow(expected))
+            self._n_added -= 1  # no other job needs its result, and it leaves the chain alone
+        return len(tokens) if expected.n_allowed is None else min(len(tokens), expected.n_allowed)
+
+    def _allows(self, token: int) -> bool:
+        """Whether a token may be the next one. While the sampler is ready, as its mask is there then."""
+        assert self._chain is not None and self._chain.guide is not None
+        return bool(int(self._chain.guide.mask()[token >> 5]) >> (token & 31) & 1)
 
     def took(self, *tokens: int) -> None:
         """These tokens were drawn from native rows. Begins with the next mask."""
@@ -591,6 +613,7 @@ class BackgroundSampler:
 
     def rebuild(self, change: Callable[[SamplerChain], object]) -> None:
         """Starts over: ``change`` resets the chain and accepts another sequence."""
+        self._expected.stopped = True
         self._add(lambda: self._rebuild(change))
 
     def guess(self, n: int) -> tuple[Sequence[int], float]:
@@ -599,7 +622,9 @@ class BackgroundSampler:
             return (), 0.0
         if self._ahead[0]:
             return self._ahead[0][:n], self._forced_share
-        return self._chain.guess(n)
+        if self._chain.guide is None:
+            return self._chain.guess(n)
+        return self._guessed[0][:n], self._guessed[1]
 
     def logprobs(self, i: int = 0) -> tuple[float, Sequence[tuple[int, float]]]:
         """Those of the last draw, or of the ``i``-th token that it drew along a guess."""
@@ -657,24 +682,41 @@ class BackgroundSampler:
         guide = None if self._chain is None else self._chain.guide
         try:
             if guide is not None and not (expected.stopped or self._closing or self.error):
-                for mask in guide.follow(expected.tokens):
+                tokens = expected.tokens.copy()  # more may come
+                for mask in guide.follow(tokens, len(expected.masks)):
                     expected.masks.append(mask)
                     if expected.stopped:
-                        break
+                        return
+                if len(expected.masks) < len(tokens):
+                    expected.n_allowed = len(expected.masks)
         finally:
             self._n_done -= 1
             if self._budget is not None:
                 self._budget.spent_s -= thread_time() - began_s
 
     def _look_ahead(self) -> None:
-        guide = None if self._chain is None else self._chain.guide
-        if self.guesses and not self._is_python and guide is not None and not self.finished:
-            try:
-                self._ahead = guide.look_ahead(MOST_GUESSED)
-            except DecodeError as e:
-                self.error = e
-        else:
-            self._ahead = [], []
+        """Guesses what follows: the text that the guide forces, or what the chain guesses and the guide allows."""
+        chain = self._chain
+        self._ahead, self._guessed = ([], []), ((), 0.0)
+        if not self.guesses or chain is None or chain.guide is None or self.finished:
+            return
+        try:
+            if not self._is_python:
+                self._ahead = chain.guide.look_ahead(MOST_GUESSED)
+            if not self._ahead[0]:
+                self._guessed = self._allowed(chain.guide, *chain.guess(MOST_GUESSED))
+        except DecodeError as e:
+            self.error = e
+
+    def _allowed(self, guide: Guide, tokens: Sequence[int], share: float) -> tuple[Sequence[int], float]:
+        """The first tokens of a guess that may follow. Without guesses this time would not be spent, so it is free."""
+        if not tokens:
+            return tokens, share
+        began_s = thread_time()
+        n = guide.n_allowed(tokens, _MOST_CHECK_S)
+        if self._budget is not None:
+            self._budget.spent_s -= thread_time() - began_s
+        return tokens[:n], share
 
     def _draw(self, row: _Row, left: deque[_Row], drawn: PutToken, began_s: float) -> None:
         token: int = NoToken.SAMPLER_FAILED
@@ -725,6 +767,8 @@ class BackgroundSampler:
 _LEAST_PATIENCE_S, _MOST_PATIENCE_S = 0.0005, 0.005
 # Of the wait for what a constraint forces next, in times of the wait for a token: it may save a step.
 _PATIENCE_AHEAD = 0.2
+# The time to find out which tokens of a guess are allowed: they are for the next step, which does not wait.
+_MOST_CHECK_S = 0.001
 _SHORTEST_WAIT_S = 2e-5  # SimpleQueue.get() with a shorter timeout may not end: see Inbox.run_next
 
 AnySampler = SamplerChain | BackgroundSampler

@@ -832,13 +832,15 @@ class Scheduler:
         n = len(decoding)
         if not guesses:
             return {}
-        chosen = gate.choose(n, guesses, self.batch_builder.n_ubatch - n)
+        chosen: dict[Request, Sequence[int]] = {}
+        for request, tokens in gate.choose(n, guesses, self.batch_builder.n_ubatch - n).items():
+            # What a constraint forbids cannot be right.
+            n_allowed = 0 if request.sampler is None else request.sampler.expect(tokens)
+            if n_allowed:
+                chosen[request] = tokens[:n_allowed]
         if gate.has_window and chosen:
             shortest = min(map(len, chosen.values()))
             chosen = {request: tokens[:shortest] for request, tokens in chosen.items()}
-        for request, tokens in chosen.items():
-            if request.sampler is not None:
-                request.sampler.expect(tokens)
         return chosen
 
     def commit(self, plan: BatchPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:

@@ -51,8 +51,11 @@ class Guide(Protocol):
     def look_ahead(self, n: int) -> tuple[list[int], list[npt.NDArray[np.uint32]]]:
         """At most ``n`` tokens of text that follows in any case, and the masks after them."""
 
-    def follow(self, tokens: Iterable[int]) -> Iterator[npt.NDArray[np.uint32]]:
-        """The masks after these tokens, up to one that may not follow; without words: nothing may follow."""
+    def follow(self, tokens: Sequence[int], n_known: int = 0) -> Iterator[npt.NDArray[np.uint32]]:
+        """The masks after these tokens but the first, up to one that may not follow; without words: nothing may."""
+
+    def n_allowed(self, tokens: Sequence[int], limit_s: float) -> int:
+        """How many of these tokens may follow, one after the other, as far as that can be told in this time."""
 
     def reset(self, tokens: Sequence[int]) -> None:
         """Begins anew, after these tokens. Raises DecodeError where they are not allowed."""
@@ -121,8 +124,9 @@ class SamplerChain(NotCopyable):
         predicted, text = list(predicted), list(text)
         self._check(self._lib.lp_sampler_watch(self.handle, len(predicted), predicted, len(text), text, own))
 
-    def expect(self, tokens: Sequence[int]) -> None:
-        """Needs no preparation for rows after guessed tokens."""
+    def expect(self, tokens: Sequence[int]) -> int:
+        """Needs no preparation for rows after guessed tokens, and forbids none."""
+        return len(tokens)
 
     def guess(self, n: int) -> tuple[list[int], float]:
         """At most ``n`` tokens that may follow, and how many of such guesses, of 1, were right."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
+from time import perf_counter
 from types import TracebackType
 from typing import Any
 
@@ -260,17 +261,32 @@ class Guide:
         masks = list(self.follow(tokens))
         return tokens[: len(masks)], masks
 
-    def follow(self, tokens: Iterable[int]) -> Iterator[npt.NDArray[np.uint32]]:
-        """The mask after each of these tokens, up to one that is not allowed. Nothing is accepted.
+    def follow(self, tokens: Sequence[int], n_known: int = 0) -> Iterator[npt.NDArray[np.uint32]]:
+        """The mask after each of these tokens but the first ``n_known``, up to one that is not allowed.
 
-        A mask without words: the text is finished.
+        A mask without words: the text is finished. Nothing is accepted.
         """
         # A dead end, or a limit: the request meets it when it gets there.
         with Guide(self._open(), self._tokenizer) as ahead, suppress(DecodeError):
+            for i, token in enumerate(tokens):
+                ahead.accept(token)
+                if i >= n_known:
+                    mask = ahead.mask()
+                    yield mask[:0] if ahead.finished else mask.copy()
+
+    def n_allowed(self, tokens: Sequence[int], limit_s: float) -> int:
+        """How many of these tokens may follow, one after the other, as far as ``limit_s`` seconds suffice to tell.
+
+        Nothing is accepted, and no mask is computed: an allowed token takes a few microseconds in most grammars.
+        """
+        n, until_s = 0, perf_counter() + limit_s
+        with Guide(self._open(), self._tokenizer) as ahead, suppress(DecodeError):
             for token in tokens:
                 ahead.accept(token)
-                mask = ahead.mask()
-                yield mask[:0] if ahead.finished else mask.copy()
+                n += 1
+                if perf_counter() > until_s:
+                    break
+        return n
 
     # ---- going back
     def rollback(self, n_tokens: int) -> None:

@@ -15,7 +15,7 @@ from gguf import GGUFReader
 from support.bert_model import bert_model
 from support.eager_gate import EagerGate
 from support.gguf_models import tiny_model
-from support.inside import scheduler_of
+from support.inside import scheduler_of, step_executor_of
 
 import llamapipe as lp
 from llamapipe._engine.draft import DraftModel, n_equal
@@ -112,6 +112,32 @@ def test_a_right_draft_saves_steps(eager: None, make_engine: MakeEngine, demo: l
         assert done.text == plain.text
         assert after.steps - before.steps < 40
         assert done.n_accepted_tokens == after.n_accepted > 45
+
+
+def test_a_draft_ends_where_a_constraint_forbids_a_token(
+    eager: None, make_engine: MakeEngine, demo: lp.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No row is computed for it, and nothing is drafted after it."""
+    options: dict[str, Any] = {"regex": "[a-df-zA-DF-Z,. ]{200,}", "max_tokens": 60, "temperature": 0}
+    drafted: list[list[int]] = []
+    draft = DraftModel.draft
+
+    def watched(self: DraftModel, chosen: Mapping[Request, int]) -> dict[Request, Sequence[int]]:
+        found = draft(self, chosen)
+        drafted.extend(map(list, found.values()))
+        return found
+
+    monkeypatch.setattr(DraftModel, "draft", watched)
+    with make_engine(demo, n_ctx=256, n_seq_max=2, draft=demo) as engine:
+        # The sampler's jobs are run where they are added: what a test finds must not depend on other threads.
+        step_executor_of(engine).threads.close()
+        plain = engine.generate(STORY, lp.SamplingParams(**options, speculate="off"))
+        done = engine.generate(STORY, lp.SamplingParams(**options, speculate="draft"))
+        assert done.token_ids == plain.token_ids
+        wrong = [["e" in demo.detokenize([token]) for token in tokens] for tokens in drafted]
+        assert sum(map(any, wrong)) > 5 and not any(any(one[:-1]) for one in wrong)
+        assert done.n_drafted_tokens <= sum(map(len, drafted)) - sum(one[-1] for one in wrong)
+        assert done.n_accepted_tokens > 5
 
 
 def test_ngram_does_not_draft(engine: lp.Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,8 +216,10 @@ def test_rows_whose_masks_are_late_are_drawn_from_in_other_threads(
     expected = texts(engine, None, **options)
     follow, n_used = Guide.follow, 0
 
-    def some(self: Guide, tokens: Sequence[int]) -> Iterator[np.ndarray[Any, np.dtype[np.uint32]]]:
-        yield from islice(follow(self, tokens), n_masks)
+    def some(
+        self: Guide, tokens: Sequence[int], n_known: int = 0
+    ) -> Iterator[np.ndarray[Any, np.dtype[np.uint32]]]:
+        yield from islice(follow(self, tokens, n_known), n_masks)
 
     draw_along = BackgroundSampler.draw_along
 
@@ -233,6 +235,40 @@ def test_rows_whose_masks_are_late_are_drawn_from_in_other_threads(
     n_accepted = engine.stats().n_accepted
     assert n_accepted > 0
     assert (n_used == 0) if n_masks == 0 else n_used > 0
+    engine.check_integrity()
+
+
+def test_what_a_constraint_forbids_is_not_computed(
+    engine: lp.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prediction with numbers, for a text that has none: its rows would be drawn from in vain."""
+    regex = "[a-zA-Z,.!?'\" ]{150,}"
+    options: dict[str, Any] = {"regex": regex, "temperature": 0, "max_tokens": 60}
+    plain = engine.generate(PROMPT, lp.SamplingParams(**options, speculate="off"))
+    words = plain.text.split(" ")
+    prediction = " ".join(f"{word} 7" if i % 3 == 2 else word for i, word in enumerate(words))
+    choose = EagerGate.choose
+    guessed: list[Sequence[int]] = []
+
+    def watched(self: EagerGate, *arguments: Any) -> dict[Request, Sequence[int]]:
+        chosen = choose(self, *arguments)
+        guessed.extend(chosen.values())
+        return chosen
+
+    monkeypatch.setattr(EagerGate, "choose", watched)
+    found = []
+    for _ in range(2):
+        guessed.clear()
+        before = engine.stats()
+        done = engine.generate(PROMPT, lp.SamplingParams(**options, prediction=prediction, cache=False))
+        after = engine.stats()
+        assert done.choices == plain.choices
+        assert after.n_accepted > before.n_accepted
+        pieces = [engine.model.detokenize(tokens) for tokens in guessed]
+        found.append((after.n_drafted - before.n_drafted, sum("7" in piece for piece in pieces)))
+        monkeypatch.setattr(Guide, "n_allowed", lambda self, tokens, limit_s: len(tokens))
+    (n_cut, n_forbidden), (n_whole, n_in_vain) = found
+    assert n_forbidden == 0 and n_cut < n_whole - n_in_vain / 2 and n_in_vain > 5
     engine.check_integrity()
 
 

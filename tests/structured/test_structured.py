@@ -215,6 +215,32 @@ def test_a_closed_guide_says_so(demo: lp.Model) -> None:
         guide.mask()
 
 
+@pytest.mark.parametrize("pattern", ["[a-z ]+", "(Once upon|One day)[a-z, ]*[.]", "a{3}", "[0-9]*"])
+def test_how_many_of_some_tokens_may_follow(demo: lp.Model, pattern: str) -> None:
+    """As many as can be accepted one after the other; the guide stays where it is."""
+    rng = random.Random(1)
+    text = demo.tokenize(" once upon a time, there was a little 7 girl. One day aaa 12", add_special=False)
+    factory = compile_guide(demo, regex=pattern)
+    found = set()
+    for _ in range(60):
+        begin = rng.randrange(len(text))
+        tokens = text[begin : begin + rng.randint(1, 9)] + rng.choices(
+            range(demo.n_vocab), k=rng.randint(0, 2)
+        )
+        with factory.new() as guide, factory.new() as other:
+            n = guide.n_allowed(tokens, 60.0)
+            found.add(n)
+            for token in tokens[:n]:
+                other.accept(token)
+            if n < len(tokens):
+                with pytest.raises(DecodeError):
+                    other.accept(tokens[n])
+            assert len(list(guide.follow(tokens))) == n
+            assert guide.n_allowed(tokens, 0.0) == min(n, 1)
+            assert allowed_ids(guide, demo.n_vocab) == allowed_ids(factory.new(), demo.n_vocab)
+    assert len(found) > 1
+
+
 # ---- compiling
 def test_many_requests_compile_once(demo: lp.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     n_compiled = 0

@@ -110,8 +110,9 @@ class FakeSampler:
     def guess(self, n: int) -> tuple[Sequence[int], float]:
         return (), 0.0
 
-    def expect(self, tokens: Sequence[int]) -> None:
+    def expect(self, tokens: Sequence[int]) -> int:
         assert not self.closed and tokens
+        return len(tokens)
 
     def accept(self, tokens: Iterable[int]) -> None:
         assert not self.closed, "a closed sampler was used"

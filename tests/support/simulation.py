@@ -309,6 +309,11 @@ class SimSampler(FakeSampler):
             tokens.append(guessed[-1])
         return guessed, 0.85
 
+    def expect(self, tokens: Sequence[int]) -> int:
+        """A constraint forbids some of them, now and then."""
+        rng = self._world.rng
+        return rng.randrange(len(tokens) + 1) if rng.random() < 0.1 else super().expect(tokens)
+
 
 class SimDrafter:
     """Drafts what follows, at times less than was asked for, nothing, or something wrong."""

@@ -498,18 +498,18 @@ class BackgroundSampler:
         """Begins with the masks of the rows after guessed tokens, unless they are known.
 
         Returns how many of the tokens may follow, as far as that is known by now: if they are told one by one, while
-        they are drafted, almost all of it is.
+        they are drafted, almost all of it is. For GBNF it is known of guesses that are not drafts.
         """
-        if self._is_python or self.forces(tokens):
+        if self._is_python or self._chain is None or self._chain.guide is None or self.forces(tokens):
             return len(tokens)
         if self.is_ready and self.error is None and tokens and not self._allows(tokens[0]):
             return 0
         expected, n = self._expected, len(self._expected.tokens)
-        if expected.stopped or not n or expected.tokens != list(tokens[:n]):
+        if expected.stopped or not n or expected.tokens[: len(tokens)] != list(tokens[:n]):
             expected.stopped = True
-            expected, n = _Expected(tokens), 0
+            expected, n = _Expected(()), 0
             self._expected = expected
-        expected.tokens += tokens[len(expected.tokens) :]
+        expected.tokens += tokens[n:]
         if n < len(tokens) and expected.n_allowed is None:
             self._add(lambda: self._follow(expected))
             self._n_added -= 1  # no other job needs its result, and it leaves the chain alone
@@ -622,7 +622,7 @@ class BackgroundSampler:
             return (), 0.0
         if self._ahead[0]:
             return self._ahead[0][:n], self._forced_share
-        if self._chain.guide is None:
+        if self._chain.guide is None and not self._chain.has_grammar:
             return self._chain.guess(n)
         return self._guessed[0][:n], self._guessed[1]
 
@@ -656,7 +656,7 @@ class BackgroundSampler:
         chain = self._chain
         if chain is not None and chain.guide is not None:
             self.finished = chain.finished = chain.guide.finished
-            self._look_ahead()
+        self._look_ahead()
 
     def _accept(self, token: int) -> None:
         chain = self._chain
@@ -681,39 +681,43 @@ class BackgroundSampler:
         began_s = thread_time()
         guide = None if self._chain is None else self._chain.guide
         try:
-            if guide is not None and not (expected.stopped or self._closing or self.error):
-                tokens = expected.tokens.copy()  # more may come
-                for mask in guide.follow(tokens, len(expected.masks)):
-                    expected.masks.append(mask)
-                    if expected.stopped:
-                        return
-                if len(expected.masks) < len(tokens):
-                    expected.n_allowed = len(expected.masks)
+            if guide is None or expected.stopped or self._closing or self.error:
+                return
+            tokens = expected.tokens.copy()  # more may come
+            for mask in guide.follow(tokens, len(expected.masks)):
+                expected.masks.append(mask)
+                if expected.stopped:
+                    return
+            if len(expected.masks) < len(tokens):
+                expected.n_allowed = len(expected.masks)
         finally:
             self._n_done -= 1
             if self._budget is not None:
                 self._budget.spent_s -= thread_time() - began_s
 
     def _look_ahead(self) -> None:
-        """Guesses what follows: the text that the guide forces, or what the chain guesses and the guide allows."""
+        """Guesses what follows: text that the guide forces, or what the chain guesses and a constraint allows."""
         chain = self._chain
         self._ahead, self._guessed = ([], []), ((), 0.0)
-        if not self.guesses or chain is None or chain.guide is None or self.finished:
+        if not self.guesses or chain is None or self.finished:
             return
         try:
-            if not self._is_python:
+            if chain.guide is not None and not self._is_python:
                 self._ahead = chain.guide.look_ahead(MOST_GUESSED)
-            if not self._ahead[0]:
-                self._guessed = self._allowed(chain.guide, *chain.guess(MOST_GUESSED))
+            if not self._ahead[0] and (chain.guide is not None or chain.has_grammar):
+                self._guessed = self._allowed(chain, *chain.guess(MOST_GUESSED))
         except DecodeError as e:
             self.error = e
 
-    def _allowed(self, guide: Guide, tokens: Sequence[int], share: float) -> tuple[Sequence[int], float]:
+    def _allowed(
+        self, chain: SamplerChain, tokens: Sequence[int], share: float
+    ) -> tuple[Sequence[int], float]:
         """The first tokens of a guess that may follow. Without guesses this time would not be spent, so it is free."""
         if not tokens:
             return tokens, share
         began_s = thread_time()
-        n = guide.n_allowed(tokens, _MOST_CHECK_S)
+        guide = chain.guide
+        n = chain.n_allowed(tokens) if guide is None else guide.n_allowed(tokens, _MOST_CHECK_S)
         if self._budget is not None:
             self._budget.spent_s -= thread_time() - began_s
         return tokens[:n], share
@@ -742,6 +746,8 @@ class BackgroundSampler:
             left.clear()  # copies of rows are large
         if token >= 0 and chain is not None and chain.guide is not None:
             following += self._advance, lambda: self._accept(token)
+        elif token >= 0 and chain is not None and chain.has_grammar and self.guesses and not following:
+            following.append(self._advance)
         self._n_done -= len(following)
         self._jobs.extendleft(following)
         drawn(self, row.number, token)

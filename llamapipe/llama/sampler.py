@@ -98,6 +98,7 @@ class SamplerChain(NotCopyable):
         self.seed = check_int("seed", seed, 0, 2**64 - 1)
         self._options = SamplingOptions() if options is None else options
         self.n_logprobs: int = self._options.struct.n_logprobs
+        self.has_grammar = self._options.struct.grammar != self._native.ffi.NULL
         handle = self._lib.lp_sampler_new(vocab.handle, self.seed, self._options.struct)
         if handle == self._native.ffi.NULL:
             self._refused("; the log llamapipe.native says where")
@@ -134,6 +135,12 @@ class SamplerChain(NotCopyable):
         tokens, share = ffi.new("int32_t[]", n), ffi.new("double *")
         found = self._lib.lp_sampler_guess(self.handle, n, tokens, share)
         return ffi.unpack(tokens, found), share[0]
+
+    def n_allowed(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens the grammar of the options allows, one after the other. Nothing is accepted."""
+        code: int = self._lib.lp_sampler_n_allowed(self.handle, len(tokens), list(tokens))
+        self._check(code)
+        return code
 
     # ---- use
     is_busy = False  # no other thread works for it

@@ -76,6 +76,8 @@ int  lp_sampler_accept_drawn(lp_sampler * s, int n, const int32_t * tokens);    
 int  lp_sampler_watch(lp_sampler * s, int n_predicted, const int32_t * predicted, int n_text, const int32_t * text, bool own);
 // Fills in at most n guessed tokens, and the share of such guesses that were right; returns how many.
 int  lp_sampler_guess(const lp_sampler * s, int n, int32_t * tokens, double * share);
+// How many of the tokens the grammar allows, one after the other; nothing is accepted.
+int  lp_sampler_n_allowed(const lp_sampler * s, int n, const int32_t * tokens);
 int  lp_sampler_reset(lp_sampler * s);  // forgets the accepted tokens; the generator continues from where it is
 int  lp_sampler_draw(lp_sampler * s, const float * logits, int32_t * token);    // 0, LP_ERROR_LOGITS or LP_ERROR_MASK
 // Records log-probabilities for lp_sampler_logprobs where the token was drawn from a changed row.

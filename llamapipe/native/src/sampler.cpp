@@ -355,11 +355,29 @@ void lp_sampler::accept_grammar(int32_t token) {
     llama_sampler_accept(grammar.get(), token);
 }
 
-bool lp_sampler::allowed_by_grammar(int32_t token) const {
+static bool allows(llama_sampler * grammar, int32_t token) {
     llama_token_data       one = { token, 0.0f, 0.0f };
     llama_token_data_array a   = { &one, 1, -1, false };
-    llama_sampler_apply(grammar.get(), &a);
+    llama_sampler_apply(grammar, &a);
     return std::isfinite(one.logit);
+}
+
+bool lp_sampler::allowed_by_grammar(int32_t token) const {
+    return allows(grammar.get(), token);
+}
+
+int lp_sampler::n_allowed(int n, const int32_t * tokens) const {
+    if (!grammar || n == 0) {
+        return n;
+    }
+    const lp::SamplerPtr ahead(llama_sampler_clone(grammar.get()));
+    for (int i = 0; i < n; i++) {
+        if (!allows(ahead.get(), tokens[i])) {
+            return i;
+        }
+        llama_sampler_accept(ahead.get(), tokens[i]);
+    }
+    return n;
 }
 
 void lp_sampler::accepted(int32_t token) {
@@ -571,6 +589,10 @@ int lp_sampler_watch(lp_sampler * s, int n_predicted, const int32_t * predicted,
 int lp_sampler_guess(const lp_sampler * s, int n, int32_t * tokens, double * share) {
     *share = 0;
     return s->guesser ? s->guesser->guess(n, tokens, share) : 0;
+}
+
+int lp_sampler_n_allowed(const lp_sampler * s, int n, const int32_t * tokens) {
+    return lp::guard(LP_ERROR, [&] { return s->n_allowed(n, tokens); });
 }
 
 int lp_sampler_reset(lp_sampler * s) {

@@ -103,6 +103,7 @@ struct lp_sampler {
 
     void accept(int32_t token);          // a token of the sequence: for penalties, DRY and bad words
     void accept_grammar(int32_t token);  // throws where the grammar does not allow it, and refuses everything from then on
+    int  n_allowed(int n, const int32_t * tokens) const;  // how many of these the grammar allows, one after the other
     void accepted(int32_t token);        // a drawn token: both of the above, and counts it
     void reset();                        // forgets the accepted tokens
     // Records log-probabilities of a token: 0, or `needs_full_row`.

@@ -35,7 +35,7 @@ class Remove(NamedTuple):
 
 
 class Discard(NamedTuple):
-    """The same for cells of wrong guesses: the last step has computed all of them, in one ubatch."""
+    """The same for cells of guesses: the last step has computed all of them, in one ubatch."""
 
     slot: int
     position: int
@@ -780,15 +780,18 @@ class KvCache:
         if cells is not None and cells.slot in self.parked:
             self.parked.move_to_end(cells.slot)
 
-    def truncate(self, request: Request, n: int) -> None:
-        """A request's tokens from ``n`` on were changed; its cells from there on are removed."""
+    def truncate(self, request: Request, n: int, of_last_step: bool = False) -> None:
+        """A request's tokens from ``n`` on were changed; its cells from there on are removed.
+
+        ``of_last_step``: that has computed all of these cells, in one ubatch.
+        """
         cells, kept = request.cells, request.saved_cells
         if kept is not None and kept.n > n:
             self.unpin(request)  # they are of another sequence now
         if cells is None:
             return
         if n < request.n_past:
-            self.memory_ops.append(Remove(request.slot, n))
+            self.memory_ops.append((Discard if of_last_step else Remove)(request.slot, n))
             request.n_past = n
             request.n_exact = min(request.n_exact, n)
         if cells.n_known > n and cells in self._tree:

@@ -36,7 +36,7 @@ from llamapipe._engine.kv import AssignAdapters, CellChanges, Discard, KvCache, 
 from llamapipe._engine.planner import BatchBuilder, BatchPlan
 from llamapipe._engine.request import UNLIMITED, Request, State
 from llamapipe._engine.scoring import LogprobTargets
-from llamapipe._engine.speculation import MOST_GUESSED, Gate, Guess
+from llamapipe._engine.speculation import Gate, Guess
 from llamapipe._engine.turns import Claim, SetTurns
 from llamapipe.errors import NoToken
 
@@ -663,7 +663,9 @@ class Scheduler:
             del request.tokens[-n_after:]
             request.n_generated -= n_after
             request.n_total -= n_after
-            self.cache.truncate(request, min(request.n_past, len(request.tokens)))
+            in_next = request.batch_plan is not None and request.batch_plan.in_flight
+            n = min(request.n_past, len(request.tokens))
+            self.cache.truncate(request, n, of_last_step=not in_next)
         self.finish(request, "stop")
         request.finish_reason = "stop"
         request.stop_token = None  # after a right guess it may have been drawn with what the string completed
@@ -802,7 +804,7 @@ class Scheduler:
         ):
             return {}
         decoding = self.batch_builder.part(running.decoding)
-        n_most = MOST_GUESSED
+        n_most = gate.n_longest
         if self._scarce:  # a guess must not cost others their cells
             n_most = min(n_most, (self.n_cells - running.n_cells - self.cache.n_parked_cells) // len(running))
         drafter = gate.next_drafter()
@@ -890,8 +892,14 @@ class Scheduler:
         gate, before = self.gate, None
         n_drawn: dict[Request, int] = {}
         gate.n_drafted += plan.n_guessed
+        begin = 0
         for request, n in plan.scheduled:
             request.n_drafted += n - 1
+            n_left = sampled[begin : begin + n].count(NoToken.NOT_DRAWN)
+            begin += n
+            if n_left and request.batch_plan is plan and request.slot >= 0:
+                # The cells of wrong ones. Before a request may end here: what leaves its slot then is all of use.
+                self.cache.memory_ops.append(Discard(request.slot, request.n_past + n - n_left))
         for i, (request, token) in enumerate(zip(plan.requests, sampled, strict=True)):
             if request.batch_plan is plan and token != NoToken.NOT_DRAWN:
                 if request is before and request.sampler is not None:  # the guessed token before it was right
@@ -907,12 +915,6 @@ class Scheduler:
                 is_last = plan.guessed[i] < 0 or sampled[i + 1] == NoToken.NOT_DRAWN
                 self._add_token(request, token, is_last)
         gate.n_steps_saved += min(n_drawn.values(), default=1) - 1
-        # The cells of wrong ones. Where a request has left its slot, these cells were removed with that.
-        self.cache.memory_ops += [
-            Discard(request.slot, request.n_past)
-            for request, n in plan.scheduled
-            if n_drawn.get(request, 0) < n and request.batch_plan is plan and request.slot >= 0
-        ]
         return taken
 
     def drawn(self, request: Request, token: int) -> None:

@@ -55,7 +55,7 @@ from llamapipe._engine.request import Request
 from llamapipe._engine.scheduler import MODES, Overflow, Scheduler
 from llamapipe._engine.score_requests import ScoreJob, perplexity_job, score_job, tokens_job
 from llamapipe._engine.snapshot import Snapshot, SnapshotFormat, parts_of, unpack
-from llamapipe._engine.speculation import Drafter, Gate
+from llamapipe._engine.speculation import MOST_GUESSED, Drafter, Gate
 from llamapipe._engine.submit import (
     ERROR_MODES,
     CallOptions,
@@ -106,6 +106,7 @@ T = TypeVar("T")
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_0", "q5_1", "q4_0", "q4_1", "iq4_nl"]
 FlashAttention = Literal["auto", "on", "off"]
 _MAX_WINDOW_US = 1_000_000
+_N_STATES = 8  # of a sequence that are kept after the last tokens, so that wrong guesses can be taken back
 SCORE_ROWS = 32  # maximum output rows of a step for scored tokens; bounds their memory
 # On a CPU a prompt token takes hardly longer in a step of 256 than in one of 512.
 PREFILL_CUTOFF_TOKENS = 256
@@ -291,6 +292,7 @@ class Engine(NotCopyable):
                 n_ring_slots=ring_slots(model, tuning.ring, 2 if depth is None else depth + 1),
                 graph_sampling=wants_graph_sampling(model, tuning.ring, tuning.graph_sampling),
                 batch_invariant=check_flag("batch_invariant", batch_invariant),
+                n_states=_n_states(model),
             )
             context = undo.enter_context(closing(new_context()))
             if batch_invariant:
@@ -348,7 +350,8 @@ class Engine(NotCopyable):
                 n_ubatch=context.n_ubatch,
             )
             self._chat_builder = ChatBuilder(model, self._request_builder)
-            self.trace = Trace(pipeline)
+            no_guesses = scheduler.gate.no_guesses
+            self.trace = Trace(pipeline, {"no_guesses": no_guesses} if no_guesses else {})
             tuner = make_tuner(
                 context,
                 pipeline.threaded,
@@ -1773,15 +1776,16 @@ def _scheduler(
     """The scheduler of a context's requests."""
     model = context.model
     no_guesses = ""
-    if model.is_recurrent:
-        no_guesses = "the model is recurrent: its states cannot go back before a wrong guess"
+    if model.is_recurrent and not context.n_states:
+        no_guesses = "the model is recurrent: its state cannot go back before a wrong guess"
     n_score_rows = max(context.n_outputs_max - context.n_seq_max, 1)
     gate = Gate(
         0 if no_guesses else n_score_rows,
-        splits=not context.kv_unified,
+        splits=not context.kv_unified or model.is_recurrent,
         drafter=drafter,
         no_guesses=no_guesses,
         has_window=model.n_swa > 0,
+        n_longest=min(context.n_states or MOST_GUESSED, MOST_GUESSED),
     )
     return Scheduler(
         cache,
@@ -1797,6 +1801,16 @@ def _scheduler(
         gate=gate,
         carries=carries if context.mixes_adapters else None,
     )
+
+
+def _n_states(model: Model) -> int:
+    """How many recurrent states of a sequence are kept besides the last one.
+
+    Those of short convolutions (LFM2) have the values of a few tokens. Others are as large as thousands of KV cells,
+    and most architectures cannot keep several.
+    """
+    architecture = model.metadata.get("general.architecture", "")
+    return _N_STATES if f"{architecture}.shortconv.l_cache" in model.metadata else 0
 
 
 def _n_sharing(context: Context, cache_mode: bool | str, max_queue: int | None) -> int:

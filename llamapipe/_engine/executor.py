@@ -272,8 +272,8 @@ class StepExecutor:
         kept: Grids | None = ()
         if grids := self._grids.get(seq_id):
             kept, begin = grids_before(grids, position), position_of(grids, position)
-        is_left = not is_guess and self._n_swa and position and self._left_by_window(seq_id, position)
-        if kept is not None and not is_left:
+        is_gone = not is_guess and position > 0 and self._is_gone(seq_id, position)
+        if kept is not None and not is_gone:
             removed = lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, begin, -1, 0)
             if removed > 0:
                 if grids:
@@ -296,12 +296,17 @@ class StepExecutor:
         else:
             self._grids.pop(seq_id, None)
 
-    def _left_by_window(self, seq_id: int, position: int) -> bool:
-        """Whether a sliding window may lack cells that the positions before ``position`` need.
+    def _is_gone(self, seq_id: int, position: int) -> bool:
+        """Whether a memory with a sliding window or states may lack what the positions before ``position`` need.
 
         llama.cpp gives cells that the window has left to other tokens, and does not save them. So only the last token
         can be taken back, and those of one ubatch: these took cells that the window of the first of them has left.
+        States are kept after each of the last step's tokens, but it would also go back to those of other steps.
         """
+        if self._context.n_states:
+            return self.sequence_end(seq_id) > position
+        if not self._n_swa:
+            return False
         end = self.sequence_end(seq_id)
         return end >= self._n_swa and end - position > 1
 

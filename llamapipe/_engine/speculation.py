@@ -125,7 +125,7 @@ class Gate:
     others have are a ubatch, and so a pass over the weights (KV in streams). ``drafter``: makes the tokens of drafts.
     ``no_guesses``: why ``n_most`` is 0. ``has_window``: wrong guesses must be removed before another ubatch takes the
     cells that the window has left because of them. So all guesses of a step have as many tokens, which makes them one
-    ubatch, and none is made while another step may be in flight.
+    ubatch, and none is made while another step may be in flight. ``n_longest``: most guessed tokens of a request.
     """
 
     def __init__(
@@ -135,9 +135,11 @@ class Gate:
         drafter: Drafter | None = None,
         no_guesses: str = "",
         has_window: bool = False,
+        n_longest: int = MOST_GUESSED,
     ) -> None:
         self.no_guesses = no_guesses
         self.has_window = has_window
+        self.n_longest = n_longest
         self.times = StepTimes()
         self.n_most = n_most
         self.n_drafted = self.n_accepted = self.n_forced = self.n_steps_saved = 0

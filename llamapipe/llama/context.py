@@ -58,6 +58,9 @@ class Context(NotCopyable):
     format of the cache; ``flash_attn``: ``"auto"`` (off on software devices), ``"on"`` or ``"off"``. ``n_threads``
     compute single tokens (default: the cores this process may use; give fewer where other processes compute, since
     threads wait for each other by spinning), ``n_threads_batch`` several tokens (default ``n_threads``).
+    ``n_states``: recurrent states of a sequence to keep besides the last one: those after each of the last tokens of a
+    decode, which may be removed then. The attribute tells how many are kept: 0 where the model cannot, and at most
+    ``n_ubatch`` - 2.
     ``n_ring_slots``: stage output rows in a ring of so many times ``n_outputs_max`` rows, for a pipeline (``has_ring``
     is False where that cannot be); ``logits`` has nothing then.
     ``graph_sampling``: with a ring, the graph samples as well; the attribute tells whether it does, and
@@ -88,6 +91,7 @@ class Context(NotCopyable):
         n_ring_slots: int = 0,
         graph_sampling: bool = False,
         batch_invariant: bool = False,
+        n_states: int = 0,
     ) -> None:
         self._handle: Any = None
         self._llama: Any = None
@@ -127,6 +131,8 @@ class Context(NotCopyable):
         )
         flash_attn = self._checked_types(type_k, type_v, flash_attn)
         params = self._params(type_k, type_v, flash_attn)
+        # llama.cpp aborts if a ubatch has no room for the tokens whose states are kept.
+        params.n_rs_seq = max(min(check_int("n_states", n_states, 0, 2**16), self.n_ubatch - 2), 0)
         self._pid = os.getpid()
         self._owner: int | None = None
         try:
@@ -252,6 +258,7 @@ class Context(NotCopyable):
             )
         drain_log(self._native)
         self._llama = lib.lp_context_llama(self._handle)
+        self.n_states: int = lib.llama_n_rs_seq(self._llama)
         got = lib.llama_n_ctx(self._llama) if self.kv_unified else lib.llama_n_ctx_seq(self._llama)
         wanted = self.n_cells if self.kv_unified else self.n_ctx
         if got < wanted:

@@ -7,10 +7,11 @@ Stages of the pipeline are timed by native code and fetched when the trace is re
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llamapipe.arguments import check_int, path_of
@@ -63,8 +64,10 @@ class Trace:
     reader blocks), ``sample``, and any stage recorded with ``span``.
     """
 
-    def __init__(self, pipeline: NativePipeline) -> None:
+    def __init__(self, pipeline: NativePipeline, notes: Mapping[str, str] = MappingProxyType({})) -> None:
+        """``notes``: what Chrome's format has besides the events, such as why there are no guesses."""
         self._pipeline = pipeline
+        self._notes = notes
         self._lock = Lock()
         self._spans: list[Span] = []
         self._max = 1
@@ -147,7 +150,8 @@ class Trace:
                     "args": arguments,
                 }
             )
-        return {"traceEvents": events, "displayTimeUnit": "ms"}
+        notes = {"otherData": dict(self._notes)} if self._notes else {}
+        return {"traceEvents": events, "displayTimeUnit": "ms", **notes}
 
     def to_svg(self, first_step: int | None = None, n_steps: int | None = None, title: str = "") -> str:
         """A timeline as a self-contained SVG document, with one line per stage.

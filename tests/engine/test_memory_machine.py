@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from support.eager_gate import EagerGate
 from support.engine_harness import N_CTX, EngineHarness
 from support.fakes import N_VOCAB, next_token
 from support.gguf_models import recurrent_model
@@ -257,8 +258,11 @@ def test_on_llama_cpp(tiny: lp.Model, loop: PlainLoop, options: dict[str, Any]) 
         run(machine, 12, 25)
 
 
+@pytest.mark.parametrize("guesses", [False, True])
 @pytest.mark.parametrize("kind", ["recurrent", "sliding window", "hybrid"])
-def test_on_other_memories(tmp_path: Path, kind: str) -> None:
+def test_on_other_memories(tmp_path: Path, kind: str, guesses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if guesses:
+        monkeypatch.setattr("llamapipe.engine.Gate", EagerGate)
     make = {
         "recurrent": recurrent_model,
         "sliding window": sliding_window_model,

@@ -18,7 +18,7 @@ from llamapipe._engine.loop import EngineLoop, InFlightStep, LateDraws, StepsInF
 from llamapipe._engine.planner import BatchBuilder, BatchPlan
 from llamapipe._engine.request import UNLIMITED, Request, State
 from llamapipe._engine.scheduler import Running, Scheduler, Waiting
-from llamapipe._engine.speculation import Gate, Guess
+from llamapipe._engine.speculation import MOST_GUESSED, Gate, Guess
 from llamapipe._engine.submit import QueueLimit
 from llamapipe.errors import NoToken
 
@@ -295,6 +295,15 @@ def _discard_the_right_guess() -> AbstractContextManager[Any]:
     return patch.object(Scheduler, "_commit_guesses", wrong)
 
 
+def _gate_with(**fields: Any) -> AbstractContextManager[Any]:
+    init = Gate.__init__
+
+    def wrong(self: Gate, *arguments: Any, **options: Any) -> None:
+        init(self, *arguments, **(options | fields))
+
+    return patch.object(Gate, "__init__", wrong)
+
+
 def _forks_without_activation() -> AbstractContextManager[Any]:
     fork = Scheduler.fork
 
@@ -334,6 +343,8 @@ PLANTED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "several tokens have the first one's log-probability": _log_probabilities_of_the_first_row,
     "the log-probability of a stop token is the next token's": _keep_the_log_probability_of_an_end,
     "the cell of a right guess is removed": _discard_the_right_guess,
+    "guesses beside a window are of several lengths": lambda: _gate_with(has_window=False),
+    "more is guessed than a recurrent memory can take back": lambda: _gate_with(n_longest=MOST_GUESSED),
     "cells of an activated LoRA count as the model's": lambda: patch.object(
         Request, "cell_keys", lambda request: request.tokens
     ),

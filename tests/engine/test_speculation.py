@@ -17,11 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.eager_gate import EagerGate
 from support.inside import fix_micro_batches
-from support.memory_models import sliding_window_model
+from support.memory_models import hybrid_model, sliding_window_model
 from support.plain import plain_loop
 
 import llamapipe as lp
 from llamapipe._engine.long_work import takes_long
+from llamapipe._engine.planner import BatchBuilder, BatchPlan
 from llamapipe._engine.request import Request
 from llamapipe._engine.sampling import BackgroundSampler, GrammarBudget, SamplerFactoryCache
 from llamapipe._engine.speculation import Gate, Guess, StepTimes
@@ -243,7 +244,7 @@ def test_what_a_constraint_forbids_is_not_computed(
 ) -> None:
     """A prediction with numbers, for a text that has none: its rows would be drawn from in vain."""
     regex = "[a-zA-Z,.!?'\" ]{150,}"
-    options: dict[str, Any] = {"regex": regex, "temperature": 0, "max_tokens": 60}
+    options: dict[str, Any] = {"regex": regex, "temperature": 0, "max_tokens": 60, "seed": 1}
     plain = engine.generate(PROMPT, lp.SamplingParams(**options, speculate="off"))
     words = plain.text.split(" ")
     prediction = " ".join(f"{word} 7" if i % 3 == 2 else word for i, word in enumerate(words))
@@ -618,6 +619,145 @@ def test_sliding_windows_in_one_cache(often_wrong: None, make_engine: MakeEngine
         engine.check_integrity()
 
 
+@pytest.mark.parametrize("kv_unified", [False, True])
+def test_guesses_beside_a_window_are_of_one_length(
+    often_wrong: None,
+    make_engine: MakeEngine,
+    windowed: lp.Model,
+    monkeypatch: pytest.MonkeyPatch,
+    kv_unified: bool,
+) -> None:
+    """They are one ubatch then, also beside requests that have none, and after a constraint has cut some."""
+    plan, found = BatchBuilder.plan, []
+
+    def watched(self: BatchBuilder, *arguments: Any) -> BatchPlan:
+        made = plan(self, *arguments)
+        if made.n_guessed:
+            found.append({n - 1 for _, n in made.scheduled})
+        return made
+
+    monkeypatch.setattr(BatchBuilder, "plan", watched)
+    with (
+        make_engine(windowed, n_ctx=256, n_seq_max=6, kv_unified=kv_unified) as engine,
+        plain_loop(windowed) as plain,
+    ):
+        each: list[dict[str, Any]] = [
+            {"ignore_eos": True},
+            {"ignore_eos": True, "speculate": "off"},
+            {"grammar": 'root ::= ("w" [1-9]+)+'},
+        ]
+        params = [lp.SamplingParams(max_tokens=100, temperature=0, **each[i % 3]) for i in range(9)]
+        done = engine.generate(prompts_of(9), params)
+        for prompt, one, asked in zip(prompts_of(9), done, params, strict=True):
+            assert asked.grammar or plain.agrees(prompt, one.token_ids)
+        assert all(len(lengths - {0}) == 1 for lengths in found)
+        assert any(0 in lengths for lengths in found) and max(map(max, found)) > 3
+        assert 0 < engine.stats().n_accepted < engine.stats().n_drafted
+        engine.check_integrity()
+
+
+def test_no_guesses_beside_a_window_while_another_step_is_computed(
+    often_wrong: None, make_engine: MakeEngine, windowed: lp.Model
+) -> None:
+    params = lp.SamplingParams(max_tokens=60, ignore_eos=True, temperature=0)
+    with (
+        make_engine(windowed, n_ctx=256, n_seq_max=4, pipeline_depth=2) as engine,
+        plain_loop(windowed) as plain,
+    ):
+        fix_micro_batches(engine, 2)
+        done = engine.generate(prompts_of(4), params)
+        for prompt, one in zip(prompts_of(4), done, strict=True):
+            assert plain.agrees(prompt, one.token_ids)
+        stats = engine.stats()
+        assert stats.n_micro_batches == 2 and stats.n_drafted == 0
+        engine.check_integrity()
+
+
+# ---- recurrent states
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lp.Model]:
+    with lp.Model(hybrid_model(tmp_path_factory.mktemp("models") / "model.gguf")) as model:
+        yield model
+
+
+@pytest.mark.parametrize("kv_unified", [False, True])
+@pytest.mark.parametrize("n", [1, 5])
+def test_states_go_back_before_wrong_guesses(
+    often_wrong: None, make_engine: MakeEngine, hybrid: lp.Model, n: int, kv_unified: bool
+) -> None:
+    """Many times over, also while others have no guesses, and with a token that is drawn after its step."""
+    with (
+        make_engine(hybrid, n_ctx=256, n_seq_max=4, kv_unified=kv_unified) as engine,
+        plain_loop(hybrid) as plain,
+    ):
+        each: list[dict[str, Any]] = [
+            {},
+            {},
+            {"logits_processors": (lambda row: None,)},
+            {"speculate": "off"},
+        ]
+        params = [
+            lp.SamplingParams(max_tokens=150, ignore_eos=True, temperature=0, **each[i % 4]) for i in range(n)
+        ]
+        for prompt, one in zip(prompts_of(n), engine.generate(prompts_of(n), params), strict=True):
+            assert plain.agrees(prompt, one.token_ids)
+        stats = engine.stats()
+        assert 0 < stats.n_accepted < stats.n_drafted and not stats.no_guesses
+        engine.check_integrity()
+
+
+@pytest.mark.parametrize("options", [{"n_seq_max": 2}, {"n_seq_max": 4, "cache_bytes": 100_000}], ids=str)
+def test_states_are_copied_saved_and_restored_between_guesses(
+    often_wrong: None, make_engine: MakeEngine, hybrid: lp.Model, options: dict[str, Any]
+) -> None:
+    """Sequences that begin alike, for fewer slots, of two priorities: the first ones are preempted."""
+    with make_engine(hybrid, n_ctx=256, **options) as engine, plain_loop(hybrid) as plain:
+        base = prompts_of(1)[0]
+        prompts = [[*base[: 6 + 5 * (i % 5)], 5 + i] for i in range(12)]
+        params = [
+            lp.SamplingParams(max_tokens=40, ignore_eos=True, temperature=0, priority=i % 3)
+            for i in range(12)
+        ]
+        with ThreadPoolExecutor(12) as pool:
+            done = list(pool.map(engine.generate, prompts, params))
+        for prompt, one in zip(prompts, done, strict=True):
+            assert plain.agrees(prompt, one.token_ids)
+        several = engine.generate(base, replace(params[0], n=4))
+        for choice in several.choices:
+            assert plain.agrees(base, choice.token_ids)
+        assert 0 < engine.stats().n_accepted < engine.stats().n_drafted
+        engine.check_integrity()
+
+
+@pytest.mark.parametrize("n_ubatch", [1, 2, 3, 5])
+def test_states_need_room_in_a_ubatch(make_engine: MakeEngine, hybrid: lp.Model, n_ubatch: int) -> None:
+    """llama.cpp aborts where more would be kept."""
+    with (
+        make_engine(hybrid, n_ctx=64, n_seq_max=1, n_ubatch=n_ubatch) as engine,
+        plain_loop(hybrid) as plain,
+    ):
+        params = lp.SamplingParams(max_tokens=30, ignore_eos=True, temperature=0)
+        assert plain.agrees(prompts_of(1)[0], engine.generate(prompts_of(1)[0], params).token_ids)
+        assert ("recurrent" in engine.stats().no_guesses) == (n_ubatch < 3)
+
+
+@pytest.mark.parametrize("kind", ["sliding window", "recurrent states"])
+def test_a_conversation_keeps_its_cells(
+    often_wrong: None, make_engine: MakeEngine, windowed: lp.Model, hybrid: lp.Model, kind: str
+) -> None:
+    """Although its last step had wrong guesses, whose cells are removed when it leaves its slot."""
+    with make_engine(windowed if kind == "sliding window" else hybrid, n_ctx=256, n_seq_max=2) as engine:
+        told, n_known = prompts_of(1)[0], 0
+        for i in range(5):
+            params = lp.SamplingParams(max_tokens=38 + i, ignore_eos=True, temperature=0)
+            done = engine.generate(told, params)
+            assert done.n_cached_tokens == n_known
+            n_known = len(told) + len(done.token_ids) - 1
+            told = told + done.token_ids + [5 + i, 9]
+        assert 0 < engine.stats().n_accepted < engine.stats().n_drafted
+        engine.check_integrity()
+
+
 def test_reasons(engine: lp.Engine, make_engine: MakeEngine, recurrent: lp.Model) -> None:
     engine.generate("a", lp.SamplingParams(max_tokens=2))
     assert (engine.stats().no_guesses, engine.stats().unguessed) == ("", {})
@@ -630,6 +770,7 @@ def test_reasons(engine: lp.Engine, make_engine: MakeEngine, recurrent: lp.Model
         other.generate([5, 6], lp.SamplingParams(max_tokens=2, speculate="off"))
         assert "recurrent" in other.stats().no_guesses
         assert other.stats().unguessed == {}
+        assert other.trace.to_chrome()["otherData"] == {"no_guesses": other.stats().no_guesses}
 
 
 def test_a_trace_has_guesses(engine: lp.Engine) -> None:

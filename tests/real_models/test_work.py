@@ -150,6 +150,32 @@ def test_the_loop_of_tools(question: str, tool: str, answer: str) -> None:
         assert answer in engine.chat(messages, params).content.replace(",", "")
 
 
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", ["qwen-0.5b", "qwen-1.5b"])
+def test_a_tool_without_parameters_is_called_without_arguments(name: str) -> None:
+    """The smaller one writes calls as plain JSON, which no grammar limits, and repeats the schema in them."""
+    function = {
+        "name": "get_time",
+        "description": "Tells the time.",
+        "parameters": {"type": "object", "properties": {}},
+    }
+    with lp.Model(real_model(name)) as model, lp.Engine(model, n_ctx=1024, n_seq_max=4) as engine:
+        asked = [
+            "What time is it?",
+            "Which time do we have? Use a tool.",
+            "Call get_time.",
+            "Is it late already?",
+        ]
+        said = engine.chat(
+            [[{"role": "user", "content": question}] for question in asked],
+            lp.SamplingParams(max_tokens=100, temperature=0),
+            tools=[{"type": "function", "function": function}],
+        )
+        calls = [call for one in said for call in one.tool_calls]
+        assert len(calls) >= 2
+        assert all((call.name, call.arguments) == ("get_time", {}) for call in calls)
+
+
 @pytest.mark.timeout(3600)
 @needs_all
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -155,7 +155,8 @@ class FakeContext:
 
     ``failures``: what the launch of that number (from 0) raises instead; a ContextFullError leaves everything as it
     was, any other error leaves half of the batch in the cells, as llama.cpp may. ``sample_failures``: the same for
-    ``sample``. ``broken``: tokens after which no logit is finite. ``recurrent``: only whole sequences can be removed.
+    ``sample``. ``broken``: tokens after which no logit is finite. ``recurrent``: only whole sequences can be removed,
+    or wrong guesses of the last step, once: at most ``n_states``. ``has_window``: guesses of a step have one length.
     ``before_launch``: called with the number of each launch, on the thread that launches.
     """
 
@@ -175,6 +176,8 @@ class FakeContext:
         sample_failures: Mapping[int, Exception] | None = None,
         broken: Container[int] = (),
         recurrent: bool = False,
+        n_states: int = 0,
+        has_window: bool = False,
         before_launch: Callable[[int], object] = lambda n: None,
     ) -> None:
         self.n_seq_max, self.n_ctx, self.n_batch, self.n_vocab = n_seq_max, n_ctx, n_batch, n_vocab
@@ -183,6 +186,8 @@ class FakeContext:
         self.sample_failures = dict(sample_failures or {})
         self.broken = broken
         self.recurrent = recurrent
+        self.n_states = n_states
+        self.has_window = has_window
         self.before_launch = before_launch
         self.sequences: list[list[int]] = [[] for _ in range(n_seq_max)]  # the tokens in each one's cells
         self.saved: list[FakeSaved] = []  # all that there ever were
@@ -191,6 +196,9 @@ class FakeContext:
         self.adapters: Any = None  # a number; cells that were computed with one are others
         self.assigned: dict[int, Any] | None = None  # by slot, if ``adapters`` is a carrier
         self.n_changes = 0
+        self._gone_back: set[int] = (
+            set()
+        )  # recurrent sequences without guesses, until they are computed again
         self.launches: list[Launch] = []  # those that succeeded
         self.n_launches = 0  # all
         self.n_samples = 0
@@ -223,7 +231,7 @@ class FakeContext:
                     assert any(
                         (slot, position) in set(zip(one.seq_ids, one.positions, strict=True)) for one in last
                     )
-                    done = self._remove(slot, position)
+                    done = self._remove(slot, position, is_guess=True)
                 case Shift(slot, begin, end):
                     done = slot not in lost and self._shift(slot, begin, end)
                 case Copy(source, slot, n):
@@ -256,13 +264,18 @@ class FakeContext:
                 lost.discard(slot)
         return CellChanges(lost, sizes)
 
-    def _remove(self, seq_id: int, position: int) -> bool:
-        """Forgets a sequence's cells from ``position`` on; a recurrent one all of them, False then."""
+    def _remove(self, seq_id: int, position: int, is_guess: bool = False) -> bool:
+        """Forgets a sequence's cells from ``position`` on; a recurrent one all of them in most cases, False then."""
         self._claim()
         assert 0 <= seq_id < self.n_seq_max, f"there is no sequence {seq_id}"
         assert position >= 0, f"there is no position {position}"
         cells = self.sequences[seq_id]
         if self.recurrent and 0 < position < len(cells):
+            if is_guess and self.n_states and seq_id not in self._gone_back:
+                assert len(cells) - position <= self.n_states, f"{len(cells) - position} wrong guesses"
+                self._gone_back.add(seq_id)
+                del cells[position:]
+                return True
             cells.clear()
             return False
         del cells[position:]
@@ -479,6 +492,9 @@ class FakeContext:
         assert set(batch.outputs) <= {0, 1} and sum(batch.outputs) <= self.n_seq_max + self.n_score_rows, (
             batch
         )
+        if self.has_window and all(batch.outputs):
+            guessed = {batch.seq_ids.count(seq_id) for seq_id in batch.seq_ids} - {1}
+            assert len(guessed) <= 1, f"guesses of several lengths beside a window: {batch}"
         lengths = [len(s) for s in self.sequences]
         for token, position, seq_id in zip(batch.tokens, batch.positions, batch.seq_ids, strict=True):
             assert 0 <= token < self.n_vocab, f"there is no token {token}"
@@ -491,6 +507,7 @@ class FakeContext:
 
     def _store(self, batch: Launch, n: int) -> dict[int, int]:
         rows = {}
+        self._gone_back.difference_update(batch.seq_ids)
         for i in range(n):
             cells = self.sequences[batch.seq_ids[i]]
             seq_id = batch.seq_ids[i]

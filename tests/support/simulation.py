@@ -39,7 +39,7 @@ from llamapipe._engine.kv import KvCache
 from llamapipe._engine.loop import EngineLoop, Inbox
 from llamapipe._engine.request import Activation, Request, RequestSpec, State
 from llamapipe._engine.scheduler import Overflow, Scheduler
-from llamapipe._engine.speculation import Gate, Guess
+from llamapipe._engine.speculation import MOST_GUESSED, Gate, Guess
 from llamapipe._engine.submit import QueueLimit
 from llamapipe.errors import ContextFullError, DecodeError, InvalidRequestError, NoToken
 from llamapipe.results import Completion, Delta, Token, TokenLogprob
@@ -466,6 +466,8 @@ class Simulation:
             n_cells=n_cells,
             n_batch=rng.choice((8, 32)),
             recurrent=rng.random() < 0.1,
+            n_states=rng.choice((0, 4)),
+            has_window=rng.random() < 0.2,
         )
         self.context = context
         is_unified = n_cells is not None
@@ -486,9 +488,10 @@ class Simulation:
             padding_token=None if is_unified else 0,
             overflow=Overflow("recompute", 2) if self.can_overflow else None,
             gate=Gate(
-                0 if context.recurrent or rng.random() < 0.3 else rng.choice((3, 8)),
+                0 if self._takes_no_guesses(context) else rng.choice((3, 8)),
                 drafter=SimDrafter(world, N_CTX) if rng.random() < 0.4 else None,
-                has_window=rng.random() < 0.2,
+                has_window=context.has_window,
+                n_longest=context.n_states if context.recurrent else MOST_GUESSED,
             ),
             carries=carries if rng.random() < 0.5 else None,
         )
@@ -522,6 +525,9 @@ class Simulation:
         for loop in self.loops:
             if rng.random() < 0.15:
                 world.soon(loop.close, 0.05)
+
+    def _takes_no_guesses(self, context: SimExecutor) -> bool:
+        return (context.recurrent and not context.n_states) or self.world.rng.random() < 0.3
 
     # ---- the run
     def run(self) -> None:

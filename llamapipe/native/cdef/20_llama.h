@@ -40,6 +40,7 @@ struct llama_model_params {
 
 struct llama_context_params {
     uint32_t n_ctx; uint32_t n_batch; uint32_t n_ubatch; uint32_t n_seq_max;
+    uint32_t n_rs_seq;
     uint32_t n_outputs_max;
     int32_t n_threads; int32_t n_threads_batch;
     enum llama_flash_attn_type flash_attn_type;
@@ -103,6 +104,7 @@ uint32_t llama_n_ctx_seq(const struct llama_context * ctx);
 uint32_t llama_n_batch(const struct llama_context * ctx);
 uint32_t llama_n_ubatch(const struct llama_context * ctx);
 uint32_t llama_n_seq_max(const struct llama_context * ctx);
+uint32_t llama_n_rs_seq(const struct llama_context * ctx);
 struct llama_perf_context_data llama_perf_context(const struct llama_context * ctx);
 llama_memory_t llama_get_memory(const struct llama_context * ctx);
 bool llama_memory_can_shift(llama_memory_t mem);

@@ -83,7 +83,9 @@ int load_cells(llama_context * ctx, int seq_id, int n, const SavedCells & from) 
     llama_memory_t memory = llama_get_memory(ctx);
     llama_memory_seq_rm(memory, seq_id, -1, -1);
     const bool is_loaded = llama_state_seq_set_data_ext(ctx, from.bytes.get(), from.size, seq_id, 0) == from.size;
-    if (is_loaded && llama_memory_seq_rm(memory, seq_id, n, -1)
+    // A recurrent memory that keeps the states of the last step's tokens would go back to one that was not saved.
+    const bool is_whole = llama_n_rs_seq(ctx) == 0 || llama_memory_seq_pos_max(memory, seq_id) == n - 1;
+    if (is_loaded && is_whole && llama_memory_seq_rm(memory, seq_id, n, -1)
         && llama_memory_seq_pos_max(memory, seq_id) == n - 1) {
         return 1;
     }

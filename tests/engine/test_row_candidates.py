@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,8 +82,11 @@ class Always:
 
     def accept(self, token: int) -> None: ...
 
-    def follow(self, tokens: Iterable[int]) -> Iterator[npt.NDArray[np.uint32]]:
+    def follow(self, tokens: Sequence[int], n_known: int = 0) -> Iterator[npt.NDArray[np.uint32]]:
         return iter(())
+
+    def n_allowed(self, tokens: Sequence[int], limit_s: float) -> int:
+        return len(tokens)
 
     def look_ahead(self, n: int) -> tuple[list[int], list[npt.NDArray[np.uint32]]]:
         return [], []

@@ -307,7 +307,7 @@ def sanitize(session: nox.Session) -> None:
 
 @nox.session
 def tsan(session: nox.Session) -> None:
-    """Run the native tests of the engine, the pipeline and contexts under ThreadSanitizer (GCC, Linux)."""
+    """Run the native tests of the engine, the pipeline, contexts and kernels under ThreadSanitizer (GCC, Linux)."""
     flags = "-fsanitize=thread -fno-omit-frame-pointer -g -O1"
     session.env.update(CFLAGS=flags, CXXFLAGS=flags, LDFLAGS="-fsanitize=thread")
     session.install(*nox.project.dependency_groups(GROUPS, "test"))
@@ -316,7 +316,9 @@ def tsan(session: nox.Session) -> None:
     session.env["TSAN_OPTIONS"] = f"suppressions={suppressions} history_size=4 report_signal_unsafe=0"
     session.env["LD_PRELOAD"] = _output(["cc", "-print-file-name=libtsan.so"]).strip()
     # Addresses as they are without randomization, which its fixed map of memory needs.
-    given = session.posargs or [str(HERE / "tests" / name) for name in ("engine", "pipeline", "llama")]
+    given = session.posargs or [
+        str(HERE / "tests" / name) for name in ("engine", "pipeline", "llama", "native")
+    ]
     command = [
         "setarch",
         "-R",

@@ -2,6 +2,7 @@
 
     python benchmarks/bench_kernels.py products                          # each type, by rows of activations
     python benchmarks/bench_kernels.py products --shape 4096x14336 --types Q4_K Q6_K --rows 1 8 256
+    python benchmarks/bench_kernels.py products --shape 576x16 16x1536 --types F16      # a LoRA of rank 16
     python benchmarks/bench_kernels.py model MODEL.gguf                  # decoding by callers, prompts, loading
     python benchmarks/bench_kernels.py model MODEL.gguf --batched-bench --openvino VENV/bin/python
 
@@ -34,6 +35,7 @@ import llamapipe as lp
 from llamapipe.native.load import last_error, native
 
 TYPES = "Q4_K Q5_K Q6_K Q8_0 Q5_0 Q4_0 Q4_1 Q5_1 IQ4_NL IQ4_XS MXFP4".split()
+FLOATS = ("F32", "F16", "BF16")
 SHAPES = ("1536x8960", "8960x1536")  # columns x rows: the feed-forward layers of Qwen2.5 1.5B
 SIDES: tuple[Literal["ggml", "auto"], ...] = ("ggml", "auto")
 Result = dict[str, Any]
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     what = parser.add_subparsers(dest="what", required=True)
     products = what.add_parser("products")
-    products.add_argument("--types", nargs="+", default=TYPES, choices=TYPES)
+    products.add_argument("--types", nargs="+", default=TYPES, choices=(*TYPES, *FLOATS))
     products.add_argument("--shape", nargs="+", default=SHAPES, metavar="COLUMNSxROWS")
     products.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 256])
     products.add_argument("--plot", type=Path, help="draw the figures into this SVG; needs matplotlib")
@@ -83,7 +85,8 @@ def measure_products(args: argparse.Namespace) -> Result:
     for name in args.types:
         for shape in args.shape:
             n_columns, n_rows = (int(n) for n in shape.split("x"))
-            if not native().lib.lp_kernels_have(gguf.GGMLQuantizationType[name], n_columns, n_rows):
+            kind = gguf.GGMLQuantizationType[name]
+            if name not in FLOATS and not native().lib.lp_kernels_have(kind, n_columns, n_rows):
                 print(f"{name:7} {shape:>14}: no kernel of ours")
                 continue
             weights = quantized(name, n_columns, n_rows)
@@ -121,12 +124,14 @@ def time_product(
     n_times = 20 if n <= 16 else 3
     seconds = np.empty(n_times)
     forms = {"ggml": lib.LP_WEIGHTS_OF_GGML, "auto": lib.LP_WEIGHTS_PACKED}
+    if name in FLOATS:
+        forms = dict.fromkeys(SIDES, lib.LP_WEIGHTS_OF_FILES)
     times: dict[str, list[float]] = {side: [] for side in SIDES}
     for _ in range(args.repeats):
         for side in SIDES:
             given = {
                 "type": int(gguf.GGMLQuantizationType[name]), "n_columns": n_columns, "n_rows": n_rows,
-                "n_matrices": 1, "weights": weights, "form": forms[side],
+                "n_matrices": 1, "weights": weights, "form": forms[side], "is_ours": side == "auto",
                 "x_stride": n_columns, "nx1": n, "nx2": 1, "x": ffi.cast("float *", x.ctypes.data),
                 "n_threads": args.n_threads, "n_times": n_times, "seconds": ffi.cast("double *", seconds.ctypes.data),
             }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import subprocess
@@ -22,6 +23,7 @@ KERNELS = ROOT / "llamapipe" / "native" / "kernels"
 
 
 pytestmark = [
+    pytest.mark.native,
     pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="kernels for x86"),
     pytest.mark.skipif(bool(missing_features(["avx2", "fma", "f16c"])), reason="needs a CPU with AVX2"),
 ]
@@ -33,7 +35,8 @@ def run(tmp_path: Path, program: str, *kernels: str) -> str:
     ggml = find_source(None, print).path / "ggml"
     folders = [f"-I{folder}" for folder in (KERNELS, ggml / "include", ggml / "src")]
     sources = [Path(__file__).with_name(f"{program}.cpp"), *(KERNELS / f"{name}.cpp" for name in kernels)]
-    flags = ["-std=c++17", "-O1", "-ffp-contract=off"]
+    # A sanitizer's flags are the environment's.
+    flags = ["-std=c++17", "-O1", "-ffp-contract=off", *os.environ.get("CXXFLAGS", "").split()]
     subprocess.run([*find_compilers().cxx, *flags, *folders, *sources, "-o", built], check=True)
     done = subprocess.run([built], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

@@ -41,7 +41,7 @@ from llamapipe._engine.request import MediaRows
 from llamapipe._engine.sampling import BackgroundDraws, BackgroundSampler, SamplingThreads
 from llamapipe._engine.scoring import TokenScore
 from llamapipe.errors import DecodeError, NoToken
-from llamapipe.llama.adapter import AdapterSet, assign_adapter, set_adapters
+from llamapipe.llama.adapter import AdapterSet, assign_adapters, set_adapters
 from llamapipe.llama.native_pipeline import NativePipeline, SavedCells
 from llamapipe.llama.sampler import SamplerChain
 from llamapipe.native.load import last_error
@@ -251,8 +251,8 @@ class StepExecutor:
                 continue
             elif isinstance(op, AssignAdapters):
                 assert op.adapters is None or isinstance(op.adapters, AdapterSet)
-                entry = self._native.lib.lp_assign_adapter
-                assign_adapter(self._native, entry, self._handle, op.slot, op.adapters)
+                entry = self._native.lib.lp_assign_adapters
+                assign_adapters(self._native, entry, self._handle, op.slot, op.adapters)
                 self._assigned[op.slot] = op.adapters  # as long as a step may compute the slot
                 continue
             else:

@@ -19,10 +19,10 @@ the prompts of k sets came one after another, the stream of the first would wait
 streams pass for ``_PATIENCE_FIRST`` times the limit at most: if that is too short, nobody starves.
 
 Where our kernels compute a model, the rows of a step can have different LoRAs (``kernels/row_adapters.hpp``). Then
-a set is the steps' carrier: they can have all requests whose LoRA changes no further matrices, and those of the
-model alone. If a set carries all that could compute, it is taken at once, and nobody waits. Turns are left for control
-vectors, several LoRAs together, experts, and for LoRAs of which none carries the other. A carrier that no request uses
-is dropped when steps without adapters have taken ``_WORTH`` times as long as a change.
+a set is the steps' carrier: they can have all requests whose LoRAs change no further matrices, and those of the model
+alone. If a set carries all that could compute, it is taken at once, and nobody waits. Turns are left for control
+vectors, experts, and for LoRAs of which none carries the others. A carrier that no request uses is dropped when steps
+without adapters have taken ``_WORTH`` times as long as a change.
 
 A context for each set would need no changes, but divides KV cells and buffers; two engines over one model do that.
 

@@ -175,15 +175,17 @@ class AdapterSet:
     """Adapters with their scales, as a request asks for them; equal if files and scales are. Immutable.
 
     ``invocation``: the tokens from which on all of them compute; before, those of ``before`` do. Empty: all always do.
-    Hashes are the same in every process: files of cached sequences have numbers that are made of them.
+    ``widest``: see ``carries``; None: rows cannot have the set for their own. Hashes are the same in every process:
+    files of cached sequences have numbers that are made of them.
     """
 
-    __slots__ = ("_hash", "before", "entries", "invocation", "key")
+    __slots__ = ("_hash", "before", "entries", "invocation", "key", "widest")
 
     def __init__(self, entries: Sequence[tuple[Part, float]]) -> None:
         self.entries = tuple(sorted(entries, key=lambda entry: entry[0].digest))
         self.key = AdapterKey(tuple((part.digest, scale) for part, scale in self.entries))
         self._hash = int.from_bytes(self.key.digest[:8], "little")
+        self.widest = _widest([part for part, _ in entries])
         self.invocation: tuple[int, ...] = next((p.invocation for p, _ in entries if p.invocation), ())
         others = [entry for entry in entries if not entry[0].invocation]
         self.before = AdapterSet(others) if self.invocation and others else None
@@ -201,21 +203,23 @@ class AdapterSet:
 def carries(carrier: Hashable, adapters: Hashable) -> bool:
     """Whether steps with this carrier can have rows with these adapters.
 
-    Both are one LoRA, and the carrier changes all matrices that the other one changes; or the latter is None.
+    Both are LoRAs, one of which, the ``widest``, changes all matrices that the others of its set change; and that of
+    the carrier changes all that the other one changes. Or the latter is None.
     """
-    matrices = _row_matrices(carrier)
-    if matrices is None or adapters is None or adapters is carrier:
-        return matrices is not None
-    others = _row_matrices(adapters)
-    return others is not None and (others is matrices or others <= matrices)
+    mine = carrier.widest if isinstance(carrier, AdapterSet) else None
+    if mine is None or adapters is None or adapters is carrier:
+        return mine is not None
+    other = adapters.widest if isinstance(adapters, AdapterSet) else None
+    return other is not None and (other.matrices is mine.matrices or other.matrices <= mine.matrices)
 
 
-def _row_matrices(adapters: Hashable) -> frozenset[str] | None:
-    """The matrices that a set changes, if rows can have it for their own."""
-    if not isinstance(adapters, AdapterSet) or len(adapters.entries) > 1:
+def _widest(parts: Sequence[Part]) -> Weights | None:
+    """The one of several LoRAs that changes all matrices that the others change, if rows can have them."""
+    loras = [part for part in parts if isinstance(part, Weights) and part.matrices]
+    if len(loras) < len(parts):
         return None
-    part = adapters.entries[0][0]
-    return part.matrices or None if isinstance(part, Weights) else None
+    most = max(loras, key=lambda part: len(part.matrices))
+    return most if all(part.matrices <= most.matrices for part in loras) else None
 
 
 class SetArguments:
@@ -223,14 +227,14 @@ class SetArguments:
 
     def __init__(self, module: Any, given: AdapterSet | None, carries: bool = False) -> None:
         ffi = module.ffi
-        entries = () if given is None else given.entries
+        entries = () if given is None else ((given.widest, 1.0),) if carries else given.entries
         loras = [(part, scale) for part, scale in entries if isinstance(part, Weights)]
         vectors = [(part, scale) for part, scale in entries if isinstance(part, Directions)]
         handles = [weights.handle for weights, _ in loras]
         if any(handle is None for handle in handles):
             raise EngineClosedError("the model of an adapter is closed")
         self._handles = ffi.new("struct llama_adapter_lora *[]", handles)
-        self._scales = ffi.new("float[]", [1.0 if carries else scale for _, scale in loras])
+        self._scales = ffi.new("float[]", [scale for _, scale in loras])
         fields = {"n": len(loras), "adapters": self._handles, "scales": self._scales, "carries": carries}
         if vectors:
             with np.errstate(over="ignore"):
@@ -465,15 +469,15 @@ def set_adapters(
 ) -> None:
     """Calls a native entry that changes what ``owner`` computes with. Raises BackendError.
 
-    ``carries``: the set is a carrier; ``assign_adapter`` says which adapter a sequence's rows have.
+    ``carries``: the set is a carrier; ``assign_adapters`` says which adapters a sequence's rows have.
     """
     arguments = SetArguments(module, given, carries)
     if entry(owner, arguments.native) < 0:
         raise BackendError(f"the adapters could not be changed: {last_error(module)}")
 
 
-def assign_adapter(module: Any, entry: Any, owner: Any, seq_id: int, given: AdapterSet | None) -> None:
+def assign_adapters(module: Any, entry: Any, owner: Any, seq_id: int, given: AdapterSet | None) -> None:
     """Calls a native entry that changes what a sequence's rows are computed with. Raises BackendError."""
     arguments = SetArguments(module, given)
     if entry(owner, seq_id, arguments.native) < 0:
-        raise BackendError(f"the adapter of a sequence could not be changed: {last_error(module)}")
+        raise BackendError(f"the adapters of a sequence could not be changed: {last_error(module)}")

@@ -21,7 +21,7 @@ from llamapipe.errors import (
 )
 from llamapipe.host.at_exit import awaited_at_exit
 from llamapipe.host.cores import usable_cores
-from llamapipe.llama.adapter import AdapterSet, assign_adapter, set_adapters
+from llamapipe.llama.adapter import AdapterSet, assign_adapters, set_adapters
 from llamapipe.llama.batch import DecodeBatch
 from llamapipe.llama.kv_memory import check_kv_memory, head_size
 from llamapipe.llama.model import Model
@@ -291,7 +291,7 @@ class Context(NotCopyable):
     def set_adapters(self, adapters: AdapterSet | None, carries: bool = False) -> None:
         """Computes with these adapters from the next decode on; None: with the model alone. Raises BackendError.
 
-        ``carries``: see ``AdapterSet.carries``; no sequence has an adapter until ``assign_adapter`` gives it one.
+        ``carries``: see ``adapter.carries``; no sequence has an adapter until ``assign_adapters`` gives it some.
         """
         self.claim()
         set_adapters(self._native, self._native.lib.lp_context_set_adapters, self._handle, adapters, carries)
@@ -303,11 +303,11 @@ class Context(NotCopyable):
         """Whether sequences can have different adapters: llamapipe's kernels compute, and no other device does."""
         return bool(self._native.lib.lp_context_mixes_adapters(self._handle))
 
-    def assign_adapter(self, seq_id: int, adapters: AdapterSet | None) -> None:
-        """Computes a sequence with this adapter from the next decode on, if a carrier is set. Raises BackendError."""
+    def assign_adapters(self, seq_id: int, adapters: AdapterSet | None) -> None:
+        """Computes a sequence with these adapters from the next decode on, if a carrier is set. Raises BackendError."""
         self.claim()
-        assign_adapter(
-            self._native, self._native.lib.lp_context_assign_adapter, self._handle, seq_id, adapters
+        assign_adapters(
+            self._native, self._native.lib.lp_context_assign_adapters, self._handle, seq_id, adapters
         )
         self._assigned[seq_id] = adapters
 

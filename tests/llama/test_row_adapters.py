@@ -15,10 +15,13 @@ from support.gguf_models import tiny_model
 
 import llamapipe as lp
 from llamapipe.gguf.adapter import ROWS_ARE_TOKENS
-from llamapipe.llama.adapter import AdapterSet
+from llamapipe.llama.adapter import AdapterSet, carries
 from llamapipe.llama.context import Context
 
+pytestmark = pytest.mark.native
+
 TOKENS = [1, 40, 77, 103, 55, 61, 92, 38, 99, 120, 47]
+ATTENTION_ONLY = r"blk\.\d+\.attn_(?:q|k|v|output)\.weight"
 FFN_ONLY = r"blk\.\d+\.ffn_(?:gate|up|down)\.weight"
 
 
@@ -35,6 +38,7 @@ def files(path: Path) -> dict[str, Path]:
         "b": {"rank": 16, "alpha": None},
         "c": {"rank": 3, "type_name": "F16"},
         "ffn": {"rank": 9, "matrices": FFN_ONLY},
+        "attn": {"rank": 2, "matrices": ATTENTION_ONLY},
     }
     return {
         name: make_adapter(path.with_name(f"{name}.gguf"), path, seed=i, **kind)
@@ -100,11 +104,62 @@ def test_rows_are_those_of_each_alone(model: lp.Model, n: int, last_only: bool, 
             alone += compute(context, [part], last_only)
         context.set_adapters(choose(model, "a"), carries=True)
         for i, choice in enumerate(CHOICES):
-            context.assign_adapter(i, choose(model, choice))
+            context.assign_adapters(i, choose(model, choice))
         found = compute(context, parts, last_only)
     for i in range(8):
         np.testing.assert_array_equal(found[i], alone[i], err_msg=str((i, CHOICES[i])))
     assert len({rows.tobytes() for rows in alone}) == 8
+
+
+SEVERAL = ({"a": 0.5, "b": 1.0}, "a", {"ffn": 1.5, "a": -0.5, "c": 0.7}, None, {"ffn": 1.0, "b": -2.0}, "ffn")
+
+
+@pytest.mark.parametrize("last_only", [False, True])
+@pytest.mark.parametrize("n", [1, len(TOKENS)])
+@pytest.mark.parametrize("n_threads", [1, 2])
+def test_rows_with_several_loras(model: lp.Model, n: int, last_only: bool, n_threads: int) -> None:
+    """The sum of all is rounded once, where llama.cpp adds one after the other."""
+    parts = [(i, [33 + i, *TOKENS[: n - 1]]) for i in range(len(SEVERAL))]
+    with context_of(model, n_threads=n_threads) as context:
+        theirs, alone = [], []
+        for part, choice in zip(parts, SEVERAL, strict=True):
+            context.set_adapters(choose(model, choice))
+            theirs += compute(context, [part], last_only)
+        # The carrier may be a set with several, of which one changes all matrices.
+        context.set_adapters(choose(model, SEVERAL[2]), carries=True)
+        for part, choice in zip(parts, SEVERAL, strict=True):
+            context.assign_adapters(part[0], choose(model, choice))
+            alone += compute(context, [part], last_only)
+        found = compute(context, parts, last_only)
+        context.assign_adapters(0, None)
+        context.assign_adapters(2, choose(model, "b"))
+        changed = compute(context, parts, last_only)
+        context.set_adapters(None)
+        base = compute(context, parts[:1], last_only)[0]
+    for i, choice in enumerate(SEVERAL):
+        np.testing.assert_array_equal(found[i], alone[i], err_msg=str(choice))
+        np.testing.assert_allclose(found[i], theirs[i], rtol=0, atol=2e-5 * np.abs(theirs[i]).max())
+    np.testing.assert_array_equal(changed[0], base)
+    np.testing.assert_array_equal(changed[1], alone[1])
+    assert len({rows.tobytes() for rows in found}) == len(SEVERAL)
+
+
+@pytest.mark.parametrize(
+    ("carrier", "adapters", "expected"),
+    [
+        ("a", "a", True),
+        ("a", None, True),
+        (None, "a", False),
+        ("a", {"ffn": 1.0, "b": 2.0}, True),
+        ({"ffn": 1.0, "b": 2.0}, {"a": 1.0, "c": 3.0}, True),
+        ("ffn", {"ffn": 1.0, "b": 2.0}, False),
+        ("attn", "ffn", False),
+        ("a", {"attn": 1.0, "ffn": 1.0}, False),  # none of the two changes all
+        ("a", {"a": 1.0, "attn": 1.0, "ffn": 1.0}, True),
+    ],
+)
+def test_what_carries_what(model: lp.Model, carrier: Any, adapters: Any, expected: bool) -> None:
+    assert carries(choose(model, carrier), choose(model, adapters)) is expected
 
 
 @pytest.mark.parametrize("architecture", sorted(ROWS_ARE_TOKENS))
@@ -128,7 +183,7 @@ def test_architectures(tmp_path: Path, architecture: str) -> None:
                     alone += compute(context, [part], last_only)
                 context.set_adapters(choose(model, "0"), carries=True)
                 for i, choice in enumerate(choices):
-                    context.assign_adapter(i, choose(model, choice))
+                    context.assign_adapters(i, choose(model, choice))
                 found = compute(context, parts, last_only)
             for row, expected in zip(found, alone, strict=True):
                 np.testing.assert_allclose(row, expected, rtol=0, atol=1e-4 * np.abs(expected).max())

@@ -59,7 +59,7 @@ struct llama_adapter_lora * lp_adapter_load(struct llama_model * model, const ch
 void                        lp_adapter_free(struct llama_adapter_lora * adapter);
 // What a context computes with besides the model: LoRAs with their scales, and a control vector (or NULL): n_embd numbers for
 // each layer from the second on, of which those from layer `first` to `last` are added. `carries`: of the one LoRA only its
-// shape counts, for rows with adapters of their own (lp_assign_adapter).
+// shape counts, for rows with adapters of their own (lp_assign_adapters).
 typedef struct {
     int                          n;
     struct llama_adapter_lora ** adapters;
@@ -153,10 +153,10 @@ enum lp_memory_op {
 int lp_context_set_adapters(lp_context * context, const lp_adapter_set * set);
 // Whether sequences can have LoRAs of their own: our kernels compute all of the graph.
 bool lp_context_mixes_adapters(const lp_context * context);
-// The LoRA of a sequence's rows from the next decode on, or none (n = 0). What they had is not used any more after it. A set
-// that carries is given before, whose LoRA changes all matrices that this one changes; nobody has a LoRA then. 1 done, or
+// The LoRAs of a sequence's rows from the next decode on; n may be 0. What they had is not used any more after it. A set
+// that carries is given before, whose LoRA changes all matrices that these change; nobody has a LoRA then. 1 done, or
 // LP_ERROR.
-int lp_context_assign_adapter(lp_context * context, int seq_id, const lp_adapter_set * set);
+int lp_context_assign_adapters(lp_context * context, int seq_id, const lp_adapter_set * set);
 int lp_context_memory(lp_context * context, enum lp_memory_op op, int seq_id, int other, int p0, int p1);  // 1 done, 0 refused
 
 // ---- readers that wait for results (wake_queue_api.cpp; wake_queue.hpp says what each entry does)
@@ -223,7 +223,7 @@ int       lp_next_position(lp_pipeline * pipeline, int seq_id);  // once everyth
 int       lp_memory(lp_pipeline * pipeline, enum lp_memory_op op, int seq_id, int other, int p0, int p1, int delta);
 
 int       lp_set_adapters(lp_pipeline * pipeline, const lp_adapter_set * set);  // between steps: lp_context_set_adapters
-int       lp_assign_adapter(lp_pipeline * pipeline, int seq_id, const lp_adapter_set * set);  // lp_context_assign_adapter
+int       lp_assign_adapters(lp_pipeline * pipeline, int seq_id, const lp_adapter_set * set);  // lp_context_assign_adapters
 
 int       lp_sequence_end(lp_pipeline * pipeline, int seq_id);  // between steps: the position after its last one, or LP_ERROR...
 

@@ -21,6 +21,7 @@ int64_t n_pieces(int64_t n, int64_t each) { return (n + each - 1) / each; }
 Lora::Lora(const void * id, float alpha, std::vector<LoraPair> given) : id(id), alpha(alpha), pairs(std::move(given)) {
     for (const LoraPair & pair : pairs) {
         most_rank = std::max(most_rank, pair.a ? pair.a->ne[1] : 0);
+        most_rows = std::max(most_rows, pair.a ? pair.b->ne[1] : 0);
     }
 }
 
@@ -35,62 +36,78 @@ void RowAdapters::carry(const std::vector<LoraPair> & pairs) {
     }
 }
 
-void RowAdapters::assign(int seq_id, std::shared_ptr<const Lora> lora, float scale) {
+void RowAdapters::assign(int seq_id, std::vector<Scaled> adapters) {
     if (by_seq_.size() <= (size_t) seq_id) {
         by_seq_.resize((size_t) seq_id + 1);
     }
-    by_seq_[(size_t) seq_id] = { std::move(lora), scale };
+    by_seq_[(size_t) seq_id] = std::move(adapters);
 }
 
 std::shared_ptr<const Lora> RowAdapters::find(const void * id) const {
-    for (const Owned & owned : by_seq_) {
-        if (owned.lora && owned.lora->id == id) {
-            return owned.lora;
+    for (const std::vector<Scaled> & owned : by_seq_) {
+        for (const Scaled & one : owned) {
+            if (one.lora->id == id) {
+                return one.lora;
+            }
         }
     }
     return nullptr;
 }
 
-void RowAdapters::Rows::set(const std::vector<const Owned *> & owners) {
-    const auto lora_of = [&](int32_t row) { return owners[(size_t) row] ? owners[(size_t) row]->lora.get() : nullptr; };
+void RowAdapters::Rows::group() {
     of_group.clear();
-    scales.clear();
     groups.clear();
-    for (size_t i = 0; i < owners.size(); i++) {
-        of_group.push_back((int32_t) i);
-        scales.push_back(owners[i] ? owners[i]->scale : 0);
-    }
-    std::stable_sort(of_group.begin(), of_group.end(), [&](int32_t a, int32_t b) { return lora_of(a) < lora_of(b); });
-    for (size_t i = 0; i < of_group.size(); i++) {
-        const Lora * lora = lora_of(of_group[i]);
-        if (groups.empty() || groups.back().lora != lora) {
-            groups.push_back({ lora, (int64_t) i, 0 });
+    size_t n_places = 1;
+    for (size_t place = 0; place < n_places; place++) {
+        const auto lora_of = [&](int32_t row) -> const Lora * {
+            const std::vector<Scaled> * given = owned[(size_t) row];
+            return given && place < given->size() ? (*given)[place].lora.get() : nullptr;
+        };
+        const size_t first = of_group.size();
+        for (size_t i = 0; i < owned.size(); i++) {
+            n_places = std::max(n_places, owned[i] ? owned[i]->size() : 0);
+            if (place == 0 || lora_of((int32_t) i)) {
+                of_group.push_back((int32_t) i);
+            }
         }
-        groups.back().n++;
+        std::stable_sort(of_group.begin() + (ptrdiff_t) first, of_group.end(),
+                         [&](int32_t a, int32_t b) { return lora_of(a) < lora_of(b); });
+        for (size_t i = first; i < of_group.size(); i++) {
+            const Lora * lora = lora_of(of_group[i]);
+            if (i == first || groups.back().lora != lora) {
+                groups.push_back({ lora, place, (int64_t) i, 0 });
+            }
+            groups.back().n++;
+        }
     }
 }
 
 void RowAdapters::prepare(int n_tokens, const int32_t * seq_ids, const int8_t * outputs) {
-    owners_.clear();
-    output_owners_.clear();
-    int64_t most_rank = 1;
+    entries_.owned.clear();
+    outputs_.owned.clear();
+    int64_t most_rank = 1, most_rows = 0;
+    size_t  n_places = 1;
     for (int i = 0; i < n_tokens; i++) {
-        const auto    seq_id = (size_t) seq_ids[i];
-        const Owned * owner  = seq_id < by_seq_.size() && by_seq_[seq_id].lora ? &by_seq_[seq_id] : nullptr;
-        owners_.push_back(owner);
+        const auto                  seq_id = (size_t) seq_ids[i];
+        const std::vector<Scaled> * owned  = seq_id < by_seq_.size() && !by_seq_[seq_id].empty() ? &by_seq_[seq_id] : nullptr;
+        entries_.owned.push_back(owned);
         if (outputs[i]) {
-            output_owners_.push_back(owner);
+            outputs_.owned.push_back(owned);
         }
-        if (owner) {
-            most_rank = std::max(most_rank, owner->lora->most_rank);
+        for (size_t place = 0; owned && place < owned->size(); place++) {
+            const Lora & lora = *(*owned)[place].lora;
+            most_rank         = std::max(most_rank, lora.most_rank);
+            most_rows         = place > 0 ? std::max(most_rows, lora.most_rows) : most_rows;
+            n_places          = std::max(n_places, place + 1);
         }
     }
-    entries_.set(owners_);
-    outputs_.set(output_owners_);
-    stride_ = (most_rank + 15) / 16 * 16;
-    if (products_.size() < (size_t) (stride_ * n_tokens)) {
-        products_.resize((size_t) (stride_ * n_tokens));
-    }
+    entries_.group();
+    outputs_.group();
+    n_tokens_      = n_tokens;
+    stride_        = (most_rank + 15) / 16 * 16;
+    others_stride_ = (most_rows + 15) / 16 * 16;
+    products_.resize(std::max(products_.size(), n_places * (size_t) (stride_ * n_tokens)));
+    others_.resize(std::max(others_.size(), (n_places - 1) * (size_t) (others_stride_ * n_tokens)));
 }
 
 RowAdapters::Part RowAdapters::part_of(const ggml_tensor * op, int32_t & matrix) const {
@@ -109,49 +126,62 @@ const RowAdapters::Rows & RowAdapters::rows_of(const ggml_tensor * op) const {
     const ggml_tensor * from = op->src[1] ? op->src[1] : op->src[0];
     GGML_ASSERT(from->nb[2] == from->nb[1] * (size_t) from->ne[1] && from->nb[3] == from->nb[2] * (size_t) from->ne[2]);
     // The last layer computes outputs only. If all entries are outputs, both are the same.
-    GGML_ASSERT((n == entries_.scales.size() || n == outputs_.scales.size()) && "these rows are no entries of the batch");
-    return n == entries_.scales.size() ? entries_ : outputs_;
+    GGML_ASSERT((n == entries_.owned.size() || n == outputs_.owned.size()) && "these rows are no entries of the batch");
+    return n == entries_.owned.size() ? entries_ : outputs_;
+}
+
+void RowAdapters::scale(int32_t matrix, ggml_tensor * op, int64_t row, const std::vector<Scaled> * owned) const {
+    float * to       = (float *) ((char *) op->data + (size_t) row * op->nb[1]);
+    bool    is_first = true;
+    for (size_t place = 0; owned && place < owned->size(); place++) {
+        const Lora &   lora = *(*owned)[place].lora;
+        const LoraPair pair = lora.pairs[(size_t) matrix];
+        if (!pair.a) {
+            continue;
+        }
+        // As llama_adapter_lora_weight::get_scale has it.
+        const float   rank = (float) pair.b->ne[0], given = (*owned)[place].scale;
+        const float   by   = lora.alpha != 0 ? given * lora.alpha / rank : given;
+        const float * from = place > 0 ? outer(place) + row * others_stride_ :
+                                         (const float *) ((const char *) op->src[0]->data + (size_t) row * op->src[0]->nb[1]);
+        if (is_first && from != to) {
+            std::copy_n(from, op->ne[0], to);
+        }
+        for (int64_t i = 0; i < op->ne[0]; i++) {
+            to[i] = is_first ? to[i] * by : to[i] + from[i] * by;
+        }
+        is_first = false;
+    }
+    if (is_first) {
+        std::fill_n(to, op->ne[0], -0.0f);
+    }
 }
 
 void RowAdapters::compute(Part part, int32_t matrix, const ggml_compute_params * params, ggml_tensor * op) const {
     const Rows &  rows = rows_of(op);
     const int64_t ith = params->ith, nth = params->nth;
-    int64_t       next = 0;  // pieces are numbered; each thread has those of its number
-    for (const Group & group : rows.groups) {
-        const int32_t *  in_group = rows.of_group.data() + group.first;
-        const LoraPair   pair     = group.lora ? group.lora->pairs[(size_t) matrix] : LoraPair();
-        if (part == Part::scale) {
-            for (int64_t j = 0; j < group.n; j++) {
-                const int32_t row = in_group[j];
-                if (row % nth != ith) {
-                    continue;
-                }
-                float *       to   = (float *) ((char *) op->data + (size_t) row * op->nb[1]);
-                const float * from = (const float *) ((const char *) op->src[0]->data + (size_t) row * op->src[0]->nb[1]);
-                if (!pair.a) {
-                    std::fill_n(to, op->ne[0], -0.0f);
-                    continue;
-                }
-                // As llama_adapter_lora_weight::get_scale has it.
-                const float rank  = (float) pair.b->ne[0], given = rows.scales[(size_t) row];
-                const float scale = group.lora->alpha != 0 ? given * group.lora->alpha / rank : given;
-                for (int64_t i = 0; i < op->ne[0]; i++) {
-                    to[i] = from[i] * scale;
-                }
-            }
-            continue;
+    if (part == Part::scale) {
+        for (int64_t row = ith; row < (int64_t) rows.owned.size(); row += nth) {
+            scale(matrix, op, row, rows.owned[(size_t) row]);
         }
+        return;
+    }
+    int64_t next = 0;  // pieces are numbered; each thread has those of its number
+    for (const Group & group : rows.groups) {
+        const LoraPair pair = group.lora ? group.lora->pairs[(size_t) matrix] : LoraPair();
         if (!pair.a) {
             continue;
         }
-        const bool          is_a   = part == Part::a;
-        const ggml_tensor * weight = is_a ? pair.a : pair.b;
+        const bool          is_a     = part == Part::a, is_first = group.place == 0;
+        const int32_t *     in_group = rows.of_group.data() + group.first;
+        const ggml_tensor * weight   = is_a ? pair.a : pair.b;
+        const size_t        inner_stride = (size_t) stride_ * sizeof(float), outer_stride = (size_t) others_stride_ * sizeof(float);
         RowProduct          product;
         product.weights       = weight;
-        product.rows          = is_a ? (const char *) op->src[1]->data : (const char *) products_.data();
-        product.row_stride    = is_a ? op->src[1]->nb[1] : (size_t) stride_ * sizeof(float);
-        product.results       = is_a ? (char *) products_.data() : (char *) op->data;
-        product.result_stride = is_a ? (size_t) stride_ * sizeof(float) : op->nb[1];
+        product.rows          = is_a ? (const char *) op->src[1]->data : (const char *) inner(group.place);
+        product.row_stride    = is_a ? op->src[1]->nb[1] : inner_stride;
+        product.results       = is_a ? (char *) inner(group.place) : is_first ? (char *) op->data : (char *) outer(group.place);
+        product.result_stride = is_a ? inner_stride : is_first ? op->nb[1] : outer_stride;
         const int64_t each = is_a ? piece_of_a : piece_of_b, n_of_weights = n_pieces(weight->ne[1], each);
         const int64_t n_all = n_of_weights * n_pieces(group.n, piece_rows);
         for (int64_t i = (ith - next % nth + nth) % nth; i < n_all; i += nth) {

@@ -2,11 +2,11 @@
 //
 // llama.cpp adds to each product of the layers B (A x) * scale, for the adapters of a whole context. Here a context is given
 // one of them, the carrier, so that its graph has these operations; and each row is computed with the matrices and the scale
-// of its own adapter. A row without one gets -0, which added to any number leaves it as it is. So a graph need not be planned
-// anew when the adapters change, and has as many operations as for one adapter.
+// of its own adapter. A row without one gets -0, which added to any number leaves it as it is; a row with several gets the
+// sum of all. So a graph need not be planned anew when the adapters change, and has as many operations as for one adapter.
 //
 // A row's numbers are those that it has alone: they are computed by float_products.cpp, in which rows do not depend on each
-// other, and multiplied and added up as llama.cpp does.
+// other, and multiplied and added up as llama.cpp does. Only where a row has several, llama.cpp adds one after the other.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ struct Lora {
     const void           *id;
     float                 alpha;
     std::vector<LoraPair> pairs;
-    int64_t               most_rank = 0;
+    int64_t               most_rank = 0, most_rows = 0;  // of all A, of all B
 
     Lora(const void *id, float alpha, std::vector<LoraPair> pairs);
 };
@@ -47,8 +47,13 @@ public:
 
     bool is_on() const { return !parts_.empty(); }
 
-    // From the next decode on, the rows of a sequence have this adapter, or none.
-    void assign(int seq_id, std::shared_ptr<const Lora> lora, float scale);
+    struct Scaled {
+        std::shared_ptr<const Lora> lora;
+        float                       scale;
+    };
+
+    // From the next decode on, the rows of a sequence have these adapters, or none.
+    void assign(int seq_id, std::vector<Scaled> adapters);
 
     // One that a sequence has; null: none has it.
     std::shared_ptr<const Lora> find(const void *id) const;
@@ -63,22 +68,19 @@ public:
     void compute(Part part, int32_t matrix, const ggml_compute_params *params, ggml_tensor *op) const;
 
 private:
-    struct Owned {
-        std::shared_ptr<const Lora> lora;
-        float                       scale = 0;
-    };
-    // Rows [first, first + n) of a list have the same adapter; null: none.
+    // Rows [first, first + n) of a list have the same adapter at this place among theirs; null: they have none.
     struct Group {
         const Lora *lora;
+        size_t      place;
         int64_t     first, n;
     };
     // The rows of a product: all entries of a decode, or its outputs.
     struct Rows {
-        std::vector<int32_t> of_group;  // by group
-        std::vector<float>   scales;    // by row
-        std::vector<Group>   groups;
+        std::vector<int32_t>                     of_group;  // by group
+        std::vector<const std::vector<Scaled> *> owned;     // by row; null: none
+        std::vector<Group>                       groups;
 
-        void set(const std::vector<const Owned *> &owners);
+        void group();
     };
     struct Place {
         Part    part;
@@ -86,13 +88,16 @@ private:
     };
 
     const Rows &rows_of(const ggml_tensor *op) const;
+    // A x of each row with the adapters at a place; and of those after the first, B A x.
+    float *inner(size_t place) const { return products_.data() + place * (size_t)(n_tokens_ * stride_); }
+    float *outer(size_t place) const { return others_.data() + (place - 1) * (size_t)(n_tokens_ * others_stride_); }
+    void   scale(int32_t matrix, ggml_tensor *op, int64_t row, const std::vector<Scaled> *owned) const;
 
     std::unordered_map<const ggml_tensor *, Place> parts_;  // of the carrier's tensors
-    std::vector<Owned>                             by_seq_;
-    std::vector<const Owned *>                     owners_, output_owners_;  // scratch
+    std::vector<std::vector<Scaled>>               by_seq_;
     Rows                                           entries_, outputs_;
-    int64_t                                        stride_ = 0;  // of `products_`
-    mutable std::vector<float>                     products_;    // A x of each row, read by the operation after it
+    int64_t                                        n_tokens_ = 0, stride_ = 0, others_stride_ = 0;
+    mutable std::vector<float>                     products_, others_;  // read by the operation after the one that writes
 };
 
 }  // namespace llamapipe::kernels

@@ -198,23 +198,23 @@ bool Context::mixes_adapters() const {
     return attends_ && llamapipe::kernels::can_mix_adapters();
 }
 
-int Context::assign_adapter(int seq_id, const lp_adapter_set & set) {
+int Context::assign_adapters(int seq_id, const lp_adapter_set & set) {
     using namespace llamapipe::kernels;
-    if (set.n == 0) {
-        row_adapters_.assign(seq_id, nullptr, 0);
-        return 1;
-    }
-    const llama_adapter_lora *  adapter = set.adapters[0];
-    std::shared_ptr<const Lora> lora    = row_adapters_.find(adapter);
-    if (!lora) {
-        std::vector<LoraPair> pairs;
-        for (const std::string & name : changed_matrices_) {
-            const auto pair = adapter->ab_map.find(name);
-            pairs.push_back(pair == adapter->ab_map.end() ? LoraPair() : LoraPair{ pair->second.a, pair->second.b });
+    std::vector<RowAdapters::Scaled> adapters;
+    for (int i = 0; i < set.n; i++) {
+        const llama_adapter_lora *  adapter = set.adapters[i];
+        std::shared_ptr<const Lora> lora    = row_adapters_.find(adapter);
+        if (!lora) {
+            std::vector<LoraPair> pairs;
+            for (const std::string & name : changed_matrices_) {
+                const auto pair = adapter->ab_map.find(name);
+                pairs.push_back(pair == adapter->ab_map.end() ? LoraPair() : LoraPair{ pair->second.a, pair->second.b });
+            }
+            lora = std::make_shared<Lora>(adapter, adapter->alpha, std::move(pairs));
         }
-        lora = std::make_shared<Lora>(adapter, adapter->alpha, std::move(pairs));
+        adapters.push_back({ std::move(lora), set.scales[i] });
     }
-    row_adapters_.assign(seq_id, std::move(lora), set.scales[0]);
+    row_adapters_.assign(seq_id, std::move(adapters));
     return 1;
 }
 
@@ -366,8 +366,8 @@ bool lp_context_mixes_adapters(const lp_context * context) {
     return lp::guard(false, [&] { return context->shared->mixes_adapters(); });
 }
 
-int lp_context_assign_adapter(lp_context * context, int seq_id, const lp_adapter_set * set) {
-    return lp::guard(LP_ERROR, [&] { return context->shared->assign_adapter(seq_id, *set); });
+int lp_context_assign_adapters(lp_context * context, int seq_id, const lp_adapter_set * set) {
+    return lp::guard(LP_ERROR, [&] { return context->shared->assign_adapters(seq_id, *set); });
 }
 
 int lp_context_memory(lp_context * context, enum lp_memory_op op, int seq_id, int other, int p0, int p1) {

@@ -72,7 +72,7 @@ public:
     bool mixes_adapters() const;
 
     // The adapter of a sequence's rows, or none, in the decodes after it, if the context computes with a carrier.
-    int assign_adapter(int seq_id, const lp_adapter_set & set);
+    int assign_adapters(int seq_id, const lp_adapter_set & set);
 
 private:
     struct Free {

@@ -283,8 +283,8 @@ int Pipeline::set_adapters(const lp_adapter_set & set) {
     return between_steps([&] { return context_->set_adapters(set); }, -1, 0);
 }
 
-int Pipeline::assign_adapter(int seq_id, const lp_adapter_set & set) {
-    return between_steps([&] { return context_->assign_adapter(seq_id, set); }, -1, 0);
+int Pipeline::assign_adapters(int seq_id, const lp_adapter_set & set) {
+    return between_steps([&] { return context_->assign_adapters(seq_id, set); }, -1, 0);
 }
 
 int Pipeline::sequence_end(int seq_id) {

@@ -109,7 +109,7 @@ public:
     int  load(int seq_id, int n, const SavedCells & from);
     int  copy(int from, int to, int n);  // the first cells of a sequence to another stream
     int  set_adapters(const lp_adapter_set & set);
-    int  assign_adapter(int seq_id, const lp_adapter_set & set);
+    int  assign_adapters(int seq_id, const lp_adapter_set & set);
     int  sequence_end(int seq_id);       // the position after its last one
     void stop();                                      // unfinished steps fail, and no more are accepted
     void close(bool drain);                           // ends the threads. One thread at a time.

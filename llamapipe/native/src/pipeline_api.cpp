@@ -48,8 +48,8 @@ int lp_set_adapters(lp_pipeline * pipeline, const lp_adapter_set * set) {
     return lp::guard(LP_ERROR, [&] { return pipeline->shared->set_adapters(*set); });
 }
 
-int lp_assign_adapter(lp_pipeline * pipeline, int seq_id, const lp_adapter_set * set) {
-    return lp::guard(LP_ERROR, [&] { return pipeline->shared->assign_adapter(seq_id, *set); });
+int lp_assign_adapters(lp_pipeline * pipeline, int seq_id, const lp_adapter_set * set) {
+    return lp::guard(LP_ERROR, [&] { return pipeline->shared->assign_adapters(seq_id, *set); });
 }
 
 int lp_sequence_end(lp_pipeline * pipeline, int seq_id) {

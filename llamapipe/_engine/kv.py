@@ -642,8 +642,7 @@ class KvCache:
             return _NO_MATCH
         best, n_best, best_rank = None, 0, 0
         leader, n_pending = None, 0
-        keys = request.tokens if request.spec.activation is None else request.cell_keys()
-        for n, cells in self._tree.find(keys, limit, request.spec.cache_key):
+        for n, cells in self._tree.find(request.cell_keys(), limit, request.spec.cache_key):
             if n < n_best or (n == n_best and best_rank == 2):
                 break
             user = cells.request
@@ -668,12 +667,12 @@ class KvCache:
 
     def _n_ready(self, cells: Cells, n: int, request: Request) -> int:
         """How many of the first ``n`` cells a request may start with."""
-        n = request.whole(min(n, cells.n))
+        n = request.prefix_end(min(n, cells.n))
         if self.exact_multiple is None or cells is request.saved_cells:
             return n
         n_exact = cells.n_exact if cells.request is None else cells.request.n_exact
         n = min(n, n_exact) // self.exact_multiple * self.exact_multiple
-        return n if request.whole(n) == n else 0
+        return n if request.prefix_end(n) == n else 0
 
     def computed_alone(self, request: Request, n: int) -> None:
         """Notes that a step computed a request's last ``n`` cells and nothing else."""
@@ -718,12 +717,13 @@ class KvCache:
         # The tree learns all of its tokens, also those that are not computed yet.
         cells = request.cells = Cells(slot, request, len(request.tokens))
         if self.enabled and request.uses_cache:
-            keys = request.tokens if request.spec.activation is None else request.cell_keys()
-            self._tree.insert(cells, keys, request.spec.cache_key)
+            self._tree.insert(cells, request.cell_keys(), request.spec.cache_key)
 
     def _choose(self, source: Cells | None) -> int:
         """A free slot next to a taken one, between two if there is one: gaps between running requests cost time."""
         free = self.free
+        if len(free) == 1:  # most often, while requests wait for slots
+            return next(iter(free))
         taken = sorted(set(range(self.n_slots)) - free)
         near = free
         if taken:
@@ -765,12 +765,12 @@ class KvCache:
         cells.request = None
         cells.n_exact = request.n_exact
         n_known, cells.n_known = cells.n_known, n
-        keys = request.tokens if request.spec.activation is None else request.cell_keys()
+        keys = request.cell_keys()[:n]
         if n_known <= n:
-            self._tree.extend(cells, keys[:n], n_known)
+            self._tree.extend(cells, keys, n_known)
         else:
             self._tree.remove(cells)
-            self._tree.insert(cells, keys[:n], request.spec.cache_key)
+            self._tree.insert(cells, keys, request.spec.cache_key)
         self.memory_ops.append(Remove(slot, n))  # a step in flight may have added a cell
         self.parked[slot] = cells
         self._n_parked_cells += n

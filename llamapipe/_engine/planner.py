@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from llamapipe._engine.scheduler import Running
 
 
-_NONE: Mapping[Request, Sequence[int]] = {}
 # Functions in C, for lists that are made in every step.
 _slot, _n_past, _tokens = attrgetter("slot"), attrgetter("n_past"), attrgetter("tokens")
 _slot_of_chunk, _last = attrgetter("request.slot"), itemgetter(-1)
@@ -259,7 +258,10 @@ class BatchBuilder:
         self._was_block = False  # the last step was an image alone
 
     def plan(
-        self, running: Running, parked: Mapping[int, Cells], guesses: Mapping[Request, Sequence[int]] = _NONE
+        self,
+        running: Running,
+        parked: Mapping[int, Cells],
+        guesses: Mapping[Request, Sequence[int]] | None = None,
     ) -> BatchPlan:
         """The plan of the next step, from requests that are in no step in flight. Without tokens if there are none.
 

@@ -394,7 +394,6 @@ class Request:
         Where other adapters begin to compute, a number below ``MEDIA_FROM`` stands for them and the token. So the
         prefix tree needs to know nothing of them: cells before it are shared, those from it on only if the same
         adapters began there.
-        Without an activated LoRA they are ``tokens``: code that runs for each request saves the call.
         """
         begin = self.active_from
         if begin >= len(self.tokens):
@@ -409,8 +408,8 @@ class Request:
                 return span
         return None
 
-    def whole(self, n: int) -> int:
-        """The most tokens, up to ``n``, that divide no span whose rows see each other or share a position."""
+    def prefix_end(self, n: int) -> int:
+        """Where a prefix of at most ``n`` tokens may end: in no span whose rows see each other or share a position."""
         for span in self.spans:
             if span.begin < n < span.end and (not span.source.is_causal or span.source.grid is not None):
                 return span.begin

@@ -738,21 +738,20 @@ class Scheduler:
             self._close_gaps()
         guesses = self._guesses() if self.can_guess or self.drafts else None
         last, self._last = self._last, None
-        if guesses:
+        if (
+            last is not None
+            and not guesses
+            and self._n_moves == running.n_moves
+            and self.batch_builder.n_micro_batches == 1
+        ):
+            plan = last
+            plan.repeats = plan.in_flight = True
+        else:
             plan = self.batch_builder.plan(running, self.cache.parked, guesses)
+            self._n_moves = running.n_moves
             if self._has_carrier:
                 self._assign_adapters(plan)
-            return plan
-        if last is not None and self._n_moves == running.n_moves and self.batch_builder.n_micro_batches == 1:
-            last.repeats = last.in_flight = True
-            if self._closes_gaps:
-                self._count_gaps(last)
-            return last
-        self._n_moves = running.n_moves
-        plan = self.batch_builder.plan(running, self.cache.parked)
-        if self._has_carrier:
-            self._assign_adapters(plan)
-        if self._closes_gaps:
+        if self._closes_gaps and not guesses:
             self._count_gaps(plan)
         return plan if plan.tokens else None  # none: all requests are in steps in flight
 

@@ -133,9 +133,9 @@ def test_prefixes_with_equal_images_are_found_and_never_cut_where_rows_belong_to
     assert same.n_cached == 8 and changed.n_cached == 2
     part = request([1, 2], image, [8])
     assert (
-        part.whole(5) == (5 if is_causal and grid is None else 2)
-        and part.whole(8) == 8
-        and part.whole(2) == 2
+        part.prefix_end(5) == (5 if is_causal and grid is None else 2)
+        and part.prefix_end(8) == 8
+        and part.prefix_end(2) == 2
     )
 
 

@@ -21,6 +21,7 @@ import llamapipe as lp
 from llamapipe._engine.request import Request, RequestSpec
 from llamapipe._engine.sampling import SamplerFactoryCache
 from llamapipe.llama.devices import device_handles
+from llamapipe.llama.sampler import SamplerChain
 from llamapipe.native.load import last_error, native
 
 MOST_US = 10.0
@@ -57,7 +58,8 @@ def start(model: lp.Model, args: argparse.Namespace) -> int:
         began = perf_counter()
         made = []
         for _ in range(n):
-            chain = sampler_factory.make_chain(request)
+            chain = sampler_factory.make(request)
+            assert isinstance(chain, SamplerChain)
             in_graph(chain.handle)
             made.append(chain)
         times.append((perf_counter() - began) / n * 1e6)

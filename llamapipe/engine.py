@@ -363,7 +363,7 @@ class Engine(NotCopyable):
                 scheduler,
                 StepExecutor(pipeline, tuner),
                 window_us * 1e-6,
-                self._queue.record_dequeued,
+                self._queue.remove,
                 self.trace,
                 publisher,
                 self._long_work,

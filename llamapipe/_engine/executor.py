@@ -522,18 +522,15 @@ class StepExecutor:
             self._set_rows(rows, samplers)
         return self.sample_repeat(step_id)
 
-    def _set_rows(self, rows: Sequence[int], samplers: Sequence[AnySampler]) -> None:
+    def _set_rows(self, rows: Sequence[int], samplers: Sequence[AnySampler] = ()) -> None:
+        """Writes what native code draws from. There may be more rows than slots: guesses have some, too."""
         n = len(rows)
-        self._grow(n)
-        self._rows[0:n] = rows
-        self._samplers[0 : len(samplers)] = list(map(_handle, samplers))
-
-    def _grow(self, n: int) -> None:
-        """Room for ``n`` rows: requests that wait for a slot get their first tokens, and guesses have rows, too."""
         if n > len(self._rows):
             new = self._native.ffi.new
             self._rows, self._sampled = (new("int32_t[]", n) for _ in range(2))
             self._samplers = new("lp_sampler *[]", n)
+        self._rows[0:n] = rows
+        self._samplers[0 : len(samplers)] = list(map(_handle, samplers))
 
     def sample_repeat(self, step_id: int) -> list[int]:
         native, n = self._native, self._n_rows
@@ -563,8 +560,7 @@ class StepExecutor:
         self.n_guessing += sum(
             isinstance(s, BackgroundSampler) and s.guesses and bool(s.guess(1)[0]) for s in samplers
         )
-        self._grow(len(rows))
-        self._rows[0 : len(rows)] = rows
+        self._set_rows(rows)
         self._sampled[0 : len(drawn)] = drawn
         return drawn
 

@@ -143,20 +143,15 @@ class SamplerFactory:
 
         If the constraint refuses tokens that the request has already generated, its first draw fails.
         """
+        spec = request.spec
+        text = request.text_tokens.copy() if spec.speculates else None
+        build = partial(self._build, spec.seed, *self._accepted(request), text)
         if not self.is_slow:
-            return self.make_chain(request)
-        guesses = request.spec.speculates
-        text = request.text_tokens.copy() if guesses else None
-        build = partial(self._build, request.spec.seed, *self._accepted(request), text)
-        budget = request.spec.grammar_budget if self.is_constrained else None
+            return build()
+        budget = spec.grammar_budget if self.is_constrained else None
         assert budget is None or isinstance(budget, GrammarBudget)
         is_python = bool(self.params.logits_processors)
-        return BackgroundSampler(build, budget, request.spec.share, is_python, guesses)
-
-    def make_chain(self, request: Request) -> SamplerChain:
-        """The same as a chain of this thread. Raises ValueError or DecodeError if the constraint refuses tokens."""
-        text = request.text_tokens if request.spec.speculates else None
-        return self._build(request.spec.seed, *self._accepted(request), text)
+        return BackgroundSampler(build, budget, spec.share, is_python, spec.speculates)
 
     def rebuild(self, sampler: Sampler, request: Request) -> None:
         """Resets a sampler to its request's changed sequence. Engine thread."""

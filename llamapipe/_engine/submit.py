@@ -22,7 +22,6 @@ from collections.abc import (
     AsyncIterator,
     Callable,
     Collection,
-    Hashable,
     Iterable,
     Iterator,
     Mapping,
@@ -147,7 +146,7 @@ class QueueLimit:
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
-        self._inside: dict[Hashable, float] = {}  # and when they entered
+        self._inside: dict[Request, float] = {}  # and when they entered
         self._times = TimeCounter()
         # Of callers only. A Condition would run Python code while it is held. Reentrant, as all locks of callers: a
         # destructor or signal handler that uses the engine may run while its thread holds the lock.
@@ -163,7 +162,7 @@ class QueueLimit:
         """How long requests have waited for a slot, or until they ended without one."""
         return self._times.copy()
 
-    def try_enter(self, *requests: Hashable) -> bool:
+    def try_enter(self, *requests: Request) -> bool:
         """Enters all requests if there is room for all; returns whether there was."""
         entered = dict.fromkeys(requests, perf_counter())
         with self._entering:
@@ -172,7 +171,7 @@ class QueueLimit:
             self._inside.update(entered)
             return True
 
-    def enter_at_once(self, *requests: Hashable) -> None:
+    def enter_at_once(self, *requests: Request) -> None:
         """Enters all requests. Raises QueueFullError if there is no room for all."""
         if not self.try_enter(*requests):
             if self.limit is not None and len(requests) > self.limit:
@@ -185,7 +184,7 @@ class QueueLimit:
                 "retry later, or raise max_queue"
             )
 
-    def enter(self, request: Hashable, deadline: float | None) -> None:
+    def enter(self, request: Request, deadline: float | None) -> None:
         """Waits for room for one request. Raises ExpiredError after ``deadline`` (``perf_counter`` seconds)."""
         while not self.try_enter(request):
             woken = threading.Lock()
@@ -202,7 +201,7 @@ class QueueLimit:
                 with suppress(ValueError):  # woken: it is off the list
                     self._waiters.remove(woken.release)
 
-    async def aenter(self, request: Hashable, deadline: float | None) -> None:
+    async def aenter(self, request: Request, deadline: float | None) -> None:
         """``enter`` for asyncio."""
         import asyncio
 
@@ -225,25 +224,19 @@ class QueueLimit:
                 waiter.cancel()
                 raise ExpiredError("no room came free in the queue within the timeout")
 
-    def remove(self, requests: Sequence[Hashable]) -> None:
-        """Frees the room of those requests that hold any and wakes the callers that wait for it. Engine thread."""
+    def remove(self, requests: Sequence[Request]) -> None:
+        """Notes that requests have got a slot, or ended without one, and wakes callers that wait. Engine thread."""
         now = perf_counter()
         for request in requests:
+            if request.left_queue_at is None:  # a preempted request leaves the queue again
+                request.left_queue_at = now
             entered = self._inside.pop(request, None)
             if entered is not None:
                 self._times.add(now - entered)
         if self._waiters:
             self._wake_all()
 
-    def record_dequeued(self, requests: Sequence[Request]) -> None:
-        """Records when requests got their first slot, or ended without one, then calls ``remove``. Engine thread."""
-        now = perf_counter()
-        for request in requests:
-            if request.left_queue_at is None:  # a preempted request leaves the queue again
-                request.left_queue_at = now
-        self.remove(requests)
-
-    def discard(self, requests: Collection[Hashable]) -> None:
+    def discard(self, requests: Collection[Request]) -> None:
         """``remove`` for callers whose requests may never reach the engine thread."""
         for request in requests:
             self._inside.pop(request, None)

@@ -33,6 +33,7 @@ from support.inside import (
 from support.plain import PlainLoop, greedy
 
 import llamapipe as lp
+from llamapipe._engine.request import Request
 from llamapipe._engine.submit import QueueLimit
 from llamapipe.errors import EngineClosedError, InvalidRequestError, QueueFullError
 
@@ -450,21 +451,22 @@ class TestQueue:
     def test_who_gives_up_takes_nobodys_turn(self) -> None:
         """Room comes in the moment the first of two waiting threads gives up; the second must hear of it."""
         queue = QueueLimit(1)
-        queue.enter_at_once("inside")
+        inside, leaving, staying = (Request([1]) for _ in range(3))
+        queue.enter_at_once(inside)
         n_waiting = 0
         while not n_waiting:  # again when the machine was so slow that it gave up before it waited
             deadline = perf_counter() + 0.1
-            first = Worker(queue.enter, "first", deadline)
+            first = Worker(queue.enter, leaving, deadline)
             while not n_waiting and first.is_alive():
                 n_waiting = n_waiting_threads(queue)
-        second = Worker(queue.enter, "second", None)
+        second = Worker(queue.enter, staying, None)
         wait_until(lambda: n_waiting_threads(queue) == 2)
         with queue._entering:  # keeps the first from trying again
             wait_until(lambda: perf_counter() > deadline + 0.01)
-            queue.remove(["inside"])
+            queue.remove([inside])
         with contextlib.suppress(TimeoutError):
             first.result()
-            queue.remove(["first"])
+            queue.remove([leaving])
         second.result()
 
     def test_generations_do_not_count(self, make_engine: MakeEngine) -> None:

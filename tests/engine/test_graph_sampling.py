@@ -16,7 +16,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.backends import FEW, ON_DEVICE, examples
-from support.chains import Chain
+from support.chains import Chain, request_chain
 from support.gguf_models import BROKEN, damaged_model
 from support.inside import fail_next, lib_for_tests, pipeline_of, thread_of
 from support.sampler_definitions import (
@@ -293,7 +293,7 @@ class TestWhatIsInTheGraph:
         self, vocabs: dict[int, Vocab], options: dict[str, Any], inside: bool
     ) -> None:
         sampler_factory = SamplerFactoryCache(vocabs[500], 64).sampler_factory(lp.SamplingParams(**options))
-        with sampler_factory.make_chain(Request([1])) as chain:
+        with request_chain(sampler_factory, Request([1])) as chain:
             assert lib_for_tests().lp_in_graph(chain.handle) == inside
 
     def test_a_small_vocabulary_needs_no_top_k(self, vocabs: dict[int, Vocab]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -12,21 +12,22 @@ import pytest
 from support.control import PATIENCE_S, Worker, all_results, wait_until
 from support.inside import n_waiting_threads
 
+from llamapipe._engine.request import Request
 from llamapipe._engine.submit import QueueLimit
 from llamapipe.errors import QueueFullError
 
 
 def enter(queue: QueueLimit, deadline: float | None = None) -> None:
     """One more that nobody knows."""
-    queue.enter(object(), deadline)
+    queue.enter(Request([1]), deadline)
 
 
 def enter_at_once(queue: QueueLimit, n: int = 1) -> None:
-    queue.enter_at_once(*(object() for _ in range(n)))
+    queue.enter_at_once(*(Request([1]) for _ in range(n)))
 
 
 async def aenter(queue: QueueLimit) -> None:
-    await queue.aenter(object(), None)
+    await queue.aenter(Request([1]), None)
 
 
 def leave(queue: QueueLimit, n: int) -> None:
@@ -39,15 +40,15 @@ class TestCount:
         queue = QueueLimit(None)
         enter_at_once(queue, 1000)
         enter(queue, perf_counter())
-        assert queue.try_enter(*range(1000))
+        assert queue.try_enter(*(Request([1]) for _ in range(1000)))
         assert queue.n == 2001
         leave(queue, 2001)
         assert queue.n == 0
 
     def test_several_enter_together_or_not_at_all(self) -> None:
         queue = QueueLimit(3)
-        assert queue.try_enter(object(), object())
-        assert not queue.try_enter(object(), object())
+        assert queue.try_enter(Request([1]), Request([1]))
+        assert not queue.try_enter(Request([1]), Request([1]))
         assert queue.n == 2
         enter_at_once(queue)
         assert queue.n == 3
@@ -70,11 +71,12 @@ class TestCount:
 
     def test_leaving_twice_or_without_having_come_in_is_no_mistake(self) -> None:
         queue = QueueLimit(3)
-        queue.enter_at_once("a", "b")
-        queue.remove(["a", "c"])
-        queue.remove(["a"])
+        a, b, c, d = (Request([1]) for _ in range(4))
+        queue.enter_at_once(a, b)
+        queue.remove([a, c])
+        queue.remove([a])
         assert queue.n == 1
-        assert queue.try_enter("c", "d")
+        assert queue.try_enter(c, d)
 
 
 class TestThreads:
@@ -114,7 +116,7 @@ class TestThreads:
         class LastMoment(QueueLimit):
             n_tried = 0
 
-            def try_enter(self, *requests: Hashable) -> bool:
+            def try_enter(self, *requests: Request) -> bool:
                 self.n_tried += 1
                 if self.n_tried == 4:  # after the wait
                     self._inside.clear()
@@ -130,7 +132,7 @@ class TestThreads:
         interrupted: list[threading.Thread] = []
 
         class Interrupted(QueueLimit):
-            def try_enter(self, *requests: Hashable) -> bool:
+            def try_enter(self, *requests: Request) -> bool:
                 if threading.current_thread() in interrupted:
                     raise KeyboardInterrupt
                 return super().try_enter(*requests)
@@ -207,7 +209,7 @@ class TestTasks:
             enter_at_once(queue)
             tried = queue.try_enter
 
-            def try_enter(*requests: object) -> bool:
+            def try_enter(*requests: Request) -> bool:
                 monkeypatch.setattr(queue, "try_enter", tried)
                 entered = tried(*requests)
                 leave(queue, 1)  # nobody is noted yet

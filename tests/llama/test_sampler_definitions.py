@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
-from support.chains import Chain
+from support.chains import Chain, request_chain
 from support.sampler_definitions import (
     MASK,
     SIZES,
@@ -411,7 +411,7 @@ class TestFactory:
         sampler_factory = SamplerFactoryCache(vocabs[100], 64).sampler_factory(params)
         uniform = Uniform(5)
         n_compared = 0
-        with sampler_factory.make_chain(self.request(tokens)) as sampler:
+        with request_chain(sampler_factory, self.request(tokens)) as sampler:
             for _ in range(100):
                 drawn, u = sampler.sample(row), uniform()
                 try:
@@ -425,7 +425,7 @@ class TestFactory:
         row = np.arange(100, dtype=np.float32)
         params = SamplingParams(temperature=0, presence_penalty=50, logit_bias={98: -math.inf})
         sampler_factory = SamplerFactoryCache(vocabs[100], 64).sampler_factory(params)
-        with sampler_factory.make_chain(self.request([99])) as sampler:
+        with request_chain(sampler_factory, self.request([99])) as sampler:
             assert sampler.sample(row) == 97
 
     def test_penalties_look_at_what_params_say(self, vocabs: dict[int, Vocab]) -> None:

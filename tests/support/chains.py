@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from llamapipe._engine.request import Request
+from llamapipe._engine.sampling import SamplerFactory
 from llamapipe.llama import SamplerChain, Vocab
 from llamapipe.llama.sampler import Guide, Processor
 from llamapipe.llama.sampling_options import Dry, SamplingOptions
@@ -105,3 +107,10 @@ class Chain(SamplerChain):
     def _configure(self) -> Chain:
         self._check(self._lib.lp_sampler_configure(self.handle, self._given.struct))
         return self
+
+
+def request_chain(factory: SamplerFactory, request: Request) -> SamplerChain:
+    """The sampler of a request that has neither a constraint nor a logits processor."""
+    made = factory.make(request)
+    assert isinstance(made, SamplerChain)
+    return made

@@ -336,7 +336,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def defaults_of(call: Callable[..., Any]) -> dict[str, Any]:
     """The defaults of a callable's arguments."""
-    return {name: one.default for name, one in inspect.signature(call).parameters.items()}
+    return {name: parameter.default for name, parameter in inspect.signature(call).parameters.items()}
 
 
 def given(args: argparse.Namespace, options: list[Option]) -> dict[str, Any]:

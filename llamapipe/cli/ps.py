@@ -1,13 +1,18 @@
-"""``llamapipe ps``: the models of a running server, and what each takes."""
+"""``llamapipe ps``: the models of a running server, and what each takes. Also how commands ask such a server."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import ProxyHandler, Request, build_opener
 
-from llamapipe.cli._server import add_server_arguments, ask
 from llamapipe.cli._terminal import Terminal
+from llamapipe.cli.parser import UsageError
 from llamapipe.model_pool import size
 
 HELP = "list the models of a running server, and what they take"
@@ -15,6 +20,10 @@ DESCRIPTION = (
     "List the models of a running server: whether each is loaded, the memory that it takes, and its requests. With "
     "several models, llamapipe stop ends one."
 )
+
+URL_VARIABLE, KEY_VARIABLE = "LLAMAPIPE_URL", "LLAMAPIPE_API_KEY"
+_URL = "http://127.0.0.1:8080"
+_TIMEOUT_S = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,3 +53,39 @@ def run(args: argparse.Namespace) -> int:
         why = f"  {status['error']}" if "error" in status else ""
         terminal.line(f"{memory:>12}  {record['state']:<9}  {requests:<12}  {record['model']}{why}")
     return 0
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what says where the server is."""
+    parser.add_argument(
+        "--url",
+        default=os.environ.get(URL_VARIABLE, _URL),
+        metavar="URL",
+        help=f"of the server (default: {_URL}, or the variable {URL_VARIABLE}); a key is read from the variable "
+        f"{KEY_VARIABLE}",
+    )
+
+
+def ask(args: argparse.Namespace, path: str, body: Any = None) -> Any:
+    """The answer of the server, decoded. ``body``: None for a GET request. Raises UsageError, OSError."""
+    if urlsplit(args.url).scheme not in ("http", "https"):
+        raise UsageError(f"--url is {args.url!r}; write http://HOST:PORT")
+    key = os.environ.get(KEY_VARIABLE)
+    headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
+    data = None if body is None else json.dumps(body).encode()
+    request = Request(args.url.rstrip("/") + path, data, headers)
+    try:
+        directly = build_opener(ProxyHandler({}))  # not through a proxy
+        with directly.open(request, timeout=_TIMEOUT_S) as answer:
+            return json.load(answer)
+    except HTTPError as error:
+        with error:
+            try:
+                message = json.load(error)["error"]["message"]
+            except (ValueError, KeyError, TypeError):
+                message = f"{error.code} {error.reason}"
+        raise OSError(f"{args.url}: {message}") from None
+    except URLError as error:
+        raise OSError(f"{args.url} cannot be reached: {error.reason}; is llamapipe serve running?") from None
+    except ValueError:
+        raise OSError(f"{args.url}{path}: the answer is not JSON") from None

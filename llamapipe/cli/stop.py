@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from llamapipe.cli._server import add_server_arguments, ask
+from llamapipe.cli.ps import add_server_arguments, ask
 
 HELP = "end a model of a running server"
 DESCRIPTION = (

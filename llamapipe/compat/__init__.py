@@ -7,7 +7,7 @@ constructor takes, such as ``GGML_TYPE_Q8_0``, are also here.
 from llamapipe._messages import unknown_attribute
 from llamapipe.compat.base import LlamaCache, LlamaDiskCache, LlamaRAMCache, LlamaState
 from llamapipe.compat.llama import Llama
-from llamapipe.compat.names import CONSTANTS
+from llamapipe.compat.options import CONSTANTS
 from llamapipe.compat.sampling import (
     LlamaGrammar,
     LogitsProcessor,

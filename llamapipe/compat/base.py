@@ -10,7 +10,7 @@ import os
 import random
 import weakref
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from llamapipe._messages import INSTEAD, wrong_option
+from llamapipe._messages import INSTEAD, instead_of, quoted, unknown_attribute, wrong_option
 from llamapipe.arguments import check_float, check_int, check_tokens
 from llamapipe.compat import formats, options
-from llamapipe.compat.names import missing
 from llamapipe.compat.sampling import SAMPLING_OPTIONS, sampling_params
 from llamapipe.compat.tokenizer import LlamaTokenizer, PromptMaker
 from llamapipe.embedding import Embedder
@@ -49,7 +48,7 @@ class LlamaState:
 
         def __getattr__(self, name: str) -> Any:
             """Raises AttributeError, for ``scores`` with the reason."""
-            raise missing("LlamaState", name, dir(self))
+            raise _missing("LlamaState", name, dir(self))
 
     def __repr__(self) -> str:
         return f"<LlamaState n_tokens={self.n_tokens} n_bytes={self.llama_state_size}>"
@@ -65,7 +64,7 @@ class LlamaRAMCache:
 
         def __getattr__(self, name: str) -> Any:
             """Raises AttributeError, for ``cache_state`` with the reason."""
-            raise missing("LlamaRAMCache", name, dir(self))
+            raise _missing("LlamaRAMCache", name, dir(self))
 
     @property
     def cache_size(self) -> int:
@@ -384,7 +383,7 @@ class LlamaBase(SequenceMethods):
             """Raises AttributeError: with the reason for what llama-cpp-python has, else with the nearest name."""
             if hasattr(type(self), name):  # a property that raised
                 return object.__getattribute__(self, name)
-            raise missing("Llama", name, dir(self))
+            raise _missing("Llama", name, dir(self))
 
     # ---- what is beneath
     @property
@@ -552,6 +551,15 @@ def _dropped(owned: ExitStack) -> None:
     """
     with suppress(EngineClosedError):
         owned.close()
+
+
+def _missing(owner: str, name: str, known: Iterable[str]) -> AttributeError:
+    """An error for an attribute that ``owner`` lacks: the reason if llama-cpp-python has it, else the nearest name."""
+    if (reason := instead_of(name, owner)) is not None:
+        return AttributeError(f"{owner} has no {quoted(name)} here: {reason}", name=name)
+    if name.startswith("_"):  # Python itself asks for many of these
+        return AttributeError(f"{owner!r} object has no attribute {name!r}", name=name)
+    return unknown_attribute(owner, name, known)
 
 
 def _or_none(token: int | None) -> int:

@@ -1,4 +1,4 @@
-"""The constructor's arguments of llama-cpp-python as those of ``Model`` and ``Engine``."""
+"""The constructor's arguments of llama-cpp-python as those of ``Model`` and ``Engine``, and the constants for them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,19 @@ TYPES: Final = {
     30: "bf16",
 }
 POOLING: Final = {-1: "unspecified", 0: "none", 1: "mean", 2: "cls", 3: "last", 4: "rank"}
-# For names.py: only the first is accepted, so the bindings do not have them.
-ROPE_SCALING: Final = {-1: "unspecified", 0: "none", 1: "linear", 2: "yarn", 3: "longrope"}
+# Only the first is accepted, so the bindings do not have them.
+_ROPE_SCALING: Final = {-1: "unspecified", 0: "none", 1: "linear", 2: "yarn", 3: "longrope"}
+# llama-cpp-python's names of these numbers. They come from the tables that options are checked with.
+CONSTANTS: Final[dict[str, int]] = {
+    f"{prefix}_{name.upper()}": number
+    for prefix, names in (
+        ("GGML_TYPE", TYPES),
+        ("LLAMA_POOLING_TYPE", POOLING),
+        ("LLAMA_SPLIT_MODE", SPLIT_MODES),
+        ("LLAMA_ROPE_SCALING_TYPE", _ROPE_SCALING),
+    )
+    for number, name in names.items()
+}
 # Arguments of older versions, which LangChain still gives: the values that are accepted, as the original ignores all,
 # and what to use instead of others.
 _OLDER: Final[dict[str, tuple[tuple[object, ...], str]]] = {

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import llamapipe
-from llamapipe.native._cpu_features import missing_features
+from llamapipe.native.load import missing_features
 
 ROOT = Path(__file__).resolve().parents[2]
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))

@@ -20,7 +20,7 @@ from llamapipe.compat import (
     StoppingCriteriaList,
 )
 from llamapipe.compat.formats import FORMATS
-from llamapipe.compat.names import CONSTANTS
+from llamapipe.compat.options import CONSTANTS
 
 llama_cpp = pytest.importorskip(
     "llama_cpp", reason="llama-cpp-python is not installed; `nox -s tests` builds it"

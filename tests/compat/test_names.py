@@ -16,7 +16,7 @@ from support.run_script import run_script, run_script_with_errors
 import llamapipe as lp
 from llamapipe import compat
 from llamapipe.compat import Llama, LlamaDiskCache, LlamaRAMCache
-from llamapipe.compat.names import CONSTANTS
+from llamapipe.compat.options import CONSTANTS
 from llamapipe.native.load import enum_names
 
 PAGES = Path(__file__).parents[2] / "docs"

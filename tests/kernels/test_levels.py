@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llamapipe.native._cpu_features import missing_features
+from llamapipe.native.load import missing_features
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 import llamapipe
-from llamapipe.native._cpu_features import missing_features
-from llamapipe.native.load import build_info, missing_cpu_features
+from llamapipe.native.load import build_info, missing_cpu_features, missing_features
 
 PACKAGE = Path(llamapipe.__file__).parent
 X86 = (

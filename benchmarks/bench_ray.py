@@ -88,7 +88,7 @@ def bare(model: str, n: int, params: lp.SamplingParams, n_threads: int | None) -
         begin, begin_cpu_s = perf_counter(), process_time()
         done = engine.generate([prompt(i) for i in range(n)], params)
         seconds, cpu_s = perf_counter() - begin, process_time() - begin_cpu_s
-    n_tokens = sum(one.n_completion_tokens for one in done)
+    n_tokens = sum(completion.n_completion_tokens for completion in done)
     return {"tokens_per_s": n_tokens / seconds, "tokens_per_cpu_s": n_tokens / cpu_s}
 
 

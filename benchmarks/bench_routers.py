@@ -66,8 +66,8 @@ def main() -> int:
     args = parser.parse_args()
     rounds = measure(args)
     for name, results in rounds.items():
-        rates = sorted(one.rate for one in results)
-        first_ms = 1e3 * statistics.median(one.first_s for one in results)
+        rates = sorted(result.rate for result in results)
+        first_ms = 1e3 * statistics.median(result.first_s for result in results)
         middle = statistics.median(rates)
         print(
             f"{name:7} {middle:7.0f} tokens/s ({rates[0]:.0f} to {rates[-1]:.0f})  first {first_ms:6.1f} ms"

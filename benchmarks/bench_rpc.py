@@ -88,9 +88,9 @@ def main() -> None:
     rounds = [{name: measure(args.model, n, args) for name, n in SIDES.items()} for _ in range(args.rounds)]
     print(f"{'side':12s} {'at once':>7s} {'load s':>7s} {'prompts ms':>10s} {'step ms':>8s} {'ratio':>6s}")
     for n in args.n:
-        alone = [one["one process"][n].step_ms for one in rounds]
+        alone = [measured["one process"][n].step_ms for measured in rounds]
         for name in SIDES:
-            mine = [one[name][n] for one in rounds]
+            mine = [measured[name][n] for measured in rounds]
             load_s, prompt_ms, step_ms = (statistics.median(column) for column in zip(*mine, strict=True))
             ratio = statistics.median(one.step_ms / base for one, base in zip(mine, alone, strict=True))
             print(f"{name:12s} {n:7d} {load_s:7.2f} {prompt_ms:10.1f} {step_ms:8.2f} {ratio:6.2f}")

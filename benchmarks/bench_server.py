@@ -168,8 +168,8 @@ def main() -> int:
         rounds = measure(args, n, n_vocab)
         ours = rounds["llamapipe serve"]
         for name, results in rounds.items():
-            rate = statistics.median(one.rate for one in results)
-            first_ms = 1e3 * statistics.median(one.first_s for one in results)
+            rate = statistics.median(result.rate for result in results)
+            first_ms = 1e3 * statistics.median(result.first_s for result in results)
             ratio = statistics.median(a.rate / b.rate for a, b in zip(ours, results, strict=True))
             first = statistics.median(a.first_s / b.first_s for a, b in zip(ours, results, strict=True))
             print(

@@ -64,7 +64,7 @@ class Front:
     def states(self) -> dict[str, str]:
         """The state of each model."""
         there = self.client.get("/v1/models").json()["data"]
-        return {one["id"]: one["status"]["value"] for one in there}
+        return {model["id"]: model["status"]["value"] for model in there}
 
     def wait_for(self, name: str, state: str) -> None:
         """Returns when a model has a state."""
@@ -169,8 +169,8 @@ def mixed(files: dict[str, Path], n_requests: int, n_clients: int) -> None:
             while server.states()["large"] != "loaded":
                 time.sleep(0.01)
             os.kill(server.pids("large")[-1], signal.SIGKILL)
-            for one in clients:
-                one.result()
+            for client in clients:
+                client.result()
         seconds = time.perf_counter() - began
         n_loads = len(server.pids())
     print(f"{sum(outcomes.values())} requests of {n_clients} clients in {seconds:.0f} s, {n_loads} loads")
@@ -237,7 +237,7 @@ def yields(files: dict[str, Path], rounds: int) -> None:
         finally:
             ended.set()
             thread.join()
-    each = ", ".join(f"{one:.2f}" for one in ratios)
+    each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
     print(
         f"while a model loads ({statistics.median(seconds):.1f} s), a stream has "
         f"{statistics.median(ratios):.2f} of its speed ({each})"

@@ -20,7 +20,7 @@ class LlamapipeEngine:
 
     def complete(self, request: Request) -> Response:
         """One answer."""
-        messages = [{"role": one.role, "content": one.text or ""} for one in request.messages]
+        messages = [{"role": message.role, "content": message.text or ""} for message in request.messages]
         system = request.system
         if system is not None:
             texts = (

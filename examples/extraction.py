@@ -38,4 +38,4 @@ with lp.Engine(lp.demo_model_path(), n_ctx=256, n_seq_max=16) as engine:
 sightings = [Sighting.model_validate_json(out.text) for out in outs]
 # The bundled model guesses. Correct answers need a larger model.
 print(f"{len(sightings)} texts, {len(sightings)} objects in {seconds:.1f} s, such as {sightings[0]!r}")
-print(dict(Counter(one.animal for one in sightings)))
+print(dict(Counter(sighting.animal for sighting in sightings)))

@@ -15,7 +15,7 @@ def questions(**options: Any) -> dict[str, Dataset]:
     rows = [
         {
             "question": f"What does a {animal} say?",
-            "choices": [f" A {animal} says {one}." for one in SOUNDS.values()],
+            "choices": [f" A {animal} says {sound}." for sound in SOUNDS.values()],
         }
         for animal in SOUNDS
     ]

@@ -111,7 +111,7 @@ def train(network: Network, tokenizer: Tokenizer, rank: int, n_steps: int, seed:
         for name in MATRICES:
             adapted[f"blk.{i}.{name}.weight"] = new = Adapted(getattr(block, name), rank)
             setattr(block, name, new)
-    trained = [p for one in adapted.values() for p in (one.a, one.b)]
+    trained = [p for pair in adapted.values() for p in (pair.a, pair.b)]
     optimizer = torch.optim.AdamW(trained, lr=5e-3, weight_decay=0.0)
     rng, start = random.Random(seed), time.perf_counter()
     for step in range(n_steps):

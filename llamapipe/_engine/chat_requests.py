@@ -281,21 +281,21 @@ class ChatBuilder:
         owner = repr(cache_key(salt)).encode()
         n_ctx, n, n_pixels = self._request_builder.n_ctx, 0, 0
         media: list[Media] = []
-        for one in reversed(given) if may_drop else given:
+        for part in reversed(given) if may_drop else given:
             if n >= n_ctx and may_drop:
                 media.append(Media([[0] * n_ctx]))
                 continue
-            media.append(projector.media(one, owner))
+            media.append(projector.media(part, owner))
             n += media[-1].n
             n_pixels += media[-1].n_pixels
             if n_pixels > _MOST_PIXELS:
                 raise InvalidRequestError(
-                    f"{one.place}: the images up to this one have {n_pixels} pixels; a conversation may have "
+                    f"{part.place}: the images up to this one have {n_pixels} pixels; a conversation may have "
                     f"{_MOST_PIXELS}: give fewer or smaller ones"
                 )
             if n >= n_ctx and not may_drop:
                 raise InvalidRequestError(
-                    f"{one.place}: the images and sounds up to this one have {n} tokens; n_ctx is {n_ctx}: give fewer "
+                    f"{part.place}: the images and sounds up to this one have {n} tokens; n_ctx is {n_ctx}: give fewer "
                     "or smaller ones, or raise n_ctx"
                 )
         if may_drop:

@@ -307,11 +307,11 @@ def n_equal(a: Sequence[int], b: Sequence[int]) -> int:
 
 def check_draft(model: Model, draft: Model) -> None:
     """Raises ValueError unless a model can draft for another: the same vocabulary, and cells that can be removed."""
-    for one, role in ((model, "whose texts are generated"), (draft, "that drafts")):
-        if one.is_recurrent or (one.n_swa and one is draft):  # tokens are drafted one after the other
-            kind = "is recurrent" if one.is_recurrent else "has a sliding window"
+    for part, role in ((model, "whose texts are generated"), (draft, "that drafts")):
+        if part.is_recurrent or (part.n_swa and part is draft):  # tokens are drafted one after the other
+            kind = "is recurrent" if part.is_recurrent else "has a sliding window"
             raise ValueError(
-                f"draft: the model {role}, {one.path.name}, {kind}, so cells of wrong guesses cannot be removed; "
+                f"draft: the model {role}, {part.path.name}, {kind}, so cells of wrong guesses cannot be removed; "
                 "leave draft out"
             )
     if not draft.is_causal:

@@ -83,8 +83,8 @@ class SetTurns:
 
     def choose(self, current: Hashable, ready: Mapping[Hashable, Claim]) -> Hashable:
         """The set of the next step. ``ready``: the sets with requests to compute."""
-        others = [one for one in ready if one != current]
-        self._since = {one: self._since.get(one, self._now_s) for one in others}
+        others = [other for other in ready if other != current]
+        self._since = {other: self._since.get(other, self._now_s) for other in others}
         self._credit_s = {other: self._credit_s.get(other, 0.0) for other in others}
         if not others or (current in ready and not self._n_steps):
             return current
@@ -101,12 +101,12 @@ class SetTurns:
         stay_s = self.stay_s(len(ready))
         round_s = len(others) * (max(stay_s, 0.0) + self.change_s)
 
-        def is_starving(one: Hashable) -> bool:
-            return self._waited_s(one) > _PATIENCE * round_s
+        def is_starving(other: Hashable) -> bool:
+            return self._waited_s(other) > _PATIENCE * round_s
 
-        def rank(one: Hashable) -> tuple[bool, int, bool, bool, float]:
-            waited_s, claim = self._waited_s(one), ready[one]
-            return is_starving(one), claim.priority, waited_s > round_s, claim.awaits_first, waited_s
+        def rank(other: Hashable) -> tuple[bool, int, bool, bool, float]:
+            waited_s, claim = self._waited_s(other), ready[other]
+            return is_starving(other), claim.priority, waited_s > round_s, claim.awaits_first, waited_s
 
         best = max(others, key=rank)
         if current not in ready:
@@ -144,9 +144,9 @@ class SetTurns:
             return chosen
         return latest
 
-    def _waited_s(self, one: Hashable) -> float:
+    def _waited_s(self, other: Hashable) -> float:
         """How long a set has waited for its turn."""
-        return self._now_s - self._since[one] + self._credit_s[one]
+        return self._now_s - self._since[other] + self._credit_s[other]
 
     def is_idle(self, is_used: bool) -> bool:
         """Whether no request of the steps now uses adapters, and none has for as long as a change is worth."""

@@ -370,10 +370,10 @@ class ModelAdapters:
         if isinstance(adapters, (str, Named)):
             raise TypeError(f"adapters must be a list of adapters or names, not {type(adapters).__name__}")
         found = []
-        for one in adapters:
-            if not isinstance(one, Named):
-                check_adapter_name(one)
-            found.append(self._find(one, ()))
+        for adapter in adapters:
+            if not isinstance(adapter, Named):
+                check_adapter_name(adapter)
+            found.append(self._find(adapter, ()))
             part_of(found[-1])  # refuses a closed one
         return found
 
@@ -386,7 +386,7 @@ class ModelAdapters:
             return None
         scales = choice.items() if isinstance(choice, Mapping) else [(choice, 1.0)]
         entries = [
-            (part_of(self._find(one, allowed)), float_of(scale)) for one, scale in scales if scale != 0
+            (part_of(self._find(name, allowed)), float_of(scale)) for name, scale in scales if scale != 0
         ]
         if len({id(part) for part, _ in entries}) < len(entries):
             raise InvalidRequestError("adapter names one adapter twice")
@@ -444,10 +444,10 @@ def check_choice_of_adapter(value: object) -> AdapterChoice:
         return check_adapter_name(value)
     if isinstance(value, Mapping):
         scales: dict[str | AnyAdapter, float] = {}
-        for one, scale in value.items():
-            if not isinstance(one, (Adapter, ControlVector)):
-                check_adapter_name(one)
-            scales[one] = check_float(f"the scale of {one!r}", scale, -MOST_SCALE, MOST_SCALE)
+        for name, scale in value.items():
+            if not isinstance(name, (Adapter, ControlVector)):
+                check_adapter_name(name)
+            scales[name] = check_float(f"the scale of {name!r}", scale, -MOST_SCALE, MOST_SCALE)
         if not scales:
             raise ValueError("adapter is an empty mapping; give a name, or None for the model alone")
         return MappingProxyType(scales)

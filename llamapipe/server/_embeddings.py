@@ -180,7 +180,7 @@ async def score(exchange: Exchange, request: ScoreRequest) -> Response:
             "object": "list",
             "created": int(time.time()),
             "model": model,
-            "data": [{"index": i, "object": "score", "score": one} for i, one in enumerate(scores)],
+            "data": [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)],
             "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
         }
     )

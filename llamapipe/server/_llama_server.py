@@ -268,29 +268,29 @@ def _adapters(exchange: Exchange, chosen: list[LoraScale]) -> dict[Adapter, floa
     """The adapters that ``lora`` names by their numbers. Raises ApiError 400."""
     there = _loras(exchange)
     found: dict[Adapter, float] = {}
-    for one in chosen:
-        if not 0 <= one.id < len(there):
+    for lora in chosen:
+        if not 0 <= lora.id < len(there):
             raise ApiError(
-                400, f"there is no adapter {one.id}; GET /lora-adapters lists {len(there)}", "lora"
+                400, f"there is no adapter {lora.id}; GET /lora-adapters lists {len(there)}", "lora"
             )
-        if there[one.id] in found:
-            raise ApiError(400, f"lora names the adapter {one.id} twice", "lora")
-        found[there[one.id]] = one.scale
+        if there[lora.id] in found:
+            raise ApiError(400, f"lora names the adapter {lora.id} twice", "lora")
+        found[there[lora.id]] = lora.scale
     return found or None
 
 
 def _loras(exchange: Exchange) -> list[Adapter]:
     """The LoRAs in the order of their numbers."""
-    return [one for one in exchange.server.adapters if isinstance(one, Adapter)]
+    return [adapter for adapter in exchange.server.adapters if isinstance(adapter, Adapter)]
 
 
 async def lora_adapters(exchange: Exchange) -> Response:
     """``GET /lora-adapters``: what is loaded. No request uses one unless it says so, hence the scale 0."""
     vocab = exchange.server.engine.model.vocab
     found: list[dict[str, Any]] = []
-    for i, one in enumerate(_loras(exchange)):
-        entry = {"id": i, "name": one.name, "path": one.path.name, "scale": 0.0}
-        if tokens := one.invocation_tokens:
+    for i, adapter in enumerate(_loras(exchange)):
+        entry = {"id": i, "name": adapter.name, "path": adapter.path.name, "scale": 0.0}
+        if tokens := adapter.invocation_tokens:
             written = b"".join(map(vocab.written_piece, tokens)).decode(errors="replace")
             entry |= {"alora_invocation_string": written, "alora_invocation_tokens": list(tokens)}
         found.append(entry)
@@ -606,9 +606,9 @@ def _probabilities(entries: Iterable[TokenLogprob], vocab: Vocab) -> list[dict[s
     """``completion_probabilities``: as OpenAI's ``logprobs`` of chats, with ids."""
     entries = list(entries)
     made: list[dict[str, Any]] = chat_logprobs(entries, vocab)["content"]
-    for entry, one in zip(entries, made, strict=True):
-        one["id"] = entry.id
-        for top, its in zip(entry.top, one["top_logprobs"], strict=True):
+    for entry, record in zip(entries, made, strict=True):
+        record["id"] = entry.id
+        for top, its in zip(entry.top, record["top_logprobs"], strict=True):
             its["id"] = top.id
     return made
 

@@ -40,7 +40,7 @@ for path in (None, *sys.argv[1:]):
     with lp.Model(path) if path else lp.Model.demo() as model, lp.Engine(model, n_threads=1, n_ctx=256) as engine:
         texts = [list(range(first, first + n)) for first, n in ((40, 80), (60, 2), (70, 3), (90, 7), (100, 18))]
         # One after the other: products of many rows, and of few.
-        values.append([float(one) for text in texts for one in engine.score_tokens([text])[0].logprobs])
+        values.append([float(value) for text in texts for value in engine.score_tokens([text])[0].logprobs])
 modules = set(re.findall(r"libggml-cpu-([\\w.]+)\\.so", pathlib.Path("/proc/self/maps").read_text()))
 print(json.dumps([sorted(modules), values]))
 """
@@ -88,9 +88,9 @@ def main() -> int:
             sum(abs(one - other) for one, other in zip(*pair, strict=True)) / len(pair[0])
             for pair in zip(first, values, strict=True)
         ]
-        is_right = modules == [module] and all(one <= _MOST for one in apart)
+        is_right = modules == [module] and all(distance <= _MOST for distance in apart)
         failed |= not is_right
-        listed = ", ".join(f"{one:.4f}" for one in apart)
+        listed = ", ".join(f"{distance:.4f}" for distance in apart)
         word = "" if is_right else "WRONG: "
         print(
             f"{word}{processor} ({machines}): {', '.join(modules)}, nats apart on average: {listed}",

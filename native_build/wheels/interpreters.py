@@ -65,5 +65,5 @@ def ask(path: str) -> Interpreter | None:
 
 
 if __name__ == "__main__":
-    for one in find_interpreters():
-        sys.stdout.write(f"{one.name}\t{one.path}\n")
+    for found in find_interpreters():
+        sys.stdout.write(f"{found.name}\t{found.path}\n")

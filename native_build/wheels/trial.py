@@ -25,7 +25,7 @@ import llamapipe as lp
 with lp.Model.demo() as model, lp.Engine(model, n_threads=1) as engine:
     texts = engine.generate(["Once upon a time"] * 4, lp.SamplingParams(max_tokens=24, temperature=0))
 print(repr(texts[0].text))
-assert {one.text for one in texts} == {texts[0].text}, texts
+assert {done.text for done in texts} == {texts[0].text}, texts
 print("GIL:", getattr(sys, "_is_gil_enabled", lambda: True)())
 """
 
@@ -55,7 +55,7 @@ def try_wheels(wheels: Sequence[Path], interpreter: Interpreter, backends: Seque
         _run([python, "-m", "pip", "install", "--quiet", *map(str, wheels)], empty)
         command = str(empty / "venv" / "bin" / "llamapipe")
         report = json.loads(_run([command, "doctor", "--json"], empty, statuses=(0, 1)))
-        if wrong := [one for one in report["findings"] if not one["ok"]]:
+        if wrong := [finding for finding in report["findings"] if not finding["ok"]]:
             raise TrialError(f"doctor finds problems: {json.dumps(wrong, indent=1)}")
         found = {str(device["backend"]).lower() for device in report["devices"]}
         if missing := set(backends) - found:
@@ -80,8 +80,8 @@ def main() -> int:
         found[1] for path in wheels if (found := re.match(r"llamapipe_(\w+?)-", path.name)) is not None
     ]
     named = [ask(path) for path in given.interpreter or ()]
-    candidates = find_interpreters() if given.interpreter is None else [one for one in named if one]
-    interpreters = [one for one in candidates if all(fits(wheel, one) for wheel in wheels)]
+    candidates = find_interpreters() if given.interpreter is None else [found for found in named if found]
+    interpreters = [found for found in candidates if all(fits(wheel, found) for wheel in wheels)]
     if given.newest:
         del interpreters[:-1]
     texts, failed = {}, not interpreters

@@ -169,8 +169,8 @@ def mixed(files: dict[str, Path], n_requests: int, n_clients: int) -> None:
             while server.states()["large"] != "loaded":
                 time.sleep(0.01)
             os.kill(server.pids("large")[-1], signal.SIGKILL)
-            for client in clients:
-                client.result()
+            for running in clients:
+                running.result()
         seconds = time.perf_counter() - began
         n_loads = len(server.pids())
     print(f"{sum(outcomes.values())} requests of {n_clients} clients in {seconds:.0f} s, {n_loads} loads")

@@ -242,21 +242,21 @@ class TestTogether:
         queue = QueueLimit(3)
         most, lock = [0], threading.Lock()
 
-        def inside() -> None:
+        def inside(mine: Request) -> None:
             with lock:
                 most[0] = max(most[0], queue.n)
-            leave(queue, 1)
+            queue.remove([mine])
 
         def thread() -> None:
-            for _ in range(60):
-                enter(queue, perf_counter() + PATIENCE_S)
-                inside()
+            for mine in [Request([1]) for _ in range(60)]:
+                queue.enter(mine, perf_counter() + PATIENCE_S)
+                inside(mine)
 
         async def task() -> None:
-            for _ in range(60):
-                await aenter(queue)
+            for mine in [Request([1]) for _ in range(60)]:
+                await queue.aenter(mine, None)
                 await asyncio.sleep(0)
-                inside()
+                inside(mine)
 
         async def tasks() -> None:
             await asyncio.wait_for(asyncio.gather(*(task() for _ in range(6))), PATIENCE_S)

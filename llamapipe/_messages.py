@@ -7,6 +7,7 @@ what they are here. Every "did you mean" is ``did_you_mean``; names of sampling 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Iterable, Mapping
 from functools import wraps
 from inspect import iscoroutinefunction
@@ -42,6 +43,7 @@ _AT_START = "the model is chosen when the server starts, with -m"
 _N_CTX = "leave it out: --n-ctx sets it when the server starts"
 _OURS = "use /model_info"
 _OLLAMA = "start the server with --ollama"
+_BATCHES = "use llamapipe batch, which reads the same files"
 
 # By the place of a name: advice, or names here, the first of which that the place knows is meant.
 INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
@@ -160,8 +162,9 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "/set": "options of the command set parameters (llamapipe chat --help), /system TEXT the system message",
         "/read": "llamapipe chat - < FILE reads a message from a file",
     },
-    # Paths of Ollama's server, then of llama-server.
+    # Paths of Ollama's server, then of llama-server and others.
     "paths": {
+        "/v1": "clients have it as their base URL; /v1/models lists the models",
         "/api/chat": f"{_OLLAMA}; or use /v1/chat/completions",
         "/api/generate": f"{_OLLAMA}; or use /v1/completions",
         "/api/embed": f"{_OLLAMA}; or use /v1/embeddings",
@@ -180,6 +183,9 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "/embedding": "use /v1/embeddings",
         "/models/load": "start the server with --models for several models",
         "/models/unload": "start the server with --models for several models",
+        "/v1/files": _BATCHES,
+        "/v1/batches": _BATCHES,
+        "/generate": "use /v1/completions",
     },
     # Fields of requests to other servers.
     "fields": {
@@ -207,6 +213,9 @@ def instead_of(name: str, place: str, known: Iterable[str] = ()) -> str | None:
 
 
 # ---- the nearest name
+_LEAST_LIKE_PATH = 0.8
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The same name in another case, else the most similar known name, else the shortest one that begins with ``name``.
 
@@ -234,6 +243,28 @@ def did_you_mean(name: str, known: Iterable[str], place: str = "") -> str:
         return f"; {advice}"
     near = nearest(name, names)
     return "" if near is None else f"; did you mean {near}?"
+
+
+def path_meant(path: str, known: Iterable[str]) -> str | None:
+    """The known path of a server that is probably meant by another one; None: there is none.
+
+    Base URLs are often given with a part too many or too few (``/v1/v1/messages``, ``/messages``). Else it is the only
+    one that begins with the path, or one of as many parts with a typing error.
+    """
+    from difflib import get_close_matches
+
+    if not path or len(path) > _MOST_QUOTED:
+        return None
+    path, names = path.lower(), sorted(known)
+    if ends := [name for name in names if name != "/" and path.endswith(name)]:
+        return max(ends, key=len)
+    if whole := [name for name in names if name.endswith(path)]:
+        return min(whole, key=len)
+    longer = [name for name in names if name.startswith(f"{path}/")]
+    if len(longer) == 1:
+        return longer[0]
+    alike = [name for name in names if name.count("/") == path.count("/")]
+    return next(iter(get_close_matches(path, alike, 1, _LEAST_LIKE_PATH)), None)
 
 
 def unknown_attribute(owner: str, name: str, known: Iterable[str], place: str = "") -> AttributeError:
@@ -348,6 +379,34 @@ def about_option(wrong: str, command: str, known: Iterable[str], fields: Contain
         return ""
     is_like = near.startswith(wrong[2:]) or SequenceMatcher(None, near, wrong[2:]).ratio() >= _LEAST_LIKE
     return f"; did you mean --{near}?" if is_like else ""
+
+
+# Options of engines and models that errors name, and that commands have under the same names, with dashes.
+ON_COMMAND_LINE: Final = frozenset(
+    ("batch_invariant", "cache_bytes", "image_max_tokens", "image_min_tokens", "max_itl_ms", "max_queue", "n_batch",
+     "n_cells", "n_ctx", "n_gpu_layers", "n_keep", "n_seq_max", "n_threads", "n_threads_batch", "n_ubatch",
+     "packed_cache", "type_k", "type_v")
+)  # fmt: skip
+_ADVICE = re.compile(r"\b(?:raise|larger|smaller|set|leave) ")
+_NAME = re.compile(r"(?<![-'\w])[a-z]+(?:_[a-z]+)+(?!['=\w])")
+
+
+def with_flags(text: str, known: Container[str] | None = None) -> str:
+    """An error's text; where it advises another value of an engine's option, with that of the command line.
+
+    ``known``: the options that the command has; None: all of them.
+    """
+
+    def named(found: re.Match[str]) -> str:
+        flag = f"--{found[0].replace('_', '-')}"
+        return (
+            f"{found[0]} ({flag})"
+            if found[0] in ON_COMMAND_LINE and (known is None or flag in known)
+            else found[0]
+        )
+
+    advice = _ADVICE.search(text)
+    return text if advice is None else text[: advice.end()] + _NAME.sub(named, text[advice.end() :])
 
 
 # ---- values

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
@@ -30,8 +31,9 @@ from llamapipe.arguments import check_int
 from llamapipe.embedding import Embedder, Ranked
 from llamapipe.engine import Engine, EngineTuning, with_tuning
 from llamapipe.errors import BackendError, EngineClosedError
-from llamapipe.gguf.check import GgufInfo, check_gguf, head_texts
+from llamapipe.gguf.check import GgufInfo, check_gguf, head_texts, tensor_bytes
 from llamapipe.host.memory import free_memory
+from llamapipe.llama.devices import free_gpu_memory
 from llamapipe.llama.kv_memory import TYPE_BYTES, cell_bytes
 from llamapipe.llama.model import MODEL_OPTIONS, Model
 from llamapipe.locks import Lock
@@ -62,6 +64,9 @@ _OPTIONS = (  # of what a pool makes
     {*signature(Engine).parameters, *signature(Embedder).parameters, *EngineTuning.__dataclass_fields__}
     | {*MODEL_OPTIONS}
 ) - {"model", "tuning"}
+_BLOCK = re.compile(r"blk\.(\d+)\.")
+_TOKENS = "token_embd.weight"
+_INPUT = re.compile(r"token_embd|token_types|position_embd|per_layer_token_embd")
 _log = logging.getLogger("llamapipe")
 
 
@@ -72,24 +77,33 @@ class Tenure(NamedTuple):
     n_bytes: int
     used_at: float
     may_end: bool
+    gpu_bytes: int = 0
 
 
-def choose(needed: int, budget: int | None, there: Sequence[Tenure]) -> list[int] | None:
+def choose(
+    needed: int,
+    budget: int | None,
+    there: Sequence[Tenure],
+    gpu_needed: int = 0,
+    gpu_budget: int | None = None,
+) -> list[int] | None:
     """The places of the models to end, so that ``needed`` bytes fit beside the rest; None: they cannot all be idle.
 
-    The least recently used first, no more than needed. Pure.
+    The same for the memory of GPUs. The least recently used first, no more than needed. Pure.
     """
-    if budget is None:
-        return []
-    missing = sum(tenure.n_bytes for tenure in there) + needed - budget
+    missing = gpu_missing = 0
+    if budget is not None:
+        missing = sum(tenure.n_bytes for tenure in there) + needed - budget
+    if gpu_budget is not None:
+        gpu_missing = sum(tenure.gpu_bytes for tenure in there) + gpu_needed - gpu_budget
     chosen = []
     for i in sorted(range(len(there)), key=lambda i: there[i].used_at):
-        if missing <= 0:
-            break
-        if there[i].may_end:
+        helps = (missing > 0 and there[i].n_bytes > 0) or (gpu_missing > 0 and there[i].gpu_bytes > 0)
+        if helps and there[i].may_end:
             chosen.append(i)
             missing -= there[i].n_bytes
-    return chosen if missing <= 0 else None
+            gpu_missing -= there[i].gpu_bytes
+    return chosen if missing <= 0 and gpu_missing <= 0 else None
 
 
 def refusal(needed: int, budget: int | None, pinned: int, option: str) -> str | None:
@@ -103,34 +117,84 @@ def refusal(needed: int, budget: int | None, pinned: int, option: str) -> str | 
     )
 
 
+def gpu_refusal(needed: int, budget: int | None, pinned: int) -> str | None:
+    """The same for the memory of GPUs."""
+    if budget is None or needed + pinned <= budget:
+        return None
+    beside = f", of which pinned models have {size(pinned)}" if pinned else ""
+    return (
+        f"its layers on GPUs need {size(needed)}, and models may take {size(budget)} of the memory that GPUs had free"
+        f"{beside}; give it a smaller n_gpu_layers, n_ctx or n_seq_max"
+    )
+
+
 class Need(NamedTuple):
     """What a model takes once it is loaded.
 
     ``n_bytes``: memory, without that of the process. ``n_ctx``: tokens of a request. ``cache_bytes``: the option of the
-    engine with which it takes no more.
+    engine with which it takes no more. ``gpu_bytes``: memory of GPUs.
     """
 
     n_bytes: int
     n_ctx: int
     cache_bytes: int
+    gpu_bytes: int
 
 
-def need_of(info: GgufInfo, embeds: bool, options: Mapping[str, Any]) -> Need:
-    """What a file's model takes with these options of ``Engine`` or ``Embedder``. Raises ModelLoadError."""
-    held: float = info.size_bytes
+def need_of(info: GgufInfo, embeds: bool, options: Mapping[str, Any], has_gpus: bool = False) -> Need:
+    """What a file's model takes with these options of ``Engine`` or ``Embedder``, and of ``Model``.
+
+    ``has_gpus``: there are GPUs with memory of their own, which get layers. Raises ModelLoadError.
+    """
+    n_on_gpu = _n_on_gpu(info, options) if has_gpus else 0
+    weights, held = _weights_bytes(info, n_on_gpu)
+    beside = more = 0
     if embeds:
         n_ctx, n_cache_bytes = options.get("n_ctx") or min(info.n_ctx_train, _USUAL_TEXT), 0
     else:
         given = options.get("n_ctx")  # 0 on the command line: the model's
         n_ctx = min(info.n_ctx_train, _USUAL_CONTEXT) if given is None else given or info.n_ctx_train
-        held += _cells_bytes(head_texts(info.path), info, n_ctx, options)
-        n_cache_bytes = options.get("cache_bytes", int(held * _CACHE_SHARE))
+        cells = _cells_bytes(head_texts(info.path), info, n_ctx, options)
+        n_cache_bytes = options.get("cache_bytes", int((info.size_bytes + cells) * _CACHE_SHARE))
+        share = max(n_on_gpu - 1, 0) / max(info.n_layer, 1)
+        weights, held = weights + cells * (1 - share), held + cells * share
         if isinstance(draft := options.get("draft"), (str, os.PathLike)):
             stored = model_of(draft)
-            beside = {"n_ctx": n_ctx, "n_seq_max": options.get("n_seq_max"), "cache_bytes": 0}
-            held += need_of(check_gguf(draft if stored is None else stored[0]), False, beside).n_bytes
+            of_draft = {"n_ctx": n_ctx, "n_seq_max": options.get("n_seq_max"), "cache_bytes": 0}
+            found = need_of(check_gguf(draft if stored is None else stored[0]), False, of_draft, n_on_gpu > 0)
+            beside, more = found.n_bytes, found.gpu_bytes
     steps = 4 * info.n_vocab * _STEP_ROWS
-    return Need(int(held + n_cache_bytes + steps), n_ctx, n_cache_bytes)
+    return Need(
+        int(weights + n_cache_bytes + steps) + beside,
+        n_ctx,
+        n_cache_bytes,
+        int(held + steps) + more if n_on_gpu else 0,
+    )
+
+
+def _n_on_gpu(info: GgufInfo, options: Mapping[str, Any]) -> int:
+    """How many layers GPUs get: the last ones, of which the output is the very last."""
+    devices = options.get("devices")
+    if options.get("rpc") or (devices is not None and all(str(one) == "CPU" for one in devices)):
+        return 0  # workers get layers first: how many this machine keeps is not known
+    given = options.get("n_gpu_layers", -1)
+    return info.n_layer + 1 if not isinstance(given, int) or given < 0 else min(given, info.n_layer + 1)
+
+
+def _weights_bytes(info: GgufInfo, n_on_gpu: int) -> tuple[float, float]:
+    """Bytes of the weights in the system's memory, and in that of GPUs."""
+    first = info.n_layer + 1 - n_on_gpu
+    on_gpu, has_output = 0, False
+    for tensor in info.tensors if n_on_gpu else ():
+        block = _BLOCK.match(tensor.name)
+        has_output = has_output or tensor.name == "output.weight"
+        if int(block[1]) >= first if block else not _INPUT.match(tensor.name):
+            on_gpu += tensor_bytes(tensor)
+    # Where the output uses the weights of the input, GPUs get a copy.
+    copied = (
+        0 if has_output or not n_on_gpu else sum(tensor_bytes(t) for t in info.tensors if t.name == _TOKENS)
+    )
+    return info.size_bytes - on_gpu, on_gpu + copied
 
 
 def embeds_of(info: GgufInfo) -> bool:
@@ -164,7 +228,7 @@ class ModelStatus(NamedTuple):
     """One model of a ``ModelPool``.
 
     ``n_bytes``: memory that it is expected to take, 0 while it is unloaded. ``n_calls``: calls that use it now.
-    ``pinned``: it is not ended for another model.
+    ``pinned``: it is not ended for another model. ``gpu_bytes``: the same as ``n_bytes`` of GPUs' own memory.
     """
 
     name: str
@@ -172,6 +236,7 @@ class ModelStatus(NamedTuple):
     n_bytes: int
     n_calls: int
     pinned: bool
+    gpu_bytes: int = 0
 
 
 class _Pooled:
@@ -195,12 +260,17 @@ class _Pooled:
         self.owner: Engine | Embedder | None = None
         self.is_leaving = False  # it gets no further calls, and ends after those that it has
         self.users: set[object] = set()  # one for each call
-        self.n_bytes = self.n_failed = 0
+        self.n_bytes = self.gpu_bytes = self.n_failed = 0
         self.used_at = 0.0
         self.error: Exception | None = None
 
     def __repr__(self) -> str:
         return f"<_Pooled {self.name} {self.state} n_users={len(self.users)}>"
+
+    def ended(self) -> None:
+        """It has no memory any longer."""
+        self.owner, self.state = None, "unloaded"
+        self.n_bytes = self.gpu_bytes = 0
 
 
 class ModelPool(NotCopyable):
@@ -216,7 +286,8 @@ class ModelPool(NotCopyable):
       and options: those of ``Engine``, ``EngineTuning`` and ``Model``, or of ``Embedder`` for a model that embeds.
       ``"embeddings"``: it embeds or ranks texts instead of generating them; default: what the file is made for.
     - ``budget_bytes``: memory that all loaded models together may take; default: nine tenths of what is free now. What
-      one takes is computed from its file: weights, KV cells and cached prefixes.
+      one takes is computed from its file: weights, KV cells and cached prefixes. What is on GPUs with memory of their
+      own (``n_gpu_layers``) does not count; of that memory, models may take nine tenths of what the first load finds.
     - ``keep``: names of models that are not ended for others. ``options``: for all models that generate.
 
     A call loads its model if need be, and calls of several threads and tasks share one load. Idle models make room, the
@@ -253,6 +324,9 @@ class ModelPool(NotCopyable):
             self.budget_bytes = check_int("budget_bytes", budget_bytes, 1, 2**63 - 1)
         self._changed = threading.Condition(Lock())
         self._turn = Lock()  # to make room, in the order of the calls
+        self._gpu_bytes: int | None = (
+            None  # of GPUs, that all models may take; not known before the first load
+        )
         self._closed = False
         self._kept = ExitStack()
         self._folder: Path | None = None
@@ -287,7 +361,9 @@ class ModelPool(NotCopyable):
         """The models, in the order in which they were given."""
         with self._changed:
             return [
-                ModelStatus(model.name, model.state, model.n_bytes, len(model.users), model.pinned)
+                ModelStatus(
+                    model.name, model.state, model.n_bytes, len(model.users), model.pinned, model.gpu_bytes
+                )
                 for model in self._models.values()
             ]
 
@@ -390,7 +466,7 @@ class ModelPool(NotCopyable):
             owner = self._load(model)
         except BaseException as e:
             with self._changed:
-                model.state, model.n_bytes = "unloaded", 0
+                model.ended()
                 model.n_failed += 1
                 model.error = e if isinstance(e, Exception) else None
                 self._changed.notify_all()
@@ -413,8 +489,10 @@ class ModelPool(NotCopyable):
         info = check_gguf(model.file if stored is None else stored[0])
         embeds = embeds_of(info) if model.embeds is None else model.embeds
         given = model.options if embeds else {**model.common, **model.options}
-        need = need_of(info, embeds, given)
-        self._make_room(model, need.n_bytes)
+        if self._gpu_bytes is None:
+            self._gpu_bytes = int(free_gpu_memory() * OF_FREE_MEMORY)
+        need = need_of(info, embeds, given, self._gpu_bytes > 0)
+        self._make_room(model, need)
         options = with_tuning(given)
         of_model = {name: options.pop(name) for name in MODEL_OPTIONS if name in options}
         loaded = Model(model.file, **of_model)
@@ -429,34 +507,40 @@ class ModelPool(NotCopyable):
             raise
         return owner
 
-    def _make_room(self, model: _Pooled, n_bytes: int) -> None:
+    def _make_room(self, model: _Pooled, need: Need) -> None:
         with self._changed:
             others = [other for other in self._models.values() if other is not model]
-            pinned = sum(other.n_bytes for other in others if other.pinned)
-            if (why := refusal(n_bytes, self.budget_bytes, pinned, "budget_bytes")) is not None:
+            pinned = [other for other in others if other.pinned]
+            why = refusal(need.n_bytes, self.budget_bytes, sum(p.n_bytes for p in pinned), "budget_bytes")
+            why = why or gpu_refusal(need.gpu_bytes, self._gpu_bytes, sum(p.gpu_bytes for p in pinned))
+            if why is not None:
                 raise BackendError(f"the model {quoted(model.name)} cannot be loaded: {why}")
-            if self._takes_room(model, n_bytes):  # nobody waits for the load of another one without need
+            if self._takes_room(model, need):  # nobody waits for the load of another one without need
                 return
         began = monotonic()
         with self._turn, self._changed:
-            while not self._takes_room(model, n_bytes):
+            while not self._takes_room(model, need):
                 if self._closed:
                     raise EngineClosedError("the pool is closed; make another")
                 waited_s = monotonic() - began
                 there = [other for other in others if other.n_bytes]
+                budgets = need.n_bytes, self.budget_bytes
                 if not any(other.is_leaving for other in there):
                     held = [_tenure(other, waited_s < PATIENCE_S) for other in there]
-                    for i in choose(n_bytes, self.budget_bytes, held) or ():
+                    for i in choose(*budgets, held, need.gpu_bytes, self._gpu_bytes) or ():
                         there[i].is_leaving = True
                 if not self._end_one():
                     self._changed.wait(max(PATIENCE_S - waited_s, 0.0) or None)
 
-    def _takes_room(self, model: _Pooled, n_bytes: int) -> bool:
+    def _takes_room(self, model: _Pooled, need: Need) -> bool:
         """Whether a model fits beside the others; it has the memory then."""
-        used = sum(other.n_bytes for other in self._models.values() if other is not model)
-        if self.budget_bytes is not None and used + n_bytes > self.budget_bytes:
+        others = [other for other in self._models.values() if other is not model]
+        used, gpu_used = sum(other.n_bytes for other in others), sum(other.gpu_bytes for other in others)
+        if self.budget_bytes is not None and used + need.n_bytes > self.budget_bytes:
             return False
-        model.n_bytes = n_bytes
+        if self._gpu_bytes is not None and gpu_used + need.gpu_bytes > self._gpu_bytes:
+            return False
+        model.n_bytes, model.gpu_bytes = need.n_bytes, need.gpu_bytes
         return True
 
     def _end_one(self) -> bool:
@@ -475,7 +559,8 @@ class ModelPool(NotCopyable):
             _close(owner)
         finally:
             self._changed.acquire()
-            model.owner, model.state, model.n_bytes, model.is_leaving = None, "unloaded", 0, False
+            model.ended()
+            model.is_leaving = False
             self._changed.notify_all()
         return True
 
@@ -659,7 +744,7 @@ class ModelPool(NotCopyable):
                         try:
                             _close(owner)
                         finally:
-                            model.owner, model.state, model.n_bytes = None, "unloaded", 0
+                            model.ended()
                     else:
                         self._changed.wait()
         self._kept.close()
@@ -707,7 +792,8 @@ def _pooled(name: object, given: object, common: Mapping[str, Any]) -> _Pooled:
 
 def _tenure(model: _Pooled, only_idle: bool) -> Tenure:
     may_end = model.state == "loaded" and not model.pinned and not (only_idle and model.users)
-    return Tenure(model.n_bytes, math.inf if model.users else model.used_at, may_end)
+    used_at = math.inf if model.users else model.used_at
+    return Tenure(model.n_bytes, used_at, may_end, model.gpu_bytes)
 
 
 def _close(owner: Engine | Embedder) -> None:

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import NoReturn
 
 import llamapipe
-from llamapipe._messages import did_you_mean
+from llamapipe._messages import did_you_mean, with_flags
 from llamapipe.cli import (
     batch,
     bench,
@@ -107,7 +107,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.verbose:
             traceback.print_exc()
         if isinstance(error, (LlamapipeError, OSError, ValueError, ImportError)):
-            return _fail(_text(error), EXIT_FAILURE)
+            parser = getattr(args, "parser", None)  # none yet, if an option's value was wrong
+            known = () if parser is None else parser._option_string_actions
+            return _fail(with_flags(_text(error), known), EXIT_FAILURE)
         return _fail(f"unexpected {type(error).__name__}: {error} (--verbose shows where)", EXIT_FAILURE)
     return status
 

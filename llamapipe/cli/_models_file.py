@@ -41,6 +41,7 @@ _PART = re.compile(r"(.+)-(\d{5})-of-\d{5}")
 _OF_LIST = ("file", "aliases", "embeddings", "keep", "preload", "ttl")
 _OF_MODEL: dict[str, Option] = {option.name: option for option in (*ENGINE, *MODEL)}
 _FILES = ("draft", "mmproj")
+_PLACEMENT = ("n_gpu_layers", "rpc")
 _ADAPTERS = ("lora", "control_vector")
 _TEXTS = ("chat_template", "tool_calls", "fim_order")
 _PROCESS_BYTES = 110 * 2**20  # of the interpreter and its libraries
@@ -195,14 +196,18 @@ def _value(where: str, name: str, value: Any, folder: Path) -> Any:
 
 
 # ---- what a load needs
-async def look(common: Mapping[str, Any], entry: ModelEntry) -> FileFacts:
-    """What a load needs. ``common``: options of the command line. Raises OSError, ValueError."""
-    return await asyncio.to_thread(partial(read_facts, common, entry))
+async def look(common: Mapping[str, Any], entry: ModelEntry, has_gpus: bool = False) -> FileFacts:
+    """What a load needs. ``common``: options of the command line. Raises OSError, ValueError.
+
+    ``has_gpus``: there are GPUs with memory of their own.
+    """
+    return await asyncio.to_thread(partial(read_facts, common, entry, has_gpus))
 
 
-def read_facts(common: Mapping[str, Any], entry: ModelEntry) -> FileFacts:
+def read_facts(common: Mapping[str, Any], entry: ModelEntry, has_gpus: bool = False) -> FileFacts:
     """The same, waiting; a file of the hub is downloaded if need be."""
-    options = entry.options if entry.embeds else {**common, **entry.options}
+    placement = {name: common[name] for name in _PLACEMENT if name in common}
+    options = {**(placement if entry.embeds else common), **entry.options}
     found: dict[str, Any] = {}
     try:
         path = model_path(entry.file)
@@ -211,7 +216,8 @@ def read_facts(common: Mapping[str, Any], entry: ModelEntry) -> FileFacts:
         if "draft" in options:
             found["draft"] = str(model_path(str(options["draft"])))
         embeds = embeds_of(info) if entry.embeds is None else entry.embeds
-        need = need_of(info, embeds, entry.options if embeds else {**options, **found})
+        given = {**placement, **entry.options} if embeds else {**options, **found}
+        need = need_of(info, embeds, given, has_gpus)
         texts = head_texts(info.path)
         beside = [file for key in _ADAPTERS for _, file in entry.options.get(key, ())]
         projector = None if embeds else _projector(entry.options.get("mmproj", "auto"), info, texts)
@@ -229,6 +235,7 @@ def read_facts(common: Mapping[str, Any], entry: ModelEntry) -> FileFacts:
         info.size_bytes,
         info.stamps[0].modified_ns / 1e9,
         sha256(fingerprint(info.path)).hexdigest() if stored is None else find_stored(stored[1]).digest,
+        need.gpu_bytes,
     )
 
 

@@ -102,8 +102,8 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
         "--memory",
         type=byte_count,
         metavar="SIZE",
-        help="with --models: end the least recently used idle models so that all take no more than this, such as 6GiB "
-        "(default: nine tenths of the free memory)",
+        help="with --models: end the least recently used idle models so that all take no more of the system's memory "
+        "than this, such as 6GiB (default: nine tenths of what is free; of GPUs' memory, always that)",
     )
     parser.add_argument(
         "--embeddings", type=model_path, metavar="FILE", help="a GGUF file for /v1/embeddings and /v1/rerank"
@@ -479,7 +479,7 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
     """Serves several models. They run in processes of their own: nothing of llama.cpp is loaded here."""
     from llamapipe.cli._models_file import entries_of, look
     from llamapipe.server.pool import Pool
-    from llamapipe.server.processes import Placement, command_with
+    from llamapipe.server.processes import Placement, command_with, free_gpu_memory
     from llamapipe.server.run import run_front
 
     for option, value in (
@@ -507,7 +507,8 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
             f"--memory is {args.memory / 2**30:.1f} GiB; this machine gives processes at most {most / 2**30:.1f} GiB"
         )
     budget = args.memory or (None if free is None else int(free * OF_FREE_MEMORY))
-    common = given(args, ENGINE)
+    gpu_budget = int(free_gpu_memory() * OF_FREE_MEMORY) or None
+    common = given(args, [*ENGINE, *MODEL])
 
     def again() -> list[ModelEntry]:
         try:
@@ -523,7 +524,8 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
             _log.warning("the cached prefixes of models that are ended are lost: %s", error)
         placement = Placement(core_shares(1)[0])
         try:
-            pool = Pool(entries, command_with(args.argv), placement, partial(look, common), budget, folder)
+            look_at = partial(look, common, has_gpus=gpu_budget is not None)
+            pool = Pool(entries, command_with(args.argv), placement, look_at, budget, folder, gpu_budget)
         except ValueError as error:
             raise UsageError(f"--models: {error}") from error
         sock = stack.enter_context(listening_socket(args.host, args.port))

@@ -20,6 +20,7 @@ _TYPES = {
     "GGML_BACKEND_DEVICE_TYPE_ACCEL": "accel",
 }
 
+_UNIFIED = ("MTL", "Metal")  # backends of GPUs that use the system's memory, though they are not of type igpu
 _SOFTWARE = ("llvmpipe", "lavapipe", "swiftshader", "software rasterizer")
 
 
@@ -47,6 +48,12 @@ class Device:
     def is_software(self) -> bool:
         """True for a GPU driver that computes on the CPU (llvmpipe, SwiftShader): useful for tests, slow."""
         return self.type != "cpu" and any(name in self.description.lower() for name in _SOFTWARE)
+
+    @property
+    def has_own_memory(self) -> bool:
+        """True for a GPU whose memory is not the system's, and whose backend says how much it has."""
+        shares = self.is_software or self.backend in _UNIFIED
+        return self.type == "gpu" and not shares and self.memory_total > 0
 
 
 def device_handles() -> list[tuple[Device, Any]]:
@@ -82,6 +89,11 @@ def devices() -> list[Device]:
     Raises BackendError when the native libraries cannot be loaded.
     """
     return [device for device, _ in device_handles()]
+
+
+def free_gpu_memory() -> int:
+    """Free bytes of this machine's GPUs that have memory of their own, together; 0 if there are none. Any thread."""
+    return sum(device.memory_free for device in devices() if device.has_own_memory)
 
 
 # ---- which of them a model is placed on; ``far``: native devices of workers

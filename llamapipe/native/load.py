@@ -17,7 +17,7 @@ from typing import Any
 
 from llamapipe.errors import BackendError
 from llamapipe.locks import Lock
-from llamapipe.native.backend_packages import BackendPackage, usable
+from llamapipe.native.backend_packages import BackendPackage, installed, usable
 
 _PACKAGE = Path(__file__).parents[1]
 LIB_DIR = Path(__file__).parent / "lib"
@@ -39,6 +39,11 @@ def build_info() -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return info if isinstance(info, dict) else {}
+
+
+def has_gpu_backend() -> bool:
+    """Whether this build, or a package beside it, has a backend for more than CPUs. Loads nothing."""
+    return any(name != "cpu" for name in build_info().get("backends", ())) or bool(installed())
 
 
 def native() -> Any:

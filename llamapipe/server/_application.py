@@ -17,11 +17,11 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llamapipe._engine.long_work import size_of
-from llamapipe._messages import instead_of, listed, quoted
+from llamapipe._messages import instead_of, listed, path_meant, quoted
 from llamapipe.embedding import Embedder
 from llamapipe.engine import Engine
 from llamapipe.errors import BackendError
@@ -471,12 +471,30 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     exchange: Exchange = request.scope["llamapipe.exchange"]
     headers: Mapping[str, str] | None = None
     if isinstance(error, HTTPException):
-        hint = instead_of(exchange.path.rstrip("/"), "paths") if error.status_code == 404 else None
-        message = f"{exchange.method} {exchange.path}: {error.detail}{f'; {hint}' if hint else ''}"
         headers = error.headers
+        hint = None
+        routes = [route for route in request.app.routes if isinstance(route, Route)]
+        if error.status_code == 404:
+            hint = _path_hint(exchange.path.rstrip("/"), routes)
+        elif error.status_code == 405:  # Starlette names the methods of the first route of this path
+            scope = request.scope
+            here = [route for route in routes if route.matches(scope)[0] is not Match.NONE]
+            methods = sorted({method for route in here for method in route.methods or ()})
+            headers = {"allow": ", ".join(methods)}
+            hint = "use " + " or ".join(method for method in methods if method != "HEAD")
+        message = f"{exchange.method} {exchange.path}: {error.detail}{f'; {hint}' if hint else ''}"
         error = ApiError(error.status_code, message)
     assert isinstance(error, ApiError)
     return exchange.prepare(exchange.error_response(error, headers))
+
+
+def _path_hint(path: str, routes: Iterable[Route]) -> str | None:
+    """What to use instead of a path that has no route."""
+    advice = instead_of(path, "paths")
+    if advice is not None:
+        return advice
+    meant = path_meant(path, {route.path for route in routes if "{" not in route.path})
+    return None if meant is None else f"did you mean {meant}?"
 
 
 def _lifespan(state: Gate) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:

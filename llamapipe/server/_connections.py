@@ -296,7 +296,11 @@ class Connection(HttpToolsProtocol):
         self._timer = None
         if self._has_begun or self.has_request:
             limit_s = self._limits.head_timeout_s
-            self._refuse(ApiError(408, f"the head of a request must arrive within {limit_s:g} seconds"))
+            self._refuse(
+                ApiError(
+                    408, f"the head of a request must arrive within {limit_s:g} seconds (--head-timeout)"
+                )
+            )
         else:
             self.transport.close()
 

@@ -206,6 +206,11 @@ class Front(Gate):
             for name in (*model.names, *model.entry.adapters)
         ]
         memory = {"used_bytes": self.pool.used_bytes, "budget_bytes": self.pool.budget_bytes}
+        if self.pool.gpu_budget_bytes is not None:
+            memory |= {
+                "gpu_used_bytes": self.pool.used_gpu_bytes,
+                "gpu_budget_bytes": self.pool.gpu_budget_bytes,
+            }
         return JsonResponse({"object": "list", "data": data, "has_more": False, "memory": memory})
 
     async def get_model(self, exchange: Exchange) -> Response:
@@ -458,8 +463,8 @@ class Front(Gate):
                 left_s = _FOR_EVER_S if model.expires_at is None else model.expires_at - monotonic()
                 kept = {key: entry[key] for key in ("name", "model", "digest", "details")}
                 found.append(
-                    {**kept, "size": model.n_bytes, "size_vram": 0, "expires_at": _date(time.time() + left_s),
-                     "context_length": model.facts.n_ctx}
+                    {**kept, "size": model.n_bytes + model.gpu_bytes, "size_vram": model.gpu_bytes,
+                     "expires_at": _date(time.time() + left_s), "context_length": model.facts.n_ctx}
                 )  # fmt: skip
         return JsonResponse({"models": found})
 
@@ -747,7 +752,7 @@ class Forwarded(LateResponse):
                 raise ApiError(
                     504,
                     f"the model {quoted(self._model.name)} was not loaded within {settings.timeout_s:g} seconds, the "
-                    "limit of this server for a request",
+                    "limit of this server for a request (--timeout)",
                     code="timeout",
                 )
             limits = [limit for limit in (left_s, settings.ping_s if signs else None) if limit is not None]

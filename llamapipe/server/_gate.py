@@ -71,7 +71,8 @@ class Gate:
         if self.n_requests >= self.settings.max_requests:
             raise ApiError(
                 429,
-                f"{self.n_requests} requests are being served, which is the limit of this server; try again later",
+                f"{self.n_requests} requests are being served, which is the limit of this server (--max-requests); try "
+                "again later",
                 code="too_many_requests",
             )
 

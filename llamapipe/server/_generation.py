@@ -202,7 +202,7 @@ def total_choices(state: ServerState, n: int) -> None:
     most = state.settings.max_n
     if n > most:
         raise ApiError(
-            400, f"the request asks for {n} choices in all; the limit of this server is {most}", "n"
+            400, f"the request asks for {n} choices in all; the limit of this server is {most} (--max-n)", "n"
         )
 
 

@@ -285,7 +285,7 @@ class BodyBudget:
         return ApiError(
             503,
             f"the bodies of requests without an answer have more than {self._most_bytes} bytes together, which is the "
-            "limit of this server; try again later",
+            "limit of this server (--max-bodies-bytes); try again later",
             code="too_many_bytes",
         )
 

@@ -118,7 +118,7 @@ class Exchange(Request):
         if not done:
             raise ApiError(
                 408,
-                f"the body did not arrive within {timeout_s:g} seconds, the limit of this server",
+                f"the body did not arrive within {timeout_s:g} seconds, the limit of this server (--body-timeout)",
                 code="timeout",
             )
         if reading.cancelled() or self.is_refused:
@@ -146,7 +146,9 @@ class Exchange(Request):
         return b"".join(parts)
 
     def _too_large(self, n: int, limit: int) -> ApiError:
-        return ApiError(413, f"the body has at least {n} bytes; the limit of this server is {limit}")
+        return ApiError(
+            413, f"the body has at least {n} bytes; the limit of this server is {limit} (--max-body-bytes)"
+        )
 
     def hold_more(self, n_bytes: int) -> None:
         """What was fetched for the request counts with its body, from here on."""

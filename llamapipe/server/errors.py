@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Container
 from typing import Any, Literal
 
+from llamapipe._messages import with_flags
 from llamapipe.errors import (
     ConstraintError,
     ContextFullError,
@@ -36,6 +37,7 @@ _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    405: "invalid_request_error",
     408: "timeout_error",
     413: "request_too_large",
     415: "invalid_request_error",
@@ -51,11 +53,15 @@ BUSY = (429, 503)  # statuses after which the client should retry
 
 
 class ApiError(Exception):
-    """An answer other than 200: the HTTP status, a message, and the field of the request that caused it."""
+    """An answer other than 200: the HTTP status, a message, and the field of the request that caused it.
+
+    Where the message advises another value of an option of the engine, ``--option`` is added.
+    """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         if len(message) > _MOST_CHARACTERS:  # it quotes what the client sent
             message = f"{message[: _MOST_CHARACTERS // 2]} … {message[-_MOST_CHARACTERS // 2 :]}"
+        message = with_flags(message)
         super().__init__(message)
         self.status = status
         self.message = message

@@ -110,6 +110,8 @@ class Options(_Table, kw_only=True):
     rope_frequency_scale: Annotated[float | None, Unused()] = None
     tfs_z: Annotated[float | None, Unused(1.0, 1)] = None
     vocab_only: Annotated[bool | None, Unused(False)] = None
+    # Open WebUI's, which Ollama does not read either: `think` is its field.
+    reasoning_effort: Annotated[str | None, Unused()] = None
 
     def sampling(self, state: ServerState, **more: Any) -> SamplingParams:
         """The options as ``SamplingParams``, with Ollama's defaults. Raises ApiError 400."""

@@ -35,7 +35,7 @@ from llamapipe import hub
 from llamapipe._engine import cache_file
 from llamapipe._messages import did_you_mean, listed, quoted
 from llamapipe.host.memory import resident_bytes
-from llamapipe.model_pool import PATIENCE_S, Tenure, choose, refusal
+from llamapipe.model_pool import PATIENCE_S, Tenure, choose, gpu_refusal, refusal
 from llamapipe.server._upstream import Upstream
 from llamapipe.server.errors import ApiError
 from llamapipe.server.processes import Family, Placement, ServedModel, State, WorkerProcess, add_families
@@ -66,9 +66,9 @@ class ModelState(enum.Enum):
 class FileFacts(NamedTuple):
     """What a model's file says before the model is loaded.
 
-    ``n_bytes``: the memory that its process will take. ``options``: with which it takes no more. ``n_ctx``: tokens of a
-    request. ``takes``: ``"text"``, and ``"image"`` and ``"audio"`` where messages may have them. ``details``: as in
-    Ollama's lists. ``size_bytes``, ``modified_s``, ``digest``: of the file.
+    ``n_bytes``: the memory that its process will take, and ``gpu_bytes`` that of GPUs. ``options``: with which it takes
+    no more. ``n_ctx``: tokens of a request. ``takes``: ``"text"``, and ``"image"`` and ``"audio"`` where messages may
+    have them. ``details``: as in Ollama's lists. ``size_bytes``, ``modified_s``, ``digest``: of the file.
     """
 
     file: str
@@ -81,6 +81,7 @@ class FileFacts(NamedTuple):
     size_bytes: int
     modified_s: float
     digest: str
+    gpu_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,8 @@ class PooledModel:
     ``copies``: further names, which clients gave it until the server ends. ``n_users``: requests that it has, or that
     wait for it. ``n_running``: those that it has. ``ttl_s``: seconds until it ends without a request; None: never.
     ``expires_at``: when that is, by ``monotonic``. ``failure``: why its last load or process ended. ``load_s``: how
-    long the last load took; ``loaded_at``: when it ended. ``n_bytes``: memory that it takes; 0 while it is unloaded.
+    long the last load took; ``loaded_at``: when it ended. ``n_bytes``: memory that it takes, and ``gpu_bytes`` of GPUs;
+    0 while it is unloaded.
     ``measured_bytes``: the most that its processes took.
     """
 
@@ -162,7 +164,7 @@ class PooledModel:
         self.facts: FileFacts | None = None
         self.process: WorkerProcess | None = None
         self.n_users = self.n_running = 0
-        self.n_bytes = self.measured_bytes = 0
+        self.n_bytes = self.gpu_bytes = self.measured_bytes = 0
         self.used_at = self.loaded_at = 0.0
         self.ttl_s = entry.ttl_s
         self.expires_at: float | None = None
@@ -206,7 +208,7 @@ class PooledModel:
     def tenure(self, waited_s: float) -> Tenure:
         """What it holds, and whether it may end for another model that has waited so long."""
         used_at = math.inf if self.n_users else self.used_at
-        return Tenure(self.n_bytes, used_at, self.patience_s(waited_s) == 0.0)
+        return Tenure(self.n_bytes, used_at, self.patience_s(waited_s) == 0.0, self.gpu_bytes)
 
 
 Look = Callable[[ModelEntry], Coroutine[Any, Any, FileFacts]]
@@ -217,9 +219,9 @@ class Pool:
 
     ``entries``: what may be loaded. ``command``: starts a process, with ``--worker OPTIONS`` after it. ``look``: finds
     out what a load needs, downloads the file if need be, and raises OSError or ValueError if there is none.
-    ``budget_bytes``: memory that all processes together may take; None: any. ``folder``: where models that are ended
-    keep their cached prefixes until they are loaded again; None: nowhere. Raises ValueError for a name that two models
-    have.
+    ``budget_bytes``: memory that all processes together may take; None: any. ``gpu_budget_bytes``: the same of GPUs'
+    own memory. ``folder``: where models that are ended keep their cached prefixes until they are loaded again; None:
+    nowhere. Raises ValueError for a name that two models have.
     """
 
     def __init__(
@@ -230,6 +232,7 @@ class Pool:
         look: Look,
         budget_bytes: int | None = None,
         folder: Path | None = None,
+        gpu_budget_bytes: int | None = None,
     ) -> None:
         _taken_names(entries)  # raises
         self.models = [PooledModel(entry) for entry in entries]
@@ -237,6 +240,7 @@ class Pool:
         self._leaving: list[PooledModel] = []  # no longer served, and their processes have not ended
         self._added: list[ModelEntry] = []  # by clients
         self.budget_bytes = budget_bytes
+        self.gpu_budget_bytes = gpu_budget_bytes
         self._folder = folder
         self._command = command
         self._placement = placement
@@ -283,6 +287,11 @@ class Pool:
     def used_bytes(self) -> int:
         """Memory of all processes that there are."""
         return sum(model.n_bytes for model in self._all)
+
+    @property
+    def used_gpu_bytes(self) -> int:
+        """The same of GPUs' own memory."""
+        return sum(model.gpu_bytes for model in self._all)
 
     @property
     def _all(self) -> list[PooledModel]:
@@ -429,7 +438,7 @@ class Pool:
             except (OSError, ValueError) as e:
                 model.facts = None  # what was there, if anything, is there no longer
                 raise _cannot_load(model, str(e)) from None
-            await self._make_room(model, max(facts.n_bytes, model.measured_bytes))
+            await self._make_room(model, max(facts.n_bytes, model.measured_bytes), facts.gpu_bytes)
             await self._start(model, facts)
             self._measure(model)
             model.loaded_at = monotonic()
@@ -445,7 +454,7 @@ class Pool:
             if model.state is ModelState.LOADING:
                 self._set(model, ModelState.UNLOADED)
                 if model.process is None:  # else `_bury` does it, when the memory is free
-                    model.n_bytes = 0
+                    model.n_bytes = model.gpu_bytes = 0
             self._signal()
 
     def _measure(self, model: PooledModel) -> None:
@@ -506,24 +515,27 @@ class Pool:
             model.failed_at = 0.0  # the next request loads it again
             _log.warning("%s: %s", model.name, model.failure)
         if model.state is not ModelState.LOADING:
-            model.n_bytes = 0
+            model.n_bytes = model.gpu_bytes = 0
             self._set(model, ModelState.UNLOADED)
         self._signal()
 
     # ---- room
-    async def _make_room(self, model: PooledModel, n_bytes: int) -> None:
-        if self._fits(n_bytes):  # nobody waits for the load of another one without need
-            model.n_bytes = n_bytes
+    async def _make_room(self, model: PooledModel, n_bytes: int, gpu_bytes: int) -> None:
+        if self._fits(n_bytes, gpu_bytes):  # nobody waits for the load of another one without need
+            model.n_bytes, model.gpu_bytes = n_bytes, gpu_bytes
             return
-        pinned = sum(other.n_bytes for other in self.models if other.entry.keep and other is not model)
-        if (why := refusal(n_bytes, self.budget_bytes, pinned, "--memory")) is not None:
+        pinned = [other for other in self.models if other.entry.keep and other is not model]
+        why = refusal(n_bytes, self.budget_bytes, sum(p.n_bytes for p in pinned), "--memory")
+        why = why or gpu_refusal(gpu_bytes, self.gpu_budget_bytes, sum(p.gpu_bytes for p in pinned))
+        if why is not None:
             raise _cannot_load(model, why)
         began = monotonic()
         async with self._turn:
-            while not self._fits(n_bytes):
+            while not self._fits(n_bytes, gpu_bytes):
                 there = [other for other in self._all if other.n_bytes]
                 waited_s = monotonic() - began
-                victims = choose(n_bytes, self.budget_bytes, [other.tenure(waited_s) for other in there])
+                held = [other.tenure(waited_s) for other in there]
+                victims = choose(n_bytes, self.budget_bytes, held, gpu_bytes, self.gpu_budget_bytes)
                 if victims is not None and not any(other._unloading for other in there):
                     _log.info(
                         "%s takes the place of %s", model.name, listed([there[i].name for i in victims])
@@ -534,9 +546,11 @@ class Pool:
                         left for other in there if 0.0 < (left := other.patience_s(waited_s)) < math.inf
                     ]
                     await self._next_change(min(left_s, default=None))
-            model.n_bytes = n_bytes
+            model.n_bytes, model.gpu_bytes = n_bytes, gpu_bytes
 
-    def _fits(self, n_bytes: int) -> bool:
+    def _fits(self, n_bytes: int, gpu_bytes: int) -> bool:
+        if self.gpu_budget_bytes is not None and self.used_gpu_bytes + gpu_bytes > self.gpu_budget_bytes:
+            return False
         return self.budget_bytes is None or self.used_bytes + n_bytes <= self.budget_bytes
 
     def unload(self, model: PooledModel) -> asyncio.Task[None]:

@@ -37,6 +37,7 @@ from typing import Any
 import llamapipe
 from llamapipe.errors import LlamapipeError
 from llamapipe.host.cores import CoreShare, core_shares, n_numa_nodes, set_group_nice, started_on
+from llamapipe.native.load import has_gpu_backend
 
 CONNECTION, RETIRE, STOP, CANCEL, KEEP = b"c", b"r", b"s", b"k", b"p"  # to the worker
 TAKEN, REFUSED, ENDED = b"t", b"f", b"e"  # from the worker
@@ -867,10 +868,17 @@ def placed(shares: Sequence[CoreShare], gpus: Sequence[str]) -> list[Placement]:
 
 
 def gpu_names() -> list[str]:
-    """Names of the GPUs that llama.cpp can use. Asks another process: a supervisor loads no native code.
+    """Names of the GPUs that llama.cpp can use. Raises OSError if that fails."""
+    return [name for name, _ in _gpus()]
 
-    Raises OSError if that fails.
-    """
+
+def free_gpu_memory() -> int:
+    """As ``llama.devices.free_gpu_memory``. Raises OSError if that fails."""
+    return sum(n_bytes for _, n_bytes in _gpus()) if has_gpu_backend() else 0
+
+
+def _gpus() -> list[tuple[str, int]]:
+    """The GPUs, and how much of their own memory is free. Asks another process: a supervisor loads no native code."""
     answer = subprocess.run(
         [*interpreter(), "-c", _LIST_GPUS, str(ROOT)],
         check=False,
@@ -881,13 +889,13 @@ def gpu_names() -> list[str]:
     if answer.returncode:
         last = answer.stderr.strip().rpartition("\n")[2]
         raise OSError(f"the devices cannot be listed: {last or f'status {answer.returncode}'}")
-    names: list[str] = json.loads(answer.stdout.rpartition("\x1e")[2])
-    return names
+    return [(name, n_bytes) for name, n_bytes in json.loads(answer.stdout.rpartition("\x1e")[2])]
 
 
 def print_gpus() -> None:
-    """Prints ``gpu_names`` as JSON, after a record separator: drivers also print."""
-    found = [d.name for d in llamapipe.devices() if d.type == "gpu" and not d.is_software]
+    """Prints the GPUs as JSON, after a record separator: drivers also print."""
+    gpus = [device for device in llamapipe.devices() if device.type == "gpu" and not device.is_software]
+    found = [(gpu.name, gpu.memory_free if gpu.has_own_memory else 0) for gpu in gpus]
     sys.stdout.write("\x1e" + json.dumps(found))
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from llamapipe._messages import ON_COMMAND_LINE, with_flags
 from llamapipe.cli import _parser, main
-from llamapipe.cli.options import MODEL, given
+from llamapipe.cli.options import ENGINE, MODEL, given
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: int = 2) -> str:
@@ -53,6 +54,37 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: int
 )
 def test_options(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in said(capsys, *arguments.split())
+
+
+def test_errors_name_the_options_that_the_command_line_has() -> None:
+    names = {
+        option.name for option in (*ENGINE, *MODEL) if option.flag == f"--{option.name.replace('_', '-')}"
+    }
+    assert {name for name in names if "_" in name} | {"max_queue"} == ON_COMMAND_LINE
+    serve = _parser().parse_args(["serve"]).parser._option_string_actions
+    assert {f"--{name.replace('_', '-')}" for name in ON_COMMAND_LINE} <= serve.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("n_ctx is 9: shorten it, or raise n_ctx", "n_ctx is 9: shorten it, or raise n_ctx (--n-ctx)"),
+        ("a smaller n_ctx, n_cells or type_k", "a smaller n_ctx (--n-ctx), n_cells (--n-cells) or type_k (--type-k)"),
+        ("set n_ctx to at most 9", "set n_ctx (--n-ctx) to at most 9"),
+        ("raise --memory, or a smaller n_ctx", "raise --memory, or a smaller n_ctx (--n-ctx)"),
+        ("leave n_cells and kv_unified out", "leave n_cells (--n-cells) and kv_unified out"),
+        *((text, text) for text in ("n_ctx is 9: shorten it, or set truncate to cut it", "unknown field 'n_ctx'",
+                                    "raise 'n_ctx' or type_k='f16' or max_tokens or my_n_ctx", "raise")),
+    ],
+)  # fmt: skip
+def test_advice_names_the_option(text: str, expected: str) -> None:
+    assert with_flags(text) == expected
+
+
+def test_a_command_names_only_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert with_flags("raise n_ctx or n_batch", {"--n-batch"}) == "raise n_ctx or n_batch (--n-batch)"
+    text = said(capsys, "generate", "-m", "demo", "-c", "60000000", "-np", "8", "hello", status=1)
+    assert "use a smaller n_ctx (--n-ctx), n_seq_max (--n-seq-max) or n_cells (--n-cells)" in text
 
 
 @pytest.mark.parametrize(

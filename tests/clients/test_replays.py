@@ -56,13 +56,13 @@ def strict(engine: lp.Engine) -> Iterator[httpx.Client]:
 
 
 @contextmanager
-def saying(folder: Path, text: str) -> Iterator[httpx.Client]:
+def saying(folder: Path, text: str, **settings: Any) -> Iterator[httpx.Client]:
     """A client of a server whose model knows tools and says ``text``."""
     source = template("Qwen-Qwen3-0.6B").text
     with (
         lp.Model(scripted_model(folder / "said.gguf", text, (), source)) as model,
         lp.Engine(model, n_ctx=8192) as engine,
-        serve(engine, settings=ServerSettings(model_names=("demo",))) as server,
+        serve(engine, settings=ServerSettings(model_names=("demo",), **settings)) as server,
         httpx.Client(base_url=server.url, timeout=60) as client,
     ):
         yield client
@@ -95,6 +95,74 @@ def test_open_webuis_tasks(client: httpx.Client, more: dict[str, Any]) -> None:
     assert answer.status_code == 200, answer.text
     assert answer.headers.get(UNUSED) == ("metadata" if "metadata" in more else None)
     assert isinstance(answer.json()["choices"][0]["message"]["content"], str)
+
+
+# What the settings of a chat become in its Ollama mode, each of them set.
+WEBUI_OPTIONS: dict[str, Any] = {
+    "temperature": 0.0, "top_k": 40, "top_p": 0.9, "min_p": 0.0, "seed": 7, "stop": ["###"], "num_predict": 4,
+    "frequency_penalty": 0.0, "presence_penalty": 0.0, "repeat_penalty": 1.1, "repeat_last_n": 64,
+    "mirostat": 0, "mirostat_eta": 0.1, "mirostat_tau": 5.0, "tfs_z": 1, "num_ctx": 2048, "num_batch": 512,
+    "num_keep": 24, "num_gpu": 1, "num_thread": 2, "use_mmap": True, "use_mlock": False, "reasoning_effort": "medium",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"stream": True},
+        {"stream": False, "keep_alive": "5m", "options": WEBUI_OPTIONS},
+        {"stream": False, "format": {"type": "object", "properties": {"title": {"type": "string"}}}},
+        {"messages": [*HELLO, {"role": "assistant", "thinking": "Hm.", "content": "Hi"}, {"role": "user"}]},
+    ],
+)
+def test_open_webuis_ollama_mode(engine: lp.Engine, more: dict[str, Any]) -> None:
+    settings = ServerSettings(model_names=("demo",), ollama=True)
+    body = {"model": "demo:latest", "messages": HELLO, "options": {"num_predict": 4}, **more}
+    with serve(engine, settings=settings) as server:
+        version = httpx.get(f"{server.url}/api/version").json()["version"]
+        answer = httpx.post(f"{server.url}/api/chat", content=json.dumps(body).encode(), timeout=60)
+        ended = httpx.post(
+            f"{server.url}/api/generate", json={"model": "demo", "keep_alive": 0, "prompt": ""}
+        )
+    assert all(part.isdecimal() for part in version.split("."))  # it compares them as numbers
+    assert answer.status_code == 200, answer.text
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    assert all(line["message"]["role"] == "assistant" for line in lines)
+    assert {"total_duration", "load_duration", "prompt_eval_count", "eval_count"} <= lines[-1].keys()
+    assert (len(lines) > 1) == more.get("stream", True)
+    unused = answer.headers.get(UNUSED, "")
+    assert ("options.reasoning_effort" in unused) == ("reasoning_effort" in more.get("options", {}))
+    assert ended.json()["done_reason"] == "unload"
+
+
+def test_open_webuis_tools_in_ollama_mode(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "weather", "description": "", "parameters": {
+        "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}]  # fmt: skip
+    called = {"index": 0, "id": "call_1", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": "", "tool_calls": [called]},
+        {"role": "tool", "content": "sunny", "tool_call_id": "call_1"},
+    ]
+    with saying(tmp_path, call("weather", {"city": "Rome"}), ollama=True) as client:
+        for turns in (HELLO, messages):
+            body = {"model": "demo", "messages": turns, "stream": False, "tools": tools}
+            answer = client.post("/api/chat", json=body)
+            assert answer.status_code == 200, answer.text
+            made = answer.json()["message"]["tool_calls"]
+            assert [one["function"]["arguments"] for one in made] == [{"city": "Rome"}]
+
+
+@pytest.mark.parametrize("more", [{}, {"usage": True}])
+def test_open_webuis_connection_to_llama_server(client: httpx.Client, more: dict[str, Any]) -> None:
+    """With the provider llama.cpp an answer that was stopped is continued."""
+    turns = [*HELLO, {"role": "assistant", "content": "Once upon a"}]
+    usage = {"stream_options": {"include_usage": True}} if more else {}
+    body = {**CHAT, "messages": turns, "stream": True, "continue_final_message": True,
+            "add_generation_prompt": False, **usage}  # fmt: skip
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert ("usage" in events(answer)[-1]) == bool(more)
 
 
 # ---- Codex 0.169

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from support.control import all_results, wait_until
 from support.gguf_models import tiny_model
 
 import llamapipe as lp
-from llamapipe.gguf.check import check_gguf
-from llamapipe.model_pool import need_of
+from llamapipe.gguf.check import check_gguf, tensor_bytes
+from llamapipe.llama.kv_memory import kv_bytes
+from llamapipe.model_pool import Need, need_of
 
 OPTIONS: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 2, "n_threads": 1, "cache_bytes": 2**22}
 SHORT = lp.SamplingParams(max_tokens=4, temperature=0)
@@ -44,6 +46,47 @@ def pool(files: dict[str, Path], one_bytes: int) -> Any:
 
 def loaded(pool: lp.ModelPool) -> str:
     return "".join(one.name for one in pool.status() if one.state == "loaded")
+
+
+class TestNeed:
+    def test_layers_move_from_the_system_to_gpus(self, files: dict[str, Path]) -> None:
+        """The output first, then the last layers with their cells; the input stays."""
+        info = check_gguf(files["a"])
+
+        def need(**more: Any) -> Need:
+            return need_of(info, False, {**OPTIONS, **more}, has_gpus=True)
+
+        n_layer, bytes_of = info.n_layer, {t.name: tensor_bytes(t) for t in info.tensors}
+        needs = [need(n_gpu_layers=n) for n in range(n_layer + 2)]
+        without = need_of(info, False, OPTIONS)
+        assert needs[0] == without and without.gpu_bytes == 0
+        steps = 4 * info.n_vocab * 256
+        output = bytes_of["output_norm.weight"] + bytes_of.get("output.weight", bytes_of["token_embd.weight"])
+        assert needs[1].gpu_bytes == output + steps
+        cell = n_layer * (needs[2].gpu_bytes - needs[1].gpu_bytes - _of_layer(bytes_of, n_layer - 1))
+        with lp.Model(files["a"]) as model:
+            assert cell == kv_bytes(model, OPTIONS["n_ctx"] * OPTIONS["n_seq_max"], "f16", "f16")
+        for n, (before, after) in enumerate(pairwise(needs[1:])):
+            moved = _of_layer(bytes_of, n_layer - 1 - n) + cell // n_layer
+            assert after.gpu_bytes - before.gpu_bytes == before.n_bytes - after.n_bytes == moved
+        for more in ({}, {"n_gpu_layers": -1}, {"n_gpu_layers": 10**6}, {"devices": ["CUDA0"]}):
+            assert need(**more) == needs[-1]
+        for more in ({"rpc": ("host:1",)}, {"devices": ["CPU"]}):
+            assert need(**more) == without
+
+    def test_a_draft_model_is_where_the_model_is(self, files: dict[str, Path]) -> None:
+        info = check_gguf(files["a"])
+        for n, share in ((-1, 1), (0, 0)):
+            alone, both = (
+                need_of(info, False, {**OPTIONS, "n_gpu_layers": n, **more}, True)
+                for more in ({}, {"draft": str(files["b"])})
+            )
+            assert both.n_bytes > alone.n_bytes
+            assert both.gpu_bytes == (1 + share) * alone.gpu_bytes
+
+
+def _of_layer(bytes_of: dict[str, int], i: int) -> int:
+    return sum(n for name, n in bytes_of.items() if name.startswith(f"blk.{i}."))
 
 
 class TestRoom:
@@ -105,6 +148,27 @@ class TestRoom:
             pytest.raises(lp.errors.BackendError, match="budget_bytes"),
         ):
             small.load("a")
+
+    def test_gpus_have_a_budget_besides(self, files: dict[str, Path]) -> None:
+        """As if there were a GPU: each model's two layers and output are on it."""
+        models = {
+            name: {"file": files[name], "n_gpu_layers": n} for name, n in (("a", -1), ("b", 99), ("c", 0))
+        }
+        one = need_of(check_gguf(files["a"]), False, OPTIONS, has_gpus=True)
+        with lp.ModelPool({**models, "d": files["a"]}, 2**31, **OPTIONS) as pool:
+            pool._gpu_bytes = int(1.5 * one.gpu_bytes)
+            for name, there in (("a", "a"), ("c", "ac"), ("b", "bc"), ("c", "bc"), ("d", "cd")):
+                pool.load(name)
+                assert loaded(pool) == there
+            held = {one.name: one.gpu_bytes for one in pool.status()}
+            assert held == {"a": 0, "b": 0, "c": 0, "d": one.gpu_bytes}
+            pool.unload("d")
+            pool._gpu_bytes = one.gpu_bytes - 1
+            with pytest.raises(
+                lp.errors.BackendError, match=r"layers on GPUs need .* a smaller n_gpu_layers"
+            ):
+                pool.load("a")
+            pool.load("c")
 
     def test_a_conversation_survives_its_model(self, pool: lp.ModelPool) -> None:
         before = pool.generate(PROMPT, SHORT, model="a")

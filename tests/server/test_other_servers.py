@@ -52,6 +52,15 @@ class TestPaths:
             ("GET", "/api/tags", "use /v1/models"),
             ("POST", "/api/pull", "with -m"),
             ("POST", "/embeddings", "use /v1/embeddings"),
+            ("GET", "/v1", "/v1/models lists the models"),
+            ("POST", "/v1/batches", "use llamapipe batch"),
+            ("POST", "/v1/chat/completion", "did you mean /v1/chat/completions?"),
+            ("POST", "/v1/chat", "did you mean /v1/chat/completions?"),
+            ("POST", "/v1/Completions", "did you mean /v1/completions?"),
+            ("POST", "/v1/v1/chat/completions", "did you mean /v1/chat/completions?"),
+            ("POST", "/openai/v1/responses", "did you mean /v1/responses?"),
+            ("POST", "/v1/tokenize", "did you mean /tokenize?"),
+            ("GET", "/tokenizer_inf", "did you mean /tokenizer_info?"),
         ],
     )
     def test_an_unknown_one_names_the_one_here(
@@ -65,6 +74,53 @@ class TestPaths:
         assert message.startswith(f"{method} {path}: Not Found; ")
         assert hint in message
         assert answer.headers["x-request-id"]
+
+    def test_errors_of_anthropics_api_are_in_its_format(self, client: httpx.Client) -> None:
+        for method, path, status, kind, hint in (
+            ("POST", "/v1/v1/messages", 404, "not_found_error", "did you mean /v1/messages?"),
+            ("POST", "/messages", 404, "not_found_error", "did you mean /v1/messages?"),
+            ("GET", "/v1/messages", 405, "invalid_request_error", "use POST"),
+        ):
+            answer = client.request(method, path, headers={"anthropic-version": "2023-06-01"})
+            assert answer.status_code == status
+            said = answer.json()
+            assert (said["type"], said["error"]["type"]) == ("error", kind)
+            assert said["error"]["message"].endswith(f"; {hint}")
+
+    @pytest.mark.parametrize(
+        "path",
+        ["/", "/v1/responses/resp_1", "/v1/nothing", "/favicon.ico", "/v1/images/generations", "/" * 90],
+    )
+    def test_no_hint_is_better_than_a_wrong_one(self, engine: lp.Engine, path: str) -> None:
+        with serve(engine, settings=ServerSettings(page=False)) as server:
+            answer = httpx.get(server.url + path)
+        assert answer.status_code == 404
+        assert answer.json()["error"]["message"].endswith(": Not Found")
+
+    @pytest.mark.parametrize(
+        ("method", "path", "allowed"),
+        [
+            ("GET", "/v1/chat/completions", "POST"),
+            ("PUT", "/completion", "POST"),
+            ("POST", "/health", "GET"),
+            ("POST", "/v1/models/demo", "DELETE or GET"),
+            ("GET", "/api/chat", "POST"),
+            ("POST", "/api/delete", "DELETE"),
+            ("POST", "/api/tags", "GET"),
+        ],
+    )
+    def test_a_wrong_method_names_the_right_one(
+        self, engine: lp.Engine, method: str, path: str, allowed: str
+    ) -> None:
+        with serve(engine, settings=ServerSettings(ollama=True)) as server:
+            answer = httpx.request(method, server.url + path)
+        assert answer.status_code == 405
+        methods = answer.headers["allow"].split(", ")
+        assert [one for one in methods if one != "HEAD"] == allowed.split(" or ")
+        assert ("HEAD" in methods) == ("GET" in methods)
+        error = answer.json()["error"]
+        message = error if path.startswith("/api/") else error["message"]
+        assert message == f"{method} {path}: Method Not Allowed; use {allowed}"
 
     @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/v1/nothing", "/api/nothing"])
     def test_a_method_or_path_that_is_not_served(self, client: httpx.Client, path: str) -> None:
@@ -231,7 +287,7 @@ class TestMessages:
     def test_a_prompt_over_the_context(self, client: httpx.Client) -> None:
         message = error_of(client, "/v1/completions", {"prompt": [5] * 300})["message"]
         assert message == (
-            "the prompt has 300 tokens; n_ctx is 256 and one must stay free: shorten it, or raise n_ctx"
+            "the prompt has 300 tokens; n_ctx is 256 and one must stay free: shorten it, or raise n_ctx (--n-ctx)"
         )
 
     def test_a_full_queue(self, demo: lp.Model) -> None:
@@ -243,7 +299,7 @@ class TestMessages:
             error = error_of(client, "/v1/completions", {"prompt": ["a"] * 20}, 429)
         assert error["message"] == (
             "20 requests are submitted at once and max_queue is 1: that never fits; "
-            "submit fewer at once, or raise max_queue"
+            "submit fewer at once, or raise max_queue (--max-queue)"
         )
 
 

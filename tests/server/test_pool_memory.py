@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Event
 
@@ -19,7 +21,7 @@ from support.worker_server import has_ended
 
 import llamapipe as lp
 from llamapipe.cli import main
-from llamapipe.cli._models_file import entries_of, read_facts
+from llamapipe.cli._models_file import entries_of, look, read_facts
 from llamapipe.cli.options import byte_count
 from llamapipe.cli.parser import UsageError
 from llamapipe.host.cores import CoreShare
@@ -28,7 +30,7 @@ from llamapipe.model_pool import Tenure, choose
 from llamapipe.server.errors import ApiError
 from llamapipe.server.ollama import kept_s
 from llamapipe.server.pool import ModelEntry, Pool
-from llamapipe.server.processes import Placement
+from llamapipe.server.processes import Placement, command_with
 
 OPTIONS = ("--n-ctx", "8192", "--n-seq-max", "2")
 COMMON = {"n_ctx": 8192, "n_seq_max": 2}
@@ -52,6 +54,25 @@ class TestWhoGoes:
         self, needed: int, budget: int | None, there: list[Tenure], expected: list[int] | None
     ) -> None:
         assert choose(needed, budget, there) == expected
+
+    @pytest.mark.parametrize(
+        ("needed", "budgets", "there", "expected"),
+        [
+            ((1, 10), (None, None), [Tenure(1, 0, True, 100)], []),
+            ((1, 10), (None, 20), [Tenure(9, 1, True), Tenure(1, 2, True, 15)], [1]),  # only what helps
+            ((10, 10), (20, 20), [Tenure(15, 1, True), Tenure(1, 2, True, 15)], [0, 1]),
+            ((10, 10), (20, 20), [Tenure(15, 1, True, 15), Tenure(1, 2, True, 5)], [0]),
+            ((0, 10), (20, 20), [Tenure(15, 1, True), Tenure(1, 2, False, 15)], None),
+        ],
+    )
+    def test_gpus(
+        self,
+        needed: tuple[int, int],
+        budgets: tuple[int | None, int | None],
+        there: list[Tenure],
+        expected: list[int] | None,
+    ) -> None:
+        assert choose(needed[0], budgets[0], there, needed[1], budgets[1]) == expected
 
 
 class TestTheList:
@@ -211,6 +232,38 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def one_bytes(models: Path) -> int:
     return read_facts(COMMON, ModelEntry("a", str(models / "a.gguf"))).n_bytes
+
+
+def test_models_share_the_memory_of_gpus(models: Path) -> None:
+    """As if there were a GPU with room for one of two; a third has no layers there."""
+    file = str(models / "a.gguf")
+    entries = [
+        ModelEntry("a", file),
+        ModelEntry("b", str(models / "b.gguf")),
+        ModelEntry("host", str(models / "c.gguf"), options={"n_gpu_layers": 0}),
+        ModelEntry("large", file, options={"n_ctx": 8192, "n_seq_max": 64}),
+    ]
+    one = read_facts(COMMON, entries[0], has_gpus=True)
+    assert one.gpu_bytes > 0
+    assert read_facts(COMMON, entries[2], has_gpus=True).gpu_bytes == 0
+    assert read_facts({**COMMON, "n_gpu_layers": 0}, entries[0], has_gpus=True).gpu_bytes == 0
+    command = command_with(["serve", "--models", str(models), *OPTIONS])
+    look_at = partial(look, COMMON, has_gpus=True)
+
+    async def run() -> None:
+        pool = Pool(
+            entries, command, Placement(CoreShare((), 1)), look_at, 2**40, None, int(1.5 * one.gpu_bytes)
+        )
+        for name, there in (("a", "a"), ("host", "a host"), ("b", "host b")):
+            await pool.load(pool.find(name))
+            assert {m.name for m in pool.models if m.process is not None} == set(there.split())
+            assert 0 < pool.used_gpu_bytes <= pool.gpu_budget_bytes
+        with pytest.raises(ApiError, match=r"layers on GPUs need .* n_gpu_layers \(--n-gpu-layers\), n_ctx"):
+            await pool.load(pool.find("large"))
+        await pool.close()
+        assert pool.used_gpu_bytes == pool.used_bytes == 0
+
+    asyncio.run(run())
 
 
 @pytest.fixture

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 import llamapipe as lp
 from llamapipe.host.cores import CoreShare
+from llamapipe.native.load import has_gpu_backend
 from llamapipe.server._metrics import rendered
-from llamapipe.server.processes import Backoff, Family, add_families, gpu_names, placed
+from llamapipe.server.processes import (
+    Backoff,
+    Family,
+    add_families,
+    free_gpu_memory,
+    gpu_names,
+    placed,
+)
 
 
 class TestBackoff:
@@ -88,3 +99,21 @@ class TestPlacement:
 
     def test_gpus_are_listed_by_another_process(self) -> None:
         assert gpu_names() == [d.name for d in lp.devices() if d.type == "gpu" and not d.is_software]
+        there = any(device.has_own_memory for device in lp.devices())
+        assert (free_gpu_memory() > 0) == there
+        assert has_gpu_backend() >= there
+
+    @pytest.mark.parametrize(
+        ("more", "expected"),
+        [
+            ({}, True),
+            ({"type": "igpu"}, False),
+            ({"type": "cpu"}, False),
+            ({"backend": "MTL"}, False),
+            ({"description": "llvmpipe (LLVM 15)"}, False),
+            ({"memory_total": 0}, False),
+        ],
+    )
+    def test_whose_memory_is_not_the_systems(self, more: dict[str, Any], expected: bool) -> None:
+        device = lp.Device("CUDA0", "H200", "CUDA", "gpu", 2**37, 2**37, True, True, True)
+        assert replace(device, **more).has_own_memory is expected

@@ -97,7 +97,8 @@ export class Models {
     rows.replaceChildren(...data.filter((one) => one.root === undefined).map((one) => this.row(one)));
     if (focused !== undefined) [...rows.querySelectorAll("button")].find((one) => one.dataset.model === focused)?.focus();
     const budget = memory.budget_bytes === null ? "" : ` of ${size(memory.budget_bytes)}`;
-    total.textContent = `Memory: ${size(memory.used_bytes)}${budget}`;
+    const gpus = memory.gpu_budget_bytes === undefined ? "" : `; GPUs: ${size(memory.gpu_used_bytes)} of ${size(memory.gpu_budget_bytes)}`;
+    total.textContent = `Memory: ${size(memory.used_bytes)}${budget}${gpus}`;
   }
 
   row(one) {

@@ -248,23 +248,23 @@ def did_you_mean(name: str, known: Iterable[str], place: str = "") -> str:
 def path_meant(path: str, known: Iterable[str]) -> str | None:
     """The known path of a server that is probably meant by another one; None: there is none.
 
-    Base URLs are often given with a part too many or too few (``/v1/v1/messages``, ``/messages``). Else it is the only
-    one that begins with the path, or one of as many parts with a typing error.
+    There may be a typing error; or the base URL has a part too many or too few (``/v1/v1/messages``, ``/messages``); or
+    the end is missing, if only one path begins so.
     """
     from difflib import get_close_matches
 
     if not path or len(path) > _MOST_QUOTED:
         return None
     path, names = path.lower(), sorted(known)
+    as_deep = [name for name in names if name.count("/") == path.count("/")]
+    if close := get_close_matches(path, as_deep, 1, _LEAST_LIKE_PATH):
+        return close[0]
     if ends := [name for name in names if name != "/" and path.endswith(name)]:
         return max(ends, key=len)
     if whole := [name for name in names if name.endswith(path)]:
         return min(whole, key=len)
     longer = [name for name in names if name.startswith(f"{path}/")]
-    if len(longer) == 1:
-        return longer[0]
-    alike = [name for name in names if name.count("/") == path.count("/")]
-    return next(iter(get_close_matches(path, alike, 1, _LEAST_LIKE_PATH)), None)
+    return longer[0] if len(longer) == 1 else None
 
 
 def unknown_attribute(owner: str, name: str, known: Iterable[str], place: str = "") -> AttributeError:

@@ -112,7 +112,7 @@ WEBUI_OPTIONS: dict[str, Any] = {
         {"stream": True},
         {"stream": False, "keep_alive": "5m", "options": WEBUI_OPTIONS},
         {"stream": False, "format": {"type": "object", "properties": {"title": {"type": "string"}}}},
-        {"messages": [*HELLO, {"role": "assistant", "thinking": "Hm.", "content": "Hi"}, {"role": "user"}]},
+        {"messages": [*HELLO, {"role": "assistant", "thinking": "Hm."}, *HELLO]},
     ],
 )
 def test_open_webuis_ollama_mode(engine: lp.Engine, more: dict[str, Any]) -> None:

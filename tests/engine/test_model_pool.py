@@ -69,10 +69,14 @@ class TestNeed:
         for n, (before, after) in enumerate(pairwise(needs[1:])):
             moved = _of_layer(bytes_of, n_layer - 1 - n) + cell // n_layer
             assert after.gpu_bytes - before.gpu_bytes == before.n_bytes - after.n_bytes == moved
-        for more in ({}, {"n_gpu_layers": -1}, {"n_gpu_layers": 10**6}, {"devices": ["CUDA0"]}):
-            assert need(**more) == needs[-1]
-        for more in ({"rpc": ("host:1",)}, {"devices": ["CPU"]}):
-            assert need(**more) == without
+        assert (
+            need()
+            == need(n_gpu_layers=-1)
+            == need(n_gpu_layers=10**6)
+            == need(devices=["CUDA0"])
+            == needs[-1]
+        )
+        assert need(rpc=("host:1",)) == need(devices=["CPU"]) == without
 
     def test_a_draft_model_is_where_the_model_is(self, files: dict[str, Path]) -> None:
         info = check_gguf(files["a"])

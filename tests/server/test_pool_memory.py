@@ -249,15 +249,14 @@ def test_models_share_the_memory_of_gpus(models: Path) -> None:
     assert read_facts({**COMMON, "n_gpu_layers": 0}, entries[0], has_gpus=True).gpu_bytes == 0
     command = command_with(["serve", "--models", str(models), *OPTIONS])
     look_at = partial(look, COMMON, has_gpus=True)
+    budget = int(1.5 * one.gpu_bytes)
 
     async def run() -> None:
-        pool = Pool(
-            entries, command, Placement(CoreShare((), 1)), look_at, 2**40, None, int(1.5 * one.gpu_bytes)
-        )
+        pool = Pool(entries, command, Placement(CoreShare((), 1)), look_at, 2**40, None, budget)
         for name, there in (("a", "a"), ("host", "a host"), ("b", "host b")):
             await pool.load(pool.find(name))
             assert {m.name for m in pool.models if m.process is not None} == set(there.split())
-            assert 0 < pool.used_gpu_bytes <= pool.gpu_budget_bytes
+            assert 0 < pool.used_gpu_bytes <= budget
         with pytest.raises(ApiError, match=r"layers on GPUs need .* n_gpu_layers \(--n-gpu-layers\), n_ctx"):
             await pool.load(pool.find("large"))
         await pool.close()

@@ -99,7 +99,7 @@ public:
     Pipeline(std::shared_ptr<Context> context, const Options & options);
     ~Pipeline();
 
-    // ---- queue (pipeline_queue.cpp)
+    // ---- queue (pipeline.cpp)
     std::shared_ptr<Step> make(const BatchArrays & batch) const;
     int  submit(const std::shared_ptr<Step> & step);  // 0, LP_ERROR_POSITIONS or LP_ERROR_CLOSED. Any thread, if threaded.
     int  next_position(int seq_id);                   // once everything queued is done. Any thread, if threaded.

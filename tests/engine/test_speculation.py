@@ -729,6 +729,25 @@ def test_states_are_copied_saved_and_restored_between_guesses(
         engine.check_integrity()
 
 
+@pytest.mark.parametrize("n_back", [1, 2, 5, 8, 9])
+def test_states_of_earlier_steps_are_not_gone_back_to(
+    make_engine: MakeEngine, hybrid: lp.Model, n_back: int
+) -> None:
+    """llama.cpp would take what it kept when a step had as many tokens."""
+    prompt = prompts_of(1)[0]
+    params = lp.SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    with make_engine(hybrid, n_ctx=256, n_seq_max=3) as engine, plain_loop(hybrid) as plain:
+        with engine.start(prompt, params) as generation:
+            told = prompt + [next(generation).id for _ in range(12)]
+            kept = told[: len(told) - n_back]
+            generation.trim(len(kept))
+            assert plain.agrees(kept, [next(generation).id for _ in range(12)])
+        for one in (told, told[:-n_back]):  # a saved sequence, and a part of it
+            done = engine.generate(one, replace(params, max_tokens=12))
+            assert plain.agrees(one, done.token_ids)
+        engine.check_integrity()
+
+
 @pytest.mark.parametrize("n_ubatch", [1, 2, 3, 5])
 def test_states_need_room_in_a_ubatch(make_engine: MakeEngine, hybrid: lp.Model, n_ubatch: int) -> None:
     """llama.cpp aborts where more would be kept."""

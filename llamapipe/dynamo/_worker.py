@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
 
 from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, WorkerConfig
 from dynamo.common.backend.health_check import build_health_check_payload
+from dynamo.llm import ModelInput, ModelRuntimeConfig, ModelType, WorkerType, register_model
 from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
 
 import llamapipe as lp
@@ -24,19 +27,28 @@ from llamapipe.structured.compile import prepare_vocabulary
 _log = logging.getLogger(__name__)
 _DEAD = (lp.errors.EngineClosedError, lp.errors.BackendError)  # another worker can continue the request
 _BLOCK_TOKENS = 16  # the unit in which the frontend counts KV cells
+_ENDPOINTS = {"chat": ModelType.Chat, "completions": ModelType.Completions}
 
 
 class EngineWorker(LLMEngine):  # type: ignore[misc]
     """Serves requests in token ids with one engine, any number at once.
 
     ``open_engine`` runs in a thread, makes the engine, and registers its closing with the ExitStack it gets. ``folder``
-    is where the tokenizer files for the frontend are written. For the methods see ``dynamo.common.backend.LLMEngine``.
+    is where the tokenizer files for the frontend are written. ``registration``: of the model, and of its adapters. For
+    the methods see ``dynamo.common.backend.LLMEngine``.
     """
 
-    def __init__(self, open_engine: Callable[[ExitStack], lp.Engine], folder: Path, name: str) -> None:
+    def __init__(
+        self,
+        open_engine: Callable[[ExitStack], lp.Engine],
+        folder: Path,
+        name: str,
+        registration: Mapping[str, Any],
+    ) -> None:
         self._open_engine = open_engine
         self._folder = folder
         self._name = name
+        self._registration = registration
         self._undo = ExitStack()
         self._engine: lp.Engine | None = None
         self._streams: dict[str, AsyncStream] = {}
@@ -45,7 +57,7 @@ class EngineWorker(LLMEngine):  # type: ignore[misc]
     async def from_args(cls, argv: list[str] | None = None) -> tuple[EngineWorker, WorkerConfig]:
         """Returns a worker that is not started yet, and its configuration for the runtime."""
         options = worker_options(parser().parse_args(argv))
-        worker = cls(options.open_engine, options.folder, options.name)
+        worker = cls(options.open_engine, options.folder, options.name, options.registration)
         return worker, WorkerConfig(**options.registration)
 
     async def start(self, worker_id: int) -> EngineConfig:
@@ -56,7 +68,6 @@ class EngineWorker(LLMEngine):  # type: ignore[misc]
         return EngineConfig(
             model=str(self._folder),
             served_model_name=self._name,
-            model_aliases=[adapter.name for adapter in engine.adapters],  # a request says which name it used
             llm=LlmRegistration(
                 context_length=engine.n_ctx,
                 kv_cache_block_size=_BLOCK_TOKENS,
@@ -64,6 +75,33 @@ class EngineWorker(LLMEngine):  # type: ignore[misc]
                 max_num_seqs=engine.n_seq_max,
             ),
         )
+
+    async def on_endpoint_ready(self, endpoint: Any) -> None:
+        """Makes each adapter a model of the frontend. Of an alias of the model, requests would not say the name."""
+        engine = self._engine
+        assert engine is not None
+        if not engine.adapters:
+            return
+        config = ModelRuntimeConfig()
+        config.context_length = engine.n_ctx
+        config.max_num_seqs = engine.n_seq_max
+        config.total_kv_blocks = engine.n_cells // _BLOCK_TOKENS
+        config.tool_call_parser = self._registration["tool_call_parser"]
+        config.reasoning_parser = self._registration["reasoning_parser"]
+        types = [_ENDPOINTS[name.strip()] for name in self._registration["endpoint_types"].split(",")]
+        for adapter in engine.adapters:
+            await register_model(
+                ModelInput.Tokens,
+                reduce(or_, types),
+                endpoint,
+                str(self._folder),
+                worker_type=WorkerType.Aggregated,
+                kv_cache_block_size=_BLOCK_TOKENS,
+                runtime_config=config,
+                lora_name=adapter.name,
+                base_model_path=str(self._folder),
+                ignore_weights=True,
+            )
 
     def _open(self) -> lp.Engine:
         engine = self._open_engine(self._undo)

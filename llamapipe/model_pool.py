@@ -144,7 +144,7 @@ class Need(NamedTuple):
 def need_of(info: GgufInfo, embeds: bool, options: Mapping[str, Any], has_gpus: bool = False) -> Need:
     """What a file's model takes with these options of ``Engine`` or ``Embedder``, and of ``Model``.
 
-    ``has_gpus``: there are GPUs with memory of their own, which get layers. Raises ModelLoadError.
+    ``has_gpus``: there are GPUs with dedicated memory, which get layers. Raises ModelLoadError.
     """
     n_on_gpu = _n_on_gpu(info, options) if has_gpus else 0
     weights, held = _weights_bytes(info, n_on_gpu)
@@ -324,9 +324,8 @@ class ModelPool(NotCopyable):
             self.budget_bytes = check_int("budget_bytes", budget_bytes, 1, 2**63 - 1)
         self._changed = threading.Condition(Lock())
         self._turn = Lock()  # to make room, in the order of the calls
-        self._gpu_bytes: int | None = (
-            None  # of GPUs, that all models may take; not known before the first load
-        )
+        # Memory of GPUs that all models may take; None before the first load.
+        self._gpu_bytes: int | None = None
         self._closed = False
         self._kept = ExitStack()
         self._folder: Path | None = None

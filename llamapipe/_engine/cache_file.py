@@ -60,11 +60,13 @@ def remove(path: Path, is_wanted: Callable[[Hashable], bool]) -> None:
 def read(path: Path) -> Iterator[tuple[Hashable, dict[int, int], bytes]]:
     """The keys, marks and snapshots of a file. Raises OSError, ValueError."""
     with path.open("rb") as file:
+        n_left = os.fstat(file.fileno()).st_size
         while len(start := file.read(_START.size)) == _START.size:
             n_head, n_bytes, checksum = _START.unpack(start)
-            head, snapshot = file.read(n_head), file.read(n_bytes)
-            if len(snapshot) < n_bytes:
+            n_left -= _START.size + n_head + n_bytes
+            if n_left < 0:  # cut, or damaged: a length may say any number
                 return
+            head, snapshot = file.read(n_head), file.read(n_bytes)
             if crc32(head) != checksum:
                 raise ValueError(f"{path} is damaged")
             key, marks = json.loads(head, object_hook=lambda found: bytes.fromhex(found["hex"]))

@@ -199,7 +199,7 @@ def _value(where: str, name: str, value: Any, folder: Path) -> Any:
 async def look(common: Mapping[str, Any], entry: ModelEntry, has_gpus: bool = False) -> FileFacts:
     """What a load needs. ``common``: options of the command line. Raises OSError, ValueError.
 
-    ``has_gpus``: there are GPUs with memory of their own.
+    ``has_gpus``: there are GPUs with dedicated memory.
     """
     return await asyncio.to_thread(partial(read_facts, common, entry, has_gpus))
 

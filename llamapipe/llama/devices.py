@@ -92,7 +92,7 @@ def devices() -> list[Device]:
 
 
 def free_gpu_memory() -> int:
-    """Free bytes of this machine's GPUs that have memory of their own, together; 0 if there are none. Any thread."""
+    """Free bytes of this machine's GPUs with dedicated memory, together; 0 if there are none. Any thread."""
     return sum(device.memory_free for device in devices() if device.has_own_memory)
 
 

@@ -107,6 +107,19 @@ def test_files_that_do_not_fit(make_engine: MakeEngine, demo: lp.Model, tmp_path
     assert path.read_bytes() == b""
 
 
+@pytest.mark.parametrize("at", [3, 11])  # the last byte of the head's length, and of the snapshot's
+def test_a_damaged_length(tmp_path: Path, at: int) -> None:
+    """No memory is asked for that the file cannot fill."""
+    path = tmp_path / "cache"
+    with cache_file.written(path) as write:
+        write(None, {}, [b"cells"])
+    assert list(cache_file.read(path)) == [(None, {}, b"cells")]
+    data = bytearray(path.read_bytes())
+    data[at] = 0xFF
+    path.write_bytes(data)
+    assert list(cache_file.read(path)) == []
+
+
 def test_a_recurrent_state(make_engine: MakeEngine, recurrent: lp.Model, tmp_path: Path) -> None:
     """It is used as a whole, where the number of sequences is the same."""
     path = tmp_path / "cache"

@@ -23,7 +23,7 @@ from llamapipe.host._control_group import limit_files
 
 T = TypeVar("T")
 _TRIES = 20
-_NICER = 11  # of a core that both want they get 8 %, and the others 92 %
+YIELDS_BY = 11  # in nice levels: of a core that both want they get 8 %, and the others 92 %
 _most: int | None = None
 
 
@@ -60,7 +60,7 @@ def yielding(function: Callable[..., T], *arguments: Any) -> T:
 
     def run() -> None:
         me = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, me, min(os.getpriority(os.PRIO_PROCESS, me) + _NICER, 19))
+        os.setpriority(os.PRIO_PROCESS, me, min(os.getpriority(os.PRIO_PROCESS, me) + YIELDS_BY, 19))
         try:
             made.append(function(*arguments))
         except BaseException as e:
@@ -82,7 +82,7 @@ def set_group_nice(pid: int, yields: bool) -> None:
     """
     for _ in range(_TRIES):
         try:
-            Path(f"/proc/{pid}/autogroup").write_text(str(_NICER if yields else 0))
+            Path(f"/proc/{pid}/autogroup").write_text(str(YIELDS_BY if yields else 0))
         except BlockingIOError:  # the kernel takes one change in a tenth of a second
             time.sleep(0.1)
         except OSError:

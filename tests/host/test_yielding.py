@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llamapipe.host.cores import set_group_nice, yielding
+from llamapipe.host.cores import YIELDS_BY, set_group_nice, yielding
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux only")
 
@@ -28,7 +28,7 @@ def test_a_call_yields_and_so_do_its_threads() -> None:
         return found[0]
 
     before = priority()
-    assert yielding(inner) == yielding(priority) == min(before + 7, 19)
+    assert yielding(inner) == yielding(priority) == min(before + YIELDS_BY, 19)
     assert priority() == before
 
 
@@ -49,7 +49,7 @@ def test_a_session_yields_and_ends_it() -> None:
         pytest.skip("the kernel has no autogroups here")
     set_group_nice(os.getpid(), yields=True)
     try:
-        assert mine.read_text().split()[-1] == "7"
+        assert mine.read_text().split()[-1] == str(YIELDS_BY)
     finally:
         set_group_nice(os.getpid(), yields=False)
     assert mine.read_text().split()[-1] == "0"

@@ -233,9 +233,15 @@ def _engine(path: str) -> lp.Engine:
 
 
 def _make(call: Callable[[], object], begun: threading.Event) -> None:
+    """The call, whose errors say no more than that the interpreter ends."""
     begun.set()
-    with suppress(lp.errors.EngineClosedError):  # the interpreter ends
+    try:
         call()
+    except lp.errors.EngineClosedError:
+        pass
+    except RuntimeError as e:
+        if "shutdown" not in str(e):  # CPython refuses new threads then, and the import of concurrent.futures
+            raise
 
 
 def _duration_s(name: str, path: str, embedding_path: str) -> float:

@@ -366,10 +366,11 @@ class BackgroundSampler:
     ``share``, ``is_python``: of its jobs, see SamplingThreads. ``guesses``: it guesses which tokens follow, first those
     of text that its guide forces.
 
-    While a step is computed, the mask for its row is: the token before it is all that a mask needs. If the mask is
-    ready, the row is drawn from as any other (``is_ready``), and so are the rows after it along a guess. If it is not,
-    if there is none (GBNF), or a processor wants the row, ``draw`` continues with copies of the rows, and other
-    requests continue.
+    After a token comes what may follow it, which takes a fraction of a mask's time: the next step waits a moment for it
+    (``has_looked``). While the step is computed, the masks for its rows are: the tokens before them are all that a mask
+    needs. If the first mask is ready, the row is drawn from as any other (``is_ready``), and so are the rows after it
+    along a guess. If it is not, if there is none (GBNF), or a processor wants the row, ``draw`` continues with copies
+    of the rows, and other requests continue.
 
     ``is_forced``: the guess that was drawn along last was of forced text.
 
@@ -391,8 +392,9 @@ class BackgroundSampler:
         self.is_forced = False
         self._expected = _Expected(())
         self._rows_left: deque[_Row] = deque()  # of the last ``draw``, that no thread has begun with
-        self.settled: Callable[[], object] | None = None  # called, in any thread, when there are no more jobs
-        self._ahead: tuple[list[int], list[npt.NDArray[np.uint32]]] = ([], [])
+        self.looked: Callable[[], object] | None = None  # called, in any thread, when ``has_looked`` is true
+        self._has_looked = False
+        self._forced: Sequence[int] = ()  # tokens of text that follows in any case
         self._guessed: tuple[Sequence[int], float] = ((), 0.0)  # by the chain, as far as its guide allows
         self._forced_share = FORCED_SHARE
         self._noted: list[tuple[float, Sequence[tuple[int, float]]]] = []  # of what a call drew along a guess
@@ -447,8 +449,8 @@ class BackgroundSampler:
                         self._budget.spent_s += thread_time() - began_s
                         self.error = self.error or self._budget.error()
                     self._n_done += 1
-                    if self.settled is not None and not self.is_busy:
-                        self.settled()
+                    if self.looked is not None and self.has_looked:
+                        self.looked()
                     is_slowed = on_slowed_thread()
             finally:
                 self._turn.release()
@@ -464,8 +466,13 @@ class BackgroundSampler:
 
     @property
     def is_busy(self) -> bool:
-        """Whether jobs wait or run, but for those that look at what may follow."""
+        """Whether jobs wait or run, but for the masks along a guess."""
         return self._n_done != self._n_added
+
+    @property
+    def has_looked(self) -> bool:
+        """Whether ``guess`` will tell no more until the next token."""
+        return self._has_looked or not self.is_busy
 
     # ---- the chain
     @property
@@ -495,7 +502,7 @@ class BackgroundSampler:
         Returns how many of the tokens may follow, as far as that is known by now: if they are told one by one, while
         they are drafted, almost all of it is. For GBNF it is known of guesses that are not drafts.
         """
-        if self._is_python or self._chain is None or self._chain.guide is None or self.forces(tokens):
+        if self._is_python or self._chain is None or self._chain.guide is None:
             return len(tokens)
         if self.is_ready and self.error is None and tokens and not self._allows(tokens[0]):
             return 0
@@ -518,14 +525,11 @@ class BackgroundSampler:
     def took(self, *tokens: int) -> None:
         """These tokens were drawn from native rows. Begins with the next mask."""
         self._expected.stopped = True
-        self._add(*(partial(self._accept, token) for token in tokens), self._advance)
-
-    def forces(self, guessed: Sequence[int]) -> bool:
-        """Whether a guess is of forced text, so that the masks along it are known."""
-        return self.is_ready and self.error is None and self._ahead[0][: len(guessed)] == list(guessed)
+        self._has_looked = False
+        self._add(*(partial(self._accept, token) for token in tokens), self._look_ahead, self._advance)
 
     def expects(self, guessed: Sequence[int]) -> bool:
-        """Whether the masks along a guess are computed."""
+        """Whether the masks along a guess are computed, or will soon be."""
         expected = self._expected.tokens[: len(guessed)]
         return self.is_ready and self.error is None and expected == list(guessed)
 
@@ -540,8 +544,8 @@ class BackgroundSampler:
         Also ends before the first row whose mask is not there yet: ``draw`` may continue there.
         """
         assert self._chain is not None
-        self.is_forced = self.forces(guessed[:-1])
-        masks = self._ahead[1] if self.is_forced else self._expected.masks
+        self.is_forced = list(self._forced[: len(guessed) - 1]) == list(guessed[:-1])
+        masks = self._expected.masks
         tokens: list[int] = []
         for i, row in enumerate(rows):
             if i > len(masks):
@@ -580,6 +584,7 @@ class BackgroundSampler:
         numbers = range(self.n_draws + 1, self.n_draws + 1 + len(rows))
         self.n_draws = numbers[-1]
         self._expected.stopped = True
+        self._has_looked = False
         if not continues:
             self._noted = []
             self.is_forced = False
@@ -613,10 +618,10 @@ class BackgroundSampler:
 
     def guess(self, n: int) -> tuple[Sequence[int], float]:
         """The tokens of the text that its guide forces, or that its chain guesses, if that is known by now."""
-        if not self.guesses or self.is_busy or self.error is not None or self._chain is None:
+        if not self.guesses or not self.has_looked or self.error is not None or self._chain is None:
             return (), 0.0
-        if self._ahead[0]:
-            return self._ahead[0][:n], self._forced_share
+        if self._forced:
+            return self._forced[:n], self._forced_share
         if self._chain.guide is None and not self._chain.has_grammar:
             return self._chain.guess(n)
         return self._guessed[0][:n], self._guessed[1]
@@ -648,10 +653,10 @@ class BackgroundSampler:
 
     def _prepare(self) -> None:
         """Computes the mask of the next token."""
+        self._look_ahead()
         chain = self._chain
         if chain is not None and chain.guide is not None:
             self.finished = chain.finished = chain.guide.finished
-        self._look_ahead()
 
     def _accept(self, token: int) -> None:
         chain = self._chain
@@ -667,7 +672,6 @@ class BackgroundSampler:
             return
         if chain.advance_guide():
             self.finished = chain.finished
-            self._look_ahead()
         else:
             self.error = chain.error
 
@@ -691,30 +695,32 @@ class BackgroundSampler:
                 self._budget.spent_s -= thread_time() - began_s
 
     def _look_ahead(self) -> None:
-        """Guesses what follows: text that the guide forces, or what the chain guesses and a constraint allows."""
-        chain = self._chain
-        self._ahead, self._guessed = ([], []), ((), 0.0)
-        if not self.guesses or chain is None or self.finished:
-            return
-        try:
-            if chain.guide is not None and not self._is_python:
-                self._ahead = chain.guide.look_ahead(MOST_GUESSED)
-            if not self._ahead[0] and (chain.guide is not None or chain.has_grammar):
-                self._guessed = self._allowed(chain, *chain.guess(MOST_GUESSED))
-        except DecodeError as e:
-            self.error = e
+        """Guesses what follows: text that the guide forces, or what the chain guesses and a constraint allows.
 
-    def _allowed(
-        self, chain: SamplerChain, tokens: Sequence[int], share: float
-    ) -> tuple[Sequence[int], float]:
-        """The first tokens of a guess that may follow. Without guesses this time would not be spent, so it is free."""
+        Without guesses this time would not be spent, so it is free.
+        """
+        chain = self._chain
+        self._forced, self._guessed = (), ((), 0.0)
+        if self.guesses and chain is not None and not self._closing and self.error is None:
+            began_s = thread_time()
+            try:
+                if chain.guide is not None and not self._is_python:
+                    self._forced = chain.guide.forced(MOST_GUESSED)
+                if not self._forced and (chain.guide is not None or chain.has_grammar):
+                    self._guessed = self._allowed(chain, *chain.guess(MOST_GUESSED))
+            except DecodeError as e:
+                self.error = e
+            if self._budget is not None:
+                self._budget.spent_s -= thread_time() - began_s
+        self._has_looked = True
+
+    @staticmethod
+    def _allowed(chain: SamplerChain, tokens: Sequence[int], share: float) -> tuple[Sequence[int], float]:
+        """The first tokens of a guess that may follow."""
         if not tokens:
             return tokens, share
-        began_s = thread_time()
         guide = chain.guide
         n = chain.n_allowed(tokens) if guide is None else guide.n_allowed(tokens, _MOST_CHECK_S)
-        if self._budget is not None:
-            self._budget.spent_s -= thread_time() - began_s
         return tokens[:n], share
 
     def _draw(self, row: _Row, left: deque[_Row], drawn: PutToken, began_s: float) -> None:
@@ -740,9 +746,10 @@ class BackgroundSampler:
         else:
             left.clear()  # copies of rows are large
         if token >= 0 and chain is not None and chain.guide is not None:
-            following += self._advance, lambda: self._accept(token)
+            following += self._advance, self._look_ahead, lambda: self._accept(token)
         elif token >= 0 and chain is not None and chain.has_grammar and self.guesses and not following:
-            following.append(self._advance)
+            following.append(self._look_ahead)
+        self._has_looked = False
         self._n_done -= len(following)
         self._jobs.extendleft(following)
         drawn(self, row.number, token)
@@ -788,7 +795,7 @@ class BackgroundDraws:
         self._tokens: SimpleQueue[Drawn] = SimpleQueue()
         self._kept: list[Drawn] = []  # of earlier steps, found while this one's were waited for
         self._n_late = 0  # tokens that ``take`` will return
-        self._settled: SimpleQueue[None] = SimpleQueue()  # an item for each sampler that has no more jobs
+        self._looked: SimpleQueue[None] = SimpleQueue()  # an item where a sampler may have looked
 
     def __repr__(self) -> str:
         return f"<BackgroundDraws n_late={self._n_late} {self.threads!r}>"
@@ -826,7 +833,7 @@ class BackgroundDraws:
                 looking.append(sampler)
             if sampler.is_ready and sampler.finished:
                 drawn[i] = NoToken.FINISHED
-            elif end > i + 1 and self._knows(sampler, guessed[i : end - 1]) and sampler.ask():
+            elif end > i + 1 and sampler.expects(guessed[i : end - 1]) and sampler.ask():
                 tokens = sampler.draw_along(rows[i:end], guessed[i:end], draw_native)
                 drawn[i : i + len(tokens)] = tokens
                 left = range(i + len(tokens), end)
@@ -852,13 +859,8 @@ class BackgroundDraws:
             late = {sampler for sampler, _ in pending}
             looking = [sampler for sampler in looking if sampler not in late]
         if looking:
-            self._await_masks(looking, min(_PATIENCE_AHEAD * patience_s, _LEAST_PATIENCE_S))
+            self._await_looks(looking, min(_PATIENCE_AHEAD * patience_s, _LEAST_PATIENCE_S))
         return drawn
-
-    @staticmethod
-    def _knows(sampler: BackgroundSampler, guessed: Sequence[int]) -> bool:
-        """Whether masks along a guess are known, or will soon be."""
-        return sampler.forces(guessed) or sampler.expects(guessed)
 
     def _begin(
         self,
@@ -876,20 +878,20 @@ class BackgroundDraws:
         numbers = sampler.draw(copies, expected, self._put, continues)
         pending.update(((sampler, number), i) for number, i in zip(numbers, places, strict=True))
 
-    def _await_masks(self, samplers: Sequence[BackgroundSampler], patience_s: float) -> None:
-        """Waits a moment for what the samplers' guides force next: with that, the next step may take several tokens."""
+    def _await_looks(self, samplers: Sequence[BackgroundSampler], patience_s: float) -> None:
+        """Waits a moment for what may follow: with that, the next step may take several tokens."""
         deadline_s = perf_counter() + patience_s
         with suppress(Empty):
-            while any(sampler.is_busy for sampler in samplers):
+            while not all(sampler.has_looked for sampler in samplers):
                 left_s = deadline_s - perf_counter()
                 if left_s < _SHORTEST_WAIT_S:
                     return
                 for sampler in samplers:
-                    sampler.settled = self._put_settled
-                self._settled.get(timeout=left_s)
+                    sampler.looked = self._put_looked
+                self._looked.get(timeout=left_s)
 
-    def _put_settled(self) -> None:
-        self._settled.put(None)
+    def _put_looked(self) -> None:
+        self._looked.put(None)
 
     def _put(self, sampler: BackgroundSampler, number: int, token: int) -> None:
         """Adds a token. Threads of samplers."""

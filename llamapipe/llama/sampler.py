@@ -48,8 +48,8 @@ class Guide(Protocol):
     def accept(self, token: int) -> None:
         """Takes the token that follows."""
 
-    def look_ahead(self, n: int) -> tuple[list[int], list[npt.NDArray[np.uint32]]]:
-        """At most ``n`` tokens of text that follows in any case, and the masks after them."""
+    def forced(self, n: int) -> list[int]:
+        """At most ``n`` tokens of text that follows in any case."""
 
     def follow(self, tokens: Sequence[int], n_known: int = 0) -> Iterator[npt.NDArray[np.uint32]]:
         """The masks after these tokens but the first, up to one that may not follow; without words: nothing may."""

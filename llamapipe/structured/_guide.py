@@ -246,20 +246,16 @@ class Guide:
             self.accept(32 * word + (bits & -bits).bit_length() - 1)
 
     # ---- looking ahead
-    def look_ahead(self, n: int) -> tuple[list[int], list[npt.NDArray[np.uint32]]]:
-        """At most ``n`` tokens of the text that every continuation has, and the mask after each of them.
+    def forced(self, n: int) -> list[int]:
+        """At most ``n`` tokens of the text that every continuation has. Computes no mask, and accepts nothing.
 
-        The text is certain, its tokens are the usual ones: ``mask`` allows others, too. A mask without words: the text
-        is finished. Nothing is accepted. Raises as ``prepare`` does.
+        The text is certain, its tokens are the usual ones: ``mask`` allows others, too.
         """
-        self.prepare()
-        if self._finished:
-            return [], []
-        # Copies are asked: a matcher that has told which bytes are forced takes no special token in their place.
+        if self._ended:
+            return []
+        # A copy is asked: a matcher that has told which bytes are forced takes no special token in their place.
         forced: bytes = self._open().deep_copy().compute_ff_bytes()
-        tokens = self._tokenizer.tokens_of(forced)[:n] if forced else []
-        masks = list(self.follow(tokens))
-        return tokens[: len(masks)], masks
+        return self._tokenizer.tokens_of(forced)[:n] if forced else []
 
     def follow(self, tokens: Sequence[int], n_known: int = 0) -> Iterator[npt.NDArray[np.uint32]]:
         """The mask after each of these tokens but the first ``n_known``, up to one that is not allowed.

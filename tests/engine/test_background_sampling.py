@@ -17,9 +17,16 @@ from support.control import PATIENCE_S, Worker, wait_until
 
 import llamapipe as lp
 from llamapipe._engine.long_work import LongWork, is_long, size_of
-from llamapipe._engine.sampling import SAMPLING_THREAD_NAME, SamplingThreads, on_slowed_thread
+from llamapipe._engine.sampling import (
+    SAMPLING_THREAD_NAME,
+    BackgroundSampler,
+    SamplingThreads,
+    on_slowed_thread,
+)
 from llamapipe._engine.tenant import Tenant, tenant
 from llamapipe.errors import DecodeError, InvalidRequestError
+from llamapipe.llama.sampler import SamplerChain
+from llamapipe.structured.compile import compile_guide
 
 pytestmark = pytest.mark.native
 Row = npt.NDArray[np.float32]
@@ -326,6 +333,38 @@ class TestLongPrompts:
     def test_token_ids(self, engine: lp.Engine, ids: object) -> None:
         with pytest.raises(InvalidRequestError, match=r"the prompt has 100000[01] tokens; n_ctx is 256"):
             engine.generate(ids)  # type: ignore[call-overload]
+
+
+def test_forced_text_is_known_before_the_mask(demo: lp.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step waits for what it may guess, which takes a fraction of a mask's time."""
+    guide, gate = compile_guide(demo, json_schema={"const": {"name": "Rome"}}).new(), threading.Event()
+    forced = guide.forced(9)
+    assert demo.vocab.detokenize(forced).startswith('{"name')
+    threads = SamplingThreads(1)
+    sampler = BackgroundSampler(
+        lambda: SamplerChain(demo.vocab, guide=guide), None, is_python=False, guesses=True
+    )
+    sampler.start(threads)
+    wait_until(lambda: sampler.is_ready)
+    compute, looked = guide.prepare, threading.Event()
+
+    def prepare() -> None:
+        assert gate.wait(PATIENCE_S)
+        compute()
+
+    monkeypatch.setattr(guide, "prepare", prepare)
+    sampler.looked = looked.set
+    sampler.took(forced[0])
+    assert looked.wait(PATIENCE_S)
+    assert sampler.guess(9)[0] == guide.forced(9)
+    assert sampler.is_busy
+    assert not sampler.is_ready
+    assert sampler.expect(forced[1:3]) == 2
+    gate.set()
+    wait_until(lambda: sampler.is_ready)
+    assert sampler.expects(forced[1:3])
+    sampler.close()
+    threads.close()
 
 
 class TestThreads:

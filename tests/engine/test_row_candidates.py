@@ -88,8 +88,8 @@ class Always:
     def n_allowed(self, tokens: Sequence[int], limit_s: float) -> int:
         return len(tokens)
 
-    def look_ahead(self, n: int) -> tuple[list[int], list[npt.NDArray[np.uint32]]]:
-        return [], []
+    def forced(self, n: int) -> list[int]:
+        return []
 
     def reset(self, tokens: Sequence[int]) -> None: ...
 

@@ -3,10 +3,11 @@
     python benchmarks/bench_images.py FOLDER [--llama-server PATH] [--seconds 30] [--streams 4]
 
 FOLDER gets two files in SmolVLM-256M's shape: SmolLM2-135M (`python tools/real_models.py smollm2`) with the tokens that
-stand around tiles, and a projector of random weights (SigLIP base). An image becomes one tile of 512 x 512 pixels,
-which has 64 rows.
+stand around tiles, and a projector of random weights (SigLIP base). An image becomes two pictures of 512 x 512 pixels,
+which have 64 rows each.
 
-Each server runs alone. Its text streams run for a while, then again while another client asks about one new image after
+Each server runs alone; llamapipe chooses its number of threads, which a given one would keep from making room for the
+encoder. A server's text streams run for a while, then again while another client asks about one new image after
 another. Printed are the 50th and 99th percentile of the gaps between the streams' events, the images a minute, and the
 time to the first token of a question about a new image, of a second question about it in the same conversation, and of
 another conversation with it.
@@ -222,7 +223,7 @@ def main() -> int:
     parser.add_argument("--llama-server", type=Path, help="the program of the pinned llama.cpp")
     parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument("--streams", type=int, default=4)
-    parser.add_argument("--threads", type=int, default=2, help="compute threads of each side")
+    parser.add_argument("--threads", type=int, default=2, help="compute threads of llama-server")
     args = parser.parse_args()
     text, projector = args.folder / "text.gguf", args.folder / "projector.gguf"
     if not text.exists() or not projector.exists():
@@ -235,7 +236,7 @@ def main() -> int:
     port = free_port()
     ours = [
         sys.executable, "-m", "llamapipe", "serve", "-m", str(text), "--mmproj", str(projector), "--port", str(port),
-        "--n-seq-max", str(n), "--n-ctx", "2048", "--n-threads", threads,
+        "--n-seq-max", str(n), "--n-ctx", "2048",
     ]  # fmt: skip
     measure("llamapipe", ours, port, args.seconds, args.streams)
     if args.llama_server:

@@ -114,7 +114,7 @@ class Projector:
         self.sample_rate = 0
         # ggml's threads of the engine's steps compute meanwhile.
         self.n_threads = max(usable_cores() // 2, 1)
-        self._info, self._use_gpu = info, use_gpu
+        self._info, self._use_gpu, self._has_kernels = info, use_gpu, model.attends
         self._native = native
         self._model_handle = handle
         self._handle: Any = None
@@ -152,6 +152,7 @@ class Projector:
                 self._model_handle,
                 self.n_threads,
                 self._use_gpu,
+                self._has_kernels,
                 least,
                 most,
             )

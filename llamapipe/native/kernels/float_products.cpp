@@ -18,7 +18,9 @@ extern const FloatLevel kFloatsAvx2, kFloatsAvx512;
 
 namespace {
 
-constexpr int64_t piece_rows = 32;  // of weights that a thread takes at once
+constexpr int64_t piece_rows    = 32;          // of weights that a thread takes at once
+constexpr size_t  scratch_bytes = 384 * 1024;  // of a thread: it stays in the second-level cache
+constexpr size_t  alignment     = 64;
 
 const FloatLevel * find_level() {
 #if defined(__x86_64__)
@@ -46,7 +48,7 @@ void multiply_rows(const RowProduct & product, int64_t first, int64_t last, int6
     const ggml_tensor * w = product.weights;
     const FloatMatrix   m = { (const char *) w->data, product.rows, product.results, w->nb[1], product.row_stride,
                               product.result_stride, w->ne[0], product.row_numbers };
-    level()->multiply(w->type, m, first, last, n);
+    level()->multiply(w->type, m, first, last, n, Scratch());
 }
 
 bool is_float_product(const ggml_tensor * op) {
@@ -60,12 +62,18 @@ bool is_float_product(const ggml_tensor * op) {
            w->nb[0] == ggml_type_size(w->type) && x->nb[0] == sizeof(float) && op->nb[0] == sizeof(float);
 }
 
-size_t float_product_work_size() { return 2 * sizeof(std::max_align_t) + sizeof(std::atomic<int64_t>); }
+size_t float_product_work_size(const ggml_tensor * op, int n_threads) {
+    return 2 * alignment + (op->src[1]->ne[1] < many_rows ? 0 : (size_t) n_threads * scratch_bytes);
+}
 
 void compute_float_product(const ggml_compute_params * params, ggml_tensor * op, void (*barrier)(ggml_threadpool *)) {
     const ggml_tensor *w = op->src[0], *x = op->src[1];
-    constexpr size_t   alignment = alignof(std::max_align_t);
-    auto & next = *(std::atomic<int64_t> *) (((size_t) params->wdata + alignment - 1) / alignment * alignment);
+    char * const       work = (char *) (((size_t) params->wdata + alignment - 1) / alignment * alignment);
+    auto &             next = *(std::atomic<int64_t> *) work;
+    Scratch            scratch;
+    if (x->ne[1] >= many_rows) {
+        scratch = { (float *) (work + alignment + (size_t) params->ith * scratch_bytes), (int64_t) (scratch_bytes / sizeof(float)) };
+    }
     if (params->ith == 0) {
         new (&next) std::atomic<int64_t>(params->nth);  // each thread begins with the piece of its number
     }
@@ -79,7 +87,7 @@ void compute_float_product(const ggml_compute_params * params, ggml_tensor * op,
                              (const char *) x->data + (size_t) i2 * x->nb[2] + (size_t) i3 * x->nb[3],
                              (char *) op->data + (size_t) i2 * op->nb[2] + (size_t) i3 * op->nb[3],
                              w->nb[1], x->nb[1], op->nb[1], w->ne[0] };
-        level()->multiply(w->type, m, first, last, x->ne[1]);
+        level()->multiply(w->type, m, first, last, x->ne[1], scratch);
     }
 }
 

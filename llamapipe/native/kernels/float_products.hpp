@@ -27,10 +27,18 @@ struct FloatMatrix {
     size_t number(int64_t row) const { return (size_t)(row_numbers ? row_numbers[row] : row); }
 };
 
+// Memory of a thread for the weights that many rows use. Without it the results are the same.
+constexpr int64_t many_rows = 24;
+
+struct Scratch {
+    float  *floats   = nullptr;
+    int64_t n_floats = 0;
+};
+
 // The loops of one CPU level, for weights [first, last) of a type with all rows.
 struct FloatLevel {
     const char *name;
-    void (*multiply)(ggml_type type, const FloatMatrix &m, int64_t first, int64_t last, int64_t n_rows);
+    void (*multiply)(ggml_type type, const FloatMatrix &m, int64_t first, int64_t last, int64_t n_rows, const Scratch &scratch);
 };
 
 // Whether this processor has the instructions.
@@ -40,7 +48,7 @@ bool has_float_products();
 bool is_float_product(const ggml_tensor *op);
 
 // The bytes of work memory that it needs, and the computation, on all of ggml's threads.
-size_t float_product_work_size();
+size_t float_product_work_size(const ggml_tensor *op, int n_threads);
 void compute_float_product(const ggml_compute_params *params, ggml_tensor *op, void (*barrier)(ggml_threadpool *));
 
 // Rows of activations, chosen by their numbers, times a matrix of weights. Strides are in bytes. The numbers are those of an

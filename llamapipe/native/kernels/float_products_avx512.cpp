@@ -39,8 +39,14 @@ inline __m256 sums_of(__m512 a, __m512 b, __m512 c, __m512 d) {
     return _mm512_castps512_ps256(_mm512_permutexvar_ps(order, one));
 }
 
-template <class Type, int R>
-inline void sum_wide(const Weights<Type, 8> & weights, const Rows<R> & rows, int64_t c, int64_t end, __m512 (&sums)[4][R]) {
+template <class Type> __m512 load_two(const Weights<Type, 8> & weights, int i, int64_t c) {
+    return load_two(Type(), weights.w[i] + c, weights.w[i + 1] + c);
+}
+
+inline __m512 load_two(const Panel<8> & weights, int i, int64_t c) { return _mm512_loadu_ps(weights.values + c * 8 + i * 8); }
+
+template <int R, class From>
+inline void sum_wide(const From & weights, const Rows<R> & rows, int64_t c, int64_t end, __m512 (&sums)[4][R]) {
     UNROLLED for (int i = 0; i < 4; i++) {
         UNROLLED for (int j = 0; j < R; j++) {
             sums[i][j] = _mm512_setzero_ps();
@@ -52,7 +58,7 @@ inline void sum_wide(const Weights<Type, 8> & weights, const Rows<R> & rows, int
             values[j] = _mm512_broadcast_f32x8(_mm256_loadu_ps(rows.x[j] + c));
         }
         UNROLLED for (int i = 0; i < 4; i++) {
-            const __m512 w = load_two(Type(), weights.w[2 * i] + c, weights.w[2 * i + 1] + c);
+            const __m512 w = load_two(weights, 2 * i, c);
             UNROLLED for (int j = 0; j < R; j++) {
                 sums[i][j] = _mm512_fmadd_ps(w, values[j], sums[i][j]);
             }
@@ -60,14 +66,18 @@ inline void sum_wide(const Weights<Type, 8> & weights, const Rows<R> & rows, int
     }
 }
 
-template <class Type, int R> void wide_tile(const FloatMatrix & m, const Rows<R> & rows, int64_t first) {
+template <class Type, int R> void wide_tile(const FloatMatrix & m, const Rows<R> & rows, int64_t first, const float * panel) {
     const Weights<Type, 8> weights(m, first);
     const int64_t          whole = m.n_columns / 8 * 8;
-    __m512                 totals[4][R];
-    sum_wide(weights, rows, 0, std::min(block_columns, whole), totals);
+    const auto             sum   = [&](int64_t c, __m512(&sums)[4][R]) {
+        const int64_t end = std::min(c + block_columns, whole);
+        panel ? sum_wide(Panel<8>{ panel }, rows, c, end, sums) : sum_wide(weights, rows, c, end, sums);
+    };
+    __m512 totals[4][R];
+    sum(0, totals);
     for (int64_t c = block_columns; c < whole; c += block_columns) {
         __m512 sums[4][R];
-        sum_wide(weights, rows, c, std::min(c + block_columns, whole), sums);
+        sum(c, sums);
         UNROLLED for (int i = 0; i < 4; i++) {
             UNROLLED for (int j = 0; j < R; j++) {
                 totals[i][j] = _mm512_add_ps(totals[i][j], sums[i][j]);
@@ -81,11 +91,15 @@ template <class Type, int R> void wide_tile(const FloatMatrix & m, const Rows<R>
 }
 
 struct Avx512 {
-    static constexpr int most_rows = 6;  // with eight weights 24 vectors of sums
+    static constexpr int most_rows = 6, n_weights = 8;  // 24 vectors of sums
+
+    template <class Type, int R> static void tile(const FloatMatrix & m, const Rows<R> & rows, int64_t first, const float * panel) {
+        wide_tile<Type>(m, rows, first, panel);
+    }
 
     template <class Type, int R> static void tiles(const FloatMatrix & m, const Rows<R> & rows, int64_t first, int64_t last) {
         for (; first + 8 <= last; first += 8) {
-            wide_tile<Type>(m, rows, first);
+            wide_tile<Type>(m, rows, first, nullptr);
         }
         kernels::tiles<Type>(m, rows, first, last);
     }

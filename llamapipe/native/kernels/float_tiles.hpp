@@ -1,12 +1,14 @@
 // Products of floats in tiles of weights and rows. Include it after the level's target pragma, AVX2 or above.
 //
 // A result is a chain of additions in eight lanes for each block of columns; the blocks are added in their order, then the
-// lanes, then the columns that fill no vector. A level may compute as many chains at once as it likes.
+// lanes, then the columns that fill no vector. A level may compute as many chains at once as it likes. Where many rows come,
+// it takes weights from panels: converted to floats, and in the order in which a tile reads them.
 #pragma once
 
 #include <immintrin.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 
 #include "float_products.hpp"
@@ -57,6 +59,8 @@ template <int R> struct Rows {
 template <class Type, int W> struct Weights {
     const typename Type::Value * w[W];
 
+    __m256 load(int i, int64_t c) const { return Type::load(w[i] + c); }
+
     Weights(const FloatMatrix & m, int64_t first) {
         const char * from = m.weights + (size_t) first * m.weight_stride;
         for (int i = 0; i < W; i++, from += m.weight_stride) {
@@ -64,6 +68,21 @@ template <class Type, int W> struct Weights {
         }
     }
 };
+
+// The same in a panel: for each eight columns the lanes of one weight after another.
+template <int W> struct Panel {
+    const float * values;
+
+    __m256 load(int i, int64_t c) const { return _mm256_loadu_ps(values + c * W + i * 8); }
+};
+
+template <class Type, int W> void fill(float * panel, const Weights<Type, W> & weights, int64_t n_columns) {
+    for (int64_t c = 0; c < n_columns; c += 8) {
+        for (int i = 0; i < W; i++) {
+            _mm256_storeu_ps(panel + c * W + i * 8, weights.load(i, c));
+        }
+    }
+}
 
 // The columns from `c` on, which fill no vector, are added to the results of the weights from `first` on.
 template <class Type, int W, int R>
@@ -93,8 +112,8 @@ inline __m128 sums_of(__m256 a, __m256 b, __m256 c, __m256 d) {
     return _mm256_castps256_ps128(_mm256_permutevar8x32_ps(one, _mm256_setr_epi32(0, 4, 2, 6, 0, 0, 0, 0)));
 }
 
-template <class Type, int W, int R>
-inline void sum_block(const Weights<Type, W> & weights, const Rows<R> & rows, int64_t c, int64_t end, __m256 (&sums)[W][R]) {
+template <int W, int R, class From>
+inline void sum_block(const From & weights, const Rows<R> & rows, int64_t c, int64_t end, __m256 (&sums)[W][R]) {
     UNROLLED for (int i = 0; i < W; i++) {
         UNROLLED for (int j = 0; j < R; j++) {
             sums[i][j] = _mm256_setzero_ps();
@@ -106,7 +125,7 @@ inline void sum_block(const Weights<Type, W> & weights, const Rows<R> & rows, in
             values[j] = _mm256_loadu_ps(rows.x[j] + c);
         }
         UNROLLED for (int i = 0; i < W; i++) {
-            const __m256 w = Type::load(weights.w[i] + c);
+            const __m256 w = weights.load(i, c);
             UNROLLED for (int j = 0; j < R; j++) {
                 sums[i][j] = _mm256_fmadd_ps(w, values[j], sums[i][j]);
             }
@@ -114,15 +133,19 @@ inline void sum_block(const Weights<Type, W> & weights, const Rows<R> & rows, in
     }
 }
 
-// Four weights, or one.
-template <class Type, int W, int R> void tile(const FloatMatrix & m, const Rows<R> & rows, int64_t first) {
+// Four weights, or one. `panel`: theirs, or null.
+template <class Type, int W, int R> void tile(const FloatMatrix & m, const Rows<R> & rows, int64_t first, const float * panel = nullptr) {
     const Weights<Type, W> weights(m, first);
     const int64_t          whole = m.n_columns / 8 * 8;
-    __m256                 totals[W][R];
-    sum_block(weights, rows, 0, std::min(block_columns, whole), totals);
+    const auto             sum   = [&](int64_t c, __m256(&sums)[W][R]) {
+        const int64_t end = std::min(c + block_columns, whole);
+        panel ? sum_block(Panel<W>{ panel }, rows, c, end, sums) : sum_block(weights, rows, c, end, sums);
+    };
+    __m256 totals[W][R];
+    sum(0, totals);
     for (int64_t c = block_columns; c < whole; c += block_columns) {
         __m256 sums[W][R];
-        sum_block(weights, rows, c, std::min(c + block_columns, whole), sums);
+        sum(c, sums);
         UNROLLED for (int i = 0; i < W; i++) {
             UNROLLED for (int j = 0; j < R; j++) {
                 totals[i][j] = _mm256_add_ps(totals[i][j], sums[i][j]);
@@ -148,35 +171,57 @@ template <class Type, int R> void tiles(const FloatMatrix & m, const Rows<R> & r
     }
 }
 
-// Calls Level::tiles for `n` rows, at most R.
-template <class Level, class Type, int R>
-void multiply_some(const FloatMatrix & m, int64_t first, int64_t last, int64_t row, int64_t n) {
+// Calls `done` with Rows<n>, for n at most R.
+template <int R, class Done> void with_rows(const FloatMatrix & m, int64_t row, int64_t n, const Done & done) {
     if constexpr (R > 0) {
         if (n == R) {
-            Level::template tiles<Type, R>(m, Rows<R>(m, row), first, last);
+            done(Rows<R>(m, row));
         } else {
-            multiply_some<Level, Type, R - 1>(m, first, last, row, n);
+            with_rows<R - 1>(m, row, n, done);
         }
     }
 }
 
-// Rows in parts of nearly the same size: seven are four and three.
-template <class Level, class Type> void multiply_type(const FloatMatrix & m, int64_t first, int64_t last, int64_t n_rows) {
-    const int64_t n_parts = (n_rows + Level::most_rows - 1) / Level::most_rows;
+// The same for all rows, in parts of nearly the same size: seven are four and three.
+template <int R, class Done> void for_rows(const FloatMatrix & m, int64_t n_rows, const Done & done) {
+    const int64_t n_parts = (n_rows + R - 1) / R;
     for (int64_t i = 0, row = 0; i < n_parts; i++) {
         const int64_t end = n_rows * (i + 1) / n_parts;
-        multiply_some<Level, Type, Level::most_rows>(m, first, last, row, end - row);
+        with_rows<R>(m, row, end - row, done);
         row = end;
     }
 }
 
-template <class Level> void multiply(ggml_type type, const FloatMatrix & m, int64_t first, int64_t last, int64_t n_rows) {
+template <class Level, class Type>
+void multiply_type(const FloatMatrix & m, int64_t first, int64_t last, int64_t n_rows, const Scratch & scratch) {
+    constexpr int     n_weights = Level::n_weights;
+    constexpr int64_t most_rows = Level::most_rows;
+    const int64_t     whole = m.n_columns / 8 * 8, n_each = n_weights * whole;
+    const bool        has_panels = n_rows >= many_rows && whole > 0;
+    const int64_t     n_tiles    = has_panels ? std::min((last - first) / n_weights, scratch.n_floats / n_each) : 0;
+    while (n_tiles > 0 && first + n_tiles * n_weights <= last) {
+        for (int64_t i = 0; i < n_tiles; i++) {
+            fill(scratch.floats + i * n_each, Weights<Type, n_weights>(m, first + i * n_weights), whole);
+        }
+        for_rows<most_rows>(m, n_rows, [&](const auto & rows) {
+            for (int64_t i = 0; i < n_tiles; i++) {
+                Level::template tile<Type>(m, rows, first + i * n_weights, scratch.floats + i * n_each);
+            }
+        });
+        first += n_tiles * n_weights;
+    }
+    if (first < last) {
+        for_rows<most_rows>(m, n_rows, [&](const auto & rows) { Level::template tiles<Type>(m, rows, first, last); });
+    }
+}
+
+template <class Level> void multiply(ggml_type type, const FloatMatrix & m, int64_t first, int64_t last, int64_t n_rows, const Scratch & scratch) {
     if (type == GGML_TYPE_F32) {
-        multiply_type<Level, F32>(m, first, last, n_rows);
+        multiply_type<Level, F32>(m, first, last, n_rows, scratch);
     } else if (type == GGML_TYPE_F16) {
-        multiply_type<Level, F16>(m, first, last, n_rows);
+        multiply_type<Level, F16>(m, first, last, n_rows, scratch);
     } else {
-        multiply_type<Level, BF16>(m, first, last, n_rows);
+        multiply_type<Level, BF16>(m, first, last, n_rows, scratch);
     }
 }
 

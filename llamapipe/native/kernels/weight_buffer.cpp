@@ -346,7 +346,7 @@ struct OtherTraits : ggml::cpu::tensor_traits {
             size         = t_attends ? attention_work_size(op, n_threads) : size;
         } else if (is_float_product(op)) {
             mark.is_ours = t_multiplies;
-            size         = t_multiplies ? float_product_work_size() : size;
+            size         = t_multiplies ? float_product_work_size(op, n_threads) : size;
         }
         memcpy(place_of_mark(op), &mark, sizeof mark);
         return mark.is_ours;

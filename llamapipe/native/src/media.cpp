@@ -4,6 +4,7 @@
 // assertions: while a file is read and an image prepared, each becomes an error.
 #include "faults.hpp"
 #include "mtmd.h"
+#include "weight_buffer.hpp"
 
 #include <cstring>
 #include <dlfcn.h>
@@ -79,8 +80,9 @@ const Library & library(const char * path = nullptr) {
 
 struct lp_media {
     mtmd_context * ctx;
-    size_t         n_embd;           // of a row
-    std::mutex     mutex;            // one encodes at a time
+    size_t         n_embd;             // of a row
+    bool           has_kernels;        // attention and products of floats are computed by ours
+    std::mutex     mutex;              // one encodes at a time
     bool           is_broken = false;  // an assertion failed while it computed: its scheduler is left half changed
 };
 
@@ -89,7 +91,7 @@ struct lp_media_chunks {
 };
 
 lp_media * lp_media_open(const char * path_of_library, const char * path, const llama_model * model, int n_threads,
-                         bool use_gpu, int image_min_tokens, int image_max_tokens) {
+                         bool use_gpu, bool has_kernels, int image_min_tokens, int image_max_tokens) {
     return lp::guard((lp_media *) nullptr, [&]() -> lp_media * {
         const Library &           mtmd = library(path_of_library);
         const lp::AssertionsThrow throwing;
@@ -107,8 +109,9 @@ lp_media * lp_media_open(const char * path_of_library, const char * path, const 
             return nullptr;
         }
         auto * made = new lp_media{};
-        made->ctx    = ctx;
-        made->n_embd = (size_t) llama_model_n_embd_inp(model);
+        made->ctx         = ctx;
+        made->n_embd      = (size_t) llama_model_n_embd_inp(model);
+        made->has_kernels = has_kernels;
         return made;
     });
 }
@@ -216,6 +219,7 @@ int lp_media_encode(lp_media * media, const lp_media_chunks * chunks, int i, flo
         const lp::DecodeAssertionsThrow throwing;
         const mtmd_input_chunk *        chunk = mtmd.input_chunks_get(chunks->chunks, (size_t) i);
         lp::set_error("libmtmd could not encode it; the log llamapipe.native says why");
+        const llamapipe::kernels::ComputeScope scope(media->has_kernels, media->has_kernels, nullptr);
         media->is_broken = true;  // should it be left by a long jump
         const int code   = lp::without_faults(-1, [&] { return (int) mtmd.encode_chunk(media->ctx, chunk); });
         media->is_broken = throwing.happened();

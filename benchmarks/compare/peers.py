@@ -2,8 +2,9 @@
 
     python benchmarks/compare/peers.py           # builds what is missing into the user's cache; ten minutes
     python benchmarks/compare/peers.py --cuda    # llama.cpp's programs with CUDA, and nothing from a package index
+    python benchmarks/compare/peers.py --only ik-llama-cpp-python    # built where it is named only
 
-All are optimised for this machine, except xllamacpp and OpenVINO GenAI, which come as wheels for many.
+llama.cpp's programs and llama-cpp-python are optimised for this machine; the others come as wheels for many.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ BINDINGS = {  # what pip installs, one after another
     ],
     "xllamacpp": [["xllamacpp>=2026.10"]],
     "openvino-genai": [["openvino-genai>=2026.4", "numpy"]],
+    "ik-llama-cpp-python": [["ik-llama-cpp-python==0.1.5"]],
 }
-HOW = "`python benchmarks/compare/peers.py` builds it"
+ASKED = ("ik-llama-cpp-python",)  # built where they are named only
 
 
 class Missing(Exception):  # noqa: N818
@@ -55,12 +57,12 @@ class Peers:
         self.missing: dict[str, str] = {}
         for name in PROGRAMS:
             if not (folder / "bin" / name).is_file():
-                self.missing[name] = HOW
+                self.missing[name] = _how(name)
         for name in BINDINGS:
             if cuda:
                 self.missing[name] = "only compared on the CPU"
             elif not (folder / name / "complete").is_file():
-                self.missing[name] = HOW
+                self.missing[name] = _how(name)
 
     def program(self, name: str) -> Path:
         """A program of llama.cpp's. Raises Missing."""
@@ -97,11 +99,15 @@ def find_peers(cuda: bool = False) -> Peers:
     return Peers(folder / ("cuda" if cuda else "native"), cuda)
 
 
-def build_peers(cuda: bool = False, say: Callable[[str], None] = print) -> Peers:
+def build_peers(
+    cuda: bool = False, only: Sequence[str] | None = None, say: Callable[[str], None] = print
+) -> Peers:
     """Builds what is missing; what cannot be built is named with the reason."""
     peers = find_peers(cuda)
     failed = {}
-    for name in list(peers.missing):
+    for name in peers.missing:
+        if name not in only if only else name in ASKED:
+            continue
         say(f"building {name}")
         try:
             if name in PROGRAMS:
@@ -114,6 +120,10 @@ def build_peers(cuda: bool = False, say: Callable[[str], None] = print) -> Peers
     found = find_peers(cuda)
     found.missing |= {name: reason for name, reason in failed.items() if name in found.missing}
     return found
+
+
+def _how(name: str) -> str:
+    return f"`python benchmarks/compare/peers.py{f' --only {name}' if name in ASKED else ''}` builds it"
 
 
 def _build_programs(peers: Peers, say: Callable[[str], None]) -> None:
@@ -167,6 +177,8 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cuda", action="store_true")
-    built = build_peers(parser.parse_args().cuda)
+    parser.add_argument("--only", nargs="+", choices=[*PROGRAMS, *BINDINGS], help="these peers only")
+    args = parser.parse_args()
+    built = build_peers(args.cuda, args.only)
     for name, reason in built.missing.items():
         print(f"without {name}: {reason}")

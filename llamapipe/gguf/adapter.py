@@ -182,6 +182,14 @@ def _rows_matrices(head: Head, architecture: str) -> frozenset[str]:
     return frozenset(tensor.name[:-7] for tensor in head.tensors)
 
 
+def is_activated(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is an activated LoRA; False if it is missing or damaged. Its model need not be known."""
+    try:
+        return _INVOCATION in open_gguf(Path(path), _CONVERTER).head.entries
+    except ModelLoadError:
+        return False
+
+
 def _invocation(head: Head, n_vocab: int) -> tuple[int, ...]:
     """The tokens that activate the adapter; none if it always computes."""
     entry = head.entries.get(_INVOCATION)

@@ -1,17 +1,20 @@
 """What a request would cost each replica: the part of its prompt that the replica has not computed, and its load.
 
 Pure: knows neither Ray nor clocks. Requests go from the process that speaks HTTP to a replica, and are routed by the
-bytes of their prompts.
+bytes of their prompts. KV cells belong to what made them, too, so a prompt has an owner: the adapters of the request
+with their scales, and its salt. Prompts of different owners share no chunks.
 """
 
 from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from llamapipe.params import SamplingParams
 
 _PROMPTS = (
     "messages",
@@ -50,27 +53,82 @@ class HttpRequest:
         }
 
 
-def prompt_bytes(arguments: Sequence[object]) -> bytes:
-    """The prompt of a call of a replica, as bytes that begin alike if prompts do; empty if there is none.
+class AdapterNames(NamedTuple):
+    """The adapters of a deployment. Bodies of requests do not say whether ``model`` is one.
 
-    ``arguments``: an ``HttpRequest``, a text, token ids, or messages; what follows is ignored.
+    ``names``: what requests call them, the LoRAs first, in the order of the numbers that the field ``lora`` has.
+    ``activated``: the activated LoRAs among them. Before its invocation, which mostly ends a prompt, such a request
+    shares the cells of those without the adapter, so it is routed as one of them.
+    """
+
+    names: Sequence[str] = ()
+    activated: Collection[str] = ()
+
+
+NO_ADAPTERS = AdapterNames()
+
+
+def prompt_and_owner(
+    arguments: Sequence[object], options: Mapping[str, object], adapters: AdapterNames = NO_ADAPTERS
+) -> tuple[bytes, bytes]:
+    """The prompt of a call of a replica, as bytes that begin alike if prompts do, and what its cells belong to.
+
+    The prompt is empty if there is none; the owner is for the model alone without a salt. ``arguments``: an
+    ``HttpRequest``; or a text, token ids or messages, and ``SamplingParams``, which ``options``, the arguments by name,
+    may have instead.
     """
     first = arguments[0] if arguments else None
     if isinstance(first, HttpRequest):
-        return _of_body(first.body)
-    return _of_value(first)
+        body = _body(first.body)
+        return _of_body(body), _owner(_choice(body, adapters), body.get("cache_salt"), adapters)
+    params = arguments[1] if len(arguments) > 1 else options.get("params")
+    if isinstance(params, SamplingParams):
+        return _of_value(first), _owner(params.adapter, params.cache_salt, adapters)
+    return _of_value(first), b""
 
 
-def _of_body(body: bytes) -> bytes:
+def _body(body: bytes) -> Mapping[str, Any]:
+    """The fields of a body; none if it is no object: the replica's answer says what is wrong."""
     try:
         value = json.loads(body) if body else None
-    except (ValueError, RecursionError):  # the replica's answer says what is wrong
-        return b""
-    if not isinstance(value, Mapping):
-        return b""
-    parts = [_of_value(value[name]) for name in ("tools", "system", "instructions") if value.get(name)]
-    parts += [_of_value(value[name]) for name in _PROMPTS if value.get(name)][:1]
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, Mapping) else {}
+
+
+def _of_body(body: Mapping[str, Any]) -> bytes:
+    parts = [_of_value(body[name]) for name in ("tools", "system", "instructions") if body.get(name)]
+    parts += [_of_value(body[name]) for name in _PROMPTS if body.get(name)][:1]
     return b"".join(parts)
+
+
+def _choice(body: Mapping[str, Any], adapters: AdapterNames) -> object:
+    """The adapters that a body names as its model, or by their numbers, as ``SamplingParams.adapter`` has them."""
+    model = body.get("model")
+    if isinstance(model, str):
+        for name in (model, model.removesuffix(":latest")):  # Ollama's clients may append it
+            if name in adapters.names:
+                return name
+    try:
+        return {adapters.names[lora["id"]]: lora.get("scale", 1.0) for lora in body.get("lora") or ()}
+    except (TypeError, LookupError):  # the replica refuses it
+        return None
+
+
+def _owner(choice: object, salt: object, adapters: AdapterNames) -> bytes:
+    """16 bytes for adapters and a salt, which may be those of a body that nobody has checked; none for none."""
+    scales = choice if isinstance(choice, Mapping) else {choice: 1.0}
+    try:
+        used = sorted(
+            (str(name), float(scale))
+            for name, scale in scales.items()
+            if name is not None and scale and name not in adapters.activated
+        )
+    except (TypeError, ValueError, OverflowError):  # a scale that is no number
+        used = []
+    if not used and not isinstance(salt, str):
+        return b""
+    return blake2b(repr((used, salt)).encode(), digest_size=16).digest()
 
 
 def _of_value(value: object) -> bytes:
@@ -90,10 +148,13 @@ R = TypeVar("R", bound=Hashable)
 CHUNK_BYTES = 64  # prefixes are compared in chunks of this size
 
 
-def chunks_of(prompt: bytes) -> list[int]:
-    """A number for each whole chunk of a prompt, made of the chunk and all before it; equal prefixes, equal numbers."""
+def chunks_of(prompt: bytes, owner: bytes = b"") -> list[int]:
+    """A number for each whole chunk of a prompt, made of the owner, the chunk and all before it.
+
+    Equal prefixes of one owner have equal numbers. ``owner``: at most 64 bytes.
+    """
     numbers = []
-    state = blake2b(digest_size=8)
+    state = blake2b(digest_size=8, key=owner)
     for end in range(CHUNK_BYTES, len(prompt) + 1, CHUNK_BYTES):
         state.update(prompt[end - CHUNK_BYTES : end])
         numbers.append(int.from_bytes(state.copy().digest(), "little"))

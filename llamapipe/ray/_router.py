@@ -10,7 +10,8 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from llamapipe.arguments import check_int
-from llamapipe.ray._costs import PrefixCosts, chunks_of, prompt_bytes
+from llamapipe.llama.adapter import check_adapter_name
+from llamapipe.ray._costs import AdapterNames, PrefixCosts, chunks_of, prompt_and_owner
 
 
 class PrefixCostRouter(RequestRouter):  # type: ignore[misc]
@@ -18,16 +19,31 @@ class PrefixCostRouter(RequestRouter):  # type: ignore[misc]
 
     The cost is the part of the prompt that a replica has not computed, plus the work that it has already. So requests
     that begin alike go to one replica, until computing the prefix again on another one costs less than waiting.
-    Which prefixes a replica has is what this router sent there.
+    Which prefixes a replica has is what this router sent there, with the same adapters and ``cache_salt``.
 
     ``deployment`` uses it; for a deployment of your own, give the class in ``RequestRouterConfig``.
     ``request_router_kwargs``: ``n_remembered_bytes``, ``request_bytes``; see ``llamapipe.ray._costs.PrefixCosts``.
+    ``adapters``, ``activated``: names that requests over HTTP use as models; see ``llamapipe.ray._costs.AdapterNames``.
     """
 
     _costs: PrefixCosts[ReplicaID]
+    _adapters: AdapterNames
 
-    def initialize_state(self, n_remembered_bytes: int = 2**18, request_bytes: int = 1024) -> None:
+    def initialize_state(
+        self,
+        n_remembered_bytes: int = 2**18,
+        request_bytes: int = 1024,
+        adapters: Sequence[str] = (),
+        activated: Sequence[str] = (),
+    ) -> None:
         """Called by Ray Serve before the first request. Raises TypeError and ValueError."""
+        for option, names in (("adapters", adapters), ("activated", activated)):
+            if isinstance(names, str) or not isinstance(names, Sequence):
+                raise TypeError(f"{option} must be a list of names, not {type(names).__name__}")
+        self._adapters = AdapterNames(
+            [check_adapter_name(name) for name in adapters],
+            frozenset(check_adapter_name(name) for name in activated),
+        )
         self._costs = PrefixCosts(
             check_int("n_remembered_bytes", n_remembered_bytes, 1, 2**40),
             check_int("request_bytes", request_bytes, 0, 2**40),
@@ -37,8 +53,10 @@ class PrefixCostRouter(RequestRouter):  # type: ignore[misc]
         self, candidate_replicas: Sequence[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """The replicas, each in its own rank, the cheapest first."""
-        prompt = b"" if pending_request is None else prompt_bytes(pending_request.args)
-        chunks = chunks_of(prompt)
+        prompt = owner = b""
+        if pending_request is not None:
+            prompt, owner = prompt_and_owner(pending_request.args, pending_request.kwargs, self._adapters)
+        chunks = chunks_of(prompt, owner)
         by_id = {replica.replica_id: replica for replica in candidate_replicas}
         n_queued = {name: self.replica_queue_len_cache.get(name) or 0 for name in by_id}
         ranked = self._costs.ranked(by_id, len(prompt), chunks, n_queued)

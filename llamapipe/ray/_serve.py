@@ -14,7 +14,7 @@ from llamapipe._engine.submit import Prompt
 from llamapipe.arguments import check_float, check_int
 from llamapipe.params import SamplingParams
 from llamapipe.ray._costs import HttpRequest
-from llamapipe.ray._spec import EngineSpec, cores_of_actor, n_sharing, ray
+from llamapipe.ray._spec import EngineSpec, activated_loras, cores_of_actor, n_sharing, ray
 from llamapipe.results import ChatCompletion, ChatDelta, Completion, Delta
 from llamapipe.server.settings import ServerSettings
 from llamapipe.structured.compile import prepare_vocabulary
@@ -209,7 +209,13 @@ def deployment(
         max_ongoing_requests=n_at_once,
         max_queued_requests=check_int("max_queued_requests", max_queued_requests, -1, 2**31 - 1),
         ray_actor_options=actor,
-        request_router_config=RequestRouterConfig(request_router_class=PrefixCostRouter),
+        request_router_config=RequestRouterConfig(
+            request_router_class=PrefixCostRouter,
+            request_router_kwargs={
+                "adapters": [*spec.adapters, *spec.control_vectors],
+                "activated": activated_loras(spec),
+            },
+        ),
         **{**scale, **(options or {})},
     )
     bound: Application = made.bind(spec, settings, num_cpus, n_sharing(library, most))

@@ -14,6 +14,7 @@ from typing import Any
 from llamapipe._messages import did_you_mean, quoted
 from llamapipe.arguments import check_int
 from llamapipe.engine import Engine, EngineTuning, with_tuning
+from llamapipe.gguf.adapter import is_activated
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.cpu_load import limit_cores
 from llamapipe.hub import PREFIX, parse
@@ -137,6 +138,11 @@ class EngineSpec:
                 model.load_control_vector(file, name=name)
             with Engine(model, **with_tuning(self.engine_options)) as engine:
                 yield engine
+
+
+def activated_loras(spec: EngineSpec) -> list[str]:
+    """The names of the activated LoRAs, as far as this machine has their files."""
+    return [name for name, file in spec.adapters.items() if is_activated(file)]
 
 
 def _checked_files(kind: str, given: object) -> dict[str, str]:

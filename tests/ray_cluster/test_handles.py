@@ -59,14 +59,16 @@ def test_requests_go_where_their_prefix_is(tmp_path: Path) -> None:
     found = result(
         tmp_path,
         """
-handle = run(replicas=2)
+from dataclasses import replace
+letters = {"letters": lp.demo_model_path().with_name("letters.gguf")}
+handle = serve.run(lr.deployment(replace(spec, adapters=letters), replicas=2), route_prefix=None)
 def prompt(family, i):
     return f"{family} lived in a house by the sea. " * 80 + f"{i} times"
 cached = {}
 for i in range(6):
-    for family in ("Anna", "Bert", "Carl", "Dora"):
-        done = handle.generate.remote(prompt(family, i), params).result()
-        cached.setdefault(family, []).append(done.n_cached_tokens)
+    for family, adapter in (("Anna", None), ("Bert", None), ("Carl", "letters"), ("Anna", "letters")):
+        done = handle.generate.remote(prompt(family, i), replace(params, adapter=adapter)).result()
+        cached.setdefault(f"{family} {adapter}", []).append(done.n_cached_tokens)
         # The handle learns a little later that a request has ended: by then it has done these.
         for other in "abc":
             handle.generate.remote(other, params).result()

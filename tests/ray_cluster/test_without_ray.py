@@ -14,15 +14,23 @@ from typing import Any
 
 import pyarrow as arrow
 import pytest
+from support.adapters import make_adapter
 from support.run_script import environment
 
 import llamapipe as lp
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.cpu_load import limit_cores, process_budget
 from llamapipe.ray import Completer, EngineSpec
-from llamapipe.ray._costs import CHUNK_BYTES, HttpRequest, PrefixCosts, chunks_of, prompt_bytes
+from llamapipe.ray._costs import (
+    CHUNK_BYTES,
+    AdapterNames,
+    HttpRequest,
+    PrefixCosts,
+    chunks_of,
+    prompt_and_owner,
+)
 from llamapipe.ray._data import RowFormat
-from llamapipe.ray._spec import cores_of_actor
+from llamapipe.ray._spec import activated_loras, cores_of_actor
 
 GREEDY = lp.SamplingParams(max_tokens=6, temperature=0.0)
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
@@ -83,6 +91,13 @@ class TestSpec:
                 for adapter in (None, "letters")
             }
         assert len(texts) == 2
+
+    def test_activated_loras_are_known_by_their_files(self, tiny: lp.Model, tmp_path: Path) -> None:
+        for name, invocation in (("always", None), ("invoked", [200])):
+            make_adapter(tmp_path / name, tiny.path, invocation=invocation)
+        (tmp_path / "damaged").write_bytes(b"GGUF")
+        files = {name: tmp_path / name for name in ("always", "invoked", "damaged", "missing")}
+        assert activated_loras(EngineSpec(tiny.path, adapters=files)) == ["invoked"]
 
     def test_a_process_computes_on_a_part_of_the_cores(self) -> None:
         before = process_budget().n_cores
@@ -317,8 +332,7 @@ class TestCosts:
 
 class TestRequests:
     def body(self, **fields: Any) -> bytes:
-        request = HttpRequest("POST", "/v1/completions", "", b"", (), json.dumps(fields).encode())
-        return prompt_bytes([pickle.loads(pickle.dumps(request))])
+        return prompt_and_owner([http_request(**fields)], {})[0]
 
     def test_prompts_of_bodies_begin_alike_whatever_the_options(self) -> None:
         system = {"role": "system", "content": "s" * 500}
@@ -331,15 +345,113 @@ class TestRequests:
 
     @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff", b"[" * 100_000, b'{"prompt": 5}'])
     def test_bodies_without_a_prompt_are_no_error(self, body: bytes) -> None:
-        prompt_bytes([HttpRequest("POST", "/", "", b"", (), body)])
+        prompt_and_owner([HttpRequest("POST", "/", "", b"", (), body)], {})
 
     def test_arguments_of_handles(self) -> None:
-        assert prompt_bytes(["Hello", lp.SamplingParams()]) == b"Hello"
-        assert prompt_bytes([[1, 2]]) == b"\1\0\0\0\2\0\0\0"
-        assert prompt_bytes([[1, 2, 3]]).startswith(prompt_bytes([[1, 2]]))
-        assert prompt_bytes([]) == b""
-        assert prompt_bytes([[{"role": "user", "content": "x"}]]) == b'[{"role": "user", "content": "x"}]'
-        assert prompt_bytes([object()]) == b""
+        def prompt(*arguments: object) -> bytes:
+            return prompt_and_owner(arguments, {})[0]
+
+        assert prompt("Hello", lp.SamplingParams()) == b"Hello"
+        assert prompt([1, 2]) == b"\1\0\0\0\2\0\0\0"
+        assert prompt([1, 2, 3]).startswith(prompt([1, 2]))
+        assert prompt() == b""
+        assert prompt([{"role": "user", "content": "x"}]) == b'[{"role": "user", "content": "x"}]'
+        assert prompt(object()) == b""
+
+
+def http_request(**fields: Any) -> HttpRequest:
+    request = HttpRequest("POST", "/v1/completions", "", b"", (), json.dumps(fields).encode())
+    return pickle.loads(pickle.dumps(request))  # type: ignore[no-any-return]
+
+
+ADAPTERS = AdapterNames(["sql", "law", "check", "calm"], {"check"})
+PROMPT = "p" * 6400
+
+
+def with_body(**fields: Any) -> bytes:
+    """The owner of a prompt over HTTP."""
+    return prompt_and_owner([http_request(prompt=PROMPT, **fields)], {}, ADAPTERS)[1]
+
+
+def with_params(**fields: Any) -> bytes:
+    """The owner of a prompt of a handle."""
+    params = lp.SamplingParams(**fields)
+    (_, owner), (_, named) = (
+        prompt_and_owner([PROMPT, params], {}, ADAPTERS),
+        prompt_and_owner([PROMPT], {"params": params}, ADAPTERS),
+    )
+    assert owner == named
+    return owner
+
+
+class TestOwners:
+    """Cells belong to the adapters that computed them, so a prefix is found only with the same ones."""
+
+    def test_a_request_goes_where_its_prefix_is_with_its_adapters(self) -> None:
+        costs = PrefixCosts[str]()
+        choices = {"a": None, "b": "sql", "c": "law", "d": {"sql": 0.5}}
+        for replica, choice in choices.items():
+            costs.route(
+                replica, replica, len(PROMPT), chunks_of(PROMPT.encode(), with_params(adapter=choice))
+            )
+            costs.finish(replica)
+        for replica, choice in choices.items():
+            chunks = chunks_of(PROMPT.encode(), with_params(adapter=choice))
+            assert costs.ranked("dcba", len(PROMPT), chunks, {})[0] == replica
+            found = {name: costs.n_matched(name, chunks) for name in choices}
+            assert found == {name: len(chunks) if name == replica else 0 for name in choices}
+
+    def test_names_numbers_and_mappings_mean_the_same(self) -> None:
+        sql = with_params(adapter="sql")
+        assert sql == with_params(adapter={"sql": 1}) == with_params(adapter={"law": 0, "sql": 1.0})
+        assert sql == with_body(model="sql") == with_body(model="sql:latest") == with_body(lora=[{"id": 0}])
+        both = with_params(adapter={"sql": 0.5, "law": 2})
+        assert both == with_params(adapter={"law": 2, "sql": 0.5})
+        assert both == with_body(lora=[{"id": 1, "scale": 2}, {"id": 0, "scale": 0.5}])
+        assert len({b"", sql, both, with_params(adapter="law"), with_params(adapter={"sql": 2})}) == 5
+
+    def test_the_model_alone_has_no_owner(self) -> None:
+        assert {with_params(), with_params(adapter={"sql": 0})} == {b""}
+        assert {with_body(), with_body(model="alias"), with_body(lora=[]), with_body(cache_salt=None)} == {
+            b""
+        }
+        assert chunks_of(PROMPT.encode()) == chunks_of(PROMPT.encode(), b"")
+
+    def test_activated_loras_share_what_precedes_their_invocation(self) -> None:
+        assert with_params(adapter="check") == with_body(model="check") == with_body(lora=[{"id": 2}]) == b""
+        assert with_params(adapter={"check": 1, "sql": 0.5}) == with_params(adapter={"sql": 0.5}) != b""
+
+    def test_salts(self) -> None:
+        assert with_params(cache_salt="s") == with_body(cache_salt="s") != b""
+        assert with_params(cache_salt="s", adapter="sql") == with_body(cache_salt="s", model="sql")
+        owners = {
+            with_params(cache_salt=s, adapter=a) for s in (None, "s", "t") for a in (None, "sql", "law")
+        }
+        assert len(owners) == 9
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"model": 5},
+            {"model": ["sql"]},
+            {"cache_salt": {}},
+            {"lora": 5},
+            {"lora": "x"},
+            {"lora": {"id": 0}},
+            {"lora": [5]},
+            {"lora": [{}]},
+            {"lora": [{"id": 9}]},
+            {"lora": [{"id": "0"}]},
+            {"lora": [{"id": 0, "scale": 10**400}]},
+            {"lora": [{"id": 0, "scale": [1]}]},
+            {"lora": [{"id": 0, "scale": "x"}]},
+        ],
+    )
+    def test_what_the_replica_refuses_is_no_error(self, fields: dict[str, Any]) -> None:
+        assert with_body(**fields) == b""
+
+    def test_any_text_is_a_salt(self) -> None:
+        assert len(with_body(cache_salt="\ud800")) == 16
 
 
 def test_without_ray_the_error_names_the_extra() -> None:

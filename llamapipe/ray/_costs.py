@@ -73,7 +73,7 @@ def prompt_and_owner(
 ) -> tuple[bytes, bytes]:
     """The prompt of a call of a replica, as bytes that begin alike if prompts do, and what its cells belong to.
 
-    The prompt is empty if there is none; the owner is for the model alone without a salt. ``arguments``: an
+    The prompt is empty if there is none; the owner is empty for the model alone without a salt. ``arguments``: an
     ``HttpRequest``; or a text, token ids or messages, and ``SamplingParams``, which ``options``, the arguments by name,
     may have instead.
     """

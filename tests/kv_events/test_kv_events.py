@@ -88,6 +88,19 @@ def test_a_replay_rebuilds_the_cache(make_engine: MakeEngine, engine_options: di
         assert seen > 20
 
 
+def test_only_what_the_model_alone_computed_is_announced(demo: lp.Model) -> None:
+    tuning = lp.EngineTuning(kv_events=options())
+    with lp.Engine(demo, n_ctx=128, tuning=tuning) as engine, Subscriber(engine.kv_events) as subscriber:
+        with demo.load_adapter(demo.path.with_name("letters.gguf"), "events") as adapter:
+            for params in ({"adapter": adapter}, {"cache_salt": "s"}):
+                engine.generate(tokens_of(40, 1), lp.SamplingParams(max_tokens=2, **params))
+        subscriber.replay(told_and_cached(engine, SIZE)[0])
+        assert not subscriber.index.blocks
+        engine.generate(tokens_of(40, 1), greedy(2))
+        subscriber.replay(told_and_cached(engine, SIZE)[0])
+        assert len(subscriber.index.blocks) >= 40 // SIZE
+
+
 class Traffic:
     """Short requests, each with another prompt."""
 

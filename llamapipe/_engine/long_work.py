@@ -163,6 +163,15 @@ def _n_characters(values: Any, most: int, each: int) -> int:
             stack.extend(value.values())
         elif isinstance(value, (list, tuple)):
             n += len(value)
-            if value and isinstance(value[0], (str, Mapping, list, tuple)):
-                stack.extend(value)
+            if n <= most and value and isinstance(value[0], (str, Mapping, list, tuple)):
+                # Most are texts or lists of numbers. One by one, 250,000 of them would take 0.3 s.
+                flat = [inner for inner in value if _is_flat(inner)]
+                n += each * len(flat) + sum(map(len, flat))
+                if len(flat) < len(value):
+                    stack.extend([inner for inner in value if not _is_flat(inner)])
     return n
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether it is a text or a list of numbers."""
+    return type(value) is str or (type(value) is list and (not value or type(value[0]) is int))

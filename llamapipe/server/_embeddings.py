@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from llamapipe.embedding import Embedder
 
 
+_MANY = 1024  # texts or tokens; with more of them the event loop is kept free
 _PAIRS = 64  # of texts, each with its own query, that are scored at the same time
 
 
@@ -109,11 +110,15 @@ async def embedded(
         raise ApiError(
             400, f"this model has pooling {embedder.pooling!r}; it has no single vector for a text", "model"
         )
-    _refuse_long(exchange, name, given)
+
+    def checked_size() -> int:
+        _refuse_long(exchange, name, given)
+        return size_of(given)
+
+    in_thread = exchange.server.in_thread
+    size = checked_size() if isinstance(given, str) or len(given) < _MANY else await in_thread(checked_size)
     try:
-        tokens = await exchange.server.in_thread(
-            partial(embedder.tokens, truncate=truncate), given, size=size_of(given)
-        )
+        tokens = await in_thread(partial(embedder.tokens, truncate=truncate), given, size=size)
         rows = await embedder.aembed(tokens, normalize=normalize and wanted == n)
     except (TypeError, ValueError) as e:
         raise ApiError(400, str(e), name, _code(e)) from None

@@ -228,6 +228,7 @@ def test_the_size_of_prompts() -> None:
     assert size_of("a" * 1000) == 1064
     assert size_of([{"role": "user", "content": "a" * 1000}]) > 1000
     assert 2**24 < size_of([{"content": "a"}] * 10**6) < 2**25
+    assert size_of([[5, 6], "abc", [], ["ab"], {"x": "a"}]) == 64 * 8 + 5 + 2 + 3 + 1 + 2 + 1  # 8 values
     assert is_long("a" * 9000) and not is_long(["a" * 1000] * 8)
 
 

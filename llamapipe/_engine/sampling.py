@@ -560,7 +560,7 @@ class BackgroundSampler:
                 self._noted.append(self._chain.logprobs())
             if tokens[-1] != guessed[i]:
                 break
-        if self.is_forced:
+        if self.is_forced and (len(tokens) == len(rows) or tokens[-1] != guessed[len(tokens) - 1]):
             n_right = len(tokens) - 1
             self._forced_share += 0.1 * (n_right / (len(rows) - 1) - self._forced_share)
         if tokens[-1] >= 0:
@@ -614,6 +614,7 @@ class BackgroundSampler:
     def rebuild(self, change: Callable[[SamplerChain], object]) -> None:
         """Starts over: ``change`` resets the chain and accepts another sequence."""
         self._expected.stopped = True
+        self._has_looked = False
         self._add(lambda: self._rebuild(change))
 
     def guess(self, n: int) -> tuple[Sequence[int], float]:
@@ -623,7 +624,7 @@ class BackgroundSampler:
         if self._forced:
             return self._forced[:n], self._forced_share
         if self._chain.guide is None and not self._chain.has_grammar:
-            return self._chain.guess(n)
+            return ((), 0.0) if self.is_busy else self._chain.guess(n)
         return self._guessed[0][:n], self._guessed[1]
 
     def logprobs(self, i: int = 0) -> tuple[float, Sequence[tuple[int, float]]]:
@@ -695,14 +696,10 @@ class BackgroundSampler:
                 self._budget.spent_s -= thread_time() - began_s
 
     def _look_ahead(self) -> None:
-        """Guesses what follows: text that the guide forces, or what the chain guesses and a constraint allows.
-
-        Without guesses this time would not be spent, so it is free.
-        """
+        """Guesses what follows: text that the guide forces, or what the chain guesses and a constraint allows."""
         chain = self._chain
         self._forced, self._guessed = (), ((), 0.0)
         if self.guesses and chain is not None and not self._closing and self.error is None:
-            began_s = thread_time()
             try:
                 if chain.guide is not None and not self._is_python:
                     self._forced = chain.guide.forced(MOST_GUESSED)
@@ -710,17 +707,18 @@ class BackgroundSampler:
                     self._guessed = self._allowed(chain, *chain.guess(MOST_GUESSED))
             except DecodeError as e:
                 self.error = e
-            if self._budget is not None:
-                self._budget.spent_s -= thread_time() - began_s
         self._has_looked = True
 
-    @staticmethod
-    def _allowed(chain: SamplerChain, tokens: Sequence[int], share: float) -> tuple[Sequence[int], float]:
-        """The first tokens of a guess that may follow."""
+    def _allowed(
+        self, chain: SamplerChain, tokens: Sequence[int], share: float
+    ) -> tuple[Sequence[int], float]:
+        """The first tokens of a guess that may follow. Without guesses this time would not be spent, so it is free."""
         if not tokens:
             return tokens, share
-        guide = chain.guide
+        began_s, guide = thread_time(), chain.guide
         n = chain.n_allowed(tokens) if guide is None else guide.n_allowed(tokens, _MOST_CHECK_S)
+        if self._budget is not None:
+            self._budget.spent_s -= thread_time() - began_s
         return tokens[:n], share
 
     def _draw(self, row: _Row, left: deque[_Row], drawn: PutToken, began_s: float) -> None:

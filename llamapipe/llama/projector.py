@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llamapipe.errors import DecodeError, InvalidRequestError, ModelLoadError
+from llamapipe.errors import DecodeError, EngineClosedError, InvalidRequestError, ModelLoadError
 from llamapipe.host.cores import usable_cores
 from llamapipe.llama._loading import mapping_guard
 from llamapipe.locks import Lock
@@ -118,6 +118,7 @@ class Projector:
         self._native = native
         self._model_handle = handle
         self._handle: Any = None
+        self._is_closed = False
         self._lock = Lock()  # of the cache
         self._cache: OrderedDict[bytes, Media] = OrderedDict()
         # One image at a time: a large one takes some hundreds of megabytes for a moment.
@@ -131,7 +132,9 @@ class Projector:
             self._opened()
 
     def _opened(self) -> Any:
-        """The native encoder. With ``_preparing`` locked."""
+        """The native encoder. With ``_preparing`` locked. Raises EngineClosedError, ModelLoadError."""
+        if self._is_closed:
+            raise EngineClosedError("the model is closed; load it again")
         if self._handle is not None:
             return self._handle
         native, path = self._native, self.path
@@ -274,11 +277,13 @@ class Projector:
         return True
 
     def close(self) -> None:
-        """Frees the encoder. After every engine of the model."""
-        if self._handle is not None:
-            self._cache.clear()
-            handle, self._handle = self._handle, None
-            self._native.lib.lp_media_close(handle)
+        """Frees the encoder, once no caller prepares an image. After every engine of the model."""
+        with self._preparing:
+            self._is_closed = True
+            if self._handle is not None:
+                self._cache.clear()
+                handle, self._handle = self._handle, None
+                self._native.lib.lp_media_close(handle)
 
 
 def in_prompt(

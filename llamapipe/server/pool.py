@@ -438,7 +438,7 @@ class Pool:
             except (OSError, ValueError) as e:
                 model.facts = None  # what was there, if anything, is there no longer
                 raise _cannot_load(model, str(e)) from None
-            await self._make_room(model, max(facts.n_bytes, model.measured_bytes), facts.gpu_bytes)
+            await self._make_room(model, facts.n_bytes, facts.gpu_bytes)
             await self._start(model, facts)
             self._measure(model)
             model.loaded_at = monotonic()
@@ -521,11 +521,17 @@ class Pool:
 
     # ---- room
     async def _make_room(self, model: PooledModel, n_bytes: int, gpu_bytes: int) -> None:
-        if self._fits(n_bytes, gpu_bytes):  # nobody waits for the load of another one without need
+        pinned = [other for other in self.models if other.entry.keep and other is not model]
+        pinned_bytes = sum(p.n_bytes for p in pinned)
+        why = refusal(n_bytes, self.budget_bytes, pinned_bytes, "--memory")
+        # What it took before is no reason to refuse it: it takes all that there can be.
+        most = math.inf if self.budget_bytes is None else self.budget_bytes - pinned_bytes
+        n_bytes = max(n_bytes, int(min(model.measured_bytes, most)))
+        if why is None and self._fits(
+            n_bytes, gpu_bytes
+        ):  # nobody waits for another model's load without need
             model.n_bytes, model.gpu_bytes = n_bytes, gpu_bytes
             return
-        pinned = [other for other in self.models if other.entry.keep and other is not model]
-        why = refusal(n_bytes, self.budget_bytes, sum(p.n_bytes for p in pinned), "--memory")
         why = why or gpu_refusal(gpu_bytes, self.gpu_budget_bytes, sum(p.gpu_bytes for p in pinned))
         if why is not None:
             raise _cannot_load(model, why)

@@ -26,6 +26,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
@@ -320,7 +321,8 @@ class WorkerProcess:
 
     def let_yield(self, yields: bool) -> None:
         """Whether it leaves the cores to others. When its model is loaded, it ends that itself."""
-        asyncio.get_running_loop().run_in_executor(None, set_group_nice, self.pid, yields)
+        # Soon: the loop's executor may be downloading models.
+        threading.Thread(target=set_group_nice, args=(self.pid, yields), daemon=True).start()
 
     def __repr__(self) -> str:
         return f"<WorkerProcess {self.index} pid={self.pid} {self.state.value} n_open={self.n_open}>"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
 from time import perf_counter
@@ -132,6 +132,7 @@ def _bits(n_words: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
 
 
 _MAX_MESSAGE = 2000
+_BYTES_A_TOKEN = 16  # of forced text, at most
 DEAD_END = (
     "the output does not match the grammar yet, and no token of the vocabulary can extend it to a match"
 )
@@ -147,10 +148,17 @@ class Guide:
     token is allowed, ``finished`` is true and the request should end: a vocabulary may have no end-of-generation token.
     """
 
-    def __init__(self, start: Any, tokenizer: GrammarTokenizer) -> None:
-        """``start``: a matcher at the beginning of the grammar; it is copied."""
+    def __init__(
+        self, start: Any, tokenizer: GrammarTokenizer, other: Callable[[], Any] | None = None
+    ) -> None:
+        """``start``: a matcher at the beginning of the grammar; it is copied. ``other``: gives another one."""
         self._start = start
         self._tokenizer = tokenizer
+        self._other = other
+        # Copies share a lexer, which long forced text exhausts: the matcher that is asked for it has one of its own.
+        self._ahead: Any = None
+        self._n_ahead = 0  # tokens that it has accepted
+        self._forced: tuple[int, list[int]] = (0, [])  # tokens that follow after so many
         self._matcher: Any = start.deep_copy()
         n_words = tokenizer.n_words
         # llguidance's own end token is bit n_vocab, which may need one more word.
@@ -163,13 +171,13 @@ class Guide:
         self._may_end = False
         self._finished = False
         self._ended = False
-        self._n_tokens = 0
+        self._tokens: list[int] = []
 
     def __repr__(self) -> str:
         if self._matcher is None:
             return "<Guide closed>"
         state = " ended" if self._ended else " finished" if self._prepared and self._finished else ""
-        return f"<Guide n_tokens={self._n_tokens}{state}>"
+        return f"<Guide n_tokens={len(self._tokens)}{state}>"
 
     # ---- the next token
     def prepare(self) -> None:
@@ -185,14 +193,16 @@ class Guide:
         self._buffer.fill(0)
         matcher.unsafe_compute_mask_ptr(self._buffer.ctypes.data, self._buffer.nbytes)
         if matcher.is_error():
-            raise ConstraintError(f"the grammar stopped after {self._n_tokens} tokens: {message_of(matcher)}")
+            raise ConstraintError(
+                f"the grammar stopped after {len(self._tokens)} tokens: {message_of(matcher)}"
+            )
         end = self._tokenizer.n_vocab
         self._may_end = bool(self._buffer[end >> 5] >> np.uint32(end & 31) & np.uint32(1))
         # Drops llguidance's own end token, and end-of-generation tokens that a Lark grammar names.
         np.bitwise_and(self._words, self._tokenizer.not_eog, out=self._words)
         self._finished = not self._words.any()
         if self._finished and not self._may_end:
-            raise ConstraintError(f"the grammar stopped after {self._n_tokens} tokens: {DEAD_END}")
+            raise ConstraintError(f"the grammar stopped after {len(self._tokens)} tokens: {DEAD_END}")
         if self._may_end:
             np.bitwise_or(self._words, self._tokenizer.eog, out=self._words)
         self._prepared = True
@@ -230,12 +240,12 @@ class Guide:
                     self._ended = True
                     return
             elif matcher.try_consume_tokens([token]) == 1:
-                self._n_tokens += 1
+                self._tokens.append(token)
                 self._prepared = False
                 return
         if matcher.is_error():
             raise ConstraintError(f"the grammar failed at token {token}: {message_of(matcher)}")
-        raise DecodeError(f"the grammar does not allow token {token} after {self._n_tokens} tokens")
+        raise DecodeError(f"the grammar does not allow token {token} after {len(self._tokens)} tokens")
 
     def accept_any(self) -> None:
         """Accepts the first allowed token that represents text. Raises DecodeError as ``accept`` does."""
@@ -251,11 +261,33 @@ class Guide:
 
         The text is certain, its tokens are the usual ones: ``mask`` allows others, too.
         """
-        if self._ended:
+        self._open()
+        if self._ended or self._other is None:
+            return []
+        begin, known = self._forced
+        n_said = len(self._tokens) - begin
+        if not 0 <= n_said < len(known) or self._tokens[begin:] != known[:n_said]:
+            n_said, known = 0, self._compute_forced(4 * n)
+            self._forced = len(self._tokens), known
+        return known[n_said : n_said + n]
+
+    def _compute_forced(self, n: int) -> list[int]:
+        assert self._other is not None
+        if self._ahead is None:
+            self._ahead, self._n_ahead = self._other().deep_copy(), 0
+        new = self._tokens[self._n_ahead :]
+        self._n_ahead += len(new)
+        if self._ahead.try_consume_tokens(new) != len(new):  # its lexer has reached a limit
+            self._other = self._ahead = None
             return []
         # A copy is asked: a matcher that has told which bytes are forced takes no special token in their place.
-        forced: bytes = self._open().deep_copy().compute_ff_bytes()
+        forced: bytes = self._ahead.deep_copy().compute_ff_bytes()
+        if len(forced) > _BYTES_A_TOKEN * n:  # too long for a step: its first characters
+            forced = forced[: _BYTES_A_TOKEN * n].decode(errors="ignore").encode()
         return self._tokenizer.tokens_of(forced)[:n] if forced else []
+
+    def _restart_ahead(self) -> None:
+        self._ahead, self._forced = None, (0, [])
 
     def follow(self, tokens: Sequence[int], n_known: int = 0) -> Iterator[npt.NDArray[np.uint32]]:
         """The mask after each of these tokens but the first ``n_known``, up to one that is not allowed.
@@ -292,22 +324,24 @@ class Guide:
         """
         matcher = self._open()
         n_ended = int(self._ended)
-        if not 0 <= n_tokens <= self._n_tokens + n_ended:
-            raise ValueError(f"n_tokens is {n_tokens}; {self._n_tokens + n_ended} were accepted")
+        if not 0 <= n_tokens <= len(self._tokens) + n_ended:
+            raise ValueError(f"n_tokens is {n_tokens}; {len(self._tokens) + n_ended} were accepted")
         if n_tokens == 0:
             return
         n = n_tokens - n_ended
         if n and not matcher.rollback(n):
             raise DecodeError(f"the grammar cannot go back {n} tokens: {message_of(matcher)}")
         self._ended = False
-        self._n_tokens -= n
+        del self._tokens[len(self._tokens) - n :]
+        self._restart_ahead()
         self._prepared = self._prepared and n == 0
 
     def reset(self, tokens: Iterable[int] = ()) -> None:
         """Restarts the grammar, also after an error, and accepts ``tokens``. Raises DecodeError as ``accept`` does."""
         self._open()
         self._matcher = self._start.deep_copy()
-        self._n_tokens = 0
+        self._tokens.clear()
+        self._restart_ahead()
         self._prepared = self._ended = False
         for token in tokens:
             self.accept(token)
@@ -320,7 +354,7 @@ class Guide:
 
     def close(self) -> None:
         """Frees the matcher; a second call does nothing. Dropping the last reference frees it as well."""
-        self._matcher = self._start = None
+        self._matcher = self._start = self._ahead = self._other = None
 
     def __enter__(self) -> Guide:
         return self

@@ -11,7 +11,7 @@ import logging
 import re
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -47,15 +47,27 @@ _MAX_TRIED = 300
 
 
 class GuideFactory:
-    """A compiled grammar, from which every request gets its own ``Guide``. Any thread."""
+    """A compiled grammar, from which every request gets its own ``Guide``. Any thread.
 
-    def __init__(self, start: Any, tokenizer: GrammarTokenizer) -> None:
+    ``compile_again``: makes a second matcher of the grammar, if a guide looks ahead.
+    """
+
+    def __init__(self, start: Any, tokenizer: GrammarTokenizer, compile_again: Callable[[], Any]) -> None:
         self._start = start
         self._tokenizer = tokenizer
+        self._compile_again = compile_again
+        self._lock = Lock()
+        self._second: Any = None
 
     def new(self) -> Guide:
         """A guide at the beginning of the grammar; takes microseconds."""
-        return Guide(self._start, self._tokenizer)
+        return Guide(self._start, self._tokenizer, self._other)
+
+    def _other(self) -> Any:
+        with self._lock:
+            if self._second is None:
+                self._second = self._compile_again()
+            return self._second
 
 
 def compile_guide(
@@ -183,15 +195,18 @@ class _Compiler:
     def _compile(self, kind: str, text: str, whitespace: str) -> GuideFactory:
         if kind == "json_schema":
             grammar, lark = _written(schema_object(text), whitespace)
-            start = self._matcher(_json_grammar(grammar.root, whitespace) if lark is None else _grammar(lark))
+            written = _json_grammar(grammar.root, whitespace) if lark is None else _grammar(lark)
+            start = self._matcher(written)
             if start.is_error():
                 raise InvalidRequestError(self._schema_error(grammar, message_of(start)))
         elif kind == "choice":
-            start = self._matcher(_grammar(_choice_grammar(json.loads(text))))
+            written = _grammar(_choice_grammar(json.loads(text)))
+            start = self._matcher(written)
             if start.is_error():
                 raise InvalidRequestError(f"choice cannot be compiled: {message_of(start)}")
         elif kind == "regex":
-            start = self._matcher(_regex_grammar(text))
+            written = _regex_grammar(text)
+            start = self._matcher(written)
             if start.is_error():
                 raise InvalidRequestError(
                     f"regex cannot be compiled: {_without_ours(message_of(start), kind)}"
@@ -199,7 +214,8 @@ class _Compiler:
         else:
             text, schemas = _with_rewritten_schemas(text)
             others = {f"json_{i}": lark for i, (_, lark) in enumerate(schemas) if lark is not None}
-            start = self._matcher(_grammar(text, others))
+            written = _grammar(text, others)
+            start = self._matcher(written)
             if start.is_error():
                 # The answers of a chat follow a Lark grammar that we wrote around the caller's schemas. An error about
                 # a schema there is told as one about a schema, and quotes none of our lines.
@@ -212,7 +228,7 @@ class _Compiler:
                 raise InvalidRequestError(
                     f"lark cannot be compiled: {_without_ours(message_of(start), kind)}"
                 )
-        factory = GuideFactory(start, self._tokenizer)
+        factory = GuideFactory(start, self._tokenizer, lambda: self._matcher(written))
         # llguidance compiles lazily. Try the first token now, so that a bad grammar fails here and not in a request.
         with awaited_at_exit(), factory.new() as guide:
             try:

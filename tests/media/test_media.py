@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+from support.control import PATIENCE_S, Worker
 from support.media_models import (
     gemma3_projector,
     idefics3_projector,
@@ -23,9 +24,10 @@ from support.media_models import (
 from support.mtmd_reference import MARKER, Reference
 
 import llamapipe as lp
-from llamapipe.errors import InvalidRequestError, ModelLoadError
+from llamapipe.errors import EngineClosedError, InvalidRequestError, ModelLoadError
 from llamapipe.host.cpu_load import process_budget
 from llamapipe.llama.projector import Projector
+from llamapipe.media.decode import Given
 
 PROJECTORS = {
     "gemma3": gemma3_projector,
@@ -248,6 +250,30 @@ class TestRequests:
             assert taken
             assert all(tiles.projector.n_threads in members for members in taken)
             assert tiles.projector.n_threads not in [member.n_fixed for member in process_budget().computing]
+
+    def test_closing_waits_for_an_image_that_is_prepared(
+        self, text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = model_of("idefics3", tmp_path, text_model)
+        assert model.projector is not None
+        projector, pixels = model.projector, Given.pixels
+        begun, gate = threading.Event(), threading.Event()
+
+        def slow(given: Given) -> Any:
+            begun.set()
+            assert gate.wait(PATIENCE_S)
+            return pixels(given)
+
+        monkeypatch.setattr(Given, "pixels", slow)
+        caller = Worker(projector.media, Given("image", picture(), "an image"))
+        assert begun.wait(PATIENCE_S)
+        closing = Worker(model.close)
+        assert projector._handle is not None
+        gate.set()
+        assert caller.result().parts
+        closing.result()
+        with pytest.raises(EngineClosedError, match="closed"):
+            projector.media(Given("image", picture(seed=1), "an image"))
 
     def test_cancelling_while_images_are_encoded_harms_no_other(self, tiles: lp.Model) -> None:
         with lp.Engine(tiles, n_ctx=512, n_seq_max=2, batch_invariant=True) as engine:

@@ -234,6 +234,25 @@ def one_bytes(models: Path) -> int:
     return read_facts(COMMON, ModelEntry("a", str(models / "a.gguf"))).n_bytes
 
 
+def test_what_a_model_took_before_does_not_keep_it_out(models: Path) -> None:
+    """It fitted by its file, and took more than the budget while it ran."""
+
+    async def run() -> None:
+        async def unknown(entry: ModelEntry) -> None:
+            raise AssertionError(entry)
+
+        placement = Placement(CoreShare((0,), 1))
+        pool = Pool([ModelEntry("a", str(models / "a.gguf"))], ["x"], placement, unknown, budget_bytes=100)  # type: ignore[arg-type]
+        (model,) = pool.models
+        model.measured_bytes = 110
+        await pool._make_room(model, 90, 0)
+        assert model.n_bytes == 100
+        with pytest.raises(ApiError, match="allowed"):
+            await pool._make_room(model, 101, 0)
+
+    asyncio.run(run())
+
+
 def test_models_share_the_memory_of_gpus(models: Path) -> None:
     """As if there were a GPU with room for one of two; a third has no layers there."""
     file = str(models / "a.gguf")

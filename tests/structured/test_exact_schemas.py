@@ -453,3 +453,30 @@ def test_keywords_beside_listed_values_count(
 def test_what_cannot_be_written_beside_names_is_refused(demo: lp.Model, schema: Any, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"^json_schema at {message}"):
         compile_guide(demo, json_schema=schema)
+
+
+def test_long_forced_text_leaves_a_grammar_as_it_is(demo: lp.Model) -> None:
+    """Looking ahead has a lexer of its own: one that is exhausted ends guesses, and no request."""
+    schema = {"const": "the quick brown fox " * 6500}
+    factory = compile_guide(demo, json_schema=schema)
+    tokens = demo.tokenize(json.dumps(schema["const"])[:80], add_special=False)[:-2]
+    for _ in range(2):
+        with factory.new() as guide:
+            for token in tokens:
+                guide.forced(4)
+                guide.accept(token)
+            guide.prepare()
+
+
+def test_forced_text_follows_its_tokens(demo: lp.Model) -> None:
+    factory = compile_guide(demo, json_schema={"const": "the quick brown fox " * 20})
+    with factory.new() as guide:
+        text = guide.forced(200)
+        assert guide.forced(5) == text[:5]
+        for i, token in enumerate(text[:40]):
+            guide.accept(token)
+            assert guide.forced(9) == text[i + 1 : i + 10]
+        guide.rollback(30)
+        assert guide.forced(9) == text[10:19]
+        guide.reset(text[:3])
+        assert guide.forced(9) == text[3:12]

@@ -363,7 +363,7 @@ _CHECK_OF: dict[Kind, Callable[[str, Any, Any, Any], object]] = {
     Kind.TOKENS: _tokens,
 }
 assert BY_NAME.keys() == SamplingParams.__dataclass_fields__.keys(), (
-    "rows of _sampling_table.py and fields of SamplingParams differ in "
+    "rows of _sampling_table.py and fields of SamplingParams (params.py) differ in "
     f"{sorted(BY_NAME.keys() ^ SamplingParams.__dataclass_fields__.keys())}; each option has both"
 )
 _CHECKS = [(option.name, _CHECK_OF[option.kind], option) for option in OPTIONS if option.kind in _CHECK_OF]

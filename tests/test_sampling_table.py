@@ -37,7 +37,8 @@ def default(option: SamplingOption) -> object:
 
 def test_every_field_has_a_row_and_every_row_a_field() -> None:
     assert len(BY_NAME) == len(OPTIONS)
-    assert BY_NAME.keys() == {field.name for field in dataclasses.fields(lp.SamplingParams)}
+    fields = {field.name for field in dataclasses.fields(lp.SamplingParams)}
+    assert BY_NAME.keys() == fields, "llamapipe/_sampling_table.py (rows), llamapipe/params.py (fields)"
 
 
 @each
@@ -113,7 +114,9 @@ def test_the_page_has_the_table() -> None:
 
 def test_the_page_has_the_order() -> None:
     order = ", ".join(name for name in SAMPLER_ORDER if name != "infill")  # which the page names after it
-    assert f"`{order}`" in " ".join(PAGE.read_text(encoding="utf-8").split()), "list the samplers at its top"
+    assert f"`{order}`" in " ".join(PAGE.read_text(encoding="utf-8").split()), (
+        "docs/sampling.md: list the samplers at its top"
+    )
 
 
 @each

@@ -262,7 +262,8 @@ WITH: dict[str, dict[str, Any]] = {
 
 def test_every_parameter_is_tested_here() -> None:
     fields = {field.name for field in dataclasses.fields(lp.SamplingParams)}
-    assert fields == {*INTEGER_FIELDS, *NUMBER_FIELDS, *OTHER_FIELDS}
+    tested = {*INTEGER_FIELDS, *NUMBER_FIELDS, *OTHER_FIELDS}
+    assert fields == tested, f"{__file__}: NUMBER_FIELDS, INTEGER_FIELDS or OTHER_FIELDS"
 
 
 @pytest.mark.parametrize("bad", INTEGERS, ids=names)

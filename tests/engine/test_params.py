@@ -109,7 +109,7 @@ options = st.fixed_dictionaries({}, optional=values)
 
 class TestLimits:
     def test_every_field_has_its_test(self) -> None:
-        assert values.keys() == FIELDS
+        assert values.keys() == FIELDS, f"{__file__}: NUMBERS, INTEGERS, or values for other kinds"
 
     @pytest.mark.parametrize("name", INTEGERS)
     def test_integers(self, name: str) -> None:

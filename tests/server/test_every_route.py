@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +18,7 @@ import llamapipe as lp
 from llamapipe.server import ServerSettings, serve
 from llamapipe.server._application import OLLAMA_ROUTES, ROUTES
 
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "server.md"
 TURNS = [{"role": "user", "content": "Hello"}]
 ABOUT_A_MODEL = ("/props", "/slots", "/model_info", "/tokenizer_info", "/lora-adapters", "/timeline")
 # A request of each route that names a model in its body, without the name.
@@ -96,7 +99,18 @@ def test_every_route_with_a_model_is_here() -> None:
         for one in routes
         if one.body is not None and {"model", "source"} & set(one.body.__struct_fields__)
     }
-    assert named == BODIES.keys() | OTHER_NAMES, "add a request of the route to BODIES"
+    tested = BODIES.keys() | OTHER_NAMES
+    untested, unknown = named - tested, tested - named
+    assert not untested, "add a request of these routes to BODIES"
+    assert not unknown, "these are in BODIES or OTHER_NAMES, but no route with a body that has a field model"
+
+
+def test_the_page_has_every_route() -> None:
+    routes = PAGE.read_text(encoding="utf-8").partition("\n## Routes\n")[2].partition("\n## ")[0]
+    named = set(re.findall(r"[` ](/[^`?]*)", routes))
+    paths = {one.path.replace(":path", "") for one in ROUTES if one.summary}
+    missing = paths - named
+    assert not missing, f"{PAGE}: add these to the table of routes"
 
 
 LONG = "x" * 100_000

@@ -93,9 +93,10 @@ bool penalizes(const lp_sampling_options & o) {
 // Adds the stage of one sampler, unless its options are neutral.
 //
 // A stage gets the tokens that are left, at least one unless an earlier stage removed all. Their logits are finite, unless
-// the stage before cuts tokens off with minus infinity: `likely` drops those. `p` is not set, or old. The array may be unsorted;
-// `sorted` says so. A stage keeps the order or, if it sorts, sets `sorted`. It should keep a token: llama.cpp's samplers may
-// abort on an empty array, and an empty result is LP_ERROR_MASK. Only stages that draw by themselves set `selected`.
+// the stage before cuts tokens off with minus infinity: `likely` drops those. `p` is not set, or old. The array may be
+// unsorted; `sorted` says so. A stage keeps the order or, if it sorts, sets `sorted`. It should keep a token: llama.cpp's
+// samplers may abort on an empty array, and an empty result is LP_ERROR_MASK. Only stages that draw by themselves, such as
+// mirostat, set `selected`.
 void add_stage(lp_sampler & s, lp_sampler_name name, const lp_sampling_options & o) {
     const auto other = [&](llama_sampler * stage) { s.add(Kind::other, 0, stage); };
     switch (name) {

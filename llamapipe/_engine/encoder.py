@@ -2,7 +2,8 @@
 
 Open this file to change the order in which images are encoded. A request waits in ``Waiting.encoding`` until its images
 are encoded, and then for a slot. So an image delays only its own request, apart from the cores that encoding takes: the
-engines of the process give these up while it lasts (``process_budget``). Higher priorities come first, then the oldest
+engines of the process give these up while it lasts (``process_budget``). They are half of the cores; all, where no
+engine computes when an image, or a tile of one, begins. Higher priorities come first, then the oldest
 request. Requests with equal images share the object that holds the rows, so an image is encoded once.
 """
 
@@ -23,11 +24,9 @@ Done = Callable[[Request, "Exception | None"], object]
 
 
 class Encoder(Protocol):
-    """What encodes, with ``n_threads`` threads."""
+    """What encodes."""
 
-    n_threads: int
-
-    def encode(self, media: Embeddings) -> bool:
+    def encode(self, media: Embeddings, n_threads: int) -> bool:
         """Encodes one image, sound, or part of one. False if that was done before. Raises DecodeError."""
 
 
@@ -44,7 +43,6 @@ class MediaEncoder:
     def __init__(self, encoder: Encoder) -> None:
         self.n_encoded = 0
         self._encoder = encoder
-        self._cores = process_budget().member(encoder.n_threads)
         self._jobs: PriorityQueue[_Job] = PriorityQueue()
         self._numbers = count()
         self._lock = Lock()
@@ -66,16 +64,14 @@ class MediaEncoder:
         while (work := self._jobs.get().work) is not None:
             request, done = work
             error = None
-            self._cores.enter()
             try:
                 for span in request.spans:
                     if request.state is State.FINISHED or self._is_closed:
                         break
-                    self.n_encoded += self._encoder.encode(span.source)
+                    with process_budget().taken() as n_threads:
+                        self.n_encoded += self._encoder.encode(span.source, n_threads)
             except Exception as e:
                 error = e
-            finally:
-                self._cores.leave()
             done(request, error)
             del request, done, work
 

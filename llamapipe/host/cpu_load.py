@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from llamapipe.host._control_group import limit_files
@@ -192,6 +193,18 @@ class CoreBudget:
     def member(self, n_fixed: int | None = None) -> BudgetMember:
         """A member that is not computing yet. ``n_fixed``: it uses this number of threads, whatever its share is."""
         return BudgetMember(self, n_fixed)
+
+    @contextmanager
+    def taken(self) -> Iterator[int]:
+        """Takes half of the cores, or all if no member computes now; yields how many. Others keep a thread each."""
+        with self.lock:
+            n = max(self.n_cores // 2, 1) if self.computing else self.n_cores
+        member = self.member(n)
+        member.enter()
+        try:
+            yield n
+        finally:
+            member.leave()
 
     def resize(self, n_cores: int) -> None:
         """Divides another number of cores from now on."""

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llamapipe.errors import DecodeError, EngineClosedError, InvalidRequestError, ModelLoadError
-from llamapipe.host.cores import usable_cores
 from llamapipe.llama._loading import mapping_guard
 from llamapipe.locks import Lock
 from llamapipe.native.load import LIB_DIR, drain_log, last_error
@@ -94,8 +93,7 @@ class Projector:
 
     Nothing is loaded before ``open`` or the first image. ``name``: libmtmd's names of the projector's kinds. ``sees``,
     ``hears``: whether it takes images, and sounds. ``image_tokens``: the limits of an image's tokens that the file has,
-    where others can be set; ``limits``: those that were, None for the file's. ``n_threads``: that encode, on
-    the CPU.
+    where others can be set; ``limits``: those that were, None for the file's.
     """
 
     def __init__(
@@ -112,8 +110,6 @@ class Projector:
         self.sees, self.hears = info.sees, info.hears
         self.image_tokens, self.limits = info.image_tokens, limits
         self.sample_rate = 0
-        # ggml's threads of the engine's steps compute meanwhile.
-        self.n_threads = max(usable_cores() // 2, 1)
         self._info, self._use_gpu, self._has_kernels = info, use_gpu, model.attends
         self._native = native
         self._model_handle = handle
@@ -153,7 +149,7 @@ class Projector:
                 os.fsencode(library),
                 os.fsencode(path),
                 self._model_handle,
-                self.n_threads,
+                1,
                 self._use_gpu,
                 self._has_kernels,
                 least,
@@ -254,8 +250,8 @@ class Projector:
                 )
         return MediaChunk(chunks, index, part.n_tokens, part.is_causal, digest, grid, n_positions)
 
-    def encode(self, media: Any) -> bool:
-        """Encodes a chunk; False if that was done before. Raises DecodeError."""
+    def encode(self, media: Any, n_threads: int) -> bool:
+        """Encodes a chunk, on this many threads of the CPU; False if that was done before. Raises DecodeError."""
         assert isinstance(media, MediaChunk)
         with media.lock:
             if media.rows is not None:
@@ -263,7 +259,7 @@ class Projector:
             native = self._native
             rows = np.empty((media.n, self._n_embd), np.float32)
             buffer = native.ffi.from_buffer("float[]", rows)
-            code = native.lib.lp_media_encode(self._handle, media._chunks, media._index, buffer)
+            code = native.lib.lp_media_encode(self._handle, media._chunks, media._index, n_threads, buffer)
             problems = drain_log(native)
             if code < 0:
                 raise DecodeError(

@@ -214,7 +214,7 @@ def test_a_launch_that_was_refused_leaves_no_positions_behind(model: lp.Model) -
         for part in model.projector.media(Given("image", picture(200, 120), "here")).parts
         if isinstance(part, MediaChunk)
     )
-    model.projector.encode(image)
+    model.projector.encode(image, 1)
     context = Context(model, n_ctx=256, n_batch=256, n_ubatch=256, n_threads=1)
     with closing(StepExecutor(engine_pipeline(context, "auto", 1))) as executor:
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from support.control import PATIENCE_S, Worker
+from support.control import PATIENCE_S, Worker, wait_until
 from support.media_models import (
     gemma3_projector,
     idefics3_projector,
@@ -237,19 +237,34 @@ class TestRequests:
     def test_encoding_takes_its_cores_from_the_steps(
         self, tiles: lp.Model, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        encode, taken = Projector.encode, []
+        """All cores while no engine computes, else half of them; the rows are the same."""
+        budget = process_budget()
+        encode, taken, rows = Projector.encode, [], []
 
-        def watched(projector: Projector, chunk: Any) -> bool:
-            taken.append([member.n_fixed for member in process_budget().computing])
-            return encode(projector, chunk)
+        def watched(projector: Projector, chunk: Any, n_threads: int) -> bool:
+            assert n_threads in [member.n_fixed for member in budget.computing]
+            taken.append(n_threads)
+            found = encode(projector, chunk, n_threads)
+            rows.append(chunk.rows)
+            return found
 
         monkeypatch.setattr(Projector, "encode", watched)
+        monkeypatch.setattr(budget, "n_cores", 4)
         with lp.Engine(tiles, n_ctx=512, n_seq_max=2) as engine:
+            engine.generate("Once", FEW)
+            wait_until(lambda: not budget.computing)
             engine.chat(question(part(tiles, 70)), FEW)
+            n = len(taken)
+            assert taken == [4] * n
             assert tiles.projector is not None
-            assert taken
-            assert all(tiles.projector.n_threads in members for members in taken)
-            assert tiles.projector.n_threads not in [member.n_fixed for member in process_budget().computing]
+            tiles.projector._cache.clear()
+            other = budget.member()
+            other.enter()
+            engine.chat(question(part(tiles, 70)), FEW)
+            other.leave()
+            assert taken[n:] == [2] * n
+            assert all(np.array_equal(a, b) for a, b in zip(rows[:n], rows[n:], strict=True))
+            wait_until(lambda: not budget.computing)
 
     def test_closing_waits_for_an_image_that_is_prepared(
         self, text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

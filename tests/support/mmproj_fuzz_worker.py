@@ -88,7 +88,7 @@ def main(folder: Path, kind: str, first: int, n: int) -> None:
                     if made.sees if one.kind == "image" else made.hears:
                         for part in made.media(one).parts:
                             if isinstance(part, MediaChunk):
-                                made.encode(part)
+                                made.encode(part, 1)
                                 n_encoded += 1
             except LlamapipeError:
                 continue

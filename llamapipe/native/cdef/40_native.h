@@ -105,8 +105,8 @@ int               lp_media_n_chunks(const lp_media_chunks * chunks);
 int               lp_media_chunk(const lp_media * media, const lp_media_chunks * chunks, int i, lp_media_part * part);
 // The height and the width of each row of a chunk that has a grid, counted from 0.
 int               lp_media_grid(const lp_media_chunks * chunks, int i, int32_t * grid);
-// The rows of a chunk: llama_model_n_embd_inp() numbers for each of its tokens. One at a time, others wait.
-int               lp_media_encode(lp_media * media, const lp_media_chunks * chunks, int i, float * rows);
+// The rows of a chunk: llama_model_n_embd_inp() numbers for each of its tokens. One at a time, others wait. `n_threads`: on the CPU.
+int               lp_media_encode(lp_media * media, const lp_media_chunks * chunks, int i, int n_threads, float * rows);
 
 // ---- files that shrink while they are mapped (mapping_guard.cpp)
 // Between the two, pages beyond the end of a mapped file read as zeros instead of ending the process: on this thread those

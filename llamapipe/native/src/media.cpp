@@ -3,6 +3,7 @@
 // libmtmd's header calls itself experimental, so nothing of it is in the headers that Python reads. It has some hundreds of
 // assertions: while a file is read and an image prepared, each becomes an error.
 #include "faults.hpp"
+#include "ggml-backend-impl.h"
 #include "mtmd.h"
 #include "weight_buffer.hpp"
 
@@ -76,6 +77,41 @@ const Library & library(const char * path = nullptr) {
     return *opened;
 }
 
+// libmtmd's threads are those that its context was made with. Before each graph it asks the CPU backend for the function that
+// sets them: while this thread encodes, that is ours.
+thread_local int             t_n_threads = 0;
+ggml_backend_set_n_threads_t set_n_threads = nullptr;
+void * (*get_proc_address)(ggml_backend_reg_t, const char *) = nullptr;
+
+void set_chosen(ggml_backend_t backend, int n_threads) { set_n_threads(backend, t_n_threads > 0 ? t_n_threads : n_threads); }
+
+void * get_proc_or_ours(ggml_backend_reg_t reg, const char * name) {
+    const bool is_ours = t_n_threads > 0 && strcmp(name, "ggml_backend_set_n_threads") == 0;
+    return is_ours ? (void *) set_chosen : get_proc_address(reg, name);
+}
+
+// Where the backend is another one than we know, libmtmd keeps its threads.
+void let_threads_be_chosen() {
+    static std::once_flag once;
+    std::call_once(once, [] {
+        const ggml_backend_dev_t cpu = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+        const ggml_backend_reg_t reg = cpu ? ggml_backend_dev_backend_reg(cpu) : nullptr;
+        if (!reg || reg->api_version != GGML_BACKEND_API_VERSION || !reg->iface.get_proc_address) {
+            return;
+        }
+        get_proc_address = reg->iface.get_proc_address;
+        set_n_threads    = (ggml_backend_set_n_threads_t) get_proc_address(reg, "ggml_backend_set_n_threads");
+        if (set_n_threads) {
+            __atomic_store_n(&reg->iface.get_proc_address, &get_proc_or_ours, __ATOMIC_RELEASE);  // another model may load now
+        }
+    });
+}
+
+struct ThreadsScope {
+    explicit ThreadsScope(int n_threads) { t_n_threads = n_threads; }
+    ~ThreadsScope() { t_n_threads = 0; }
+};
+
 }  // namespace
 
 struct lp_media {
@@ -96,6 +132,7 @@ lp_media * lp_media_open(const char * path_of_library, const char * path, const 
         const Library &           mtmd = library(path_of_library);
         const lp::AssertionsThrow throwing;
         mtmd_context_params       params = mtmd.context_params_default();
+        let_threads_be_chosen();
         params.use_gpu       = use_gpu;
         params.n_threads     = n_threads;
         params.print_timings = false;
@@ -208,7 +245,7 @@ int lp_media_grid(const lp_media_chunks * chunks, int i, int32_t * grid) {
     });
 }
 
-int lp_media_encode(lp_media * media, const lp_media_chunks * chunks, int i, float * rows) {
+int lp_media_encode(lp_media * media, const lp_media_chunks * chunks, int i, int n_threads, float * rows) {
     return lp::guard(LP_ERROR, [&] {
         const Library &       mtmd = library();
         const std::lock_guard lock(media->mutex);
@@ -219,6 +256,7 @@ int lp_media_encode(lp_media * media, const lp_media_chunks * chunks, int i, flo
         const lp::DecodeAssertionsThrow throwing;
         const mtmd_input_chunk *        chunk = mtmd.input_chunks_get(chunks->chunks, (size_t) i);
         lp::set_error("libmtmd could not encode it; the log llamapipe.native says why");
+        const ThreadsScope                     threads(n_threads);
         const llamapipe::kernels::ComputeScope scope(media->has_kernels, media->has_kernels, nullptr);
         media->is_broken = true;  // should it be left by a long jump
         const int code   = lp::without_faults(-1, [&] { return (int) mtmd.encode_chunk(media->ctx, chunk); });

@@ -239,7 +239,10 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--max-n", type=int, metavar="N", help="choices of one request (default: 128)")
     group.add_argument(
-        "--max-messages", type=int, metavar="N", help="messages of one conversation (default: 10000)"
+        "--max-messages",
+        type=int,
+        metavar="N",
+        help="messages of one conversation, or texts to embed (default: 10000)",
     )
     group.add_argument(
         "--max-text-characters",

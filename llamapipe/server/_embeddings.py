@@ -15,7 +15,7 @@ from starlette.responses import Response
 from llamapipe._engine.long_work import size_of
 from llamapipe.embedding import Embedder, Ranked
 from llamapipe.server._fields import Only, Unused
-from llamapipe.server._generation import Prompt
+from llamapipe.server._generation import Prompt, n_prompts
 from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 _MANY = 1024  # texts or tokens; with more of them the event loop is kept free
+_FEW = 64  # vectors are written on it
 _PAIRS = 64  # of texts, each with its own query, that are scored at the same time
 
 
@@ -81,12 +82,16 @@ async def embeddings(exchange: Exchange, request: EmbeddingRequest) -> Response:
         exchange, embedder, "input", request.input, request.dimensions, request.truncate
     )
     as_text = request.encoding_format == "base64"
-    data = [
-        {"object": "embedding", "index": i, "embedding": _base64(row) if as_text else row.tolist()}
-        for i, row in enumerate(vectors)
-    ]
-    usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
-    return JsonResponse({"object": "list", "data": data, "model": model, "usage": usage})
+
+    def answer() -> Response:
+        data = [
+            {"object": "embedding", "index": i, "embedding": _base64(row) if as_text else row.tolist()}
+            for i, row in enumerate(vectors)
+        ]
+        usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+        return JsonResponse({"object": "list", "data": data, "model": model, "usage": usage})
+
+    return answer() if len(vectors) < _FEW else await exchange.server.in_thread(answer)
 
 
 async def embedded(
@@ -111,6 +116,8 @@ async def embedded(
             400, f"this model has pooling {embedder.pooling!r}; it has no single vector for a text", "model"
         )
 
+    _refuse_many(exchange, name, n_prompts(given))
+
     def checked_size() -> int:
         _refuse_long(exchange, name, given)
         return size_of(given)
@@ -119,10 +126,9 @@ async def embedded(
     size = checked_size() if isinstance(given, str) or len(given) < _MANY else await in_thread(checked_size)
     try:
         tokens = await in_thread(partial(embedder.tokens, truncate=truncate), given, size=size)
-        rows = await embedder.aembed(tokens, normalize=normalize and wanted == n)
+        vectors = await _vectors(embedder, tokens, normalize and wanted == n)
     except (TypeError, ValueError) as e:
         raise ApiError(400, str(e), name, _code(e)) from None
-    vectors = np.asarray(rows)
     if wanted < n:
         vectors = vectors[:, :wanted]
         if normalize:
@@ -132,9 +138,21 @@ async def embedded(
     return vectors, n_tokens
 
 
+async def _vectors(
+    embedder: Embedder, tokens: list[list[int]], normalize: bool
+) -> npt.NDArray[np.float32]:
+    """A row for each text. In parts, between which the event loop serves others."""
+    parts = [
+        np.asarray(await embedder.aembed(tokens[i : i + _MANY], normalize=normalize))
+        for i in range(0, len(tokens), _MANY)
+    ]
+    return np.concatenate(parts)
+
+
 async def rerank(exchange: Exchange, request: RerankRequest) -> Response:
     """Ranks documents for a query."""
     embedder, model = exchange.server.check_embedder(request.model)
+    _refuse_many(exchange, "documents", len(request.documents))
     documents = [_text(document, i) for i, document in enumerate(request.documents)]
     _refuse_long(exchange, "query", request.query)
     _refuse_long(exchange, "documents", documents)
@@ -167,6 +185,8 @@ async def score(exchange: Exchange, request: ScoreRequest) -> Response:
             f"there are {len(first)} first texts and {len(second)} second ones; give one for all, or one for each",
             "text_1",
         )
+    _refuse_many(exchange, "text_1", len(first))
+    _refuse_many(exchange, "text_2", len(second))
     _refuse_long(exchange, "text_1", first)
     _refuse_long(exchange, "text_2", second)
     try:
@@ -223,7 +243,7 @@ async def _cosines(
     tokens = await exchange.server.in_thread(
         partial(embedder.tokens, truncate=truncate), texts, size=size_of(texts)
     )
-    rows = np.asarray(await embedder.aembed(tokens, normalize=True))
+    rows = await _vectors(embedder, tokens, True)
     scores = (rows[: len(first)] * rows[len(first) :]).sum(axis=1)
     return [float(score) for score in scores], sum(map(len, tokens))
 
@@ -235,6 +255,16 @@ def _text(document: str | dict[str, str], index: int) -> str:
     if text is None or len(document) > 1:
         raise ApiError(400, f"documents.{index} must be text or an object with text", f"documents.{index}")
     return text
+
+
+def _refuse_many(exchange: Exchange, name: str, n: int) -> None:
+    most = exchange.server.settings.max_messages
+    if n > most:
+        raise ApiError(
+            400,
+            f"{name} has {n} texts; the limit of this server is {most} (--max-messages): send several requests",
+            name,
+        )
 
 
 def _refuse_long(exchange: Exchange, name: str, given: Any) -> None:

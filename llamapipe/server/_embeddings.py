@@ -138,9 +138,7 @@ async def embedded(
     return vectors, n_tokens
 
 
-async def _vectors(
-    embedder: Embedder, tokens: list[list[int]], normalize: bool
-) -> npt.NDArray[np.float32]:
+async def _vectors(embedder: Embedder, tokens: list[list[int]], normalize: bool) -> npt.NDArray[np.float32]:
     """A row for each text. In parts, between which the event loop serves others."""
     parts = [
         np.asarray(await embedder.aembed(tokens[i : i + _MANY], normalize=normalize))

@@ -28,7 +28,7 @@ N_CHUNKS = 10
 
 @pytest.mark.parametrize("chunk", range(N_CHUNKS))
 def test_seeds(chunk: int) -> None:
-    """A seed that fails: ``python tests/support/simulation.py 1 SEED``."""
+    """A seed that fails: ``PYTHONPATH=.:tests python tests/support/simulation.py 1 SEED``."""
     n = N_SEEDS // N_CHUNKS
     for seed in range(chunk * n, (chunk + 1) * n):
         try:

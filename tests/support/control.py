@@ -124,7 +124,7 @@ class Gate:
 
 @contextmanager
 def held(engine: lp.Engine) -> Iterator[None]:
-    """Holds the engine thread between two steps: what is asked of the engine meanwhile comes to it all at once."""
+    """Holds the engine thread between two steps: what is asked of it meanwhile comes at once. A list is one command."""
     reached, go_on = threading.Event(), threading.Event()
 
     def stand() -> None:

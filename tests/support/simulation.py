@@ -1,6 +1,6 @@
 """The engine loop in virtual time: scheduler, loop and delivery as they are, over a simulated executor and callers.
 
-    python tests/support/simulation.py N_SEEDS [FIRST_SEED]
+    PYTHONPATH=.:tests python tests/support/simulation.py N_SEEDS [FIRST_SEED]
 
 One thread runs everything. Wherever the engine loop would wait, or compute, the world lets time pass: callers act, and
 faults happen. Callers are coroutines (generators). They stand for threads, which wait on a simulated wake queue, and

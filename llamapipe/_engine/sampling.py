@@ -702,7 +702,8 @@ class BackgroundSampler:
         if self.guesses and chain is not None and not self._closing and self.error is None:
             try:
                 if chain.guide is not None and not self._is_python:
-                    self._forced = chain.guide.forced(MOST_GUESSED)
+                    with suppress(SystemExit):  # the interpreter ends: nothing is compiled any more
+                        self._forced = chain.guide.forced(MOST_GUESSED)
                 if not self._forced and (chain.guide is not None or chain.has_grammar):
                     self._guessed = self._allowed(chain, *chain.guess(MOST_GUESSED))
             except DecodeError as e:

@@ -2,9 +2,9 @@
 
 Open this file to change the order in which images are encoded. A request waits in ``Waiting.encoding`` until its images
 are encoded, and then for a slot. So an image delays only its own request, apart from the cores that encoding takes: the
-engines of the process give these up while it lasts (``process_budget``). They are half of the cores; all, where no
-engine computes when an image, or a tile of one, begins. Higher priorities come first, then the oldest
-request. Requests with equal images share the object that holds the rows, so an image is encoded once.
+engines of the process give these up while it lasts (``process_budget``). An image, or a tile of one, takes half of the
+cores, or all of them if no engine computes when it begins. Higher priorities come first, then the oldest request.
+Requests with equal images share the object that holds the rows, so an image is encoded once.
 """
 
 from __future__ import annotations

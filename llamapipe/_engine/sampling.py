@@ -366,11 +366,11 @@ class BackgroundSampler:
     ``share``, ``is_python``: of its jobs, see SamplingThreads. ``guesses``: it guesses which tokens follow, first those
     of text that its guide forces.
 
-    After a token comes what may follow it, which takes a fraction of a mask's time: the next step waits a moment for it
-    (``has_looked``). While the step is computed, the masks for its rows are: the tokens before them are all that a mask
-    needs. If the first mask is ready, the row is drawn from as any other (``is_ready``), and so are the rows after it
-    along a guess. If it is not, if there is none (GBNF), or a processor wants the row, ``draw`` continues with copies
-    of the rows, and other requests continue.
+    After each token the sampler first finds out what may follow, in a fraction of the time that a mask takes; the next
+    step waits a moment for that (``has_looked``). While the step is computed, the masks for its rows are: the tokens
+    before them are all that a mask needs. If the first mask is ready, the row is drawn from as any other
+    (``is_ready``), and so are the rows after it along a guess. If it is not, if there is none (GBNF), or a processor
+    wants the row, ``draw`` continues with copies of the rows, and other requests continue.
 
     ``is_forced``: the guess that was drawn along last was of forced text.
 

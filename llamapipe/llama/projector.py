@@ -149,7 +149,6 @@ class Projector:
                 os.fsencode(library),
                 os.fsencode(path),
                 self._model_handle,
-                1,
                 self._use_gpu,
                 self._has_kernels,
                 least,

@@ -527,9 +527,7 @@ class Pool:
         # What it took before is no reason to refuse it: it takes all that there can be.
         most = math.inf if self.budget_bytes is None else self.budget_bytes - pinned_bytes
         n_bytes = max(n_bytes, int(min(model.measured_bytes, most)))
-        if why is None and self._fits(
-            n_bytes, gpu_bytes
-        ):  # nobody waits for another model's load without need
+        if why is None and self._fits(n_bytes, gpu_bytes):  # nobody waits for another model without need
             model.n_bytes, model.gpu_bytes = n_bytes, gpu_bytes
             return
         why = why or gpu_refusal(gpu_bytes, self.gpu_budget_bytes, sum(p.gpu_bytes for p in pinned))

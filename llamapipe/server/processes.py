@@ -321,7 +321,7 @@ class WorkerProcess:
 
     def let_yield(self, yields: bool) -> None:
         """Whether it leaves the cores to others. When its model is loaded, it ends that itself."""
-        # Soon: the loop's executor may be downloading models.
+        # Not in the loop's executor, which may be busy with downloads: it has to come before the process is ready.
         threading.Thread(target=set_group_nice, args=(self.pid, yields), daemon=True).start()
 
     def __repr__(self) -> str:

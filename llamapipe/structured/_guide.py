@@ -155,10 +155,13 @@ class Guide:
         self._start = start
         self._tokenizer = tokenizer
         self._other = other
-        # Copies share a lexer, which long forced text exhausts: the matcher that is asked for it has one of its own.
+        # Long forced text exhausts a lexer, and copies share theirs: so a separate matcher is asked for it.
         self._ahead: Any = None
         self._n_ahead = 0  # tokens that it has accepted
-        self._forced: tuple[int, list[int]] = (0, [])  # tokens that follow after so many
+        self._forced: tuple[int, list[int]] = (
+            0,
+            [],
+        )  # a number of accepted tokens, and the forced ones after them
         self._matcher: Any = start.deep_copy()
         n_words = tokenizer.n_words
         # llguidance's own end token is bit n_vocab, which may need one more word.

@@ -108,7 +108,7 @@ def test_every_route_with_a_model_is_here() -> None:
 def test_the_page_has_every_route() -> None:
     routes = PAGE.read_text(encoding="utf-8").partition("\n## Routes\n")[2].partition("\n## ")[0]
     named = set(re.findall(r"[` ](/[^`?]*)", routes))
-    paths = {one.path.replace(":path", "") for one in ROUTES if one.summary}
+    paths = {route.path.replace(":path", "") for route in ROUTES if route.summary}
     missing = paths - named
     assert not missing, f"{PAGE}: add these to the table of routes"
 

@@ -94,7 +94,7 @@ typedef struct {
 } lp_media_part;
 // `has_kernels`: attention and products of floats are computed by our kernels. `image_min_tokens`, `image_max_tokens`: of an
 // image; -1: the projector's own limit.
-lp_media *        lp_media_open(const char * library, const char * path, const struct llama_model * model, int n_threads, bool use_gpu, bool has_kernels, int image_min_tokens, int image_max_tokens);
+lp_media *        lp_media_open(const char * library, const char * path, const struct llama_model * model, bool use_gpu, bool has_kernels, int image_min_tokens, int image_max_tokens);
 void              lp_media_close(lp_media * media);  // after its chunks
 bool              lp_media_sees(const lp_media * media);         // takes images
 int               lp_media_sample_rate(const lp_media * media);  // of sounds, in Hz; -1: it takes none

@@ -27,9 +27,9 @@ struct FloatMatrix {
     size_t number(int64_t row) const { return (size_t)(row_numbers ? row_numbers[row] : row); }
 };
 
-// Memory of a thread for the weights that many rows use. Without it the results are the same.
-constexpr int64_t many_rows = 24;
+constexpr int64_t many_rows = 24;  // from so many on, panels of weights pay
 
+// A thread's memory for panels. Results are the same without it.
 struct Scratch {
     float  *floats   = nullptr;
     int64_t n_floats = 0;

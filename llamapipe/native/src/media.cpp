@@ -90,7 +90,7 @@ void * get_proc_or_ours(ggml_backend_reg_t reg, const char * name) {
     return is_ours ? (void *) set_chosen : get_proc_address(reg, name);
 }
 
-// Where the backend is another one than we know, libmtmd keeps its threads.
+// Where the backend is another one than we know, libmtmd keeps its one thread.
 void let_threads_be_chosen() {
     static std::once_flag once;
     std::call_once(once, [] {
@@ -126,15 +126,15 @@ struct lp_media_chunks {
     mtmd_input_chunks * chunks;
 };
 
-lp_media * lp_media_open(const char * path_of_library, const char * path, const llama_model * model, int n_threads,
-                         bool use_gpu, bool has_kernels, int image_min_tokens, int image_max_tokens) {
+lp_media * lp_media_open(const char * path_of_library, const char * path, const llama_model * model, bool use_gpu,
+                         bool has_kernels, int image_min_tokens, int image_max_tokens) {
     return lp::guard((lp_media *) nullptr, [&]() -> lp_media * {
         const Library &           mtmd = library(path_of_library);
         const lp::AssertionsThrow throwing;
         mtmd_context_params       params = mtmd.context_params_default();
         let_threads_be_chosen();
         params.use_gpu       = use_gpu;
-        params.n_threads     = n_threads;
+        params.n_threads     = 1;  // each encoding chooses its own
         params.print_timings = false;
         params.warmup        = false;
         params.image_min_tokens = image_min_tokens;

@@ -37,7 +37,7 @@ from typing import Any
 
 import llamapipe
 from llamapipe.errors import LlamapipeError
-from llamapipe.host.cores import YIELDS_BY, CoreShare, core_shares, n_numa_nodes, set_group_nice, started_on
+from llamapipe.host.cores import CoreShare, core_shares, n_numa_nodes, set_group_nice, started_on
 from llamapipe.native.load import has_gpu_backend
 
 CONNECTION, RETIRE, STOP, CANCEL, KEEP = b"c", b"r", b"s", b"k", b"p"  # to the worker
@@ -305,7 +305,6 @@ class WorkerProcess:
                         stdin=subprocess.DEVNULL,
                         pass_fds=(options.connections, options.messages),
                         start_new_session=True,  # Ctrl-C is for the supervisor
-                        env=_environment(served is not None and served.yields),
                     )
             except BaseException:
                 self._connections.close()
@@ -920,13 +919,6 @@ def command_with(arguments: Sequence[str]) -> list[str]:
     script = ROOT / "llamapipe_command.py"
     program = [str(script)] if script.exists() else ["-m", "llamapipe"]
     return [*interpreter(), *program, *arguments]
-
-
-def _environment(yields: bool) -> dict[str, str] | None:
-    """The environment of a process; None: as this one's. ``yields``: its imports leave the cores to others."""
-    if not yields or sys.platform != "linux":
-        return None
-    return {**os.environ, "LLAMAPIPE_IMPORT_NICE": str(YIELDS_BY)}
 
 
 def interpreter() -> list[str]:

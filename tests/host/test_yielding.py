@@ -8,7 +8,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from support.run_script import run_script
 
 from llamapipe.host.cores import YIELDS_BY, set_group_nice, yielding
 
@@ -54,32 +53,3 @@ def test_a_session_yields_and_ends_it() -> None:
     finally:
         set_group_nice(os.getpid(), yields=False)
     assert mine.read_text().split()[-1] == "0"
-
-
-@linux_only
-def test_imports_yield_and_the_main_thread_does_not() -> None:
-    program = """
-import os, sys, threading
-import llamapipe_command
-
-def priority():
-    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-class Watch:
-    def find_spec(self, name, path, target=None):
-        if name in ("llamapipe", "llamapipe.cli", "llamapipe.server.run"):
-            print(name, priority())
-
-sys.meta_path.insert(0, Watch())
-sys.argv = ["llamapipe", "--version"]
-try:
-    llamapipe_command.main()
-finally:
-    print("main", priority(), os.environ.get("LLAMAPIPE_IMPORT_NICE"))
-"""
-    before = priority()
-    nice = min(before + YIELDS_BY, 19)
-    out = run_script(program, env={"LLAMAPIPE_IMPORT_NICE": str(YIELDS_BY)}).splitlines()
-    names = ("llamapipe", "llamapipe.cli", "llamapipe.server.run")
-    assert [line for line in out if line.startswith("llamapipe")][:3] == [f"{name} {nice}" for name in names]
-    assert out[-1] == f"main {before} None"

@@ -86,7 +86,9 @@ class Side:
     def __init__(self, model: lp.Model, n: int, engines: Sequence[lp.Engine]) -> None:
         self.engines = engines
         self._n = n
-        self._params = lp.SamplingParams(max_tokens=_N_GENERATE, temperature=0.0, ignore_eos=True)
+        self._params = lp.SamplingParams(
+            max_tokens=_N_GENERATE, temperature=0.0, ignore_eos=True, speculate="off"
+        )
         self._n_vocab = min(model.n_vocab, 2000)
         self._salt = 0
 

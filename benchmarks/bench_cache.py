@@ -105,7 +105,7 @@ def trace(n_requests: int, n_slots: int = 16, n_cells: int = 8_192) -> None:
 def forks(model: lp.Model, unified: bool, n_rounds: int, n_tokens: int = 1000) -> None:
     """The first token of a fork, beyond what the next token of its parent takes."""
     rng = random.Random(3)
-    params = lp.SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    params = lp.SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, speculate="off")
     fork_s, next_s = [], []
     with lp.Engine(model, n_ctx=2048, n_seq_max=4, tuning=lp.EngineTuning(kv_unified=unified)) as engine:
         prompt = [rng.randrange(300, 30_000) for _ in range(n_tokens)]
@@ -128,7 +128,7 @@ def forks(model: lp.Model, unified: bool, n_rounds: int, n_tokens: int = 1000) -
 def preemption(model: lp.Model, n_rounds: int, n_tokens: int = 1000) -> None:
     """Saving and loading a sequence, and computing it again."""
     rng = random.Random(4)
-    params = lp.SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    params = lp.SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, speculate="off")
     found = {}
     for enabled in (True, False):
         resume_s, next_s = [], []

@@ -108,7 +108,9 @@ class Ways:
         self.prompts = [
             [(7 * i + 3 * j) % (model.n_vocab - 300) + 290 for j in range(n_prompt)] for i in range(n)
         ]
-        self.params = lp.SamplingParams(temperature=0, max_tokens=n_generate, ignore_eos=True)
+        self.params = lp.SamplingParams(
+            temperature=0, max_tokens=n_generate, ignore_eos=True, speculate="off"
+        )
         self.one, self.many = BareLoop(model, 1, n_ctx), BareLoop(model, n, n_ctx)
         self.blocking = lp.Engine(model, n_ctx=n_ctx, n_seq_max=1)
         self.engine = lp.Engine(model, n_ctx=n_ctx, n_seq_max=n)

@@ -132,7 +132,7 @@ class Client:
     def events(self, body: dict[str, Any]) -> Iterator[float]:
         """Asks for a stream and yields the time of each event with text."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=300)
-        body = {"stream": True, "temperature": 0, **body}
+        body = {"stream": True, "temperature": 0, "speculate": "off", **body}
         connection.request(
             "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
         )

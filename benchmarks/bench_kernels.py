@@ -255,7 +255,9 @@ def engine_rate(engine: lp.Engine, args: argparse.Namespace) -> Rate:
 
     def rate(n: int | None, seed: int) -> float:
         prompts = random_prompts(engine.model.n_vocab, n, args.prompt, seed)
-        params = lp.SamplingParams(max_tokens=1 if n is None else args.tokens, temperature=0, ignore_eos=True)
+        params = lp.SamplingParams(
+            max_tokens=1 if n is None else args.tokens, temperature=0, ignore_eos=True, speculate="off"
+        )
         start = perf_counter()
         done = engine.generate(prompts, params)
         seconds = perf_counter() - start

@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     options = {"n_ctx": 1024, "n_seq_max": args.n_seq_max, "n_threads": args.threads}
-    params = lp.SamplingParams(temperature=0, max_tokens=args.generate, ignore_eos=True)
+    params = lp.SamplingParams(temperature=0, max_tokens=args.generate, ignore_eos=True, speculate="off")
     events = lp.KvEvents("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
     with (
         lp.Model(args.model) as model,

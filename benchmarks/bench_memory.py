@@ -125,7 +125,7 @@ def in_process(engine: lp.Engine) -> Ask:
     """Asks the engine."""
 
     def ask(prompt: list[int], n: int) -> list[int]:
-        params = lp.SamplingParams(max_tokens=n, temperature=0, ignore_eos=True)
+        params = lp.SamplingParams(max_tokens=n, temperature=0, ignore_eos=True, speculate="off")
         return list(engine.generate(prompt, params).token_ids)
 
     return ask

@@ -196,7 +196,7 @@ def _pipelined(pipe: lp.Pipeline, batches: Sequence[DecodeBatch], passes: int) -
 # ---- engines
 def engine(model: lp.Model, args: argparse.Namespace) -> Result:
     """The same requests through an engine that runs one step at a time, and one whose steps overlap."""
-    params = lp.SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
+    params = lp.SamplingParams(max_tokens=64, temperature=0, ignore_eos=True, speculate="off")
     prompts = [[(5 * i + j) % model.n_vocab for j in range(64)] for i in range(max(args.sequences))]
     found = {}
     for n_seq in args.sequences:

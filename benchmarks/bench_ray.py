@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    params = lp.SamplingParams(max_tokens=args.tokens, temperature=0.0, ignore_eos=True)
+    params = lp.SamplingParams(max_tokens=args.tokens, temperature=0.0, ignore_eos=True, speculate="off")
     if args.side is not None:
         if args.side == "bare":
             start_ray(1)

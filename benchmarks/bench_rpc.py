@@ -64,7 +64,9 @@ def measure(model: Path, n_workers: int, args: argparse.Namespace) -> dict[int, 
             prompts = [[300 + i, *range(400, 399 + args.prompt)] for i in range(n)]
             seconds = []
             for n_tokens in (1, 1 + args.generate, 1, 1 + args.generate):  # the first two warm up
-                params = lp.SamplingParams(max_tokens=n_tokens, temperature=0, ignore_eos=True)
+                params = lp.SamplingParams(
+                    max_tokens=n_tokens, temperature=0, ignore_eos=True, speculate="off"
+                )
                 began = perf_counter()
                 engine.generate(prompts, params)
                 seconds.append(perf_counter() - began)

@@ -91,7 +91,7 @@ def request(prompt: list[int] | str, n_generate: int, model: str | None = None) 
     """A whole HTTP request for a stream."""
     body = json.dumps(
         {
-            "prompt": prompt, "max_tokens": n_generate, "temperature": 0, "ignore_eos": True, "stream": True,
+            "prompt": prompt, "max_tokens": n_generate, "temperature": 0, "ignore_eos": True, "speculate": "off", "stream": True,
             "stream_options": {"include_usage": True}, **({"model": model} if model else {}),
         }
     ).encode()  # fmt: skip
@@ -101,7 +101,7 @@ def request(prompt: list[int] | str, n_generate: int, model: str | None = None) 
 
 def in_process(engine: lp.Engine, n_generate: int) -> Side:
     """Streams of the asyncio engine in this process."""
-    params = lp.SamplingParams(temperature=0, max_tokens=n_generate, ignore_eos=True)
+    params = lp.SamplingParams(temperature=0, max_tokens=n_generate, ignore_eos=True, speculate="off")
 
     async def one(prompt: list[int] | str, began: float) -> float:
         first = 0.0

@@ -1,4 +1,5 @@
-"""Steps and times with guessed tokens, over those without: JSON of a schema, code that is rewritten, prose.
+"""Steps and times with guessed tokens, over those without: JSON of a schema, code that is rewritten, summaries of
+a text and answers from it, prose.
 
     python benchmarks/bench_steps.py qwen2.5-coder.gguf
     python benchmarks/bench_steps.py qwen2.5-coder.gguf --works json prediction --at-once 1 8 --rounds 5
@@ -68,6 +69,24 @@ SCHEMA = {
     "required": ["name", "age", "role", "city", "active"],
     "additionalProperties": False,
 }
+TEXT = """The mill museum at Oster Bridge is open from April to October, Tuesday to Sunday, from ten to five. In winter it
+opens only for groups of eight or more, who must write to the office at least two weeks before their visit. Adults pay
+seven euros, students and pensioners five, and children under twelve nothing. A family ticket for two adults and up to
+four children costs fifteen euros. Dogs may come along on a lead, but not into the grinding room, because the belts of
+the stones run without covers. The great wheel turns every day at eleven and at three for about twenty minutes, unless
+the river is too low, which in August happens often. Visitors who want to bake their own bread can book the course on
+Saturday mornings; it costs twenty euros and includes flour, an apron and coffee. The car park behind the church is
+free, and from the railway station a path along the river leads to the mill in a quarter of an hour."""
+QUESTIONS = (
+    "When is the museum open?",
+    "Who may visit in winter, and what must they do?",
+    "What do tickets cost?",
+    "Where may dogs not go, and why?",
+    "When does the great wheel turn?",
+    "What does the course on Saturdays include?",
+    "Where can one park?",
+    "How does one get there by train?",
+)
 LLAMA_SERVER_NGRAMS = ("ngram-mod", "ngram-simple", "ngram-map-k", "ngram-cache")
 TOPICS = ("rivers", "winter", "bread", "old maps", "trains", "gardens", "the moon", "wool")
 
@@ -100,12 +119,24 @@ def prose(i: int) -> str:
     return chat(f"Write three sentences about {TOPICS[i]}.")
 
 
+def summary(i: int) -> str:
+    """A prompt for a summary of a given text."""
+    return chat(f"Summarize this text in {i + 3} sentences.\n\n{TEXT}")
+
+
+def answer(i: int) -> str:
+    """A prompt for an answer from a given text."""
+    return chat(f"{TEXT}\n\n{QUESTIONS[i]} Answer with the sentences of the text that say so.")
+
+
 # The prompt, the options, and those with guesses.
 Work = tuple[Callable[[int], str], dict[str, Any], dict[str, Any]]
 WORKS: dict[str, Work] = {
     "json": (person, {"json_schema": SCHEMA, "temperature": 0.8, "max_tokens": 120}, {}),
     "prediction": (code, {"temperature": 0, "max_tokens": 200, "stop": "```"}, {"prediction": CODE}),
     "ngram": (code, {"temperature": 0, "max_tokens": 200, "stop": "```"}, {}),
+    "summary": (summary, {"temperature": 0, "max_tokens": 200}, {}),
+    "answer": (answer, {"temperature": 0, "max_tokens": 120}, {}),
     "prose": (prose, {"temperature": 0.8, "max_tokens": 80}, {}),
     "draft": (program, {"temperature": 0, "max_tokens": 200}, {"speculate": "draft"}),
     "draft-prose": (prose, {"temperature": 0.8, "max_tokens": 80}, {"speculate": "draft"}),

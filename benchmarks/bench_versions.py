@@ -31,7 +31,7 @@ def work(model_path: str, n: int, n_threads: int, n_rounds: int) -> dict[str, fl
     """The rate of each way, in generated tokens per second: the best of ``n_rounds`` after one that warms up."""
     import llamapipe as lp
 
-    params = lp.SamplingParams(temperature=0, max_tokens=N_GENERATE, ignore_eos=True)
+    params = lp.SamplingParams(temperature=0, max_tokens=N_GENERATE, ignore_eos=True, speculate="off")
 
     def prompts(salt: int) -> list[list[int]]:
         return [

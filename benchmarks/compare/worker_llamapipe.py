@@ -26,6 +26,8 @@ def start(path: Path, work: Work, arguments: list[str]) -> Run:
         max_tokens=work.n_generate,
         ignore_eos=not work.schema,
         json_schema=SCHEMA if work.schema else None,
+        # Greedy texts after prompts of noise repeat themselves: guesses would be right more often than for real users.
+        speculate=None if work.schema else "off",
     )
     n_engines, n_seq = {"blocking": (1, 1), "contexts": (work.n, 1)}.get(mode, (1, work.n))
     n_threads = max(work.n_threads // n_engines, 1)

@@ -98,8 +98,8 @@ async def measure(
     bodies = []
     for chosen in sets:
         prompt = [rng.randrange(300, n_vocab - 300) for _ in range(n_prompt)]
-        body = {"prompt": prompt, "n_predict": n_tokens, "stream": True, "temperature": 0, "ignore_eos": True, "speculate": "off",
-                "cache_prompt": False}  # fmt: skip
+        body = {"prompt": prompt, "n_predict": n_tokens, "stream": True, "temperature": 0, "ignore_eos": True,
+                "speculate": "off", "cache_prompt": False}  # fmt: skip
         if chosen is not None:
             body["lora"] = [{"id": chosen, "scale": 1.0}]
         bodies.append(body)

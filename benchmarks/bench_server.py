@@ -91,8 +91,8 @@ def request(prompt: list[int] | str, n_generate: int, model: str | None = None) 
     """A whole HTTP request for a stream."""
     body = json.dumps(
         {
-            "prompt": prompt, "max_tokens": n_generate, "temperature": 0, "ignore_eos": True, "speculate": "off", "stream": True,
-            "stream_options": {"include_usage": True}, **({"model": model} if model else {}),
+            "prompt": prompt, "max_tokens": n_generate, "temperature": 0, "ignore_eos": True, "speculate": "off",
+            "stream": True, "stream_options": {"include_usage": True}, **({"model": model} if model else {}),
         }
     ).encode()  # fmt: skip
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"

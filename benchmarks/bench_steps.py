@@ -1,5 +1,4 @@
-"""Steps and times with guessed tokens, over those without: JSON of a schema, code that is rewritten, summaries of
-a text and answers from it, prose.
+"""Steps and times with guessed tokens, over those without: JSON, rewritten code, answers from a text, prose.
 
     python benchmarks/bench_steps.py qwen2.5-coder.gguf
     python benchmarks/bench_steps.py qwen2.5-coder.gguf --works json prediction --at-once 1 8 --rounds 5
@@ -69,8 +68,8 @@ SCHEMA = {
     "required": ["name", "age", "role", "city", "active"],
     "additionalProperties": False,
 }
-TEXT = """The mill museum at Oster Bridge is open from April to October, Tuesday to Sunday, from ten to five. In winter it
-opens only for groups of eight or more, who must write to the office at least two weeks before their visit. Adults pay
+TEXT = """The mill museum at Oster Bridge is open from April to October, Tuesday to Sunday, from ten to five. In winter
+it opens only for groups of eight or more, who must write to the office two weeks before their visit. Adults pay
 seven euros, students and pensioners five, and children under twelve nothing. A family ticket for two adults and up to
 four children costs fifteen euros. Dogs may come along on a lead, but not into the grinding room, because the belts of
 the stones run without covers. The great wheel turns every day at eleven and at three for about twenty minutes, unless

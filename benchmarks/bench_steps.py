@@ -183,8 +183,8 @@ def compare(model: lp.Model, name: str, n: int, rounds: int, draft: Path | None)
         engine.generate(
             prompts, [lp.SamplingParams(max_tokens=1, json_schema=options.get("json_schema"))] * n
         )
-        for _ in range(rounds):
-            for way in ways:
+        for i in range(rounds):
+            for way in list(ways)[:: -1 if i % 2 else 1]:
                 before, began_s = engine.stats(), time.perf_counter()
                 done = engine.generate(prompts, params[way])
                 seconds[way].append(time.perf_counter() - began_s)

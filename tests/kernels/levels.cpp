@@ -100,8 +100,14 @@ template <int n> struct Vectors : Plain<n> {
     static typename Plain<n>::Int bytes(int value) { return Plain<n>::bytes_of(value); }
 };
 
-using Wide = Vnni<Vectors<64>, 8>;
-using Narrow = Vnni<Vectors<32>, 4>;
+struct ManyPanels {
+    static constexpr Tile kTile = {4, 4}, kSuperTile = {8, 2};
+};
+struct OnePanel {
+    static constexpr Tile kTile = {4, 1}, kSuperTile = kTile;
+};
+using Wide = Vnni<Vectors<64>, ManyPanels>;
+using Narrow = Vnni<Vectors<32>, OnePanel>;
 
 const Kernel kWide[] = {KERNELS(Wide, "64 bytes")}, kNarrow[] = {KERNELS(Narrow, "32 bytes")};
 
@@ -110,7 +116,7 @@ const Kernel kWide[] = {KERNELS(Wide, "64 bytes")}, kNarrow[] = {KERNELS(Narrow,
 
 int main() {
     using namespace llamapipe::kernels;
-    constexpr int n_columns = 512, n_panels = 2, n_rows = 11;
+    constexpr int n_columns = 512, n_panels = 7, n_rows = 11;
     std::mt19937 random(1);
     for (int i = 0; kAvx2[i].multiply; i++) {
         const Kernel &expected = kAvx2[i];

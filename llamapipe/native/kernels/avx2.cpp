@@ -187,12 +187,18 @@ inline void accumulate_signed(const Panel *panel, const Weights &w, int n, const
 }
 
 struct Avx2 {
-    static constexpr int kTile = 4;  // rows whose sums fit the registers
+    static constexpr Tile kTile = {4, 1}, kSuperTile = kTile;  // whose sums fit the registers
 
     template <class Panel> static void unpack(const Panel *panel, int n, Lines &out) {
         kernels::unpack<Vector32>(panel, n, out);
     }
     template <class Panel> static void unpack(const Panel *, int, InPlace &) {}
+
+    template <int M, int Q, class Panel, class Weights, class Row>
+    static void accumulate(const Panel *const (&panel)[Q], const Weights *w, int n, const Row *const *x, float *const *y) {
+        static_assert(Q == 1);
+        accumulate<M>(panel[0], w[0], n, x, y);
+    }
 
     template <int M>
     static void accumulate(const PanelQ4K *panel, const Lines &w, int, const RowBlockK *const *x, float *const *y) {

@@ -53,7 +53,13 @@ struct Vector {
     static Float halves(const uint16_t *v) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)v)); }
 };
 
-using Avx512 = Vnni<Vector, 8>;
+// Rows and panels of a tile whose sums fit the registers. Panels share the broadcasts of activations, so more of them help
+// more than further rows; blocks of 256 columns need other sums beside.
+struct Tiles {
+    static constexpr Tile kTile = {4, 4}, kSuperTile = {8, 2};
+};
+
+using Avx512 = Vnni<Vector, Tiles>;
 
 }  // namespace
 

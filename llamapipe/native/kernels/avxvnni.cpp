@@ -39,7 +39,11 @@ struct Vector : Vector32 {
     static Float halves(const uint16_t *v) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)v)); }
 };
 
-using AvxVnni = Vnni<Vector, 4>;
+struct Tiles {
+    static constexpr Tile kTile = {4, 1}, kSuperTile = kTile;
+};
+
+using AvxVnni = Vnni<Vector, Tiles>;
 
 }  // namespace
 

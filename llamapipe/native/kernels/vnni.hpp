@@ -24,11 +24,12 @@ inline int32_t four(const void *address) {
     return bits;
 }
 
-// V: the vectors; P: how many of them hold the 16 rows of a panel.
-template <class V, int tile_rows> struct Vnni {
+// V: the vectors; P: how many of them hold the 16 rows of a panel. Q panels at once share the broadcasts of activations;
+// i counts the vectors of all.
+template <class V, class Tiles> struct Vnni : Tiles {
     using Int = typename V::Int;
     using Float = typename V::Float;
-    static constexpr int kTile = tile_rows, P = 64 / V::kBytes, kRows = V::kBytes / 4;
+    static constexpr int P = 64 / V::kBytes, kRows = V::kBytes / 4;
 
     template <class Panel> static void unpack(const Panel *panel, int n, Lines &out) {
         kernels::unpack<V>(panel, n, out);
@@ -39,19 +40,25 @@ template <class V, int tile_rows> struct Vnni {
     }
     static void unpack(const PanelQ8_0 *, int, InPlace &) {}
 
-    // sum[j] += the products of n lines with activations from `column` on.
-    template <int M, int n, class Row>
-    static void add_lines(const uint8_t (*line)[64], const Row *const *x, int column, int flip, Int (&sum)[M][P]) {
+    template <int M, int I> static void set_all(Int (&sum)[M][I], int value) {
+        for (int j = 0; j < M; j++)
+            for (int i = 0; i < I; i++) sum[j][i] = V::set(value);
+    }
+
+    // sum[j] += the products of n lines of each panel with activations from `column` on.
+    template <int n, int M, int Q, class Row>
+    static void add_lines(const uint8_t (*const (&line)[Q])[64], const Row *const *x, int column, int flip,
+                          Int (&sum)[M][Q * P]) {
 #pragma GCC unroll 8
         for (int g = 0; g < n; g++) {
-            Int w[P];
-            for (int p = 0; p < P; p++) {
-                w[p] = V::load(line[g] + V::kBytes * p);
-                if (flip) w[p] = V::bit_xor(w[p], V::bytes(-128));
+            Int w[Q * P];
+            for (int i = 0; i < Q * P; i++) {
+                w[i] = V::load(line[i / P][g] + V::kBytes * (i % P));
+                if (flip) w[i] = V::bit_xor(w[i], V::bytes(-128));
             }
             for (int j = 0; j < M; j++) {
                 const Int a = V::set(four(x[j]->q + column + 4 * g));
-                for (int p = 0; p < P; p++) sum[j][p] = V::dpbusd(sum[j][p], w[p], a);
+                for (int i = 0; i < Q * P; i++) sum[j][i] = V::dpbusd(sum[j][i], w[i], a);
             }
         }
     }
@@ -80,111 +87,131 @@ template <class V, int tile_rows> struct Vnni {
         return s % 2 ? V::template arithmetic_right<16>(both) : V::template arithmetic_right<16>(V::template left_32<16>(both));
     }
 
-    template <int M, int in_block, class Panel>
-    static void sum_super_block(const Panel *panel, const Lines &w, const RowBlockK *const *x, Int (&sum)[M][P]) {
-        for (int j = 0; j < M; j++)
-            for (int p = 0; p < P; p++) sum[j][p] = V::set(0);
+    template <int in_block, int M, int Q, class Panel>
+    static void sum_super_block(const Panel *const (&panel)[Q], const Lines *w, const RowBlockK *const *x,
+                                Int (&sum)[M][Q * P]) {
+        set_all(sum, 0);
         for (int b = 0; b < 64 / in_block; b++) {
-            Int part[M][P];
-            for (int j = 0; j < M; j++)
-                for (int p = 0; p < P; p++) part[j][p] = V::set(0);
-            add_lines<M, in_block>(w.q + in_block * b, x, 4 * in_block * b, 0, part);
-            for (int p = 0; p < P; p++) {
-                const Int s = scale(panel, b, p);
-                for (int j = 0; j < M; j++) sum[j][p] = V::add(sum[j][p], V::multiply(part[j][p], s));
+            Int part[M][Q * P];
+            set_all(part, 0);
+            const uint8_t (*line[Q])[64];
+            for (int q = 0; q < Q; q++) line[q] = w[q].q + in_block * b;
+            add_lines<in_block, M, Q>(line, x, 4 * in_block * b, 0, part);
+            for (int i = 0; i < Q * P; i++) {
+                const Int s = scale(panel[i / P], b, i % P);
+                for (int j = 0; j < M; j++) sum[j][i] = V::add(sum[j][i], V::multiply(part[j][i], s));
             }
         }
     }
 
-    template <int M, class Panel>
-    static void accumulate_with_minima(const Panel *panel, const Lines &w, const RowBlockK *const *x, float *const *y) {
-        Int sum[M][P];
-        sum_super_block<M, 8>(panel, w, x, sum);
-        for (int p = 0; p < P; p++) {
+    template <int M, int Q, class Panel>
+    static void accumulate_with_minima(const Panel *const (&panel)[Q], const Lines *w, const RowBlockK *const *x,
+                                       float *const *y) {
+        Int sum[M][Q * P];
+        sum_super_block<8, M, Q>(panel, w, x, sum);
+        for (int i = 0; i < Q * P; i++) {
+            const Panel *const one = panel[i / P];
+            const int row = kRows * (i % P);
             Int minima[M];
             for (int j = 0; j < M; j++) minima[j] = V::set(0);
-            for (int i = 0; i < 4; i++) {
-                const Int m = V::load_pairs_unsigned(panel->mins[i][kRows * p]);
-                for (int j = 0; j < M; j++) minima[j] = V::dpwssd(minima[j], m, V::set(four(x[j]->sums32 + 2 * i)));
+            for (int k = 0; k < 4; k++) {
+                const Int m = V::load_pairs_unsigned(one->mins[k][row]);
+                for (int j = 0; j < M; j++) minima[j] = V::dpwssd(minima[j], m, V::set(four(x[j]->sums32 + 2 * k)));
             }
-            const Float d = V::halves(panel->d + kRows * p), dmin = V::halves(panel->dmin + kRows * p);
+            const Float d = V::halves(one->d + row), dmin = V::halves(one->dmin + row);
             for (int j = 0; j < M; j++) {
-                add_float(y[j] + kRows * p, sum[j][p], V::product(d, V::floats(x[j]->d)));
-                add_float(y[j] + kRows * p, minima[j], V::product(dmin, V::floats(-x[j]->d)));
+                add_float(y[j] + kRows * i, sum[j][i], V::product(d, V::floats(x[j]->d)));
+                add_float(y[j] + kRows * i, minima[j], V::product(dmin, V::floats(-x[j]->d)));
             }
         }
     }
 
-    template <int M>
-    static void accumulate(const PanelQ4K *panel, const Lines &w, int, const RowBlockK *const *x, float *const *y) {
-        accumulate_with_minima<M>(panel, w, x, y);
+    template <int M, int Q>
+    static void accumulate(const PanelQ4K *const (&panel)[Q], const Lines *w, int, const RowBlockK *const *x,
+                           float *const *y) {
+        accumulate_with_minima<M, Q>(panel, w, x, y);
     }
 
-    template <int M>
-    static void accumulate(const PanelQ5K *panel, const Lines &w, int, const RowBlockK *const *x, float *const *y) {
-        accumulate_with_minima<M>(panel, w, x, y);
+    template <int M, int Q>
+    static void accumulate(const PanelQ5K *const (&panel)[Q], const Lines *w, int, const RowBlockK *const *x,
+                           float *const *y) {
+        accumulate_with_minima<M, Q>(panel, w, x, y);
     }
 
-    template <int M>
-    static void accumulate(const PanelQ6K *panel, const Lines &w, int, const RowBlockK *const *x, float *const *y) {
-        Int sum[M][P];
-        sum_super_block<M, 4>(panel, w, x, sum);
-        for (int p = 0; p < P; p++) {
+    template <int M, int Q>
+    static void accumulate(const PanelQ6K *const (&panel)[Q], const Lines *w, int, const RowBlockK *const *x,
+                           float *const *y) {
+        Int sum[M][Q * P];
+        sum_super_block<4, M, Q>(panel, w, x, sum);
+        for (int i = 0; i < Q * P; i++) {
+            const PanelQ6K *const one = panel[i / P];
+            const int row = kRows * (i % P);
             // Weights are 32 less than what was multiplied.
             Int offset[M];
             for (int j = 0; j < M; j++) offset[j] = V::set(0);
-            for (int i = 0; i < 8; i++) {
-                const Int s = V::load_pairs_signed(panel->scales[i][kRows * p]);
-                for (int j = 0; j < M; j++) offset[j] = V::dpwssd(offset[j], s, V::set(four(x[j]->sums16 + 2 * i)));
+            for (int k = 0; k < 8; k++) {
+                const Int s = V::load_pairs_signed(one->scales[k][row]);
+                for (int j = 0; j < M; j++) offset[j] = V::dpwssd(offset[j], s, V::set(four(x[j]->sums16 + 2 * k)));
             }
-            const Float d = V::halves(panel->d + kRows * p);
+            const Float d = V::halves(one->d + row);
             for (int j = 0; j < M; j++) {
-                const Int whole = V::subtract(sum[j][p], V::template left_32<5>(offset[j]));
-                add_float(y[j] + kRows * p, whole, V::product(d, V::floats(x[j]->d)));
+                const Int whole = V::subtract(sum[j][i], V::template left_32<5>(offset[j]));
+                add_float(y[j] + kRows * i, whole, V::product(d, V::floats(x[j]->d)));
             }
         }
     }
 
-    template <int M>
-    static void accumulate(const PanelIQ4_XS *panel, const Lines &w, int, const RowBlockK *const *x, float *const *y) {
-        Int sum[M][P];
-        for (int j = 0; j < M; j++)
-            for (int p = 0; p < P; p++) sum[j][p] = V::set(0);
+    template <int M, int Q>
+    static void accumulate(const PanelIQ4_XS *const (&panel)[Q], const Lines *w, int, const RowBlockK *const *x,
+                           float *const *y) {
+        Int sum[M][Q * P];
+        set_all(sum, 0);
         for (int b = 0; b < 8; b++) {
-            Int part[M][P];
+            Int part[M][Q * P];
             for (int j = 0; j < M; j++)
-                for (int p = 0; p < P; p++) part[j][p] = V::set(-128 * x[j]->sums32[b]);
-            add_lines<M, 8>(w.q + 8 * b, x, 32 * b, 0, part);
-            for (int p = 0; p < P; p++) {
-                const Int s = V::widen_signed(panel->scales[b] + kRows * p);
-                for (int j = 0; j < M; j++) sum[j][p] = V::add(sum[j][p], V::multiply(part[j][p], s));
+                for (int i = 0; i < Q * P; i++) part[j][i] = V::set(-128 * x[j]->sums32[b]);
+            const uint8_t (*line[Q])[64];
+            for (int q = 0; q < Q; q++) line[q] = w[q].q + 8 * b;
+            add_lines<8, M, Q>(line, x, 32 * b, 0, part);
+            for (int i = 0; i < Q * P; i++) {
+                const Int s = V::widen_signed(panel[i / P]->scales[b] + kRows * (i % P));
+                for (int j = 0; j < M; j++) sum[j][i] = V::add(sum[j][i], V::multiply(part[j][i], s));
             }
         }
-        for (int p = 0; p < P; p++) {
-            const Float d = V::halves(panel->d + kRows * p);
-            for (int j = 0; j < M; j++) add_float(y[j] + kRows * p, sum[j][p], V::product(d, V::floats(x[j]->d)));
+        for (int i = 0; i < Q * P; i++) {
+            const Float d = V::halves(panel[i / P]->d + kRows * (i % P));
+            for (int j = 0; j < M; j++) add_float(y[j] + kRows * i, sum[j][i], V::product(d, V::floats(x[j]->d)));
         }
     }
 
-    template <int M, class Panel, class Weights>
-    static void accumulate(const Panel *panel, const Weights &w, int n, const RowBlock32 *const *x, float *const *y) {
+    template <int M, int Q, class Panel, class Weights>
+    static void accumulate(const Panel *const (&panel)[Q], const Weights *w, int n, const RowBlock32 *const *x,
+                           float *const *y) {
         const RowBlock32 *block[M];
         for (int j = 0; j < M; j++) block[j] = x[j];
-        for (int b = 0; b < n; b++, panel++) {
-            Int sum[M][P];
+        for (int b = 0; b < n; b++) {
+            Int sum[M][Q * P];
             for (int j = 0; j < M; j++)
-                for (int p = 0; p < P; p++) sum[j][p] = V::set(-kOffset<Panel> * block[j]->sum);
-            if constexpr (std::is_same_v<Panel, PanelQ8_0>)
-                add_lines<M, 8>((const uint8_t(*)[64])panel->q, block, 0, 1, sum);
-            else
-                add_lines<M, 8>(w.q + 8 * b, block, 0, 0, sum);
-            for (int p = 0; p < P; p++) {
-                const Float d = row_scales(panel, kRows * p);
+                for (int i = 0; i < Q * P; i++) sum[j][i] = V::set(-kOffset<Panel> * block[j]->sum);
+            const uint8_t (*line[Q])[64];
+            constexpr bool in_place = std::is_same_v<Panel, PanelQ8_0>;
+            for (int q = 0; q < Q; q++) {
+                if constexpr (in_place)
+                    line[q] = (const uint8_t (*)[64])panel[q][b].q;
+                else
+                    line[q] = w[q].q + 8 * b;
+            }
+            add_lines<8, M, Q>(line, block, 0, in_place, sum);
+            for (int i = 0; i < Q * P; i++) {
+                const Panel *const one = panel[i / P] + b;
+                const int row = kRows * (i % P);
+                const Float d = row_scales(one, row);
                 for (int j = 0; j < M; j++) {
-                    add_float(y[j] + kRows * p, sum[j][p], V::product(d, V::floats(block[j]->d)));
+                    float *const out = y[j] + kRows * i;
+                    add_float(out, sum[j][i], V::product(d, V::floats(block[j]->d)));
                     if constexpr (kOffset<Panel> == 0) {
-                        const Float m = V::halves(panel->m + kRows * p), s = V::floats(block[j]->d_sum);
-                        V::store_floats(y[j] + kRows * p, V::multiply_add(m, s, V::load_floats(y[j] + kRows * p)));
+                        const Float m = V::halves(one->m + row), s = V::floats(block[j]->d_sum);
+                        V::store_floats(out, V::multiply_add(m, s, V::load_floats(out)));
                     }
                 }
             }

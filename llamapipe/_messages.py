@@ -146,7 +146,14 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
     # Where a command's option has another meaning than the same one of other commands.
     "bench": {"-p": "use --prompt-tokens"},
     "serve": {"-p": "use --port"},
-    "run": dict.fromkeys(("-m", "--model"), "name the model without an option: llamapipe run MODEL"),
+    "run": {
+        **dict.fromkeys(("-m", "--model"), "name the model without an option: llamapipe run MODEL"),
+        # Options of ollama run.
+        "--format": "use --json-schema",
+        "--keepalive": "leave it out: the model is loaded for this command",
+        **dict.fromkeys(("--think", "--hidethinking"), "--no-thinking turns reasoning off"),
+        "--nowordwrap": "only a terminal gets wrapped lines; leave the option out",
+    },
     **dict.fromkeys(("ps", "stop"), dict.fromkeys(("--port", "--host", "-p"), "use --url http://HOST:PORT")),
     "chat": dict.fromkeys(("-cnv", "--conversation", "-i", "--interactive"), _ALWAYS_ON),
     # Commands of Ollama and of other programs, and Ollama's and llama-cli's in a conversation.

@@ -76,6 +76,8 @@ def _entries(source: str) -> list[ModelEntry]:
     path = path_of(source)
     if path.is_dir():
         return _in_folder(path)
+    if not path.exists():
+        raise UsageError(f"--models: {path} does not exist")
     if path.suffix.lower() != ".toml":
         raise UsageError(
             f"--models: {path} is neither a folder of GGUF files nor a .toml file, nor {OLLAMA} or {hub.PREFIX}"

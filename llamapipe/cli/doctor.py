@@ -27,7 +27,7 @@ from llamapipe.errors import LlamapipeError
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.cpu_load import free_cores, has_run_delay
 from llamapipe.native.backend_packages import installed
-from llamapipe.native.load import build_info, missing_cpu_features
+from llamapipe.native.load import REBUILD, build_info, missing_cpu_features
 from llamapipe.ollama_models import model_of
 
 HELP = "check the installation, or whether and how a model runs on this machine"
@@ -38,10 +38,6 @@ DESCRIPTION = (
 )
 _PROBE_LIMIT_S = 120
 _LOOK_S = 0.2  # at the machine's load
-_REBUILD = (
-    "build it on this machine: `pip install --force-reinstall --no-cache-dir .` in a clone, "
-    "or `python build_native.py --backend cpu --clean` in the source tree"
-)
 _DRIVERS = {
     "cuda": "install NVIDIA's driver; `nvidia-smi` lists its devices",
     "vulkan": "install the Vulkan loader and the GPU's driver (on Debian: libvulkan1, mesa-vulkan-drivers); "
@@ -132,7 +128,7 @@ def _package(name: str) -> Finding:
 
 def _build(build: dict[str, Any]) -> Iterator[Finding]:
     if not build:
-        yield Finding("build", False, "no record of a native build", _REBUILD)
+        yield Finding("build", False, "no record of a native build", REBUILD)
         return
     backends = ", ".join(build.get("backends", []))
     parts = (backends, build.get("date", "?"), build.get("compiler", "?"), build.get("flags", ""))
@@ -153,7 +149,7 @@ def _cpu_features(build: dict[str, Any]) -> Finding:
     """The processor features that the build requires."""
     if missing := missing_cpu_features(build):
         detail = f"built for another processor: this one lacks {', '.join(missing)}"
-        return Finding("CPU features", False, detail, _REBUILD)
+        return Finding("CPU features", False, detail, REBUILD)
     if build.get("cpu_all_variants"):
         return Finding("CPU features", True, "chosen when the library is loaded")
     required = build.get("cpu_features") or ["not recorded"]
@@ -217,7 +213,7 @@ def _ending(status: int, errors: str) -> str:
 def _probed(results: dict[str, dict[str, Any]]) -> Iterator[Finding]:
     for name, result in results.items():
         if not result["ok"]:
-            yield Finding(name, False, result["error"], _REBUILD)
+            yield Finding(name, False, result["error"], REBUILD)
         elif name == "devices":
             yield from (_device(device) for device in result["devices"])
         elif name == "demo model":

@@ -72,6 +72,11 @@ def byte_count(text: str) -> int:
     return n
 
 
+def byte_count_or_zero(text: str) -> int:
+    """The same; 0 is one, too."""
+    return 0 if text.strip() == "0" else byte_count(text)
+
+
 def _bias(text: str) -> tuple[int, float]:
     token, equals, value = text.partition("=")
     try:
@@ -230,9 +235,10 @@ ENGINE = [
     Option("type_v", str, "TYPE", "type of the values in the KV cache", aliases=("-ctv",)),
     Option(
         "cache_bytes",
-        int,
-        "N",
-        "host memory for cached prefixes that have lost their slot; 0: none (default: a tenth of the free memory)",
+        byte_count_or_zero,
+        "SIZE",
+        "host memory for cached prefixes that have lost their slot, such as 2GiB; 0: none (default: a tenth of the "
+        "free memory)",
     ),
     Option(
         "max_itl_ms",

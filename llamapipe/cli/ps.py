@@ -49,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
             terminal.line(json.dumps(record))
             continue
         memory = "" if record["memory_bytes"] is None else size(record["memory_bytes"])
-        requests = "" if record["n_requests"] is None else f"{record['n_requests']} requests"
+        n = record["n_requests"]
+        requests = "" if n is None else f"{n} request{'s' * (n != 1)}"
         why = f"  {status['error']}" if "error" in status else ""
         terminal.line(f"{memory:>12}  {record['state']:<9}  {requests:<12}  {record['model']}{why}")
     return 0

@@ -35,6 +35,7 @@ from llamapipe.cli.options import (
     template_problem,
 )
 from llamapipe.cli.parser import UsageError
+from llamapipe.cli.ps import KEY_VARIABLE
 from llamapipe.gguf.reader import parse_head
 from llamapipe.host.cores import core_shares, set_group_nice, yielding
 from llamapipe.host.folders import private_folder
@@ -69,7 +70,7 @@ examples:
 After SIGTERM or Ctrl-C the server finishes running requests and exits. A second signal cancels them.
 With --models, SIGHUP reads the list of models again.
 With --workers, SIGHUP replaces the workers one by one; the new ones read the model and the other files again.
-The server speaks plain HTTP: use a proxy for TLS, as docs/guides/server.md shows."""
+The server speaks plain HTTP: use a proxy for TLS, as docs/guides/deployment.md shows."""
 _log = logging.getLogger("llamapipe.server")
 _SAME_PORT = -1
 # Seconds after which a thread must hand over the interpreter's lock to one that waits. The engine thread needs the lock
@@ -252,13 +253,13 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "tokenized (default: 1048576)",
     )
     group.add_argument(
-        "--max-body-bytes", type=int, metavar="N", help="largest request body (default: 16777216)"
+        "--max-body-bytes", type=byte_count, metavar="SIZE", help="largest request body (default: 16MiB)"
     )
     group.add_argument(
         "--max-bodies-bytes",
-        type=int,
-        metavar="N",
-        help="total size of the bodies of unanswered requests; more are answered 503 (default: 67108864)",
+        type=byte_count,
+        metavar="SIZE",
+        help="total size of the bodies of unanswered requests; more are answered 503 (default: 64MiB)",
     )
     group.add_argument(
         "--max-connections-per-address",
@@ -656,7 +657,7 @@ def _keys(path: Path | None) -> tuple[str, ...]:
     """The keys of the file and of the environment. A misspelt variable is an error, not a server without keys."""
     prefix = "LLAMAPIPE_"
     known = KEYS_VARIABLE.removeprefix(prefix)
-    for name in os.environ:
+    for name in os.environ.keys() - {KEY_VARIABLE}:
         # Without what all variables of llamapipe have in common, which would make any two of them alike.
         if name.startswith(prefix) and name != KEYS_VARIABLE and nearest(name.removeprefix(prefix), [known]):
             raise UsageError(f"the variable {name} is unknown; did you mean {KEYS_VARIABLE}?")
@@ -667,7 +668,13 @@ def _keys(path: Path | None) -> tuple[str, ...]:
         if not found:
             raise UsageError(f"--api-key-file: {path} holds no key")
         keys += found
-    return tuple(key.strip() for key in keys if key.strip())
+    stripped = tuple(key.strip() for key in keys if key.strip())
+    if not stripped and KEY_VARIABLE in os.environ:
+        raise UsageError(
+            f"the variable {KEY_VARIABLE} is what llamapipe ps and stop send, and this server has no keys; put them "
+            f"into {KEYS_VARIABLE} or --api-key-file, or unset the variable"
+        )
+    return stripped
 
 
 # ---- the start

@@ -21,6 +21,11 @@ from llamapipe.native.backend_packages import BackendPackage, installed, usable
 
 _PACKAGE = Path(__file__).parents[1]
 LIB_DIR = Path(__file__).parent / "lib"
+# What to do about a build for another processor. Without --no-cache-dir, pip may take the same wheel again.
+REBUILD = (
+    "build it on this machine: `pip install --no-cache-dir --force-reinstall .` in a clone, or `python build_native.py "
+    "--backend cpu --clean` in the source tree"
+)
 logger = logging.getLogger("llamapipe.native")
 
 _lock = Lock()
@@ -127,11 +132,8 @@ def _load() -> Any:
     packages = usable(build)
     if missing := missing_cpu_features(build):
         raise BackendError(
-            f"llamapipe was built for another processor: this one lacks {', '.join(missing)}; build it here: "
-            "`pip install --no-cache-dir --force-reinstall llamapipe` (without the option, pip may take the same wheel "
-            "from its cache), or `python build_native.py --backend cpu` in the source tree; "
-            "for a build that runs on every processor of this kind, add `--config-settings=all-variants=on` "
-            "or `--all-variants`"
+            f"llamapipe was built for another processor: this one lacks {', '.join(missing)}; {REBUILD}; for a build "
+            "that runs on every processor of this kind, add `--config-settings=all-variants=on` or `--all-variants`"
         )
     try:
         _native: Any = import_module("llamapipe.native._native")

@@ -81,11 +81,20 @@ def test_a_misspelt_command_or_variable(
 ) -> None:
     assert "there is no command 'genrate'; did you mean generate?" in said(capsys, "genrate", "hello")
     assert "commands: demo, generate" in said(capsys, "frobnicate")
-    monkeypatch.setenv("LLAMAPIPE_API_KEY", "secret")
+    monkeypatch.setenv("LLAMAPIPE_APIKEYS", "secret")
     assert "did you mean LLAMAPIPE_API_KEYS?" in said(capsys, "serve")
-    monkeypatch.delenv("LLAMAPIPE_API_KEY")
+    monkeypatch.delenv("LLAMAPIPE_APIKEYS")
     for name in ("LLAMAPIPE_CACHE_DIR", "LLAMAPIPE_TEST_BACKEND"):  # known elsewhere
         monkeypatch.setenv(name, "cpu")
+    assert "LLAMAPIPE_" not in said(capsys, "serve", "--max-n", "0")
+
+
+def test_the_key_of_clients_is_not_taken_for_the_servers_keys(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMAPIPE_API_KEY", "secret")
+    assert "this server has no keys; put them into LLAMAPIPE_API_KEYS or" in said(capsys, "serve")
+    monkeypatch.setenv("LLAMAPIPE_API_KEYS", "secret")
     assert "LLAMAPIPE_" not in said(capsys, "serve", "--max-n", "0")
 
 

@@ -22,7 +22,7 @@ from support.worker_server import has_ended
 import llamapipe as lp
 from llamapipe.cli import main
 from llamapipe.cli._models_file import entries_of, look, read_facts
-from llamapipe.cli.options import byte_count
+from llamapipe.cli.options import byte_count, byte_count_or_zero
 from llamapipe.cli.parser import UsageError
 from llamapipe.host.cores import CoreShare
 from llamapipe.host.memory import resident_bytes
@@ -178,12 +178,15 @@ class TestTheList:
         [("1000", 1000), ("1k", 1024), ("1.5 GiB", 3 * 2**29), ("2GB", 2**31), ("3M", 3 * 2**20)],
     )
     def test_sizes(self, text: str, expected: int) -> None:
-        assert byte_count(text) == expected
+        assert byte_count(text) == byte_count_or_zero(text) == expected
 
     @pytest.mark.parametrize("text", ["", "0", "-1", "1X", "GiB", "1e9"])
     def test_what_is_no_size(self, text: str) -> None:
         with pytest.raises(argparse.ArgumentTypeError, match="no size"):
             byte_count(text)
+
+    def test_zero_is_a_size_where_it_means_none(self) -> None:
+        assert byte_count_or_zero("0") == 0
 
 
 @pytest.mark.parametrize(
@@ -454,11 +457,15 @@ class TestHowLong:
         self, server: PoolServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         server.ask("a")
-        assert main(["ps", "--url", server.url]) == 0
+        asked = {"model": "a", **LONG, "max_tokens": 8000}
+        with server.client.stream("POST", "/v1/completions", json=asked) as answer:
+            parts = answer.iter_lines()
+            next(parts)
+            assert main(["ps", "--url", server.url]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert [line.split()[2:4] + line.split()[-1:] for line in lines[:2]] == [
-            ["loaded", "0", "a"],
-            ["unloaded", "0", "b"],
+        assert [line.split()[2:] for line in lines[:2]] == [
+            ["loaded", "1", "request", "a"],
+            ["unloaded", "0", "requests", "b"],
         ]
         monkeypatch.setenv("LLAMAPIPE_URL", server.url)
         assert main(["stop", "a"]) == 0

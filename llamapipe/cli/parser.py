@@ -48,9 +48,26 @@ class CommandParser(argparse.ArgumentParser):
         """Parse `args`; arguments that the subcommand does not know are an error."""
         self._check_options(sys.argv[1:] if args is None else args)
         values, unknown = super().parse_known_args(args, namespace)
-        if unknown:
+        if unknown and not self._take_texts(values, unknown):
             self._reject(unknown)
-        return values, unknown
+        return values, []
+
+    def _take_texts(self, values: argparse.Namespace, unknown: Sequence[str]) -> bool:
+        """Takes texts that come after options, as in ``run MODEL -n 5 MESSAGE``. False: these are no texts.
+
+        Argparse has then given the command's last argument what came before the options, perhaps nothing.
+        """
+        last = next(reversed(self._get_positional_actions()), None)
+        if last is None or any(text.startswith("-") and text != "-" for text in unknown):
+            return False
+        before = getattr(values, last.dest)
+        if last.nargs == "*":
+            setattr(values, last.dest, [*before, *unknown])
+            return True
+        if last.nargs == "?" and before is None and len(unknown) == 1:
+            setattr(values, last.dest, unknown[0])
+            return True
+        return False
 
     def _check_options(self, args: Sequence[str]) -> None:
         """Refuses unknown short options, and a second model.

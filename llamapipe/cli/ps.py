@@ -17,8 +17,8 @@ from llamapipe.model_pool import size
 
 HELP = "list the models of a running server, and what they take"
 DESCRIPTION = (
-    "List the models of a running server: whether each is loaded, the memory that it takes, and its requests. With "
-    "several models, llamapipe stop ends one."
+    "List the models of a running server: whether each is loaded, the memory that it takes or would take, and its "
+    "requests. With several models, llamapipe stop ends one."
 )
 
 URL_VARIABLE, KEY_VARIABLE = "LLAMAPIPE_URL", "LLAMAPIPE_API_KEY"

@@ -63,6 +63,27 @@ def test_options(arguments: str, message: str, capsys: pytest.CaptureFixture[str
     assert message in said(capsys, *arguments.split())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "name", "expected"),
+    [
+        ("run demo -n 5 hello", "message", "hello"),
+        ("run -c 64 demo -n 5 -", "message", "-"),
+        ("run demo -n 5", "message", None),
+        ("generate a b -n 5 c", "prompts", ["a", "b", "c"]),
+        ("score a -c 64 b", "texts", ["a", "b"]),
+    ],
+)
+def test_texts_may_come_after_options(arguments: str, name: str, expected: object) -> None:
+    assert getattr(_parser().parse_args(arguments.split()), name) == expected
+
+
+def test_no_text_is_taken_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "unrecognized arguments: there (see" in said(capsys, "run", "demo", "hello", "-n", "5", "there")
+    assert "arguments: b --n-ct 5; did you mean --n-ctx?" in said(
+        capsys, "generate", "a", "-n", "5", "b", "--n-ct", "5"
+    )
+
+
 def test_errors_name_the_options_that_the_command_line_has() -> None:
     names = {
         option.name for option in (*ENGINE, *MODEL) if option.flag == f"--{option.name.replace('_', '-')}"

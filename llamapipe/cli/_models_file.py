@@ -44,6 +44,7 @@ _FILES = ("draft", "mmproj")
 _PLACEMENT = ("n_gpu_layers", "rpc")
 _ADAPTERS = ("lora", "control_vector")
 _TEXTS = ("chat_template", "tool_calls", "fim_order")
+_MOST_TTL_S = 100_000_000  # three years; dates end at some time
 _PROCESS_BYTES = 110 * 2**20  # of the interpreter and its libraries
 
 
@@ -84,7 +85,7 @@ def _entries(source: str) -> list[ModelEntry]:
         )
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+    except (ValueError, RecursionError) as e:  # also of numbers that are too long, or lists that are too deep
         raise UsageError(f"--models: {path} is no TOML: {e}") from None
     tables = document.pop("models", None)
     if document or not isinstance(tables, dict) or not tables:
@@ -125,6 +126,9 @@ def _entry(path: Path, name: str, table: Any) -> ModelEntry:
     if not isinstance(table, dict):
         raise UsageError(f"{where} must be a table")
     given = {key.replace("-", "_"): value for key, value in table.items()}
+    if len(given) < len(table):
+        twice = next(key for key in table if "-" in key and key.replace("-", "_") in table)
+        raise UsageError(f"{where} has {twice} and {twice.replace('-', '_')}, which are one option; give one")
     known = [*_OF_LIST, *_OF_MODEL, *_TEXTS, *_ADAPTERS]
     for key in given:
         if key not in known:
@@ -141,8 +145,11 @@ def _entry(path: Path, name: str, table: Any) -> ModelEntry:
             raise UsageError(f"{where}.{key} must be true or false")
     adapters = {key: _files(f"{where}.{key}", given.pop(key, {}), path.parent) for key in _ADAPTERS}
     ttl = given.pop("ttl", None)
-    if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int | float) or not ttl >= 0):
-        raise UsageError(f"{where}.ttl must be seconds without a request, from 0 up")
+    is_number = isinstance(ttl, int | float) and not isinstance(ttl, bool)
+    if ttl is not None and not (is_number and 0 <= ttl <= _MOST_TTL_S):
+        raise UsageError(
+            f"{where}.ttl must be seconds without a request, from 0 to {_MOST_TTL_S}; without it the model stays"
+        )
     options = {key: _value(f"{where}.{key}", key, value, path.parent) for key, value in given.items()}
     return ModelEntry(
         name,
@@ -178,8 +185,12 @@ def _value(where: str, name: str, value: Any, folder: Path) -> Any:
     if name == "chat_template" and isinstance(value, str) and "{" not in value:
         return str(folder / value)
     option = _OF_MODEL.get(name)
+    if option is not None and option.repeats:
+        if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
+            raise UsageError(f'{where} must be a list of texts, such as ["{option.metavar}"]')
+        return value
     if option is None or option.read is str:
-        if not isinstance(value, str) and not (option is not None and option.repeats):
+        if not isinstance(value, str):
             raise UsageError(f"{where} must be text")
         return value
     if option.read is bool:

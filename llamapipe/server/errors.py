@@ -68,6 +68,12 @@ class ApiError(Exception):
         self.param = None if param is None else param[:_MOST_OF_PARAM]
         self.code = code
 
+    def again(self) -> ApiError:
+        """The same error for another request. One that several raise would have the frames of all in its traceback."""
+        made = ApiError.__new__(ApiError, self.message)
+        made.__dict__.update(self.__dict__)
+        return made
+
     def body(self, dialect: Dialect) -> dict[str, Any]:
         """The answer's body in the format of an API."""
         if dialect == "ollama":

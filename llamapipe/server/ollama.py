@@ -303,7 +303,7 @@ def kept_s(given: object) -> float | None:
         seconds = sum(float(n) * _UNITS_S[unit] for n, unit in _PART.findall(given))
         seconds = -seconds if given.startswith("-") else seconds
     else:
-        seconds = float(given)
+        seconds = float(min(max(given, -1), _MOST_KEPT_S))  # integers may be too large for a float
     return seconds if 0 <= seconds < _MOST_KEPT_S else None
 
 

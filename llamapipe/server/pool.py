@@ -12,7 +12,8 @@ does not load in a loop.
 A load needs room. Idle models end, the least recently used first, never one that has a request or is pinned; the load
 begins when their processes are gone. If none can end, it waits until one becomes idle. A model that always has a
 request never does: after some seconds it gets no further ones, answers those that it has, and ends. ``lp.ModelPool``
-has the same policy (``choose`` in ``model_pool.py``).
+has the same policy (``choose`` in ``model_pool.py``). A load that waits for room is given up when its last client
+hangs up.
 
 On the event loop's thread.
 """
@@ -362,9 +363,9 @@ class Pool:
             loading = model._loading
             await asyncio.wait([loading])
             if loading.cancelled():
-                raise ApiError(503, f"the model {quoted(model.name)} was unloaded", "model", "model_unloaded")
+                raise _unloaded(model)
             if (error := loading.exception()) is not None:
-                raise error
+                raise error.again() if isinstance(error, ApiError) else error
         model.n_running += 1
 
     def _check_failure(self, model: PooledModel) -> None:
@@ -472,9 +473,12 @@ class Pool:
         served = ServedModel(
             facts.file, entry.names, facts.embeds, options, None if file is None else str(file), yields
         )
-        process = model.process = WorkerProcess(
-            self._n_started, self._command, self._placement, self._process_changed, _nobody_asks, served
-        )
+        try:
+            process = model.process = WorkerProcess(
+                self._n_started, self._command, self._placement, self._process_changed, _nobody_asks, served
+            )
+        except OSError as e:  # such as for want of descriptors or memory
+            raise _cannot_load(model, f"its process cannot be started: {e}") from None
         _log.info("%s loads in process %d", model.name, process.pid)
         self._spawn(self._bury(model, process))
         try:
@@ -536,6 +540,8 @@ class Pool:
         began = monotonic()
         async with self._turn:
             while not self._fits(n_bytes, gpu_bytes):
+                if not model.n_users:  # its clients have hung up: no other model ends for it
+                    raise _unloaded(model)
                 there = [other for other in self._all if other.n_bytes]
                 waited_s = monotonic() - began
                 held = [other.tenure(waited_s) for other in there]
@@ -727,10 +733,10 @@ class Pool:
         for model in self._all:
             if model._loading is not None:
                 model._loading.cancel()
-            if model.process is not None:
-                model.process.stop()
             if model.state is ModelState.LOADED:
                 self._set(model, ModelState.UNLOADING)
+            if model.process is not None:
+                model.process.stop()
         while any(model.process is not None for model in self._all):
             await self._next_change()
 
@@ -762,6 +768,11 @@ class Pool:
             if model.state is ModelState.LOADING:  # it may have come further
                 self._tell()
             if process is not None:
+                told = process.state is State.LEAVING and process.failure is None
+                if (
+                    told and model.state is ModelState.LOADED
+                ):  # by a signal: new requests wait for the next process
+                    self.unload(model)
                 refused = [*process.refused, *(process.untaken if process.state is State.ENDED else ())]
                 for sock in refused:
                     sock.close()
@@ -815,6 +826,11 @@ def _cannot_load(model: PooledModel, why: str) -> ApiError:
     if model.failure != why:
         model.failure, model.failed_at = why, monotonic()
     return ApiError(503, f"the model {quoted(model.name)} cannot be loaded: {why}", "model", _LOAD_FAILED)
+
+
+def _unloaded(model: PooledModel) -> ApiError:
+    """The answer to a request whose load was given up."""
+    return ApiError(503, f"the model {quoted(model.name)} was unloaded", "model", "model_unloaded")
 
 
 def _nobody_asks(process: WorkerProcess, number: int) -> None:

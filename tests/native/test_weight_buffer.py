@@ -127,14 +127,17 @@ def test_rows_of_one_matrix(kind: Type, n: int) -> None:
     Product(kind, random(1, 96, N_COLUMNS), random(1, n, N_COLUMNS, seed=n)).check()
 
 
-@pytest.mark.parametrize("n_rows", [16, 1008, 1009, 1023])
+@pytest.mark.parametrize("n_rows", [16, 47, 48, 80, 1008, 1009, 1023])
 def test_any_number_of_rows_of_weights(kind: Type, n_rows: int) -> None:
     Product(kind, random(1, n_rows, N_COLUMNS), random(1, 5, N_COLUMNS)).check()
 
 
-@pytest.mark.parametrize("n_columns", [256, 768, 2816])
-def test_any_number_of_blocks(kind: Type, n_columns: int) -> None:
-    Product(kind, random(1, 32, n_columns), random(1, 3, n_columns)).check()
+@pytest.mark.parametrize("n_rows", [32, 144])
+@pytest.mark.parametrize("n_columns", [32, 224, 256, 768, 2816])
+def test_any_number_of_blocks(kind: Type, n_columns: int, n_rows: int) -> None:
+    if not native().lib.lp_kernels_have(kind, n_columns, n_rows):
+        pytest.skip("the type has blocks of 256 columns")
+    Product(kind, random(1, n_rows, n_columns), random(1, 3, n_columns)).check()
 
 
 @pytest.mark.parametrize("n_rows", [48, 1009])

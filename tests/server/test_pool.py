@@ -296,6 +296,23 @@ class TestFailures:
         assert len(server.pids("crashing")) == 2
         assert len(server.pids("small")) == 1
 
+    def test_a_process_that_is_told_to_end_answers_what_it_has_and_the_next_one_the_rest(
+        self, server: PoolServer
+    ) -> None:
+        asked = {"model": "crashing", **LONG, "max_tokens": 8000}
+        with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as other:
+            with other.stream("POST", "/v1/completions", json=asked) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                pid = server.pids("crashing")[-1]
+                os.kill(pid, signal.SIGTERM)
+                wait_until(lambda: server.states()["crashing"] != "loaded")
+                assert server.states()["crashing"] == "unloading"
+                waiting = Thread(lambda: server.ask("crashing").status_code)
+                assert all("error" not in next(lines) for _ in range(40))
+            assert waiting.result() == 200
+        assert server.pids("crashing")[-1] != pid
+
     def test_requests_around_the_end_of_a_process_are_answered(self, server: PoolServer) -> None:
         whole = server.ask("crashing", max_tokens=8).json()["choices"][0]["text"]
         done: Counter[str] = Counter()
@@ -629,6 +646,29 @@ if "--worker" in sys.orig_argv:
         return launch(*arguments)
     StepExecutor.launch = broken
 """
+
+
+ENDING = """\
+import os, sys
+if "--worker" in sys.orig_argv:
+    open(os.environ["END"]).close()
+    os._exit(7)
+"""
+
+
+def test_all_requests_that_wait_for_a_load_are_told_why_it_failed(models: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(ENDING)
+    path = os.pathsep.join([str(tmp_path), str(Path(lp.__file__).parent.parent)])
+    os.mkfifo(tmp_path / "end")  # a process that opens it waits for the other end
+    variables = {"PYTHONPATH": path, "END": str(tmp_path / "end")}
+    with pool_server(models / "models.toml", *OPTIONS, log=tmp_path / "log", **variables) as server:
+        asking = [Thread(lambda: server.ask("small")) for _ in range(12)]
+        wait_until(lambda: server.client.get("/v1/models/small").json()["n_requests"] == len(asking))
+        (tmp_path / "end").write_text("")
+        for answer in all_results(asking):
+            assert answer.status_code == 503
+            assert "its process ended with status 7" in answer.json()["error"]["message"]
+        assert "Traceback" not in server.log()
 
 
 def test_a_model_whose_engine_has_failed_is_started_again(models: Path, tmp_path: Path) -> None:

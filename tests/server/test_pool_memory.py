@@ -12,10 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from threading import Event
+from time import monotonic
 
 import httpx
 import pytest
-from support.control import wait_until
+from support.control import PATIENCE_S, wait_until
 from support.pool_server import LONG, PoolServer, pool_server
 from support.worker_server import has_ended
 
@@ -29,7 +30,7 @@ from llamapipe.host.memory import resident_bytes
 from llamapipe.model_pool import Tenure, choose
 from llamapipe.server.errors import ApiError
 from llamapipe.server.ollama import kept_s
-from llamapipe.server.pool import ModelEntry, Pool
+from llamapipe.server.pool import ModelEntry, ModelState, Pool
 from llamapipe.server.processes import Placement, command_with
 
 OPTIONS = ("--n-ctx", "8192", "--n-seq-max", "2")
@@ -140,6 +141,14 @@ class TestTheList:
             ("[models.a]\nfile = 'a'\nmax_itl_ms = nan", "0 or more"),
             ("[models.a]\nfile = 'a'\naliases = 'b'", "list of names"),
             ("[models.a]\nfile = 'a'\nttl = -1", "ttl"),
+            ("[models.a]\nfile = 'a'\nttl = inf", "ttl must be seconds .* to 100000000"),
+            ("[models.a]\nfile = 'a'\nttl = nan", "ttl must be seconds"),
+            (f"[models.a]\nfile = 'a'\nttl = {10**400}", "ttl must be seconds"),
+            (f"[models.a]\nfile = 'a'\nttl = {'9' * 5000}", "no TOML"),
+            (f"[models.a]\nfile = {'[' * 5000}", "no TOML"),
+            ("[models.a]\nfile = 'a'\nn_ctx = 1\nn-ctx = 2", "n-ctx and n_ctx, which are one option"),
+            ("[models.a]\nfile = 'a'\nrpc = 'host:1'", r'list of texts, such as \["HOST:PORT"\]'),
+            ("[models.a]\nfile = 'a'\nrpc = [1979-05-27]", "list of texts"),
             ("[models.a]\nfile = 'a'\nkeep = 1", "true or false"),
             ("[models.a]\nfile = 'a'\ntype_k = 1", "text"),
             ("[models.a]\nfile = 'a'\nlora = 'x'", "table of names"),
@@ -201,6 +210,8 @@ class TestTheList:
         ("-1s", None),
         ("1.5s", 1.5),
         ("250ms", 0.25),
+        (10**400, None),
+        (-(10**400), None),
     ],
 )
 def test_how_long_a_client_keeps_a_model(given: object, expected: float | None) -> None:
@@ -252,6 +263,46 @@ def test_what_a_model_took_before_does_not_keep_it_out(models: Path) -> None:
         assert model.n_bytes == 100
         with pytest.raises(ApiError, match="allowed"):
             await pool._make_room(model, 101, 0)
+
+    asyncio.run(run())
+
+
+def test_a_load_that_nobody_waits_for_ends_no_other_model(models: Path) -> None:
+    """Its client hangs up while it waits for a model that has a request."""
+    entries = [ModelEntry(name, str(models / f"{name}.gguf")) for name in "ab"]
+    n_bytes = read_facts(COMMON, entries[0]).n_bytes
+
+    async def run() -> None:
+        pool = Pool(entries, ["x"], Placement(CoreShare((), 1)), partial(look, COMMON), int(1.5 * n_bytes))
+        busy, wanted = pool.models
+        busy.state, busy.n_bytes, busy.n_users = ModelState.LOADED, n_bytes, 1
+        busy.loaded_at = monotonic()
+        async with pool.lease(wanted):
+            while not pool._turn.locked():
+                await asyncio.sleep(0.001)
+            assert wanted.state is ModelState.LOADING
+            (load,) = pool._tasks
+        await asyncio.wait_for(asyncio.wait([load]), PATIENCE_S)
+        assert (busy.state, wanted.state) == (ModelState.LOADED, ModelState.UNLOADED)
+        assert wanted.failure is None and pool.used_bytes == n_bytes
+
+    asyncio.run(run())
+
+
+def test_a_process_that_cannot_be_started_is_a_failed_load(models: Path) -> None:
+    entry = ModelEntry("a", str(models / "a.gguf"))
+
+    async def run() -> None:
+        pool = Pool([entry], ["/no/such/program"], Placement(CoreShare((), 1)), partial(look, COMMON))
+        with pytest.raises(
+            ApiError, match=r"cannot be loaded: its process cannot be started: .*no/such/program"
+        ):
+            await pool.load(pool.find("a"))
+        (model,) = pool.models
+        assert model.state is ModelState.UNLOADED and pool.used_bytes == 0
+        with pytest.raises(ApiError, match="no/such/program"):  # it is not tried again at once
+            async with pool.lease(model) as ready:
+                await ready
 
     asyncio.run(run())
 

@@ -194,6 +194,8 @@ _ABORTED = (
 _NO_DEFAULT = "model default pooling_type is [-1], but ["
 # A warning for each tensor of an adapter whose base is packed: the adapter's own stays as it is, as it shall.
 _PLAIN_ADAPTER = "cannot use buft 'CPU_"
+# A warning about a token such as </s> that a file lists as plain text: llama.cpp makes it a control token.
+_TOKEN_MENDED = "its type will be overridden"
 
 
 def last_error(module: Any) -> str:
@@ -229,7 +231,7 @@ def drain_log(module: Any) -> list[str]:
         line = ffi.buffer(text, n)[:].decode("utf-8", "replace").rstrip()
         if not line.strip("."):
             continue
-        if line.endswith(_ABORTED) or _NO_DEFAULT in line or _PLAIN_ADAPTER in line:
+        if line.endswith((*_ABORTED, _TOKEN_MENDED)) or _NO_DEFAULT in line or _PLAIN_ADAPTER in line:
             severity = logging.DEBUG
         logger.log(severity, "%s", line)
         if severity >= logging.WARNING:

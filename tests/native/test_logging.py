@@ -143,3 +143,19 @@ def test_the_reason_of_a_failed_load_is_an_error_not_a_warning_before_it(tmp_pat
         lp.Model(path)
     assert "ffn_norm" in str(caught.value)
     assert "control-looking" not in str(caught.value)
+
+
+def test_a_token_whose_type_llama_cpp_mends_is_no_news(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tiny_model(tmp_path / "tiny.gguf")
+    document, _ = unpack(path.read_bytes())
+    document.entry("tokenizer.ggml.tokens").value[-1] = b"<|eot_id|>"
+    path.write_bytes(document.pack())
+    caplog.set_level(logging.DEBUG, logger=LOGGER)
+    with lp.Model(path):
+        drain_log(native())
+    (record,) = [
+        r for r in caplog.records if "<|eot_id|>" in r.getMessage() and "type will be" in r.getMessage()
+    ]
+    assert record.levelno == logging.DEBUG

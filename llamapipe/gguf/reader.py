@@ -150,7 +150,10 @@ class _Parser:
         # The smallest entry is a key of one byte with a one-byte value; the smallest tensor has no dimension.
         for what, count, smallest in (("metadata entries", n_entries, 14), ("tensors", n_tensors, 25)):
             if count * smallest > self._size:
-                raise Damage(f"the header claims {count} {what}, but the file has only {self._size} bytes")
+                raise Damage(
+                    f"the header claims {count} {what}, but the file has only {self._size} bytes: it is truncated or "
+                    "damaged"
+                )
         self._pos = _HEADER_BYTES
         entries: dict[str, Entry] = {}
         for i in range(n_entries):

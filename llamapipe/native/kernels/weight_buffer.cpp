@@ -254,7 +254,10 @@ private:
         const int64_t for_balance = std::max<int64_t>(1, n_all / (8 * nth_));
         const int64_t wanted      = nth_ > 1 ? std::min(for_cache, for_balance) : for_cache;
         const int64_t at_once     = weights_.kernel->panels_at_once;
-        const int64_t n_each      = n_all < nth_ * at_once ? wanted : std::max(wanted / at_once * at_once, at_once);
+        // Few panels on many threads are divided more evenly one by one, which is worth more.
+        const int64_t busiest     = ((n_all + at_once - 1) / at_once + nth_ - 1) / nth_ * at_once;
+        const bool    is_even     = busiest * nth_ * 4 <= n_all * 5;
+        const int64_t n_each      = is_even ? std::max(wanted / at_once * at_once, at_once) : wanted;
         const int64_t n_pieces    = (n_panels + n_each - 1) / n_each;  // of a group
         auto &        next        = *at<std::atomic<int64_t>>(layout_.counter);
         for (int64_t i = ith_; i < n_pieces * *at<int64_t>(layout_.n_groups); i = next.fetch_add(1, std::memory_order_relaxed)) {

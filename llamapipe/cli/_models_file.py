@@ -44,6 +44,7 @@ _FILES = ("draft", "mmproj")
 _PLACEMENT = ("n_gpu_layers", "rpc")
 _ADAPTERS = ("lora", "control_vector")
 _TEXTS = ("chat_template", "tool_calls", "fim_order")
+_SOURCES = f"give a folder of GGUF files, a .toml file, {OLLAMA} or {hub.PREFIX}OWNER/REPO"
 _MOST_TTL_S = 100_000_000  # three years; dates end at some time
 _PROCESS_BYTES = 110 * 2**20  # of the interpreter and its libraries
 
@@ -78,11 +79,9 @@ def _entries(source: str) -> list[ModelEntry]:
     if path.is_dir():
         return _in_folder(path)
     if not path.exists():
-        raise UsageError(f"--models: {path} does not exist")
+        raise UsageError(f"--models: {path} does not exist; {_SOURCES}")
     if path.suffix.lower() != ".toml":
-        raise UsageError(
-            f"--models: {path} is neither a folder of GGUF files nor a .toml file, nor {OLLAMA} or {hub.PREFIX}"
-        )
+        raise UsageError(f"--models: {path} is no list of models; {_SOURCES}")
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as e:  # also of numbers that are too long, or lists that are too deep

@@ -41,7 +41,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: int
         ("serve --override-kv a=int:1", "; llamapipe does not support it (see"),
         ("serve model.gguf", "unrecognized arguments: model.gguf; pass a model with -m (see"),
         ("serve llama3.2", "unrecognized arguments: llama3.2; pass a model with -m (see"),
-        ("serve --models nowhere", "--models: nowhere does not exist (see"),
+        ("serve --models nowhere", "--models: nowhere does not exist; give a folder"),
         ("chat model.gguf", "model.gguf names a model: pass it with -m (see"),
         ("generate dir/Model.GGUF hello", "dir/Model.GGUF names a model: pass it with -m (see"),
         ("serve --strcit", "; did you mean --strict? (see"),

@@ -77,14 +77,16 @@ class EmbeddingContext(NotCopyable):
         params.n_threads = params.n_threads_batch = self.n_threads
         params.kv_unified = params.embeddings = True
         params.pooling_type = getattr(lib, f"LLAMA_POOLING_TYPE_{self.pooling.upper()}")
-        # With flash attention, a text's place in its batch shows in the fourth digit of the result.
-        params.flash_attn_type = 0
+        # With ggml's flash attention, a text's place in its batch shows in the fourth digit of the result.
+        params.flash_attn_type = int(model.attends)
         self._pid = os.getpid()
         model.adopt(self, "an Embedder")
         try:
             drain_log(self._native)
             with awaited_at_exit():
-                self._handle = lib.lp_context_new(handle, params, _POLL, 0, False, False, False) or None
+                self._handle = (
+                    lib.lp_context_new(handle, params, _POLL, 0, False, model.attends, False) or None
+                )
             if self._handle is None:
                 reason = "; ".join(drain_log(self._native)[-2:]) or last_error(self._native)
                 raise BackendError(

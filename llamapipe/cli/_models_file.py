@@ -81,7 +81,7 @@ def _entries(source: str) -> list[ModelEntry]:
     if not path.exists():
         raise UsageError(f"--models: {path} does not exist; {_SOURCES}")
     if path.suffix.lower() != ".toml":
-        raise UsageError(f"--models: {path} is no list of models; {_SOURCES}")
+        raise UsageError(f"--models: {path} is not a list of models; {_SOURCES}")
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as e:  # also of numbers that are too long, or lists that are too deep
@@ -185,7 +185,7 @@ def _value(where: str, name: str, value: Any, folder: Path) -> Any:
         return str(folder / value)
     option = _OF_MODEL.get(name)
     if option is not None and option.repeats:
-        if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
+        if not isinstance(value, list) or not all(isinstance(text, str) and text for text in value):
             raise UsageError(f'{where} must be a list of texts, such as ["{option.metavar}"]')
         return value
     if option is None or option.read is str:

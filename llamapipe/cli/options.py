@@ -73,7 +73,7 @@ def byte_count(text: str) -> int:
 
 
 def byte_count_or_zero(text: str) -> int:
-    """The same; 0 is one, too."""
+    """A number of bytes, as `byte_count` reads it, or 0."""
     return 0 if text.strip() == "0" else byte_count(text)
 
 

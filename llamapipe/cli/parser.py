@@ -94,9 +94,9 @@ class CommandParser(argparse.ArgumentParser):
             command = self.prog.rpartition(" ")[2]
             fields = vars(lp.SamplingParams)["__dataclass_fields__"] if command == "serve" else ()
             message += about_option(wrong, command, self._option_string_actions, fields)
-        elif (
+        elif "-m" in self._option_string_actions and (
             self.prog.endswith(" serve") or names_model(unknown[0])
-        ) and "-m" in self._option_string_actions:
+        ):
             message += "; pass a model with -m"
         self.error(f"{message} (see {self.prog} --help)")
 

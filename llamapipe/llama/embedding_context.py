@@ -77,7 +77,7 @@ class EmbeddingContext(NotCopyable):
         params.n_threads = params.n_threads_batch = self.n_threads
         params.kv_unified = params.embeddings = True
         params.pooling_type = getattr(lib, f"LLAMA_POOLING_TYPE_{self.pooling.upper()}")
-        # With ggml's flash attention, a text's place in its batch shows in the fourth digit of the result.
+        # Only with our kernels: ggml's flash attention lets a text's place in its batch show in the fourth digit.
         params.flash_attn_type = int(model.attends)
         self._pid = os.getpid()
         model.adopt(self, "an Embedder")

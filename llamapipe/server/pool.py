@@ -768,11 +768,9 @@ class Pool:
             if model.state is ModelState.LOADING:  # it may have come further
                 self._tell()
             if process is not None:
-                told = process.state is State.LEAVING and process.failure is None
-                if (
-                    told and model.state is ModelState.LOADED
-                ):  # by a signal: new requests wait for the next process
-                    self.unload(model)
+                leaves = process.state is State.LEAVING and process.failure is None
+                if leaves and model.state is ModelState.LOADED:
+                    self.unload(model)  # a signal ended it: new requests wait for the next process
                 refused = [*process.refused, *(process.untaken if process.state is State.ENDED else ())]
                 for sock in refused:
                     sock.close()

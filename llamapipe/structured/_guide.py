@@ -158,10 +158,8 @@ class Guide:
         # Long forced text exhausts a lexer, and copies share theirs: so a separate matcher is asked for it.
         self._ahead: Any = None
         self._n_ahead = 0  # tokens that it has accepted
-        self._forced: tuple[int, list[int]] = (
-            0,
-            [],
-        )  # a number of accepted tokens, and the forced ones after them
+        # A number of accepted tokens, and the forced ones after them.
+        self._forced: tuple[int, list[int]] = (0, [])
         self._matcher: Any = start.deep_copy()
         n_words = tokenizer.n_words
         # llguidance's own end token is bit n_vocab, which may need one more word.

@@ -456,7 +456,7 @@ def test_what_cannot_be_written_beside_names_is_refused(demo: lp.Model, schema: 
 
 
 def test_long_forced_text_leaves_a_grammar_as_it_is(demo: lp.Model) -> None:
-    """Forced text is found with a separate lexer: when that is exhausted, guesses end and the request goes on."""
+    """Forced text is looked up with a separate lexer. When that is exhausted, guesses end and the request continues."""
     schema = {"const": "the quick brown fox " * 6500}
     factory = compile_guide(demo, json_schema=schema)
     tokens = demo.tokenize(json.dumps(schema["const"])[:80], add_special=False)[:-2]

@@ -124,7 +124,7 @@ class Gate:
 
 @contextmanager
 def held(engine: lp.Engine) -> Iterator[None]:
-    """Holds the engine thread between two steps: what it is asked meanwhile arrives together. A list is one command."""
+    """Holds the engine thread between two steps, so that requests arrive together. A list is one command."""
     reached, go_on = threading.Event(), threading.Event()
 
     def stand() -> None:

@@ -27,7 +27,7 @@ struct FloatMatrix {
     size_t number(int64_t row) const { return (size_t)(row_numbers ? row_numbers[row] : row); }
 };
 
-constexpr int64_t many_rows = 24;  // from so many on, panels of weights pay
+constexpr int64_t many_rows = 24;  // the fewest for which panels of weights pay
 
 // A thread's memory for panels. Results are the same without it.
 struct Scratch {

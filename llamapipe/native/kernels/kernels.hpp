@@ -20,7 +20,7 @@ struct Kernel {
     ggml_type type;
     const char *level;  // "avx2", "avx512-vnni"
     int block_columns;  // the number of columns must be a multiple
-    int panels_at_once; // that it multiplies fastest
+    int panels_at_once;  // it is fastest with a multiple
 
     // Bytes of a packed panel, and of a quantized row of activations.
     size_t (*panel_bytes)(int64_t n_columns);

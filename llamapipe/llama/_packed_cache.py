@@ -6,7 +6,8 @@ tensors and their form. A file of other kernels or other tensors has another num
 
 The first load locks a partial file, packs into memory, writes, and renames the file when it is on disk. Other loads of
 the same model wait for it. A file that exists is never changed, only replaced: a process that has mapped it keeps it.
-Its weights are trusted as a model's file is, so it must belong to this user or root, and nobody else may write to it.
+A checksum of the header and of samples of the weights tells a file that was copied only in part. Otherwise it is
+trusted as a model's file is, so it must belong to this user or root, and nobody else may write to it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import stat
 import struct
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -31,10 +33,12 @@ if TYPE_CHECKING:
     from llamapipe.gguf.check import GgufInfo
 
 _OFFSET = 2 * 2**20  # where the weights begin: whole huge pages can be mapped
-_MAGIC = b"llamapipe packed weights 1\n"
-# Magic bytes, the model's key, the layout of the weights, their bytes; then a checksum of these.
+_MAGIC = b"llamapipe packed weights 2\n"
+# Magic bytes, the model's key, the layout of the weights, their bytes; then a checksum of these and of samples.
 _HEADER = struct.Struct("<32s32sQQ")
 _CHECKSUM_BYTES = 16
+_N_SAMPLES = 64
+_SAMPLE_BYTES = 4096
 _CHUNK_BYTES = 8 * 2**20
 _STEM_BYTES = 150
 _POLL_S = 0.05
@@ -53,6 +57,7 @@ class PackedFile:
         self._info = info
         self._may_wait = may_wait
         self._partial: Path | None = None  # locked, to be written
+        self._expected: tuple[int, int] | None = None  # layout and bytes, once weights are packed
         self._is_told = False
         self.fd = -1
         self.n_bytes = 0
@@ -67,7 +72,8 @@ class PackedFile:
                 self._lock()
         except OSError as error:
             self._close()
-            self._tell(f"cannot be used: {error}")
+            problem = f"{error.filename} is a symbolic link" if error.errno == errno.ELOOP else error
+            self._tell(f"cannot be used: {problem}")
         except BaseException:
             self._close()
             raise
@@ -87,15 +93,14 @@ class PackedFile:
         """Writes what a load has packed, and maps it in place of the memory. Logs a warning if that fails."""
         try:
             if self.is_found:  # other tensors than expected, or in another form
-                self._tell(
-                    "was made by another version of llamapipe or for other devices; it is written again"
-                )
                 self._close()
-                self._may_wait = False
-                self._lock()
-            if self._partial is None:
+                self._expected = packing.layout, packing.n_data
+                if not self._open():  # another load may have replaced it
+                    self._lock()
+            if self._partial is not None:
+                self._write(native.ffi.buffer(packing.data, packing.n_data), packing.layout)
+            elif not self.is_found:
                 return
-            self._write(native.ffi.buffer(packing.data, packing.n_data), packing.layout)
             if not native.lib.lp_packing_map(packing, self.fd, _OFFSET):
                 self._tell("cannot be mapped; the weights stay in this process's memory")
         except OSError as error:
@@ -108,15 +113,16 @@ class PackedFile:
         for stamp in self._info.stamps:
             digest = fingerprint(stamp.path)
             content.update(digest)
-            key.update(digest + struct.pack("<Qq", stamp.n_bytes, stamp.modified_ns))
-        stem = os.fsdecode(os.fsencode(self._info.path.stem)[:_STEM_BYTES])
+            key.update(digest + f"{stamp.n_bytes} {stamp.modified_ns} ".encode())
+        stem = os.fsencode(self._info.path.stem)[:_STEM_BYTES].decode(errors="ignore")
         return key.digest(), f"{stem}.{content.hexdigest()}.packed"
 
     # ---- a file that is there
     def _open(self) -> bool:
         """Opens the file if it fits the model."""
         try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            # O_NONBLOCK: a pipe would be waited for.
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return False
         self.fd = fd
@@ -126,23 +132,30 @@ class PackedFile:
             self._close()
             return False
         head = os.pread(fd, _HEADER.size + _CHECKSUM_BYTES, 0)
-        whole = len(head) == _HEADER.size + _CHECKSUM_BYTES
-        if not whole or head[_HEADER.size :] != _checksum(head[: _HEADER.size]):
-            problem = "it is damaged"
-        else:
-            magic, key, layout, n_bytes = _HEADER.unpack_from(head)
-            if magic.rstrip(b"\0") != _MAGIC:
-                problem = "it has another format"
-            elif key != self._key:
-                problem = "the model's file was replaced"
-            elif status.st_size != _OFFSET + n_bytes:
-                problem = f"it has {status.st_size} bytes instead of {_OFFSET + n_bytes}"
-            else:
-                self.layout, self.n_bytes = layout, n_bytes
-                return True
-        self._tell(f"is not used, and written again: {problem}")
-        self._close()
-        return False
+        if problem := self._misfit(head, status.st_size):
+            self._tell(f"is not used, and written again: {problem}")
+            self._close()
+            return False
+        *_, self.layout, self.n_bytes = _HEADER.unpack_from(head)
+        return True
+
+    def _misfit(self, head: bytes, n_in_file: int) -> str | None:
+        """Why the open file is not the one that is wanted; None if it is."""
+        if len(head) < _HEADER.size + _CHECKSUM_BYTES:
+            return "it is damaged"
+        magic, key, layout, n_bytes = _HEADER.unpack_from(head)
+        if magic.rstrip(b"\0") != _MAGIC:
+            return "it has another format"
+        if n_in_file != _OFFSET + n_bytes or not n_bytes:
+            return f"it has {n_in_file} bytes instead of {_OFFSET + n_bytes}"
+        sample = lambda at: os.pread(self.fd, _SAMPLE_BYTES, _OFFSET + at)  # noqa: E731
+        if head[_HEADER.size :] != _checksum(head[: _HEADER.size], sample, n_bytes):
+            return "it is damaged"
+        if key != self._key:
+            return "the model's file was replaced"
+        if self._expected not in (None, (layout, n_bytes)):
+            return "it was made by another version of llamapipe or for other devices"
+        return None
 
     # ---- a file to be written
     def _lock(self) -> None:
@@ -150,7 +163,7 @@ class PackedFile:
         partial = self.path.with_name(self.path.name + ".partial")
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Who may read the model may read this.
-        is_public = self._info.stamps[0].path.stat().st_mode & stat.S_IROTH
+        is_public = all(stamp.path.stat().st_mode & stat.S_IROTH for stamp in self._info.stamps)
         end = time.monotonic() + (_WAIT_S if self._may_wait else 0)
         while (fd := _open_locked(partial, 0o644 if is_public else 0o600)) is None:
             if time.monotonic() > end:
@@ -168,9 +181,9 @@ class PackedFile:
             self._tell(f"cannot be written: {partial.name}: {problem}")
             return
         try:
-            is_written = self._may_wait and self._open()  # by another load, which was faster
+            is_written = self._open()  # by another load, which was faster
             if is_written:
-                partial.unlink()
+                partial.unlink(missing_ok=True)
         except BaseException:
             os.close(fd)
             raise
@@ -193,9 +206,12 @@ class PackedFile:
         with memoryview(weights) as view:
             while n_written < n_bytes:
                 n_written += os.pwrite(fd, view[n_written : n_written + _CHUNK_BYTES], _OFFSET + n_written)
-        header = _HEADER.pack(_MAGIC, self._key, layout, n_bytes)
-        os.pwrite(fd, header + _checksum(header), 0)
+            header = _HEADER.pack(_MAGIC, self._key, layout, n_bytes)
+            checksum = _checksum(header, lambda at: view[at : at + _SAMPLE_BYTES], n_bytes)
+        os.pwrite(fd, header + checksum, 0)
         os.fsync(fd)  # else the name could outlive a crash, and the weights not
+        if not _is_at(fd, self._partial):  # the name may be another load's by now
+            raise FileNotFoundError(errno.ENOENT, "it was deleted meanwhile", str(self._partial))
         self._partial.rename(self.path)
         self._partial = None
         fcntl.flock(fd, fcntl.LOCK_UN)  # a process that was forked meanwhile holds the lock, too
@@ -203,7 +219,8 @@ class PackedFile:
     def _close(self) -> None:
         if self._partial is not None:
             with suppress(OSError):
-                self._partial.unlink()
+                if _is_at(self.fd, self._partial):
+                    self._partial.unlink()
             self._partial = None
         if self.fd >= 0:
             os.close(self.fd)
@@ -229,8 +246,20 @@ def _distrust(status: os.stat_result, owners: tuple[int, ...]) -> str | None:
     return None
 
 
-def _checksum(header: bytes) -> bytes:
-    return blake2b(header, digest_size=_CHECKSUM_BYTES).digest()
+def _checksum(header: bytes, sample: Callable[[int], bytes | memoryview], n_bytes: int) -> bytes:
+    """Of the header and of samples of the weights, of which the last one ends with them."""
+    digest = blake2b(header, digest_size=_CHECKSUM_BYTES)
+    for i in range(_N_SAMPLES + 1):
+        digest.update(sample(max(n_bytes - _SAMPLE_BYTES, 0) * i // _N_SAMPLES))
+    return digest.digest()
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether an open file has this name: it may have been deleted, and another one made."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 def _open_locked(path: Path, mode: int) -> int | None:
@@ -238,9 +267,9 @@ def _open_locked(path: Path, mode: int) -> int | None:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(fd), path.lstat()):
+        if _is_at(fd, path):
             return fd
-    except (BlockingIOError, FileNotFoundError):
+    except BlockingIOError:
         pass
     except BaseException:
         os.close(fd)

@@ -7,21 +7,32 @@ import fcntl
 import os
 import re
 import shutil
+import signal
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from hashlib import blake2b
+from contextlib import ExitStack
 from pathlib import Path
+from threading import Barrier, Event
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
-from support.gguf_models import Shape, make_model
+from support.adapters import make_adapter
+from support.bert_model import bert_model
+from support.gguf_document import unpack
+from support.gguf_models import Shape, make_model, split_model
+from support.pool_server import pool_server
+from support.rpc_workers import worker
+from support.run_script import Script, run_script
 
 import llamapipe as lp
 from llamapipe.errors import ModelLoadError
+from llamapipe.llama._packed_cache import _checksum
 from llamapipe.native.load import native
 
 Type = gguf.GGMLQuantizationType
@@ -57,6 +68,12 @@ def path(model_file: Path, tmp_path: Path) -> Path:
     copy = tmp_path / "model.gguf"
     shutil.copy2(model_file, copy)
     return copy
+
+
+@pytest.fixture
+def parts(model_file: Path, tmp_path: Path) -> list[Path]:
+    """The same model in three files."""
+    return split_model(model_file, tmp_path / "parts", 10)
 
 
 @pytest.fixture
@@ -158,12 +175,38 @@ def flip(file: Path, at: int) -> None:
 
 
 def with_header(file: Path, at: int, value: bytes) -> None:
-    """Changes a field of the header, and its checksum with it."""
+    """Changes a field of the header, and the checksum with it."""
     with file.open("r+b") as f:
         header = bytearray(f.read(80))
         header[at : at + len(value)] = value
+        n_bytes = file.stat().st_size - OFFSET
+        checksum = _checksum(bytes(header), lambda i: os.pread(f.fileno(), 4096, OFFSET + i), n_bytes)
         f.seek(0)
-        f.write(header + blake2b(header, digest_size=16).digest())
+        f.write(header + checksum)
+
+
+def lose_the_end(file: Path) -> None:
+    """As a copy that was interrupted, where the size was set at first."""
+    size = file.stat().st_size
+    os.truncate(file, size - 8192)
+    os.truncate(file, size)
+
+
+def lose_the_weights(file: Path) -> None:
+    size = file.stat().st_size
+    os.truncate(file, OFFSET)
+    os.truncate(file, size)
+
+
+def grow(file: Path) -> None:
+    """A terabyte of nothing, which takes no space."""
+    os.truncate(file, OFFSET + 2**40)
+    with_header(file, 72, struct.pack("<Q", 2**40))
+
+
+def make_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file, 0o600)
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -171,6 +214,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "the checksum": (lambda file: flip(file, 90), "damaged"),
     "empty": (lambda file: os.truncate(file, 0), "damaged"),
     "the end is missing": (lambda file: os.truncate(file, file.stat().st_size - 4096), "bytes instead of"),
+    "the end is zero": (lose_the_end, "damaged"),
+    "all weights are zero": (lose_the_weights, "damaged"),
+    "far longer": (grow, "another version"),
+    "a pipe": (make_pipe, "not a regular file"),
     "longer": (lambda file: os.truncate(file, file.stat().st_size + 1), "bytes instead of"),
     "another format": (lambda file: with_header(file, 0, b"llamapipe packed weights 0"), "another format"),
     "another model": (lambda file: with_header(file, 32, bytes(32)), "was replaced"),
@@ -223,7 +270,22 @@ def test_a_link_is_not_followed(
     found, mapped = load(path, folder)
     assert mapped is None and other.read_bytes() == content
     np.testing.assert_array_equal(found, expected)
-    assert "cannot be used" in caplog.text
+    (message,) = warnings(caplog)
+    assert message.endswith(f"cannot be used: {file}{name} is a symbolic link")
+
+
+def test_a_folder_in_its_place(
+    path: Path, folder: Path, expected: np.ndarray, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(path, folder)
+    file = file_in(folder)
+    file.unlink()
+    file.mkdir()
+    found, mapped = load(path, folder)
+    assert mapped is None and file_in(folder) == file
+    np.testing.assert_array_equal(found, expected)
+    (message,) = warnings(caplog)
+    assert "not a regular file" in message
 
 
 def test_a_second_name_of_another_file_is_not_emptied(
@@ -237,6 +299,80 @@ def test_a_second_name_of_another_file_is_not_emptied(
     file.with_name(file.name + ".partial").hardlink_to(other)
     assert load(path, folder)[1] is None
     assert other.read_bytes() == b"kept" and "several names" in caplog.text
+
+
+KILLED = """
+import os, signal, sys
+import llamapipe as lp
+path, folder, name = sys.argv[1:]
+call = getattr(os, name)
+
+def last(*arguments):
+    if name == "pwrite":
+        call(arguments[0], arguments[1][:-1], *arguments[2:])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+setattr(os, name, last)
+lp.Model(path, packed_cache=folder)
+"""
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "rename"])
+def test_a_load_that_is_killed_while_it_writes(
+    path: Path, folder: Path, expected: np.ndarray, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    run_script(KILLED, path, folder, call, exit_code=-signal.SIGKILL)
+    assert file_in(folder).name.endswith(".partial")
+    for _ in range(2):
+        found, file = load(path, folder)
+        assert file == file_in(folder)
+        np.testing.assert_array_equal(found, expected)
+    assert not warnings(caplog)
+
+
+def test_a_load_that_waits_for_one_that_is_killed_writes_the_file(
+    path: Path, folder: Path, expected: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = """
+import llamapipe as lp
+def progress(fraction):
+    say("loading")
+    sys.stdin.readline()
+lp.Model(sys.argv[1], packed_cache=sys.argv[2], progress=progress)
+"""
+    waits, sleep = Event(), time.sleep
+
+    def noted(seconds: float) -> None:
+        waits.set()
+        sleep(seconds)
+
+    monkeypatch.setattr("llamapipe.llama._packed_cache.time.sleep", noted)
+    with Script(program, path, folder) as other, ThreadPoolExecutor(1) as pool:
+        other.expect("loading")
+        waiting = pool.submit(load, path, folder)
+        assert waits.wait(60)
+        other.send(signal.SIGKILL)
+        found, file = waiting.result()
+    assert file == file_in(folder)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_partial_file_that_is_replaced_is_not_taken(
+    path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody deletes files while they are written, and another load begins."""
+
+    def progress(fraction: float) -> None:
+        partial = file_in(folder)
+        if partial.stat().st_size == 0:
+            partial.unlink()
+            partial.write_bytes(b"of another load")
+
+    with lp.Model(path, packed_cache=folder, progress=progress) as model:
+        assert model.packed_file is None
+    assert file_in(folder).read_bytes() == b"of another load"
+    (message,) = warnings(caplog)
+    assert "deleted meanwhile" in message
 
 
 def test_what_a_killed_load_left_is_overwritten(path: Path, folder: Path, expected: np.ndarray) -> None:
@@ -337,12 +473,13 @@ def test_a_read_only_folder_that_has_the_file(path: Path, folder: Path, expected
 
 @pytest.mark.parametrize(("mode", "expected_mode"), [(0o644, 0o644), (0o640, 0o600)])
 def test_who_may_read_the_model_may_read_the_file(
-    path: Path, folder: Path, mode: int, expected_mode: int
+    parts: list[Path], folder: Path, mode: int, expected_mode: int
 ) -> None:
-    path.chmod(mode)
+    """All of its parts."""
+    parts[-1].chmod(mode)
     mask = os.umask(0o022)
     try:
-        load(path, folder)
+        load(parts[0], folder)
     finally:
         os.umask(mask)
     assert file_in(folder).stat().st_mode & 0o777 == expected_mode
@@ -355,6 +492,32 @@ def test_loads_at_the_same_time_write_one_file(path: Path, folder: Path, expecte
     for found, file in results:
         assert file == file_in(folder)
         np.testing.assert_array_equal(found, expected)
+
+
+def test_loads_at_the_same_time_share_what_replaces_a_file_that_does_not_fit(
+    path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As workers that start after an update: all have opened the old file before one has packed."""
+    load(path, folder)
+    with_header(file_in(folder), 64, struct.pack("<Q", 1))
+    all_have_opened = Barrier(3)
+
+    def start(_: int) -> lp.Model:
+        waits = [all_have_opened]
+
+        def progress(fraction: float) -> None:
+            while waits:
+                waits.pop().wait(60)
+
+        return lp.Model(path, packed_cache=folder, progress=progress)
+
+    with ThreadPoolExecutor(3) as pool, ExitStack() as stack:
+        models = [stack.enter_context(model) for model in pool.map(start, range(3))]
+        assert [model.packed_file for model in models] == [file_in(folder)] * 3
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        inodes = {int(line.split()[4]) for line in maps if str(folder) in line}
+    assert inodes == {file_in(folder).stat().st_ino}
+    assert all("another version" in message for message in warnings(caplog))
 
 
 def test_a_load_within_a_load_does_not_wait_for_it(path: Path, folder: Path) -> None:
@@ -408,12 +571,15 @@ with lp.Model(path, packed_cache=folder) as model:
 """
 
 
-def test_processes_share_the_pages(path: Path, folder: Path, expected: np.ndarray) -> None:
+@pytest.mark.parametrize("is_split", [False, True], ids=["one file", "parts"])
+def test_processes_share_the_pages(
+    path: Path, parts: list[Path], folder: Path, expected: np.ndarray, is_split: bool
+) -> None:
     """Each of two counts half of the weights (Pss), though all are in memory, and none are its own."""
     if not Path("/proc/self/smaps").exists():
         pytest.skip("no /proc/self/smaps")
     pipe = subprocess.PIPE
-    command = [sys.executable, "-c", OTHER, str(path), str(folder)]
+    command = [sys.executable, "-c", OTHER, str(parts[0] if is_split else path), str(folder)]
     others = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(2)]
     try:
         text = str([x.hex() for x in expected.tolist()])
@@ -475,3 +641,173 @@ def test_a_mapped_file_needs_no_free_memory(
     monkeypatch.setattr("llamapipe.llama.model.free_memory", lambda: 0)
     assert load(path, folder)[1] is not None
     assert "not packed" not in caplog.text
+
+
+# ---- models
+def test_a_model_in_parts(
+    parts: list[Path], folder: Path, tmp_path: Path, expected: np.ndarray, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has the weights of the same model in one file; copies with its times are the same model."""
+    assert len(parts) == 3
+    written, file = load(parts[0], folder)
+    assert file is not None and file == file_in(folder)
+    before = identity(file)
+    (tmp_path / "other").mkdir()
+    copies = [Path(shutil.copy2(part, tmp_path / "other")) for part in parts]
+    for path in (parts[0], copies[0]):
+        mapped, again = load(path, folder)
+        assert again == file and identity(file) == before
+        np.testing.assert_array_equal(mapped, expected)
+    np.testing.assert_array_equal(written, expected)
+    assert not warnings(caplog)
+
+
+def test_a_part_that_changed(
+    parts: list[Path], folder: Path, expected: np.ndarray, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, file = load(parts[0], folder)
+    os.utime(parts[1], ns=(1, 1))
+    assert load(parts[0], folder)[1] == file
+    (message,) = warnings(caplog)
+    assert "was replaced" in message
+    tensor = next(t for t in gguf.GGUFReader(parts[2]).tensors if t.name == "blk.1.ffn_up.weight")
+    with parts[2].open("r+b") as f:
+        f.seek(int(tensor.data_offset))
+        f.write(bytes(4096))
+    with lp.Model(parts[0]) as model:
+        changed = log_probabilities(model)
+    assert (changed != expected).any()
+    for _ in range(2):
+        np.testing.assert_array_equal(load(parts[0], folder)[0], changed)
+
+
+def test_a_missing_part(
+    parts: list[Path], folder: Path, expected: np.ndarray, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(parts[0], folder)
+    before = identity(file_in(folder))
+    away = parts[1].rename(folder.parent / "away")
+    with pytest.raises(ModelLoadError, match=f"{parts[1].name} does not exist"):
+        lp.Model(parts[0], packed_cache=folder)
+    away.rename(parts[1])
+    np.testing.assert_array_equal(load(parts[0], folder)[0], expected)
+    assert identity(file_in(folder)) == before and not warnings(caplog)
+
+
+def test_a_time_far_in_the_future(path: Path, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """64 bits of nanoseconds end in the year 2262."""
+    os.utime(path, (10**10, 10**10))
+    for _ in range(2):
+        assert load(path, folder)[1] == file_in(folder)
+    assert not warnings(caplog)
+
+
+def quantized_bert(path: Path) -> Path:
+    """Its matrices as Q8_0."""
+    document, _ = unpack(bert_model(path)[0].read_bytes())
+    for tensor in document.tensors:
+        if tensor.name.startswith(b"blk.") and len(tensor.dims) == 2:
+            values = np.frombuffer(tensor.data, np.float32).reshape(tensor.dims[::-1])
+            tensor.kind = int(Type.Q8_0)
+            tensor.data = gguf.quants.quantize(values, Type.Q8_0).tobytes()
+    path.write_bytes(document.pack())
+    return path
+
+
+def experts(path: Path) -> Path:
+    shape = Shape(layers=2, width=256, heads=4, heads_kv=2, ffn=512, context=128, experts=4, experts_used=2)
+    return make_model(path, shape=shape, type_name="q4_k_m", vocab="builtin-spm")
+
+
+def vectors(model: lp.Model) -> np.ndarray:
+    with lp.Embedder(model, n_threads=2) as embedder:
+        return np.array(embedder.embed(["the fox ran by the river", "owls"]))
+
+
+def adapted(model: lp.Model) -> np.ndarray:
+    """With a LoRA for all of a text, and one that its second half invokes."""
+    made = model.path.with_name("adapter.gguf")
+    found = []
+    for invocation in (None, PROMPT[20:22]):
+        file = make_adapter(
+            made, model.path, invocation=invocation, matrices=r"blk\..\.(ffn_gate|attn_q)\.weight"
+        )
+        with (
+            model.load_adapter(file, "a"),
+            lp.Engine(model, n_ctx=128, n_seq_max=2, n_threads=2, adapters=["a"]) as engine,
+        ):
+            found.append(engine.score_tokens([PROMPT], adapter="a")[0].logprobs)
+    return np.array(found)
+
+
+def drafted(model: lp.Model) -> np.ndarray:
+    """With the same file as the draft model, mapped once more."""
+    folder = None if model.packed_file is None else model.packed_file.parent
+    with (
+        lp.Model(model.path, packed_cache=folder) as draft,
+        lp.Engine(model, n_ctx=128, n_seq_max=1, n_threads=2, batch_invariant=True, draft=draft) as engine,
+    ):
+        assert draft.packed_file == model.packed_file
+        params = lp.SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+        return np.array(engine.generate(PROMPT, params).token_ids)
+
+
+USES: dict[str, tuple[Callable[[Path], Path] | None, Callable[[lp.Model], np.ndarray]]] = {
+    "an encoder": (quantized_bert, vectors),
+    "a decoder's vectors": (None, vectors),
+    "experts": (experts, log_probabilities),
+    "adapters": (None, adapted),
+    "a draft": (None, drafted),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_what_a_model_computes_does_not_depend_on_the_file(
+    path: Path, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, use: str
+) -> None:
+    make, compute = USES[use]
+    file = path if make is None else make(tmp_path / "made.gguf")
+    with lp.Model(file) as model:
+        expected = compute(model)
+    for _ in range(2):
+        with lp.Model(file, packed_cache=folder) as model:
+            assert model.n_packed_tensors > 0 and model.packed_file == file_in(folder)
+            np.testing.assert_array_equal(compute(model), expected)
+    assert not warnings(caplog)
+
+
+def test_other_devices(
+    path: Path, folder: Path, expected: np.ndarray, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The file has what the CPU computes of the model."""
+    with worker() as (address, _):
+        options: dict[str, Any] = {"rpc": [address], "packed_cache": folder}
+        with lp.Model(path, n_gpu_layers=1, **options) as model:
+            some = model.packed_bytes
+            assert 0 < some == file_in(folder).stat().st_size - OFFSET
+        found, file = load(path, folder)
+        assert file == file_in(folder) and file.stat().st_size > OFFSET + some
+        np.testing.assert_array_equal(found, expected)
+        (message,) = warnings(caplog)
+        assert "for other devices" in message
+        before = identity(file)
+        with lp.Model(path, **options) as model:  # nothing is left to the CPU
+            assert model.packed_file is None and model.packed_bytes == 0
+        assert identity(file_in(folder)) == before
+
+
+def test_models_of_a_server_map_one_file(path: Path, folder: Path, tmp_path: Path) -> None:
+    table = "".join(f"[models.{name}]\nfile = {str(path)!r}\nn_ctx = 128\n" for name in "ab")
+    models = tmp_path / "models.toml"
+    models.write_text(
+        f"{table}[models.plain]\nfile = {str(path)!r}\npacked_cache = 'off'\nkernels = 'ggml'\n"
+    )
+    with pool_server(models, "--packed-cache", str(folder), log=tmp_path / "log") as server:
+        texts = [server.ask(name).json()["choices"][0]["text"] for name in "ab"]
+        assert texts[0] == texts[1] and server.ask("plain").status_code == 200
+        mapped = {
+            name: str(file_in(folder)) in Path(f"/proc/{server.pids(name)[0]}/maps").read_text()
+            for name in ("a", "b", "plain")
+        }
+        assert mapped == {"a": True, "b": True, "plain": False}
+        assert "packed_cache:" not in server.log()

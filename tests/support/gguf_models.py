@@ -24,6 +24,27 @@ def tiny_model(path: Path, vocab: str = "builtin-spm", type_name: str = "f16") -
     return make_model(path, shape=PRESETS["tiny"].shape, type_name=type_name, vocab=vocab)
 
 
+def split_model(path: Path, folder: Path, n_each: int) -> list[Path]:
+    """A model's parts, as llama.cpp's tools write them: the first has no tensors, the others have ``n_each``."""
+    folder.mkdir()
+    reader = gguf.GGUFReader(path)
+    architecture = str(reader.fields["general.architecture"].contents())
+    writer = gguf.GGUFWriter(
+        folder / path.name, architecture, split_max_tensors=n_each, small_first_shard=True
+    )
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            sub_type = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(key, field.contents(), field.types[0], sub_type)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(folder.iterdir())
+
+
 def not_causal_model(path: Path) -> Path:
     """A tiny model whose tokens also look at those after them, as embedding models' do."""
     document, _ = unpack(tiny_model(path, type_name="f32").read_bytes())

@@ -500,9 +500,10 @@ class BackgroundSampler:
         """Begins with the masks of the rows after guessed tokens, unless they are known.
 
         Returns how many of the tokens may follow, as far as that is known by now: if they are told one by one, while
-        they are drafted, almost all of it is. For GBNF it is known of guesses that are not drafts.
+        they are drafted, almost all of it is. GBNF has no masks, but it is asked, too.
         """
-        if self._is_python or self._chain is None or self._chain.guide is None:
+        chain = self._chain
+        if self._is_python or chain is None or (chain.guide is None and not chain.has_grammar):
             return len(tokens)
         if self.is_ready and self.error is None and tokens and not self._allows(tokens[0]):
             return 0
@@ -678,18 +679,21 @@ class BackgroundSampler:
 
     def _follow(self, expected: _Expected) -> None:
         """Computes the masks along a guess. No counted job; without guesses its time would not be spent."""
-        began_s = thread_time()
-        guide = None if self._chain is None else self._chain.guide
+        began_s, chain = thread_time(), self._chain
         try:
-            if guide is None or expected.stopped or self._closing or self.error:
+            if chain is None or expected.stopped or self._closing or self.error:
                 return
             tokens = expected.tokens.copy()  # more may come
-            for mask in guide.follow(tokens, len(expected.masks)):
-                expected.masks.append(mask)
-                if expected.stopped:
-                    return
-            if len(expected.masks) < len(tokens):
-                expected.n_allowed = len(expected.masks)
+            if chain.guide is None:
+                n_allowed = chain.n_allowed(tokens)
+            else:
+                for mask in chain.guide.follow(tokens, len(expected.masks)):
+                    expected.masks.append(mask)
+                    if expected.stopped:
+                        return
+                n_allowed = len(expected.masks)
+            if n_allowed < len(tokens):
+                expected.n_allowed = n_allowed
         finally:
             self._n_done -= 1
             if self._budget is not None:

@@ -114,11 +114,20 @@ def test_a_right_draft_saves_steps(eager: None, make_engine: MakeEngine, demo: l
         assert done.n_accepted_tokens == after.n_accepted > 45
 
 
+@pytest.mark.parametrize(
+    "constraint",
+    [{"regex": "[a-df-zA-DF-Z,. ]{200,}"}, {"grammar": "root ::= [a-df-zA-DF-Z,. ]+"}],
+    ids=("regex", "GBNF"),
+)
 def test_a_draft_ends_where_a_constraint_forbids_a_token(
-    eager: None, make_engine: MakeEngine, demo: lp.Model, monkeypatch: pytest.MonkeyPatch
+    eager: None,
+    make_engine: MakeEngine,
+    demo: lp.Model,
+    monkeypatch: pytest.MonkeyPatch,
+    constraint: dict[str, str],
 ) -> None:
     """No row is computed for it, and nothing is drafted after it."""
-    options: dict[str, Any] = {"regex": "[a-df-zA-DF-Z,. ]{200,}", "max_tokens": 60, "temperature": 0}
+    options: dict[str, Any] = {**constraint, "max_tokens": 60, "temperature": 0}
     drafted: list[list[int]] = []
     draft = DraftModel.draft
 

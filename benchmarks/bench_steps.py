@@ -87,7 +87,10 @@ QUESTIONS = (
     "How does one get there by train?",
 )
 LLAMA_SERVER_NGRAMS = ("ngram-mod", "ngram-simple", "ngram-map-k", "ngram-cache")
-TOPICS = ("rivers", "winter", "bread", "old maps", "trains", "gardens", "the moon", "wool")
+TOPICS = (
+    "rivers", "winter", "bread", "old maps", "trains", "gardens", "the moon", "wool",
+    "clocks", "islands", "paper", "bees", "bridges", "salt", "lighthouses", "rain",
+)  # fmt: skip
 
 
 def chat(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -148,12 +149,23 @@ def submitted(engine: lp.Engine, function: Callable[..., Any], *arguments: Any) 
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    """Looks again and again until ``condition`` holds. Raises AssertionError when it does not within two minutes."""
+    """Looks again and again until ``condition`` holds.
+
+    Raises AssertionError, which shows the condition and its last value, when it does not within two minutes.
+    """
     deadline = monotonic() + PATIENCE_S
     pause = threading.Event()
-    while not condition():
-        assert monotonic() < deadline, "waited in vain"
+    while not (value := condition()):
+        assert monotonic() < deadline, f"waited in vain for {_source(condition)}; it was {value!r}"
         pause.wait(0.001)
+
+
+def _source(function: Callable[..., object]) -> str:
+    """The text of a function; of a lambda, the statement that has it."""
+    try:
+        return inspect.getsource(getattr(function, "func", function)).strip()
+    except (OSError, TypeError):  # it is no Python, or was not read from a file
+        return repr(function)
 
 
 class Worker(threading.Thread):

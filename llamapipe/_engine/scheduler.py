@@ -1102,6 +1102,7 @@ class Scheduler:
                     self.preempt(next(iter(paused)))
                 elif not self._preempt_below(request):
                     return
+                continue  # a follower of the preempted one may be next now
             if self._full or (self._scarce and self._running.n_cells + len(request.tokens) > self.n_cells):
                 if paused:
                     self.preempt(next(iter(paused)))

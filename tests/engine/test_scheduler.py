@@ -925,6 +925,24 @@ class TestPreemption:
         assert scheduler.lend(late, 1)
         assert late.slot == -1
 
+    def test_a_follower_of_a_preempted_request_keeps_its_turn(self) -> None:
+        scheduler = Scheduler(cache_of(2, enabled=True), 512, 2 * 512, 8, 8, None)
+        prompt = prompt_of(300)
+        leader, follower, other, last = (
+            Request(tokens, RequestSpec(5, priority=priority))
+            for tokens, priority in ((prompt, 0), ([*prompt, 1], 1), ([1, 2], 1), ([3, 4], 1))
+        )
+        for arriving in ((leader,), (follower, other)):
+            for request in arriving:
+                scheduler.add(request)
+            plan = scheduler.plan()
+            assert plan is not None
+            scheduler.commit(plan, [7] * len(plan.rows))
+        assert (follower.leader, leader.slot >= 0, other.slot >= 0) == (leader, True, True)
+        scheduler.add(last)
+        scheduler.plan()
+        assert (leader.slot, follower.slot >= 0, last.slot) == (-1, True, -1)
+
     def test_a_preempted_request_comes_before_new_ones(self) -> None:
         harness = SchedulerHarness(n_slots=1)
         a, b = harness.add(token_budget=1), harness.add(max_tokens=2)

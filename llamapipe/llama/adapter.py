@@ -329,7 +329,7 @@ class ModelAdapters:
         """The path, and the model's handle. Raises as a load does."""
         if name is not None:
             check_adapter_name(name)
-        file = _file_of(path)
+        file = local_file(path)
         handle = self._model.handle
         if self._model.vocab_only:
             raise InvalidRequestError(
@@ -418,7 +418,7 @@ def float_of(scale: float) -> float:
     return float(struct.unpack("<f", struct.pack("<f", scale))[0])
 
 
-def _file_of(path: str | os.PathLike[str]) -> Path:
+def local_file(path: str | os.PathLike[str]) -> Path:
     """A file, downloaded from the Hugging Face Hub if it is named ``hf:…``. Raises as ``hub.model_file``."""
     if not isinstance(path, str) or not path.startswith("hf:"):
         return path_of(path)

@@ -14,11 +14,12 @@ from typing import Any
 from llamapipe._messages import did_you_mean, quoted
 from llamapipe.arguments import check_int
 from llamapipe.engine import Engine, EngineTuning, with_tuning
+from llamapipe.errors import ModelLoadError
 from llamapipe.gguf.adapter import is_activated
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.cpu_load import limit_cores
 from llamapipe.hub import PREFIX, parse
-from llamapipe.llama.adapter import check_adapter_name
+from llamapipe.llama.adapter import check_adapter_name, local_file
 from llamapipe.llama.model import Model
 
 
@@ -141,8 +142,15 @@ class EngineSpec:
 
 
 def activated_loras(spec: EngineSpec) -> list[str]:
-    """The names of the activated LoRAs, as far as this machine has their files."""
-    return [name for name, file in spec.adapters.items() if is_activated(file)]
+    """The names of the activated LoRAs, as far as this machine has their files or can download them."""
+    return [name for name, file in spec.adapters.items() if _is_activated(file)]
+
+
+def _is_activated(file: str | os.PathLike[str]) -> bool:
+    try:
+        return is_activated(local_file(file))
+    except (ImportError, ModelLoadError):  # the replicas say what is wrong
+        return False
 
 
 def _checked_files(kind: str, given: object) -> dict[str, str]:

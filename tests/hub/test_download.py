@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.adapters import make_adapter
 from support.gguf_models import tiny_model
 from support.media_models import gemma3_projector
 from support.run_script import environment, run_script
@@ -35,7 +36,12 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallHub]:
             "mmproj-m-BF16.gguf": gemma3_projector(folder / "other-BF16.gguf").read_bytes(),
         },
         "some/single": {"dir/only.gguf": one},
-        "some/lora": {"letters.gguf": demo_model_path().with_name("letters.gguf").read_bytes()},
+        "some/lora": {
+            "letters.gguf": demo_model_path().with_name("letters.gguf").read_bytes(),
+            "invoked.gguf": make_adapter(
+                folder / "invoked.gguf", folder / "one.gguf", invocation=[200]
+            ).read_bytes(),
+        },
     }
     with small_hub(files) as hub:
         yield hub
@@ -101,6 +107,20 @@ def test_an_adapter_is_downloaded(hub: SmallHub, tmp_path: Path) -> None:
         found = run_script(LOAD_ADAPTER, env=settings(hub, tmp_path)).strip()
         assert found == "<Adapter 'letters' rank=4 n_pairs=28> letters.gguf"
     assert not [request for request in hub.requests if request.startswith("GET") and "resolve" in request]
+
+
+FIND_ACTIVATED = """
+from llamapipe.ray import EngineSpec
+from llamapipe.ray._spec import activated_loras
+files = {name: f"hf:some/lora/{name}.gguf" for name in ("letters", "invoked", "missing")}
+print(activated_loras(EngineSpec("model.gguf", adapters=files)))
+"""
+
+
+def test_an_activated_lora_of_the_hub_is_known_before_an_engine_loads_it(
+    hub: SmallHub, tmp_path: Path
+) -> None:
+    assert run_script(FIND_ACTIVATED, env=settings(hub, tmp_path)) == "['invoked']\n"
 
 
 def test_a_model_is_downloaded_once(hub: SmallHub, tmp_path: Path) -> None:

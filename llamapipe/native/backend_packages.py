@@ -50,17 +50,19 @@ class BackendPackage:
 
     def problem(self, core: Mapping[str, Any]) -> str:
         """Why the package cannot be used with the core that ``core`` records, and the fix; empty if it can be used."""
-        again = f"pip install --force-reinstall {self.name}=={self.version}"
         if not self.build or not self.module.is_file():
-            return f"{self.name} in {self.folder} is damaged; install it again: `{again}`"
+            return (
+                f"{self.name} in {self.folder} is damaged; install its wheel again: `pip install --force-reinstall "
+                f"--no-deps WHEEL`, or do without it: `pip uninstall {self.name}`"
+            )
         wanted, found = core.get("llama_cpp_identity"), self.build.get("llama_cpp_identity")
         if wanted is not None and wanted == found:
             return ""
         return (
             f"{self.name} {self.version} in {self.folder} was built from another llama.cpp: it has "
-            f"{_source(self.build)}, llamapipe has {_source(core)}; install the same version of both: `pip "
-            f"install --upgrade 'llamapipe[{self.backend}]'`, or, if you built llamapipe, `pip uninstall {self.name}` "
-            f"and build it with the backend: `pip install . -C backend={self.backend}`"
+            f"{_source(self.build)}, llamapipe has {_source(core)}; install wheels of both from one release, or from "
+            f"one source tree (`nox -s wheel -- --backend {self.backend}` builds them), or `pip uninstall {self.name}` "
+            f"and build llamapipe with the backend: `pip install . -C backend={self.backend}`"
         )
 
 

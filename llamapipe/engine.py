@@ -85,7 +85,7 @@ from llamapipe.llama.adapter import Adapter, AdapterChoice, AdapterSet, ControlV
 from llamapipe.llama.context import Context, state_version
 from llamapipe.llama.fim import FimExtra, FimOrder, FimText, fim_prompt, fim_room, fim_text
 from llamapipe.llama.kv_memory import kv_bytes
-from llamapipe.llama.model import MODEL_OPTIONS, Model
+from llamapipe.llama.model import MODEL_OPTIONS, Model, warn_of_context
 from llamapipe.llama.native_pipeline import engine_pipeline, on_gpu, ring_slots, wants_graph_sampling
 from llamapipe.native.not_copyable import NotCopyable
 from llamapipe.params import SamplingParams, check_salt
@@ -1851,17 +1851,11 @@ def _overflow(context: Context, mode: str, n_keep: int) -> Overflow:
 
 def _warn_of_size(context: Context, n_bytes: int) -> None:
     """Logs a warning about sizes that work but are rarely meant."""
-    log = logging.getLogger("llamapipe")
-    if context.n_ctx > context.model.n_ctx_train:
-        log.warning(
-            "n_ctx is %d, but the model was trained with %d: longer texts are likely to be of poor quality",
-            context.n_ctx,
-            context.model.n_ctx_train,
-        )
+    warn_of_context(context.model, context.n_ctx)
     free = free_memory()
     on_host = all(device.type == "cpu" for device in context.model.devices)
     if on_host and free is not None and n_bytes > (free + n_bytes) / 2:
-        log.warning(
+        logging.getLogger("llamapipe").warning(
             "the KV cache takes %.1f GiB, more than half of the %.1f GiB that were free: "
             "a smaller n_ctx, n_seq_max or n_cells, or type_k and type_v 'q8_0', take less",
             n_bytes / 2**30,

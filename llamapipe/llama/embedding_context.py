@@ -16,7 +16,7 @@ from llamapipe.arguments import check_choice, check_int
 from llamapipe.errors import BackendError, InvalidRequestError
 from llamapipe.host.at_exit import awaited_at_exit
 from llamapipe.host.cores import usable_cores
-from llamapipe.llama.model import Model
+from llamapipe.llama.model import Model, warn_of_context
 from llamapipe.native.load import drain_log, last_error, native
 from llamapipe.native.not_copyable import NotCopyable
 
@@ -65,6 +65,7 @@ class EmbeddingContext(NotCopyable):
                 f"n_ctx is {self.n_ctx}, and {model.path.name} has positions for {model.n_ctx_train} tokens; "
                 f"use at most {model.n_ctx_train}"
             )
+        warn_of_context(model, self.n_ctx)
         self.n_seq_max = check_int("n_seq_max", n_seq_max, 1, lib.llama_max_parallel_sequences())
         self.n_threads = check_int("n_threads", usable_cores() if n_threads is None else n_threads, 1, 512)
         # llama.cpp measures its graph with sequences of one length, and aborts where that is not a whole number.

@@ -713,6 +713,24 @@ class Model(NotCopyable):
             )
 
 
+def warn_of_context(model: Model, n_ctx: int) -> None:
+    """Logs a warning if ``n_ctx`` is more than the model was trained with, and than its file scales positions to."""
+    most = float(model.n_ctx_train)
+    if n_ctx <= most:
+        return
+    found = model.metadata
+    scaling = f"{found.get('general.architecture')}.rope.scaling"
+    if found.get(f"{scaling}.type", "none") != "none":
+        n_unscaled = float(found.get(f"{scaling}.original_context_length", most))
+        most = max(most, n_unscaled * float(found.get(f"{scaling}.factor", 1)))
+    if n_ctx > most:
+        logging.getLogger("llamapipe").warning(
+            "n_ctx is %d, but the model was trained with %d: longer texts are likely to be of poor quality",
+            n_ctx,
+            most,
+        )
+
+
 def _packed_folder(value: str | os.PathLike[str] | bool | None) -> Path | None:
     """The folder that ``packed_cache`` means; None for none. Raises TypeError, ValueError."""
     if value is None or value is False or value == "off":

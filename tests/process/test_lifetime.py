@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from support.control import Worker, all_results, held
-from support.gguf_models import Shape, make_model
+from support.gguf_document import STRING, unpack
+from support.gguf_models import Shape, make_model, tiny_model
 from support.inside import children_of, thread_of
 from support.run_script import run_script, run_script_with_errors
 
@@ -217,6 +218,21 @@ def test_sizes_that_are_rarely_meant_are_logged(
         logged = [r.getMessage() for r in caplog.records if r.name == "llamapipe"]
     assert len(logged) == (expected is not None)
     assert not expected or expected in logged[0]
+
+
+def test_a_context_beyond_the_training_is_logged_unless_the_file_scales_positions(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    document, _ = unpack(tiny_model(tmp_path / "m.gguf").read_bytes())
+    document.put("llama.rope.scaling.type", STRING, b"yarn")
+    document.put("llama.rope.scaling.factor", 6, 4.0)
+    (tmp_path / "scaled.gguf").write_bytes(document.pack())
+    for name, n_ctx, expected in (("m", 512, 0), ("m", 513, 1), ("scaled", 2048, 0), ("scaled", 2049, 1)):
+        for kind in (lp.Engine, lp.Embedder):
+            caplog.clear()
+            with kind(tmp_path / f"{name}.gguf", n_ctx=n_ctx, n_seq_max=1, n_threads=1):
+                logged = [r.getMessage() for r in caplog.records if r.name == "llamapipe"]
+            assert sum("but the model was trained with" in text for text in logged) == expected, logged
 
 
 def test_ten_dropped_engines_leave_nothing(tiny: lp.Model) -> None:

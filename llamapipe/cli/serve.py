@@ -243,7 +243,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "--max-messages",
         type=int,
         metavar="N",
-        help="messages of one conversation, or texts to embed (default: 10000)",
+        help="messages of one conversation, and parts of them, or texts to embed (default: 10000)",
     )
     group.add_argument(
         "--max-text-characters",

@@ -193,7 +193,7 @@ async def count_tokens(exchange: Exchange, request: CountRequest) -> Response:
     """Counts the tokens of a conversation's prompt."""
     exchange.server.check_model(request.model)
     exchange.note_unused(request.unused())
-    check_n_messages(exchange.server, request.messages, "messages")
+    _check_numbers(exchange, request)
     state, conversation = exchange.server, await with_media(exchange, messages_of(request))
     if first_media(conversation) is None:
         tokens = await state.tokenize_chat(conversation, request.functions(), True, _template_args(request))
@@ -206,7 +206,7 @@ async def count_tokens(exchange: Exchange, request: CountRequest) -> Response:
 
 def _job(exchange: Exchange, request: MessagesRequest) -> ChatJob:
     """The request as a job of the engine. Raises ApiError."""
-    check_n_messages(exchange.server, request.messages, "messages")
+    _check_numbers(exchange, request)
     if request.max_tokens < 1:
         raise ApiError(400, f"max_tokens is {request.max_tokens}; it must be 1 or more", "max_tokens")
     sampling = Sampling(**{name: getattr(request, name) for name in _SAMPLING}, stop=request.stop_sequences)
@@ -234,6 +234,12 @@ def _job(exchange: Exchange, request: MessagesRequest) -> ChatJob:
     )
     field = "output_format" if request.output_format is not None else "output_config.format"
     return ChatJob(exchange, conversation, params, options, field)
+
+
+def _check_numbers(exchange: Exchange, request: CountRequest) -> None:
+    """Raises ApiError 400 for more messages or blocks than the server allows."""
+    check_n_messages(exchange.server, request.messages, "messages")
+    check_n_messages(exchange.server, request.system, "system")
 
 
 def _choice(given: ToolChoice | None, has_tools: bool) -> tuple[str, bool]:

@@ -89,14 +89,47 @@ def _n_characters(content: object) -> int:
 
 
 def check_n_messages(state: ServerState, given: object, name: str) -> None:
-    """Raises ApiError 400 for a conversation of more messages than the server allows, before any is looked at."""
+    """Raises ApiError 400 for a conversation of more messages than the server allows, before any is looked at.
+
+    A message of several parts counts as many: what looks at each of them holds up the event loop.
+    """
     most = state.settings.max_messages
-    if isinstance(given, list) and len(given) > most:
+    if not isinstance(given, list):
+        return
+    if len(given) > most:
         raise ApiError(
             400,
             f"{name} has {len(given)} items; the limit of this server is {most} (--max-messages): send the last ones",
             name,
         )
+    if _has_more_parts(given, most):
+        raise ApiError(
+            400,
+            f"{name} has over {most} messages and parts of them, the limit of this server (--max-messages): send the "
+            "last ones, or fewer parts with longer texts",
+            name,
+        )
+
+
+# What messages, or results of tools in them, may have several of.
+_PARTS = ("content", "output", "images", "tool_calls")
+
+
+def _has_more_parts(messages: list[Any], most: int) -> bool:
+    """Whether messages have more than so many parts; one without a list is a single part."""
+    n = 0
+    stack = [messages]
+    while stack and n <= most:
+        values = stack.pop()
+        n += len(values)
+        if n > most:
+            break
+        for value in values:
+            if isinstance(value, dict):
+                lists = [parts for key in _PARTS if isinstance(parts := value.get(key), list) and parts]
+                n -= bool(lists)  # its parts count instead
+                stack += lists
+    return n > most
 
 
 async def prompts_of(

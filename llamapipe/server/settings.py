@@ -40,8 +40,8 @@ class ServerSettings:
     - ``max_connections_per_address``: connections of one client; the next one takes the place of its oldest one without
       a running request. Clients behind one proxy have one address. 0: no limit.
     - ``max_n``: maximum number of choices of one request, over all its prompts.
-    - ``max_messages``: maximum number of messages of a conversation, items of a Responses input, or texts to
-      embed, rank or score.
+    - ``max_messages``: maximum number of messages of a conversation, where one of several parts counts as many, items
+      of a Responses input, or texts to embed, rank or score.
     - ``max_text_characters``: a text, or the contents of a conversation, may be longer only if it can fit the context;
       otherwise it is refused before it is rendered or tokenized. Also the most characters of a text to embed or rank,
       and the most tokens to detokenize.

@@ -198,6 +198,11 @@ def test_a_conversation_that_is_too_long_is_not_rendered(
         said = "160000 characters and cannot fit n_ctx" in answer.text
         assert said is not bool(more.get("truncation"))
     assert limited.post(path, json={field: MANY[:20], **more}).status_code == 200
+    for n, status in ((20, 200), (21, 400)):
+        parts = [{"type": "text", "text": "a"}] * n
+        answer = limited.post(path, json={field: [{"role": "user", "content": parts}], **more})
+        assert answer.status_code == status
+        assert ("has over 20 messages and parts" in answer.text) is (status == 400)
 
 
 def test_texts_up_to_the_limit_are_counted(limited: httpx.Client) -> None:

@@ -17,6 +17,9 @@ from llamapipe.server import ServerSettings, app
 
 MANY = 15_000_000  # bytes
 TURN = {"role": "user", "content": "Hi"}
+PART = {"type": "text", "text": "a"}
+RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [PART] * 80_000}
+CLAUDE = {"model": "demo", "max_tokens": 1}
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +35,11 @@ def application(demo: lp.Model, tmp_path_factory: pytest.TempPathFactory) -> Ite
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 1480}] * 9999}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "é\n" * (MANY // 8)}]}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [TURN] * (MANY // 40)}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [PART] * 80_000}]}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [PART] * 80_000}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [PART] * 80_000}], **CLAUDE}),
+        ("/v1/messages", {"messages": [TURN], "system": [PART] * 80_000, **CLAUDE}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [RESULT]}], **CLAUDE}),
         ("/v1/chat/completions", {"messages": [TURN], "metadata": {"x": [1] * (MANY // 3)}}),
         ("/v1/completions", {"prompt": "a" * MANY}),
         ("/v1/completions", {"prompt": [12345] * (MANY // 7)}),

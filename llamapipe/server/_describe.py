@@ -7,12 +7,14 @@ which llama.cpp ends that process costs nobody anything else.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
-import subprocess
 import sys
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -41,30 +43,33 @@ class Asked(NamedTuple):
     template: str | None
 
 
-def describe(asked: Sequence[Asked]) -> list[dict[str, Any] | None]:
-    """The answers of ``/api/show``; None for a file that cannot be described. Waits for the other process."""
+async def describe(asked: Sequence[Asked]) -> list[dict[str, Any] | None]:
+    """The answers of ``/api/show``; None for a file that cannot be described. The other process ends with the task."""
     found: list[dict[str, Any] | None] = []
     while len(found) < len(asked):
-        lines = _run(asked[len(found) :])
+        lines = await _run(asked[len(found) :])
         found += lines
         if len(found) < len(asked):  # the next file has ended it
             found.append(None)
     return found
 
 
-def _run(asked: Sequence[Asked]) -> list[dict[str, Any] | None]:
+async def _run(asked: Sequence[Asked]) -> list[dict[str, Any] | None]:
+    command = [*interpreter(), "-c", _PROGRAM, str(ROOT)]
     try:
-        done = subprocess.run(
-            [*interpreter(), "-c", _PROGRAM, str(ROOT)],
-            input=json.dumps(asked),
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=_MOST_S,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+    except OSError:
         return []
-    lines = [line[1:] for line in done.stdout.split("\n") if line.startswith(_START)]
+    try:
+        out, _ = await asyncio.wait_for(process.communicate(json.dumps(asked).encode()), _MOST_S)
+    except asyncio.TimeoutError:
+        return []
+    finally:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    lines = [line[1:] for line in out.decode(errors="replace").split("\n") if line.startswith(_START)]
     return [json.loads(line) for line in lines]
 
 

@@ -107,6 +107,7 @@ class ModelRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _MOST_WATCHES = 100
+_AT_ONCE = 8  # models that are described without a break
 _FOR_EVER_S = 100 * 365 * 86_400.0
 _log = logging.getLogger("llamapipe.server")
 _PEEK = msgspec.json.Decoder(Peeked)
@@ -395,9 +396,17 @@ class Front(Gate):
         async with self._describing:
             new = [key for key in dict.fromkeys(keys) if key not in self._described]
             if new:
-                made = await asyncio.to_thread(describe, [asked for _, asked in new])
+                made = await describe([asked for _, asked in new])
                 self._described |= dict(zip(new, made, strict=True))
         return [self._described[key] for key in keys]
+
+    async def describe_all(self) -> None:
+        """Finds out what all models can do, before a client asks: that takes seconds."""
+        await self.pool.identify(self.pool.models)
+        there = [model for model in self.pool.models if model.facts is not None]
+        # A few at a time: a client that asks for one model waits for these, not for all.
+        for start in range(0, len(there), _AT_ONCE):
+            await self._describe(there[start : start + _AT_ONCE])
 
     async def pull(self, exchange: Exchange, request: _ollama_files.PullRequest) -> Response:
         """``POST /api/pull``: downloads a model and serves it; one of the list may wait for its first request."""

@@ -173,6 +173,7 @@ class PooledModel:
         self.failed_at = 0.0
         self.load_s = 0.0
         self.families: list[Family] = []  # the metrics of its processes that have ended
+        self._looking = asyncio.Lock()  # one look at its file serves all that want to know
         self._loading: asyncio.Task[None] | None = None
         self._unloading: asyncio.Task[None] | None = None
         self._expiry: asyncio.TimerHandle | None = None
@@ -280,9 +281,10 @@ class Pool:
     async def identify(self, models: Sequence[PooledModel]) -> None:
         """Looks at the files of this machine that are not known yet. What is wrong with one, its load reports."""
         for model in models:
-            if model.facts is None and not self._has_just_failed(model) and model.entry.is_local:
-                with suppress(OSError, ValueError):
-                    model.facts = await self._look(model.entry)
+            async with model._looking:
+                if model.facts is None and not self._has_just_failed(model) and model.entry.is_local:
+                    with suppress(OSError, ValueError):
+                        model.facts = await self._look(model.entry)
 
     @property
     def used_bytes(self) -> int:

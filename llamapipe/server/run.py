@@ -183,10 +183,14 @@ class _FrontUvicorn(_Uvicorn):
         if threading.current_thread() is threading.main_thread():  # as uvicorn itself
             self._loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         self.pool.start()
+        if self.state.settings.ollama:
+            _keep_until_done(self.front.describe_all(), self._tasks)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answers the running requests, then ends the processes."""
         self.pool.end_watches()
+        for task in self._tasks:
+            task.cancel()
         await super().shutdown(sockets=sockets)
         if self.force_exit:
             self.pool.cancel()

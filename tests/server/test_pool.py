@@ -10,6 +10,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -436,6 +437,26 @@ class TestLimits:
         near = server.client.post("/v1/completions", json=body, headers={"origin": "http://localhost:3000"})
         assert near.status_code == 200
         assert near.headers.get_list("access-control-allow-origin") == ["http://localhost:3000"]
+
+
+def describers(pid: int) -> list[int]:
+    """The processes with which a front process finds out what models can do."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            with suppress(OSError):  # it has ended
+                if b"_describe" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.append(int(child))
+    return found
+
+
+def test_what_models_can_do_is_found_out_before_a_client_asks(models: Path, tmp_path: Path) -> None:
+    with pool_server(models / "models.toml", *OPTIONS, "--ollama", log=tmp_path / "log") as server:
+        wait_until(lambda: describers(server.process.pid))
+        found = describers(server.process.pid)
+        server.process.terminate()
+        assert server.process.wait(60) == 0
+        wait_for_end(found)
 
 
 def test_the_end_drains_and_leaves_no_process(models: Path, tmp_path: Path) -> None:

@@ -76,8 +76,9 @@ class _Front:
         self.host, self.port = self._socket.getsockname()[:2]
         self.url = f"http://{self.host}:{self.port}"
         self._pool = _pool(options)
-        self._server = _server(_FrontUvicorn, front_app(settings, self._pool, list))
-        self._server.pool = self._pool
+        application = front_app(settings, self._pool, list)
+        self._server = _server(_FrontUvicorn, application)
+        self._server.pool, self._server.front = self._pool, application.state.llamapipe
         self.state, self.limits = self._server.state, self._server.limits
         self.state.bound_to = host
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)

@@ -11,10 +11,12 @@ import argparse
 import logging
 import os
 import re
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
-from contextlib import redirect_stdout, suppress
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from types import ModuleType
 from typing import NoReturn
 
@@ -67,7 +69,7 @@ _COMMANDS = (
     completion,
 )
 _EPILOG = """\
-exit status: 0 success, 1 failure, 2 wrong usage, 130 interrupted, 141 the reader closed the output
+exit status: 0 success, 1 failure, 2 wrong usage, 130 interrupted (serve: 0), 141 the reader closed the output
 
 colours: only on a terminal, and only if NO_COLOR is not set"""
 
@@ -75,8 +77,8 @@ colours: only on a terminal, and only if NO_COLOR is not set"""
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process) and return the exit status.
 
-    0: done; 1: failed, with one message on stderr; 2: wrong usage; 130: interrupted (Ctrl-C); 141: the reader
-    of the output closed it, as with ``| head``.
+    0: done, and of ``serve``: ended by Ctrl-C or SIGTERM, also while a model loads; 1: failed, with one message on
+    stderr; 2: wrong usage; 130: interrupted (Ctrl-C); 141: the reader of the output closed it, as with ``| head``.
     """
     if sys.stdout is None:  # started with a closed stdout: discard the output
         with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
@@ -84,19 +86,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     with suppress(AttributeError):  # a replaced stdout may not have it
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     args = argparse.Namespace(verbose=False, argv=list(sys.argv[1:] if argv is None else argv))
+    # A server that ends because it was told to has succeeded.
+    is_server = args.argv[:1] == ["serve"] and "--worker" not in args.argv
     try:
-        try:
-            args = _parser().parse_args(argv, args)
-        except SystemExit as stop:  # argparse printed its help or its message
-            status = int(stop.code or 0)
-        else:
-            if args.verbose:
-                logging.basicConfig(format="%(name)s: %(message)s", stream=sys.stderr)
-                logging.getLogger("llamapipe").setLevel(logging.DEBUG)
-            status = args.run(args)
-        sys.stdout.flush()
+        with _sigterm_as_ctrl_c() if is_server else nullcontext():
+            status = _run(args)
     except KeyboardInterrupt:
-        return _fail("interrupted", EXIT_INTERRUPTED)
+        return 0 if is_server else _fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
         _abandon_stdout()
         return EXIT_READER_GONE
@@ -112,6 +108,51 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _fail(with_flags(_text(error), known), EXIT_FAILURE)
         return _fail(f"unexpected {type(error).__name__}: {error} (--verbose shows where)", EXIT_FAILURE)
     return status
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Adds what ``args.argv`` says to ``args`` and runs its command."""
+    try:
+        _parser().parse_args(args.argv, args)
+    except SystemExit as stop:  # argparse printed its help or its message
+        status = int(stop.code or 0)
+    else:
+        if args.verbose:
+            logging.basicConfig(format="%(name)s: %(message)s", stream=sys.stderr)
+            logging.getLogger("llamapipe").setLevel(logging.DEBUG)
+        with _warnings_that_name(args.parser.options().values()):
+            status = args.run(args)
+    sys.stdout.flush()
+    return status
+
+
+@contextmanager
+def _warnings_that_name(options: Container[str]) -> Iterator[None]:
+    """Warnings of the library name the command's options, as errors do."""
+
+    def name(record: logging.LogRecord) -> bool:
+        record.msg, record.args = with_flags(record.getMessage(), options), ()
+        return True
+
+    logger = logging.getLogger("llamapipe")
+    logger.addFilter(name)
+    try:
+        yield
+    finally:
+        logger.removeFilter(name)
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """Raises KeyboardInterrupt on SIGTERM, which the first process of a container ignores without a handler."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -52,6 +52,10 @@ class CommandParser(argparse.ArgumentParser):
             self._reject(unknown)
         return values, []
 
+    def options(self) -> dict[str, str]:
+        """The options as they are written, by the names of their arguments; llama.cpp's names come before ours."""
+        return {action.dest: action.option_strings[-1] for action in self._actions if action.option_strings}
+
     def _take_texts(self, values: argparse.Namespace, unknown: Sequence[str]) -> bool:
         """Takes texts that come after options, as in ``run MODEL -n 5 MESSAGE``. False: these are no texts.
 

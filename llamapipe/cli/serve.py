@@ -67,7 +67,7 @@ examples:
   llamapipe serve --models models.toml --memory 6GiB
   llamapipe serve --models ollama: --ollama 11434
 
-After SIGTERM or Ctrl-C the server finishes running requests and exits. A second signal cancels them.
+After SIGTERM or Ctrl-C the server finishes running requests and exits with 0. A second signal cancels them.
 With --models, SIGHUP reads the list of models again.
 With --workers, SIGHUP replaces the workers one by one; the new ones read the model and the other files again.
 The server speaks plain HTTP: use a proxy for TLS, as docs/guides/deployment.md shows."""

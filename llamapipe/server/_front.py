@@ -50,7 +50,7 @@ from llamapipe.server.endpoint import (
     line,
     post,
 )
-from llamapipe.server.errors import ApiError, Dialect
+from llamapipe.server.errors import ApiError, Dialect, shutting_down
 from llamapipe.server.ollama import full_name, kept_s
 from llamapipe.server.pool import ModelEntry, ModelState, Pool, PooledModel, hub_entries
 
@@ -481,7 +481,7 @@ class Front(Gate):
     async def health(self, exchange: Exchange) -> Response:
         """``GET /health``: 200, or 503 while the server drains. Loads nothing."""
         if self.draining:
-            raise ApiError(503, "the server is shutting down", code="shutting_down")
+            raise shutting_down()
         n_loaded = sum(model.state is ModelState.LOADED for model in self.pool.models)
         return JsonResponse({"status": "ok", "models_loaded": n_loaded, "models": len(self.pool.models)})
 
@@ -706,7 +706,7 @@ class Forwarded(LateResponse):
                 f"the process of the model {quoted(self._model.name)} ended; the next request starts it again",
                 code="model_ended",
             )
-            await self._fail(send, error)
+            await self._fail(send, shutting_down() if self._front.draining else error)
         except ApiError as error:
             await self._fail(send, error)
         await send({"type": "http.response.body", "body": b""})

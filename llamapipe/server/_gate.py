@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from llamapipe._engine.tenant import Tenant, tenant
 from llamapipe.host.memory import return_freed_memory
-from llamapipe.server.errors import ApiError
+from llamapipe.server.errors import ApiError, shutting_down
 
 if TYPE_CHECKING:
     from llamapipe.server._guard import BodyBudget
@@ -63,7 +63,7 @@ class Gate:
         """Checks a request before its body is read. Returns the digest of its key, None without keys."""
         key = self._check_key(exchange)
         if self.draining:
-            raise ApiError(503, "the server is shutting down", code="shutting_down")
+            raise shutting_down()
         self._check_room()
         return key
 

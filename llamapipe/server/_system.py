@@ -13,7 +13,7 @@ from llamapipe._messages import quoted
 from llamapipe.server._metrics import CONTENT_TYPE
 from llamapipe.server._openapi import document
 from llamapipe.server.endpoint import Exchange, JsonResponse
-from llamapipe.server.errors import ApiError
+from llamapipe.server.errors import ApiError, shutting_down
 
 if TYPE_CHECKING:
     from llamapipe.server._application import ServerState
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 async def health(exchange: Exchange) -> Response:
     """``GET /health``: 200 and how many workers are ready, or 503 while the server drains."""
     if exchange.server.draining or exchange.server.is_closed:
-        raise ApiError(503, "the server is shutting down", code="shutting_down")
+        raise shutting_down()
     if (failure := exchange.server.failure) is not None:
         raise ApiError(503, f"{failure}: restart the server", code="engine_failed")
     worker = exchange.server.worker

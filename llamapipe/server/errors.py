@@ -87,6 +87,11 @@ class ApiError(Exception):
         }
 
 
+def shutting_down() -> ApiError:
+    """The answer to a request that the server serves no longer."""
+    return ApiError(503, "the server is shutting down", code="shutting_down")
+
+
 def dialect_of(path: str, headers: Container[str] = ()) -> Dialect:
     """The format of errors at a path that may have no route; ``headers``: the names of the request's."""
     if path.startswith("/api/"):
@@ -112,7 +117,7 @@ def api_error(error: BaseException) -> ApiError | None:
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full")
     if isinstance(error, EngineClosedError):
-        return ApiError(503, "the server is shutting down", code="shutting_down")
+        return shutting_down()
     if isinstance(error, InvalidRequestError):
         code = "context_length_exceeded" if "n_ctx" in str(error) else None
         return ApiError(400, str(error), code=code)

@@ -38,7 +38,7 @@ from llamapipe._messages import did_you_mean, listed, quoted
 from llamapipe.host.memory import resident_bytes
 from llamapipe.model_pool import PATIENCE_S, Tenure, choose, gpu_refusal, refusal
 from llamapipe.server._upstream import Upstream
-from llamapipe.server.errors import ApiError
+from llamapipe.server.errors import ApiError, shutting_down
 from llamapipe.server.processes import Family, Placement, ServedModel, State, WorkerProcess, add_families
 
 if TYPE_CHECKING:
@@ -312,7 +312,7 @@ class Pool:
         return None if self._is_ending else self._n_news
 
     def end_watches(self) -> None:
-        """Ends all ``news``, so that the server can end."""
+        """Ends all ``news``, so that the server can end. What waits for a load still gets it."""
         self._is_ending = True
         self._news.set()
 
@@ -365,7 +365,7 @@ class Pool:
             loading = model._loading
             await asyncio.wait([loading])
             if loading.cancelled():
-                raise _unloaded(model)
+                raise shutting_down() if self._is_ending else _unloaded(model)
             if (error := loading.exception()) is not None:
                 raise error.again() if isinstance(error, ApiError) else error
         model.n_running += 1
@@ -743,8 +743,11 @@ class Pool:
             await self._next_change()
 
     def cancel(self, kill: bool = False) -> None:
-        """Ends all processes without waiting for answers."""
+        """Ends all processes without waiting for answers; who waits for a load is told that the server ends."""
+        self.end_watches()
         for model in self._all:
+            if model._loading is not None:
+                model._loading.cancel()
             if model.process is not None:
                 if kill:
                     model.process.kill()

@@ -472,6 +472,37 @@ def test_the_end_drains_and_leaves_no_process(models: Path, tmp_path: Path) -> N
         wait_for_end(server.pids("small"))
 
 
+def test_who_waits_for_a_load_is_told_that_the_server_ends(models: Path, tmp_path: Path) -> None:
+    with (
+        pool_server(models / "models.toml", *OPTIONS, log=tmp_path / "log") as server,
+        httpx.Client(base_url=server.url, timeout=PATIENCE_S) as other,
+    ):
+        asked = Thread(lambda: server.ask("small"))
+        wait_until(lambda: server.pids("small"))
+        (pid,) = server.pids("small")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            assert other.get("/v1/models/small").json()["status"]["value"] == "loading"
+            for _ in range(2):
+                server.process.send_signal(signal.SIGINT)
+                wait_until(lambda: is_refused(server.url))  # the port is closed: it heeded the first one
+            answer = asked.result()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["message"] == "the server is shutting down"
+        assert server.process.wait(60) == 0
+        wait_for_end([pid])
+
+
+def is_refused(url: str) -> bool:
+    try:
+        httpx.get(f"{url}/health")
+    except httpx.TransportError:
+        return True
+    return False
+
+
 def test_processes_end_with_a_front_process_that_is_killed(models: Path, tmp_path: Path) -> None:
     with pool_server(models / "models.toml", *OPTIONS, log=tmp_path / "log") as server:
         server.ask("small")

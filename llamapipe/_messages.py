@@ -390,11 +390,12 @@ def about_option(wrong: str, command: str, known: Iterable[str], fields: Contain
 
 # Options of engines and models that errors name, and that commands have under the same names, with dashes.
 ON_COMMAND_LINE: Final = frozenset(
-    ("batch_invariant", "cache_bytes", "image_max_tokens", "image_min_tokens", "max_itl_ms", "max_queue", "n_batch",
-     "n_cells", "n_ctx", "n_gpu_layers", "n_keep", "n_seq_max", "n_threads", "n_threads_batch", "n_ubatch",
-     "packed_cache", "type_k", "type_v")
+    ("batch_invariant", "cache_bytes", "chat_template", "grammar_timeout", "image_max_tokens", "image_min_tokens",
+     "max_itl_ms", "max_queue", "n_batch", "n_cells", "n_ctx", "n_gpu_layers", "n_keep", "n_seq_max", "n_threads",
+     "n_threads_batch", "n_ubatch", "packed_cache", "type_k", "type_v")
 )  # fmt: skip
-_ADVICE = re.compile(r"\b(?:raise|larger|smaller|set|leave) ")
+_ADVICE = re.compile(r"\b(?:raise|larger|smaller|set|leave|give|use) ")
+_FIRST = re.compile(r"[a-z]+(?:_[a-z]+)*\b")
 _NAME = re.compile(r"(?<![-'\w])[a-z]+(?:_[a-z]+)+(?!['=\w])")
 
 
@@ -414,6 +415,17 @@ def with_flags(text: str, known: Container[str] | None = None) -> str:
 
     advice = _ADVICE.search(text)
     return text if advice is None else text[: advice.end()] + _NAME.sub(named, text[advice.end() :])
+
+
+def as_options(text: str, options: Mapping[str, str]) -> str:
+    """The text of an error about arguments that came from a command line, with the options that were typed.
+
+    ``options``: those of the command, by the names of their arguments.
+    """
+    first = _FIRST.match(text)
+    if first is not None and first[0] in options:
+        text = options[first[0]] + text[first.end() :]
+    return _NAME.sub(lambda found: options.get(found[0], found[0]), text)
 
 
 # ---- values

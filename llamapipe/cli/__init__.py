@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import NoReturn
 
 import llamapipe
-from llamapipe._messages import did_you_mean, with_flags
+from llamapipe._messages import as_options, did_you_mean, with_flags
 from llamapipe.cli import (
     batch,
     bench,
@@ -98,13 +98,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_READER_GONE
     except UsageError as error:
         args.parser.print_usage(sys.stderr)
-        return _fail(f"{error} (see {args.parser.prog} --help)", EXIT_USAGE)
+        # One with a cause is an error of the library, which names its arguments.
+        text = str(error) if error.__cause__ is None else as_options(str(error), args.parser.options())
+        return _fail(f"{text} (see {args.parser.prog} --help)", EXIT_USAGE)
     except Exception as error:
         if args.verbose:
             traceback.print_exc()
         if isinstance(error, (LlamapipeError, OSError, ValueError, ImportError)):
             parser = getattr(args, "parser", None)  # none yet, if an option's value was wrong
-            known = () if parser is None else parser._option_string_actions
+            known = () if parser is None else parser.options().values()
             return _fail(with_flags(_text(error), known), EXIT_FAILURE)
         return _fail(f"unexpected {type(error).__name__}: {error} (--verbose shows where)", EXIT_FAILURE)
     return status

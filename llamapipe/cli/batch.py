@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import llamapipe as lp
+from llamapipe._messages import with_flags
 from llamapipe.arguments import path_of
 from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.options import (
@@ -257,7 +258,7 @@ class _Shown:
             parts.append(f"{progress.n_skipped_failed:,} of them failed{retry}")
         self._terminal.line(", ".join(parts))
         for reason, n in progress.reasons.most_common(_MOST_REASONS):
-            self._terminal.line(f"{n:,} failed: {reason}")
+            self._terminal.line(f"{n:,} failed: {with_flags(reason)}")
 
 
 def _duration(seconds: float) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import llamapipe as lp
-from llamapipe._messages import instead_of, nearest
+from llamapipe._messages import instead_of, nearest, with_flags
 from llamapipe.arguments import path_of
 from llamapipe.cli._terminal import Terminal, WordWrap
 from llamapipe.cli.options import (
@@ -239,7 +239,7 @@ class Session:
         except KeyboardInterrupt:
             facts.note = "stopped"
         except lp.errors.InvalidRequestError as error:
-            self._note(str(error), "red")
+            self._note(with_flags(str(error)), "red")
             return
         if terminal.redraws:
             shown = facts.shown(time.perf_counter() - began)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import llamapipe as lp
+from llamapipe._messages import with_flags
 from llamapipe.arguments import path_of
 from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.options import (
@@ -207,7 +208,7 @@ async def _all(asks: _Asks, prompts: list[str], *, as_json: bool) -> _Counts:
                 if not as_json:
                     raise
                 counts.failed += 1
-                failure = {"type": type(error).__name__, "message": str(error)}
+                failure = {"type": type(error).__name__, "message": with_flags(str(error))}
                 record = {"index": index, "prompt": prompt, "error": failure}
                 terminal.line(json.dumps(record, ensure_ascii=escapes))
                 continue

@@ -229,6 +229,7 @@ def _job(exchange: Exchange, request: MessagesRequest) -> ChatJob:
     )
     params = sampling.params(
         exchange.server.engine.model.vocab.tokenize,
+        {"stop": "stop_sequences"},
         max_tokens=request.max_tokens,
         **exchange.server.adapter_of(request.model),
     )

@@ -17,6 +17,7 @@ import msgspec
 from starlette.responses import Response
 
 from llamapipe._engine.long_work import takes_long
+from llamapipe._messages import shown
 from llamapipe.errors import InvalidRequestError
 from llamapipe.params import SamplingParams
 from llamapipe.results import Choice, Completion, Delta, TokenLogprob
@@ -37,6 +38,9 @@ from llamapipe.streams import AsyncStream, PromptProgress
 
 if TYPE_CHECKING:
     from llamapipe.server._application import ServerState
+
+
+_MOST_TOKENS = 2**31 - 1
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -89,6 +93,10 @@ def token_limit(**given: int | None) -> int | None:
     for name, limit in given.items():
         if limit is not None and limit < -1:
             raise ApiError(400, f"{name} is {limit}; it must be 0 or more, or -1 for no limit", name)
+        if limit is not None and limit > _MOST_TOKENS:
+            raise ApiError(
+                400, f"{name} is {shown(limit)}; it must be at most {_MOST_TOKENS}, or -1 for no limit", name
+            )
     return min((limit for limit in given.values() if limit is not None and limit >= 0), default=None)
 
 

@@ -322,7 +322,8 @@ def _job(exchange: Exchange, request: ResponsesRequest, tools: Tools) -> ChatJob
         template_args(request.chat_template_kwargs, effort, "reasoning.effort"),
         truncation="auto" if request.truncation == "auto" else "error",
     )
-    params = sampling.params(exchange.server.engine.model.vocab.tokenize, **more)
+    tokenize = exchange.server.engine.model.vocab.tokenize
+    params = sampling.params(tokenize, {"max_tokens": "max_output_tokens"}, **more)
     return ChatJob(exchange, messages_of(request, tools), params, options, "text.format")
 
 

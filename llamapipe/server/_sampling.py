@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -260,13 +260,16 @@ class Sampling(_Options, kw_only=True):
     return_tokens: Annotated[bool | None, Only(False, instead="return_token_ids returns them")] = None
     post_sampling_probs: Annotated[bool | None, Only(False)] = None
 
-    def params(self, tokenize: Tokenize, **more: Any) -> SamplingParams:
+    def params(
+        self, tokenize: Tokenize, fields: Mapping[str, str] | None = None, /, **more: Any
+    ) -> SamplingParams:
         """The options as ``SamplingParams``; ``more``: further fields of it.
 
-        ``tokenize``: for the keys of ``logit_bias``, which may be token ids or text. Raises ApiError 400, which names
-        the field.
+        ``tokenize``: for the keys of ``logit_bias``, which may be token ids or text. ``fields``: what the request calls
+        options, where it calls them otherwise. Raises ApiError 400, which names the field.
         """
         values: dict[str, Any] = {}
+        called = dict(fields or {})
         for field, name in _PASSED_ON:
             value = getattr(self, field)
             if value is None:
@@ -274,6 +277,7 @@ class Sampling(_Options, kw_only=True):
             if name in values:
                 raise ApiError(400, f"{name} and {field} are the same option; give one")
             values[name] = value
+            called.setdefault(name, field)
         constraint = self.constraint()
         if constraint is not None:
             values[constraint.name] = constraint.value
@@ -282,7 +286,7 @@ class Sampling(_Options, kw_only=True):
         if self.logit_bias is not None:
             values["logit_bias"] = _biases(self.logit_bias, tokenize)
         values.update(more)
-        return checked_params(values)
+        return checked_params(values, called)
 
 
 # The fields that are passed on as they are, with the names that ``SamplingParams`` has for them.
@@ -292,18 +296,21 @@ _PASSED_ON = [
 ]
 
 
-def checked_params(values: dict[str, Any]) -> SamplingParams:
-    """``SamplingParams`` of these fields. Raises ApiError 400, which names the field."""
+def checked_params(values: dict[str, Any], fields: Mapping[str, str]) -> SamplingParams:
+    """``SamplingParams`` of these values. ``fields``: what the request calls them, where it calls them otherwise.
+
+    Raises ApiError 400, which names the field.
+    """
     for name, most in _MOST_TEXTS.items():
-        _check_texts(name, values.get(name), most)
+        _check_texts(fields.get(name, name), values.get(name), most)
     try:
         return SamplingParams(**values)
     except (TypeError, ValueError) as e:
-        message = str(e)
-        first = message.partition(" ")[0]
-        raise ApiError(
-            400, message, first if first in SamplingParams.__dataclass_fields__ else None
-        ) from None
+        first, space, rest = str(e).partition(" ")
+        if first not in SamplingParams.__dataclass_fields__:
+            raise ApiError(400, str(e)) from None
+        field = fields.get(first, first)
+        raise ApiError(400, field + space + rest, field) from None
 
 
 def _check_texts(name: str, given: str | list[str] | None, most: int) -> None:

@@ -248,16 +248,16 @@ class TestGenerate:
     @pytest.mark.parametrize(
         ("arguments", "named"),
         [
-            (["--top-p", "7"], "top_p"),
+            (["--top-p", "7"], "--top-p is 7.0"),
             (["--temperature", "nan"], "temperature"),
             (["--temperature", "hot"], "--temperature"),
-            (["--max-tokens", "-3"], "max_tokens"),
+            (["--max-tokens", "-3"], "--max-tokens is -3"),
             (["--max-tokens", "few"], "none"),
             (["--logit-bias", "x"], "ID=NUMBER"),
             (["--logit-bias", "3=x"], "ID=NUMBER"),
             (["--stop", ""], "stop"),
-            (["--n-seq-max", "0"], "n_seq_max"),
-            (["--n-ctx", "-5"], "n_ctx"),
+            (["--n-seq-max", "0"], "--n-seq-max is 0"),
+            (["--n-ctx", "-5"], "--n-ctx is -5"),
             (["--n-gpu-layers", "some"], "--n-gpu-layers"),
         ],
     )
@@ -306,7 +306,8 @@ class TestGenerate:
         records = [json.loads(line) for line in done.stdout.splitlines()]
         assert done.returncode == 1
         assert ["error" in record for record in records] == [False, True, False]
-        assert "64" in records[1]["error"]["message"]
+        assert "n_ctx is 64" in records[1]["error"]["message"]
+        assert records[1]["error"]["message"].endswith("raise n_ctx (--n-ctx)")
         assert records[0]["text"] == records[2]["text"]
 
     @pytest.mark.parametrize("locale", ["C", "POSIX"])

@@ -88,7 +88,8 @@ def test_errors_name_the_options_that_the_command_line_has() -> None:
     names = {
         option.name for option in (*ENGINE, *MODEL) if option.flag == f"--{option.name.replace('_', '-')}"
     }
-    assert {name for name in names if "_" in name} | {"max_queue"} == ON_COMMAND_LINE
+    of_serve = {"max_queue", "chat_template", "grammar_timeout"}
+    assert {name for name in names if "_" in name} | of_serve == ON_COMMAND_LINE
     serve = _parser().parse_args(["serve"]).parser._option_string_actions
     assert {f"--{name.replace('_', '-')}" for name in ON_COMMAND_LINE} <= serve.keys()
 
@@ -101,12 +102,38 @@ def test_errors_name_the_options_that_the_command_line_has() -> None:
         ("set n_ctx to at most 9", "set n_ctx (--n-ctx) to at most 9"),
         ("raise --memory, or a smaller n_ctx", "raise --memory, or a smaller n_ctx (--n-ctx)"),
         ("leave n_cells and kv_unified out", "leave n_cells (--n-cells) and kv_unified out"),
+        ("give one with chat_template, as text", "give one with chat_template (--chat-template), as text"),
+        ("give chat_template_kwargs, or image_max_tokens",
+         "give chat_template_kwargs, or image_max_tokens (--image-max-tokens)"),
         *((text, text) for text in ("n_ctx is 9: shorten it, or set truncate to cut it", "unknown field 'n_ctx'",
                                     "raise 'n_ctx' or type_k='f16' or max_tokens or my_n_ctx", "raise")),
     ],
 )  # fmt: skip
 def test_advice_names_the_option(text: str, expected: str) -> None:
     assert with_flags(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("generate -np 0 a", "llamapipe: --n-seq-max is 0; it must be from 1"),
+        ("generate --overflow no a", "llamapipe: --overflow is 'no'; it must be one of"),
+        ("generate --temp -1 a", "llamapipe: --temperature is -1.0; it must be from 0"),
+        ("generate -c 64 --overflow shift --n-keep 63 a", "llamapipe: --n-keep is 63 and --n-ctx 64; that leaves"),
+        ("embed -c -5 a", "llamapipe: --n-ctx is -5; it must be"),
+    ],
+)  # fmt: skip
+def test_errors_about_values_name_what_was_typed(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in said(capsys, *arguments.split())
+
+
+def test_warnings_name_options(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_text("{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}")
+    assert main(["chat", "--chat-template", str(file), *"--system Brief. -n 1 -c 64 Hi".split()]) == 0
+    assert "or give a chat_template (--chat-template)" in caplog.text
 
 
 def test_a_command_names_only_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,7 +216,7 @@ def test_zero_and_minus_one_have_llama_cpps_meaning(capfd: pytest.CaptureFixture
     assert main(["bench", "-c", "0", "-t", "-1", "--requests", "1", "-n", "2", "--json"]) == 0
     assert main(["score", "-c", "0", "A cow says", " moo"]) == 0
     assert main(["generate", "-t", "0", "a"]) == 2
-    assert "n_threads is 0" in capfd.readouterr().err
+    assert "--n-threads is 0" in capfd.readouterr().err
 
 
 def test_no_mmap_is_use_mmap_false() -> None:

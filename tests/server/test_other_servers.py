@@ -225,6 +225,34 @@ class TestFields:
         assert error["param"] == "max_tokens"
         assert error["message"] == "max_tokens is -2; it must be 0 or more, or -1 for no limit"
 
+    @pytest.mark.parametrize(
+        ("path", "body", "field"),
+        [
+            ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 2**31}, "max_completion_tokens"),
+            ("/v1/completions", {"prompt": "a", "repeat_penalty": -1}, "repeat_penalty"),
+            ("/v1/completions", {"prompt": "a", "repetition_penalty": -1}, "repetition_penalty"),
+            ("/completion", {"prompt": "a", "n_predict": 2**31}, "n_predict"),
+            ("/v1/responses", {"input": "a", "max_output_tokens": 2**31}, "max_output_tokens"),
+            ("/v1/responses", {"input": "a", "temperature": -1}, "temperature"),
+            (
+                "/v1/messages",
+                {
+                    "model": "demo",
+                    "max_tokens": 1,
+                    "messages": CHAT["messages"],
+                    "stop_sequences": ["a"] * 1025,
+                },
+                "stop_sequences",
+            ),
+        ],
+    )
+    def test_a_wrong_value_is_named_as_the_client_named_it(
+        self, client: httpx.Client, path: str, body: dict[str, Any], field: str
+    ) -> None:
+        error = error_of(client, path, body)
+        assert error["message"].startswith(f"{field} ")
+        assert error.get("param", field) == field
+
     def test_of_two_limits_the_smaller_holds(self, client: httpx.Client) -> None:
         for given, n in (((-1, 3), 3), ((2, -1), 2), ((3, 2), 2), ((0, -1), 0)):
             limits = {"max_tokens": given[0], "max_completion_tokens": given[1], "ignore_eos": True}

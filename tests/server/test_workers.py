@@ -290,7 +290,7 @@ class TestFailures:
         ("options", "status", "text"),
         [
             (("-m", "BROKEN"), 1, "broken.gguf"),
-            (("--n-ctx", "-5"), 2, "n_ctx"),
+            (("--n-ctx", "-5"), 2, "--n-ctx is -5"),
             (("--workers", "100000"), 2, "this process may use"),
             (("--workers", "0"), 2, "'auto'"),
         ],

@@ -724,7 +724,7 @@ def experts(path: Path) -> Path:
 
 
 def vectors(model: lp.Model) -> np.ndarray:
-    with lp.Embedder(model, n_threads=2) as embedder:
+    with lp.Embedder(model, n_threads=1) as embedder:
         return np.array(embedder.embed(["the fox ran by the river", "owls"]))
 
 
@@ -738,7 +738,7 @@ def adapted(model: lp.Model) -> np.ndarray:
         )
         with (
             model.load_adapter(file, "a"),
-            lp.Engine(model, n_ctx=128, n_seq_max=2, n_threads=2, adapters=["a"]) as engine,
+            lp.Engine(model, n_ctx=128, n_seq_max=2, n_threads=1, adapters=["a"]) as engine,
         ):
             found.append(engine.score_tokens([PROMPT], adapter="a")[0].logprobs)
     return np.array(found)
@@ -749,10 +749,10 @@ def drafted(model: lp.Model) -> np.ndarray:
     folder = None if model.packed_file is None else model.packed_file.parent
     with (
         lp.Model(model.path, packed_cache=folder) as draft,
-        lp.Engine(model, n_ctx=128, n_seq_max=1, n_threads=2, batch_invariant=True, draft=draft) as engine,
+        lp.Engine(model, n_ctx=128, n_seq_max=1, n_threads=1, batch_invariant=True, draft=draft) as engine,
     ):
         assert draft.packed_file == model.packed_file
-        params = lp.SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+        params = lp.SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
         return np.array(engine.generate(PROMPT, params).token_ids)
 
 

@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Barrier, Event
-from typing import Any
 
 import gguf
 import numpy as np
@@ -26,8 +25,6 @@ from support.adapters import make_adapter
 from support.bert_model import bert_model
 from support.gguf_document import unpack
 from support.gguf_models import Shape, make_model, split_model
-from support.pool_server import pool_server
-from support.rpc_workers import worker
 from support.run_script import Script, run_script
 
 import llamapipe as lp
@@ -778,40 +775,3 @@ def test_what_a_model_computes_does_not_depend_on_the_file(
             assert model.n_packed_tensors > 0 and model.packed_file == file_in(folder)
             np.testing.assert_array_equal(compute(model), expected)
     assert not warnings(caplog)
-
-
-def test_other_devices(
-    path: Path, folder: Path, expected: np.ndarray, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The file has what the CPU computes of the model."""
-    with worker() as (address, _):
-        options: dict[str, Any] = {"rpc": [address], "packed_cache": folder}
-        with lp.Model(path, n_gpu_layers=1, **options) as model:
-            some = model.packed_bytes
-            assert 0 < some == file_in(folder).stat().st_size - OFFSET
-        found, file = load(path, folder)
-        assert file == file_in(folder) and file.stat().st_size > OFFSET + some
-        np.testing.assert_array_equal(found, expected)
-        (message,) = warnings(caplog)
-        assert "for other devices" in message
-        before = identity(file)
-        with lp.Model(path, **options) as model:  # nothing is left to the CPU
-            assert model.packed_file is None and model.packed_bytes == 0
-        assert identity(file_in(folder)) == before
-
-
-def test_models_of_a_server_map_one_file(path: Path, folder: Path, tmp_path: Path) -> None:
-    table = "".join(f"[models.{name}]\nfile = {str(path)!r}\nn_ctx = 128\n" for name in "ab")
-    models = tmp_path / "models.toml"
-    models.write_text(
-        f"{table}[models.plain]\nfile = {str(path)!r}\npacked_cache = 'off'\nkernels = 'ggml'\n"
-    )
-    with pool_server(models, "--packed-cache", str(folder), log=tmp_path / "log") as server:
-        texts = [server.ask(name).json()["choices"][0]["text"] for name in "ab"]
-        assert texts[0] == texts[1] and server.ask("plain").status_code == 200
-        mapped = {
-            name: str(file_in(folder)) in Path(f"/proc/{server.pids(name)[0]}/maps").read_text()
-            for name in ("a", "b", "plain")
-        }
-        assert mapped == {"a": True, "b": True, "plain": False}
-        assert "packed_cache:" not in server.log()

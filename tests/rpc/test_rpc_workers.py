@@ -87,6 +87,28 @@ with lp.Model(lp.demo_model_path(), rpc=sys.argv[1:]):
     assert run_script(program, *workers).split() == ["False", "True"]
 
 
+def test_packed_weights_on_disk_are_those_of_the_cpus_layers(
+    demo: lp.Model, workers: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other devices write the file again; where nothing is left to the CPU, it stays as it is."""
+    if demo.n_packed_tensors == 0:
+        pytest.skip("this processor has no kernels")
+    with load(workers[:1], n_gpu_layers=2, packed_cache=tmp_path) as model:
+        assert 0 < model.packed_bytes < demo.packed_bytes and tokens(model) == tokens(demo)
+        file = model.packed_file
+        assert file is not None and list(tmp_path.iterdir()) == [file] and not caplog.records
+    for _ in range(2):
+        with lp.Model(lp.demo_model_path(), packed_cache=tmp_path) as model:
+            assert model.packed_file == file and model.packed_bytes == demo.packed_bytes
+            assert tokens(model) == tokens(demo)
+    (record,) = caplog.records
+    assert "for other devices" in record.message
+    before = file.stat()
+    with load(workers[:1], packed_cache=tmp_path) as model:
+        assert model.packed_file is None and tokens(model) == tokens(demo)
+    assert file.stat().st_ino == before.st_ino and len(caplog.records) == 1
+
+
 # ---- one context at a time
 def test_a_worker_belongs_to_one_model_and_a_model_has_one_context(workers: list[str]) -> None:
     with load(workers[:1]) as model:

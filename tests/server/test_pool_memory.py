@@ -632,6 +632,23 @@ def test_two_models_with_room_for_one_are_loaded_once_each(
         assert [len(server.pids(name)) for name in "abc"] == [1] * 3
 
 
+def test_models_of_one_file_share_packed_weights(tmp_path: Path) -> None:
+    with lp.Model.demo() as model:
+        if not model.n_packed_tensors:
+            pytest.skip("this processor has no kernels")
+    tables = ["[models.a]", "[models.b]", "[models.plain]\npacked_cache = 'off'\nkernels = 'ggml'"]
+    listed = tmp_path / "models.toml"
+    listed.write_text("\n".join(f"{table}\nfile = {str(lp.demo_model_path())!r}" for table in tables))
+    folder = tmp_path / "packed"
+    with pool_server(listed, "--packed-cache", str(folder), *OPTIONS, log=tmp_path / "log") as server:
+        texts = [server.ask(name).json()["choices"][0]["text"] for name in ("a", "b", "plain")]
+        assert texts[0] == texts[1]
+        (file,) = folder.iterdir()
+        maps = {n: Path(f"/proc/{server.pids(n)[0]}/maps").read_text() for n in ("a", "b", "plain")}
+        assert {n: str(file) in text for n, text in maps.items()} == {"a": True, "b": True, "plain": False}
+        assert "packed_cache:" not in server.log()
+
+
 def test_a_file_that_is_gone_is_listed_no_longer(models: Path, tmp_path: Path) -> None:
     shutil.copy(lp.demo_model_path(), tmp_path / "here.gguf")
     shutil.copy(lp.demo_model_path(), tmp_path / "gone.gguf")

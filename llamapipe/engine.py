@@ -186,7 +186,8 @@ class Engine(NotCopyable):
     - ``max_queue``: maximum number of requests that wait for a slot; None: no limit.
     - ``draft``: a smaller model of the same family, or its path, that guesses several tokens for each step; see
       ``docs/guides/performance.md``. It changes how many steps a text takes, and not the text; where it saves no time,
-      it is not used. Close it after the engine, unless it was given as a path.
+      it is not used. Close it after the engine, unless it was given as a path: then it takes ``kernels`` and
+      ``packed_cache`` from the model.
     - ``batch_invariant``: True: the same request gives the same text whatever else runs, or a ValueError here says why
       this model's texts could differ; see ``docs/sampling.md``.
     - ``adapters``: the adapters that requests may name (``SamplingParams.adapter``), or their names; empty: all that
@@ -319,7 +320,14 @@ class Engine(NotCopyable):
                 n_room = context.n_ubatch if max_itl_s is None else min(LEAST_CHUNK, context.n_ubatch)
                 if not isinstance(draft, Model):
                     draft = self._draft_model = undo.enter_context(
-                        closing(Model(draft, n_gpu_layers=-1 if on_gpu(model) else 0))
+                        closing(
+                            Model(
+                                draft,
+                                n_gpu_layers=-1 if on_gpu(model) else 0,
+                                kernels="auto" if model.attends else "ggml",
+                                packed_cache=model.packed_folder,
+                            )
+                        )
                     )
                 drafter = undo.enter_context(closing(make_drafter(context, draft, n_room)))
             self._draft_text = "" if draft is None else f" draft={draft.path.name!r}"

@@ -76,6 +76,8 @@ _SAME_PORT = -1
 # Seconds after which a thread must hand over the interpreter's lock to one that waits. The engine thread needs the lock
 # several times a step; with Python's 5 ms, a long chat that is read meanwhile delays all streams by tens of ms.
 _SWITCH_S = 0.0005
+# Options of the model that the one of --embeddings beside it takes too.
+_OF_BOTH = ("use_mmap", "kernels", "packed_cache", "devices")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -371,7 +373,7 @@ def _served(
 ) -> Iterator[tuple[lp.Engine | None, lp.Embedder | None]]:
     """The engine and the embedder; of several models each process has one of them.
 
-    ``events``: as from ``_kv_events``; ``placement``: options of both models.
+    ``events``: as from ``_kv_events``; ``placement``: more options of both models.
     """
     model_options = {
         "chat_template": args.chat_template,
@@ -404,7 +406,8 @@ def _served(
         load_adapters(model, args)
         engine = stack.enter_context(open_engine(model, engine_options))
         if args.embeddings is not None:
-            encoder = stack.enter_context(lp.Model(args.embeddings, **placement))
+            shared = {name: model_options[name] for name in _OF_BOTH if name in model_options}
+            encoder = stack.enter_context(lp.Model(args.embeddings, **shared))
             embedder = stack.enter_context(lp.Embedder(encoder))
         yield engine, embedder
 

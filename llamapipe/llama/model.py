@@ -107,9 +107,9 @@ class Model(NotCopyable):
     engines refuse such models. ``devices``: the devices its layers may be placed on; the CPU if no GPU is used.
     ``kernels``: what computes the products of packed weights, such as ``"avx2"``, or ``"ggml"`` if none are packed;
     ``n_packed_tensors``: these weights' number; ``packed_bytes``: the memory they take, which is not part of the file.
-    ``packed_file``: the file in ``packed_cache`` that they are mapped from, or None. ``attends``: whether contexts
-    also compute attention with kernels of llamapipe. ``supports_images``, ``supports_audio``: whether messages may have
-    images and sounds; never without a projector (``mmproj``).
+    ``packed_folder``: the folder of ``packed_cache``, or None; ``packed_file``: the file there that they are mapped
+    from, or None. ``attends``: whether contexts also compute attention with kernels of llamapipe. ``supports_images``,
+    ``supports_audio``: whether messages may have images and sounds; never without a projector (``mmproj``).
 
     Any thread may use a model. Close it, or use ``with``, after every context and engine created from it.
 
@@ -161,7 +161,7 @@ class Model(NotCopyable):
         self.vocab_only = check_flag("vocab_only", vocab_only)
         self.tool_calls = check_choice("tool_calls", tool_calls, ("lenient", "strict"))
         self.attends = check_choice("kernels", kernels, ("auto", "ggml")) == "auto"
-        folder = _packed_folder(packed_cache)
+        self.packed_folder = folder = _packed_folder(packed_cache)
         if folder is not None:
             for option, is_wrong in (
                 (f"kernels={kernels!r}", not self.attends),

@@ -26,6 +26,7 @@ from support.bert_model import bert_model
 from support.gguf_document import unpack
 from support.gguf_models import Shape, make_model, split_model
 from support.run_script import Script, run_script
+from support.server_process import ServerProcess
 
 import llamapipe as lp
 from llamapipe.errors import ModelLoadError
@@ -741,14 +742,18 @@ def adapted(model: lp.Model) -> np.ndarray:
     return np.array(found)
 
 
+def n_mapped(file: Path | None, pid: int | str = "self") -> int:
+    """How often a process maps a file of packed weights; any, if ``file`` is None."""
+    maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
+    return maps.count("/packed/" if file is None else f"{file}\n")
+
+
 def drafted(model: lp.Model) -> np.ndarray:
     """With the same file as the draft model, mapped once more."""
-    folder = None if model.packed_file is None else model.packed_file.parent
-    with (
-        lp.Model(model.path, packed_cache=folder) as draft,
-        lp.Engine(model, n_ctx=128, n_seq_max=1, n_threads=1, batch_invariant=True, draft=draft) as engine,
-    ):
-        assert draft.packed_file == model.packed_file
+    with lp.Engine(
+        model, n_ctx=128, n_seq_max=1, n_threads=1, batch_invariant=True, draft=model.path
+    ) as engine:
+        assert n_mapped(model.packed_file) == (0 if model.packed_file is None else 2)
         params = lp.SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
         return np.array(engine.generate(PROMPT, params).token_ids)
 
@@ -775,3 +780,9 @@ def test_what_a_model_computes_does_not_depend_on_the_file(
             assert model.n_packed_tensors > 0 and model.packed_file == file_in(folder)
             np.testing.assert_array_equal(compute(model), expected)
     assert not warnings(caplog)
+
+
+def test_the_model_for_embeddings_takes_the_folder(path: Path, folder: Path, tmp_path: Path) -> None:
+    options = ["-m", str(path), "--embeddings", str(path), "--packed-cache", str(folder), "-c", "128"]
+    with ServerProcess(*options, cwd=tmp_path) as server:
+        assert n_mapped(file_in(folder), server.pid) == 2

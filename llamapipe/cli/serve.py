@@ -76,7 +76,7 @@ _SAME_PORT = -1
 # Seconds after which a thread must hand over the interpreter's lock to one that waits. The engine thread needs the lock
 # several times a step; with Python's 5 ms, a long chat that is read meanwhile delays all streams by tens of ms.
 _SWITCH_S = 0.0005
-# Options of the model that the one of --embeddings beside it takes too.
+# Options that the model of --embeddings takes too where it stands beside -m; others depend on a model's size.
 _OF_BOTH = ("use_mmap", "kernels", "packed_cache", "devices")
 
 

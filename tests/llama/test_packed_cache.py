@@ -743,7 +743,7 @@ def adapted(model: lp.Model) -> np.ndarray:
 
 
 def n_mapped(file: Path | None, pid: int | str = "self") -> int:
-    """How often a process maps a file of packed weights; any, if ``file`` is None."""
+    """How often a process maps a file of packed weights; None: any of a folder ``packed``."""
     maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
     return maps.count("/packed/" if file is None else f"{file}\n")
 

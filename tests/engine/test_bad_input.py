@@ -558,7 +558,10 @@ def test_an_engine_needs_a_model(model: Any) -> None:
 
 
 @pytest.mark.parametrize("path", ["model.gguf", Path("x")])
-def test_an_engine_of_a_file_that_does_not_exist(path: str | Path) -> None:
+def test_an_engine_of_a_file_that_does_not_exist(
+    path: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # models beside it would be named
     with pytest.raises(lp.errors.ModelLoadError, match="does not exist; check the path"):
         lp.Engine(path)
 

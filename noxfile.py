@@ -27,7 +27,7 @@ nox.options.error_on_missing_interpreters = True
 BACKENDS = ("cpu", "vulkan", "cuda", "metal")
 GROUPS = nox.project.load_toml("pyproject.toml")
 ARM64 = "aarch64-linux-gnu"
-# With SVE, qemu takes up to 25 times as long. With i8mm, ggml rounds alike in each batch, which tests of texts rely on.
+# qemu takes up to 25 times as long with SVE. With i8mm ggml rounds alike in most batches, which tests of texts rely on.
 ARM64_PROCESSOR = "max,sve=off,pauth-impdef=on"
 # What shows most of the wheel for ARM under emulation.
 ARM64_TESTS = (
@@ -418,12 +418,14 @@ def wheel(session: nox.Session) -> None:
 def arm64(session: nox.Session) -> None:
     """Build the wheel for 64-bit ARM on Linux with a cross compiler; try it, and run tests, under qemu-user.
 
-    ``ci/setup_arm64_debian.sh`` installs what that needs. Takes 45 minutes with ``-- -n 2``; arguments are pytest's.
+    ``ci/setup_arm64_debian.sh`` installs what that needs. The tests take 25 minutes with ``-- -n 2``,
+    which are pytest's arguments.
     """
     root = target_root(ARM64)
     emulated = str(root / "usr" / "bin" / "python3")
     session.env["QEMU_LD_PREFIX"] = str(root)
     os.environ["QEMU_LD_PREFIX"] = str(root)
+    session.env["QEMU_CPU"] = ARM64_PROCESSOR
     if "aarch64" not in _output([emulated, "-c", "import platform; print(platform.machine())"]):
         session.skip(f"no Python for arm64 runs here ({emulated}); on Debian: sudo ci/setup_arm64_debian.sh")
     folder = HERE / "wheelhouse"
@@ -468,15 +470,7 @@ def arm64(session: nox.Session) -> None:
     _release_step(session, "emulated", python, *models)
     configuration = ["-c", str(HERE / "pyproject.toml"), "--rootdir", str(HERE), "--timeout=3600"]
     with session.chdir(scratch):
-        session.run(
-            python,
-            "-m",
-            "pytest",
-            *configuration,
-            *_selected(session, ARM64_TESTS),
-            env={"QEMU_CPU": ARM64_PROCESSOR},
-            external=True,
-        )
+        session.run(python, "-m", "pytest", *configuration, *_selected(session, ARM64_TESTS), external=True)
 
 
 @nox.session

@@ -40,6 +40,7 @@ ARM64_TESTS = (
     "tests/engine/test_batch_invariance.py",
     "tests/engine/test_chat.py",
     "tests/chat/test_chat_template.py",
+    "tests/embedding",
     "tests/server/test_server.py",
 )
 DYNAMO = ("ai-dynamo==1.6.1", "ai-dynamo-runtime==1.6.1")

@@ -39,10 +39,10 @@ def check_invariance(
 
 def _known(model: Model, unified: bool, flash_attn: str) -> str | None:
     module = native()
-    if not model.attends:
-        return "the model was loaded with kernels='ggml'"
     if module.lib.lp_kernels_level() == module.ffi.NULL:
         return "llamapipe has no kernels for this processor"
+    if not model.attends:
+        return "the model was loaded with kernels='ggml'"
     if any(device.type != "cpu" for device in model.devices):
         return "devices compute the model; n_gpu_layers=0 computes it on the CPU"
     if model.is_recurrent:

@@ -107,9 +107,10 @@ class Model(NotCopyable):
     engines refuse such models. ``devices``: the devices its layers may be placed on; the CPU if no GPU is used.
     ``kernels``: what computes the products of packed weights, such as ``"avx2"``, or ``"ggml"`` if none are packed;
     ``n_packed_tensors``: these weights' number; ``packed_bytes``: the memory they take, which is not part of the file.
-    ``packed_folder``: the folder of ``packed_cache``, or None; ``packed_file``: the file there that they are mapped
-    from, or None. ``attends``: whether contexts also compute attention with kernels of llamapipe. ``supports_images``,
-    ``supports_audio``: whether messages may have images and sounds; never without a projector (``mmproj``).
+    ``packed_folder``: the folder of ``packed_cache``; None without one, or where no kernels are used. ``packed_file``:
+    the file there that they are mapped from, or None. ``attends``: whether contexts also compute attention with
+    kernels of llamapipe. ``supports_images``, ``supports_audio``: whether messages may have images and sounds; never
+    without a projector (``mmproj``).
 
     Any thread may use a model. Close it, or use ``with``, after every context and engine created from it.
 
@@ -160,11 +161,11 @@ class Model(NotCopyable):
         mapped, locked = check_flag("use_mmap", use_mmap), check_flag("use_mlock", use_mlock)
         self.vocab_only = check_flag("vocab_only", vocab_only)
         self.tool_calls = check_choice("tool_calls", tool_calls, ("lenient", "strict"))
-        self.attends = check_choice("kernels", kernels, ("auto", "ggml")) == "auto"
-        self.packed_folder = folder = _packed_folder(packed_cache)
+        may_pack = check_choice("kernels", kernels, ("auto", "ggml")) == "auto"
+        folder = _packed_folder(packed_cache)
         if folder is not None:
             for option, is_wrong in (
-                (f"kernels={kernels!r}", not self.attends),
+                (f"kernels={kernels!r}", not may_pack),
                 (f"use_mmap={use_mmap!r}", not mapped),
                 (f"use_mlock={use_mlock!r}", locked),
             ):
@@ -207,7 +208,7 @@ class Model(NotCopyable):
             keep = [device_list(ffi, devices, far), shares]
             params.devices, params.tensor_split = keep
             self.devices = used_devices(devices, n_layers, far)
-            self._load(info, params, progress, folder)
+            self._load(info, params, progress, may_pack, folder)
             self._read_sizes()
             self._check_rope(info)
             if second is not None and not self.vocab_only:
@@ -229,9 +230,13 @@ class Model(NotCopyable):
         params.load_mode = (both if locks else mmap) if maps else (mlock if locks else neither)
         return params
 
-    def _load(self, info: GgufInfo, params: Any, progress: Progress | None, folder: Path | None) -> None:
+    def _load(
+        self, info: GgufInfo, params: Any, progress: Progress | None, may_pack: bool, folder: Path | None
+    ) -> None:
         lib, ffi = self._native.lib, self._native.ffi
-        packs = self.attends and packs_architecture(info.architecture) and lib.lp_kernels_level() != ffi.NULL
+        self.attends = may_pack and lib.lp_kernels_level() != ffi.NULL
+        self.packed_folder = folder if self.attends else None
+        packs = self.attends and packs_architecture(info.architecture)
         with ExitStack() as stack:
             cache = None
             if packs and folder is not None and not self.vocab_only:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -68,7 +69,17 @@ class TestValues:
                 texts = [*TEXTS, "z" * 40]
                 together = embedder.embed(texts)
                 alone = np.stack([embedder.embed(text) for text in texts])
-                np.testing.assert_allclose(together, alone, atol=1e-4)
+                # ggml's products of F16 weights round by batch on ARM.
+                np.testing.assert_allclose(together, alone, atol=1e-4 if embedder.model.attends else 2e-4)
+
+    @pytest.mark.parametrize("kernels", ["auto", "ggml"])
+    def test_what_is_beside_a_text_does_not_show(self, made: tuple[Path, Bert], kernels: Any) -> None:
+        """With ggml's flash attention vectors would differ by 2e-4."""
+        rng = random.Random(0)
+        texts = [" ".join(rng.choices(WORDS, k=rng.randint(1, 9))) for _ in range(40)]
+        with lp.Model(made[0], kernels=kernels) as model, lp.Embedder(model, n_seq_max=8) as embedder:
+            alone = np.stack([embedder.embed(text) for text in texts])
+            np.testing.assert_allclose(embedder.embed(texts), alone, atol=5e-5)
 
     def test_any_number_of_texts(self, encoder: lp.Embedder) -> None:
         vectors = encoder.embed(TEXTS * 9)

@@ -81,6 +81,19 @@ class Reference:
             tokens.append(int(row.argmax()))
         return tokens[len(prompt) :]
 
+    def is_near_tie(
+        self,
+        prompt: Sequence[int],
+        adapter: object,
+        begin: int,
+        tokens: Sequence[int],
+        expected: Sequence[int],
+    ) -> bool:
+        """Whether two texts part where their next tokens are nearly equally likely."""
+        n = next(i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b)
+        row = self.logprobs([*prompt, *expected[:n]], adapter, begin)[-1]
+        return abs(float(row[expected[n]] - row[tokens[n]])) < 0.01
+
 
 @pytest.fixture(scope="module")
 def reference(model: lp.Model) -> Iterator[Reference]:
@@ -378,14 +391,17 @@ def alone(reference: Reference) -> dict[tuple[int, int], list[int]]:
     ids=["default", "few cells", "exact", "no host memory", "short turns", "small steps", "threaded"],
 )  # fmt: skip
 def test_many_callers(
-    model: lp.Model, alone: dict[tuple[int, int], list[int]], options: dict[str, object]
+    model: lp.Model,
+    reference: Reference,
+    alone: dict[tuple[int, int], list[int]],
+    options: dict[str, object],
 ) -> None:
-    wrong: list[object] = []
+    wrong: list[tuple[int, int, list[int]]] = []
     with engine_of(model, **options) as engine:
 
         def check(i: int, c: int, got: list[int]) -> None:
             if got != alone[i, c][: len(got)]:
-                wrong.append((i, c, got, alone[i, c]))
+                wrong.append((i, c, got))
 
         def calls(seed: int) -> None:
             rng = random.Random(seed)
@@ -412,4 +428,10 @@ def test_many_callers(
         for thread in threads:
             thread.join()
         engine.check_integrity()
+    if not model.attends:  # ggml's attention depends on the order of unified cells
+        wrong = [
+            (i, c, got)
+            for i, c, got in wrong
+            if not reference.is_near_tie(prompt_of(i), CHOICES[c], place_of(i, CHOICES[c]), got, alone[i, c])
+        ]
     assert not wrong

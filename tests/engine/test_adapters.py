@@ -14,7 +14,6 @@ from support.gguf_models import tiny_model
 
 import llamapipe as lp
 from llamapipe.errors import InvalidRequestError
-from llamapipe.native.load import native
 
 PROMPT = [1, 40, 77, 103, 55, 61, 92, 38, 99, 120, 47, 88, 130, 42, 51, 66, 73, 81]
 CHOICES: tuple[dict[str | lp.Adapter, float] | str | None, ...] = (
@@ -54,11 +53,6 @@ def engine_of(model: lp.Model, **options: object) -> lp.Engine:
     # Rows must not depend on what else a step computes, and cells be as exact as weights.
     given = {"n_ctx": 96, "n_seq_max": 4, "n_threads": 1, "type_k": "f32", "type_v": "f32", **options}
     return lp.Engine(model, **given)  # type: ignore[arg-type]
-
-
-def shares_steps(model: lp.Model) -> bool:
-    """Whether requests with different LoRAs can be in one step."""
-    return model.attends and native().lib.lp_kernels_level() != native().ffi.NULL
 
 
 def prompt_of(i: int) -> list[int]:
@@ -152,7 +146,7 @@ def test_cells_of_one_set_are_never_anothers(model: lp.Model) -> None:
         first: tuple[object, ...] = ("a", None, {"a": 0.5}, "b")
         for choice in first:
             assert engine.generate(PROMPT, params(choice)).n_cached_tokens == 0
-        assert engine.stats().n_adapter_changes == (1 if shares_steps(model) else 4)
+        assert engine.stats().n_adapter_changes == (1 if model.attends else 4)
         for choice in (*first, {"a": 1}, {"b": 1.0, "a": 0}):
             assert engine.generate(PROMPT, params(choice)).n_cached_tokens == len(PROMPT) - 1
 
@@ -160,7 +154,7 @@ def test_cells_of_one_set_are_never_anothers(model: lp.Model) -> None:
 @pytest.mark.native
 def test_requests_with_loras_share_steps(model: lp.Model, alone: dict[tuple[int, int], list[int]]) -> None:
     """Also those with several."""
-    if not shares_steps(model):
+    if not model.attends:
         pytest.skip("sets take turns")
     with engine_of(model) as engine:
         found = engine.generate([prompt_of(3)] * 4, [params(choice) for choice in CHOICES[1:]])

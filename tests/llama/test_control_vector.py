@@ -17,6 +17,7 @@ import llamapipe as lp
 from llamapipe.errors import InvalidRequestError, ModelLoadError
 from llamapipe.llama.adapter import part_of
 from llamapipe.llama.context import Context
+from llamapipe.native.load import native
 
 N_EMBD = 64
 
@@ -34,7 +35,9 @@ def model(path: Path) -> Iterator[lp.Model]:
 
 
 def close(found: np.ndarray, expected: np.ndarray) -> None:
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
+    has_kernels = native().lib.lp_kernels_level() != native().ffi.NULL
+    error = 2e-4 if has_kernels else 1e-3  # ggml's attention rounds more
+    np.testing.assert_allclose(found, expected, rtol=0, atol=error)
 
 
 def test_logits_are_those_of_a_model_that_adds_them_itself(tmp_path: Path, path: Path) -> None:

@@ -51,6 +51,10 @@ def plain(path: Path) -> Iterator[lp.Model]:
         yield model
 
 
+def test_attention_is_computed_where_there_are_kernels(demo: lp.Model) -> None:
+    assert demo.attends == (native().lib.lp_kernels_level() != native().ffi.NULL)
+
+
 def product_bytes(path: Path) -> list[int]:
     """The sizes of a file's tensors that products use. A head that is tied to the table of embeddings is one."""
     sizes = {t.name: int(t.n_bytes) for t in gguf.GGUFReader(path).tensors if len(t.shape) == 2}

@@ -56,6 +56,8 @@ def model(path: Path, files: dict[str, Path]) -> Iterator[lp.Model]:
 
 def context_of(model: lp.Model, n_threads: int = 2) -> Context:
     """With cells as exact as the weights, and products whose rows do not depend on each other."""
+    if not model.attends:
+        pytest.skip("only llamapipe's kernels compute rows with different LoRAs")
     return Context(
         model,
         n_ctx=64,

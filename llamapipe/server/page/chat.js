@@ -138,9 +138,11 @@ class Scroller {
     this.follows = true;
     this.latest.hidden = true;
     this.log.scrollTop = this.log.scrollHeight;
+    this.top = this.log.scrollTop;
   }
 
   keep(change) {
+    this.scrolled();  // the reader may have scrolled since the last event
     change();
     if (this.follows) this.toEnd();
     else this.latest.hidden = this.below() < 2;

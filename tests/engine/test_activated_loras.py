@@ -396,12 +396,12 @@ def test_many_callers(
     alone: dict[tuple[int, int], list[int]],
     options: dict[str, object],
 ) -> None:
-    wrong: list[tuple[int, int, list[int]]] = []
+    wrong: list[tuple[int, int, list[int], list[int]]] = []
     with engine_of(model, **options) as engine:
 
         def check(i: int, c: int, got: list[int]) -> None:
             if got != alone[i, c][: len(got)]:
-                wrong.append((i, c, got))
+                wrong.append((i, c, got, alone[i, c]))
 
         def calls(seed: int) -> None:
             rng = random.Random(seed)
@@ -430,8 +430,8 @@ def test_many_callers(
         engine.check_integrity()
     if not model.attends:  # ggml's attention depends on the order of unified cells
         wrong = [
-            (i, c, got)
-            for i, c, got in wrong
-            if not reference.is_near_tie(prompt_of(i), CHOICES[c], place_of(i, CHOICES[c]), got, alone[i, c])
+            (i, c, got, expected)
+            for i, c, got, expected in wrong
+            if not reference.is_near_tie(prompt_of(i), CHOICES[c], place_of(i, CHOICES[c]), got, expected)
         ]
     assert not wrong

@@ -1,13 +1,10 @@
-"""Writes wheels and source archives: equal contents give equal files, for every user, in every folder."""
+"""Writes wheels: equal contents give equal files, for every user, in every folder."""
 
 from __future__ import annotations
 
 import base64
-import gzip
 import hashlib
-import io
 import os
-import tarfile
 import time
 import zipfile
 from pathlib import Path
@@ -50,27 +47,6 @@ def write_wheel(tree: Path, target: Path) -> Path:
         lines.append(f"{record},,\n")
         archive.writestr(_zip_entry(record, date), "".join(lines), zipfile.ZIP_DEFLATED)
     return target
-
-
-def rewrite_sdist(path: Path) -> None:
-    """Pack a source archive again: sorted, with one date, without owners, and with modes that no umask changes."""
-    members: dict[str, tuple[tarfile.TarInfo, bytes]] = {}
-    with tarfile.open(path) as archive:
-        for member in archive:
-            file = archive.extractfile(member) if member.isfile() else None
-            members[member.name] = (member, file.read() if file else b"")
-    date = source_date()
-    packed = io.BytesIO()
-    with (
-        gzip.GzipFile("", "wb", compresslevel=9, fileobj=packed, mtime=date) as zipped,
-        tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as archive,
-    ):
-        for name, (old, data) in sorted(members.items()):
-            new = tarfile.TarInfo(name)
-            new.type, new.size, new.mtime = old.type, len(data), date
-            new.mode = 0o755 if old.isdir() or old.mode & 0o100 else 0o644
-            archive.addfile(new, io.BytesIO(data))
-    path.write_bytes(packed.getvalue())
 
 
 def _zip_entry(name: str, date: int) -> zipfile.ZipInfo:

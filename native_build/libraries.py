@@ -104,8 +104,8 @@ def _compile(
     log = tree / "build.log"
     say(f"compiling {' and '.join(_TITLES[name] for name in targets)}, {n_jobs} at a time; log: {log}")
     with log.open("w", encoding="utf-8", errors="replace") as file:
-        progress.run(configure, file, _environment(recipe), "configuring", None)
-        progress.run(make, file, _environment(recipe), "compiling", say)
+        progress.run(configure, file, _environment(recipe), "configuring llama.cpp", None)
+        progress.run(make, file, _environment(recipe), "compiling llama.cpp", say)
     for name, target in targets.items():
         openmp = _cmake_variable(tree, "GGML_OPENMP_ENABLED") == "ON"
         store.publish(_outputs(tree / "bin", name), {"component": name, "openmp": openmp}, target)

@@ -6,30 +6,28 @@ import contextlib
 import io
 import os
 import shlex
-import subprocess
+import shutil
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
-from native_build import store
+from native_build import progress, store
 from native_build.errors import BuildError
 from native_build.libraries import Libraries
 from native_build.options import BuildOptions
 from native_build.paths import PACKAGE_NATIVE, PROJECT, cache_dir
 from native_build.recipe import Recipe, core_libraries
-from native_build.toolchain import check_python_headers, target_python_headers
+from native_build.toolchain import check_python_headers, find_cmake, find_ninja, target_python_headers
 
 # Increase this when equal inputs give a different result.
 VERSION = 1
 NAME = "llamapipe.native._native"
-_CAPTURE: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-# Our own C++. A file of kernels chooses its instruction sets itself, so all are compiled with the same flags.
+# What is compiled; CMakeLists.txt says how.
 _FOLDERS = (PACKAGE_NATIVE / "src", PACKAGE_NATIVE / "kernels")
 _TESTING = "50_testing.h"
-_FLAGS = ("-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
+_N_TREES = 16
+_CMAKE = PACKAGE_NATIVE / "CMakeLists.txt"
 
 
 def free_threaded() -> bool:
@@ -48,32 +46,44 @@ def build_module(recipe: Recipe, libraries: Libraries, say: Callable[[str], None
     headers = module_headers(recipe.options)
     headers_of_cdef = sorted((PACKAGE_NATIVE / "cdef").glob("*.h"))
     declarations = _read(p for p in headers_of_cdef if recipe.options.testing or p.name != _TESTING)
-    sources = _read(path for folder in _FOLDERS for path in sorted(folder.iterdir()))
-    key = store.key_of(
-        {
-            "version": VERSION,
-            "declarations": declarations,
-            "sources": sources,
-            "libraries": recipe.key,
-            "python": [sys.version, str(headers), file_name()],
-            "cffi": cffi_version,
-            "flags": [_FLAGS, _link_flags(), recipe.options.all_variants, recipe.options.testing],
-        }
-    )
+    sources = _read([_CMAKE, *(path for folder in _FOLDERS for path in sorted(folder.iterdir()))])
+    surroundings = {
+        "version": VERSION,
+        "libraries": recipe.key,
+        "python": [sys.version, str(headers), file_name()],
+        "cffi": cffi_version,
+        "options": [recipe.options.all_variants, recipe.options.testing],
+    }
+    key = store.key_of({**surroundings, "declarations": declarations, "sources": sources})
     target = cache_dir() / "module" / key
-    with store.locked(target.with_suffix(".lock"), say):
+    # The folder to compile in belongs to this tree of sources, and keeps objects that no change concerns.
+    trees = cache_dir() / "module-build"
+    tree = trees / store.key_of({**surroundings, "project": str(PROJECT)})
+    with store.locked(tree.with_suffix(".lock"), say):
         if not recipe.options.clean and store.lookup(target) is not None:
             say("the cffi module: cached")
             return target / file_name()
-        say("compiling the cffi module")
-        with tempfile.TemporaryDirectory(prefix="llamapipe-module-") as name:
-            scratch = Path(name)
-            _generate("\n".join(declarations.values()), scratch / "_native.c")
-            objects = _compile(recipe, headers, scratch)
-            core = core_libraries(libraries.folders[0]).values()
-            built = _link(recipe, [*objects, *core], scratch / file_name())
-            store.publish({file_name(): built}, {}, target)
+        if recipe.options.clean:
+            shutil.rmtree(tree, ignore_errors=True)
+        tree.mkdir(parents=True, exist_ok=True)
+        _generate("\n".join(declarations.values()), tree / "_native.c")
+        say(f"compiling the cffi module; log: {tree / 'build.log'}")
+        _compile(recipe, libraries, headers, tree)
+        store.publish({file_name(): tree / file_name()}, {}, target)
+    _prune(trees)
     return target / file_name()
+
+
+def _prune(trees: Path) -> None:
+    """Removes the folders that were used longest ago: sources in temporary folders do not come back."""
+    for old in sorted((path for path in trees.iterdir() if path.is_dir()), key=_used_at)[:-_N_TREES]:
+        shutil.rmtree(old, ignore_errors=True)
+        old.with_suffix(".lock").unlink(missing_ok=True)
+
+
+def _used_at(tree: Path) -> float:
+    log = tree / "build.log"
+    return log.stat().st_mtime if log.exists() else tree.stat().st_mtime
 
 
 def module_headers(options: BuildOptions) -> Path:
@@ -115,67 +125,46 @@ def _generate(declarations: str, target: Path) -> None:
     # cffi's C code uses the stable ABI by default if this Python has one.
     ffi.set_source(NAME, '#include "native.h"\n')
     with contextlib.redirect_stdout(io.StringIO()):  # cffi announces the file's name
-        ffi.emit_c_code(str(target))
+        ffi.emit_c_code(str(target))  # it leaves an equal file alone
 
 
-def _compile(recipe: Recipe, headers: Path, scratch: Path) -> list[Path]:
-    tree = recipe.source.path
-    ours = [*_FOLDERS, tree / "include", tree / "ggml" / "include", headers]
-    # llama.cpp's internal headers, for functions without a public counterpart: after our own, without their warnings.
-    internal = [tree / "src", tree / "ggml" / "src", tree / "tools" / "mtmd"]
-    include = [
-        *(f"-I{path}" for path in ours),
-        *(part for path in internal for part in ("-isystem", str(path))),
-    ]
+def _compile(recipe: Recipe, libraries: Libraries, headers: Path, tree: Path) -> None:
+    cmake, ninja = find_cmake(), find_ninja()
+    flags = _path_maps(recipe, tree)
     if recipe.options.target:  # Debian's pyconfig.h includes <aarch64-linux-gnu/python3.x/pyconfig.h>
-        include += ["-idirafter", str(headers.parent)]
-    include += _path_maps(recipe, scratch)
-    if recipe.options.testing:
-        include.append("-DLP_TESTING")
-    objects, running = [], []
-    sources = [path for folder in _FOLDERS for path in sorted(folder.glob("*.cpp"))]
-    for path in [scratch / "_native.c", *sources]:
-        if path.suffix == ".c":
-            command = [*recipe.compilers.c, *_FLAGS, *recipe.compiler_flags("C")]
-        else:
-            command = [*recipe.compilers.cxx, "-std=c++17", *_FLAGS, *recipe.compiler_flags("CXX")]
-        objects.append(scratch / f"{path.name}.o")
-        command += [*include, "-c", str(path), "-o", str(objects[-1])]
-        running.append((path.name, subprocess.Popen(command, **_CAPTURE)))
-    results = [(name, *process.communicate(), process.returncode) for name, process in running]
-    for name, output, _, code in results:
-        _check(code, output, f"compiling {name}")
-    return objects
+        flags += ["-idirafter", str(headers.parent)]
+    configure = [
+        cmake,
+        *("-S", str(PACKAGE_NATIVE), "-B", str(tree), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"),
+        # A list: a compiler command may have fixed arguments (CXX="ccache g++").
+        f"-DCMAKE_C_COMPILER={';'.join(recipe.compilers.c)}",
+        f"-DCMAKE_CXX_COMPILER={';'.join(recipe.compilers.cxx)}",
+        f"-DCMAKE_C_FLAGS={shlex.join([*recipe.compiler_flags('C'), *flags])}",
+        f"-DCMAKE_CXX_FLAGS={shlex.join([*recipe.compiler_flags('CXX'), *flags])}",
+        *recipe.target_arguments,
+        f"-DLLAMAPIPE_GENERATED={tree / '_native.c'}",
+        f"-DLLAMAPIPE_FILE_NAME={file_name()}",
+        f"-DLLAMAPIPE_LLAMA_SOURCE={recipe.source.path}",
+        f"-DLLAMAPIPE_PYTHON_INCLUDE={headers}",
+        f"-DLLAMAPIPE_LIBRARIES={';'.join(map(str, core_libraries(libraries.folders[0]).values()))}",
+        f"-DLLAMAPIPE_TESTING={'ON' if recipe.options.testing else 'OFF'}",
+    ]
+    # Flags are given as arguments; from the environment CMake would take them a second time.
+    environment = {name: value for name, value in os.environ.items() if name not in ("CFLAGS", "CXXFLAGS")}
+    make = [cmake, "--build", str(tree), "--parallel", str(recipe.options.n_jobs)]
+    with (tree / "build.log").open("w", encoding="utf-8", errors="replace") as log:
+        progress.run(configure, log, environment, "configuring the cffi module", None)
+        progress.run(make, log, environment, "compiling the cffi module", None)
+    warnings = [
+        line for line in (tree / "build.log").read_text(errors="replace").splitlines() if "warning:" in line
+    ]
+    if warnings:
+        print("\n".join(warnings), file=sys.stderr)
 
 
-def _path_maps(recipe: Recipe, scratch: Path) -> list[str]:
+def _path_maps(recipe: Recipe, tree: Path) -> list[str]:
     """Flags that keep this machine's folders out of a module for other machines (see ``recipe.py``)."""
     if not recipe.options.all_variants:
         return []
-    folders = {recipe.source.path: "llama.cpp", PROJECT: "llamapipe", scratch: "build"}
+    folders = {recipe.source.path: "llama.cpp", PROJECT: "llamapipe", tree: "build"}
     return [f"-ffile-prefix-map={folder}={name}" for folder, name in folders.items()]
-
-
-def _link(recipe: Recipe, inputs: list[Path], target: Path) -> Path:
-    given = shlex.split(os.environ.get("LDFLAGS", ""))
-    command = [*recipe.compilers.cxx, *_link_flags(), *map(str, inputs), *given, "-o", str(target)]
-    done = subprocess.run(command, check=False, **_CAPTURE)
-    _check(done.returncode, done.stdout, "linking the cffi module")
-    return target
-
-
-def _link_flags() -> list[str]:
-    if sys.platform == "darwin":
-        return ["-bundle", "-undefined", "dynamic_lookup", "-Wl,-rpath,@loader_path/lib"]
-    # ggml keeps pointers into the module (kernels/weight_buffer.cpp): it is never unloaded.
-    return ["-shared", "-pthread", "-Wl,-rpath,$ORIGIN/lib", "-Wl,--as-needed", "-Wl,-z,nodelete"]
-
-
-def _check(code: int, output: str, what: str) -> None:
-    if code != 0:
-        lines = output.splitlines()
-        errors = [line for line in lines if "error" in line or "undefined" in line] or lines
-        listed = "\n    ".join(errors[:8])
-        raise BuildError(f"{what} failed:\n    {listed}", "correct it and run the same command again")
-    if output.strip():
-        print(output, file=sys.stderr)

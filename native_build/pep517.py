@@ -1,4 +1,7 @@
-"""The package build (PEP 517 and 660): setuptools, with CMake and Ninja fetched only if the system lacks them.
+"""The package build (PEP 517 and 660): scikit-build-core packs what ``native_build`` compiles.
+
+``native_build`` runs CMake itself, as it does for ``build_native.py``: both share its cache and its messages, and
+llama.cpp's libraries must be there before the cffi module. CMake and Ninja are fetched only if the system lacks them.
 
 Settings: ``pip install . --config-settings=backend=vulkan``; all of them in ``options.with_settings``.
 """
@@ -6,39 +9,33 @@ Settings: ``pip install . --config-settings=backend=vulkan``; all of them in ``o
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from setuptools import build_meta
+from scikit_build_core import build as backend
 
-from native_build.archives import rewrite_sdist
+from native_build.archives import source_date
+from native_build.cli import say
 from native_build.errors import BuildError
+from native_build.install import build
 from native_build.options import BuildOptions, with_settings
+from native_build.paths import PACKAGE_NATIVE
 from native_build.toolchain import package_requirements
 
 Settings = Mapping[str, "str | list[str]"]
 
-# What the ``build_native`` command of setup.py builds; the hooks below set it, in the same process.
-options = BuildOptions()
-
 
 @contextmanager
-def _settings(given: Settings | None) -> Iterator[dict[str, str | list[str]]]:
-    """Takes llamapipe's settings and yields setuptools'. A BuildError ends the process with only its message."""
-    global options
+def _options(given: Settings | None, testing: bool = False) -> Iterator[BuildOptions]:
+    """Reads the settings (``testing`` is off by default, or on). A BuildError ends the process with its message."""
     try:
-        mine = {
-            name: value if isinstance(value, str) else " ".join(value)
-            for name, value in (given or {}).items()
-            if not name.startswith("--")
-        }
-        options = with_settings(BuildOptions(), mine)
-        # pip shows all output when a build fails. setuptools' lists of files would bury the message.
-        yield {
-            "--quiet": "on",
-            **{name: value for name, value in (given or {}).items() if name.startswith("--")},
-        }
+        settings = (given or {}).items()
+        yield with_settings(
+            BuildOptions(testing=testing),
+            {name: text if isinstance(text, str) else " ".join(text) for name, text in settings},
+        )
     except BuildError as error:
         # pip shows the output of the hook; a traceback would only hide the message.
         print(error, file=sys.stderr, flush=True)
@@ -47,55 +44,42 @@ def _settings(given: Settings | None) -> Iterator[dict[str, str | list[str]]]:
 
 def get_requires_for_build_wheel(config_settings: Settings | None = None) -> list[str]:
     """The packages to install before ``build_wheel``."""
-    with _settings(config_settings) as rest:
-        return build_meta.get_requires_for_build_wheel(rest) + package_requirements()
+    with _options(config_settings):
+        return package_requirements()
 
 
 def get_requires_for_build_editable(config_settings: Settings | None = None) -> list[str]:
     """The packages to install before ``build_editable``."""
-    with _settings(config_settings) as rest:
-        return build_meta.get_requires_for_build_editable(rest) + package_requirements()
-
-
-def get_requires_for_build_sdist(config_settings: Settings | None = None) -> list[str]:
-    """The packages to install before ``build_sdist``, which compiles nothing."""
-    with _settings(config_settings) as rest:
-        return build_meta.get_requires_for_build_sdist(rest)
-
-
-def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: Settings | None = None) -> str:
-    """Write the wheel's metadata."""
-    with _settings(config_settings) as rest:
-        return build_meta.prepare_metadata_for_build_wheel(metadata_directory, rest)
-
-
-def prepare_metadata_for_build_editable(
-    metadata_directory: str, config_settings: Settings | None = None
-) -> str:
-    """Write an editable install's metadata."""
-    with _settings(config_settings) as rest:
-        return build_meta.prepare_metadata_for_build_editable(metadata_directory, rest)
+    with _options(config_settings):
+        return package_requirements()
 
 
 def build_wheel(
     wheel_directory: str, config_settings: Settings | None = None, metadata_directory: str | None = None
 ) -> str:
     """Build the native part and the wheel."""
-    with _settings(config_settings) as rest:
-        return build_meta.build_wheel(wheel_directory, rest, metadata_directory)
+    with (
+        _options(config_settings) as options,
+        tempfile.TemporaryDirectory(prefix="llamapipe-build-") as native,
+    ):
+        build(options, Path(native), say)
+        settings: dict[str, list[str] | str] = {f"wheel.force-include.{native}": "llamapipe/native"}
+        if options.target:
+            settings["wheel.tags"] = f"cp310-abi3-linux_{options.machine}"
+        return backend.build_wheel(wheel_directory, settings, metadata_directory)
 
 
 def build_editable(
     wheel_directory: str, config_settings: Settings | None = None, metadata_directory: str | None = None
 ) -> str:
-    """Build the native part in place, and a wheel that points to the source tree."""
-    with _settings(config_settings) as rest:
-        return build_meta.build_editable(wheel_directory, rest, metadata_directory)
+    """Build the native part in place, as ``build_native.py`` does, and a wheel that points to the source tree."""
+    with _options(config_settings, testing=True) as options:
+        build(options, PACKAGE_NATIVE, say)
+        return backend.build_editable(wheel_directory, {}, metadata_directory)
 
 
 def build_sdist(sdist_directory: str, config_settings: Settings | None = None) -> str:
-    """Pack the sources; equal sources give an equal archive (see ``archives.py``)."""
-    with _settings(config_settings) as rest:
-        name: str = build_meta.build_sdist(sdist_directory, rest)
-        rewrite_sdist(Path(sdist_directory) / name)
-        return name
+    """Pack the sources, and compile nothing; equal sources give an equal archive."""
+    with _options(config_settings):
+        source_date()
+        return backend.build_sdist(sdist_directory)

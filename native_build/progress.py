@@ -63,6 +63,6 @@ def run(
             -_TAIL:
         ]
         raise BuildError(
-            f"{what} llama.cpp failed (exit code {process.returncode}):\n    " + "\n    ".join(errors),
+            f"{what} failed (exit code {process.returncode}):\n    " + "\n    ".join(errors),
             f"see {log.name}; fix the problem and run the same command with --clean",
         )

@@ -80,7 +80,7 @@ class Recipe:
             f"-DCMAKE_CXX_COMPILER={';'.join(self.compilers.cxx)}",
             f"-DCMAKE_C_FLAGS={shlex.join(self.compiler_flags('C'))}",
             f"-DCMAKE_CXX_FLAGS={shlex.join(self.compiler_flags('CXX'))}",
-            *self._target_arguments,
+            *self.target_arguments,
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DCMAKE_INSTALL_RPATH={origin}",
             "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",
@@ -96,7 +96,8 @@ class Recipe:
         )
 
     @property
-    def _target_arguments(self) -> tuple[str, ...]:
+    def target_arguments(self) -> tuple[str, ...]:
+        """CMake's arguments for another machine; none for this one."""
         if not self.options.target:
             return ()
         # Libraries and headers of this machine are not for the other one.

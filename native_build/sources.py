@@ -17,6 +17,7 @@ from pathlib import Path
 
 from native_build import store
 from native_build.errors import BuildError
+from native_build.patches import PATCHES, digest
 from native_build.paths import CHECKOUT, REQUIREMENTS, cache_dir
 
 ENVIRONMENT_VARIABLE = "LLAMAPIPE_LLAMA_CPP_DIR"
@@ -145,8 +146,9 @@ def _git_commit(path: Path) -> str:
 
 
 def _pinned(pin: Pin, say: Callable[[str], None]) -> Source:
-    folder = cache_dir() / "source" / pin.sha256
-    with store.locked(cache_dir() / "source" / f"{pin.sha256}.lock", say):
+    version = f"{pin.sha256}-{digest(PATCHES)}"
+    folder = cache_dir() / "source" / version
+    with store.locked(folder.with_name(f"{version}.lock"), say):
         if not (folder / "source.json").is_file():
             shutil.rmtree(folder, ignore_errors=True)
             _fetch(pin, folder, say)
@@ -156,7 +158,7 @@ def _pinned(pin: Pin, say: Callable[[str], None]) -> Source:
     if missing:
         raise BuildError(f"the unpacked source {tree} is damaged: it has no {missing[0]}", f"rm -r {folder}")
     description = f"{pin.requirement} sha256:{pin.sha256}"
-    return Source(tree, f"sha256:{pin.sha256}", about["commit"], description, pinned=True)
+    return Source(tree, f"sha256:{version}", about["commit"], description, pinned=True)
 
 
 def _fetch(pin: Pin, folder: Path, say: Callable[[str], None]) -> None:
@@ -171,6 +173,8 @@ def _fetch(pin: Pin, folder: Path, say: Callable[[str], None]) -> None:
             raise _changed_hash(pin, found)
         unpacked = scratch / "unpacked"
         commit = _extract(archive, ARCHIVES[pin.package], unpacked) or pin.release
+        for patch in PATCHES:
+            patch.apply(unpacked / "llama.cpp")
         (unpacked / "source.json").write_text(
             json.dumps({"requirement": pin.requirement, "sha256": pin.sha256, "commit": commit}),
             encoding="utf-8",

@@ -18,16 +18,14 @@ from native_build.wheels.compare import compare
 
 
 def unpack_as_clone(archive: Path, folder: Path) -> Path:
-    """Unpack a source archive without the files that packing added; the folder of the sources."""
+    """Unpack a source archive without the file that packing added; the folder of the sources."""
     with tarfile.open(archive) as packed:
         if hasattr(tarfile, "data_filter"):
             packed.extractall(folder, filter="data")
         else:
             packed.extractall(folder)
     source = folder / archive.name.removesuffix(".tar.gz")
-    for name in ("PKG-INFO", "setup.cfg"):
-        (source / name).unlink()
-    shutil.rmtree(source / "llamapipe.egg-info")
+    (source / "PKG-INFO").unlink()
     return source
 
 

@@ -396,6 +396,7 @@ class TestPinnedArchive:
         path.write_text(f"# the pin\n{self.pinned(archive)} \\\n    --hash=sha256:{sha256}\n")
         monkeypatch.setattr(sources.read_pin, "__defaults__", (path,))
         monkeypatch.setattr(sources, "CHECKOUT", tmp_path / "none")
+        monkeypatch.setattr(sources, "PATCHES", ())
 
     def test_only_llama_cpp_is_unpacked_once(
         self, archive: Path, tmp_path: Path, cache: Path, said: list[str], monkeypatch: pytest.MonkeyPatch

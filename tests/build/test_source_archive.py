@@ -37,16 +37,21 @@ def run(command: list[str], cwd: Path) -> str:
     return done.stdout
 
 
+def packed(source: Path, folder: Path) -> Path:
+    """The source archive of ``source``, in ``folder``."""
+    if importlib.util.find_spec("scikit_build_core") is None:
+        pytest.skip("scikit-build-core is not installed: pip install --group test")
+    program = "import sys; from native_build.pep517 import build_sdist; build_sdist(sys.argv[1])"
+    run([sys.executable, "-c", program, str(folder)], source)
+    (archive,) = folder.glob("*.tar.gz")
+    return archive
+
+
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The archive's folder, made from this tree, in which it leaves nothing."""
-    if importlib.util.find_spec("setuptools") is None:
-        pytest.skip("setuptools is not installed: pip install --group test")
     scratch = tmp_path_factory.mktemp("sdist")
-    # Its list of files in a new folder: an old list would keep names that MANIFEST.in has lost.
-    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(scratch)]
-    run([*command, "sdist", "--formats", "gztar", "--dist-dir", str(scratch)], ROOT)
-    (archive,) = scratch.glob("*.tar.gz")
+    archive = packed(ROOT, scratch)
     run(["tar", "-xzf", archive.name], scratch)
     return scratch / archive.name.removesuffix(".tar.gz")
 
@@ -76,9 +81,7 @@ def test_it_holds_nothing_that_was_built(unpacked: Path) -> None:
 
 def copied_as_clone(unpacked: Path, folder: Path, private: bool = False) -> Path:
     """The sources as a clone has them, without what packing added; ``private``: with other modes and dates."""
-    left_out = shutil.ignore_patterns(
-        "PKG-INFO", "setup.cfg", "*.egg-info", "lib", "_native*.so", "__pycache__"
-    )
+    left_out = shutil.ignore_patterns("PKG-INFO", "lib", "_native*.so", "__pycache__")
     source = Path(shutil.copytree(unpacked, folder, ignore=left_out))
     if private:
         for path in source.rglob("*"):
@@ -91,12 +94,10 @@ def test_two_archives_of_the_same_sources_are_the_same(
     unpacked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
-    program = "import sys; from native_build.pep517 import build_sdist; build_sdist(sys.argv[1])"
     found = []
     for name in ("one", "two"):
         source = copied_as_clone(unpacked, tmp_path / name / "tree", private=name == "two")
-        run([sys.executable, "-c", program, str(tmp_path / name)], source)
-        found.append(next((tmp_path / name).glob("*.tar.gz")).read_bytes())
+        found.append(packed(source, tmp_path / name).read_bytes())
     assert found[0] == found[1]
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import json
 import os
 import re
 import subprocess
 import sys
-import tarfile
 import zipfile
 from email import message_from_string
 from pathlib import Path
@@ -23,7 +21,7 @@ import llamapipe
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 
-from native_build.archives import rewrite_sdist, source_date, write_wheel  # noqa: E402
+from native_build.archives import source_date, write_wheel  # noqa: E402
 from native_build.errors import BuildError  # noqa: E402
 from native_build.libraries import build_libraries  # noqa: E402
 from native_build.options import BuildOptions  # noqa: E402
@@ -82,28 +80,6 @@ def test_wheels_of_equal_files_are_equal(tmp_path: Path) -> None:
             data = wheel.read(name)
             expected = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
             assert (digest, int(size)) == (f"sha256={expected}", len(data))
-
-
-def packed_source(path: Path, umask: int, when: int, order: int) -> Path:
-    with tarfile.open(path, "w:gz") as archive:
-        for name, executable in [("a-1/setup.py", False), ("a-1/ci/run.sh", True)][::order]:
-            member = tarfile.TarInfo(name)
-            member.mode = (0o777 if executable else 0o666) & ~umask
-            member.size, member.mtime, member.uname, member.uid = 3, when, f"user{when}", when
-            archive.addfile(member, io.BytesIO(b"abc"))
-    rewrite_sdist(path)
-    return path
-
-
-def test_source_archives_of_equal_files_are_equal(tmp_path: Path, date: int) -> None:
-    first = packed_source(tmp_path / "one.tar.gz", 0o022, 1, 1)
-    second = packed_source(tmp_path / "two.tar.gz", 0o077, 2, -1)
-    assert first.read_bytes() == second.read_bytes()
-    with tarfile.open(first) as archive:
-        assert [(one.name, one.mode, one.mtime, one.uname) for one in archive] == [
-            ("a-1/ci/run.sh", 0o755, date, ""),
-            ("a-1/setup.py", 0o644, date, ""),
-        ]
 
 
 def test_a_wrong_date_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,19 +3,34 @@
 The template renders conversations with known texts, and these texts are searched in the result. The method follows
 llama.cpp's docs/autoparser.md. The text around a known name and known arguments is the format of a call. Two calls in
 one message show what ends the first and starts the second.
+
+Text that occurs once is not fixed text. The differences between the first call, the second, and one later in the
+conversation are the call's name, its id, or a number. Values of every type show how each type is written. Some
+templates show the tools but not the calls. Then markers in the vocabulary or the prompt identify the format
+(``_known_formats``).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any, Protocol, TypedDict
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol, TypedDict
 
-# A tag such as <tool_call> or <|python_tag|>, a marker such as [TOOL_CALLS], or one character.
-_SEGMENT = re.compile(r"<[^<>\s](?:[^<>\n]*[^<>\s])?>|\[/?[A-Z][A-Z_]+\]|.", re.DOTALL)
+# A tag such as <tool_call> or <|python_tag|>, a marker such as [TOOL_CALLS], one of MiniMax's such as ]<]minimax[>[, or
+# one character.
+_SEGMENT = re.compile(r"\]<\][a-z]+\[>\[|<[^<>\s](?:[^<>\n]*[^<>\s])?>|\[/?[A-Z][A-Z_]+\]|.", re.DOTALL)
+
+# Optional marks around a string in XML.
+CDATA, CDATA_END = "<![CDATA[", "]]>"
+# Llama 3.1 and its successors may write the first of these tokens before a call; Llama 4 writes the others around it.
+PYTHON_TAG = "<|python_tag|>"
+PYTHON_TAGS = (PYTHON_TAG, "<|python_start|>", "<|python_end|>")
+_BARE = ("", "[")  # the text before calls that begin without a marker
+_WORD, _WORD_END = re.compile(r"[\w.:\-]*"), re.compile(r"[\w.:\-]*$")
 
 
 class Style(Enum):
@@ -24,11 +39,26 @@ class Style(Enum):
     JSON = auto()  # one object that holds name and arguments
     NAMED = auto()  # the name, then the arguments as a JSON object
     TAGGED = auto()  # the name, then every argument between its own markers
+    PYTHON = auto()  # name(key=value, …) with Python's literals, or JSON's
+    QUOTED = auto()  # name{key:value,…}, where a marker stands before and after each string
+    NESTED = auto()  # as TAGGED, and so are the members of objects and the items of arrays
+
+
+class Slot(Enum):
+    """A part of a call that differs between calls."""
+
+    NAME = auto()
+    ID = auto()
+    NUMBER = auto()  # counts the calls in the answer or in the conversation
 
 
 @dataclass(frozen=True)
 class Member:
-    """A member of a call's JSON object: ``role`` is "name", "arguments", "id", or "constant" with its JSON text."""
+    """A member of a call's JSON object.
+
+    ``role`` is "name", "arguments", "id", "number" (it counts calls) or "constant". The last two have a
+    JSON text from the probe in ``constant``.
+    """
 
     key: str
     role: str
@@ -40,8 +70,16 @@ class CallFormat:
     """The text of calls: ``section_start (call_start CALL call_end) separator … section_end``.
 
     - JSON: CALL is an object of ``members``, in that order.
-    - NAMED: CALL is NAME, ``id_start`` and an id where the model writes one, ``after_name``, and the arguments as JSON.
-    - TAGGED: CALL is NAME, ``after_name``, and for each argument ``key_start`` KEY ``key_end`` VALUE ``value_end``.
+    - NAMED: CALL is ``head`` and the arguments as JSON. A head is text, the name, and perhaps an id and a number.
+    - TAGGED: CALL is ``head``, and for each argument ``key_start`` KEY ``key_end`` VALUE ``value_end``. If the
+      text after a key depends on the type of the value, ``key_ends`` has it for each type, some with several.
+      ``cdata``: a string may be ``<![CDATA[…]]>``.
+    - NESTED: like TAGGED, with KEY and ``value_close`` after ``value_end``. Items of an array have the key ``item``.
+    - PYTHON: CALL is NAME ``(`` KEY ``=`` VALUE ``, `` … ``)``.
+    - QUOTED: CALL is ``head``, ``{`` KEY ``:`` VALUE ``,`` … ``}``; ``quote`` stands before and after a string.
+
+    ``in_content``: the template does not show calls, so they are written into the text of a message.
+    ``prompted``: the start of the opening, if prompts end with one. The first call begins without it.
 
     Spaces and newlines at the edges of markers are as the template writes them. A parser need not insist on them.
     """
@@ -54,41 +92,136 @@ class CallFormat:
     section_end: str = ""
     parallel: bool = True
     members: tuple[Member, ...] = ()
-    after_name: str = ""
-    id_start: str = ""
+    head: tuple[str | Slot, ...] = (Slot.NAME,)
+    first_number: int = 0
     key_start: str = ""
     key_end: str = ""
+    key_ends: tuple[tuple[str, str], ...] = ()
     value_end: str = ""
+    value_close: str = ""
+    item: str = ""
+    quote: str = ""
+    cdata: bool = False
+    in_content: bool = False
+    prompted: str = ""
 
     @property
     def opening(self) -> str:
         """All text before the first call."""
         return (self.section_start + self.call_start).lstrip()
 
-    def written(self, calls: Sequence[tuple[str, str, Mapping[str, Any]]]) -> str:
-        """Calls, each an id, a name and arguments, as the template writes them."""
-        parts = [self.call_start + self._written(*call) + self.call_end for call in calls]
+    @property
+    def after_name(self) -> str:
+        """The text between the head's last slot and the arguments."""
+        last = self.head[-1]
+        return last if isinstance(last, str) else ""
+
+    @property
+    def id_head(self) -> tuple[str | Slot, ...]:
+        """The parts of an id, if the call's number is part of a word, as in ``functions.NAME:0``; else empty."""
+        if Slot.NUMBER not in self.head:
+            return ()
+        start = _WORD_END.search(self.call_start)
+        assert start is not None
+        parts = (start.group(), *self.head[: self.head.index(Slot.NUMBER) + 1])
+        before = self.call_start[: start.start()]
+        is_word = all(_WORD.fullmatch(part) for part in parts if isinstance(part, str))
+        return parts if is_word and (not before or before.endswith((">", "]"))) else ()
+
+    def written(self, calls: Sequence[tuple[str, str, Mapping[str, Any]]], number: str | None = None) -> str:
+        """Calls (id, name, arguments) as the template writes them. ``number``: replaces the number of each call."""
+        parts = [
+            self.call_start
+            + self._written(*call, str(self.first_number + i) if number is None else number)
+            + self.call_end
+            for i, call in enumerate(calls)
+        ]
         return self.section_start + self.separator.join(parts) + self.section_end
 
-    def _written(self, id_: str, name: str, arguments: Mapping[str, Any]) -> str:
+    def _written(self, id_: str, name: str, arguments: Mapping[str, Any], number: str) -> str:
         if self.style is Style.JSON:
             values = {"name": _json(name), "arguments": _json(arguments), "id": _json(id_)}
-            members = (f"{_json(m.key)}: {values.get(m.role, m.constant)}" for m in self.members)
+            members = (
+                f"{_json(m.key)}: "
+                + (_numbered(m.constant, number) if m.role == "number" else values.get(m.role, m.constant))
+                for m in self.members
+            )
             return f"{{{', '.join(members)}}}"
-        start = name + (self.id_start + id_ if self.id_start else "") + self.after_name
+        if self.style is Style.PYTHON:
+            pairs = ", ".join(f"{key}={python_text(value)}" for key, value in arguments.items())
+            return f"{name}({pairs})"
+        slots = {Slot.NAME: name, Slot.ID: id_, Slot.NUMBER: number}
+        start = "".join(part if isinstance(part, str) else slots[part] for part in self.head)
         if self.style is Style.NAMED:
             return start + _json(arguments)
-        texts = {key: value if isinstance(value, str) else _json(value) for key, value in arguments.items()}
-        return start + "".join(
-            self.key_start + key + self.key_end + text + self.value_end for key, text in texts.items()
-        )
+        if self.style is Style.QUOTED:
+            return start + self.quoted_text(arguments)
+        if self.style is Style.NESTED:
+            return start + self.nested_text(arguments)
+        return start + "".join(self._argument(key, value) for key, value in arguments.items())
+
+    def _argument(self, key: str, value: Any) -> str:
+        text = value if isinstance(value, str) else _json(value)
+        if self.cdata and isinstance(value, str) and "\n" in value:
+            text = f"{CDATA}{text}{CDATA_END}"
+        return self.key_start + key + self.key_end_of(json_type(value)) + text + self.value_end
+
+    def key_end_of(self, kind: str) -> str:
+        """The text between a key and a value of a JSON type."""
+        return dict(self.key_ends).get(kind, self.key_end)
+
+    def quoted_text(self, value: Any) -> str:
+        """A value in the style QUOTED."""
+        if isinstance(value, Mapping):
+            return f"{{{','.join(f'{key}:{self.quoted_text(item)}' for key, item in value.items())}}}"
+        if isinstance(value, list):
+            return f"[{','.join(map(self.quoted_text, value))}]"
+        return f"{self.quote}{value}{self.quote}" if isinstance(value, str) else _json(value)
+
+    def nested_text(self, value: Any) -> str:
+        """A value in the style NESTED."""
+        if isinstance(value, Mapping):
+            return "".join(self.nested_member(key, self.nested_text(item)) for key, item in value.items())
+        if isinstance(value, list):
+            return "".join(self.nested_member(self.item, self.nested_text(item)) for item in value)
+        return value if isinstance(value, str) else _json(value)
+
+    def nested_member(self, key: str, text: str) -> str:
+        """A member in the style NESTED with a value's text."""
+        return self.key_start + key + self.key_end + text + self.value_end + key + self.value_close
 
     @property
     def trigger(self) -> str:
         """The marker that distinguishes calls from text; empty if calls begin without one."""
         opening = self.opening
         first = segments(opening)[:1]
+        if opening in _BARE and self.style in (Style.JSON, Style.PYTHON):
+            return ""
         return first[0] if first and len(first[0]) > 1 else opening.rstrip()
+
+
+def json_type(value: object) -> str:
+    """The JSON type of a decoded value; a number is "number"."""
+    if isinstance(value, bool):
+        return "boolean"
+    known = {str: "string", type(None): "null", list: "array"}
+    return "object" if isinstance(value, Mapping) else known.get(type(value), "number")
+
+
+def python_text(value: Any) -> str:
+    """A JSON value as a Python literal, with strings as in JSON, which Python reads as well."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_json(key)}: {python_text(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(python_text, value))}]"
+    if value is None or isinstance(value, bool):
+        return str(value)
+    return _json(value)
+
+
+def _numbered(constant: str, number: str) -> str:
+    """The JSON text of a number, a string if ``constant`` is one."""
+    return f'"{number}"' if constant.startswith('"') else number
 
 
 @dataclass(frozen=True)
@@ -124,15 +257,32 @@ def common_end(a: str, b: str) -> str:
     return a[len(a) - n :]
 
 
+def n_tags(text: str) -> int:
+    """The number of tags in a text."""
+    return sum(len(segment) > 1 for segment in segments(text))
+
+
 def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-_CONTENT, _REASONING = "Qxcontentqx.", "Qxreasonqx."
-_NAMES = ("qxfirst", "qxsecond")
-_IDS = ("Qxid00001", "Qxid00002")
+CONTENT = "Qxcontentqx."
+_NAMES = ("qxfirst", "qxsecond", "qxthird")
+_IDS = ("Qxid00001", "Qxid00002", "Qxid00003")
 _ARGUMENTS = {"qxkeyone": "qxvalueone", "qxkeytwo": "qxvaluetwo"}
-_USER = {"role": "user", "content": "Qxquestionqx."}
+# A value of each type that a template may write differently from a string.
+_TYPED = {
+    "qxfloat": 7042.5,
+    "qxnumber": 7041,
+    "qxboolean": True,
+    "qxnull": None,
+    "qxlistone": [7043],
+    "qxlisttwo": [{"qxmember": 7044}],
+    "qxarray": ["qxitem"],
+    "qxobject": {"qxmember": "qxinner"},
+}
+_HARD = 'qx<&>"qx\nqx'  # characters with a meaning in XML or JSON
+USER = {"role": "user", "content": "Qxquestionqx."}
 _TOOL = {
     "type": "function",
     "function": {
@@ -152,9 +302,7 @@ KNOWN_REASONING = tuple(
         ("<thinking>", "</thinking>"),
     )
 )
-_MAX_MARKER = 100  # characters; longer text is not a marker
-# Names of template arguments that switch reasoning on and off.
-_SWITCHES = ("enable_thinking", "thinking")
+MAX_MARKER = 100  # characters; longer text is not a marker
 
 
 class Render(Protocol):
@@ -176,10 +324,12 @@ class TemplateProbe:
 
     def __init__(self, render: Render) -> None:
         self._render = render
-        plain = self._rendered([_USER, {"role": "assistant", "content": _CONTENT}], prompt=False)
-        self._head, _, tail = (plain or "").rpartition(_CONTENT)
+        plain = self._rendered([USER, {"role": "assistant", "content": CONTENT}], prompt=False)
+        self._head, _, tail = (plain or "").rpartition(CONTENT)
         self._turn_end = tail.strip()
-        self.prompt = self._rendered([_USER], prompt=True) or ""
+        self.prompt = self._rendered([USER], prompt=True) or ""
+        user = self._rendered([USER], prompt=False) or ""
+        self._user_end = user.rpartition(USER["content"])[2].strip()
 
     def _rendered(
         self,
@@ -194,106 +344,247 @@ class TemplateProbe:
         except Exception:  # a template may refuse in any way: its own error, or one of jinja2
             return None
 
-    # ---- tool calls
-    def calls(self, n: int, arguments: Mapping[str, Any] = _ARGUMENTS) -> str | None:
-        """The assistant's text with ``n`` calls and no content, as the template writes it; None if it shows none."""
-        for content in ("", None):
-            for given in (dict(arguments), json.dumps(arguments)):
-                text = self._calls(n, content, given)
-                if text is not None and all(str(value) in text for value in arguments.values()):
-                    return text
-        return None
+    def rendered(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        prompt: bool,
+        with_tool: bool = False,
+        switches: Mapping[str, bool] | None = None,
+    ) -> str:
+        """A rendered conversation, optionally with a tool; empty if the template refuses it."""
+        tools = [_TOOL] if with_tool else None
+        return self._rendered(messages, prompt=prompt, tools=tools, switches=switches) or ""
 
-    def _calls(self, n: int, content: str | None, arguments: dict[str, Any] | str) -> str | None:
-        calls = [
-            {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
-            for id_, name in zip(_IDS[:n], _NAMES[:n], strict=True)
-        ]
-        message = {"role": "assistant", "content": content, "tool_calls": calls}
-        text = self._rendered([_USER, message], prompt=False, tools=[_TOOL])
-        head = self._rendered(
-            [_USER, {"role": "assistant", "content": _CONTENT}], prompt=False, tools=[_TOOL]
-        )
-        if text is None or any(name not in text for name in _NAMES[:n]):
+    # ---- tool calls
+    @cached_property
+    def shows_tools(self) -> bool:
+        """True if prompts contain the tools."""
+        return "qxtool" in self._prompt_with_tools
+
+    @cached_property
+    def _prompt_with_tools(self) -> str:
+        return self._rendered([USER], prompt=True, tools=[_TOOL]) or ""
+
+    def calls(self, n: int) -> str | None:
+        """The assistant's text with ``n`` calls and no content, as the template writes it; None if it shows none."""
+        return next((sample.one if n == 1 else sample.both for sample in self._samples), None)
+
+    @cached_property
+    def _samples(self) -> list[_Sample]:
+        """The rendered text for each form of a message in which the template shows calls with their arguments."""
+        found: list[_Sample] = []
+        for content in ("", None):
+            for as_text in (False, True):
+                form = _Form(content, as_text)
+                one = self._calls(form, 1, _ARGUMENTS)
+                listed = self._calls(form._replace(is_listed=True), 1, _ARGUMENTS)
+                if one is not None and listed is not None and "".join(listed.split()) != "".join(one.split()):
+                    form, one = form._replace(is_listed=True), listed
+                if one is not None and all(one != other.one for other in found):
+                    both, later = (
+                        self._calls(form, 2, _ARGUMENTS),
+                        self._calls(form, 1, _ARGUMENTS, later=True),
+                    )
+                    found.append(_Sample(form, one, both, later))
+        return found
+
+    def _calls(
+        self, form: _Form, n: int, arguments: Mapping[str, Any], later: bool = False, prompted: bool = False
+    ) -> str | None:
+        """The text of ``n`` calls; ``later``: after another call in the conversation. None if it lacks a part.
+
+        ``prompted``: after the prompt, otherwise without what also stands before the text of an answer.
+        """
+        given = json.dumps(arguments) if form.as_text else arguments
+        tools = [*([_TOOL] if not form.is_listed else (_defined(name, arguments) for name in _NAMES))]
+
+        def message(first: int, end: int) -> dict[str, Any]:
+            calls = [
+                {"id": id_, "type": "function", "function": {"name": name, "arguments": given}}
+                for id_, name in zip(_IDS[first:end], _NAMES[first:end], strict=True)
+            ]
+            return {"role": "assistant", "content": form.content, "tool_calls": calls}
+
+        before = [USER]
+        if later:
+            result = {"role": "tool", "tool_call_id": _IDS[2], "name": _NAMES[2], "content": "Qxresultqx."}
+            before += [message(2, 3), result]
+        text = self._rendered([*before, message(0, n)], prompt=False, tools=tools)
+        content_only = {"role": "assistant", "content": CONTENT}
+        head = self._rendered([*before, content_only], prompt=False, tools=tools)
+        needed = [*_NAMES[:n], *(value for value in arguments.values() if isinstance(value, str))]
+        if text is None or any(part not in text for part in needed if part != _HARD):
             return None
-        head = (head or self._head).rpartition(_CONTENT)[0]
+        head, _, tail = (head or self._head + CONTENT + self._turn_end).rpartition(CONTENT)
+        if prompted:
+            head, tail = self._rendered(before, prompt=True, tools=tools) or "", ""
         text = text[len(common_start(text, head)) :]
+        text = self._without_header(text)
+        empty = common_start(text, tail)  # the end of an empty message text
+        if 0 < n_tags(empty) < n_tags(tail):
+            text = text[len(empty) :]
         last = text.rfind(_NAMES[n - 1])
         end = text.find(self._turn_end, last) if self._turn_end else -1
-        return text if end < 0 else text[:end]
+        if end >= 0:
+            return text[:end]
+        if len(self._turn_end) > MAX_MARKER:  # text that follows every message
+            return text[: len(text) - len(common_end(text, self._turn_end))]
+        # The end of every turn. A single tag may also occur within calls.
+        whole = text.rstrip()
+        common = common_end(whole, common_end(self._turn_end, self._user_end) or self._user_end)
+        rest = whole.removesuffix(common) if common.startswith(("<", "[")) else whole
+        return text if n_tags(common) < 2 and common in rest else rest
 
-    def call_format(self) -> CallFormat | None:
-        """The format of calls; None if the template shows none, or one that is not understood."""
-        one = self.calls(1)
-        if one is None:
-            return None
-        both = self.calls(2)
-        for find in (_json_format, _named_format, _tagged_format):
-            found = find(one, both)
-            if found is not None:
-                return self._confirmed(found, one, both)
-        return None
+    def _without_header(self, text: str) -> str:
+        """The text without the end of the prompt, which some templates repeat before calls."""
+        start, prompt = text.lstrip(), self.prompt[-MAX_MARKER:]
+        for found in re.finditer("<", prompt):
+            header = prompt[found.start() :].rstrip()
+            if "assistant" in header and start.startswith(header):
+                return start[len(header) :]
+        return text
 
-    def _confirmed(self, form: CallFormat, one: str, both: str | None) -> CallFormat | None:
+    @cached_property
+    def _prompted_samples(self) -> list[_Sample]:
+        """Like ``_samples``, with the end of the prompt before the first call, as before the second."""
+        found = []
+        for sample in self._samples:
+            form = sample.form
+            one, both = (self._calls(form, n, _ARGUMENTS, prompted=True) or "" for n in (1, 2))
+            later = self._calls(form, 1, _ARGUMENTS, later=True, prompted=True)
+            first, second = (both[: max(both.find(name), 0)] for name in _NAMES[:2])
+            before = common_end(self.prompt, second.removesuffix(first)) if second.endswith(first) else ""
+            if len(before) > 1 and before != second:
+                found.append(_Sample(form, before + one, before + both, later and before + later, before))
+        return found
+
+    def call_format(self, is_token: Callable[[str], bool]) -> CallFormat | None:
+        """The format of calls; None if the template shows none, or an unknown one.
+
+        ``is_token``: whether a text is one control token of the vocabulary.
+        """
+        found = next(self._formats(self._samples), None) or next(self._formats(self._prompted_samples), None)
+        if (found is None or not found.trigger) and self.shows_tools:
+            plain, prompt = self.prompt, self._prompt_with_tools
+            for marks, form in _known_formats(is_token):
+                if any((mark in prompt and mark not in plain) or is_token(mark) for mark in marks):
+                    return replace(form, in_content=found is None)
+        return found
+
+    def shows(self, form: CallFormat) -> bool:
+        """True if the template writes calls as this format does."""
+        whole = replace(form, section_start="", section_end="")
+        return any(_writes(whole, sample.one, is_whole=False) for sample in self._samples)
+
+    def _formats(self, samples: Sequence[_Sample]) -> Iterator[CallFormat]:
+        """The formats found in samples."""
+        for find in (_json_format, _named_format, _tagged_format, _quoted_format, _python_format):
+            for sample in samples:
+                found = find(sample)
+                if found is not None and sample.prompted:
+                    found = replace(found, prompted=sample.prompted)
+                confirmed = None if found is None else self._confirmed(found, sample)
+                if confirmed is not None:  # the text after calls without a section ends the turn
+                    yield confirmed if confirmed.section_start else replace(confirmed, section_end="")
+
+    def _confirmed(self, form: CallFormat, sample: _Sample) -> CallFormat | None:
         """The format if it reproduces the template's text, for single calls only if it fails for two; else None."""
-        if not form.trigger and form.style is not Style.JSON:
+        if not form.trigger and form.style not in (Style.JSON, Style.PYTHON):
             return None
-        markers = (form.section_start, form.call_start, form.call_end, form.section_end, form.after_name)
-        if any(len(marker) > _MAX_MARKER or _IDS[0] in marker for marker in markers):
+        markers = (form.section_start, form.call_start, form.call_end, form.section_end, *form.head)
+        if any(
+            isinstance(marker, str) and (len(marker) > MAX_MARKER or _IDS[0] in marker) for marker in markers
+        ):
             return None
-        numbers = {key: 7041 + i for i, key in enumerate(_ARGUMENTS)}
-        with_numbers = self.calls(1, numbers)
-        if not _writes(form, one) or (with_numbers and not _writes(form, with_numbers, numbers)):
-            return None
-        if form.parallel and not (both and _writes(form, both, n=2)):
-            return replace(form, parallel=False)
+        if form.style in (Style.TAGGED, Style.NESTED):
+            typed = self._with_types(form, sample.form)
+            if typed is None:
+                return None
+            form = typed
+        if form.style not in (Style.PYTHON, Style.QUOTED):  # templates do not quote their values properly
+            numbers = {key: 7041 + i for i, key in enumerate(_ARGUMENTS)}
+            with_numbers = self._calls(sample.form, 1, numbers, prompted=bool(sample.prompted))
+            with_numbers = with_numbers and sample.prompted + with_numbers
+            if with_numbers and not _writes(form, with_numbers, numbers):
+                return None
+            if not _writes(form, sample.one):
+                return None
+            call = replace(form, section_start="", section_end="")  # a template may omit these there
+            if sample.later and not _writes(call, sample.later, is_whole=False):
+                return None
+            if form.parallel and not (sample.both and _writes(form, sample.both, n=2)):
+                return replace(form, parallel=False)
         return form
 
-    # ---- reasoning
-    def reasoning(self) -> ReasoningMarkers | None:
-        """The markers around reasoning; None if the template has none."""
-        for key in ("reasoning_content", "reasoning", "thinking"):
-            message = {"role": "assistant", "content": _CONTENT, key: _REASONING}
-            text = self._rendered([_USER, message], prompt=False)
-            before, found, after = (text or "").rpartition(_REASONING)
-            if found and _CONTENT in after:
-                start = segments(before.rstrip())[-1:]
-                end = segments(after.partition(_CONTENT)[0].strip())[:1]
-                if start and end and len(start[0]) > 1 and len(end[0]) > 1:
-                    found_markers = ReasoningMarkers(start[0], end[0])
-                    # Markers of every message, such as <|end|>, do not distinguish reasoning from text.
-                    return None if self._in_user_turn(found_markers) else found_markers
-        call = self.calls(1) or ""
-        for known in KNOWN_REASONING:
-            shown = known.start in self.prompt or (known.start in call and known.end in call)
-            if shown or self._removes(known):
-                return known
-        return None
-
-    def _in_user_turn(self, markers: ReasoningMarkers) -> bool:
-        text = self._rendered([_USER], prompt=False) or ""
-        before, _, after = text.rpartition(_USER["content"])
-        around = "".join(segments(before.rstrip())[-1:]) + after
-        return markers.start in around or markers.end in around
-
-    def _removes(self, markers: ReasoningMarkers) -> bool:
-        """True if the template drops reasoning that is part of the content."""
-        text = markers.start + _REASONING + markers.end + _CONTENT
-        rendered = self._rendered([_USER, {"role": "assistant", "content": text}, _USER], prompt=False)
-        return rendered is not None and _CONTENT in rendered and _REASONING not in rendered
-
-    def reasoning_off(self) -> dict[str, Any]:
-        """Template arguments that switch reasoning off; empty if none does."""
-        for name in _SWITCHES:
-            on = self._rendered([_USER], prompt=True, switches={name: True})
-            off = self._rendered([_USER], prompt=True, switches={name: False})
-            if on is not None and off is not None and on != off:
-                return {name: False}
-        return {}
+    def _with_types(self, form: CallFormat, given: _Form) -> CallFormat | None:
+        """The format with the markers for each type of argument; None if strings are written in an unknown way."""
+        hard = self._calls(given, 1, {"qxhard": _HARD})
+        if hard is not None and "qxhard" in hard:
+            text = hard.partition("qxhard")[2].removeprefix(form.key_end)
+            if text.startswith(f"{CDATA}{_HARD}{CDATA_END}"):
+                form = replace(form, cdata=True)
+            elif not text.startswith(_HARD):
+                return None
+        text = self._calls(given, 1, _TYPED) or ""
+        places = {key: text.find(key) for key in _TYPED}
+        ends = [("string", form.key_end)]
+        for key, at in places.items():
+            value = _TYPED[key]
+            region = text[at + len(key) : min([p for p in places.values() if p > at], default=len(text))]
+            found = [
+                n
+                for written in _spellings(value)
+                if (n := region.find(written + form.value_end.rstrip())) >= 0
+            ]
+            if at >= 0 and found:
+                ends.append((json_type(value), region[: min(found)]))
+        if form.style is Style.NESTED:
+            item = re.search(rf"{re.escape(form.key_start)}(\w+){re.escape(form.key_end)}qxitem", text)
+            return replace(form, item=item[1] if item else "")
+        is_typed = any(end != form.key_end for _, end in ends)
+        return replace(form, key_ends=tuple(dict.fromkeys(ends))) if is_typed else form
 
 
-# ---- from the text of one call, and of two, to a format
-def _json_format(one: str, both: str | None) -> CallFormat | None:
+def _spellings(value: object) -> tuple[str, ...]:
+    return (_json(value), json.dumps(value, separators=(",", ":")), str(value))
+
+
+def _defined(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The definition of a tool with these arguments, for templates that write the types of its definition."""
+    properties = {key: _type_of(value) for key, value in arguments.items()}
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "description": "Qx.", "parameters": parameters}}
+
+
+def _type_of(value: Any) -> dict[str, Any]:
+    if isinstance(value, list):
+        return {"type": "array", "items": _type_of(value[0])}
+    kind = json_type(value)
+    return {"type": "integer" if kind == "number" and isinstance(value, int) else kind}
+
+
+class _Form(NamedTuple):
+    """The content of a message with calls; whether their arguments are JSON text; whether the tools are listed."""
+
+    content: str | None
+    as_text: bool
+    is_listed: bool = False
+
+
+class _Sample(NamedTuple):
+    """The text of one call, of two, and of one later in the conversation; what of it the prompt ends with."""
+
+    form: _Form
+    one: str
+    both: str | None
+    later: str | None
+    prompted: str = ""
+
+
+# ---- from the text of calls to a format
+def _json_format(sample: _Sample) -> CallFormat | None:
+    one, both = sample.one, sample.both
     found = _call_object(one, _NAMES[0])
     if found is None:
         return None
@@ -301,8 +592,25 @@ def _json_format(one: str, both: str | None) -> CallFormat | None:
     second = _call_object(both, _NAMES[1]) if both else None
     first = _call_object(both, _NAMES[0]) if both else None
     between = both[first[1] : second[0]] if both and first and second else None
+    later = _call_object(sample.later, _NAMES[0]) if sample.later else None
+    for other in (second, later):
+        members = members if other is None else tuple(map(_varying, members, other[2]))
     edges = _edges(one[:start], between, one[end:])
-    return CallFormat(Style.JSON, **edges, parallel=between is not None, members=members)
+    number = next((member.constant for member in members if member.role == "number"), "0")
+    return CallFormat(
+        Style.JSON,
+        **edges,
+        parallel=between is not None,
+        members=members,
+        first_number=int(number.strip('"')),
+    )
+
+
+def _varying(one: Member, other: Member) -> Member:
+    """The member, given the same one of another call, where it may have another value."""
+    if one.role != "constant" or one.constant == other.constant:
+        return one
+    return replace(one, role="number" if one.constant.strip('"').isdecimal() else "id")
 
 
 def _call_object(text: str, name: str) -> tuple[int, int, tuple[Member, ...]] | None:
@@ -325,75 +633,175 @@ def _member(key: str, value: object, name: str) -> Member:
     return Member(key, "id") if value in _IDS else Member(key, "constant", json.dumps(value))
 
 
-def _named_format(one: str, both: str | None) -> CallFormat | None:
-    def find(text: str, n: int) -> tuple[int, int, int] | None:
-        """The positions where the name starts, the arguments start, and the arguments end."""
+class _Place(NamedTuple):
+    """The start of a call's name, the end of its head, and the end of the call."""
+
+    name: int
+    head_end: int
+    end: int
+
+
+_Locate = Callable[[str, int], "_Place | None"]  # from a text, and the number of a call's name
+
+
+def _named_format(sample: _Sample) -> CallFormat | None:
+    def find(text: str, n: int) -> _Place | None:
         at = text.find(_NAMES[n])
         start = text.find("{", at)
         while at >= 0 and start >= 0:
             value, end = _decoded(text, start)
             if value == _ARGUMENTS:
-                return at, start, end
+                return _Place(at, start, end)
             start = text.find("{", start + 1)
         return None
 
-    found = find(one, 0)
-    if found is None:
-        return None
-    name, start, end = found
-    after_name = one[name + len(_NAMES[0]) : start]
-    id_start, id_, rest = after_name.partition(_IDS[0])
-    if id_:
-        after_name = rest
-    first, second = (find(both, 0), find(both, 1)) if both else (None, None)
-    between = both[first[2] : second[0]] if both and first and second else None
-    edges = _edges(one[:name], between, one[end:])
-    return CallFormat(
-        Style.NAMED,
-        **edges,
-        parallel=between is not None,
-        after_name=after_name,
-        id_start=id_start if id_ else "",
-    )
+    return _laid_out(CallFormat(Style.NAMED), sample, find)
 
 
-def _tagged_format(one: str, both: str | None) -> CallFormat | None:
-    def find(text: str, n: int) -> list[int] | None:
-        """The starts of the name and of both keys and values, in order, and the end of the second value."""
-        places = [text.find(_NAMES[n])]
-        for part in (part for item in _ARGUMENTS.items() for part in item):
-            places.append(text.find(part, max(places[-1], 0)))
-        return None if min(places) < 0 else [*places, places[-1] + len(list(_ARGUMENTS.values())[-1])]
+def _argument_places(text: str, n: int) -> list[int] | None:
+    """The starts of the name and of both keys and values, in order, and the end of the second value."""
+    places = [text.find(_NAMES[n])]
+    for part in (part for item in _ARGUMENTS.items() for part in item):
+        places.append(text.find(part, max(places[-1], 0)))
+    return None if min(places) < 0 else [*places, places[-1] + len(list(_ARGUMENTS.values())[-1])]
 
-    places = find(one, 0)
+
+def _tagged_format(sample: _Sample) -> CallFormat | None:
+    one = sample.one
+    places = _argument_places(one, 0)
     if places is None:
         return None
-    (key_1, value_1), _ = _ARGUMENTS.items()
-    after_name = one[places[0] + len(_NAMES[0]) : places[1]]
+    (key_1, value_1), (key_2, _) = _ARGUMENTS.items()
+    before_key = one[places[0] + len(_NAMES[0]) : places[1]]
     key_end = one[places[1] + len(key_1) : places[2]]
-    between_values = one[places[2] + len(value_1) : places[3]]
-    key_start = common_end(after_name, between_values)
-    # Space before a key belongs to the marker before it: an argument may also be the first, the last, or the only one.
-    key_start = key_start.lstrip()
-    n = len(key_start)
-    after_name, value_end = after_name[: len(after_name) - n], between_values[: len(between_values) - n]
-    first, second = (find(both, 0), find(both, 1)) if both else (None, None)
-    between = both[first[5] : second[0]] if both and first and second else None
+    value_end, repeated, key_start = one[places[2] + len(value_1) : places[3]].partition(key_1)
+    value_close = ""
+    if repeated:  # <key>value</key>
+        value_close, key_start = key_end, key_start.removeprefix(key_end)
+        if not key_start.endswith("<") or not value_end.endswith("</") or not before_key.endswith(key_start):
+            return None
+    else:
+        between_values = value_end
+        key_start = common_end(before_key, between_values)
+        # Space before a key belongs to the marker before it: an argument may also be the first, the last, or the only.
+        key_start = key_start.lstrip()
+        value_end = between_values[: len(between_values) - len(key_start)]
     rest = one[places[5] :]
-    if not rest.startswith(value_end):
+    if not repeated and not rest.startswith(value_end):
         value_end = value_end.rstrip()
-    if not key_start or not key_end or not value_end.strip() or not rest.startswith(value_end):
+    whole_end = value_end + (key_2 + value_close if repeated else "")
+    if "<" not in key_start and "[" not in key_start:
         return None
-    cut = len(value_end)
-    edges = _edges(one[: places[0]], between[cut:] if between is not None else None, rest[cut:])
-    return CallFormat(
-        Style.TAGGED,
-        **edges,
-        parallel=between is not None,
-        after_name=after_name,
+    if not key_end or not value_end.strip() or not rest.startswith(whole_end):
+        return None
+
+    def find(text: str, n: int) -> _Place | None:
+        places = _argument_places(text, n)
+        return (
+            None
+            if places is None
+            else _Place(places[0], places[1] - len(key_start), places[5] + len(whole_end))
+        )
+
+    form = CallFormat(
+        Style.NESTED if repeated else Style.TAGGED,
         key_start=key_start,
         key_end=key_end,
         value_end=value_end,
+        value_close=value_close,
+    )
+    return _laid_out(form, sample, find)
+
+
+def _quoted_format(sample: _Sample) -> CallFormat | None:
+    """NAME{KEY:VALUE,KEY:…}, with a marker before and after each string."""
+    one = sample.one
+    places = _argument_places(one, 0)
+    if places is None:
+        return None
+    (key_1, value_1), _ = _ARGUMENTS.items()
+    quote = one[places[1] + len(key_1) : places[2]].removeprefix(":")
+    between, rest = one[places[2] + len(value_1) : places[3]], one[places[5] :]
+    if not quote.strip() or between != f"{quote}," or not rest.startswith(f"{quote}}}"):
+        return None
+
+    def find(text: str, n: int) -> _Place | None:
+        places = _argument_places(text, n)
+        return None if places is None else _Place(places[0], places[1] - 1, places[5] + len(quote) + 1)
+
+    form = _laid_out(CallFormat(Style.QUOTED, quote=quote), sample, find)
+    return None if form is None or form.after_name else form
+
+
+def _python_format(sample: _Sample) -> CallFormat | None:
+    """NAME(KEY=VALUE, …). The quotes of strings are ignored: templates omit them."""
+    (key_1, value_1), (key_2, value_2) = _ARGUMENTS.items()
+
+    def find(text: str, n: int) -> _Place | None:
+        pattern = rf"({_NAMES[n]})\({key_1}=[\"']?{value_1}[\"']?,? *{key_2}=[\"']?{value_2}[\"']?\)"
+        found = re.search(pattern, text)
+        return found and _Place(found.start(), found.end(1), found.end())
+
+    return _laid_out(CallFormat(Style.PYTHON), sample, find)
+
+
+_ID_MARK, _NUMBER_MARK = "\x01", "\x02"
+_SLOT = re.compile(f"({_ID_MARK}|{_NUMBER_MARK}|{_NAMES[0]})")
+_DIGITS = re.compile("([0-9]+)")
+
+
+def _with_numbers(texts: list[str]) -> tuple[list[str], list[str]]:
+    """Texts with the same end, with a mark for each number in which they differ, and these numbers in the first."""
+    split = [_DIGITS.split(text) for text in texts]
+    found: list[str] = []
+    for at in range(1, min(map(len, split)) + 1):
+        column = {parts[-at] for parts in split}
+        if at % 2 == 0 and len(column) > 1:
+            found.insert(0, split[0][-at])
+            for parts in split:
+                parts[-at] = _NUMBER_MARK
+        elif len(column) > 1:
+            break
+    return ["".join(parts) for parts in split], found
+
+
+def _cut(text: str) -> tuple[str, str]:
+    """The text before the first mark, and the text from it on."""
+    at = min((n for mark in (_ID_MARK, _NUMBER_MARK) if (n := text.find(mark)) >= 0), default=len(text))
+    return text[:at], text[at:]
+
+
+def _laid_out(form: CallFormat, sample: _Sample, find: _Locate) -> CallFormat | None:
+    """The format with the head of calls, and the text around them."""
+    place = find(sample.one, 0)
+    if place is None:
+        return None
+    first, second = (find(sample.both, 0), find(sample.both, 1)) if sample.both else (None, None)
+    later = find(sample.later, 0) if sample.later else None
+    others: list[tuple[str, str, int]] = []  # texts before and after the name of another call, and its number
+    if sample.both and first and second:
+        name_end = second.name + len(_NAMES[1])
+        others.append((sample.both[first.end : second.name], sample.both[name_end : second.head_end], 1))
+    if sample.later and later:
+        name_end = later.name + len(_NAMES[0])
+        others.append((sample.later[: later.name], sample.later[name_end : later.head_end], 0))
+    name_end = place.name + len(_NAMES[0])
+    calls = [(sample.one[: place.name], sample.one[name_end : place.head_end], 0), *others]
+    befores = [before.replace(_IDS[n], _ID_MARK) for before, _, n in calls]
+    afters = [after.replace(_IDS[n], _ID_MARK).replace(_NAMES[n], _NAMES[0]) for _, after, n in calls]
+    befores, left = _with_numbers(befores)
+    afters, right = _with_numbers(afters)
+    numbers = left + right
+    start, head = _cut(befores[0])
+    between = _cut(befores[1])[0] if sample.both and first and second else None
+    parts = _SLOT.split(f"{head}{_NAMES[0]}{afters[0]}")
+    slots = {_ID_MARK: Slot.ID, _NUMBER_MARK: Slot.NUMBER, _NAMES[0]: Slot.NAME}
+    return replace(
+        form,
+        **_edges(start, between, sample.one[place.end :]),
+        parallel=between is not None,
+        head=tuple(slots.get(part, part) for part in parts if part),
+        first_number=int(numbers[0]) if numbers else 0,
     )
 
 
@@ -422,7 +830,7 @@ def _edges(before: str, between: str | None, after: str) -> _Edges:
         call_start = stripped
     section_end = after[len(call_end) :].rstrip()
     stripped = call_end.rstrip()
-    if stripped and stripped != call_end:  # space after a call, too
+    if stripped and stripped != call_end:  # likewise space after a call
         space = call_end[len(stripped) :]
         call_end, separator = stripped, space + separator
         section_end = space + section_end if section_end else ""
@@ -438,15 +846,23 @@ def _edges(before: str, between: str | None, after: str) -> _Edges:
 def _without_reasoning(text: str) -> str:
     """The text without the empty reasoning that some templates write before calls."""
     for known in KNOWN_REASONING:
-        if text.startswith(known.start) and known.end in text:
+        if text.startswith((known.start, known.end)) and known.end in text:
             return text.partition(known.end)[2].lstrip()
     return text
 
 
-def _writes(form: CallFormat, text: str, arguments: Mapping[str, Any] = _ARGUMENTS, n: int = 1) -> bool:
-    """True if the format writes the probe's calls as ``text``, apart from spaces."""
-    written = form.written([(id_, name, arguments) for id_, name in zip(_IDS[:n], _NAMES[:n], strict=True)])
-    return "".join(written.split()) == "".join(_without_reasoning(text.lstrip()).split())
+def _writes(
+    form: CallFormat, text: str, arguments: Mapping[str, Any] = _ARGUMENTS, n: int = 1, is_whole: bool = True
+) -> bool:
+    """True if the format writes the probe's calls as ``text``, except for spaces and the numbers of calls.
+
+    ``is_whole`` False: ``text`` may contain more.
+    """
+    calls = [(id_, name, arguments) for id_, name in zip(_IDS[:n], _NAMES[:n], strict=True)]
+    written = "".join(form.written(calls, _NUMBER_MARK).split())
+    pattern = re.escape(written).replace(_NUMBER_MARK, "[0-9]+")
+    match = re.fullmatch if is_whole else re.search
+    return match(pattern, "".join(_without_reasoning(text.lstrip()).split())) is not None
 
 
 def _decoded(text: str, start: int) -> tuple[Any, int]:
@@ -454,3 +870,30 @@ def _decoded(text: str, start: int) -> tuple[Any, int]:
         return json.JSONDecoder().raw_decode(text, start)
     except ValueError:
         return None, start
+
+
+# ---- formats that templates do not show
+def _known_formats(is_token: Callable[[str], bool]) -> Iterator[tuple[tuple[str, ...], CallFormat]]:
+    """Pairs of marks and a format. The format applies if the vocabulary or the prompt with tools has a mark."""
+    members = (Member("name", "name"), Member("arguments", "arguments"))
+    objects = CallFormat(Style.JSON, separator=", ", members=members)
+    yield (
+        ("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),  # LFM 2
+        CallFormat(
+            Style.PYTHON,
+            section_start="<|tool_call_start|>[",
+            separator=", ",
+            section_end="]<|tool_call_end|>",
+        ),
+    )
+    yield ("functools[",), replace(objects, section_start="functools[", section_end="]")
+    end = "<|/tool_call|>" if is_token("<|/tool_call|>") else ""  # Phi 4 writes it, Granite 3 does not
+    yield ("<|tool_call|>",), replace(objects, section_start="<|tool_call|>[", section_end="]" + end)
+    yield (
+        ("<tool_call>",),
+        replace(objects, call_start="<tool_call>\n", call_end="\n</tool_call>", separator="\n"),
+    )
+    yield (
+        ("[func_name1(",),
+        CallFormat(Style.PYTHON, section_start="[", separator=", ", section_end="]"),
+    )

@@ -2,6 +2,9 @@
 
 Source: openai/harmony, docs/format.md. Channel "analysis" is reasoning, "final" the answer, "commentary" a call or text
 that introduces one. A prompt ends with ``<|start|>assistant``, so the first message begins after that.
+
+Models deviate from this. They call in the channel "analysis", write to unknown tools, or begin a header inside another.
+A message to an unknown recipient is not text for the user, so it is left out.
 """
 
 from __future__ import annotations
@@ -10,47 +13,75 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from llamapipe.chat._answer_grammar import ANY, SPACES, AnswerGrammar, Literals, Rules, json_value
+from llamapipe.chat._answer_grammar import AnswerGrammar
+from llamapipe.chat._answer_markers import AnswerMarkers
 from llamapipe.chat._call_format import ReasoningMarkers
-from llamapipe.chat._reader import AnswerOutput, Malformed, Reading, TextBuffer, ahead, skip, spaces, until
+from llamapipe.chat._lark import ANY, SPACES, Literals, Rules, json_value
+from llamapipe.chat._reader import (
+    AnswerOutput,
+    Malformed,
+    Reading,
+    TextBuffer,
+    ahead,
+    skip,
+    spaces,
+    take_while,
+    until,
+)
 from llamapipe.chat._reader import json_value as read_json
 
-START, CHANNEL, MESSAGE, END, CALL = "<|start|>assistant", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"
+START, CHANNEL, MESSAGE, END, CALL = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"
 _CONSTRAIN, _RETURN = "<|constrain|>", "<|return|>"
 _ENDS = (END, _RETURN, CALL)
-REASONING = ReasoningMarkers(f"{CHANNEL}analysis{MESSAGE}", END)
+_ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
+MARKERS = AnswerMarkers(
+    ReasoningMarkers(_ANALYSIS, END),
+    control=frozenset((START, CHANNEL, MESSAGE, *_ENDS, _CONSTRAIN)),
+    opening=_ANALYSIS,
+)
+_AUTHOR = "assistant"
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.\-]+)")
-_CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
+_CHANNEL_NAME = re.compile(r"<\|channel\|>(\s*)(\w+)")
+_NAME = re.compile(r"[\w.\-]*")
+_NOT_TOOLS = (_AUTHOR, "user")
 
 
 def is_harmony(prompt: str, calls: str | None) -> bool:
     """True if a template writes this format: from a rendered prompt, and the text of a call."""
-    return prompt.rstrip().endswith(START) and (calls is None or (CHANNEL in calls and MESSAGE in calls))
+    return prompt.rstrip().endswith(START + _AUTHOR) and (
+        calls is None or (CHANNEL in calls and MESSAGE in calls)
+    )
 
 
 def harmony_grammar(answer: AnswerGrammar, literals: Literals) -> str:
-    """The Lark grammar of an answer: analysis, then text or one call."""
+    """The Lark grammar of an answer: analysis, then text or calls. Some tokenizers put a space before names."""
     rules = Rules(literals)
     text = literals.text
-    analysis = f'({text(CHANNEL)} "analysis" {text(MESSAGE)} {rules.up_to(END)} {text(START)})*'
+    channel, message = f"{text(CHANNEL)} {SPACES}", f"{text(MESSAGE)} {SPACES}"
+    again = f'{rules.up_to(END)} {text(START)} {SPACES} "{_AUTHOR}"'
+    analysis = f'({channel} "analysis" {text(MESSAGE)} {again})*'
     if answer.reasoning_open:
-        analysis = f"{rules.up_to(END)} {text(START)} {analysis}"
-    options = []
+        analysis = f"{again} {analysis}"
+    calls = []
     for tool in answer.tools:
-        arguments = f"{text(MESSAGE)} {json_value(tool.parameters)}"
         to = f'"to=functions.{tool.name}"'
-        kind = f'({SPACES} {text(_CONSTRAIN)} "json" | " json")?'
-        options.append(f'{text(CHANNEL)} "commentary " {to} {kind} {arguments}')
-        options.append(f'" " {to} {text(CHANNEL)} "commentary" {kind} {arguments}')
+        kind = f'({SPACES} {text(_CONSTRAIN)} {SPACES} ("json" | "code") | " json" | " code")?'
+        arguments = f"{message} {json_value(tool.parameters)}"
+        calls.append(f'{channel} ("commentary " | "analysis ") {to} {kind} {arguments}')
+        calls.append(f'" " {to} {channel} ("commentary" | "analysis") {kind} {arguments}')
+    options = []
+    if calls:
+        call = rules.add("call", " | ".join(calls))
+        several = f'({text(END)} {text(START)} {SPACES} "{_AUTHOR}" {call})*' if answer.parallel else ""
+        options.append(f"{call} {several}".strip())
     if not answer.required:
-        head = f'{text(CHANNEL)} "final"'
+        head = f'{channel} "final"'
         if answer.schema is None:
             options.append(f"{head} {text(MESSAGE)} /{ANY}/")
-            head = f'{text(CHANNEL)} "commentary" {text(MESSAGE)}'
-            analysis += f" ({head} {rules.up_to(END)} {text(START)})?"
+            analysis += f' ({channel} "commentary" {text(MESSAGE)} {again})?'
         else:
-            kind = f'({SPACES} {text(_CONSTRAIN)} "json")?'
-            options.append(f"{head} {kind} {text(MESSAGE)} {json_value(answer.schema, answer.whitespace)}")
+            kind = f'({SPACES} {text(_CONSTRAIN)} {SPACES} "json")?'
+            options.append(f"{head} {kind} {message} {json_value(answer.schema, answer.whitespace)}")
     return rules.write(f"{analysis} ({' | '.join(options)})")
 
 
@@ -66,45 +97,81 @@ class HarmonyReader:
         """Reads until the text ends. Text outside of messages is content."""
         buffer, output = self._buffer, self._output
         if reasoning_open:
-            yield from until(buffer, _ENDS, output.reasoning)
+            output.mark((yield from until(buffer, _ENDS, output.reasoning)) or "")
         while True:
             before = yield from spaces(buffer)
             if (yield from skip(buffer, START)):
-                before += START + (yield from spaces(buffer))
-            if not (yield from self._is_header()):
-                if not before.startswith(START):
-                    output.content(before)
-                if (yield from until(buffer, (START, CHANNEL, *_ENDS), output.content)) is None:
+                yield from self._author()
+            elif (yield from ahead(buffer, CHANNEL)) or (yield from ahead(buffer, MESSAGE)):
+                yield from self._message("")
+            elif recipient := (yield from self._recipient(before)):
+                yield from self._message(recipient)
+            else:
+                found = yield from until(
+                    buffer, (START, CHANNEL, MESSAGE, _CONSTRAIN, *_ENDS), output.content
+                )
+                if found is None:
                     return
-                continue
-            yield from self._message(before)
+                if found in (START, CHANNEL):
+                    buffer.unread(found)
 
-    def _is_header(self) -> Reading[bool]:
-        return (yield from ahead(self._buffer, CHANNEL)) or (yield from ahead(self._buffer, "to=functions."))
+    def _author(self) -> Reading[None]:
+        """Reads the author in a header. A message of another author is left out."""
+        buffer = self._buffer
+        yield from spaces(buffer)
+        for ours in (_AUTHOR, CHANNEL, MESSAGE):
+            if (yield from ahead(buffer, ours)):
+                yield from skip(buffer, _AUTHOR)
+                return
+        if (yield from until(buffer, (START, *_ENDS), _leave_out)) == START:
+            buffer.unread(START)
 
-    def _message(self, before: str) -> Reading[None]:
+    def _recipient(self, before: str) -> Reading[str]:
+        """Reads a recipient at the start of a header. Other text is content, and the result is empty."""
         buffer, output = self._buffer, self._output
         buffer.record(before)
-        parts: list[str] = []
-        if (yield from until(buffer, (MESSAGE,), parts.append)) is None:
-            output.give_back()
+        if (yield from skip(buffer, "to=")):
+            yield from take_while(buffer, _NAME)
+            yield from spaces(buffer)
+            for marker in (CHANNEL, MESSAGE, _CONSTRAIN):
+                if (yield from ahead(buffer, marker)):
+                    return buffer.recorded()
+        output.content(buffer.recorded())
+        return ""
+
+    def _message(self, start: str) -> Reading[None]:
+        """Reads the rest of a header, which begins with ``start``, and the message after it."""
+        buffer, output = self._buffer, self._output
+        parts = [start]
+        found = yield from until(buffer, (MESSAGE, START, *_ENDS), parts.append)
+        if found == START:
+            buffer.unread(START)
+        if found != MESSAGE:
             return
         header = "".join(parts)
-        recipient, channel = _RECIPIENT.search(header), _CHANNEL_NAME.search(header)
-        if recipient:
+        to, channels = _RECIPIENT.findall(header), _CHANNEL_NAME.findall(header)
+        recipient = to[-1] if to and to[-1] not in _NOT_TOOLS else None
+        if recipient is not None and recipient not in self._tools:
+            yield from until(buffer, _ENDS, _leave_out)
+            return
+        space, channel = channels[-1] if channels else ("", "")
+        if space and recipient is None:  # then the tokenizer also puts one before the text
+            yield from skip(buffer, " ")
+        if recipient is not None:
+            buffer.record()
             try:
-                yield from self._call(recipient[1])
+                yield from self._call(recipient)
             except Malformed:
                 output.give_back()
             return
-        buffer.recorded()
         output.paragraph()
-        show = output.reasoning if channel and channel[1] == "analysis" else output.content
-        yield from until(buffer, _ENDS, show)
+        if channel != "analysis":
+            yield from until(buffer, _ENDS, output.content)
+            return
+        output.mark(_ANALYSIS)
+        output.mark((yield from until(buffer, _ENDS, output.reasoning)) or "")
 
     def _call(self, name: str) -> Reading[None]:
-        if name not in self._tools:
-            raise Malformed
         yield from spaces(self._buffer)
         if not (yield from ahead(self._buffer, "{")):
             raise Malformed
@@ -119,3 +186,6 @@ class HarmonyReader:
         ):
             raise Malformed
         self._output.end()
+
+
+def _leave_out(text: str) -> None: ...

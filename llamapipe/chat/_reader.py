@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Generator, Iterable
+from dataclasses import replace
 from enum import Enum, auto
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from llamapipe.chat.results import ChatPiece, ToolCallDelta, new_call_id
 T = TypeVar("T")
 Reading = Generator[None, None, T]
 _SPACES = " \t\r\n"
+_SPACE_RUN = re.compile(r"[ \t\r\n]*")
 
 
 class Malformed(Exception):  # noqa: N818  (not an error: the text is something else)
@@ -45,6 +47,15 @@ class TextBuffer:
         """The text that is not consumed."""
         return self.text[self.at :]
 
+    @property
+    def n(self) -> int:
+        """The number of characters that are not consumed."""
+        return len(self.text) - self.at
+
+    def next_is(self, characters: str) -> bool:
+        """True if there is a next character and it is one of these."""
+        return self.at < len(self.text) and self.text[self.at] in characters
+
     def take(self, n: int) -> str:
         """Consumes ``n`` characters."""
         found = self.text[self.at : self.at + n]
@@ -61,6 +72,10 @@ class TextBuffer:
         """Starts recording consumed text."""
         self._recorded = [start]
 
+    def recorded_so_far(self) -> str:
+        """The text consumed since ``record``."""
+        return "".join(self._recorded or ())
+
     def recorded(self) -> str:
         """The text consumed since ``record``; stops recording."""
         text = "".join(self._recorded or ())
@@ -69,34 +84,38 @@ class TextBuffer:
 
 
 def until(
-    buffer: TextBuffer, markers: tuple[str, ...], show: Callable[[str], None], shows_partial: bool = True
+    buffer: TextBuffer,
+    markers: tuple[str, ...],
+    show: Callable[[str], None],
+    shows_partial: bool = True,
+    takes_marker: bool = True,
 ) -> Reading[str | None]:
     """Consumes text up to and including the first marker, and passes the text before it to ``show``.
 
     Returns the marker; None if the text ended first. Text that may be the start of a marker is held back until this is
-    decided; ``shows_partial``: if the text ends there, it was none.
+    decided; ``shows_partial``: if the text ends there, it was none. ``takes_marker``: otherwise it is not consumed.
     """
     pattern = _pattern(markers)
     while True:
-        rest = buffer.rest
-        found = pattern.search(rest)
-        safe = found.start() if found else len(rest)
-        is_whole = buffer.ended and shows_partial
-        held = len(rest) if is_whole else _start_of_marker(rest, markers, safe)
-        if found and found.start() <= held:
-            show(buffer.take(found.start()))
-            return buffer.take(len(found.group()))
-        show(buffer.take(min(held, safe)))
+        found = pattern.search(buffer.text, buffer.at)
+        safe = found.start() if found else len(buffer.text)
+        is_whole = buffer.ended and (found is not None or shows_partial)
+        held = len(buffer.text) if is_whole else _start_of_marker(buffer, markers, safe)
+        if found and found.start() < held:  # and later text cannot make it a longer marker
+            show(buffer.take(found.start() - buffer.at))
+            return buffer.take(len(found.group())) if takes_marker else found.group()
+        show(buffer.take(min(held, safe) - buffer.at))
         if buffer.ended:
-            buffer.take(len(buffer.rest))
+            buffer.take(buffer.n)
             return None
         yield
 
 
-def _start_of_marker(text: str, markers: tuple[str, ...], end: int) -> int:
-    """The index of the first incomplete marker at the text's end; ``len(text)`` if there is none."""
+def _start_of_marker(buffer: TextBuffer, markers: tuple[str, ...], end: int) -> int:
+    """The index of the first incomplete marker at the text's end; the text's length if there is none."""
+    text = buffer.text
     longest = max(map(len, markers), default=1)
-    for at in range(max(0, len(text) - longest + 1), min(len(text), end + 1)):
+    for at in range(max(buffer.at, len(text) - longest + 1), min(len(text), end + 1)):
         tail = text[at:]
         if any(len(marker) > len(tail) and marker.startswith(tail) for marker in markers):
             return at
@@ -113,10 +132,9 @@ def spaces(buffer: TextBuffer) -> Reading[str]:
     """Consumes spaces and newlines."""
     taken = ""
     while True:
-        rest = buffer.rest
-        n = len(rest) - len(rest.lstrip(_SPACES))
-        taken += buffer.take(n)
-        if n < len(rest) or buffer.ended:
+        found = _SPACE_RUN.match(buffer.text, buffer.at)
+        taken += buffer.take(len(found.group()) if found else 0)
+        if buffer.n or buffer.ended:
             return taken
         yield
 
@@ -124,10 +142,9 @@ def spaces(buffer: TextBuffer) -> Reading[str]:
 def ahead(buffer: TextBuffer, text: str) -> Reading[bool]:
     """True if ``text`` follows; consumes nothing."""
     while True:
-        rest = buffer.rest
-        if rest.startswith(text):
+        if buffer.text.startswith(text, buffer.at):
             return True
-        if buffer.ended or not text.startswith(rest):
+        if buffer.ended or buffer.n >= len(text) or not text.startswith(buffer.rest):
             return False
         yield
 
@@ -155,10 +172,9 @@ def take_while(buffer: TextBuffer, pattern: re.Pattern[str]) -> Reading[str]:
     """Consumes the longest text that matches ``pattern``, a repetition of single characters."""
     taken = ""
     while True:
-        found = pattern.match(buffer.rest)
-        n = found.end() if found else 0
-        taken += buffer.take(n)
-        if buffer.rest or buffer.ended:
+        found = pattern.match(buffer.text, buffer.at)
+        taken += buffer.take(len(found.group()) if found else 0)
+        if buffer.n or buffer.ended:
             return taken
         yield
 
@@ -166,11 +182,11 @@ def take_while(buffer: TextBuffer, pattern: re.Pattern[str]) -> Reading[str]:
 def one_of(buffer: TextBuffer, texts: Iterable[str]) -> Reading[str]:
     """Consumes one of ``texts``, none of which begins another one. Raises Malformed as soon as none can follow."""
     while True:
-        rest = buffer.rest
         for text in texts:
-            if rest.startswith(text):
+            if buffer.text.startswith(text, buffer.at):
                 return buffer.take(len(text))
-        if buffer.ended or not any(text.startswith(rest) for text in texts):
+        may_follow = (len(text) > buffer.n and text.startswith(buffer.rest) for text in texts)
+        if buffer.ended or not any(may_follow):
             raise Malformed
         yield
 
@@ -186,11 +202,11 @@ def json_value(buffer: TextBuffer, show: Callable[[str], None] = _ignore) -> Rea
     """
     if not (yield from some(buffer)):
         raise Malformed
-    is_open = buffer.rest[0] in '{["'
+    is_open = buffer.next_is('{["')
     scanner = _JsonScanner()
     text = ""
     while True:
-        piece = buffer.take(scanner.scan(buffer.rest))
+        piece = buffer.take(scanner.scan(buffer.text, buffer.at) - buffer.at)
         text += piece
         if scanner.failed:
             raise Malformed
@@ -211,13 +227,13 @@ def json_value(buffer: TextBuffer, show: Callable[[str], None] = _ignore) -> Rea
 
 def some(buffer: TextBuffer) -> Reading[bool]:
     """Waits for text; False if it has ended."""
-    while not buffer.rest and not buffer.ended:
+    while not buffer.n and not buffer.ended:
         yield
-    return bool(buffer.rest)
+    return buffer.n > 0
 
 
 class _Expect(Enum):
-    """What the next character of JSON belongs to."""
+    """The part of JSON that the next character belongs to."""
 
     VALUE = auto()
     FIRST_ITEM = auto()  # or the end of the array
@@ -241,9 +257,8 @@ class _JsonScanner:
         self._is_key = False
         self._token = ""  # of an escape, a number or a literal
 
-    def scan(self, text: str) -> int:
-        """How many characters of the text belong to the value. Sets ``failed`` if another one had to follow."""
-        at = 0
+    def scan(self, text: str, at: int) -> int:
+        """The end of the value's characters from ``at``. Sets ``failed`` if a different character was required."""
         while at < len(text) and not self.done:
             if self._expect is _Expect.STRING:
                 found = _PLAIN.match(text, at)
@@ -351,11 +366,24 @@ class AnswerOutput:
     """Output that was parsed and not returned yet. Spaces before a call and around reasoning are dropped.
 
     With ``stream_calls`` the pieces of a call are returned as they are read, else when the call is complete.
+    ``control``: the texts of control tokens, which never become content. ``reasoning_format``: see ``ChatParser``.
     """
 
-    def __init__(self, buffer: TextBuffer, stream_calls: bool) -> None:
+    def __init__(
+        self,
+        buffer: TextBuffer,
+        stream_calls: bool,
+        control: frozenset[str] = frozenset(),
+        reasoning_format: str = "auto",
+    ) -> None:
         self._buffer = buffer
+        self._separates = reasoning_format != "none"
+        self._shows_marks = reasoning_format in ("none", "deepseek-legacy")
+        self.opened = (
+            ""  # a marker of reasoning that the prompt ends with, and that no text of it follows yet
+        )
         self._stream_calls = stream_calls
+        self._control = _pattern(tuple(sorted(control)))
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._deltas: list[ToolCallDelta] = []
@@ -400,6 +428,9 @@ class AnswerOutput:
 
     def reasoning(self, text: str) -> None:
         """Adds text of the reasoning."""
+        self.mark(text)
+        if not self._separates:
+            return
         visible = text.rstrip()
         if visible:
             self._reasoning.append(self._reasoning_spaces + visible)
@@ -408,10 +439,25 @@ class AnswerOutput:
         else:
             self._reasoning_spaces += text
 
+    def mark(self, text: str) -> None:
+        """Adds a marker of reasoning or spaces around it. They are content only if reasoning is."""
+        if self._shows_marks and text:
+            self.content(self.opened + text)
+            self.opened = ""
+
+    def thought(self) -> None:
+        """Begins reasoning, separated from earlier reasoning by an empty line."""
+        self._reasoning_spaces = "\n\n" if self._any_reasoning else ""
+
     def paragraph(self) -> None:
         """Begins another message, separated from the one before by an empty line."""
-        self._spaces = "\n\n" if self._any_content else ""
+        if not self._shows_marks:
+            self._spaces = "\n\n" if self._any_content else ""
         self._reasoning_spaces = "\n\n" if self._any_reasoning else ""
+
+    def end_text(self) -> None:
+        """Marks the place of a marker: spaces before it are not part of the text."""
+        self._spaces = ""
 
     def finish(self) -> None:
         """Ends the text."""
@@ -420,9 +466,28 @@ class AnswerOutput:
         self._spaces = ""
 
     # ---- calls
+    @property
+    def n_calls(self) -> int:
+        """The number of calls that were read."""
+        return self._n_calls
+
+    def hold(self) -> bool:
+        """Holds back the pieces of the next calls until each is complete. Returns the value for ``release``."""
+        before, self._stream_calls = self._stream_calls, False
+        return before
+
+    def release(self, before: bool) -> None:
+        """Ends ``hold``."""
+        self._stream_calls = before
+
     def begin(self, name: str, id_: str | None) -> None:
         """A call begins. ``id_``: the model's own id, if it is known already."""
         self._add(ToolCallDelta(self._n_calls, id_ or new_call_id(), name, ""))
+
+    def identify(self, id_: str) -> None:
+        """Sets the model's id of the current call. It has no effect after a part of the call was returned."""
+        if self._held:
+            self._held[0] = replace(self._held[0], id=id_)
 
     def more(self, text: str) -> None:
         """The next piece of the JSON text of the call's arguments."""
@@ -463,9 +528,38 @@ class AnswerOutput:
         if self.drops_incomplete and self._buffer.ended:
             self._drop()
         else:
-            self.content(self._buffer.recorded())
+            self.content(self.without_control(self._buffer.recorded()))
+
+    def without_control(self, text: str) -> str:
+        """The text without control tokens."""
+        return self._control.sub("", text)
 
     def _drop(self) -> None:
         """Drops what was read of an incomplete call, and the rest of the text, which belongs to it."""
         self._buffer.recorded()
-        self._buffer.take(len(self._buffer.rest))
+        self._buffer.take(self._buffer.n)
+
+
+class HeldCalls(AnswerOutput):
+    """Calls that may prove to be text: each a name, the model's id, and the text of its arguments."""
+
+    def __init__(self, buffer: TextBuffer) -> None:
+        super().__init__(buffer, False)
+        self.calls: list[tuple[str, str | None, str]] = []
+
+    def begin(self, name: str, id_: str | None) -> None:
+        """See the base class."""
+        self.calls.append((name, id_, ""))
+
+    def identify(self, id_: str) -> None:
+        """See the base class."""
+        name, _, arguments = self.calls[-1]
+        self.calls[-1] = name, id_, arguments
+
+    def more(self, text: str) -> None:
+        """See the base class."""
+        name, id_, before = self.calls[-1]
+        self.calls[-1] = name, id_, before + text
+
+    def end(self) -> None:
+        """See the base class."""

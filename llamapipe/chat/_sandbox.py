@@ -28,6 +28,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from llamapipe._messages import quoted
+from llamapipe.errors import InvalidRequestError
 
 MAX_ITERATIONS = 1_000_000
 MAX_SIZE = 2**26
@@ -53,12 +54,15 @@ class LimitError(SecurityError):
 
 
 class Limits:
-    """The counts of one rendering, used by one thread. Methods that count raise LimitError over a limit."""
+    """The counts of one rendering, used by one thread. Methods that count raise LimitError over a limit.
 
-    def __init__(self) -> None:
+    ``within``: the limits of an outer rendering. The inner one shares its time.
+    """
+
+    def __init__(self, within: Limits | None = None) -> None:
         self._n_iterations = 0
         self._size = 0
-        self._end = monotonic() + MAX_SECONDS
+        self._end: float = monotonic() + MAX_SECONDS if within is None else within._end
 
     def iterate(self, n: int = 1) -> None:
         """Counts iterations of loops and calls of macros, and checks the time."""
@@ -236,8 +240,8 @@ def current() -> Limits:
 
 @contextmanager
 def new_limits() -> Iterator[Limits]:
-    """Starts counting for one rendering."""
-    limits = Limits()
+    """Starts the counts of one rendering, or the time of several renderings."""
+    limits = Limits(_current.get())
     token = _current.set(limits)
     try:
         yield limits
@@ -245,10 +249,24 @@ def new_limits() -> Iterator[Limits]:
         _current.reset(token)
 
 
+@contextmanager
+def limited() -> Iterator[None]:
+    """Several renderings that share the time of one. Raises InvalidRequestError at the end if they took longer."""
+    with new_limits() as limits:
+        yield
+        try:
+            limits.check_time()
+        except LimitError as e:
+            raise InvalidRequestError(f"the chat template was stopped: {e}") from None
+
+
 # Slow for long texts, and of no use in a prompt.
 _REMOVED_FILTERS = ("urlize", "wordwrap", "striptags", "xmlattr", "pprint")
 _CHECKED_FILTERS = frozenset({"center", "indent", "batch", "slice", "truncate", "round", "tojson"})
 _PADS = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs"})
+_PER_SORTED = (
+    3  # iterations more for each value that a filter sorts: Jinja makes a key of it, then it is compared
+)
 _SORTING = frozenset(
     {"sort", "groupby", "dictsort", "unique", "min", "max"}
 )  # these make lower-case copies of texts
@@ -494,6 +512,7 @@ def _counted_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
             if not isinstance(value, (str, Mapping)):
                 value = list(value)
                 arguments = (*arguments[:place], value, *others)
+            limits.iterate(_PER_SORTED * len(value))
             limits.use_deep(value)
         result = function(*arguments, **keywords)
         limits.use_made(result)
@@ -539,6 +558,12 @@ def _now(form: str) -> str:
     return datetime.datetime.now().astimezone().strftime(form[:100])
 
 
+class JsonText(str):
+    """JSON text in place of a value: ``tojson`` writes it unchanged. It may be incomplete."""
+
+    __slots__ = ()
+
+
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
@@ -547,7 +572,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Writes plain JSON; jinja2's own filter escapes it for HTML."""
-    return json.dumps(
+    made = json.dumps(
         value,
         ensure_ascii=ensure_ascii,
         indent=indent,
@@ -555,6 +580,18 @@ def _tojson(
         sort_keys=sort_keys,
         default=_as_list,
     )
+    for text in _json_texts(value):
+        made = made.replace(json.dumps(text, ensure_ascii=ensure_ascii), text)
+    return made
+
+
+def _json_texts(value: Any) -> Iterator[JsonText]:
+    """Those within a value."""
+    if isinstance(value, JsonText):
+        yield value
+    elif isinstance(value, (Mapping, list)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _json_texts(part)
 
 
 def _as_list(value: Any) -> list[Any]:

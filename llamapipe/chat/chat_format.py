@@ -8,18 +8,21 @@ from itertools import takewhile
 from typing import Any
 
 from llamapipe._messages import quoted
-from llamapipe.chat._answer_grammar import AnswerGrammar, GrammarWriter, Literals, SpecialId, TaggedArguments
+from llamapipe.chat._answer_grammar import AnswerGrammar, GrammarWriter
+from llamapipe.chat._answer_markers import AnswerMarkers, MarkerProbe
 from llamapipe.chat._call_format import (
-    KNOWN_REASONING,
+    PYTHON_TAG,
     CallFormat,
-    ReasoningMarkers,
     Render,
     Style,
     TemplateProbe,
+    n_tags,
     segments,
 )
-from llamapipe.chat._harmony import REASONING as HARMONY_REASONING
+from llamapipe.chat._harmony import MARKERS as HARMONY_MARKERS
 from llamapipe.chat._harmony import harmony_grammar, is_harmony
+from llamapipe.chat._lark import Literals, SpecialId
+from llamapipe.chat._tagged_arguments import TaggedArguments
 from llamapipe.chat.parser import ChatParser
 from llamapipe.chat.tools import Tool
 from llamapipe.errors import InvalidRequestError
@@ -27,55 +30,94 @@ from llamapipe.structured.schema import Schema, closed_objects, schema_object, s
 
 
 class ChatFormat:
-    """How the answers of one template mark tool calls and reasoning. Immutable; any thread.
+    """The markers of tool calls and reasoning in one template's answers. Immutable; any thread.
 
-    ``of`` detects it once per template. Each request gets its grammar and its parser from it.
+    ``of`` detects the format once per template and set of template arguments. ``grammar`` and ``parser`` make those of
+    a request.
 
     - ``supports_tools``: the template writes tool calls in a format that was recognised.
-    - ``reasoning``: the markers around reasoning, or None.
+    - ``shows_tools``: the template has a place for the definitions of tools.
+    - ``markers``: the markers of reasoning and text. ``reasoning``: the pair around reasoning, or None.
     - ``reasoning_off``: template arguments that switch reasoning off, such as ``{"enable_thinking": False}``.
     """
 
     def __init__(
         self,
         calls: CallFormat | None,
-        reasoning: ReasoningMarkers | None,
+        markers: AnswerMarkers,
         reasoning_off: dict[str, Any],
         special_id: SpecialId,
         harmony: bool = False,
+        shows_tools: bool = True,
     ) -> None:
         self.calls = calls
-        self.reasoning = reasoning
+        self.shows_tools = shows_tools
+        self.markers = markers
+        self.reasoning = markers.reasoning
         self.reasoning_off = reasoning_off
         self._harmony = harmony
         self._literals = Literals(special_id)
 
     @classmethod
     def of(
-        cls, render: Render, special_id: SpecialId, is_eog: Callable[[int], bool] | None = None
+        cls,
+        render: Render,
+        special_id: SpecialId,
+        is_eog: Callable[[int], bool] | None = None,
+        usual: ChatFormat | None = None,
     ) -> ChatFormat:
-        """Probes a template: about twenty renders of short conversations.
+        """Probes a template: about forty renders of short conversations.
 
         ``special_id`` returns the token's id if the text is one control token of the vocabulary, else None. ``is_eog``
         returns whether a token ends generation. Such a token is never part of a call, although templates write it
-        after calls.
+        after calls. ``usual``: the format without template arguments, where ``render`` has some. It holds where the
+        texts with them do not contradict it: with documents, say, templates do not show what a plain chat shows.
         """
         probe = TemplateProbe(render)
+        if usual is not None:
+            return cls._with_arguments(probe, special_id, is_eog, usual)
+        return cls._of(probe, special_id, is_eog)
+
+    @classmethod
+    def _with_arguments(
+        cls,
+        probe: TemplateProbe,
+        special_id: SpecialId,
+        is_eog: Callable[[int], bool] | None,
+        usual: ChatFormat,
+    ) -> ChatFormat:
+        found = cls._of(probe, special_id, is_eog)
+        if found._harmony or usual._harmony:
+            return usual if usual._harmony else found
+        calls = found.calls
+        if calls is None or (usual.calls is not None and (calls.in_content or probe.shows(usual.calls))):
+            calls = usual.calls
+        markers = MarkerProbe(probe, lambda text: special_id(text) is not None).kept(
+            usual.markers, found.markers
+        )
+        return cls(calls, markers, usual.reasoning_off, special_id, shows_tools=found.shows_tools)
+
+    @classmethod
+    def _of(
+        cls, probe: TemplateProbe, special_id: SpecialId, is_eog: Callable[[int], bool] | None
+    ) -> ChatFormat:
+
+        def is_control(text: str) -> bool:
+            return special_id(text) is not None
+
+        def ends(text: str) -> bool:
+            return is_eog is not None and (token := special_id(text)) is not None and is_eog(token)
+
         if is_harmony(probe.prompt, probe.calls(1)):
-            return cls(None, HARMONY_REASONING, {}, special_id, harmony=True)
-        calls, reasoning = probe.call_format(), probe.reasoning()
-        if calls is not None and is_eog is not None:
-            calls = _without_eog(
-                calls, lambda text: (token := special_id(text)) is not None and is_eog(token)
-            )
-        if reasoning is None:  # such tokens are in the vocabulary of a reasoning model
-            known = (
-                m
-                for m in KNOWN_REASONING
-                if special_id(m.start) is not None and special_id(m.end) is not None
-            )
-            reasoning = next(known, None)
-        return cls(calls, reasoning, probe.reasoning_off(), special_id)
+            return cls(None, HARMONY_MARKERS, {}, special_id, harmony=True)
+        calls = probe.call_format(is_control)
+        if calls is not None:
+            calls = _without_eog(calls, ends)
+        marker_probe = MarkerProbe(probe, is_control)
+        markers = marker_probe.markers(calls, ends)
+        if calls is not None and not calls.trigger and is_control(PYTHON_TAG):
+            markers = replace(markers, control=markers.control | {PYTHON_TAG})
+        return cls(calls, markers, marker_probe.reasoning_off(), special_id, shows_tools=probe.shows_tools)
 
     def __repr__(self) -> str:
         calls = "HARMONY" if self._harmony else self.calls.style.name if self.calls else None
@@ -86,6 +128,11 @@ class ChatFormat:
         """True if the template writes tool calls in a format that was recognised."""
         return self._harmony or self.calls is not None
 
+    @property
+    def is_marked(self) -> bool:
+        """True if an answer without tools has markers other than control tokens."""
+        return self.reasoning is not None or self.markers.marks_text
+
     def grammar(
         self,
         tools: Sequence[Tool],
@@ -95,6 +142,7 @@ class ChatFormat:
         prompt_tail: str,
         schema: Schema | None = None,
         whitespace: str = "compact",
+        plain: bool = False,
     ) -> str | None:
         """A Lark grammar, for llguidance, of the answers that a request allows; None if any text is allowed.
 
@@ -102,7 +150,8 @@ class ChatFormat:
           call. ``parallel``: several calls are allowed, where the template can write several.
         - ``prompt_tail``: the end of the rendered prompt, which may have begun or closed the reasoning.
         - ``schema``: the JSON schema of the text after the reasoning; with "auto", the answer is such JSON or calls.
-          ``whitespace``: the spaces of such JSON, as ``SamplingParams.json_whitespace`` names them.
+          ``whitespace``: the spaces of such JSON, as ``SamplingParams.json_whitespace`` names them. ``plain``: a call
+          may also be plain JSON; see ``differs_from_calls``.
 
         Raises InvalidRequestError if the template cannot write calls, or a schema cannot be followed exactly.
         """
@@ -124,6 +173,12 @@ class ChatFormat:
             reasoning=None if self._is_closed(prompt_tail) else self.reasoning,
             reasoning_open=self._is_open(prompt_tail),
             whitespace=whitespace,
+            text_starts=self.markers.text_starts,
+            text_end=self.markers.text_end,
+            # One token ends generation, where it is the template's.
+            turn_end=self.markers.turn_end if n_tags(self.markers.turn_end) > 1 else "",
+            plain=plain and choice == "auto",
+            prompted=self._prompted(prompt_tail),
         )
         if self._harmony:
             return harmony_grammar(answer, self._literals)
@@ -158,30 +213,42 @@ class ChatFormat:
         stream_calls: bool = False,
         lenient: bool = False,
         parallel: bool = True,
+        reasoning_format: str = "auto",
+        continues: bool = False,
     ) -> ChatParser:
         """A parser for one answer to a prompt that ends with ``prompt_tail``.
 
         ``stream_calls``: return a call's arguments while they arrive. Use it only if the grammar constrains the answer.
         ``lenient``: with "auto", an answer that consists of calls as plain JSON is read as these, of several calls only
-        if ``parallel``.
+        if ``parallel``. ``reasoning_format``: as ``ChatParser`` takes it. ``continues``: the answer continues a
+        message, so its caller has what the prompt holds of it.
         """
+        start = "" if self.reasoning is None else self.reasoning.start
+        is_open = self._is_open(prompt_tail)
         return ChatParser(
             self.calls,
-            None if self._is_closed(prompt_tail) else self.reasoning,
-            reasoning_open=self._is_open(prompt_tail),
+            self.markers,
+            reasoning_open=is_open,
             tools={} if choice == "none" else {t.name: t.parameters for t in tools},
             stream_calls=stream_calls,
             required=choice not in ("auto", "none"),
             harmony=self._harmony,
             lenient=lenient and choice == "auto",
             parallel=parallel,
+            reasoning_format=reasoning_format,
+            opened=start + prompt_tail.rpartition(start)[2] if is_open and not continues else "",
+            prompted=self._prompted(prompt_tail),
         )
 
-    def continued_tail(self, prompt_tail: str, messages: Any, is_constrained: bool) -> str:
-        """The ``prompt_tail`` for a prompt that ends inside its last message.
+    def continued_tail(
+        self, prompt_tail: str, messages: Any, is_constrained: bool, part: str = "content"
+    ) -> str:
+        """The ``prompt_tail`` for a prompt that ends inside its last message; ``part``: "content" or "reasoning".
 
         Raises InvalidRequestError if the template's messages cannot be continued by a constrained answer.
         """
+        if part == "reasoning" and self.reasoning is not None:
+            return self.reasoning.start
         if self._harmony and is_constrained:
             raise InvalidRequestError(
                 "continue_last: this model's template cannot continue a message with tools or a response_format"
@@ -192,6 +259,11 @@ class ChatFormat:
             if start > end:
                 return self.reasoning.start  # the message ends inside its reasoning
         return prompt_tail
+
+    def _prompted(self, prompt_tail: str) -> str:
+        """The start of a call's opening at the end of the prompt; empty if there is none."""
+        start = "" if self.calls is None else self.calls.prompted
+        return start if prompt_tail.endswith(start) else ""
 
     def _is_open(self, prompt_tail: str) -> bool:
         return self.reasoning is not None and prompt_tail.rstrip().endswith(self.reasoning.start)
@@ -222,6 +294,15 @@ def _without_notes(schema: dict[str, Any]) -> dict[str, Any]:
         for name in _NOTES:
             part.pop(name, None)
     return schema
+
+
+def differs_from_calls(schema: Schema) -> bool:
+    """True unless a schema lists both members of a call, ``name`` and ``arguments``."""
+    return not {"name", "arguments"} <= {
+        name
+        for _, part in subschemas(schema_object(schema))
+        for name in (part["properties"] if isinstance(part.get("properties"), dict) else ())
+    }
 
 
 class _Checked:

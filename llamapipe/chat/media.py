@@ -23,7 +23,7 @@ def _place(index: int, i: int) -> str:
 
 
 def first_media(messages: Any) -> tuple[str, str] | None:
-    """Where the first image or sound of messages is, and its type; None: there are none."""
+    """The place of the first image or sound in messages, and its type; None if there are none."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         return None
     for index, message in enumerate(messages):
@@ -95,16 +95,20 @@ def taken_media(messages: Any) -> tuple[Any, str, list[Given]]:
     return [marked(index, message) for index, message in enumerate(messages)], mark, given
 
 
-def check_shown(messages: Any, mark: str, tokens: Sequence[int]) -> None:
-    """Raises InvalidRequestError if a template left out an image or a sound of the messages, or wrote it twice."""
+def check_shown(messages: Any, mark: str, tokens: Sequence[int], places: Sequence[str]) -> None:
+    """Raises InvalidRequestError if a template left out an image or a sound of the messages, or wrote it twice.
+
+    ``places``: the places of all media of the call, including media of other messages.
+    """
     pattern = re.compile(f"{mark}([0-9]+){mark}")
     texts = (text for message in messages for text in _texts(message.get("content")))
     asked = sorted(int(number) for text in texts for number in pattern.findall(text))
     shown = sorted(-1 - token for token in tokens if token < 0)
     if asked != shown:
+        first = next((number for number in asked if shown.count(number) != 1), asked[0])
         raise InvalidRequestError(
-            f"the chat template shows {len(shown)} of the {len(asked)} images and sounds in the messages; "
-            "put them into messages of the user, or give another chat_template"
+            f"{places[first]}: the chat template shows {len(shown)} of the {len(asked)} images and sounds in the "
+            "messages, and not this one; put them into messages of the user, or give another chat_template"
         )
 
 

@@ -1,25 +1,28 @@
 """Prepares messages for templates: checks them, reduces them to plain JSON, and converts them to templates' forms.
 
 Also drops the oldest turns of a conversation that does not fit into the context: the engine (``truncation="auto"``),
-the server and ``llamapipe chat`` use ``kept_messages``. A turn begins with a user's message. When a conversation does
-not fit, turns are dropped until it fills half of the context, not just until it fits:
-the prompts after it then begin with the same tokens, which the prefix cache has. A caller sends its whole conversation
-each time, so the same turns must be dropped again. That is why the function replays how the conversation grew.
+the server and ``llamapipe chat`` use ``kept_messages``. A turn begins with a user's message, and has all results of its
+tool calls. When a conversation does not fit, turns are dropped until it fills half of the context, or, beside long
+tools and system messages, half of what these leave; not just until it fits: the prompts after it then begin with the
+same tokens, which the prefix cache has. A caller sends its whole conversation each time, so the same turns must be
+dropped again. That is why the function replays how the conversation grew.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from llamapipe._messages import did_you_mean, nearest, quoted
+from llamapipe.chat.halves import whole_json
 from llamapipe.errors import InvalidRequestError
 
 Message = dict[str, Any]
-_ROLES = ("system", "developer", "user", "assistant", "tool")
+_SYSTEM = ("system", "developer")
+_ROLES = (*_SYSTEM, "user", "assistant", "tool")
 ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _EXAMPLE = 'engine.chat([{"role": "user", "content": "Hello"}])'
@@ -29,6 +32,7 @@ def check_messages(messages: object) -> list[Message]:
     """The messages as plain dicts whose ``content`` is text.
 
     ``content`` may be None, text, or a list of parts with text. The arguments of tool calls become dicts.
+    Arguments that are not a JSON object, such as those of a call that was cut off, stay text.
     Raises TypeError or InvalidRequestError, which name the message's index.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
@@ -41,7 +45,7 @@ def check_messages(messages: object) -> list[Message]:
 def plain(name: str, value: Any) -> Any:
     """A copy of a value as plain JSON: templates never see the caller's objects. Raises InvalidRequestError."""
     try:
-        return json.loads(json.dumps(value))
+        return json.loads(whole_json(json.dumps(value)))
     except (TypeError, ValueError, RecursionError) as e:
         raise InvalidRequestError(f"{name} cannot be written as JSON: {e}") from None
 
@@ -124,34 +128,69 @@ def _calls(place: str, calls: Any) -> list[dict[str, Any]]:
                 f"{place}: tool_calls[{i}] must have the form "
                 '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
             )
-        arguments = function.get("arguments", {})
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError) as e:
-                raise InvalidRequestError(
-                    f"{place}: the arguments of tool_calls[{i}] are not valid JSON: {e}"
-                ) from None
-        if not isinstance(arguments, dict):
-            raise InvalidRequestError(f"{place}: the arguments of tool_calls[{i}] must be a JSON object")
+        arguments = _arguments(function.get("arguments"))
         made.append({"type": "function", **call, "function": {**function, "arguments": arguments}})
     return made
 
 
+def _arguments(given: Any) -> dict[str, Any] | str:
+    """The arguments of a call as an object; anything else as text.
+
+    Callers also send back answers that ``max_tokens`` ended within a call. Their arguments are not JSON.
+    """
+    if given is None or given == "":
+        return {}
+    if not isinstance(given, str):
+        return given if isinstance(given, dict) else json.dumps(given, ensure_ascii=False)
+    try:
+        value = json.loads(whole_json(given))
+    except (ValueError, RecursionError):
+        return given
+    return value if isinstance(value, dict) else given
+
+
+# The names of an assistant's reasoning in clients and templates.
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+
+
+def reasoning_of(message: Mapping[str, Any]) -> str:
+    """The reasoning in a message; empty if there is none."""
+    return next((text for key in REASONING_KEYS if isinstance(text := message.get(key), str) and text), "")
+
+
+def continued_part(message: Mapping[str, Any], asked: bool | str) -> str:
+    """The part of the last message that an answer continues: "content", "reasoning", or empty for none.
+
+    ``asked``: the part, or True for the last one that the message has.
+    """
+    if asked is True:
+        return "reasoning" if reasoning_of(message) and not message.get("content") else "content"
+    return asked or ""
+
+
 # ---- the forms that some templates expect
-def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
-    """The messages with the arguments of tool calls as JSON text."""
+def with_reasoning_names(messages: Sequence[Message]) -> list[Message]:
+    """The messages with an assistant's reasoning under every name that templates use.
+
+    gpt-oss uses ``thinking``. Its template refuses it beside content and shows it only before calls.
+    """
+    made = []
+    for message in messages:
+        if text := reasoning_of(message):
+            calls = message.get("tool_calls") and not message.get("content")
+            names = REASONING_KEYS if calls else REASONING_KEYS[:2]
+            message = {**dict.fromkeys(names, text), **message}  # noqa: PLW2901
+        made.append(message)
+    return made
+
+
+def with_arguments(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
+    """The messages with the arguments of tool calls changed."""
     made = []
     for message in messages:
         if message.get("tool_calls"):
             calls = [
-                {
-                    **call,
-                    "function": {
-                        **call["function"],
-                        "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-                    },
-                }
+                {**call, "function": {**call["function"], "arguments": change(call["function"]["arguments"])}}
                 for call in message["tool_calls"]
             ]
             made.append({**message, "tool_calls": calls})
@@ -160,10 +199,32 @@ def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
     return made
 
 
+def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
+    """The messages with the arguments of tool calls as JSON text."""
+    return with_arguments(
+        messages, lambda given: given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    )
+
+
+def with_object_arguments(messages: Sequence[Message]) -> list[Message]:
+    """The messages with the arguments of all tool calls as objects. Other text becomes the only member."""
+    return with_arguments(messages, lambda given: {"arguments": given} if isinstance(given, str) else given)
+
+
+def text_arguments(messages: Sequence[Message]) -> list[str]:
+    """The arguments that are not objects."""
+    return [
+        call["function"]["arguments"]
+        for message in messages
+        for call in message.get("tool_calls") or ()
+        if isinstance(call["function"]["arguments"], str)
+    ]
+
+
 def with_merged_system(messages: Sequence[Message]) -> list[Message]:
     """The messages without a system message: its text is put before the text of the first user message."""
-    texts = [message["content"] for message in messages if message["role"] == "system"]
-    others = [message for message in messages if message["role"] != "system"]
+    texts = [message["content"] for message in messages if message["role"] in _SYSTEM]
+    others = [message for message in messages if message["role"] not in _SYSTEM]
     for i, message in enumerate(others):
         if message["role"] == "user":
             others[i] = {**message, "content": "\n".join([*texts, message["content"]])}
@@ -171,10 +232,68 @@ def with_merged_system(messages: Sequence[Message]) -> list[Message]:
     return [{"role": "user", "content": "\n".join(texts)}, *others]
 
 
+def with_users_text(
+    messages: Sequence[Message], places: Container[int], after_tools: bool = True
+) -> list[Message]:
+    """The messages with the system messages at ``places`` changed so that a template shows them there.
+
+    System messages directly after the first one are added to it. The others become text of the user. ``after_tools``:
+    the template accepts such text after the result of a tool; otherwise it is added to that result.
+    """
+    made: list[Message] = []
+    for i, message in enumerate(messages):
+        if i not in places:
+            made.append(message)
+            continue
+        before = made[-1]["role"] if made else ""
+        if (before == "tool" and not after_tools) or (made and all(one["role"] in _SYSTEM for one in made)):
+            made[-1] = {**made[-1], "content": f"{made[-1]['content']}\n\n{message['content']}"}
+        else:
+            made.append({**message, "role": "user"})
+    return made
+
+
+def with_joined_users(messages: Sequence[Message]) -> list[Message]:
+    """The messages with consecutive messages of the user joined."""
+    made: list[Message] = []
+    for message in messages:
+        if message["role"] == "user" and made and made[-1]["role"] == "user":
+            made[-1] = {**made[-1], "content": f"{made[-1]['content']}\n\n{message['content']}"}
+        else:
+            made.append(message)
+    return made
+
+
 def with_null_content(messages: Sequence[Message]) -> list[Message]:
     """The messages with None as the content of those that hold tool calls and no text."""
     return [
         {**message, "content": None} if message.get("tool_calls") and not message["content"] else message
+        for message in messages
+    ]
+
+
+def with_written_calls(
+    messages: Sequence[Message], written: Callable[[Sequence[tuple[str, str, dict[str, Any]]]], str]
+) -> list[Message]:
+    """The messages with tool calls as part of their text. ``written``: writes calls of id, name and arguments."""
+    made = []
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            given = [
+                (str(call.get("id", "")), call["function"]["name"], call["function"]["arguments"])
+                for call in calls
+            ]
+            rest = {key: value for key, value in message.items() if key != "tool_calls"}
+            made.append({**rest, "content": (message["content"] or "") + written(given)})
+        else:
+            made.append(message)
+    return made
+
+
+def with_reasoning(messages: Sequence[Message]) -> list[Message]:
+    """The messages with empty reasoning in answers without reasoning."""
+    return [
+        {"reasoning_content": "", **message} if message["role"] == "assistant" else message
         for message in messages
     ]
 
@@ -186,6 +305,14 @@ def with_parts(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
+def with_tools_in_system(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """The messages with the tools as JSON in the first system message, which is added if there is none."""
+    text = json.dumps([tool.get("function", tool) for tool in tools], ensure_ascii=False)
+    if messages and messages[0]["role"] == "system":
+        return [{**messages[0], "tools": text}, *messages[1:]]
+    return [{"role": "system", "content": "", "tools": text}, *messages]
+
+
 def with_system_role(messages: Sequence[Message]) -> list[Message]:
     """The messages with the role ``developer`` replaced by its older name, ``system``."""
     return [
@@ -193,8 +320,25 @@ def with_system_role(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
+def with_descriptions(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Tools with a description for every parameter, empty where it was missing."""
+    made = []
+    for tool in tools:
+        function = tool["function"]
+        parameters = function.get("parameters") or {}
+        properties = parameters.get("properties")
+        if isinstance(properties, Mapping):
+            described = {
+                name: {"description": "", **one} if isinstance(one, Mapping) else one
+                for name, one in properties.items()
+            }
+            function = {**function, "parameters": {**parameters, "properties": described}}
+        made.append({**tool, "function": function})
+    return made
+
+
 MessageT = TypeVar("MessageT", bound=Mapping[str, Any])
-_SYSTEM = ("system", "developer")
+_RESULTS = ("tool", "function")
 _MOST_CHARACTERS = (
     64  # for each token of the context, of the turns that are looked at: older ones are gone anyway
 )
@@ -252,11 +396,17 @@ def _room(n_ctx: int, max_tokens: int | None) -> int:
 def _turns(messages: list[MessageT]) -> list[list[MessageT]]:
     """The messages in groups, each of which begins with a user's message after one of another role.
 
+    A tool call and its result are in one group.
+
     What precedes the first one, such as a greeting, belongs to the first turn: templates may refuse to count the tokens
     of messages without a user's.
     """
     users = [i for i, message in enumerate(messages) if message.get("role") == "user"]
-    begins = [i for i in users[1:] if messages[i - 1].get("role") != "user"]
+    answers_earlier, is_answer = [False] * len(messages), False
+    for i in reversed(range(len(messages))):
+        is_answer = messages[i].get("role") in _RESULTS or (is_answer and not messages[i].get("tool_calls"))
+        answers_earlier[i] = is_answer
+    begins = [i for i in users[1:] if messages[i - 1].get("role") != "user" and not answers_earlier[i]]
     if not messages:
         return []
     begins.insert(0, 0)
@@ -271,13 +421,21 @@ def _first_after_growing(
     n_free: int,
 ) -> int:
     """The first turn that is kept if the turns come one after the other."""
+    if len(turns) == 1:
+        return 0
     sizes = [n_tokens(turn) for turn in turns]
-    n = n_tokens([*head, *turns[0]]) - sizes[0]  # the head's
+    # Text that the template writes once, such as tools, is in each of them.
+    n_once = max(sizes[0] + sizes[1] - n_tokens([*turns[0], *turns[1]]), 0)
+    sizes = [size - n_once for size in sizes]
+    n = n_tokens([*head, *turns[0]]) - sizes[0]  # the tokens of the head and of text that is written once
+    n_wanted = max(n_ctx // 2, n + (n_ctx - n_free - n) // 2)
     first = 0
     for index, size in enumerate(sizes):
-        n += size
-        if n + n_free > n_ctx:
-            while first < index and n > n_ctx // 2:
+        if n + size + n_free > n_ctx:
+            # A turn without an answer counts like the turn before, so the cut stays when the answer arrives.
+            usual = sizes[index - 1] if index else size
+            while first < index and (n + usual > n_wanted or n + size + n_free > n_ctx):
                 n -= sizes[first]
                 first += 1
+        n += size
     return first

@@ -10,15 +10,34 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from llamapipe.chat._answer_grammar import PYTHON_TAG, TaggedArguments
-from llamapipe.chat._call_format import CallFormat, ReasoningMarkers, Style
+from llamapipe.chat._answer_markers import AnswerMarkers
+from llamapipe.chat._argument_values import (
+    KEY,
+    nested_key,
+    nested_value,
+    next_item,
+    python_value,
+    quoted_key,
+    quoted_value,
+)
+from llamapipe.chat._call_format import (
+    CDATA,
+    CDATA_END,
+    PYTHON_TAGS,
+    CallFormat,
+    ReasoningMarkers,
+    Slot,
+    Style,
+    segments,
+)
 from llamapipe.chat._harmony import HarmonyReader
 from llamapipe.chat._reader import (
     AnswerOutput,
+    HeldCalls,
     Malformed,
     Reading,
     TextBuffer,
@@ -32,74 +51,148 @@ from llamapipe.chat._reader import (
     take_while,
     until,
 )
+from llamapipe.chat._tagged_arguments import TaggedArguments
 from llamapipe.chat.results import ChatPiece
+from llamapipe.errors import InvalidRequestError
 from llamapipe.structured.schema import takes_nothing
 
 _NAME = re.compile(r"[\w.\-]*")
-_ID = re.compile(r"[A-Za-z0-9]*")
+_ID, _NUMBER = re.compile(r"[\w\-]*"), re.compile(r"[0-9]*")
+_WITHOUT_TAGS = re.compile("|".join(map(re.escape, PYTHON_TAGS)))
 # Models trained on several formats mix up these two names of a call's arguments.
 _ARGUMENTS_KEYS = ("arguments", "parameters")
+
+
+@dataclass
+class _Read:
+    """The members of a call's JSON object that have been read."""
+
+    name: str | None = None
+    id: str | None = None
+    arguments: str | None = None
+    begun: bool = False
+    is_shown: bool = False  # the arguments were returned
+
+
+def _parts(marker: str) -> list[str]:
+    """The parts of the end of a call or a section. Spaces may separate them."""
+    text = marker.strip()
+    if segments(text)[:1] == ["]"]:
+        return ["]", *filter(None, [text[1:].strip()])]
+    return text.split()
 
 
 class CallReader:
     """Reads one section of calls. The generators raise Malformed if the text is not a call of a known tool."""
 
-    def __init__(self, form: CallFormat, tools: Mapping[str, dict[str, Any]], output: AnswerOutput) -> None:
+    def __init__(
+        self, form: CallFormat, tools: Mapping[str, dict[str, Any]], output: AnswerOutput, lenient: bool
+    ) -> None:
+        """``lenient``: also reads calls that differ from the template in known ways."""
         self._form = form
         self._tools = tools
         self._output = output
+        self._lenient = lenient
         self._roles = {member.key: member.role for member in form.members}
         for key in _ARGUMENTS_KEYS:
             self._roles.setdefault(key, "arguments")
+        self._roles.setdefault("function", "function")
+        self._has_id = any(member.role in ("id", "number") for member in form.members)
+        self._end_parts = _parts(form.call_end)
 
-    def section(self, buffer: TextBuffer, opening: str) -> Reading[None]:
-        """Reads what follows the trigger: the rest of the opening, calls, and the end of their section."""
+    @property
+    def openings(self) -> dict[str, str]:
+        """The markers that begin calls, each with the text required after it."""
         form = self._form
+        if not form.trigger:
+            return {form.opening[:1] or "{": ""} if self._lenient and form.style is Style.JSON else {}
+        found = {form.trigger: form.opening[len(form.trigger) :]}
+        if self._lenient:  # models leave out the outer of two markers
+            inner = form.opening[len(form.trigger) :].lstrip()
+            first = segments(inner)[:1]
+            marker = first[0] if first and len(first[0]) > 1 else inner.rstrip()
+            if inner.startswith(("<", "[")) and len(marker) > 1:
+                found[marker] = inner[len(marker) :]
+        return found
+
+    @property
+    def opening(self) -> str:
+        """All text before the first call."""
+        return self._form.opening
+
+    def section(self, buffer: TextBuffer, opening: str, is_whole: bool = True) -> Reading[None]:
+        """Reads the rest of the opening after the trigger, calls, and the end of their section.
+
+        ``is_whole`` False: the outer markers are optional.
+        """
+        form = self._form
+        section_end = _parts(form.section_end)
+        following = (form.separator + form.call_start).strip()
         yield from expect(buffer, opening)
         while True:
             yield from self._call(buffer)
-            if form.call_end.strip():
-                yield from self._end(buffer)
+            yield from self._end(buffer, following, is_whole)
             self._output.end()
-            if not form.section_start:
+            if not form.section_start and not form.separator.strip():
                 return
             yield from spaces(buffer)
-            section_end = form.section_end.strip()
-            if buffer.ended and not buffer.rest:
+            if not form.section_start and not (yield from ahead(buffer, following)):
                 return
-            if section_end and (yield from skip(buffer, section_end)):
+            if buffer.ended and not buffer.n:
                 return
-            following = (form.separator + form.call_start).strip()
-            if following and not section_end and not (yield from ahead(buffer, following)):
+            if section_end and (yield from skip(buffer, section_end[0])):
+                for part in section_end[1:]:
+                    yield from spaces(buffer)
+                    if not (yield from skip(buffer, part)) and buffer.n:
+                        raise Malformed
+                return
+            if following and (not section_end or not is_whole) and not (yield from ahead(buffer, following)):
                 return
             yield from expect(buffer, form.separator)
             yield from expect(buffer, form.call_start)
 
     def _call(self, buffer: TextBuffer) -> Reading[None]:
-        if self._form.style is Style.JSON:
+        style = self._form.style
+        if style is Style.JSON:
             yield from self._object(buffer)
-        elif self._form.style is Style.NAMED:
+        elif style is Style.NAMED:
             yield from self._named(buffer)
         else:
-            yield from self._tagged(buffer)
+            yield from self._one_by_one(buffer, style)
 
-    def _end(self, buffer: TextBuffer) -> Reading[None]:
-        """Reads the end of a call. After JSON, at the end of the text, it may be missing: some models omit it there."""
+    def _end(self, buffer: TextBuffer, following: str, is_whole: bool) -> Reading[None]:
+        """Reads the end of a call. After JSON, it is optional at the end of the text and before another call.
+
+        Of several markers, only the first is required at the end of the text, or if the outer ones are optional.
+        """
         yield from spaces(buffer)
-        marker = self._form.call_end.strip()
-        while (cut_off := buffer.rest != marker and marker.startswith(buffer.rest)) and not buffer.ended:
-            yield
-        if cut_off and self._form.style is not Style.TAGGED:
-            buffer.take(len(buffer.rest))
-        else:
-            yield from expect(buffer, marker)
+        form = self._form
+        ends_itself = form.style in (Style.JSON, Style.NAMED)
+        for i, marker in enumerate(self._end_parts):
+            if i:
+                yield from spaces(buffer)
+            while (cut_off := buffer.n < len(marker) and marker.startswith(buffer.rest)) and not buffer.ended:
+                yield
+            if cut_off and (i or ends_itself):
+                buffer.take(buffer.n)
+            elif not (yield from skip(buffer, marker)):
+                is_next = ends_itself and len(following) > 1 and (yield from ahead(buffer, following))
+                if not is_next and not (i and not is_whole):
+                    raise Malformed
 
     # ---- {"name": …, "arguments": …}
     def _object(self, buffer: TextBuffer) -> Reading[None]:
-        name: str | None = None
-        id_: str | None = None
-        arguments: str | None = None
-        begun = False
+        call = _Read()
+        yield from self._members(buffer, call)
+        if call.name is None:
+            raise Malformed
+        if not call.begun:
+            self._output.begin(call.name, call.id)
+        if not call.is_shown:
+            self._output.more("{}" if call.arguments is None else call.arguments)
+
+    def _members(self, buffer: TextBuffer, call: _Read, is_inner: bool = False) -> Reading[None]:
+        """Reads an object. In OpenAI's form, which some models write, the member "function" is another object."""
         yield from expect(buffer, "{")
         yield from spaces(buffer)
         while not (yield from skip(buffer, "}")):
@@ -107,77 +200,202 @@ class CallReader:
             yield from expect(buffer, ":")
             yield from spaces(buffer)
             role = self._roles.get(key, "")
-            if role == "arguments" and arguments is None:
-                if name is not None and (yield from ahead(buffer, "{")):
-                    begun = True
-                    self._output.begin(name, id_)
+            if role == "arguments" and call.arguments is None:
+                if call.name is not None and (yield from ahead(buffer, "{")):
+                    if not call.begun:
+                        call.begun = True
+                        self._output.begin(call.name, call.id)
                     yield from json_value(buffer, self._output.more)
-                    arguments = ""
+                    call.arguments, call.is_shown = "", True
                 else:
-                    arguments = yield from _held_object(buffer)
+                    call.arguments = yield from _held_object(buffer)
+            elif role == "function" and not is_inner and (yield from ahead(buffer, "{")):
+                yield from self._members(buffer, call, is_inner=True)
             else:
                 value = yield from json_value(buffer)
-                if role == "name":
-                    name = self._known(value)
-                elif role == "id" and isinstance(value, (str, int)):
-                    id_ = str(value)
+                if role == "name" or (role == "function" and call.name is None):
+                    call.name = self._known(value)
+                    if call.id is not None or not self._has_id:
+                        call.begun = True
+                        self._output.begin(call.name, call.id)
+                elif role in ("id", "number") and isinstance(value, (str, int)):
+                    call.id = str(value)
+                    if call.begun:
+                        self._output.identify(call.id)
             yield from spaces(buffer)
             if not (yield from skip(buffer, ",")) and not (yield from ahead(buffer, "}")):
                 raise Malformed
             yield from spaces(buffer)
-        if name is None:
-            raise Malformed
-        if not begun:
-            self._output.begin(name, id_)
-            self._output.more("{}" if arguments is None else arguments)
 
-    # ---- NAME … {…}
+    # ---- NAME, perhaps with an id and a number
+    def _head(self, buffer: TextBuffer) -> Reading[tuple[str, str | None]]:
+        """Reads the text before the arguments. The text before an id or a number after the name is optional."""
+        parts = self._form.head
+        found: dict[str | Slot, str] = {}
+        at = 0
+        while at < len(parts):
+            part, at = parts[at], at + 1
+            if isinstance(part, str):
+                if at < len(parts) and parts[at] is not Slot.NAME and Slot.NAME in found:
+                    if not (yield from skip(buffer, part)):
+                        at += 1
+                else:
+                    yield from expect(buffer, part)
+            elif part is Slot.NAME:
+                name = yield from take_while(buffer, _NAME)
+                if found.setdefault(part, self._known(name)) != name:
+                    raise Malformed
+            else:
+                found[part] = yield from take_while(buffer, _ID if part is Slot.ID else _NUMBER)
+                if not found[part]:
+                    raise Malformed
+        id_head = self._form.id_head
+        if id_head and Slot.NUMBER in found:
+            return found[Slot.NAME], "".join(
+                part if isinstance(part, str) else found[part] for part in id_head
+            )
+        return found[Slot.NAME], found.get(Slot.ID)
+
+    # ---- … {…}
     def _named(self, buffer: TextBuffer) -> Reading[None]:
-        form = self._form
-        name = self._known((yield from take_while(buffer, _NAME)))
-        id_ = None
-        if form.id_start and (yield from skip(buffer, form.id_start)):
-            id_ = yield from take_while(buffer, _ID)
-        yield from expect(buffer, form.after_name)
+        name, id_ = yield from self._head(buffer)
         yield from spaces(buffer)
         if not (yield from ahead(buffer, "{")):
             raise Malformed
         self._output.begin(name, id_)
         yield from json_value(buffer, self._output.more)
 
-    # ---- NAME … <key>value</key> …
-    def _tagged(self, buffer: TextBuffer) -> Reading[None]:
-        form = self._form
-        name = self._known((yield from take_while(buffer, _NAME)))
-        yield from expect(buffer, form.after_name)
-        arguments = TaggedArguments(form, self._tools[name])
-        self._output.begin(name, None)
-        separator = "{"
+    # ---- … each argument separately
+    def _one_by_one(self, buffer: TextBuffer, style: Style) -> Reading[None]:
+        name, id_ = yield from self._head(buffer)
+        arguments = self._arguments(name)
+        read = self._with_brackets if style in (Style.PYTHON, Style.QUOTED) else self._with_tags
+        if style in (Style.PYTHON, Style.QUOTED):
+            yield from one_of(buffer, ("(" if style is Style.PYTHON else "{",))
+        self._output.begin(name, id_)
+        keys: list[str] = []
+        yield from read(buffer, arguments, keys)
+        self._output.more("}" if keys else "{}")
+
+    def _arguments(self, name: str) -> TaggedArguments:
+        try:
+            return TaggedArguments(self._form, self._tools[name])
+        except InvalidRequestError:  # its schema does not restrict the answer
+            return TaggedArguments(self._form, {"type": "object", "additionalProperties": True})
+
+    def _argument(self, key: str, keys: list[str]) -> str:
+        """The JSON text before the value of another argument."""
+        keys.append(key)
+        return f"{'{' if len(keys) == 1 else ', '}{json.dumps(key, ensure_ascii=False)}: "
+
+    def _value(self, key: str, value: Any, keys: list[str]) -> None:
+        self._output.more(self._argument(key, keys) + json.dumps(value, ensure_ascii=False))
+
+    # ---- key=value, … or key:value, …
+    def _with_brackets(
+        self, buffer: TextBuffer, arguments: TaggedArguments, keys: list[str]
+    ) -> Reading[None]:
+        is_python = self._form.style is Style.PYTHON
+        quote, end = self._form.quote, ")" if is_python else "}"
         yield from spaces(buffer)
-        while (yield from skip(buffer, form.key_start)):
-            key = yield from _until(buffer, form.key_end.strip())
-            start = f"{separator}{json.dumps(key)}: "
-            if arguments.is_text(key):
-                self._output.more(f'{start}"')
-                yield from self._text(buffer)
+        while not (yield from skip(buffer, end)):
+            if is_python:
+                key = yield from take_while(buffer, KEY)
+                yield from expect(buffer, "=")
+                yield from spaces(buffer)
+            else:
+                key = yield from quoted_key(buffer, quote)
+            if not key:
+                raise Malformed
+            is_string = (yield from some(buffer)) and buffer.next_is("\"'" if is_python else quote[0])
+            if arguments.is_text(key) and is_string:
+                self._output.more(f'{self._argument(key, keys)}"')
+                if is_python:
+                    yield from python_value(buffer, self._show)
+                else:
+                    yield from quoted_value(buffer, quote, self._show)
                 self._output.more('"')
             else:
-                text = yield from _until(buffer, form.value_end.strip())
-                try:
-                    value = arguments.value(key, text)
-                except ValueError:
-                    raise Malformed from None
-                self._output.more(start + json.dumps(value, ensure_ascii=False))
-            separator = ", "
-            yield from spaces(buffer)
-        if buffer.ended and form.call_end.strip() and form.key_start.startswith(buffer.rest):
-            raise Malformed  # another argument might have followed
-        self._output.more("{}" if separator == "{" else "}")
+                value = yield from python_value(buffer) if is_python else quoted_value(buffer, quote)
+                self._value(key, arguments.typed(key, value), keys)
+            yield from next_item(buffer, end)
 
-    def _text(self, buffer: TextBuffer) -> Reading[None]:
+    def _show(self, text: str) -> None:
+        """Returns a part of a string to the caller."""
+        self._output.more(json.dumps(text, ensure_ascii=False)[1:-1])
+
+    # ---- <key>value</key> …
+    def _with_tags(self, buffer: TextBuffer, arguments: TaggedArguments, keys: list[str]) -> Reading[None]:
+        form = self._form
+        key_start = form.key_start.strip()
+        yield from spaces(buffer)
+        while not (form.style is Style.NESTED and (yield from ahead(buffer, form.call_end.strip()))) and (
+            yield from skip(buffer, key_start)
+        ):
+            if form.style is Style.NESTED:
+                yield from self._nested(buffer, arguments, keys)
+            else:
+                yield from self._tagged(buffer, arguments, keys)
+            yield from spaces(buffer)
+        n = buffer.n
+        if (
+            buffer.ended
+            and form.call_end.strip()
+            and n < len(key_start)
+            and key_start.startswith(buffer.rest)
+        ):
+            raise Malformed  # another argument might have followed
+
+    def _nested(self, buffer: TextBuffer, arguments: TaggedArguments, keys: list[str]) -> Reading[None]:
+        form = self._form
+        key = yield from nested_key(form, buffer)
+        if arguments.is_text(key):
+            yield from self._text(buffer, key, arguments, keys)
+        else:
+            value = yield from nested_value(form, buffer)
+            try:
+                made = arguments.shaped(key, value)
+            except ValueError:
+                raise Malformed from None
+            self._value(key, made, keys)
+        yield from expect(buffer, form.value_end + key + form.value_close)
+
+    def _tagged(self, buffer: TextBuffer, arguments: TaggedArguments, keys: list[str]) -> Reading[None]:
+        form = self._form
+        ends = tuple(dict.fromkeys(end.strip() for _, end in form.key_ends)) or (form.key_end.strip(),)
+        first, space, rest = ends[0].partition("\n")
+        parts: list[str] = []
+        if len(ends) == 1 and space and first.endswith(">"):  # models omit the separator of two tags
+            found = yield from until(buffer, (first,), parts.append)
+            yield from expect(buffer, f"\n{rest}")
+            end: str | None = ends[0]
+        else:
+            end = found = yield from until(buffer, ends, parts.append)
+        if found is None:
+            raise Malformed
+        key = "".join(parts)
+        # The type that the text after the key names, if any.
+        kinds = {kind for kind, other in form.key_ends if other.strip() == end}
+        if arguments.is_text(key) or (kinds == {"string"} and arguments.may_be_text(key)):
+            yield from self._text(buffer, key, arguments, keys)
+        else:
+            texts: list[str] = []
+            yield from self._up_to_end(buffer, arguments, keys, texts.append)
+            try:
+                value = arguments.value(key, "".join(texts), is_text=False if kinds else None)
+            except ValueError:
+                raise Malformed from None
+            self._value(key, value, keys)
+        yield from skip(buffer, form.value_end.strip())
+
+    def _text(
+        self, buffer: TextBuffer, key: str, arguments: TaggedArguments, keys: list[str]
+    ) -> Reading[None]:
         """Reads a string up to its end, as ``TaggedArguments.value`` does, and passes it on in JSON as it comes."""
-        begins, ends = self._form.key_end.endswith("\n"), self._form.value_end.startswith("\n")
+        form = self._form
+        begins, ends = form.key_end.endswith("\n"), form.value_end.startswith("\n")
         held = ""  # a line's end that may be the last
+        self._output.more(f'{self._argument(key, keys)}"')
 
         def show(text: str) -> None:
             nonlocal begins, held
@@ -186,9 +404,38 @@ class CallReader:
             if text:
                 text = held + text
                 held = "\n" if ends and text.endswith("\n") else ""
-                self._output.more(json.dumps(text[: len(text) - len(held)], ensure_ascii=False)[1:-1])
+                self._show(text[: len(text) - len(held)])
 
-        if (yield from until(buffer, (self._form.value_end.strip(),), show, shows_partial=False)) is None:
+        if form.cdata and (yield from skip(buffer, CDATA)):
+            if (yield from until(buffer, (CDATA_END,), self._show, shows_partial=False)) is None:
+                raise Malformed
+            yield from spaces(buffer)
+            if not (yield from ahead(buffer, form.value_end.strip())):
+                raise Malformed
+        elif form.style is Style.NESTED:
+            end = form.value_end + key + form.value_close
+            if (yield from until(buffer, (end,), show, shows_partial=False, takes_marker=False)) is None:
+                raise Malformed
+        else:
+            yield from self._up_to_end(buffer, arguments, keys, show)
+        self._output.more('"')
+
+    def _up_to_end(
+        self,
+        buffer: TextBuffer,
+        arguments: TaggedArguments,
+        keys: Collection[str],
+        show: Callable[[str], None],
+    ) -> Reading[None]:
+        """Reads a value up to its end, which stays. If that is missing, the next argument or the call's end ends it."""
+        form = self._form
+        markers = [form.value_end.strip()]
+        if self._lenient and "\n" in form.value_end:
+            end = (form.key_ends and form.key_ends[0][1]) or form.key_end
+            others = [key for key in arguments.keys if key not in keys]
+            markers += [f"\n{form.key_start}{key}{end}".rstrip() for key in others]
+            markers += [f"\n{form.call_end}".rstrip()] * bool(form.call_end.strip())
+        if (yield from until(buffer, tuple(markers), show, shows_partial=False, takes_marker=False)) is None:
             raise Malformed
 
     def _known(self, name: object) -> str:
@@ -217,16 +464,8 @@ def _held_object(buffer: TextBuffer) -> Reading[str]:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _until(buffer: TextBuffer, marker: str) -> Reading[str]:
-    parts: list[str] = []
-    if (yield from until(buffer, (marker,), parts.append)) is None:
-        raise Malformed
-    return "".join(parts)
-
-
 _FENCE = "```"
 _LANGUAGE = re.compile(r"[\w+-]*")
-_ARGUMENTS = ("arguments", "parameters")  # models trained on several formats mix up these names
 
 
 class PlainCall(NamedTuple):
@@ -259,7 +498,10 @@ def plain_calls(buffer: TextBuffer, tools: Collection[str], parallel: bool) -> R
 def _calls(buffer: TextBuffer, names: dict[str, str], parallel: bool) -> Reading[list[PlainCall]]:
     """Reads calls and the spaces around them: a list, or objects one after the other."""
     yield from spaces(buffer)
+    is_marked = yield from skip(buffer, "functools")  # models of Phi 4
     is_list = yield from skip(buffer, "[")
+    if is_marked and not is_list:
+        raise Malformed
     calls: list[PlainCall] = []
     while True:
         if calls and not parallel:
@@ -275,10 +517,19 @@ def _calls(buffer: TextBuffer, names: dict[str, str], parallel: bool) -> Reading
 
 
 def _call(buffer: TextBuffer, names: dict[str, str]) -> Reading[PlainCall]:
-    name = arguments = None
-    keys = {'"name"', '"id"', *(json.dumps(key) for key in _ARGUMENTS)}
     yield from one_of(buffer, ("{",))
     doubled = yield from skip(buffer, "{")  # the template of Qwen2.5-Coder shows a call as {{"name": …}}
+    call = yield from _call_members(buffer, names, is_inner=False)
+    if doubled:
+        yield from one_of(buffer, ("}",))
+    return call
+
+
+def _call_members(buffer: TextBuffer, names: dict[str, str], is_inner: bool) -> Reading[PlainCall]:
+    """Reads a call after its brace. ``is_inner``: the object is a member "function", as in OpenAI's API."""
+    name = arguments = None
+    keys = {'"name"', '"id"', *(json.dumps(key) for key in _ARGUMENTS_KEYS)}
+    keys |= {'"type"', '"function"'} if not is_inner else set()
     while True:
         yield from spaces(buffer)
         key = yield from one_of(buffer, keys)
@@ -286,18 +537,22 @@ def _call(buffer: TextBuffer, names: dict[str, str]) -> Reading[PlainCall]:
         yield from spaces(buffer)
         yield from one_of(buffer, (":",))
         yield from spaces(buffer)
-        if key == '"name"':
+        if key == '"type"':
+            yield from one_of(buffer, ('"function"',))
+        elif key == '"function"' and (yield from skip(buffer, "{")):
+            name, arguments = yield from _call_members(buffer, names, is_inner=True)
+            keys -= {'"name"', *(json.dumps(name) for name in _ARGUMENTS_KEYS)}
+        elif key in ('"name"', '"function"'):
             name = names[(yield from one_of(buffer, names))]
+            keys -= {'"name"', '"function"'}
         elif key == '"id"':
             yield from json_value(buffer)  # models invent it, and repeat it
         else:
-            keys -= {json.dumps(name) for name in _ARGUMENTS}
+            keys -= {json.dumps(name) for name in _ARGUMENTS_KEYS}
             arguments = yield from _arguments(buffer)
         yield from spaces(buffer)
         if (yield from one_of(buffer, (",", "}"))) == "}":
             break
-    if doubled:
-        yield from one_of(buffer, ("}",))
     if name is None or arguments is None:
         raise Malformed
     return PlainCall(name, arguments)
@@ -324,21 +579,25 @@ def _arguments(buffer: TextBuffer) -> Reading[str]:
 class ChatParser:
     """Parses one answer. Feed it the text as it arrives, with control tokens as text. For one thread at a time.
 
-    The result does not depend on where the text is cut. Markers never appear in content. Text that begins like a call
-    but is not one, such as the name of an unknown tool, is content. An incomplete call at the end is dropped if the
-    answer was cut off and a marker began the call, or with ``required``, where the grammar allows nothing but calls.
+    The result does not depend on where the text is cut. Control tokens never appear in content, and neither do other
+    markers where they mark something. Text that begins like a call but is not one, such as the name of an unknown tool,
+    is content. An incomplete call at the end is dropped if the answer was cut off and a marker began the call, or with
+    ``required``, where the grammar allows nothing but calls.
+
+    A call inside reasoning that is never closed ends the reasoning. It is returned when the text ends. Until
+    then the reasoning may still be closed, and the call was a draft.
 
     With ``stream_calls`` the arguments of a call are returned while they arrive, and an incomplete call stays
     unfinished. Without it, a call is returned when it is complete. With ``lenient`` an answer that consists of calls as
     plain JSON is read as these; see ``plain_calls``. Text that may still become such calls is held back.
 
-    ``ended_in_call``: the text ended within a call of which a part was returned.
+    ``ended_in_call``: the text ended within a call, and a part of that call was returned.
     """
 
     def __init__(
         self,
         form: CallFormat | None,
-        reasoning: ReasoningMarkers | None,
+        markers: AnswerMarkers,
         *,
         reasoning_open: bool = False,
         tools: Mapping[str, dict[str, Any]] | None = None,
@@ -347,25 +606,36 @@ class ChatParser:
         harmony: bool = False,
         lenient: bool = False,
         parallel: bool = True,
+        reasoning_format: str = "auto",
+        opened: str = "",
+        prompted: str = "",
     ) -> None:
         """``tools``: the parameters of each tool that may be called. ``reasoning_open``: the prompt ends in reasoning.
 
-        ``parallel``: plain JSON may be several calls.
+        ``parallel``: plain JSON may be several calls. ``reasoning_format``: "none" leaves reasoning in the content,
+        with its markers; "deepseek-legacy" returns it in both places. ``opened``: its marker at the end of the prompt.
+        ``prompted``: the start of a call's opening at the end of the prompt.
 
-        ``harmony``: the text is in the format of gpt-oss; ``form`` and ``reasoning`` are not used then.
+        ``harmony``: the text is in the format of gpt-oss; ``form`` is ignored.
         """
         self._buffer = TextBuffer()
-        self._output = AnswerOutput(self._buffer, stream_calls)
-        self._reasoning = reasoning
+        self._output = AnswerOutput(self._buffer, stream_calls, markers.control, reasoning_format)
+        self._output.opened = opened
+        self._markers = markers
         self._reasoning_open = reasoning_open
-        self._calls = CallReader(form, tools, self._output) if form is not None and tools else None
+        self._tools = dict(tools or {})
+        self._lenient = lenient
+        self._calls = None
+        if form is not None and tools:
+            self._calls = CallReader(form, self._tools, self._output, lenient)
         self._form = form
+        self._prompted = prompted
         self._harmony = HarmonyReader(self._buffer, self._output, tools or {}) if harmony else None
         self._reading = self._answer()
-        self._plain_tools = dict(tools or {}) if lenient else {}
+        self._plain_tools = self._tools if lenient else {}
         self._parallel = parallel
         self._required = required
-        self._finished = False
+        self._finished = self._cut_off = False
         next(self._reading)
 
     @property
@@ -391,6 +661,7 @@ class ChatParser:
             # Without a marker, such text may be JSON that the user asked for.
             marked = self._harmony is not None or (self._form is not None and bool(self._form.trigger))
             self._output.drops_incomplete = cut_off and marked
+            self._cut_off = cut_off
             self._finished = self._buffer.ended = True
             next(self._reading, None)
         piece = self._output.piece()
@@ -402,30 +673,140 @@ class ChatParser:
             yield from self._harmony.answer(self._reasoning_open)
             self._output.finish()
             return
-        if self._reasoning is not None:
-            yield from self._read_reasoning(self._reasoning)
+        thought = yield from self._read_reasoning()
+        text_end = yield from self._text_start()
+        if text_end is None and not thought and self._prompted and self._calls is not None:
+            yield from self._section(self._calls, "", self._calls.opening[len(self._prompted) :])
         if self._plain_tools and self._form is not None and (yield from self._plain_calls(self._form)):
             pass
-        elif self._calls is None or self._form is None:
-            yield from until(self._buffer, (), self._output.content)
-        elif self._form.trigger:
-            yield from self._content_and_calls(self._calls, self._form)
+        elif self._calls is not None and self._form is not None and not self._form.trigger:
+            yield from self._bare_calls(self._calls, self._form)
         else:
-            yield from self._bare_calls(self._calls)
+            yield from self._content_and_calls(text_end or "")
         self._output.finish()
 
-    def _read_reasoning(self, markers: ReasoningMarkers) -> Reading[None]:
-        buffer, output = self._buffer, self._output
-        if not self._reasoning_open:
+    # ---- reasoning
+    def _read_reasoning(self) -> Reading[bool]:
+        """Reads reasoning at the start of the answer, and repeated markers that close it.
+
+        Returns whether there was any.
+        """
+        buffer, output, markers = self._buffer, self._output, self._markers.reasoning
+        if markers is None:
+            return False
+        found = self._reasoning_open
+        if self._reasoning_open:
             before = yield from spaces(buffer)
-            if not (yield from skip(buffer, markers.start)):
-                output.content(before)
+            if (yield from skip(buffer, markers.start)):  # some models write the marker again
+                before = ""
+            yield from self._reasoning_text(markers, before)
+        while True:
+            before = yield from spaces(buffer)
+            if (yield from skip(buffer, markers.start)):
+                output.mark(before + markers.start)
+                yield from self._reasoning_text(markers)
+            elif not (yield from skip(buffer, markers.end)):
+                output.content("" if found else before)
+                return found
+            found = True
+
+    def _reasoning_text(self, markers: ReasoningMarkers, before: str = "") -> Reading[None]:
+        """Reads reasoning after its start, up to its end or to calls that end it, and then spaces."""
+        buffer, output = self._buffer, self._output
+        output.thought()
+        form = self._form if self._calls is not None else None
+        trigger = form.trigger if form is not None else ""
+        text_starts = tuple(filter(self._markers.has_control, self._markers.text_starts))
+        openings = {trigger: form.opening[len(trigger) :]} if form is not None and trigger else {}
+        if self._calls is not None:
+            inner = self._calls.openings.items()
+            openings |= {marker: rest for marker, rest in inner if self._markers.has_control(marker)}
+        stops = (markers.end, *text_starts, *openings)
+        output.mark(before + (yield from spaces(buffer)))
+        while True:
+            found = yield from until(buffer, stops, output.reasoning)
+            if form is None or found not in openings:
+                break
+            if (yield from self._calls_in_reasoning(form, markers.end, found, openings)):
                 return
-        elif (yield from ahead(buffer, markers.start)):  # some models write the marker again
-            yield from skip(buffer, markers.start)
-        yield from spaces(buffer)
-        yield from until(buffer, (markers.end,), output.reasoning)
-        yield from spaces(buffer)
+        after = yield from spaces(buffer)
+        if found == markers.end:
+            output.mark(found + after)
+
+    def _calls_in_reasoning(
+        self, form: CallFormat, end: str, trigger: str, openings: Mapping[str, str]
+    ) -> Reading[bool]:
+        """Reads calls after a trigger in reasoning. Returns True if the calls or the end marker ended the reasoning.
+
+        Other text, and calls that were drafts, are reasoning.
+        """
+        buffer, output = self._buffer, self._output
+        raw = ""
+        parts: list[str | HeldCalls] = []
+        found: str | None = trigger
+        while found is not None and found in openings:
+            held = HeldCalls(buffer)
+            buffer.record()
+            trigger, is_whole = found, found == form.trigger
+            section = CallReader(form, self._tools, held, False).section(buffer, openings[found], is_whole)
+            is_call = yield from self._read_before(end, section)
+            text = buffer.recorded()
+            if not is_call:
+                buffer.unread(text)
+                if not parts:
+                    output.reasoning(trigger)
+                    return False
+                text = ""
+            raw += trigger + text
+            parts.append(held if is_call else trigger)
+            between: list[str] = []
+            found = yield from until(buffer, (end, *openings), between.append)
+            parts.append("".join(between))
+            raw += "".join(between)
+        rest = parts.pop()
+        if found == end or (self._cut_off and str(rest).strip()):
+            output.reasoning(raw)
+            output.mark((found or "") + (yield from spaces(buffer)))
+            return True
+        buffer.unread(str(rest))
+        for part in parts:
+            if isinstance(part, str):
+                output.content(part)
+                continue
+            for name, id_, arguments in part.calls:
+                output.begin(name, id_)
+                output.more(arguments)
+                output.end()
+        return True
+
+    def _read_before(self, end: str, reading: Reading[None]) -> Reading[bool]:
+        """Returns True if a call precedes the marker ``end``. The buffer records the consumed text."""
+        try:
+            while next(reading, "done") is None:
+                if end in self._buffer.recorded_so_far() + self._buffer.rest:
+                    return False
+                yield
+        except Malformed:
+            return False
+        return end not in self._buffer.recorded_so_far()
+
+    # ---- text and calls
+    def _text_start(self) -> Reading[str | None]:
+        """Consumes a marker before the text. Returns None if there is none.
+
+        Otherwise returns the marker after the text if it has no control token, else an empty text.
+        """
+        markers = self._markers
+        if not markers.text_starts:
+            return None
+        before = yield from spaces(self._buffer)
+        for start in markers.text_starts:
+            if (yield from skip(self._buffer, start)):
+                self._output.end_text()
+                yield from spaces(self._buffer)
+                return "" if markers.has_control(markers.text_end) else markers.text_end
+        self._output.content(before)
+        return None
 
     def _plain_calls(self, form: CallFormat) -> Reading[bool]:
         """Reads an answer that consists of calls as plain JSON; otherwise consumes nothing and returns False."""
@@ -434,7 +815,7 @@ class ChatParser:
         try:
             yield from spaces(buffer)
             # What the template's own format begins with is read as such, piece by piece.
-            for marker in (form.trigger,) if form.trigger else ("{", PYTHON_TAG):
+            for marker in (form.trigger,) if form.trigger else (form.opening[:1] or "{", *PYTHON_TAGS):
                 if (yield from ahead(buffer, marker)):
                     raise Malformed
             calls = yield from plain_calls(buffer, self._plain_tools, self._parallel)
@@ -449,37 +830,88 @@ class ChatParser:
         buffer.recorded()
         return True
 
-    def _content_and_calls(self, calls: CallReader, form: CallFormat) -> Reading[None]:
-        buffer, trigger = self._buffer, form.trigger
-        rest = form.opening[len(trigger) :]
+    def _content_and_calls(self, text_end: str = "") -> Reading[None]:
+        """Reads text, calls after a trigger, and reasoning after a marker that is a control token."""
+        buffer, output, markers = self._buffer, self._output, self._markers
+        calls, form = self._calls, self._form
+        openings = calls.openings if calls is not None else {}
+        reasoning = markers.reasoning
+        thinks = reasoning.start if reasoning is not None and markers.has_control(reasoning.start) else ""
+        others = (m for m in (*markers.text_starts, markers.text_end) if markers.has_control(m))
+        stops = (*openings, thinks, text_end, markers.turn_end, *others, *markers.control)
+        stops = tuple(dict.fromkeys(filter(None, stops)))
         while True:
-            found = yield from until(buffer, (trigger,), self._output.content)
+            found = yield from until(buffer, stops, output.content)
             if found is None:
                 return
-            yield from self._section(calls, found, rest)
+            if found in openings and calls is not None and form is not None:
+                if form.trigger:
+                    yield from self._section(calls, found, openings[found], found == form.trigger)
+                else:
+                    yield from self._bare_call_in_text(calls, found)
+            elif found == thinks and reasoning is not None:
+                output.mark(found)
+                yield from self._reasoning_text(reasoning)
+            elif found in (text_end, markers.text_end):
+                output.end_text()
+            elif found == markers.turn_end and not markers.has_control(found):
+                before = yield from spaces(buffer)
+                if buffer.rest:  # the text mentions it
+                    output.content(found + before)
 
-    def _bare_calls(self, calls: CallReader) -> Reading[None]:
-        """The whole text is a call or content. After a call only another one may follow."""
+    def _bare_call_in_text(self, calls: CallReader, first: str) -> Reading[None]:
+        """Reads possible calls after text, separated by semicolons. No grammar limits them."""
+        buffer, output = self._buffer, self._output
+        buffer.unread(first)
+        while (yield from self._section(calls, "", calls.opening, False)):
+            before = yield from self._between_bare()
+            if not (yield from ahead(buffer, first)):
+                output.content(before)
+                return
+
+    def _between_bare(self) -> Reading[str]:
+        """Consumes spaces, and after a call the semicolon that Llama models may write."""
         buffer = self._buffer
+        before = yield from spaces(buffer)
+        if self._output.n_calls and self._lenient and (yield from skip(buffer, ";")):
+            before += ";" + (yield from spaces(buffer))
+        return before
+
+    def _bare_calls(self, calls: CallReader, form: CallFormat) -> Reading[None]:
+        """Reads a text of calls or content. Only calls follow a call; with ``lenient``, also text."""
+        buffer = self._buffer
+        first = form.opening[:1] or "{"
         while True:
-            before = yield from spaces(buffer)
-            if (yield from skip(buffer, PYTHON_TAG)):
-                before += PYTHON_TAG
-            if not (yield from ahead(buffer, "{")):
+            before = yield from self._between_bare()
+            for tag in PYTHON_TAGS:
+                if (yield from skip(buffer, tag)):
+                    before += tag
+            if not (yield from ahead(buffer, first)):
                 break
-            if not (yield from self._section(calls, before, "")):
+            if not (yield from self._section(calls, before, form.opening)):
                 before = ""
                 break
-        self._output.content(before)
-        yield from until(buffer, (), self._output.content)
+        if self._output.n_calls:
+            before = _WITHOUT_TAGS.sub("", before)
+        self._output.content(self._output.without_control(before))
+        yield from self._content_and_calls()
 
-    def _section(self, calls: CallReader, start: str, opening: str) -> Reading[bool]:
-        """Reads calls. ``start``: the text consumed already. False if there is no call: the text is then content."""
+    def _section(
+        self, calls: CallReader, start: str, opening: str, is_constrained: bool = True
+    ) -> Reading[bool]:
+        """Reads calls. ``start``: the text consumed already. Returns False if there is no call; the text is content.
+
+        ``is_constrained`` False: each call is returned when it is complete.
+        """
         self._buffer.record(start)
+        streams = self._output.hold() if not is_constrained else None
         try:
-            yield from calls.section(self._buffer, opening)
+            yield from calls.section(self._buffer, opening, is_constrained)
         except Malformed:
             self._output.give_back()
             return False
+        finally:
+            if streams is not None:
+                self._output.release(streams)
         self._buffer.recorded()
         return True

@@ -1,30 +1,50 @@
 """Chat templates: compiled once, and rendered with the variables and message forms that they expect.
 
-Templates differ in what they accept. ``ChatTemplate.render`` tries the usual form first, then tool arguments as text,
-then the system message as a part of the first user message. The variables are those of transformers and llama.cpp.
+Templates differ in what they accept and in what they show. If a template would omit or
+move a system message, the message becomes text of the user in its place. ``ChatTemplate.render`` tries the usual form
+first, then tool arguments as text, the system message as part of the first user message, and consecutive user messages
+as one. The variables have the names that transformers and llama.cpp use.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import re
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any, TypeGuard
 
 from jinja2.exceptions import TemplateError
+from jinja2.meta import find_undeclared_variables
 
 from llamapipe._messages import quoted
-from llamapipe.chat._sandbox import FixedList, LimitError, new_limits, sandbox
+from llamapipe.chat._sandbox import FixedList, JsonText, LimitError, new_limits, sandbox
 from llamapipe.chat.messages import (
+    REASONING_KEYS,
     ROLE,
     Message,
     check_messages,
+    continued_part,
     plain,
+    reasoning_of,
+    text_arguments,
+    with_arguments,
+    with_descriptions,
+    with_joined_users,
     with_merged_system,
     with_null_content,
+    with_object_arguments,
     with_parts,
+    with_reasoning,
+    with_reasoning_names,
     with_system_role,
     with_text_arguments,
+    with_tools_in_system,
+    with_users_text,
+    with_written_calls,
 )
 from llamapipe.errors import InvalidRequestError
 
@@ -33,8 +53,16 @@ _HERE = "\x02continued here\x03"
 _PROBE = "\x02content\x03"
 _WORD = "Qxshownqx"
 _CALLS = "tool calls"
-_MAX_KINDS = 64  # kinds of messages that are looked at: their number is a caller's choice
+_SYSTEM = ("system", "developer")
+_PLACE = re.compile(r"Qxplace([0-9]+)qx")
+_Form = Callable[[Sequence[Message]], list[Message]]
+WriteCalls = Callable[[Sequence[tuple[str, str, dict[str, Any]]]], str]
+_MAX_KINDS = 64  # kinds of messages that are checked: callers choose their number
+_OF_MESSAGE = re.compile(r"""message(\.tools|\[['"]tools['"]\])""")
 _RESERVED = frozenset({"messages", "add_generation_prompt", "tools"})
+_DEFAULTS = {"enable_thinking": True}  # of template arguments
+# Of a template argument in a probe: characters of a text, members of a list or an object, levels.
+_SHORT, _FEW, _SHALLOW = 64, 4, 3
 
 
 class ChatTemplate:
@@ -53,13 +81,31 @@ class ChatTemplate:
         self._bos = bos
         self._eos = eos
         self._strips_bos = strips_bos and bool(bos)
-        self._knows_developer = "developer" in text
-        self._takes_parts = self._wants_parts()
-        self._takes_null = self._wants_null()
-        self._kinds_seen: set[str] = set()  # of what a template may leave out
+        with new_limits():
+            self._takes_parts = self._wants_parts()
+            self._takes_null = self._wants_null()
+            self._knows_developer = "developer" in text and self._shows_first("developer") is True
+            self._drops_system = self._shows_first("system") is False
+            self._takes_text_arguments = self._wants_text_arguments()
+            self._has_tools_in_system = self._shows_tools_of_system()
+        self._kinds_seen: set[str] = set()  # of parts that a template may omit
 
     def __repr__(self) -> str:
         return f"<ChatTemplate of {len(self.text)} characters>"
+
+    @cached_property
+    def arguments(self) -> frozenset[str]:
+        """The names of template arguments that the template may read."""
+        return frozenset(find_undeclared_variables(sandbox.parse(self.text))) - _RESERVED
+
+    def probed_arguments(self, template_args: Mapping[str, Any]) -> dict[str, Any]:
+        """The template arguments on which the markers of an answer may depend, in a short form.
+
+        What templates compare is short. The rest of long texts and lists is cut off: each probe would render it again.
+        """
+        names = dict(plain("template_args", dict(template_args)))
+        read = {name: _shortened(value) for name, value in names.items() if name in self.arguments}
+        return {name: value for name, value in sorted(read.items()) if _DEFAULTS.get(name) is not value}
 
     def render(
         self,
@@ -67,14 +113,19 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-        continue_last: bool = False,
+        continue_last: bool | str = False,
+        reasoning_opening: str = "",
         template_args: Mapping[str, Any] | None = None,
         change_text: Callable[[str], str] | None = None,
+        write_calls: WriteCalls | None = None,
     ) -> str:
         """The prompt for a conversation.
 
-        ``continue_last``: the prompt ends inside the last message, which the model is to continue. ``change_text``:
-        applied to every text of the caller, including keys of objects but not the names of roles.
+        ``continue_last``: the prompt ends inside the last message, and the model continues its "content", its
+        "reasoning", or (True) the last of these that it has. ``reasoning_opening``: the marker before reasoning, for
+        templates that do not show the reasoning of the last message. ``change_text``: applied to every text of the
+        caller, including keys of objects but not the names of roles. ``write_calls``: writes tool calls as part of a
+        message's text, for a template that omits them.
 
         Raises TypeError and InvalidRequestError for bad messages and for messages that the template refuses.
         """
@@ -90,36 +141,69 @@ class ChatTemplate:
             chat, names, tool_list = (_changed(value, change_text) for value in (chat, names, tool_list))
         if not self._knows_developer:
             chat = with_system_role(chat)
+        if tool_list:
+            names["tools"] = tool_list
+            names.setdefault("functions", json.dumps(tool_list, indent=4, ensure_ascii=False))
+            if self._has_tools_in_system:
+                chat = with_tools_in_system(chat, tool_list)
+        chat = with_reasoning_names(chat)
+        if write_calls is not None:
+            chat = with_written_calls(chat, write_calls)
         if continue_last:
             if chat[-1]["role"] != "assistant":
                 raise InvalidRequestError(
                     f"the last message has the role {quoted(chat[-1]['role'])}; only an assistant message "
                     "can be continued"
                 )
+            if continued_part(chat[-1], continue_last) == "reasoning":
+                return self._in_reasoning(chat, names, reasoning_opening)
             chat[-1] = {**chat[-1], "content": chat[-1]["content"] + _HERE}
-        if tool_list:
-            names["tools"] = tool_list
-            names.setdefault("functions", json.dumps(tool_list, indent=4, ensure_ascii=False))
-        text = self._first_accepted(chat, add_generation_prompt and not continue_last, names)
+        text = self._placed(chat, add_generation_prompt and not continue_last, names)
         if continue_last:
             text, found, _ = text.rpartition(_HERE)
             if not found:
                 raise InvalidRequestError(
                     "the chat template does not show the last message, so it cannot be continued"
                 )
-        if self._strips_bos and text.startswith(self._bos):
-            text = text[len(self._bos) :]
-        return text
+        return self._without_bos(text)
+
+    def _without_bos(self, text: str) -> str:
+        return text[len(self._bos) :] if self._strips_bos and text.startswith(self._bos) else text
+
+    def _in_reasoning(self, chat: list[Message], names: Mapping[str, Any], opening: str) -> str:
+        """A prompt that ends inside the reasoning of the last message.
+
+        If the template does not show it there, the prompt asks for a new answer and begins it with the reasoning.
+        """
+        reasoning = reasoning_of(chat[-1])
+        if not reasoning:
+            raise InvalidRequestError(
+                "the last message has no reasoning_content, so its reasoning cannot be continued"
+            )
+        last = {key: value for key, value in chat[-1].items() if key != "tool_calls"}
+        last |= dict.fromkeys(REASONING_KEYS, reasoning + _HERE)
+        try:
+            text, found, _ = self._placed([*chat[:-1], last], False, names).rpartition(_HERE)
+        except InvalidRequestError:
+            found = ""
+        if not found:
+            if not opening:
+                raise InvalidRequestError("the chat template has no reasoning, so none can be continued")
+            prompt = self._placed(chat[:-1], True, names)
+            begun = prompt.rstrip().endswith(opening.rstrip())
+            text = f"{prompt}{'' if begun else opening}{reasoning}"
+        return self._without_bos(text)
 
     def newly_dropped(
         self,
         messages: object,
         tools: Sequence[Mapping[str, Any]] | None,
         template_args: Mapping[str, Any],
+        write_calls: WriteCalls | None = None,
     ) -> list[str]:
-        """What the template leaves out of messages that it has accepted, in words: tool calls, messages of a role.
+        """The parts of accepted messages that the template omits, in words: tool calls, messages of a role.
 
-        Each kind is looked at only once, in the first conversation that has it.
+        Each kind is checked once, in the first conversation that has it.
         """
         found: list[str] = []
         chat = (
@@ -132,7 +216,7 @@ class ChatTemplate:
         for kind in sorted(kinds - self._kinds_seen):
             if len(self._kinds_seen) < _MAX_KINDS:
                 self._kinds_seen.add(kind)
-                if not self._shows_kind(kind, chat, tools, template_args):
+                if not self._shows_kind(kind, chat, tools, template_args, write_calls):
                     found.append(kind if kind == _CALLS else f"messages of the role {quoted(kind)}")
         return found
 
@@ -142,6 +226,7 @@ class ChatTemplate:
         chat: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
         template_args: Mapping[str, Any],
+        write_calls: WriteCalls | None,
     ) -> bool:
         def marked(message: Message) -> Message:
             if kind == _CALLS and message.get("tool_calls"):
@@ -153,33 +238,125 @@ class ChatTemplate:
             return {**message, "content": _WORD} if message.get("role") == kind else message
 
         try:
-            return _WORD in self.render([*map(marked, chat)], tools=tools, template_args=template_args)
+            marked_chat = [*map(marked, chat)]
+            return _WORD in self.render(
+                marked_chat, tools=tools, template_args=template_args, write_calls=write_calls
+            )
         except InvalidRequestError:  # it wants something else there, so it looks at it
             return True
+
+    def _placed(self, chat: list[Message], add_generation_prompt: bool, names: Mapping[str, Any]) -> str:
+        """The rendering with system messages in their places, some as text of the user."""
+        n = next((i for i, message in enumerate(chat) if message["role"] not in _SYSTEM), len(chat))
+        if n and self._drops_system and chat[0]["role"] == "system":
+            chat = [*with_merged_system(chat[: n + 1]), *chat[n + 1 :]]
+        places = self._misplaced(chat, names)
+        placed = with_users_text(chat, places)
+        try:
+            return self._first_accepted(placed, add_generation_prompt, names)
+        except InvalidRequestError:
+            beside = with_users_text(chat, places, after_tools=False)
+            if len(beside) == len(placed):
+                raise
+            return self._first_accepted(beside, add_generation_prompt, names)
+
+    def _misplaced(self, chat: Sequence[Message], names: Mapping[str, Any]) -> set[int]:
+        """System messages that the template omits or moves.
+
+        The first message is not checked: the constructor has found out if the template shows it.
+        """
+        late = [i for i, message in enumerate(chat) if i and message["role"] in _SYSTEM]
+        if not late:
+            return set()
+        marked = [
+            {**message, "content": f"Qxplace{i}qx"} if message["content"] else message
+            for i, message in enumerate(chat)
+        ]
+        try:
+            text = self._accepted(
+                marked, (_as_given, with_text_arguments, with_object_arguments), True, names
+            )
+        except InvalidRequestError:
+            return set(late)
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for found in _PLACE.finditer(text):
+            first.setdefault(int(found[1]), found.start())
+            last[int(found[1])] = found.start()
+        if chat[0]["role"] in _SYSTEM and chat[0]["content"] and 0 not in last:
+            return set(late)
+        others = [i for i in range(len(chat)) if chat[i]["role"] not in _SYSTEM]
+        wrong = {i for i in late if chat[i]["content"] and i not in last}
+        latest_before = dict(zip(others, accumulate((first.get(i, -1) for i in others), max), strict=True))
+        after = len(text)
+        for i in reversed(range(1, len(chat))):
+            if i in latest_before:
+                after = min(after, last.get(i, after))
+            elif i in last:
+                n = bisect_left(others, i)
+                before = latest_before[others[n - 1]] if n else -1
+                if not before < last[i] < after:
+                    wrong.add(i)
+        return wrong
 
     def _first_accepted(
         self, messages: Sequence[Message], add_generation_prompt: bool, names: Mapping[str, Any]
     ) -> str:
         """The rendering of the first form of the messages that the template accepts."""
-        forms: list[Callable[[Sequence[Message]], list[Message]]] = [list]
+        forms: list[_Form] = [_as_given]
         if any(message.get("tool_calls") for message in messages):
-            forms.append(with_text_arguments)
+            forms.insert(0 if self._takes_text_arguments else 1, with_text_arguments)
+            if text_arguments(messages):
+                forms.append(with_object_arguments)
         if any(message["role"] == "system" for message in messages):
-            forms += [with_merged_system, lambda chat: with_merged_system(with_text_arguments(chat))]
-        first: Exception | None = None
+            forms += [_after(form, with_merged_system) for form in forms]
+        if any(a["role"] == b["role"] == "user" for a, b in pairwise(messages)) or len(forms) > 2:
+            forms += [_after(form, with_joined_users) for form in forms]
+        if any(message["role"] == "assistant" for message in messages):
+            forms += [_after(form, with_reasoning) for form in forms]
+        with new_limits():
+            try:
+                return self._accepted(messages, forms, add_generation_prompt, names)
+            except InvalidRequestError:
+                if not names.get("tools"):
+                    raise
+                described = {**names, "tools": with_descriptions(names["tools"])}
+                try:
+                    return self._accepted(messages, forms, add_generation_prompt, described)
+                except InvalidRequestError:
+                    pass
+                raise
+
+    def _accepted(
+        self,
+        messages: Sequence[Message],
+        forms: Sequence[_Form],
+        add_generation_prompt: bool,
+        names: Mapping[str, Any],
+    ) -> str:
+        """The rendering of the first form that the template accepts and that shows all arguments."""
+        written = [text.strip() for text in text_arguments(messages)]
+        made: str | None = None
+        error: Exception | None = None
         for form in forms:
-            chat = form(messages)
+            chat = with_arguments(form(messages), _json_text) if written else form(messages)
             if self._takes_null:
                 chat = with_null_content(chat)
             if self._takes_parts:
                 chat = with_parts(chat)
             try:
-                return self._render(chat, add_generation_prompt, names)
+                text = self._render(chat, add_generation_prompt, names)
             except LimitError as e:
                 raise _stopped(e) from None
             except Exception as e:  # a template may raise anything that Python's operators raise
-                first = first or e
-        raise InvalidRequestError(f"the chat template refuses these messages: {first}") from first
+                error = error or e
+                continue
+            if all(arguments in text for arguments in written):
+                return text
+            made = text if made is None else made
+        if made is not None:
+            return made
+        raise InvalidRequestError(f"the chat template refuses these messages: {error}") from error
 
     def _render(
         self, messages: Sequence[Message], add_generation_prompt: bool, names: Mapping[str, Any]
@@ -194,33 +371,88 @@ class ChatTemplate:
                     "date_string": today.strftime("%d %b %Y"),
                     "datetime": today.strftime("%b %d %Y"),
                     "functions": "",
-                    "enable_thinking": True,
+                    **_DEFAULTS,
                     "add_generation_prompt": add_generation_prompt,
                     **{name: _fixed(value) for name, value in given.items()},
                 }
             )
 
     def _wants_parts(self) -> bool:
-        """Whether the template shows contents that are lists of parts, and not those that are text."""
+        """True if the template shows contents that are lists of parts, but not text."""
         chat: list[Message] = [{"role": "user", "content": _PROBE}]
         return not self._shows(chat, True) and self._shows(with_parts(chat), True)
 
     def _wants_null(self) -> bool:
-        """Whether the template shows tool calls only in messages whose content is None."""
+        """True if the template shows tool calls only in messages whose content is None."""
         function = {"name": _PROBE, "arguments": "{}"}
         calls = [{"id": "call00000", "type": "function", "function": function}]
         message: Message = {"role": "assistant", "content": "", "tool_calls": calls}
         chat: list[Message] = [{"role": "user", "content": ""}, message]
         return not self._shows(chat, False) and self._shows(with_null_content(chat), False)
 
+    def _shows_tools_of_system(self) -> bool:
+        """True if the template shows tools only as JSON in a system message, like Phi-4 mini."""
+        if not _OF_MESSAGE.search(self.text):
+            return False
+        user = {"role": "user", "content": _WORD}
+        system = {"role": "system", "content": "", "tools": "Qxtools"}
+        try:
+            if "Qxtools" in self._render([user], True, {"tools": [{"function": {"name": "Qxtools"}}]}):
+                return False
+            return "Qxtools" in self._render([system, user], True, {})
+        except LimitError as e:
+            raise _stopped(e) from None
+        except Exception:  # see ``_accepted``
+            return False
+
+    def _shows_first(self, role: str) -> bool | None:
+        """True if the template shows a message of this role before one of the user; None if it refuses it."""
+        chat: list[Message] = [{"role": role, "content": _PROBE}, {"role": "user", "content": _WORD}]
+        try:
+            return _PROBE in self._render(with_parts(chat) if self._takes_parts else chat, True, {})
+        except LimitError as e:
+            raise _stopped(e) from None
+        except Exception:  # see ``_accepted``
+            return None
+
+    def _wants_text_arguments(self) -> bool:
+        """True if the template writes dict arguments in Python's syntax, and text arguments unchanged."""
+        arguments = {"name": _PROBE}
+
+        def written(given: dict[str, str] | str) -> str:
+            calls = [
+                {"id": "call00000", "type": "function", "function": {"name": "name", "arguments": given}}
+            ]
+            message: Message = {"role": "assistant", "content": "", "tool_calls": calls}
+            try:
+                return self._render([{"role": "user", "content": ""}, message], False, {})
+            except Exception:  # see ``_first_accepted``
+                return ""
+
+        return str(arguments) in written(arguments) and json.dumps(arguments) in written(
+            json.dumps(arguments)
+        )
+
     def _shows(self, messages: Sequence[Message], add_generation_prompt: bool) -> bool:
-        """Whether the rendered text contains the probe."""
+        """True if the rendered text contains the probe."""
         try:
             return _PROBE in self._render(messages, add_generation_prompt, {})
         except LimitError as e:
             raise _stopped(e) from None
-        except Exception:  # as in ``_first_accepted``
+        except Exception:  # see ``_accepted``
             return False
+
+
+def _as_given(messages: Sequence[Message]) -> list[Message]:
+    return list(messages)
+
+
+def _after(form: _Form, then: _Form) -> _Form:
+    return lambda messages: then(form(messages))
+
+
+def _json_text(arguments: Any) -> Any:
+    return JsonText(arguments) if isinstance(arguments, str) else arguments
 
 
 def _stopped(error: LimitError) -> InvalidRequestError:
@@ -233,6 +465,18 @@ def _is_list(value: object) -> TypeGuard[Sequence[object]]:
 
 def _is_name(value: Any) -> bool:
     return isinstance(value, str) and bool(ROLE.fullmatch(value))
+
+
+def _shortened(value: Any, levels: int = _SHALLOW) -> Any:
+    """A JSON value with the start of its texts, lists and objects."""
+    if isinstance(value, str):
+        return value[:_SHORT]
+    n = _FEW if levels else 0
+    if isinstance(value, list):
+        return [_shortened(item, levels - 1) for item in value[:n]]
+    if isinstance(value, dict):
+        return {key[:_SHORT]: _shortened(item, levels - 1) for key, item in [*value.items()][:n]}
+    return value
 
 
 def _fixed(value: Any) -> Any:

@@ -1,11 +1,11 @@
 """Writes the parts of a JSON schema that llguidance's own compiler of schemas cannot follow exactly, as Lark.
 
-llguidance reads numbers as doubles, so integers beyond 2**53 would silently become others; it has no ``uniqueItems``
-and no look-around in patterns. Only such parts, and the parts around them, are written here. All others become
-``%json`` elements of the grammar, which llguidance's compiler reads.
+llguidance reads numbers as doubles, so integers beyond 2**53 would silently become others; it has no ``uniqueItems``,
+no ``contains`` and no look-around in patterns. Only such parts, and the parts around them, are written here. All others
+become ``%json`` elements of the grammar, which llguidance's compiler reads.
 
-Lark has "and" and "not" for whole terminals, and no look-ahead inside them: ``without_look_around`` writes such
-patterns as Lark. The regular expressions of numbers within bounds are exact for any count of digits.
+``patterns`` writes patterns with look-ahead as Lark. The regular expressions of numbers within bounds are exact for
+any count of digits.
 """
 
 from __future__ import annotations
@@ -30,134 +30,8 @@ from llamapipe.structured._rewrite import (
     resolved,
     target,
 )
-from llamapipe.structured.schema import SPACE, subschemas, with_options
-
-LOOK_AROUND = re.compile(r"\(\?<?[=!]")
-
-
-def without_look_around(pattern: str) -> str | None:
-    """A pattern with ``(?=`` and ``(?!`` between its top-level parts, in Lark; None if they stand elsewhere."""
-    if len(pattern) > _MOST_CHARS:
-        return None
-    options = [_sequence(option, '""') for option in _split(pattern)]
-    return None if None in options else " | ".join(f"({option})" for option in options)
-
-
-_MOST_CHARS = 2000
-_MOST_LARK_CHARS = 50_000  # what follows a group is written once for each of its options
-_ATOM = re.compile(
-    r"(?P<look>\(\?<?[=!])|(?P<group>\((?:\?:|\?P?<\w+>)?)|"
-    r"(?:\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[^\\\[()])(?:[*+?]|\{[0-9,]+\})?\??",
-    re.DOTALL,
-)
-_ANY = "/(?s:.*)/"
-
-
-def _close(pattern: str, start: int) -> int:
-    """The place of the bracket that closes a group whose content begins at ``start``."""
-    depth, at = 1, start
-    while depth:
-        found = _ATOM.match(pattern, at)
-        if found is None:  # a bracket
-            depth -= 1
-            at += 1
-        else:
-            depth += found["look"] is not None or found["group"] is not None
-            at = found.end()
-        if at > len(pattern) or (depth and at == len(pattern)):
-            return len(pattern)
-    return at - 1
-
-
-def _split(pattern: str) -> list[str]:
-    """The options of a pattern, which ``|`` separates."""
-    options, start, at = [], 0, 0
-    while at < len(pattern):
-        if pattern[at] == "|":
-            options.append(pattern[start:at])
-            start = at = at + 1
-            continue
-        found = _ATOM.match(pattern, at)
-        if found is None:
-            return [pattern]
-        at = found.end()
-        if found["look"] is not None or found["group"] is not None:
-            at = _close(pattern, at) + 1
-    return [*options, pattern[start:]]
-
-
-def _sequence(pattern: str, after: str, is_start: bool = True, is_inner: bool = False) -> str | None:
-    """One option of a pattern, and what follows it, in Lark. ``is_inner``: ``after`` is what follows in the pattern."""
-    parts: list[tuple[str, str]] = []  # kind and text
-    at = 0
-    while at < len(pattern):
-        found = _ATOM.match(pattern, at)
-        if found is None:
-            return None
-        if found["look"] is None and found["group"] is None:
-            parts.append(("text", found[0]))
-            at = found.end()
-            continue
-        end = _close(pattern, found.end())
-        inner, at = pattern[found.end() : end], end + 1
-        if found["look"] is not None:
-            parts.append((found["look"], inner))
-        elif LOOK_AROUND.search(inner):
-            if pattern[at : at + 1] in ("*", "+", "?", "{"):
-                return None
-            parts.append(("group", inner))
-        else:
-            more = re.compile(r"(?:[*+?]|\{[0-9,]+\})?\??").match(pattern, at)
-            assert more is not None
-            parts.append(("text", pattern[found.start() : more.end()]))
-            at = more.end()
-    begins = bool(parts) and parts[0] == ("text", "^")
-    ends = bool(parts) and parts[-1] == ("text", "$")
-    body = parts[begins : len(parts) - ends]
-    if ("text", "^") in body or ("text", "$") in body or (begins and not is_start) or (ends and is_inner):
-        return None
-    tail = after if is_inner or ends else _ANY
-    plain = ""
-    for kind, text in reversed(body):
-        if kind == "text":
-            plain = _as_lark(text) + plain
-            continue
-        tail, plain = (f"/{plain}/ ({tail})" if plain else tail), ""
-        options = _split(text)
-        if kind == "group" and tail == _ANY and any(option.endswith("$") for option in options):
-            # "^a(b|c$)" allows more text after "ab". That is hardly meant (pydantic 2.12 writes such patterns of
-            # Decimal), so only texts that end there are generated.
-            options, tail = [option.removesuffix("$") for option in options], '""'
-        if len(tail) * len(options) > _MOST_LARK_CHARS:
-            return None
-        if kind == "group":
-            inner_options = [_sequence(option, tail, False, True) for option in options]
-        elif kind in ("(?=", "(?!"):
-            # Inside, "^" is true only where nothing stands before; the text is matched from there on.
-            is_first = is_start and (kind, text) == body[0]
-            inner_options = [
-                None
-                if option[:1] == "^" and not is_first
-                else _sequence(f"^{option.removeprefix('^')}", '""')
-                for option in options
-            ]
-        else:
-            return None
-        if None in inner_options:
-            return None
-        either = " | ".join(f"({option})" for option in inner_options)
-        tail = f"({either})" if kind == "group" else f"({tail}) & {'~' if kind == '(?!' else ''}({either})"
-        tail = f"({tail})"
-    tail = f"/{plain}/ ({tail})" if plain else tail
-    return tail if begins or not is_start else f"{_ANY} ({tail})"
-
-
-def _as_lark(atom: str) -> str:
-    """An atom of a pattern for a regular expression between slashes, where classes are those of ASCII."""
-    is_class = atom.startswith("[")
-    atom = atom.replace("\\d", "0-9" if is_class else "[0-9]")
-    atom = atom.replace("\\w", "0-9A-Za-z_" if is_class else "[0-9A-Za-z_]")
-    return re.sub(r"(?<!\\)/", r"\\/", atom)
+from llamapipe.structured.patterns import CHARACTER, LOOK_AROUND, as_lark, length_as_lark
+from llamapipe.structured.schema import COUNTED, SPACE, WHITESPACE, subschemas, with_options
 
 
 def integer_range(low: int | None, high: int | None) -> str:
@@ -277,11 +151,8 @@ def _same_length(low: str, high: str) -> str:
 
 _EXACT = 2**53  # every integer up to this one is exact as a double
 _MOST_DIGITS = 400
-_MOST_ONE_OF = 200  # each is compared with each
 _MOST_PLAIN_CHARS = 2**19  # each part that llguidance's compiler reads has its own copy of the definitions
-# A string of JSON whose characters need no escapes; and any, but for names of control characters.
-_PLAIN = r'/[^"\\\x00-\x1F\x7F]*/'
-_NAME = r'/"([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])*"/'
+_NAME = rf'/"{CHARACTER}*"/'  # any string of JSON
 
 
 class SchemaGrammar:
@@ -294,16 +165,18 @@ class SchemaGrammar:
     def __init__(self, root: Node, whitespace: str) -> None:
         self.root = root
         self._whitespace = whitespace
+        options = WHITESPACE[whitespace]
+        self._separators = options.get("item_separator", ","), options.get("key_separator", ":")
+        self._comma, self._colon = map(json.dumps, self._separators)
         self._parts = dict(subschemas(root))
         self._names: dict[str, str] = {}
         self._lines: list[str] = []
         self._n_chars = 0  # of what `_plain` wrote
-        self._disjoint: dict[tuple[int, int], bool] = {}  # by the identities of two parts
         self.hard = frozenset(self._find_hard())
 
     @property
     def is_needed(self) -> bool:
-        """Whether anything has to be written here."""
+        """True if a part of the schema must be written here."""
         return "#" in self.hard
 
     def text(self) -> str:
@@ -447,18 +320,8 @@ class SchemaGrammar:
             )
 
     def _options(self, pointer: str, keyword: str, node: Node) -> str:
+        """Treats ``oneOf`` as ``anyOf``: ``_logic`` has made its schemas exclusive."""
         options = node[keyword]
-        if keyword == "oneOf" and len(options) > _MOST_ONE_OF:
-            self._fail(
-                pointer, keyword, f"it has {len(options)} schemas; at most {_MOST_ONE_OF} are supported here"
-            )
-        if keyword == "oneOf":
-            for i, option in enumerate(options):
-                for other in options[i + 1 :]:
-                    if not self._are_disjoint(option, other):
-                        self._fail(
-                            pointer, "oneOf", "two of its schemas may allow the same value; use 'anyOf'"
-                        )
         elements = [self._element(f"{pointer}/{keyword}/{i}", option) for i, option in enumerate(options)]
         return " | ".join(element for element in elements if element is not None) or self._nothing(
             pointer, keyword
@@ -468,7 +331,15 @@ class SchemaGrammar:
         kinds = node.get("type", list(OF_TYPE))
         kinds = [kinds] if isinstance(kinds, str) else list(kinds)
         known = {keyword for kind in ("integer", *kinds) for keyword in OF_TYPE.get(kind, ())}
-        known |= {"type", *BOUNDS, "multipleOf", *(k for group in OF_TYPE.values() for k in group)}
+        known |= {
+            "type",
+            "contains",
+            "minContains",
+            "maxContains",
+            *BOUNDS,
+            "multipleOf",
+            *(k for group in OF_TYPE.values() for k in group),
+        }
         for keyword in sorted(keywords - known):
             self._fail(pointer, keyword, f"it is not supported here: {_NOT_COMBINED}")
         options = [self._of_type(pointer, node, kind) for kind in kinds]
@@ -531,7 +402,7 @@ class SchemaGrammar:
         return bounds
 
     def _string(self, pointer: str, node: Node) -> str:
-        body = without_look_around(node["pattern"])
+        body = as_lark(node["pattern"], is_json=True)
         if body is None:
             self._fail(
                 pointer,
@@ -540,8 +411,12 @@ class SchemaGrammar:
             )
         least, most = node.get("minLength", 0), node.get("maxLength")
         if least or most is not None:
-            body = f"({body}) & /(?s:.){{{least},{'' if most is None else most}}}/"
-        return self._terminal(f'"\\"" (({body}) & {_PLAIN}) "\\""')
+            body = f"({body}) & {length_as_lark(least, most, is_json=True)}"
+        return self._terminal(f'"\\"" ({body}) "\\""')
+
+    def _text(self, value: Any) -> str:
+        """A value as JSON."""
+        return json.dumps(value, ensure_ascii=False, separators=self._separators)
 
     def _values(self, pointer: str, node: Node, keywords: set[str]) -> str:
         for keyword in sorted(keywords - {"enum", "const", "type", *BOUNDS}):
@@ -559,7 +434,7 @@ class SchemaGrammar:
         fitting = [value for value in values if _fits(value, node)]
         if not fitting:
             self._nothing(pointer, "enum" if "enum" in node else "const")
-        return self._terminal(" | ".join(json.dumps(compact(value)) for value in fitting))
+        return self._terminal(" | ".join(json.dumps(self._text(value)) for value in fitting))
 
     # ---- arrays
     def _array(self, pointer: str, node: Node) -> str:
@@ -570,6 +445,8 @@ class SchemaGrammar:
         least, most = int(node.get("minItems", 0)), node.get("maxItems")
         if node.get("uniqueItems"):
             return self._unique(pointer, node, least, most)
+        if COUNTED in node:
+            return self._counted(pointer, node, least, most)
         if most is not None:
             first = first[: int(most)]
         item = self._element(f"{pointer}/items", items)
@@ -585,16 +462,63 @@ class SchemaGrammar:
                     self._nothing(pointer, "prefixItems")
                 rest = ""
                 continue
-            part = f'"," {one} {rest}' if i else f"{one} {rest}"
+            part = f"{self._comma} {one} {rest}" if i else f"{one} {rest}"
             rest = part if i < least else f"({part})?"
         return f'"[" {rest} "]"'
 
     def _more(self, item: str, low: int, high: int | None, is_after: bool) -> str:
         """``low`` to ``high`` items with commas between them, and before the first if items precede."""
         if is_after:
-            return f'("," {item}){{{low},{"" if high is None else high}}}'
-        tail = f'("," {item}){{{max(low - 1, 0)},{"" if high is None else high - 1}}}'
+            return f"({self._comma} {item}){{{low},{'' if high is None else high}}}"
+        tail = f"({self._comma} {item}){{{max(low - 1, 0)},{'' if high is None else high - 1}}}"
         return f"({item} {tail})" + ("" if low else "?")
+
+    def _counted(self, pointer: str, node: Node, least: int, most: Any) -> str:
+        """An automaton: a state is the number of items, and how many of them ``contains`` counts, each up to a bound.
+
+        A rule holds the texts that lead to its state. It begins with the rule of the state before, so the parser's work
+        for an item does not grow with the array.
+        """
+        first, counted = node.get("prefixItems", []), node[COUNTED]
+        fewest, n_max = node.get("minContains", 1), node.get("maxContains")
+        n_states = max(len(first), least, 1) if most is None else int(most)
+        n_counts = fewest if n_max is None else n_max
+
+        def element(place: str, schema: Any) -> str | None:
+            return self._element(f"{pointer}/{place}", schema)
+
+        def items(i: int, n: int) -> list[tuple[int, str]]:
+            """For the item at ``i`` after ``n`` counted ones: the new count, with the element."""
+            at = str(i) if i < len(first) else "rest"
+            place, schema = (
+                (f"prefixItems/{i}", first[i]) if i < len(first) else ("items", node.get("items", True))
+            )
+            found = [(n, element(place, schema))]
+            if n_max is not None:
+                found = [(n, element(f"{COUNTED}/without {at}", counted[f"without {at}"]))]
+            if n < n_counts:
+                found.append((n + 1, element(f"{COUNTED}/with {at}", counted[f"with {at}"])))
+            return [(after, one) for after, one in found if one is not None]
+
+        base = f"c{len(self._lines)}"
+        reached = {(0, 0): [""]}  # the options of each state's rule
+        waiting = [(0, 0)]
+        while waiting:
+            i, n = waiting.pop()
+            if most is not None and i >= n_states:
+                continue
+            before = f"{base}_{i}_{n} {self._comma} " if i else ""
+            for after, one in items(i, n):
+                state = min(i + 1, n_states), after
+                if state not in reached:
+                    waiting.append(state)
+                reached.setdefault(state, []).append(f"{before}{one}")
+        self._lines += [f"{base}_{i}_{n}: {' | '.join(options)}" for (i, n), options in reached.items() if i]
+        ends = [f"{base}_{i}_{n}" for i, n in reached if i >= max(least, 1) and n >= fewest]
+        ends += ['""'] * (least == 0 and fewest == 0)
+        if not ends:
+            self._nothing(pointer, "contains")
+        return f'"[" ({" | ".join(ends)}) "]"'
 
     def _unique(self, pointer: str, node: Node, least: int, most: Any) -> str:
         """Each value at most once, in any order: the parameter of the rule holds a bit for each value written."""
@@ -605,10 +529,10 @@ class SchemaGrammar:
         n_most = len(values) if most is None else min(int(most), len(values))
         if least > n_most:
             self._fail(pointer, "uniqueItems", f"'minItems' is {least}, but 'items' has {len(values)} values")
-        texts = [self._new_rule(pointer, json.dumps(compact(value))) for value in values]
+        texts = [self._new_rule(pointer, json.dumps(self._text(value))) for value in values]
         more = f"r{len(self._lines)}"
         options = [
-            f'"," {text} {more}::set_bit({i}) %if and(bit_clear({i}), bit_count_lt(_, {n_most}))'
+            f"{self._comma} {text} {more}::set_bit({i}) %if and(bit_clear({i}), bit_count_lt(_, {n_most}))"
             for i, text in enumerate(texts)
         ]
         self._lines.append(f'{more}::_: "" %if bit_count_ge(_, {least})\n | ' + "\n | ".join(options))
@@ -634,7 +558,10 @@ class SchemaGrammar:
             value = self._element(place, properties.get(name, others))
             if value is not None:
                 fields.append(
-                    (f'{json.dumps(json.dumps(name, ensure_ascii=False))} ":" {value}', name in required)
+                    (
+                        f"{json.dumps(json.dumps(name, ensure_ascii=False))} {self._colon} {value}",
+                        name in required,
+                    )
                 )
             elif name in required:
                 self._nothing(pointer, "required")
@@ -650,7 +577,9 @@ class SchemaGrammar:
             place = f"{pointer}/patternProperties/{pattern.replace('~', '~0').replace('/', '~1')}"
             value = self._element(place, value_schema)
             extra = (
-                None if value is None else f'{self._json({"type": "string", "pattern": pattern})} ":" {value}'
+                None
+                if value is None
+                else f"{self._json({'type': 'string', 'pattern': pattern})} {self._colon} {value}"
             )
         else:
             value = self._element(f"{pointer}/additionalProperties", others)
@@ -660,7 +589,7 @@ class SchemaGrammar:
                     for name in dict.fromkeys([*properties, *required])
                 )
                 name_of = self._terminal(f"{_NAME} & ~({taken})" if taken else _NAME)
-                extra = f'{name_of} ":" {value}'
+                extra = f"{name_of} {self._colon} {value}"
         low, high = max(0, least - n_required), None if most is None else int(most) - n_required
         if (high is not None and high < 0) or (extra is None and low > 0):
             self._nothing(pointer, "minProperties" if low else "maxProperties")
@@ -673,7 +602,7 @@ class SchemaGrammar:
         after = first = '""'
         for field, is_required in reversed(fields):
             one = self._new_rule(pointer, field)
-            after_here = f'"," {one} {after}'
+            after_here = f"{self._comma} {one} {after}"
             first_here = f"{one} {after}"
             if is_required:
                 after, first = self._new_rule(pointer, after_here), self._new_rule(pointer, first_here)
@@ -683,31 +612,6 @@ class SchemaGrammar:
         return first
 
     # ---- what cannot be
-    def _are_disjoint(self, one: Any, other: Any) -> bool:
-        a, b = target(self.root, one), target(self.root, other)
-        if not isinstance(a, dict) or not isinstance(b, dict):
-            return a is False or b is False
-        pair = (id(a), id(b))
-        if pair not in self._disjoint:  # else definitions that refer to others twice take exponential time
-            self._disjoint[pair] = False  # while it is not known: recursive parts do not tell them apart
-            self._disjoint[pair] = self._are_disjoint_parts(a, b)
-        return self._disjoint[pair]
-
-    def _are_disjoint_parts(self, a: Node, b: Node) -> bool:
-        values, others = listed_values(self.root, a), listed_values(self.root, b)
-        if values is not None and others is not None:
-            return not set(map(identity, values)) & set(map(identity, others))
-        kinds, other_kinds = _kinds(a), _kinds(b)
-        if kinds and other_kinds and not kinds & other_kinds:
-            return True
-        common = set(a.get("required", ())) & set(b.get("required", ()))
-        return kinds == other_kinds == {"object"} and any(
-            name in a.get("properties", {})
-            and name in b.get("properties", {})
-            and self._are_disjoint(a["properties"][name], b["properties"][name])
-            for name in common
-        )
-
     def _nothing(self, pointer: str, keyword: str) -> NoReturn:
         self._fail(pointer, keyword, "no value satisfies it")
 
@@ -727,22 +631,18 @@ def unquoted(reference: str) -> list[str]:
     return [step.replace("~1", "/").replace("~0", "~") for step in unquote(reference).split("/")]
 
 
-def compact(value: Any) -> str:
-    """A value as JSON without spaces."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
 def _is_hard(part: Node) -> bool:
     return (
         _is_inexact(part)
         or part.get("uniqueItems") is True
+        or COUNTED in part
         or any(_has_large(part[key]) for key in ("enum", "const") if key in part)
         or (isinstance(part.get("pattern"), str) and LOOK_AROUND.search(part["pattern"]) is not None)
     )
 
 
 def _is_inexact(part: Node) -> bool:
-    """Whether llguidance would not follow the bounds exactly."""
+    """True if llguidance would not enforce the bounds exactly."""
     kinds = part.get("type", list(OF_TYPE))
     if "number" in kinds and _bound_leaks(part):
         return True
@@ -750,7 +650,7 @@ def _is_inexact(part: Node) -> bool:
 
 
 def _bound_leaks(part: Node) -> bool:
-    """Whether llguidance (1.9.1) would accept an exclusive bound itself, such as 7 for "above 7, at most 7.5"."""
+    """True if llguidance (1.9.1) would accept an exclusive bound, such as 7 for "above 7, at most 7.5"."""
     bounds: list[Any] = []
     whole = False
     for inclusive, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
@@ -786,16 +686,6 @@ def _fraction(value: Any) -> Fraction | None:
     return Fraction(value) if isinstance(value, int) else Fraction(Decimal(repr(value)))
 
 
-def _kinds(node: Node) -> set[str]:
-    kinds = node.get("type")
-    if kinds is None:
-        values = [node["const"]] if "const" in node else node.get("enum")
-        return set() if not isinstance(values, list) else {_kind(value) for value in values}
-    return {
-        "number" if kind == "integer" else kind for kind in ([kinds] if isinstance(kinds, str) else kinds)
-    }
-
-
 def _kind(value: Any) -> str:
     if isinstance(value, (bool, type(None))):
         return "null" if value is None else "boolean"
@@ -805,7 +695,7 @@ def _kind(value: Any) -> str:
 
 
 def _fits(value: Any, node: Node) -> bool:
-    """Whether a listed value has the type, and is within the bounds, that stand beside the list."""
+    """True if a listed value has the type and the bounds that stand beside the list."""
     kinds = node.get("type")
     kinds = [kinds] if isinstance(kinds, str) else kinds
     number = _fraction(value)

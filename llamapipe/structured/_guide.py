@@ -132,6 +132,9 @@ def _bits(n_words: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
 
 
 _MAX_MESSAGE = 2000
+# llguidance bounds the work of the lexer between two masks. Tokens beyond the bound are refused as if they did not
+# match, and every copy of the matcher fails from then on.
+_MOST_WITHOUT_MASK = 4
 _BYTES_A_TOKEN = 16  # of forced text, at most
 DEAD_END = (
     "the output does not match the grammar yet, and no token of the vocabulary can extend it to a match"
@@ -149,12 +152,20 @@ class Guide:
     """
 
     def __init__(
-        self, start: Any, tokenizer: GrammarTokenizer, other: Callable[[], Any] | None = None
+        self,
+        start: Any,
+        tokenizer: GrammarTokenizer,
+        other: Callable[[], Any] | None = None,
+        on_exhausted: Callable[[], object] = int,
     ) -> None:
-        """``start``: a matcher at the beginning of the grammar; it is copied. ``other``: gives another one."""
+        """``start``: a matcher at the beginning of the grammar, which is copied. ``other``: returns a second one.
+
+        ``on_exhausted`` is called when the lexer reaches its limit. All copies of a matcher share the lexer.
+        """
         self._start = start
         self._tokenizer = tokenizer
         self._other = other
+        self._on_exhausted = on_exhausted
         # Long forced text exhausts a lexer, and copies share theirs: so a separate matcher is asked for it.
         self._ahead: Any = None
         self._n_ahead = 0  # tokens that it has accepted
@@ -168,6 +179,7 @@ class Guide:
         self._scratch = np.empty(n_words, np.uint32)
         self._mask = self._words.view()
         self._mask.flags.writeable = False
+        self._n_at_mask = 0  # tokens that had been accepted when the last mask was computed
         self._prepared = False
         self._may_end = False
         self._finished = False
@@ -191,12 +203,11 @@ class Guide:
             raise DecodeError("the output has ended; no token may follow its end-of-generation token")
         if self._prepared:
             return
+        self._n_at_mask = len(self._tokens)
         self._buffer.fill(0)
         matcher.unsafe_compute_mask_ptr(self._buffer.ctypes.data, self._buffer.nbytes)
         if matcher.is_error():
-            raise ConstraintError(
-                f"the grammar stopped after {len(self._tokens)} tokens: {message_of(matcher)}"
-            )
+            raise self._failure(f"the grammar stopped after {len(self._tokens)} tokens", matcher)
         end = self._tokenizer.n_vocab
         self._may_end = bool(self._buffer[end >> 5] >> np.uint32(end & 31) & np.uint32(1))
         # Drops llguidance's own end token, and end-of-generation tokens that a Lark grammar names.
@@ -234,6 +245,8 @@ class Guide:
     def accept(self, token: int) -> None:
         """Appends a token to the output. Raises DecodeError, without a change, if the grammar does not allow it."""
         matcher = self._open()
+        if len(self._tokens) - self._n_at_mask >= _MOST_WITHOUT_MASK:
+            self.prepare()
         if 0 <= token < self._tokenizer.n_vocab and not self._ended:
             if bool(self._tokenizer.eog[token >> 5] >> np.uint32(token & 31) & np.uint32(1)):
                 # llguidance knows only its own end token, so this one is recorded here; rollback can remove it again.
@@ -245,8 +258,14 @@ class Guide:
                 self._prepared = False
                 return
         if matcher.is_error():
-            raise ConstraintError(f"the grammar failed at token {token}: {message_of(matcher)}")
+            raise self._failure(f"the grammar failed at token {token}", matcher)
         raise DecodeError(f"the grammar does not allow token {token} after {len(self._tokens)} tokens")
+
+    def _failure(self, what: str, matcher: Any) -> ConstraintError:
+        message = message_of(matcher)
+        if "lexer error" in message:
+            self._on_exhausted()
+        return ConstraintError(f"{what}: {message}")
 
     def accept_any(self) -> None:
         """Accepts the first allowed token that represents text. Raises DecodeError as ``accept`` does."""
@@ -260,7 +279,7 @@ class Guide:
     def forced(self, n: int) -> list[int]:
         """At most ``n`` tokens of the text that every continuation has. Computes no mask, and accepts nothing.
 
-        The text is certain, its tokens are the usual ones: ``mask`` allows others, too.
+        The text is certain, its tokens are the usual ones: ``mask`` also allows others.
         """
         self._open()
         if self._ended or self._other is None:
@@ -296,7 +315,10 @@ class Guide:
         A mask without words: the text is finished. Nothing is accepted.
         """
         # A dead end, or a limit: the request meets it when it gets there.
-        with Guide(self._open(), self._tokenizer) as ahead, suppress(DecodeError):
+        with (
+            Guide(self._open(), self._tokenizer, on_exhausted=self._on_exhausted) as ahead,
+            suppress(DecodeError),
+        ):
             for i, token in enumerate(tokens):
                 ahead.accept(token)
                 if i >= n_known:
@@ -309,7 +331,10 @@ class Guide:
         Nothing is accepted, and no mask is computed: an allowed token takes a few microseconds in most grammars.
         """
         n, until_s = 0, perf_counter() + limit_s
-        with Guide(self._open(), self._tokenizer) as ahead, suppress(DecodeError):
+        with (
+            Guide(self._open(), self._tokenizer, on_exhausted=self._on_exhausted) as ahead,
+            suppress(DecodeError),
+        ):
             for token in tokens:
                 ahead.accept(token)
                 n += 1
@@ -334,6 +359,7 @@ class Guide:
             raise DecodeError(f"the grammar cannot go back {n} tokens: {message_of(matcher)}")
         self._ended = False
         del self._tokens[len(self._tokens) - n :]
+        self._n_at_mask = min(self._n_at_mask, len(self._tokens))
         self._restart_ahead()
         self._prepared = self._prepared and n == 0
 
@@ -342,6 +368,7 @@ class Guide:
         self._open()
         self._matcher = self._start.deep_copy()
         self._tokens.clear()
+        self._n_at_mask = 0
         self._restart_ahead()
         self._prepared = self._ended = False
         for token in tokens:

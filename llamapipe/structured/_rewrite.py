@@ -4,91 +4,24 @@ llguidance refuses some keywords that others of its keywords can express, and kn
 of a schema is replaced by an equal one: formats and ``propertyNames`` by patterns and listed names. ``_grammar``
 writes what has no equal part.
 
-The formats of strings that are enforced are listed here, each as a regular expression for the whole string. A
-format is an annotation in JSON Schema: formats that are not listed here are ignored. Those listed allow a subset of
-what their RFC allows, so that readers in Python accept every text: no year 0000, no leap seconds, no numbers that
-overflow, host names whose last label is a word.
+If a part has no equal replacement, a wider one replaces it, with a warning; never a narrower one.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 from urllib.parse import unquote
 
 from llamapipe._messages import quoted
 from llamapipe.errors import InvalidRequestError
+from llamapipe.structured.formats import ANY_STRING, FORMATS
+from llamapipe.structured.patterns import LOOK_AROUND, translated
 from llamapipe.structured.schema import subschemas
 
-_YEAR = r"(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
-# Divisible by 4, and by 400 if by 100.
-_LEAP_YEAR = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
-_DATE = (
-    rf"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|"
-    rf"02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
-)
-_ZONE = r"(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-_TIME = rf"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{{1,9}})?{_ZONE}"
-_N = "[0-9]{1,6}"
-_DURATION_TIME = rf"T(?:{_N}H(?:{_N}M(?:{_N}S)?)?|{_N}M(?:{_N}S)?|{_N}S)"
-_DURATION_DATE = rf"(?:[0-9]{{1,4}}Y(?:{_N}M(?:{_N}D)?)?|{_N}M(?:{_N}D)?|{_N}D)"
-_DURATION = rf"P(?:{_DURATION_DATE}(?:{_DURATION_TIME})?|{_DURATION_TIME}|{_N}W)"
-_LABEL = r"[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
-_WORD_LABEL = r"[a-zA-Z](?:[a-zA-Z0-9]{0,61}[a-zA-Z0-9])?"
-_DOMAIN = r"(?:[a-zA-Z0-9](?:[a-zA-Z0-9]{0,30}[a-zA-Z0-9])?\.){1,4}[a-zA-Z]{2,24}"
-_ATOM = r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]"
-_EMAIL = rf"{_ATOM}{{1,24}}(?:\.{_ATOM}{{1,24}}){{0,1}}@{_DOMAIN}"
-_BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-_IPV4 = rf"{_BYTE}(?:\.{_BYTE}){{3}}"
-_H = "[0-9a-fA-F]{1,4}"
-_IPV6 = "|".join(
-    [f"(?:{_H}:){{7}}{_H}"]
-    + [f"(?:{_H}(?::{_H}){{0,{n}}})?::(?:{_H}(?::{_H}){{0,{5 - n}}})?" for n in range(6)]
-    + [f"{_H}(?::{_H}){{6}}::"]
-)
-_HEX = "[0-9a-fA-F]"
-_PORT = r"(?::[1-9][0-9]{0,3})?"
-_SEGMENT = r"(?:[a-zA-Z0-9._~!$&'()*+,;=:@-]|%[0-9a-fA-F]{2})"
-_QUERY = r"(?:[a-zA-Z0-9._~!$&'()*+,;=:@/?-]|%[0-9a-fA-F]{2})"
-_USER = r"(?:[a-zA-Z0-9._~-]{1,32}(?::[a-zA-Z0-9._~-]{1,32})?@)?"
-_HOST = rf"(?:(?:{_LABEL}\.)*{_WORD_LABEL}|{_IPV4})"
-_REST = rf"(?:\?{_QUERY}*)?(?:#{_QUERY}*)?"
-_SCHEME = r"[a-zA-Z][a-zA-Z0-9+.-]{0,15}"
-_URI = rf"{_SCHEME}:(?://{_USER}{_HOST}{_PORT}(?:/{_SEGMENT}*)*|{_SEGMENT}+(?:/{_SEGMENT}*)*){_REST}"
-
-
-def _uuid(version: str = _HEX, variant: str = _HEX) -> str:
-    return f"{_HEX}{{8}}-{_HEX}{{4}}-{version}{_HEX}{{3}}-{variant}{_HEX}{{3}}-{_HEX}{{12}}"
-
-
-FORMATS: Final[dict[str, str]] = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": rf"{_DATE}[tT]{_TIME}",
-    "duration": _DURATION,
-    "email": _EMAIL,
-    "hostname": rf"(?:{_LABEL}\.){{0,2}}{_WORD_LABEL}",
-    "ipv4": _IPV4,
-    "ipv6": _IPV6,
-    "uri": _URI,
-    "uuid": _uuid(),
-    # Not in JSON Schema; pydantic writes them.
-    **{f"uuid{n}": _uuid(str(n), "[89abAB]") for n in range(1, 9)},
-    "ipvanyaddress": f"{_IPV4}|{_IPV6}",
-    "ipv4network": rf"{_IPV4}(?:/32)?",
-    "ipv6network": rf"(?:{_IPV6})(?:/128)?",
-    "ipvanynetwork": rf"{_IPV4}(?:/32)?|(?:{_IPV6})(?:/128)?",
-    "ipv4interface": rf"{_IPV4}(?:/(?:[12]?[0-9]|3[0-2]))?",
-    "ipv6interface": rf"(?:{_IPV6})(?:/(?:[1-9]?[0-9]|1[01][0-9]|12[0-8]))?",
-    "ipvanyinterface": rf"{_IPV4}(?:/(?:[12]?[0-9]|3[0-2]))?|(?:{_IPV6})(?:/(?:[1-9]?[0-9]|1[01][0-9]|12[0-8]))?",
-    "base64": r"(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/][AQgw]==|[A-Za-z0-9+/]{2}[AEIMQUYcgkosw048]=)?",
-    "base64url": r"(?:[A-Za-z0-9_-]{4})*(?:[A-Za-z0-9_-][AQgw]==|[A-Za-z0-9_-]{2}[AEIMQUYcgkosw048]=)?",
-}
-_log = logging.getLogger("llamapipe")
 Node = dict[str, Any]
 BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 OF_TYPE = {
@@ -107,30 +40,31 @@ ASSERTIONS = {
     "maxContains", "unevaluatedItems", "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies",
     "propertyNames", "$dynamicRef", "$recursiveRef", *(keyword for group in OF_TYPE.values() for keyword in group),
 }  # fmt: skip
-# Keywords that say nothing about a value by themselves.
+# Keywords that alone have no effect on values.
 _OF_NAMES = {"enum", "const", "pattern", "format", "minLength", "maxLength"}
 _OTHER_ASSERTIONS = {
     "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "$dynamicRef",
 }  # fmt: skip
 
 
-def rewritten(schema: Node) -> Node:
-    """A copy that means the same. Raises InvalidRequestError, with keyword and pointer, for what has no equal.
+def rewritten(schema: Node) -> tuple[Node, list[str]]:
+    """A copy with the same meaning, and warnings.
 
-    ``uniqueItems`` stays where the items are a list of values; elsewhere it is left out, with a warning.
+    Raises InvalidRequestError, with keyword and pointer, if there is none. ``uniqueItems`` stays where the items are a
+    list of values; elsewhere it is left out, with a warning.
     """
     copy: Node = json.loads(json.dumps(schema))
+    warnings: list[str] = []
     parts = list(subschemas(copy))
     for _, part in parts:
         _simplify(part)
     for pointer, part in parts:
-        _rewrite_unique_items(copy, pointer, part)
+        warnings += _rewrite_unique_items(copy, pointer, part)
     for pointer, part in parts:
         if "propertyNames" in part:
             _rewrite_property_names(copy, pointer, part)
-    for _, part in parts:
-        _rewrite_format(part)
-    return copy
+    reasons = [(pointer, reason) for pointer, part in parts if (reason := _rewrite_format(part)) is not None]
+    return copy, [*warnings, *_warnings_of_formats(reasons)]
 
 
 def resolved(root: Node, reference: Any) -> tuple[str, Any] | None:
@@ -150,7 +84,7 @@ def resolved(root: Node, reference: Any) -> tuple[str, Any] | None:
 
 
 def target(root: Node, node: Any) -> Any:
-    """What a schema that is only a reference refers to; the schema itself otherwise."""
+    """The target of a schema that is only a reference; otherwise the schema itself."""
     for _ in range(100):
         if not isinstance(node, dict) or "$ref" not in node:
             return node
@@ -209,7 +143,7 @@ def listed_values(root: Node, node: Any) -> list[Any] | None:
 
 
 def _lists_exactly(root: Node, node: Any) -> bool:
-    """Whether the values that a schema allows are those that it lists, less those of other types and beyond bounds."""
+    """True if a schema allows only values that it lists, within its type and bounds."""
     node = _plain_target(root, node)
     if not isinstance(node, dict):
         return False
@@ -236,16 +170,49 @@ def _simplify(part: Node) -> None:
     for keyword in _COUNTS:
         if isinstance(part.get(keyword), float) and part[keyword].is_integer():
             part[keyword] = int(part[keyword])
-    if isinstance(part.get("format"), str) and part["format"] not in FORMATS:
-        del part["format"]
+    for names in (part, part.get("propertyNames")):
+        if isinstance(names, dict) and isinstance(names.get("pattern"), str):
+            names["pattern"] = translated(names["pattern"])
+    if isinstance(part.get("patternProperties"), dict):
+        patterns = part["patternProperties"].items()
+        part["patternProperties"] = {translated(pattern): inner for pattern, inner in patterns}
 
 
-def _rewrite_format(part: Node) -> None:
-    name = part.get("format")
-    if not isinstance(name, str):
-        return
-    del part["format"]
-    _add_pattern(part, f"^(?:{FORMATS[name]})$")
+def _rewrite_format(part: Node) -> str | None:
+    """Replaces ``format`` by a pattern. Returns the reason if it is not enforced although it should be."""
+    name = part.pop("format", None)
+    if not isinstance(name, str) or name in ANY_STRING or not _may_be_text(part):
+        return None
+    if name not in FORMATS:
+        return f"{quoted(name)} is not known"
+    if LOOK_AROUND.search(part.get("pattern", "")):
+        return f"{quoted(name)} stands beside a 'pattern' with look-around"
+    pattern = FORMATS[name].pattern
+    if part.get("minLength") == 1 and re.fullmatch(pattern, "") is None:
+        del part["minLength"]  # it has no effect here, and makes masks slower
+    _add_pattern(part, f"^(?:{pattern})$")
+    return None
+
+
+def _may_be_text(part: Node) -> bool:
+    """True if a part allows strings that it does not list."""
+    kinds = part.get("type", "string")
+    return "string" in ([kinds] if isinstance(kinds, str) else kinds) and not part.keys() & {"enum", "const"}
+
+
+def _warnings_of_formats(reasons: list[tuple[str, str]]) -> list[str]:
+    if not reasons:
+        return []
+    shown = "; ".join(f"{reason} (at {quoted(pointer)})" for pointer, reason in reasons[:_MOST_NAMED])
+    more = f"; and {len(reasons) - _MOST_NAMED} more" if len(reasons) > _MOST_NAMED else ""
+    warning = (
+        f"json_schema: 'format' is not enforced, so other strings may come: {shown}{more}; check the result, or use "
+        "'pattern'"
+    )
+    return [warning]
+
+
+_MOST_NAMED = 5  # formats in one warning
 
 
 def _add_pattern(part: Node, pattern: str) -> None:
@@ -256,7 +223,8 @@ def _add_pattern(part: Node, pattern: str) -> None:
     part["allOf"] = [*part.get("allOf", ()), {**kind, "pattern": pattern}]
 
 
-def _rewrite_unique_items(root: Node, pointer: str, part: Node) -> None:
+def _rewrite_unique_items(root: Node, pointer: str, part: Node) -> Iterator[str]:
+    """Removes keywords that cannot be enforced. Yields the warning, if any."""
     if "uniqueItems" not in part:
         return
     unique = part["uniqueItems"]
@@ -273,11 +241,9 @@ def _rewrite_unique_items(root: Node, pointer: str, part: Node) -> None:
     if values is not None and is_exact and len(values) <= MAX_UNIQUE:
         return
     del part["uniqueItems"]
-    _log.warning(
-        "json_schema at %s: 'uniqueItems' is not enforced: only items of a schema with at most %d values in 'enum', "
-        "and no keyword that excludes some, can be told apart; look for repeated items in the result",
-        pointer,
-        MAX_UNIQUE,
+    yield (
+        f"json_schema at {pointer}: 'uniqueItems' is not enforced: only items of a schema with at most {MAX_UNIQUE} "
+        "values in 'enum', and no keyword that excludes some, can be told apart; look for repeated items in the result"
     )
 
 
@@ -311,7 +277,7 @@ def _rewrite_property_names(root: Node, pointer: str, part: Node) -> None:
             f"json_schema at {pointer}/propertyNames: 'pattern' is not supported beside listed names; list the names "
             "that match it"
         )
-    known = re.compile(FORMATS.get(names.get("format", ""), "(?s:.*)"))
+    known = re.compile(FORMATS[names["format"]].pattern if names.get("format") in FORMATS else "(?s:.*)")
     least, most = names.get("minLength", 0), names.get("maxLength", math.inf)
 
     def fits(name: Any) -> bool:
@@ -321,6 +287,13 @@ def _rewrite_property_names(root: Node, pointer: str, part: Node) -> None:
         raise InvalidRequestError(
             f"json_schema at {pointer}: 'propertyNames' is not supported beside 'patternProperties'"
         )
+    if values is not None and not listed and (allowed := [name for name in values if fits(name)]):
+        # A map: its names have no order.
+        part["patternProperties"] = {f"^(?:{'|'.join(map(_literally, dict.fromkeys(allowed)))})$": others}
+        part["additionalProperties"] = False
+        if not _may_be_combined(pointer, part):  # beside listed members llguidance would refuse it
+            part.setdefault("maxProperties", len(allowed))
+        return
     if values is not None:
         allowed = [name for name in values if fits(name)]
         part["properties"] = {name: given.get(name, True if name in given else others) for name in allowed}
@@ -344,11 +317,23 @@ def _rewrite_property_names(root: Node, pointer: str, part: Node) -> None:
         part["properties"] = {}
 
 
+def _may_be_combined(pointer: str, part: Node) -> bool:
+    return (
+        bool(part.keys() & _OTHER_ASSERTIONS)
+        or re.search(r"/(allOf|[$]defs|definitions)/", pointer) is not None
+    )
+
+
+def _literally(text: str) -> str:
+    """A pattern of this text."""
+    return "".join(one if one.isalnum() else f"\\x{{{ord(one):X}}}" for one in text)
+
+
 def _name_patterns(names: Node) -> Iterator[str]:
     if isinstance(names.get("pattern"), str):
         yield names["pattern"]
     if isinstance(names.get("format"), str) and names["format"] in FORMATS:
-        yield f"^(?:{FORMATS[names['format']]})$"
+        yield f"^(?:{FORMATS[names['format']].pattern})$"
     least, most = names.get("minLength", 0), names.get("maxLength")
     if least or most is not None:
         yield f"^(?s:.){{{int(least)},{'' if most is None else int(most)}}}$"

@@ -12,8 +12,10 @@ import re
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from time import thread_time
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from llamapipe.errors import DecodeError, InvalidRequestError
 from llamapipe.host.at_exit import awaited_at_exit
@@ -22,6 +24,7 @@ from llamapipe.llama.vocab import Vocab
 from llamapipe.locks import Lock
 from llamapipe.structured._grammar import SchemaGrammar
 from llamapipe.structured._guide import DEAD_END, GrammarTokenizer, Guide, llguidance, message_of
+from llamapipe.structured._logic import WAYS, without_logic
 from llamapipe.structured._rewrite import rewritten
 from llamapipe.structured.schema import (
     Schema,
@@ -39,18 +42,31 @@ _log = logging.getLogger("llamapipe")
 # texts of this length that are known take 3 to 10 s (design/sampling.md), ordinary ones less than a second.
 MAX_CHARS = {"json_schema": 2**17, "regex": 2**16, "lark": 2**15, "choice": 2**17}
 N_CACHED = 128
+# Items of the Earley parser in one step; llguidance's default is 50,000. For an ambiguous grammar, the time of a mask
+# grows with their square: for one of 60 characters, 2.6 s at 50,000 and 0.03 s at 5,000. None of 250 schemas of
+# jsonschemabench needs 2,000 for its instances, with vocabularies of 2,400 and of 152,000 tokens.
+_MOST_ITEMS = 5000
+# Work of the lexer in one step; llguidance's default is 200,000. A pattern that counts words beside a
+# `maxLength` takes up to 400,000 for a token. 1,000,000 take 0.15 s.
+_LEXER_FUEL = 1_000_000
 
 # Allows every token that continues the text, not only the tokenizer's own choice for forced text. It stands after the
 # grammar, so that it shifts no position in an error message.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+# The most subschemas compiled alone to find the place of an error, and the most processor time for this.
 _MAX_TRIED = 300
+_MAX_WARNINGS = 20  # of one schema
+_MAX_SEARCH_S = 2.0
 
 
 class GuideFactory:
     """A compiled grammar, from which every request gets its own ``Guide``. Any thread.
 
-    ``compile_again``: makes a second matcher of the grammar, if a guide looks ahead.
+    ``compile_again``: makes a second matcher of the grammar, if a guide looks ahead. ``is_exhausted``: the lexer, which
+    all guides share, has reached its limit. New guides would fail at once: make another factory.
     """
+
+    is_exhausted = False
 
     def __init__(self, start: Any, tokenizer: GrammarTokenizer, compile_again: Callable[[], Any]) -> None:
         self._start = start
@@ -61,7 +77,10 @@ class GuideFactory:
 
     def new(self) -> Guide:
         """A guide at the beginning of the grammar; takes microseconds."""
-        return Guide(self._start, self._tokenizer, self._other)
+        return Guide(self._start, self._tokenizer, self._other, self._exhausted)
+
+    def _exhausted(self) -> None:
+        self.is_exhausted = True
 
     def _other(self) -> Any:
         with self._lock:
@@ -78,12 +97,13 @@ def compile_guide(
     lark: str | None = None,
     choice: Sequence[str] | None = None,
     json_whitespace: str = "compact",
+    space: str = "",
 ) -> GuideFactory:
     """Compiles a JSON schema (dict, bool or JSON text), a regular expression, a Lark grammar or texts. Any thread.
 
     The same text is compiled once per vocabulary, without the GIL. The first grammar of a vocabulary also builds its
-    tokenizer. A regular expression must match the whole output, so it needs no ``^`` and ``$``. ``choice``: texts, of
-    which the output is one. ``json_whitespace``: see ``SamplingParams``.
+    tokenizer. A regular expression must match the whole output, so it needs no ``^`` and ``$``. ``choice``: the
+    output is one of these texts. ``space``: an optional text before it. ``json_whitespace``: see ``SamplingParams``.
 
     Raises InvalidRequestError with llguidance's message and position if the text cannot be compiled, TypeError for
     other types, ValueError unless exactly one is given, ImportError without llguidance.
@@ -111,7 +131,8 @@ def compile_guide(
         text = _checked(kind, source)
     _check_length(kind, text)
     compiler = _compiler(model.vocab if isinstance(model, Model) else model, kind)
-    return compiler.factory(kind, text, json_whitespace if kind == "json_schema" else "")
+    whitespace = {"json_schema": json_whitespace, "choice": space}.get(kind, "")
+    return compiler.factory(kind, text, whitespace)
 
 
 class TooLongError(InvalidRequestError):
@@ -135,7 +156,7 @@ def _check_length(kind: str, text: str) -> None:
 def prepare_vocabulary(vocab: Vocab) -> None:
     """Reads a vocabulary for grammars before requests come; a second call does nothing. Any thread.
 
-    llguidance holds the interpreter's lock meanwhile: 0.1 s for 32,000 tokens. Without llguidance this does nothing. A
+    llguidance holds the interpreter's lock for 0.1 s (32,000 tokens). Without llguidance this does nothing. A
     failure is logged: only requests with a constraint need the vocabulary, and they raise the error.
     """
     try:
@@ -182,7 +203,7 @@ class _Compiler:
             if len(self._entries) > N_CACHED:
                 self._entries.popitem(last=False)
         with entry.lock:  # a slow grammar delays only requests for the same grammar
-            if entry.factory is None:
+            if entry.factory is None or entry.factory.is_exhausted:
                 try:
                     entry.factory = self._compile(kind, text, whitespace)
                 except BaseException:
@@ -194,13 +215,13 @@ class _Compiler:
 
     def _compile(self, kind: str, text: str, whitespace: str) -> GuideFactory:
         if kind == "json_schema":
-            grammar, lark = _written(schema_object(text), whitespace)
-            written = _json_grammar(grammar.root, whitespace) if lark is None else _grammar(lark)
-            start = self._matcher(written)
+            made, start = self._schema(schema_object(text), whitespace)
+            written = made.alone()
+            start = start or self._matcher(written)
             if start.is_error():
-                raise InvalidRequestError(self._schema_error(grammar, message_of(start)))
+                raise InvalidRequestError(self._schema_error(made.grammar, message_of(start)))
         elif kind == "choice":
-            written = _grammar(_choice_grammar(json.loads(text)))
+            written = _grammar(_choice_grammar(json.loads(text), whitespace))
             start = self._matcher(written)
             if start.is_error():
                 raise InvalidRequestError(f"choice cannot be compiled: {message_of(start)}")
@@ -212,19 +233,17 @@ class _Compiler:
                     f"regex cannot be compiled: {_without_ours(message_of(start), kind)}"
                 )
         else:
-            text, schemas = _with_rewritten_schemas(text)
-            others = {f"json_{i}": lark for i, (_, lark) in enumerate(schemas) if lark is not None}
+            text, schemas = self._with_rewritten_schemas(text)
+            others = {f"json_{i}": made.lark for i, made in enumerate(schemas) if made.lark is not None}
             written = _grammar(text, others)
             start = self._matcher(written)
             if start.is_error():
                 # The answers of a chat follow a Lark grammar that we wrote around the caller's schemas. An error about
                 # a schema there is told as one about a schema, and quotes none of our lines.
-                for grammar, lark in schemas:
-                    alone = self._matcher(
-                        _json_grammar(grammar.root, "compact") if lark is None else _grammar(lark)
-                    )
+                for made in schemas:
+                    alone = self._matcher(made.alone())
                     if alone.is_error():
-                        raise InvalidRequestError(self._schema_error(grammar, message_of(alone)))
+                        raise InvalidRequestError(self._schema_error(made.grammar, message_of(alone)))
                 raise InvalidRequestError(
                     f"lark cannot be compiled: {_without_ours(message_of(start), kind)}"
                 )
@@ -245,9 +264,56 @@ class _Compiler:
 
     def _matcher(self, grammar: str) -> Any:
         library = llguidance("a grammar")
-        limits = library.LLParserLimits(verbose_errors=False)
+        limits = library.LLParserLimits(
+            verbose_errors=False, step_max_items=_MOST_ITEMS, step_lexer_fuel=_LEXER_FUEL
+        )
         with awaited_at_exit():
             return library.LLMatcher(self._tokenizer.native, grammar, log_level=0, limits=limits)
+
+    def _schema(self, schema: dict[str, Any], whitespace: str) -> tuple[_Written, Any]:
+        """A checked schema, rewritten with as many alternatives as the grammar can have, and its matcher, if any."""
+        made: _Written | None = None
+        start = None
+        attempts = [(max_ways, False) for max_ways in WAYS]
+        if any("contains" in part for _, part in subschemas(schema, logic=True)):
+            attempts.insert(0, (WAYS[0], True))
+        for max_ways, counts_items in attempts:
+            is_last = max_ways == WAYS[-1]
+            try:
+                last, made = made, _written(schema, whitespace, max_ways, counts_items)
+            except InvalidRequestError:
+                if is_last:
+                    raise
+                continue
+            if made.is_plain:
+                break
+            if last is not None and last.grammar.root == made.grammar.root:
+                continue
+            start = self._matcher(made.alone())
+            if not start.is_error() or not (counts_items or _TOO_LARGE.search(message_of(start))):
+                break
+        assert made is not None
+        for warning in made.warnings[:_MAX_WARNINGS]:
+            _log.warning("%s", warning)
+        if len(made.warnings) > _MAX_WARNINGS:
+            _log.warning("json_schema: %d more warnings of this kind", len(made.warnings) - _MAX_WARNINGS)
+        return made, start
+
+    def _with_rewritten_schemas(self, lark: str) -> tuple[str, list[_Written]]:
+        """A Lark grammar with its schemas (those of ``with_options``) rewritten, and the result for each schema.
+
+        The grammar refers to the Lark of the i-th schema, if there is one, as ``@json_i``.
+        """
+        parts: list[str] = []
+        schemas: list[_Written] = []
+        at = 0
+        for start, end, schema, whitespace in _schemas_in(lark):
+            made, _ = self._schema(schema, whitespace)
+            plain = f"%json {json.dumps(with_options(made.grammar.root, whitespace))}"
+            parts += [lark[at:start], plain if made.lark is None else f"@json_{len(schemas)}"]
+            schemas.append(made)
+            at = end
+        return "".join([*parts, lark[at:]]), schemas
 
     def _schema_error(self, grammar: SchemaGrammar, message: str) -> str:
         """The error message with a JSON pointer. llguidance names no place, so each subschema is compiled alone."""
@@ -258,24 +324,32 @@ class _Compiler:
         found = ""
         if grammar.is_needed:  # the rest of the message quotes our lines
             message = message.split("\n", maxsplit=1)[0]
+        until_s = thread_time() + _MAX_SEARCH_S
         for n, (pointer, part) in enumerate(subschemas(schema)):
-            if n == _MAX_TRIED:
+            if n == _MAX_TRIED or thread_time() > until_s:
                 break
             if not pointer.startswith(found) or pointer in grammar.hard:
                 continue
             matcher = self._matcher(_bare_json_grammar({**shared, **part}))
             if matcher.is_error() and (not found or message_of(matcher) == message):
                 found, message = pointer, message_of(matcher)
-        if message.startswith("Resource "):
-            message = f"'$ref' to another document: {message}; put what it refers to into '$defs'"
-        elif "schema is false" in message:
+        if "schema is false" in message:
             message = f"'false' allows no value: {message}"
+        for pattern, told in _TOLD:
+            if (matched := re.search(pattern, message)) is not None:
+                message = matched.expand(told)
+                break
         return f"json_schema cannot be compiled at {found or '#'}: {_without_ours(message, 'json_schema')}"
 
 
-def _choice_grammar(texts: list[str]) -> str:
-    """Texts as one terminal: the automaton of a terminal shares what they begin with."""
-    return f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, dict.fromkeys(texts)))}"
+def _choice_grammar(texts: list[str], space: str) -> str:
+    """Texts as one terminal, whose automaton shares their prefixes. ``space``: an optional text before them."""
+    choices = " | ".join(map(json.dumps, dict.fromkeys(texts)))
+    return (
+        f"start: CHOICE\nCHOICE: {json.dumps(space)}? ({choices})"
+        if space
+        else f"start: CHOICE\nCHOICE: {choices}"
+    )
 
 
 def _json_grammar(schema: dict[str, Any], whitespace: str) -> str:
@@ -300,30 +374,76 @@ def _grammar(lark: str, others: Mapping[str, str] = MappingProxyType({})) -> str
     return json.dumps({"grammars": [{"lark_grammar": lark + _NO_FORCING}, *named]})
 
 
-def _written(schema: dict[str, Any], whitespace: str) -> tuple[SchemaGrammar, str | None]:
-    """A checked schema, rewritten; and the Lark of a schema that llguidance's compiler does not follow exactly."""
+@dataclass(frozen=True)
+class _Written:
+    """A schema for llguidance. ``lark``: its grammar, if llguidance's compiler does not enforce it exactly."""
+
+    grammar: SchemaGrammar
+    lark: str | None
+    whitespace: str
+    warnings: list[str]
+    is_plain: bool  # True if it has no alternatives, which may be too many
+
+    def alone(self) -> str:
+        """The grammar of this schema only."""
+        return _json_grammar(self.grammar.root, self.whitespace) if self.lark is None else _grammar(self.lark)
+
+
+# Errors of llguidance that do not name the fix, in our words.
+_TOLD: Final = (
+    (
+        r"^Resource '(?:json-schema:///)?([^']*)'",
+        r"'$ref' to another document, '\1'; put what it refers to into '$defs'",
+    ),
+    (
+        r"^Anchor '([^']*)' does not exist",
+        r"'$ref' to the anchor '\1', which is not found here; refer to it by a JSON pointer, such as '#/$defs/\1'",
+    ),
+    (
+        r'^Unimplemented keys: \["([^"]*)"',
+        r"'\1' is not supported; leave it out, and look for it in the result",
+    ),
+    (
+        r"^patternProperty regexes (.*) and (.*) are not disjoint",
+        r"'patternProperties': \1 and \2 may match the same name; write patterns that exclude each other",
+    ),
+    (
+        r"^circular references with sibling keys",
+        r"'$ref' in a circle, with other keywords beside it; move these into the schema that it refers to",
+    ),
+    (
+        r"^Schema intersection stack level exceeded",
+        r"'allOf' or '$ref' combines too many schemas, or one with itself; write what they say in one schema",
+    ),
+    (
+        r"^Unable to determine if regex is empty",
+        r"'pattern' is too complex beside 'format', a length or another pattern; leave one of them out",
+    ),
+    (
+        r"^min/maxProperties only supported when all keys",
+        r"'minProperties' and 'maxProperties' need all 'properties' in 'required' here; leave the count out",
+    ),
+    (
+        r"^Unknown format: (.*)",
+        r"'format' is \1 in a document that '$ref' names; copy what is needed into '$defs'",
+    ),
+)
+
+# Errors of llguidance about too many alternatives, or about combinations that it does not support.
+_TOO_LARGE = re.compile(
+    "too large|stack level|Unable to determine|not disjoint|circular|grammar.symbols|only supported when all keys"
+)
+
+
+def _written(schema: dict[str, Any], whitespace: str, max_ways: int, counts_items: bool) -> _Written:
     try:
-        grammar = SchemaGrammar(rewritten(schema), whitespace)
-        return grammar, grammar.text() if grammar.is_needed else None
+        plain, warnings = without_logic(schema, max_ways, counts_items)
+        root, more = rewritten(plain)
+        grammar = SchemaGrammar(root, whitespace)
+        lark = grammar.text() if grammar.is_needed else None
+        return _Written(grammar, lark, whitespace, [*warnings, *more], plain == schema)
     except RecursionError:
         raise InvalidRequestError("json_schema at #: it is nested too deeply") from None
-
-
-def _with_rewritten_schemas(lark: str) -> tuple[str, list[tuple[SchemaGrammar, str | None]]]:
-    """A Lark grammar whose schemas, those of ``with_options``, are rewritten; and what was written for each of them.
-
-    The grammar refers to the Lark of the i-th schema, if there is one, as ``@json_i``.
-    """
-    parts: list[str] = []
-    schemas: list[tuple[SchemaGrammar, str | None]] = []
-    at = 0
-    for start, end, schema, whitespace in _schemas_in(lark):
-        grammar, own = _written(schema, whitespace)
-        plain = f"%json {json.dumps(with_options(grammar.root, whitespace))}"
-        parts += [lark[at:start], plain if own is None else f"@json_{len(schemas)}"]
-        schemas.append((grammar, own))
-        at = end
-    return "".join([*parts, lark[at:]]), schemas
 
 
 def _schemas_in(lark: str) -> Iterator[tuple[int, int, dict[str, Any], str]]:

@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from llamapipe._messages import quoted
 from llamapipe.errors import InvalidRequestError
 
-_ONE = ("items", "additionalItems", "additionalProperties")
+# Keywords whose value is a schema, a list of schemas, or schemas by name.
+ONE = ("items", "additionalItems", "additionalProperties")
 _LIST = ("prefixItems", "anyOf", "allOf", "oneOf", "items")
-_MAP = ("properties", "patternProperties", "$defs", "definitions")
+# `_logic` writes the items that `contains` counts, and those that it does not, into this private keyword.
+COUNTED = "$counted"
+MAPS = ("properties", "patternProperties", "$defs", "definitions", COUNTED)
+# Likewise for keywords that deny or combine, which `_logic` replaces.
+_ONE_OF_LOGIC = ("not", "if", "then", "else", "contains")
+_MAPS_OF_LOGIC = ("dependentSchemas", "dependencies")
 # With one of these, an object states which other properties it allows, or combines with other schemas.
 _ABOUT_OTHERS = {
-    "additionalProperties",
-    "unevaluatedProperties",
-    "allOf",
-    "anyOf",
-    "oneOf",
-    "$ref",
-}
+    "additionalProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas",
+    "dependencies",
+}  # fmt: skip
 # Assertions of draft 3. llguidance does not know them and would ignore them.
 _DRAFT_3 = ("divisibleBy", "disallow", "extends")
 # llguidance sets no limit to the time and memory that these take.
@@ -35,9 +38,11 @@ MAX_MULTIPLE = 100_000  # least common multiple of all multipleOf; 100,000 take 
 # At most one match of this pattern is allowed wherever JSON permits spaces. It fits every usual layout, and it keeps a
 # model from generating spaces without end.
 SPACE = r"\x20{1,2}|\n[\x20\t]{0,40}"
-_STRICT = {"lenient": False, "coerce_one_of": False}
+# `_logic` has made the schemas of a `oneOf` exclusive.
+_STRICT = {"lenient": False, "coerce_one_of": True}
 # The values of SamplingParams.json_whitespace, with llguidance's options for each.
 WHITESPACE: dict[str, dict[str, Any]] = {
+    "spaced": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", **_STRICT},
     "compact": {"whitespace_flexible": False, **_STRICT},
     "flexible": {"whitespace_pattern": SPACE, **_STRICT},
 }
@@ -58,11 +63,22 @@ def schema_object(schema: Any) -> dict[str, Any]:
         raise InvalidRequestError("json_schema at #: 'false', which no JSON satisfies")
     if not isinstance(value, dict):
         raise InvalidRequestError(f"json_schema must be a JSON object or boolean, not {_kind(value)}")
-    parts = list(subschemas(value))
+    parts = list(subschemas(value, logic=True))
     for pointer, part in parts:
         _refuse(pointer, part)
     _check_costs([part for _, part in parts])
     return value
+
+
+def ref_stands_alone(root: dict[str, Any]) -> bool:
+    """True for drafts 4, 6 and 7, in which keywords beside ``$ref`` have no effect."""
+    draft = root.get("$schema")
+    return isinstance(draft, str) and re.search(r"json-schema\.org/draft-0[3-7]/", draft) is not None
+
+
+def pointer_to(pointer: str, name: str) -> str:
+    """The pointer to a member."""
+    return f"{pointer}/{name.replace('~', '~0').replace('/', '~1')}"
 
 
 def schema_text(schema: Any) -> str:
@@ -108,43 +124,58 @@ def closed_objects(schema: dict[str, Any]) -> dict[str, Any]:
     properties.
     """
     copy: dict[str, Any] = json.loads(json.dumps(schema))
-    combined = {
+    parts = list(subschemas(copy))
+    combined: list[Any] = []  # schemas that list only a part of an object's members
+    for _, part in parts:
+        others = part.keys() & {"properties", "patternProperties", "additionalProperties", "$ref", "allOf"}
+        for keyword in ("allOf", "anyOf", "oneOf"):
+            is_part = (
+                len(part.get("allOf", ())) > 1 or others != {"allOf"} if keyword == "allOf" else bool(others)
+            )
+            if isinstance(part.get(keyword), list) and is_part:
+                combined += part[keyword]
+    are_parts = {id(member) for member in combined}
+    named = {
         member["$ref"]
-        for _, part in subschemas(copy)
-        if isinstance(part.get("allOf"), list) and len(part["allOf"]) > 1
-        for member in part["allOf"]
+        for member in combined
         if isinstance(member, dict) and isinstance(member.get("$ref"), str)
     }
-    for pointer, part in subschemas(copy):
+    for pointer, part in parts:
         lists = any(isinstance(part.get(key), dict) for key in ("properties", "patternProperties"))
         is_open = lists and not part.keys() & _ABOUT_OTHERS
-        if is_open and "/allOf/" not in pointer and pointer not in combined:
+        if is_open and "/allOf/" not in pointer and id(part) not in are_parts and pointer not in named:
             part["additionalProperties"] = False
     return copy
 
 
 def takes_nothing(schema: dict[str, Any]) -> bool:
-    """Whether ``closed_objects`` leaves no object but ``{}``."""
+    """True if ``closed_objects`` allows no object except ``{}``."""
     closed = closed_objects(schema)
     is_closed = closed.get("additionalProperties") is False
     return is_closed and not closed.get("properties") and not closed.get("patternProperties")
 
 
-def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The schema and all its subschemas, each with its JSON pointer; parents first."""
+def subschemas(schema: dict[str, Any], *, logic: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schema and its subschemas, each with its JSON pointer; parents first.
+
+    ``logic``: including subschemas of keywords that deny or combine, such as ``not`` and ``if``.
+    """
+    of_one, of_maps = (ONE + _ONE_OF_LOGIC, MAPS + _MAPS_OF_LOGIC) if logic else (ONE, MAPS)
     waiting: list[tuple[str, Any]] = [("#", schema)]
     while waiting:
         pointer, part = waiting.pop()
         if not isinstance(part, dict):
             continue
         yield pointer, part
-        inner: list[tuple[str, Any]] = [(f"{pointer}/{key}", part[key]) for key in _ONE if key in part]
+        inner: list[tuple[str, Any]] = [(f"{pointer}/{key}", part[key]) for key in of_one if key in part]
         for key in _LIST:
             if isinstance(part.get(key), list):
                 inner += [(f"{pointer}/{key}/{i}", member) for i, member in enumerate(part[key])]
-        for key in _MAP:
+        for key in of_maps:
             if isinstance(part.get(key), dict):
-                inner += [(f"{pointer}/{key}/{_escaped(name)}", member) for name, member in part[key].items()]
+                inner += [
+                    (pointer_to(f"{pointer}/{key}", name), member) for name, member in part[key].items()
+                ]
         waiting += reversed(inner)
 
 
@@ -178,10 +209,33 @@ _SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
         ("$defs", "definitions"), (lambda value: isinstance(value, dict), "an object of schemas")
     ),
     **dict.fromkeys(("anyOf", "allOf", "oneOf", "prefixItems"), (_is_schemas, "a list of schemas")),
-    **dict.fromkeys(("additionalProperties", "propertyNames"), (_is_schema, "a schema")),
     **dict.fromkeys(
-        ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+        ("additionalProperties", "propertyNames", "not", "if", "then", "else", "contains"),
+        (_is_schema, "a schema"),
+    ),
+    **dict.fromkeys(
+        (
+            "minLength",
+            "maxLength",
+            "minItems",
+            "maxItems",
+            "minProperties",
+            "maxProperties",
+            "minContains",
+            "maxContains",
+        ),
         (_is_count, "a count"),
+    ),
+    "dependentSchemas": (_is_schema_map, "an object of schemas"),
+    "dependentRequired": (
+        lambda value: isinstance(value, dict) and all(map(_is_names, value.values())),
+        "an object of lists of names",
+    ),
+    "dependencies": (
+        lambda value: (
+            isinstance(value, dict) and all(_is_schema(one) or _is_names(one) for one in value.values())
+        ),
+        "an object of schemas and lists of names",
     ),
     **dict.fromkeys(("minimum", "maximum", "multipleOf"), (_is_number, "a number")),
     **dict.fromkeys(
@@ -217,13 +271,6 @@ def _refuse(pointer: str, part: dict[str, Any]) -> None:
         raise InvalidRequestError(
             f"json_schema at {pointer}: 'required' has {n_required} names; at most {MAX_REQUIRED} are supported"
         )
-    least = part.get("minProperties")
-    if isinstance(least, int) and least > n_required + 1:
-        # A name that is not listed may occur twice, and then counts once.
-        raise InvalidRequestError(
-            f"json_schema at {pointer}: 'minProperties' is {least}, but only {n_required} names are 'required'; a "
-            "grammar cannot see that the others differ: list them in 'required'"
-        )
 
 
 def _check_costs(parts: list[dict[str, Any]]) -> None:
@@ -256,10 +303,6 @@ def _plain(value: Any) -> Any:
 
 def _no_number(name: str) -> Any:
     raise ValueError(f"{name} is not a number in JSON")
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _kind(value: Any) -> str:

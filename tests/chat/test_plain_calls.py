@@ -12,7 +12,7 @@ import pytest
 from support.chat_families import FAMILIES, FULL, HERMES, PARIS, TOOLS
 from support.chat_templates import ByteVocabulary, renderer
 
-from llamapipe.chat.chat_format import ChatFormat
+from llamapipe.chat.chat_format import ChatFormat, differs_from_calls
 from llamapipe.chat.parser import ChatParser
 from llamapipe.chat.results import ChatMessage
 from llamapipe.chat.tools import Tool
@@ -45,7 +45,7 @@ CALLS: dict[str, tuple[str, list[tuple[str, dict[str, Any]]]]] = {
 }
 # No calls, and the start of each that might still have become one.
 TEXTS = {
-    "other object": ('{"title": "get_weather"}', '{"'),
+    "other object": ('{"title": "get_weather"}', '{"t'),
     "other name": ('{"name": "get_weathers", "arguments": {}}', '{"name": "get_weather'),
     "start of a name": ('{"name": "get_weath", "arguments": {}}', '{"name": "get_weath'),
     "other key": (f'{{"role": "x", {NOW[1:]}', '{"'),
@@ -171,7 +171,7 @@ def test_every_family_with_markers(name: str) -> None:
     assert calls_of(parse(name, family.full)) == [("get_weather", FULL)]
     assert calls_of(parse(name, f"{NOW}\n{family.paris}")) == [("get_weather", PARIS)]
     for text in (family.unknown, *family.broken):
-        assert parse(name, text, stream_calls=False).content == text
+        assert parse(name, text, stream_calls=False).content == family.visible(text)
 
 
 def test_a_family_whose_calls_are_plain_json() -> None:
@@ -209,3 +209,32 @@ def test_names_with_dots_and_of_one_that_begins_another() -> None:
         text = f'{{"name": "{tool.name}", "arguments": {{}}}}'
         answer = ChatMessage([*map(parser.feed, text), parser.finish()])
         assert [call.name for call in answer.tool_calls] == [tool.name]
+
+
+@pytest.mark.parametrize("whitespace", ["spaced", "compact", "flexible"])
+def test_a_plain_call_stays_possible_beside_a_schema(whitespace: str) -> None:
+    vocabulary = ByteVocabulary(())
+    form = ChatFormat.of(renderer(HERMES.template), vocabulary.special_id)
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    assert differs_from_calls(schema) and differs_from_calls({"type": "object"})
+    options: dict[str, Any] = {"prompt_tail": "", "schema": schema, "whitespace": whitespace, "plain": True}
+    grammar = form.grammar(TOOLS, "auto", True, **options)
+    assert grammar is not None
+    wrong = '{"name": "get_weathers", "arguments": {"city": "Paris"}}'
+    for text in (
+        '{"city":"Paris"}' if whitespace == "compact" else '{"city": "Paris"}',
+        HERMES.paris,
+        NOW,
+        '{"name":"get_weather","arguments":{"city":"Paris"}}',
+    ):
+        assert vocabulary.accepted(grammar, text) == (text, True)
+    assert vocabulary.accepted(grammar, wrong)[0] != wrong
+    for choice in ("required", "now", "none"):
+        grammar = form.grammar(TOOLS, choice, True, **options)
+        assert grammar is not None and vocabulary.accepted(grammar, NOW)[0] != NOW
+
+
+def test_a_schema_that_has_the_members_of_a_call_is_no_call() -> None:
+    members = {"name": {"type": "string"}, "arguments": {"type": "object"}}
+    assert not differs_from_calls({"type": "object", "properties": members})
+    assert not differs_from_calls({"$defs": {"a": {"properties": members}}, "$ref": "#/$defs/a"})

@@ -82,7 +82,8 @@ def test_random_calls_with_control_tokens(name: str) -> None:
     vocabulary = ByteVocabulary(family.specials)
     form = ChatFormat.of(renderer(family.template), vocabulary.special_id)
     # The prompt of gpt-oss cannot close the reasoning, of which there may be any number of messages.
-    tail = family.tail if name == "gpt-oss" else family.tail + "".join(family.think or ())
+    closed = f"{form.reasoning.start}{form.reasoning.end}" if form.reasoning else ""
+    tail = family.tail if name == "gpt-oss" else family.tail + closed
     for seed in range(10):
         tools = (Tool("first_tool", "", parameters(seed)), Tool("second", "", parameters(seed + 1000)))
         grammar = form.grammar(tools, "required", True, prompt_tail=tail)

@@ -41,6 +41,14 @@ def accepts(parameters: dict[str, Any], **arguments: str) -> bool:
         ({"$ref": "#/$defs/either/anyOf/1"}, "7", "x"),
         ({"type": "string", "format": "date"}, "2026-11-23", "x"),
         ({"type": "string", "format": "path"}, "a/b", None),
+        ({"type": "string", "format": "date-time"}, "2026-11-23t23:59:60z", "2026-11-31T00:00:00Z"),
+        ({"type": "string", "format": "email"}, "a.b.c+d@mail.my-company.co.uk", "a@"),
+        ({"type": "string", "format": "uri"}, "http://[::1]:65535/a%20b?c=d#e", "x y"),
+        # An anchor belongs to its option; a match may stand anywhere.
+        ({"type": "string", "pattern": "^a|b$"}, "ax", "xa"),
+        ({"type": "string", "pattern": "^a|b$"}, "xb", "bx"),
+        ({"type": "string", "pattern": "/(?=[a-c])"}, "x/b", "x/d"),
+        ({"type": "string", "pattern": r"^\w+$"}, "Müller", "a b"),
     ],
 )
 def test_schemas_that_are_followed(schema: dict[str, Any], good: str, bad: str | None) -> None:

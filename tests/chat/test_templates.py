@@ -6,34 +6,19 @@ from typing import Any
 
 import pytest
 from support.chat_families import FULL, PARIS, TOOLS
-from support.chat_templates import ByteVocabulary, names, parse_answer, renderer
+from support.chat_templates import ByteVocabulary, names, parse_answer, renderer, template
 
 from llamapipe.chat._call_format import common_start
 from llamapipe.chat.chat_format import ChatFormat
+from llamapipe.errors import InvalidRequestError
 
-# These write no calls, or write them in a way that is not understood: Python's syntax, types inside of tags, ids only.
+# These show no tools, or calls in messages of a format that is not understood.
 WITHOUT_TOOLS = {
-    "CohereForAI-c4ai-command-r-plus-tool_use",
     "HuggingFaceTB-SmolLM3-3B",
-    "IFM-K2-Horizon",
-    "Kimi-K3",
-    "LFM2-8B-A1B",
-    "LFM2.5-8B-A1B",
-    "LFM2.5-Instruct",
-    "MiniMax-M3",
-    "deepseek-ai-DeepSeek-V3.2",
-    "deepseek-ai-DeepSeek-V4",
-    "deepseek-ai-DeepSeek-V4-Flash-0731",
     "google-gemma-2-2b-it",
-    "google-gemma-4-31B-it",
-    "google-gemma-4-31B-it-interleaved",
     "google-translategemma-4b-it",
-    "ibm-granite-granite-3.3-2B-Instruct",
     "llama-cpp-rwkv-world",
-    "meetkai-functionary-medium-v3.2",
     "microsoft-Phi-3.5-mini-instruct",
-    "muse-glimmer",
-    "upstage-Solar-Open-100B",
 }
 EOG = ("<|eom_id|>", "<|END_OF_TURN_TOKEN|>", "<｜hy_eos:opensource｜>")
 
@@ -45,13 +30,13 @@ def test_calls_as_the_template_writes_them(name: str) -> None:
     assert form.supports_tools == (name not in WITHOUT_TOOLS)
     if form.calls is None:
         return
-    tail = f"{form.reasoning.start}{form.reasoning.end}" if form.reasoning else ""
+    tail = f"{form.reasoning.start}{form.reasoning.end}" if form.reasoning else form.calls.prompted
     calls: list[tuple[str, str, dict[str, Any]]] = [
         ("abcdefgh1", "get_weather", FULL),
         ("abcdefgh2", "now", {}),
     ]
     for n in (1, 2) if form.calls.parallel else (1,):
-        text = form.calls.written(calls[:n])
+        text = form.calls.written(calls[:n]).removeprefix("" if form.reasoning else tail)
         for choice in ("auto", "required"):
             grammar = form.grammar(TOOLS, choice, True, prompt_tail=tail)
             assert grammar is not None and vocabulary.accepted(grammar, text) == (text, True)
@@ -72,12 +57,86 @@ def test_a_history_of_calls_is_read_back(name: str) -> None:
     tools = [tool.as_openai() for tool in TOOLS]
     call = {"id": "abcdefgh1", "type": "function", "function": {"name": "get_weather", "arguments": PARIS}}
     text = ""
+    write = form.calls.written if form.calls is not None and form.calls.in_content else None
     for content in ("", None):  # one template wants None
         answer = {"role": "assistant", "content": content, "tool_calls": [call]}
-        text = (
-            text if "Paris" in text else render([*messages, answer], tools=tools, add_generation_prompt=False)
-        )
+        if "Paris" not in text:
+            chat = [*messages, answer]
+            text = template(name).render(chat, tools=tools, add_generation_prompt=False, write_calls=write)
     prompt = render(messages, tools=tools, add_generation_prompt=True)
     text = text[len(common_start(text, prompt)) :]
-    calls = parse_answer(form.parser(TOOLS, "auto", prompt_tail=""), text).tool_calls
+    tail = form.calls.prompted if form.calls is not None else ""
+    calls = parse_answer(form.parser(TOOLS, "auto", prompt_tail=tail), text).tool_calls
     assert [(one.name, one.arguments) for one in calls] == [("get_weather", PARIS)]
+
+
+# These want what no conversation of plain messages has: a thought in each answer, languages with each message.
+NEEDS_MORE = {"IFM-K2-Horizon", "google-translategemma-4b-it"}
+# This one writes the first message of the system before the last one of the user.
+SYSTEM_AT_THE_END = {"mistralai-Mistral-Nemo-Instruct-2407"}
+
+
+def said(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "content": text}
+
+
+@pytest.mark.parametrize("name", [name for name in names() if name not in NEEDS_MORE])
+def test_messages_of_the_system_stand_where_they_were_given(name: str) -> None:
+    for role in ("system", "developer"):
+        check_places(name, role)
+
+
+def check_places(name: str, role: str) -> None:
+    first, late = said(role, "Qfirst."), said(role, "Qlate.")
+    user, answer, again = said("user", "Qask."), said("assistant", "Qreply."), said("user", "Qagain.")
+    for chat in (
+        [first, user, answer, late, again],
+        [first, user, answer, late],
+        [first, user, late, answer, again],
+        [first, user, late],
+        [user, answer, late, again],
+        [first, late, user],
+        [said("system", "Qfirst."), said("developer", "Qlate."), user],
+        [first, user, answer, late, said(role, "Qlater."), again],
+        [first, user],
+    ):
+        text = template(name).render(chat)
+        shown = [one for one in chat if one is not first or name not in SYSTEM_AT_THE_END]
+        places = [text.rfind(one["content"]) for one in shown]
+        assert places == sorted(places) and places[0] >= 0, (chat, text)
+        assert first["content"] in text or first not in chat
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_message_of_the_system_after_a_tool_is_not_lost(name: str) -> None:
+    call = {"id": "abcdefgh1", "type": "function", "function": {"name": "now", "arguments": {}}}
+    calls = {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "Qthought."}
+    result = {"role": "tool", "tool_call_id": "abcdefgh1", "name": "now", "content": "Qresult."}
+    chat = [said("user", "Qask."), calls, result]
+    definitions = [tool.as_openai() for tool in TOOLS]
+    try:
+        before = template(name).render(chat, tools=definitions)
+    except InvalidRequestError:
+        return  # it refuses the conversation without that message, too
+    text = template(name).render([*chat, said("system", "Qlate.")], tools=definitions)
+    result_at = text.rfind("Qresult.") if "Qresult." in before else text.rfind("Qask.") + 1
+    assert text.rfind("Qask.") < result_at < text.rfind("Qlate.")
+
+
+@pytest.mark.parametrize("name", names())
+def test_arguments_that_are_no_object_are_shown_as_they_are(name: str) -> None:
+    def chat(arguments: Any) -> list[dict[str, Any]]:
+        call = {"id": "abcdefgh1", "type": "function", "function": {"name": "now", "arguments": arguments}}
+        calls = {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "Qthought."}
+        return [said("user", "Qask."), calls]
+
+    definitions = [tool.as_openai() for tool in TOOLS]
+    try:
+        whole = template(name).render(chat({"qxkey": "qxvalue"}), tools=definitions)
+    except InvalidRequestError:
+        return  # it refuses calls without a result, or any
+    given: tuple[Any, ...] = ('{"city": "Par', "[1, 2", '"x"', "null", "x", [], None)
+    for arguments in given:
+        text = template(name).render(chat(arguments), tools=definitions)
+        if "qxvalue" in whole and arguments is not None:
+            assert (arguments if isinstance(arguments, str) else "[]") in text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -92,3 +92,56 @@ def test_a_greeting_belongs_to_the_first_turn() -> None:
     messages = [SYSTEM, greeting, *turn("a"), *turn("b"), *turn("c")]
     assert kept_messages(messages, counted, 60, 1) == [SYSTEM, *turn("b"), *turn("c")]
     assert kept_messages(messages, counted, 100, 1) == messages
+
+
+def grown(
+    n_tokens: Callable[[Sequence[Message]], int], n_ctx: int, n_free: int, n_turns: int
+) -> list[tuple[str, int]]:
+    """The first message that is kept, and the prompt's tokens, in each turn of a conversation that grows."""
+    messages: list[Message] = [SYSTEM]
+    found = []
+    for i in range(n_turns):
+        messages.append({"role": "user", "content": f"{i:010d}"})
+        kept = kept_messages(messages, n_tokens, n_ctx, n_free)
+        assert n_tokens(kept) + n_free <= n_ctx
+        found.append((kept[1]["content"], n_tokens(kept)))
+        messages.append({"role": "assistant", "content": f"{i:020d}"})
+    return found
+
+
+def test_what_the_template_writes_once_is_counted_once() -> None:
+    """Tools that take half of the context leave the other half to the turns."""
+    found = grown(lambda messages: 200 + n_tokens(messages), 400, 20, 60)
+    assert all(n >= 250 for _, n in found[20:])  # a turn of 30 tokens, at least, besides the last
+    assert max(n for _, n in found[20:]) > 340
+    changes = sum(one != other for (one, _), (other, _) in pairwise(found))
+    assert changes <= 60 // 2
+
+
+def test_the_room_is_used_again() -> None:
+    """After a cut the conversation grows until it is full again; what a template adds to every prompt is no turn's."""
+    found = grown(lambda messages: 30 + n_tokens(messages), 8000, 256, 900)
+    first_cut = next(i for i, (begin, _) in enumerate(found) if begin != found[0][0])
+    later = [n for _, n in found[first_cut:]]
+    assert max(later) > 8000 - 256 - 60 and min(later) > 3900
+
+
+def test_a_cut_is_made_once() -> None:
+    """Whether the last turn has its answer yet makes no difference to what is dropped: no cut follows another."""
+    for n_ctx in range(300, 420, 7):
+        begins = [begin for begin, _ in grown(n_tokens, n_ctx, 20, 60)]
+        changed = [i for i, (one, other) in enumerate(pairwise(begins)) if one != other]
+        assert len(changed) > 3 and all(b - a >= 3 for a, b in pairwise(changed)), n_ctx
+
+
+def test_results_stay_with_their_calls() -> None:
+    """Also where a user writes between them."""
+    call: Message = {"role": "assistant", "content": "c" * 5, "tool_calls": [{"id": "1"}]}
+    result = {"role": "tool", "content": "r" * 5, "tool_call_id": "1"}
+    user = {"role": "user", "content": "u" * 5}
+    asked = [user, call, dict(user, content="w" * 5), result, {"role": "assistant", "content": "A" * 5}]
+    messages = [SYSTEM, *turn("a"), *asked, *turn("b"), *turn("c")]
+    for n_ctx in range(20, 120):
+        kept = kept_messages(messages, n_tokens, n_ctx, 1)
+        assert (result in kept) == (call in kept), n_ctx
+        assert kept[-2:] == turn("c")

@@ -97,30 +97,26 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"properties": {"a": {"items": {"type": "strin"}}}},
         "at #/properties/a/items: Invalid type: strin",
     ),
-    "not": ({"anyOf": [{}, {"not": {}}]}, r"at #/anyOf/1: Unimplemented keys: \[\"not\"\]"),
     "uniqueItems": (
         {"type": "array", "uniqueItems": True, "items": {"enum": [1, 2]}, "minItems": 3},
         "at #: 'uniqueItems': 'minItems' is 3, but 'items' has 2 values",
     ),
-    "contains": ({"type": "array", "contains": {"const": 1}}, "contains"),
     "propertyNames": (
         {"type": "object", "propertyNames": {"not": {"const": "x"}}},
         "at #/propertyNames: 'not' is not supported for names",
     ),
-    "dependentRequired": ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
-    "dependencies": ({"type": "object", "dependencies": {"a": ["b"]}}, "dependencies"),
-    "if": ({"if": {"type": "string"}, "then": {"maxLength": 1}}, r"at #: Unimplemented keys: .*then"),
-    "unevaluated": ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
     "dynamicRef": ({"$dynamicRef": "#x"}, "dynamicRef"),
-    "oneOf": ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 2}]}, "oneOf"),
     "look-around": ({"items": {"pattern": "(a(?=b))*"}}, "at #/items: 'pattern': look-around in"),
     "pattern": (
         {"properties": {"a/b": {"type": "string", "pattern": "x(y"}}},
         r"#/properties/a~1b: regex[^^]*\^[^^]*unclosed",
     ),
-    "remote": ({"$ref": "http://example.org/x"}, "does not fetch"),
+    "remote": ({"$ref": "http://example.org/x"}, "to another document, .http://example.org/x.; put what"),
     "reference": ({"$ref": "#/$defs/x"}, "'/\\$defs/x' does not exist"),
-    "in a definition": ({"$defs": {"q": {"not": {}}}, "items": {"$ref": "#/$defs/q"}}, "at #/items: Unimpl"),
+    "in a definition": (
+        {"$defs": {"q": {"pattern": "x(y"}}, "items": {"$ref": "#/$defs/q"}},
+        "at #/items: regex parse error",
+    ),
     "empty range": (
         {"type": "integer", "minimum": 5, "maximum": 1},
         r"minimum \(5\) is greater than maximum",
@@ -129,7 +125,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "loop": ({"$ref": "#"}, "allows no first token"),
     "draft 3": ({"type": "integer", "divisibleBy": 2}, "at #: 'divisibleBy' is of draft 3"),
     "options": ({"x-guidance": {"lenient": True}, "uniqueItems": True}, "'x-guidance' is not supported"),
-    "names": ({"type": "object", "minProperties": 2}, "list them in 'required'"),
     "patterns": ({"patternProperties": {f"^{i}$": {} for i in range(101)}}, "at most 100"),
     "multiples": (
         {"allOf": [{"multipleOf": n} for n in (97, 89, 83, 0.5)]},
@@ -137,7 +132,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "properties": (
         {"type": "object", "properties": {f"p{i}": {} for i in range(1800)}},
-        "too large: .*max is 2000",
+        "too large: .*(max is 2000|limit 5000)",
     ),
     "required": ({"required": [str(i) for i in range(MAX_REQUIRED + 1)]}, "at most 2000"),
     "no JSON": ('{"type":\n "string",}', "is not valid JSON: .* at line 2 column 1"),

@@ -63,6 +63,29 @@ HOSTILE: list[dict[str, object]] = [
     {"json_schema": {"propertyNames": {"pattern": "(a+)+$"}, "properties": {"a" * 50 + "b": {}}}},
     {"json_schema": {"type": "array", "uniqueItems": True, "items": {"enum": list(range(63))}}},
     {"json_schema": {"enum": [[2**60 + i] for i in range(6000)]}},
+    {
+        "json_schema": {
+            "oneOf": [{"properties": {f"p{j}": {"minimum": i} for j in range(20)}} for i in range(150)]
+        }
+    },
+    {"json_schema": {"oneOf": [{"required": [f"a{i}"]} for i in range(60)]}},
+    {"json_schema": {"dependentRequired": {f"a{i}": [f"a{i * 7 % 60}", f"b{i}"] for i in range(60)}}},
+    {"json_schema": {"allOf": [{"not": {"required": [f"a{i}", f"b{i}"]}} for i in range(300)]}},
+    {"json_schema": {"type": "string", "not": {"enum": ["a" * i for i in range(89)]}}},
+    {"json_schema": {"properties": {f"p{i}": {} for i in range(100)}, "minProperties": 10}},
+    {
+        "json_schema": {
+            "oneOf": [{"properties": {"a": {"$ref": "#"}}}, {"items": {"$ref": "#"}}, {"not": {"$ref": "#"}}]
+        }
+    },
+    {"json_schema": {"not": doubled(60)["oneOf"][0], "$defs": doubled(60)["$defs"]}},  # type: ignore[index]
+    {"json_schema": '{"not":{"required":["a"],"properties":{"a":' * 90 + "true" + "}}}" * 90},
+    {
+        "json_schema": {
+            "items": [{"$ref": f"#/x/{i}"} for i in range(2000)],
+            "x": [{"not": {"type": "null"}}] * 2000,
+        }
+    },
     {"choice": ["a" * i + "b" for i in range(1, 500)]},
     {"json_schema": '{"items":' * 10_000 + "true" + "}" * 10_000},
 ]
@@ -89,12 +112,13 @@ def test_preparing_a_vocabulary_ends_no_start(
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process")
 def test_hostile_grammars_end_nothing(tmp_path: Path) -> None:
     program = """
-import json, pathlib, resource, time
+import json, logging, pathlib, resource, time
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 import numpy as np
 import llamapipe as lp
 from llamapipe.structured.compile import compile_guide
 
+logging.getLogger("llamapipe").setLevel(logging.ERROR)
 with lp.Model.demo() as model:
     for given in json.loads(pathlib.Path(sys.argv[1]).read_text()):
         began = time.monotonic()

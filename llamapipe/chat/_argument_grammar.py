@@ -1,0 +1,363 @@
+"""Writes the grammar of the arguments of a call, for templates that write each argument separately.
+
+Open this file to change what the grammar allows between the markers of an argument. ``argument_grammar`` is the entry.
+``Style`` lists the styles: TAGGED, PYTHON, QUOTED and NESTED. Formats and patterns of strings come from
+``llamapipe.structured``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from llamapipe._messages import quoted
+from llamapipe.chat._call_format import CDATA, CDATA_END, CallFormat, Style, json_type, python_text, segments
+from llamapipe.chat._lark import ANY, GAP, NOTHING, SPACES, WHITE, Literals, Rules, json_value, regex_text
+from llamapipe.chat._tagged_arguments import NOTES, OF_OBJECT, TaggedArguments, as_text, choices
+from llamapipe.errors import InvalidRequestError
+from llamapipe.structured.formats import FORMATS
+from llamapipe.structured.patterns import as_lark, translated
+
+_ANY_NAME = "/[a-zA-Z_][a-zA-Z0-9_]{0,39}/"
+_KINDS = ("number", "boolean", "null", "array", "object")
+_OF_ARRAY = NOTES | {"type", "items", "prefixItems", "minItems", "maxItems", "uniqueItems"}
+
+
+def argument_grammar(arguments: TaggedArguments, literals: Literals, rules: Rules) -> str:
+    """The elements that match the arguments, in any order, from the end of the head to the end of the call."""
+    writer = _ArgumentWriter(arguments, literals, rules)
+    style = arguments.form.style
+    join = f'"," {SPACES}' if style in (Style.PYTHON, Style.QUOTED) else ""
+    if arguments.is_open:
+        member = writer.member(None, arguments.open_schema)
+        members = f"({member} ({join} {member})*)?" if join else f"({member})*"
+    else:
+        members = rules.in_any_order(
+            [
+                (name in arguments.required, writer.member(name, one))
+                for name, one in arguments.properties.items()
+            ],
+            join,
+        )
+    if not join:
+        return members
+    start, end = ("(", ")") if style is Style.PYTHON else ("{", "}")
+    return f'"{start}" {members} "{end}"'
+
+
+class _ArgumentWriter:
+    """Writes the grammar of the arguments of one tool."""
+
+    def __init__(self, arguments: TaggedArguments, literals: Literals, rules: Rules) -> None:
+        self._arguments = arguments
+        self._form = arguments.form
+        self._literals = literals
+        self._rules = rules
+
+    def member(self, name: str | None, schema: dict[str, Any]) -> str:
+        """An argument, or a member of an object. ``name`` None: with any name."""
+        form, text = self._form, self._literals
+        if name is not None:
+            self._arguments.check_name(name)
+        if form.style in (Style.PYTHON, Style.QUOTED):
+            key = _ANY_NAME if name is None else json.dumps(name)
+            if form.style is Style.PYTHON:
+                return f'{key} "=" {self._python(schema)}'
+            return f'{key} ":" {self._deep(schema, "")}'
+        if form.style is Style.NESTED:
+            if name is None:
+                key = f"{text.text(form.key_start)} {_ANY_NAME} {text.text(form.key_end)}"
+                return f"{key} {self._any_nested()}"
+            start = text.text(form.key_start + name + form.key_end)
+            return f"{start} {self._deep(schema, form.value_end + name + form.value_close)}"
+        key = f"{text.text(form.key_start)} {_ANY_NAME}" if name is None else text.text(form.key_start + name)
+        return f"{key} {self._tagged(schema)} {_between_tags(form)}"
+
+    # ---- <key>value</key>
+    def _tagged(self, schema: dict[str, Any]) -> str:
+        """The rest of an argument after its key, up to the end marker without its spaces."""
+        form, text = self._form, self._literals
+        end = form.value_end.rstrip()
+        options: dict[str, list[str]] = {}  # values by the text between key and value
+        chosen = choices(schema)
+        if chosen is not None:
+            for value in chosen:
+                one = f"({text.text(as_text(value)) or NOTHING}) {text.text(end)}"
+                options.setdefault(form.key_end_of(json_type(value)), []).append(one)
+        else:
+            types = self._arguments.types(schema)
+            if "string" in types:
+                key_end = form.key_end_of("string")
+                options.setdefault(key_end, []).append(self._string(schema, end))
+            # If every string is allowed, its text includes the values of the other types.
+            is_free = not form.key_ends and self._is_free(schema)
+            ends = form.key_ends or tuple((kind, form.key_end) for kind in _KINDS)
+            for key_end in () if is_free else dict.fromkeys(end for kind, end in ends if kind in _KINDS):
+                kinds = {kind for kind, other in ends if kind in _KINDS and other == key_end}
+                values = self._values(schema, kinds)
+                if values:
+                    value = f"({' | '.join(values)}) {GAP} {text.text(end.lstrip())}"
+                    options.setdefault(key_end, []).append(value)
+        parts = [f"{text.tags(key_end)} ({' | '.join(values)})" for key_end, values in options.items()]
+        return f"({' | '.join(parts)})"
+
+    def _values(self, schema: dict[str, Any], kinds: set[str]) -> list[str]:
+        """The JSON of values of these types."""
+        arguments = self._arguments
+        types = arguments.types(schema)
+        if types <= kinds | ({"integer"} if "number" in kinds else set()) and "any" not in types:
+            return [json_value(arguments.with_shared(schema))]
+        found = []
+        for option in arguments.alternatives(schema):
+            named = arguments.types(option)
+            allowed = kinds if "any" in named else (named & kinds)
+            if "number" in kinds and "integer" in named:
+                allowed = allowed | {"integer"}
+            for kind in sorted(allowed):
+                chosen = choices(option)
+                restricted = {**option, "type": kind}
+                if chosen is not None:
+                    restricted = {"enum": [value for value in chosen if json_type(value) == kind]}
+                found.append(json_value(arguments.with_shared(restricted)))
+        return found
+
+    def _string(self, schema: dict[str, Any], end: str) -> str:
+        """An unquoted string, up to and including ``end``; not one that is read as another type."""
+        form, text = self._form, self._literals
+        marker = end.strip()
+        limit = form.key_start.strip() if form.style is Style.NESTED else marker
+        first = segments(marker)[0]
+        token = text.token(first)
+        others = ""
+        strings = _strings(
+            self._arguments, schema, with_null=not form.key_ends and form.style is Style.TAGGED
+        )
+        body = " | ".join(f"({pattern})" for pattern in strings)
+        wrapped = ""
+        if form.cdata:
+            others = f" & ~/{WHITE}{regex_text(CDATA)}(?s:.*)/"
+            cdata_end = json.dumps(CDATA_END)
+            inner = self._rules.terminal(f"({body}) & ~/(?s:.*{regex_text(CDATA_END)}.*)/")
+            wrapped = f"{json.dumps(CDATA)} {self._rules.lazy(f'{inner} {cdata_end}')} {text.text(end)}"
+        if token is None:
+            body = f"({body}) & ~/(?s:.*{regex_text(limit)}.*)/{others}"
+            plain = self._rules.lazy(f"{self._rules.terminal(body)} {json.dumps(end)}")
+        else:
+            plain = f"{self._rules.terminal(f'({body}){others}' if others else body)} {text.text(marker)}"
+        return f"({plain} | {wrapped})" if wrapped else plain
+
+    def _is_free(self, schema: dict[str, Any]) -> bool:
+        """True if every string is a valid value."""
+        arguments = self._arguments
+        return any(
+            _is_free(option) and "string" in arguments.types(option)
+            for option in arguments.alternatives(schema)
+        )
+
+    # ---- key=value
+    def _python(self, schema: dict[str, Any]) -> str:
+        """A value as JSON; strings and constants also as in Python."""
+        arguments = self._arguments
+        chosen = choices(schema)
+        if chosen is not None:
+            texts = [text for value in chosen for text in _python_texts(value)]
+            return f"({' | '.join(map(json.dumps, dict.fromkeys(texts)))})"
+        types = arguments.types(schema)
+        options = [json_value(arguments.with_shared(schema))]
+        if self._is_free(schema):
+            options.append(r"/'([^'\\\n\r]|\\[\\'\"nrt])*'/")
+        if types & {"boolean", "any"}:
+            options += ['"True"', '"False"']
+        if "null" in types:
+            options.append('"None"')
+        return f"({' | '.join(options)})"
+
+    # ---- values whose parts are not JSON either
+    def _deep(self, schema: dict[str, Any], end: str) -> str:
+        """A value in the style QUOTED or NESTED, then ``end``."""
+        key = (id(self._arguments), end, json.dumps(schema, sort_keys=True))
+        return self._rules.recursive(key, lambda _: self._deep_body(schema, end))
+
+    def _deep_body(self, schema: dict[str, Any], end: str) -> str:
+        arguments, form = self._arguments, self._form
+        closed = self._literals.text(end)
+        nested = form.style is Style.NESTED
+        types = arguments.types(schema)
+        options: list[str] = []
+        if "any" in types and choices(schema) is None:
+            if nested:
+                return f"{self._string({}, end)} | {self._any_members()} {closed}"
+            return f"{self._any()} {closed}"
+        if "string" in types and nested and choices(schema) is None:
+            options.append(self._string(schema, end))
+        for option in arguments.alternatives(schema):
+            chosen = choices(option)
+            if chosen is not None:
+                written = form.nested_text if nested else form.quoted_text
+                texts = [self._literals.text(written(value)) or NOTHING for value in chosen]
+                options.append(f"({' | '.join(texts)}) {closed}")
+                continue
+            for kind in sorted(arguments.types(option)):
+                if kind == "string":
+                    if not nested:
+                        start = self._literals.text(form.quote)
+                        options.append(f"{start} {self._string({**option, 'type': 'string'}, form.quote)}")
+                elif kind == "array":
+                    options.append(f"{self._array(option)} {closed}")
+                elif kind == "object":
+                    options.append(f"{self._object(option)} {closed}")
+                elif not (nested and self._is_free(schema)):
+                    value = json_value(arguments.with_shared({**option, "type": kind}))
+                    quote = self._literals.text(form.quote)
+                    # Some templates write numbers between the marks of strings.
+                    if quote:
+                        both = f"({value} | {quote} {value} {quote})"
+                        options.append(value if "string" in types else both)
+                    else:
+                        options.append(f"{value} {closed}")
+        return " | ".join(options)
+
+    def _array(self, schema: dict[str, Any]) -> str:
+        arguments, form = self._arguments, self._form
+        _refuse_others(schema, _OF_ARRAY)
+        nested = form.style is Style.NESTED
+        if nested and not form.item:
+            return json_value(arguments.with_shared({**schema, "type": "array"}))
+
+        def item(of: Any) -> str:
+            resolved = arguments.resolved(of)
+            return self.member(form.item, resolved) if nested else self._deep(resolved, "")
+
+        first = [item(one) for one in schema.get("prefixItems", ())]
+        others = schema.get("items", True)
+        rest = "" if others is False else item(others)
+        join = "" if nested else f'"," {SPACES}'
+        inner = _sequence(first, rest, schema.get("minItems", 0), schema.get("maxItems"), join)
+        return inner or NOTHING if nested else f'"[" {inner} "]"'
+
+    def _object(self, schema: dict[str, Any]) -> str:
+        arguments, form = self._arguments, self._form
+        _refuse_others(schema, OF_OBJECT)
+        nested = form.style is Style.NESTED
+        if nested and not form.item:
+            return json_value(arguments.with_shared({**schema, "type": "object"}))
+        join = "" if nested else f'"," {SPACES}'
+        properties, required = schema.get("properties", {}), set(schema.get("required", ()))
+        if properties:
+            members = [
+                (name in required, self.member(name, arguments.resolved(one)))
+                for name, one in properties.items()
+            ]
+            inner = self._rules.in_any_order(members, join)
+        elif schema.get("additionalProperties") is False:
+            inner = ""
+        else:
+            others = schema.get("additionalProperties", True)
+            one = self.member(None, arguments.resolved(others))
+            inner = f"({one} ({join} {one})*)?" if join else f"({one})*"
+        return inner or NOTHING if nested else f'"{{" {inner} "}}"'
+
+    def _any(self) -> str:
+        """Any value in the style QUOTED."""
+
+        def body(name: str) -> str:
+            quote = self._literals.text(self._form.quote)
+            pair = f'{_ANY_NAME} ":" {name}'
+            scalar = json_value({"type": ["number", "boolean", "null"]})
+            return (
+                f"{quote} {self._string({}, self._form.quote)} | {scalar}"
+                f' | "{{" ({pair} ("," {SPACES} {pair})*)? "}}" | "[" ({name} ("," {SPACES} {name})*)? "]"'
+            )
+
+        return self._rules.recursive("any", body)
+
+    def _any_members(self) -> str:
+        """Any members of an object or an array in the style NESTED."""
+        form, text = self._form, self._literals
+        start = f"{text.text(form.key_start)} {_ANY_NAME} {text.text(form.key_end)}"
+        return self._rules.recursive("members", lambda _: f"({start} {self._any_nested()})+")
+
+    def _any_nested(self) -> str:
+        """Any value in the style NESTED, and its end."""
+        form, text = self._form, self._literals
+        end = f"{_ANY_NAME} {text.text(form.value_close)}"
+
+        def body(_: str) -> str:
+            return f"{self._string({}, form.value_end)} {end} | {self._any_members()} {text.text(form.value_end)} {end}"
+
+        return self._rules.recursive("nested", body)
+
+
+def _refuse_others(schema: dict[str, Any], known: frozenset[str]) -> None:
+    wrong = [key for key in schema if key not in known]
+    if wrong:
+        raise InvalidRequestError(
+            f"parameters use {quoted(wrong[0])} in an object or an array, which this model's calls cannot express"
+        )
+
+
+def _sequence(first: list[str], rest: str, least: int, most: int | None, join: str) -> str:
+    """Items with ``join`` between them: each of ``first`` once, then any number of ``rest``."""
+    n = len(first)
+    low, high = max(0, least - max(n, 1)), None if most is None else most - max(n, 1)
+    after = f"{join} {rest}".strip()
+    repeated = f"({after}){{{low},{'' if high is None else max(high, 0)}}}" if rest and high != 0 else ""
+    if not first:
+        if not rest or most == 0:
+            return ""
+        whole = f"{rest} {repeated}".strip()
+        return whole if least > 0 else f"({whole})?"
+    text = repeated
+    for i in range(n - 1, -1, -1):
+        if most is not None and i >= most:
+            continue
+        text = f"{join if i else ''} {first[i]} {text}".strip()
+        if i >= least:
+            text = f"({text})?"
+    return text
+
+
+def _strings(arguments: TaggedArguments, schema: dict[str, Any], with_null: bool) -> list[str]:
+    """Terms of a terminal: the strings of each alternative of a schema, and null."""
+    found = ['"null"'] if with_null and "null" in arguments.types(schema) else []
+    for option in arguments.alternatives(schema):
+        chosen = choices(option)
+        if chosen is not None:
+            found += [json.dumps(text) for text in chosen if isinstance(text, str)]
+        elif "string" in arguments.types(option):
+            found.append(" & ".join(_patterns(option)))
+    return found
+
+
+def _is_free(schema: dict[str, Any]) -> bool:
+    """True if a schema does not restrict strings."""
+    return not schema.keys() & {"pattern", "format", "minLength", "maxLength", "enum", "const"}
+
+
+def _python_texts(value: Any) -> list[str]:
+    """The spellings of a value as JSON and in Python."""
+    texts = [json.dumps(value), json.dumps(value, ensure_ascii=False), python_text(value)]
+    if isinstance(value, str) and not re.search(r"['\\\x00-\x1f]", value):
+        texts.append(f"'{value}'")
+    return texts
+
+
+def _between_tags(form: CallFormat) -> str:
+    """The elements between two arguments: spaces, if the template writes any there or at the end of calls."""
+    return GAP if form.value_end.rstrip() != form.value_end or form.call_end.lstrip() != form.call_end else ""
+
+
+def _patterns(schema: dict[str, Any]) -> list[str]:
+    """Regular expressions, all of which a string must match."""
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    found = [f"/(?s:.{{{least},{most}}})/" if least or most != "" else f"/{ANY}/"]
+    if schema.get("format") in FORMATS:
+        found.append(f"/{_with_escaped_slashes(FORMATS[schema['format']].pattern)}/")
+    if isinstance(schema.get("pattern"), str) and (pattern := as_lark(translated(schema["pattern"]))):
+        found.append(f"({pattern})")
+    return found
+
+
+def _with_escaped_slashes(pattern: str) -> str:
+    return re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL)

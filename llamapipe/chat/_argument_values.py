@@ -1,0 +1,224 @@
+"""Reads arguments that are not JSON: Python's literals, and the syntaxes of Gemma and MiniMax.
+
+Each reader consumes one value and returns it decoded. If an argument is a string, ``show`` gets its text while it
+arrives. Text that cannot be a value raises Malformed at once. So do values nested deeper than ``_MAX_DEPTH``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from llamapipe.chat._call_format import CallFormat
+from llamapipe.chat._reader import (
+    Malformed,
+    Reading,
+    TextBuffer,
+    ahead,
+    expect,
+    json_value,
+    skip,
+    some,
+    spaces,
+    take_while,
+    until,
+)
+
+Show = Callable[[str], None]
+KEY = re.compile(r"[^\s:={}\[\](),\"'<>]*")
+_MAX_DEPTH = 60
+_LITERALS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+_WORD = re.compile(r"[A-Za-z]*")
+_PLAIN = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0", "\n": ""}
+_HEX = {"x": 2, "u": 4, "U": 8}
+
+
+def python_value(buffer: TextBuffer, show: Show | None = None, depth: int = 0) -> Reading[Any]:
+    """A Python literal, or JSON: strings, numbers, lists, tuples, dicts, True, false, None."""
+    if depth > _MAX_DEPTH or not (yield from some(buffer)):
+        raise Malformed
+    if buffer.next_is("\"'"):
+        return (yield from _python_string(buffer, show))
+    if buffer.next_is("{"):
+        found = {}
+        buffer.take(1)
+        yield from spaces(buffer)
+        while not (yield from skip(buffer, "}")):
+            key = yield from python_value(buffer, depth=depth + 1)
+            yield from expect(buffer, ":")
+            yield from spaces(buffer)
+            if not isinstance(key, str):
+                raise Malformed
+            found[key] = yield from python_value(buffer, depth=depth + 1)
+            yield from next_item(buffer, "}")
+        return found
+    if buffer.next_is("[("):
+        end = "]" if buffer.take(1) == "[" else ")"
+        items = []
+        yield from spaces(buffer)
+        while not (yield from skip(buffer, end)):
+            items.append((yield from python_value(buffer, depth=depth + 1)))
+            yield from next_item(buffer, end)
+        return items
+    return (yield from _scalar(buffer))
+
+
+def next_item(buffer: TextBuffer, end: str) -> Reading[None]:
+    """Reads the comma after an item and the spaces around it; no comma if ``end`` follows."""
+    yield from spaces(buffer)
+    if not (yield from skip(buffer, ",")) and not (yield from ahead(buffer, end)):
+        raise Malformed
+    yield from spaces(buffer)
+
+
+def _scalar(buffer: TextBuffer) -> Reading[Any]:
+    """A number, or the name of a constant in Python or JSON."""
+    yield from some(buffer)
+    if buffer.next_is("-0123456789"):
+        return (yield from json_value(buffer))
+    word = yield from take_while(buffer, _WORD)
+    if word not in _LITERALS:
+        raise Malformed
+    return _LITERALS[word]
+
+
+def _python_string(buffer: TextBuffer, show: Show | None) -> Reading[str]:
+    """A string in single, double, or three quotes."""
+    quote = buffer.take(1)
+    is_long = False
+    if (yield from skip(buffer, quote)):
+        if not (yield from skip(buffer, quote)):
+            return ""
+        is_long = True
+    parts: list[str] = []
+
+    def add(text: str) -> None:
+        if show is None:
+            parts.append(text)
+        elif text:
+            show(text)
+
+    while True:
+        add((yield from take_while(buffer, _PLAIN[quote])))
+        if not (yield from some(buffer)):
+            raise Malformed
+        if buffer.next_is("\\"):
+            add((yield from _escape(buffer)))
+        elif is_long and not (yield from skip(buffer, quote * 3)):
+            if not (yield from some(buffer)):
+                raise Malformed
+            add(buffer.take(1))
+        else:
+            if not is_long:
+                buffer.take(1)
+            return "".join(parts)
+
+
+def _escape(buffer: TextBuffer) -> Reading[str]:
+    """The text of a backslash escape. The first half of a surrogate pair waits for the second."""
+    buffer.take(1)
+    if not (yield from some(buffer)):
+        raise Malformed
+    kind = buffer.take(1)
+    if kind not in _HEX:
+        return _ESCAPES.get(kind, kind if kind in "\"'\\/" else f"\\{kind}")
+    code = yield from _digits(buffer, _HEX[kind])
+    if 0xD800 <= code < 0xDC00 and (yield from skip(buffer, "\\u")):
+        low = yield from _digits(buffer, 4)
+        if not 0xDC00 <= low < 0xE000:
+            raise Malformed
+        code = 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00)
+    if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+        raise Malformed
+    return chr(code)
+
+
+def _digits(buffer: TextBuffer, n: int) -> Reading[int]:
+    while buffer.n < n and not buffer.ended:
+        yield
+    text = buffer.take(n)
+    if len(text) < n or not re.fullmatch(r"[0-9a-fA-F]+", text):
+        raise Malformed
+    return int(text, 16)
+
+
+def quoted_value(buffer: TextBuffer, quote: str, show: Show | None = None, depth: int = 0) -> Reading[Any]:
+    """A value in Gemma's syntax: strings between ``quote``, keys without quotes."""
+    if depth > _MAX_DEPTH or not (yield from some(buffer)):
+        raise Malformed
+    if (yield from skip(buffer, quote)):
+        parts: list[str] = []
+        if (
+            yield from until(buffer, (quote,), parts.append if show is None else show, shows_partial=False)
+        ) is None:
+            raise Malformed
+        return "".join(parts)
+    if (yield from skip(buffer, "{")):
+        found = {}
+        yield from spaces(buffer)
+        while not (yield from skip(buffer, "}")):
+            key = yield from quoted_key(buffer, quote)
+            found[key] = yield from quoted_value(buffer, quote, depth=depth + 1)
+            yield from next_item(buffer, "}")
+        return found
+    if (yield from skip(buffer, "[")):
+        items = []
+        yield from spaces(buffer)
+        while not (yield from skip(buffer, "]")):
+            items.append((yield from quoted_value(buffer, quote, depth=depth + 1)))
+            yield from next_item(buffer, "]")
+        return items
+    if (yield from ahead(buffer, '"')):  # a model may write JSON's quotes
+        return (yield from _python_string(buffer, show))
+    return (yield from _scalar(buffer))
+
+
+def quoted_key(buffer: TextBuffer, quote: str) -> Reading[str]:
+    """A key, including the colon and the spaces after it. Models may quote it."""
+    if (yield from skip(buffer, quote)):
+        parts: list[str] = []
+        if (yield from until(buffer, (quote,), parts.append)) is None:
+            raise Malformed
+        key = "".join(parts)
+    else:
+        parts = []
+        if (yield from until(buffer, (":", "}", "{", ",", "\n"), parts.append, takes_marker=False)) != ":":
+            raise Malformed
+        key = "".join(parts).strip()
+    yield from expect(buffer, ":")
+    yield from spaces(buffer)
+    return key
+
+
+def nested_value(form: CallFormat, buffer: TextBuffer, depth: int = 0) -> Reading[Any]:
+    """A value in MiniMax's syntax, before ``value_end``: its text, or its members as pairs of key and value."""
+    if depth > _MAX_DEPTH:
+        raise Malformed
+    parts: list[str] = []
+    start, end = form.key_start, form.value_end
+    common = end[: len(start)] if end.startswith(start) else ""
+    if not common:
+        raise Malformed
+    if (yield from until(buffer, (start,), parts.append, shows_partial=False, takes_marker=False)) is None:
+        raise Malformed
+    members: list[tuple[str, Any]] = []
+    while not (yield from ahead(buffer, end)):
+        yield from expect(buffer, start)
+        key = yield from nested_key(form, buffer)
+        members.append((key, (yield from nested_value(form, buffer, depth + 1))))
+        yield from expect(buffer, end + key + form.value_close)
+        yield from spaces(buffer)
+    return members or "".join(parts)
+
+
+def nested_key(form: CallFormat, buffer: TextBuffer) -> Reading[str]:
+    """The key of a member, up to and including ``key_end``."""
+    parts: list[str] = []
+    ends = (form.key_end.strip(), form.key_start.strip(), "\n")
+    found = yield from until(buffer, ends, parts.append, takes_marker=False)
+    if found != ends[0] or not "".join(parts):
+        raise Malformed
+    buffer.take(len(found))
+    return "".join(parts)

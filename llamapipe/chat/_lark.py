@@ -1,0 +1,179 @@
+"""Writes grammars in llguidance's dialect of Lark: ``Literals`` writes text, ``Rules`` collects the rules of a grammar.
+
+Open this file to change how a marker, a member of an object or a JSON value becomes an element of a grammar. What an
+answer may contain is decided in ``_answer_grammar.py`` and ``_harmony.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llamapipe.chat._call_format import segments
+from llamapipe.structured.schema import SPACE, with_options
+
+SpecialId = Callable[[str], "int | None"]
+# The spaces that may follow an end marker (not all models write the template's newlines), and those between the parts
+# of JSON.
+GAP, SPACES = "GAP?", "SP?"
+TERMINALS = f"GAP: /[ \\n]{{1,8}}/\nSP: /{SPACE}/"
+NOTHING = '""'
+# Any text, and any white space, as parts of regular expressions.
+ANY, WHITE = "(?s:.*)", r"[ \t\r\n]*"
+_MOST_BITS = 64
+
+
+class Literals:
+    """Writes text as Lark. Markers that are one control token of the vocabulary become that token."""
+
+    def __init__(self, special_id: SpecialId) -> None:
+        self._special_id = special_id
+
+    def token(self, marker: str) -> str | None:
+        """The control token of a marker, ``<[id]>``; None if it is text."""
+        found = self._special_id(marker) if len(marker) > 1 else None
+        return None if found is None else f"<[{found}]>"
+
+    def has_token(self, text: str) -> bool:
+        """True if ``text`` contains a control token, which ordinary text cannot spell."""
+        return any(self.token(segment) is not None for segment in segments(text))
+
+    def text(self, text: str) -> str:
+        """The elements that match ``text`` exactly; empty for empty text."""
+        parts: list[str] = []
+        plain = ""
+        for segment in segments(text):
+            token = self.token(segment)
+            if token is None:
+                plain += segment
+                continue
+            parts += [json.dumps(plain)] * bool(plain) + [token]
+            plain = ""
+        return " ".join(parts + [json.dumps(plain)] * bool(plain))
+
+    def tags(self, text: str) -> str:
+        """Like ``text``, but the newline between two tags is optional."""
+        first, newline, rest = text.partition(">\n<")
+        return f"{self.text(f'{first}>')} {GAP} {self.text(f'<{rest}')}" if newline else self.text(text)
+
+    def edge(self, text: str) -> str:
+        """Like ``text``, but the spaces and newlines at its start and its end may vary.
+
+        If one option begins with a newline and another does not, both can be tried only with such freedom.
+        """
+        inner = text.strip()
+        before = GAP if inner and text[0] != inner[0] else ""
+        after = GAP if text and text[-1:] != inner[-1:] else ""
+        return " ".join(part for part in (before, self.text(inner), after) if part)
+
+
+class Rules:
+    """The rules of one grammar, in the order in which they are needed."""
+
+    def __init__(self, literals: Literals) -> None:
+        self._literals = literals
+        self._lines: list[str] = []
+        self._lazy: dict[str, str] = {}  # names by body: equal ones, as of many arguments, are one rule
+        self._terminals: dict[str, str] = {}
+        self._named: dict[str, str] = {}
+        self._recursive: dict[object, str] = {}
+
+    def add(self, name: str, body: str) -> str:
+        """Adds a rule, or a terminal if its name is in capitals; returns the name."""
+        self._lines.append(f"{name}: {body}")
+        return name
+
+    def terminal(self, body: str) -> str:
+        """Adds a terminal; returns its name."""
+        if body not in self._terminals:
+            self._terminals[body] = self.add(f"TEXT_{len(self._terminals) + 1}", body)
+        return self._terminals[body]
+
+    def lazy(self, body: str) -> str:
+        """Adds a rule whose text ends where it first matches; returns its name."""
+        if body not in self._lazy:
+            self._lazy[body] = f"lazy_{len(self._lazy) + 1}"
+            self._lines.append(f"{self._lazy[body]}[lazy]: {body}")
+        return self._lazy[body]
+
+    def named(self, kind: str, body: str) -> str:
+        """Adds a rule with this body; returns its name, which begins with ``kind``."""
+        if body not in self._named:
+            self._named[body] = self.add(f"{kind}_{len(self._named) + 1}", body)
+        return self._named[body]
+
+    def recursive(self, key: object, body: Callable[[str], str]) -> str:
+        """Adds a rule that may refer to itself, once for each ``key``; ``body`` gets its name. Returns the name."""
+        if key not in self._recursive:
+            name = self._recursive[key] = f"value_{len(self._recursive) + 1}"
+            self.add(name, body(name))
+        return self._recursive[key]
+
+    def in_any_order(self, members: Sequence[tuple[bool, str]], join: str = "") -> str:
+        """The elements that match members in any order, each at most once, with ``join`` between them.
+
+        A member is a pair: True if it is required, and its elements.
+        """
+        ordered = sorted(members, key=lambda member: not member[0])
+        names = [self.named("member", body) for _, body in ordered]
+        n_required = sum(required for required, _ in ordered)
+        if len(names) <= 1:
+            return "" if not names else names[0] if n_required else f"({names[0]})?"
+        if len(names) > _MOST_BITS:
+            return self._in_order(members, join)
+        key = (tuple(names), n_required, join)
+        if key in self._recursive:
+            return self._recursive[key]
+        # The parameter of a rule has a bit for each member that was written.
+        end = f'"" %if is_ones([0:{n_required}])' if n_required else NOTHING
+        rest = f"more_{len(self._lines)}"
+        start = f"first_{len(self._lines)}"
+        options = [
+            f"{join} {name} {rest}::set_bit({i}) %if bit_clear({i})".strip() for i, name in enumerate(names)
+        ]
+        firsts = [f"{name} {rest}::set_bit({i})" for i, name in enumerate(names)]
+        self.add(f"{rest}::_", "\n  | ".join([end, *options]))
+        self.add(f"{start}::_", "\n  | ".join([end, *firsts]))
+        self._recursive[key] = f"{start}::0x0"
+        return self._recursive[key]
+
+    def _in_order(self, members: Sequence[tuple[bool, str]], join: str) -> str:
+        """Like ``in_any_order``, for too many members: they keep their order."""
+        if not join:
+            return " ".join(body if required else f"({body})?" for required, body in members)
+        after = ""  # of the members that follow one
+        whole = NOTHING
+        for i in range(len(members) - 1, -1, -1):
+            required, body = members[i]
+            name = self.named("member", body)
+            first = f"{name} {after}".strip()
+            whole = first if required else f"{first} | {whole}"
+            rest = f"{join} {name} {after}".strip()
+            after = self.named("rest", rest if required else f"{rest} | {after or NOTHING}")
+            whole = self.named("rest", whole)
+        return whole
+
+    def up_to(self, marker: str, text: str = f"/{ANY}/") -> str:
+        """The elements that match text up to and including the first ``marker``."""
+        if self._literals.has_token(segments(marker)[0]):
+            return f"{text} {self._literals.text(marker)}"
+        return self.lazy(f"{text} {json.dumps(marker)}")
+
+    def write(self, start: str) -> str:
+        """The grammar's text."""
+        return "\n".join([f"start: {start}", *self._lines, TERMINALS]) + "\n"
+
+
+def json_value(schema: dict[str, Any], whitespace: str = "flexible") -> str:
+    """The element that matches JSON of a schema. ``whitespace``: see ``SamplingParams.json_whitespace``.
+
+    Models write the arguments of calls as they were trained to, mostly with spaces.
+    """
+    return f"%json {json.dumps(with_options(schema, whitespace))}"
+
+
+def regex_text(text: str) -> str:
+    """``text`` as a part of a regular expression between slashes."""
+    return re.sub(r"([][.^$*+?(){}|\\/&~])", r"\\\1", text).replace("\n", r"\n")

@@ -1,0 +1,410 @@
+"""The arguments of one tool: their schemas, and their values from the text between markers.
+
+Some templates write each argument of a call separately, as in ``<parameter=city>Paris</parameter>``. They may come in
+any order. A string is written as it is, any other value as JSON. If a schema allows both, a text that looks like a
+value of the other type is one: ``42`` is a number where numbers are allowed, ``{"a": 1}`` an object.
+``_argument_grammar.py`` writes the grammar of such arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from typing import Any
+
+from llamapipe._messages import quoted
+from llamapipe.chat._argument_values import python_value
+from llamapipe.chat._call_format import CDATA, CDATA_END, CallFormat, Style, json_type
+from llamapipe.chat._reader import Malformed, TextBuffer
+from llamapipe.errors import InvalidRequestError
+
+_DEEP = 40  # levels of a value that are compared with the schema
+_SHARED = ("$defs", "definitions")
+NOTES = frozenset(
+    {"$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default", "examples", "deprecated",
+     "readOnly", "writeOnly", "strict", "contentEncoding", "contentMediaType", "contentSchema"}
+)  # fmt: skip
+OF_OBJECT = NOTES | {"type", "properties", "required", "additionalProperties"}
+_OF_STRING = NOTES | {
+    "type",
+    "enum",
+    "const",
+    "minLength",
+    "maxLength",
+    "pattern",
+    "format",
+    "anyOf",
+    "oneOf",
+}
+
+
+class TaggedArguments:
+    """The arguments of one tool: their schemas, and their values from text."""
+
+    def __init__(self, form: CallFormat, parameters: dict[str, Any]) -> None:
+        """Raises InvalidRequestError for parameters that cannot be written separately."""
+        self.form = form
+        self._root = parameters
+        whole = self.resolved(parameters)
+        wrong = [key for key in whole if key not in OF_OBJECT]
+        if wrong:
+            raise InvalidRequestError(
+                f"parameters use {quoted(wrong[0])} at the top level, which this model's calls cannot express: they "
+                "write each argument separately. List the arguments in 'properties'"
+            )
+        properties = whole.get("properties", {})
+        if not isinstance(properties, dict):
+            raise InvalidRequestError("parameters: 'properties' must be an object")
+        self.properties: dict[str, dict[str, Any]] = {
+            name: self.resolved(member) for name, member in properties.items()
+        }
+        for name, member in self.properties.items():
+            self._check(name, member)
+        self.keys = tuple(self.properties)
+        self.required = set(whole.get("required", ()))
+        unlisted = self.required - self.properties.keys()
+        if unlisted:
+            raise InvalidRequestError(
+                f"parameters: {quoted(min(unlisted))} is required but not listed in 'properties', "
+                "as this model's calls need"
+            )
+        others = whole.get("additionalProperties")
+        self.is_open = not self.properties and others is not False
+        self.open_schema = self.resolved(others) if isinstance(others, dict) else {}
+        self._check("additionalProperties", self.open_schema)
+
+    def _check(self, name: str, schema: dict[str, Any]) -> None:
+        """Raises InvalidRequestError for what the text of an argument cannot express or enforce."""
+        form = self.form
+        self.check_name(name)
+        if form.style is Style.PYTHON or "string" not in self.types(schema):
+            return
+        for option in self.alternatives(schema):
+            wrong = [key for key in option if key not in _OF_STRING]
+            if (
+                wrong
+                and "string" in self.types(option)
+                and ("type" in option or len(option.keys() - NOTES) > 0)
+            ):
+                raise InvalidRequestError(
+                    f"argument {quoted(name)}: {quoted(wrong[0])} cannot be enforced for a string in this model's "
+                    f"calls, at #/properties/{name.replace('~', '~0').replace('/', '~1')}"
+                )
+
+    def check_name(self, name: str) -> None:
+        """Raises InvalidRequestError if calls cannot contain this name of an argument or a member."""
+        form = self.form
+        if form.style is Style.PYTHON:
+            is_wrong = not re.fullmatch(r"[\w\-$.]+", name)
+        elif form.style is Style.QUOTED:
+            is_wrong = name != name.strip() or not name or any(c in name for c in (*":{},\n", form.quote))
+        else:
+            ends = {end.strip() for end in (form.key_end, *dict(form.key_ends).values()) if end.strip()}
+            is_wrong = any(end in name for end in ends)
+            if form.style is Style.NESTED:
+                is_wrong = is_wrong or not name or form.key_start.strip() in name or "\n" in name
+        if is_wrong:
+            raise InvalidRequestError(f"an argument must not be called {quoted(name)} in this model's calls")
+
+    def resolved(self, schema: Any) -> dict[str, Any]:
+        """The schema that a chain of local references ends in; ``allOf`` with one member is that member."""
+        for _ in range(20):
+            if schema is True:
+                return {}
+            if not isinstance(schema, dict):
+                raise InvalidRequestError(
+                    f"parameters: {quoted(schema)} allows no value"
+                    if schema is False
+                    else f"parameters: {quoted(schema)} is not a schema"
+                )
+            one_of_all = schema.get("allOf")
+            if isinstance(one_of_all, list) and len(one_of_all) == 1 and "$ref" not in schema:
+                schema = {
+                    **self.resolved(one_of_all[0]),
+                    **{k: v for k, v in schema.items() if k != "allOf"},
+                }
+                continue
+            target = schema.get("$ref")
+            if not isinstance(target, str):
+                return schema
+            found = self._at(target)
+            if found is True:
+                found = {}
+            if not isinstance(found, dict):
+                raise InvalidRequestError(f"parameters: there is no schema at the reference {quoted(target)}")
+            schema = {**found, **{k: v for k, v in schema.items() if k != "$ref"}}
+        raise InvalidRequestError("parameters: a reference refers to itself")
+
+    def _at(self, target: str) -> Any:
+        """The target of a local reference; None if there is none."""
+        found: Any = self._root
+        if target == "#":
+            return found
+        if not target.startswith("#/"):
+            return None
+        for part in target[2:].split("/"):
+            key = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict):
+                found = found.get(key)
+            elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+                found = found[int(key)]
+            else:
+                return None
+        return found
+
+    def with_shared(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """The schema of a part of the parameters, with the definitions that it can refer to."""
+        return {**{key: self._root[key] for key in _SHARED if key in self._root}, **schema}
+
+    # ---- what a schema allows
+    def alternatives(self, schema: dict[str, Any]) -> list[dict[str, Any]]:
+        for key in ("anyOf", "oneOf"):
+            if isinstance(schema.get(key), list):
+                return [other for option in schema[key] for other in self.alternatives(self.resolved(option))]
+        return [schema]
+
+    def types(self, schema: dict[str, Any]) -> set[str]:
+        """The types that a schema allows; "string", "any" and "null" if it names none."""
+        found: set[str] = set()
+        for option in self.alternatives(schema):
+            named = option.get("type")
+            if isinstance(named, str):
+                found.add(named)
+            elif isinstance(named, list):
+                found.update(named)
+            elif (chosen := choices(option)) is not None:
+                found.update(map(json_type, chosen))
+            elif "properties" in option:
+                found.add("object")
+            elif "items" in option:
+                found.add("array")
+            else:
+                found.update(("string", "any", "null"))
+        return found
+
+    # ---- values
+    def _schema(self, key: str) -> dict[str, Any]:
+        return self.properties.get(key, self.open_schema)
+
+    def is_text(self, key: str) -> bool:
+        """True if an argument's text is always its value. Such text can be returned while it arrives."""
+        schema = self._schema(key)
+        return choices(schema) is None and self.types(schema) == {"string"}
+
+    def may_be_text(self, key: str) -> bool:
+        """True if every string is a valid argument."""
+        schema = self._schema(key)
+        return choices(schema) is None and "string" in self.types(schema)
+
+    def value(self, key: str, text: str, is_text: bool | None = None) -> Any:
+        """The value of an argument from the text between its markers.
+
+        ``is_text``: True if the markers say that it is a string, False if they deny it, else None. Raises
+        ValueError for a text that is neither JSON nor a string that the schema allows.
+        """
+        form = self.form
+        if form.key_end.endswith("\n"):
+            text = text.removeprefix("\n")
+        if form.value_end.startswith("\n"):
+            text = text.removesuffix("\n")
+        inner = text.strip()
+        if form.cdata and inner.startswith(CDATA) and inner.endswith(CDATA_END):
+            text = inner[len(CDATA) : -len(CDATA_END)]
+        return self._read(self._schema(key), text, is_text)
+
+    def _read(self, schema: dict[str, Any], text: str, is_text: bool | None = None) -> Any:
+        """A value of a schema from its text."""
+        chosen = choices(schema)
+        if chosen is not None:
+            for value in chosen:
+                if as_text(value) == text:
+                    return value
+        types = self.types(schema)
+        if "string" not in types or (is_text is False and types != {"string"}):
+            return _literal(text)
+        if "any" in types:
+            try:
+                return json.loads(text)
+            except (ValueError, RecursionError):
+                return text
+        inner = text if types == {"string", "null"} else text.strip()
+        for kind in types & _LOOKS.keys():
+            if re.fullmatch(_LOOKS[kind], inner):
+                try:
+                    value = json.loads(inner)
+                except (ValueError, RecursionError):
+                    continue
+                if self._fits(schema, value):
+                    return value
+        return text
+
+    def _fits(self, schema: dict[str, Any], value: Any, depth: int = 0) -> bool:
+        """True if a schema that also allows strings allows this value: its type, its members and its size."""
+        return any(self._fits_option(option, value, depth) for option in self.alternatives(schema))
+
+    def _fits_option(self, schema: dict[str, Any], value: Any, depth: int) -> bool:
+        chosen = choices(schema)
+        if chosen is not None:
+            return any(type(value) is type(one) and value == one for one in chosen)
+        types = self.types(schema)
+        kind = json_type(value)
+        is_integer = kind == "number" and value == value // 1
+        if "any" not in types and kind not in types and not (is_integer and "integer" in types):
+            return False
+        if depth > _DEEP:
+            return True
+        if kind == "number":
+            return _in_range(schema, value)
+        if kind == "array":
+            if not schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)):
+                return False
+            return all(self._fits(self._item(schema, i), one, depth + 1) for i, one in enumerate(value))
+        if kind == "object":
+            names = _names(schema)
+            is_closed = schema.get("additionalProperties") is False or names
+            if not value.keys() >= set(schema.get("required", ())) or (
+                is_closed and not value.keys() <= names
+            ):
+                return False
+            return all(self._fits(self._member(schema, key), one, depth + 1) for key, one in value.items())
+        return True
+
+    def typed(self, key: str, value: Any) -> Any:
+        """A value that was read in the syntax of the calls, in which models also quote values other than strings."""
+        return self._typed(self._schema(key), value)
+
+    def _typed(self, schema: dict[str, Any], value: Any) -> Any:
+        if isinstance(value, str):
+            try:
+                return value if "string" in self.types(schema) else self._read(schema, value)
+            except ValueError:
+                return value
+        if isinstance(value, dict):
+            option = self._object_option(schema, value.keys())
+            return {key: self._typed(self._member(option, key), item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._typed(self._item(schema, i), item) for i, item in enumerate(value)]
+        return value
+
+    def _object_option(self, schema: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
+        """The alternative of a schema that fits an object with these members."""
+        objects = [option for option in self.alternatives(schema) if "object" in self.types(option)]
+        return next((option for option in objects if _names(option).issuperset(keys)), (objects or [{}])[0])
+
+    def _member(self, schema: dict[str, Any], key: str) -> dict[str, Any]:
+        others = schema.get("additionalProperties")
+        members = schema.get("properties", {})
+        return self.resolved(members.get(key, others if isinstance(others, dict) else {}))
+
+    def _item(self, schema: dict[str, Any], index: int) -> dict[str, Any]:
+        """The schema of an item of an array."""
+        arrays = [option for option in self.alternatives(schema) if "array" in self.types(option)]
+        option = (arrays or [{}])[0]
+        first = option.get("prefixItems", [])
+        return self.resolved(first[index] if index < len(first) else option.get("items") or {})
+
+    def shaped(self, key: str, value: Any) -> Any:
+        """A value from its text or members in the style NESTED. Raises ValueError."""
+        return self._shaped(self._schema(key), value)
+
+    def _shaped(self, schema: dict[str, Any], value: Any) -> Any:
+        for option in self.alternatives(schema):
+            for one in choices(option) or ():
+                if self._node(one) == value:
+                    return one
+        if isinstance(value, str):
+            if not value.strip() and "string" not in self.types(schema):
+                empty: dict[str, Any] = {"object": {}, "array": []}
+                return next((empty[kind] for kind in empty if kind in self.types(schema)), None)
+            return self._read(schema, value)
+        keys = {key for key, _ in value}
+        option = self._object_option(schema, keys)
+        is_array = "array" in self.types(schema) and not _names(option).issuperset(keys)
+        if keys == {self.form.item} and (is_array or "any" in self.types(schema)):
+            return [self._shaped(self._item(schema, i), item) for i, (_, item) in enumerate(value)]
+        return {key: self._shaped(self._member(option, key), item) for key, item in value}
+
+    def _node(self, value: Any) -> Any:
+        """A value as its text or its members in the style NESTED."""
+        if isinstance(value, dict) and value:
+            return [(key, self._node(item)) for key, item in value.items()]
+        if isinstance(value, list) and value:
+            return [(self.form.item, self._node(item)) for item in value]
+        return "" if value in ({}, []) else as_text(value)
+
+
+def _in_range(schema: dict[str, Any], value: float) -> bool:
+    """True if a number is within the bounds of a schema, and a multiple of its step."""
+    step = schema.get("multipleOf")
+    return (
+        schema.get("minimum", value) <= value <= schema.get("maximum", value)
+        and ("exclusiveMinimum" not in schema or value > schema["exclusiveMinimum"])
+        and ("exclusiveMaximum" not in schema or value < schema["exclusiveMaximum"])
+        and (step is None or value % step == 0)
+    )
+
+
+def _names(schema: dict[str, Any]) -> set[str]:
+    found = schema.get("properties")
+    return set(found) if isinstance(found, dict) else set()
+
+
+def _literal(text: str) -> Any:
+    """A value from JSON, or from a literal of Python, which some templates show. Raises ValueError."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError from None
+    except ValueError as e:
+        buffer = TextBuffer()
+        buffer.feed(text.strip())
+        buffer.ended = True
+        reading = python_value(buffer)
+        try:
+            next(reading)
+        except StopIteration as found:
+            if not buffer.n:
+                return found.value
+        except Malformed:
+            pass
+        raise e
+
+
+# Where a string is also allowed, a text that matches one of these is a value of that type.
+_INTEGER = "-?(0|[1-9][0-9]*)"
+_LOOKS = {
+    "integer": _INTEGER,
+    "number": rf"{_INTEGER}(\.[0-9]+)?([eE][+\-]?[0-9]+)?",
+    "boolean": "(true|false)",
+    "null": "null",
+    "object": r"\{(?s:.*)\}",
+    "array": r"\[(?s:.*)\]",
+}
+
+
+def choices(schema: dict[str, Any]) -> list[Any] | None:
+    """The values of ``enum`` or ``const``, without those that ``type`` excludes; None if there is neither."""
+    if "const" in schema:
+        return [schema["const"]]
+    values = schema.get("enum")
+    if not isinstance(values, list):
+        return None
+    named = schema.get("type")
+    names = {named} if isinstance(named, str) else set(named) if isinstance(named, list) else None
+    return values if names is None else [value for value in values if _is_of(value, names)]
+
+
+def _is_of(value: Any, names: set[str]) -> bool:
+    """True if a value has one of these JSON types."""
+    if isinstance(value, bool):
+        return "boolean" in names
+    if isinstance(value, (int, float)):
+        return "number" in names or ("integer" in names and value == int(value))
+    known = {str: "string", type(None): "null", list: "array", dict: "object"}
+    return known.get(type(value)) in names
+
+
+def as_text(value: Any) -> str:
+    """A string as it is, any other value as JSON."""
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,47 @@
+"""Replaces lone surrogates by U+FFFD. Use it wherever text comes from JSON or is written as JSON.
+
+A program that cuts an emoji between its two UTF-16 units leaves one half, a lone surrogate. JSON can escape it and
+Python can hold it in a str, but UTF-8 cannot encode it, so no tokenizer and no response accepts it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# A pair of escapes is kept. An even number of backslashes before an escape is text, so the escape counts.
+_ESCAPES = (
+    r"(?<!\\)((?:\\\\)*)(?:(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+    r"|\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
+)
+_IN_TEXT = re.compile(_ESCAPES)
+_IN_BYTES = re.compile(_ESCAPES.encode() + rb"|\xed[\xa0-\xbf][\x80-\xbf]")
+_UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+
+
+def whole(text: str) -> str:
+    """The text with U+FFFD for lone surrogates. A pair becomes its character."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def whole_values(value: Any) -> Any:
+    """A value of JSON with ``whole`` applied to all its texts."""
+    if isinstance(value, str):
+        return value if value.isascii() else whole(value)
+    if isinstance(value, Mapping):
+        return {whole_values(key): whole_values(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [whole_values(inner) for inner in value]
+    return value
+
+
+def whole_json(text: str) -> str:
+    """JSON text with U+FFFD for escaped lone surrogates."""
+    return _IN_TEXT.sub(lambda found: found[0] if found[2] else found[1] + _UNKNOWN, text)
+
+
+def whole_json_bytes(body: bytes) -> bytes:
+    """Like ``whole_json``, for bytes, which may also encode a lone surrogate as three bytes."""
+    unknown = _UNKNOWN.encode()
+    return _IN_BYTES.sub(lambda found: found[0] if found[2] else (found[1] or b"") + unknown, body)

@@ -1,0 +1,31 @@
+"""The options of a chat besides its messages and params."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+Message: TypeAlias = Mapping[str, Any]
+Conversation: TypeAlias = str | Sequence[Message]
+ToolChoice: TypeAlias = str | Mapping[str, Any]
+Truncation: TypeAlias = Literal["error", "auto"]
+# The place of reasoning: separate (llama-server has two names for it), in the content with its markers, or both.
+ReasoningFormat: TypeAlias = Literal["auto", "deepseek", "none", "deepseek-legacy"]
+
+
+class ChatOptions(NamedTuple):
+    """The options of a chat besides its messages and params; see ``Engine.chat``."""
+
+    tools: Sequence[Any] | None = None
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    response_format: Any = None
+    template_args: Mapping[str, Any] | None = None
+    continue_last: bool | Literal["content", "reasoning"] = False
+    truncation: Truncation = "error"
+    reasoning_format: ReasoningFormat = "auto"
+
+    @property
+    def takes_long(self) -> bool:
+        """True if rendering the conversation or compiling its grammar would block an event loop."""
+        return self.tools is not None or self.response_format is not None or self.truncation != "error"

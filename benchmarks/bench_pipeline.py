@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 import llamapipe as lp
-from llamapipe._engine.executor import StepExecutor
-from llamapipe._engine.kv import Remove
+from llamapipe._engine.policy.core import Remove
+from llamapipe._engine.runtime.executor import StepExecutor
 from llamapipe.llama import DecodeBatch
 from llamapipe.llama.context import Context
 from llamapipe.llama.native_pipeline import engine_pipeline, ring_slots

@@ -18,8 +18,8 @@ from time import perf_counter
 import numpy as np
 
 import llamapipe as lp
-from llamapipe._engine.request import Request, RequestSpec
-from llamapipe._engine.sampling import SamplerFactoryCache
+from llamapipe._engine.policy.core import Request, RequestSpec
+from llamapipe._engine.runtime.samplers import SamplerFactoryCache
 from llamapipe.llama.devices import device_handles
 from llamapipe.llama.sampler import SamplerChain
 from llamapipe.native.load import last_error, native

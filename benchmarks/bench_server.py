@@ -40,6 +40,7 @@ class Round(NamedTuple):
 Prompts = list[list[int]] | list[str]
 Side = Callable[[Prompts], Round]
 N_CTX = 256
+_SILENCE_S = 120  # a server that sends nothing for so long hangs
 
 
 def over_http(ports: int | list[int], n_generate: int, model: str | None = None) -> Side:
@@ -61,7 +62,10 @@ def over_http(ports: int | list[int], n_generate: int, model: str | None = None)
             connection.sendall(one)
             selector.register(connection, selectors.EVENT_READ)
         while selector.get_map():
-            for key, _ in selector.select():
+            ready_keys = selector.select(_SILENCE_S)
+            if not ready_keys:
+                raise RuntimeError(f"a server sent nothing for {_SILENCE_S} s")
+            for key, _ in ready_keys:
                 text, ready = read[key.fd], key.fileobj
                 assert isinstance(ready, socket.socket)
                 had_event = b"data:" in text[:2000]
@@ -118,6 +122,11 @@ def in_process(engine: lp.Engine, n_generate: int) -> Side:
     return lambda prompts: asyncio.run(every(prompts))
 
 
+def say(text: str) -> None:
+    """A line of progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def measure(args: argparse.Namespace, n: int, n_vocab: int) -> dict[str, list[Round]]:
     """All rounds of all sides for a number of streams."""
     port = free_port()
@@ -127,6 +136,7 @@ def measure(args: argparse.Namespace, n: int, n_vocab: int) -> dict[str, list[Ro
         "--n-ctx", str(N_CTX), "--n-threads", threads,
     ]  # fmt: skip
     made: dict[str, list[Round]] = {}
+    say(f"{n} streams: starting the servers")
     with contextlib.ExitStack() as stack:
         sides: dict[str, Side] = {
             "llamapipe serve": over_http(stack.enter_context(process(ours, port)), args.generate)
@@ -146,6 +156,7 @@ def measure(args: argparse.Namespace, n: int, n_vocab: int) -> dict[str, list[Ro
             prompts = [[rng.randrange(300, n_vocab) for _ in range(args.prompt)] for _ in range(n)]
             for name, side in sides.items():
                 result = side(prompts)
+                say(f"{n} streams, round {i} of {args.rounds}, {name}: {result.rate:.0f} tokens/s")
                 if i:  # the first round warms up
                     made.setdefault(name, []).append(result)
     return made

@@ -112,9 +112,9 @@ def scheduling(n_rounds: int) -> None:
     """
     package = sys.modules["llamapipe"] = ModuleType("llamapipe")
     package.__path__ = [str(HERE.parent / "llamapipe")]
-    from llamapipe._engine.kv import KvCache
-    from llamapipe._engine.request import Request, RequestSpec
-    from llamapipe._engine.scheduler import Scheduler
+    from llamapipe._engine.policy.core import Request, RequestSpec
+    from llamapipe._engine.policy.kv import KvCache
+    from llamapipe._engine.policy.scheduler import Scheduler
 
     gc.disable()  # it runs after a number of allocations, which other code makes too
     for _ in range(n_rounds):

@@ -30,7 +30,7 @@ git rev-parse HEAD >"$out/commit.txt" 2>/dev/null || true
 
 if [[ $stages == *build* ]]; then
     "$python" -m venv "$state/venv"
-    "$state/venv/bin/python" -m pip install --quiet "setuptools>=77" cffi numpy cmake ninja pip gguf hypothesis pytest \
+    "$state/venv/bin/python" -m pip install --quiet "scikit-build-core>=1.0" cffi numpy cmake ninja pip gguf hypothesis pytest \
         pytest-benchmark pytest-timeout tqdm
     # Without build isolation: the build's own requirements are installed above.
     time "$state/venv/bin/python" -m pip install --no-build-isolation . -C "backend=$backend" 2>&1 | tee "$out/build.log"

@@ -12,6 +12,7 @@
 """
 
 from llamapipe import errors, telemetry
+from llamapipe._sync.streams import ChatStream, Generation, Stream
 from llamapipe.chat.results import ToolCall, ToolCallDelta
 from llamapipe.chat.tools import Tool
 from llamapipe.embedding import Embedder, Ranked
@@ -23,7 +24,6 @@ from llamapipe.llama.adapter import Adapter, ControlVector
 from llamapipe.llama.batch import DecodeBatch
 from llamapipe.llama.devices import Device, devices
 from llamapipe.llama.model import Model, demo_model_path
-from llamapipe.model_pool import ModelPool, ModelStatus
 from llamapipe.params import SamplingParams
 from llamapipe.pipeline.output import StepOutput
 from llamapipe.pipeline.pipeline import Pipeline, PipelineStats
@@ -42,7 +42,7 @@ from llamapipe.results import (
     TokenLogprob,
     TopLogprob,
 )
-from llamapipe.streams import AsyncChatStream, AsyncGeneration, AsyncStream, ChatStream, Generation, Stream
+from llamapipe.streams import AsyncChatStream, AsyncGeneration, AsyncStream
 
 __version__ = "0.1.0"
 
@@ -70,8 +70,6 @@ __all__ = [
     "Generation",
     "KvEvents",
     "Model",
-    "ModelPool",
-    "ModelStatus",
     "Pipeline",
     "PipelineStats",
     "Ranked",

@@ -13,12 +13,14 @@ from functools import wraps
 from inspect import iscoroutinefunction
 from typing import Any, Final, TypeVar, cast
 
+from llamapipe._options import ENGINE, MODEL, TUNING
 from llamapipe._sampling_table import BY_NAME, OPTIONS
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
 _MOST_QUOTED = 100  # characters of a value in a message
 _MOST_LISTED = 20
+_UNREADABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 # ---- names from elsewhere
 _ENGINE = "an Engine has it: Engine(model)"
@@ -256,7 +258,7 @@ def path_meant(path: str, known: Iterable[str]) -> str | None:
     """The known path of a server that is probably meant by another one; None: there is none.
 
     There may be a typing error; or the base URL has a part too many or too few (``/v1/v1/messages``, ``/messages``); or
-    the end is missing, if only one path begins so.
+    the end is missing, if only one path begins so, or all others begin with that one.
     """
     from difflib import get_close_matches
 
@@ -271,7 +273,7 @@ def path_meant(path: str, known: Iterable[str]) -> str | None:
     if whole := [name for name in names if name.endswith(path)]:
         return min(whole, key=len)
     longer = [name for name in names if name.startswith(f"{path}/")]
-    return longer[0] if len(longer) == 1 else None
+    return longer[0] if longer and all(name.startswith(longer[0]) for name in longer) else None
 
 
 def unknown_attribute(owner: str, name: str, known: Iterable[str], place: str = "") -> AttributeError:
@@ -390,10 +392,10 @@ def about_option(wrong: str, command: str, known: Iterable[str], fields: Contain
 
 # Options of engines and models that errors name, and that commands have under the same names, with dashes.
 ON_COMMAND_LINE: Final = frozenset(
-    ("batch_invariant", "cache_bytes", "chat_template", "grammar_timeout", "image_max_tokens", "image_min_tokens",
-     "max_itl_ms", "max_queue", "n_batch", "n_cells", "n_ctx", "n_gpu_layers", "n_keep", "n_seq_max", "n_threads",
-     "n_threads_batch", "n_ubatch", "packed_cache", "type_k", "type_v")
-)  # fmt: skip
+    option.name
+    for option in (*ENGINE, *TUNING, *MODEL)
+    if "_" in option.name and option.metavar is not None and not option.is_off
+) | {"chat_template", "grammar_timeout", "max_queue"}
 _ADVICE = re.compile(r"\b(?:raise|larger|smaller|set|leave|give|use) ")
 _FIRST = re.compile(r"[a-z]+(?:_[a-z]+)*\b")
 _NAME = re.compile(r"(?<![-'\w])[a-z]+(?:_[a-z]+)+(?!['=\w])")
@@ -434,6 +436,21 @@ def shown(n: int) -> str:
     return str(n) if abs(n) < 10**40 else f"{'-' if n < 0 else ''}a number of {n.bit_length()} bits"
 
 
+def readable(name: str) -> str:
+    r"""A file's name, or another one from outside, as every output takes it.
+
+    What is not UTF-8 in it (in Python, lone surrogates) and control characters become escapes: ``bad\xff``.
+    """
+    return _UNREADABLE.sub(lambda found: _escaped(found[0]), name)
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    return (
+        f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else character.encode("unicode_escape").decode()
+    )
+
+
 def quoted(value: object) -> str:
     """A value as Python writes it, for a message; cut after about 100 characters."""
     if isinstance(value, int):
@@ -446,6 +463,14 @@ def quoted(value: object) -> str:
     if is_text and len(value) > _MOST_QUOTED:  # type: ignore[arg-type]
         return f"{text[:-1]}…{text[-1]}"
     return text if len(text) <= _MOST_QUOTED + 2 else f"{text[:_MOST_QUOTED]}…"
+
+
+def size_text(n_bytes: float) -> str:
+    """A number of bytes for people, as ``1.5 GiB``."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n_bytes >= size:
+            return f"{n_bytes / size:,.1f} {unit}"
+    return f"{n_bytes:.0f} bytes"
 
 
 def listed(names: Iterable[object]) -> str:

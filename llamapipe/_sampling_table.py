@@ -5,6 +5,11 @@ each row. Its checks, the numbers of the native struct (``llama/sampling_options
 server (``server/_sampling.py``), the options of the command line (``cli/options.py``), the hints about names of other
 programs and the table in ``docs/sampling.md`` are made from the rows. ``tests/test_sampling_table.py`` compares them
 all. CONTRIBUTING.md has the steps.
+
+These rows are not rows of ``_options.py``, because they answer other questions. An option of a request has a neutral
+value, a sampler, a place in a native struct and up to five names in APIs and other programs; one of an engine or a
+server has none of these, but a flag with a name, aliases and an answer to what is over the limit. One type for both
+would leave most of its fields empty in every row. ``Kind`` and the checks are common.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ class Kind(Enum):
     """What an option holds. Each user of the table says what it makes of a kind."""
 
     INT = auto()
+    SIZE = auto()  # bytes
     FLOAT = auto()
     FLAG = auto()
     TEXT = auto()
@@ -32,6 +38,7 @@ class Kind(Enum):
     CONSTRAINT = auto()  # a grammar, or what a grammar is made of
     CALLABLES = auto()
     ADAPTER = auto()  # a name, an object, or a mapping of these to scales
+    OBJECT = auto()  # a value of Python, which no command has
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +133,8 @@ OPTIONS: Final = (
     _constraint("regex", "constrain the output to this regular expression", metavar="REGEX"),
     _constraint("lark", "constrain the output to this Lark grammar", metavar="LARK"),
     _constraint("choice", "generate one of these texts", metavar="TEXT"),
-    SamplingOption(Kind.TEXT, "json_whitespace", "whitespace in JSON that follows a schema: compact (none) or flexible",
+    SamplingOption(Kind.TEXT, "json_whitespace",
+        "spaces in JSON that follows a schema: spaced (after colons and commas), compact (none) or flexible",
         metavar="KIND"),
     _float("grammar_timeout", "seconds of processor time for following a constraint", 1e-3, 1e9, optional=True,
         metavar="SECONDS", fields=(), why_no_field="the operator sets it: --grammar-timeout"),

@@ -10,11 +10,35 @@ import operator
 import os
 from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
-from typing import Any, SupportsFloat, SupportsIndex
+from typing import Any, NoReturn, SupportsFloat, SupportsIndex, TypeVar
 
 import numpy as np
 
 from llamapipe._messages import did_you_mean, quoted, shown
+from llamapipe._options import BY_NAME, Option
+from llamapipe._sampling_table import Kind
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+
+class FrozenDict(dict[_K, _V]):
+    """A dict that cannot be changed, for fields of frozen dataclasses.
+
+    Copying, pickling, ``dataclasses.asdict`` and writing as JSON work as with any dict, unlike with a mappingproxy.
+    """
+
+    __slots__ = ()
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError("this mapping cannot be changed; make a dict of it, and change that")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[type[FrozenDict[_K, _V]], tuple[dict[_K, _V]]]:
+        return FrozenDict, (dict(self),)
+
 
 _BOOLS = (bool, np.bool_)  # integers and numbers to Python, and to older numpy
 
@@ -85,6 +109,37 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
         hint = did_you_mean(value, known)
         raise ValueError(f"{name} is {quoted(value)}; it must be one of {', '.join(map(repr, known))}{hint}")
     return value
+
+
+def int_of(name: str, value: SupportsIndex, rows: Mapping[str, Option] = BY_NAME) -> int:
+    """``value`` as an int in the range that the option's row says. Raises as ``check_int``."""
+    option = rows[name]
+    return check_int(name, value, int(option.low), int(option.high))
+
+
+def float_of(name: str, value: SupportsFloat) -> float:
+    """``value`` as a float in the range that the option's row says. Raises as ``check_float``."""
+    option = BY_NAME[name]
+    return check_float(name, value, option.low, option.high)
+
+
+def choice_of(name: str, value: object, rows: Mapping[str, Option] = BY_NAME) -> str:
+    """``value`` if the option's row has it. Raises as ``check_choice``."""
+    return check_choice(name, value, rows[name].choices)
+
+
+def check_option(option: Option, value: Any) -> None:
+    """Checks a value by the option's row. Raises TypeError, ValueError."""
+    if value is None and option.optional:
+        return
+    if option.kind in (Kind.INT, Kind.SIZE):
+        check_int(option.name, value, int(option.low), int(option.high))
+    elif option.kind is Kind.FLOAT:
+        check_float(option.name, value, option.low, option.high)
+    elif option.kind is Kind.FLAG:
+        check_flag(option.name, value)
+    elif option.choices:
+        check_choice(option.name, value, option.choices)
 
 
 def refuse_table(name: str, value: object) -> None:

@@ -1,28 +1,30 @@
 """Embeddings and reranking, for threads and asyncio.
 
+Open this file to change how texts become vectors, or which texts share a batch.
+
 One thread owns the context. It batches the texts of all calls, one text of each call in turn, so that a long list does
 not keep a single text waiting. Callers put calls into its inbox and wait for their own answers. No lock is shared with
 them: an exception of a signal handler may interrupt a caller between any two instructions.
+
+``embed`` and ``aembed``, ``rerank`` and ``arerank`` share their checks (``_checked``, ``_pairs``) and their results
+(``_result``, ``_ranked``). They differ only in how they wait, so ``tools/unasync.py`` would have nothing to derive.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
-from types import TracebackType
-from typing import TYPE_CHECKING, TypeAlias, cast, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
+import numpy.typing as npt
 
-from llamapipe._engine.compute_threads import ThreadTuner, make_tuner
-from llamapipe._engine.deliver import progress_bar
-from llamapipe._engine.long_work import LongWork, size_of
+from llamapipe._engine.runtime.compute_threads import ThreadTuner, make_tuner
 from llamapipe._messages import explains_options
 from llamapipe.arguments import check_flag, check_tokens, from_column
 from llamapipe.errors import EngineClosedError, InvalidRequestError
@@ -30,24 +32,29 @@ from llamapipe.host.at_exit import close_at_exit, end_thread_at_exit, forget
 from llamapipe.host.memory import return_freed_memory
 from llamapipe.llama.embedding_context import EmbeddingContext
 from llamapipe.llama.model import MODEL_OPTIONS, Model
-from llamapipe.locks import Lock
-from llamapipe.native.not_copyable import NotCopyable
+from llamapipe.locks import Lock, check_threads
+from llamapipe.native.owner import AsyncOwner
+from llamapipe.work.long_work import LongWork, running_loop, size_of
+from llamapipe.work.progress import progress_bar
 
 if TYPE_CHECKING:
     import asyncio
 
-    import numpy.typing as npt
+Text: TypeAlias = str | Sequence[int]
+Floats: TypeAlias = npt.NDArray[np.float32]
+Answer: TypeAlias = list[Floats] | BaseException
 
-Text: TypeAlias = "str | Sequence[int]"
-Floats: TypeAlias = "npt.NDArray[np.float32]"
-Answer: TypeAlias = "list[Floats] | BaseException"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """A ranked document: its ``index`` in the given list, and the model's ``score``, higher for a better match.
+    """A document as ``Embedder.rerank`` ranks it.
 
-    ``n_tokens``: tokens of the query and the document together.
+    - ``index``: its place in the list that was given.
+    - ``score``: the model's score, unchanged; higher for a better match.
+    - ``n_tokens``: tokens of the query and the document together.
     """
 
     index: int
@@ -55,10 +62,10 @@ class Ranked:
     n_tokens: int
 
 
-class Embedder(NotCopyable):
-    """Computes embeddings with a model. Any thread, and asyncio.
+class Embedder(AsyncOwner):
+    """Computes embeddings and ranks documents. Any thread, and asyncio.
 
-    Close it, or use ``with``::
+    Close it before its model, or use ``with``::
 
         with lp.Embedder("model.gguf") as embedder:
             vectors = embedder.embed(["a text", "another one"])
@@ -71,11 +78,11 @@ class Embedder(NotCopyable):
     - ``n_seq_max``: maximum number of texts computed together. A call may have any number of texts.
     - ``n_threads``: compute threads; default: the cores that this process may use, and fewer while others want them.
 
-    Texts of all callers are batched, and callers take turns: a long list does not keep a single text waiting. Close the
-    embedder, or use ``with``, before its model.
+    The attributes of these names have the values in use; ``n_embd`` is the number of values of a vector. Texts of all
+    callers are batched, and callers take turns: a long list does not keep a single text waiting.
 
-    Raises TypeError and ValueError for bad arguments, ModelLoadError, InvalidRequestError for a model that cannot make
-    embeddings, BackendError if memory runs out.
+    Raises TypeError and ValueError for bad arguments (``docs/reference/options.md`` has the ranges), ModelLoadError,
+    InvalidRequestError for a model that cannot compute embeddings, BackendError if memory runs out.
     """
 
     @explains_options({"Model": MODEL_OPTIONS})
@@ -88,6 +95,7 @@ class Embedder(NotCopyable):
         n_threads: int | None = None,
     ) -> None:
         self._owns_model = isinstance(model, (str, os.PathLike))
+        check_threads()
         self.model = Model(model) if isinstance(model, (str, os.PathLike)) else model
         try:
             if not isinstance(self.model, Model):
@@ -138,12 +146,15 @@ class Embedder(NotCopyable):
     ) -> Floats | list[Floats]:
         """The embeddings: float32 ``(n_texts, n_embd)`` for a list, ``(n_embd,)`` for one text.
 
-        A text is a str or its token ids. With pooling ``"none"``: a list of arrays ``(n_tokens, n_embd)``, or one such
-        array for one text. ``normalize``: divide each vector by its length. ``truncate``: cut texts that are too long
-        instead of refusing them. ``progress``: show a progress bar (needs tqdm).
+        With pooling ``"none"``: a list of float32 arrays ``(n_tokens, n_embd)``, or one such array for one text.
 
-        Raises TypeError, InvalidRequestError for texts without a token, texts that are too long and rerankers,
-        EngineClosedError.
+        - ``texts``: a str, its token ids, or a list of these.
+        - ``normalize``: divide each vector by its length; a vector of zeros stays as it is.
+        - ``truncate``: cut texts of more than ``n_ctx`` tokens instead of refusing them.
+        - ``progress``: show a progress bar (needs tqdm).
+
+        Blocks until all are computed; Ctrl-C drops the texts that are not. Raises TypeError, InvalidRequestError for a
+        reranker and for texts that are empty or too long, EngineClosedError.
         """
         single, tokens = self._checked(texts, truncate)
         bar = progress_bar(len(tokens)) if check_flag("progress", progress) else None
@@ -157,7 +168,7 @@ class Embedder(NotCopyable):
     async def aembed(
         self, texts: Text | Sequence[Text], normalize: bool = True, *, truncate: bool = False
     ) -> Floats | list[Floats]:
-        """``embed`` for asyncio. Cancelling the task drops the texts that were not computed."""
+        """``embed`` for asyncio. If its task is cancelled, the texts that are not computed are dropped."""
         single, tokens = await self._long_work.run(self._checked, texts, truncate, size=size_of(texts))
         return self._result(await self._await(tokens), single, check_flag("normalize", normalize))
 
@@ -170,17 +181,25 @@ class Embedder(NotCopyable):
             return rows
         return np.stack(rows) if rows else np.empty((0, self.n_embd), np.float32)
 
+    async def offload(self, function: Callable[..., T], *arguments: Any, size: int = 0) -> T:
+        """``function(*arguments)`` in one of the embedder's threads for long work; see ``Engine.offload``."""
+        return await self._long_work.run(function, *arguments, size=size)
+
     # ---- reranking
     def rerank(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[Ranked]:
-        """The documents, the best match for the query first. Scores are the model's, unchanged.
+        """The documents, the best match for the query first; equal scores keep the order of the list.
 
-        Raises TypeError, InvalidRequestError for a model without a rank head and for texts that are too long.
+        ``truncate``: cut documents that have more than ``n_ctx`` tokens together with the query, instead of refusing
+        them.
+
+        Blocks as ``embed`` does. Raises TypeError, InvalidRequestError for a model without a rank head and for texts
+        that are empty or too long, EngineClosedError.
         """
         pairs = self._pairs(query, documents, truncate)
         return _ranked(self._wait(pairs), pairs)
 
     async def arerank(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[Ranked]:
-        """``rerank`` for asyncio."""
+        """``rerank`` for asyncio. If its task is cancelled, the documents that are not computed are dropped."""
         size = size_of([query, documents])
         pairs = await self._long_work.run(self._pairs, query, documents, truncate, size=size)
         return _ranked(await self._await(pairs), pairs)
@@ -236,7 +255,7 @@ class Embedder(NotCopyable):
 
     # ---- tokens
     def tokens(self, texts: Text | Sequence[Text], *, truncate: bool = False) -> list[list[int]]:
-        """The tokens of each text; ``embed`` also accepts them. Raises as ``embed`` does."""
+        """The tokens of each text, which ``embed`` also takes. Computes no vectors. Any thread; raises as ``embed``."""
         return self._checked(texts, truncate)[1]
 
     def tokenize(self, text: str) -> list[int]:
@@ -305,9 +324,7 @@ class Embedder(NotCopyable):
         return answer
 
     async def _await(self, texts: Sequence[list[int]]) -> list[Floats]:
-        import asyncio
-
-        loop = asyncio.get_running_loop()
+        loop = running_loop()
         future: asyncio.Future[list[Floats]] = loop.create_future()
 
         def answer(given: list[Floats] | BaseException) -> None:
@@ -329,7 +346,10 @@ class Embedder(NotCopyable):
         return self._worker.closed
 
     def close(self, drain: bool = True) -> None:
-        """Frees the native memory. ``drain``: finish waiting calls first; otherwise they raise. Any thread."""
+        """Frees the native memory before it returns; a second call does nothing. Any thread.
+
+        ``drain``: finish waiting calls first; otherwise they raise EngineClosedError.
+        """
         was_open = not self.closed
         self._worker.close(check_flag("drain", drain))
         if self._owns_model:
@@ -337,38 +357,12 @@ class Embedder(NotCopyable):
         elif was_open:
             return_freed_memory()
 
-    async def aclose(self, drain: bool = True) -> None:
-        """``close`` without blocking the event loop."""
-        import asyncio
-
-        await asyncio.to_thread(self.close, drain)
-
-    def __enter__(self) -> Embedder:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(drain=kind is None)
-
-    async def __aenter__(self) -> Embedder:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose(drain=kind is None)
-
-    def __del__(self) -> None:
+    def _is_left_open(self) -> bool:
         worker = getattr(self, "_worker", None)
-        if worker is not None and not worker.closed:
-            warnings.warn(
-                f"{self!r} was never closed; use `with` or close()",
-                ResourceWarning,
-                stacklevel=2,
-                source=self,
-            )
-            worker.close_soon()
+        return not (worker is None or worker.closed)
+
+    def _abandon(self) -> None:
+        self._worker.close_soon()
 
 
 def _normalized(row: Floats) -> Floats:

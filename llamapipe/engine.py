@@ -1,17 +1,17 @@
 """The engine: its parts, options and lifetime, and its calls.
 
-Open this file for what an engine is made of, and for what a call does before its requests are submitted and after their
-results have come. The way in between is in ``_engine/submit.py``.
+Open this file to see what an engine is made of, and what a call does before its requests are submitted and after their
+results have come. What happens in between is in ``_engine/calls/submission.py``.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import warnings
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
+    Callable,
     Hashable,
     Iterable,
     Iterator,
@@ -22,90 +22,70 @@ from collections.abc import (
 from contextlib import ExitStack, aclosing, closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
-from llamapipe._engine import cache_file
-from llamapipe._engine.chat_requests import (
-    ChatBuilder,
-    ChatOptions,
-    Conversation,
-    ToolChoice,
-    Truncation,
-)
-from llamapipe._engine.compute_threads import make_tuner
-from llamapipe._engine.deliver import (
-    AsyncMailbox,
-    Mailbox,
-    Progress,
-    ThreadMailbox,
-    progress_bar,
-    running_loop,
-)
-from llamapipe._engine.draft import make_drafter
-from llamapipe._engine.encoder import MediaEncoder
-from llamapipe._engine.executor import StepExecutor
-from llamapipe._engine.invariance import check_invariance
-from llamapipe._engine.kv import MIN_PREFIX, KvCache
-from llamapipe._engine.long_work import LongWork, size_of, takes_long, to_thread
-from llamapipe._engine.loop import EngineLoop
-from llamapipe._engine.planner import LEAST_CHUNK
-from llamapipe._engine.request import Request
-from llamapipe._engine.scheduler import MODES, Overflow, Scheduler
-from llamapipe._engine.score_requests import ScoreJob, perplexity_job, score_job, tokens_job
-from llamapipe._engine.snapshot import Snapshot, SnapshotFormat, parts_of, unpack
-from llamapipe._engine.speculation import MOST_GUESSED, Drafter, Gate
-from llamapipe._engine.submit import (
-    ERROR_MODES,
-    CallOptions,
-    CheckedPrompt,
-    OnError,
-    OnTimeout,
-    Pending,
-    Prompt,
-    QueueLimit,
-    RequestBuilder,
-    RequestObserver,
-    Submission,
-    TokenIds,
-    arequest_batches,
-    call_options,
-    in_order_of_prompts,
-    request_batches,
-)
-from llamapipe._engine.tenant import is_of, tenant
-from llamapipe._engine.thread import EngineThread
+from llamapipe import cache_file
+from llamapipe._engine.calls.call_options import ERROR_MODES, CallOptions, OnError, OnTimeout, call_options
+from llamapipe._engine.calls.chat import ChatBuilder, CheckedChat
+from llamapipe._engine.calls.observed import observed
+from llamapipe._engine.calls.prompts import CheckedPrompt, RequestBuilder, RequestFactory, in_order_of_prompts
+from llamapipe._engine.calls.queue_limit import QueueLimit
+from llamapipe._engine.calls.scores import ScoreJob, perplexity_job, score_job, tokens_job
+from llamapipe._engine.calls.submission import END, Pending, as_async, no_requests
+from llamapipe._engine.policy.core import Request
+from llamapipe._engine.policy.kv import MIN_PREFIX, KvCache
+from llamapipe._engine.policy.overflow import Overflow
+from llamapipe._engine.policy.planner import LEAST_CHUNK
+from llamapipe._engine.policy.scheduler import Scheduler
+from llamapipe._engine.policy.speculation import MOST_GUESSED, Drafter, Gate
+from llamapipe._engine.runtime.compute_threads import make_tuner
+from llamapipe._engine.runtime.draft import make_drafter
+from llamapipe._engine.runtime.encoder import MediaEncoder
+from llamapipe._engine.runtime.executor import StepExecutor
+from llamapipe._engine.runtime.invariance import check_invariance
+from llamapipe._engine.runtime.loop import EngineLoop
+from llamapipe._engine.runtime.mailboxes import AsyncMailbox, Mailbox
+from llamapipe._engine.runtime.snapshot import Snapshot, parts_of
+from llamapipe._engine.runtime.thread import EngineThread
 from llamapipe._messages import explains_fields, explains_keywords, explains_options
-from llamapipe.arguments import check_choice, check_flag, check_float, check_int, refuse_table
+from llamapipe._sync.engine import BlockingCalls
+from llamapipe._sync.submission import BlockingSubmission
+from llamapipe.arguments import (
+    check_choice,
+    check_flag,
+    check_int,
+    choice_of,
+    float_of,
+    int_of,
+    refuse_table,
+)
+from llamapipe.chat.options import ChatOptions, Conversation, ReasoningFormat, ToolChoice, Truncation
 from llamapipe.errors import BackendError, InvalidRequestError
 from llamapipe.host.memory import free_memory, return_freed_memory
 from llamapipe.kv_events import KvEvents
-from llamapipe.llama.adapter import Adapter, AdapterChoice, AdapterSet, ControlVector, carries
-from llamapipe.llama.context import Context, state_version
-from llamapipe.llama.fim import FimExtra, FimOrder, FimText, fim_prompt, fim_room, fim_text
-from llamapipe.llama.kv_memory import kv_bytes
+from llamapipe.llama.adapter import Adapter, AdapterChoice, ControlVector, carries
+from llamapipe.llama.context import Context
+from llamapipe.llama.fim import FimExtra, FimOrder, fim_text
+from llamapipe.llama.kv_memory import MemorySizes, kv_bytes, model_sizes
 from llamapipe.llama.model import MODEL_OPTIONS, Model, warn_of_context
 from llamapipe.llama.native_pipeline import engine_pipeline, on_gpu, ring_slots, wants_graph_sampling
-from llamapipe.native.not_copyable import NotCopyable
+from llamapipe.locks import check_threads
+from llamapipe.native.owner import AsyncOwner
 from llamapipe.params import SamplingParams, check_salt
 from llamapipe.pipeline.trace import Trace, check_trace_path
 from llamapipe.results import ChatCompletion, Completion, EngineStats, Score
-from llamapipe.streams import (
-    BUFFER_TOKENS,
-    AsyncChatStream,
-    AsyncGeneration,
-    AsyncStream,
-    CachedPrefix,
-    ChatStream,
-    Generation,
-    Stream,
-)
+from llamapipe.streams import BUFFER_TOKENS, AsyncChatStream, AsyncGeneration, AsyncStream, CachedPrefix
+from llamapipe.types import Prompt, RequestObserver, TokenIds
+from llamapipe.work.long_work import LongWork, running_loop, size_of, takes_long, to_thread
+from llamapipe.work.progress import Progress, progress_bar
+from llamapipe.work.tenant import is_of, tenant
 
 T = TypeVar("T")
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_0", "q5_1", "q4_0", "q4_1", "iq4_nl"]
 FlashAttention = Literal["auto", "on", "off"]
-_MAX_WINDOW_US = 1_000_000
+_N_LARGE_STATES = 4  # the same, of states that have the size of thousands of cells
 _N_STATES = 8  # of a sequence that are kept after the last tokens, so that wrong guesses can be taken back
 SCORE_ROWS = 32  # maximum output rows of a step for scored tokens; bounds their memory
 # On a CPU a prompt token takes hardly longer in a step of 256 than in one of 512.
@@ -121,6 +101,9 @@ class EngineTuning:
     - ``n_threads_batch``: compute threads of steps of more than one token; default: those of ``n_threads``.
     - ``kv_unified``: one KV cache shared by all requests (True) or a separate part for each (False); None: unified
       only if ``n_cells`` is given.
+    - ``swa_full``: whether layers with a sliding window keep all cells, so that prefixes are reused as in other models
+      (True), or the cells of the last window only, in a fraction of the memory (False). None: True, unless the cells
+      would take more than a quarter of the free memory.
     - ``batch_window_us``: microseconds that an idle engine waits after a request for others to join the step.
     - ``pipeline_depth``: steps in flight at once. With 1 each is sampled and delivered before the next is launched,
       with 2 delivery overlaps with computing. Default: 2 on a device; 1 on a CPU, which the overlap would slow down.
@@ -139,6 +122,7 @@ class EngineTuning:
     n_ubatch: int = 512
     n_threads_batch: int | None = None
     kv_unified: bool | None = None
+    swa_full: bool | None = None
     batch_window_us: int = 200
     pipeline_depth: int | None = None
     ring: Literal["auto", "events", "sync", "off"] = "auto"
@@ -159,42 +143,46 @@ def with_tuning(options: Mapping[str, Any]) -> dict[str, Any]:
     return rest | {"tuning": replace(rest.get("tuning", _NO_TUNING), **tuned)}
 
 
-class Engine(NotCopyable):
-    """Serves any number of threads and asyncio tasks from one context.
+class Engine(BlockingCalls, AsyncOwner):
+    """Generates text for any number of threads and asyncio tasks at once, with one context.
 
     - ``model``: a ``Model``, or the path of a GGUF file, which the engine then loads, owns and closes.
-    - ``n_ctx``: positions each request may use, prompt and generated; default: the smaller of the model's training
-      context and 4096. ``n_seq_max``: requests computed at once; others wait. ``n_cells``: KV cells in total; default:
-      ``n_ctx * n_seq_max``. Another number makes the KV cache unified; requests are preempted when cells run out.
+    - ``n_ctx``: tokens of each request, prompt and output together; default: the smaller of the model's training
+      context and 4096.
+    - ``n_seq_max``: requests that are computed at the same time; others wait.
+    - ``n_cells``: KV cells in total; default: ``n_ctx * n_seq_max``. With another number, all requests share one KV
+      cache, and requests are preempted when cells run out.
     - ``type_k``, ``type_v``: the types of keys and values in the KV cache; the quantized ones take less memory.
       ``flash_attn``: ``"auto"`` uses flash attention where the backend supports it.
-    - ``n_threads``: compute threads. Default: the cores this process may use, or fewer in a container with a CPU
-      limit, and fewer for as long as other work needs the cores; with ``kernels="ggml"`` this may change how texts
-      of 512 tokens or more are rounded (``docs/sampling.md``). A given number stays fixed: more threads than
-      free cores slow the engine down several-fold.
+    - ``n_threads``: compute threads. Default: the cores that this process may use, within a container's CPU limit, and
+      fewer while other work needs the cores. With ``kernels="ggml"`` this may change how texts of 512 tokens or more
+      are rounded (``docs/sampling.md``). A given number stays fixed: more threads than free cores slow the engine down
+      several-fold.
     - ``prefix_cache``: keep the KV cells of ended requests, so that requests that begin with the same tokens need not
-      compute them; see ``docs/guides/memory.md``. ``"exact"`` reuses fewer, so that logits are bitwise those without
-      the cache. ``cache_bytes``: host memory for cells that have lost their slot;
-      default: a tenth of the free memory, 0: none.
-    - ``max_itl_ms``: cut prompts into chunks so that streams wait at most about this long between two tokens; None:
-      a step has up to ``n_ubatch`` tokens. A chunk has at least 64 tokens, so a slow machine may take longer.
+      compute them (``docs/guides/memory.md``). ``"exact"`` reuses fewer cells, so that logits are bitwise those without
+      the cache.
+    - ``cache_bytes``: host memory for cells that have lost their slot; default: a tenth of the free memory; 0: none.
+    - ``max_itl_ms``: cut prompts into chunks, so that streams wait at most about this many milliseconds between two
+      tokens; None: a step has up to ``n_ubatch`` tokens. A chunk has at least 64 tokens, so a slow machine may take
+      longer.
     - ``overflow``: what happens to a request that has filled ``n_ctx``. ``"stop"``: it ends, with ``"length"``.
       ``"recompute"``: it keeps its first ``n_keep`` tokens (at least the BOS token) and the newer half of the others,
       which are computed again; its text then ends only by ``max_tokens``, a stop string or an end token. ``"shift"``:
       the same without computing them again, with llama.cpp's shift of positions. That is faster and only approximate;
       it needs a separate KV cache for each request (no ``n_cells``) and a model whose positions can be shifted.
     - ``max_queue``: maximum number of requests that wait for a slot; None: no limit.
-    - ``draft``: a smaller model of the same family, or its path, that guesses several tokens for each step; see
-      ``docs/guides/performance.md``. It changes how many steps a text takes, and not the text; where it saves no time,
-      it is not used. Close it after the engine, unless it was given as a path: then it takes ``kernels`` and
-      ``packed_cache`` from the model.
-    - ``batch_invariant``: True: the same request gives the same text whatever else runs, or a ValueError here says why
-      this model's texts could differ; see ``docs/sampling.md``.
+    - ``draft``: a smaller model of the same family, or its path, that guesses several tokens for each step
+      (``docs/guides/performance.md``). It changes the number of steps, never the text, and is used only where it saves
+      time. A path is loaded with the model's ``kernels`` and ``packed_cache``, and closed with the engine; close a
+      ``Model`` yourself, after the engine.
+    - ``batch_invariant``: the same request gives the same text whatever else runs (``docs/sampling.md``). Raises
+      ValueError, with the reason, for a model whose texts could differ.
     - ``adapters``: the adapters that requests may name (``SamplingParams.adapter``), or their names; empty: all that
-      the model has loaded, also later. Which share a step: ``docs/guides/adapters.md``.
+      the model has loaded, now or later. ``docs/guides/adapters.md`` says which share a step.
     - ``tuning``: options that few programs need; see ``EngineTuning``.
 
-    The attribute ``kv_events`` has the addresses of ``EngineTuning.kv_events`` that are in use, ``trace`` the timeline.
+    The attributes ``model``, ``n_ctx``, ``n_seq_max`` and ``n_cells`` have the values in use, ``kv_events`` the
+    addresses that KV events are sent from, ``trace`` the timeline.
 
     Chats need the extra ``chat``. In their calls, ``messages`` is a list of messages, ``{"role": ...,
     "content": ...}``, or a str, which is a single user message.
@@ -204,14 +192,16 @@ class Engine(NotCopyable):
     ``parallel_tool_calls``: allow several calls in one answer. ``response_format``: a JSON schema, or a class
     with ``model_json_schema``, that the answer must match. ``template_args``: further variables of the model's
     template, such as ``{"enable_thinking": False}``. ``continue_last``: the answer continues the last message, which
-    must be the assistant's, and holds only the added text. ``truncation``: ``"auto"`` drops the oldest turns of a
+    must be the assistant's, and holds only the added text; in its ``"content"`` or its ``"reasoning"``, or (True) the
+    last of these that it has. ``reasoning_format``: ``"auto"`` has reasoning in ``.reasoning``, ``"none"`` in the
+    content with its markers, ``"deepseek-legacy"`` in both. ``truncation``: ``"auto"`` drops the oldest turns of a
     conversation that fills the context, but not the system messages at its beginning; ``"error"`` refuses it.
 
     Any thread. Close it, or use ``with`` or ``async with``, before its model. After ``fork()`` it refuses work in the
     child.
 
-    Raises TypeError and ValueError for bad options, ModelLoadError for a bad file, BackendError if the context cannot
-    be created.
+    Raises TypeError and ValueError for bad options (``docs/reference/options.md`` has the ranges), ModelLoadError for a
+    bad file, BackendError if the context cannot be created.
     """
 
     @explains_options(
@@ -254,26 +244,26 @@ class Engine(NotCopyable):
                 f"tuning must be EngineTuning, not {type(tuning).__name__}: tuning=lp.EngineTuning(n_ubatch=1024)"
             )
         depth = tuning.pipeline_depth
-        depth = None if depth is None else check_int("pipeline_depth", depth, 1, 2)
+        depth = None if depth is None else int_of("pipeline_depth", depth)
         self._trace_path = _trace_path(tuning.trace)
         cache_mode = prefix_cache if prefix_cache == "exact" else check_flag("prefix_cache", prefix_cache)
-        max_itl_s = None if max_itl_ms is None else check_float("max_itl_ms", max_itl_ms, 1, 1e6) / 1e3
-        n_cache_bytes = None if cache_bytes is None else check_int("cache_bytes", cache_bytes, 0, 2**63 - 1)
-        kv_events = tuning.kv_events
-        if kv_events is not None and not isinstance(kv_events, KvEvents):
-            raise TypeError(f"kv_events must be KvEvents or None, not {type(kv_events).__name__}")
-        if kv_events is not None and not cache_mode:
-            raise ValueError("kv_events tells what the prefix cache holds, but prefix_cache is False")
-        window_us = check_int("batch_window_us", tuning.batch_window_us, 0, _MAX_WINDOW_US)
-        self._queue = QueueLimit(
-            None if max_queue is None else check_int("max_queue", max_queue, 1, 2**31 - 1)
-        )
+        max_itl_s = None if max_itl_ms is None else float_of("max_itl_ms", max_itl_ms) / 1e3
+        n_cache_bytes = None if cache_bytes is None else int_of("cache_bytes", cache_bytes)
+        kv_events = _kv_events(tuning.kv_events, cache_mode)
+        window_us = int_of("batch_window_us", tuning.batch_window_us)
+        self._queue = QueueLimit(None if max_queue is None else int_of("max_queue", max_queue))
         # Per-sequence KV is faster if no cells are shared.
         unified = n_cells is not None if tuning.kv_unified is None else tuning.kv_unified
         # After an error or Ctrl-C the caller has no object to close: each line that creates something also stores it.
+        check_threads()
         with ExitStack() as undo:
             if not isinstance(model, Model):
                 model = undo.enter_context(closing(Model(model)))
+            sizes = None
+            if model.is_recurrent or model.n_swa:
+                sizes = model_sizes(model, choice_of("type_k", type_k), choice_of("type_v", type_v))
+            swa_full = _swa_full(model, tuning.swa_full, sizes, n_ctx, n_seq_max, n_cells)
+            keeps_windows = swa_full and not unified
             new_context = partial(
                 Context,
                 model,
@@ -290,12 +280,14 @@ class Engine(NotCopyable):
                 type_k=type_k,
                 type_v=type_v,
                 flash_attn=flash_attn,
-                n_ring_slots=ring_slots(model, tuning.ring, 2 if depth is None else depth + 1),
-                graph_sampling=wants_graph_sampling(model, tuning.ring, tuning.graph_sampling),
+                n_ring_slots=ring_slots(model, tuning.ring, 2 if depth is None else depth + 1, keeps_windows),
+                graph_sampling=wants_graph_sampling(model, tuning.ring, tuning.graph_sampling, keeps_windows),
                 batch_invariant=check_flag("batch_invariant", batch_invariant),
-                n_states=_n_states(model),
+                n_states=_n_states(model, sizes, int_of("n_seq_max", n_seq_max)),
+                swa_full=swa_full,
             )
             context = undo.enter_context(closing(new_context()))
+            _check_cache_bytes(context, sizes, n_cache_bytes)
             if batch_invariant:
                 check_invariance(
                     model, unified, flash_attn, partial(new_context, n_ring_slots=0, graph_sampling=False)
@@ -314,21 +306,12 @@ class Engine(NotCopyable):
                 publisher = undo.enter_context(closing(Publisher(kv_events, model.name)))
                 tracker = publisher.tracker
             self._draft_model: Model | None = None  # if the engine loaded it
+            if draft is not None and not isinstance(draft, Model):
+                draft = self._draft_model = undo.enter_context(closing(_draft_model(draft, model)))
             drafter = None
             if draft is not None:
                 # As for chunks of prompts: streams wait while the draft model computes one.
                 n_room = context.n_ubatch if max_itl_s is None else min(LEAST_CHUNK, context.n_ubatch)
-                if not isinstance(draft, Model):
-                    draft = self._draft_model = undo.enter_context(
-                        closing(
-                            Model(
-                                draft,
-                                n_gpu_layers=-1 if on_gpu(model) else 0,
-                                kernels="auto" if model.attends else "ggml",
-                                packed_cache=model.packed_folder,
-                            )
-                        )
-                    )
                 drafter = undo.enter_context(closing(make_drafter(context, draft, n_room)))
             self._draft_text = "" if draft is None else f" draft={draft.path.name!r}"
             cache = KvCache.for_context(
@@ -336,7 +319,9 @@ class Engine(NotCopyable):
                 cache_mode,
                 _default_cache_bytes() if n_cache_bytes is None else n_cache_bytes,
                 self._kv_bytes,
-                whole_only=model.is_recurrent or model.n_swa > 0,
+                has_states=context.needs_states,
+                has_cells=not model.has_only_states,
+                window=0 if context.needs_states else model.n_swa,
                 observer=tracker,
             )
             scheduler = _scheduler(context, cache, drafter, _overflow(context, overflow, n_keep), max_itl_s)
@@ -351,7 +336,7 @@ class Engine(NotCopyable):
             self._request_builder = RequestBuilder(
                 model,
                 context.n_ctx,
-                _n_sharing(context, cache_mode, self._queue.limit),
+                _n_sharing(context, cache, self._queue.limit),
                 speculates=scheduler.gate.n_most > 0,
                 drafts=drafter is not None,
                 allowed=model.adapters.named(adapters),
@@ -381,7 +366,7 @@ class Engine(NotCopyable):
             engine_thread = EngineThread(loop)
             undo.callback(engine_thread.close, drain=False)
             self._engine_thread = engine_thread
-            self._submission = Submission(engine_thread, self._queue)
+            self._submission = BlockingSubmission(engine_thread, self._queue)
             if tuning.trace:
                 self.trace.start()
             engine_thread.start()
@@ -409,7 +394,7 @@ class Engine(NotCopyable):
         """Whether the model's chat template has tool calls. Raises InvalidRequestError without a template."""
         return self._chat_builder.chat_format().supports_tools
 
-    # ---- asyncio: tools/unasync.py makes the next part, for threads, from this one
+    # ---- asyncio: tools/unasync.py makes the calls for threads, in llamapipe/_sync, from what follows
     @overload
     async def agenerate(  # type: ignore[overload-overlap]
         self,
@@ -476,23 +461,30 @@ class Engine(NotCopyable):
     ) -> Completion | Exception | list[Completion] | list[Completion | Exception]:
         """Completes a prompt, or several together, and returns when all are finished.
 
-        ``prompt``: text or token ids for one ``Completion``; a list of those for a list of completions, in its order.
-        ``params``: for all prompts, or a list with one for each. ``timeout``: seconds for the whole call. ``block``:
-        wait for room in the queue, or raise QueueFullError. ``progress``: show a progress bar (needs tqdm).
-        ``on_error``: ``"raise"`` raises the first error, which names the index of its prompt, and cancels the rest;
-        ``"return"`` puts the error in the place of its completion, like ``asyncio.gather(return_exceptions=True)``.
-        ``on_timeout``: ``"raise"`` raises TimeoutError; ``"return"`` returns what was generated, and unfinished choices
-        have the finish reason ``"timeout"``.
+        - ``prompt``: text or token ids, for one ``Completion``; or a list of these, for a list of completions in its
+          order.
+        - ``params``: for all prompts, or a list with one for each; None: the defaults of ``SamplingParams``.
+        - ``timeout``: seconds for the whole call; None: no limit.
+        - ``block``: wait for room in the queue; otherwise QueueFullError is raised.
+        - ``progress``: show a progress bar (needs tqdm).
+        - ``on_error``: ``"raise"`` raises the first error, which names the index of its prompt, and cancels the rest.
+          ``"return"`` puts each error in the place of its completion, like
+          ``asyncio.gather(return_exceptions=True)``.
+        - ``on_timeout``: ``"raise"`` raises TimeoutError. ``"return"`` returns the text so far; unfinished choices have
+          the finish reason ``"timeout"``.
 
-        Ctrl-C, a cancelled task and any error cancel the requests of this call. Raises InvalidRequestError, TypeError
-        or ValueError for bad prompts and options, QueueFullError, TimeoutError, DecodeError, EngineClosedError.
+        Any thread. Ctrl-C, a cancelled task and any error cancel the requests of this call. Raises InvalidRequestError,
+        TypeError or ValueError for bad prompts and options, QueueFullError, TimeoutError, DecodeError,
+        EngineClosedError.
         """
         self._engine_thread.check_open()
         checked = check_choice("on_error", on_error, ERROR_MODES)
-        items, single = await self._long_work.run_off_loop(
-            self._request_builder.items, prompt, params, checked
-        )
-        options = call_options(timeout, block, on_error, on_timeout, names_prompts=not single)
+        options = call_options(timeout, block, on_error, on_timeout)
+        with options.in_time():
+            items, single = await self._long_work.run_off_loop(
+                self._request_builder.items, prompt, params, checked
+            )
+        options = replace(options, names_prompts=not single)
         batches = self._request_builder.completions(items)
         bar = progress_bar(len(items)) if check_flag("progress", progress) else None
         results = await self._submission.acollect(batches, options, bar)
@@ -538,13 +530,15 @@ class Engine(NotCopyable):
     ):
         """Completes any number of prompts in bounded memory: yields ``(index, Completion)`` as they finish.
 
-        ``prompts`` may be a generator; it is read as slots become free, at most ``n_ahead`` prompts ahead (default:
-        twice ``n_seq_max``). For asyncio it may be asynchronous, and completions are also yielded while it waits for
-        its next prompt. ``params``: for all prompts, or an iterable with one for each. Other options as for
-        ``generate``; ``timeout`` counts from the first result that is asked for.
+        - ``prompts``: any iterable, also a generator. It is read as slots become free. For asyncio it may be
+          asynchronous; completions are then also yielded while it waits for its next prompt.
+        - ``n_ahead``: prompts that are read ahead of their completions, at most; default: twice ``n_seq_max``.
+        - ``params``: for all prompts, or an iterable with one for each.
+        - ``timeout``: as for ``generate``; it counts from the first result that is asked for.
 
-        For one thread or task at a time. Closing or dropping the iterator, or cancelling its task, cancels what is
-        left; to close it after a ``break``, use ``contextlib.aclosing``. Raises as ``generate`` does.
+        Other options are as for ``generate``. For one thread or task at a time. Closing or dropping the iterator, or
+        cancelling its task, cancels the requests that are left; to close it after a ``break``, use
+        ``contextlib.aclosing``. Raises as ``generate`` does.
         """
         self._engine_thread.check_open()
         check_choice("on_error", on_error, ERROR_MODES)
@@ -568,14 +562,41 @@ class Engine(NotCopyable):
     ) -> AsyncGenerator[tuple[int, Any], None]:
         options = call_options(timeout, True, on_error, "raise", names_prompts=True)
         pending = Pending[Completion](options, self._submission.observer, bar)
-        builder, long_work = self._request_builder, self._long_work  # asyncio
-        batches = arequest_batches(builder, prompts, params, pending, long_work)  # asyncio
-        # threads: batches = request_batches(self._request_builder, prompts, params, pending)
+        batches = self._arequest_batches(prompts, params, pending)
         results = self._submission.aiterate(batches, n_ahead, pending)
         async with aclosing(batches), aclosing(results):  # asyncio
             async for index, result in results:  # asyncio
                 yield index, result  # asyncio
         # threads: yield from results
+
+    async def _arequest_batches(
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None,
+        pending: Pending[Completion],
+    ) -> AsyncGenerator[RequestFactory, None]:
+        """Yields, for each prompt as it is read, a function that makes its requests.
+
+        Errors to return go to ``pending.ready``.
+        """
+        each: Iterator[SamplingParams | None]
+        each = repeat(params) if params is None or isinstance(params, SamplingParams) else iter(params)
+        index = 0
+        async for prompt in as_async(prompts):
+            its_params = next(each, END)
+            if its_params is END:
+                raise ValueError(f"params has {index} items, and there are more prompts")
+            item = await self._long_work.run_off_loop(
+                self._request_builder.item_or_error, prompt, its_params, index, pending.options.on_error
+            )
+            if isinstance(item, Exception):
+                pending.ready.append((index, item))
+                yield no_requests
+            else:
+                yield partial(self._request_builder.make_requests, {index: item})
+            index += 1
+        if not isinstance(each, repeat) and next(each, END) is not END:
+            raise ValueError(f"there are {index} prompts, and params has more items")
 
     @explains_keywords
     def astream(
@@ -601,7 +622,7 @@ class Engine(NotCopyable):
             mailbox.requests.append(request)  # asyncio
             observer = self._submission.observer
             if observer is not None:
-                stream.observed = observer.begin([request], options.operation)
+                stream.observed = observer.begin(observed([request], options.operation))
             return request, mailbox
 
         submit = partial(self._submission.asubmit, block=options.block)
@@ -626,10 +647,12 @@ class Engine(NotCopyable):
     ) -> Completion:
         """Generates the text between ``prefix`` and ``suffix``, with a model that was trained to fill in.
 
-        ``extra``: other files, ``(filename, text)``, the most important last; ``filename``: that of the text.
-        ``order``: ``"psm"`` begins with the prefix, ``"spm"`` with the suffix. What ``n_ctx`` has no room for beside
-        ``max_tokens`` is left out as in ``Model.tokenize_fim``: in steps, so that the prefix cache helps while a cursor
-        moves. Other options as for ``generate``.
+        - ``extra``: other files, each ``(filename, text)``, the most important last. ``filename``: the name of the file
+          with the gap.
+        - ``order``: the prompt begins with the prefix (``"psm"``) or with the suffix (``"spm"``).
+
+        Other options are as for ``generate``. If ``n_ctx`` has no room for everything besides ``max_tokens``, text is
+        left out as in ``Model.tokenize_fim``: in large steps, so that the prefix cache helps while a cursor moves.
 
         Raises InvalidRequestError for a model without tokens for this; else as ``generate`` does.
         """
@@ -668,8 +691,9 @@ class Engine(NotCopyable):
         parallel_tool_calls: bool = True,
         response_format: Any = None,
         template_args: Mapping[str, Any] | None = None,
-        continue_last: bool = False,
+        continue_last: bool | Literal["content", "reasoning"] = False,
         truncation: Truncation = "error",
+        reasoning_format: ReasoningFormat = "auto",
         timeout: float | None = None,
         block: bool = True,
         progress: bool = False,
@@ -686,8 +710,9 @@ class Engine(NotCopyable):
         parallel_tool_calls: bool = True,
         response_format: Any = None,
         template_args: Mapping[str, Any] | None = None,
-        continue_last: bool = False,
+        continue_last: bool | Literal["content", "reasoning"] = False,
         truncation: Truncation = "error",
+        reasoning_format: ReasoningFormat = "auto",
         timeout: float | None = None,
         block: bool = True,
         progress: bool = False,
@@ -704,8 +729,9 @@ class Engine(NotCopyable):
         parallel_tool_calls: bool = True,
         response_format: Any = None,
         template_args: Mapping[str, Any] | None = None,
-        continue_last: bool = False,
+        continue_last: bool | Literal["content", "reasoning"] = False,
         truncation: Truncation = "error",
+        reasoning_format: ReasoningFormat = "auto",
         timeout: float | None = None,
         block: bool = True,
         progress: bool = False,
@@ -725,9 +751,14 @@ class Engine(NotCopyable):
             template_args,
             continue_last,
             truncation=truncation,
+            reasoning_format=reasoning_format,
         )
-        items, single = await self._long_work.run_off_loop(self._chat_builder.items, messages, params, asked)
-        options = call_options(timeout, block, names_prompts=not single, operation="chat")
+        options = call_options(timeout, block, operation="chat")
+        with options.in_time():
+            items, single = await self._long_work.run_off_loop(
+                self._chat_builder.items, messages, params, asked
+            )
+        options = replace(options, names_prompts=not single)
         batches = self._request_builder.completions([item.item for item in items])
         bar = progress_bar(len(items)) if check_flag("progress", progress) else None
         results = await self._submission.acollect(batches, options, bar)
@@ -745,12 +776,17 @@ class Engine(NotCopyable):
         parallel_tool_calls: bool = True,
         response_format: Any = None,
         template_args: Mapping[str, Any] | None = None,
-        continue_last: bool = False,
+        continue_last: bool | Literal["content", "reasoning"] = False,
         truncation: Truncation = "error",
+        reasoning_format: ReasoningFormat = "auto",
+        before: Sequence[int] = (),
         timeout: float | None = None,
         block: bool = True,
     ) -> AsyncChatStream:
         """Starts an answer and returns an iterator over its parts. Raises as ``chat`` does.
+
+        ``before``: tokens of what was said earlier, which precede the prompt. With ``truncation="auto"`` the oldest are
+        left out.
 
         For asyncio the request starts when its first part is awaited, or with ``submit``. Bad arguments raise at once.
         A long conversation, or one with tools or a response format, is rendered in a worker thread when it starts.
@@ -764,26 +800,21 @@ class Engine(NotCopyable):
             template_args,
             continue_last,
             truncation=truncation,
+            reasoning_format=reasoning_format,
         )
-        return self._astream_chat(messages, params, asked, timeout, block)
-
-    def _astream_chat(
-        self,
-        messages: Conversation,
-        params: SamplingParams | None,
-        asked: ChatOptions,
-        timeout: float | None,
-        block: bool,
-        before: Sequence[int] = (),
-    ) -> AsyncChatStream:
-        """``astream_chat``. ``before``: tokens that precede the prompt; see ``ChatBuilder.item``."""
         options = call_options(timeout, block, operation="chat")
         open_stream = partial(self._aopen_stream, options)
         build = partial(self._chat_builder.item, messages, params, asked, before)
         if takes_long(messages, params, asked):  # asyncio
-            render = partial(self._long_work.run, build, size=size_of(messages))  # asyncio
+
+            async def render() -> CheckedChat:  # asyncio
+                with options.in_time():  # asyncio
+                    return await self._long_work.run(build, size=size_of(messages))  # asyncio
+
             return AsyncChatStream(render, open_stream)  # asyncio
-        return AsyncChatStream(build(), open_stream)
+        with options.in_time():
+            item = build()
+        return AsyncChatStream(item, open_stream)
 
     # ---- token by token, and memory
     @explains_keywords
@@ -940,19 +971,26 @@ class Engine(NotCopyable):
     ) -> Score | list[Score] | list[list[Score]] | list[Score | list[Score]]:
         """Scores continuations given a prompt: the log-probability of each of their tokens.
 
-        Prompt and continuation are text or token ids. One prompt and one continuation return a Score; one prompt and a
-        list of continuations, a list. For a list of prompts, ``continuation`` has one item for each prompt, or a list
-        of items for each, and the result has the same shape. Equal prompts are computed once. If a prompt has many
-        continuations, they are divided among requests that run at the same time. If both are text,
-        prompt + continuation are tokenized together, and the tokens beyond the prompt's own count are scored.
+        Prompt and continuation are text or token ids.
+
+        - One prompt and one continuation: a ``Score``. One prompt and a list of continuations: a list of scores.
+        - A list of prompts: ``continuation`` has one item, or a list of items, for each prompt; the result has the same
+          shape.
+
+        Equal prompts are computed once. Many continuations of a prompt are divided among requests that run at the same
+        time. If both are text, prompt + continuation are tokenized together; the tokens after the longest beginning
+        that the prompt and all of these texts have in common are scored. No space is added: after "Answer:", give
+        " yes" and not "yes"; a warning says so.
 
         Options as for ``generate``; ``adapter`` as in SamplingParams. Raises InvalidRequestError if prompt and
         continuation together exceed ``n_ctx``, a continuation has no tokens or there is no such adapter; else as
         ``generate`` does.
         """
         self._engine_thread.check_open()
-        job = await self._long_work.run_off_loop(score_job, prompt, continuation, self.model)
-        return await self._ascore(job, timeout, block, progress, adapter)
+        options = call_options(timeout, block, operation="score")
+        with options.in_time():
+            job = await self._long_work.run_off_loop(score_job, prompt, continuation, self.model)
+        return await self._ascore(job, options, progress, adapter)
 
     @overload
     async def ascore_tokens(
@@ -991,7 +1029,10 @@ class Engine(NotCopyable):
         Options and exceptions as for ``score``.
         """
         self._engine_thread.check_open()
-        return await self._ascore(tokens_job(tokens, self.model), timeout, block, progress, adapter)
+        options = call_options(timeout, block, operation="score")
+        with options.in_time():
+            job = tokens_job(tokens, self.model)
+        return await self._ascore(job, options, progress, adapter)
 
     @explains_options()
     async def aperplexity(
@@ -1017,261 +1058,40 @@ class Engine(NotCopyable):
         window.
         """
         self._engine_thread.check_open()
-        job = await self._long_work.run_off_loop(perplexity_job, text, n_window, self.model, self.n_ctx)
-        return await self._ascore(job, timeout, True, progress, adapter)
+        options = call_options(timeout, True, operation="score")
+        with options.in_time():
+            job = await self._long_work.run_off_loop(perplexity_job, text, n_window, self.model, self.n_ctx)
+        return await self._ascore(job, options, progress, adapter)
 
     async def _ascore(
         self,
         job: ScoreJob[T],
-        timeout: float | None,
-        block: bool,
+        options: CallOptions,
         progress: bool,
         adapter: AdapterChoice | None,
     ) -> T:
-        options = call_options(timeout, block, operation="score")
         batches = job.batches(self._request_builder, self._request_builder.chosen(adapter))
         bar = progress_bar(job.n_requests) if check_flag("progress", progress) else None
         return job.result(await self._submission.acollect(batches, options, bar))
 
-    # ---- threads: made by tools/unasync.py; edit the part above
-    @overload
-    def generate(  # type: ignore[overload-overlap]
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        progress: bool = False,
-        on_error: Literal["raise"] = "raise",
-        on_timeout: OnTimeout = "raise",
-    ) -> Completion: ...
+    # ---- end of asyncio
 
-    @overload
-    def generate(  # type: ignore[overload-overlap]
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        progress: bool = False,
-        on_error: Literal["return"],
-        on_timeout: OnTimeout = "raise",
-    ) -> Completion | Exception: ...
+    # ---- for programs around an engine
+    def observe(self, observer: RequestObserver | None) -> None:
+        """Sets the observer, which is told of every future request; None: no observer. Any thread."""
+        self._submission.observer = observer
 
-    @overload
-    def generate(
-        self,
-        prompt: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        progress: bool = False,
-        on_error: Literal["raise"] = "raise",
-        on_timeout: OnTimeout = "raise",
-    ) -> list[Completion]: ...
+    async def offload(self, function: Callable[..., T], *arguments: Any, size: int = 0) -> T:
+        """Runs ``function(*arguments)`` in one of the engine's threads for long work, to keep the event loop free.
 
-    @overload
-    def generate(
-        self,
-        prompt: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        progress: bool = False,
-        on_error: Literal["return"],
-        on_timeout: OnTimeout = "raise",
-    ) -> list[Completion | Exception]: ...
-
-    @explains_keywords
-    def generate(
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        progress: bool = False,
-        on_error: OnError = "raise",
-        on_timeout: OnTimeout = "raise",
-    ) -> Completion | Exception | list[Completion] | list[Completion | Exception]:
-        """Completes a prompt, or several together, and returns when all are finished.
-
-        ``prompt``: text or token ids for one ``Completion``; a list of those for a list of completions, in its order.
-        ``params``: for all prompts, or a list with one for each. ``timeout``: seconds for the whole call. ``block``:
-        wait for room in the queue, or raise QueueFullError. ``progress``: show a progress bar (needs tqdm).
-        ``on_error``: ``"raise"`` raises the first error, which names the index of its prompt, and cancels the rest;
-        ``"return"`` puts the error in the place of its completion, like ``asyncio.gather(return_exceptions=True)``.
-        ``on_timeout``: ``"raise"`` raises TimeoutError; ``"return"`` returns what was generated, and unfinished choices
-        have the finish reason ``"timeout"``.
-
-        Ctrl-C, a cancelled task and any error cancel the requests of this call. Raises InvalidRequestError, TypeError
-        or ValueError for bad prompts and options, QueueFullError, TimeoutError, DecodeError, EngineClosedError.
+        ``size``: the number of characters that the function converts; the amount of large work in progress is limited.
+        The function runs in a copy of this task's context, and the clients of a server take turns. For asyncio. Raises
+        what the function raises.
         """
-        self._engine_thread.check_open()
-        checked = check_choice("on_error", on_error, ERROR_MODES)
-        items, single = self._request_builder.items(prompt, params, checked)
-        options = call_options(timeout, block, on_error, on_timeout, names_prompts=not single)
-        batches = self._request_builder.completions(items)
-        bar = progress_bar(len(items)) if check_flag("progress", progress) else None
-        results = self._submission.collect(batches, options, bar)
-        return in_order_of_prompts(items, results, single)
-
-    @overload
-    def iter_completed(
-        self,
-        prompts: Iterable[Prompt],
-        params: SamplingParams | Iterable[SamplingParams] | None = None,
-        *,
-        n_ahead: int | None = None,
-        timeout: float | None = None,
-        progress: bool = False,
-        on_error: Literal["raise"] = "raise",
-    ) -> Iterator[tuple[int, Completion]]: ...
-
-    @overload
-    def iter_completed(
-        self,
-        prompts: Iterable[Prompt],
-        params: SamplingParams | Iterable[SamplingParams] | None = None,
-        *,
-        n_ahead: int | None = None,
-        timeout: float | None = None,
-        progress: bool = False,
-        on_error: Literal["return"],
-    ) -> Iterator[tuple[int, Completion | Exception]]: ...
+        return await self._long_work.run(function, *arguments, size=size)
 
     @explains_keywords
-    def iter_completed(
-        self,
-        prompts: Iterable[Prompt],
-        params: SamplingParams | Iterable[SamplingParams] | None = None,
-        *,
-        n_ahead: int | None = None,
-        timeout: float | None = None,
-        progress: bool = False,
-        on_error: OnError = "raise",
-    ) -> Iterator[tuple[int, Completion]] | Iterator[tuple[int, Completion | Exception]]:
-        """Completes any number of prompts in bounded memory: yields ``(index, Completion)`` as they finish.
-
-        ``prompts`` may be a generator; it is read as slots become free, at most ``n_ahead`` prompts ahead (default:
-        twice ``n_seq_max``). For asyncio it may be asynchronous, and completions are also yielded while it waits for
-        its next prompt. ``params``: for all prompts, or an iterable with one for each. Other options as for
-        ``generate``; ``timeout`` counts from the first result that is asked for.
-
-        For one thread or task at a time. Closing or dropping the iterator, or cancelling its task, cancels what is
-        left; to close it after a ``break``, use ``contextlib.closing``. Raises as ``generate`` does.
-        """
-        self._engine_thread.check_open()
-        check_choice("on_error", on_error, ERROR_MODES)
-        call_options(timeout, True, on_error, "raise")
-        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
-            raise TypeError(f"prompts must be an iterable of prompts, not {type(prompts).__name__}")
-        refuse_table("prompts", prompts)
-        n = 2 * self.n_seq_max if n_ahead is None else check_int("n_ahead", n_ahead, 1, 2**31 - 1)
-        total = len(prompts) if isinstance(prompts, Sized) else None
-        bar = progress_bar(total) if check_flag("progress", progress) else None
-        return self._iter_completed(prompts, params, n, timeout, bar, on_error)
-
-    def _iter_completed(
-        self,
-        prompts: Iterable[Prompt],
-        params: SamplingParams | Iterable[SamplingParams] | None,
-        n_ahead: int,
-        timeout: float | None,
-        bar: Progress | None,
-        on_error: OnError,
-    ) -> Iterator[tuple[int, Any]]:
-        options = call_options(timeout, True, on_error, "raise", names_prompts=True)
-        pending = Pending[Completion](options, self._submission.observer, bar)
-        batches = request_batches(self._request_builder, prompts, params, pending)
-        results = self._submission.iterate(batches, n_ahead, pending)
-        yield from results
-
-    @explains_keywords
-    def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-    ) -> Stream:
-        """Starts a completion and returns an iterator over its deltas. Raises as ``generate`` does.
-
-        For asyncio the request starts when its first delta is awaited, or with ``submit``; bad arguments raise at once.
-        """
-        self._engine_thread.check_open()
-        options = call_options(timeout, block)
-        return self._open_stream(options, self._request_builder.item(prompt, params))
-
-    def _open_stream(self, options: CallOptions, item: CheckedPrompt) -> Stream:
-        def make() -> tuple[Request, ThreadMailbox]:
-            mailbox = ThreadMailbox(self._engine_thread.dispatcher)
-            request = self._request_builder.stream(item, mailbox, BUFFER_TOKENS)
-            observer = self._submission.observer
-            if observer is not None:
-                stream.observed = observer.begin([request], options.operation)
-            return request, mailbox
-
-        submit = partial(self._submission.submit, block=options.block)
-        stream = Stream(self._engine_thread, make, submit, options.deadline)
-        stream.engine = self  # keeps the engine alive: it closes itself when it is dropped
-        stream.submit()
-        return stream
-
-    # ---- filling in the middle
-    @explains_keywords
-    def infill(
-        self,
-        prefix: str,
-        suffix: str,
-        params: SamplingParams | None = None,
-        *,
-        extra: FimExtra = (),
-        filename: str | None = None,
-        order: FimOrder = "psm",
-        timeout: float | None = None,
-        block: bool = True,
-    ) -> Completion:
-        """Generates the text between ``prefix`` and ``suffix``, with a model that was trained to fill in.
-
-        ``extra``: other files, ``(filename, text)``, the most important last; ``filename``: that of the text.
-        ``order``: ``"psm"`` begins with the prefix, ``"spm"`` with the suffix. What ``n_ctx`` has no room for beside
-        ``max_tokens`` is left out as in ``Model.tokenize_fim``: in steps, so that the prefix cache helps while a cursor
-        moves. Other options as for ``generate``.
-
-        Raises InvalidRequestError for a model without tokens for this; else as ``generate`` does.
-        """
-        self._engine_thread.check_open()
-        text = fim_text(prefix, suffix, extra, filename, order)
-        tokens = self._fim_tokens(text, params)
-        return self.generate(tokens, params, timeout=timeout, block=block)
-
-    @explains_keywords
-    def stream_infill(
-        self,
-        prefix: str,
-        suffix: str,
-        params: SamplingParams | None = None,
-        *,
-        extra: FimExtra = (),
-        filename: str | None = None,
-        order: FimOrder = "psm",
-        timeout: float | None = None,
-        block: bool = True,
-    ) -> Stream:
-        """Starts to fill in and returns an iterator over the deltas, as ``stream`` does; arguments of ``infill``."""
-        self._engine_thread.check_open()
-        tokens = self._fim_tokens(fim_text(prefix, suffix, extra, filename, order), params)
-        return self.stream(tokens, params, timeout=timeout, block=block)
-
-    # ---- chats
-    @overload
-    def chat(  # type: ignore[overload-overlap]
+    def tokenize_chat(
         self,
         messages: Conversation,
         params: SamplingParams | None = None,
@@ -1281,381 +1101,68 @@ class Engine(NotCopyable):
         parallel_tool_calls: bool = True,
         response_format: Any = None,
         template_args: Mapping[str, Any] | None = None,
-        continue_last: bool = False,
+        continue_last: bool | Literal["content", "reasoning"] = False,
         truncation: Truncation = "error",
-        timeout: float | None = None,
-        block: bool = True,
-        progress: bool = False,
-    ) -> ChatCompletion: ...
-
-    @overload
-    def chat(
-        self,
-        messages: Sequence[Conversation],
-        params: SamplingParams | None = None,
-        *,
-        tools: Sequence[Any] | None = None,
-        tool_choice: ToolChoice = "auto",
-        parallel_tool_calls: bool = True,
-        response_format: Any = None,
-        template_args: Mapping[str, Any] | None = None,
-        continue_last: bool = False,
-        truncation: Truncation = "error",
-        timeout: float | None = None,
-        block: bool = True,
-        progress: bool = False,
-    ) -> list[ChatCompletion]: ...
-
-    @explains_keywords
-    def chat(
-        self,
-        messages: Conversation | Sequence[Conversation],
-        params: SamplingParams | None = None,
-        *,
-        tools: Sequence[Any] | None = None,
-        tool_choice: ToolChoice = "auto",
-        parallel_tool_calls: bool = True,
-        response_format: Any = None,
-        template_args: Mapping[str, Any] | None = None,
-        continue_last: bool = False,
-        truncation: Truncation = "error",
-        timeout: float | None = None,
-        block: bool = True,
-        progress: bool = False,
-    ) -> ChatCompletion | list[ChatCompletion]:
-        """Answers a conversation, or several together, and returns when all answers are complete.
-
-        A list of conversations returns a list of answers, in its order. ``timeout``, ``block`` and ``progress`` are as
-        for ``generate``. Raises what ``generate`` raises, InvalidRequestError also for messages that the model's
-        template refuses, ImportError without the extra ``chat``.
-        """
-        self._engine_thread.check_open()
-        asked = ChatOptions(
-            tools,
-            tool_choice,
-            parallel_tool_calls,
-            response_format,
-            template_args,
-            continue_last,
-            truncation=truncation,
-        )
-        items, single = self._chat_builder.items(messages, params, asked)
-        options = call_options(timeout, block, names_prompts=not single, operation="chat")
-        batches = self._request_builder.completions([item.item for item in items])
-        bar = progress_bar(len(items)) if check_flag("progress", progress) else None
-        results = self._submission.collect(batches, options, bar)
-        answers = [item.answer(results[index]) for index, item in enumerate(items)]
-        return answers[0] if single else answers
-
-    @explains_keywords
-    def stream_chat(
-        self,
-        messages: Conversation,
-        params: SamplingParams | None = None,
-        *,
-        tools: Sequence[Any] | None = None,
-        tool_choice: ToolChoice = "auto",
-        parallel_tool_calls: bool = True,
-        response_format: Any = None,
-        template_args: Mapping[str, Any] | None = None,
-        continue_last: bool = False,
-        truncation: Truncation = "error",
-        timeout: float | None = None,
-        block: bool = True,
-    ) -> ChatStream:
-        """Starts an answer and returns an iterator over its parts. Raises as ``chat`` does.
-
-        For asyncio the request starts when its first part is awaited, or with ``submit``. Bad arguments raise at once.
-        A long conversation, or one with tools or a response format, is rendered in a worker thread when it starts.
-        """
-        self._engine_thread.check_open()
-        asked = ChatOptions(
-            tools,
-            tool_choice,
-            parallel_tool_calls,
-            response_format,
-            template_args,
-            continue_last,
-            truncation=truncation,
-        )
-        return self._stream_chat(messages, params, asked, timeout, block)
-
-    def _stream_chat(
-        self,
-        messages: Conversation,
-        params: SamplingParams | None,
-        asked: ChatOptions,
-        timeout: float | None,
-        block: bool,
+        reasoning_format: ReasoningFormat = "auto",
         before: Sequence[int] = (),
-    ) -> ChatStream:
-        """``stream_chat``. ``before``: tokens that precede the prompt; see ``ChatBuilder.item``."""
-        options = call_options(timeout, block, operation="chat")
-        open_stream = partial(self._open_stream, options)
-        build = partial(self._chat_builder.item, messages, params, asked, before)
-        return ChatStream(build(), open_stream)
+    ) -> list[int]:
+        """The prompt that ``chat`` would compute for this conversation. Negative tokens stand for images and sounds.
 
-    # ---- token by token, and memory
-    @explains_keywords
-    def start(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
-        """Starts a generation that computes one token for each call of ``next``, and nothing before the first.
-
-        Raises as ``generate`` does.
+        ``before``: see ``stream_chat``. All arguments are checked as ``chat`` checks them, which may take long: in a
+        coroutine, call it through ``offload``. Any thread. Raises as ``chat`` does.
         """
-        self._engine_thread.check_open()
-        item = self._request_builder.item(prompt, params)
-        mailbox = ThreadMailbox(self._engine_thread.dispatcher)
-        request = self._request_builder.generation(item, mailbox)
-        generation = self._generation(request, mailbox)
-        self._submission.submit_paused(request)
-        return generation
-
-    def _generation(self, request: Request, mailbox: ThreadMailbox) -> Generation:
-        generation = Generation(
-            self._engine_thread, request, mailbox, self.model.n_vocab, self.n_ctx, self._snapshot_format
+        asked = ChatOptions(
+            tools,
+            tool_choice,
+            parallel_tool_calls,
+            response_format,
+            template_args,
+            continue_last,
+            truncation=truncation,
+            reasoning_format=reasoning_format,
         )
-        generation.engine = self
-        return generation
+        return list(self._chat_builder.item(messages, params, asked, before).item.tokens)
 
-    @explains_keywords
-    def restore(self, snapshot: bytes, params: SamplingParams | None = None) -> Generation:
-        """Continues a sequence from a ``Generation.snapshot`` of this engine or another one with the same model.
+    def count_chat_tokens(
+        self, messages: Conversation, template_args: Mapping[str, Any] | None = None
+    ) -> int:
+        """The tokens of a conversation's prompt, images included, whether or not they fit the context. Any thread.
 
-        Its cells are loaded with the first ``next``. They are computed again if ``cache_bytes`` has no room for them,
-        if there is no prefix cache, or if the other engine's memory had another layout (``flash_attn``; with sliding
-        windows or recurrent states, also the number of sequences). ``params`` count from here, and constraints hold for
-        all that was generated. Nothing is computed before the first ``next``.
-
-        Raises TypeError for what is not bytes, InvalidRequestError for what is damaged, of another model, made with
-        other ``type_k`` or ``type_v`` or too long for ``n_ctx``; else as ``start`` does.
+        Raises as ``chat`` does.
         """
-        self._engine_thread.check_open()
-        if not isinstance(snapshot, (bytes, bytearray, memoryview)):
-            raise TypeError(f"snapshot must be bytes, not {type(snapshot).__name__}")
-        found = self._unpack(snapshot, params)
-        item = self._request_builder.item(found.tokens, params)
-        mailbox = ThreadMailbox(self._engine_thread.dispatcher)
-        request = self._request_builder.restored(item, mailbox, found)
-        generation = self._generation(request, mailbox)
-        self._engine_thread.restore(request, found.n_cells, found.state)
-        return generation
+        return self._chat_builder.n_tokens(messages, template_args or {})
 
-    @explains_options()
-    def cache_prefix(
-        self,
-        prompt: Prompt,
-        *,
-        timeout: float | None = None,
-        cache_salt: str | None = None,
-        adapter: AdapterChoice | None = None,
-    ) -> CachedPrefix:
-        """Computes a prompt and keeps its KV cells in host memory until they are released.
+    def save_cache(self, path: Path) -> None:
+        """Writes the cached sequences that no request uses to a file, at most ``cache_bytes`` of them.
 
-        Requests whose prompts begin with the same tokens load them, also long after. ``prompt``: text or token ids,
-        such as those of ``Model.tokenize_chat(messages, add_generation_prompt=False)``. ``cache_salt``,
-        ``adapter``: those of the requests.
-
-        Returns when the prompt is computed. Raises InvalidRequestError if it has fewer than 16 tokens or takes more
-        than is left of ``cache_bytes``, or if the engine has no prefix cache; else as ``score`` does.
+        Waits for the running step. Any thread. Raises OSError.
         """
-        self._engine_thread.check_open()
-        options = call_options(timeout, True, operation="cache_prefix")
-        adapters = self._request_builder.chosen(adapter)
-        item = self._request_builder.item(prompt, None)
-        tokens = item.tokens
-        if len(tokens) < MIN_PREFIX:
-            raise InvalidRequestError(
-                f"the prefix has {len(tokens)} tokens; fewer than {MIN_PREFIX} are computed again for each request: "
-                "there is no need to cache them"
-            )
-        requests: list[Request] = []
+        layout = self._snapshot_format(None)  # the adapters are part of the keys
+        with cache_file.written(path) as write:
 
-        def make(mailbox: Mailbox) -> dict[int, list[Request]]:
-            requests[:] = [self._request_builder.prefix(tokens, mailbox, check_salt(cache_salt), adapters)]
-            return {0: requests}
+            def visit(tokens: Sequence[int], key: Hashable, state: bytes) -> None:
+                if cache_file.is_writable(key):
+                    n = len(tokens)
+                    marks = {i: token for i, token in enumerate(tokens) if token < 0}
+                    plain = [max(token, 0) for token in tokens]
+                    write(key, marks, parts_of(Snapshot(plain, n, n, state), layout))
 
-        try:
-            self._submission.collect(iter([make]), options)
-            n_bytes, n_needed, budget = self._engine_thread.kept_bytes(requests[0])
-            if n_bytes == 0:
-                raise InvalidRequestError(
-                    f"the {len(tokens)} tokens take about {n_needed} bytes, more than is left of the {budget} in "
-                    "cache_bytes (0 without a prefix cache): raise it, or release other prefixes"
-                )
-        except BaseException:
-            if requests:
-                self._engine_thread.release(requests[0])
-            raise
-        return CachedPrefix(self._engine_thread, requests[0], len(tokens), n_bytes)
+            self._engine_thread.ask(partial(self._engine_thread.loop.visit_unused, visit))
 
-    # ---- scores
-    @overload
-    def score(  # type: ignore[overload-overlap]
-        self,
-        prompt: Prompt,
-        continuation: Prompt,
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        progress: bool = False,
-        adapter: AdapterChoice | None = None,
-    ) -> Score: ...
+    def load_cache(self, path: Path) -> None:
+        """Adds the sequences of a file to the prefix cache; those of another model or another layout are left out.
 
-    @overload
-    def score(  # type: ignore[overload-overlap]
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        continuation: Sequence[Prompt],
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        progress: bool = False,
-        adapter: AdapterChoice | None = None,
-    ) -> list[Score]: ...
-
-    @overload
-    def score(
-        self,
-        prompt: Sequence[Prompt],
-        continuation: Sequence[Sequence[Prompt]],
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        progress: bool = False,
-        adapter: AdapterChoice | None = None,
-    ) -> list[list[Score]]: ...
-
-    @overload
-    def score(
-        self,
-        prompt: Sequence[Prompt],
-        continuation: Sequence[Prompt | Sequence[Prompt]],
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        progress: bool = False,
-        adapter: AdapterChoice | None = None,
-    ) -> list[Score | list[Score]]: ...
-
-    @explains_options()
-    def score(
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        continuation: Prompt | Sequence[Prompt | Sequence[Prompt]],
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        progress: bool = False,
-        adapter: AdapterChoice | None = None,
-    ) -> Score | list[Score] | list[list[Score]] | list[Score | list[Score]]:
-        """Scores continuations given a prompt: the log-probability of each of their tokens.
-
-        Prompt and continuation are text or token ids. One prompt and one continuation return a Score; one prompt and a
-        list of continuations, a list. For a list of prompts, ``continuation`` has one item for each prompt, or a list
-        of items for each, and the result has the same shape. Equal prompts are computed once. If a prompt has many
-        continuations, they are divided among requests that run at the same time. If both are text,
-        prompt + continuation are tokenized together, and the tokens beyond the prompt's own count are scored.
-
-        Options as for ``generate``; ``adapter`` as in SamplingParams. Raises InvalidRequestError if prompt and
-        continuation together exceed ``n_ctx``, a continuation has no tokens or there is no such adapter; else as
-        ``generate`` does.
+        Any thread. Raises OSError, ValueError for a damaged file.
         """
-        self._engine_thread.check_open()
-        job = score_job(prompt, continuation, self.model)
-        return self._score(job, timeout, block, progress, adapter)
-
-    @overload
-    def score_tokens(
-        self,
-        tokens: TokenIds,
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        progress: bool = False,
-        adapter: AdapterChoice | None = None,
-    ) -> Score: ...
-
-    @overload
-    def score_tokens(
-        self,
-        tokens: Sequence[TokenIds],
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        progress: bool = False,
-        adapter: AdapterChoice | None = None,
-    ) -> list[Score]: ...
-
-    @explains_options()
-    def score_tokens(
-        self,
-        tokens: TokenIds | Sequence[TokenIds],
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        progress: bool = False,
-        adapter: AdapterChoice | None = None,
-    ) -> Score | list[Score]:
-        """Scores a text, or several: every token but the first, given the tokens before it.
-
-        Options and exceptions as for ``score``.
-        """
-        self._engine_thread.check_open()
-        return self._score(tokens_job(tokens, self.model), timeout, block, progress, adapter)
-
-    @explains_options()
-    def perplexity(
-        self,
-        text: str | TokenIds,
-        n_window: int | None = None,
-        *,
-        timeout: float | None = None,
-        progress: bool = False,
-        adapter: AdapterChoice | None = None,
-    ) -> float:
-        """The perplexity of a text: the exponential of the mean negative log-probability of its tokens.
-
-        ``text``: text or token ids, of any length. By default every token but the first counts, given all tokens before
-        it. In a text longer than ``n_ctx`` a token is given at least the ``n_ctx // 2`` tokens before it.
-
-        With ``n_window`` the result is that of llama.cpp's perplexity tool. The text is cut into windows of
-        ``n_window`` tokens that do not overlap; an incomplete last one is left out. If the vocabulary asks for a BOS
-        token, it replaces each window's first token. Only the tokens after the first ``n_window // 2 + 1`` of a window
-        count.
-
-        Options and exceptions as for ``score``; InvalidRequestError also for fewer than 2 tokens, or fewer than a
-        window.
-        """
-        self._engine_thread.check_open()
-        job = perplexity_job(text, n_window, self.model, self.n_ctx)
-        return self._score(job, timeout, True, progress, adapter)
-
-    def _score(
-        self,
-        job: ScoreJob[T],
-        timeout: float | None,
-        block: bool,
-        progress: bool,
-        adapter: AdapterChoice | None,
-    ) -> T:
-        options = call_options(timeout, block, operation="score")
-        batches = job.batches(self._request_builder, self._request_builder.chosen(adapter))
-        bar = progress_bar(job.n_requests) if check_flag("progress", progress) else None
-        return job.result(self._submission.collect(batches, options, bar))
-
-    # ---- end of what tools/unasync.py makes
-
-    def _fim_tokens(self, text: FimText, params: SamplingParams | None) -> list[int]:
-        """The prompt for a gap, with room for what ``params`` ask for."""
-        if params is None:
-            params = SamplingParams()
-        elif not isinstance(params, SamplingParams):
-            raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
-        return fim_prompt(self.model.vocab, text, fim_room(self.n_ctx, params.max_tokens)).tokens
+        for key, marks, data in cache_file.read(path):
+            found = self._unpack(data, None)
+            if found.state:
+                tokens = [marks.get(i, token) for i, token in enumerate(found.tokens[: found.n_cells])]
+                self._engine_thread.ask(partial(self._engine_thread.loop.take_in, tokens, key, found.state))
 
     # ---- state
     def stats(self) -> EngineStats:
-        """A consistent copy of the counters; waits for the end of the running step."""
+        """A consistent copy of the counters. Waits for the running step. Any thread, also after ``close``."""
         return replace(self._engine_thread.stats(), queue_times=self._queue.times())
 
     def reset_prefix_cache(self) -> None:
@@ -1707,75 +1214,12 @@ class Engine(NotCopyable):
         elif was_open:
             return_freed_memory()
 
-    async def aclose(self, drain: bool = True) -> None:
-        """``close`` without blocking the event loop."""
-        import asyncio
-
-        await asyncio.to_thread(self.close, drain)
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(drain=kind is None)
-
-    async def __aenter__(self) -> Engine:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose(drain=kind is None)
-
-    def _observe(self, observer: RequestObserver | None) -> None:
-        """Sets the observer of future requests; None: no observer."""
-        self._submission.observer = observer
-
-    def _snapshot_format(self, adapters: AdapterSet | None) -> SnapshotFormat:
-        layout = SnapshotFormat(self.model.fingerprint, state_version(), *self._types)
-        return layout if adapters is None else layout._replace(adapters=adapters.key.digest)
-
-    def _save_cache(self, path: Path) -> None:
-        """Writes the cached sequences that no request uses to a file, no more than ``cache_bytes``. Raises OSError."""
-        layout = self._snapshot_format(None)  # the adapters are part of the keys
-        with cache_file.written(path) as write:
-
-            def visit(tokens: Sequence[int], key: Hashable, state: bytes) -> None:
-                if cache_file.is_writable(key):
-                    n = len(tokens)
-                    marks = {i: token for i, token in enumerate(tokens) if token < 0}
-                    plain = [max(token, 0) for token in tokens]
-                    write(key, marks, parts_of(Snapshot(plain, n, n, state), layout))
-
-            self._engine_thread.ask(partial(self._engine_thread.loop.visit_unused, visit))
-
-    def _load_cache(self, path: Path) -> None:
-        """Caches the sequences of a file; those of another model or another layout are left out.
-
-        Raises OSError, ValueError.
-        """
-        for key, marks, data in cache_file.read(path):
-            found = self._unpack(data, None)
-            if found.state:
-                tokens = [marks.get(i, token) for i, token in enumerate(found.tokens[: found.n_cells])]
-                self._engine_thread.ask(partial(self._engine_thread.loop.take_in, tokens, key, found.state))
-
-    def _unpack(self, snapshot: bytes | bytearray | memoryview, params: SamplingParams | None) -> Snapshot:
-        adapters = None if params is None else self._request_builder.adapters(params)
-        return unpack(bytes(snapshot), self._snapshot_format(adapters), self.model.n_vocab)
-
-    def __del__(self) -> None:
+    def _is_left_open(self) -> bool:
         engine_thread = getattr(self, "_engine_thread", None)
-        if engine_thread is not None and not engine_thread.closing and not engine_thread.in_child():
-            warnings.warn(
-                f"{self!r} was never closed; use `with` or close()",
-                ResourceWarning,
-                stacklevel=2,
-                source=self,
-            )
-            engine_thread.close_soon()
+        return not (engine_thread is None or engine_thread.closing or engine_thread.in_child())
+
+    def _abandon(self) -> None:
+        self._engine_thread.close_soon()
 
 
 def _scheduler(
@@ -1807,24 +1251,56 @@ def _scheduler(
         max_itl_s=max_itl_s,
         overflow=overflow,
         gate=gate,
-        carries=carries if context.mixes_adapters else None,
+        # Without a ring, llama.cpp cuts batches, and their rows could not be told apart.
+        carries=carries if context.mixes_adapters and context.has_ring else None,
     )
 
 
-def _n_states(model: Model) -> int:
-    """How many recurrent states of a sequence are kept besides the last one.
+def _n_states(model: Model, sizes: MemorySizes | None, n_seq_max: int) -> int:
+    """The number of recurrent states of a sequence that are kept besides the last one, for guesses.
 
-    Those of short convolutions (LFM2) have the values of a few tokens. Others are as large as thousands of KV cells,
-    and most architectures cannot keep several.
+    The states of short convolutions (LFM2) have the values of a few tokens. Others are as large as thousands of KV
+    cells: a few, if all sequences' together take at most a quarter of the weights, so where slots are few and guesses
+    gain most. Many architectures cannot keep any; llama.cpp knows which.
     """
     architecture = model.metadata.get("general.architecture", "")
-    return _N_STATES if f"{architecture}.shortconv.l_cache" in model.metadata else 0
+    if f"{architecture}.shortconv.l_cache" in model.metadata:
+        return _N_STATES
+    if sizes is None or not sizes.state:
+        return 0
+    n = min(_N_LARGE_STATES, model.size_bytes // 4 // (sizes.state * n_seq_max))
+    return n if n > 1 else 0
 
 
-def _n_sharing(context: Context, cache_mode: bool | str, max_queue: int | None) -> int:
-    """How many requests of a call may share a prompt's cells and run at the same time; 1: no sharing."""
-    # "exact" can share only whole batches, and these models only whole sequences.
-    shares = cache_mode is True and not context.model.is_recurrent and not context.model.n_swa
+def _swa_full(
+    model: Model,
+    wanted: bool | None,
+    sizes: MemorySizes | None,
+    n_ctx: int | None,
+    n_seq_max: int,
+    n_cells: int | None,
+) -> bool:
+    """Whether layers with a sliding window keep all cells: as wanted, else if there is memory."""
+    if wanted is not None:
+        return check_flag("swa_full", wanted)
+    n_most = min(model.n_ctx_train, 4096) if n_ctx is None else int_of("n_ctx", n_ctx)
+    n = n_most * int_of("n_seq_max", n_seq_max) if n_cells is None else int_of("n_cells", n_cells)
+    return sizes is None or n * sizes.window <= _free_memory() // 4
+
+
+def _check_cache_bytes(context: Context, sizes: MemorySizes | None, n_cache_bytes: int | None) -> None:
+    """Raises ValueError if no recurrent state fits."""
+    n_least = 2 * sizes.state if sizes is not None and context.needs_states else 0
+    if n_cache_bytes and n_cache_bytes < n_least:
+        raise ValueError(
+            f"cache_bytes is {n_cache_bytes}; half of it is for recurrent states, of which one takes {n_least // 2} "
+            f"bytes: give at least {n_least}, or 0 to keep none"
+        )
+
+
+def _n_sharing(context: Context, cache: KvCache, max_queue: int | None) -> int:
+    """The number of requests of a call that may share a prompt's cells and run at the same time; 1: no sharing."""
+    shares = cache.enabled and cache.shares_running
     # Where cells are scarce, a request may cost others the cells that they share; a full queue refuses them.
     shares = shares and max_queue is None and context.n_cells >= context.n_ctx * context.n_seq_max
     return context.n_seq_max // 2 if shares else 1  # the other slots are for other callers
@@ -1832,8 +1308,8 @@ def _n_sharing(context: Context, cache_mode: bool | str, max_queue: int | None) 
 
 def _overflow(context: Context, mode: str, n_keep: int) -> Overflow:
     """Checks the options for a full context."""
-    check_choice("overflow", mode, MODES)
-    n = check_int("n_keep", n_keep, 0, 2**31 - 1)
+    choice_of("overflow", mode)
+    n = int_of("n_keep", n_keep)
     if mode == "stop" and n:
         raise ValueError(
             f"n_keep is {n}, but overflow is 'stop', which drops nothing: choose 'recompute' or 'shift'"
@@ -1851,8 +1327,9 @@ def _overflow(context: Context, mode: str, n_keep: int) -> Overflow:
             "overflow='recompute', or leave n_cells and kv_unified out"
         )
     if mode == "shift" and not context.can_shift:
+        keys = "" if context.type_k in ("f32", "f16") else f" with type_k={context.type_k!r}"
         raise ValueError(
-            f"the positions of {context.model.path.name} cannot be shifted: use overflow='recompute'"
+            f"the positions of {context.model.path.name} cannot be shifted{keys}: use overflow='recompute'"
         )
     return Overflow(mode, max(n, int(context.model.vocab.add_bos)))
 
@@ -1872,15 +1349,41 @@ def _warn_of_size(context: Context, n_bytes: int) -> None:
 
 
 def _default_cache_bytes() -> int:
-    """Host memory for cells that have lost their slot: a tenth of the free memory, 512 MiB if that is not known."""
+    """Host memory for cells that have lost their slot: a tenth of the free memory."""
+    return _free_memory() // 10
+
+
+def _free_memory() -> int:
+    """Bytes of memory that are free; 5 GiB if that is not known."""
     free = free_memory()
-    return 512 * 2**20 if free is None else free // 10
+    return 5 * 2**30 if free is None else free
 
 
 def prefill_cutoff(context: Context) -> int | None:
     """Prompt tokens after which a step is cut short to deliver a stream's first token early; None: no such limit."""
     # A GPU reads all weights in each step, even for a few tokens.
     return None if on_gpu(context.model) else PREFILL_CUTOFF_TOKENS
+
+
+def _draft_model(path: str | os.PathLike[str], model: Model) -> Model:
+    """Loads a draft model as the model it drafts for was loaded."""
+    return Model(
+        path,
+        n_gpu_layers=-1 if on_gpu(model) else 0,
+        kernels="auto" if model.attends else "ggml",
+        packed_cache=model.packed_folder,
+    )
+
+
+def _kv_events(given: object, cache_mode: bool | str) -> KvEvents | None:
+    """Checks ``EngineTuning.kv_events``."""
+    if given is None:
+        return None
+    if not isinstance(given, KvEvents):
+        raise TypeError(f"kv_events must be KvEvents or None, not {type(given).__name__}")
+    if not cache_mode:
+        raise ValueError("kv_events tells what the prefix cache holds, but prefix_cache is False")
+    return given
 
 
 def _trace_path(trace: bool | str | Path | None) -> Path | None:

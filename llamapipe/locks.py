@@ -3,6 +3,27 @@
 from __future__ import annotations
 
 import _thread
+import queue
+
+
+def check_threads() -> None:
+    """Raises RuntimeError where gevent or eventlet has replaced threads: ours could not run while a caller waits.
+
+    Callers wait in native code, which lets other threads run, but not other greenlets.
+    """
+    for made in (_thread.start_new_thread, queue.SimpleQueue):
+        library = str(getattr(made, "__module__", "")).partition(".")[0]
+        if library in _REMEDIES:
+            raise RuntimeError(
+                f"{library} has replaced threads or queues by greenlets, for which the engine's thread cannot work: "
+                f"use {_REMEDIES[library]}, before llamapipe is imported"
+            )
+
+
+_REMEDIES = {
+    "gevent": "gevent.monkey.patch_all(thread=False, queue=False)",
+    "eventlet": "eventlet.monkey_patch(thread=False)",
+}
 
 
 class Lock(_thread.RLock):  # type: ignore[misc]  # final for type checkers only

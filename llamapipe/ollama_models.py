@@ -17,7 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llamapipe._messages import did_you_mean, listed, quoted
+from llamapipe._messages import did_you_mean, listed, quoted, readable
 from llamapipe.errors import ModelLoadError
 
 PREFIX = "ollama:"
@@ -144,7 +144,7 @@ def model_of(path: str | os.PathLike[str]) -> tuple[Path, str] | None:
 def shown_name(path: Path) -> str:
     """What to call a model's file: its name without ``.gguf``; of a file in the store, Ollama's."""
     names = names_of(path)
-    return names[0].name.removesuffix(f":{_TAG}") if names else path.stem
+    return names[0].name.removesuffix(f":{_TAG}") if names else readable(path.stem)
 
 
 def _models_in(folder: Path) -> Iterator[StoredModel]:

@@ -7,18 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
 
 from llamapipe._messages import did_you_mean, explains_fields, quoted
 from llamapipe._sampling_table import BY_NAME, CONSTRAINTS, OPTIONS, SAMPLER_ORDER, SWITCHES, Kind
-from llamapipe.arguments import check_flag, check_float, check_int
+from llamapipe.arguments import FrozenDict, check_flag, check_float, check_int
+from llamapipe.llama.adapter import Adapter, ControlVector, check_choice_of_adapter
 from llamapipe.structured.schema import WHITESPACE, closed_objects
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from llamapipe.llama.adapter import Adapter, ControlVector
 
 _INT32_MAX = 2**31 - 1
 _MOST_CHARACTERS = 2**17  # of all texts of one option
@@ -27,8 +25,10 @@ _MOST_SALT = 1024
 _MAX_BIAS = 1e6
 
 LogitsProcessor = (
-    Callable[["npt.NDArray[np.float32]"], object] | Callable[[list[int], "npt.NDArray[np.float32]"], object]
+    Callable[[npt.NDArray[np.float32]], object] | Callable[[list[int], npt.NDArray[np.float32]], object]
 )
+
+JsonWhitespace = Literal["spaced", "compact", "flexible"]
 
 
 @runtime_checkable
@@ -64,27 +64,29 @@ class SamplingParams:
     - ``sampler_order``: the samplers to apply, names of ``SAMPLER_ORDER``, in this order; samplers not listed are
       skipped.
     - ``logit_bias``: maps token ids to numbers added to their logits; ``float("-inf")`` forbids a token, other numbers
-      are at most a million. ``allowed_token_ids``: only these. ``bad_words``: texts that are not generated, in
-      their tokenizations alone and after a space.
+      are at most a million. ``allowed_token_ids``: only these. ``bad_words``: texts that are never generated,
+      tokenized alone or after a space.
     - ``logits_processors``: callables that change a row, float32 ``(n_vocab,)``, in place, in a thread of the engine;
       one that raises fails its own request. One with two parameters is called with the tokens so far, those of the
       prompt included, and the row; the list is not to be changed.
     - ``grammar`` (GBNF of llama.cpp), or one of ``json_schema`` (a dict, JSON text, or a class with
       ``model_json_schema()`` such as a pydantic model, whose objects get no further properties unless it says so),
       ``regex``, ``lark`` and ``choice`` (texts, of which the output is one; with the extra ``structured``): a format
-      that the text must match. ``grammar_timeout``: seconds of processor time that following it may take, for one
-      request; None: no limit.
-    - ``json_whitespace``: the spaces of JSON that follows ``json_schema``. "compact": none. "flexible": one or two
-      spaces, or a newline and an indentation, may stand between its parts; a model can then spend its tokens on them.
+      that the text must match. If no text of ``choice`` begins with a space, the model may write one before it; its
+      token is among the ids and log-probabilities, and the text is as it was given. ``grammar_timeout``: seconds of
+      processor time that following it may take, for one request; None: no limit.
+    - ``json_whitespace``: the spaces of JSON that follows ``json_schema``. "spaced": one after each colon and comma, as
+      ``json.dumps`` writes them. "compact": none. "flexible": one or two spaces, or a newline and an indentation, may
+      stand between its parts; a model can then spend its tokens on them.
     - ``logprobs``: how many of the most probable tokens to report with each generated token; None: no
       log-probabilities. They are natural logarithms of the model's own probabilities, before any of the above.
       ``prompt_logprobs``: the same for the prompt's tokens.
     - ``n``: choices for each prompt; those that run together share its computation.
-    - ``seed``: 0 to 2**64 - 1; None or -1: a random one, reported in ``Choice.seed``. The i-th choice has ``seed + i``.
+    - ``seed``: None or -1: a random one, reported in ``Choice.seed``. The i-th choice has ``seed + i``.
     - ``stop``: a string, or several, that end the text before them; ``stop_token_ids``: tokens that end it.
     - ``ignore_eos``: never sample a token that ends generation.
     - ``priority``: requests with a higher priority are admitted and computed first, and preempt others if slots or
-      cells run short. ``cache``: use the KV cells of other requests, and leave its own to others; see ``Engine``.
+      cells run short. ``cache``: share KV cells of equal prefixes with other requests; see ``Engine``.
       ``cache_salt``: a text; only requests with the same one share cells, so nobody without it can find out, by the
       time or ``n_cached_tokens``, what these prompts were. None: share with all requests that have none.
     - ``prediction``: a text that the output is expected to be like, such as a file with a few changes. It saves steps
@@ -96,7 +98,7 @@ class SamplingParams:
       ``load_control_vector``), by its name or as an object; or several with scales, as a mapping. None: the model
       alone. On CPUs, requests with different LoRAs share steps; other sets take turns.
 
-    Raises ValueError or TypeError naming the field.
+    Raises ValueError or TypeError naming the field. ``docs/sampling.md`` has the ranges.
     """
 
     max_tokens: int | None = 256
@@ -123,7 +125,7 @@ class SamplingParams:
     regex: str | None = None
     lark: str | None = None
     choice: Sequence[str] | None = None
-    json_whitespace: Literal["compact", "flexible"] = "compact"
+    json_whitespace: JsonWhitespace = "spaced"
     allowed_token_ids: Sequence[int] | None = None
     bad_words: str | Sequence[str] | None = ()
     logits_processors: Sequence[LogitsProcessor] = ()
@@ -152,6 +154,10 @@ class SamplingParams:
     prediction: str | None = None
     adapter: str | Adapter | ControlVector | Mapping[Any, float] | None = None
 
+    __pydantic_config__ = MappingProxyType(
+        {"arbitrary_types_allowed": True}
+    )  # adapters, and classes with a schema
+
     def __post_init__(self) -> None:
         if self.max_tokens == -1:
             raise ValueError("max_tokens is -1; it must be from 1 to 2147483647, or None for no limit")
@@ -173,8 +179,6 @@ class SamplingParams:
                 f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}"
             )
         if self.adapter is not None:
-            from llamapipe.llama.adapter import check_choice_of_adapter
-
             self._set("adapter", check_choice_of_adapter(self.adapter))
         self._check_processors()
         self._check_constraints()
@@ -188,7 +192,7 @@ class SamplingParams:
                 raise TypeError(
                     f"logit_bias must map token ids to numbers, not be a {type(self.logit_bias).__name__}"
                 )
-            self._set("logit_bias", MappingProxyType(_biases(dict(self.logit_bias))))
+            self._set("logit_bias", FrozenDict(_biases(dict(self.logit_bias))))
 
     def __hash__(self) -> int:
         biases = None if self.logit_bias is None else frozenset(self.logit_bias.items())
@@ -205,13 +209,8 @@ class SamplingParams:
             )
         )
 
-    def __reduce__(self) -> Any:  # a mappingproxy cannot be pickled
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        if self.logit_bias is not None:
-            values["logit_bias"] = dict(self.logit_bias)
-        if isinstance(self.adapter, Mapping):
-            values["adapter"] = dict(self.adapter)
-        return _rebuild, (values,)
+    def __reduce__(self) -> Any:  # so that a pickle is checked
+        return _rebuild, ({name: getattr(self, name) for name in self.__dataclass_fields__},)
 
     def _check_processors(self) -> None:
         processors = tuple(_items("logits_processors", self.logits_processors))
@@ -229,8 +228,9 @@ class SamplingParams:
             if value is not None and not isinstance(value, str):
                 raise TypeError(f"{name} must be a str, not {type(value).__name__}")
         if self.json_whitespace not in WHITESPACE:
+            kinds = list(map(repr, WHITESPACE))
             raise ValueError(
-                f"json_whitespace is {quoted(self.json_whitespace)}; it must be {' or '.join(map(repr, WHITESPACE))}"
+                f"json_whitespace is {quoted(self.json_whitespace)}; it must be {', '.join(kinds[:-1])} or {kinds[-1]}"
             )
         if self.choice is not None:
             choices = _text_list("choice", _items("choice", self.choice))

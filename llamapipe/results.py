@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import numpy.typing as npt
-
-    from llamapipe.chat.results import ToolCall, ToolCallDelta
+from llamapipe.chat.results import ToolCall, ToolCallDelta
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
 _MOST_CHARACTERS = 60  # of a text in a repr
@@ -21,9 +19,11 @@ _MOST_CHARACTERS = 60  # of a text in a repr
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds from the submission to the first token (None if there was none), and to the end.
+    """How long a request took, in seconds from its submission.
 
-    ``queue_s``: seconds until the request got a slot; None without a first token. The prompt is computed after that.
+    - ``first_token_s``: to the first token; None if there was none.
+    - ``total_s``: to the end.
+    - ``queue_s``: to its slot, after which the prompt is computed; None without a first token.
     """
 
     first_token_s: float | None
@@ -66,11 +66,13 @@ class _TokenLogprob(NamedTuple):
 
 
 class TokenLogprob(_TokenLogprob):
-    """The natural logarithm of a token's probability under the model, before any sampler or bias changed it.
+    """A token with the natural logarithm of its probability under the model, before any sampler or bias changed it.
 
-    ``top``: the most probable tokens at this position, best first; their number is ``logprobs`` or
-    ``prompt_logprobs`` of the params. Unpacks into ``id, logprob, top``. ``piece``: the token's bytes, which may split
-    a UTF-8 character. ``text``: the same as text.
+    Unpacks into ``id, logprob, top``.
+
+    - ``top``: the most probable tokens at this position, best first, as many as ``logprobs`` or ``prompt_logprobs`` of
+      the params ask for.
+    - ``piece``: the token's bytes, which may split a UTF-8 character. ``text``: the same as text.
     """
 
     piece: bytes
@@ -100,10 +102,14 @@ class TokenLogprob(_TokenLogprob):
 class Choice:
     """One of the ``n`` texts generated for a prompt.
 
-    ``token_ids``: the generated tokens, without the one that ended generation. ``text``: their text, cut before a
-    stop string. ``seed``: the one used, also if it was random. ``logprobs``: one for each of ``token_ids`` if the
-    params ask for them. ``stop_string`` or ``stop_token``: what ended the text, if one of them did; ``stop_logprob``:
-    the log-probability of that token, if the params ask for them.
+    - ``token_ids``: the generated tokens, without the one that ended generation. ``text``: their text, cut before a
+      stop string.
+    - ``finish_reason``: ``"stop"`` at an end token or a stop string, ``"length"`` at ``max_tokens`` or the end of the
+      context, ``"cancelled"`` or ``"timeout"``.
+    - ``seed``: the seed that was used, also if it was chosen at random.
+    - ``logprobs``: one for each of ``token_ids`` if the params ask for log-probabilities, else None.
+    - ``stop_string``, ``stop_token``: what ended the text, if one of them did. ``stop_logprob``: the log-probability of
+      that token, if the params ask for it.
     """
 
     index: int
@@ -127,14 +133,17 @@ class Choice:
 
 @dataclass(frozen=True, repr=False)
 class Completion:
-    """A finished prompt: its ``choices``, one or more, and counters.
+    """The result of a prompt: its ``choices``, one or more, and counters.
 
     ``text``, ``token_ids``, ``finish_reason``, ``seed``, ``logprobs`` and ``cumulative_logprob`` are those of the first
-    choice. ``n_prompt_tokens``: length of the prompt, which is computed once for all choices. ``n_cached_tokens``: how
-    many of them were in the prefix cache and were not computed again. ``n_drafted_tokens``, ``n_accepted_tokens``:
-    guessed tokens that were computed for all choices, and those that were right. ``prompt_logprobs``: one for each
-    token of the prompt except the first, if the params ask for them. ``timings``: from the submission to the first
-    token of any choice, and to the end of the last.
+    choice.
+
+    - ``n_prompt_tokens``: length of the prompt, which is computed once for all choices.
+    - ``n_cached_tokens``: tokens of the prompt that came from the prefix cache and were not computed.
+    - ``n_drafted_tokens``: guessed tokens that were computed, for all choices. ``n_accepted_tokens``: those that were
+      right.
+    - ``prompt_logprobs``: one for each token of the prompt except the first, if the params ask for them, else None.
+    - ``timings``: to the first token of any choice, and to the end of the last.
     """
 
     choices: tuple[Choice, ...]
@@ -229,6 +238,8 @@ class Score:
     token is the most probable one at its position.
     """
 
+    __pydantic_config__ = MappingProxyType({"arbitrary_types_allowed": True})  # arrays
+
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     is_greedy: bool
@@ -256,25 +267,52 @@ _NO_TIMES = TimeHistogram()
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counters since the engine was made, and its current state; a consistent copy taken between two steps.
+    """Counters since the engine was created, and its state now: a consistent copy, taken between two steps.
 
-    ``n_prompt_tokens``: prompt tokens computed, again after a preemption. ``n_completion_tokens``: tokens generated.
-    Stage times are seconds of the engine thread. ``compute_s``: time spent computing steps; ``wait_s``: time the engine
-    thread was blocked on them, where the backend reports it. ``n_waits``: waits for a step; ``n_syncs``: waits for
-    everything that was launched; ``n_copies``, ``n_copied_bytes``: rows copied to host memory; ``n_reused``: compute
-    graphs that llama.cpp reused; ``n_micro_batches``: micro-batches that decoding requests are split into now;
-    ``n_graph_sampled``: tokens sampled in the compute graph.
-    ``n_threads``: compute threads in use now; ``n_thread_changes``: how often the engine changed their number.
-    ``n_used_cells``: KV cells of running requests. ``n_cache_hit_tokens``: prompt tokens that were in the prefix cache;
-    ``n_saved``, ``n_restored``: sequences copied to host memory and back; ``cache_bytes``: host memory they take now.
-    ``n_drafted``: guessed tokens that were computed; ``n_accepted``: those that were right, each of which spared its
-    request a step; ``n_forced``: of these, those that a constraint had forced; ``n_steps_saved``: steps that all
-    requests of a batch were spared. ``no_guesses``: why no step has guessed tokens, ``""`` if steps may have some;
-    ``unguessed``: the requests whose steps have none although others' may, by the reason.
-    ``n_adapter_changes``: how often llama.cpp planned its graphs anew for other adapters; those that share steps need
-    no change. ``n_encoded_media``: images and sounds, or tiles of them, that were encoded.
-    ``step_times``: from the launch of a step until its tokens are sampled.
-    ``queue_times``: from a request's submission until it has a slot.
+    Requests:
+
+    - ``n_requests``: requests that were submitted. ``n_active``: those with a slot now. ``n_queued``: those that wait
+      for one now.
+    - ``n_preempted``: how often a request lost its slot to another.
+    - ``queue_times``: from a request's submission until it has a slot.
+
+    Steps and tokens:
+
+    - ``steps``: steps that were computed. ``step_times``: from a step's launch until its tokens are sampled.
+    - ``n_prompt_tokens``: prompt tokens that were computed, counted again after a preemption.
+    - ``n_completion_tokens``: tokens that were generated.
+
+    Time of the engine thread, in seconds:
+
+    - ``plan_s``, ``launch_s``, ``sample_s``, ``deliver_s``: by stage of a step. ``idle_s``: without work.
+    - ``wait_s``: blocked until a step was computed, where the backend reports it.
+    - ``compute_s``: computing steps, on whichever thread.
+
+    Memory:
+
+    - ``n_used_cells``: KV cells of running requests.
+    - ``n_cache_hit_tokens``: prompt tokens that came from the prefix cache.
+    - ``n_saved``, ``n_restored``: sequences copied to host memory, and back. ``cache_bytes``: host memory that they
+      and saved states take now.
+    - ``swa_full``: whether layers with a sliding window keep all cells; None: there are no such layers.
+
+    Guessed tokens:
+
+    - ``n_drafted``: guesses that were computed. ``n_accepted``: those that were right. ``n_forced``: the right ones
+      that a constraint left no choice about.
+    - ``n_steps_saved``: steps that a whole batch was spared.
+    - ``no_guesses``: why no step has guesses; ``""`` if steps may have some. ``unguessed``: requests without guesses
+      although others may have some, by the reason.
+
+    The rest:
+
+    - ``n_waits``: waits for one step. ``n_syncs``: waits for everything that was launched.
+    - ``n_copies``, ``n_copied_bytes``: rows that were copied to host memory.
+    - ``n_reused``: compute graphs that llama.cpp reused. ``n_graph_sampled``: tokens sampled in the compute graph.
+    - ``n_micro_batches``: micro-batches that decoding requests are split into now.
+    - ``n_threads``: compute threads in use now. ``n_thread_changes``: how often their number changed.
+    - ``n_adapter_changes``: how often llama.cpp planned its graphs anew, for adapters that cannot share a step.
+    - ``n_encoded_media``: images and sounds, or tiles of them, that were encoded.
     """
 
     steps: int
@@ -310,6 +348,7 @@ class EngineStats:
     n_forced: int = 0
     n_steps_saved: int = 0
     no_guesses: str = ""
+    swa_full: bool | None = None
     unguessed: Mapping[str, int] = field(default_factory=dict)
     n_adapter_changes: int = 0
     n_encoded_media: int = 0
@@ -331,11 +370,14 @@ ChatFinishReason = Literal["stop", "length", "tool_calls", "cancelled", "timeout
 class ChatChoice:
     """One of the ``n`` answers to a conversation.
 
-    ``content``: the answer's text, ``""`` if there is none. ``reasoning``: what the model wrote before the answer, if
-    its template marks that. ``tool_calls``: the calls it asks for. ``finish_reason`` is ``"tool_calls"`` if it ended
-    with calls; with ``"length"`` the last call may not be complete. ``token_ids``: all generated tokens, markers
-    included, without the one that ended generation. ``logprobs``: one for each of ``token_ids`` if the params ask for
-    them. ``stop_string``: the stop string that ended the answer, if one did.
+    - ``content``: the answer's text; ``""`` if there is none.
+    - ``reasoning``: the model's reasoning before the answer, if its template marks reasoning, else ``""``.
+    - ``tool_calls``: the calls that the answer asks for.
+    - ``finish_reason``: as in ``Choice``, but ``"tool_calls"`` if the answer ended with calls. After ``"length"`` the
+      last call may be incomplete.
+    - ``token_ids``: all generated tokens, markers included, without the one that ended generation.
+    - ``logprobs``: one for each of ``token_ids`` if the params ask for log-probabilities, else None.
+    - ``stop_string``: the stop string that ended the answer, if one did.
     """
 
     index: int
@@ -421,10 +463,12 @@ class ChatCompletion:
 
 
 class ChatDelta(NamedTuple):
-    """A part of a streamed answer; the last one has a finish reason.
+    """A part of a streamed answer; the last part has a finish reason.
 
-    ``tool_calls``: parts of calls; the first part of a call has its id and name, each has a piece of its arguments'
-    JSON. ``token_ids``, ``logprobs``, ``stop_string``: as in ``Delta``, for the tokens that came with this part.
+    - ``content``, ``reasoning``: the text that is new in each; ``""`` if there is none.
+    - ``tool_calls``: parts of calls. The first part of a call has its id and name; every part has a piece of the JSON
+      of its arguments.
+    - ``token_ids``, ``logprobs``, ``stop_string``: as in ``Delta``, for the tokens that came with this part.
     """
 
     content: str

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import os
 import re
 import socket
 import struct
@@ -276,17 +277,54 @@ def free_port(address: Address) -> Address:
         return Address(address.text, address.ip, int(sock.getsockname()[1]))
 
 
+_SO_ATTACH_FILTER = 26  # Linux; the module socket does not name it
+
+
+def _admit_only(address: Address, networks: Sequence[ipaddress.IPv4Network]) -> bool:
+    """Closes the socket that listens at an address to all but these networks. False if no such socket was found.
+
+    A filter of the kernel (Linux's Documentation/networking/filter.rst) drops other machines' packets: to them the
+    port looks like one that a firewall guards. ggml-rpc makes the socket and accepts connections, and asks nobody.
+    """
+    here = [ipaddress.IPv4Network(ip) for ip in ("127.0.0.1", address.ip)]
+    load, mask, compare, answer = 0x20, 0x54, 0x15, 0x06
+    sender = 0xFFF00000 + 12  # SKF_NET_OFF: the packet's header; the source address is at byte 12
+    code = []
+    for network in (*here, *networks):
+        code += [(load, 0, 0, sender), (mask, 0, 0, int(network.netmask))]
+        code += [(compare, 0, 1, int(network.network_address)), (answer, 0, 0, 0xFFFFFFFF)]
+    code.append((answer, 0, 0, 0))
+    ffi = native().ffi
+    program = ffi.new("char[]", b"".join(struct.pack("=HBBI", *instruction) for instruction in code))
+    option = struct.pack("HP", len(code), int(ffi.cast("uintptr_t", program)))
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found = socket.socket(fileno=os.dup(int(entry.name)))
+        except OSError:
+            continue  # no socket, or the descriptor of this list
+        with found:
+            listens = found.family == socket.AF_INET and found.getsockopt(
+                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+            )
+            if listens and found.getsockname() == (address.ip, address.port):
+                found.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, option)
+                return True
+    return False
+
+
 def serve(
     address: Address,
     devices: Sequence[Any],
     n_threads: int,
     cache: Path | None,
     on_listening: Callable[[], object],
+    networks: Sequence[ipaddress.IPv4Network] = (),
 ) -> None:
     """Serves native devices at a numeric address, one client at a time, for as long as the process lives.
 
     ``on_listening`` is called on another thread once the worker has answered a first message. ``cache``: a
-    folder for large tensors. Signals are not handled meanwhile: leave them to the system.
+    folder for large tensors. ``networks``: beside this machine, only these can connect (Linux); not read where
+    ``address`` is on the loopback. The call handles no signals: leave them to the system.
 
     Raises BackendError if the worker cannot listen.
     """
@@ -297,10 +335,14 @@ def serve(
 
     def watch() -> None:
         version = (lib.RPC_PROTO_MAJOR_VERSION, lib.RPC_PROTO_MINOR_VERSION)
+        filtered = address.is_loopback
         while not ended.is_set():
+            # The worker serves one connection after another: when it answers, one that came before the filter is over.
+            filtered = filtered or _admit_only(address, networks)
             try:
                 check_worker(address, version)
-                break
+                if filtered:
+                    break
             except BackendError:
                 ended.wait(0.01)
         if not ended.is_set():

@@ -1,6 +1,8 @@
 """Handles of running requests: streams and chat streams, generations, cached prefixes.
 
-A stream computes ahead of its reader, by a bounded number of tokens; a generation computes one token for each ``next``.
+Open this file to change how a caller reads, changes or cancels a running request.
+
+A stream computes ahead of its reader, by a bounded number of tokens. A generation computes one token for each ``next``.
 """
 
 from __future__ import annotations
@@ -11,35 +13,32 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, NamedTuple, SupportsIndex
 
-from llamapipe._engine.chat_requests import CheckedChat
-from llamapipe._engine.deliver import (
-    AsyncMailbox,
-    DeltaParser,
-    Failure,
-    Mailbox,
-    ThreadMailbox,
-    TokenSink,
-    running_loop,
-)
-from llamapipe._engine.long_work import to_thread
-from llamapipe._engine.request import Request, State
-from llamapipe._engine.snapshot import SnapshotFormat, pack
-from llamapipe._engine.submit import CheckedPrompt, ObservedRequest
-from llamapipe._engine.thread import EngineThread
+from llamapipe._engine.calls.chat import CheckedChat
+from llamapipe._engine.calls.prompts import CheckedPrompt
+from llamapipe._engine.policy.core import Request, State
+from llamapipe._engine.runtime.mailboxes import AsyncMailbox, Mailbox
+from llamapipe._engine.runtime.sinks import Failure, TokenSink
+from llamapipe._engine.runtime.snapshot import SnapshotFormat, pack
+from llamapipe._engine.runtime.thread import EngineThread
 from llamapipe.arguments import check_int, check_tokens
+from llamapipe.chat.deltas import DeltaParser
 from llamapipe.errors import InvalidRequestError
 from llamapipe.locks import OneCall, OneTask
 from llamapipe.native.not_copyable import NotCopyable
 from llamapipe.results import ChatDelta, Delta, FinishReason, Token
+from llamapipe.types import Observation
+from llamapipe.work.long_work import running_loop, to_thread
 
-_RUNNING = State.RUNNING  # read once a token: a global is faster than a class attribute
+_RUNNING = State.RUNNING  # a global, because it is read for each token
 BUFFER_TOKENS = 64  # tokens a stream may be ahead of its reader before its sequence pauses
 
 
 class PromptProgress(NamedTuple):
-    """How much of a request's prompt is computed, in tokens; ``n_done`` includes the cached ones.
+    """How far a request's prompt is computed.
 
-    ``seconds``: since the request got a slot.
+    - ``n_prompt_tokens``: length of the prompt. ``n_cached_tokens``: those of it that came from the prefix cache.
+    - ``n_done``: tokens that need not be computed any more, the cached ones included.
+    - ``seconds``: time since the request got a slot.
     """
 
     n_prompt_tokens: int
@@ -48,11 +47,11 @@ class PromptProgress(NamedTuple):
     seconds: float
 
 
-class _Reader(NotCopyable):
-    """What both kinds of stream share: the budget for further tokens, the end, cancelling."""
+class StreamReader(NotCopyable):
+    """The part that both kinds of stream share: the budget for further tokens, the end, cancelling."""
 
     engine: object = None  # kept alive by its streams
-    observed: ObservedRequest | None = None
+    observed: Observation | None = None
 
     def __init__(self, engine_thread: EngineThread, deadline: float | None) -> None:
         self._engine_thread = engine_thread
@@ -67,19 +66,19 @@ class _Reader(NotCopyable):
 
     @property
     def n_cached_tokens(self) -> int:
-        """Prompt tokens that the prefix cache had; known with the first delta, 0 before."""
+        """The number of prompt tokens that came from the prefix cache; 0 before the first delta."""
         request = getattr(self, "_request", None)
         return 0 if request is None else request.n_cached
 
     @property
     def n_drafted_tokens(self) -> int:
-        """Guessed tokens that were computed so far."""
+        """The number of guessed tokens that were computed so far."""
         request = getattr(self, "_request", None)
         return 0 if request is None else request.n_drafted
 
     @property
     def n_accepted_tokens(self) -> int:
-        """Guessed tokens that were right so far."""
+        """The number of guessed tokens that were right so far."""
         request = getattr(self, "_request", None)
         return 0 if request is None else request.n_accepted
 
@@ -127,7 +126,7 @@ class _Reader(NotCopyable):
             observed.end(error)
 
     def cancel(self) -> None:
-        """Ends the request within a step; the stream then ends too. Any thread; a second call does nothing."""
+        """Ends the request within a step; then the stream ends. Any thread; a second call does nothing."""
         if not self._done:
             request = self._request
             if not request.cancelled and request.state is not State.FINISHED:
@@ -144,8 +143,8 @@ class _Reader(NotCopyable):
             self.cancel()
 
 
-class _Sequence(NotCopyable):
-    """What both kinds of generation share: the tokens so far, trimming and lengthening, the end."""
+class SequenceHandle(NotCopyable):
+    """The part that both kinds of generation share: the tokens so far, trimming and lengthening, the end."""
 
     engine: object = None  # kept alive by its generations
 
@@ -213,7 +212,7 @@ class _Sequence(NotCopyable):
         return self._request.finish_reason  # type: ignore[return-value]
 
     def trim(self, n_keep: SupportsIndex) -> None:
-        """Keeps the first ``n_keep`` positions; ``next`` continues from the last of them, also after the end.
+        """Keeps the first ``n_keep`` tokens; ``next`` continues after the last of them, also if the text had ended.
 
         ``max_tokens`` and stop strings count from here. Raises ValueError outside ``[1, n_tokens]``,
         InvalidRequestError when the generation was cancelled or failed, or would fill the context.
@@ -235,7 +234,7 @@ class _Sequence(NotCopyable):
             self._change(n, [])
 
     def append(self, tokens: Iterable[SupportsIndex]) -> None:
-        """Adds tokens; ``next`` continues from the last of them, also after the end.
+        """Adds tokens at the end; ``next`` continues after the last of them, also if the text had ended.
 
         ``max_tokens`` and stop strings count from here. Raises TypeError or ValueError for bad token ids,
         InvalidRequestError when they do not fit in the context or the generation was cancelled.
@@ -263,7 +262,7 @@ class _Sequence(NotCopyable):
         seed = _seed_of_fork(parent.spec.seed, self._n_forks) if seed is None else seed
         return parent.fork(seed, sink.fork(mailbox, keeps_text=not self._changed))
 
-    def _start_fork(self, forked: _Sequence) -> None:
+    def _start_fork(self, forked: SequenceHandle) -> None:
         forked._tokens = self._tokens.copy()
         forked._changed = self._changed
         forked._n_dropped = self._n_dropped
@@ -311,13 +310,13 @@ def _seed_of_fork(seed: int, index: int) -> int:
     return int.from_bytes(blake2b(f"{seed} {index}".encode(), digest_size=8).digest(), "little")
 
 
-# ---- asyncio: tools/unasync.py makes the next part, for threads, from this one
-class AsyncStream(_Reader):
-    """An asynchronous iterator over a request's deltas; closing or dropping it cancels the request.
+# ---- asyncio: tools/unasync.py makes the calls for threads, in llamapipe/_sync, from what follows
+class AsyncStream(StreamReader):
+    """An asynchronous iterator over a request's deltas. Closing or dropping it cancels the request.
 
-    So does cancelling the task that waits for it. For one task at a time, of one event loop: a second task that asks
-    for the next delta meanwhile gets RuntimeError. A slow reader pauses only its own sequence. Iterating raises the
-    error of the request, and TimeoutError when its timeout passed.
+    Cancelling a task that waits for a delta cancels the request, too. For one task at a time, of one event loop: a
+    second task that asks for a delta meanwhile gets RuntimeError. A slow reader pauses only its own sequence. Iterating
+    raises the request's error, or TimeoutError after its timeout.
     """
 
     def __init__(
@@ -382,7 +381,7 @@ class AsyncStream(_Reader):
             raise
 
     def cancel(self) -> None:
-        """Ends the request within a step; the stream then ends too. A second call does nothing. Any thread."""
+        """Ends the request within a step; then the stream ends. A second call does nothing. Any thread."""
         self._make = None
         super().cancel()
 
@@ -400,10 +399,10 @@ class AsyncStream(_Reader):
 
 
 class AsyncChatStream(NotCopyable):
-    """An asynchronous iterator over the parts of an answer; closing or dropping it cancels the request.
+    """An asynchronous iterator over the parts of an answer. Closing or dropping it cancels the request.
 
-    ``n_prompt_tokens``: length of the prompt; 0 as long as a long conversation is not rendered. Else as for
-    ``AsyncStream``.
+    ``n_prompt_tokens``: length of the prompt; 0 until the conversation is rendered. Tasks, slow readers and errors are
+    as in ``AsyncStream``.
     """
 
     def __init__(
@@ -432,17 +431,17 @@ class AsyncChatStream(NotCopyable):
 
     @property
     def n_cached_tokens(self) -> int:
-        """Prompt tokens that the prefix cache had; known with the first part, 0 before."""
+        """The number of prompt tokens that came from the prefix cache; 0 before the first part."""
         return 0 if self._stream is None else self._stream.n_cached_tokens
 
     @property
     def n_drafted_tokens(self) -> int:
-        """Guessed tokens that were computed so far."""
+        """The number of guessed tokens that were computed so far."""
         return 0 if self._stream is None else self._stream.n_drafted_tokens
 
     @property
     def n_accepted_tokens(self) -> int:
-        """Guessed tokens that were right so far."""
+        """The number of guessed tokens that were right so far."""
         return 0 if self._stream is None else self._stream.n_accepted_tokens
 
     @property
@@ -483,7 +482,7 @@ class AsyncChatStream(NotCopyable):
                 self._open(item)
 
     def cancel(self) -> None:
-        """Ends the request within a step; the stream then ends too. A second call does nothing. Any thread."""
+        """Ends the request within a step; then the stream ends. A second call does nothing. Any thread."""
         self._closed = True
         if self._stream is not None:
             self._stream.cancel()
@@ -501,12 +500,12 @@ class AsyncChatStream(NotCopyable):
         self.cancel()
 
 
-class AsyncGeneration(_Sequence):
-    """A sequence that is continued by ``next``; nothing is computed ahead of a call.
+class AsyncGeneration(SequenceHandle):
+    """A sequence to which each ``next`` adds one token; nothing is computed ahead of a call.
 
     For one task at a time, except ``cancel`` and ``aclose``: a call while another one runs raises RuntimeError. Between
-    calls the sequence keeps its slot and cells until another request needs them. The cells are then saved in host
-    memory, or computed again without room there. Close it, or use ``async with``, when done.
+    calls the sequence keeps its slot and its KV cells until another request needs them; the cells are then saved in
+    host memory, or computed again later if there is no room. Close it, or use ``async with``.
     """
 
     def __init__(
@@ -551,13 +550,13 @@ class AsyncGeneration(_Sequence):
             return self._read(item)
 
     def fork(self, seed: SupportsIndex | None = None) -> AsyncGeneration:
-        """A second generation of the same sequence, which is independent from here on; also after the end.
+        """A second generation of the same sequence, independent of this one; also if the text has ended.
 
-        It reuses the KV cells of this one if the engine has a prefix cache (else it computes them again), and counts
-        ``max_tokens`` on. Its sampler starts over with the sequence so far, as after ``trim``, with its own seed:
-        ``seed``, by default one that follows from the seed of this generation and the number of its forks.
+        With a prefix cache it reuses this generation's KV cells; without one it computes them again. Tokens so far
+        count for its ``max_tokens``. Its sampler starts again with the sequence so far, as after ``trim``. ``seed``: of
+        that sampler; default: one that follows from this generation's seed and the number of its forks.
 
-        Returns at once; nothing is computed before ``next``. Close it as well. Raises InvalidRequestError when the
+        Returns at once; nothing is computed before ``next``. Close it as well. Raises InvalidRequestError if this
         generation was cancelled or failed, TypeError or ValueError for a bad seed.
         """
         given = None if seed is None else check_int("seed", seed, 0, 2**64 - 1)
@@ -572,14 +571,14 @@ class AsyncGeneration(_Sequence):
             return forked
 
     async def snapshot(self) -> bytes:
-        """The sequence and its KV cells as bytes, for ``Engine.restore`` of this engine or another one, at any time.
+        """The sequence and its KV cells as bytes, for ``Engine.restore`` of any engine with the same model.
 
-        They have a header with the format, a fingerprint of the model file and the types of keys and values, and a
-        checksum. They take as many bytes as the cells, about what a step reads. Sampling parameters are not part of
-        them. The checksum finds damage and no forgery: restore only snapshots of sources that you trust.
+        Their size is that of the cells. A header has the format, a fingerprint of the model file, the types of keys and
+        values, and a checksum; sampling parameters are not included. The checksum reveals damage but not forgery:
+        restore only snapshots from sources that you trust.
 
-        Waits for the running step. Raises InvalidRequestError when the generation was cancelled or failed, OSError when
-        the model's file cannot be read.
+        Waits for the running step. Raises InvalidRequestError if the generation was cancelled or failed, OSError if the
+        model's file cannot be read.
         """
         with self._alone:
             self._check_open()
@@ -598,296 +597,14 @@ class AsyncGeneration(_Sequence):
         self.cancel()
 
 
-# ---- threads: made by tools/unasync.py; edit the part above
-class Stream(_Reader):
-    """An asynchronous iterator over a request's deltas; closing or dropping it cancels the request.
-
-    So does cancelling the task that waits for it. For one task at a time, of one event loop: a second task that asks
-    for the next delta meanwhile gets RuntimeError. A slow reader pauses only its own sequence. Iterating raises the
-    error of the request, and TimeoutError when its timeout passed.
-    """
-
-    def __init__(
-        self,
-        engine_thread: EngineThread,
-        make: Callable[[], tuple[Request, ThreadMailbox]],
-        submit: Callable[..., None],
-        deadline: float | None,
-    ) -> None:
-        super().__init__(engine_thread, deadline)
-        self._make: Callable[[], tuple[Request, ThreadMailbox]] | None = make
-        self._submit = submit
-        self._alone = OneCall("stream")
-
-    def __iter__(self) -> Stream:
-        return self
-
-    def __next__(self) -> Delta:
-        with self._alone:
-            return self._next()
-
-    def _next(self) -> Delta:
-        if self._done:
-            raise StopIteration
-        if self._engine_thread.forked:
-            self._engine_thread.check_caller()
-        deadline = self._deadline
-        if deadline is not None:
-            if self._request.state is State.FINISHED:
-                deadline = None  # the rest is in the mailbox
-            elif perf_counter() >= deadline:  # also if deltas are left there
-                raise self._expired()
-        try:
-            item = self._mailbox.get(deadline)
-        except Empty:
-            raise self._expired() from None
-        except BaseException as e:  # Ctrl-C, or the task is cancelled, while it waits
-            self.observed_end(e)
-            self.cancel()
-            raise
-        return self._read(item)
-
-    def submit(self) -> None:
-        """Submits the request, which otherwise the first ``__next__`` does. Raises as ``Engine.generate`` does.
-
-        A second call does nothing.
-        """
-        make, self._make = self._make, None
-        if make is None:
-            return
-        if self._engine_thread.forked:
-            self._engine_thread.check_caller()
-        try:
-            self._request, self._mailbox = make()
-            self._done = False
-            self._submit(self._request, deadline=self._deadline)
-        except BaseException as e:
-            self.observed_end(e)
-            self.cancel()
-            raise
-
-    def cancel(self) -> None:
-        """Ends the request within a step; the stream then ends too. A second call does nothing. Any thread."""
-        self._make = None
-        super().cancel()
-
-    def close(self) -> None:
-        """Cancels the request if it is not finished."""
-        self.cancel()
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.cancel()
-
-
-class ChatStream(NotCopyable):
-    """An asynchronous iterator over the parts of an answer; closing or dropping it cancels the request.
-
-    ``n_prompt_tokens``: length of the prompt; 0 as long as a long conversation is not rendered. Else as for
-    ``Stream``.
-    """
-
-    def __init__(
-        self,
-        item: CheckedChat | Callable[[], CheckedChat],
-        open_stream: Callable[[CheckedPrompt], Stream],
-    ) -> None:
-        self.n_prompt_tokens = 0
-        self._build = item if callable(item) else None
-        self._open_stream = open_stream
-        self._stream: Stream | None = None
-        self._parser: DeltaParser | None = None
-        self._closed = False
-        self._alone = OneCall("stream")
-        if not callable(item):
-            self._open(item)
-
-    def _open(self, item: CheckedChat) -> None:
-        self._build = None
-        self._parser = item.delta_parser()
-        self.n_prompt_tokens = self._parser.n_prompt_tokens
-        self._stream = self._open_stream(item.item)
-
-    def __repr__(self) -> str:
-        return f"<ChatStream of {self._stream!r}>"
-
-    @property
-    def n_cached_tokens(self) -> int:
-        """Prompt tokens that the prefix cache had; known with the first part, 0 before."""
-        return 0 if self._stream is None else self._stream.n_cached_tokens
-
-    @property
-    def n_drafted_tokens(self) -> int:
-        """Guessed tokens that were computed so far."""
-        return 0 if self._stream is None else self._stream.n_drafted_tokens
-
-    @property
-    def n_accepted_tokens(self) -> int:
-        """Guessed tokens that were right so far."""
-        return 0 if self._stream is None else self._stream.n_accepted_tokens
-
-    @property
-    def prompt_progress(self) -> PromptProgress | None:
-        """How much of the prompt is computed; None while the request waits for its first slot."""
-        return None if self._stream is None else self._stream.prompt_progress
-
-    def __iter__(self) -> ChatStream:
-        return self
-
-    def __next__(self) -> ChatDelta:
-        with self._alone:
-            return self._next()
-
-    def _next(self) -> ChatDelta:
-        if self._build is not None:
-            self._render()
-        if self._stream is None or self._parser is None:
-            raise StopIteration
-        while True:
-            delta = self._parser.read(self._stream.__next__())
-            if delta is not None:
-                return delta
-
-    def submit(self) -> None:
-        """Renders the conversation and submits the request, which otherwise the first ``__next__`` does.
-
-        Raises as ``Engine.chat`` does. A second call does nothing.
-        """
-        self._render()
-        if self._stream is not None:
-            self._stream.submit()
-
-    def _render(self) -> None:
-        if self._build is not None and not self._closed:
-            item = self._build()
-            if not self._closed:
-                self._open(item)
-
-    def cancel(self) -> None:
-        """Ends the request within a step; the stream then ends too. A second call does nothing. Any thread."""
-        self._closed = True
-        if self._stream is not None:
-            self._stream.cancel()
-
-    def close(self) -> None:
-        """Cancels the request if it is not finished."""
-        self.cancel()
-
-    def __enter__(self) -> ChatStream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.cancel()
-
-
-class Generation(_Sequence):
-    """A sequence that is continued by ``next``; nothing is computed ahead of a call.
-
-    For one task at a time, except ``cancel`` and ``close``: a call while another one runs raises RuntimeError. Between
-    calls the sequence keeps its slot and cells until another request needs them. The cells are then saved in host
-    memory, or computed again without room there. Close it, or use ``with``, when done.
-    """
-
-    def __init__(
-        self,
-        engine_thread: EngineThread,
-        request: Request,
-        mailbox: ThreadMailbox,
-        n_vocab: int,
-        n_ctx: int,
-        layout: Callable[[Any], SnapshotFormat],
-    ) -> None:
-        super().__init__(engine_thread, request, n_vocab, n_ctx, layout)
-        self._mailbox = mailbox
-        self._alone = OneCall("generation")
-
-    def __iter__(self) -> Generation:
-        return self
-
-    def __next__(self) -> Token:
-        token = self.next()
-        if token is None:
-            raise StopIteration
-        return token
-
-    def next(self) -> Token | None:
-        """The next token; None, without computing a step, when the generation is finished or cancelled.
-
-        Raises the error of a failed request, EngineClosedError after ``fork()``. Ctrl-C, or cancelling the task,
-        cancels the generation.
-        """
-        with self._alone:
-            if not self._has_next():
-                return None
-            self._engine_thread.note_waiting_thread()
-            try:
-                self._resume()
-                item = self._mailbox.get()
-            except BaseException:  # the token in flight would answer a later call
-                self.cancel()
-                raise
-            return self._read(item)
-
-    def fork(self, seed: SupportsIndex | None = None) -> Generation:
-        """A second generation of the same sequence, which is independent from here on; also after the end.
-
-        It reuses the KV cells of this one if the engine has a prefix cache (else it computes them again), and counts
-        ``max_tokens`` on. Its sampler starts over with the sequence so far, as after ``trim``, with its own seed:
-        ``seed``, by default one that follows from the seed of this generation and the number of its forks.
-
-        Returns at once; nothing is computed before ``next``. Close it as well. Raises InvalidRequestError when the
-        generation was cancelled or failed, TypeError or ValueError for a bad seed.
-        """
-        given = None if seed is None else check_int("seed", seed, 0, 2**64 - 1)
-        with self._alone:
-            self._check_open()
-            mailbox = ThreadMailbox(self._engine_thread.dispatcher)
-            child = self._forked_request(given, mailbox)
-            forked = Generation(self._engine_thread, child, mailbox, self._n_vocab, self._n_ctx, self._format)
-            self._start_fork(forked)
-            return forked
-
-    def snapshot(self) -> bytes:
-        """The sequence and its KV cells as bytes, for ``Engine.restore`` of this engine or another one, at any time.
-
-        They have a header with the format, a fingerprint of the model file and the types of keys and values, and a
-        checksum. They take as many bytes as the cells, about what a step reads. Sampling parameters are not part of
-        them. The checksum finds damage and no forgery: restore only snapshots of sources that you trust.
-
-        Waits for the running step. Raises InvalidRequestError when the generation was cancelled or failed, OSError when
-        the model's file cannot be read.
-        """
-        with self._alone:
-            self._check_open()
-            return self._pack()
-
-    def close(self) -> None:
-        """The same as ``cancel``."""
-        self.cancel()
-
-    def __enter__(self) -> Generation:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.cancel()
-
-
-# ---- end of what tools/unasync.py makes
+# ---- end of asyncio
 
 
 class CachedPrefix(NotCopyable):
-    """What ``Engine.cache_prefix`` returns. Any thread.
+    """A prompt whose KV cells stay in host memory, as ``Engine.cache_prefix`` returns it. Any thread.
 
-    ``n_tokens``: of the prefix. ``n_bytes``: of host memory that it takes. The prefix stays also if this object is
-    dropped; ``release`` it, or use ``with``, when it is not needed any more.
+    ``n_tokens``: length of the prefix. ``n_bytes``: host memory that it takes. ``release`` it, or use ``with``:
+    dropping this object does not free it.
     """
 
     def __init__(self, engine_thread: EngineThread, request: Request, n_tokens: int, n_bytes: int) -> None:

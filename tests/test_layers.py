@@ -11,40 +11,40 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # From top to bottom: a room may import those below it. Rooms in one row do not know each other.
 ROOMS: tuple[tuple[str, ...], ...] = (
-    ("__main__",),
+    ("__main__", "_pyinstaller"),
     ("dynamo",),
     ("cli",),
     ("lm_eval", "ray", "compat"),
     ("server",),
     ("__init__",),
-    ("jobs", "telemetry", "model_pool"),
+    ("jobs", "telemetry"),
     ("embedding",),
     ("engine",),
-    ("streams",),
-    ("_engine.chat_requests", "_engine.score_requests"),
-    ("_engine.submit",),
-    ("_engine.long_work",),
-    ("_engine.tenant",),
-    ("_engine.thread",),
-    ("_engine.loop",),
-    ("_engine.executor", "_engine.encoder"),
-    ("_engine.deliver", "_engine.compute_threads", "_engine.draft", "_engine.invariance", "_engine.snapshot"),
-    ("_engine.sampling",),
-    ("policy", "params", "results"),
+    ("_sync",),
+    ("streams", "_engine.parts"),
+    ("_engine.calls.chat", "_engine.calls.scores"),
+    ("_engine.calls.submission",),
+    ("_engine.calls",),
+    ("_engine.runtime.thread",),
+    ("_engine.runtime.loop",),
+    ("_engine.runtime.in_flight", "_engine.runtime.late_draws", "_engine.runtime.micro_batches"),
+    ("_engine.runtime.executor", "_engine.runtime.encoder"),
+    ("_engine.runtime",),
+    ("work.long_work", "types", "chat.deltas", "chat.tool_schemas"),
+    ("_engine.policy", "params", "results"),
     ("pipeline", "structured"),
+    ("cache_file",),
     ("llama",),
     ("rpc", "hub"),
+    ("work",),
     ("gguf", "host", "text", "native", "chat", "kv_events"),
     ("media", "ollama_models"),
-    ("structured.schema",),
+    ("structured.schema", "structured.formats", "structured.patterns", "structured.budget"),
     ("arguments",),
     ("_messages",),
-    ("errors", "locks", "_lazy", "_engine", "_sampling_table"),
+    ("_options", "_lru_cache"),
+    ("errors", "locks", "wanted", "_lazy", "_engine", "_sampling_table"),
 )
-# One room: these know each other's types.
-POLICY = {
-    f"_engine.{name}" for name in ("request", "scheduler", "planner", "speculation", "kv", "scoring", "turns")
-}
 LEVEL = {room: level for level, row in enumerate(ROOMS) for room in row}
 IMPURE = {"threading", "asyncio", "queue", "concurrent", "multiprocessing", "cffi", "ctypes", "numpy", "time"}
 
@@ -76,10 +76,8 @@ def imported(name: str, only_at_run_time: bool = False) -> set[str]:
 
 
 def room_of(name: str) -> str:
-    """``llamapipe._engine.submit`` belongs to ``engine.frontend``, the longest name that fits."""
+    """``llamapipe._engine.runtime.loop`` belongs to ``_engine.runtime``, unless it has a row: the longest name fits."""
     inner = name.removeprefix("llamapipe").lstrip(".") or "__init__"
-    if inner in POLICY:
-        return "policy"
     return max((room for room in LEVEL if f"{inner}.".startswith(f"{room}.")), key=len)
 
 
@@ -95,14 +93,36 @@ def test_imports_go_downwards(name: str) -> None:
     assert not wrong, f"{mine} must not import {', '.join(sorted(wrong))}: see ROOMS"
 
 
+# What callers hold; everything else asks these, by their public methods.
+CORE = (
+    "llamapipe._engine",
+    "llamapipe._sync",
+    "llamapipe.engine",
+    "llamapipe.streams",
+    "llamapipe.embedding",
+)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith(CORE)])
+def test_only_the_core_knows_the_inside_of_an_engine(name: str) -> None:
+    assert not {other for other in imported(name) if other.startswith("llamapipe._engine")}
+    private = re.compile(r"\b\w*(?:engine|embedder|owner)\._(?!_)\w+")
+    found = private.findall(MODULES[name].read_text(encoding="utf-8"))
+    assert not found, f"{found}: Engine and Embedder have public methods for programs around them"
+
+
 @pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES.values()}), ids=lambda f: f.name)
 def test_a_package_says_what_it_is_for(folder: Path) -> None:
     text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
     assert text.count(".") >= 2, f"{folder.name}/__init__.py must say in a few sentences what lives there"
 
 
-def test_no_module_imports_itself_by_a_detour() -> None:
-    waiting = {name: ours(imported(name, only_at_run_time=True)) for name in MODULES}
+@pytest.mark.parametrize("inside", ["llamapipe._engine.", "llamapipe."])
+def test_no_module_imports_itself_by_a_detour(inside: str) -> None:
+    """Inside the engine not even for types."""
+    at_run_time = inside == "llamapipe."
+    names = [name for name in MODULES if f"{name}.".startswith(inside)]
+    waiting = {name: ours(imported(name, at_run_time)) & set(names) for name in names}
     while free := {name for name, needs in waiting.items() if not needs & waiting.keys() - {name}}:
         waiting = {name: needs for name, needs in waiting.items() if name not in free}
     assert not waiting
@@ -131,14 +151,14 @@ def test_modules_that_only_their_package_imports_begin_with_an_underscore() -> N
     }
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if room_of(name) == "policy"])
+@pytest.mark.parametrize("name", [name for name in MODULES if room_of(name) == "_engine.policy"])
 def test_policy_is_pure(name: str) -> None:
     """Neither a module of it nor what it imports knows threads, clocks or native code."""
     known, new = set[str](), {name}
     while new:
         known |= new
         new = {n for name in new if name in MODULES for n in imported(name)} - known
-    assert {room_of(n) for n in ours(known)} <= {"policy", "errors"}
+    assert {room_of(n) for n in ours(known)} <= {"_engine.policy", "errors", "_engine"}
     assert not {n.split(".")[0] for n in known} & IMPURE
 
 
@@ -147,9 +167,8 @@ def test_fakes_need_nothing_native() -> None:
     names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {n for n in names if n and n.startswith("llamapipe")} == {
         "llamapipe.errors",
-        "llamapipe._engine.kv",
-        "llamapipe._engine.request",
-        "llamapipe._engine.scoring",
+        "llamapipe._engine.policy.core",
+        "llamapipe._engine.policy.scoring",
     }
 
 

@@ -20,7 +20,7 @@ from llamapipe.server._sampling import Sampling
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
-from option_table import PAGE, with_table  # noqa: E402
+from option_table import PAGE, with_tables  # noqa: E402
 
 NUMBERS = (Kind.INT, Kind.FLOAT, Kind.FLAG)
 each = pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
@@ -109,7 +109,7 @@ def test_options_of_llama_cpp_python_have_a_row() -> None:
 
 def test_the_page_has_the_table() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert text == with_table(text), "run: python tools/option_table.py"
+    assert text == with_tables(PAGE), "run: python tools/option_table.py"
 
 
 def test_the_page_has_the_order() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from page_sections import with_section
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # after an installed llamapipe
 
@@ -131,11 +132,7 @@ def _wrapped(head: str, names: list[str]) -> list[str]:
 
 def with_tables(page: str) -> str:
     """The page's text with the tables as they are now. Raises ValueError if it has no place for them."""
-    before, _, rest = page.partition(BEGIN)
-    old, _, after = rest.partition(END)
-    if not old:
-        raise ValueError(f"{PAGE.name} must have the lines {BEGIN.strip()} and {END.strip()}")
-    return f"{before}{BEGIN}\n{section()}\n{END}{after}"
+    return with_section(page, BEGIN, END, f"\n{section()}\n")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Makes the calls for threads from those for asyncio: one is written, the other derived.
 
-Run it after editing a part that is marked ``# ---- asyncio:``. It writes the part below, from ``# ---- threads:`` to
-``# ---- end``, anew: without ``async`` and ``await``, and with the names for threads in the place of those for asyncio.
-A line that ends with ``# asyncio`` is left out, and one that begins with ``# threads:`` becomes code::
+Run it after editing what stands between ``# ---- asyncio:`` and ``# ---- end of asyncio``. It writes the modules of
+``llamapipe/_sync`` anew: without ``async`` and ``await``, and with the names for threads in the place of those for
+asyncio. A line that ends with ``# asyncio`` is left out, and one that begins with ``# threads:`` becomes code::
 
     python tools/unasync.py           # writes
     python tools/unasync.py --check   # only says whether a file would change, with exit status 1
@@ -10,21 +10,64 @@ A line that ends with ``# asyncio`` is left out, and one that begins with ``# th
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 PACKAGE = Path(__file__).resolve().parent.parent / "llamapipe"
-FILES = [PACKAGE / name for name in ("engine.py", "streams.py", "_engine/submit.py")]
-PARTS = re.compile(
-    r"(?P<source>^ *# ---- asyncio: .*?\n)(?P<body>.*?)"
-    r"(?P<made>^ *# ---- threads: .*?\n)(?:.*?)(?P<end>^ *# ---- end of what tools/unasync.py makes\n)",
-    re.MULTILINE | re.DOTALL,
+PART = re.compile(
+    r"^ *# ---- asyncio: .*?\n(?P<body>.*?)^ *# ---- end of asyncio\n", re.MULTILINE | re.DOTALL
+)
+
+
+class Module(NamedTuple):
+    """One module of ``_sync``: its source, its docstring, what it imports beside the source's imports, its class."""
+
+    source: str
+    target: str
+    doc: str
+    imports: tuple[str, ...]
+    head: str = ""
+
+
+_MAILBOX = "from llamapipe._engine.runtime.mailboxes import ThreadMailbox"
+MODULES = (
+    Module(
+        "_engine/calls/submission.py",
+        "_sync/submission.py",
+        "Submitting for threads.",
+        ("from llamapipe._engine.calls.submission import *", _MAILBOX),
+        'class BlockingSubmission(Submission):\n    """``Submission`` with its calls for threads."""\n\n',
+    ),
+    Module(
+        "streams.py",
+        "_sync/streams.py",
+        "Streams and generations for threads.",
+        ("from llamapipe.streams import *", _MAILBOX),
+    ),
+    Module(
+        "engine.py",
+        "_sync/engine.py",
+        "The calls of ``Engine`` for threads.",
+        (
+            "from collections.abc import Iterator",
+            "from typing import TypeVar",
+            "from llamapipe._engine.parts import EngineParts",
+            "from llamapipe._sync.streams import *",
+            "from llamapipe._sync.submission import BlockingSubmission",
+            _MAILBOX,
+        ),
+        'T = TypeVar("T")\n\n\n'
+        'class BlockingCalls(EngineParts):\n    """The calls of ``Engine`` for threads."""\n\n'
+        "    _submission: BlockingSubmission\n\n",
+    ),
 )
 CALLS = (
     "generate iter_completed stream infill stream_infill chat stream_chat score score_tokens perplexity start "
-    "restore cache_prefix open_stream generation submit collect iterate enter close"
+    "restore request_batches cache_prefix open_stream generation submit collect iterate enter close"
 ).split()
 RULES = [
     (re.compile(pattern, re.MULTILINE), new)
@@ -36,6 +79,7 @@ RULES = [
         # Work that would block an event loop, run elsewhere: here it is a plain call.
         (r"\bawait (?:self\._long_work\.run_off_loop|to_thread)\(\s*([\w.]+)(?:,\s*|(?=\)))", r"\1("),
         (r"\bawait ", ""),
+        (r"\bas_async\((\w+)\)", r"\1"),
         (r"\bAwaitable\[([^\[\]]*)\]", r"\1"),
         (r"\bAsyncGenerator\[(.*), None\]", r"Iterator[\1]"),
         (r"\bIterable\[Prompt\] \| AsyncIterable\[Prompt\]", "Iterable[Prompt]"),
@@ -61,22 +105,74 @@ def for_threads(text: str) -> str:
     return text
 
 
-def regenerated(text: str) -> str:
-    """The text of a module, with its parts for threads made anew, as ruff formats them."""
-    made = PARTS.sub(lambda m: m["source"] + m["body"] + m["made"] + for_threads(m["body"]) + m["end"], text)
-    command = [sys.executable, "-m", "ruff", "format", "--quiet", "--stdin-filename", str(FILES[0]), "-"]
-    return subprocess.run(
-        command, input=made, capture_output=True, text=True, encoding="utf-8", check=True
-    ).stdout
+def _imports(tree: ast.Module, text: str) -> str:
+    """The imports of a module, also those for types."""
+    lines = text.splitlines()
+    blocks = [node.body for node in tree.body if isinstance(node, ast.If)]
+    nodes = [
+        node
+        for body in (tree.body, *blocks)
+        for node in body
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+    ]
+    return "\n".join("\n".join(lines[node.lineno - 1 : node.end_lineno]).strip() for node in nodes)
+
+
+def _exported(statement: str) -> str:
+    """``import *`` written out: every name that a module of ours defines at its top, or private names that are used."""
+    match = re.fullmatch(r"from llamapipe\.([\w.]+) import \*", statement)
+    if match is None:
+        return statement
+    path = PACKAGE / f"{match[1].replace('.', '/')}.py"
+    names = []
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            names.append(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names += [target.id for target in targets if isinstance(target, ast.Name)]
+    return f"from llamapipe.{match[1]} import {', '.join(names)}"
+
+
+def made(module: Module) -> str:
+    """The text of a module of ``_sync``, as ruff formats it, with the imports that it needs."""
+    text = (PACKAGE / module.source).read_text(encoding="utf-8")
+    found = PART.search(text)
+    assert found is not None, module.source
+    imports = "\n".join(map(_exported, module.imports))
+    own = "\n".join(line for line in _imports(ast.parse(text), text).splitlines() if "_sync" not in line)
+    new = (
+        f'"""{module.doc} Made by ``tools/unasync.py`` from ``{module.source}``: edit that file."""\n\n'
+        f"{own}\n{imports}\n\n\n{module.head}{for_threads(found['body'])}"
+    )
+    for command in (["check", "--fix-only", "--select", "F401,F811,I,TC", "--exit-zero"], ["format"]):
+        new = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "ruff",
+                *command,
+                "--quiet",
+                "--stdin-filename",
+                str(PACKAGE / module.target),
+                "-",
+            ],
+            input=new,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            check=True,
+        ).stdout
+    return new
 
 
 def main() -> int:
     """Writes the files, or checks them."""
     changed = []
-    for path in FILES:
-        text = path.read_text(encoding="utf-8")
-        new = regenerated(text)
-        if new != text:
+    for module in MODULES:
+        path = PACKAGE / module.target
+        new = made(module)
+        if not path.exists() or new != path.read_text(encoding="utf-8"):
             changed.append(path)
             if "--check" not in sys.argv:
                 path.write_text(new, encoding="utf-8")

@@ -1,6 +1,6 @@
-"""The inside of an engine. A file is a subsystem, and this list is the architecture.
+"""The inside of an engine, in three rooms by kind.
 
-Policy, without threads, clocks or native code: ``request``, ``scheduler``, ``planner``, ``kv``, ``scoring``.
-What carries it out: ``loop``, ``thread``, ``executor``, ``compute_threads``, ``invariance``.
-Users do not import these modules; their names and contents may change in any release.
+``policy`` decides, without threads, clocks or native code. ``runtime`` carries the decisions out, with threads and
+native calls. ``calls`` goes from the arguments of a call to requests and back. Users do not import these modules; their
+names and contents may change in any release.
 """

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llamapipe._messages import listed
+from llamapipe._messages import listed, size_text
 
 if TYPE_CHECKING:
     import llamapipe as lp
@@ -41,7 +41,7 @@ def look_at(path: Path) -> dict[str, Any]:
     """The facts about a file, for JSON. Raises ModelLoadError."""
     import llamapipe as lp
     from llamapipe.gguf.check import check_gguf
-    from llamapipe.llama.kv_memory import cell_bytes
+    from llamapipe.llama.kv_memory import file_metadata, memory_sizes
     from llamapipe.native.load import native
 
     info = check_gguf(path)
@@ -49,8 +49,11 @@ def look_at(path: Path) -> dict[str, Any]:
         raise lp.errors.ModelLoadError(
             f"{path} holds a vocabulary without weights; give the file of a whole model"
         )
-    ffi, level = native().ffi, native().lib.lp_kernels_level()
+    ffi, lib = native().ffi, native().lib
+    level = lib.lp_kernels_level()
     with lp.Model(path, vocab_only=True) as model:
+        has_encoder = lib.llama_model_has_encoder(model.handle)
+        has_decoder = lib.llama_model_has_decoder(model.handle)
         found = {
             "path": str(path),
             "title": model.metadata.get("general.name", ""),
@@ -61,17 +64,20 @@ def look_at(path: Path) -> dict[str, Any]:
             "n_vocab": info.n_vocab,
             "n_parts": info.n_parts,
             "size_bytes": info.size_bytes,
-            "generates": info.is_causal and not info.has_rank_head,
+            "is_served": not (has_encoder and has_decoder),
+            "generates": info.is_causal and not info.has_rank_head and not has_encoder,
             "is_recurrent": model.is_recurrent,
             "weights": _weights(info),
             "kernels": None if level == ffi.NULL else ffi.string(level).decode(),
             **_template(model),
         }
         found |= _projector(info, model)
-        sizes = dict(model.metadata)
-    # Layers with a sliding window may hold fewer cells than the others: this is the most.
-    found["kv_is_upper_limit"] = sizes.pop(f"{info.architecture}.attention.sliding_window", None) is not None
-    found["kv_bytes_per_token"] = cell_bytes(sizes, info.n_layer, info.n_embd, "f16", "f16")
+    sizes = memory_sizes(file_metadata(path), info.n_layer, info.n_embd, "f16", "f16")
+    # Layers with a sliding window may hold fewer cells than the others: with them, this is the most.
+    found["kv_bytes_per_token"] = None if sizes is None else sizes.full + sizes.window
+    found["kv_window_bytes_per_token"] = None if sizes is None else sizes.window
+    found["n_window"] = 0 if sizes is None else sizes.n_window
+    found["state_bytes"] = None if sizes is None else sizes.state
     return found | _memory(found)
 
 
@@ -146,17 +152,19 @@ def _memory(found: dict[str, Any]) -> dict[str, Any]:
     gpus = [device for device in lp.devices() if device.type in ("gpu", "igpu")]
     free = sum(device.memory_free for device in gpus) if gpus else free_memory()
     slots = []
-    if free is not None and found["kv_bytes_per_token"]:
+    if free is not None and (found["kv_bytes_per_token"] or found["state_bytes"]):
         room = free * _SHARE - found["size_bytes"]
         contexts = {n for n in _CONTEXTS if n < found["n_ctx_train"]} | {found["n_ctx_train"]}
         for n_ctx in sorted(contexts):
-            kv = found["kv_bytes_per_token"] * n_ctx
+            kv = found["kv_bytes_per_token"] * n_ctx + found["state_bytes"]
             slots.append({"n_ctx": n_ctx, "kv_bytes_per_slot": int(kv), "n_slots": max(int(room // kv), 0)})
     return {"memory": "gpu" if gpus else "host", "memory_free": free, "slots": slots}
 
 
 def suggestion(found: dict[str, Any], name: str) -> str | None:
-    """The command that serves the model on this machine; None if it does not fit."""
+    """The command that serves the model on this machine; None if it does not fit, or none does."""
+    if not found["is_served"]:
+        return None
     if not found["generates"]:
         return f"llamapipe serve --embeddings {shlex.quote(name)}"
     command = f"llamapipe serve -m {shlex.quote(name)}"
@@ -175,7 +183,7 @@ def suggestion(found: dict[str, Any], name: str) -> str | None:
 
 def findings_of(found: dict[str, Any], name: str) -> Iterator[Finding]:
     """The facts in words, and what is wrong. ``name``: what the user called the model."""
-    size = f"{_size(found['size_bytes'])}{f' in {n} files' if (n := found['n_parts']) > 1 else ''}"
+    size = f"{size_text(found['size_bytes'])}{f' in {n} files' if (n := found['n_parts']) > 1 else ''}"
     title = f"{found['title']}: " if found["title"] else ""
     about = f"{title}{found['architecture']}, {_count(found['n_params'])} parameters, {size}"
     yield Finding("model", True, about)
@@ -183,7 +191,14 @@ def findings_of(found: dict[str, Any], name: str) -> Iterator[Finding]:
         "context", True, f"trained with {found['n_ctx_train']:,} tokens; vocabulary of {found['n_vocab']:,}"
     )
     yield _weights_finding(found)
-    if not found["generates"]:
+    if not found["is_served"]:
+        yield Finding(
+            "use",
+            False,
+            "an encoder-decoder model, which llamapipe does not serve: its engine computes and accepts decoders only",
+            "use a model that is a decoder only, as nearly all that chat are; or, for embeddings, an encoder",
+        )
+    elif not found["generates"]:
         yield Finding("use", True, "embeds or ranks texts; it does not generate any")
     else:
         yield _chat_finding(found)
@@ -236,7 +251,7 @@ def _media_finding(found: dict[str, Any]) -> Finding:
     taken = " and ".join(
         what for what, takes in (("images", found["images"]), ("sounds", found["audio"])) if takes
     )
-    detail = f"takes {taken} with {files[0]}, {_size(found['mmproj_bytes'])}, which the first one loads"
+    detail = f"takes {taken} with {files[0]}, {size_text(found['mmproj_bytes'])}, which the first one loads"
     if (limits := found["image_tokens"]) is not None:
         least, most = limits
         ends = [f"at least {least}"] * (least is not None) + [f"at most {most}"] * (most is not None)
@@ -250,16 +265,25 @@ def _media_finding(found: dict[str, Any]) -> Finding:
 def _memory_findings(found: dict[str, Any], fits: bool) -> Iterator[Finding]:
     free, kv = found["memory_free"], found["kv_bytes_per_token"]
     where = "on GPUs" if found["memory"] == "gpu" else "for this process"
-    if kv is None or found["is_recurrent"]:
+    if kv is None:
         yield Finding(
             "KV cache", True, "the file's metadata does not tell its size; `repr(engine)` or the log does"
         )
-    else:
-        most = "at most " if found["kv_is_upper_limit"] else ""
-        yield Finding("KV cells", True, f"{most}{_size(kv)} for each token of a context (f16)")
+    elif kv:
+        yield Finding("KV cells", True, _cells(found))
+    if found["state_bytes"]:
+        yield Finding(
+            "state", True, f"{size_text(found['state_bytes'])} for each request, whatever its length"
+        )
+    if found["state_bytes"]:
+        yield Finding("prefixes", True, "shared from states, which are saved where prompts part")
+    elif found["n_window"]:
+        yield Finding(
+            "prefixes", True, "shared anywhere while all cells are kept (swa_full), else from states"
+        )
     if free is None:
         return
-    detail = f"{_size(free)} free {where}; weights {_size(found['size_bytes'])}"
+    detail = f"{size_text(free)} free {where}; weights {size_text(found['size_bytes'])}"
     if found["size_bytes"] > free or not fits:
         fix = "use a file of a smaller quantization, a smaller model, or a machine with more memory"
         yield Finding("memory", False, f"{detail}: too little for one request", fix)
@@ -276,11 +300,15 @@ def _memory_findings(found: dict[str, Any], fits: bool) -> Iterator[Finding]:
         yield Finding("requests", True, f"fit at once, by context: {', '.join(rows)}")
 
 
-def _size(n_bytes: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if n_bytes >= size:
-            return f"{n_bytes / size:,.1f} {unit}"
-    return f"{n_bytes:.0f} bytes"
+def _cells(found: dict[str, Any]) -> str:
+    """What a token takes, and how much of it in layers that may forget it."""
+    kv, in_windows = found["kv_bytes_per_token"], found["kv_window_bytes_per_token"]
+    if not in_windows:
+        return f"{size_text(kv)} for each token of a context (f16)"
+    layers = f"in layers that see {found['n_window']:,} tokens"
+    return (
+        f"at most {size_text(kv)} for each token of a context (f16), {size_text(in_windows)} of them {layers}"
+    )
 
 
 def _count(n: int) -> str:

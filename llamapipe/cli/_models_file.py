@@ -19,16 +19,16 @@ from typing import Any
 
 import llamapipe as lp
 from llamapipe import hub
-from llamapipe._messages import did_you_mean, listed, quoted
+from llamapipe._messages import did_you_mean, listed, quoted, readable
 from llamapipe.arguments import path_of
 from llamapipe.cli.options import ENGINE, MODEL, Option, model_path
 from llamapipe.cli.parser import UsageError
 from llamapipe.gguf.check import GgufInfo, check_gguf, head_texts
 from llamapipe.gguf.mmproj import MmprojInfo, check_mmproj, is_mmproj, mmproj_beside
 from llamapipe.gguf.reader import fingerprint, first_texts
-from llamapipe.model_pool import embeds_of, need_of
 from llamapipe.ollama_models import PREFIX as OLLAMA
 from llamapipe.ollama_models import find_stored, folders, model_of, stored_models
+from llamapipe.server.model_memory import need_of
 from llamapipe.server.ollama import QUANTIZATIONS, parameter_size
 from llamapipe.server.pool import FileFacts, ModelEntry, hub_entries
 
@@ -102,7 +102,7 @@ def _in_folder(folder: Path) -> list[ModelEntry]:
         part = _PART.fullmatch(file.stem)
         if is_mmproj(file.name) or (part is not None and int(part[2]) != 1) or _accompanies(file):
             continue
-        name = file.stem if part is None else part[1]
+        name = readable(file.stem if part is None else part[1])
         if name in made:
             raise UsageError(
                 f"--models: {made[name].file} and {file} have one name; list them in a TOML file"
@@ -227,7 +227,7 @@ def read_facts(common: Mapping[str, Any], entry: ModelEntry, has_gpus: bool = Fa
         info = check_gguf(path if stored is None else stored[0])
         if "draft" in options:
             found["draft"] = str(model_path(str(options["draft"])))
-        embeds = embeds_of(info) if entry.embeds is None else entry.embeds
+        embeds = (not info.is_causal or info.has_rank_head) if entry.embeds is None else entry.embeds
         given = {**placement, **entry.options} if embeds else {**options, **found}
         need = need_of(info, embeds, given, has_gpus)
         texts = head_texts(info.path)
@@ -262,6 +262,17 @@ def _projector(given: str, info: GgufInfo, texts: Mapping[str, str]) -> MmprojIn
         repo_id, filename = hub.parse(given)
         return check_mmproj(hub.model_file(repo_id, filename or hub.MMPROJ))
     return check_mmproj(given)
+
+
+def sees_images(entry: ModelEntry) -> bool:
+    """Whether a model is given a projector, by its file, that takes images. What cannot be read is told by its load."""
+    given = entry.options.get("mmproj", "auto")
+    if given in ("auto", "off") or str(given).startswith("hf:"):
+        return False
+    try:
+        return check_mmproj(given).sees
+    except (lp.errors.LlamapipeError, OSError):
+        return False
 
 
 def _takes(projector: MmprojInfo | None) -> tuple[str, ...]:

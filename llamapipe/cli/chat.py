@@ -307,7 +307,7 @@ class Session:
             self._note(f"the {turns} dropped: the context has {n_ctx} tokens (-c N sets it)", "dim")
 
     def _count(self, messages: list[Message]) -> int:
-        return self._engine._chat_builder.n_tokens(messages, self._args)
+        return self._engine.count_chat_tokens(messages, self._args)
 
     def _command(self, text: str) -> bool:
         """Runs a command. False if it ends the conversation."""
@@ -602,22 +602,23 @@ class line_history:  # noqa: N801  (used like a function)
 
     def __init__(self) -> None:
         state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-        self._path = Path(state).expanduser() / "llamapipe" / "chat_history"
+        self._path = Path(state) / "llamapipe" / "chat_history"
 
     def __enter__(self) -> None:
-        with suppress(ImportError, OSError):
+        with suppress(ImportError, OSError, RuntimeError):  # the last: there is no home folder
             import readline
 
             if "libedit" not in (readline.__doc__ or ""):
                 # Pasted lines then are one entry. Python turns it off at the start.
                 readline.parse_and_bind("set enable-bracketed-paste on")
             readline.set_history_length(_HISTORY_LINES)
-            readline.read_history_file(self._path)
+            readline.read_history_file(self._path.expanduser())
 
     def __exit__(self, *_: object) -> None:
-        with suppress(ImportError, OSError):
+        with suppress(ImportError, OSError, RuntimeError):
             import readline
 
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            readline.write_history_file(self._path)
-            self._path.chmod(0o600)
+            path = self._path.expanduser()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            readline.write_history_file(path)
+            path.chmod(0o600)

@@ -182,7 +182,9 @@ def _probe(files: list[str]) -> dict[str, dict[str, Any]]:
 
     Returns the results by name, up to the first failure.
     """
-    command = [sys.executable, "-c", _PROBE, json.dumps(sys.path), *files]
+    from llamapipe.server.processes import interpreter
+
+    command = [*interpreter(), "-c", _PROBE, json.dumps(sys.path), *files]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             output, errors = process.communicate(timeout=_PROBE_LIMIT_S)

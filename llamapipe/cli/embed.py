@@ -11,13 +11,13 @@ import llamapipe as lp
 from llamapipe.arguments import path_of
 from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.options import (
+    EMBEDDER,
     MODEL,
     MODEL_HELP,
     add_options,
     defaults_of,
     given,
     model_path,
-    number_or_automatic,
     open_model,
 )
 from llamapipe.cli.parser import UsageError, read_texts
@@ -57,25 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", type=path_of, metavar="FILE.npy", help="save float32 (texts, width) for numpy.load"
     )
     parser.add_argument("--rerank", metavar="QUERY", help="print the texts by their relevance to this query")
-    parser.add_argument("--pooling", metavar="NAME", help="mean, cls or last (default: the model's)")
     parser.add_argument("--no-normalize", action="store_true", help="do not scale vectors to length 1")
     parser.add_argument(
         "--truncate", action="store_true", help="truncate texts that are too long (default: they are errors)"
     )
-    parser.add_argument(
-        "-c",
-        "--n-ctx",
-        type=int,
-        metavar="N",
-        help="maximum tokens of a text; 0: the model's context (default: the model's, at most 2048)",
-    )
-    parser.add_argument(
-        "-t",
-        "--n-threads",
-        type=number_or_automatic,
-        metavar="N",
-        help="compute threads (default, and -1: automatic)",
-    )
+    add_options(parser, "embedder", EMBEDDER, defaults_of(lp.Embedder))
     add_options(parser, "model", MODEL, defaults_of(lp.Model))
 
 
@@ -105,9 +91,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _embedder(model: lp.Model, args: argparse.Namespace) -> lp.Embedder:
-    n_ctx = model.n_ctx_train if args.n_ctx == 0 else args.n_ctx
+    options = given(args, EMBEDDER)
+    if options.get("n_ctx") == 0:
+        options["n_ctx"] = model.n_ctx_train
     try:
-        return lp.Embedder(model, args.pooling, n_ctx, n_threads=args.n_threads)
+        return lp.Embedder(model, **options)
     except lp.errors.LlamapipeError:
         raise
     except (ValueError, TypeError) as error:

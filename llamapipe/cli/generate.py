@@ -160,7 +160,7 @@ class _Asks:
 
     def n_tokens(self, prompt: str) -> int:
         if self.images:
-            return self.engine._chat_builder.n_tokens(self.messages(prompt), {})
+            return self.engine.count_chat_tokens(self.messages(prompt))
         return len(self.engine.model.tokenize(prompt))
 
     def pieces(self, prompt: str) -> Generator[tuple[str, int]]:

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import llamapipe as lp
+from llamapipe import _options
+from llamapipe._options import Option as Row
 from llamapipe._sampling_table import BY_NAME, OPTIONS, Kind, SamplingOption
 from llamapipe.arguments import path_of
 from llamapipe.cli._terminal import Terminal
@@ -36,12 +38,25 @@ class Option:
     repeats: bool = False
     aliases: tuple[str, ...] = ()  # llama.cpp's names for the same option
     is_off: bool = False  # the option, which begins with --no-, makes the argument False
+    named: str = ""  # the option as written on the command line, where that is not the argument's name
+    choices: tuple[str, ...] = ()
+    none: str = ""  # what None, the default, means
 
     @property
     def flag(self) -> str:
         """The option as written on the command line."""
-        name = self.name.replace("_", "-")
-        return f"--no-{name.removeprefix('use-')}" if self.is_off else f"--{name}"
+        return self.named or f"--{self.name.replace('_', '-')}"
+
+    def shown_default(self, default: Any) -> str:
+        """What the help adds about the default."""
+        if self.read is bool or self.repeats or (default is None and not self.none):
+            return ""
+        text = self.none if default is None else default
+        if self.read is byte_count:
+            text = f"{default // 2**20}MiB"
+        elif isinstance(default, float):
+            text = f"{default:g}"
+        return f" (default: {text})"
 
 
 def _number_or_none(text: str) -> int | None:
@@ -204,113 +219,54 @@ SAMPLING = [
 ]
 # For commands that can show several texts and log-probabilities.
 TEXTS = [_from_table(BY_NAME[name]) for name in _SEVERAL_TEXTS]
-ENGINE = [
-    Option(
-        "n_ctx",
-        int,
-        "N",
-        "context of each request in tokens, prompt and output together; 0: the model's (default: the model's, at most "
-        "4096)",
-        aliases=("-c",),
-    ),
-    Option("n_seq_max", number_or_automatic, "N", "requests that run at the same time", aliases=("-np",)),
-    Option("n_batch", int, "N", "maximum tokens in one step", aliases=("-b",)),
-    Option("n_ubatch", int, "N", "maximum tokens in one physical batch (ubatch)", aliases=("-ub",)),
-    Option(
-        "n_threads",
-        number_or_automatic,
-        "N",
-        "CPU threads while one request runs (default, and -1: adapts to the load)",
-        aliases=("-t",),
-    ),
-    Option(
-        "n_threads_batch",
-        number_or_automatic,
-        "N",
-        "CPU threads for prompts, and while several requests run (default: as --n-threads)",
-        aliases=("-tb",),
-    ),
-    Option("n_cells", int, "N", "KV cells that all requests share (default: n_ctx for each request)"),
-    Option("type_k", str, "TYPE", "type of the keys in the KV cache, such as q8_0", aliases=("-ctk",)),
-    Option("type_v", str, "TYPE", "type of the values in the KV cache", aliases=("-ctv",)),
-    Option(
-        "cache_bytes",
-        byte_count_or_zero,
-        "SIZE",
-        "host memory for cached prefixes that have lost their slot, such as 2GiB; 0: none (default: a tenth of the "
-        "free memory)",
-    ),
-    Option(
-        "max_itl_ms",
-        float,
-        "MS",
-        "compute prompts in chunks so that streams wait at most MS milliseconds between tokens",
-    ),
-    Option(
-        "batch_invariant",
-        bool,
-        "",
-        "give the same text for a request whatever else runs; refuse models whose texts could differ",
-    ),
-    Option(
-        "draft",
-        model_path,
-        "FILE",
-        "a smaller model of the same family that guesses several tokens for each step, where that saves time",
-        aliases=("-md", "--model-draft"),
-    ),
-    Option("overflow", str, "MODE", "what to do when the output fills the context: stop, recompute or shift"),
-    Option("n_keep", int, "N", "tokens at the start that --overflow keeps"),
-]
-MODEL = [
-    Option("n_gpu_layers", int, "N", "layers computed on the GPU; -1: all", aliases=("-ngl",)),
-    Option("use_mmap", bool, "", "read the weights into memory instead of mapping the file", is_off=True),
-    Option(
-        "kernels",
-        str,
-        "WHICH",
-        "kernels for matrix products on the CPU: auto (llamapipe's where it has them) or ggml",
-    ),
-    Option(
-        "packed_cache",
-        str,
-        "FOLDER",
-        "keep packed weights in this folder, so that later starts map them and processes share them; auto: in the "
-        "user's cache; off: nowhere (default)",
-    ),
-    Option(
-        "mmproj",
-        mmproj_file,
-        "FILE",
-        "the model's second file, a GGUF file with an encoder of images or sounds, for messages with these; "
-        "hf:OWNER/REPO[/FILE] of the hub; off: none (default: the one mmproj*.gguf beside the model, if it fits)",
-    ),
-    Option(
-        "image_min_tokens",
-        int,
-        "N",
-        "tokens that an image has at least, for projectors that keep its proportions (default: the projector's)",
-    ),
-    Option(
-        "image_max_tokens",
-        int,
-        "N",
-        "tokens that an image has at most, for the same: fewer take less time and show less (default: the projector's)",
-    ),
-    Option(
-        "rpc", str, "HOST:PORT", "also place layers on this `llamapipe rpc-worker` (repeatable)", repeats=True
-    ),
-]
+# How the text of an option of an engine, a model or a server is read, by its kind, or by its name.
+_READ_ROW: dict[Kind, Callable[[str], Any]] = {**_READ, Kind.SIZE: byte_count}
+_READ_ROW_OTHERWISE: dict[str, Callable[[str], Any]] = {
+    "n_seq_max": number_or_automatic,
+    "n_threads": number_or_automatic,
+    "n_threads_batch": number_or_automatic,
+    "cache_bytes": byte_count_or_zero,
+    "draft": model_path,
+    "mmproj": mmproj_file,
+}
+
+
+def from_rows(*rows: Row) -> list[Option]:
+    """The options of a command for those of an engine, a model or a server."""
+    return [
+        Option(
+            row.name,
+            _READ_ROW_OTHERWISE.get(row.name, _READ_ROW[row.kind]),
+            row.metavar,
+            row.help,
+            row.repeats,
+            row.aliases,
+            row.is_off,
+            row.flag,
+            row.choices if not row.metavar else (),
+            row.none,
+        )
+        for row in rows
+        if row.metavar is not None
+    ]
+
+
+ENGINE = from_rows(*_options.ENGINE, *_options.TUNING)
+MODEL = from_rows(*_options.MODEL)
+EMBEDDER = from_rows(*_options.EMBEDDER)
 
 
 def add_options(
     parser: argparse.ArgumentParser, title: str, options: list[Option], defaults: Mapping[str, Any]
 ) -> None:
     """Add `options` as a group of the help, with the library's `defaults` in the help texts."""
-    group = parser.add_argument_group(title)
+    add_to_group(parser.add_argument_group(title), options, defaults)
+
+
+def add_to_group(group: argparse._ArgumentGroup, options: list[Option], defaults: Mapping[str, Any]) -> None:
+    """Add `options` to a group of the help."""
     for option in options:
-        default = defaults.get(option.name)
-        shown = "" if option.read is bool or option.repeats or default is None else f" (default: {default})"
+        shown = option.shown_default(defaults.get(option.name))
         # An option that was not given leaves no attribute, so that the library's own default holds.
         if option.read is bool:
             group.add_argument(
@@ -327,7 +283,8 @@ def add_options(
             option.flag,
             dest=option.name,
             type=option.read,
-            metavar=option.metavar,
+            metavar=option.metavar or None,
+            choices=option.choices or None,
             action="append" if option.repeats else "store",
             default=argparse.SUPPRESS,
             help=option.help + shown,

@@ -11,9 +11,9 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
+from llamapipe._messages import size_text
 from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.parser import UsageError
-from llamapipe.model_pool import size
 
 HELP = "list the models of a running server, and what they take"
 DESCRIPTION = (
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             terminal.line(json.dumps(record))
             continue
-        memory = "" if record["memory_bytes"] is None else size(record["memory_bytes"])
+        memory = "" if record["memory_bytes"] is None else size_text(record["memory_bytes"])
         n = record["n_requests"]
         requests = "" if n is None else f"{n} request{'s' * (n != 1)}"
         why = f"  {status['error']}" if "error" in status else ""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from llamapipe.arguments import check_int, path_of
@@ -23,10 +25,11 @@ EPILOG = """\
 examples:
   llamapipe rpc-worker --port 50052
   llamapipe generate -m large.gguf --rpc 127.0.0.1:50052 "Once upon a time"
-  llamapipe rpc-worker --host 10.0.0.2 --allow-network
+  llamapipe rpc-worker --host 10.0.0.2 --allow-network 10.0.0.0/24
 
-Connections are neither authenticated nor encrypted: anyone who reaches the port can use this machine's
-memory and devices, and end the worker. Ctrl-C ends it at once. docs/guides/rpc.md says more."""
+Connections are neither authenticated nor encrypted: every process of this machine and of the networks that
+--allow-network names can use this machine's memory and devices, and end the worker. Ctrl-C ends it at once.
+docs/guides/rpc.md says more."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--allow-network",
-        action="store_true",
-        help="listen at an address that other machines can reach, without asking anyone for a key",
+        action="append",
+        default=[],
+        metavar="NETWORK",
+        help="let machines of this network connect, such as 10.0.0.0/24 (repeatable; Linux)",
     )
     parser.add_argument(
         "--device",
@@ -68,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
     from llamapipe.host.cores import usable_cores
     from llamapipe.rpc import free_port, serve
 
-    address = _address(args)
+    networks = [_network(text) for text in args.allow_network]
+    address = _address(args, networks)
     try:
         n_threads = usable_cores() if args.threads is None else check_int("--threads", args.threads, 1, 512)
     except ValueError as error:
@@ -93,17 +99,26 @@ def run(args: argparse.Namespace) -> int:
             )
             if not address.is_loopback:
                 print(
-                    f"llamapipe: {address.ip} can be reached from other machines; connections are neither "
-                    "authenticated nor encrypted",
+                    f"llamapipe: machines of {', '.join(map(str, networks))} can connect to {address.ip}; "
+                    "connections are neither authenticated nor encrypted",
                     file=sys.stderr,
                     flush=True,
                 )
 
-        serve(address, devices, n_threads, args.cache, announce)
+        serve(address, devices, n_threads, args.cache, announce, networks)
     return 0
 
 
-def _address(args: argparse.Namespace) -> Address:
+def _network(text: str) -> ipaddress.IPv4Network:
+    try:
+        return ipaddress.IPv4Network(text)
+    except ValueError as error:
+        raise UsageError(
+            f"--allow-network: {error}; give an IPv4 network such as 10.0.0.0/24, or one machine's address"
+        ) from None
+
+
+def _address(args: argparse.Namespace, networks: Sequence[ipaddress.IPv4Network]) -> Address:
     if not 0 <= args.port <= 65535:
         raise UsageError(f"--port is {args.port}; it must be from 0 to 65535")
     try:
@@ -111,10 +126,21 @@ def _address(args: argparse.Namespace) -> Address:
     except ValueError as error:
         raise UsageError(str(error)) from error
     address = Address(args.host, look_up(args.host), args.port)
-    if not address.is_loopback and not args.allow_network:
+    if address.is_loopback and networks:
+        raise UsageError(
+            f"--allow-network is given, but --host is {args.host}, which only this machine reaches; "
+            "give --host the address at which that network reaches this machine"
+        )
+    if not address.is_loopback and sys.platform != "linux":
+        raise UsageError(
+            f"--host is {args.host}, which other machines can reach; only on Linux can a worker keep others out: "
+            "use 127.0.0.1 and a tunnel (WireGuard, SSH)"
+        )
+    if not address.is_loopback and not networks:
         raise UsageError(
             f"--host is {args.host}, which other machines can reach, and ggml-rpc neither authenticates nor encrypts: "
-            "everyone there could use this machine's memory and devices; in a network of your own, add --allow-network"
+            "everyone there could use this machine's memory and devices; name who may, such as --allow-network "
+            "10.0.0.0/24"
         )
     return address
 

@@ -9,15 +9,18 @@ import mmap
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from socket import gaierror
 from typing import TYPE_CHECKING, Any
 
 import llamapipe as lp
 from llamapipe._messages import nearest
+from llamapipe._options import ACCESS, BY_NAME, LIMITS, SERVER
+from llamapipe._options import Option as Row
 from llamapipe.arguments import path_of
 from llamapipe.cli.options import (
     ENGINE,
@@ -25,7 +28,10 @@ from llamapipe.cli.options import (
     MODEL_HELP,
     add_adapters,
     add_engine_options,
+    add_to_group,
     byte_count,
+    defaults_of,
+    from_rows,
     given,
     load_adapters,
     model_path,
@@ -40,8 +46,6 @@ from llamapipe.gguf.reader import parse_head
 from llamapipe.host.cores import core_shares, set_group_nice, yielding
 from llamapipe.host.folders import private_folder
 from llamapipe.host.memory import free_memory, memory_limit
-from llamapipe.llama.fim import FIM_ORDERS
-from llamapipe.model_pool import OF_FREE_MEMORY
 from llamapipe.ollama_models import model_of, shown_name
 from llamapipe.structured.compile import prepare_vocabulary
 
@@ -73,9 +77,11 @@ With --workers, SIGHUP replaces the workers one by one; the new ones read the mo
 The server speaks plain HTTP: use a proxy for TLS, as docs/guides/deployment.md shows."""
 _log = logging.getLogger("llamapipe.server")
 _SAME_PORT = -1
+_MAX_QUEUE = 1024
 # Seconds after which a thread must hand over the interpreter's lock to one that waits. The engine thread needs the lock
 # several times a step; with Python's 5 ms, a long chat that is read meanwhile delays all streams by tens of ms.
 _SWITCH_S = 0.0005
+_OF_FREE_MEMORY = 0.9  # what several models may take
 # Options that the model of --embeddings takes too where it stands beside -m; others depend on a model's size.
 _OF_BOTH = ("use_mmap", "kernels", "packed_cache", "devices")
 
@@ -156,24 +162,6 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         metavar="PORT",
         help="also serve Ollama's API; with a number, on that port as well, which its clients expect to be 11434",
     )
-    group.add_argument("--no-page", action="store_true", help="do not serve the page at /")
-    group.add_argument(
-        "--ping",
-        type=float,
-        metavar="S",
-        help="seconds after which a silent stream sends a sign of life; 0: never (default: 5)",
-    )
-    group.add_argument(
-        "--strict",
-        action="store_true",
-        help="refuse fields without effect, such as store; otherwise the header x-llamapipe-unused names them",
-    )
-    group.add_argument(
-        "--fim-order",
-        choices=FIM_ORDERS,
-        default="psm",
-        help="what a prompt for filling in begins with: psm, the prefix, or spm, the suffix (default: psm)",
-    )
     group.add_argument(
         "--workers",
         type=_workers,
@@ -181,6 +169,7 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         help="run N processes, each with its own model, engine and cores; 'auto': one per GPU or NUMA node",
     )
     group.add_argument("--worker", type=_worker_options, help=argparse.SUPPRESS)  # what a worker is told
+    _add_settings(group, SERVER)
 
 
 def _add_access(group: argparse._ArgumentGroup) -> None:
@@ -190,106 +179,24 @@ def _add_access(group: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help=f"require an API key from this file, one key per line, or from the variable {KEYS_VARIABLE}",
     )
-    group.add_argument(
-        "--cors",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="allow requests from web pages of this origin; '*': all (repeatable)",
-    )
-    group.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="allow requests to this name, for example behind a proxy; '*': any (repeatable; default on loopback: "
-        "localhost and names that cannot be registered; else any)",
-    )
-    group.add_argument(
-        "--allow-pull",
-        action="store_true",
-        help="with --ollama: clients may download models of the Hugging Face Hub, and copy the model's name",
-    )
-    group.add_argument(
-        "--allow-delete", action="store_true", help="with --ollama: clients may delete what was downloaded"
-    )
-    group.add_argument(
-        "--lora-path",
-        metavar="DIR",
-        help="clients may load and unload the LoRAs in this folder (/v1/load_lora_adapter)",
-    )
-    group.add_argument(
-        "--media-path", metavar="DIR", help="images may be named by file:// addresses of files in this folder"
-    )
-    group.add_argument(
-        "--media-url",
-        action="append",
-        default=[],
-        metavar="HOST",
-        help="images may be named by addresses of this host (HOST or HOST:PORT; repeatable), which the server fetches",
-    )
+    _add_settings(group, ACCESS)
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--max-requests",
+        "--max-queue",
         type=int,
         metavar="N",
-        help="requests served at once; more are answered 429 (default: 1024)",
+        help=f"{BY_NAME['max_queue'].help} (default: {_MAX_QUEUE})",
     )
-    group.add_argument(
-        "--max-queue", type=int, metavar="N", help="requests that wait for a slot (default: 1024)"
-    )
-    group.add_argument("--max-n", type=int, metavar="N", help="choices of one request (default: 128)")
-    group.add_argument(
-        "--max-messages",
-        type=int,
-        metavar="N",
-        help="messages of one conversation, and parts of them, or texts to embed (default: 10000)",
-    )
-    group.add_argument(
-        "--max-text-characters",
-        type=int,
-        metavar="N",
-        help="refuse longer texts and conversations, which cannot fit the context, before they are "
-        "tokenized (default: 1048576)",
-    )
-    group.add_argument(
-        "--max-body-bytes", type=byte_count, metavar="SIZE", help="largest request body (default: 16MiB)"
-    )
-    group.add_argument(
-        "--max-bodies-bytes",
-        type=byte_count,
-        metavar="SIZE",
-        help="total size of the bodies of unanswered requests; more are answered 503 (default: 64MiB)",
-    )
-    group.add_argument(
-        "--max-connections-per-address",
-        type=int,
-        metavar="N",
-        help="connections of one address; the next one replaces an idle one; 0: any number (default: 1024)",
-    )
-    group.add_argument(
-        "--timeout", type=float, metavar="S", help="seconds a request may take (default: no limit)"
-    )
-    group.add_argument(
-        "--head-timeout",
-        type=float,
-        metavar="S",
-        help="seconds in which a request's head must arrive (default: 10)",
-    )
-    group.add_argument(
-        "--body-timeout",
-        type=float,
-        metavar="S",
-        help="seconds in which a request's body must arrive (default: 60)",
-    )
-    group.add_argument(
-        "--grammar-timeout",
-        type=float,
-        metavar="S",
-        help="seconds of processor time that a request's schema or grammar may take (default: 10)",
-    )
+    _add_settings(group, LIMITS)
+
+
+def _add_settings(group: argparse._ArgumentGroup, rows: Sequence[Row]) -> None:
+    """Adds the options of ``ServerSettings``, with its defaults in their help."""
+    from llamapipe.server.settings import ServerSettings
+
+    add_to_group(group, from_rows(*rows), defaults_of(ServerSettings))
 
 
 def _add_kv_events(parser: argparse.ArgumentParser) -> None:
@@ -331,6 +238,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             "--kv-events and --workers do not go together: start a server for each, with its own ports"
         )
+    _check_extras(args)
     sys.setswitchinterval(_SWITCH_S)
     if args.models is not None and args.worker is None:
         return _serve_models(args, settings)
@@ -351,6 +259,36 @@ def run(args: argparse.Namespace) -> int:
         announce(settings, sock, model.name, template_problem(model) is None, 0, engine.kv_events, *more)
         run_server(engine, sock, settings, embedder, more)
     return 0
+
+
+def _check_extras(args: argparse.Namespace) -> None:
+    """Raises UsageError for a package that only requests would miss, which may come hours later."""
+    needed = [("jinja2", "server", "chat"), ("llguidance", "server", "JSON schemas and tools")]
+    if getattr(args, "allow_pull", False):
+        needed.append(("huggingface_hub", "hub", "--allow-pull"))
+    for package, extra, what in needed:
+        _check_package(package, extra, what)
+
+
+def _check_package(package: str, extra: str, what: str) -> None:
+    try:
+        import_module(package)
+    except ImportError:
+        raise UsageError(
+            f"{what} needs {package}, which is not installed: pip install 'llamapipe[{extra}]'"
+        ) from None
+
+
+def _check_media(model: lp.Model, is_asked: bool) -> None:
+    """Raises UsageError for a projector that was asked for and whose images cannot be decoded; warns of one found."""
+    if not model.supports_images:
+        return
+    try:
+        _check_package("PIL", "media", "--mmproj: decoding images")
+    except UsageError as error:
+        if is_asked:
+            raise
+        print(f"llamapipe: requests with images will be refused: {error}", file=sys.stderr)
 
 
 class _Report:
@@ -381,7 +319,8 @@ def _served(
         **given(args, MODEL),
         **placement,
     }
-    engine_options = {"max_queue": args.max_queue or 1024, **(events or {}), **given(args, ENGINE)}
+    max_queue = _MAX_QUEUE if args.max_queue is None else args.max_queue
+    engine_options = {"max_queue": max_queue, **(events or {}), **given(args, ENGINE)}
     served = None if args.worker is None else args.worker.served
     report = None if args.worker is None else _Report(args.worker)
     engine = embedder = None
@@ -403,6 +342,7 @@ def _served(
             yield engine, embedder
             return
         check_template(model, args.chat_template, warns=args.worker is None or args.worker.index == 0)
+        _check_media(model, getattr(args, "mmproj", "auto") not in ("auto", "off"))
         load_adapters(model, args)
         engine = stack.enter_context(open_engine(model, engine_options))
         if args.embeddings is not None:
@@ -467,7 +407,7 @@ def _run_worker(args: argparse.Namespace, settings: ServerSettings) -> int:
 def _take_cache(engine: lp.Engine, path: Path) -> None:
     """Caches what this model had cached when it was ended. The file has fulfilled its purpose."""
     try:
-        engine._load_cache(path)
+        engine.load_cache(path)
     except FileNotFoundError:
         return
     except (OSError, ValueError) as error:
@@ -477,14 +417,14 @@ def _take_cache(engine: lp.Engine, path: Path) -> None:
 
 def _keep_cache(engine: lp.Engine, path: Path) -> None:
     try:
-        engine._save_cache(path)
+        engine.save_cache(path)
     except OSError as error:
         _log.warning("cached prefixes are not kept: %s", error)
 
 
 def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
     """Serves several models. They run in processes of their own: nothing of llama.cpp is loaded here."""
-    from llamapipe.cli._models_file import entries_of, look
+    from llamapipe.cli._models_file import entries_of, look, sees_images
     from llamapipe.server.pool import Pool
     from llamapipe.server.processes import Placement, command_with, free_gpu_memory
     from llamapipe.server.run import run_front
@@ -501,25 +441,30 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
         ("--mmproj", getattr(args, "mmproj", None)),
         ("--lora", args.lora or None),
         ("--control-vector", args.control_vector or None),
-        ("--lora-path", args.lora_path),
+        ("--lora-path", getattr(args, "lora_path", None)),
     ):
         if value is not None:
             raise UsageError(
                 f"{option} and --models do not go together; a TOML file gives each model what it needs"
             )
-    entries = entries_of(args.models, bool(args.allow_pull))
+    entries = entries_of(args.models, getattr(args, "allow_pull", False))
+    for entry in entries:
+        if any(str(file).startswith("hf:") for file in (entry.file, *entry.options.values())):
+            _check_package("huggingface_hub", "hub", f"--models: {entry.name}")
+        if sees_images(entry):
+            _check_package("PIL", "media", f"--models: mmproj of {entry.name}")
     free, most = free_memory(), memory_limit()
     if args.memory is not None and most is not None and args.memory > most:
         raise UsageError(
             f"--memory is {args.memory / 2**30:.1f} GiB; this machine gives processes at most {most / 2**30:.1f} GiB"
         )
-    budget = args.memory or (None if free is None else int(free * OF_FREE_MEMORY))
-    gpu_budget = int(free_gpu_memory() * OF_FREE_MEMORY) or None
+    budget = args.memory or (None if free is None else int(free * _OF_FREE_MEMORY))
+    gpu_budget = int(free_gpu_memory() * _OF_FREE_MEMORY) or None
     common = given(args, [*ENGINE, *MODEL])
 
     def again() -> list[ModelEntry]:
         try:
-            return entries_of(args.models, bool(args.allow_pull))
+            return entries_of(args.models, getattr(args, "allow_pull", False))
         except UsageError as error:
             raise ValueError(str(error)) from error
 
@@ -594,13 +539,11 @@ def _kv_events(args: argparse.Namespace, settings: ServerSettings) -> dict[str, 
 
 # ---- from options to settings
 KEYS_VARIABLE = "LLAMAPIPE_API_KEYS"
-_OPTIONS = {  # fields whose option has another name
+# Fields whose options are more than the field.
+_OPTIONS = {
     "model_names": "--alias",
     "embedding_names": "--embeddings-alias",
     "api_keys": "--api-key-file",
-    "cors_origins": "--cors",
-    "allow_hosts": "--allow-host",
-    "media_urls": "--media-url",
 }
 
 
@@ -611,38 +554,9 @@ def settings_fields(args: argparse.Namespace) -> dict[str, Any]:
         "model_names": tuple(args.alias),
         "embedding_names": tuple(args.embeddings_alias),
         "api_keys": () if is_model else _keys(args.api_key_file),
-        "cors_origins": tuple(args.cors),
-        "allow_hosts": tuple(args.allow_host),
-        "timeout_s": args.timeout,
-        "strict": args.strict,
-        "page": not args.no_page,
-        "fim_order": args.fim_order,
         "ollama": args.ollama is not None,
-        "allow_pull": args.allow_pull,
-        "allow_delete": args.allow_delete,
-        "lora_path": args.lora_path,
-        "media_path": args.media_path,
-        "media_urls": tuple(args.media_url),
     }
-    seconds = {
-        "head_timeout_s": args.head_timeout,
-        "body_timeout_s": args.body_timeout,
-        "ping_s": args.ping,
-        "grammar_timeout_s": args.grammar_timeout,
-    }
-    values |= {name: given for name, given in seconds.items() if given is not None}
-    for name in (
-        "max_requests",
-        "max_n",
-        "max_messages",
-        "max_text_characters",
-        "max_body_bytes",
-        "max_bodies_bytes",
-        "max_connections_per_address",
-    ):
-        if getattr(args, name) is not None:
-            values[name] = getattr(args, name)
-    return values
+    return values | given(args, from_rows(*SERVER, *ACCESS, *LIMITS))
 
 
 def with_option_name(message: str) -> str:
@@ -652,7 +566,7 @@ def with_option_name(message: str) -> str:
     field = re.split(r"\W", message, maxsplit=1)[0]
     if field not in ServerSettings.__dataclass_fields__:
         return message
-    option = _OPTIONS.get(field) or "--" + field.removesuffix("_s").replace("_", "-")
+    option = _OPTIONS.get(field) or (BY_NAME[field].flags[-1] if field in BY_NAME else f"--{field}")
     return option + message[len(field) :]
 
 
@@ -664,14 +578,18 @@ def _keys(path: Path | None) -> tuple[str, ...]:
         # Without what all variables of llamapipe have in common, which would make any two of them alike.
         if name.startswith(prefix) and name != KEYS_VARIABLE and nearest(name.removeprefix(prefix), [known]):
             raise UsageError(f"the variable {name} is unknown; did you mean {KEYS_VARIABLE}?")
-    keys = os.environ.get(KEYS_VARIABLE, "").split(",")
+    keys = []
+    if KEYS_VARIABLE in os.environ:
+        keys = [key for key in os.environ[KEYS_VARIABLE].split(",") if key.strip()]
+        if not keys:
+            raise UsageError(f"{KEYS_VARIABLE} holds no key; unset the variable to serve without keys")
     if path is not None:
         lines = path.read_text(encoding="utf-8").splitlines()
         found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
         if not found:
             raise UsageError(f"--api-key-file: {path} holds no key")
         keys += found
-    stripped = tuple(key.strip() for key in keys if key.strip())
+    stripped = tuple(key.strip() for key in keys)
     if not stripped and KEY_VARIABLE in os.environ:
         raise UsageError(
             f"the variable {KEY_VARIABLE} is what llamapipe ps and stop send, and this server has no keys; put them "

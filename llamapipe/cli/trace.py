@@ -5,21 +5,23 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 
 import llamapipe as lp
+from llamapipe._options import BY_NAME
 from llamapipe.arguments import path_of
 from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.options import (
     ENGINE,
     MODEL,
     MODEL_HELP,
-    Option,
     add_options,
     defaults_of,
+    from_rows,
     given,
     model_path,
     open_engine,
@@ -39,9 +41,7 @@ examples:
   llamapipe trace --rows 128 --n-threads 1          # rows that numpy reads while the next step is computed
   llamapipe trace -m model.gguf --pipeline-depth 2 --requests 32 -o busy.json"""
 _PROMPT = "Once upon a time, there was a little"
-_DEPTH = [
-    Option("pipeline_depth", int, "N", "steps in flight at once, 1 or 2 (default: 2 on a GPU, 1 on a CPU)")
-]
+_DEPTH = from_rows(replace(BY_NAME["pipeline_depth"], metavar="N"))
 _DRAWN = 6  # steps in the picture
 
 

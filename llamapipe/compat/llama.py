@@ -28,7 +28,7 @@ from llamapipe.compat.sampling import (
 )
 from llamapipe.embedding import Embedder
 from llamapipe.params import SamplingParams
-from llamapipe.text.stream import TextOffsets
+from llamapipe.text.stream import TextOffsets, prompt_offsets
 
 Answer = dict[str, Any]
 
@@ -136,10 +136,12 @@ class Llama(LlamaBase):
         text = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
         writer = None
         if logprobs is not None:
-            shown = self._tokenizer.detokenize(tokens)
-            adds_space = echo and shown[:1] == b" " and not text.startswith(" ")
-            offsets = TextOffsets(0 if echo else len(text), adds_space)
-            writer = LogprobWriter(self._tokenizer, offsets)
+            known: list[int] = []
+            if echo:  # the token that begins all texts is not shown
+                vocab = self.lp_model.vocab
+                pieces = ((vocab.piece(token), vocab.written_piece(token)) for token in tokens)
+                known = prompt_offsets(text, pieces)[tokens[0] == vocab.bos :]
+            writer = LogprobWriter(self._tokenizer, TextOffsets(len(text), known=known))
         if stream:
             if echo:
                 raise ValueError("echo and stream cannot be used together")
@@ -147,7 +149,6 @@ class Llama(LlamaBase):
         done = self.engine.generate(tokens, params)
         found: Any = None
         if writer is not None:
-            # The token that begins all texts is not shown.
             first = None if not echo or tokens[0] == self.lp_model.bos else tokens[0]
             found = writer.write([*(done.prompt_logprobs or ()), *(done.logprobs or ())], first)
             if echo and found["tokens"]:  # OpenAI's API has none for the first

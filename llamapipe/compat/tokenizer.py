@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llamapipe.arguments import check_tokens
 from llamapipe.llama.model import Model
 
 if TYPE_CHECKING:
     from llamapipe.compat.base import LlamaBase
+else:
+    LlamaBase = Any  # it imports this module; annotations resolve all the same
 
 
 class LlamaTokenizer:

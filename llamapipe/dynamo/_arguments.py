@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import logging
 import os
+import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,6 +33,7 @@ from llamapipe.cli.parser import CommandParser, HelpFormatter, UsageError
 from llamapipe.gguf.reader import fingerprint
 from llamapipe.host.folders import cache_folder
 
+_log = logging.getLogger("llamapipe")
 _DESCRIPTION = "Run a worker for NVIDIA Dynamo. Without -m, use the bundled model."
 _EPILOG = """\
 example, on one machine and without etcd:
@@ -140,9 +143,18 @@ def _address(args: argparse.Namespace) -> tuple[str, str, str]:
 def default_folder(file: Path, chat_template: str | None) -> Path:
     """A folder in the user's cache for the frontend's files. Workers with the same model and template share it.
 
-    It remains after the worker exits: a frontend may read it for another worker of the same model.
+    It remains after the worker exits: a frontend may read it for another worker of the same model. Without a home
+    folder it is a temporary one, which no other worker has, and a warning says so.
     """
     key = fingerprint(file)
     if chat_template is not None:
         key += Path(chat_template).read_bytes()
-    return cache_folder() / "tokenizers" / hashlib.blake2b(key, digest_size=16).hexdigest()
+    name = hashlib.blake2b(key, digest_size=16).hexdigest()
+    try:
+        return cache_folder() / "tokenizers" / name
+    except RuntimeError as error:  # the user has no name, and HOME is not set
+        folder = Path(tempfile.mkdtemp(prefix="llamapipe-tokenizers-"))
+        _log.warning(
+            "%s; tokenizer.json is in %s: give --tokenizer-dir, or set LLAMAPIPE_CACHE_DIR", error, folder
+        )
+        return folder / name

@@ -17,12 +17,12 @@ from dynamo.llm import ModelInput, ModelRuntimeConfig, ModelType, WorkerType, re
 from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
 
 import llamapipe as lp
-from llamapipe._engine.long_work import takes_long
 from llamapipe.dynamo._arguments import parser, worker_options
 from llamapipe.dynamo._requests import chunk, last_chunk, sampling_params
 from llamapipe.llama.vocab import Vocab
 from llamapipe.streams import AsyncStream
 from llamapipe.structured.compile import prepare_vocabulary
+from llamapipe.work.long_work import takes_long
 
 _log = logging.getLogger(__name__)
 _DEAD = (lp.errors.EngineClosedError, lp.errors.BackendError)  # another worker can continue the request
@@ -118,7 +118,7 @@ class EngineWorker(LLMEngine):  # type: ignore[misc]
         try:
             params = sampling_params(request, [adapter.name for adapter in engine.adapters])
             if takes_long(prompt, params):  # compiling a constraint would block the event loop
-                await engine._long_work.run(engine.check_params, params)
+                await engine.offload(engine.check_params, params)
             stream = engine.astream(prompt, params)
         except _DEAD as error:
             raise EngineShutdown(str(error)) from error

@@ -19,6 +19,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from llamapipe._messages import readable
 from llamapipe.errors import ModelLoadError
 from llamapipe.gguf._shapes import text
 from llamapipe.gguf.check import Stamp, check_tensors, open_gguf, type_name
@@ -56,10 +57,12 @@ _IN_PART: Final = frozenset(
     }
 )
 # In the graphs of these each row of a product with an adapter is one entry of the batch, in its order, or one output.
-# tests/llama/test_row_adapters.py tests each; the sets of others take turns.
+# tests/llama/test_row_adapters.py tests each; the sets of others take turns. So do those of recurrent and hybrid
+# models, whose ubatches have equally long parts of sequences, and adapters of experts, whose rows are those of one.
 ROWS_ARE_TOKENS: Final = frozenset(
     {"llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "granite", "olmo2", "phi2", "glm4", "starcoder2",
-     "mistral3", "smollm3", "internlm2", "deci", "falcon"}
+     "mistral3", "smollm3", "internlm2", "deci", "falcon", "gemma4", "gpt-oss", "qwen2moe", "qwen3moe", "glm4moe",
+     "granitemoe"}
 )  # fmt: skip
 # Their graphs have no place for a control vector, and llama.cpp would ignore one in silence.
 _UNSTEERED: Final = frozenset(
@@ -123,7 +126,7 @@ def check_adapter(
     try:
         alpha = _check_keys(head, architecture)
         invocation = _invocation(head, n_vocab)
-        name = text(head.entries, "general.name") or file.stem
+        name = readable(text(head.entries, "general.name") or file.stem)
         check_tensors(head)
         ranks = _check_pairs(head, architecture, tensors)
         matrices = _rows_matrices(head, architecture)
@@ -232,7 +235,7 @@ def check_control_vector(
             raise Damage(
                 f"llama.cpp applies no control vector to models of the architecture {architecture!r}, as this one is"
             )
-        name = text(head.entries, "general.name") or file.stem
+        name = readable(text(head.entries, "general.name") or file.stem)
         check_tensors(head)
         directions, layers = _directions(head, n_layer, n_embd)
     except Damage as damage:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import string
 import zlib
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, Final
+
+import numpy as np
 
 from llamapipe._messages import did_you_mean, nearest, quoted
 from llamapipe.arguments import check_flag
 from llamapipe.chat.media import with_paths_below
 from llamapipe.chat.results import ToolCall
 from llamapipe.engine import Engine
+from llamapipe.gguf.reader import fingerprint
 from llamapipe.jobs._tables import RESULT_FIELDS
 from llamapipe.jobs.records import Record, as_json, column, is_null
+from llamapipe.llama.adapter import Adapter, ControlVector
 from llamapipe.params import SamplingParams
 from llamapipe.results import TokenLogprob
 
@@ -47,6 +54,65 @@ class RecordResult:
             error = body.get("error") if isinstance(body, dict) else None
         message = error.get("message") if isinstance(error, dict) else error
         return str(message or "no reason was given")
+
+
+_DEEPEST = 8
+
+
+def _identity(value: object, depth: int = 0, seen: set[int] | None = None) -> object:
+    """What a value is, for ``repr``: the same in another process, unlike addresses and hashes.
+
+    Of a function its code, its defaults and what it closes over; of an object its type, the code of its calls, and its
+    attributes. What has none of these is told by its type only.
+    """
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    seen = set() if seen is None else seen
+    if depth == _DEEPEST or id(value) in seen:
+        return "..."
+    seen.add(id(value))
+
+    def inner(value: object) -> object:
+        return _identity(value, depth + 1, seen)
+
+    if isinstance(value, (Adapter, ControlVector)):
+        return value.name, value.digest
+    if isinstance(value, Mapping):
+        return sorted(
+            ((repr(inner(key)), inner(one)) for key, one in value.items()), key=lambda pair: pair[0]
+        )
+    if isinstance(value, (set, frozenset)):
+        return sorted(repr(inner(one)) for one in value)
+    if isinstance(value, (list, tuple)):
+        return [inner(one) for one in value]
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return str(value.dtype), value.shape, hashlib.sha256(value.tobytes()).digest()
+    if isinstance(value, CodeType):
+        return value.co_code, value.co_names, inner(list(value.co_consts))
+    if isinstance(value, FunctionType):
+        cells = [inner(_content(cell)) for cell in value.__closure__ or ()]
+        defaults = inner(value.__defaults__), inner(value.__kwdefaults__)
+        return value.__module__, value.__qualname__, inner(value.__code__), defaults, cells
+    if isinstance(value, MethodType):
+        return inner(value.__func__), inner(value.__self__)
+    if isinstance(value, partial):
+        return inner(value.func), inner(value.args), inner(value.keywords)
+    if isinstance(value, type):
+        return value.__module__, value.__qualname__
+    kind = type(value)
+    call = next((vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)), None)
+    return (
+        inner(kind),
+        inner(call) if isinstance(call, FunctionType) else None,
+        inner(getattr(value, "__dict__", None)),
+    )
+
+
+def _content(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty still
+        return None
 
 
 AnswerRequest = Callable[[Record], Awaitable[RecordResult]]
@@ -97,18 +163,24 @@ class Answerer:
         return f"<Answerer template={self._template!r} chat={self._chat}>"
 
     def settings(self) -> int:
-        """32 bits that differ, most likely, for another model, chat template, template or options."""
+        """32 bits that differ, most likely, for another model, adapter, chat template, template or options.
+
+        What is behind a name counts, not the name alone: the files of the adapters that are loaded, which records may
+        name, and of the projector; the code and the values of a logits processor.
+        """
         given = {
             field.name: value
             for field in fields(self._params)
             if (value := getattr(self._params, field.name)) != field.default
         }
-        processors = [
-            type(processor).__qualname__ for processor in given.pop("logits_processors", None) or ()
-        ]
+        processors = [_identity(processor) for processor in given.pop("logits_processors", None) or ()]
+        given.pop("adapter", None)
         model = self._engine.model
         told = (self._template, self._system, self._chat, sorted(self._keep), given, processors)
-        text = repr((*told, model.chat_template))
+        adapters = sorted((adapter.name, adapter.digest) for adapter in model.adapters.loaded())
+        chosen = _identity(self._params.adapter)
+        projector = None if model.projector is None else fingerprint(model.projector.path)
+        text = repr((*told, model.chat_template, adapters, chosen, projector))
         return zlib.crc32(text.encode("utf-8", "surrogatepass"), zlib.crc32(model.fingerprint))
 
     async def answer(self, record: Record) -> RecordResult:

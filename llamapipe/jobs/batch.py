@@ -6,7 +6,6 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
 from typing import TypedDict, cast, overload
 
-from llamapipe._engine.deliver import progress_bar
 from llamapipe._messages import explains_options
 from llamapipe.arguments import check_flag, from_column, path_of
 from llamapipe.engine import Engine
@@ -15,6 +14,7 @@ from llamapipe.jobs.records import Record, check_columns, count_records, read_re
 from llamapipe.jobs.results import lines_of, open_output
 from llamapipe.jobs.run import BatchSummary, answers, run_job
 from llamapipe.params import SamplingParams
+from llamapipe.work.progress import progress_bar
 
 # What is in flight for each slot: enough that none waits for a record while results are taken.
 AHEAD = 4

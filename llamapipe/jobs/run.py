@@ -107,6 +107,13 @@ _MOST_REASONS = 20
 _OTHERS = "other reasons"
 
 
+class _Reasons(Counter[str]):
+    """A Counter that ``dataclasses.asdict`` can copy: it gives pairs, which a Counter would count."""
+
+    def __init__(self, counts: Iterable[tuple[str, int]] | Mapping[str, int] = ()) -> None:
+        super().__init__(dict(counts))
+
+
 @dataclass
 class BatchSummary:
     """What a job has done since it was started.
@@ -124,8 +131,10 @@ class BatchSummary:
     n_skipped_failed: int = 0
     n_tokens: int = 0
     n_cut: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
-    _kinds: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
+    reasons: Counter[str] = field(default_factory=_Reasons)
+
+    def __post_init__(self) -> None:
+        self._kinds: dict[str, str] = {}
 
     def _add(self, answer: RecordResult) -> None:
         """Counts an answer."""

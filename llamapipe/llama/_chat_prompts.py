@@ -6,9 +6,11 @@ first where tools are given.
 
 from __future__ import annotations
 
+import json
 import logging
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from llamapipe._messages import quoted
@@ -18,10 +20,11 @@ from llamapipe.locks import Lock
 
 if TYPE_CHECKING:
     from llamapipe.chat.chat_format import ChatFormat
-    from llamapipe.chat.template import ChatTemplate
+    from llamapipe.chat.template import ChatTemplate, WriteCalls
     from llamapipe.chat.tools import ToolDefinition
     from llamapipe.llama.model import Model
 
+_MOST_FORMATS = 64  # that are remembered: clients choose the template arguments
 _NO_TEMPLATE = "{} has no chat template; give one with chat_template, as text or as a file"
 
 
@@ -34,6 +37,8 @@ class ChatPrompts:
         self._lock = Lock()
         self._format: ChatFormat | None = None
         self._format_lock = Lock()
+        # By the template arguments that the template reads, as JSON.
+        self._formats: OrderedDict[str, ChatFormat] = OrderedDict()
         self._has_warned = False
 
     def __repr__(self) -> str:
@@ -89,7 +94,11 @@ class ChatPrompts:
         """See ``Model.render_chat``. ``tools``: in OpenAI's form."""
         template = self._for(tools)
         text = template.render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, template_args=template_args
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            template_args=template_args,
+            write_calls=self._call_writer(messages, template_args),
         )
         self._warn_of_dropped(template, messages, tools, template_args)
         return text
@@ -100,21 +109,63 @@ class ChatPrompts:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        given_args: Mapping[str, Any] | None = None,
         **template_args: Any,
     ) -> str:
-        """``render`` for a look at the template: without warnings."""
+        """``render`` for a look at the template: without warnings. ``template_args`` replace those of the caller."""
         return self._for(tools).render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, template_args=template_args
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            template_args={**(given_args or {}), **template_args},
         )
 
-    def chat_format(self) -> ChatFormat:
-        """How the template writes tool calls and reasoning; found once. Raises as ``template`` does."""
+    def _call_writer(self, messages: object, template_args: Mapping[str, Any]) -> WriteCalls | None:
+        """Writes the calls of messages where the template leaves them out; None where it does not, or has none."""
+        if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+            return None
+        if not any(isinstance(message, Mapping) and message.get("tool_calls") for message in messages):
+            return None
+        calls = self.chat_format(template_args).calls
+        return calls.written if calls is not None and calls.in_content else None
+
+    def chat_format(self, template_args: Mapping[str, Any] | None = None) -> ChatFormat:
+        """How the template writes tool calls and reasoning with these arguments. Raises as ``template`` does.
+
+        Found once for each set of arguments that the template reads; the sets that were used last are remembered. No
+        lock is held while the template is probed with a client's arguments, so no other client waits for it.
+        """
+        from llamapipe.chat.chat_format import ChatFormat
+
         with self._format_lock:
             if self._format is None:
-                from llamapipe.chat.chat_format import ChatFormat
-
                 self._format = ChatFormat.of(self.render_probe, self._special_id, self._model.vocab.is_eog)
-            return self._format
+            usual = self._format
+        args = self._probed_arguments(template_args) if template_args else {}
+        if not args:
+            return usual
+        key = json.dumps(args, sort_keys=True)
+        with self._format_lock:
+            if (known := self._formats.get(key)) is not None:
+                self._formats.move_to_end(key)
+                return known
+        from llamapipe.chat._sandbox import limited
+
+        render = partial(self.render_probe, given_args=args)
+        with limited():
+            found = ChatFormat.of(render, self._special_id, self._model.vocab.is_eog, usual)
+        with self._format_lock:
+            self._formats[key] = found
+            while len(self._formats) > _MOST_FORMATS:
+                self._formats.popitem(last=False)
+        return found
+
+    def _probed_arguments(self, template_args: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments that one of the model's templates reads, in a short form."""
+        found: dict[str, Any] = {}
+        for template in dict.fromkeys((self._for(True), self._for(None))):
+            found |= template.probed_arguments(template_args)
+        return found
 
     def _special_id(self, text: str) -> int | None:
         """The id of a text that is one control or user-defined token."""
@@ -141,7 +192,8 @@ class ChatPrompts:
         template_args: Mapping[str, Any],
     ) -> None:
         """Logs a warning, once for a template, about what it leaves out of the messages."""
-        for what in template.newly_dropped(messages, tools, template_args):
+        writer = self._call_writer(messages, template_args)
+        for what in template.newly_dropped(messages, tools, template_args, writer):
             logging.getLogger("llamapipe").warning(
                 "the chat template of %s leaves out %s: the model does not see them; use a model whose template "
                 "has a place for them, or give a chat_template",
@@ -155,11 +207,11 @@ class ChatPrompts:
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
         template_args: Mapping[str, Any],
-        continue_last: bool = False,
+        continue_last: bool | str = False,
         n_ctx: int | None = None,
         media_mark: str = "",
     ) -> list[int]:
-        """See ``Model.tokenize_chat``. ``continue_last``: the prompt ends inside the last message.
+        """See ``Model.tokenize_chat``. ``continue_last``: as ``ChatTemplate.render`` takes it.
 
         ``media_mark``: see ``chat/media.py``; where the ``i``-th is written, the token is ``-1 - i``.
 
@@ -176,8 +228,10 @@ class ChatPrompts:
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_last=continue_last,
+            reasoning_opening=self.chat_format(template_args).markers.opening if continue_last else "",
             template_args=template_args,
             change_text=lambda given: controls.marked(given, mark),
+            write_calls=self._call_writer(messages, template_args),
         )
         self._warn_of_dropped(template, messages, tools, template_args)
         if n_ctx is not None and len(text) >= n_ctx and (n_least := vocab.least_tokens(len(text))) >= n_ctx:

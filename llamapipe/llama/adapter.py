@@ -13,21 +13,24 @@ import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from llamapipe.arguments import check_float, check_int, path_of
+from llamapipe._messages import quoted, readable
+from llamapipe.arguments import FrozenDict, check_float, check_int, path_of
 from llamapipe.errors import BackendError, EngineClosedError, InvalidRequestError, ModelLoadError
+from llamapipe.gguf.adapter import AdapterInfo, ControlInfo, check_adapter, check_control_vector
 from llamapipe.llama._loading import mapping_guard
 from llamapipe.native.load import drain_log, last_error
 from llamapipe.native.not_copyable import NotCopyable
+from llamapipe.native.owner import Owner
 
 if TYPE_CHECKING:
-    from llamapipe.gguf.adapter import AdapterInfo, ControlInfo
     from llamapipe.llama.model import Model
+else:
+    Model = Any  # it imports this module; annotations resolve all the same
 
 MOST_SCALE = 1000.0
 _MOST_NAME = 256
@@ -73,10 +76,7 @@ class Directions(NotCopyable):
 Part = Weights | Directions
 
 
-_N = TypeVar("_N", bound="Named")
-
-
-class Named(NotCopyable):
+class Named(Owner):
     """What a request can name as its adapter: a LoRA or a control vector."""
 
     def __init__(self, model: Model, path: Path, size_bytes: int, name: str, part: Part) -> None:
@@ -96,14 +96,6 @@ class Named(NotCopyable):
         """Frees the memory when no request uses it any more; a second call does nothing."""
         self.model.adapters.remove(self)
         self._part = None
-
-    def __enter__(self: _N) -> _N:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def part_of(named: Named) -> Part:
@@ -275,8 +267,6 @@ class ModelAdapters:
 
     def load(self, module: Any, path: str | os.PathLike[str], name: str | None) -> Adapter:
         """See ``Model.load_adapter``."""
-        from llamapipe.gguf.adapter import check_adapter
-
         model = self._model
         file, handle = self._checked(path, name)
         with mapping_guard(module, file):
@@ -303,8 +293,6 @@ class ModelAdapters:
         self, module: Any, path: str | os.PathLike[str], layers: tuple[int, int] | None, name: str | None
     ) -> ControlVector:
         """See ``Model.load_control_vector``."""
-        from llamapipe.gguf.adapter import check_control_vector
-
         model = self._model
         window = (1, model.n_layer - 1) if layers is None else _check_layers(layers, model.n_layer)
         file, _ = self._checked(path, name)
@@ -433,6 +421,8 @@ def check_adapter_name(name: object) -> str:
         raise TypeError(f"the name of an adapter must be a str, not {type(name).__name__}")
     if not 0 < len(name) <= _MOST_NAME:
         raise ValueError(f"the name of an adapter has {len(name)} characters; it must have 1 to {_MOST_NAME}")
+    if readable(name) != name:
+        raise ValueError(f"the name of an adapter is {quoted(name)}; it must have no control characters")
     return name
 
 
@@ -450,7 +440,7 @@ def check_choice_of_adapter(value: object) -> AdapterChoice:
             scales[name] = check_float(f"the scale of {name!r}", scale, -MOST_SCALE, MOST_SCALE)
         if not scales:
             raise ValueError("adapter is an empty mapping; give a name, or None for the model alone")
-        return MappingProxyType(scales)
+        return FrozenDict(scales)
     raise TypeError(
         f"adapter must be a name, an Adapter, a ControlVector or a mapping to scales, not {type(value).__name__}"
     )

@@ -6,14 +6,12 @@ A batch checks its arrays once and never changes, so native code reads the value
 from __future__ import annotations
 
 from collections.abc import Sequence, Sized
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from llamapipe.arguments import check_flag, check_int
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 _INT32_MAX = 2**31 - 1
 

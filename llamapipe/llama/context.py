@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import warnings
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llamapipe.arguments import check_choice, check_flag, check_int
+from llamapipe.arguments import check_flag, check_int, choice_of, int_of
 from llamapipe.errors import (
     BackendError,
     ContextFullError,
@@ -26,7 +24,7 @@ from llamapipe.llama.batch import DecodeBatch
 from llamapipe.llama.kv_memory import check_kv_memory, head_size
 from llamapipe.llama.model import Model
 from llamapipe.native.load import drain_log, last_error, native
-from llamapipe.native.not_copyable import NotCopyable
+from llamapipe.native.owner import Owner
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -48,7 +46,7 @@ def state_version() -> int:
     return version
 
 
-class Context(NotCopyable):
+class Context(Owner):
     """KV cells and compute buffers over a model.
 
     ``n_ctx``: positions each sequence may use; ``n_cells``: KV cells in all (default ``n_ctx * n_seq_max``; fewer only
@@ -61,6 +59,9 @@ class Context(NotCopyable):
     ``n_states``: recurrent states of a sequence to keep besides the last one: those after each of the last tokens of a
     decode, which may be removed then. The attribute tells how many are kept: 0 where the model cannot, and at most
     ``n_ubatch`` - 2.
+    ``swa_full``: layers with a sliding window keep all cells, not only those of the last window; the attribute is None
+    without such layers. ``needs_states``:
+    whether a sequence is continued only where its state is, its recurrent one or the cells of its last window.
     ``n_ring_slots``: stage output rows in a ring of so many times ``n_outputs_max`` rows, for a pipeline (``has_ring``
     is False where that cannot be); ``logits`` has nothing then.
     ``graph_sampling``: with a ring, the graph samples as well; the attribute tells whether it does, and
@@ -92,6 +93,7 @@ class Context(NotCopyable):
         graph_sampling: bool = False,
         batch_invariant: bool = False,
         n_states: int = 0,
+        swa_full: bool = True,
     ) -> None:
         self._handle: Any = None
         self._llama: Any = None
@@ -125,13 +127,18 @@ class Context(NotCopyable):
             n_more_outputs,
             check_flag("kv_unified", kv_unified),
         )
-        self.n_threads = check_int("n_threads", usable_cores() if n_threads is None else n_threads, 1, 512)
-        self.n_threads_batch = check_int(
-            "n_threads_batch", self.n_threads if n_threads_batch is None else n_threads_batch, 1, 512
+        self.n_threads = int_of("n_threads", usable_cores() if n_threads is None else n_threads)
+        self.n_threads_batch = int_of(
+            "n_threads_batch", self.n_threads if n_threads_batch is None else n_threads_batch
         )
         flash_attn = self._checked_types(type_k, type_v, flash_attn)
+        self.type_k = type_k
         params = self._params(type_k, type_v, flash_attn)
         # llama.cpp aborts if a ubatch has no room for the tokens whose states are kept.
+        params.swa_full = check_flag("swa_full", swa_full)
+        self.is_recurrent = model.is_recurrent
+        self.swa_full = swa_full if model.n_swa else None
+        self.needs_states = model.is_recurrent or (model.n_swa > 0 and not swa_full)
         params.n_rs_seq = max(min(check_int("n_states", n_states, 0, 2**16), self.n_ubatch - 2), 0)
         self._pid = os.getpid()
         self._owner: int | None = None
@@ -156,11 +163,9 @@ class Context(NotCopyable):
     ) -> None:
         """Checks the sizes, and sets the attributes of their names."""
         default_n_ctx = min(self.model.n_ctx_train, 4096)
-        self.n_ctx = check_int("n_ctx", default_n_ctx if n_ctx is None else n_ctx, 1, 2**26)
-        self.n_seq_max = check_int("n_seq_max", n_seq_max, 1, self._native.lib.llama_max_parallel_sequences())
-        self.n_cells = check_int(
-            "n_cells", self.n_ctx * self.n_seq_max if n_cells is None else n_cells, 1, _INT32_MAX
-        )
+        self.n_ctx = int_of("n_ctx", default_n_ctx if n_ctx is None else n_ctx)
+        self.n_seq_max = int_of("n_seq_max", n_seq_max)
+        self.n_cells = int_of("n_cells", self.n_ctx * self.n_seq_max if n_cells is None else n_cells)
         self.kv_unified = kv_unified
         if self.n_cells != self.n_ctx * self.n_seq_max and not self.kv_unified:
             raise ValueError(
@@ -168,8 +173,8 @@ class Context(NotCopyable):
                 "a different number needs kv_unified=True"
             )
         # As llama.cpp limits it.
-        self.n_batch: int = min(check_int("n_batch", n_batch, 1, 2**20), self.n_cells)
-        self.n_ubatch = min(check_int("n_ubatch", n_ubatch, 1, 2**20), self.n_batch)
+        self.n_batch: int = min(int_of("n_batch", n_batch), self.n_cells)
+        self.n_ubatch = min(int_of("n_ubatch", n_ubatch), self.n_batch)
         if not self.model.is_causal:  # tokens see those after them: llama.cpp aborts if a batch would be cut
             self.n_ubatch = self.n_batch
         default_n_outputs = self.n_ubatch if self.n_ring_slots else self.n_batch
@@ -185,9 +190,9 @@ class Context(NotCopyable):
 
     def _checked_types(self, type_k: str, type_v: str, flash_attn: str) -> str:
         """Checks the types of the KV cache, and whether it fits. Returns what ``flash_attn`` is to be."""
-        check_choice("type_k", type_k, CACHE_TYPES)
-        check_choice("type_v", type_v, CACHE_TYPES)
-        check_choice("flash_attn", flash_attn, _FLASH_ATTN)
+        choice_of("type_k", type_k)
+        choice_of("type_v", type_v)
+        choice_of("flash_attn", flash_attn)
         if type_k in _COARSE_KEYS and type_k not in _warned:
             _warned.add(type_k)
             logging.getLogger("llamapipe").warning(
@@ -400,9 +405,26 @@ class Context(NotCopyable):
 
     @property
     def can_shift(self) -> bool:
-        """Whether positions can be shifted."""
+        """Whether positions can be shifted, with these types of keys."""
         lib = self._native.lib
-        return bool(lib.llama_memory_can_shift(lib.llama_get_memory(self.llama)))
+        return self._keys_rotate() and bool(lib.llama_memory_can_shift(lib.llama_get_memory(self.llama)))
+
+    def _keys_rotate(self) -> bool:
+        """Whether llama.cpp can rotate the keys in cells. Where it cannot, it ends the process, or the step fails.
+
+        It has no rotation for bfloat16. Quantized keys need heads of a multiple of 64 values. And some layer must
+        rotate its keys: Granite's models may have none that does.
+        """
+        sizes = self.model.metadata
+        arch = sizes.get("general.architecture", "")
+        if self.model.has_only_states:
+            return True
+        if arch.startswith("granite") and sizes.get(f"{arch}.rope.scaling.finetuned") == "false":
+            return False
+        if self.type_k in ("f32", "f16"):
+            return True
+        heads = (str(head_size(self.model)), sizes.get(f"{arch}.attention.key_length_swa", "0"))
+        return self.type_k != "bf16" and all(int(size) % 64 == 0 for size in heads if size.isdigit())
 
     @property
     def n_reused(self) -> int:
@@ -415,8 +437,8 @@ class Context(NotCopyable):
         Threads that are left out sleep. Raises TypeError and ValueError for bad numbers, BackendError when threads
         cannot be started; nothing is changed then.
         """
-        n = check_int("n_threads", n_threads, 1, 512)
-        n_batch = check_int("n_threads_batch", n if n_threads_batch is None else n_threads_batch, 1, 512)
+        n = int_of("n_threads", n_threads)
+        n_batch = int_of("n_threads_batch", n if n_threads_batch is None else n_threads_batch)
         if self._native.lib.lp_context_set_threads(self.handle, n, n_batch) < 0:
             raise BackendError(f"{n} and {n_batch} threads cannot be used ({last_error(self._native)})")
         self.n_threads, self.n_threads_batch = n, n_batch
@@ -535,19 +557,5 @@ class Context(NotCopyable):
         self._assigned.clear()
         self.model.release(self)
 
-    def __enter__(self) -> Context:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None) is not None and self._pid == os.getpid():
-            warnings.warn(
-                f"{self!r} was never closed; use `with` or close()",
-                ResourceWarning,
-                stacklevel=2,
-                source=self,
-            )
+    def _is_left_open(self) -> bool:
+        return getattr(self, "_handle", None) is not None and self._pid == os.getpid()

@@ -91,11 +91,6 @@ def devices() -> list[Device]:
     return [device for device, _ in device_handles()]
 
 
-def free_gpu_memory() -> int:
-    """Free bytes of this machine's GPUs with dedicated memory, together; 0 if there are none. Any thread."""
-    return sum(device.memory_free for device in devices() if device.has_own_memory)
-
-
 # ---- which of them a model is placed on; ``far``: native devices of workers
 def check_rpc(split_mode: str, n_gpu_layers: int, vocab_only: bool) -> None:
     """Refuses options that leave nothing to workers, or that ggml-rpc cannot do."""

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llamapipe.arguments import check_choice, check_int
+from llamapipe._options import EMBEDDER_BY_NAME as ROWS
+from llamapipe.arguments import choice_of, int_of
 from llamapipe.errors import BackendError, InvalidRequestError
 from llamapipe.host.at_exit import awaited_at_exit
 from llamapipe.host.cores import usable_cores
@@ -23,7 +24,6 @@ from llamapipe.native.not_copyable import NotCopyable
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-POOLINGS = ("none", "mean", "cls", "last", "rank")
 _DEFAULT_N_CTX = 2048
 _MIN_BATCH = 512
 _POLL = 2  # as in Context
@@ -59,15 +59,15 @@ class EmbeddingContext(NotCopyable):
             )
         self.pooling = _pooling(model, pooling)
         default = min(model.n_ctx_train, _DEFAULT_N_CTX)
-        self.n_ctx = check_int("n_ctx", default if n_ctx is None else n_ctx, 1, 2**20)
+        self.n_ctx = int_of("n_ctx", default if n_ctx is None else n_ctx, ROWS)
         if not model.is_causal and self.n_ctx > model.n_ctx_train:
             raise InvalidRequestError(
                 f"n_ctx is {self.n_ctx}, and {model.path.name} has positions for {model.n_ctx_train} tokens; "
                 f"use at most {model.n_ctx_train}"
             )
         warn_of_context(model, self.n_ctx)
-        self.n_seq_max = check_int("n_seq_max", n_seq_max, 1, lib.llama_max_parallel_sequences())
-        self.n_threads = check_int("n_threads", usable_cores() if n_threads is None else n_threads, 1, 512)
+        self.n_seq_max = int_of("n_seq_max", n_seq_max, ROWS)
+        self.n_threads = int_of("n_threads", usable_cores() if n_threads is None else n_threads, ROWS)
         # llama.cpp measures its graph with sequences of one length, and aborts where that is not a whole number.
         self.n_batch = -(-max(self.n_ctx, _MIN_BATCH) // self.n_seq_max) * self.n_seq_max
 
@@ -140,7 +140,7 @@ class EmbeddingContext(NotCopyable):
 
     def set_threads(self, n_threads: int) -> None:
         """Computes with another number of threads from the next batch on. Raises ValueError, BackendError."""
-        n = check_int("n_threads", n_threads, 1, 512)
+        n = int_of("n_threads", n_threads, ROWS)
         if self._native.lib.lp_context_set_threads(self._handle, n, n) < 0:
             raise BackendError(f"{n} threads cannot be used ({last_error(self._native)})")
         self.n_threads = n
@@ -166,10 +166,11 @@ class EmbeddingContext(NotCopyable):
 def _pooling(model: Model, wanted: str | None) -> str:
     """The pooling to use: the wanted one, the model's own, or what suits its attention."""
     if wanted is not None:
-        pooling = check_choice("pooling", wanted, POOLINGS)
+        pooling = choice_of("pooling", wanted, ROWS)
     else:
         own = model.metadata.get(f"{model.metadata.get('general.architecture')}.pooling_type", "")
-        pooling = POOLINGS[int(own)] if own.isdigit() and int(own) < len(POOLINGS) else ""
+        known = ROWS["pooling"].choices  # in the order of llama.cpp's numbers
+        pooling = known[int(own)] if own.isdigit() and int(own) < len(known) else ""
         if pooling in ("", "none"):
             pooling = "last" if model.is_causal else "mean"
     if pooling == "rank" and not model.has_rank_head:

@@ -12,16 +12,15 @@ that of a whole step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from llamapipe.arguments import check_choice, check_int
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.vocab import FimTokens, Vocab
 
 FimOrder = Literal["psm", "spm"]
-FIM_ORDERS = ("psm", "spm")
 # Names and texts of files, the oldest first; a mapping is an item of a request's JSON.
-FimExtra: TypeAlias = "Iterable[tuple[str, str] | Mapping[str, str]]"
+FimExtra: TypeAlias = Iterable[tuple[str, str] | Mapping[str, str]]
 _STEP = 256  # tokens: what is left out together
 _STEPS = 16  # of a prompt, at least
 _SUFFIX_SHARE = 4  # the suffix gets at least this part of the room: a quarter
@@ -53,7 +52,7 @@ def fim_text(prefix: Any, suffix: Any, extra: Any, filename: Any, order: Any) ->
     for name, value in (("prefix", prefix), ("suffix", suffix), ("filename", filename)):
         if not isinstance(value, str) and (value is not None or name != "filename"):
             raise TypeError(f"{name} must be a str, not {type(value).__name__}")
-    check_choice("order", order, FIM_ORDERS)
+    check_choice("order", order, get_args(FimOrder))
     if isinstance(extra, (str, bytes, Mapping)) or not isinstance(extra, Iterable):
         raise TypeError(
             f"extra must be a list of (filename, text), not {type(extra).__name__}: extra=[('utils.py', text)]"

@@ -7,9 +7,14 @@ can never fit is refused here, before anything is allocated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from llamapipe.errors import BackendError
+from llamapipe.errors import BackendError, ModelLoadError
+from llamapipe.gguf.check import open_gguf
+from llamapipe.gguf.reader import STRING, Array
 from llamapipe.host.memory import memory_limit
 from llamapipe.llama.devices import devices
 from llamapipe.llama.model import Model
@@ -21,47 +26,237 @@ _CELL_BYTES = 40  # llama.cpp's record of a cell: its position, its shift and it
 _GIB = 2**30
 
 
-def kv_bytes(model: Model, n_cells: int, type_k: str, type_v: str) -> int | None:
-    """Bytes of the keys and values of ``n_cells`` KV cells, on whichever devices the layers are placed.
+# Layers that see a window, where a file does not list them: all but the last of each group, or but the first.
+_WINDOWS = {"gemma2": 2, "gemma3": 6, "gemma3n": 5, "gpt-oss": 2, "cohere2": 4, "exaone-moe": 4, "llama4": 4,
+            "olmo2": 4, "afmoe": 4, "plamo3": 8, "mellum": 4, "muse-glimmer": 4}  # fmt: skip
+_WINDOWS_LAST = {"cohere2moe": 4, "laguna": 4, "smallthinker": 4}
+_WINDOWS_LISTED = frozenset({"gemma4", "granite-swa", "maple", "mimo2", "spark2-5", "step35"})
+_WINDOW_TOKENS = {"llama4": 8192, "smallthinker": 4096}  # whatever the file says
+_RECURRENT = frozenset({"mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"})
+_EVERY_FOURTH_ATTENDS = frozenset({"qwen35", "qwen35moe", "qwen3next", "minimax-01"})
+_ATTENDS_WITH_HEADS = frozenset(
+    {"jamba", "plamo2", "granitehybrid", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe", "kimi-linear", "kimi-k3",
+     "bailingmoe3"}
+)  # fmt: skip
+# Caches of other kinds: indexers, compressed windows, layers that are computed several times.
+_UNKNOWN = frozenset(
+    {"deepseek4", "deepseek32", "glm-dsa", "glm5-next", "hy-v4", "dots3note", "minimax-m3", "qwen4exp", "dflash",
+     "gemma4-assistant", "hrm-text", "nanbeige", "exaone4"}
+)  # fmt: skip
+_STATE_BYTES = 4  # of a value of a recurrent state: always float32
+_WINDOW_PAD = 256  # llama.cpp rounds the cells of window layers up to a multiple of it
 
-    ``type_k`` and ``type_v`` are names of ``TYPE_BYTES``. None where the metadata does not give the size: see
-    ``cell_bytes``. Any thread.
+
+@dataclass(frozen=True)
+class MemorySizes:
+    """What llama.cpp allocates for a model's sequences, in bytes; of the keys and values with flash attention.
+
+    ``full``: a cell in the layers that see all tokens. ``window``: a cell in the layers that see the last
+    ``n_window`` tokens; 0 without such layers. ``state``: the recurrent state of one sequence, in all layers.
+    """
+
+    full: float
+    window: float
+    n_window: int
+    state: int
+
+    def n_window_cells(self, n_cells: int, n_seq_max: int, n_ubatch: int, unified: bool) -> int:
+        """Cells that window layers have in all sequences with ``swa_full=False``, of ``n_cells`` in other layers."""
+        n_streams = 1 if unified else n_seq_max
+        n_most = self.n_window * (n_seq_max if unified else 1) + n_ubatch
+        return -(-min(n_cells // n_streams, n_most) // _WINDOW_PAD) * _WINDOW_PAD * n_streams
+
+    def total(
+        self,
+        n_cells: int,
+        n_seq_max: int,
+        *,
+        swa_full: bool = True,
+        n_ubatch: int = 512,
+        unified: bool = False,
+        n_rs_seq: int = 0,
+    ) -> int:
+        """Bytes of a context with ``n_cells`` cells in all sequences.
+
+        ``swa_full``: window layers keep all cells. ``n_rs_seq``: earlier states kept for each sequence.
+        """
+        n_window = n_cells if swa_full else self.n_window_cells(n_cells, n_seq_max, n_ubatch, unified)
+        return int(n_cells * self.full + n_window * self.window + n_seq_max * (1 + n_rs_seq) * self.state)
+
+
+def memory_sizes(
+    metadata: Mapping[str, Any], n_layer: int, n_embd: int, type_k: str, type_v: str
+) -> MemorySizes | None:
+    """The parts of a context's memory, from a file's metadata. Any thread.
+
+    ``metadata``: values by key, numbers or their texts, arrays as sequences (see ``file_metadata``). ``type_k`` and
+    ``type_v`` are names of ``TYPE_BYTES``. None for architectures with caches of other kinds, and where an array that
+    tells the size is missing.
+    """
+    arch = str(metadata.get("general.architecture", ""))
+    if arch in _UNKNOWN:
+        return None
+    try:
+        return _Sizes(metadata, arch, n_layer, n_embd).parts(TYPE_BYTES[type_k], TYPE_BYTES[type_v])
+    except (IndexError, ValueError, TypeError):
+        return None  # an array that is too short: llama.cpp refuses the file
+
+
+class _Sizes:
+    """Reads llama.cpp's hyperparameters (llama-hparams.cpp and the files of ``src/models``) from the metadata."""
+
+    def __init__(self, metadata: Mapping[str, Any], arch: str, n_layer: int, n_embd: int) -> None:
+        self._metadata, self._arch, self._n_all, self._n_embd = metadata, arch, n_layer, n_embd
+        self._n_own = n_layer - self._one("nextn_predict_layers")  # others are for drafts
+
+    def _one(self, key: str, default: int = 0) -> int:
+        value = self._metadata.get(f"{self._arch}.{key}", default)
+        return int(value[0]) if isinstance(value, Sequence) and not isinstance(value, str) else int(value)
+
+    def _each(self, key: str, default: int = 0) -> list[int]:
+        """A value for every layer: an array, or one for all."""
+        value = self._metadata.get(f"{self._arch}.{key}", default)
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            return [int(value[i]) for i in range(self._n_all)]
+        return [int(value)] * self._n_all
+
+    def parts(self, bytes_k: float, bytes_v: float) -> MemorySizes:
+        heads = self._each("attention.head_count")
+        heads_kv = self._each("attention.head_count_kv") if self._has("attention.head_count_kv") else heads
+        windows, n_window = self._windows(heads_kv)
+        recurrent, attending = self._layers(heads_kv)
+        has_values = not (self._one("attention.key_length_mla") and self._one("attention.value_length_mla"))
+        head = self._n_embd // heads[0] if heads[0] else 0
+        cells = {False: 0.0, True: 0.0}
+        for i in attending:
+            swa = "_swa" if windows[i] else ""
+            key, value = (
+                self._one(f"attention.{name}_length{swa}", self._one(f"attention.{name}_length", head))
+                for name in ("key", "value")
+            )
+            cells[windows[i]] += heads_kv[i] * (key * bytes_k + value * bytes_v * has_values)
+        state = len(recurrent) * _STATE_BYTES * self._state(heads[0])
+        return MemorySizes(cells[False], cells[True], n_window if cells[True] else 0, state)
+
+    def _has(self, key: str) -> bool:
+        return f"{self._arch}.{key}" in self._metadata
+
+    def _windows(self, heads_kv: list[int]) -> tuple[list[bool], int]:
+        """Which layers see a window, and of how many tokens."""
+        arch, key = self._arch, "attention.sliding_window_pattern"
+        n = self._one("attention.sliding_window", {"gemma2": 4096, "llama4": 8192}.get(arch, 0))
+        if arch == "lfm2":
+            return [n > 0 and heads > 0 for heads in heads_kv], n
+        group = (_WINDOWS | _WINDOWS_LAST).get(arch, 0)
+        if not (n and (group or arch in _WINDOWS_LISTED)):
+            return [False] * self._n_all, 0
+        n = _WINDOW_TOKENS.get(arch, n)
+        pattern = self._metadata.get(f"{arch}.{key}", group)
+        if isinstance(pattern, Sequence) and not isinstance(pattern, str):
+            return [bool(one) for one in self._each(key)], n
+        group = int(pattern)
+        sees = [
+            i < self._n_own
+            and (group == 0 or (i % group != 0 if arch in _WINDOWS_LAST else i % group < group - 1))
+            for i in range(self._n_all)
+        ]
+        return sees, n
+
+    def _layers(self, heads_kv: list[int]) -> tuple[list[int], list[int]]:
+        """The layers with a recurrent state, and those with cells."""
+        arch, own, whole = self._arch, range(self._n_own), range(self._n_all)
+        if arch in _RECURRENT:
+            return list(own), []
+        if arch == "falcon-h1":
+            return list(own), list(whole)
+        if arch in _EVERY_FOURTH_ATTENDS:
+            if self._has("attention.recurrent_layers"):
+                keeps = [bool(one) for one in self._each("attention.recurrent_layers")]
+            else:
+                group = self._one("full_attention_interval", 4)
+                keeps = [(i + 1) % group != 0 for i in whole]
+            return [i for i in own if keeps[i]], [i for i in own if not keeps[i]]
+        if arch in _ATTENDS_WITH_HEADS:
+            ffn = self._each("feed_forward_length") if arch.startswith("nemotron_h") else [0] * self._n_all
+            recurrent = [i for i in own if heads_kv[i] == 0 and ffn[i] == 0]
+            return recurrent, [i for i in whole if i not in recurrent and ffn[i] == 0]
+        n_with_cells = {
+            "gemma3n": 20,
+            "gemma4": self._n_all - self._one("attention.shared_kv_layers"),
+        }.get(arch, self._n_all)
+        n_own = self._n_own if self._n_own > 0 else self._n_all
+        return [], list(range(min(n_own, n_with_cells)))
+
+    def _state(self, n_head: int) -> int:
+        """Values of a layer's state."""
+        n_embd = self._n_embd
+        if head := self._one("wkv.head_size"):
+            return n_embd * (self._one("token_shift_count", 2) + head)
+        if n_conv := self._one("shortconv.l_cache"):
+            return n_embd * (n_conv - 1)
+        n_before = max(self._one("ssm.conv_kernel") - 1, 0)
+        if head := self._one("kda.head_dim"):
+            return 3 * (n_before or 3) * n_head * head + head * head * n_head
+        if self._arch == "minimax-01":
+            head = self._one("attention.key_length", n_embd // n_head)
+            return head * head * n_head
+        inner, size = self._one("ssm.inner_size"), self._one("ssm.state_size")
+        n_groups = 0 if self._arch in ("mamba", "jamba") else self._one("ssm.group_count")
+        return n_before * (inner + 2 * n_groups * size) + size * inner
+
+
+def file_metadata(path: Path) -> dict[str, Any]:
+    """The single values and the arrays of numbers in a file's head, by key. Any thread.
+
+    Raises ModelLoadError.
+    """
+    return {
+        key: entry.value.data.tolist() if isinstance(entry.value, Array) else _plain(entry.value)
+        for key, entry in open_gguf(path).head.entries.items()
+        if not (isinstance(entry.value, Array) and entry.value.kind == STRING)
+    }
+
+
+def _plain(value: float | bytes) -> float | str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def model_sizes(model: Model, type_k: str, type_v: str) -> MemorySizes | None:
+    """The parts of a context's memory for a model, on whichever devices its layers are placed. Any thread.
+
+    None where its size is not known (see ``memory_sizes``), and if the file is gone. Raises EngineClosedError when the
+    model is closed.
+    """
+    texts = model.metadata
+    try:
+        metadata = file_metadata(model.path)
+    except ModelLoadError:
+        metadata = {}
+    return memory_sizes(metadata | texts, model.n_layer, model.n_embd, type_k, type_v)
+
+
+def kv_bytes(model: Model, n_cells: int, type_k: str, type_v: str) -> int | None:
+    """Bytes of the keys and values of ``n_cells`` KV cells in all layers, on whichever devices they are placed.
+
+    ``type_k`` and ``type_v`` are names of ``TYPE_BYTES``. None where the metadata does not give the size, and for
+    models with a recurrent state: see ``model_sizes``. Any thread.
 
     Raises EngineClosedError when the model is closed.
     """
     if model.is_recurrent:
         return None
-    cell = cell_bytes(model.metadata, model.n_layer, model.n_embd, type_k, type_v)
-    return None if cell is None else int(n_cells * cell)
+    sizes = model_sizes(model, type_k, type_v)
+    return None if sizes is None else sizes.total(n_cells, 1)
 
 
-def cell_bytes(
-    metadata: Mapping[str, str], n_layer: int, n_embd: int, type_k: str, type_v: str
-) -> float | None:
-    """Bytes of the keys and values of one KV cell in all layers, from a file's metadata. Any thread.
+def check_kv_memory(model: Model, n_cells: int, type_k: str, type_v: str, n_seq_max: int = 1) -> None:
+    """Raises BackendError when ``n_cells`` KV cells can never fit in this machine's memory, with ``n_seq_max`` states.
 
-    None where the metadata does not give the size: models with sliding windows or compressed keys, and models whose
-    heads differ between layers. A recurrent state is not counted.
-    """
-    arch = metadata.get("general.architecture", "")
-    if any(f"{arch}.attention.{key}" in metadata for key in ("sliding_window", "kv_lora_rank")):
-        return None
-    n_head = _int(metadata.get(f"{arch}.attention.head_count"))
-    if n_head == 0:
-        return None
-    n_head_kv = _int(metadata.get(f"{arch}.attention.head_count_kv"), n_head)
-    key_size = _int(metadata.get(f"{arch}.attention.key_length"), n_embd // n_head)
-    value_size = _int(metadata.get(f"{arch}.attention.value_length"), n_embd // n_head)
-    return n_layer * n_head_kv * (key_size * TYPE_BYTES[type_k] + value_size * TYPE_BYTES[type_v])
-
-
-def check_kv_memory(model: Model, n_cells: int, type_k: str, type_v: str) -> None:
-    """Raises BackendError when ``n_cells`` KV cells can never fit in this machine's memory.
-
-    Keys and values count only where no GPU may hold them; the records of cells are always in host memory.
+    Keys, values and states count only where no GPU may hold them; the records of cells are always in host memory.
     """
     on_gpu = any(device.type in ("gpu", "igpu") for device in (*devices(), *model.devices))
-    needed = n_cells * _CELL_BYTES + (0 if on_gpu else kv_bytes(model, n_cells, type_k, type_v) or 0)
+    sizes = None if on_gpu else model_sizes(model, type_k, type_v)
+    needed = n_cells * _CELL_BYTES + (0 if sizes is None else sizes.total(n_cells, n_seq_max))
     limit = memory_limit()
     if limit is not None and needed > limit:
         raise BackendError(

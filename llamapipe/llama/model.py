@@ -8,31 +8,30 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from llamapipe._messages import explains_options, listed, wrong_option
-from llamapipe.arguments import check_choice, check_flag, check_int, path_of
+from llamapipe._options import MODEL
+from llamapipe.arguments import check_flag, choice_of, int_of, path_of
+from llamapipe.chat.tools import ToolDefinition
 from llamapipe.errors import BackendError, EngineClosedError, ModelLoadError
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.memory import free_memory, return_freed_memory
 from llamapipe.llama._loading import Progress, is_loading, load, mapping_guard
-from llamapipe.llama.adapter import Adapter, ControlVector, ModelAdapters
+from llamapipe.llama.adapter import Adapter, ControlVector, ModelAdapters, local_file
 from llamapipe.llama.devices import Device, check_rpc, device_list, shares_of_devices, used_devices
 from llamapipe.llama.fim import FimExtra, FimOrder, fim_prompt, fim_text
 from llamapipe.llama.vocab import Vocab
 from llamapipe.locks import Lock
 from llamapipe.native.load import native
-from llamapipe.native.not_copyable import NotCopyable
+from llamapipe.native.owner import Owner
 from llamapipe.ollama_models import model_of, shown_name
 
 if TYPE_CHECKING:
-    from llamapipe.chat.tools import ToolDefinition
     from llamapipe.gguf.check import GgufInfo
     from llamapipe.gguf.mmproj import MmprojInfo
     from llamapipe.gguf.reader import Tensor
@@ -53,7 +52,6 @@ TUNING_OPTIONS = ("n_batch", "n_ubatch", "n_threads_batch")  # the same, of Engi
 _READ_AS_ROWS = frozenset({"clef"})
 # Architectures that do something else in a batch with tokens and rows of images (llm_arch_supports_mixed_batch).
 _NO_MEDIA = frozenset({"cogvlm", "deepseek4", "granite-switch", "eagle3", "dflash", "gemma4-assistant"})
-_MOST_IMAGE_TOKENS = 65_536
 _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
 
 
@@ -68,54 +66,63 @@ def demo_model_path() -> Path:
 
 
 # The options of ``Model``, for error messages.
-MODEL_OPTIONS = frozenset(
-    "n_gpu_layers devices split_mode main_gpu tensor_split use_mmap use_mlock vocab_only chat_template rpc "
-    "tool_calls kernels packed_cache mmproj image_min_tokens image_max_tokens".split()
-)
+MODEL_OPTIONS = frozenset(option.name for option in MODEL)
 
 
-class Model(NotCopyable):
-    """A model loaded from a GGUF file, or one that Ollama has downloaded: ``"ollama:NAME"``, ``"ollama:NAME:TAG"``.
+class Model(Owner):
+    """A model loaded from a GGUF file, or one of the Hugging Face Hub (extra ``hub``) or that Ollama has downloaded.
 
-    ``n_gpu_layers``: layers placed on GPUs, -1 for all. ``devices``: names or ``Device`` objects to use, None for all.
-    ``split_mode``: ``"none"``, ``"layer"``, ``"row"`` or ``"tensor"``. ``main_gpu``: the device used by mode none.
-    ``tensor_split``: the share of each device. ``progress``: called on this thread with 0.0 to 1.0 during the load; an
-    exception in it stops the load and is raised here. ``vocab_only``: load no weights, for tokenizing only.
-    ``chat_template``: used instead of the file's own: Jinja source, or the path of a file that holds it. ``rpc``:
-    addresses of ``llamapipe rpc-worker``, such as ``"10.0.0.2:50052"``, whose devices get layers before those of
-    ``devices``; connections are neither authenticated nor encrypted, and a worker's end ends this process.
-    ``tool_calls``: with ``"lenient"``, an answer that consists of calls of tools as plain JSON is read as these; with
-    ``"strict"``, only what the chat template marks as a call. ``kernels``: with ``"auto"``, weights on the CPU that
-    llamapipe has matrix products for are packed for these, which takes as much memory as the file has of them, unless
-    less than the file's size is free; with ``"ggml"``, ggml computes all products. ``packed_cache``: a folder where
-    packed weights are kept, as large as these; True or ``"auto"`` for the user's cache, None, False or ``"off"`` for
-    none. The first load writes a file there, later ones map it, which is faster, and processes share its memory.
-    ``mmproj``: the path of the model's second file, a GGUF file with an encoder of images or sounds, for messages with
-    these, or ``hf:OWNER/REPO[/FILE]``; see ``docs/guides/images.md``. ``"auto"``: the file ``mmproj*.gguf`` beside the
-    model, if exactly one there is this model's; it is loaded with the first image, and its absence is no error. True:
-    the same, or the file in the repository that the model comes from; it must be there. None, False or ``"off"``: none.
-    ``image_min_tokens``, ``image_max_tokens``: limits of an image's tokens, for projectors that keep an image's
-    proportions: about, as rows of patches are whole, and for each tile where it is cut into some. None: the file's own.
-    Other projectors, which have one number for all images, refuse them if ``mmproj`` asks for one, else warn. Without
-    a projector they have no effect.
+    ``path``: a file; ``"hf:OWNER/REPO/FILE"``, ``"hf:OWNER/REPO"`` or ``"hf:OWNER/REPO:QUANT"``, which is downloaded
+    once (``from_pretrained`` has more options); ``"ollama:NAME"`` or ``"ollama:NAME:TAG"``.
 
-    ``path``, ``name``: the file, and what servers and messages call the model.
+    - ``n_gpu_layers``: layers to place on GPUs; -1: all. ``devices``: names or ``Device`` objects to use; None: all.
+    - ``split_mode``: how the model is divided among devices. ``main_gpu``: the device that mode ``"none"`` uses.
+      ``tensor_split``: the share of each device.
+    - ``use_mmap``: map the file instead of reading it. ``use_mlock``: lock the weights in memory.
+    - ``progress``: called on this thread with 0.0 to 1.0 while the model loads. An exception in it stops the load and
+      is raised here.
+    - ``vocab_only``: load no weights, for tokenizing only.
+    - ``chat_template``: used instead of the file's: Jinja source, or the path of a file with it.
+    - ``rpc``: addresses of ``llamapipe rpc-worker``, such as ``"10.0.0.2:50052"``, whose devices get layers before
+      those of ``devices``. Connections are neither authenticated nor encrypted. If a worker ends, this process ends,
+      too.
+    - ``tool_calls``: ``"lenient"`` also reads an answer of plain JSON as calls of tools; ``"strict"`` reads only what
+      the chat template marks as a call.
+    - ``kernels``: with ``"auto"``, weights on the CPU are packed for llamapipe's matrix products where it has some for
+      their type. Packed weights take memory besides the file; if less than the file's size is free, none are packed.
+      With ``"ggml"``, ggml computes all products.
+    - ``packed_cache``: a folder for packed weights; True or ``"auto"``: in the user's cache; None, False or ``"off"``:
+      none. The first load writes a file of their size there. Later loads map it, which is faster, and processes share
+      its memory.
+    - ``mmproj``: the model's second file, a GGUF file with an encoder of images or audio (``docs/guides/images.md``),
+      as a path or ``hf:OWNER/REPO[/FILE]``. ``"auto"``: the file ``mmproj*.gguf`` beside the model, if exactly one
+      there fits the model, which is loaded with the first image; without one, messages have text only. True: the same,
+      or the file in the model's repository; it must exist. None, False or ``"off"``: none.
+    - ``image_min_tokens``, ``image_max_tokens``: approximate limits of an image's tokens, for projectors that keep an
+      image's proportions; for each tile, if the projector tiles. None: the file's. Projectors with one size for all
+      images refuse them if ``mmproj`` names a file, else warn.
 
-    Sizes are attributes: ``n_vocab``, ``n_ctx_train`` (tokens), ``n_embd``, ``n_layer``, ``n_params``, ``size_bytes``.
-    ``n_swa``: tokens that a layer with a sliding window attends to, 0 without such layers. ``is_recurrent``: the model
-    keeps a state per sequence, and no part of it can be removed. ``is_causal``: False if tokens attend to later ones;
-    engines refuse such models. ``devices``: the devices its layers may be placed on; the CPU if no GPU is used.
-    ``kernels``: what computes the products of packed weights, such as ``"avx2"``, or ``"ggml"`` if none are packed;
-    ``n_packed_tensors``: these weights' number; ``packed_bytes``: the memory they take, which is not part of the file.
-    ``packed_folder``: the folder of ``packed_cache``; None without one, or where no kernels are used. ``packed_file``:
-    the file there that they are mapped from, or None. ``attends``: whether contexts also compute attention with
-    kernels of llamapipe. ``supports_images``, ``supports_audio``: whether messages may have images and sounds; never
-    without a projector (``mmproj``).
+    A model has these attributes:
+
+    - ``path``, ``name``: the file, and the name that servers and messages have for the model.
+    - ``n_vocab``, ``n_ctx_train`` (tokens), ``n_embd``, ``n_layer``, ``n_params``, ``size_bytes``: sizes.
+    - ``n_swa``: tokens that a layer with a sliding window attends to; 0: no layer has one.
+    - ``is_recurrent``: the model keeps one state per sequence, of which no part can be removed. ``has_only_states``: it
+      has no KV cells besides.
+    - ``is_causal``: False if tokens attend to later ones; engines refuse such models.
+    - ``devices``: the devices its layers may be placed on; the CPU if no GPU is used.
+    - ``kernels``: the kernels for packed weights, such as ``"avx2"``; ``"ggml"`` if none are packed.
+      ``n_packed_tensors``: the number of packed weights. ``packed_bytes``: the memory they take, besides the file.
+      ``attends``: whether contexts also compute attention with llamapipe's kernels.
+    - ``packed_folder``: the folder of ``packed_cache``; None without one, or if llamapipe's kernels are not used.
+      ``packed_file``: the file there that the weights are mapped from, or None.
+    - ``supports_images``, ``supports_audio``: whether messages may have images or audio; never without a projector.
 
     Any thread may use a model. Close it, or use ``with``, after every context and engine created from it.
 
-    Raises ModelLoadError for a missing, damaged or unsupported file, TypeError and ValueError for wrong arguments,
-    BackendError for an unknown device and for a worker that cannot be reached.
+    Raises ModelLoadError for a missing, damaged or unsupported file, TypeError and ValueError for wrong arguments
+    (``docs/reference/options.md`` has the ranges), BackendError for an unknown device and for a worker that cannot be
+    reached.
     """
 
     @explains_options({"Engine": ENGINE_OPTIONS, "EngineTuning": TUNING_OPTIONS})
@@ -149,19 +156,19 @@ class Model(NotCopyable):
         self._children: dict[int, str] = {}
         self.adapters = ModelAdapters(self)
         try:
-            self.path, self.name = model_of(path) or (path_of(path), "")
+            self.path, self.name = model_of(path) or (local_file(path), "")
         except TypeError:
             raise TypeError(f"path must be a str or os.PathLike, not {type(path).__name__}") from None
         self.name = self.name or shown_name(self.path)
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be callable, not {type(progress).__name__}")
-        split = check_choice("split_mode", split_mode, _SPLIT_MODES)
-        n_layers = check_int("n_gpu_layers", n_gpu_layers, -1, 2**31 - 1)
-        gpu = check_int("main_gpu", main_gpu, 0, 1023)
+        split = choice_of("split_mode", split_mode)
+        n_layers = int_of("n_gpu_layers", n_gpu_layers)
+        gpu = int_of("main_gpu", main_gpu)
         mapped, locked = check_flag("use_mmap", use_mmap), check_flag("use_mlock", use_mlock)
         self.vocab_only = check_flag("vocab_only", vocab_only)
-        self.tool_calls = check_choice("tool_calls", tool_calls, ("lenient", "strict"))
-        may_pack = check_choice("kernels", kernels, ("auto", "ggml")) == "auto"
+        self.tool_calls = choice_of("tool_calls", tool_calls)
+        may_pack = choice_of("kernels", kernels) == "auto"
         folder = _packed_folder(packed_cache)
         if folder is not None:
             for option, is_wrong in (
@@ -296,9 +303,8 @@ class Model(NotCopyable):
         self.n_layer: int = lib.llama_model_n_layer(self._handle)
         self.n_params: int = lib.llama_model_n_params(self._handle)
         self.size_bytes: int = lib.llama_model_size(self._handle)
-        self.is_recurrent: bool = lib.llama_model_is_recurrent(self._handle) or lib.llama_model_is_hybrid(
-            self._handle
-        )
+        self.has_only_states: bool = lib.llama_model_is_recurrent(self._handle)
+        self.is_recurrent: bool = self.has_only_states or lib.llama_model_is_hybrid(self._handle)
         self.n_swa: int = lib.llama_model_n_swa(self._handle)
         self.bos = self.vocab.bos
         self.eos = self.vocab.eos
@@ -700,22 +706,8 @@ class Model(NotCopyable):
         if self._workers is not None:
             self._workers.close()
 
-    def __enter__(self) -> Model:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None) is not None and self._pid == os.getpid():
-            warnings.warn(
-                f"{self!r} was never closed; use `with` or close()",
-                ResourceWarning,
-                stacklevel=2,
-                source=self,
-            )
+    def _is_left_open(self) -> bool:
+        return getattr(self, "_handle", None) is not None and self._pid == os.getpid()
 
 
 def warn_of_context(model: Model, n_ctx: int) -> None:
@@ -753,8 +745,12 @@ def _packed_folder(value: str | os.PathLike[str] | bool | None) -> Path | None:
 
     try:
         return cache_folder() / "packed"
-    except RuntimeError as error:  # there is no home folder
-        raise ValueError(f"packed_cache: {error}; give a folder") from None
+    except RuntimeError as error:  # there is no home folder: the user has no name, and HOME is not set
+        logging.getLogger("llamapipe").warning(
+            "packed_cache: %s; packed weights stay in memory: give a folder, or set LLAMAPIPE_CACHE_DIR",
+            error,
+        )
+        return None
 
 
 def _given_mmproj(value: str | os.PathLike[str] | bool | None) -> Path | Literal["auto", True] | None:
@@ -779,9 +775,7 @@ def _given_mmproj(value: str | os.PathLike[str] | bool | None) -> Path | Literal
 def _image_limits(least: int | None, most: int | None) -> tuple[int | None, int | None]:
     """Checked limits of an image's tokens. Raises TypeError, ValueError."""
     given = {"image_min_tokens": least, "image_max_tokens": most}
-    least, most = (
-        None if n is None else check_int(name, n, 1, _MOST_IMAGE_TOKENS) for name, n in given.items()
-    )
+    least, most = (None if n is None else int_of(name, n) for name, n in given.items())
     if least is not None and most is not None and least > most:
         raise ValueError(
             f"image_min_tokens is {least} and image_max_tokens {most}; the first must not be larger"

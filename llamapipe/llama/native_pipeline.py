@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from llamapipe.arguments import check_choice
+from llamapipe.arguments import choice_of
 from llamapipe.errors import BackendError, ContextFullError, DecodeError, EngineClosedError
 from llamapipe.llama.context import Context
 from llamapipe.llama.model import Model
@@ -13,47 +13,47 @@ from llamapipe.locks import Lock
 from llamapipe.native.load import drain_log, enum_names, last_error, native
 from llamapipe.native.not_copyable import NotCopyable
 
-GRAPH_SAMPLING = ("auto", "on", "off")
-RINGS = ("auto", "events", "sync", "off")
 
-
-def ring_slots(model: Model, ring: str, n_slots: int) -> int:
+def ring_slots(model: Model, ring: str, n_slots: int, keeps_windows: bool = False) -> int:
     """How many slots a context's ring gets: ``n_slots``, or none where outputs go through llama.cpp's own buffer.
+
+    ``keeps_windows``: window layers keep all cells, separately for each sequence.
 
     On RPC workers there is none: slots live as long as the pipeline's object, and so would the connection. A worker
     that ends then would end this process although everything is closed.
     """
-    check_choice("ring", ring, RINGS)
+    choice_of("ring", ring)
     if model.on_workers:
         if ring not in ("auto", "off"):
             raise ValueError(
                 f'ring is {ring!r}, and the model is on RPC workers, which have none; use "auto" or "off"'
             )
         return 0
-    return 0 if ring == "off" or not can_stage(model) else n_slots
+    return 0 if ring == "off" or not can_stage(model, keeps_windows) else n_slots
 
 
-def can_stage(model: Model) -> bool:
+def can_stage(model: Model, keeps_windows: bool) -> bool:
     """Whether this model's batches are cut into ubatches in a way that is known here.
 
-    Recurrent and sliding-window memories retry other ways by themselves, so their rows could not be told apart.
+    Recurrent memories, and windows that give cells to others, cut them otherwise or retry other ways by themselves, so
+    their rows could not be told apart.
     """
-    return not model.is_recurrent and not model.n_swa
+    return not model.is_recurrent and (keeps_windows or not model.n_swa)
 
 
-def wants_graph_sampling(model: Model, ring: str, choice: str) -> bool:
+def wants_graph_sampling(model: Model, ring: str, choice: str, keeps_windows: bool = False) -> bool:
     """Whether the graph shall sample: by itself only where a device computes that is more than software.
 
     A CPU has better ways to find a row's candidates, and a software device is a CPU.
     """
-    check_choice("graph_sampling", choice, GRAPH_SAMPLING)
+    choice_of("graph_sampling", choice)
     if choice == "on" and model.on_workers:
         raise ValueError(
             'graph_sampling is "on", and the model is on RPC workers, which return whole rows; use "auto" or "off"'
         )
     if choice != "auto":
         return choice == "on"
-    return ring_slots(model, ring, 1) > 0 and on_gpu(model)
+    return ring_slots(model, ring, 1, keeps_windows) > 0 and on_gpu(model)
 
 
 def on_gpu(model: Model) -> bool:
@@ -193,21 +193,26 @@ class NativePipeline(NotCopyable):
 
 
 class SavedCells(NotCopyable):
-    """Owns one saved copy; ``SavedCells.of`` makes it. One thread at a time; may outlive its pipeline."""
+    """Owns one saved copy of a sequence, or of its state; ``SavedCells.of`` makes it.
+
+    One thread at a time; may outlive its pipeline.
+    """
 
     def __init__(self, handle: Any) -> None:
         self._lib = native().lib
-        self._handle = handle
+        self.handle = handle
         self.n_bytes = int(self._lib.lp_saved_bytes(handle))
 
     @classmethod
-    def of(cls, pipeline: NativePipeline, seq_id: int, max_bytes: int) -> SavedCells | None:
-        """A copy of a sequence's cells; waits for the steps before. None if it is larger than ``max_bytes``, or fails.
+    def of(
+        cls, pipeline: NativePipeline, seq_id: int, max_bytes: int, only_state: bool = False
+    ) -> SavedCells | None:
+        """A copy of a sequence; waits for the steps before. None if it is larger than ``max_bytes``, or fails.
 
-        The thread that launches.
+        ``only_state``: of what cannot go back, without the cells of other layers. The thread that launches.
         """
         module = pipeline.native
-        handle = module.lib.lp_save(pipeline.handle, seq_id, max_bytes)
+        handle = module.lib.lp_save(pipeline.handle, seq_id, max_bytes, only_state)
         return None if handle == module.ffi.NULL else cls(handle)
 
     @classmethod
@@ -221,29 +226,19 @@ class SavedCells(NotCopyable):
 
     def to_bytes(self) -> bytes:
         """The cells in llama.cpp's format."""
-        return bytes(native().ffi.buffer(self._lib.lp_saved_data(self._handle), self.n_bytes))
-
-    def load(self, pipeline: NativePipeline, seq_id: int, n: int) -> bool:
-        """Replaces a sequence's cells by the first ``n`` of these. If that is refused, it is empty and False returned.
-
-        The thread that launches.
-        """
-        done: int = pipeline.native.lib.lp_load(pipeline.handle, self._handle, seq_id, n)
-        if done < 0:
-            raise RuntimeError(f"loading a sequence failed: {last_error(pipeline.native)}")
-        return done > 0
+        return bytes(native().ffi.buffer(self._lib.lp_saved_data(self.handle), self.n_bytes))
 
     def close(self) -> None:
         """Frees the memory; a second call does nothing."""
-        handle, self._handle = self._handle, None
+        handle, self.handle = self.handle, None
         if handle is not None:
             self._lib.lp_saved_free(handle)
 
     def __repr__(self) -> str:
-        return f"<SavedCells {self.n_bytes} bytes{' closed' if self._handle is None else ''}>"
+        return f"<SavedCells {self.n_bytes} bytes{' closed' if self.handle is None else ''}>"
 
     def __del__(self) -> None:
-        if getattr(self, "_handle", None) is not None:
+        if getattr(self, "handle", None) is not None:
             self.close()
 
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import ExitStack
 from hashlib import sha256, shake_256
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,9 @@ import numpy as np
 from llamapipe.errors import DecodeError, EngineClosedError, InvalidRequestError, ModelLoadError
 from llamapipe.llama._loading import mapping_guard
 from llamapipe.locks import Lock
+from llamapipe.media.turns import N_MOST, Turns
 from llamapipe.native.load import LIB_DIR, drain_log, last_error
+from llamapipe.wanted import Limit, check_wanted, limited
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -89,7 +92,7 @@ class Media:
 
 
 class Projector:
-    """An encoder for one model, and its cache. Any thread; encoding is one at a time.
+    """An encoder for one model, and its cache. Any thread; images are prepared in turn, and encoded one at a time.
 
     Nothing is loaded before ``open`` or the first image. ``name``: libmtmd's names of the projector's kinds. ``sees``,
     ``hears``: whether it takes images, and sounds. ``image_tokens``: the limits of an image's tokens that the file has,
@@ -117,20 +120,24 @@ class Projector:
         self._is_closed = False
         self._lock = Lock()  # of the cache
         self._cache: OrderedDict[bytes, Media] = OrderedDict()
-        # One image at a time: a large one takes some hundreds of megabytes for a moment.
-        self._preparing = Lock()
+        self._opening = Lock()
+        # A sound takes libmtmd 13 ms a second, in one call: images do not wait for it.
+        self._turns = {"image": Turns(), "sound": Turns()}
         self._n_vocab = model.n_vocab
         self._n_embd: int = native.lib.llama_model_n_embd_inp(handle)
 
     def open(self) -> None:
         """Loads the encoder, unless it is loaded. Raises ModelLoadError."""
-        with self._preparing:
+        with self._opening:
             self._opened()
 
-    def _opened(self) -> Any:
-        """The native encoder. With ``_preparing`` locked. Raises EngineClosedError, ModelLoadError."""
+    def _check_open(self) -> None:
         if self._is_closed:
             raise EngineClosedError("the model is closed; load it again")
+
+    def _opened(self) -> Any:
+        """The native encoder. With ``_opening`` locked. Raises EngineClosedError, ModelLoadError."""
+        self._check_open()
         if self._handle is not None:
             return self._handle
         native, path = self._native, self.path
@@ -166,11 +173,16 @@ class Projector:
     def __repr__(self) -> str:
         return f"<Projector {self.path.name!r} {self.name}>"
 
-    def media(self, given: Given, owner: bytes = b"") -> Media:
+    def media(
+        self, given: Given, owner: bytes = b"", share: Hashable = None, max_sound_s: float | None = None
+    ) -> Media:
         """What an image or a sound is in a prompt, not encoded yet. Only calls of the same ``owner`` share it.
 
+        ``share``: those of different ones are prepared in turn (``Turns``). ``max_sound_s``: the longest sound; None:
+        what can be decoded.
+
         Raises InvalidRequestError for one that cannot be decoded, or whose kind the model does not take; TypeError,
-        ImportError; ModelLoadError if the encoder cannot be loaded.
+        ImportError; ModelLoadError if the encoder cannot be loaded; EngineClosedError; as ``check_wanted``.
         """
         if not (self.sees if given.kind == "image" else self.hears):
             what = "images" if given.kind == "image" else "sounds"
@@ -179,10 +191,11 @@ class Projector:
         digest = sha256(given.digest() + repr(self.limits).encode() + owner).digest()
         if (found := self._found(digest)) is not None:
             return found
-        with self._preparing:
+        with limited(Limit(self._check_open)), self._turns[given.kind].turn(share):
             if (found := self._found(digest)) is not None:  # another thread was faster
                 return found
-            made = self._prepared(given, digest)
+            check_wanted()
+            made = self._prepared(given, digest, max_sound_s)
             with self._lock:
                 self._cache[digest] = made
                 while len(self._cache) > 1 and sum(map(self._bytes_of, self._cache.values())) > _CACHE_BYTES:
@@ -205,16 +218,17 @@ class Projector:
                 )
         return n_bytes
 
-    def _prepared(self, given: Given, digest: bytes) -> Media:
-        lib, ffi, handle = self._native.lib, self._native.ffi, self._opened()
-        n_pixels = 0
+    def _prepared(self, given: Given, digest: bytes, max_sound_s: float | None) -> Media:
+        lib, ffi, n_pixels = self._native.lib, self._native.ffi, 0
+        with self._opening:
+            handle = self._opened()
         if given.kind == "image":
             image = given.pixels()
             height, width, _ = image.shape
             n_pixels = height * width
             chunks = lib.lp_media_image(handle, width, height, ffi.from_buffer("uint8_t[]", image))
         else:
-            samples = given.samples(self.sample_rate)
+            samples = given.samples(self.sample_rate, max_sound_s)
             chunks = lib.lp_media_sound(handle, len(samples), ffi.from_buffer("float[]", samples))
         problems = drain_log(self._native)
         if chunks == ffi.NULL:
@@ -272,9 +286,15 @@ class Projector:
         return True
 
     def close(self) -> None:
-        """Frees the encoder, once no caller prepares an image. After every engine of the model."""
-        with self._preparing:
-            self._is_closed = True
+        """Frees the encoder, once no caller prepares an image. After every engine of the model.
+
+        Those that are prepared just now end with EngineClosedError, at their next piece.
+        """
+        self._is_closed = True
+        with ExitStack() as alone:
+            for turns in self._turns.values():
+                for _ in range(N_MOST):
+                    alone.enter_context(turns.turn(object()))
             if self._handle is not None:
                 self._cache.clear()
                 handle, self._handle = self._handle, None

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex
 
 import numpy as np
@@ -16,7 +14,7 @@ from llamapipe.errors import ConstraintError, DecodeError, EngineClosedError, No
 from llamapipe.llama.sampling_options import SamplingOptions
 from llamapipe.llama.vocab import Vocab
 from llamapipe.native.load import last_error, native
-from llamapipe.native.not_copyable import NotCopyable
+from llamapipe.native.owner import Owner
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -64,7 +62,7 @@ class Guide(Protocol):
         """Frees what it holds."""
 
 
-class SamplerChain(NotCopyable):
+class SamplerChain(Owner):
     """Turns logits into tokens for one request: bias and penalties, then samplers in their order, then the draw.
 
     ``seed`` (0 to 2**64 - 1) starts this chain's generator, which gives each draw one uniform number.
@@ -329,22 +327,8 @@ class SamplerChain(NotCopyable):
             if self.guide is not None:
                 self.guide.close()
 
-    def __enter__(self) -> SamplerChain:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None) is not None and self._pid == os.getpid():
-            warnings.warn(
-                f"{self!r} was never closed; use `with` or close()",
-                ResourceWarning,
-                stacklevel=2,
-                source=self,
-            )
+    def _is_left_open(self) -> bool:
+        return getattr(self, "_handle", None) is not None and self._pid == os.getpid()
 
 
 def _no_token(code: int) -> DecodeError:

@@ -1,8 +1,9 @@
 """Decodes images and sounds: paths, bytes, Pillow images and arrays to pixels and samples.
 
 Open this file to change a limit or a format. Nothing here is native, so a hostile file meets only Pillow, whose
-decoders are limited to common formats and to the number of pixels that the head of the file announces. Sounds are WAV
-files: a decoder of MP3, Ogg or M4A is a large C library, for what a client converts with one command.
+decoders are limited to common formats, to the number of pixels that the head of the file announces, and to the parts
+that ``_containers.py`` passes on. Sounds are WAV files: a decoder of MP3, Ogg or M4A is a large C library, for what a
+client converts with one command.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import numpy as np
 
 from llamapipe._messages import quoted
 from llamapipe.errors import InvalidRequestError
+from llamapipe.media._containers import ContainerError, picture_in
+from llamapipe.wanted import check_wanted
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -30,8 +33,8 @@ MOST_BYTES = 2**26  # of a file
 MOST_PIXELS = 2**25  # of an image, 33 million
 MOST_SECONDS = 30 * 60  # of a sound
 _LONGEST_RATIO = 200  # of an image's sides
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _MOST_CHUNKS = 1000  # of a WAV file
+_BLOCK = 2**18  # samples that are computed together
 _FLOATS, _EXTENSIBLE = 3, 0xFFFE  # formats of WAV files, beside 1, PCM
 # By format and bits. Those of 24 bits are read as bytes.
 _SAMPLES = {
@@ -111,8 +114,11 @@ class Given(NamedTuple):
         _check_size(self.place, image.shape[1], image.shape[0])
         return np.ascontiguousarray(image)
 
-    def samples(self, rate: int) -> npt.NDArray[np.float32]:
-        """A sound at ``rate`` Hz: mono, float32. Raises InvalidRequestError, TypeError."""
+    def samples(self, rate: int, max_s: float | None = None) -> npt.NDArray[np.float32]:
+        """A sound at ``rate`` Hz: mono, float32. ``max_s``: the most seconds, if fewer than ``MOST_SECONDS``.
+
+        Raises InvalidRequestError, TypeError.
+        """
         content = self.content()
         if isinstance(content, bytes):
             found, own = _wave(self.place, content)
@@ -127,10 +133,13 @@ class Given(NamedTuple):
                 f"{self.place}: the sound has {len(found) / own:.0f} s; it must have something, and at most "
                 f"{MOST_SECONDS} s"
             )
+        if max_s is not None and len(found) > max_s * own:
+            raise InvalidRequestError(
+                f"{self.place}: the sound has {len(found) / own:.0f} s; the limit of this server is {max_s:g} s "
+                "(--max-sound): cut it into parts"
+            )
         if own != rate:
-            n = max(round(len(found) * rate / own), 1)
-            at = np.arange(n, dtype=np.float64) * (own / rate)
-            found = np.interp(at, np.arange(len(found)), found).astype(np.float32)
+            found = _resampled(found, own / rate, max(round(len(found) * rate / own), 1))
         return np.ascontiguousarray(found, np.float32)
 
 
@@ -147,16 +156,22 @@ def _check_size(place: str, width: int, height: int) -> None:
 
 def _decoded(place: str, data: bytes) -> npt.NDArray[np.uint8]:
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image
     except ImportError:
         raise ImportError(
             "decoding images needs Pillow, which is not installed: pip install 'llamapipe[media]'; "
             "or give the image as a numpy array (height, width, 3)"
         ) from None
     try:
-        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+        found = picture_in(data)
+        if found is None:
+            raise ContainerError("it is none")
+        with Image.open(_Watched(found.data), formats=[found.format]) as image:
             _check_size(place, *image.size)
-            turned = ImageOps.exif_transpose(image)
+            image.load()
+            check_wanted()
+            turn = _TURNS.get(found.orientation)
+            turned = image if turn is None else image.transpose(Image.Transpose[turn])
             return np.asarray(turned.convert("RGB"))
     except InvalidRequestError:
         raise
@@ -165,10 +180,26 @@ def _decoded(place: str, data: bytes) -> npt.NDArray[np.uint8]:
     except MemoryError:
         raise
     except Exception as error:  # Pillow's decoders raise many kinds for damaged files
+        check_wanted()  # which may be what was raised
         reason = "it is none" if type(error).__name__ == "UnidentifiedImageError" else str(error)
         raise InvalidRequestError(
             f"{place}: the image cannot be decoded ({reason[:200]}); give PNG, JPEG, WebP, GIF or BMP"
         ) from None
+
+
+# By EXIF orientation, Pillow's names of what shows the picture upright.
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
+    8: "ROTATE_90",
+}  # fmt: skip
+
+
+class _Watched(io.BytesIO):
+    """A file in memory that stops a decoder when the picture is no longer wanted: decoders read it in pieces."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        check_wanted()
+        return super().read(size)
 
 
 def _as_rgb(place: str, array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
@@ -247,6 +278,18 @@ def _wave(place: str, data: bytes) -> tuple[npt.NDArray[np.float32], int]:
     else:
         values /= 2 ** (8 * numbers.itemsize - 1)
     return values.reshape(-1, n_channels).mean(1, dtype=np.float32), rate
+
+
+def _resampled(samples: npt.NDArray[np.float32], step: float, n: int) -> npt.NDArray[np.float32]:
+    """``n`` values between the samples, at multiples of ``step``; in blocks, because numpy computes with float64."""
+    made = np.empty(n, np.float32)
+    for begin in range(0, n, _BLOCK):
+        check_wanted()
+        at = np.arange(begin, min(begin + _BLOCK, n)) * step
+        first = min(int(at[0]), len(samples) - 1)
+        near = samples[first : int(at[-1]) + 2]
+        made[begin : begin + _BLOCK] = np.interp(at, np.arange(first, first + len(near)), near)
+    return made
 
 
 def _sound_format(data: bytes) -> str:

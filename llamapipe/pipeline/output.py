@@ -6,23 +6,20 @@ step that owns their memory.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from llamapipe.arguments import check_float
 from llamapipe.errors import EngineClosedError
 from llamapipe.host.at_exit import end_thread_at_exit
+from llamapipe.llama.batch import DecodeBatch
+from llamapipe.llama.context import Context
+from llamapipe.llama.native_pipeline import NativePipeline
 from llamapipe.locks import Lock
 from llamapipe.native.load import last_error, native
 from llamapipe.native.not_copyable import NotCopyable
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from llamapipe.llama.batch import DecodeBatch
-    from llamapipe.llama.context import Context
-    from llamapipe.llama.native_pipeline import NativePipeline
 
 _LONGEST_S = 10 * 365 * 24 * 3600.0
 

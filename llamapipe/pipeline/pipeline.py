@@ -7,9 +7,7 @@ queued: llama.cpp aborts the process on some wrong ones.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
-from types import TracebackType
 
 from llamapipe.arguments import check_flag, check_int
 from llamapipe.errors import EngineClosedError, InvalidRequestError
@@ -19,7 +17,7 @@ from llamapipe.llama.context import Context
 from llamapipe.llama.model import Model
 from llamapipe.llama.native_pipeline import NativePipeline, ring_slots
 from llamapipe.native.load import last_error
-from llamapipe.native.not_copyable import NotCopyable
+from llamapipe.native.owner import DrainingOwner
 from llamapipe.pipeline.output import StepOutput
 from llamapipe.pipeline.trace import Trace
 
@@ -148,7 +146,7 @@ class PipelineStats:
     compute_s: float
 
 
-class Pipeline(NotCopyable):
+class Pipeline(DrainingOwner):
     """Computes batches in order while the program reads the outputs of earlier ones.
 
     ``submit`` hands a batch to the pipeline's launch thread and returns its output at once. It blocks only while
@@ -299,20 +297,6 @@ class Pipeline(NotCopyable):
         self._pipeline.close(check_flag("drain", drain))
         forget(self._pipeline)
 
-    def __enter__(self) -> Pipeline:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(drain=kind is None)
-
-    def __del__(self) -> None:
+    def _is_left_open(self) -> bool:
         pipeline = getattr(self, "_pipeline", None)
-        if pipeline is not None and not pipeline.closed and not pipeline.context.forked:
-            warnings.warn(
-                f"{self!r} was never closed; use `with` or close()",
-                ResourceWarning,
-                stacklevel=2,
-                source=self,
-            )
+        return not (pipeline is None or pipeline.closed or pipeline.context.forked)

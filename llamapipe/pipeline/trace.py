@@ -12,14 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from llamapipe.arguments import check_int, path_of
+from llamapipe.llama.native_pipeline import NativePipeline
 from llamapipe.locks import Lock
 from llamapipe.native.load import enum_names
-
-if TYPE_CHECKING:
-    from llamapipe.llama.native_pipeline import NativePipeline
 
 
 class Span(NamedTuple):

@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
-from llamapipe._engine.submit import Prompt
 from llamapipe.arguments import check_float, check_int
 from llamapipe.params import SamplingParams
 from llamapipe.ray._costs import HttpRequest
@@ -18,6 +17,7 @@ from llamapipe.ray._spec import EngineSpec, activated_loras, cores_of_actor, n_s
 from llamapipe.results import ChatCompletion, ChatDelta, Completion, Delta
 from llamapipe.server.settings import ServerSettings
 from llamapipe.structured.compile import prepare_vocabulary
+from llamapipe.types import Prompt
 
 if TYPE_CHECKING:
     from ray.serve import Application

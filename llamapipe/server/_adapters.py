@@ -6,6 +6,8 @@ key is needed if other machines can reach the server. What the operator loaded s
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -56,7 +58,7 @@ async def load(exchange: Exchange, request: LoadRequest) -> Response:
     try:
         adapter = await state.in_thread(state.engine.model.load_adapter, path, name)
     except ModelLoadError as e:
-        raise ApiError(404 if not path.exists() else 400, str(e), "lora_path") from None
+        raise ApiError(400 if os.path.lexists(path) else 404, str(e), "lora_path") from None
     except ValueError as e:  # its name is taken, or too long
         raise ApiError(400, str(e), "lora_name") from None
     state.loaded_adapters[name] = adapter
@@ -100,9 +102,14 @@ def _allowed_folder(exchange: Exchange) -> Path:
 
 def _allowed_path(exchange: Exchange, given: str) -> Path:
     folder = _allowed_folder(exchange)
+    path = folder / given
     try:
-        path = (folder / given).resolve()
-    except (OSError, ValueError, RuntimeError):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.lstat()
+        path = path.resolve()
+    except OSError as e:
+        raise ApiError(400, f"{quoted(given)} is no path of a file: {e.strerror}", "lora_path") from None
+    except (ValueError, RuntimeError):  # a NUL in it; a link to itself
         path = folder.parent
     if not path.is_relative_to(folder):
         raise ApiError(

@@ -10,15 +10,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from starlette.responses import Response
 
-from llamapipe._engine.chat_requests import ChatOptions
-from llamapipe._engine.long_work import size_of
 from llamapipe._messages import did_you_mean, quoted
-from llamapipe.chat.media import first_media
-from llamapipe.chat.results import ToolCall
-from llamapipe.results import ChatChoice, ChatDelta, call_message
+from llamapipe.chat.options import ChatOptions
+from llamapipe.results import ChatChoice, ChatDelta
 from llamapipe.server._fields import Only, Unused
-from llamapipe.server._generation import ChatJob, check_n_messages, template_args
-from llamapipe.server._media import with_media
+from llamapipe.server._generation import ChatJob, check_n_messages, n_prompt_tokens, template_args
+from llamapipe.server._media import PlacedPart
 from llamapipe.server._sampling import Sampling
 from llamapipe.server._tools import check_number
 from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse, event
@@ -114,7 +111,7 @@ class ClientTool(msgspec.Struct, kw_only=True):
 
 
 class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/messages/count_tokens``, and the fields that messages share with it."""
+    """The fields that messages and the count of their tokens share."""
 
     model: str
     messages: list[dict[str, Any]]
@@ -166,7 +163,37 @@ class MessagesRequest(CountRequest, kw_only=True):
     inference_geo: Annotated[str | None, Unused()] = None
     metadata: Annotated[dict[str, Any] | None, Unused({})] = None
     service_tier: Annotated[str | None, Unused("auto", "standard_only")] = None
-    thread: Annotated[Any, Only(instead="this server stores no answers; send the whole conversation")] = None
+    # The tool runners of Anthropic's clients give it, and send the conversation themselves once they read the details.
+    thread: Annotated[
+        Any,
+        Only(
+            instead="this server stores no answers; leave it out, and send the whole conversation",
+            details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+        ),
+    ] = None
+
+
+class CountTokensRequest(CountRequest, kw_only=True):
+    """``POST /v1/messages/count_tokens``. What only an answer depends on has no effect."""
+
+    max_tokens: Annotated[Any, Unused()] = None
+    stop_sequences: Annotated[Any, Unused([])] = None
+    stream: Annotated[Any, Unused(False)] = None
+    temperature: Annotated[Any, Unused()] = None
+    top_p: Annotated[Any, Unused()] = None
+    top_k: Annotated[Any, Unused()] = None
+    min_p: Annotated[Any, Unused()] = None
+    seed: Annotated[Any, Unused()] = None
+    cache_salt: Annotated[Any, Unused()] = None
+    billing_policy: Annotated[Any, Unused()] = None
+    container: Annotated[Any, Unused()] = None
+    diagnostics: Annotated[Any, Unused()] = None
+    fallback_credit_token: Annotated[Any, Unused()] = None
+    fallbacks: Annotated[Any, Unused([])] = None
+    inference_geo: Annotated[Any, Unused()] = None
+    metadata: Annotated[Any, Unused({})] = None
+    service_tier: Annotated[Any, Unused("auto", "standard_only")] = None
+    thread: Annotated[Any, Unused()] = None
 
 
 _PING = event({"type": "ping"}, "ping")
@@ -189,19 +216,13 @@ async def messages(exchange: Exchange, request: MessagesRequest) -> Response:
     return JsonResponse(await answer.complete())
 
 
-async def count_tokens(exchange: Exchange, request: CountRequest) -> Response:
+async def count_tokens(exchange: Exchange, request: CountTokensRequest) -> Response:
     """Counts the tokens of a conversation's prompt."""
     exchange.server.check_model(request.model)
     exchange.note_unused(request.unused())
     _check_numbers(exchange, request)
-    state, conversation = exchange.server, await with_media(exchange, messages_of(request))
-    if first_media(conversation) is None:
-        tokens = await state.tokenize_chat(conversation, request.functions(), True, _template_args(request))
-        return JsonResponse({"input_tokens": len(tokens)})
-    options = ChatOptions(tools=request.functions(), template_args=_template_args(request))
-    build = state.engine._chat_builder.item
-    made = await state.in_thread(build, conversation, None, options, size=size_of(conversation))
-    return JsonResponse({"input_tokens": len(made.item.tokens)})
+    n = await n_prompt_tokens(exchange, messages_of(request), request.functions(), _template_args(request))
+    return JsonResponse({"input_tokens": n})
 
 
 def _job(exchange: Exchange, request: MessagesRequest) -> ChatJob:
@@ -445,7 +466,7 @@ def _user(role: str, blocks: Blocks) -> list[Message]:
         elif kind == "image":
             parts.append(_image(place, block))
         elif kind == "tool_result":
-            text = _text(place, block.get("content") or "")
+            text = _text(f"{place}.content", block.get("content") or "")
             if block.get("is_error"):
                 text = f"Error: {text}"
             results.append(
@@ -466,7 +487,8 @@ def _image(place: str, block: Mapping[str, Any]) -> dict[str, Any]:
     source = block.get("source")
     form = source.get("type") if isinstance(source, Mapping) else None
     if isinstance(source, Mapping) and form == "url":
-        return {"type": "image_url", "image_url": {"url": _string(f"{place}.source", source, "url")}}
+        url = _string(f"{place}.source", source, "url")
+        return PlacedPart(place, {"type": "image_url", "image_url": {"url": url}})
     if not isinstance(source, Mapping) or form != "base64":
         raise ApiError(
             400,
@@ -474,7 +496,7 @@ def _image(place: str, block: Mapping[str, Any]) -> dict[str, Any]:
             f"{place}.source",
         )
     kind, data = _string(f"{place}.source", source, "media_type"), _string(f"{place}.source", source, "data")
-    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+    return PlacedPart(place, {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}})
 
 
 def _assistant(blocks: Blocks) -> list[Message]:
@@ -488,11 +510,11 @@ def _assistant(blocks: Blocks) -> list[Message]:
                 place, block, "thinking"
             )
         elif kind == "tool_use":
-            arguments = block.get("input")
-            if not isinstance(arguments, dict):
-                raise ApiError(400, f"{place}: input must be an object", f"{place}.input")
-            call = ToolCall(_string(place, block, "id"), _string(place, block, "name"), arguments)
-            calls.append(call_message(call))
+            if "input" not in block:
+                raise ApiError(400, f"{place}: a call needs its input", f"{place}.input")
+            # Anything is taken: a call that was cut off may have been repaired to no object.
+            function = {"name": _string(place, block, "name"), "arguments": block["input"]}
+            calls.append({"id": _string(place, block, "id"), "type": "function", "function": function})
         elif kind != "redacted_thinking":  # only Anthropic's service can read it
             raise _unsupported(place, kind)
     if calls:

@@ -20,7 +20,6 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from llamapipe._engine.long_work import size_of
 from llamapipe._messages import instead_of, listed, path_meant, quoted
 from llamapipe.embedding import Embedder
 from llamapipe.engine import Engine
@@ -48,6 +47,8 @@ from llamapipe.server._metrics import Metrics
 from llamapipe.server.endpoint import Endpoint, Exchange, Handler, LineStream, get, post
 from llamapipe.server.errors import ApiError
 from llamapipe.server.settings import ServerSettings
+from llamapipe.wanted import time_limit
+from llamapipe.work.long_work import size_of
 
 if TYPE_CHECKING:
     from llamapipe.llama.adapter import Adapter, ControlVector
@@ -77,7 +78,7 @@ class ServerState(Gate):
         super().__init__(settings, metrics, BodyBudget(settings.max_bodies_bytes))
         self._engine = engine
         self.embedder = embedder
-        self.in_thread = owner._long_work.run  # for what would hold up the event loop; fair to clients
+        self._offload = owner.offload
         self.worker: Worker | None = None
         self.embedding_names = settings.embedding_names
         if embedder is not None and not self.embedding_names:
@@ -94,8 +95,16 @@ class ServerState(Gate):
                 len(settings.api_keys),
             )
 
+    async def in_thread(self, function: Callable[..., T], *arguments: Any, size: int = 0) -> T:
+        """``function(*arguments)`` in a thread: for what would hold up the event loop. Fair to clients.
+
+        ``size``: the characters that it converts. Raises TimeoutError after ``timeout_s``.
+        """
+        with time_limit(self.settings.timeout_s):
+            return await self._offload(function, *arguments, size=size)
+
     async def convert(self, function: Callable[..., T], *arguments: Any, size: int) -> T:
-        """As ``Gate.convert``, in the queue of all conversions, which takes clients in turn."""
+        """As ``Gate.convert``, in the queue of all conversions."""
         return await self.in_thread(function, *arguments, size=size)
 
     @property
@@ -327,6 +336,20 @@ ROUTES = (
         ("/responses",),
     ),
     post(
+        "/v1/chat/completions/input_tokens",
+        _chat.count_tokens,
+        _chat.ChatRequest,
+        "Count the tokens of a conversation, in OpenAI's format.",
+        aliases=("/chat/completions/input_tokens",),
+    ),
+    post(
+        "/v1/responses/input_tokens",
+        _responses.count_tokens,
+        _responses.ResponsesRequest,
+        "Count the tokens of an input.",
+        aliases=("/responses/input_tokens",),
+    ),
+    post(
         "/v1/messages",
         _anthropic.messages,
         _anthropic.MessagesRequest,
@@ -336,7 +359,7 @@ ROUTES = (
     post(
         "/v1/messages/count_tokens",
         _anthropic.count_tokens,
-        _anthropic.CountRequest,
+        _anthropic.CountTokensRequest,
         "Count the tokens of a conversation.",
     ),
     Endpoint(

@@ -7,10 +7,9 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
-import msgspec
 from starlette.responses import Response
 
-from llamapipe._engine.chat_requests import ChatOptions
+from llamapipe.chat.options import ChatOptions
 from llamapipe.chat.results import ToolCallDelta
 from llamapipe.results import ChatChoice, ChatDelta, TokenLogprob, call_message
 from llamapipe.server._completions import (
@@ -23,10 +22,18 @@ from llamapipe.server._completions import (
     usage,
 )
 from llamapipe.server._fields import Only, Unused
-from llamapipe.server._generation import ChatJob, chat_logprobs, check_n_messages, check_top, template_args
-from llamapipe.server._sampling import predicted
+from llamapipe.server._generation import (
+    ChatJob,
+    chat_logprobs,
+    check_n_messages,
+    check_top,
+    input_tokens,
+    n_prompt_tokens,
+    template_args,
+)
+from llamapipe.server._sampling import chosen_samplers, predicted
 from llamapipe.server._tools import Tools, custom_arguments, custom_input, tools_of
-from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse
+from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse, encode_json
 from llamapipe.server.errors import ApiError
 
 _NO_AUDIO = "this server answers in text"
@@ -37,7 +44,9 @@ class ChatRequest(Streamed, kw_only=True):
 
     ``chat_template_kwargs``: further variables of the template; ``documents`` is one of them. ``truncation``: "auto"
     drops the oldest turns of a conversation that is too long. ``continue_final_message``: the answer continues the last
-    message. ``include_reasoning``: false leaves the reasoning out of the answer.
+    message; "reasoning_content" its reasoning. ``include_reasoning``: false leaves the reasoning out of the answer.
+    ``reasoning_format``: "none" leaves it in the content with its markers, "deepseek-legacy" has it in both places;
+    ``separate_reasoning``: false is the same as "none".
     """
 
     messages: list[dict[str, Any]]
@@ -69,9 +78,11 @@ class ChatRequest(Streamed, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    continue_final_message: bool | Literal["content", "reasoning_content"] | None = None
     include_reasoning: bool | None = None
-    separate_reasoning: Annotated[bool | None, Only(True)] = None
+    parse_tool_calls: Annotated[bool | None, Only(True)] = None
+    separate_reasoning: bool | None = None
+    reasoning_format: Literal["auto", "none", "deepseek", "deepseek-legacy"] | None = None
     stream_reasoning: Annotated[bool | None, Only(True)] = None
     echo: Annotated[bool | None, Only(False, instead="the client has the messages")] = None
     add_special_tokens: Annotated[bool | None, Only(False, instead="the template writes them")] = None
@@ -93,7 +104,6 @@ class ChatRequest(Streamed, kw_only=True):
 
 _MAX_TOP = 20  # the API's limit
 _PROGRESS = b'{"index":%d,"delta":{"role":"assistant","content":null},"finish_reason":null}'
-_encode = msgspec.json.Encoder().encode
 
 
 async def chat_completions(exchange: Exchange, request: ChatRequest) -> Response:
@@ -109,22 +119,49 @@ async def chat_completions(exchange: Exchange, request: ChatRequest) -> Response
     return EventStream(exchange, answer.events(), sign=sign)
 
 
+async def count_tokens(exchange: Exchange, request: ChatRequest) -> Response:
+    """Counts the tokens of a conversation's prompt."""
+    exchange.server.check_model(request.model)
+    check_n_messages(exchange.server, request.messages, "messages")
+    tools = _tools(request)
+    exchange.note_unused(tools.unused)
+    functions = None if tools.choice == "none" else tools.functions
+    messages = engine_messages(request.messages)
+    return JsonResponse(
+        input_tokens(await n_prompt_tokens(exchange, messages, functions, _template_args(request)))
+    )
+
+
+def _template_args(request: ChatRequest) -> dict[str, Any]:
+    """The template's arguments. Raises ApiError 400."""
+    args = template_args(request.chat_template_kwargs, request.reasoning_effort, "reasoning_effort")
+    if request.documents is not None:
+        args.setdefault("documents", request.documents)
+    return args
+
+
 def _job(exchange: Exchange, request: ChatRequest, tools: Tools) -> ChatJob:
     """The request as a job of the engine. Raises ApiError."""
     check_n_messages(exchange.server, request.messages, "messages")
     vocab = exchange.server.engine.model.vocab
-    limit = token_limit(max_tokens=request.max_tokens, max_completion_tokens=request.max_completion_tokens)
+    limit = token_limit(
+        max_tokens=request.max_tokens,
+        max_completion_tokens=request.max_completion_tokens,
+        n_predict=request.n_predict,
+    )
     if request.top_logprobs is not None and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
     more: dict[str, Any] = {"max_tokens": None if limit is None else max(limit, 1)}
     more.update(exchange.server.adapter_of(request.model))
     if request.logprobs:
         more["logprobs"] = check_top("top_logprobs", request.top_logprobs or 0, _MAX_TOP)
+    elif request.n_probs:
+        more["logprobs"] = check_top("n_probs", request.n_probs)
+    if request.samplers is not None:
+        more |= chosen_samplers(exchange, request, request.samplers)
     more.update(predicted(request.prediction))
     params = request.params(lambda text: vocab.tokenize(text, add_special=False), **more)
-    args = template_args(request.chat_template_kwargs, request.reasoning_effort, "reasoning_effort")
-    if request.documents is not None:
-        args.setdefault("documents", request.documents)
+    args = _template_args(request)
     if request.continue_final_message and request.add_generation_prompt:
         raise ApiError(
             400,
@@ -144,12 +181,44 @@ def _job(exchange: Exchange, request: ChatRequest, tools: Tools) -> ChatJob:
         tools.choice,
         request.parallel_tool_calls is not False,
         template_args=args,
-        continue_last=bool(request.continue_final_message),
+        continue_last=_CONTINUED[request.continue_final_message],
+        reasoning_format=_reasoning_format(request),
         truncation="auto" if request.truncation == "auto" else "error",
     )
     constraint = request.constraint()
     field = None if constraint is None else constraint.field
-    return ChatJob(exchange, engine_messages(request.messages), params, options, field, is_empty=limit == 0)
+    return ChatJob(
+        exchange,
+        engine_messages(request.messages),
+        params,
+        options,
+        field,
+        is_empty=limit == 0,
+        grammars=tools.grammars,
+    )
+
+
+_CONTINUED: dict[bool | str | None, Any] = {
+    None: False,
+    False: False,
+    True: True,
+    "content": "content",
+    "reasoning_content": "reasoning",
+}
+
+
+def _reasoning_format(request: ChatRequest) -> Any:
+    """Where reasoning is to be: llama-server's field, and SGLang's for the same."""
+    named, separate = request.reasoning_format, request.separate_reasoning
+    if separate is None:
+        return named or "auto"
+    if named is not None and separate == (named == "none"):
+        raise ApiError(
+            400,
+            f"separate_reasoning and reasoning_format {named!r} say different things; give one of them",
+            "separate_reasoning",
+        )
+    return named or ("auto" if separate else "none")
 
 
 def _tools(request: ChatRequest) -> Tools:
@@ -300,7 +369,7 @@ class _ChatCompletion:
             )
         delta = {"role": "assistant", "content": "", "refusal": None}
         made = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, "token_ids": []}
-        return _encode({**made, "prompt_token_ids": await self.job.prompt_tokens()})
+        return encode_json({**made, "prompt_token_ids": await self.job.prompt_tokens()})
 
     def _stream_choice(self, index: int, delta: ChatDelta) -> bytes:
         request = self.request
@@ -311,7 +380,7 @@ class _ChatCompletion:
         ):
             return b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (
                 index,
-                _encode(delta.content),
+                encode_json(delta.content),
             )
         parts: dict[str, Any] = {}
         if delta.content:
@@ -329,7 +398,7 @@ class _ChatCompletion:
         }
         if request.return_token_ids:
             made["token_ids"] = delta.token_ids
-        return _encode(made)
+        return encode_json(made)
 
     def _call_parts(self, index: int, delta: ChatDelta) -> list[dict[str, Any]]:
         """The parts of calls. The input of a custom tool is text in a JSON string: it is sent when it is complete."""

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 import msgspec
 from starlette.responses import Response
 
-from llamapipe._engine.long_work import takes_long
 from llamapipe._messages import shown
 from llamapipe.errors import InvalidRequestError
 from llamapipe.params import SamplingParams
@@ -31,10 +30,12 @@ from llamapipe.server._generation import (
     prompts_of,
     total_choices,
 )
-from llamapipe.server._sampling import Prediction, Sampling, predicted, with_field
-from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse, event
+from llamapipe.server._sampling import Prediction, Sampling, chosen_samplers, predicted, with_field
+from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse, encode_json, event
 from llamapipe.server.errors import ApiError
 from llamapipe.streams import AsyncStream, PromptProgress
+from llamapipe.text.stream import TextOffsets, prompt_offsets
+from llamapipe.work.long_work import takes_long
 
 if TYPE_CHECKING:
     from llamapipe.server._application import ServerState
@@ -64,6 +65,12 @@ class Streamed(Sampling, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     return_progress: bool | None = None  # of llama-server: a stream tells how much of the prompt is computed
     prediction: Prediction | str | None = None
+    # llama-server's names.
+    n_predict: int | None = None
+    n_probs: int | None = None
+    samplers: list[str] | str | None = None
+    t_max_predict_ms: Annotated[int | None, Only(-1, 0, instead="max_tokens limits the answer")] = None
+    response_fields: Annotated[list[str] | None, Unused([])] = None
     user: Annotated[str | None, Unused()] = None
 
     def check(self) -> None:
@@ -119,11 +126,17 @@ class CompletionRequest(Streamed, kw_only=True):
     truncate_prompt_tokens: int | None = None
     prompt_embeds: Annotated[Any, Only(instead="give text or token ids")] = None
 
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of an answer; None: no limit. Raises ApiError 400."""
+        if self.max_tokens is None and self.n_predict is None:
+            return _DEFAULT_MAX_TOKENS
+        return token_limit(max_tokens=self.max_tokens, n_predict=self.n_predict)
+
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 _PAD_TO = 32  # characters; padding extends an event's text to the next multiple of this
-_encode = msgspec.json.Encoder().encode
 
 
 class ChunkWriter:
@@ -137,7 +150,7 @@ class ChunkWriter:
         self, call_id: str, kind: str, created: int, model: str, with_usage: bool, padded: bool
     ) -> None:
         self._common = {"id": call_id, "object": kind, "created": created, "model": model}
-        self._head = b"data: " + _encode(self._common)[:-1] + b',"choices":['
+        self._head = b"data: " + encode_json(self._common)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
         self._padded = padded
 
@@ -153,12 +166,12 @@ class ChunkWriter:
 
     def progress(self, choice: bytes, progress: PromptProgress) -> bytes:
         """An event with ``prompt_progress``."""
-        fields = _encode(progress_fields(progress))
+        fields = encode_json(progress_fields(progress))
         return self._head + choice + b'],"prompt_progress":' + fields + self._tail[1:]
 
     def set_usage(self, usage: dict[str, Any]) -> None:
         """The usage of the next events."""
-        self._tail = b'],"usage":' + _encode(usage) + b"}\n\n"
+        self._tail = b'],"usage":' + encode_json(usage) + b"}\n\n"
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The event that ends a stream with usage."""
@@ -293,6 +306,7 @@ class _Job:
         self.exchange = exchange
         self.request = request
         self.prompts = prompts
+        self._offsets: dict[int, list[int]] = {}  # of the tokens that logprobs show, by prompt
         self.n_cached = [0] * len(prompts)  # for streams: cached tokens of each prompt
         self.params = params
         self.model = exchange.server.check_model(request.model)
@@ -322,14 +336,15 @@ class _Job:
             raise ApiError(
                 400, "best_of greater than n cannot be streamed: all choices must be complete", "best_of"
             )
-        limit = _DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-        max_tokens = token_limit(max_tokens=limit)
+        max_tokens = request.limit
         if request.suffix is not None and request.parse_special:
             raise ApiError(
                 400,
                 "parse_special: with suffix, names of control tokens stay text; leave it out",
                 "parse_special",
             )
+        if request.n_probs and request.logprobs is None:  # 0 is llama-server's word for none
+            request.logprobs = check_top("n_probs", request.n_probs)
         top = check_top("logprobs", request.logprobs)
         more: dict[str, Any] = {
             "max_tokens": None if max_tokens is None else max(max_tokens, 1),
@@ -349,6 +364,8 @@ class _Job:
         total_choices(exchange.server, n_prompts(request.prompt) * best_of)
         more.update(predicted(request.prediction))
         more.update(exchange.server.adapter_of(request.model))
+        if request.samplers is not None:
+            more |= chosen_samplers(exchange, request, request.samplers)
         params = request.params(lambda text: vocab.tokenize(text, add_special=False), **more)
         constraint = request.constraint()
         await check_params(exchange.server, params, "" if constraint is None else constraint.field)
@@ -366,7 +383,7 @@ class _Job:
     @property
     def _is_empty(self) -> bool:
         """The request asks for no tokens; the engine computes the prompt and one token, which is not returned."""
-        return self.request.max_tokens == 0
+        return self.request.limit == 0
 
     # ---- complete
     async def answer(self) -> dict[str, Any]:
@@ -437,11 +454,15 @@ class _Job:
     def _writer(self, i: int) -> CompletionLogprobs:
         """Writes the log-probabilities of a choice for prompt ``i``."""
         vocab = self.exchange.server.engine.model.vocab
-        adds_space = False
-        if self.request.echo:  # some vocabularies begin every text with a space
-            first = next((piece for token in self.prompts[i] if (piece := vocab.piece(token))), b"")
-            adds_space = first.startswith(b" ") and not self._echo(i).startswith(" ")
-        return CompletionLogprobs(vocab, bool(self.request.return_tokens_as_token_ids), adds_space)
+        choice = self.params.choice
+        # See ``SamplingParams``: its texts may follow a space that is not in the answer.
+        skips_space = choice is not None and not any(text[:1].isspace() for text in choice)
+        text = self._echo(i) if self.request.echo else ""
+        if text and i not in self._offsets:
+            pieces = ((vocab.piece(token), vocab.written_piece(token)) for token in self.prompts[i])
+            self._offsets[i] = prompt_offsets(text, pieces)[self._first(i) is None :]
+        offsets = TextOffsets(len(text), skips_space, self._offsets.get(i, ()))
+        return CompletionLogprobs(vocab, offsets, bool(self.request.return_tokens_as_token_ids))
 
     def _first(self, i: int) -> int | None:
         """The first token of prompt ``i``, which has no log-probability; None if it is a BOS token that was added."""
@@ -600,9 +621,9 @@ def _stream_choice(
     ids: dict[str, Any] | None = None,
 ) -> bytes:
     if logprobs is None and reason is None and ids is None:
-        return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (index, _encode(text))
+        return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (index, encode_json(text))
     choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-    return _encode(choice | (ids or {}))
+    return encode_json(choice | (ids or {}))
 
 
 def _narrowed(entries: Iterable[TokenLogprob], n_top: int) -> list[TokenLogprob]:

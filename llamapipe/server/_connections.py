@@ -3,6 +3,8 @@
 uvicorn's protocol over llhttp reads requests and writes answers. It trusts its clients, so this module adds:
 
 - limits of a request's head: bytes, fields and time, whatever the connection did before;
+- one request at a time: the next one of a connection is parsed when the client has taken the last answer, and only a
+  few bytes are read ahead. Clients that send requests and read no answers would fill the memory with both;
 - answers in HTTP/1.1 to clients that offer HTTP/2 (``Upgrade: h2c``), and without chunks to clients of HTTP/1.0;
 - an end that a client sees: a refused client that still sends would lose the answer if the connection were closed;
 - a place for a newcomer: when there are too many connections, the oldest one without a running request is closed.
@@ -23,13 +25,15 @@ from typing import Any
 
 import httptools
 import msgspec
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from llamapipe.server.errors import BUSY, ApiError, dialect_of
 
 MAX_HEAD_BYTES = 64 * 2**10
 MAX_FIELDS = 200
-_PIECE = 2**16  # bytes that the parser gets at once, so that limits hold within them
+_PIECE = 2**14  # bytes that are read at once, and at most ahead of the answer to the request before them
+_END = b"\n\r\n"  # of a head, and of a body in chunks
 _LINGER_S = 2.0  # how long a client that was refused may keep sending
 _LINGER_BYTES = 64 * 2**20
 _SPARE_DESCRIPTORS = 128  # for connections that are accepted before others are closed, files, and the engine
@@ -56,6 +60,7 @@ class Connections:
         self.head_timeout_s = head_timeout_s
         self.at_most = _descriptors() if at_most is None else at_most
         self._per_address = per_address
+        self.buffer = memoryview(bytearray(_PIECE))  # filled by the read in progress
         self._all: dict[Connection, None] = {}  # in order of arrival
         self._of: dict[str, dict[Connection, None]] = {}
 
@@ -112,7 +117,7 @@ def _descriptors() -> int:
     return max(min(limit - n_open - _SPARE_DESCRIPTORS, _MOST_CONNECTIONS), 16)
 
 
-class Connection(HttpToolsProtocol):
+class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     """One connection. ``ended``: called once, when it is closed. ``address``: of the client, empty if it has none."""
 
     ended: Callable[[], None] | None = None
@@ -126,6 +131,10 @@ class Connection(HttpToolsProtocol):
         self._n_head = self._n_fields = 0  # bytes and fields of the head that were parsed
         self._n_unfinished = 0  # bytes that came for a head without its end
         self._n_framing = 0  # bytes of a body's chunks that are not data
+        self._n_body_left = 0  # bytes of a body whose length is known
+        self._tail = b""  # the last bytes that were parsed, where the end of a head may have begun
+        self._ahead = b""  # what follows a request whose answer was not taken
+        self._n_unsent = 0  # bytes of an answer that its client had not taken at the last look
         self._n_discarded = 0
         self._is_upgrade = False
         self._is_ending = self._is_lingering = False  # reads no further request; reads only what is discarded
@@ -141,11 +150,21 @@ class Connection(HttpToolsProtocol):
         cycle: RequestResponseCycle | None = self.cycle
         if cycle is None:
             return False
-        return not (cycle.response_complete or cycle.more_body) or len(self.pipeline) > 0
+        return not (cycle.response_complete or cycle.more_body)
+
+    @property
+    def _awaits_answer(self) -> bool:
+        """Whether a request was parsed whose answer the client has not taken."""
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is None or cycle.more_body:
+            return False
+        return self.flow.write_paused or not cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Called by the event loop, once."""
         super().connection_made(transport)
+        self.flow = _Flow(transport)
+        transport.set_write_buffer_limits(0)  # writing pauses until everything was taken
         self.address = self.client[0] if self.client else ""
         if self._limits.add(self):
             self._wait(self._limits.head_timeout_s, self._head_is_late)
@@ -167,18 +186,59 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     # ---- reading
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Called by the event loop, which reads into it and calls ``buffer_updated`` at once."""
+        return self._limits.buffer[: max(_PIECE - len(self._ahead), 1)]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Called by the event loop."""
+        self.data_received(bytes(self._limits.buffer[:nbytes]))
+
     def data_received(self, data: bytes) -> None:
-        """Gives data to the parser, until a limit is passed."""
+        """Parses data until a request is complete; keeps what follows it."""
         if self._is_ending:
             self._n_discarded += len(data)
             if self._n_discarded > _LINGER_BYTES:
                 self.transport.abort()
             return
-        if len(data) <= _PIECE:
-            self._feed(data)
-            return
-        for begin in range(0, len(data), _PIECE):
-            self._feed(data[begin : begin + _PIECE])
+        self._ahead += data
+        self._parse()
+
+    def _parse(self) -> None:
+        """Gives data to the parser up to the end of a request, whose answer the next one waits for."""
+        data, begin = self._ahead, 0
+        while begin < len(data) and not (
+            self._awaits_answer or self._is_ending or self.transport.is_closing()
+        ):
+            end = self._end_of_part(data, begin)
+            self._feed(data[begin:end])
+            begin = end
+        self._ahead = b"" if self._is_ending else data[begin:]
+        self._set_full(self._awaits_answer and len(self._ahead) >= _PIECE)
+
+    def _set_full(self, is_full: bool) -> None:
+        flow = self.flow
+        assert isinstance(flow, _Flow)
+        flow.is_full = is_full
+        if is_full:
+            flow.pause_reading()
+
+    def _end_of_part(self, data: bytes, begin: int) -> int:
+        """How far to parse: no request ends before this position. The parser cannot be stopped between two requests.
+
+        A request ends with its head or its body. A head ends with an empty line, and so does a body in chunks.
+        """
+        if self._n_body_left:
+            return min(begin + self._n_body_left, len(data))
+        end = 0
+        for n in (2, 1):  # the empty line may have begun in the part before
+            if not end and self._tail.endswith(_END[:n]) and data.startswith(_END[n:], begin):
+                end = begin + len(_END) - n
+        if not end:
+            found = data.find(_END, begin)
+            end = len(data) if found < 0 else found + len(_END)
+        self._tail = (self._tail + data[max(begin, end - 2) : end])[-2:]
+        return end
 
     def _feed(self, data: bytes) -> None:
         if self._is_ending or self.transport.is_closing():
@@ -230,9 +290,12 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Called by the parser."""
+        if self._awaits_answer:  # the parser found the end of a request where we did not
+            self._refusal = ApiError(400, "this is no HTTP request")
+            raise self._refusal
         super().on_message_begin()
         self._is_in_head = self._has_begun = True
-        self._n_head = self._n_fields = self._n_unfinished = self._n_framing = 0
+        self._n_head = self._n_fields = self._n_unfinished = self._n_framing = self._n_body_left = 0
 
     def on_url(self, url: bytes) -> None:
         """Called by the parser, with a part of the URL."""
@@ -272,6 +335,7 @@ class Connection(HttpToolsProtocol):
             return
         self._stop_waiting()
         self._is_in_head = False
+        self._n_body_left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
         super().on_headers_complete()
         cycle = self.cycle
         cycle.transport = _Answering(self.transport, self._answer_is_last)  # type: ignore[assignment]
@@ -281,6 +345,7 @@ class Connection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Called by the parser, with a part of the body."""
         self._n_framing = max(self._n_framing - _CHUNK_BYTES * len(body), 0)
+        self._n_body_left = max(self._n_body_left - len(body), 0)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -340,21 +405,60 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self.cycle.response_complete and self.cycle.more_body:
             self._linger()
+        else:
+            self._parse_ahead()
+
+    def resume_writing(self) -> None:
+        """Called by the event loop when everything that was written was taken."""
+        super().resume_writing()
+        self._parse_ahead()
+
+    def _parse_ahead(self) -> None:
+        if self._awaits_answer or self._is_ending or self.transport.is_closing():
+            return
+        self._set_full(False)
+        self._parse()
+        self.flow.resume_reading()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Called when nothing came for a while after an answer."""
+        if self._takes_answer():
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+        else:
+            self.transport.abort()
+
+    def _takes_answer(self) -> bool:
+        """Whether the client has taken a part of the answer since the last look, and not all of it."""
+        before, self._n_unsent = self._n_unsent, self.transport.get_write_buffer_size()
+        return 0 < self._n_unsent != before
 
     def _answer_is_last(self) -> None:
-        if self.cycle.more_body or self._is_ending:
+        if self.cycle.more_body or self._is_ending or self._ahead:
             self._linger()
-        else:
-            self.transport.close()
+            return
+        self.transport.close()
+        if self.flow.write_paused:
+            self._linger_on()
 
     def _linger(self) -> None:
         """Says that nothing more comes, and reads on for a while: to close at once would discard the answer."""
         self._is_ending = self._is_lingering = True
+        self._ahead = b""
+        self._set_full(False)
         self._unset_keepalive_if_required()
         self.flow.resume_reading()
         with suppress(OSError, NotImplementedError):
             self.transport.write_eof()
-        self._wait(_LINGER_S, self.transport.abort)
+        self._linger_on()
+
+    def _linger_on(self) -> None:
+        takes = self._takes_answer()
+        if takes:
+            self._wait(self.timeout_keep_alive, self._linger_on)
+        else:
+            self._wait(_LINGER_S, self.transport.abort)
 
     def _wait(self, seconds: float, then: Callable[[], None]) -> None:
         self._stop_waiting()
@@ -364,6 +468,17 @@ class Connection(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+class _Flow(FlowControl):
+    """Ignores requests to resume reading while ``is_full``: enough was read ahead."""
+
+    is_full = False
+
+    def resume_reading(self) -> None:
+        """Called by uvicorn when an answer begins to read its request's body, and when it is complete."""
+        if not self.is_full:
+            super().resume_reading()
 
 
 class _Answering:

@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import msgspec
-
 from llamapipe.errors import LlamapipeError
 from llamapipe.gguf.check import check_gguf
 from llamapipe.llama.model import Model
@@ -82,7 +80,7 @@ def main() -> None:
             made = _described(one)
         except (LlamapipeError, OSError, ValueError, ImportError):
             made = None
-        sys.stdout.write(f"{_START}{msgspec.json.encode(made).decode()}\n")
+        sys.stdout.write(f"{_START}{json.dumps(made)}\n")
         sys.stdout.flush()
 
 

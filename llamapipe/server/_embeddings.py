@@ -12,12 +12,12 @@ import msgspec
 import numpy as np
 from starlette.responses import Response
 
-from llamapipe._engine.long_work import size_of
 from llamapipe.embedding import Embedder, Ranked
 from llamapipe.server._fields import Only, Unused
 from llamapipe.server._generation import Prompt, n_prompts
 from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
+from llamapipe.work.long_work import size_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt

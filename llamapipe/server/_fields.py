@@ -8,13 +8,13 @@ A field is honoured unless its annotation says otherwise::
         echo: Annotated[bool | None, Only(False)] = None         # refused with another value
 
 Null is accepted everywhere and means that the field is left out. A field that the type does not have is refused, unless
-it is null. ``docs/guides/server.md`` has the same tables; a test compares them.
+it is null, or the type is a ``Lenient`` one. ``docs/guides/server.md`` has the same tables; a test compares them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
@@ -43,15 +43,18 @@ class Unused:
 class Only:
     """The field is accepted with the values in ``neutral``, which ask for what the server does anyway.
 
-    Any other value is refused. ``instead``: what to do then; by default, to leave the field out.
+    Any other value is refused. ``instead``: what to do then; by default, to leave the field out. ``details``: of the
+    refusal, for clients that can do without the field; see ``ApiError``.
     """
 
     neutral: tuple[Any, ...]
     instead: str
+    details: Mapping[str, Any] | None
 
-    def __init__(self, *neutral: Any, instead: str = "") -> None:
+    def __init__(self, *neutral: Any, instead: str = "", details: Mapping[str, Any] | None = None) -> None:
         object.__setattr__(self, "neutral", neutral)
         object.__setattr__(self, "instead", instead)
+        object.__setattr__(self, "details", details)
 
 
 Fate = Unused | Only | None  # None: the field is honoured
@@ -106,7 +109,8 @@ def _unused(request: msgspec.Struct, place: str) -> Iterator[str]:
         ):
             continue
         if isinstance(fate, Only):
-            raise ApiError(400, f"{place}{name} {_refusal(value, fate)}", f"{place}{name}")
+            field = f"{place}{name}"
+            raise ApiError(400, f"{field} {_refusal(value, fate)}", field, details=fate.details)
         yield f"{place}{name}"
     for name in inner:
         value = getattr(request, name)
@@ -127,14 +131,32 @@ def _refusal(value: object, fate: Only) -> str:
     return f"is {shown}; leave it out, or set it to {allowed}{fate.instead and f': {fate.instead}'}"
 
 
-def without_nulls(value: Any, kind: Any) -> Any:
-    """A decoded body without the null fields of objects that have a type here; free JSON stays as it is."""
+class Lenient(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A type of an API whose own server takes what does not fit it."""
+
+    @classmethod
+    def taken(cls, given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """The fields that are taken, in the types of this class, and the names of those that have no effect."""
+        raise NotImplementedError
+
+
+def as_taken(value: Any, kind: Any, place: str = "") -> tuple[Any, tuple[str, ...]]:
+    """A decoded body that does not fit its type as it stands, in the form that may, and fields of it without effect.
+
+    It is without the null fields of objects that have a type here; free JSON stays as it is.
+    """
     if not isinstance(value, dict) or not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
-        return value
-    inner = inner_types(kind)
-    return {
-        name: without_nulls(member, inner.get(name)) for name, member in value.items() if member is not None
-    }
+        return value, ()
+    given = {name: member for name, member in value.items() if member is not None}
+    without_effect: list[str] = []
+    if issubclass(kind, Lenient):
+        given, names = kind.taken(given)
+        without_effect += (f"{place}{name[:_MOST_SHOWN]}" for name in names)
+    for name, inner in inner_types(kind).items():
+        if name in given:
+            given[name], names_there = as_taken(given[name], inner, f"{place}{name}.")
+            without_effect += names_there
+    return given, tuple(without_effect)
 
 
 # ---- bodies of another shape

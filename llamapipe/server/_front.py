@@ -18,14 +18,13 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
 from starlette.responses import Response
 
 from llamapipe import hub
-from llamapipe._engine.tenant import is_of
 from llamapipe._messages import listed, quoted
 from llamapipe.errors import ModelLoadError
 from llamapipe.ollama_models import PREFIX as OLLAMA
@@ -53,6 +52,8 @@ from llamapipe.server.endpoint import (
 from llamapipe.server.errors import ApiError, Dialect, shutting_down
 from llamapipe.server.ollama import full_name, kept_s
 from llamapipe.server.pool import ModelEntry, ModelState, Pool, PooledModel, hub_entries
+from llamapipe.work.long_work import LongWork
+from llamapipe.work.tenant import is_of
 
 if TYPE_CHECKING:
     from types import EllipsisType
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 
     from llamapipe.server.settings import ServerSettings
 
+T = TypeVar("T")
 # What the process of a model reads; it trusts our own headers, so those of clients do not pass.
 _FORWARDED = (b"content-type", b"accept", b"anthropic-version", b"anthropic-beta", b"user-agent")
 # Of this process, or of the connection.
@@ -127,6 +129,15 @@ class Front(Gate):
         self.n_watches = 0  # clients of /models/sse
         self._described: dict[tuple[str, Asked], dict[str, Any] | None] = {}  # by the file's digest
         self._describing = asyncio.Lock()
+        self._work = LongWork()
+
+    async def convert(self, function: Callable[..., T], *arguments: Any, size: int) -> T:
+        """As ``Gate.convert``."""
+        return await self._work.run(function, *arguments, size=size)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._work.close()
 
     # ---- which model
     async def model_of(self, name: str | None, route: str) -> PooledModel:
@@ -382,8 +393,9 @@ class Front(Gate):
         (shown,) = await self._describe([model])
         if shown is None:
             raise ApiError(503, f"the vocabulary of the model {quoted(model.name)} cannot be loaded", "model")
-        details = dict(model.facts.details)  # sizes are known without the weights
-        return JsonResponse({**shown, "details": details, "modified_at": _date(model.facts.modified_s)})
+        shown = {**shown, "details": dict(model.facts.details)}  # sizes are known without the weights
+        made = ollama.with_context_length(shown, model.facts.n_ctx)
+        return JsonResponse({**made, "modified_at": _date(model.facts.modified_s)})
 
     async def _describe(self, models: Sequence[PooledModel]) -> list[dict[str, Any] | None]:
         """What ``describe`` says about models whose files are known; each file is looked at once."""
@@ -645,7 +657,11 @@ def _listed(model: PooledModel, name: str) -> dict[str, Any] | None:
         "modified_at": _date(facts.modified_s),
         "size": facts.size_bytes,
         "digest": facts.digest,
-        "details": {**facts.details, **({"parent_model": full_name(model.name)} if is_adapter else {})},
+        "details": {
+            **facts.details,
+            "context_length": facts.n_ctx,
+            **({"parent_model": full_name(model.name)} if is_adapter else {}),
+        },
         "capabilities": ["embedding" if facts.embeds else "completion"],
     }
 

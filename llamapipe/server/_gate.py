@@ -10,15 +10,15 @@ import asyncio
 import hashlib
 import hmac
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
-from llamapipe._engine.tenant import Tenant, tenant
 from llamapipe.host.memory import return_freed_memory
 from llamapipe.server.errors import ApiError, shutting_down
+from llamapipe.work.tenant import Tenant, tenant
 
 if TYPE_CHECKING:
     from llamapipe.server._guard import BodyBudget
@@ -30,6 +30,8 @@ T = TypeVar("T")
 _PATH_CHARACTERS = "/:@!$&'()*+,;=-._~"  # the others are escaped in the log: a path may hold line breaks
 _POLLED = ("/timeline", "/ping", "/health", "/v1/health", "/metrics")
 _TRIM_AFTER_S = 1.0
+_TRIM_BYTES = 2**20
+_SMALL_BYTES = 2**16  # so large bodies come all the time
 # From the front process to that of a model: what ``Tenant`` has, and how long the request waited for the model.
 CLIENT, CACHE, LOADED_NS = "x-llamapipe-client", "x-llamapipe-cache", "x-llamapipe-loaded-ns"
 _log = logging.getLogger("llamapipe.server")
@@ -53,7 +55,7 @@ class Gate:
         self.n_pulls = 0  # downloads that clients asked for
         self.draining = False
         self._trims = False  # soon
-        self._converting = asyncio.Lock()
+        self._n_freed = 0  # bytes, since the last time
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
 
     def __repr__(self) -> str:
@@ -95,13 +97,14 @@ class Gate:
     def tenant_of(self, exchange: Exchange) -> Tenant:
         """The client: its key if there are several, with a prefix cache for each; else its address."""
         if self.is_behind_front:
-            cache = exchange.headers.get(CACHE) or None
-            return Tenant(exchange.headers.get(CLIENT, ""), cache, self.settings.grammar_timeout_s)
+            return self._tenant(exchange.headers.get(CLIENT, ""), exchange.headers.get(CACHE) or None)
         key = exchange.key
         if key is not None and len(self._keys) > 1:
-            return Tenant(key, key.hex(), self.settings.grammar_timeout_s)
-        address = exchange.client.host if exchange.client else "no address"
-        return Tenant(address, None, self.settings.grammar_timeout_s)
+            return self._tenant(key, key.hex())
+        return self._tenant(exchange.client.host if exchange.client else "no address", None)
+
+    def _tenant(self, share: Hashable, cache: str | None) -> Tenant:
+        return Tenant(share, cache, self.settings.grammar_timeout_s, self.settings.max_sound_s)
 
     def _check_key(self, exchange: Exchange) -> bytes | None:
         """The digest of the client's key; None if no key is needed. Raises ApiError."""
@@ -126,19 +129,24 @@ class Gate:
         return digest
 
     async def convert(self, function: Callable[..., T], *arguments: Any, size: int) -> T:
-        """``function(*arguments)`` in a thread, one at a time: what would hold up the event loop. ``size``: bytes."""
-        async with self._converting:
-            return await asyncio.to_thread(function, *arguments)
+        """Calls ``function(*arguments)`` in a thread, because it would hold up the event loop. Clients take turns.
 
-    def trim_later(self) -> None:
-        """Returns freed memory to the system soon, after a large body: the C library would keep it."""
-        if not self._trims:
-            self._trims = True
+        ``size``: in bytes. The total of the large bodies that are converted at a time is limited.
+        """
+        raise NotImplementedError
+
+    def freed(self, n_bytes: int) -> None:
+        """Notes freed memory of a body. Large amounts go back to the system soon: the C library would keep them."""
+        if n_bytes > _SMALL_BYTES:
+            self._n_freed += n_bytes
+        if self._n_freed > _TRIM_BYTES and not self._trims:
+            self._trims, self._n_freed = True, 0
             asyncio.get_running_loop().call_later(_TRIM_AFTER_S, self._trim)
 
     def _trim(self) -> None:
-        self._trims = False
         asyncio.get_running_loop().run_in_executor(None, return_freed_memory)
+        self._trims = False
+        self.freed(0)  # counts what was freed since
 
     def finished(self, exchange: Exchange) -> None:
         """Counts and logs an answered request. What programs ask for every second is logged at the level DEBUG."""

@@ -8,22 +8,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from llamapipe._engine.chat_requests import ChatOptions
-from llamapipe._engine.long_work import size_of
 from llamapipe._messages import quoted
+from llamapipe.chat.media import first_media
+from llamapipe.chat.options import ChatOptions
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.fim import FimPrompt, FimText, fim_prompt
 from llamapipe.llama.vocab import Vocab
 from llamapipe.params import SamplingParams
 from llamapipe.results import ChatChoice, ChatCompletion, ChatDelta, TokenLogprob
-from llamapipe.server._media import with_media
+from llamapipe.server._media import in_request, place_of, with_media
 from llamapipe.server._sampling import with_field
 from llamapipe.server.endpoint import Exchange
-from llamapipe.server.errors import ApiError
+from llamapipe.server.errors import TOO_LONG, ApiError
 from llamapipe.streams import AsyncChatStream
 from llamapipe.text.stream import TextOffsets
+from llamapipe.work.long_work import size_of
 
 if TYPE_CHECKING:
     from llamapipe.server._application import ServerState
@@ -54,10 +57,13 @@ async def tokenized(
 def refuse_long(state: ServerState, what: str, n_characters: int) -> None:
     """Raises InvalidRequestError for a text that cannot fit the context, if it is longer than the server allows."""
     most, n_ctx = state.settings.max_text_characters, state.engine.n_ctx
-    if n_characters > most and state.engine.model.vocab.least_tokens(n_characters) >= n_ctx:
+    if n_characters <= most:
+        return
+    n_least = state.engine.model.vocab.least_tokens(n_characters)
+    if n_least >= n_ctx:
         raise InvalidRequestError(
-            f"the {what} has {n_characters} characters and cannot fit n_ctx, which is {n_ctx}; the limit of this "
-            f"server for such a one is {most} (--max-text-characters): shorten it"
+            f"the {what} has {n_characters} characters, at least {n_least} tokens; n_ctx is {n_ctx}, and the limit of "
+            f"this server for a text that cannot fit is {most} (--max-text-characters): shorten it"
         )
 
 
@@ -72,11 +78,12 @@ def _refuse_paths(messages: Sequence[Mapping[str, Any]]) -> None:
         content = message.get("content")
         for i, part in enumerate(content if isinstance(content, list) else ()):
             if isinstance(part, Mapping) and part.get("type") in ("image", "audio"):
+                place = place_of(messages, index, i)
                 raise ApiError(
                     400,
-                    f"messages[{index}]: part {i} of the content has the type {quoted(part['type'])}; only text is "
-                    "supported, image_url with a data URL, and input_audio",
-                    "messages",
+                    f"{place} has the type {quoted(part['type'])}; only text is supported, image_url with a data URL, "
+                    "and input_audio",
+                    place,
                 )
 
 
@@ -177,7 +184,7 @@ async def prompts_of(
             _check(state, tokens)
         except ValueError as e:
             place = f" ({name} {index} of the list)" if len(items) > 1 else ""
-            code = "context_length_exceeded" if "n_ctx" in str(e) else None
+            code = TOO_LONG if "n_ctx" in str(e) else None
             raise ApiError(400, f"{e}{place}", name, code) from None
         prompts.append(tokens)
     return prompts
@@ -239,6 +246,28 @@ def total_choices(state: ServerState, n: int) -> None:
         )
 
 
+async def n_prompt_tokens(
+    exchange: Exchange,
+    messages: Sequence[Mapping[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    args: Mapping[str, Any],
+) -> int:
+    """The tokens of a conversation's prompt, with its images and sounds; they need not fit the context, without these.
+
+    Raises ApiError and InvalidRequestError.
+    """
+    if first_media(messages) is None:
+        return len(await exchange.server.tokenize_chat(messages, tools, True, args))
+    options = ChatOptions(tools=tools, template_args=args)
+    job = ChatJob(exchange, messages, SamplingParams(max_tokens=None), options)
+    return len(await job.tokens())
+
+
+def input_tokens(n: int) -> dict[str, Any]:
+    """A number of tokens, as OpenAI's and llama-server's counting routes answer it."""
+    return {"object": "response.input_tokens", "input_tokens": n}
+
+
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # how much a model reasons
 _RESERVED = ("self", "messages", "tools", "add_generation_prompt")  # parameters of Model.render_chat
 
@@ -275,7 +304,7 @@ class ChatJob:
     """One conversation with its params: answered as a whole, or as one stream for each choice.
 
     ``constraint_field``: the field of the request that holds the format of the answer, if one does. ``before``: tokens
-    that precede the prompt of a stream.
+    that precede the prompt of a stream. ``grammars``: the fields of the request that hold those of tools, by the tool.
     ``is_empty``: the request asks for no tokens. The engine then computes the prompt and one token, which is not
     returned. ``n_prompt_tokens``, ``n_cached_tokens``: set when the first stream has begun.
     """
@@ -289,6 +318,7 @@ class ChatJob:
         constraint_field: str | None = None,
         is_empty: bool = False,
         before: Sequence[int] = (),
+        grammars: Mapping[str, str] | None = None,
     ) -> None:
         total_choices(exchange.server, params.n)
         _refuse_paths(messages)
@@ -297,12 +327,14 @@ class ChatJob:
         self._exchange = exchange
         self._engine = exchange.server.engine
         self._timeout = exchange.server.settings.timeout_s
+        self._began = perf_counter()
         self._messages = messages
         self._fetching = asyncio.Lock()
         self._params = params
         self._options = options
         self._before = before
         self._constraint = constraint_field
+        self._grammars = grammars or {}
         self.is_empty = is_empty
         self.n_prompt_tokens = self.n_cached_tokens = 0
         self.running: list[AsyncChatStream | None] = [None] * params.n  # the streams that were submitted
@@ -311,9 +343,12 @@ class ChatJob:
         return f"<ChatJob n_messages={len(self._messages)} n={self._params.n}>"
 
     async def _fetch(self) -> None:
-        """Replaces the addresses of images, once."""
+        """Replaces the addresses of images, once; the time for it is part of the request's."""
         async with self._fetching:
-            self._messages = await with_media(self._exchange, self._messages)
+            before = self._messages
+            self._messages = await with_media(self._exchange, before)
+            if self._timeout is not None and self._messages is not before:
+                self._timeout = max(round(self._timeout - (perf_counter() - self._began), 3), 0)
 
     async def complete(self) -> ChatCompletion:
         """The answer, when all choices are complete."""
@@ -330,18 +365,26 @@ class ChatJob:
         return done
 
     async def prompt_tokens(self) -> list[int]:
-        """The prompt's tokens, as the engine computes them."""
+        """The prompt's tokens without those of images. Raises as ``tokens``."""
+        return [token for token in await self.tokens() if token >= 0]
+
+    async def tokens(self) -> list[int]:
+        """The prompt, as the engine computes it; tokens of images are negative.
+
+        Raises ApiError, InvalidRequestError, TimeoutError.
+        """
         await self._fetch()
-        build = self._engine._chat_builder.item  # turns may be dropped there
-        made = await self._exchange.server.in_thread(
-            build,
+        tokenize = partial(
+            self._engine.tokenize_chat,
             self._messages,
             self._params,
-            self._options,
-            self._before,
-            size=size_of(self._messages),
+            before=self._before,
+            **self._options._asdict(),
         )
-        return [token for token in made.item.tokens if token >= 0]  # without images
+        try:
+            return await self._exchange.server.in_thread(tokenize, size=size_of(self._messages))
+        except InvalidRequestError as e:
+            raise self._explained(e) from None
 
     def streams(self) -> list[AsyncGenerator[ChatDelta | None, None]]:
         """One stream for each choice. Its first item is None: the request was checked and is in the queue."""
@@ -352,8 +395,13 @@ class ChatJob:
         params = replace(self._params, n=1)
         if params.seed is not None:
             params = replace(params, seed=(params.seed + i) % 2**64)
-        stream = self._engine._astream_chat(
-            self._messages, params, self._options, self._timeout, block=False, before=self._before
+        stream = self._engine.astream_chat(
+            self._messages,
+            params,
+            timeout=self._timeout,
+            block=False,
+            before=self._before,
+            **self._options._asdict(),
         )
         try:
             async with stream:
@@ -374,7 +422,12 @@ class ChatJob:
 
     def _explained(self, error: InvalidRequestError) -> Exception:
         """The error with the field of the request that caused it, if that is known."""
-        return with_field(error, self._constraint or "tools")
+        for tool, field in self._grammars.items():
+            named = f"tool {quoted(tool)}: "
+            if str(error).startswith(named):
+                return ApiError(400, f"{field}: {str(error).removeprefix(named)}", field)
+        placed = in_request(error, self._messages)
+        return placed if placed is not error else with_field(error, self._constraint or "tools")
 
 
 def _emptied(choice: ChatChoice) -> ChatChoice:
@@ -404,13 +457,13 @@ class CompletionLogprobs:
     """The ``logprobs`` of ``/v1/completions``, whose ``text_offset`` counts through the text of one choice.
 
     A token's offset is the index of the character that holds its first byte. ``as_ids``: tokens are
-    written as ``token_id:5``. ``adds_space``: the first piece begins with a space that is not in the text.
+    written as ``token_id:5``.
     """
 
-    def __init__(self, vocab: Vocab, as_ids: bool = False, adds_space: bool = False) -> None:
+    def __init__(self, vocab: Vocab, offsets: TextOffsets, as_ids: bool = False) -> None:
         self._vocab = vocab
         self._as_ids = as_ids
-        self._offsets = TextOffsets(skip_space=adds_space)
+        self._offsets = offsets
 
     def __repr__(self) -> str:
         return f"CompletionLogprobs({self._offsets})"

@@ -13,21 +13,20 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from starlette.responses import Response
 
 import llamapipe
-from llamapipe._messages import quoted, shown
-from llamapipe._sampling_table import OPTIONS, SAMPLER_ORDER, SWITCHES, Kind
+from llamapipe._messages import shown
+from llamapipe._sampling_table import OPTIONS, SAMPLER_ORDER, Kind
 from llamapipe.llama.adapter import Adapter
 from llamapipe.llama.fim import FimText, fim_room
 from llamapipe.llama.vocab import Vocab
 from llamapipe.params import SamplingParams
 from llamapipe.results import Delta, TokenLogprob
 from llamapipe.server._completions import check_params, merge_streams, progress_fields, token_limit
-from llamapipe.server._fields import Only, Unused
 from llamapipe.server._generation import (
     Prompt,
     chat_logprobs,
@@ -38,7 +37,7 @@ from llamapipe.server._generation import (
     token_text,
     total_choices,
 )
-from llamapipe.server._sampling import Sampling, token_biases
+from llamapipe.server._sampling import Sampling, chosen_samplers, token_biases
 from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse, event
 from llamapipe.server.errors import ApiError
 from llamapipe.streams import AsyncStream
@@ -76,16 +75,6 @@ class LlamaServerRequest(Sampling, kw_only=True):
     return_tokens: bool | None = None
     return_progress: bool | None = None
     timings_per_token: bool | None = None
-    # A limit for the prompt would leave a cold cache cold: at each key the editor would give up again.
-    t_max_prompt_ms: Annotated[float | None, Unused()] = None
-    id_slot: Annotated[int | None, Unused(-1)] = None
-    n_cache_reuse: Annotated[int | None, Unused(0)] = None
-    sse_ping_interval: Annotated[float | None, Unused()] = None
-    backend_sampling: Annotated[bool | None, Unused(False)] = None
-    verbose: Annotated[bool | None, Unused(False)] = None
-    n_keep: Annotated[int | None, Only(0, instead="the operator sets it: llamapipe serve --n-keep")] = None
-    n_discard: Annotated[int | None, Only(0)] = None
-    min_keep: Annotated[int | None, Only(0)] = None
     lora: list[LoraScale] | None = None
 
 
@@ -160,45 +149,7 @@ async def _answer(exchange: Exchange, request: LlamaServerRequest, prompts: Any)
 
 
 # ---- options
-_ALIASES = {
-    "typ_p": "typical_p",
-    "typ": "typical_p",
-    "typical": "typical_p",
-    "temp": "temperature",
-    "nucleus": "top_p",
-}
-_LETTERS = {
-    "e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typical_p", "p": "top_p", "m": "min_p",
-    "x": "xtc", "t": "temperature", "i": "infill", "a": "adaptive_p",
-}  # fmt: skip
-_BY_BARE_NAME = {
-    name.replace("_", ""): name for name in SAMPLER_ORDER
-}  # llama-server takes top-k and topk, too
-_MOST_SAMPLERS = 64
 _MOST_OF_A_LIMIT = 2**31 - 1
-
-
-def sampler_names(given: Sequence[str] | str) -> list[str]:
-    """The ``sampler_order`` that a list of llama-server's names means, or a text of its letters. Raises ApiError 400.
-
-    ``adaptive_p`` is left out: here ``adaptive_target`` alone turns it on, at the end.
-    """
-    if len(given) > _MOST_SAMPLERS:
-        raise ApiError(400, f"samplers has {len(given)} names; the limit is {_MOST_SAMPLERS}", "samplers")
-    names: list[str] = []
-    for word in given:
-        if isinstance(given, str):
-            name = _LETTERS.get(word)
-        else:
-            plain = word.lower().replace("-", "_")
-            name = _ALIASES.get(plain) or _BY_BARE_NAME.get(plain.replace("_", ""))
-            name = "adaptive_p" if plain.replace("_", "") == "adaptivep" else name
-        if name is None:
-            known = ", ".join(_LETTERS) if isinstance(given, str) else ", ".join(SAMPLER_ORDER)
-            raise ApiError(400, f"samplers holds {quoted(word)}; it may hold {known}", "samplers")
-        if name != "adaptive_p" and name not in names:
-            names.append(name)
-    return names
 
 
 def _limit(request: LlamaServerRequest) -> int | None:
@@ -215,10 +166,7 @@ def _n_choices(request: LlamaServerRequest) -> int:
 
 
 def _params(exchange: Exchange, request: LlamaServerRequest) -> SamplingParams:
-    """The request's options. Raises ApiError 400.
-
-    Options whose sampler ``samplers`` leaves out have no effect, and are named so: editors send them.
-    """
+    """The request's options. Raises ApiError 400."""
     vocab = exchange.server.engine.model.vocab
 
     def tokenize(text: str) -> list[int]:
@@ -232,22 +180,7 @@ def _params(exchange: Exchange, request: LlamaServerRequest) -> SamplingParams:
     if isinstance(request.logit_bias, list):
         more["logit_bias"], request.logit_bias = token_biases(request.logit_bias, tokenize), None
     if request.samplers is not None:
-        if getattr(request, "sampler_order", None) is not None:
-            raise ApiError(400, "sampler_order and samplers are the same option; give one", "samplers")
-        more["sampler_order"] = order = sampler_names(request.samplers)
-        if "infill" in order:
-            more["infill"] = True
-        unused = [
-            field
-            for name in SAMPLER_ORDER
-            if name not in order
-            for option in SWITCHES[name]
-            for field in (option, "repetition_penalty")
-            if getattr(request, field, None) is not None and (field == option or name == "penalties")
-        ]
-        for field in dict.fromkeys(unused):
-            setattr(request, field, None)
-        exchange.note_unused(tuple(dict.fromkeys(unused)))
+        more |= chosen_samplers(exchange, request, request.samplers)
     for name in ("n_indent", "t_max_predict_ms"):
         value = getattr(request, name)
         least = -1 if name == "t_max_predict_ms" else 0

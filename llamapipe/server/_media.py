@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import http.client
 import ipaddress
+import re
 import socket
 import ssl
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,8 @@ from llamapipe._messages import quoted
 from llamapipe.errors import InvalidRequestError
 from llamapipe.media.decode import path_below
 from llamapipe.server.errors import ApiError
+from llamapipe.wanted import time_limit
+from llamapipe.work.long_work import LongWork
 
 if TYPE_CHECKING:
     from llamapipe.server.endpoint import Exchange
@@ -33,11 +35,39 @@ if TYPE_CHECKING:
 MOST_ADDRESSES = 32  # of a request
 MOST_HOPS = 4  # of one address, the first one included
 MOST_SECONDS = 10.0  # for one address, with its redirects
-_N_THREADS = 8
+_N_THREADS = 32  # that wait for hosts; a client gets at most four
 _CHUNK = 2**16
 _PORTS = {"http": 80, "https": 443}
 _REDIRECTS = (301, 302, 303, 307, 308)
+_ENGINE_PLACE = re.compile(r"messages\[(\d+)\]: part (\d+) of the content")
 _NAT64 = ipaddress.ip_network("64:ff9b::/32")
+
+
+class PlacedPart(dict[str, Any]):
+    """An image or a sound of a message. ``place``: where the request has it, if that is elsewhere than the message."""
+
+    def __init__(self, place: str, part: Mapping[str, Any]) -> None:
+        super().__init__(part)
+        self.place = place
+
+
+def place_of(messages: Sequence[Mapping[str, Any]], index: int, i: int) -> str:
+    """Where the request has a part of a message."""
+    part = messages[index]["content"][i]
+    return part.place if isinstance(part, PlacedPart) else f"messages.{index}.content.{i}"
+
+
+def in_request(error: InvalidRequestError, messages: Sequence[Mapping[str, Any]]) -> Exception:
+    """The engine's error about an image or a sound with its place in the request; others as they are."""
+    found = _ENGINE_PLACE.match(str(error))
+    if found is None:
+        return error
+    try:
+        place = place_of(messages, int(found[1]), int(found[2]))
+    except (LookupError, TypeError):
+        return error
+    code = "context_length_exceeded" if "n_ctx" in str(error) else None
+    return ApiError(400, f"{place}{str(error)[found.end() :]}", place, code)
 
 
 async def with_media(
@@ -45,7 +75,7 @@ async def with_media(
 ) -> Sequence[Mapping[str, Any]]:
     """The messages with the images that their addresses name; the same object if there are no addresses.
 
-    Raises ApiError 400, InvalidRequestError.
+    Raises ApiError 400, InvalidRequestError; TimeoutError after ``timeout_s``.
     """
     found: dict[tuple[int, int], str] = {}
     for index, message in enumerate(messages):
@@ -65,16 +95,17 @@ async def with_media(
         )
     loaded: dict[str, bytes | Path] = {}
     left = exchange.server.settings.max_body_bytes
-    for (index, i), url in found.items():
-        if url not in loaded:
-            place = f"messages[{index}]: part {i} of the content"
-            loaded[url] = value = await _loaded(exchange, place, url, left)
-            left -= len(value) if isinstance(value, bytes) else 0
+    with time_limit(exchange.server.settings.timeout_s):
+        for (index, i), url in found.items():
+            if url not in loaded:
+                place = place_of(messages, index, i)
+                loaded[url] = value = await _loaded(exchange, place, url, left)
+                left -= len(value) if isinstance(value, bytes) else 0
     exchange.hold_more(sum(len(value) for value in loaded.values() if isinstance(value, bytes)))
     changed = [dict(message) for message in messages]
     for (index, i), url in found.items():
         content = changed[index]["content"] = list(changed[index]["content"])
-        content[i] = {"type": "image", "image": loaded[url]}
+        content[i] = PlacedPart(place_of(messages, index, i), {"type": "image", "image": loaded[url]})
     return changed
 
 
@@ -83,14 +114,14 @@ async def _loaded(exchange: Exchange, place: str, url: str, most: int) -> bytes 
     if url[:5].lower() == "file:":
         if settings.media_path is None:
             raise ApiError(
-                400, f"{place}: {quoted(url[:80])}: this server reads no files: give a data URL", "messages"
+                400, f"{place}: {quoted(url[:80])}: this server reads no files: give a data URL", place
             )
         name = unquote(url[5:].removeprefix("//"))
         try:
             return await asyncio.to_thread(path_below, place, name, Path(settings.media_path))
         except InvalidRequestError:  # which names the folder
             raise ApiError(
-                400, f"{place}: {quoted(url[:80])} is no file in the folder of --media-path", "messages"
+                400, f"{place}: {quoted(url[:80])} is no file in the folder of --media-path", place
             ) from None
     if not settings.media_urls:
         raise ApiError(
@@ -99,21 +130,19 @@ async def _loaded(exchange: Exchange, place: str, url: str, most: int) -> bytes 
             "messages",
         )
     ending = _Ending()
-    fetch = partial(fetched, url, settings.media_urls, most, ending)
-    work = asyncio.get_running_loop().run_in_executor(_threads(), fetch)
     try:
-        return await work
+        return await _threads().run(fetched, url, settings.media_urls, most, ending)
     except _Refused as e:
-        raise ApiError(400, f"{place}: {quoted(url[:80])}: {e}", "messages") from None
-    except asyncio.CancelledError:  # the client is gone
+        raise ApiError(400, f"{place}: {quoted(url[:80])}: {e}", place) from None
+    except (asyncio.CancelledError, TimeoutError):  # the client is gone, or its time is up
         ending.end()
         raise
 
 
 @lru_cache(maxsize=1)
-def _threads() -> ThreadPoolExecutor:
-    """For fetches only, so that slow hosts hold up no other work of the server."""
-    return ThreadPoolExecutor(_N_THREADS, "llamapipe-media")
+def _threads() -> LongWork:
+    """For fetches only, so that slow hosts hold up no other work of the server. Fair to clients."""
+    return LongWork(_N_THREADS)
 
 
 class _Refused(Exception):  # noqa: N818 - becomes an ApiError

@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
-import msgspec
 from starlette.responses import Response
 
 from llamapipe.llama.fim import FimText, fim_room
@@ -15,10 +14,8 @@ from llamapipe.server._completions import DONE, ChunkWriter, check_params, token
 from llamapipe.server._fields import Unused
 from llamapipe.server._generation import fim_prompt_of
 from llamapipe.server._sampling import Sampling
-from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse
+from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse, encode_json
 from llamapipe.server.errors import ApiError
-
-_encode = msgspec.json.Encoder().encode
 
 
 class FimRequest(Sampling, kw_only=True):
@@ -84,7 +81,7 @@ async def fim_completions(exchange: Exchange, request: FimRequest) -> Response:
                     elif not delta.text:
                         continue
                     yield writer.chunk(
-                        _encode({"index": 0, "delta": content, "finish_reason": delta.finish_reason})
+                        encode_json({"index": 0, "delta": content, "finish_reason": delta.finish_reason})
                     )
         finally:
             exchange.count(len(tokens), n)

@@ -10,13 +10,22 @@ from typing import Annotated, Any, Literal
 import msgspec
 from starlette.responses import Response
 
-from llamapipe._engine.chat_requests import ChatOptions
 from llamapipe._messages import did_you_mean, quoted
+from llamapipe.chat.options import ChatOptions
 from llamapipe.chat.results import ToolCallDelta
 from llamapipe.media.decode import is_media
 from llamapipe.results import ChatDelta
 from llamapipe.server._fields import Only, Unused
-from llamapipe.server._generation import ChatJob, chat_logprobs, check_n_messages, check_top, template_args
+from llamapipe.server._generation import (
+    ChatJob,
+    chat_logprobs,
+    check_n_messages,
+    check_top,
+    input_tokens,
+    n_prompt_tokens,
+    template_args,
+)
+from llamapipe.server._media import PlacedPart
 from llamapipe.server._sampling import Sampling
 from llamapipe.server._tools import ClientName, Tools, custom_arguments, custom_input, qualified, tools_of
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse, event
@@ -191,9 +200,9 @@ def _add(made: list[Message], place: str, item: Mapping[str, Any], tools: Tools)
         message["reasoning_content"] = message.get("reasoning_content", "") + _text(f"{place}.content", parts)
     elif kind in ("function_call", "custom_tool_call"):
         if kind == "custom_tool_call":
-            arguments = custom_arguments(_string(place, item, "input"))
+            arguments: Any = custom_arguments(_string(place, item, "input"))
         else:
-            arguments = _string(place, item, "arguments")
+            arguments = item.get("arguments")  # of a call that was cut off, these may be anything
         function = {"name": _name(place, item, tools), "arguments": arguments}
         call = {"id": _string(place, item, "call_id"), "type": "function", "function": function}
         _answer(made).setdefault("tool_calls", []).append(call)
@@ -242,7 +251,7 @@ def _parts(place: str, content: Any) -> str | list[dict[str, Any]]:
                 raise ApiError(
                     400, f"{place}.{i}: this server stores no files; send a data URL", f"{place}.{i}.file_id"
                 )
-            parts.append(dict(part))
+            parts.append(PlacedPart(f"{place}.{i}", part))
         else:
             parts.append({"type": "text", "text": _text(place, [part])})
     return parts
@@ -297,6 +306,25 @@ async def responses(exchange: Exchange, request: ResponsesRequest) -> Response:
     return JsonResponse(answer.response())
 
 
+async def count_tokens(exchange: Exchange, request: ResponsesRequest) -> Response:
+    """Counts the tokens of an input's prompt."""
+    exchange.server.check_model(request.model)
+    check_n_messages(exchange.server, request.input, "input")
+    tools = tools_of(request.tools, request.tool_choice, is_flat=True)
+    exchange.note_unused((*request.unused(), *tools.unused))
+    functions = None if tools.choice == "none" else tools.functions
+    messages = messages_of(request, tools)
+    return JsonResponse(
+        input_tokens(await n_prompt_tokens(exchange, messages, functions, _template_args(request)))
+    )
+
+
+def _template_args(request: ResponsesRequest) -> dict[str, Any]:
+    """The template's arguments. Raises ApiError 400."""
+    effort = None if request.reasoning is None else request.reasoning.effort
+    return template_args(request.chat_template_kwargs, effort, "reasoning.effort")
+
+
 def _job(exchange: Exchange, request: ResponsesRequest, tools: Tools) -> ChatJob:
     """The request as a job of the engine. Raises ApiError."""
     check_n_messages(exchange.server, request.input, "input")
@@ -313,18 +341,18 @@ def _job(exchange: Exchange, request: ResponsesRequest, tools: Tools) -> ChatJob
         more["logprobs"] = check_top("top_logprobs", request.top_logprobs or 0, _MAX_TOP)
     elif request.top_logprobs:
         raise ApiError(400, f"top_logprobs needs {LOGPROBS!r} in include", "top_logprobs")
-    effort = None if request.reasoning is None else request.reasoning.effort
     options = ChatOptions(
         tools.functions,
         tools.choice,
         request.parallel_tool_calls is not False,
         _schema(request),
-        template_args(request.chat_template_kwargs, effort, "reasoning.effort"),
+        _template_args(request),
         truncation="auto" if request.truncation == "auto" else "error",
     )
     tokenize = exchange.server.engine.model.vocab.tokenize
     params = sampling.params(tokenize, {"max_tokens": "max_output_tokens"}, **more)
-    return ChatJob(exchange, messages_of(request, tools), params, options, "text.format")
+    messages = messages_of(request, tools)
+    return ChatJob(exchange, messages, params, options, "text.format", grammars=tools.grammars)
 
 
 def _schema(request: ResponsesRequest) -> Any:

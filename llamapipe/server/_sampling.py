@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
 from llamapipe._messages import quoted
-from llamapipe._sampling_table import CONSTRAINTS, OPTIONS, Kind
+from llamapipe._sampling_table import CONSTRAINTS, OPTIONS, SAMPLER_ORDER, SWITCHES, Kind
 from llamapipe.errors import InvalidRequestError
-from llamapipe.params import SamplingParams
+from llamapipe.params import JsonWhitespace, SamplingParams
 from llamapipe.server._fields import Only, Unused
 from llamapipe.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from llamapipe.server.endpoint import Exchange
 
 _ID_DIGITS = 10  # of a token id, which has 32 bits
 _MOST_CHARACTERS = 65_536  # of all texts of one option
@@ -29,7 +32,7 @@ Tokenize = Callable[[str], list[int]]
 
 
 _FIRST_WORD = re.compile(r"\w+")
-_COMPACT = 'json_whitespace: "flexible" allows spaces between the parts of JSON'
+_COMPACT = 'json_whitespace: "flexible" allows any usual spaces between the parts of JSON'
 _TAGS = "give tools, whose calls are written in the model's format, or a grammar"
 
 
@@ -101,7 +104,7 @@ class Formats(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     regex: str | None = None
     lark: str | None = None
     choice: list[str] | None = None
-    json_whitespace: Literal["compact", "flexible"] | None = None
+    json_whitespace: JsonWhitespace | None = None
 
 
 class Constrained(Formats, kw_only=True):
@@ -255,8 +258,18 @@ class Sampling(_Options, kw_only=True):
     data_parallel_rank: Annotated[Any, Unused()] = None
     extra_key: Annotated[Any, Only(instead="give cache_salt")] = None
     # llama-server's, with the only value that holds here.
-    id_slot: Annotated[int | None, Only(-1)] = None
-    timings_per_token: Annotated[bool | None, Only(False)] = None
+    id_slot: Annotated[int | None, Unused(-1)] = None
+    timings_per_token: Annotated[bool | None, Unused(False)] = None
+    t_max_prompt_ms: Annotated[float | None, Unused()] = None
+    n_cache_reuse: Annotated[int | None, Unused(0)] = None
+    sse_ping_interval: Annotated[float | None, Unused()] = None
+    backend_sampling: Annotated[bool | None, Unused(False)] = None
+    verbose: Annotated[bool | None, Unused(False)] = None
+    n_keep: Annotated[int | None, Only(0, -1, instead="the operator sets it: llamapipe serve --n-keep")] = (
+        None
+    )
+    n_discard: Annotated[int | None, Only(0)] = None
+    min_keep: Annotated[int | None, Only(0)] = None
     return_tokens: Annotated[bool | None, Only(False, instead="return_token_ids returns them")] = None
     post_sampling_probs: Annotated[bool | None, Only(False)] = None
 
@@ -370,6 +383,69 @@ def _tokens_of(key: str, n_characters: int, tokenize: Tokenize) -> list[int]:
         return tokenize(key)
     except ValueError as e:
         raise ApiError(400, f"logit_bias: {e}", "logit_bias") from None
+
+
+# ---- llama-server's samplers
+_ALIASES = {
+    "typ_p": "typical_p",
+    "typ": "typical_p",
+    "typical": "typical_p",
+    "temp": "temperature",
+    "nucleus": "top_p",
+}
+_LETTERS = {
+    "e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typical_p", "p": "top_p", "m": "min_p",
+    "x": "xtc", "t": "temperature", "i": "infill", "a": "adaptive_p",
+}  # fmt: skip
+_BY_BARE_NAME = {
+    name.replace("_", ""): name for name in SAMPLER_ORDER
+}  # llama-server takes top-k and topk, too
+_MOST_SAMPLERS = 64
+
+
+def sampler_names(given: Sequence[str] | str) -> list[str]:
+    """The ``sampler_order`` that a list of llama-server's names means, or a text of its letters. Raises ApiError 400.
+
+    ``adaptive_p`` is left out: here ``adaptive_target`` alone turns it on, at the end.
+    """
+    if len(given) > _MOST_SAMPLERS:
+        raise ApiError(400, f"samplers has {len(given)} names; the limit is {_MOST_SAMPLERS}", "samplers")
+    names: list[str] = []
+    for word in given:
+        if isinstance(given, str):
+            name = _LETTERS.get(word)
+        else:
+            plain = word.lower().replace("-", "_")
+            name = _ALIASES.get(plain) or _BY_BARE_NAME.get(plain.replace("_", ""))
+            name = "adaptive_p" if plain.replace("_", "") == "adaptivep" else name
+        if name is None:
+            known = ", ".join(_LETTERS) if isinstance(given, str) else ", ".join(SAMPLER_ORDER)
+            raise ApiError(400, f"samplers holds {quoted(word)}; it may hold {known}", "samplers")
+        if name != "adaptive_p" and name not in names:
+            names.append(name)
+    return names
+
+
+def chosen_samplers(exchange: Exchange, request: Sampling, given: Sequence[str] | str) -> dict[str, Any]:
+    """The fields of ``SamplingParams`` for ``samplers``. Raises ApiError 400.
+
+    Options whose sampler it leaves out have no effect, and are named so: editors send them.
+    """
+    if getattr(request, "sampler_order", None) is not None:
+        raise ApiError(400, "sampler_order and samplers are the same option; give one", "samplers")
+    order = sampler_names(given)
+    unused = [
+        field
+        for name in SAMPLER_ORDER
+        if name not in order
+        for option in SWITCHES[name]
+        for field in (option, "repetition_penalty")
+        if getattr(request, field, None) is not None and (field == option or name == "penalties")
+    ]
+    for field in dict.fromkeys(unused):
+        setattr(request, field, None)
+    exchange.note_unused(tuple(dict.fromkeys(unused)))
+    return {"sampler_order": order, **({"infill": True} if "infill" in order else {})}
 
 
 # ---- errors

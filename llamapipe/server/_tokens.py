@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from starlette.responses import Response
 
-from llamapipe._engine.long_work import size_of
 from llamapipe.server._generation import (
     check_n_messages,
     check_template_args,
@@ -23,6 +22,7 @@ from llamapipe.server._generation import (
 )
 from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
+from llamapipe.work.long_work import size_of
 
 if TYPE_CHECKING:
     from llamapipe.server._application import ServerState

@@ -4,7 +4,8 @@ Chat completions and the Responses API define tools in different forms: ``{"type
 ``{"type": "function", …}``. What they can hold is the same:
 
 - a function is given to the model as it is;
-- a custom tool takes free text. The model sees a function with one parameter, ``input``;
+- a custom tool takes free text, or text that follows a grammar. The model sees a function with one parameter,
+  ``input``;
 - a namespace holds functions and custom tools. The model sees them by their own name, or by ``namespace__name`` where
   two tools share one. A call is answered with the name and the namespace;
 - a hosted tool, such as ``web_search``, is one that only OpenAI's service or an editor's own client can run. The model
@@ -24,6 +25,7 @@ from llamapipe._messages import did_you_mean, listed, quoted
 from llamapipe.chat.tools import check_n_tools
 from llamapipe.errors import InvalidRequestError
 from llamapipe.server.errors import ApiError
+from llamapipe.structured.regular import MOST_CHARACTERS, regular
 
 _HOSTED = (
     "web_search",
@@ -48,6 +50,7 @@ _KEYS = {
 }
 _UNUSED_KEYS = ("output_schema", "defer_loading", "allowed_callers", "async", "cache_control")
 _INPUT_BEGUN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_ESCAPED_END = re.compile(r"(?<!\\)(?:\\\\)*\\\$\Z")
 _LONGEST_ESCAPE = 6  # characters, such as \u00e9
 _MOST_CHARACTERS = 64  # of a tool's name
 _INPUT = {
@@ -70,13 +73,15 @@ class Tools(NamedTuple):
     """The tools of a request.
 
     ``functions``: for the engine, None if there are none; ``choice``: the engine's ``tool_choice``. ``names``: how the
-    client knows each function. ``unused``: hosted tools and options without effect, for the header.
+    client knows each function. ``unused``: hosted tools and options without effect, for the header. ``grammars``: the
+    fields that hold the grammars of custom tools, by the function.
     """
 
     functions: list[dict[str, Any]] | None
     choice: str | dict[str, Any]
     names: dict[str, ClientName]
     unused: tuple[str, ...]
+    grammars: dict[str, str]
 
     def known(self, name: str) -> ClientName:
         """How the client knows the tool that the model calls ``name``."""
@@ -89,7 +94,7 @@ def tools_of(given: Sequence[Mapping[str, Any]] | None, choice: Any, is_flat: bo
     ``is_flat``: they have the form of the Responses API.
     """
     check_number(given)
-    found: list[tuple[ClientName, dict[str, Any]]] = []
+    found: list[tuple[ClientName, dict[str, Any], str | None]] = []
     unused: list[str] = []
     for place, namespace, tool in _all(given or ()):
         kind = tool.get("type")
@@ -104,16 +109,20 @@ def tools_of(given: Sequence[Mapping[str, Any]] | None, choice: Any, is_flat: bo
                 f"{place} has the type {quoted(kind)}; it may be function, custom or namespace{hint}",
                 "tools",
             )
-    n_called = Counter(known.name for known, _ in found)
+    n_called = Counter(known.name for known, _, _ in found)
     names: dict[str, ClientName] = {}
+    grammars: dict[str, str] = {}
     functions = []
-    for known, function in found:
+    for known, function, grammar in found:
         name = known.name if n_called[known.name] == 1 else qualified(known.name, known.namespace)
         if name in names:
             raise ApiError(400, f"tools: there are two tools called {quoted(name)}", "tools")
         names[name] = known
+        if grammar is not None:
+            grammars[name] = grammar
         functions.append({"type": "function", "function": {**function, "name": name}})
-    made = Tools(functions or None, "auto", names, tuple(f"tools.{name}" for name in dict.fromkeys(unused)))
+    left_out = tuple(f"tools.{name}" for name in dict.fromkeys(unused))
+    made = Tools(functions or None, "auto", names, left_out, grammars)
     return made._replace(choice=_choice(choice, made, is_flat))
 
 
@@ -168,8 +177,8 @@ def _hosted(kind: str) -> str | None:
 
 def _function(
     place: str, namespace: str | None, tool: Mapping[str, Any], is_flat: bool, unused: list[str]
-) -> tuple[ClientName, dict[str, Any]]:
-    """A function or a custom tool, as a function for the model."""
+) -> tuple[ClientName, dict[str, Any], str | None]:
+    """A function or a custom tool, as a function for the model, and the field that holds the grammar of its input."""
     kind = str(tool["type"])
     inner = tool if is_flat else tool.get(kind)
     if not isinstance(inner, Mapping):
@@ -190,18 +199,74 @@ def _function(
     if about is not None and not isinstance(about, str):
         raise ApiError(400, f"{place}: the description of {quoted(name)} must be text", "tools")
     if kind == "custom":
-        syntax = inner.get("format")
-        if isinstance(syntax, Mapping) and isinstance(syntax.get("definition"), str):
-            # The grammar cannot be followed inside a JSON string. So the model is told.
-            about = f"{about or ''}\n\nThe input follows this grammar:\n{syntax['definition']}".strip()
-        return ClientName(name, namespace, True), {"description": about or "", "parameters": _INPUT}
+        grammar = _grammar(
+            f"{place}.format" if inner is tool else f"{place}.custom.format", inner.get("format")
+        )
+        custom: dict[str, Any] = {"description": about or "", "parameters": _INPUT}
+        if grammar is None:
+            return ClientName(name, namespace, True), custom, None
+        custom["description"] = f"{about or ''}\n\nThe input follows this grammar:\n{grammar.text}".strip()
+        text = {"type": "string", "pattern": f"^(?:{grammar.regex})$"}
+        custom |= {"parameters": {**_INPUT, "properties": {"input": text}}, "strict": True}
+        return ClientName(name, namespace, True), custom, grammar.field
     parameters = inner.get("parameters")
     if parameters is not None and not isinstance(parameters, (dict, bool)):
         raise ApiError(400, f"{place}: the parameters of {quoted(name)} must be a JSON schema", "tools")
     made = {key: inner[key] for key in ("description", "parameters") if inner.get(key) is not None}
     if inner.get("strict") is True:
         made["strict"] = True
-    return ClientName(name, namespace), made
+    return ClientName(name, namespace), made, None
+
+
+class _Grammar(NamedTuple):
+    """The grammar of a custom tool's input. ``field``: of the request; ``regex``: for the same texts."""
+
+    field: str
+    text: str
+    regex: str
+
+
+def _grammar(place: str, given: Any) -> _Grammar | None:
+    """The grammar in the ``format`` of a custom tool, which has another form in each API; None for any text.
+
+    Raises ApiError 400, which names the field.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise ApiError(400, f"{place} must be an object", place)
+    kind = given.get("type")
+    if kind not in ("text", "grammar"):
+        raise ApiError(400, f"{place}.type is {quoted(kind)}; it may be 'text' or 'grammar'", f"{place}.type")
+    extra = given.keys() - ({"type"} if kind == "text" else {"type", "grammar", "syntax", "definition"})
+    if extra:
+        raise ApiError(400, f"{place}: unknown key {quoted(min(extra))}", f"{place}.{min(extra)}")
+    if kind == "text":
+        return None
+    inner = given.get("grammar", given)
+    if inner is not given:
+        place += ".grammar"
+    if not isinstance(inner, Mapping):
+        raise ApiError(400, f"{place} must be an object", place)
+    syntax, definition = inner.get("syntax"), inner.get("definition")
+    if syntax not in ("lark", "regex"):
+        raise ApiError(
+            400, f"{place}.syntax is {quoted(syntax)}; it may be 'lark' or 'regex'", f"{place}.syntax"
+        )
+    field = f"{place}.definition"
+    if not isinstance(definition, str) or not definition:
+        raise ApiError(400, f"{field} must be the text of a grammar", field)
+    if syntax == "regex":
+        if len(definition) > MOST_CHARACTERS:
+            raise ApiError(
+                400, f"{field} has {len(definition)} characters; the limit is {MOST_CHARACTERS}", field
+            )
+        regex = definition.removeprefix("^")  # the whole input follows it, with and without these
+        return _Grammar(field, definition, regex if _ESCAPED_END.search(regex) else regex.removesuffix("$"))
+    try:
+        return _Grammar(field, definition, regular(definition))
+    except InvalidRequestError as e:
+        raise ApiError(400, f"{field}: {e}", field) from None
 
 
 # ---- the choice

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from starlette.responses import PlainTextResponse, Response
 
-from llamapipe._engine.chat_requests import ChatOptions
 from llamapipe._messages import listed, quoted
+from llamapipe.chat.options import ChatOptions
 from llamapipe.params import SamplingParams
 from llamapipe.server._generation import ChatJob
 from llamapipe.server.endpoint import Exchange, JsonResponse

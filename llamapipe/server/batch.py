@@ -13,6 +13,7 @@ from llamapipe.engine import Engine
 from llamapipe.jobs.answers import RecordResult
 from llamapipe.jobs.records import Record
 from llamapipe.jobs.results import request_id
+from llamapipe.media.decode import MOST_SECONDS
 from llamapipe.server._application import app
 from llamapipe.server.settings import ServerSettings
 
@@ -41,6 +42,7 @@ class BatchRequests:
             max_bodies_bytes=2**62,
             max_messages=_NO_LIMIT,
             max_text_characters=_NO_LIMIT,
+            max_sound_s=MOST_SECONDS,
             page=False,
         )
         self._application = app(engine, settings, embedder)

@@ -28,7 +28,9 @@ import numpy as np
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from llamapipe.server._fields import mismatch, unused, without_nulls
+from llamapipe.chat.halves import whole_json_bytes, whole_values
+from llamapipe.server._body import accepted, decoded, encodings_of
+from llamapipe.server._fields import as_taken, mismatch, unused
 from llamapipe.server._gate import LOADED_NS
 from llamapipe.server.errors import BUSY, ApiError, Dialect, api_error, dialect_of, log_unexpected
 
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Body = TypeVar("Body", bound=msgspec.Struct)
 _log = logging.getLogger("llamapipe.server")
-_encode = msgspec.json.Encoder().encode
+_encoder = msgspec.json.Encoder()
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _LARGE_BODY = 2**20  # bytes; the C library keeps what such requests free
 _SIGN_S = 0.25  # how often a stream looks whether it can tell something new
@@ -87,6 +89,7 @@ class Exchange(Request):
         self.intervals_s: list[float] = []
         self._unused: tuple[str, ...] = ()
         self._held: Held | None = None
+        self._n_read = 0  # bytes of its body
         self._last_token_at: dict[int, float] = {}
         scope["llamapipe.exchange"] = self
 
@@ -115,6 +118,7 @@ class Exchange(Request):
         finally:
             if not reading.done():
                 reading.cancel()
+            self._held.refuse = _nothing  # the task holds the exchange
         if not done:
             raise ApiError(
                 408,
@@ -130,20 +134,36 @@ class Exchange(Request):
         length = self.headers.get("content-length", "0")
         if length.isdigit() and int(length) > limit:
             raise self._too_large(int(length), limit)
+        self._encodings()  # before the body is read
         parts: list[bytes] = []
-        n = 0
-        async with aclosing(self.stream()) as stream:
-            async for part in stream:
-                n += len(part)
-                if n > limit:
-                    raise self._too_large(n, limit)
-                parts.append(part)
-                if self._held is not None:
-                    self._held.grow(n)
-        self.has_body = True
-        if n > _LARGE_BODY:
-            self.gate.trim_later()
-        return b"".join(parts)
+        try:
+            async with aclosing(self.stream()) as stream:
+                async for part in stream:
+                    self._n_read += len(part)
+                    if self._n_read > limit:
+                        raise self._too_large(self._n_read, limit)
+                    parts.append(part)
+                    if self._held is not None:
+                        self._held.grow(self._n_read)
+            self.has_body = True
+            return b"".join(parts)
+        finally:
+            parts.clear()  # also where an exception holds this frame until the next garbage collection
+
+    async def decode_content(self) -> None:
+        """Decodes the body as its Content-Encoding says, in turn with other clients. Raises ApiError 400, 413."""
+        encodings = self._encodings() if self.raw else []
+        if not encodings:
+            return
+        raw, self.raw = self.raw, b""
+        limit = self.gate.settings.max_body_bytes
+        self.raw = await self.gate.convert(decoded, raw, encodings, limit, size=limit)
+        self._n_read = max(self._n_read, len(self.raw))
+        if self._held is not None:
+            self._held.grow(self._n_read)
+
+    def _encodings(self) -> list[str]:
+        return encodings_of(value for name, value in self.scope["headers"] if name == b"content-encoding")
 
     def _too_large(self, n: int, limit: int) -> ApiError:
         return ApiError(
@@ -159,6 +179,12 @@ class Exchange(Request):
         """Its bytes, and what was decoded from them, count no longer."""
         if self._held is not None:
             self._held.release()
+
+    def forget_body(self) -> None:
+        """The request has ended: what its body took goes back to the system, whatever part of it has come."""
+        self.raw = b""
+        self.release_body()
+        self.gate.freed(self._n_read)
 
     def refuse_with(self, refuse: Callable[[], object]) -> None:
         """``refuse`` ends the request if all bodies together are too large. Call it when the body has been read."""
@@ -177,25 +203,30 @@ class Exchange(Request):
         """
         raw, self.raw = self.raw, b""
         if len(raw) <= _LARGE_BODY:
-            body = self._decoded(decoder, raw)
+            body, names = self._decoded(decoder, raw)
         else:
-            body = await self.gate.convert(self._decoded, decoder, raw, size=len(raw))
-        self.note_unused(unused(body))
+            body, names = await self.gate.convert(self._decoded, decoder, raw, size=len(raw))
+        self.note_unused((*names, *unused(body)))
         return body
 
-    def _decoded(self, decoder: msgspec.json.Decoder[Body], raw: bytes) -> Body:
+    def _decoded(self, decoder: msgspec.json.Decoder[Body], raw: bytes) -> tuple[Body, tuple[str, ...]]:
+        """The body, and the names of fields without effect that its type does not have."""
         self._check_size(raw)
+        names: tuple[str, ...] = ()
         try:
             try:
                 body = decoder.decode(raw)
             except msgspec.ValidationError:  # a null may stand where the type has none, and in unknown fields
-                given = without_nulls(msgspec.json.decode(raw), decoder.type)
+                given, names = as_taken(msgspec.json.decode(raw), decoder.type)
                 body = msgspec.convert(given, decoder.type)
         except msgspec.ValidationError as e:
             raise mismatch(str(e), decoder.type) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
+            whole = whole_json_bytes(raw)
+            if whole != raw:
+                return self._decoded(decoder, whole)
             raise ApiError(400, f"the body is not valid JSON: {e}") from None
-        return body
+        return body, names
 
     async def peek(self, decoder: msgspec.json.Decoder[Body]) -> Body:
         """Some fields of the body, which stays as it is. Raises ApiError 400."""
@@ -210,6 +241,9 @@ class Exchange(Request):
         except msgspec.ValidationError:
             raise ApiError(400, "the body must be a JSON object") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
+            whole = whole_json_bytes(raw)
+            if whole != raw:
+                return self._peeked(decoder, whole)
             raise ApiError(400, f"the body is not valid JSON: {e}") from None
 
     def _check_size(self, raw: bytes) -> None:
@@ -291,6 +325,8 @@ class Exchange(Request):
             headers["connection"] = "close"
         if error.status in BUSY:
             headers["retry-after"] = str(self.gate.settings.retry_after_s)
+        if error.status == 415:
+            headers["accept-encoding"] = accepted()
         if error.status == 401:
             headers["www-authenticate"] = "Bearer"
         return JsonResponse(error.body(self.dialect), error.status, headers)
@@ -298,6 +334,14 @@ class Exchange(Request):
     async def send(self, response: Response) -> None:
         """Sends a response."""
         await self.prepare(response)(self.scope, self._receive, self._send)
+
+
+def encode_json(value: object) -> bytes:
+    """A value as JSON. What a model writes in JSON may have halves of characters."""
+    try:
+        return _encoder.encode(value)
+    except UnicodeEncodeError:
+        return _encoder.encode(whole_values(msgspec.to_builtins(value)))
 
 
 class LateResponse(Response):
@@ -311,19 +355,19 @@ class JsonResponse(Response):
 
     def render(self, content: Any) -> bytes:
         """The body; bytes are JSON already."""
-        return content if isinstance(content, bytes) else _encode(content)
+        return content if isinstance(content, bytes) else encode_json(content)
 
 
 # ---- streams
 def event(value: object, name: str | None = None) -> bytes:
     """A value as an event, with a name for APIs that name their events."""
-    data = b"data: " + _encode(value) + b"\n\n"
+    data = b"data: " + encode_json(value) + b"\n\n"
     return data if name is None else b"event: " + name.encode() + b"\n" + data
 
 
 def line(value: object) -> bytes:
     """A value as a line of a stream of JSON."""
-    return _encode(value) + b"\n"
+    return encode_json(value) + b"\n"
 
 
 def error_event(error: BaseException, dialect: Dialect) -> bytes:
@@ -537,8 +581,9 @@ class Endpoint:
             exchange.raw = await exchange.body()
             with gate.admitted(exchange, self.has_key):  # it counts from here: slow bodies keep nobody out
                 await self._run(exchange)
-        except ClientDisconnect:
+        except ClientDisconnect as e:
             exchange.status = exchange.status or 499
+            _clear(e)
         except asyncio.CancelledError:
             exchange.status = exchange.status or 499
             raise
@@ -548,12 +593,13 @@ class Endpoint:
             if not exchange.status:  # otherwise the connection ends
                 raise answer from None
         finally:
-            exchange.release_body()
+            exchange.forget_body()
 
     async def _run(self, exchange: Exchange) -> None:
         """Runs the handler and sends its response; cancels both if the client disconnects."""
 
         async def answer() -> None:
+            await exchange.decode_content()
             await exchange.send(await self.handler(exchange))
 
         tasks = [asyncio.ensure_future(answer()), asyncio.ensure_future(exchange.hung_up())]
@@ -606,6 +652,10 @@ def post(
     return Endpoint(
         method, path, decoded, summary, more_statuses, body, aliases=aliases, stream_media=stream_media
     )
+
+
+def _nothing() -> None:
+    """Refuses nobody."""
 
 
 def _logged(error: Exception, what: str, request_id: str) -> ApiError:

@@ -6,8 +6,9 @@ OpenAI's, Anthropic's and Ollama's APIs have different error formats; ``ApiError
 from __future__ import annotations
 
 import logging
+import re
 import traceback
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any, Literal
 
 from llamapipe._messages import with_flags
@@ -48,6 +49,9 @@ _ANTHROPIC_TYPES = {
 _log = logging.getLogger("llamapipe.server")
 _MOST_CHARACTERS = 2000  # of a message
 _MOST_OF_PARAM = 200
+TOO_LONG = "context_length_exceeded"  # the code of an error about a prompt that does not fit
+# The numbers of such an error, which llama-server's clients read as fields.
+_SIZES = re.compile(r"(\d+) tokens; n_ctx is (\d+)")
 _N_FRAMES = 12  # of a logged traceback: a deeply nested request would otherwise write thousands of lines
 BUSY = (429, 503)  # statuses after which the client should retry
 
@@ -55,10 +59,18 @@ BUSY = (429, 503)  # statuses after which the client should retry
 class ApiError(Exception):
     """An answer other than 200: the HTTP status, a message, and the field of the request that caused it.
 
-    Where the message advises another value of an option of the engine, ``--option`` is added.
+    Where the message advises another value of an option of the engine, ``--option`` is added. ``details``: what
+    Anthropic's clients read as ``error.details``, with its ``error_code``.
     """
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        details: Mapping[str, Any] | None = None,
+    ) -> None:
         if len(message) > _MOST_CHARACTERS:  # it quotes what the client sent
             message = f"{message[: _MOST_CHARACTERS // 2]} … {message[-_MOST_CHARACTERS // 2 :]}"
         message = with_flags(message)
@@ -67,6 +79,7 @@ class ApiError(Exception):
         self.message = message
         self.param = None if param is None else param[:_MOST_OF_PARAM]
         self.code = code
+        self.details = details
 
     def again(self) -> ApiError:
         """The same error for another request. One that several raise would have the frames of all in its traceback."""
@@ -78,13 +91,25 @@ class ApiError(Exception):
         """The answer's body in the format of an API."""
         if dialect == "ollama":
             return {"error": self.message}
+        sizes = _SIZES.search(self.message) if self.code == TOO_LONG else None
         if dialect == "anthropic":
             kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
-            return {"type": "error", "error": {"type": kind, "message": self.message}}
+            message = self.message
+            if sizes is not None:  # agents make their conversation shorter when they read these words
+                message = f"prompt is too long: {sizes[1]} tokens > {sizes[2]} maximum: {message}"
+            error: dict[str, Any] = {"type": kind, "message": message}
+            if self.details is not None:
+                error["details"] = dict(self.details)
+            return {"type": "error", "error": error}
         kind = _OPENAI_TYPES.get(self.status, "server_error")
-        return {
-            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code or kind}
-        }
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code or kind}
+        if sizes is not None:  # OpenAI's clients know this error by its code, llama-server's by its type
+            error |= {
+                "type": "exceed_context_size_error",
+                "n_prompt_tokens": int(sizes[1]),
+                "n_ctx": int(sizes[2]),
+            }
+        return {"error": error}
 
 
 def shutting_down() -> ApiError:
@@ -119,16 +144,19 @@ def api_error(error: BaseException) -> ApiError | None:
     if isinstance(error, EngineClosedError):
         return shutting_down()
     if isinstance(error, InvalidRequestError):
-        code = "context_length_exceeded" if "n_ctx" in str(error) else None
-        return ApiError(400, str(error), code=code)
+        return ApiError(400, str(error), code=TOO_LONG if "n_ctx" in str(error) else None)
     if isinstance(error, ConstraintError):
         return ApiError(400, str(error), code="constraint_failed")
     if isinstance(error, ContextFullError):
         return ApiError(503, f"{error}; try again later", code="kv_cache_full")
     if isinstance(error, TimeoutError):
         return ApiError(504, str(error), code="timeout")
+    if isinstance(error, ImportError) and "pip install 'llamapipe[" in str(error):
+        return ApiError(400, f"this server lacks a package for it: {error}")
     if isinstance(error, RecursionError):  # decoding allows deeper values than templates and schemas do
         return ApiError(400, "the request is nested too deeply")
+    if isinstance(error, UnicodeEncodeError):  # a text of ours: those of clients can be encoded
+        return None
     if isinstance(error, (TypeError, ValueError)):  # bad options, found before anything ran
         return ApiError(400, str(error))
     return None

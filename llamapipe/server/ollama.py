@@ -2,7 +2,8 @@
 
 Open it for what Ollama's clients send and read. Streams are lines of JSON and the default; the last line has the counts
 and times. A model's name may end with ``:latest``. What asks Ollama to load the model in another way, such as
-``num_ctx``, has no effect: the header ``x-llamapipe-unused`` names it.
+``num_ctx``, has no effect: the header ``x-llamapipe-unused`` names it, and what Ollama does not read either: unknown
+options, and fields that other APIs have.
 
 Answers are always read as a stream from the engine, and joined for a client that wants no stream.
 """
@@ -12,11 +13,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import re
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing, suppress
 from datetime import datetime, timezone
+from difflib import get_close_matches
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -24,9 +27,9 @@ import msgspec
 from starlette.responses import PlainTextResponse, Response
 
 import llamapipe
-from llamapipe._engine.chat_requests import ChatOptions
 from llamapipe._messages import quoted, shown
 from llamapipe.arguments import check_tokens
+from llamapipe.chat.options import ChatOptions
 from llamapipe.chat.results import ToolCall, ToolCallDelta
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.fim import FimText, fim_room
@@ -34,7 +37,7 @@ from llamapipe.ollama_models import StoredModel, names_of
 from llamapipe.params import SamplingParams
 from llamapipe.results import ChatDelta, TokenLogprob
 from llamapipe.server._embeddings import embedded
-from llamapipe.server._fields import Only, Unused
+from llamapipe.server._fields import Lenient, Only, Unused
 from llamapipe.server._generation import (
     ChatJob,
     chat_logprobs,
@@ -43,6 +46,7 @@ from llamapipe.server._generation import (
     fim_prompt_of,
     prompts_of,
 )
+from llamapipe.server._media import PlacedPart
 from llamapipe.server._page import page
 from llamapipe.server._sampling import FROM_TABLE, Formats, Sampling, Tokenize
 from llamapipe.server.endpoint import SUBMITTED, Exchange, JsonResponse, LineStream, line
@@ -52,6 +56,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llamapipe.embedding import Embedder
+    from llamapipe.engine import Engine
     from llamapipe.llama.adapter import Adapter, ControlVector
     from llamapipe.llama.model import Model
     from llamapipe.server._application import ServerState
@@ -83,8 +88,11 @@ else:
     )
 
 
-class Options(_Table, kw_only=True):
-    """``options``: all options of the table, and Ollama's."""
+class Options(_Table, Lenient, kw_only=True):
+    """``options``: all options of the table, and Ollama's.
+
+    As in Ollama, numbers may come in any form that has one, and are brought into their range.
+    """
 
     n: Annotated[int | None, Only(1, instead="an answer of this API is one")] = None
     num_predict: int | None = None
@@ -121,6 +129,12 @@ class Options(_Table, kw_only=True):
     def checked(self, tokenize: Tokenize, **more: Any) -> SamplingParams:
         """The same. ``tokenize``: for the keys of ``logit_bias``."""
         values = {name: value for name, value in _DEFAULTS.items() if getattr(self, name) is None}
+        for name in ("temperature", "top_k"):
+            if (number := getattr(self, name)) is not None:
+                values[name] = max(number, 0)
+        for name in ("top_p", "min_p"):
+            if (share := getattr(self, name)) is not None:
+                values[name] = min(max(share, 0.0), 1.0)
         limit = self.num_predict
         if limit is not None and limit > _MOST_TOKENS:
             raise ApiError(
@@ -130,7 +144,29 @@ class Options(_Table, kw_only=True):
             )
         values["max_tokens"] = None if limit is None or limit < 0 else max(limit, 1)
         given = Sampling(**{name: getattr(self, name) for name in _Table.__struct_fields__})
+        if given.stop is not None:
+            given.stop = [
+                text for text in ([given.stop] if isinstance(given.stop, str) else given.stop) if text
+            ]
         return given.params(tokenize, **values, **more)
+
+    @classmethod
+    def taken(cls, given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Numbers and texts in the types of the options; unknown options have no effect."""
+        kinds = {field.name: field.type for field in msgspec.structs.fields(cls)}
+        unread = _unread(given, kinds)
+        return {
+            name: _as(kinds.get(name, Any), value) for name, value in given.items() if name not in unread
+        }, unread
+
+
+def _as(kind: Any, value: Any) -> Any:
+    """A value in a type, if it has that form; else as it is."""
+    whole = int(value) if isinstance(value, float) and math.isfinite(value) else value
+    for candidate in (value, whole):
+        with suppress(msgspec.ValidationError):
+            return msgspec.convert(candidate, kind, strict=False)
+    return value
 
 
 _DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.0}
@@ -186,7 +222,36 @@ def _modelfile_of(state: ServerState, name: str) -> Modelfile:
     return modelfile_of(state.modelfiles, name, state.engine.model.name)
 
 
-class Generates(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class OllamaRequest(Lenient, kw_only=True):
+    """Takes what Ollama takes. Ollama ignores fields that it does not know."""
+
+    @classmethod
+    def taken(cls, given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Other fields have no effect, but those of other routes."""
+        unread = _unread(given, (*cls.__struct_fields__, *_OF_ROUTES))
+        return {name: value for name, value in given.items() if name not in unread}, unread
+
+
+_LIKE_A_NAME = 0.8  # of difflib's ratio
+
+
+def _unread(given: Iterable[str], known: Iterable[str]) -> list[str]:
+    """The unknown names that are probably not misspelt. Misspelt ones are left, and refused."""
+    names = list(known)
+    return [
+        name
+        for name in given
+        if name not in names
+        and not (len(name) <= _MOST_OF_NAME and get_close_matches(name, names, 1, _LIKE_A_NAME))
+    ]
+
+
+_MOST_OF_NAME = 64  # characters; comparing takes longer with more
+# What an answer depends on, where a route has it.
+_OF_ROUTES = ("context", "images", "input", "messages", "prompt", "raw", "suffix", "system", "template")
+
+
+class Generates(OllamaRequest, kw_only=True):
     """The fields of a request for an answer."""
 
     model: str
@@ -250,7 +315,7 @@ class GenerateRequest(Generates, kw_only=True):
     steps: Annotated[int | None, Only(0, instead=_NO_IMAGES)] = None
 
 
-class EmbedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class EmbedRequest(OllamaRequest, kw_only=True):
     """``POST /api/embed``."""
 
     model: str
@@ -261,7 +326,7 @@ class EmbedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     keep_alive: Annotated[_KeepAlive | None, Unused(-1, -1.0, "-1s", "-1m")] = None
 
 
-class OldEmbedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class OldEmbedRequest(OllamaRequest, kw_only=True):
     """``POST /api/embeddings``, the older form: one text."""
 
     model: str
@@ -270,7 +335,7 @@ class OldEmbedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     keep_alive: Annotated[_KeepAlive | None, Unused(-1, -1.0, "-1s", "-1m")] = None
 
 
-class ShowRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ShowRequest(OllamaRequest, kw_only=True):
     """``POST /api/show``. ``name``: the older name of ``model``."""
 
     model: str | None = None
@@ -623,7 +688,7 @@ def engine_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
         if one.get("content") is None:
             one["content"] = ""
         if message.get("images"):
-            one["content"] = _with_images(f"messages.{i}", one["content"], message["images"])
+            one["content"] = _with_images(f"messages.{i}.images", one["content"], message["images"])
         made.append(one)
     return made
 
@@ -631,9 +696,12 @@ def engine_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 def _with_images(place: str, content: Any, images: Any) -> list[dict[str, Any]]:
     """A text after images, which this API has as base64. Raises ApiError 400."""
     if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
-        raise ApiError(400, f"{place}.images must be a list of base64 texts", f"{place}.images")
+        raise ApiError(400, f"{place} must be a list of base64 texts", place)
     urls = [image if image.startswith("data:") else f"data:;base64,{image}" for image in images]
-    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    parts: list[dict[str, Any]] = [
+        PlacedPart(f"{place}.{i}", {"type": "image_url", "image_url": {"url": url}})
+        for i, url in enumerate(urls)
+    ]
     return [*parts, {"type": "text", "text": content}]
 
 
@@ -676,7 +744,7 @@ async def generate(exchange: Exchange, request: GenerateRequest) -> Response:
         if request.images:
             raise ApiError(400, "images need the model's template; leave raw and suffix out", "images")
         return await _text(exchange, request, text, before)
-    content: Any = _with_images("request", text, request.images) if request.images else text
+    content: Any = _with_images("images", text, request.images) if request.images else text
     messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
     system = request.system or _modelfile_of(state, request.model).system
     if system:
@@ -802,27 +870,28 @@ def _last_year(state: ServerState) -> int:
 
 def _listed(state: ServerState) -> list[dict[str, Any]]:
     found = [
-        _entry(name, state.engine.model, "completion", _modelfile_of(state, name).digest)
+        _entry(name, state.engine, "completion", _modelfile_of(state, name).digest)
         for name in state.chat_names
     ]
     for adapter in state.adapters:
         if adapter.name in state.adapter_names:
-            entry = _entry(adapter.name, state.engine.model, "completion", adapter.digest.hex() * 2)
+            entry = _entry(adapter.name, state.engine, "completion", adapter.digest.hex() * 2)
             details = {**entry["details"], "parent_model": full_name(state.model_names[0])}
             found.append({**entry, "size": adapter.size_bytes, "details": details})
     if state.embedder is not None:
-        found += [_entry(name, state.embedder.model, "embedding") for name in state.embedding_names]
+        found += [_entry(name, state.embedder, "embedding") for name in state.embedding_names]
     return list({entry["name"]: entry for entry in reversed(found)}.values())[::-1]
 
 
-def _entry(name: str, model: Model, kind: str, digest: str = "") -> dict[str, Any]:
+def _entry(name: str, owner: Engine | Embedder, kind: str, digest: str = "") -> dict[str, Any]:
+    model = owner.model
     return {
         "name": full_name(name),
         "model": full_name(name),
         "modified_at": _modified(model),
         "size": model.size_bytes,
         "digest": digest or _digest(model),
-        "details": _details(model),
+        "details": {**_details(model), "context_length": owner.n_ctx},
         "capabilities": _capabilities(model, kind),
     }
 
@@ -891,15 +960,29 @@ async def show(exchange: Exchange, request: ShowRequest) -> Response:
         raise ApiError(400, "model is missing; give a name of /api/tags", "model")
     embedder = state.embedder
     if embedder is not None and any(is_named(name, known) for known in state.embedding_names):
-        return JsonResponse(await state.in_thread(shown_model, embedder.model, "embedding"))
+        made = await state.in_thread(shown_model, embedder.model, "embedding")
+        return JsonResponse(with_context_length(made, embedder.n_ctx))
     check_chat_model(state, name)
-    return JsonResponse(
-        await state.in_thread(shown_model, state.engine.model, "completion", _modelfile_of(state, name))
-    )
+    given = _modelfile_of(state, name)
+    made = await state.in_thread(shown_model, state.engine.model, "completion", given)
+    return JsonResponse(with_context_length(made, state.engine.n_ctx))
+
+
+def with_context_length(shown: dict[str, Any], n_ctx: int) -> dict[str, Any]:
+    """An answer of ``/api/show`` with the tokens that a request may use here.
+
+    The file's number is that of the training. Clients fill the context that they read.
+    """
+    key = f"{shown['details']['family']}.context_length"
+    return {
+        **shown,
+        "details": {**shown["details"], "context_length": n_ctx},
+        "model_info": {**shown["model_info"], key: n_ctx},
+    }
 
 
 def shown_model(model: Model, kind: str, given: Modelfile = _NO_MODELFILE) -> dict[str, Any]:
-    """The answer of ``/api/show``. ``kind``: completion or embedding."""
+    """The answer of ``/api/show``, with the file's numbers. ``kind``: completion or embedding."""
     set_here = "".join(f"PARAMETER {text}\n" for text in given.parameters.splitlines())
     system = f"SYSTEM {json.dumps(given.system)}\n" if given.system else ""
     return {

@@ -11,9 +11,8 @@ does not load in a loop.
 
 A load needs room. Idle models end, the least recently used first, never one that has a request or is pinned; the load
 begins when their processes are gone. If none can end, it waits until one becomes idle. A model that always has a
-request never does: after some seconds it gets no further ones, answers those that it has, and ends. ``lp.ModelPool``
-has the same policy (``choose`` in ``model_pool.py``). A load that waits for room is given up when its last client
-hangs up.
+request never does: after some seconds it gets no further ones, answers those that it has, and ends. ``_eviction`` has
+this rule. A load that waits for room is given up when its last client hangs up.
 
 On the event loop's thread.
 """
@@ -32,11 +31,10 @@ from hashlib import sha256
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from llamapipe import hub
-from llamapipe._engine import cache_file
-from llamapipe._messages import did_you_mean, listed, quoted
+from llamapipe import cache_file, hub
+from llamapipe._messages import did_you_mean, listed, quoted, readable
 from llamapipe.host.memory import resident_bytes
-from llamapipe.model_pool import PATIENCE_S, Tenure, choose, gpu_refusal, refusal
+from llamapipe.server._eviction import Tenure, choose, gpu_refusal, refusal
 from llamapipe.server._upstream import Upstream
 from llamapipe.server.errors import ApiError, shutting_down
 from llamapipe.server.processes import Family, Placement, ServedModel, State, WorkerProcess, add_families
@@ -45,6 +43,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import EllipsisType
 
+_PATIENCE_S = 3.0  # after this time a load may end models that are never idle
 _RETRY_S = 10.0  # a failed load is not tried again before
 _STOP_S = 30.0  # a process that was asked to end is killed after this time
 _END_S = 3.0  # a process that has closed a connection without an answer ends within this time
@@ -106,6 +105,10 @@ class ModelEntry:
     ttl_s: float | None = None
     adapters: tuple[str, ...] = ()
     reference: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", readable(self.name))
+        object.__setattr__(self, "aliases", tuple(map(readable, self.aliases)))
 
     @property
     def is_local(self) -> bool:
@@ -205,7 +208,7 @@ class PooledModel:
         """
         if self.state is not ModelState.LOADED or self.entry.keep:
             return math.inf
-        return max(PATIENCE_S - min(waited_s, monotonic() - self.loaded_at), 0.0) if self.n_users else 0.0
+        return max(_PATIENCE_S - min(waited_s, monotonic() - self.loaded_at), 0.0) if self.n_users else 0.0
 
     def tenure(self, waited_s: float) -> Tenure:
         """What it holds, and whether it may end for another model that has waited so long."""
@@ -529,7 +532,7 @@ class Pool:
     async def _make_room(self, model: PooledModel, n_bytes: int, gpu_bytes: int) -> None:
         pinned = [other for other in self.models if other.entry.keep and other is not model]
         pinned_bytes = sum(p.n_bytes for p in pinned)
-        why = refusal(n_bytes, self.budget_bytes, pinned_bytes, "--memory")
+        why = refusal(n_bytes, self.budget_bytes, pinned_bytes)
         # What it took before is no reason to refuse it: it takes all that there can be.
         most = math.inf if self.budget_bytes is None else self.budget_bytes - pinned_bytes
         n_bytes = max(n_bytes, int(min(model.measured_bytes, most)))

@@ -36,7 +36,7 @@ from time import monotonic
 from typing import Any
 
 import llamapipe
-from llamapipe.errors import LlamapipeError
+from llamapipe.errors import BackendError, LlamapipeError
 from llamapipe.host.cores import CoreShare, core_shares, n_numa_nodes, set_group_nice, started_on
 from llamapipe.native.load import has_gpu_backend
 
@@ -875,7 +875,7 @@ def gpu_names() -> list[str]:
 
 
 def free_gpu_memory() -> int:
-    """As ``llama.devices.free_gpu_memory``. Raises OSError if that fails."""
+    """Free bytes of the GPUs with dedicated memory, together; 0 if there are none. Raises OSError if that fails."""
     return sum(n_bytes for _, n_bytes in _gpus()) if has_gpu_backend() else 0
 
 
@@ -922,5 +922,10 @@ def command_with(arguments: Sequence[str]) -> list[str]:
 
 
 def interpreter() -> list[str]:
-    """The interpreter with its own options."""
+    """The interpreter with its own options. Raises BackendError in a program that was packed into one file."""
+    if getattr(sys, "frozen", False):
+        raise BackendError(
+            "this program was packed with its interpreter (PyInstaller) and cannot start llamapipe's processes; serve "
+            "one model in one process, or install Python and `pip install llamapipe`"
+        )
     return [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]

@@ -195,6 +195,7 @@ class _FrontUvicorn(_Uvicorn):
         if self.force_exit:
             self.pool.cancel()
         await self.pool.close()
+        self.front.close()
 
 
 def _keep_until_done(coroutine: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:

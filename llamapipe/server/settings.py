@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from llamapipe._messages import explains_fields, quoted
-from llamapipe.arguments import check_choice, check_flag, check_float, check_int, path_of
-from llamapipe.llama.fim import FIM_ORDERS, FimOrder
+from llamapipe._messages import explains_fields, quoted, readable
+from llamapipe._options import ACCESS, LIMITS, SERVER
+from llamapipe.arguments import check_flag, check_option, path_of
+from llamapipe.llama.fim import FimOrder
 
 _ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s]*")
 _HOST = re.compile(r"\*|\[[0-9A-Fa-f:.]+\](:\d+)?|[^/\s:\[\]]+(:\d+)?|[0-9A-Fa-f:.]+")
@@ -45,6 +46,8 @@ class ServerSettings:
     - ``max_text_characters``: a text, or the contents of a conversation, may be longer only if it can fit the context;
       otherwise it is refused before it is rendered or tokenized. Also the most characters of a text to embed or rank,
       and the most tokens to detokenize.
+    - ``max_sound_s``: maximum length of a sound, in seconds. Preparing one is a single call, which ``timeout_s``
+      does not end.
     - ``retry_after_s``: seconds in the ``Retry-After`` header of answers 429 and 503.
     - ``timeout_s``: seconds a request may take; longer ones are answered 504. None: no limit.
     - ``head_timeout_s``: seconds in which the head of a request must arrive; slower ones are answered 408.
@@ -64,7 +67,7 @@ class ServerSettings:
     - ``ollama``: also serve Ollama's API under ``/api``. ``allow_pull``, ``allow_delete``: its clients may download
       models of the Hugging Face Hub and give the model further names, and delete downloaded files.
 
-    Raises TypeError or ValueError naming the field.
+    Raises TypeError or ValueError naming the field. ``docs/reference/options.md`` has the ranges.
     """
 
     model_names: tuple[str, ...] = ()
@@ -79,6 +82,7 @@ class ServerSettings:
     max_n: int = 128
     max_messages: int = 10_000
     max_text_characters: int = 2**20
+    max_sound_s: float = 300.0
     retry_after_s: int = 1
     timeout_s: float | None = None
     head_timeout_s: float = 10.0
@@ -105,6 +109,8 @@ class ServerSettings:
             "media_urls",
         ):
             object.__setattr__(self, name, _names(name, getattr(self, name)))
+        for name in ("model_names", "embedding_names"):
+            object.__setattr__(self, name, tuple(map(readable, getattr(self, name))))
         for origin in self.cors_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise ValueError(
@@ -115,25 +121,9 @@ class ServerSettings:
                 raise ValueError(
                     f"allow_hosts: {quoted(host)} is no host; write a name without a scheme, or '*'"
                 )
-        check_int("max_body_bytes", self.max_body_bytes, 1, 2**31 - 1)
-        check_int("max_bodies_bytes", self.max_bodies_bytes, 1, 2**62)
-        check_int("max_connections_per_address", self.max_connections_per_address, 0, 2**31 - 1)
-        check_int("max_requests", self.max_requests, 1, 2**31 - 1)
-        check_int("max_n", self.max_n, 1, 10_000)
-        check_int("max_messages", self.max_messages, 1, 2**31 - 1)
-        check_int("max_text_characters", self.max_text_characters, 1, 2**31 - 1)
-        check_int("retry_after_s", self.retry_after_s, 0, 86_400)
-        if self.timeout_s is not None:
-            check_float("timeout_s", self.timeout_s, 0.001, 1e6)
-        if self.grammar_timeout_s is not None:
-            check_float("grammar_timeout_s", self.grammar_timeout_s, 0.001, 1e9)
-        check_float("head_timeout_s", self.head_timeout_s, 0.001, 1e6)
-        check_float("body_timeout_s", self.body_timeout_s, 0.001, 1e6)
-        check_float("ping_s", self.ping_s, 0.0, 1e6)
-        check_flag("strict", self.strict)
-        check_flag("page", self.page)
-        for name in ("ollama", "allow_pull", "allow_delete"):
-            check_flag(name, getattr(self, name))
+        for option in (*SERVER, *ACCESS, *LIMITS):
+            check_option(option, getattr(self, option.name))
+        check_flag("ollama", self.ollama)
         for name in ("allow_pull", "allow_delete"):
             if getattr(self, name) and not self.ollama:
                 raise ValueError(f"{name} needs ollama, whose routes it is for")
@@ -146,7 +136,6 @@ class ServerSettings:
                 if not folder.is_dir():
                     raise ValueError(f"{name}: {folder} is no folder")
                 object.__setattr__(self, name, folder)
-        check_choice("fim_order", self.fim_order, FIM_ORDERS)
         if any(not _API_KEY.fullmatch(key) for key in self.api_keys):
             raise ValueError(
                 "api_keys: a key must be printable ASCII without spaces at its ends, and not empty: "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from codecs import utf_8_decode
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from functools import lru_cache
 
@@ -59,13 +59,14 @@ class TextOffsets:
     """Counts characters through the tokens of one text, in their order.
 
     The offset of a token is the index of the character that holds its first byte: where a character has several tokens,
-    all of them have its index. ``skip_space``: the first piece begins with a space that is not in the text, which
-    some vocabularies add.
+    all of them have its index. ``offset``: where the text begins. ``skip_space``: a space at its beginning is not
+    shown. ``known``: the offsets of tokens before the text, such as ``prompt_offsets``.
     """
 
-    def __init__(self, offset: int = 0, skip_space: bool = False) -> None:
+    def __init__(self, offset: int = 0, skip_space: bool = False, known: Sequence[int] = ()) -> None:
         self._offset = offset
         self._skip_space = skip_space
+        self._known = deque(known)
         self._assembler = Utf8Assembler()
 
     def __repr__(self) -> str:
@@ -73,12 +74,48 @@ class TextOffsets:
 
     def next(self, piece: bytes) -> int:
         """The offset of the next token."""
+        if self._known:
+            return self._known.popleft()
         offset = self._offset
         if self._skip_space and piece:
             self._skip_space = False
             piece = piece.removeprefix(b" ")
         self._offset += len(self._assembler.feed(piece))
         return offset
+
+
+def prompt_offsets(text: str, pieces: Iterable[tuple[bytes, bytes]]) -> list[int]:
+    """Where in a text each of its tokens begins, as ``TextOffsets`` counts.
+
+    ``pieces``: for each token its bytes, and its name if it is a control token, else its bytes again. Tokenizing adds a
+    space before a text or after a control token, adds control tokens, and may drop spaces beside them.
+    """
+    data = text.encode("utf-8", "replace")
+    at, offset = 0, 0  # in bytes, in characters
+    found: list[int] = []
+    for piece, written in pieces:
+        forms = [form for form in (piece, piece[1:] if piece[:1] == b" " else b"", written) if form]
+        begin = at
+        if not any(data.startswith(form, at) for form in forms):
+            while data[begin : begin + 1].isspace():
+                begin += 1
+            if not any(data.startswith(form, begin) for form in forms):
+                begin = at
+        match = next((len(form) for form in forms if data.startswith(form, begin)), None)
+        if match is None:  # it is not in the text, or its bytes are others there
+            match = 0 if piece in (b"", b" ") else min(len(piece), len(data) - at)
+        offset += _n_begun(data[at:begin])
+        # Inside a character, which began with a token before.
+        is_inside = begin < len(data) and 0x80 <= data[begin] < 0xC0
+        found.append(offset - is_inside)
+        at = begin + match
+        offset += _n_begun(data[begin:at])
+    return found
+
+
+def _n_begun(data: bytes) -> int:
+    """The characters that begin in these bytes."""
+    return sum(not 0x80 <= byte < 0xC0 for byte in data)
 
 
 class StopChecker:
@@ -219,6 +256,7 @@ class TextStream:
 
     The results of `push` and `finish`, joined, are the text of all pieces (UTF-8, invalid bytes as U+FFFD) up to the
     stop string, which is not included. `Utf8Assembler` and `StopChecker` describe which text is held back.
+    ``skip_space``: a space at the beginning is not a part of the text.
 
     One object serves one request. It has no lock: feed it from one thread at a time (in the engine, the engine thread,
     once per token).
@@ -226,14 +264,15 @@ class TextStream:
     Raises TypeError and ValueError for wrong stop strings, as `StopChecker` does.
     """
 
-    __slots__ = ("_assembler", "_checker", "stopped")
+    __slots__ = ("_assembler", "_checker", "skip_space", "stopped")
 
     stopped: bool  # a plain attribute, because it is read once per token
     """True once a stop string is complete. No more text is returned; generation can end."""
 
-    def __init__(self, stops: Sequence[str] = ()) -> None:
+    def __init__(self, stops: Sequence[str] = (), skip_space: bool = False) -> None:
         self._assembler = Utf8Assembler()
         self._checker = StopChecker(stops) if stops else None
+        self.skip_space = skip_space
         self.stopped = False
 
     def __repr__(self) -> str:
@@ -259,10 +298,15 @@ class TextStream:
     def push_shown(self, text: bytes) -> None:
         """Take bytes whose whole characters were shown before; only the last ones matter."""
         self._assembler.feed(text)
+        if text:
+            self.skip_space = False
 
     def push(self, piece: bytes) -> str:
         """Take a token's bytes; return the text that may be shown now, sometimes ``""``."""
         text = self._assembler.feed(piece)
+        if self.skip_space and piece:
+            self.skip_space = False
+            text = text.removeprefix(" ")
         checker = self._checker
         if checker is None:
             return text

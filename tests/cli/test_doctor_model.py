@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 from support.bert_model import bert_model
-from support.gguf_models import damaged_model, recurrent_model, tiny_model, with_templates
+from support.gguf_models import (
+    damaged_model,
+    encoder_decoder_model,
+    recurrent_model,
+    tiny_architecture,
+    tiny_model,
+    with_templates,
+)
 from support.run_script import command, environment
 
 import llamapipe as lp
@@ -64,6 +71,12 @@ class TestCommand:
         assert f"■ model            {tmp_path / 'none.gguf'} does not exist" in said
         assert said.endswith("Problems found: model\n")
 
+    def test_an_encoder_decoder_is_a_problem(self, tmp_path: Path) -> None:
+        said = doctor("-m", encoder_decoder_model(tmp_path / "t5.gguf"), status=1)
+        assert "an encoder-decoder model, which llamapipe does not serve" in said
+        assert "llamapipe serve" not in said.replace("which llamapipe does not serve", "")
+        assert said.endswith("Problems found: use\n")
+
     def test_a_damaged_file(self, tmp_path: Path) -> None:
         path = tmp_path / "cut.gguf"
         path.write_bytes(lp.demo_model_path().read_bytes()[:-1000])
@@ -114,11 +127,47 @@ class TestFacts:
     def test_a_model_without_a_template(self, tmp_path: Path) -> None:
         assert "has no chat template" in words_of(look_at(tiny_model(tmp_path / "tiny.gguf")))["chat"].detail
 
+    @pytest.mark.parametrize("architecture", ["t5", "t5encoder"])
+    def test_an_encoder_decoder_is_not_served(self, architecture: str, tmp_path: Path) -> None:
+        found = look_at(encoder_decoder_model(tmp_path / "t5.gguf", architecture))
+        assert not found["generates"]
+        words = words_of(found)
+        assert "chat" not in words
+        if architecture == "t5":
+            assert not words["use"].ok and "does not serve: its engine" in words["use"].detail
+            assert "serve it with" not in words and suggestion(found, "t5.gguf") is None
+        else:
+            assert words["use"].ok and "--embeddings" in words["serve it with"].detail
+
     def test_a_recurrent_model(self, tmp_path: Path) -> None:
         found = look_at(recurrent_model(tmp_path / "mamba.gguf"))
         assert found["is_recurrent"]
-        assert found["slots"] == []
-        assert suggestion(found, "m.gguf") == "llamapipe serve -m m.gguf"
+        assert found["kv_bytes_per_token"] == 0
+        assert found["state_bytes"] == 2 * 4 * 64 * (3 + 4)  # layers, bytes, channels: convolution and state
+        assert {entry["kv_bytes_per_slot"] for entry in found["slots"]} == {found["state_bytes"]}
+        words = words_of(found)
+        assert "KV cells" not in words
+        assert words["state"].detail == "3.5 KiB for each request, whatever its length"
+        assert suggestion(found, "m.gguf") == "llamapipe serve -m m.gguf -c 256 -np 8"
+
+    @pytest.mark.parametrize(
+        ("name", "cells", "state"),
+        [
+            ("gemma3-270m", "(f16), 640 bytes of them in layers that see 64 tokens", None),
+            ("qwen3.5-0.8b", "256 bytes for each token of a context (f16)", "57.0 KiB"),
+            ("glm-4.7-flash", "480 bytes for each token of a context (f16)", None),
+        ],
+    )  # fmt: skip
+    def test_windows_states_and_compressed_keys(
+        self, name: str, cells: str, state: str | None, tmp_path: Path
+    ) -> None:
+        found = look_at(tiny_architecture(tmp_path / "m.gguf", name))
+        words = words_of(found)
+        assert cells in words["KV cells"].detail
+        assert ("state" in words) == (state is not None)
+        assert state is None or state in words["state"].detail
+        per_slot = {entry["kv_bytes_per_slot"] - found["state_bytes"] for entry in found["slots"]}
+        assert per_slot == {found["kv_bytes_per_token"] * entry["n_ctx"] for entry in found["slots"]}
 
     def test_a_model_of_embeddings(self, tmp_path: Path) -> None:
         found = look_at(bert_model(tmp_path / "bert.gguf")[0])

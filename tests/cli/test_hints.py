@@ -32,6 +32,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: int
         ("serve --ping -1", "llamapipe: --ping is -1.0; it must be from 0 to"),
         ("serve --allow-host http://a", "llamapipe: --allow-host: 'http://a' is no host;"),
         ("serve --max-n 0", "llamapipe: --max-n is 0; it must be from 1"),
+        ("serve --max-queue 0", "llamapipe: --max-queue is 0; it must be from 1"),
         ("serve --cache-bytes 2048x", "--cache-bytes: '2048x' is no size; write bytes, or 500MiB"),
         ("serve --max-body-bytes 0", "--max-body-bytes: '0' is no size; write bytes, or 500MiB"),
         ("serve -n 5", "unrecognized arguments: -n; each request sets it: the field max_tokens (see"),
@@ -129,11 +130,14 @@ def test_errors_about_values_name_what_was_typed(
     assert message in said(capsys, *arguments.split())
 
 
-def test_warnings_name_options(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_a_system_prompt_that_a_template_drops_is_text_of_the_user(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """So there is nothing to warn of, and no option to name."""
     file = tmp_path / "t.jinja"
     file.write_text("{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}")
     assert main(["chat", "--chat-template", str(file), *"--system Brief. -n 1 -c 64 Hi".split()]) == 0
-    assert "or give a chat_template (--chat-template)" in caplog.text
+    assert "leaves out" not in caplog.text
 
 
 def test_a_command_names_only_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:

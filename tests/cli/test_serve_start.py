@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -14,8 +15,10 @@ import httpx
 import pytest
 from support.chat_families import WEATHER
 from support.chat_templates import template
+from support.control import wait_until
 from support.gguf_models import tiny_model
 from support.interrupts import heed_ctrl_c
+from support.media_models import idefics3_projector, model_with_tile_tokens
 from support.ollama_store import put_model
 from support.run_script import environment
 from support.scripted_model import scripted_model
@@ -24,11 +27,11 @@ from support.server_process import COMMAND, ServerProcess
 pytest.importorskip("uvicorn")
 
 
-def refused(*arguments: str | Path) -> str:
+def refused(*arguments: str | Path, env: dict[str, str] | None = None) -> str:
     """What a server says that does not start."""
     done = subprocess.run(
         [*COMMAND, *map(str, arguments)],
-        env=environment(),
+        env=env or environment(),
         capture_output=True,
         text=True,
         timeout=120,
@@ -63,6 +66,73 @@ def started(*arguments: str | Path) -> tuple[str, str]:
 def busy_port() -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         yield sock.getsockname()[1]
+
+
+def environment_without(folder: Path, package: str) -> dict[str, str]:
+    """An environment in which a package cannot be imported, as where it is not installed."""
+    folder.mkdir(exist_ok=True)
+    (folder / f"{package}.py").write_text(
+        f"raise ModuleNotFoundError(\"No module named '{package}'\", name='{package}')\n"
+    )
+    env = environment()
+    return {**env, "PYTHONPATH": os.pathsep.join(filter(None, (str(folder), env.get("PYTHONPATH"))))}
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "arguments"),
+    [
+        ("jinja2", "server", ()),
+        ("llguidance", "server", ()),
+        ("msgspec", "server", ()),
+        ("starlette", "server", ()),
+        ("uvicorn", "server", ()),
+        ("httptools", "server", ()),
+        ("prometheus_client", "server", ()),
+        ("zmq", "kv-events", ("--kv-events", "tcp://127.0.0.1:5999")),
+        ("huggingface_hub", "hub", ("-m", "hf:owner/name")),
+        ("huggingface_hub", "hub", ("--models", "FILE", "--ollama", "--allow-pull")),
+        ("huggingface_hub", "hub", ("--models", "HUB")),
+        ("PIL", "media", ("-m", "TEXT", "--mmproj", "MMPROJ")),
+        ("PIL", "media", ("-m", "TEXT", "--mmproj", "MMPROJ", "--workers", "1")),
+        ("PIL", "media", ("--models", "IMAGES")),
+    ],
+)
+def test_what_an_option_needs_is_asked_for_at_the_start(
+    tmp_path: Path, package: str, extra: str, arguments: tuple[str, ...]
+) -> None:
+    files = {
+        "TEXT": "text.gguf",
+        "MMPROJ": "other.gguf",
+        "FILE": "a.toml",
+        "HUB": "b.toml",
+        "IMAGES": "c.toml",
+    }
+    files = {name: str(tmp_path / file) for name, file in files.items()}
+    if {"MMPROJ", "IMAGES"} & set(arguments):
+        model_with_tile_tokens(Path(files["TEXT"]))
+        idefics3_projector(Path(files["MMPROJ"]))
+    tiny_model(tmp_path / "tiny.gguf")
+    (tmp_path / "a.toml").write_text('[models.a]\nfile = "tiny.gguf"\n')
+    (tmp_path / "b.toml").write_text('[models.a]\nfile = "hf:owner/name"\n')
+    (tmp_path / "c.toml").write_text(f'[models.a]\nfile = "{files["TEXT"]}"\nmmproj = "{files["MMPROJ"]}"\n')
+    env = environment_without(tmp_path / "without", package)
+    said = refused("--port", "0", *(files.get(one, one) for one in arguments), env=env)
+    assert f"{package}, which is not installed: pip install 'llamapipe[{extra}]'" in said.replace('"', "'")
+
+
+def test_a_projector_that_was_found_and_no_pillow(tmp_path: Path) -> None:
+    """The server starts, says so, and refuses images with a reason."""
+    model_with_tile_tokens(tmp_path / "text.gguf")
+    idefics3_projector(tmp_path / "mmproj.gguf")
+    env = environment_without(tmp_path / "without", "PIL")
+    with ServerProcess("-m", "text.gguf", "-c", "512", cwd=tmp_path, env=env) as server:
+        parts = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
+        body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 1}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
+        assert answer.status_code == 400
+        assert "pip install 'llamapipe[media]'" in answer.json()["error"]["message"]
+        wait_until(lambda: any("requests with images will be refused" in line for line in server.errors))
+        assert not any("Traceback" in line for line in server.errors)
 
 
 @pytest.mark.parametrize("workers", [(), ("--workers", "1")])

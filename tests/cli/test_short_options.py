@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from llamapipe.cli import main
@@ -96,6 +98,27 @@ def test_the_key_of_clients_is_not_taken_for_the_servers_keys(
     assert "this server has no keys; put them into LLAMAPIPE_API_KEYS or" in said(capsys, "serve")
     monkeypatch.setenv("LLAMAPIPE_API_KEYS", "secret")
     assert "LLAMAPIPE_" not in said(capsys, "serve", "--max-n", "0")
+
+
+@pytest.mark.parametrize("value", ["", ",", " , ,", "\n"])
+def test_a_variable_without_a_key(
+    value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Unset variables that were joined must not open the server to all, not even beside a file with keys."""
+    monkeypatch.setenv("LLAMAPIPE_API_KEYS", value)
+    assert "LLAMAPIPE_API_KEYS holds no key; unset the variable" in said(capsys, "serve")
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    assert "LLAMAPIPE_API_KEYS holds no key" in said(capsys, "serve", "--api-key-file", str(keys))
+    monkeypatch.setenv("LLAMAPIPE_API_KEYS", f"{value},secret")
+    assert "LLAMAPIPE_" not in said(capsys, "serve", "--max-n", "0")
+
+
+@pytest.mark.parametrize("text", ["", "\n \n", "# a comment\n"])
+def test_a_key_file_without_a_key(text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(text)
+    assert "holds no key" in said(capsys, "serve", "--api-key-file", str(keys))
 
 
 def test_wrong_engine_options_are_wrong_usage_in_trace(capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,5 +69,5 @@ def test_names_exist(text: str) -> None:
 
 
 def test_the_architecture_page_has_every_file_of_the_engine() -> None:
-    files = {path.name for path in (ROOT / "llamapipe" / "_engine").glob("*.py")} - {"__init__.py"}
-    assert not {name for name in files if f"`{name}`" not in architecture()}
+    files = {path.name for path in (ROOT / "llamapipe" / "_engine").rglob("*.py")} - {"__init__.py"}
+    assert not {name for name in files if f"{name}`" not in architecture()}

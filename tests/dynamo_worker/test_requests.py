@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -191,6 +193,17 @@ class TestCommandLine:
         plain = default_folder(lp.demo_model_path(), None)
         assert plain == default_folder(lp.demo_model_path(), None) and plain.is_relative_to(tmp_path)
         assert plain != default_folder(lp.demo_model_path(), str(template))
+
+    def test_without_a_home_the_folder_is_a_temporary_one(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        for name in ("LLAMAPIPE_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # a user without a name
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        folder = default_folder(lp.demo_model_path(), None)
+        assert folder.is_relative_to(tmp_path) and folder.parent.is_dir()
+        assert "give --tokenizer-dir, or set LLAMAPIPE_CACHE_DIR" in caplog.text
 
     def test_without_dynamo_the_error_names_the_extra(self) -> None:
         program = """

@@ -18,7 +18,7 @@ from support.gguf_models import tiny_model
 from support.run_script import environment, run_script
 
 import llamapipe as lp
-from llamapipe._engine.request import UNLIMITED, Activation, Request, RequestSpec
+from llamapipe._engine.policy.core import UNLIMITED, Activation, Request, RequestSpec
 from llamapipe.llama.context import Context
 
 A, B = [200, 201], [210]  # what invokes the adapters "a" and "b"; "c" is an ordinary one
@@ -307,7 +307,7 @@ with lp.Model({str(model.path)!r}) as model:
     with engine_of(model, cache_bytes=2**24) as engine:
         for adapter in {saved}:
             engine.generate({prompt}, params(adapter))
-        engine._save_cache(Path({str(path)!r}))
+        engine.save_cache(Path({str(path)!r}))
 """
     folders = [environment()["PYTHONPATH"], str(Path(__file__).parent)]
     run_script(program, env={"PYTHONPATH": os.pathsep.join(folders)})
@@ -319,7 +319,7 @@ with lp.Model({str(model.path)!r}) as model:
         ({"a": 1.5, "c": 0.4}, n),
     )
     with engine_of(model, cache_bytes=2**24) as engine:
-        engine._load_cache(path)
+        engine.load_cache(path)
         for adapter, n_cached in (*((choice, len(prompt) - 1) for choice in saved), *others):
             out = engine.generate(prompt, params(adapter))
             begin = UNLIMITED if adapter == "b" else n

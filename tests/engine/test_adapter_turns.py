@@ -7,7 +7,7 @@ from itertools import groupby
 
 import pytest
 
-from llamapipe._engine.turns import Claim, SetTurns
+from llamapipe._engine.policy.turns import Claim, SetTurns
 
 STEP_S = 0.05
 

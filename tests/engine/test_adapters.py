@@ -7,10 +7,12 @@ import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from support.adapters import make_adapter, merged
 from support.gguf_models import tiny_model
+from support.memory_models import sliding_window_model
 
 import llamapipe as lp
 from llamapipe.errors import InvalidRequestError
@@ -162,6 +164,28 @@ def test_requests_with_loras_share_steps(model: lp.Model, alone: dict[tuple[int,
         stats = engine.stats()
         assert stats.n_adapter_changes == 1
         assert stats.steps <= 13
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("ring", ["auto", "off"])
+def test_prompts_longer_than_a_ubatch_beside_windows(tmp_path: Path, ring: Literal["auto", "off"]) -> None:
+    """Rows are told apart where batches are cut here, and else the sets take turns."""
+    path = sliding_window_model(tmp_path / "model.gguf")
+    prompt = [3 + (i * 7 + i * i) % 120 for i in range(150)]
+    with lp.Model(path) as model:
+        for i, name in enumerate("ab"):
+            matrices = r"blk\.\d+\.attn_(?:q|k|v|output)\.weight"
+            model.load_adapter(make_adapter(tmp_path / f"{name}.gguf", path, seed=i, matrices=matrices), name)
+        tuning = lp.EngineTuning(n_ubatch=32, ring=ring)
+        choices = [params(choice, max_tokens=6) for choice in ("a", "b", None)]
+        with lp.Engine(model, n_ctx=256, n_seq_max=4, n_threads=1, tuning=tuning) as engine:
+            together = engine.generate([prompt] * 3, choices)
+            n_changes = engine.stats().n_adapter_changes
+            alone = [engine.generate(prompt, choice) for choice in choices]
+            assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+            assert len({tuple(one.token_ids) for one in alone}) == 3
+            if model.attends:
+                assert (n_changes == 1) == (ring == "auto")
 
 
 def test_adapters_that_nobody_uses_are_dropped(

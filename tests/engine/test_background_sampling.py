@@ -16,17 +16,13 @@ import pytest
 from support.control import PATIENCE_S, Worker, wait_until
 
 import llamapipe as lp
-from llamapipe._engine.long_work import LongWork, is_long, size_of
-from llamapipe._engine.sampling import (
-    SAMPLING_THREAD_NAME,
-    BackgroundSampler,
-    SamplingThreads,
-    on_slowed_thread,
-)
-from llamapipe._engine.tenant import Tenant, tenant
-from llamapipe.errors import DecodeError, InvalidRequestError
+from llamapipe._engine.runtime.background_sampler import BackgroundSampler
+from llamapipe.errors import DecodeError, InvalidRequestError, QueueFullError
 from llamapipe.llama.sampler import SamplerChain
 from llamapipe.structured.compile import compile_guide
+from llamapipe.work.long_work import MOST_CONSTRAINTS, LongWork, is_long, size_of
+from llamapipe.work.tenant import Tenant, tenant
+from llamapipe.work.threads import WORK_THREAD_NAME, FairThreads, Place, on_slowed_thread
 
 pytestmark = pytest.mark.native
 Row = npt.NDArray[np.float32]
@@ -243,7 +239,7 @@ def test_closed_while_it_waits(engine: lp.Engine, drain: bool) -> None:
     gate.opened.set()
     closing.result()
     assert slow.result().finish_reason == ("length" if drain else "cancelled")
-    assert SAMPLING_THREAD_NAME not in {thread.name for thread in threading.enumerate()}
+    assert WORK_THREAD_NAME not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_stop_string_while_the_next_token_waits(engine: lp.Engine) -> None:
@@ -341,7 +337,7 @@ def test_forced_text_is_known_before_the_mask(demo: lp.Model, monkeypatch: pytes
     guide, gate = compile_guide(demo, json_schema={"const": {"name": "Rome"}}).new(), threading.Event()
     forced = guide.forced(9)
     assert demo.vocab.detokenize(forced).startswith('{"name')
-    threads = SamplingThreads(1)
+    threads = FairThreads(1)
     sampler = BackgroundSampler(
         lambda: SamplerChain(demo.vocab, guide=guide), None, is_python=False, guesses=True
     )
@@ -368,9 +364,60 @@ def test_forced_text_is_known_before_the_mask(demo: lp.Model, monkeypatch: pytes
     threads.close()
 
 
+def test_long_constraints_of_a_client_wait_in_number_and_leave_threads_to_short_ones() -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    def compiled(params: lp.SamplingParams) -> str:
+        begun.set()
+        assert gate.wait(PATIENCE_S)
+        return str(params.regex)
+
+    async def twice(work: LongWork, params: lp.SamplingParams) -> None:
+        await work.run(compiled, params)
+        # What follows needs no compilation, so it is not behind the others.
+        await work.run(str, params)
+        finished.append(str(params.regex)[-2:])
+
+    finished: list[str] = []
+
+    async def main() -> None:
+        work = LongWork()
+        texts = [lp.SamplingParams(regex="a" * 2000 + f"{i:02}") for i in range(MOST_CONSTRAINTS + 2)]
+        token = tenant.set(Tenant("client"))
+        first = asyncio.ensure_future(twice(work, texts[0]))
+        await asyncio.to_thread(begun.wait, PATIENCE_S)
+        waiting = [asyncio.ensure_future(twice(work, params)) for params in texts[1:-1]]
+        await asyncio.sleep(0)
+        with pytest.raises(
+            QueueFullError, match=f"{MOST_CONSTRAINTS} long schemas or grammars of this client"
+        ):
+            await work.run(compiled, texts[-1])
+        again = [asyncio.ensure_future(twice(work, texts[1])) for _ in range(MOST_CONSTRAINTS)]  # counts once
+        await asyncio.sleep(0)
+        assert await work.run(str.upper, "short") == "SHORT"
+        assert await work.run(lambda params: params.regex, lp.SamplingParams(regex="b")) == "b"
+        tenant.reset(token)
+        assert await work.run(lambda params: params.regex, texts[-1]) == texts[-1].regex
+        gate.set()
+        await asyncio.gather(first, *waiting, *again)
+        assert list(dict.fromkeys(finished)) == [f"{i:02}" for i in range(MOST_CONSTRAINTS + 1)]
+        tenant.set(Tenant("client"))
+        for _ in range(2):  # it is known by now, so it is quick
+            gate.clear()
+            begun.clear()
+            blocked = asyncio.ensure_future(work.run(compiled, texts[-1]))
+            await asyncio.to_thread(begun.wait, PATIENCE_S)
+            assert await work.run(lambda params: params.regex, texts[0]) == texts[0].regex
+            gate.set()
+            await blocked
+        work.close()
+
+    asyncio.run(main())
+
+
 class TestThreads:
     def test_a_job_that_hangs_gets_a_thread_beside_it(self) -> None:
-        threads = SamplingThreads(8)
+        threads = FairThreads(8)
         gates, ran = [threading.Event() for _ in range(4)], threading.Event()
         for gate in gates:
             threads.run(lambda gate=gate: gate.wait(PATIENCE_S))  # type: ignore[misc]
@@ -386,7 +433,7 @@ class TestThreads:
         threads.close()
 
     def test_jobs_end_before_close_does_and_run_at_once_afterwards(self) -> None:
-        threads, ran = SamplingThreads(2), list[int]()
+        threads, ran = FairThreads(2), list[int]()
         for i in range(100):
             threads.run(lambda i=i: ran.append(i))  # type: ignore[misc]
         threads.close()
@@ -394,8 +441,83 @@ class TestThreads:
         threads.run(lambda: ran.append(-1))
         assert ran[-1] == -1
 
+    def test_jobs_that_may_take_long_leave_a_thread_to_short_ones(self) -> None:
+        """Of one share one long job runs at a time, cheap ones first."""
+        threads, gate, begun = FairThreads(8, most_slow=1), threading.Event(), threading.Event()
+        order: list[int] = []
+
+        def hold() -> None:
+            begun.set()
+            gate.wait(PATIENCE_S)
+
+        threads.run(hold, "share", place=Place(9.0))
+        assert begun.wait(PATIENCE_S)
+        for i, expected_s in enumerate((5.0, 1.0, 3.0)):
+            threads.run(lambda i=i: order.append(i), "share", place=Place(expected_s))  # type: ignore[misc]
+        quick = threading.Event()
+        threads.run(quick.set, "share", place=Place(0.001))
+
+        def has_run() -> bool:
+            threads.add_spare_thread()
+            return quick.is_set()
+
+        wait_until(has_run)
+        assert order == []
+        gate.set()
+        threads.close()
+        assert order == [1, 2, 0]
+
+    def test_of_a_share_the_sampler_that_took_least_comes_first(self) -> None:
+        """A quick one is not behind the jobs of all slow ones."""
+        threads, gate, done = FairThreads(1), threading.Event(), threading.Event()
+        order: list[str] = []
+        slow = [Place() for _ in range(3)]
+        threads.run(lambda: gate.wait(PATIENCE_S), "share")
+        for n, place in enumerate(slow):
+            place.at_s = 1.0 + n
+            threads.run(lambda n=n: order.append(f"slow {n}"), "share", place=place)  # type: ignore[misc]
+        quick = Place()
+        for _ in range(2):
+            threads.run(lambda: order.append("quick"), "share", place=quick)
+        gate.set()
+        threads.run(done.set, "other")
+        assert done.wait(PATIENCE_S)
+        threads.close()
+        assert order == ["quick", "quick", "slow 0", "slow 1", "slow 2"]
+
+    def test_a_share_leaves_a_thread_to_samplers_that_are_quick(self) -> None:
+        threads, gate, quick = FairThreads(8), threading.Event(), threading.Event()
+        n_running = 0
+
+        def wait() -> None:
+            nonlocal n_running
+            n_running += 1
+            assert gate.wait(PATIENCE_S)
+
+        for _ in range(10):
+            place = Place()
+            place.is_slow = True
+            threads.run(wait, "share", place=place)
+
+        def begun() -> bool:
+            threads.add_spare_thread()
+            return n_running == 3
+
+        wait_until(begun)
+        threads.run(quick.set, "share", place=Place())
+
+        def served() -> bool:
+            threads.add_spare_thread()
+            return quick.is_set()
+
+        wait_until(served)
+        assert n_running == 3
+        gate.set()
+        threads.close()
+        assert n_running == 10
+
     def test_shares_take_turns_and_none_has_all_threads(self) -> None:
-        threads, gate, other = SamplingThreads(12), threading.Event(), threading.Event()
+        threads, gate, other = FairThreads(12), threading.Event(), threading.Event()
         n_running = 0
 
         def wait() -> None:
@@ -419,7 +541,7 @@ class TestThreads:
         assert n_running == 0 and "n_jobs=0" in repr(threads)
 
     def test_two_shares_leave_threads_to_others(self) -> None:
-        threads, gate = SamplingThreads(8), threading.Event()
+        threads, gate = FairThreads(8), threading.Event()
         n_running = Counter[str]()
 
         def wait(share: str) -> None:
@@ -448,7 +570,7 @@ class TestThreads:
 
     @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux only")
     def test_a_long_job_gets_a_lower_priority(self) -> None:
-        threads, gate = SamplingThreads(2), threading.Event()
+        threads, gate = FairThreads(2), threading.Event()
         slowed: list[bool] = []
 
         def job() -> None:
@@ -470,13 +592,13 @@ class TestThreads:
         assert slowed == [True, False, False]
 
     def test_no_more_threads_than_allowed(self) -> None:
-        threads, gate = SamplingThreads(3), threading.Event()
+        threads, gate = FairThreads(3), threading.Event()
         for _ in range(20):
             threads.run(lambda: gate.wait(PATIENCE_S))
         before = time.perf_counter()
         while time.perf_counter() < before + 0.1:
             threads.add_spare_thread()
-        n = sum(thread.name == SAMPLING_THREAD_NAME for thread in threading.enumerate())
+        n = sum(thread.name == WORK_THREAD_NAME for thread in threading.enumerate())
         gate.set()
         threads.close()
         assert n == 3

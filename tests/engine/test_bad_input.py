@@ -340,7 +340,7 @@ def test_limits_of_parameters(engine: lp.Engine, name: str, limits: tuple[float,
             "json_whitespace",
             "none",
             ValueError,
-            "json_whitespace is 'none'; it must be 'compact' or 'flexible'",
+            "json_whitespace is 'none'; it must be 'spaced', 'compact' or 'flexible'",
         ),
         ("json_whitespace", None, ValueError, "json_whitespace is None"),
         (
@@ -540,7 +540,7 @@ def test_bad_sizes_of_an_engine(tiny: lp.Model, name: str, bad: Bad) -> None:
         ({"n_seq_max": 9, "n_batch": 8}, "n_seq_max is 9 and n_batch 8"),
         ({"max_queue": 0}, "max_queue is 0; it must be from 1"),
         ({"batch_window_us": 1_000_001}, "batch_window_us is 1000001; it must be from 0 to 1000000"),
-        ({"flash_attn": "maybe"}, "flash_attn is 'maybe'; it must be one of 'auto', 'off', 'on'"),
+        ({"flash_attn": "maybe"}, "flash_attn is 'maybe'; it must be one of 'auto', 'on', 'off'"),
         ({"type_v": "q2_k"}, "type_v is 'q2_k'; it must be one of 'f32', 'f16'"),
     ],
 )

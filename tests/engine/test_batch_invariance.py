@@ -13,7 +13,7 @@ from support.memory_models import sliding_window_model
 from support.mixed_requests import mixed_requests, told_alone, told_among_others
 
 import llamapipe as lp
-from llamapipe._engine.invariance import _is_invariant
+from llamapipe._engine.runtime.invariance import _is_invariant
 from llamapipe.engine import with_tuning
 from llamapipe.llama import Context
 from llamapipe.native.load import native

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import llamapipe as lp
-from llamapipe._engine import cache_file
-from llamapipe._engine.tenant import Tenant, tenant
+from llamapipe import cache_file
+from llamapipe.work.tenant import Tenant, tenant
 
 MakeEngine = Callable[..., lp.Engine]
 PARAMS = lp.SamplingParams(max_tokens=8, temperature=0)
@@ -30,12 +30,12 @@ def test_a_conversation_continues_in_another_engine(make_engine: MakeEngine, tmp
     first = make_engine(n_seq_max=2, cache_bytes=2**24)
     before = first.generate(prompt(0), PARAMS)
     asked = prompt(0) + before.token_ids + prompt(1, 5)
-    first._save_cache(path)
+    first.save_cache(path)
     expected = first.generate(asked, PARAMS).token_ids
     assert path.stat().st_mode & 0o777 == 0o600
     for options in ({"n_seq_max": 2}, {"n_seq_max": 5}, {"n_seq_max": 1}):
         second = make_engine(**options, cache_bytes=2**24)
-        second._load_cache(path)
+        second.load_cache(path)
         done = second.generate(asked, PARAMS)
         assert done.n_cached_tokens >= 107  # of 113
         assert done.token_ids == expected
@@ -49,19 +49,19 @@ def test_all_that_fits_is_kept_once(make_engine: MakeEngine, tmp_path: Path) -> 
     for i in range(6):
         n_cached(first, prompt(i))
     n_cached(first, prompt(5, 120))
-    first._save_cache(path)
+    first.save_cache(path)
     assert len(list(cache_file.read(path))) == 6
     second = make_engine(n_seq_max=2, cache_bytes=2**24)
-    second._load_cache(path)
+    second.load_cache(path)
     assert [n_cached(second, prompt(i)) for i in range(6)] == [99] * 6
     room = second.stats().cache_bytes
     small = make_engine(n_seq_max=2, cache_bytes=room // 4)
-    small._load_cache(path)
+    small.load_cache(path)
     assert 0 < small.stats().cache_bytes <= room // 4
     assert n_cached(small, prompt(5)) == 99  # those used last
     for i in range(6):
         n_cached(small, prompt(i))
-    small._save_cache(path)
+    small.save_cache(path)
     assert path.stat().st_size <= room // 4 + 2**12
 
 
@@ -74,9 +74,9 @@ def test_caches_of_others_stay_apart(make_engine: MakeEngine, tmp_path: Path) ->
     finally:
         tenant.reset(token)
     n_cached(first, prompt(1), "salt")
-    first._save_cache(path)
+    first.save_cache(path)
     second = make_engine(cache_bytes=2**24)
-    second._load_cache(path)
+    second.load_cache(path)
     assert n_cached(second, prompt(0), "salt") == 0
     assert n_cached(second, prompt(1)) == 0
     assert n_cached(second, prompt(1), "salt") == 99
@@ -88,22 +88,22 @@ def test_files_that_do_not_fit(make_engine: MakeEngine, demo: lp.Model, tmp_path
     first = make_engine(cache_bytes=2**24)
     for i in range(2):
         n_cached(first, prompt(i))
-    first._save_cache(path)
+    first.save_cache(path)
     data = path.read_bytes()
     path.write_bytes(data[:-100])
     second = make_engine(cache_bytes=2**24)
-    second._load_cache(path)
+    second.load_cache(path)
     assert (n_cached(second, prompt(0)), n_cached(second, prompt(1))) == (99, 0)
     for place in (20, 500):  # in what tells whose cells they are, and in the cells
         path.write_bytes(data[:place] + b"x" + data[place + 1 :])
         with pytest.raises(ValueError, match="damaged"):
-            make_engine(cache_bytes=2**24)._load_cache(path)
+            make_engine(cache_bytes=2**24).load_cache(path)
     path.write_bytes(data)
     with pytest.raises(ValueError, match="another model"):
-        make_engine(demo, cache_bytes=2**24)._load_cache(path)
+        make_engine(demo, cache_bytes=2**24).load_cache(path)
     none = make_engine(cache_bytes=2**24, prefix_cache=False)
-    none._load_cache(path)
-    none._save_cache(path)
+    none.load_cache(path)
+    none.save_cache(path)
     assert path.read_bytes() == b""
 
 
@@ -126,9 +126,9 @@ def test_a_recurrent_state(make_engine: MakeEngine, recurrent: lp.Model, tmp_pat
     first = make_engine(recurrent, n_seq_max=2, cache_bytes=2**24)
     done = first.generate(prompt(0), PARAMS)
     asked = prompt(0) + done.token_ids + prompt(1, 5)
-    first._save_cache(path)
+    first.save_cache(path)
     expected = first.generate(asked, PARAMS).token_ids
     for n in (2, 3):
         second = make_engine(recurrent, n_seq_max=n, cache_bytes=2**24)
-        second._load_cache(path)
+        second.load_cache(path)
         assert second.generate(asked, PARAMS).token_ids == expected

@@ -108,8 +108,9 @@ def speaking_family(path: Path, name: str, text: str) -> AbstractContextManager[
     prompt = one.render(HELLO, template_args={"enable_thinking": False})
     if family.think and prompt.endswith(family.think[0]):  # a prompt that opens the reasoning
         text = f"Hm. {family.think[1]}{text}"
-    # GLM repeats its control tokens, which a table of bigrams cannot: here they are text.
-    return speaking(path, text, () if name == "GLM" else family.specials, one.text)
+    # Some repeat their control tokens, which a table of bigrams cannot: here they are text.
+    specials = () if any(text.count(special) > 1 for special in family.specials) else family.specials
+    return speaking(path, text, specials, one.text)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -134,11 +135,47 @@ class TestFamilies:
     def test_text_without_a_call_is_content(self, tmp_path: Path, name: str) -> None:
         said = f"{FAMILIES[name].text}It is sunny in Paris."
         with speaking_family(tmp_path, name, said) as engine:
-            answer = engine.chat(
-                HELLO, GREEDY, tools=TOOLS, tool_choice="none", template_args={"enable_thinking": False}
-            )
+            off = {"enable_thinking": False, "thinking": False}  # as the templates name it
+            answer = engine.chat(HELLO, GREEDY, tools=TOOLS, tool_choice="none", template_args=off)
             assert (answer.content, answer.tool_calls) == ("It is sunny in Paris.", ())
             assert answer.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "specials", "content", "reasoning"),
+    [
+        (
+            "google-gemma-4-31B-it",
+            "<|channel>thought\nWell, what now.\n<channel|>It is sunny.",
+            ("<|channel>", "<channel|>", "<|turn>", "<turn|>"),
+            "It is sunny.",
+            "Well, what now.",
+        ),
+        (
+            "CohereForAI-c4ai-command-r7b-12-2024-tool_use",
+            "<|START_THINKING|>Well, what.<|END_THINKING|><|START_RESPONSE|>It is sunny.<|END_RESPONSE|>",
+            ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+            "It is sunny.",
+            "Well, what.",
+        ),
+        # A control token that the template does not know, and the same text where the model spells a token.
+        (
+            "Qwen-Qwen3-0.6B",
+            "<think>Well, what.</think>It is <|fim_middle|>sunny <|fim_suffix|>.",
+            ("<|fim_middle|>",),
+            "It is sunny <|fim_suffix|>.",
+            "Well, what.",
+        ),
+    ],
+)
+def test_control_tokens_are_no_content(
+    tmp_path: Path, name: str, said: str, specials: tuple[str, ...], content: str, reasoning: str
+) -> None:
+    with speaking(tmp_path, said, specials, template(name).text) as engine:
+        answer = engine.chat(HELLO, GREEDY)
+        streamed = joined(list(engine.stream_chat(HELLO, GREEDY)))
+        for one in (answer, streamed):
+            assert (one.content, one.reasoning) == (content, reasoning)
 
 
 class TestTools:

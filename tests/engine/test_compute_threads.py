@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from llamapipe._engine.compute_threads import RunDelayPolicy, StepTimePolicy
+from llamapipe._engine.runtime.compute_threads import RunDelayPolicy, StepTimePolicy
 
 WINDOW_S = 0.005  # between two readings of the run delay
 CORES_S = 0.15  # between two readings of the idle cores

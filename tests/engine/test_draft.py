@@ -18,9 +18,9 @@ from support.gguf_models import tiny_model
 from support.inside import scheduler_of, step_executor_of
 
 import llamapipe as lp
-from llamapipe._engine.draft import DraftModel, n_equal
-from llamapipe._engine.request import Request
-from llamapipe._engine.speculation import Gate, Guess
+from llamapipe._engine.policy.core import Request
+from llamapipe._engine.policy.speculation import Gate, Guess
+from llamapipe._engine.runtime.draft import DraftModel
 from llamapipe.errors import BackendError, ContextFullError, DecodeError, InvalidRequestError
 from llamapipe.native.load import native
 
@@ -358,18 +358,3 @@ def test_drafts_that_do_not_pay_are_seldom_tried() -> None:
     assert len(tries) <= 6
     gaps = [b - a for a, b in pairwise(tries)]
     assert gaps == sorted(gaps)
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "n"),
-    [
-        ([], [], 0),
-        ([1], [1], 1),
-        ([1, 2, 3], [1, 2], 2),
-        ([1, 2], [1, 3], 1),
-        ([4], [5], 0),
-        (range(99), range(50), 50),
-    ],
-)
-def test_n_equal(a: Sequence[int], b: Sequence[int], n: int) -> None:
-    assert n_equal(list(a), list(b)) == n

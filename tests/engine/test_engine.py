@@ -33,8 +33,8 @@ from support.inside import (
 from support.plain import PlainLoop, greedy
 
 import llamapipe as lp
-from llamapipe._engine.request import Request
-from llamapipe._engine.submit import QueueLimit
+from llamapipe._engine.calls.queue_limit import QueueLimit
+from llamapipe._engine.policy.core import Request
 from llamapipe.errors import EngineClosedError, InvalidRequestError, QueueFullError
 
 MakeEngine = Callable[..., lp.Engine]
@@ -181,6 +181,15 @@ class TestGenerate:
         wait_until(lambda: engine.stats().n_active == engine.stats().n_queued == 0)
         with pytest.raises(InvalidRequestError, match=r"\(prompt 1 of the list\)"):
             list(engine.iter_completed([PROMPT, ""], greedy(3)))
+
+    def test_completions_have_one_params_for_each_prompt(self, engine: lp.Engine) -> None:
+        each = [greedy(3), greedy(1), greedy(2)]
+        found = dict(engine.iter_completed([PROMPT] * 2, each[1:]))
+        assert [found[i].n_completion_tokens for i in range(2)] == [1, 2]
+        with pytest.raises(ValueError, match="params has 1 items"):
+            list(engine.iter_completed([PROMPT] * 2, each[1:2]))
+        with pytest.raises(ValueError, match="there are 2 prompts"):
+            list(engine.iter_completed([PROMPT] * 2, each))
 
     def test_unknown_keywords_show_the_call_that_was_meant(self, engine: lp.Engine) -> None:
         with pytest.raises(TypeError, match=r"generate\(prompt, lp.SamplingParams\(max_tokens=3\)\)"):

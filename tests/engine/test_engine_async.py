@@ -755,3 +755,21 @@ class TestTwins:
             assert sorted([index async for index, _ in found]) == [0, 1]
 
         run(main())
+
+
+def test_tasks_of_other_libraries_are_told_what_to_call(make_engine: Callable[..., lp.Engine]) -> None:
+    """As trio runs them: without an event loop of asyncio."""
+    engine = make_engine()
+    params = lp.SamplingParams(max_tokens=2)
+    for coroutine in (
+        engine.agenerate([5, 6], params),
+        engine.agenerate(["a", "b"], params),
+        engine.ascore([5, 6], [[7]]),
+        engine.aperplexity([5, 6, 7]),
+        anext(engine.aiter_completed(["a"], params)),
+        engine.astream([5, 6], params).__anext__(),
+    ):
+        with pytest.raises(RuntimeError, match=r"trio\.to_thread\.run_sync\(engine\.generate"):
+            coroutine.send(None)
+        coroutine.close()
+    assert len(engine.generate([5, 6], params).token_ids) == 2

@@ -20,10 +20,12 @@ from support.memory import cache_of
 from support.run_script import run_script
 
 import llamapipe as lp
-from llamapipe._engine import deliver as dispatcher_module
-from llamapipe._engine import loop as engine_loop_module
-from llamapipe._engine.deliver import AsyncMailbox, Choices, CompletionSink, DeltaSink
-from llamapipe._engine.request import UNLIMITED, Request, State
+from llamapipe._engine.policy.core import UNLIMITED, Request, State
+from llamapipe._engine.runtime import loop as engine_loop_module
+from llamapipe._engine.runtime import mailboxes as dispatcher_module
+from llamapipe._engine.runtime.mailboxes import AsyncMailbox
+from llamapipe._engine.runtime.sinks import Choices, CompletionSink, DeltaSink
+from llamapipe._sync.streams import Generation, Stream
 from llamapipe.errors import (
     BackendError,
     ContextFullError,
@@ -33,7 +35,7 @@ from llamapipe.errors import (
     LlamapipeError,
 )
 from llamapipe.results import Token
-from llamapipe.streams import BUFFER_TOKENS, Generation, Stream
+from llamapipe.streams import BUFFER_TOKENS
 
 pytestmark = pytest.mark.native
 

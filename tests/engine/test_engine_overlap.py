@@ -290,15 +290,15 @@ class TestCohortSwitch:
         self, monkeypatch: pytest.MonkeyPatch, compute_s: float, other_s: float, effect: float
     ) -> list[int]:
         """The number of micro-batches after each of 40 windows, where two are `effect` times faster."""
-        from llamapipe._engine import loop as loop_module
+        from llamapipe._engine.runtime import micro_batches
 
         now = [0.0]
-        monkeypatch.setattr(loop_module, "perf_counter", lambda: now[0])
+        monkeypatch.setattr(micro_batches, "perf_counter", lambda: now[0])
         executor = self.Executor()
-        switch = loop_module.MicroBatchSwitch(executor)  # type: ignore[arg-type]
+        switch = micro_batches.MicroBatchSwitch(executor)  # type: ignore[arg-type]
         found = []
         for _ in range(40):
-            for _ in range(loop_module._WINDOW):
+            for _ in range(micro_batches._WINDOW):
                 now[0] += (compute_s + other_s) / (effect if switch.n == 2 else 1.0) / switch.n
                 executor.compute += compute_s / switch.n
                 switch.stepped(8 // switch.n)
@@ -326,6 +326,6 @@ class TestCohortSwitch:
         [(1.0, 1.0, 1.0), (1.0, 2.0, 1.5), (1.0, 10.0, 1.1), (0.0, 0.0, 1.0)],
     )
     def test_the_gain_follows_its_formula(self, compute_s: float, other_s: float, expected: float) -> None:
-        from llamapipe._engine.loop import gain
+        from llamapipe._engine.runtime.micro_batches import gain
 
         assert math.isclose(gain(compute_s, other_s), expected)

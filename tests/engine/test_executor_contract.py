@@ -18,8 +18,8 @@ from support.fakes import FakeContext, FakeSampler, next_token
 from support.gguf_models import BROKEN, PRESETS, damaged_model, make_model, recurrent_model
 
 import llamapipe as lp
-from llamapipe._engine.executor import Executor, StepExecutor
-from llamapipe._engine.kv import Copy, Forget, Remove, Restore, Save
+from llamapipe._engine.policy.core import Copy, Forget, Remove, Restore, Save
+from llamapipe._engine.runtime.executor import Executor, StepExecutor
 from llamapipe.errors import ContextFullError, EngineClosedError, NoToken
 from llamapipe.llama import Context, DecodeBatch, Model
 from llamapipe.llama.native_pipeline import engine_pipeline, ring_slots
@@ -163,7 +163,7 @@ def greedy(model: Model) -> Chain:
 KITS: dict[str, Callable[[dict[str, Model]], AbstractContextManager[Kit]]] = {
     "fake": fake,
     "fake, few cells": partial(fake, n_cells=N_CTX),
-    "fake, recurrent": partial(fake, recurrent=True),
+    "fake, recurrent": partial(fake, recurrent=True, has_cells=False),
     "streams": steps,
     "unified": partial(steps, kv_unified=True),
     "few cells": partial(steps, kv_unified=True, n_cells=N_CTX),

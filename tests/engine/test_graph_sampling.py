@@ -32,10 +32,9 @@ from support.sampler_definitions import (
 from support.sampler_definitions import Stages as Definition
 
 import llamapipe as lp
-from llamapipe._engine.executor import StepExecutor
-from llamapipe._engine.kv import Remove
-from llamapipe._engine.request import Request
-from llamapipe._engine.sampling import SamplerFactoryCache
+from llamapipe._engine.policy.core import Remove, Request
+from llamapipe._engine.runtime.executor import StepExecutor
+from llamapipe._engine.runtime.samplers import SamplerFactoryCache
 from llamapipe.errors import DecodeError
 from llamapipe.llama import Model, Vocab
 from llamapipe.llama.context import Context

@@ -8,7 +8,7 @@ from queue import Empty
 import pytest
 from support.control import Worker
 
-from llamapipe._engine.loop import Inbox
+from llamapipe._engine.runtime.inbox import Inbox
 
 
 def test_commands_run_in_order() -> None:

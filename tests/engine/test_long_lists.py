@@ -12,7 +12,7 @@ from support.control import Worker, held
 from support.inside import loop_of, thread_of
 
 import llamapipe as lp
-from llamapipe._engine.submit import PORTION
+from llamapipe._engine.calls.prompts import PORTION
 from llamapipe.errors import EngineClosedError, InvalidRequestError, QueueFullError
 
 N = 5 * PORTION + 7

@@ -14,8 +14,9 @@ from support.inside import thread_of, wakers_of
 from support.run_script import run_script
 
 import llamapipe as lp
-from llamapipe._engine import deliver as module
-from llamapipe._engine.deliver import AsyncMailbox, LoopWaker, ResultDispatcher
+from llamapipe._engine.runtime import mailboxes as module
+from llamapipe._engine.runtime.mailboxes import AsyncMailbox, ResultDispatcher
+from llamapipe._engine.runtime.wakers import LoopWaker
 
 SHORT = lp.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 

@@ -13,8 +13,9 @@ import pytest
 from support.control import wait_until
 from support.run_script import Script
 
-from llamapipe._engine import deliver as module
-from llamapipe._engine.deliver import ResultDispatcher, ThreadMailbox
+from llamapipe._engine.runtime import mailboxes as module
+from llamapipe._engine.runtime import wakers
+from llamapipe._engine.runtime.mailboxes import ResultDispatcher, ThreadMailbox
 
 N = 8
 
@@ -59,7 +60,7 @@ def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads are woken one by one for as long as it takes."""
-    monkeypatch.setattr(module, "_PATIENCE_S", 1000.0)
+    monkeypatch.setattr(wakers, "_PATIENCE_S", 1000.0)
 
 
 def asleep(dispatcher: ResultDispatcher, n_items: int, n: int = N, **options: Any) -> list[Reader]:
@@ -185,7 +186,7 @@ def test_who_does_not_wait_is_passed_over() -> None:
 @pytest.mark.parametrize("together", [False, True])
 def test_all_at_once_where_one_by_one_takes_long(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
     """However slowly the first one comes round to waking the next."""
-    monkeypatch.setattr(module, "_PATIENCE_S", 1000.0 if together else -1000.0)
+    monkeypatch.setattr(wakers, "_PATIENCE_S", 1000.0 if together else -1000.0)
     dispatcher, go_on = ResultDispatcher(at_launch=together), threading.Event()
     readers = asleep(dispatcher, 1, then=go_on.wait)
     for reader in readers:
@@ -285,9 +286,9 @@ def test_two_threads_at_one_mailbox(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ctrl_c_ends_the_wait() -> None:
     program = """
 import os, signal, threading
-from llamapipe._engine import deliver as module
-from llamapipe._engine.deliver import ThreadMailbox
-from llamapipe._engine.deliver import ResultDispatcher
+from llamapipe._engine.runtime import mailboxes as module
+from llamapipe._engine.runtime.mailboxes import ThreadMailbox
+from llamapipe._engine.runtime.mailboxes import ResultDispatcher
 module._RECHECK_S = 1000.0
 dispatcher = ResultDispatcher()
 mailbox, ended = ThreadMailbox(dispatcher), threading.Event()

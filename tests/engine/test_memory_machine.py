@@ -32,8 +32,8 @@ from support.memory_models import hybrid_model, sliding_window_model
 from support.plain import PlainLoop, greedy, plain_loop
 
 import llamapipe as lp
+from llamapipe._sync.streams import Generation
 from llamapipe.engine import with_tuning
-from llamapipe.streams import Generation
 
 MOST = 8  # generations at once
 picks = st.integers(0, 10**6)

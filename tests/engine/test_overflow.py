@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support.backends import FEW
+from support.gguf_models import tiny_architecture
 from support.plain import PlainLoop, greedy, plain_loop
 
 import llamapipe as lp
@@ -96,6 +98,25 @@ class TestShift:
                     n_cells -= end - n_keep
         return out
 
+    def test_slots_are_not_moved_before_keys_are_rotated(self, make_engine: MakeEngine) -> None:
+        """The gap beside a shifted sequence is closed one step later: its text and log-probabilities stay the same."""
+        n_ctx, params = 96, greedy(200, logprobs=0)
+        prompts = [PROMPT, PROMPT[:30], [1, *range(400, 440)]]
+        engine = make_engine(n_ctx=n_ctx, overflow="shift", n_keep=4, n_seq_max=3, prefix_cache=False)
+        alone = [engine.generate(prompt, params) for prompt in prompts]
+        first_full = n_ctx - len(prompts[0])
+        for n in range(
+            first_full - 14, first_full + 1
+        ):  # the middle one ends at each step around the first shift
+            lengths = [params, greedy(n, logprobs=0), params]
+            outs = engine.generate(prompts, lengths)
+            for out, expected in zip(outs[::2], alone[::2], strict=True):
+                assert out.token_ids == expected.token_ids, n
+                found = [entry.logprob for entry in out.logprobs or ()]
+                assert found == pytest.approx(
+                    [entry.logprob for entry in expected.logprobs or ()], abs=0.01
+                ), n
+
     def test_no_other_request_uses_moved_cells(self, make_engine: MakeEngine, loop: PlainLoop) -> None:
         engine = make_engine(n_ctx=N_CTX, overflow="shift", n_keep=4, n_seq_max=2)
         out = engine.generate(PROMPT, greedy(40))
@@ -154,11 +175,27 @@ class TestGenerations:
         ({"overflow": "recompute", "n_keep": 61}, "n_keep is 61 and n_ctx 64"),
         ({"overflow": "shift", "kv_unified": True}, "requests share them"),
         ({"overflow": "shift", "n_cells": 100}, "requests share them"),
+        ({"overflow": "shift", "type_k": "bf16"}, "cannot be shifted with type_k='bf16': use"),
     ],
 )
 def test_bad_options_are_refused(make_engine: MakeEngine, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_engine(n_ctx=N_CTX, **options)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "type_k"), [("gemma3-270m", "q8_0"), ("gpt-oss-20b", "q4_0"), ("granite4-h-1b", "f16")]
+)
+def test_keys_that_cannot_be_rotated_are_refused(
+    make_engine: MakeEngine, tmp_path: Path, architecture: str, type_k: str
+) -> None:
+    """llama.cpp ends the process where 64 does not divide heads of quantized keys, and fails where no key rotates."""
+    with lp.Model(tiny_architecture(tmp_path / "model.gguf", architecture)) as model:
+        with pytest.raises(ValueError, match="cannot be shifted"):
+            make_engine(model, n_ctx=N_CTX, overflow="shift", type_k=type_k)
+        engine = make_engine(model, n_ctx=N_CTX, overflow="recompute", type_k=type_k)
+        assert len(engine.generate(PROMPT, greedy(60)).token_ids) == 60
+        engine.close()
 
 
 def test_a_prompt_that_is_too_long_is_refused(make_engine: MakeEngine) -> None:

@@ -99,7 +99,7 @@ values = {
     "logits_processors": st.lists(st.sampled_from([print, repr]), max_size=2).map(tuple),
     "sampler_order": st.permutations(SAMPLER_ORDER).map(tuple),
     "grammar": st.just(CONSTRAINTS["grammar"]),
-    "json_whitespace": st.sampled_from(["compact", "flexible"]),
+    "json_whitespace": st.sampled_from(["compact", "spaced", "flexible"]),
     **{name: st.none() for name in ("json_schema", "regex", "lark", "choice")},
 }
 for optional in OPTIONAL:

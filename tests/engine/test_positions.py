@@ -7,7 +7,7 @@ from typing import NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamapipe._engine.positions import Grid, end_position, grids_before, n_tokens_before, position_of
+from llamapipe._engine.runtime.positions import Grid, end_position, grids_before, n_tokens_before, position_of
 
 
 class Sequence(NamedTuple):

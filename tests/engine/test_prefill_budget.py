@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from llamapipe._engine.planner import BatchBuilder, PrefillBudget
-from llamapipe._engine.request import UNLIMITED, Request, RequestSpec, State
-from llamapipe._engine.scheduler import Running
-from llamapipe._engine.scoring import PromptTargets
+from llamapipe._engine.policy.core import UNLIMITED, Request, RequestSpec, State
+from llamapipe._engine.policy.planner import BatchBuilder, PrefillBudget
+from llamapipe._engine.policy.queues import Running
+from llamapipe._engine.policy.scoring import PromptTargets
 
 
 def running_of(n_decoding: int, *prompts: int) -> Running:

@@ -14,7 +14,7 @@ from support.control import Worker, all_results, held, wait_until
 from support.plain import PlainLoop, greedy
 
 import llamapipe as lp
-from llamapipe._engine.tenant import Tenant, tenant
+from llamapipe.work.tenant import Tenant, tenant
 
 MakeEngine = Callable[..., lp.Engine]
 
@@ -194,6 +194,15 @@ class TestSalts:
     def test_bad_salts(self, salt: Any, error: type[Exception], match: str) -> None:
         with pytest.raises(error, match=match):
             lp.SamplingParams(cache_salt=salt)
+
+    @pytest.mark.parametrize("salt", ["\ud800", "\0", "é" * 100, " "], ids=ascii)
+    def test_odd_salts(self, make_engine: MakeEngine, salt: str) -> None:
+        """CVE-2026-105756: one that is no text in UTF-8 ended another engine."""
+        engine = make_engine(n_seq_max=2)
+        params = dataclasses.replace(greedy(4), cache_salt=salt)
+        found = [engine.generate(SHARED, params).n_cached_tokens for _ in range(2)]
+        assert found[0] == 0 < found[1]
+        assert engine.generate(SHARED, greedy(4)).n_cached_tokens == 0
 
     def test_each_tenant_has_a_cache(self, make_engine: MakeEngine) -> None:
         """Whatever is called, also when tasks and threads do the work."""

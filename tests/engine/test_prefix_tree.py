@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from llamapipe._engine.kv import PrefixTree
+from llamapipe._engine.policy.prefix_tree import PrefixTree, n_common
 
 TOKENS = st.lists(st.integers(0, 2), max_size=12)
 KEYS = st.sampled_from([None, ("a", None), "b"])
@@ -101,3 +103,19 @@ def test_nothing_is_left_of_many() -> None:
         tree.remove(i)
         tree.check_integrity()
     assert len(tree) == 0 and list(tree.find(shared, 200)) == [] and not tree._roots
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "n"),
+    [
+        ([], [], 0),
+        ([1], [1], 1),
+        ([1, 2, 3], [1, 2], 2),
+        ([1, 2], [1, 3], 1),
+        ([4], [5], 0),
+        (range(99), range(50), 50),
+    ],
+)
+def test_n_common(a: Sequence[int], b: Sequence[int], n: int) -> None:
+    assert n_common(list(a), list(b)) == n
+    assert n_common([7, *a], list(b), 1) == n

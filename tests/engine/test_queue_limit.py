@@ -12,8 +12,8 @@ import pytest
 from support.control import PATIENCE_S, Worker, all_results, wait_until
 from support.inside import n_waiting_threads
 
-from llamapipe._engine.request import Request
-from llamapipe._engine.submit import QueueLimit
+from llamapipe._engine.calls.queue_limit import QueueLimit
+from llamapipe._engine.policy.core import Request
 from llamapipe.errors import QueueFullError
 
 

@@ -14,11 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.fakes import N_VOCAB, FakeContext, cell, continuation
 from support.memory import cache_of
 
-from llamapipe._engine import scheduler as scheduler_module
-from llamapipe._engine.kv import Shift
-from llamapipe._engine.planner import BatchPlan
-from llamapipe._engine.request import UNLIMITED, Request, RequestSpec, State
-from llamapipe._engine.scheduler import Carries, Scheduler
+from llamapipe._engine.policy import scheduler as scheduler_module
+from llamapipe._engine.policy.core import UNLIMITED, BatchPlan, Remove, Request, RequestSpec, State
+from llamapipe._engine.policy.overflow import Overflow
+from llamapipe._engine.policy.queues import Carries
+from llamapipe._engine.policy.scheduler import Scheduler
 from llamapipe.errors import ContextFullError, DecodeError, NoToken
 
 PADDING = 0
@@ -43,6 +43,7 @@ class SchedulerHarness:
         recurrent: bool = False,
         prefill_cutoff: int | None = None,
         carries: Carries | None = None,
+        overflow: Overflow | None = None,
     ) -> None:
         n_cells = n_ctx * n_slots if n_cells is None else n_cells
         self.n_ubatch = n_ubatch
@@ -55,6 +56,7 @@ class SchedulerHarness:
             padding_token,
             prefill_cutoff=prefill_cutoff,
             carries=carries,
+            overflow=overflow,
         )
         self.context = FakeContext(n_slots, n_ctx, n_cells, n_batch, recurrent=recurrent)
         self.n_added = 0
@@ -128,7 +130,8 @@ class SchedulerHarness:
 
     def remove(self) -> None:
         """Removes the cells that were given up; then they are what the requests say."""
-        self.scheduler.cells_changed(self.context.change_cells(self.scheduler.cache.take_memory_ops()))
+        while ops := self.scheduler.cache.take_memory_ops():
+            self.scheduler.cells_changed(self.context.change_cells(ops))
         expected: list[list[int]] = [[] for _ in range(self.context.n_seq_max)]
         for request in self.scheduler.live():
             if request.slot >= 0:
@@ -925,6 +928,45 @@ class TestPreemption:
         assert scheduler.lend(late, 1)
         assert late.slot == -1
 
+    def test_late_requests_leave_half_of_the_slots_to_others_of_their_share(self) -> None:
+        """Those that never lent their slots come first there, however many are late; late ones keep the other half."""
+        scheduler = Scheduler(cache_of(4), 64, 4 * 64, 8, 8, None)
+        late = [Request([1, 2], RequestSpec(50)) for _ in range(8)]
+
+        def step() -> int:
+            """Tokens of late requests come later, and their slots are lent. How many of the slots those had."""
+            plan = scheduler.plan()
+            n_held = sum(request.slot >= 0 for request in late)
+            if plan is not None:
+                scheduler.commit(plan, [NoToken.LATER if r in late else 7 for r in plan.requests])
+            for request in late:
+                if request.is_drawing and scheduler.n_queued:
+                    scheduler.lend(request, 1)
+            scheduler.check_integrity()
+            return n_held
+
+        def draw() -> None:
+            for request in late:
+                if request.is_drawing:
+                    scheduler.drawn(request, 7)
+
+        for request in late:
+            scheduler.add(request)
+        while not all(request.n_lent for request in late):
+            step()
+            draw()
+        assert step() == 4
+        draw()
+        quick = [Request([3, 4], RequestSpec(5)) for _ in range(4)]
+        for request in quick:
+            scheduler.add(request)
+        step()
+        assert [step() for _ in range(4)] == [2] * 4
+        for _ in range(20):
+            step()
+            draw()
+        assert [request.finish_reason for request in quick] == ["length"] * 4
+
     def test_a_follower_of_a_preempted_request_keeps_its_turn(self) -> None:
         scheduler = Scheduler(cache_of(2, enabled=True), 512, 2 * 512, 8, 8, None)
         prompt = prompt_of(300)
@@ -1212,7 +1254,7 @@ class TestFillers:
         assert b.state is State.FINISHED
         assert (plan.tokens[1], plan.seq_ids, plan.positions) == (PADDING, [0, 1, 2], [4, 0, 4])
         assert (plan.outputs, plan.rows, plan.requests) == ([1, 0, 1], [0, 2], [a, c])
-        assert (plan.scheduled, plan.n_decode, plan.padding) == ([(a, 1), (c, 1)], 2, [(1, 0)])
+        assert (plan.scheduled, plan.n_decode, plan.padding) == ([(a, 1), (c, 1)], 2, [Remove(1, 0)])
         harness.run()
         assert_done(a, c)
 
@@ -1232,7 +1274,7 @@ class TestFillers:
         plan = harness.step()
         assert plan is not None
         assert b.state is State.PAUSED
-        assert plan.padding == [(1, b.n_past)] == [(1, 5)]
+        assert plan.padding == [Remove(1, b.n_past)] == [Remove(1, 5)]
         harness.allow(b, 9)
         harness.run()
         assert_done(a, b, c)
@@ -1246,7 +1288,7 @@ class TestFillers:
         assert (b.finish_reason, len(b.tokens)) == ("length", 8)
         plan = harness.step()
         assert plan is not None
-        assert plan.padding == [(1, 7)]
+        assert plan.padding == [Remove(1, 7)]
         harness.run()
         assert_done(a, c, n_ctx=8)
 
@@ -1259,7 +1301,7 @@ class TestFillers:
         assert plan is not None
         assert b.slot == 1
         assert plan.scheduled == [(requests[0], 1), (requests[3], 1), (b, 3)]
-        assert (plan.seq_ids, plan.padding) == ([0, 2, 3, 1, 1, 1], [(2, 0)])
+        assert (plan.seq_ids, plan.padding) == ([0, 2, 3, 1, 1, 1], [Remove(2, 0)])
         assert (plan.rows, plan.outputs) == ([0, 2], [1, 0, 1, 0, 0, 0])
         harness.run()
         assert_done(*requests, b)
@@ -1273,7 +1315,7 @@ class TestFillers:
         plan = harness.step()
         assert plan is not None
         assert plan.scheduled == [(a, 1), (c, 1), (d, 4)]
-        assert (plan.padding, plan.rows, plan.requests) == ([(1, 0)], [0, 2, 6], [a, c, d])
+        assert (plan.padding, plan.rows, plan.requests) == ([Remove(1, 0)], [0, 2, 6], [a, c, d])
         harness.run()
         assert_done(a, b, c, d)
 
@@ -1295,7 +1337,7 @@ class TestFillers:
         plan = harness.step()
         assert plan is not None
         assert plan.seq_ids == [0, 1, 2, 3]
-        assert plan.padding == [(1, 0), (2, 0)]
+        assert plan.padding == [Remove(1, 0), Remove(2, 0)]
         harness.run()
         assert_done(a, d)
 
@@ -1446,13 +1488,12 @@ class TestClosingGaps:
         harness.run()
         assert_done(a, b)
 
-    def test_a_sequence_that_is_to_be_shifted_is_not_moved_before(self) -> None:
-        harness = self.harness()
+    def test_a_shifted_sequence_is_not_moved_before_its_keys_are_rotated(self) -> None:
+        harness = self.harness(n_ctx=7, overflow=Overflow("shift", 2))
         a, b = self.left(harness, {0, 7})
         harness.steps(2)
-        harness.scheduler.cache.memory_ops.append(Shift(7, 0, 0))
-        harness.scheduler.plan()
-        assert (a.slot, b.slot) == (0, 7)
+        assert a.dropped and b.dropped
+        assert [plan.seq_ids for plan in harness.steps(2)] == [[0, 7], [0, 1]]
 
 
 class TestRecompute:

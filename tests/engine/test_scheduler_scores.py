@@ -10,10 +10,9 @@ import pytest
 from support.fakes import FakeContext, continuation, next_token, score_of
 from support.memory import cache_of
 
-from llamapipe._engine.planner import BatchPlan
-from llamapipe._engine.request import Request, RequestSpec, State
-from llamapipe._engine.scheduler import Scheduler
-from llamapipe._engine.scoring import ContinuationTargets, PromptTargets, TokenScore
+from llamapipe._engine.policy.core import BatchPlan, Request, RequestSpec, State
+from llamapipe._engine.policy.scheduler import Scheduler
+from llamapipe._engine.policy.scoring import ContinuationTargets, PromptTargets, TokenScore
 from llamapipe.errors import ContextFullError
 
 N_CTX = 48
@@ -39,7 +38,7 @@ class ScoreHarness:
         n_cells = N_CTX * n_slots if n_cells is None else n_cells
         self.context = FakeContext(n_slots, N_CTX, n_cells, n_batch=24, recurrent=recurrent)
         self.context.n_score_rows = n_score_rows
-        self.cache = cache_of(n_slots, enabled=True, whole_only=recurrent, host_bytes=host_bytes, min_save=4)
+        self.cache = cache_of(n_slots, enabled=True, has_states=recurrent, host_bytes=host_bytes, min_save=4)
         self.scheduler = Scheduler(self.cache, N_CTX, n_cells, 24, 12, None, n_score_rows=n_score_rows)
         self.n_fed = 0
 

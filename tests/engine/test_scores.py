@@ -6,6 +6,7 @@ import asyncio
 import math
 import pickle
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,34 @@ class TestScore:
         assert best.total > max(s.total for s in others)
         assert best.is_greedy
 
+    def test_a_prompt_that_ends_with_a_space(self, make_engine: MakeEngine, demo: lp.Model) -> None:
+        """The space belongs to the first token of the answer, for all answers of the prompt."""
+        engine = make_engine(demo, n_ctx=128, n_seq_max=4)
+        texts = ["the", "a cat", "5"]
+        expected = engine.score("Once upon a time:", [f" {text}" for text in texts])
+        for found, score in zip(engine.score("Once upon a time: ", texts), expected, strict=True):
+            assert demo.detokenize(found.token_ids) == demo.detokenize(score.token_ids)
+            assert abs(found.total - score.total) < 0.01
+        with pytest.raises(InvalidRequestError, match="adds no token"):
+            engine.score("Once upon a time: ", ["the", ""])
+
+    def test_answers_without_the_space_of_running_text(
+        self, make_engine: MakeEngine, demo: lp.Model, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        engine = make_engine(demo, n_ctx=128, n_seq_max=4)
+        others = [("Is it: ", ["oui", "non"]), ("Is it:", [" oui", " non"]), ("Is it", ["oui", "non"])]
+        others += [("Is it:", ["\noui", "\nnon"]), ("https:", ["//oui", "//non"]), ("Is it:", ["好", "不"])]
+        for prompt, answers in others:
+            engine.score(prompt, answers)
+        engine.score("Is it:", "oui")
+        assert not caplog.messages
+        for _ in range(3):
+            engine.score("Is it:", ["oui", "non"])
+        assert [
+            message for message in caplog.messages if "give ' oui' in place of 'oui'" in message
+        ] == caplog.messages
+        assert len(caplog.messages) == 1
+
     def test_a_context_is_computed_once(self, make_engine: MakeEngine) -> None:
         engine = make_engine()
         context = tokens_of(100, 3)
@@ -267,6 +296,27 @@ class TestScore:
         bos = engine.model.bos
         assert bos is not None
         rows.assert_is(engine.score([], [5, 6, 7]), [bos], [5, 6, 7])
+
+    def test_the_timeout_counts_what_is_prepared(self, make_engine: MakeEngine) -> None:
+        """Long texts are tokenized in threads, and these are taken: each call ends in its time."""
+        engine, opened = make_engine(), threading.Event()
+
+        async def main() -> None:
+            taken = [asyncio.create_task(engine._long_work.run(opened.wait, 60)) for _ in range(64)]
+            long = "a " * 10_000
+            try:
+                for call in (
+                    lambda: engine.ascore(long, "b", timeout=0.05),
+                    lambda: engine.ascore([long], [["b", "c"]], timeout=0.05),
+                    lambda: engine.aperplexity(long, timeout=0.05),
+                ):
+                    with pytest.raises(TimeoutError, match=r"timeout of 0\.05 s"):
+                        await asyncio.wait_for(call(), 10)
+            finally:
+                opened.set()
+            await asyncio.gather(*taken)
+
+        asyncio.run(main())
 
     def test_a_timeout_leaves_nothing_behind(self, make_engine: MakeEngine) -> None:
         engine = make_engine()

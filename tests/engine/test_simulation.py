@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -11,18 +11,21 @@ import pytest
 from support.fakes import FakeContext
 from support.simulation import SimDrafter, SimSampler, simulate
 
-from llamapipe._engine import loop as engine_loop
-from llamapipe._engine.deliver import ResultDispatcher
-from llamapipe._engine.kv import Discard, KvCache
-from llamapipe._engine.loop import EngineLoop, InFlightStep, LateDraws, StepsInFlight
-from llamapipe._engine.planner import BatchBuilder, BatchPlan
-from llamapipe._engine.request import UNLIMITED, Request, State
-from llamapipe._engine.scheduler import Running, Scheduler, Waiting
-from llamapipe._engine.speculation import MOST_GUESSED, Gate, Guess
-from llamapipe._engine.submit import QueueLimit
+from llamapipe._engine.calls.queue_limit import QueueLimit
+from llamapipe._engine.policy.core import UNLIMITED, BatchPlan, Discard, Request, State
+from llamapipe._engine.policy.kv import KvCache, SavedState
+from llamapipe._engine.policy.planner import BatchBuilder
+from llamapipe._engine.policy.queues import Running, Waiting
+from llamapipe._engine.policy.scheduler import Scheduler
+from llamapipe._engine.policy.speculation import MOST_GUESSED, Gate, Guess
+from llamapipe._engine.runtime import loop as engine_loop
+from llamapipe._engine.runtime.in_flight import InFlightStep, StepsInFlight
+from llamapipe._engine.runtime.late_draws import LateDraws
+from llamapipe._engine.runtime.loop import EngineLoop
+from llamapipe._engine.runtime.mailboxes import ResultDispatcher
 from llamapipe.errors import NoToken
 
-N_SEEDS = 1_500  # `nox -s simulate` runs 100,000
+N_SEEDS = 600  # `nox -s simulate` runs 100,000
 N_CHUNKS = 10
 
 
@@ -314,6 +317,38 @@ def _forks_without_activation() -> AbstractContextManager[Any]:
     return patch.object(Scheduler, "fork", wrong)
 
 
+def _cache_with(**fields: Any) -> AbstractContextManager[Any]:
+    init = KvCache.__init__
+
+    def wrong(self: KvCache, *arguments: Any, **options: Any) -> None:
+        init(self, *arguments, **options)
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+    return patch.object(KvCache, "__init__", wrong)
+
+
+@contextmanager
+def _states_of_all_keys() -> Iterator[None]:
+    save, marks = KvCache._save_state, KvCache._marks
+
+    def wrong_save(self: KvCache, slot: int, keys: Sequence[int], key: Hashable, n_exact: int) -> None:
+        save(self, slot, keys, None, n_exact)
+
+    def wrong_marks(self: KvCache, request: Request, keys: Sequence[int], limit: int) -> list[SavedState]:
+        spec, request.spec = request.spec, request.spec._replace(cache_key=None)
+        try:
+            return marks(self, request, keys, limit)
+        finally:
+            request.spec = spec
+
+    with (
+        patch.object(KvCache, "_save_state", wrong_save),
+        patch.object(KvCache, "_marks", wrong_marks),
+    ):
+        yield
+
+
 PLANTED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "cells of requests that ended are not removed": _park_without_removing,
     "preempted requests are not resumed": _resume_only_running,
@@ -352,14 +387,33 @@ PLANTED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         Scheduler, "_find_activation", nothing
     ),
     "a fork is not activated": _forks_without_activation,
+    "cells are moved before their keys are rotated": lambda: patch.object(
+        KvCache, "is_rotated", lambda *request: True
+    ),
+    "copies of windows count as whole": lambda: _cache_with(_window=0),
+    "a copy goes back beyond its window": lambda: patch.object(KvCache, "_floor", lambda self, n: 0),
+    "states count as cells": lambda: _cache_with(_has_states=False),
+    "states are found with other adapters": _states_of_all_keys,
     "pauses are ignored": lambda: patch.object(Scheduler, "_pause", nothing),
+}
+
+
+# The first seed that found a bug which takes more than ten. It is tried first: a change of the policy may move it.
+FIRST_SEEDS = {
+    "padding begins at position 0 of a request that draws later": 56,
+    "the log-probability of a stop token is the next token's": 167,
+    "more is guessed than a recurrent memory can take back": 91,
+    "cells of an activated LoRA count as the model's": 18,
+    "an invocation is not looked for in appended tokens": 28,
+    "a fork is not activated": 125,
+    "cells are moved before their keys are rotated": 543,
 }
 
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_found(bug: str) -> None:
     with PLANTED[bug]():
-        for seed in range(1500):
+        for seed in (FIRST_SEEDS.get(bug, 0), *range(1500)):
             try:
                 simulate(seed)
             except Exception:

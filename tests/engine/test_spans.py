@@ -7,9 +7,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from llamapipe._engine.kv import KvCache
-from llamapipe._engine.request import UNLIMITED, Request, RequestSpec, Span, State
-from llamapipe._engine.scheduler import Overflow, Scheduler
+from llamapipe._engine.policy.core import UNLIMITED, Request, RequestSpec, Span, State
+from llamapipe._engine.policy.kv import KvCache
+from llamapipe._engine.policy.overflow import Overflow
+from llamapipe._engine.policy.scheduler import Scheduler
 
 
 class Picture(NamedTuple):

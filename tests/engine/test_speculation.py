@@ -15,21 +15,25 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.control import Gate as StepGate
 from support.eager_gate import EagerGate
 from support.inside import fix_micro_batches
 from support.memory_models import hybrid_model, sliding_window_model
 from support.plain import plain_loop
 
 import llamapipe as lp
-from llamapipe._engine.long_work import takes_long
-from llamapipe._engine.planner import BatchBuilder, BatchPlan
-from llamapipe._engine.request import Request
-from llamapipe._engine.sampling import BackgroundSampler, GrammarBudget, SamplerFactoryCache
-from llamapipe._engine.speculation import Gate, Guess, StepTimes
+from llamapipe._engine.policy.core import BatchPlan, Request
+from llamapipe._engine.policy.planner import BatchBuilder
+from llamapipe._engine.policy.speculation import Gate, Guess, StepTimes
+from llamapipe._engine.runtime.background_sampler import BackgroundSampler
+from llamapipe._engine.runtime.samplers import SamplerFactoryCache
+from llamapipe._sync.streams import Stream
 from llamapipe.errors import ConstraintError
 from llamapipe.llama import SamplerChain
 from llamapipe.native.load import native
 from llamapipe.structured._guide import Guide
+from llamapipe.structured.budget import GrammarBudget
+from llamapipe.work.long_work import takes_long
 
 pytestmark = pytest.mark.native
 MakeEngine = Callable[..., lp.Engine]
@@ -710,22 +714,35 @@ def test_states_go_back_before_wrong_guesses(
 def test_states_are_copied_saved_and_restored_between_guesses(
     often_wrong: None, make_engine: MakeEngine, hybrid: lp.Model, options: dict[str, Any]
 ) -> None:
-    """Sequences that begin alike, for fewer slots, of two priorities: the first ones are preempted."""
+    """Sequences that begin alike, for fewer slots, of three priorities: the first ones are preempted.
+
+    They come at fixed steps, not when a thread happens to run, and write enough to repeat themselves: the n-grams of 40
+    tokens had three guesses, which a step with a prompt may leave out.
+    """
     with make_engine(hybrid, n_ctx=256, **options) as engine, plain_loop(hybrid) as plain:
         base = prompts_of(1)[0]
         prompts = [[*base[: 6 + 5 * (i % 5)], 5 + i] for i in range(12)]
-        params = [
-            lp.SamplingParams(max_tokens=40, ignore_eos=True, temperature=0, priority=i % 3)
-            for i in range(12)
-        ]
-        with ThreadPoolExecutor(12) as pool:
-            done = list(pool.map(engine.generate, prompts, params))
-        for prompt, one in zip(prompts, done, strict=True):
-            assert plain.agrees(prompt, one.token_ids)
-        several = engine.generate(base, replace(params[0], n=4))
+        params = lp.SamplingParams(max_tokens=100, ignore_eos=True, temperature=0)
+        streams: list[Stream] = []
+        with StepGate(engine) as gate:
+            for priority in range(3):
+                some = prompts[4 * priority : 4 * priority + 4]
+                streams += [engine.stream(prompt, replace(params, priority=priority)) for prompt in some]
+                if priority == 0:
+                    gate.wait()
+                gate.step(30)  # sequences of less than 32 tokens are computed again, not saved
+        with ThreadPoolExecutor(12) as pool:  # nobody pauses because another one is read
+            done = list(
+                pool.map(lambda stream: [token for delta in stream for token in delta.token_ids], streams)
+            )
+        for prompt, tokens in zip(prompts, done, strict=True):
+            assert plain.agrees(prompt, tokens)
+        several = engine.generate(base, replace(params, n=4))
         for choice in several.choices:
             assert plain.agrees(base, choice.token_ids)
-        assert 0 < engine.stats().n_accepted < engine.stats().n_drafted
+        stats = engine.stats()
+        assert 0 < stats.n_accepted < stats.n_drafted
+        assert stats.n_preempted >= options["n_seq_max"] and stats.n_saved > 0 and stats.n_restored > 0
         engine.check_integrity()
 
 

@@ -10,8 +10,8 @@ import pytest
 from support.inside import embedding_context_of
 
 import llamapipe as lp
-from llamapipe._engine import compute_threads as module
-from llamapipe._engine.compute_threads import ThreadTuner
+from llamapipe._engine.runtime import compute_threads as module
+from llamapipe._engine.runtime.compute_threads import ThreadTuner
 from llamapipe.errors import BackendError
 from llamapipe.host.cpu_load import CoreBudget
 

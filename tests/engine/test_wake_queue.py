@@ -10,9 +10,9 @@ import pytest
 from support.control import wait_until
 
 import llamapipe as lp
-from llamapipe._engine import deliver as module
-from llamapipe._engine.deliver import LaunchWakeList, WakeQueue
-from llamapipe._engine.executor import StepExecutor
+from llamapipe._engine.runtime import wakers as module
+from llamapipe._engine.runtime.executor import StepExecutor
+from llamapipe._engine.runtime.wakers import LaunchWakeList, WakeQueue
 from llamapipe.llama.context import Context
 from llamapipe.llama.native_pipeline import engine_pipeline
 

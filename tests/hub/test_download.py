@@ -16,6 +16,7 @@ from support.media_models import gemma3_projector
 from support.run_script import environment, run_script
 from support.small_hub import COMMIT, SmallHub, small_hub
 
+import llamapipe as lp
 from llamapipe import demo_model_path
 
 pytest.importorskip("huggingface_hub")
@@ -132,6 +133,30 @@ def test_a_model_is_downloaded_once(hub: SmallHub, tmp_path: Path) -> None:
     for options, more in (("dict(local_files_only=True)", {}), ("{}", {"HF_HUB_OFFLINE": "1"})):
         assert loaded(hub, tmp_path, REPO, "*Q8_0.gguf", options, **more) == "m-Q8_0.gguf 512"
     assert not hub.requests
+
+
+LOAD_BY_NAME = """
+import sys, llamapipe as lp
+with lp.Model(sys.argv[1]) as model:
+    print(model.path.name)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        (f"hf:{REPO}/m-F16.gguf", "m-F16.gguf"),
+        (f"hf:{REPO}:Q8_0", "m-Q8_0.gguf"),
+        ("hf:some/single", "only.gguf"),
+    ],
+)
+def test_a_model_is_named_as_on_the_command_line(hub: SmallHub, tmp_path: Path, name: str, file: str) -> None:
+    assert run_script(LOAD_BY_NAME, name, env=settings(hub, tmp_path)) == f"{file}\n"
+
+
+def test_a_name_of_the_hub_that_is_none() -> None:
+    with pytest.raises(ValueError, match="hf:OWNER/REPO"):
+        lp.Model("hf:model")
 
 
 def test_the_only_model_of_a_repository(hub: SmallHub, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ import pyarrow as arrow
 import pyarrow.csv as arrow_csv
 import pyarrow.parquet as parquet
 import pytest
+from support.adapters import make_adapter, make_control_vector
 from support.control import PATIENCE_S, wait_until
-from support.run_script import command, environment
+from support.run_script import command, environment, run_script
 
 import llamapipe as lp
 from llamapipe.jobs.answers import Answerer
@@ -69,6 +71,26 @@ def job(talker: lp.Engine, tmp_path: Path) -> Callable[..., tuple[BatchSummary, 
         return done, [json.loads(line) for line in (tmp_path / "out.jsonl").read_bytes().splitlines()]
 
     return run
+
+
+class Ban:
+    """A logits processor with options."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+    def __call__(self, row: Any) -> None:
+        row[self.tokens] = -np.inf
+
+
+class Biases:
+    """One with an array."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def __call__(self, row: Any) -> None:
+        row[: len(self.values)] += self.values
 
 
 def lines(*records: object) -> str:
@@ -294,6 +316,81 @@ class TestAgain:
         lp.run_batch(["a"], talker, GREEDY, output=out)
         with lp.Engine(tiny, n_ctx=256) as engine, pytest.raises(ValueError, match="another model"):
             lp.run_batch(["a"], engine, GREEDY, output=out)
+
+    def test_another_file_behind_an_adapters_name_is_refused(self, tmp_path: Path) -> None:
+        """Also where only records name it."""
+        out, model_path = tmp_path / "out.jsonl", lp.demo_model_path()
+        with lp.Model(model_path) as model:
+            n_embd = model.n_embd
+        makers: list[Callable[[Path, int], Path]] = [
+            lambda path, seed: make_adapter(path, model_path, seed=seed),
+            lambda path, seed: make_control_vector(path, n_embd, [1], seed=seed),
+        ]
+        for make, load in zip(makers, ("load_adapter", "load_control_vector"), strict=True):
+            files = [make(tmp_path / f"{load}-{seed}.gguf", seed) for seed in (1, 2)]
+            for records, params in (
+                (["a", "b"], lp.SamplingParams(max_tokens=2, adapter="style")),
+                ([{"prompt": "a", "adapter": "style"}], GREEDY),
+            ):
+                out.unlink(missing_ok=True)
+                for file, is_same in ((files[0], True), (files[0], True), (files[1], False)):
+                    with lp.Model(model_path) as model, lp.Engine(model, n_ctx=64) as engine:
+                        getattr(model, load)(file, name="style")
+                        if is_same:
+                            assert lp.run_batch(records, engine, params, output=out).n_failed == 0
+                        else:
+                            with pytest.raises(ValueError, match="another model"):
+                                lp.run_batch(records, engine, params, output=out)
+
+    def test_another_logits_processor_of_the_same_type_is_refused(
+        self, talker: lp.Engine, tmp_path: Path
+    ) -> None:
+        def ban(token: int) -> Callable[[Any], None]:
+            def processor(row: Any) -> None:
+                row[token] = -np.inf
+
+            return processor
+
+        def favour(row: Any, token: int = 5) -> None:
+            row[token] += 1
+
+        pairs: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
+            (lambda: ban(5), lambda: ban(6)),
+            (lambda: Ban([5]), lambda: Ban([6])),
+            (lambda: Ban([5]).__call__, lambda: Ban([6]).__call__),
+            (lambda: partial(favour, token=5), lambda: partial(favour, token=6)),
+            (lambda: lambda row: row.fill(0), lambda: lambda row: row.fill(1)),
+            (lambda: Biases(np.zeros(3)), lambda: Biases(np.ones(3))),
+        ]
+        for i, (make, make_other) in enumerate(pairs):
+            out = tmp_path / f"{i}.jsonl"
+
+            def run(processor: Any, out: Path = out) -> BatchSummary:
+                params = lp.SamplingParams(max_tokens=2, logits_processors=[processor])
+                return lp.run_batch(["a"], talker, params, output=out)
+
+            assert run(make()).n_done == 1
+            assert run(make()).n_skipped == 1  # the same one, made anew
+            with pytest.raises(ValueError, match="another model"):
+                run(make_other())
+
+    def test_a_logits_processor_is_known_in_another_process(self) -> None:
+        """Neither addresses nor hashes of texts are looked at."""
+        program = """
+import llamapipe as lp
+from llamapipe.jobs.answers import Answerer
+class Ban:
+    def __init__(self, words):
+        self.words, self.me = words, self
+    def __call__(self, row):
+        row[3] = 0
+def first(row, words=frozenset("abcdef")):
+    return [one for one in words if one in {"x", "y", "z"}]
+with lp.Model.demo() as model, lp.Engine(model, n_ctx=64) as engine:
+    params = lp.SamplingParams(logits_processors=[Ban(set("abcdef")), first, lambda row: None])
+    say(Answerer(engine, params).settings())
+"""
+        assert run_script(program) == run_script(program)
 
     def test_failures_that_were_there_count_and_can_be_tried_again(self, job: Any) -> None:
         records: list[Any] = [f"Tale {i}" for i in range(9)]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, rule
 from support.kv_subscriber import Index
 
-from llamapipe._engine.kv import ObservedTree
+from llamapipe._engine.policy.prefix_tree import ObservedTree
 from llamapipe.kv_events import Block, BlockTracker, Cleared, Event, Removed, Stored, apply, chains
 
 SIZE = 3

@@ -19,7 +19,7 @@ from support.plain import greedy
 from support.run_script import run_script
 
 import llamapipe as lp
-from llamapipe._engine.kv import PrefixTree
+from llamapipe._engine.policy.prefix_tree import PrefixTree
 from llamapipe.server._application import ServerState
 from llamapipe.server.settings import ServerSettings
 
@@ -221,8 +221,8 @@ def test_a_closed_engine_holds_nothing_and_the_next_one_begins_anew(
 
 
 def test_lost_cells_are_told(make_engine: MakeEngine, recurrent: lp.Model) -> None:
-    """A recurrent model cannot go back a few tokens: a trim loses all cells, though the prompt stays."""
-    engine = make_engine(recurrent, kv_events=options())
+    """A recurrent model without saved states cannot go back: a trim loses all cells, though the prompt stays."""
+    engine = make_engine(recurrent, kv_events=options(), cache_bytes=0)
     generation = engine.start(tokens_of(20, 1), greedy(None))
     with Subscriber(engine.kv_events) as subscriber:
         for _ in range(10):

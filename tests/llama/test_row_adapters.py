@@ -172,7 +172,7 @@ def test_architectures(tmp_path: Path, architecture: str) -> None:
     fill(path)
     with lp.Model(path) as model:
         for i, rank in enumerate((4, 9)):
-            matrices = "|".join(matrices_of(path))
+            matrices = "|".join(name for name in matrices_of(path) if not name.endswith("bias"))
             file = make_adapter(tmp_path / f"{i}.gguf", path, rank=rank, seed=i, matrices=matrices)
             model.load_adapter(file, str(i))
         choices = ("0", "1", None, {"1": -0.7})

@@ -29,8 +29,8 @@ from support.sampler_definitions import (
     vocab_model,
 )
 
-from llamapipe._engine.request import Request, RequestSpec
-from llamapipe._engine.sampling import SamplerFactoryCache, choose_seed
+from llamapipe._engine.policy.core import Request, RequestSpec
+from llamapipe._engine.runtime.samplers import SamplerFactoryCache, choose_seed
 from llamapipe.errors import DecodeError
 from llamapipe.llama import Model, Vocab
 from llamapipe.params import SamplingParams

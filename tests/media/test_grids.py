@@ -16,8 +16,8 @@ from support.media_models import model_with_grids, picture, qwen2vl_projector, q
 from support.mtmd_reference import MARKER, Reference
 
 import llamapipe as lp
-from llamapipe._engine.executor import StepExecutor
-from llamapipe._engine.request import MediaRows
+from llamapipe._engine.policy.core import MediaRows
+from llamapipe._engine.runtime.executor import StepExecutor
 from llamapipe.errors import ContextFullError
 from llamapipe.llama.context import Context
 from llamapipe.llama.native_pipeline import engine_pipeline
@@ -199,9 +199,9 @@ def test_the_saved_cache_leaves_images_out(model: lp.Model, tmp_path: Path) -> N
     with lp.Engine(model, **CELLS, n_ctx=512, n_seq_max=4) as engine:
         engine.chat(question(0)[0], ONE)
         n_prompt = engine.generate(text, ONE).n_prompt_tokens
-        engine._save_cache(tmp_path / "cache")
+        engine.save_cache(tmp_path / "cache")
     with lp.Engine(model, **CELLS, n_ctx=512, n_seq_max=4) as engine:
-        engine._load_cache(tmp_path / "cache")
+        engine.load_cache(tmp_path / "cache")
         assert engine.generate(text, ONE).n_cached_tokens >= n_prompt - 2
         assert engine.chat(question(0)[0], ONE).n_cached_tokens < 10
 

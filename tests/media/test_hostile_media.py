@@ -56,6 +56,8 @@ def test_mutated_files_are_decoded_or_refused() -> None:
             continue
         outcomes[given.kind, False] += 1
     assert all(message.startswith("here: ") for message in messages)
+    # Pillow's own texts may have an object's address, which tells where things are in memory.
+    assert not [message for message in messages if " at 0x" in message]
     assert (
         min(outcomes[kind, is_read] for kind in ("image", "sound") for is_read in (True, False))
         > N_MUTANTS / 25

@@ -109,12 +109,12 @@ def test_saved_caches_do_not_mix_images_of_other_limits(files: tuple[Path, Path]
             lp.Engine(model, **options) as engine,
         ):
             if loads:
-                engine._load_cache(tmp_path / "cache")
+                engine.load_cache(tmp_path / "cache")
             answers.append(engine.chat(asked, ONE))
             assert engine.chat(asked, ONE).n_cached_tokens > 140
             if most == 64:
                 engine.chat([{"role": "user", "content": story}], ONE)
-                engine._save_cache(tmp_path / "cache")
+                engine.save_cache(tmp_path / "cache")
     first, second, alone = answers
     assert first.n_prompt_tokens > second.n_prompt_tokens == alone.n_prompt_tokens
     assert 0 < second.n_cached_tokens < second.n_prompt_tokens - 8  # the text before the image, at most

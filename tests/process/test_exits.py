@@ -80,7 +80,7 @@ compiling.wait()
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("what", ["embedding", "_engine.thread"])
+@pytest.mark.parametrize("what", ["embedding", "_engine.runtime.thread"])
 def test_between_registering_and_starting_a_thread(
     what: str, tmp_path: Path, demo: lp.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 import llamapipe as lp
 from llamapipe.arguments import path_of
 from llamapipe.cli import main
+from llamapipe.cli.chat import line_history
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the home folder is $HOME")
 
@@ -60,3 +61,22 @@ def test_a_file_of_that_name_and_a_home_that_is_unknown(home: Path, tmp_path: Pa
     assert path_of("~backup") == Path("~backup")
     with pytest.raises(ValueError, match="write the whole path"):
         path_of("~nobody-has-this-name/m.gguf")
+
+
+def test_without_a_home_weights_are_packed_in_memory(
+    tiny: lp.Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with ``env -i`` under a user id that has no name, which containers have."""
+
+    def no_name(uid: int) -> None:
+        raise KeyError(uid)
+
+    for name in ("HOME", "XDG_CACHE_HOME", "LLAMAPIPE_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", no_name)
+    for packed_cache in ("auto", True):
+        with lp.Model(tiny.path, packed_cache=packed_cache) as model:
+            assert model.packed_folder is None
+        assert "packed weights stay in memory: give a folder" in caplog.text
+    with line_history():
+        pass

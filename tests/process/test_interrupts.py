@@ -26,6 +26,9 @@ import llamapipe as lp
 PACKAGE = str(Path(lp.__file__).parent)
 EVENT_WAIT = threading.Event.wait.__code__
 PARAMS = lp.SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+# Every third line of a call is tried, from another one on for each call: most lines are the same in all. `nox -s fuzz`
+# tries all.
+STRIDE = 1 if os.environ.get("LLAMAPIPE_INTERRUPTED_LINES") == "all" else 3
 
 
 class Interrupter:
@@ -134,25 +137,25 @@ def engine(make_engine: Callable[..., lp.Engine]) -> Iterator[lp.Engine]:
     sys.settrace(None)
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        generate,
-        generate_several,
-        generate_without_waiting,
-        stream,
-        stream_without_waiting,
-        start,
-        agenerate,
-        astream,
-    ],
-)
+USES: list[Callable[[lp.Engine], None]] = [
+    generate,
+    generate_several,
+    generate_without_waiting,
+    stream,
+    stream_without_waiting,
+    start,
+    agenerate,
+    astream,
+]
+
+
+@pytest.mark.parametrize("use", USES)
 def test_nothing_is_left_behind(engine: lp.Engine, use: Callable[[lp.Engine], None]) -> None:
     expected = engine.generate("still alive", PARAMS).token_ids
-    n = 0
+    n = 1 + USES.index(use) % STRIDE - STRIDE
     reached = True
     while reached:
-        n += 1
+        n += STRIDE
         reached = interrupted(n, lambda: use(engine))
         wait_until(lambda: _is_idle(engine))
     assert n > 50
@@ -169,17 +172,14 @@ def _is_idle(engine: lp.Engine) -> bool:
 def test_an_engine_that_is_half_made_leaves_nothing_behind(tiny: lp.Model, depth: int) -> None:
     """No context of the model and no thread of ours; what a native call had just returned is not seen here.
 
-    Most lines are the same at both depths: every second one is tried, the odd ones at one, the even ones at the other,
-    unless all are asked for.
+    Most lines are the same at both depths, which begin with different ones.
     """
     before = dict(children_of(tiny))
     made: list[lp.Engine] = []
-    every = os.environ.get("LLAMAPIPE_INTERRUPTED_LINES") == "all"
-    step, first = (1, 1) if every else (2, depth)
-    n = first - step
+    n = 1 + depth % STRIDE - STRIDE
     reached = True
     while reached:
-        n += step
+        n += STRIDE
         reached = interrupted(
             n,
             lambda: made.append(

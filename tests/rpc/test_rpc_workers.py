@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -265,12 +266,15 @@ def test_a_signal_ends_a_worker_at_once(number: signal.Signals) -> None:
     ("options", "status", "message"),
     [
         (["--host", "0.0.0.0"], 2, "neither authenticates nor encrypts"),
-        (["--host", "192.0.2.1"], 2, "add --allow-network"),
+        (["--host", "192.0.2.1"], 2, "name who may, such as --allow-network"),
+        (["--allow-network", "10.0.0.0/8"], 2, "--host is 127.0.0.1, which only this machine reaches"),
+        (["--host", "192.0.2.1", "--allow-network", "10.0.0.1/8"], 2, "10.0.0.1/8 has host bits set"),
+        (["--host", "192.0.2.1", "--allow-network", "fd00::/8"], 2, "give an IPv4 network"),
         (["--host", "::1"], 2, "uses IPv4 only"),
         (["--port", "65536"], 2, "must be from 0 to 65535"),
         (["--threads", "0"], 2, "--threads is 0"),
         (["--device", "GPU9"], 1, "there is no device 'GPU9'"),
-        (["--host", "192.0.2.1", "--allow-network"], 1, "cannot listen at 192.0.2.1"),
+        (["--host", "192.0.2.1", "--allow-network", "192.0.2.0/24"], 1, "cannot listen at 192.0.2.1"),
     ],
 )
 def test_what_a_worker_refuses(
@@ -287,10 +291,95 @@ def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Address already in use" in capsys.readouterr().err
 
 
-def test_a_worker_in_the_network_says_so() -> None:
-    with worker("--host", "0.0.0.0", "--allow-network") as (address, process):
+class Peer:
+    """A client that writes messages of the protocol itself."""
+
+    TENSOR = struct.Struct("<QIQ4I4II16ii10QQQQ64si")
+
+    def __init__(self, address: str) -> None:
+        host, port = address.split(":")
+        self.sock = socket.create_connection((host, int(port)), timeout=20)
+        self.sock.sendall(REQUEST)
+        assert len(self.receive(ANSWER.size)) == ANSWER.size
+
+    def receive(self, n: int) -> bytes:
+        """``n`` bytes; fewer if the worker closed the connection."""
+        data = b""
+        while len(data) < n and (part := self.sock.recv(n - len(data))):
+            data += part
+        return data
+
+    def ask(self, command: int, data: bytes) -> bytes:
+        """The answer; empty if the worker closed the connection instead."""
+        self.sock.sendall(struct.pack("<BQ", command, len(data)) + data)
+        size = self.receive(8)
+        return self.receive(*struct.unpack("<Q", size)) if size else b""
+
+    def tensor(self, buffer: int, data: int, n: int) -> bytes:
+        """A message's tensor of ``n`` 32-bit floats at an address."""
+        strides = [4, 4 * n, 4 * n, 4 * n]
+        return self.TENSOR.pack(
+            1, 0, buffer, n, 1, 1, 1, *strides, 0, *[0] * 16, 0, *[0] * 10, 0, 0, data, b"t", 0
+        )
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("place", ["below", "far below", "above", "inside"])
+def test_a_copy_outside_a_buffer_is_refused(place: str) -> None:
+    """CVE-2026-137567: a destination without elements was compared with the buffer's end only."""
+    alloc, base, copy = 0, 3, 9
+    with worker() as (address, process):
+        peer = Peer(address)
+        with peer.sock:
+            buffer, size = struct.unpack("<QQ", peer.ask(alloc, struct.pack("<IQ", 0, 4096)))
+            (start,) = struct.unpack("<Q", peer.ask(base, struct.pack("<Q", buffer)))
+            where = {"below": start - 64, "far below": 64, "above": start + size, "inside": start + 1024}[
+                place
+            ]
+            source = peer.tensor(buffer, start, 16)
+            answer = peer.ask(copy, source + peer.tensor(buffer, where, 0))
+            assert answer == (b"\1" if place == "inside" else b"")
+        # The worker lives, and serves the next client.
+        with Peer(address).sock:
+            assert process.poll() is None
+
+
+@pytest.mark.native
+def test_a_graph_outside_of_buffers_is_refused() -> None:
+    """CVE-2026-34159: a tensor of no buffer, or of one that does not exist, with an address."""
+    graph_compute = 10
+    with worker() as (address, process):
+        for buffer in (0, 0x1000):
+            peer = Peer(address)
+            with peer.sock:
+                node = struct.pack("<IQIQI", 0, 0, 1, 1, 1) + peer.tensor(buffer, 0x1000, 16)
+                peer.sock.sendall(struct.pack("<BQ", graph_compute, len(node)) + node)
+                assert (
+                    peer.receive(1) == b""
+                )  # it has no answer; a graph that was taken leaves the connection open
+        with Peer(address).sock:
+            assert process.poll() is None
+
+
+def test_the_library_has_no_rdma() -> None:
+    """CVE-2026-118375 is in code that is compiled in only with RDMA, which needs libibverbs."""
+    assert b"ibv_" not in rpc.library().read_bytes()
+
+
+def test_only_named_networks_reach_a_worker() -> None:
+    """Sources on the loopback other than 127.0.0.1 stand for other machines."""
+    with worker("--host", "0.0.0.0", "--allow-network", "127.0.0.8/30") as (address, process):
         assert address.startswith("0.0.0.0:") and process.stderr is not None
-        assert "neither authenticated nor encrypted" in process.stderr.readline()
+        said = process.stderr.readline()
+        assert (
+            "machines of 127.0.0.8/30 can connect" in said and "neither authenticated nor encrypted" in said
+        )
+        there = ("127.0.0.1", int(address.partition(":")[2]))
+        for source in ("127.0.0.1", "127.0.0.8", "127.0.0.11"):
+            socket.create_connection(there, timeout=20, source_address=(source, 0)).close()
+        for source in ("127.0.0.7", "127.0.0.12"):
+            with pytest.raises(TimeoutError):
+                socket.create_connection(there, timeout=0.5, source_address=(source, 0))
 
 
 def test_the_option_of_other_commands(workers: list[str], capsys: pytest.CaptureFixture[str]) -> None:

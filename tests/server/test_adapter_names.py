@@ -210,6 +210,7 @@ def test_clients_load_and_unload(tmp_path: Path, engine: lp.Engine) -> None:
     make_adapter(tmp_path / "d.gguf", lp.demo_model_path(), seed=8)
     (folder / "link.gguf").symlink_to(tmp_path / "d.gguf")
     (folder / "bad.gguf").write_bytes(b"GGUF")
+    (folder / "loop.gguf").symlink_to(folder / "loop.gguf")
     settings = ServerSettings(model_names=("demo",), lora_path=folder)
     with (
         serve(engine, settings=settings) as server,
@@ -237,6 +238,11 @@ def test_clients_load_and_unload(tmp_path: Path, engine: lp.Engine) -> None:
             (load("e", "link.gguf"), 403, "not in the folder"),
             (load("e", "c.gguf/\0"), 403, "not in the folder"),
             (load("e", "no.gguf"), 404, "does not exist"),
+            (load("e", "a" * 5000), 400, "File name too long"),
+            (load("e", "a" * 300), 400, "File name too long"),
+            (load("e", "a/" * 5000), 400, "File name too long"),
+            (load("e", "c.gguf/a"), 404, "Not a directory"),
+            (load("e", "loop.gguf"), 403, "not in the folder"),
             (load("e", "bad.gguf"), 400, "bad.gguf"),
             (load("", "c.gguf"), 400, "has 0 characters"),
             (load("e", "c.gguf", load_inplace=True), 400, "unload it first"),

@@ -35,6 +35,45 @@ def response_format(schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
 
 
+def test_where_reasoning_is(tmp_path: Path) -> None:
+    said = "<think>\nWell, what.\n</think>\n\nIt is sunny."
+    path = scripted_model(tmp_path / "said.gguf", said, (), template("Qwen-Qwen3-0.6B").text)
+    with (
+        lp.Engine(path, n_ctx=2048, n_seq_max=2) as engine,
+        serve(engine, settings=ServerSettings(model_names=("demo",))) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        apart = {"content": "It is sunny.", "reasoning_content": "Well, what."}
+        for given, expected in (
+            ({"reasoning_format": "auto"}, apart),
+            ({"reasoning_format": "deepseek", "separate_reasoning": True}, apart),
+            ({"reasoning_format": "none"}, {"content": said}),
+            ({"separate_reasoning": False}, {"content": said}),
+            ({"reasoning_format": "deepseek-legacy"}, {**apart, "content": said}),
+        ):
+            body = {**CHAT[1], **given, "temperature": 0}
+            message = client.post(CHAT[0], json=body).json()["choices"][0]["message"]
+            assert {key: value for key, value in message.items() if key in apart} == expected
+            with client.stream("POST", CHAT[0], json={**body, "stream": True}) as response:
+                lines = [line.removeprefix("data: ") for line in response.iter_lines() if "choices" in line]
+            deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
+            streamed = {key: "".join(delta.get(key) or "" for delta in deltas) for key in apart}
+            assert {key: text for key, text in streamed.items() if text} == expected
+        # A continued message: the answer holds what is added, and the prompt ends inside the reasoning.
+        begun = {"role": "assistant", "content": "", "reasoning_content": "Hm."}
+        body = {**CHAT[1], "messages": [*HELLO, begun], "temperature": 0}
+        for continued in (True, "reasoning_content"):
+            message = client.post(CHAT[0], json={**body, "continue_final_message": continued}).json()
+            assert message["choices"][0]["message"]["content"] == "It is sunny."
+        for wrong, name in (
+            ({"reasoning_format": "raw"}, "reasoning_format"),
+            ({"reasoning_format": "none", "separate_reasoning": True}, "separate_reasoning"),
+            ({"continue_final_message": "thoughts"}, "continue_final_message"),
+        ):
+            answer = client.post(CHAT[0], json={**body, **wrong})
+            assert (answer.status_code, name in answer.text) == (400, True)
+
+
 @pytest.fixture(scope="module")
 def client(demo: lp.Model) -> Iterator[httpx.Client]:
     with (

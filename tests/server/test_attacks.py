@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import gzip
 import json
+import os
 import resource
 import socket
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from select import select
 from typing import Any
 
 import httpx
@@ -15,9 +20,11 @@ from support.control import PATIENCE_S, wait_until
 from support.front_server import KINDS, Served, Starter, starter
 
 import llamapipe as lp
+from llamapipe.host.memory import resident_bytes
 from llamapipe.server._guard import BodyBudget
 
 KEY = "secret"
+CHUNKED = "Transfer-Encoding: chunked"
 BODY = json.dumps({"prompt": "Once", "max_tokens": 2, "temperature": 0}).encode()
 
 
@@ -193,6 +200,141 @@ def test_bodies_count_until_they_are_answered(start: Starter) -> None:
         wait_until(lambda: server.n_active() == 0)
 
 
+def test_bodies_that_end_early_leave_no_memory(start: Starter) -> None:
+    """Not even until the next garbage collection, whether the client hangs up or is refused."""
+    rest = b" " * (7 * 2**20)
+    length = f"Content-Length: {2**23}"
+    chunk = b"%x\r\n%b\r\n" % (len(rest), rest)
+
+    def send(n: int, fields: str, body: bytes) -> list[socket.socket]:
+        clients = [stack.enter_context(connected(server)) for _ in range(n)]
+        for client in clients:
+            with suppress(ConnectionError):
+                client.sendall(post("1.1", fields, body=body))
+        return clients
+
+    def is_returned() -> bool:
+        return resident_bytes(os.getpid()) < before + 40e6
+
+    settings: dict[str, Any] = {"max_bodies_bytes": 2**25, "max_body_bytes": 2**23, "body_timeout_s": 1.0}
+    with start(**settings) as server, ExitStack() as stack:
+        gc.collect()
+        before = resident_bytes(os.getpid())
+        gc.disable()
+        try:
+            for fields, body in ((length, rest), (CHUNKED, chunk), (CHUNKED, chunk + chunk)):
+                clients = send(12, fields, body)
+                statuses = {read(client)[9:12] for client in clients}  # too many, too late, too large
+                assert statuses & {b"503", b"408", b"413"}
+                assert statuses <= {b"503", b"408", b"413", b""}
+                clients += send(4, length, rest)
+                for client in clients:
+                    client.close()
+                wait_until(is_returned)
+        finally:
+            gc.enable()
+
+
+def encoded(encoding: str, body: bytes) -> bytes:
+    """As a client sends it that has applied these encodings, one after the other."""
+    for name in encoding.lower().split(","):
+        if name.strip() in ("gzip", "x-gzip"):
+            body = gzip.compress(body)
+        elif name.strip() == "deflate":
+            body = zlib.compress(body)
+        elif name.strip() == "bare":
+            body = zlib.compress(body, wbits=-zlib.MAX_WBITS)
+    return body
+
+
+@pytest.mark.parametrize(
+    "encoding",
+    ["gzip", "GZIP", "x-gzip", "deflate", "bare", "identity", "gzip, deflate", " deflate,gzip,identity"],
+)
+@pytest.mark.parametrize("fields", [(), (CHUNKED,)], ids=["a length", "chunks"])
+def test_an_encoded_body(server: Served, encoding: str, fields: tuple[str, ...]) -> None:
+    body = encoded(encoding, BODY)
+    sent = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if fields else body
+    name = encoding.replace("bare", "deflate")
+    said = answer(server, post("1.1", f"Content-Encoding: {name}", "Connection: close", *fields, body=sent))
+    assert said.startswith(b"HTTP/1.1 200 ")
+    assert b'"text_completion"' in said
+
+
+def test_streams_of_gzip_that_follow_each_other(server: Served) -> None:
+    half = len(BODY) // 2
+    body = gzip.compress(BODY[:half]) + gzip.compress(BODY[half:])
+    said = answer(server, post("1.1", "Content-Encoding: gzip", "Connection: close", body=body))
+    assert said.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(
+    "encoding", ["br", "compress", "gzip, br", "aes128gcm", "*", "gzip, gzip, gzip, gzip"]
+)
+def test_an_encoding_that_is_unknown(server: Served, encoding: str) -> None:
+    """It is refused before the body is read; a body that was not sent needs no decoder."""
+    said = answer(server, post("1.1", f"Content-Encoding: {encoding}", "Content-Length: 100", body=b""))
+    assert said.startswith(b"HTTP/1.1 415 ")
+    assert b"accept-encoding: gzip, " in said
+    assert b"Content-Encoding: " in said
+    get = f"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Encoding: {encoding}\r\nConnection: close\r\n\r\n"
+    assert answer(server, get.encode()).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body"),
+    [
+        ("gzip", BODY),
+        ("deflate", BODY),
+        ("gzip", gzip.compress(BODY)[:-9]),
+        ("gzip", gzip.compress(BODY) + b"x"),
+        ("gzip", gzip.compress(BODY)[:-8] + b"x" * 8),
+        ("deflate", gzip.compress(BODY)),
+        ("gzip", gzip.compress(b"") * 2000),
+        ("gzip, gzip", gzip.compress(BODY)),
+    ],
+    ids=range(8),
+)
+def test_a_damaged_encoding(server: Served, encoding: str, body: bytes) -> None:
+    said = answer(server, post("1.1", f"Content-Encoding: {encoding}", "Connection: close", body=body))
+    assert said.startswith(b"HTTP/1.1 400 ")
+    assert b"the body is not what Content-Encoding: gzip says" in said or b"deflate says" in said
+
+
+def test_bodies_that_grow(start: Starter) -> None:
+    """The limits count what they become: of each, and of all together."""
+    bomb = gzip.compress(b" " * 2**26)
+    with start(max_bodies_bytes=2**21, max_body_bytes=2**20) as server:
+        for encoding in ("gzip", "gzip, gzip"):
+            body = encoded("gzip", bomb) if "," in encoding else bomb
+            said = answer(
+                server, post("1.1", f"Content-Encoding: {encoding}", "Connection: close", body=body)
+            )
+            assert said.startswith(b"HTTP/1.1 413 ")
+            assert b"the decoded body has more than 1048576 bytes" in said
+        wait_until(lambda: "0 of" in repr(server.state.bodies))
+        body = gzip.compress(BODY + b" " * 2**19)
+        said = answer(server, post("1.1", "Content-Encoding: gzip", "Connection: close", body=body))
+        assert said.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(
+    "text", [rb"\ud83d", rb"\udc00", rb"a\ud83db", rb"\ud83d\ud83d\ude00", rb"\\\ud83d", b"\xed\xa0\xbd"]
+)
+def test_half_a_character(server: Served, text: bytes) -> None:
+    for path, body in {
+        "/v1/completions": b'{"prompt": "%b", "max_tokens": 1, "echo": true}',
+        "/v1/chat/completions": b'{"messages": [{"role": "user", "content": "%b"}], "max_tokens": 1}',
+        "/tokenize": b'{"prompt": "%b"}',
+        "/v1/responses": b'{"input": "%b", "max_output_tokens": 1}',
+        "/v1/messages": b'{"model": "demo", "messages": [{"role": "user", "content": "%b"}], "max_tokens": 1}',
+    }.items():
+        said = answer(server, post("1.1", "Connection: close", path=path, body=body % text))
+        assert said.startswith(b"HTTP/1.1 200 "), said
+        if "echo" in str(body):
+            assert "\N{REPLACEMENT CHARACTER}".encode() in said
+
+
 def test_the_client_with_most_bytes_is_refused() -> None:
     refused: list[str] = []
 
@@ -270,7 +412,56 @@ def test_several_requests_at_once(server: Served) -> None:
     assert (said.count(b"HTTP/1.1 200 "), said.count(b"HTTP/1.1 400 ")) in ((1, 1), (1, 0))
 
 
-CHUNKED = "Transfer-Encoding: chunked"
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"HEAD /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"DELETE /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n",
+        post(path="/tokenize", body=b'{"prompt": "Once"}'),
+        post(
+            "1.1",
+            CHUNKED,
+            path="/tokenize",
+            body=b'9\r\n{"prompt"\r\n9;a=b\r\n: "Once"}\r\n0\r\nA: b\r\n\r\n',
+        ),
+    ],
+    ids=["/health", "HEAD", "404", "401", "405", "a body", "a body in chunks"],
+)
+def test_answers_that_nobody_takes(server: Served, request_: bytes) -> None:
+    """The requests after them are not parsed, and few of their bytes are read; then all are answered in order."""
+    with connected(server) as client:
+        address = client.getsockname()
+        wait_until(lambda: any(other.client == address for other in server.limits))
+        (connection,) = (other for other in server.limits if other.client == address)
+        for end in (client, connection.transport.get_extra_info("socket")):
+            for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+                end.setsockopt(socket.SOL_SOCKET, option, 65536)
+        many = request_ * 1000
+        n_sent = 0
+        client.setblocking(False)
+        while not (connection.flow.write_paused and connection.flow.read_paused):
+            if select([], [client], [], 0.001)[1]:
+                n_sent += client.send(many[n_sent % len(request_) :])
+        assert len(connection.pipeline) == 0
+        assert len(connection._ahead) <= 2**14
+        assert connection.transport.get_write_buffer_size() < 1000
+
+        rest = many[n_sent % len(request_) : len(request_)] if n_sent % len(request_) else b""
+        rest += b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        said = b""
+        while rest:
+            ready, free, _ = select([client], [client], [])
+            said += client.recv(65536) if ready else b""
+            rest = rest[client.send(rest) :] if free else rest
+        client.settimeout(PATIENCE_S)
+        said += read(client)
+    n_requests = -(-n_sent // len(request_))
+    assert said.count(b"HTTP/1.1 ") == n_requests + 1
+    assert said.count(said[:13]) == n_requests + (said[9:12] == b"401")
+    assert b"HTTP/1.1 401 " in said[-500:]  # the last one, which has no key
 
 
 @pytest.mark.parametrize(

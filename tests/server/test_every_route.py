@@ -24,6 +24,8 @@ ABOUT_A_MODEL = ("/props", "/slots", "/model_info", "/tokenizer_info", "/lora-ad
 # A request of each route that names a model in its body, without the name.
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": TURNS},
+    "/v1/chat/completions/input_tokens": {"messages": TURNS},
+    "/v1/responses/input_tokens": {"input": "Hello"},
     "/v1/completions": {"prompt": "Hello"},
     "/completion": {"prompt": "Hello"},
     "/infill": {"input_prefix": "a", "input_suffix": "b"},

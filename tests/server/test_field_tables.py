@@ -17,7 +17,7 @@ from openai.types.responses import response_create_params
 from llamapipe.server._anthropic import CountRequest, MessagesRequest
 from llamapipe.server._chat import ChatRequest
 from llamapipe.server._completions import CompletionRequest
-from llamapipe.server._fields import Only, Unused, fates, unused, without_nulls
+from llamapipe.server._fields import Only, Unused, as_taken, fates, unused
 from llamapipe.server._responses import ResponsesRequest
 from llamapipe.server._tools import custom_input
 from llamapipe.server.errors import ApiError
@@ -86,7 +86,7 @@ def test_other_values_are_refused(body: Body, message: str) -> None:
 
 def test_nulls_are_left_out_where_the_server_knows_the_type() -> None:
     given = {"a": None, "x": None, "inner": {"kept": None, "y": None}, "free": {"const": None}}
-    assert without_nulls(given, Body) == {"inner": {}, "free": {"const": None}}
+    assert as_taken(given, Body) == ({"inner": {}, "free": {"const": None}}, ())
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from typing import Any
 
 import httpx
 import pytest
-from support.control import PATIENCE_S
+from support.control import PATIENCE_S, wait_until
+from support.hostile_media import jpeg_of_scans
 from support.media_models import gemma3_projector, model_with_tile_tokens, png, ultravox_projector
 from support.media_mutants import mutant, wav
 from support.server_process import ServerProcess
@@ -181,3 +182,21 @@ def test_damaged_sounds(tmp_path: Path) -> None:
 
         campaign(server, "sound", send)
         assert send(0, wav()).status_code == send(1, wav()).status_code == 200
+
+
+def test_a_timeout_counts_decoding(tmp_path: Path) -> None:
+    """Images that take seconds are answered 504 in time, and what they had begun keeps nobody out afterwards."""
+    model_with_tile_tokens(tmp_path / "text.gguf")
+    gemma3_projector(tmp_path / "mmproj.gguf")
+    large = [jpeg_of_scans(15, 5792, 5792) + bytes([i]) for i in range(8)]
+    with (
+        ServerProcess("-m", "text.gguf", "-c", "1024", "--timeout", "0.2", cwd=tmp_path) as server,
+        httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http,
+        ThreadPoolExecutor(4) as clients,
+    ):
+        answers = list(clients.map(lambda _: ask(http, large), range(4)))
+        assert [answer.status_code for answer in answers] == [504] * 4
+        assert "within the timeout of 0.2 s" in answers[0].json()["error"]["message"]
+        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+        wait_until(lambda: http.post("/v1/chat/completions", json=body).status_code == 200)
+        wait_until(lambda: ask(http, [jpeg_of_scans(9000)]).status_code == 400)

@@ -124,3 +124,87 @@ def test_refusals(url: str, part: dict[str, Any], message: str) -> None:
     answer = chat(url, part)
     assert answer["status"] == 400
     assert message in answer["error"]["message"]
+
+
+BROKEN = base64.b64encode(b"no image").decode()
+
+
+def message_of(answer: Any) -> str:
+    """The message of an error, in the form of any API."""
+    assert answer["status"] == 400, answer
+    error = answer["error"]
+    return error if isinstance(error, str) else str(error["message"])
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_the_place_of_an_image_in_anthropics_requests(url: str, path: str) -> None:
+    """The system prompt and the results of tools become messages of their own, and errors name those of the request."""
+    source = {"type": "base64", "media_type": "image/png", "data": BROKEN}
+    image = {"type": "image", "source": source}
+    call = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "x"}, image]}
+    more: dict[str, Any] = {"system": "Be short.", **({} if "count" in path else {"max_tokens": 2})}
+    before = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": [call]}]
+
+    def said(*content: Any) -> str:
+        return message_of(
+            post(url, path, {"messages": [*before, {"role": "user", "content": [*content]}], **more})
+        )
+
+    assert said(result).startswith("messages.2.content.0.content.1 has the type 'image'")
+    result["content"] = "x"
+    text = {"type": "text", "text": "What?"}
+    assert said(result, text, image).startswith("messages.2.content.2: the image cannot be decoded")
+    source["data"] = "?"
+    assert said(result, image).startswith("messages.2.content.1: the text is no base64")
+    address = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1:1/a.png"}}
+    assert said(result, text, address).startswith(
+        "messages.2.content.2: 'http://127.0.0.1:1/a.png': no address"
+    )
+
+
+def test_the_place_of_an_image_in_openais_requests(url: str) -> None:
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{BROKEN}"}}
+    function = {"name": "look", "arguments": "{}"}
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "Look."},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "a", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "x"}, image]},
+    ]
+    for stream in (False, True):
+        answer = post(url, "/v1/chat/completions", {"messages": messages, "stream": stream})
+        assert message_of(answer).startswith("messages.3.content.1: the image cannot be decoded")
+        assert answer["error"]["param"] == "messages.3.content.1"
+    output = [{"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": URL}]
+    call = {"type": "function_call", "call_id": "a", "name": "look", "arguments": "{}"}
+    items = [{"role": "user", "content": "Look."}, call]
+    result = {"type": "function_call_output", "call_id": "a", "output": output}
+    answer = post(url, "/v1/responses", {"input": [*items, result], "instructions": "Be short."})
+    assert message_of(answer).startswith("input.2.output.1 has the type 'input_image'")
+    user = {"role": "user", "content": [{"type": "input_image", "image_url": f"data:;base64,{BROKEN}"}]}
+    answer = post(
+        url,
+        "/v1/responses",
+        {"input": [*items, {**result, "output": "x"}, user], "instructions": "Be short."},
+    )
+    assert message_of(answer).startswith("input.3.content.0: the image cannot be decoded")
+
+
+def test_the_place_of_an_image_in_ollamas_requests(url: str) -> None:
+    calls = [{"function": {"name": "look", "arguments": {}}}]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "tool_name": "look", "content": "x", "images": [DATA, BROKEN]},
+    ]
+    answer = post(url, "/api/chat", {"messages": messages, "stream": False})
+    assert message_of(answer).startswith("messages.2.images.1: the image cannot be decoded")
+    answer = post(
+        url, "/api/generate", {"prompt": "x", "images": [BROKEN], "system": "Be short.", "stream": False}
+    )
+    assert message_of(answer).startswith("images.0: the image cannot be decoded")

@@ -15,7 +15,8 @@ from support.gguf_models import infilling_model
 import llamapipe as lp
 from llamapipe.llama.fim import fim_room
 from llamapipe.server import ServerSettings, serve
-from llamapipe.server._llama_server import TextLimits, sampler_names
+from llamapipe.server._llama_server import TextLimits
+from llamapipe.server._sampling import sampler_names
 
 PROMPT: dict[str, Any] = {"prompt": "Once upon a time", "n_predict": 8, "temperature": 0}
 GAP: dict[str, Any] = {
@@ -335,9 +336,14 @@ class TestHostile:
         assert answer(client, "/completion", body).keys() == {"content"}
 
     def test_lone_surrogates(self, client: httpx.Client) -> None:
-        raw = json.dumps({**GAP, "input_prefix": "\ud800"})
-        found = client.post("/infill", content=raw, headers={"content-type": "application/json"})
-        assert found.status_code == 400
+        """They stand for half a character: U+FFFD is taken in their place."""
+        texts = []
+        for half in ("\ud800", "\ufffd"):
+            raw = json.dumps({**GAP, "input_prefix": half, "n_predict": 4, "temperature": 0})
+            found = client.post("/infill", content=raw, headers={"content-type": "application/json"})
+            assert found.status_code == 200
+            texts.append(found.json()["content"])
+        assert texts[0] == texts[1]
 
 
 class TestLimits:

@@ -131,6 +131,78 @@ def test_tools_are_called_and_their_results_read(tmp_path: Path) -> None:
         assert longer > client.messages.count_tokens(model="said", messages=HELLO).input_tokens + 30
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_clients_tool_runner_sends_the_conversation_itself(tmp_path: Path, stream: bool) -> None:
+    family = FAMILIES["Hermes"]
+    source = template(family.template).text
+    called: list[dict[str, Any]] = []
+    schema: Any = WEATHER
+
+    @anthropic.beta_tool(name="get_weather", description="The weather.", input_schema=schema)
+    def get_weather(**given: Any) -> str:
+        called.append(given)
+        return "sunny"
+
+    with (
+        lp.Model(scripted_model(tmp_path / "said.gguf", family.full, (), source)) as model,
+        lp.Engine(model, n_ctx=4096) as engine,
+        serve(engine) as server,
+        anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client,
+    ):
+        runner: Any = client.beta.messages.tool_runner(
+            model="said",
+            max_tokens=400,
+            messages=HELLO,
+            tools=[get_weather],
+            max_iterations=2,
+            stream=stream,
+            extra_body=GREEDY,
+        )
+        replies = [one.get_final_message() if stream else one for one in runner]
+    assert [reply.stop_reason for reply in replies] == ["tool_use", "tool_use"]
+    assert called[0] == FULL
+
+
+@pytest.mark.parametrize(
+    "thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}, {}]
+)
+def test_a_thread_is_refused_in_words_for_programs(client: anthropic.Anthropic, thread: Any) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="whole conversation") as caught:
+        client.messages.create(
+            model="demo", max_tokens=4, messages=HELLO, stream=True, extra_body={"thread": thread}
+        )
+    assert caught.value.error_code == "thread_unsupported_request"
+    assert caught.value.body["error"]["details"]["unsupported"] == ["thread"]  # type: ignore[index]
+
+
+def test_what_only_an_answer_depends_on_is_ignored_by_the_count(client: anthropic.Anthropic) -> None:
+    expected = client.messages.count_tokens(model="demo", messages=HELLO).input_tokens
+    answer = client.messages.with_raw_response.count_tokens(
+        model="demo", messages=HELLO, extra_body={"max_tokens": 100, "temperature": 0.5, "stream": True}
+    )
+    assert answer.parse().input_tokens == expected
+    assert answer.headers["x-llamapipe-unused"] == "max_tokens, stream, temperature"
+
+
+@pytest.mark.parametrize("given", [None, [], "x", {"city": "Par"}, '{"city": "Par'])
+def test_the_input_of_a_call_may_be_anything(client: anthropic.Anthropic, given: Any) -> None:
+    call = {"type": "tool_use", "id": "1", "name": "get_weather", "input": given}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "sunny"}
+    chat: Any = [
+        *HELLO,
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+    assert client.messages.create(model="demo", max_tokens=4, messages=chat).usage.output_tokens
+
+
+def test_a_prompt_that_is_too_long_is_told_as_agents_read_it(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d{3,} tokens > 512 maximum"):
+        client.messages.create(
+            model="demo", max_tokens=4, messages=[{"role": "user", "content": "Hello. " * 900}]
+        )
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -80,7 +80,7 @@ def test_a_long_prompt_is_cut(client: httpx.Client) -> None:
         ({"prompt": None}, "prompt"), ({"prompt": ["a"]}, "prompt"), ({"suffix": 3}, "suffix"), ({"n": 2}, "n"),
         ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": -5}, "max_tokens"), ({"random_seed": "a"}, "random_seed"),
         ({"random_seed": 1, "seed": 1}, "random_seed"), ({"temperature": "hot"}, "temperature"),
-        ({"model": "other"}, "model"), ({"prompt": "\ud800"}, None), ({"typo": 1}, "typo"),
+        ({"model": "other"}, "model"), ({"typo": 1}, "typo"),
     ],
 )  # fmt: skip
 def test_a_bad_field_is_named(

@@ -257,10 +257,50 @@ class TestOptions:
         assert named == {"options.num_ctx", "options.num_gpu", "options.num_thread", "keep_alive", "shift"}
         assert "x-llamapipe-unused" not in client.post(path, json={**body, "keep_alive": -1}).headers
 
+    @on_both
+    @pytest.mark.parametrize(
+        ("given", "same"),
+        [
+            ({"num_predict": 4.0}, {"num_predict": 4}),
+            ({"num_predict": 4.7}, {"num_predict": 4}),
+            ({"num_predict": "4"}, {"num_predict": 4}),
+            ({"temperature": "0.5"}, {"temperature": 0.5}),
+            ({"temperature": -1}, {"temperature": 0}),
+            ({"temperature": 2, "top_k": -1}, {"temperature": 2, "top_k": 0}),
+            ({"top_p": 7, "min_p": -2}, {"top_p": 1, "min_p": 0}),
+            ({"stop": ""}, {}),
+            ({"stop": ["", " the"]}, {"stop": [" the"]}),
+            ({"ignore_eos": "true"}, {"ignore_eos": True}),
+            ({"use_mmap": 1, "num_ctx": "2048"}, {}),
+        ],
+        ids=str,
+    )
+    def test_numbers_and_texts_are_taken_as_ollama_takes_them(
+        self, client: httpx.Client, path: str, body: dict[str, Any], given: Any, same: Any
+    ) -> None:
+        asked = {"seed": 5, "num_predict": 8}
+        assert text_of(whole(client, path, {**body, "options": {**asked, **given}})) == text_of(
+            whole(client, path, {**body, "options": {**asked, **same}})
+        )
+
+    @on_both
+    def test_what_ollama_does_not_read_is_named(
+        self, client: httpx.Client, path: str, body: dict[str, Any]
+    ) -> None:
+        others = {"temperature": 0, "top_p": 0.5, "max_output_tokens": 5, "tool_choice": "auto", "user": None}
+        given = {**body, **others, "options": {**GREEDY, "num_predict": 3, "unknown_x": 1}}
+        answer = client.post(path, json=given)
+        assert answer.status_code == 200
+        named = {"temperature", "top_p", "max_output_tokens", "tool_choice", "options.unknown_x"}
+        assert set(answer.headers["x-llamapipe-unused"].split(", ")) == named
+
     def test_a_strict_server_refuses_them(self, engine: lp.Engine) -> None:
         with served(engine, strict=True) as client:
             body = {**CHAT, "options": {"num_ctx": 4096}}
             assert "options.num_ctx has no effect here" in refused(client, "/api/chat", body)
+            assert "temperature has no effect here" in refused(
+                client, "/api/chat", {**CHAT, "temperature": 1}
+            )
 
     @on_both
     @pytest.mark.parametrize(
@@ -281,15 +321,14 @@ class TestOptions:
             ({"logprobs": True, "top_logprobs": -1}, "top_logprobs is -1"),
             ({"options": []}, "options: "),
             ({"options": {"temperature": "hot"}}, "options.temperature: "),
-            ({"options": {"temperature": -1}}, "temperature is -1"),
-            ({"options": {"top_p": 7}}, "top_p is 7"),
+            ({"options": {"temperature": 1e9}}, "temperature is 1"),
+            ({"options": {"repeat_last_n": -7}}, "repeat_last_n is -7"),
             ({"options": {"num_predict": 10**30}}, "options.num_predict is"),
             ({"options": {"num_predict": 2**40}}, "options.num_predict is"),
-            ({"options": {"num_predict": "3"}}, "options.num_predict: "),
+            ({"options": {"num_predict": "three"}}, "options.num_predict: "),
             ({"options": {"num_ctx": "many"}}, "options.num_ctx: "),
-            ({"options": {"seed": 1.5}}, "options.seed: "),
+            ({"options": {"seed": "1.5"}}, "options.seed: "),
             ({"options": {"stop": 5}}, "options.stop: "),
-            ({"options": {"stop": [""]}}, "stop holds an empty string"),
             ({"options": {"stop": ["a"] * 2000}}, "stop has 2000 texts"),
             ({"options": {"n": 2}}, "options.n is 2"),
             ({"options": {"top_kk": 2}}, "did you mean top_k"),
@@ -319,6 +358,8 @@ class TestOptions:
             ({"tools": [{}]}, "tool"),
             ({"tools": [{"function": {"name": "f"}}]}, "no place for them"),
             ({"prompt": "x"}, "unknown field: prompt"),
+            ({"system": "x"}, "unknown field: system"),
+            ({"mesages": []}, "did you mean messages"),
         ],
         ids=str,
     )
@@ -391,7 +432,14 @@ class TestNames:
         assert found["capabilities"] == ["completion", "insert"]
         info = found["model_info"]
         assert info["general.architecture"] == "llama"
-        assert (info["llama.context_length"], info["general.file_type"]) == (1024, 7)
+        assert (info["llama.context_length"], info["general.file_type"]) == (256, 7)  # trained with 1024
+        served = [
+            client.get("/api/tags").json()["models"][0]["details"],
+            client.get("/api/ps").json()["models"][0],
+        ]
+        assert [one["context_length"] for one in (found["details"], *served)] == [256] * 3
+        assert client.get("/props").json()["default_generation_settings"]["n_ctx"] == 256
+        assert client.get("/v1/models").json()["data"][0]["max_model_len"] == 256
         assert info["general.parameter_count"] > 2_000_000
         assert "<|assistant|>" in found["template"]
         assert client.post("/api/show", json={field: "bert"}).json()["capabilities"] == ["embedding"]
@@ -505,7 +553,8 @@ class TestEmbeddings:
         assert client.post("/api/embeddings", json={"model": "bert"}).json() == {"embedding": []}
 
     @pytest.mark.parametrize(
-        "change", [{"input": 3}, {"input": [3]}, {"input": None}, {"dimensions": -1}, {"dimensions": 10**6}, {"x": 1}]
+        "change",
+        [{"input": 3}, {"input": [3]}, {"input": None}, {"dimensions": -1}, {"dimensions": 10**6}, {"prompt": "a"}],
     )  # fmt: skip
     def test_wrong_values(self, client: httpx.Client, change: dict[str, Any]) -> None:
         assert refused(client, "/api/embed", {"model": "bert", "input": "a", **change})

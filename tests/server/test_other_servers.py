@@ -191,7 +191,7 @@ class TestFields:
     @pytest.mark.parametrize(
         ("path", "field", "hint"),
         [
-            ("/v1/completions", "n_predict", "use max_tokens"),
+            ("/v1/completions", "max_new_tokens", "use max_tokens"),
             ("/v1/chat/completions", "num_predict", "use max_tokens"),
             ("/v1/responses", "n_predict", "use max_output_tokens"),
             ("/v1/completions", "mirostat_mode", "use mirostat"),
@@ -277,16 +277,66 @@ class TestFields:
         self, client: httpx.Client, path: str, body: dict[str, Any]
     ) -> None:
         same = {
-            "id_slot": -1,
-            "timings_per_token": False,
+            "n_keep": 0,
+            "min_keep": 0,
+            "t_max_predict_ms": -1,
             "return_tokens": False,
             "post_sampling_probs": False,
         }
         assert client.post(path, json={**body, **same}).status_code == 200
         for field, value in same.items():
-            error = error_of(client, path, {**body, field: 3 if field == "id_slot" else True})
+            error = error_of(client, path, {**body, field: True if value is False else 3})
             assert error["param"] == field
             assert f"leave it out, or set it to {str(value).lower()}" in error["message"]
+
+    @on_both
+    def test_what_llama_servers_clients_send_beside_it(
+        self, client: httpx.Client, path: str, body: dict[str, Any]
+    ) -> None:
+        sent = {
+            "id_slot": 3,
+            "timings_per_token": True,
+            "verbose": True,
+            "response_fields": ["content"],
+            "t_max_prompt_ms": 500,
+            "sse_ping_interval": 3,
+        }
+        answer = client.post(path, json={**body, **sent})
+        assert answer.status_code == 200
+        assert set(answer.headers["x-llamapipe-unused"].split(", ")) == sent.keys()
+
+    @on_both
+    def test_llama_servers_names_of_options(
+        self, client: httpx.Client, path: str, body: dict[str, Any]
+    ) -> None:
+        plain = {name: value for name, value in body.items() if name != "max_tokens"}
+        answer = client.post(path, json={**plain, "n_predict": 3, "n_probs": 2, "samplers": "k", "top_k": 1})
+        assert answer.status_code == 200, answer.text
+        choice, usage = answer.json()["choices"][0], answer.json()["usage"]
+        assert usage["completion_tokens"] <= 3
+        tops = choice["logprobs"].get("top_logprobs") or [
+            entry["top_logprobs"] for entry in choice["logprobs"]["content"]
+        ]
+        assert all(len(top) >= 2 for top in tops)
+        named = client.post(path, json={**body, "samplers": ["top_k"], "top_p": 0.5})
+        assert set(named.headers["x-llamapipe-unused"].split(", ")) == {"top_p", "temperature"}
+
+    def test_the_tokens_of_an_input_are_counted(self, client: httpx.Client, engine: lp.Engine) -> None:
+        chat = [{"role": "user", "content": "Hello"}]
+        counted = {"object": "response.input_tokens", "input_tokens": len(engine.model.tokenize_chat(chat))}
+        for path, body in (("chat/completions", {"messages": chat}), ("responses", {"input": "Hello"})):
+            for start in ("/", "/v1/"):
+                assert client.post(f"{start}{path}/input_tokens", json=body).json() == counted
+
+    @on_both
+    def test_too_long_a_prompt_is_told_as_llama_server_does(
+        self, client: httpx.Client, engine: lp.Engine, path: str, body: dict[str, Any]
+    ) -> None:
+        text = "Hello. " * engine.n_ctx
+        long = {"prompt": text} if "prompt" in body else {"messages": [{"role": "user", "content": text}]}
+        error = error_of(client, path, {**body, **long})
+        assert (error["type"], error["code"]) == ("exceed_context_size_error", "context_length_exceeded")
+        assert error["n_prompt_tokens"] > error["n_ctx"] == engine.n_ctx
 
     @on_both
     def test_adaptive_sampling(

@@ -604,7 +604,19 @@ def test_random_marks_in_random_pieces(page: Page) -> None:
     parts = (
         "* ** _ ` ``` ~~ [ ]( ) https://a.b ! \\ >  -  1. # | |-|-| --- a é 字 😀 <b> : . -. 1) ===".split()
     )
-    parts += ["\n", "\n\n", "> ", "- ", "1. ", "# ", " ", "    ", "\t", "b c"]
+    parts += ["\n", "\n\n", "> ", "- ", "1. ", "# ", " ", "    ", "\t", "b c", ' "']
+    parts += [
+        "](",
+        "[a](",
+        "(",
+        ")",
+        '"',
+        "'",
+        "[a](https://x.y",
+        "https://x.y/(",
+        '[a](<https://x.y> "t")',
+        "))",
+    ]
     draw = random.Random(33)
     texts = ["".join(draw.choices(parts, k=draw.randint(1, 60))) for _ in range(400)]
     differ = page.evaluate(
@@ -687,6 +699,58 @@ def test_the_work_is_linear_in_the_length(page: Page, unit: str) -> None:
     assert records < 3 * len(text)
     assert depth < 80
     assert seconds < 20
+
+
+READS = """async (text) => {
+  const { Markdown } = await import("/page/markdown.js");
+  const { exec } = RegExp.prototype;
+  let n = 0;
+  RegExp.prototype.exec = function (s) {
+    const from = this.global ? this.lastIndex : 0, found = exec.call(this, s);
+    n += this.sticky ? 1 : (found ? found.index + found[0].length : s.length) - from;
+    return found;
+  };
+  try {
+    const markdown = new Markdown(document.createElement("div"));
+    for (const c of text) markdown.write(c);
+    markdown.end();
+  } finally {
+    RegExp.prototype.exec = exec;
+  }
+  return n / text.length;
+}"""
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        *("word ", " ", "\t", "`", "`" * 15 + " ", "[a](", "](", "- ", "#", "1" * 9 + ". ", "|a"),
+        *("[a](" + " " * 2040, "[a](" + "(" * 500, "[a](b" * 500, "[a](" + "b" * 2040, "[a](<" + "b" * 2040),
+        *(
+            '[a](b "' + "c" * 2040,
+            '[a](b "' + " " * 2040,
+            "[a](b 'c",
+            "![a](b" + " " * 600,
+            "https://" + "a" * 2040,
+        ),
+        *(
+            "https://" + ")" * 2040,
+            "- " * 500 + "\n",
+            "- " * 500 + "a\n",
+            "a\n" + "=" * 1000 + "\n",
+            "~~~" + "a" * 700 + "\n",
+        ),
+        *(
+            "```\n" + " " * 600 + "`" * 300 + "\n",
+            "|a" * 300 + "\n" + "|-" * 300 + "\n",
+            "1. " * 300 + "\n",
+            "> " * 300 + "\n",
+        ),
+    ],
+)
+def test_every_character_is_read_a_bounded_number_of_times(page: Page, unit: str) -> None:
+    """By what regular expressions read of 20,000 characters that arrive one by one; 20 and less in most cases."""
+    assert page.evaluate(READS, (unit * 20_000)[:20_000]) < 60
 
 
 def test_a_long_answer_is_shown_while_it_arrives(page: Page) -> None:

@@ -27,7 +27,7 @@ from support.pool_server import LONG, SHORT, PoolServer, pool_server
 from support.worker_server import wait_for_end
 
 import llamapipe as lp
-from llamapipe.server.ollama import shown_model
+from llamapipe.server.ollama import shown_model, with_context_length
 
 HELLO = [{"role": "user", "content": "Hello"}]
 OPTIONS = ("--n-ctx", "8192", "--n-seq-max", "4")
@@ -252,10 +252,15 @@ class TestForwarding:
             answer: dict[str, Any] = server.client.post("/api/show", json={"model": name}).json()
             return answer
 
+        def served(name: str) -> int:
+            return int(server.client.get(f"/v1/models/{name}").json()["context_length"])
+
         with lp.Model(models / "other.gguf") as model:
-            assert shown("unasked") == shown_model(model, "completion")
+            assert shown("unasked") == with_context_length(
+                shown_model(model, "completion"), served("unasked")
+            )
         with lp.Model(models / "bert.gguf") as model:
-            assert shown("bert") == shown_model(model, "embedding")
+            assert shown("bert") == with_context_length(shown_model(model, "embedding"), served("bert"))
         there = {one["name"]: one for one in server.client.get("/api/tags").json()["models"]}
         able = ["completion", "insert", "tools", "thinking"]
         assert there["fills:latest"]["capabilities"] == shown("fills")["capabilities"] == able
@@ -689,7 +694,7 @@ def test_copies_are_names_until_the_server_ends(models: Path, tmp_path: Path) ->
 BROKEN = """\
 import os, sys
 if "--worker" in sys.orig_argv:
-    from llamapipe._engine.executor import StepExecutor
+    from llamapipe._engine.runtime.executor import StepExecutor
     launch = StepExecutor.launch
     def broken(*arguments):
         if os.path.exists(os.environ["BREAK"]):

@@ -7,7 +7,7 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from llamapipe.cli.options import byte_count, byte_count_or_zero
 from llamapipe.cli.parser import UsageError
 from llamapipe.host.cores import CoreShare
 from llamapipe.host.memory import resident_bytes
-from llamapipe.model_pool import Tenure, choose
+from llamapipe.server._eviction import Tenure, choose, gpu_refusal, refusal
 from llamapipe.server.errors import ApiError
 from llamapipe.server.ollama import kept_s
 from llamapipe.server.pool import ModelEntry, ModelState, Pool
@@ -74,6 +74,23 @@ class TestWhoGoes:
         expected: list[int] | None,
     ) -> None:
         assert choose(needed[0], budgets[0], there, needed[1], budgets[1]) == expected
+
+    @pytest.mark.parametrize(
+        ("why", "budget_text", "options"),
+        [
+            (refusal, "3.0 GiB are allowed", "raise --memory, or give it a smaller n_ctx or n_seq_max"),
+            (gpu_refusal, "3.0 GiB of the memory", "give it a smaller n_gpu_layers, n_ctx or n_seq_max"),
+        ],
+    )
+    def test_refusals_name_need_limit_and_options(
+        self, why: Callable[[int, int | None, int], str | None], budget_text: str, options: str
+    ) -> None:
+        gib = 2**30
+        assert why(4 * gib, None, 0) is why(3 * gib, 3 * gib, 0) is why(2 * gib, 3 * gib, gib) is None
+        text = why(5 * gib // 2, 3 * gib, gib)
+        assert text is not None and text.endswith(options)
+        assert "2.5 GiB" in text and budget_text in text and "pinned models have 1.0 GiB" in text
+        assert "pinned" not in (why(4 * gib, 3 * gib, 0) or "pinned")
 
 
 class TestTheList:
@@ -378,7 +395,9 @@ class TestRoom:
         with ThreadPoolExecutor() as threads, clients[0], clients[1]:
             lines = [stream.__enter__().iter_lines() for stream in streams]
             for one in lines:
-                next(one)
+                next(
+                    line for line in one if line.startswith("data:")
+                )  # not a sign of life while the model loads
             waiting = threads.submit(server.ask, "c")
             server.wait_for(c="loading")
             assert server.loaded() == ["a", "b"]
@@ -617,7 +636,7 @@ def test_two_models_with_room_for_one_are_loaded_once_each(
     models: Path, one_bytes: int, tmp_path: Path
 ) -> None:
     """Also where a load takes longer than the patience with busy models: each answers before it ends."""
-    program = "import llamapipe.server.pool as pool\npool.PATIENCE_S = 0.05\n"
+    program = "import llamapipe.server.pool as pool\npool._PATIENCE_S = 0.05\n"
     (tmp_path / "sitecustomize.py").write_text(program)
     path = os.pathsep.join([str(tmp_path), str(Path(lp.__file__).parent.parent)])
     budget = ("--memory", str(int(1.5 * one_bytes)))

@@ -105,6 +105,50 @@ class TestCompletions:
             assert logprobs.pop(0) is None
         assert logprobs == pytest.approx(engine.score_tokens(tokens).logprobs.tolist(), abs=1e-4)
 
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize(
+        ("prompts", "more"),
+        [
+            (["Is it so? Answer:", "é 漢字 🦊🦊? Answer:"], {"choice": ["yes", "no", "née"], "n": 2}),
+            ([" Once", "Once", "  ", "<s>Once"], {"max_tokens": 5, "n": 3, "seed": 7}),
+            (["a</s>b c", "</s></s>Once", "<s>x</s> 漢</s>字"], {"max_tokens": 5, "temperature": 0}),
+            (["a</s>b c"], {"max_tokens": 5, "parse_special": False}),
+            (["Once 🦊"], {"max_tokens": 0}),
+        ],
+    )
+    def test_offsets_of_an_echo_are_those_of_its_text(
+        self, client: httpx.Client, prompts: list[str], more: dict[str, Any], stream: bool
+    ) -> None:
+        body = {"prompt": prompts, "echo": True, "logprobs": 0, **more}
+        n = len(prompts) * more.get("n", 1)
+        texts = [""] * n
+        tokens: list[list[str]] = [[] for _ in range(n)]
+        offsets: list[list[int]] = [[] for _ in range(n)]
+        choices = [one for event in events(client, "/v1/completions", body) for one in event["choices"]]
+        if not stream:
+            choices = client.post("/v1/completions", json=body).json()["choices"]
+        for choice in choices:
+            i, found = choice["index"], choice["logprobs"] or {"tokens": [], "text_offset": []}
+            texts[i] += choice["text"]
+            tokens[i] += found["tokens"]
+            offsets[i] += found["text_offset"]
+        for i, text in enumerate(texts):
+            prompt = prompts[i // more.get("n", 1)]
+            assert text.startswith(prompt) and tokens[i]
+            assert sorted(offsets[i]) == offsets[i]
+            for token, offset in zip(tokens[i], offsets[i], strict=True):
+                shown = token if text.startswith(token, offset) else token.removeprefix(" ")
+                is_split = token.startswith("bytes:") or offset == len(text)
+                assert is_split or text.startswith(shown, offset), (text, token, offset)
+            # What was generated begins where the prompt ends.
+            n_before = sum(offset < len(prompt) for offset in offsets[i])
+            alone = {**body, "prompt": prompt, "echo": False, "n": 1, "logprobs": 0}
+            if len(tokens[i]) > n_before:
+                assert offsets[i][n_before] == len(prompt)
+            if "seed" not in more and "max_tokens" not in more:
+                first = client.post("/v1/completions", json=alone).json()["choices"][0]["logprobs"]
+                assert first["text_offset"][0] == 0
+
     def test_best_of_returns_the_most_probable(self, client: httpx.Client) -> None:
         body = {"prompt": "Once upon", "seed": 3, "max_tokens": 8, "logprobs": 0}
         every = client.post("/v1/completions", json={**body, "n": 4}).json()["choices"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import random
@@ -67,8 +68,10 @@ def url(engine: lp.Engine) -> Iterator[str]:
         engine.check_integrity()
 
 
-def send(url: str, body: bytes, content_type: str = TYPE) -> tuple[int, Any]:
-    request = urllib.request.Request(f"{url}/v1/audio/transcriptions", body, {"content-type": content_type})
+def send(
+    url: str, body: bytes, content_type: str = TYPE, path: str = "/v1/audio/transcriptions"
+) -> tuple[int, Any]:
+    request = urllib.request.Request(url + path, body, {"content-type": content_type})
     try:
         with urllib.request.urlopen(request) as answer:
             is_json = answer.headers["content-type"] == "application/json"
@@ -125,6 +128,20 @@ def test_the_text_of_a_sound(url: str, engine: lp.Engine) -> None:
 def test_refusals(url: str, fields: dict[str, str | bytes], message: str) -> None:
     status, found = send(url, form(fields))
     assert status in (400, 413) and message in found
+
+
+def test_a_sound_may_have_so_many_seconds(engine: lp.Engine) -> None:
+    """In a chat, too; one of another length is served."""
+    message = "the sound has 3 s; the limit of this server is 2 s (--max-sound)"
+    with serve(engine, settings=ServerSettings(model_names=("m",), max_sound_s=2)) as server:
+        for seconds, status in ((2.0, 200), (3.0, 400)):
+            code, found = send(server.url, form({"file": sound(seconds), "model": "m", "max_tokens": "2"}))
+            assert code == status and (code == 200 or message in found)
+        data = base64.b64encode(sound(3.0)).decode()
+        part = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+        body = json.dumps({"messages": [{"role": "user", "content": [part]}], "max_tokens": 2}).encode()
+        code, found = send(server.url, body, "application/json", "/v1/chat/completions")
+        assert code == 400 and message in found and "messages.0.content.0" in found
 
 
 def test_what_is_no_form(url: str) -> None:

@@ -126,7 +126,7 @@ def test_fields_that_sglang_router_adds(server: ServerProcess, path: str) -> Non
     body = {**ADDED[path], **({} if path == "/v1/responses" else COMMON)}
     answer = httpx.post(f"{server.url}{path}", json=body, timeout=PATIENCE_S)
     assert answer.status_code == 200, answer.text
-    only = {name: value for name, value in body.items() if name in (*COMMON, "separate_reasoning")}
+    only = {name: value for name, value in body.items() if name in (*COMMON, "stream_reasoning")}
     only |= {"priority": False} if "priority" in body else {}
     for name, value in only.items():
         wrong = {**body, name: 7 if name == "priority" else not value}

@@ -75,13 +75,15 @@ def main() -> int:
 def run(args: argparse.Namespace, seconds: float) -> list[Level]:
     """Rounds of traffic, and the levels after each."""
     levels: list[Level] = []
+    # Connections stay open without a request for a round, which may take longer than it should.
+    settings = ServerSettings(max_requests=1024, head_timeout_s=args.round + _HANG_S)
     with (
         tempfile.TemporaryDirectory() as folder,
         lp.Model(lp.demo_model_path(), chat_template=TEMPLATE) as model,
         lp.Engine(model, n_ctx=256, n_seq_max=8, cache_bytes=4_000_000) as engine,
         lp.Engine(model, n_ctx=256, n_seq_max=4, n_cells=256, cache_bytes=1_000_000) as small,
         lp.Embedder(bert(Path(folder)), n_seq_max=4) as embedder,
-        serve(engine, settings=ServerSettings(max_requests=1024)) as server,
+        serve(engine, settings=settings) as server,
         ThreadPoolExecutor(_N_THREADS + 2) as pool,
     ):
         traffic = Traffic(engine, small, embedder, model)

@@ -71,6 +71,14 @@ class Clients:
         if kind == "malformed":
             text = rng.choice((text[:-3], b"\xff" + text, b"[]", text.replace(b"prompt", b"promt")))
         request = raw(text, "/v1/chat/completions" if kind == "chat" else "/v1/completions")
+        if kind == "hang up" and rng.random() < 0.1:
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 16000000\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                for _ in range(rng.randrange(1, 150)):
+                    writer.write(b" " * 100_000)
+                    await writer.drain()
+            self.counts["hang up: in a large body"] += 1
+            return
         if kind == "hang up" and rng.random() < 0.3:
             writer.write(request[: rng.randrange(1, len(request))])
             await writer.drain()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from llamapipe._engine.request import Request
-from llamapipe._engine.sampling import SamplerFactory
+from llamapipe._engine.policy.core import Request
+from llamapipe._engine.runtime.samplers import SamplerFactory
 from llamapipe.llama import SamplerChain, Vocab
 from llamapipe.llama.sampler import Guide, Processor
 from llamapipe.llama.sampling_options import Dry, SamplingOptions

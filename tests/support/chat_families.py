@@ -40,6 +40,14 @@ class Family:
     may_talk: bool = True  # text may precede a call
     text: str = ""  # what stands before text that is the answer
 
+    def visible(self, text: str) -> str:
+        """What a user sees of text that is no call: no control token, and of a message to a tool only what it says."""
+        if self.template == HARMONY.template:
+            text = "" if self.unknown in text else text.partition("<|message|>")[2]
+        for control in self.specials:
+            text = text.replace(control, "")
+        return text
+
 
 HERMES = Family(
     template="Qwen-Qwen3-0.6B",
@@ -232,6 +240,275 @@ HARMONY = Family(
     may_talk=False,
     text="<|channel|>final<|message|>",
 )
+_LFM, _LFM_END = "<|tool_call_start|>[", "]<|tool_call_end|>"
+LFM = Family(
+    template="LFM2.5-8B-A1B",
+    tail="<|im_start|>assistant\n",
+    specials=("<|tool_call_start|>", "<|tool_call_end|>", "<|im_start|>", "<|im_end|>"),
+    paris=f"{_LFM}get_weather(city='Paris'){_LFM_END}",
+    full=f'{_LFM}get_weather(city="São \\"Paulo\\"\\n{{x}}", unit="C", days=3){_LFM_END}',
+    both=f'{_LFM}get_weather(city="Paris"), now(){_LFM_END}',
+    wrong_key=f"{_LFM}get_weather(t",
+    unknown=f'{_LFM}get_wether(city="Paris"){_LFM_END}',
+    broken=(
+        _LFM,
+        f"{_LFM}get_weather",
+        f"{_LFM}get_weather(",
+        f"{_LFM}get_weather(city='Par",
+        f"{_LFM}get_weather(city=Paris){_LFM_END}",
+        f"{_LFM}get_weather('Paris'){_LFM_END}",
+    ),
+    think=("<think>", "</think>"),
+)
+LFM_HIDDEN = replace(LFM, template="LFM2-8B-A1B", think=None)
+PYTHONIC = Family(
+    template="pythonic",
+    tail="<|assistant|>",
+    specials=(),
+    paris="[get_weather(city='Paris')]",
+    full='[get_weather(city="São \\"Paulo\\"\\n{x}", unit=\'C\', days=3)]',
+    both="[get_weather(city='Paris'), now()]",
+    wrong_key="[get_weather(t",
+    unknown="[get_wether(city='Paris')]",
+    broken=("[get_weather(", "[get_weather(city='Par", "[get_weather(city=Paris)]", "[get_weather(1)]"),
+    may_talk=False,
+)
+_GEMMA, _GEMMA_END = "<|tool_call>call:get_weather{", "}<tool_call|>"
+GEMMA = Family(
+    template="google-gemma-4-31B-it",
+    tail="<|turn>model\n",
+    specials=("<|tool_call>", "<tool_call|>", '<|"|>', "<turn|>"),
+    paris=f'{_GEMMA}city:<|"|>Paris<|"|>{_GEMMA_END}',
+    full=f'{_GEMMA}city:<|"|>São "Paulo"\n{{x}}<|"|>,days:3,unit:<|"|>C<|"|>{_GEMMA_END}',
+    both=f'{_GEMMA}city:<|"|>Paris<|"|>{_GEMMA_END}<|tool_call>call:now{{}}<tool_call|>',
+    wrong_key=f"{_GEMMA}t",
+    unknown=f'<|tool_call>call:get_wether{{city:<|"|>Paris<|"|>{_GEMMA_END}',
+    broken=(
+        "<|tool_call>",
+        "<|tool_call>call:get_weather",
+        _GEMMA,
+        f'{_GEMMA}city:<|"|>Par',
+        f"{_GEMMA}city:Paris{_GEMMA_END}",
+        f'{_GEMMA}city:<|"|>Paris<|"|><tool_call|>',
+    ),
+)
+FUNCTION_GEMMA = replace(
+    GEMMA,
+    template="functiongemma",
+    tail="<start_of_turn>model\n",
+    specials=("<start_function_call>", "<end_function_call>", "<escape>"),
+    **{
+        field: text.replace("<|tool_call>", "<start_function_call>")
+        .replace("<tool_call|>", "<end_function_call>")
+        .replace('<|"|>', "<escape>")
+        for field in ("paris", "full", "both", "wrong_key", "unknown")
+        for text in (getattr(GEMMA, field),)
+    },
+    broken=("<start_function_call>", "<start_function_call>call:get_weather{city:<escape>Par"),
+)
+_DSML = '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">'
+_DSML_END = "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+DSML = Family(
+    template="deepseek-ai-DeepSeek-V3.2",
+    tail="<｜Assistant｜>",
+    specials=("<think>", "</think>", "<｜Assistant｜>"),
+    paris=f"{_DSML}Paris{_DSML_END}",
+    full=f'{_DSML}São "Paulo"\n{{x}}</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">3'
+    '</｜DSML｜parameter>\n<｜DSML｜parameter name="unit" string="true">C' + _DSML_END,
+    both=f"{_DSML}Paris{_DSML_END}".replace(
+        "\n</｜DSML｜function", '\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function'
+    ),
+    wrong_key=_DSML.replace('city" string="true">', "t"),
+    unknown=f"{_DSML}Paris{_DSML_END}".replace("weather", "wether"),
+    broken=(
+        "<｜DSML｜function_calls>",
+        _DSML,
+        f"{_DSML}Paris</｜DSML｜parameter>",
+        _DSML.replace("city", "days").replace("true", "false") + "x" + _DSML_END,
+    ),
+    think=("<think>", "</think>"),
+)
+_K2 = "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+_K2_END = "<|tool_call_end|><|tool_calls_section_end|>"
+KIMI = Family(
+    template="Kimi-K2-Instruct",
+    tail="<|im_assistant|>assistant<|im_middle|>",
+    specials=(
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        "<|tool_call_begin|>",
+        "<|tool_call_end|>",
+        "<|tool_call_argument_begin|>",
+    ),
+    paris=_K2.replace(":0", ":12") + _PARIS + _K2_END,
+    full=_K2 + _FULL + _K2_END,
+    both=f"{_K2}{_PARIS}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{{}}{_K2_END}",
+    wrong_key=f'{_K2}{{"t',
+    unknown=_K2.replace("weather", "wether") + _PARIS + _K2_END,
+    broken=(_K2[:30], _K2, f'{_K2}{{"city": "Par', f'{_K2}{{"city": }}{_K2_END}'),
+)
+_COHERE, _COHERE_END = (
+    '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": ',
+    "}\n]<|END_ACTION|>",
+)
+COHERE = Family(
+    template="CohereForAI-c4ai-command-r7b-12-2024-tool_use",
+    tail="<|CHATBOT_TOKEN|>",
+    specials=(
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        "<|START_ACTION|>",
+        "<|END_ACTION|>",
+        "<|END_OF_TURN_TOKEN|>",
+        "<|CHATBOT_TOKEN|>",
+    ),
+    paris=_COHERE.replace('"0"', '"7"') + _PARIS + _COHERE_END,
+    full=_COHERE + _FULL + _COHERE_END,
+    both=_COHERE
+    + _PARIS
+    + '},\n    {"tool_call_id": "1", "tool_name": "now", "parameters": {}'
+    + _COHERE_END,
+    wrong_key=f'{_COHERE}{{"t',
+    unknown=_COHERE.replace("weather", "wether") + _PARIS + _COHERE_END,
+    broken=(
+        "<|START_ACTION|>",
+        _COHERE,
+        f'{_COHERE}{{"city": "Par',
+        f'{_COHERE}{{"city": }}{_COHERE_END}',
+    ),
+    think=("<|START_THINKING|>", "<|END_THINKING|>"),
+)
+_M3 = "]<]minimax[>["
+_M3_ALL, _M3_END = f'{_M3}<tool_call>\n{_M3}<invoke name="get_weather">', f"{_M3}</invoke>\n{_M3}</tool_call>"
+MINIMAX = Family(
+    template="MiniMax-M3",
+    tail="]~b]ai\n",
+    specials=(_M3,),
+    paris=f"{_M3_ALL}{_M3}<city>Paris{_M3}</city>{_M3_END}",
+    full=f'{_M3_ALL}{_M3}<city>São "Paulo"\n{{x}}{_M3}</city>{_M3}<days>3{_M3}</days>{_M3}<unit>C{_M3}</unit>{_M3_END}',
+    both=f'{_M3_ALL}{_M3}<city>Paris{_M3}</city>{_M3}</invoke>\n{_M3}<invoke name="now">{_M3_END}',
+    wrong_key=f"{_M3_ALL}{_M3}<t",
+    unknown=f"{_M3_ALL}{_M3}<city>Paris{_M3}</city>{_M3_END}".replace("weather", "wether"),
+    broken=(
+        f"{_M3}<tool_call>",
+        _M3_ALL,
+        f"{_M3_ALL}{_M3}<city>Paris",
+        f"{_M3_ALL}{_M3}<city>Paris{_M3}</town>{_M3_END}",
+        f"{_M3_ALL}{_M3}<days>x{_M3}</days>{_M3_END}",
+    ),
+    think=("<mm:think>", "</mm:think>"),
+)
+_SOLAR = "<|tool_calls|><|tool_call:begin|>abcdefgh1<|tool_call:name|>get_weather<|tool_call:args|>"
+_SOLAR_END = "<|tool_call:end|><|calls|>"
+SOLAR = Family(
+    template="upstage-Solar-Open-100B",
+    tail="<|begin|>assistant",
+    specials=(
+        "<|tool_calls|>",
+        "<|tool_call:begin|>",
+        "<|tool_call:name|>",
+        "<|tool_call:args|>",
+        "<|tool_call:end|>",
+    ),
+    paris=_SOLAR + _PARIS + _SOLAR_END,
+    full=_SOLAR + _FULL + _SOLAR_END,
+    both=f"{_SOLAR}{_PARIS}<|tool_call:end|>{_SOLAR.replace('get_weather', 'now')[14:]}{{}}{_SOLAR_END}",
+    wrong_key=f'{_SOLAR}{{"t',
+    unknown=_SOLAR.replace("weather", "wether") + _PARIS + _SOLAR_END,
+    broken=("<|tool_calls|>", _SOLAR, f'{_SOLAR}{{"city": "Par', f'{_SOLAR}{{"city": }}{_SOLAR_END}'),
+)
+_CPM, _CPM_END = '<function name="get_weather"><param name="city">', "</param></function>"
+MINICPM = Family(
+    template="openbmb-MiniCPM5-1B",
+    tail="<|im_start|>assistant\n",
+    specials=(),
+    paris=f"{_CPM}Paris{_CPM_END}",
+    full=f'{_CPM}<![CDATA[São "Paulo"\n{{x}}]]></param><param name="days">3</param><param name="unit">C{_CPM_END}',
+    both=f'{_CPM}Paris{_CPM_END}\n<function name="now"></function>',
+    wrong_key='<function name="get_weather"><param name="t',
+    unknown=f"{_CPM}Paris{_CPM_END}".replace("weather", "wether"),
+    broken=(
+        '<function name="',
+        _CPM,
+        f"{_CPM}Paris</param>",
+        f"{_CPM}<![CDATA[Paris]]{_CPM_END}",
+        f'<function name="get_weather"><param name="days">x{_CPM_END}',
+    ),
+    think=("<think>\n", "\n</think>\n\n"),
+)
+_IFM = "<ifm|tool_calls>\n<ifm|tool_call>get_weather\n<ifm|arg_key>city</ifm|arg_key>\n<ifm|arg_value>"
+_IFM_END = "</ifm|arg_value>\n</ifm|tool_call>\n</ifm|tool_calls>"
+HORIZON = Family(
+    template="IFM-K2-Horizon",
+    tail="<|ifm|assistant|>",
+    specials=(),
+    paris=f"{_IFM}Paris{_IFM_END}",
+    full=f'{_IFM}São "Paulo"\n{{x}}</ifm|arg_value>\n<ifm|arg_key>days</ifm|arg_key>\n<ifm|arg_value>3'
+    f"</ifm|arg_value>\n<ifm|arg_key>unit</ifm|arg_key>\n<ifm|arg_value>C{_IFM_END}",
+    both=f"{_IFM}Paris{_IFM_END}".replace(
+        "\n</ifm|tool_calls", "\n<ifm|tool_call>now\n</ifm|tool_call>\n</ifm|tool_calls"
+    ),
+    wrong_key=f"{_IFM[: _IFM.index('city')]}t",
+    unknown=f"{_IFM}Paris{_IFM_END}".replace("weather", "wether"),
+    broken=("<ifm|tool_calls>", _IFM, f"{_IFM}Paris</ifm|arg_value>\n<ifm|arg_key>"),
+    think=("<ifm|think>\n", "</ifm|think>"),
+)
+_K3, _K3_KEY = (
+    '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>',
+    '<|open|>argument key="',
+)
+_K3_CITY = f'{_K3}{_K3_KEY}city" type="string"<|sep|>'
+_K3_END = "<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>"
+KIMI_3 = Family(
+    template="Kimi-K3",
+    tail="<|open|>response<|sep|>",
+    specials=("<|open|>", "<|close|>", "<|sep|>"),
+    paris=f"{_K3_CITY}Paris{_K3_END}",
+    full=f'{_K3_CITY}São "Paulo"\n{{x}}<|close|>argument<|sep|>{_K3_KEY}unit" type="string"<|sep|>C'
+    f'<|close|>argument<|sep|>{_K3_KEY}days" type="number"<|sep|>3{_K3_END}',
+    both=f"{_K3_CITY}Paris{_K3_END}".replace(
+        "<|close|>tools", '<|open|>call tool="now" index="2"<|sep|><|close|>call<|sep|><|close|>tools'
+    ),
+    wrong_key=f"{_K3}{_K3_KEY}t",
+    unknown=f"{_K3_CITY}Paris{_K3_END}".replace("weather", "wether"),
+    broken=(
+        "<|open|>tools<|sep|>",
+        _K3,
+        f"{_K3_CITY}Paris<|close|>argument<|sep|>",
+        f'{_K3}{_K3_KEY}days" type="number"<|sep|>x{_K3_END}',
+    ),
+    think=("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+)
+_MUSE = ' to=get_weather<|message|><atem:function_calls>\n<atem:invoke name="get_weather">\n<atem:parameter name="'
+_MUSE_END = "</atem:parameter>\n</atem:invoke>\n</atem:function_calls>"
+MUSE = Family(
+    template="muse-glimmer",
+    tail="<|start|>assistant",
+    specials=("<|start|>", "<|message|>", "<|eom|>", "<|eot|>"),
+    paris=f'{_MUSE}city">Paris{_MUSE_END}',
+    full=f'{_MUSE}city">São "Paulo"\n{{x}}</atem:parameter>\n<atem:parameter name="unit">C</atem:parameter>\n'
+    f'<atem:parameter name="days">3{_MUSE_END}',
+    both=f'{_MUSE}city">Paris{_MUSE_END}<|eom|><|start|>assistant to=now<|message|><atem:function_calls>\n'
+    '<atem:invoke name="now">\n</atem:invoke>\n</atem:function_calls>',
+    wrong_key=f"{_MUSE}t",
+    unknown=f'{_MUSE}city">Paris{_MUSE_END}'.replace("weather", "wether"),
+    broken=(" to=get_weather<|message|>", _MUSE, f'{_MUSE}city">Paris</atem:parameter>\n'),
+    may_talk=False,
+    text=" to=user<|message|>",
+)
+FUNCTIONARY = Family(
+    template="meetkai-functionary-medium-v3.2",
+    tail="<|start_header_id|>assistant<|end_header_id|>\n\n>>>",
+    specials=("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    paris=f"get_weather\n{_PARIS}",
+    full=f"get_weather\n{_FULL}",
+    both=f"get_weather\n{_PARIS}>>>now\n{{}}",
+    wrong_key='get_weather\n{"t',
+    unknown=f"get_wether\n{_PARIS}",
+    broken=("get_weather", "get_weather\n", 'get_weather\n{"city": "Par', 'get_weather\n{"city": }'),
+    may_talk=False,
+    text="all\n",
+)
 FAMILIES = {
     "Hermes": HERMES,
     "Llama": LLAMA,
@@ -245,4 +522,19 @@ FAMILIES = {
     "Qwen3-Coder": QWEN_CODER,
     "GLM": GLM,
     "gpt-oss": HARMONY,
+    "LFM 2.5": LFM,
+    "LFM 2": LFM_HIDDEN,
+    "pythonic": PYTHONIC,
+    "Gemma 4": GEMMA,
+    "FunctionGemma": FUNCTION_GEMMA,
+    "DeepSeek V3.2": DSML,
+    "Kimi K2": KIMI,
+    "Command R7B": COHERE,
+    "MiniMax M3": MINIMAX,
+    "Solar": SOLAR,
+    "MiniCPM 5": MINICPM,
+    "K2 Horizon": HORIZON,
+    "Kimi K3": KIMI_3,
+    "Muse Glimmer": MUSE,
+    "functionary 3.2": FUNCTIONARY,
 }

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,51 @@ def folder() -> Path | None:
         return None
 
 
+def vllm_source() -> Path:
+    """The folder of vLLM's source, which ``nox -s formats`` names."""
+    return Path(os.environ["LLAMAPIPE_VLLM_SOURCE"])
+
+
 def names() -> list[str]:
     found = folder()
     return [] if found is None else sorted(path.stem for path in found.glob("*.jinja"))
 
 
+# Templates of formats that none of llama.cpp's shows.
+OWN = {
+    "pythonic": """
+{%- if tools %}<|system|>Call functions as [func_name1(param1=value1), func_name2(...)]: {{ tools | tojson }}{% endif %}
+{%- for message in messages %}{{- '<|' + message.role + '|>' }}
+    {%- if message.tool_calls %}[
+        {%- for call in message.tool_calls %}{{- call.function.name }}(
+            {%- for key, value in call.function.arguments.items() %}{{- key }}={{ value | tojson }}
+                {%- if not loop.last %}{{- ', ' }}{% endif %}{% endfor %})
+            {%- if not loop.last %}{{- ', ' }}{% endif %}{% endfor %}]
+    {%- else %}{{- message.content }}{% endif %}<|end|>
+{%- endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}""",
+    "functiongemma": """
+{%- macro written(value) %}
+    {%- if value is string %}<escape>{{ value }}<escape>{% else %}{{ value | tojson }}{% endif %}
+{%- endmacro %}
+{%- if tools %}<start_of_turn>developer\n{{ tools | tojson }}<end_of_turn>\n{% endif %}
+{%- for message in messages %}<start_of_turn>{{ 'model' if message.role == 'assistant' else message.role }}
+{% if message.tool_calls %}
+    {%- for call in message.tool_calls %}<start_function_call>call:{{ call.function.name }}{
+        {%- for key, value in call.function.arguments | dictsort %}{{- key }}:{{ written(value) }}
+            {%- if not loop.last %},{% endif %}{% endfor %}}<end_function_call>{% endfor %}
+{%- else %}{{- message.content }}{% endif %}<end_of_turn>
+{% endfor %}{% if add_generation_prompt %}<start_of_turn>model
+{% endif %}""",
+}
+
+
 def source_of(name: str) -> str:
     """The text of a template; skips the test where llama.cpp's source is not unpacked."""
+    if name in OWN:
+        return OWN[name]
+    if name.startswith("vllm/"):
+        path = vllm_source() / "examples" / f"tool_chat_template_{name[5:]}.jinja"
+        return path.read_text(encoding="utf-8")
     found = folder()
     if found is None:
         pytest.skip("llama.cpp's source is not in the cache: run build_native.py")
@@ -49,8 +88,8 @@ def template(name: str) -> ChatTemplate:
     return ChatTemplate(source_of(name), "<s>", "</s>")
 
 
-def renderer(name: str) -> Render:
-    """Renders conversations with one of the templates."""
+def renderer(name: str, given_args: Mapping[str, Any] | None = None) -> Render:
+    """Renders conversations with one of the templates. ``given_args``: template arguments of the caller."""
 
     def render(
         messages: list[dict[str, Any]],
@@ -60,7 +99,10 @@ def renderer(name: str) -> Render:
         **template_args: Any,
     ) -> str:
         return template(name).render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, template_args=template_args
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            template_args={**(given_args or {}), **template_args},
         )
 
     return render

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from llamapipe._engine.request import Request
-from llamapipe._engine.speculation import Gate, Guess
+from llamapipe._engine.policy.core import Request
+from llamapipe._engine.policy.speculation import Gate, Guess
 
 
 class EagerGate(Gate):

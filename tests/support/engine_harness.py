@@ -10,16 +10,18 @@ from queue import Empty
 from time import perf_counter
 from typing import Any
 
-from llamapipe._engine.deliver import Choices, CompletionSink, DeltaSink, Failure, ThreadMailbox, TokenSink
-from llamapipe._engine.kv import KvCache
-from llamapipe._engine.loop import EngineLoop
-from llamapipe._engine.request import Request, RequestSpec
-from llamapipe._engine.scheduler import Scheduler
-from llamapipe._engine.snapshot import SnapshotFormat, unpack
-from llamapipe._engine.submit import QueueLimit
-from llamapipe._engine.thread import EngineThread
+from llamapipe._engine.calls.queue_limit import QueueLimit
+from llamapipe._engine.policy.core import Request, RequestSpec
+from llamapipe._engine.policy.kv import KvCache
+from llamapipe._engine.policy.scheduler import Scheduler
+from llamapipe._engine.runtime.loop import EngineLoop
+from llamapipe._engine.runtime.mailboxes import ThreadMailbox
+from llamapipe._engine.runtime.sinks import Choices, CompletionSink, DeltaSink, Failure, TokenSink
+from llamapipe._engine.runtime.snapshot import SnapshotFormat, unpack
+from llamapipe._engine.runtime.thread import EngineThread
+from llamapipe._sync.streams import Generation, Stream
 from llamapipe.results import Completion
-from llamapipe.streams import BUFFER_TOKENS, Generation, Stream
+from llamapipe.streams import BUFFER_TOKENS
 from support.control import PATIENCE_S, Worker, wait_until
 from support.fakes import N_VOCAB, FakeContext, FakeSampler, continuation
 from support.memory import cache_of

@@ -87,10 +87,13 @@ def architectures() -> list[str]:
 
 
 class Grower:
-    """Grows one architecture's file at ``path``; ``step`` loads it once and adds what was missing."""
+    """Grows one architecture's file at ``path``; ``step`` loads it once and adds what was missing.
 
-    def __init__(self, path: Path, architecture: str) -> None:
-        self.path, self.architecture = path, architecture
+    ``alike``: what the first layer misses is added to each layer, which halves the loads where layers are of one kind.
+    """
+
+    def __init__(self, path: Path, architecture: str, alike: bool = True) -> None:
+        self.path, self.architecture, self.alike = path, architecture, alike
         self.document, _ = unpack(tiny_model(path, type_name="f32").read_bytes())
         for entry in self.document.entries:
             if entry.key.startswith(b"llama."):
@@ -137,7 +140,7 @@ class Grower:
             entry.value = [*entry.value, *[0] * int(found[2])][: int(found[2])]
             return True
         if found := _SHAPE.search(reason):
-            return self._shape(document, found[1], [int(text) for text in found[2].split(",")])
+            return self._shape(found[1], [int(text) for text in found[2].split(",")])
         if found := _TENSOR.search(reason):
             return self._tensor(found[1] or found[2])
         return any(re.search(pattern, reason) and self._fix(fixes) for pattern, fixes in FIXES.items())
@@ -147,8 +150,17 @@ class Grower:
             return False
         match = _ATTENTION.fullmatch(name)
         rows = {"qkv": 3 * N_EMBD, "gate": N_HEAD}.get(match[1], N_EMBD) if match else 0
-        self._add_tensor(name, [1] if match is None else [N_EMBD, rows] if match[2] == "weight" else [rows])
+        for one in self._names(name):
+            self._add_tensor(
+                one, [1] if match is None else [N_EMBD, rows] if match[2] == "weight" else [rows]
+            )
         return True
+
+    def _names(self, name: str) -> list[str]:
+        """The names of this tensor in each layer that gets it with this one."""
+        if not self.alike or not name.startswith("blk.0."):
+            return [name]
+        return [f"blk.{i}.{name.removeprefix('blk.0.')}" for i in range(N_LAYER)]
 
     def _fix(self, fixes: dict[str, object]) -> bool:
         """Puts keys that the reason asks for in other words; tensors that depend on them are asked for again."""
@@ -177,21 +189,25 @@ class Grower:
             document.put(key, U32, INTEGERS[max(ends, key=len)] if ends else 1)
         return True
 
-    @staticmethod
-    def _shape(document: Document, name: str, dims: list[int]) -> bool:
+    def _shape(self, name: str, dims: list[int]) -> bool:
         while len(dims) > 1 and dims[-1] == 1:
             dims.pop()
-        tensor = next(one for one in document.tensors if one.name == name.encode())
-        changed = tensor.dims != dims
-        tensor.dims = dims
+        names = [one.encode() for one in self._names(name)]
+        tensors = [tensor for tensor in self.document.tensors if tensor.name in names]
+        changed = any(tensor.dims != dims for tensor in tensors)
+        for tensor in tensors:
+            tensor.dims = dims.copy()
         return changed
 
 
 def grow(path: Path, architecture: str) -> str:
     """Make a model of this architecture at ``path``; what still keeps it from loading, or nothing."""
-    grower = Grower(path, architecture)
-    for _ in range(MOST_ADDED):
-        if not grower.step():
+    for alike in (True, False):
+        grower = Grower(path, architecture, alike)
+        for _ in range(MOST_ADDED):
+            if not grower.step():
+                break
+        if not grower.reason:
             break
     return grower.reason
 

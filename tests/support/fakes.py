@@ -9,21 +9,22 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from llamapipe._engine.kv import (
+from llamapipe._engine.policy.core import (
     AssignAdapters,
     CellChanges,
     Copy,
     Discard,
     Forget,
+    MediaRows,
     MemoryOp,
     Remove,
     Restore,
     Save,
+    SaveState,
     Shift,
     UseAdapters,
 )
-from llamapipe._engine.request import MediaRows
-from llamapipe._engine.scoring import TokenScore
+from llamapipe._engine.policy.scoring import TokenScore
 from llamapipe.errors import ContextFullError, EngineClosedError, NoToken
 
 N_VOCAB = 101
@@ -62,15 +63,25 @@ def continuation(
     n_ctx: int = 2**31,
     n_vocab: int = N_VOCAB,
     adapters: Adapters = None,
+    n_keep: int | None = None,
 ) -> tuple[list[int], str]:
-    """What a request generates when it is alone, and why it ends: ``stop`` or ``length``."""
-    whole = list(tokens)
-    while len(whole) - len(tokens) < max_tokens and len(whole) < n_ctx:
+    """What a request generates when it is alone, and why it ends: ``stop`` or ``length``.
+
+    ``n_keep``: a full sequence keeps so many tokens and the newer half of the others; None: it ends.
+    """
+    whole, made = list(tokens), list[int]()
+    while len(made) < max_tokens and len(whole) < n_ctx:
         token = next_token(whole, n_vocab, adapters)
         if token in stop:
-            return whole[len(tokens) :], "stop"
+            return made, "stop"
         whole.append(token)
-    return whole[len(tokens) :], "length"
+        made.append(token)
+        if len(whole) == n_ctx and n_keep is not None:
+            n_dropped = (n_ctx - n_keep) // 2
+            del whole[n_keep : n_keep + n_dropped]
+            if isinstance(adapters, Switch) and adapters.begin > n_keep:
+                adapters = adapters._replace(begin=max(adapters.begin - n_dropped, n_keep))
+    return made, "length"
 
 
 def score_of(said: int, target: int, n_top: int, n_vocab: int = N_VOCAB) -> TokenScore:
@@ -132,11 +143,13 @@ class FakeSampler:
 
 
 class FakeSaved:
-    """The cells of a sequence in host memory."""
+    """The cells of a sequence in host memory, or only its state. ``begin``: the first cell that windows have."""
 
-    def __init__(self, cells: list[int]) -> None:
+    def __init__(self, cells: list[int], begin: int = 0, only_state: bool = False) -> None:
         self.cells = cells
-        self.n_bytes = len(cells)
+        self.begin = begin
+        self.only_state = only_state
+        self.n_bytes = 10 if only_state else len(cells)
         self.closed = False
 
     def to_bytes(self) -> bytes:
@@ -151,13 +164,15 @@ class FakeContext:
     """An Executor over lists of tokens: ``n_seq_max`` sequences of ``n_ctx`` cells each, ``n_cells`` in all.
 
     What a real context would compute wrongly or end the process for is an AssertionError here: gaps in positions,
-    sequences that do not exist, too many tokens, rows of entries that are no outputs.
+    sequences that do not exist, too many tokens, rows of entries that are no outputs, copies of cells that were shifted
+    and whose keys no step has rotated yet.
 
     ``failures``: what the launch of that number (from 0) raises instead; a ContextFullError leaves everything as it
     was, any other error leaves half of the batch in the cells, as llama.cpp may. ``sample_failures``: the same for
-    ``sample``. ``broken``: tokens after which no logit is finite. ``recurrent``: only whole sequences can be removed,
-    or wrong guesses of the last step, once: at most ``n_states``. ``has_window``: guesses of a step have one length.
-    ``before_launch``: called with the number of each launch, on the thread that launches.
+    ``sample``. ``broken``: tokens after which no logit is finite. ``recurrent``: a sequence has a state, which can go
+    back to a saved one, or before wrong guesses of the last step, once: at most ``n_states``. ``has_cells``: it has
+    cells, too. ``window``: layers see so many tokens: copies have only these (but with ``n_cells``), and guesses of a
+    step have one length. ``before_launch``: called with the number of each launch, on the thread that launches.
     """
 
     overlaps = late_errors = False
@@ -177,7 +192,8 @@ class FakeContext:
         broken: Container[int] = (),
         recurrent: bool = False,
         n_states: int = 0,
-        has_window: bool = False,
+        has_cells: bool = True,
+        window: int = 0,
         before_launch: Callable[[int], object] = lambda n: None,
     ) -> None:
         self.n_seq_max, self.n_ctx, self.n_batch, self.n_vocab = n_seq_max, n_ctx, n_batch, n_vocab
@@ -187,15 +203,20 @@ class FakeContext:
         self.broken = broken
         self.recurrent = recurrent
         self.n_states = n_states
-        self.has_window = has_window
+        self.has_cells = has_cells
+        self.window = window
+        self.shares_cells = n_cells is not None
         self.before_launch = before_launch
         self.sequences: list[list[int]] = [[] for _ in range(n_seq_max)]  # the tokens in each one's cells
+        self.begins = [0] * n_seq_max  # the first cell of each sequence that windows have
+        self.seen: list[list[int]] = [[] for _ in range(n_seq_max)]  # the tokens in each one's state
         self.saved: list[FakeSaved] = []  # all that there ever were
         self.kept: dict[int, FakeSaved] = {}  # those that are there, by key
         self.refuses_saves = False
         self.adapters: Any = None  # a number; cells that were computed with one are others
         self.assigned: dict[int, Any] | None = None  # by slot, if ``adapters`` is a carrier
         self.n_changes = 0
+        self._unrotated: set[int] = set()  # sequences that were shifted since the last launch
         self._gone_back: set[int] = (
             set()
         )  # recurrent sequences without guesses, until they are computed again
@@ -220,12 +241,13 @@ class FakeContext:
 
     def change_cells(self, ops: Sequence[MemoryOp]) -> CellChanges:
         lost: set[int] = set()
+        stale: set[int] = set()
         sizes: list[tuple[int, int | None]] = []
         for op in ops:
             done = True
             match op:
-                case Remove(slot, position):
-                    done = self._remove(slot, position)
+                case Remove(slot, position, state):
+                    done = self._remove(slot, position, state=state)
                 case Discard(slot, position):
                     last = self.launches[-2:]  # with micro-batches another step follows at once
                     assert any(
@@ -234,15 +256,17 @@ class FakeContext:
                     done = self._remove(slot, position, is_guess=True)
                 case Shift(slot, begin, end):
                     done = slot not in lost and self._shift(slot, begin, end)
-                case Copy(source, slot, n):
-                    done = source not in lost and self._copy(source, slot, n)
-                case Restore(key, slot, n):
-                    done = key in self.kept and self._load(self.kept[key], slot, n)
+                case Copy(source, slot, n, state):
+                    done = source not in lost and self._copy(source, slot, n, state)
+                case Restore(key, slot, n, state):
+                    done = key in self.kept and self._load(self.kept[key], slot, n, state)
                 case Save(slot, key, max_bytes):
                     saved = None if slot in lost else self.save(slot, max_bytes)
-                    sizes.append((key, None if saved is None else saved.n_bytes))
-                    if saved is not None:
-                        self.kept[key] = saved
+                    self._note_saved(key, saved, sizes)
+                    continue
+                case SaveState(slot, n, key, max_bytes):
+                    is_there = slot not in lost and len(self.sequences[slot]) == n
+                    self._note_saved(key, self.save(slot, max_bytes, True) if is_there else None, sizes)
                     continue
                 case UseAdapters(adapters, carries):
                     self._claim()
@@ -258,56 +282,103 @@ class FakeContext:
                     if key in self.kept:
                         self.kept.pop(key).close()
                     continue
-            if not done:
+            stale.discard(slot)
+            if not done and isinstance(op, Remove) and op.state < 0 and self.sequences[slot]:
+                stale.add(slot)
+            elif not done:
                 lost.add(slot)
-            elif isinstance(op, (Copy, Restore)):
+            elif isinstance(op, (Copy, Restore)) or (isinstance(op, Remove) and op.state >= 0):
                 lost.discard(slot)
-        return CellChanges(lost, sizes)
+        return CellChanges(lost, sizes, stale)
 
-    def _remove(self, seq_id: int, position: int, is_guess: bool = False) -> bool:
+    def _note_saved(self, key: int, saved: FakeSaved | None, sizes: list[tuple[int, int | None]]) -> None:
+        sizes.append((key, None if saved is None else saved.n_bytes))
+        if saved is not None:
+            self.kept[key] = saved
+
+    def _remove(self, seq_id: int, position: int, is_guess: bool = False, state: int = -1) -> bool:
         """Forgets a sequence's cells from ``position`` on; a recurrent one all of them in most cases, False then."""
         self._claim()
         assert 0 <= seq_id < self.n_seq_max, f"there is no sequence {seq_id}"
         assert position >= 0, f"there is no position {position}"
         cells = self.sequences[seq_id]
-        if self.recurrent and 0 < position < len(cells):
-            if is_guess and self.n_states and seq_id not in self._gone_back:
-                assert len(cells) - position <= self.n_states, f"{len(cells) - position} wrong guesses"
-                self._gone_back.add(seq_id)
-                del cells[position:]
-                return True
-            cells.clear()
-            return False
+        if position == 0:
+            self._unrotated.discard(seq_id)
+        if is_guess and self.recurrent and position < len(cells):
+            if not self.n_states or seq_id in self._gone_back:
+                return self._has_parts(seq_id, 0, -1)
+            assert len(cells) - position <= self.n_states, f"{len(cells) - position} wrong guesses"
+            self._gone_back.add(seq_id)
+            del self.seen[seq_id][position:]
+        elif not is_guess or position == 0:
+            return self._has_parts(seq_id, position, state)
         del cells[position:]
         return True
 
-    def _copy(self, source: int, seq_id: int, n: int) -> bool:
+    def _has_parts(self, seq_id: int, n: int, state: int, is_copy: bool = False) -> bool:
+        """Shortens a sequence to its first ``n`` cells, with a saved state; False and empty if parts are missing."""
+        cells = self.sequences[seq_id]
+        mark = self.kept.get(state)
+        done = state < 0 or mark is not None
+        if mark is not None:
+            assert mark.only_state and not mark.closed, f"{state} is no state"
+            if not self.has_cells:
+                cells[:] = mark.cells
+            done = len(mark.cells) == n <= len(cells)
+            self.seen[seq_id] = mark.cells.copy()
+            self.begins[seq_id] = mark.begin
+        elif self.recurrent and 0 < n < len(cells):
+            if self.has_cells and not is_copy:
+                return False  # they are as they were
+            done = False
+        if self.window and self.begins[seq_id] > max(n - self.window + 1, 0):
+            done = n == 0
+        if not done or n == 0:
+            cells.clear()
+            self.seen[seq_id].clear()
+            self.begins[seq_id] = 0
+        del cells[n:]
+        return done
+
+    def _copy(self, source: int, seq_id: int, n: int, state: int = -1) -> bool:
         """Gives an empty sequence the first `n` cells of another."""
         self._claim()
         assert source != seq_id and not self.sequences[seq_id], f"sequence {seq_id} is not empty"
         assert 0 < n <= len(self.sequences[source]), f"{n} cells of {len(self.sequences[source])}"
-        if self.recurrent and n < len(self.sequences[source]):
-            return False
-        self.sequences[seq_id] = self.sequences[source][:n]
-        return True
+        assert source not in self._unrotated, f"sequence {source} is copied before its keys are rotated"
+        self.sequences[seq_id] = self.sequences[source].copy()
+        self.seen[seq_id] = self.seen[source].copy()
+        self.begins[seq_id] = self.begins[source] if self.shares_cells else self._window_begin(source)
+        return self._has_parts(seq_id, n, state, is_copy=True)
+
+    def _window_begin(self, seq_id: int) -> int:
+        """The first cell that a copy of a sequence has for windows."""
+        if not self.window:
+            return 0
+        return max(self.begins[seq_id], len(self.sequences[seq_id]) - self.window, 0)
 
     def _shift(self, seq_id: int, begin: int, end: int) -> bool:
-        """Drops cells from the middle of a sequence."""
+        """Drops cells from the middle of a sequence. The next launch rotates the keys of those after them."""
         self._claim()
         cells = self.sequences[seq_id]
         assert 0 <= begin < end <= len(cells), f"{begin} to {end} of {len(cells)} cells"
         del cells[begin:end]
+        if self.begins[seq_id] > begin:
+            self.begins[seq_id] = max(self.begins[seq_id] - (end - begin), begin)
+        self._unrotated.add(seq_id)
         return True
 
-    def save(self, seq_id: int, max_bytes: int) -> FakeSaved | None:
-        """A copy of a sequence's cells, a byte each."""
+    def save(self, seq_id: int, max_bytes: int, only_state: bool = False) -> FakeSaved | None:
+        """A copy of a sequence's cells, a byte each, or of its state, ten bytes."""
         self._claim()
         cells = self.sequences[seq_id]
         assert cells, f"sequence {seq_id} is empty"
-        if len(cells) > max_bytes or self.refuses_saves:
+        assert seq_id not in self._unrotated, f"sequence {seq_id} is saved before its keys are rotated"
+        found = FakeSaved(cells.copy(), self._window_begin(seq_id), only_state)
+        if found.n_bytes > max_bytes or self.refuses_saves:
             return None
-        self.saved.append(FakeSaved(cells.copy()))
-        return self.saved[-1]
+        self.saved.append(found)
+        return found
 
     def read_cells(self, seq_id: int) -> bytes | None:
         saved = self.save(seq_id, 2**62)
@@ -320,19 +391,23 @@ class FakeContext:
         return self.kept[key].to_bytes() if key in self.kept else None
 
     def keep_saved(self, key: int, state: bytes) -> bool:
-        self.saved.append(FakeSaved(array("i", state).tolist()))
+        cells = array("i", state).tolist()
+        self.saved.append(FakeSaved(cells, max(len(cells) - self.window, 0) if self.window else 0))
         self.kept[key] = self.saved[-1]
         return True
 
-    def _load(self, saved: FakeSaved, seq_id: int, n: int) -> bool:
+    def _load(self, saved: FakeSaved, seq_id: int, n: int, state: int = -1) -> bool:
         """Gives an empty sequence the first `n` saved cells."""
         self._claim()
         assert not saved.closed and not self.sequences[seq_id], f"sequence {seq_id} is not empty"
         assert 0 < n <= len(saved.cells), f"{n} cells of {len(saved.cells)}"
-        if (self.recurrent and n < len(saved.cells)) or self.n_used + n > self.n_cells:
+        assert not saved.only_state
+        if self.n_used + n > self.n_cells:
             return False
-        self.sequences[seq_id] = saved.cells[:n]
-        return True
+        self.sequences[seq_id] = saved.cells.copy()
+        self.seen[seq_id] = saved.cells.copy()
+        self.begins[seq_id] = saved.begin
+        return self._has_parts(seq_id, n, state, is_copy=True)
 
     def sequence_end(self, seq_id: int) -> int:
         """How many cells a sequence has."""
@@ -492,7 +567,7 @@ class FakeContext:
         assert set(batch.outputs) <= {0, 1} and sum(batch.outputs) <= self.n_seq_max + self.n_score_rows, (
             batch
         )
-        if self.has_window and all(batch.outputs):
+        if self.window and all(batch.outputs):
             guessed = {batch.seq_ids.count(seq_id) for seq_id in batch.seq_ids} - {1}
             assert len(guessed) <= 1, f"guesses of several lengths beside a window: {batch}"
         lengths = [len(s) for s in self.sequences]
@@ -507,12 +582,20 @@ class FakeContext:
 
     def _store(self, batch: Launch, n: int) -> dict[int, int]:
         rows = {}
+        self._unrotated.clear()
         self._gone_back.difference_update(batch.seq_ids)
         for i in range(n):
             cells = self.sequences[batch.seq_ids[i]]
             seq_id = batch.seq_ids[i]
             adapters = self.adapters if self.assigned is None else self.assigned.get(seq_id)
+            if self.recurrent:
+                assert self.seen[seq_id] == cells, f"the state of sequence {seq_id} is of other tokens"
+            if self.window:
+                needed = max(len(cells) - self.window + 1, 0)
+                assert self.begins[seq_id] <= needed, f"sequence {seq_id} lacks cells of its window"
             cells.append(cell(batch.tokens[i], adapters))
+            if self.recurrent:
+                self.seen[seq_id].append(cells[-1])
             if batch.outputs[i]:
                 rows[i] = -1 if batch.tokens[i] in self.broken else next_token(cells, self.n_vocab)
         return rows

@@ -15,13 +15,27 @@ TOOLS = Path(__file__).resolve().parents[2] / "tools"
 sys.path.append(str(TOOLS))
 
 from make_model import PRESETS, Shape, find_source, make_model  # noqa: E402
+from model_shapes import ARCHITECTURES  # noqa: E402
 
-__all__ = ["PRESETS", "Shape", "find_source", "make_model", "tiny_model"]
+__all__ = [
+    "ARCHITECTURES",
+    "PRESETS",
+    "Shape",
+    "find_source",
+    "make_model",
+    "tiny_architecture",
+    "tiny_model",
+]
 
 
 def tiny_model(path: Path, vocab: str = "builtin-spm", type_name: str = "f16") -> Path:
     """A model of about 200 kB that computes in milliseconds."""
     return make_model(path, shape=PRESETS["tiny"].shape, type_name=type_name, vocab=vocab)
+
+
+def tiny_architecture(path: Path, name: str, vocab: str = "builtin-spm", type_name: str = "f16") -> Path:
+    """A model with the layers of one of ``ARCHITECTURES`` and tiny widths, of a few MB."""
+    return make_model(path, shape=ARCHITECTURES[name].shrunk(), type_name=type_name, vocab=vocab)
 
 
 def split_model(path: Path, folder: Path, n_each: int) -> list[Path]:
@@ -137,6 +151,33 @@ def recurrent_model(path: Path, n_embd: int = 32, n_state: int = 4, n_rank: int 
         writer.add_tensor(f"blk.{i}.ssm_a", decay)
         put(f"blk.{i}.ssm_d", n_inner)
         put(f"blk.{i}.ssm_out.weight", n_embd, n_inner, scale=3.0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def encoder_decoder_model(path: Path, architecture: str = "t5") -> Path:
+    """The head of a T5 with two layers: what is known of such a file without its weights. It cannot be loaded."""
+    writer = gguf.GGUFWriter(path, architecture)
+    n_vocab, n_embd = 3 + 256, 16
+    writer.add_block_count(2)
+    writer.add_context_length(64)
+    writer.add_embedding_length(n_embd)
+    writer.add_feed_forward_length(2 * n_embd)
+    writer.add_head_count(2)
+    writer.add_key_length(8)
+    writer.add_value_length(8)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_relative_attn_buckets_count(8)
+    writer.add_decoder_start_token_id(0)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))])
+    writer.add_token_scores([-float(i) for i in range(n_vocab)])
+    writer.add_token_types([2, 3, 3] + [6] * 256)
+    writer.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
+    writer.add_tensor("token_embd.weight", np.ones((n_vocab, n_embd), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

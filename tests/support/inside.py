@@ -16,18 +16,21 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import llamapipe as lp
-from llamapipe._engine.executor import StepExecutor
+from llamapipe._engine.runtime.executor import StepExecutor
 from llamapipe.native.load import native
 
 if TYPE_CHECKING:
-    from llamapipe._engine.deliver import AsyncMailbox, LoopWaker, ResultDispatcher
-    from llamapipe._engine.executor import Executor
-    from llamapipe._engine.kv import Cells, KvCache, PrefixTree
-    from llamapipe._engine.loop import EngineLoop, Inbox
-    from llamapipe._engine.request import Request
-    from llamapipe._engine.scheduler import Scheduler
-    from llamapipe._engine.submit import QueueLimit
-    from llamapipe._engine.thread import EngineThread
+    from llamapipe._engine.calls.queue_limit import QueueLimit
+    from llamapipe._engine.policy.core import Cells, Request
+    from llamapipe._engine.policy.kv import KvCache
+    from llamapipe._engine.policy.prefix_tree import PrefixTree
+    from llamapipe._engine.policy.scheduler import Scheduler
+    from llamapipe._engine.runtime.executor import Executor
+    from llamapipe._engine.runtime.inbox import Inbox
+    from llamapipe._engine.runtime.loop import EngineLoop
+    from llamapipe._engine.runtime.mailboxes import AsyncMailbox, ResultDispatcher
+    from llamapipe._engine.runtime.thread import EngineThread
+    from llamapipe._engine.runtime.wakers import LoopWaker
     from llamapipe.llama.embedding_context import EmbeddingContext
     from llamapipe.llama.native_pipeline import NativePipeline
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llamapipe._engine.kv import KvCache
+from llamapipe._engine.policy.kv import KvCache
 
 
 def cache_of(n_slots: int, enabled: bool = False, **options: Any) -> KvCache:

@@ -19,7 +19,7 @@ COMMAND = [sys.executable, "-c", "import sys; from llamapipe_command import main
 class ServerProcess:
     """A server on a free port; ``url`` is known when it answers. ``arguments``: of the command, after ``serve``."""
 
-    def __init__(self, *arguments: str, cwd: Path) -> None:
+    def __init__(self, *arguments: str, cwd: Path, env: dict[str, str] | None = None) -> None:
         self.errors: deque[str] = deque(maxlen=50)
         self._process = subprocess.Popen(
             [*COMMAND, "--port", "0", *arguments],
@@ -27,7 +27,7 @@ class ServerProcess:
             stderr=subprocess.PIPE,
             text=True,
             cwd=cwd,
-            env=environment(),
+            env=env or environment(),
         )
         assert self._process.stdout is not None and self._process.stderr is not None
         self._reader = Thread(target=self.errors.extend, args=(self._process.stderr,), daemon=True)

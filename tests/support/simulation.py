@@ -18,29 +18,26 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import Empty
 from typing import Any
 from unittest.mock import patch
 
-from llamapipe._engine import deliver, submit
-from llamapipe._engine import loop as engine_loop
-from llamapipe._engine.deliver import (
-    AsyncMailbox,
-    Choices,
-    CompletionSink,
-    DeltaSink,
-    Failure,
-    ThreadMailbox,
-    TokenSink,
-)
-from llamapipe._engine.kv import KvCache
-from llamapipe._engine.loop import EngineLoop, Inbox
-from llamapipe._engine.request import Activation, Request, RequestSpec, State
-from llamapipe._engine.scheduler import Overflow, Scheduler
-from llamapipe._engine.speculation import MOST_GUESSED, Gate, Guess
-from llamapipe._engine.submit import QueueLimit
+from llamapipe._engine.calls import call_options, queue_limit
+from llamapipe._engine.calls.queue_limit import QueueLimit
+from llamapipe._engine.policy import kv, scheduler
+from llamapipe._engine.policy.core import Activation, CellChanges, MemoryOp, Request, RequestSpec, State
+from llamapipe._engine.policy.kv import KvCache
+from llamapipe._engine.policy.overflow import Overflow
+from llamapipe._engine.policy.scheduler import Scheduler
+from llamapipe._engine.policy.speculation import MOST_GUESSED, Gate, Guess
+from llamapipe._engine.runtime import late_draws, mailboxes, micro_batches, sinks
+from llamapipe._engine.runtime import loop as engine_loop
+from llamapipe._engine.runtime.inbox import Inbox
+from llamapipe._engine.runtime.loop import EngineLoop
+from llamapipe._engine.runtime.mailboxes import AsyncMailbox, ThreadMailbox
+from llamapipe._engine.runtime.sinks import Choices, CompletionSink, DeltaSink, Failure, TokenSink
 from llamapipe.errors import ContextFullError, DecodeError, InvalidRequestError, NoToken
 from llamapipe.results import Completion, Delta, Token, TokenLogprob
 
@@ -441,9 +438,16 @@ class SimExecutor(FakeContext):
     def launching(self) -> int:
         return self.n_launches - 1
 
-    def save(self, seq_id: int, max_bytes: int) -> FakeSaved | None:
+    def change_cells(self, ops: Sequence[MemoryOp]) -> CellChanges:
+        """Without faults, cells to spare or steps that overlap, the cache asks for nothing that is impossible."""
+        changes = super().change_cells(ops)
+        if not self.faults and not self.shares_cells and not self.overlaps:
+            assert not changes.lost, f"sequences {changes.lost} have lost their cells: {ops}"
+        return changes
+
+    def save(self, seq_id: int, max_bytes: int, only_state: bool = False) -> FakeSaved | None:
         self.refuses_saves = self.faults > 0 and self.world.rng.random() < 0.2
-        return super().save(seq_id, max_bytes)
+        return super().save(seq_id, max_bytes, only_state)
 
     def _claim(self) -> None:
         assert not self.closed, "a closed context was used"
@@ -456,7 +460,7 @@ class Simulation:
         self.world = world
         rng = world.rng
         faults = rng.choice((0.0, 0.0, 0.03, 0.1))
-        n_slots = rng.choice((1, 2, 3, 5))
+        n_slots = rng.choice((1, 2, 3, 5, 5))
         whole = N_CTX * n_slots
         n_cells = rng.choice((None, None, N_CTX, max(N_CTX, whole // 2)))
         context = SimExecutor(
@@ -465,32 +469,45 @@ class Simulation:
             n_seq_max=n_slots,
             n_cells=n_cells,
             n_batch=rng.choice((8, 32)),
-            recurrent=rng.random() < 0.1,
+            recurrent=(is_recurrent := rng.random() < 0.25),
             n_states=rng.choice((0, 4)),
-            has_window=rng.random() < 0.2,
+            has_cells=not is_recurrent or rng.random() < 0.7,
+            window=rng.choice((3, 8)) if not is_recurrent and rng.random() < 0.3 else 0,
         )
         self.context = context
         is_unified = n_cells is not None
         cache = KvCache(
             n_slots,
             rng.random() < 0.7,
+            has_states=context.recurrent,
+            has_cells=context.has_cells,
+            window=context.window,
+            shares_cells=is_unified,
             cell_bytes=1,
-            host_bytes=rng.choice((0, 60, 1000)),
+            host_bytes=rng.choice((0, 60, 3_000, 20_000)),
             min_prefix=rng.choice((1, 4)),
+            min_save=rng.choice((2, 32)),
         )
-        self.can_overflow = not context.recurrent and rng.random() < 0.2
+        # How full sequences go on. Cells that sequences share, and states, cannot be shifted.
+        self.overflow, self.n_keep = "stop", 0
+        if not context.recurrent and rng.random() < 0.4:
+            self.overflow = "recompute" if is_unified else rng.choice(("recompute", "shift", "shift"))
+            self.n_keep = rng.choice(
+                (2, N_CTX - 4, N_CTX - 4)
+            )  # with these, sequences are full after two tokens
         self.scheduler = Scheduler(
             cache,
             N_CTX,
             context.n_cells,
             context.n_batch,
             rng.choice((4, 8)) if context.n_batch == 8 else 16,
-            padding_token=None if is_unified else 0,
-            overflow=Overflow("recompute", 2) if self.can_overflow else None,
+            padding_token=None if is_unified or context.recurrent else 0,
+            prefill_cutoff=rng.choice((None, 4, 4)),
+            overflow=Overflow(self.overflow, self.n_keep),
             gate=Gate(
                 0 if self._takes_no_guesses(context) else rng.choice((3, 8)),
                 drafter=SimDrafter(world, N_CTX) if rng.random() < 0.4 else None,
-                has_window=context.has_window,
+                has_window=context.window > 0,
                 n_longest=context.n_states if context.recurrent else MOST_GUESSED,
             ),
             carries=carries if rng.random() < 0.5 else None,
@@ -510,7 +527,8 @@ class Simulation:
         self.loops = [SimLoop(world) for _ in range(2)]
         self.samplers: list[SimSampler] = []
         self.prefixes = [[rng.randrange(N_VOCAB) for _ in range(20)] for _ in range(3)]
-        self.sets = (None,) if rng.random() < 0.5 else rng.choice(((None, 1), (1, 2), (None, 1, 2, 3)))
+        is_plain = rng.random() < (0.8 if self.overflow == "shift" else 0.5)
+        self.sets = (None,) if is_plain else rng.choice(((None, 1), (1, 2), (None, 1, 2, 3)))
         self.has_faults = faults > 0
         self.n_open = 0
         self.n_checked = 0
@@ -525,6 +543,11 @@ class Simulation:
         for loop in self.loops:
             if rng.random() < 0.15:
                 world.soon(loop.close, 0.05)
+
+    @property
+    def can_overflow(self) -> bool:
+        """Whether full sequences drop tokens."""
+        return self.overflow != "stop"
 
     def _takes_no_guesses(self, context: SimExecutor) -> bool:
         return (context.recurrent and not context.n_states) or self.world.rng.random() < 0.3
@@ -642,8 +665,8 @@ class Simulation:
     def _request(self, tokens: list[int], **options: Any) -> Request:
         rng = self.world.rng
         spec = RequestSpec(
-            rng.randrange(1, 30),
-            frozenset([0] if rng.random() < 0.5 else []),
+            rng.randrange(1, 120 if self.can_overflow else 30),
+            frozenset([0] if rng.random() < (0.2 if self.can_overflow else 0.5) else []),
             sampler_factory=self,
             priority=rng.choice((0, 0, 0, 1, -1)),
             uses_cache=rng.random() < 0.9,
@@ -652,6 +675,7 @@ class Simulation:
             activation=self._activation(adapters),
             cache_key=adapters,
             wants_logprobs=rng.random() < 0.4,
+            places=tuple(rng.randrange(1, 30) for _ in range(rng.choice((0, 0, 1, 2)))),
             speculates=not options.get("resumable"),
             drafts=not options.get("resumable"),
             **options,
@@ -692,6 +716,10 @@ class Simulation:
         self.loop.in_flight.abort_cancelled()
 
     def _caller(self) -> Caller:
+        if (
+            self.overflow == "shift" and self.world.rng.random() < 0.7
+        ):  # decoding requests have gaps between them
+            return self._completes()
         return self.world.rng.choice((self._completes, self._completes, self._streams, self._generates))()
 
     def _submit(self, request: Request) -> bool:
@@ -704,6 +732,7 @@ class Simulation:
     def _completes(self) -> Caller:
         """Asks for whole completions, one after the other."""
         rng = self.world.rng
+        thinks_s = rng.choice((0.0, 0.05))
         for _ in range(rng.randrange(1, 6)):
             prompt = self._prompt()
             mailbox, loop = self._mailbox()
@@ -726,6 +755,8 @@ class Simulation:
                 if item is None:
                     return
             self._check_completion(request, prompt, item[1])
+            if thinks_s:
+                yield self._sleep(thinks_s * rng.random())
 
     def _check_completion(self, request: Request, prompt: list[int], result: object) -> None:
         if isinstance(result, Failure):
@@ -756,10 +787,14 @@ class Simulation:
     def _check_tokens(
         self, request: Request, prompt: list[int], tokens: Sequence[int], reason: str | None
     ) -> None:
-        if self.can_overflow and len(prompt) + len(tokens) >= N_CTX:
-            return  # the model forgets what was dropped
         expected, ends = continuation(
-            prompt, request.max_tokens, request.stop_tokens, N_CTX, N_VOCAB, adapters_of(request, prompt)
+            prompt,
+            request.max_tokens,
+            request.stop_tokens,
+            N_CTX,
+            N_VOCAB,
+            adapters_of(request, prompt),
+            self.n_keep if self.can_overflow else None,
         )
         if reason == "cancelled":
             assert list(tokens) == expected[: len(tokens)], (tokens, expected)
@@ -855,8 +890,7 @@ class Simulation:
                     continue
                 assert isinstance(item, Token)
                 assert item.logprob == (-float(item.id) if request.wants_logprobs else None)
-                if not self.can_overflow:
-                    assert item.id == next_token(whole, N_VOCAB, adapters), (item, whole)
+                assert item.id == next_token(whole, N_VOCAB, adapters), (item, whole)
                 whole.append(item.id)
                 n_made += 1
                 if self.can_overflow and request.dropped:
@@ -891,13 +925,21 @@ def adapters_of(request: Request, given: Sequence[int]) -> Adapters:
 @contextmanager
 def virtual_time(world: World) -> Iterator[None]:
     """The modules that look at the clock or wake threads do so in the simulation."""
-    with (
-        patch.object(engine_loop, "perf_counter", world.clock),
-        patch.object(submit, "perf_counter", world.clock),
-        patch.object(deliver, "perf_counter", world.clock),
-        patch.object(deliver, "WakeQueue", SimWakeQueue),
-        patch.object(deliver, "LaunchWakeList", SimWakeList),
-    ):
+    with ExitStack() as stack:
+        for module in (engine_loop, late_draws, micro_batches, sinks, mailboxes, call_options, queue_limit):
+            stack.enter_context(patch.object(module, "perf_counter", world.clock))
+        stack.enter_context(patch.object(mailboxes, "WakeQueue", SimWakeQueue))
+        stack.enter_context(patch.object(mailboxes, "LaunchWakeList", SimWakeList))
+        # A run has few steps.
+        stack.enter_context(patch.object(scheduler, "_LEAST_GAPS", world.rng.choice((1, 1, 1, 8))))
+        # Its prompts are short.
+        for name, values in (
+            ("_BEFORE_END", (1, 4)),
+            ("_LEAST_BETWEEN", (1, 4)),
+            ("_INTERVAL", (5, 512)),
+        ):
+            stack.enter_context(patch.object(kv, name, world.rng.choice(values)))
+        stack.enter_context(patch.object(kv, "MIN_FOLLOW", world.rng.choice((2, 16))))
         yield
 
 

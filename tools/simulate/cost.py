@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from llamapipe._engine.planner import BatchPlan
+from llamapipe._engine.policy.core import BatchPlan
 
 _KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of tokens between which the time of a pass is linear
 _MOST_TOKENS = 4096  # in a pass

@@ -7,10 +7,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from llamapipe._engine.kv import Copy, KvCache, MemoryOp, Restore, Save
-from llamapipe._engine.planner import BatchPlan
-from llamapipe._engine.request import UNLIMITED, Request, RequestSpec, State
-from llamapipe._engine.scheduler import Scheduler
+from llamapipe._engine.policy.core import (
+    UNLIMITED,
+    BatchPlan,
+    Copy,
+    MemoryOp,
+    Request,
+    RequestSpec,
+    Restore,
+    Save,
+    State,
+)
+from llamapipe._engine.policy.kv import KvCache
+from llamapipe._engine.policy.scheduler import Scheduler
 from simulate.cost import Load as StepLoad
 from simulate.cost import StepCost, load_of
 from simulate.workload import TOKENS
@@ -71,7 +80,7 @@ class Answer:
     def finish(self, request: Request) -> None:
         """Does nothing: the node calls ``on_end``."""
 
-    def restart_text(self) -> None:
+    def restart_text(self, at_start: bool) -> None:
         """Does nothing: there is no text."""
 
 

@@ -16,8 +16,7 @@ from time import perf_counter, sleep
 from typing import Any
 
 import llamapipe as lp
-from llamapipe._engine.kv import MemoryOp
-from llamapipe._engine.planner import BatchPlan
+from llamapipe._engine.policy.core import BatchPlan, MemoryOp
 from simulate.cost import Load, Pass, load_of
 from simulate.node import NodeOptions, count_copies
 from simulate.workload import WORKLOADS, Conversation, Workload, arrivals, scaled

@@ -46,7 +46,7 @@ struct llama_context_params {
     enum llama_flash_attn_type flash_attn_type;
     enum ggml_type type_k; enum ggml_type type_v;
     enum llama_pooling_type pooling_type;
-    bool no_perf; bool kv_unified; bool embeddings;
+    bool no_perf; bool swa_full; bool kv_unified; bool embeddings;
     ...;
 };
 

@@ -228,15 +228,18 @@ int       lp_assign_adapters(lp_pipeline * pipeline, int seq_id, const lp_adapte
 
 int       lp_sequence_end(lp_pipeline * pipeline, int seq_id);  // between steps: the position after its last one, or LP_ERROR...
 
-// The cells of one sequence in host memory. These entries run between steps and wait for the steps before them.
+// One sequence in host memory, or only the state of its end: what cannot go back. These entries run between steps and
+// wait for the steps before them.
 typedef struct lp_saved lp_saved;
-lp_saved * lp_save(lp_pipeline * pipeline, int seq_id, int64_t max_bytes);  // null: larger, or an error
+lp_saved * lp_save(lp_pipeline * pipeline, int seq_id, int64_t max_bytes, bool only_state);  // null: larger, or an error
 lp_saved * lp_saved_new(const void * bytes, int64_t n);  // of bytes that `lp_saved_data` gave; null: no memory
 int64_t    lp_saved_bytes(const lp_saved * saved);
 const void * lp_saved_data(const lp_saved * saved);
 void       lp_saved_free(lp_saved * saved);
-int        lp_load(lp_pipeline * pipeline, const lp_saved * saved, int seq_id, int n);  // its first n cells; 1 done, 0 refused
-int        lp_copy(lp_pipeline * pipeline, int from, int to, int n);  // the first n cells to another stream; 1 done, 0 refused
+// 1: the sequence has the first n cells (null: of its own) and a state (null: that of the cells); 0: refused, and it is
+// empty, or as it was if both are null.
+int        lp_load(lp_pipeline * pipeline, int seq_id, int n, const lp_saved * cells, const lp_saved * state);
+int        lp_copy(lp_pipeline * pipeline, int from, int to, int n, const lp_saved * state);  // the same, of another stream
 
 bool          lp_step_ready(lp_step * step);
 bool          lp_step_wait(lp_step * step, int64_t timeout_ns);

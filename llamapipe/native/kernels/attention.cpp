@@ -17,7 +17,8 @@ extern const AttentionLevel kAttentionAvx2;
 
 const AttentionLevel * attention_level() {
 #if defined(__x86_64__)
-    static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    static const bool has_avx2 =
+            __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     return has_avx2 ? &kAttentionAvx2 : nullptr;
 #else
     return nullptr;
@@ -54,11 +55,12 @@ struct Tiling {
     Tiling(const ggml_tensor * op, int n_threads)
         : n_rows(op->src[0]->ne[1]), n_heads(op->src[0]->ne[2]), n_kv_heads(op->src[1]->ne[2]), n_streams(op->src[0]->ne[3]),
           n_cells(padded(op->src[1]->ne[1], kKeyBlock)), group(n_heads / n_kv_heads) {
-        const int64_t most = std::clamp<int64_t>(scores_bytes / (int64_t) sizeof(float) / std::max<int64_t>(n_cells, 1), 6, most_queries);
-        heads_each         = std::min(group, most);
-        rows_each          = std::clamp<int64_t>(most / heads_each, 1, n_rows);
-        most_queries_each  = heads_each * rows_each;
-        most_rows_each     = rows_each;
+        const int64_t most =
+                std::clamp<int64_t>(scores_bytes / (int64_t) sizeof(float) / std::max<int64_t>(n_cells, 1), 6, most_queries);
+        heads_each        = std::min(group, most);
+        rows_each         = std::clamp<int64_t>(most / heads_each, 1, n_rows);
+        most_queries_each = heads_each * rows_each;
+        most_rows_each    = rows_each;
         count();
         // Two tiles for a thread at least, so that none waits long for another; not by loading all keys for single heads.
         while (n < 2 * n_threads && rows_each > 1) {
@@ -110,8 +112,8 @@ private:
 class Attention {
 public:
     Attention(const ggml_compute_params * params, ggml_tensor * op)
-        : op_(op), q_(op->src[0]), k_(op->src[1]), v_(op->src[2]), mask_(op->src[3]), sinks_(op->src[4]), level_(*attention_level()),
-          tiling_(op, params->nth), at_(tiling_, q_->ne[0], v_->ne[0]), ith_(params->ith) {
+        : op_(op), q_(op->src[0]), k_(op->src[1]), v_(op->src[2]), mask_(op->src[3]), sinks_(op->src[4]),
+          level_(*attention_level()), tiling_(op, params->nth), at_(tiling_, q_->ne[0], v_->ne[0]), ith_(params->ith) {
         GGML_ASSERT(params->wsize >= alignment * 2 + (size_t) params->nth * at_.bytes);
         char * begin = (char *) padded((int64_t) params->wdata, alignment);
         next_        = (std::atomic<int64_t> *) begin;
@@ -207,8 +209,8 @@ private:
     // Reads cells [first, first + n) of the list.
     void read(const ggml_tensor * from, const Tile & tile, int64_t first, int64_t n) const {
         const int64_t n_dims = from->ne[0], head = tile.head / (q_->ne[2] / from->ne[2]);
-        const int64_t stream = tile.stream / (q_->ne[3] / from->ne[3]);
-        const char *  data   = (const char *) from->data + (size_t) head * from->nb[2] + (size_t) stream * from->nb[3];
+        const int64_t stream   = tile.stream / (q_->ne[3] / from->ne[3]);
+        const char *  data     = (const char *) from->data + (size_t) head * from->nb[2] + (size_t) stream * from->nb[3];
         const auto    to_float = ggml_get_type_traits(from->type)->to_float;
         float *       to       = at<float>(at_.rows);
         for (int64_t i = first; i < first + n; i++, to += n_dims) {
@@ -230,7 +232,8 @@ private:
             read(k_, tile, c, n_read);
             std::fill_n(at<float>(at_.rows) + n_read * n_dims, (kKeyBlock - n_read) * n_dims, 0.0f);
             level_.transpose(at<float>(at_.rows), n_dims, at<float>(at_.keys));
-            level_.score(at<float>(at_.queries), tile.n_queries(), n_dims, at<float>(at_.keys), at<float>(at_.scores) + c, n_padded);
+            level_.score(at<float>(at_.queries), tile.n_queries(), n_dims, at<float>(at_.keys), at<float>(at_.scores) + c,
+                         n_padded);
         }
     }
 
@@ -241,8 +244,8 @@ private:
                 scores[i] = softcap_ * std::tanh(scores[i] * scale_);
             }
         }
-        const float found = level_.mask(scores, n, softcap_ != 0 ? 1.0f : scale_, slope(head), mask);
-        const float sink  = sinks_ ? ((const float *) sinks_->data)[head] : -INFINITY;  // of a cell without a value
+        const float found   = level_.mask(scores, n, softcap_ != 0 ? 1.0f : scale_, slope(head), mask);
+        const float sink    = sinks_ ? ((const float *) sinks_->data)[head] : -INFINITY;  // of a cell without a value
         const float maximum = sink > found ? sink : found;
         if (std::isfinite(maximum)) {
             return level_.exponentials(scores, n, maximum) + (sinks_ ? std::exp(sink - maximum) : 0.0f);
@@ -258,8 +261,8 @@ private:
             return 1;
         }
         const int64_t half = (int64_t) 1 << (int) std::floor(std::log2((double) q_->ne[2]));
-        return head < half ? std::pow(std::exp2(-max_bias_ / (float) half), (float) (head + 1)) :
-                             std::pow(std::exp2(-max_bias_ / 2 / (float) half), (float) (2 * (head - half) + 1));
+        return head < half ? std::pow(std::exp2(-max_bias_ / (float) half), (float) (head + 1))
+                           : std::pow(std::exp2(-max_bias_ / 2 / (float) half), (float) (2 * (head - half) + 1));
     }
 
     void add_values(const Tile & tile, int64_t n) const {
@@ -280,7 +283,8 @@ private:
                 const uint16_t * mask = at<uint16_t>(at_.masks) + r / tile.n_heads * n_padded + c;
                 for (int64_t i = 0; i < n_read; i++) {
                     if (mask[i] != unseen) {
-                        level_.add(weights + r * n_padded + c + i, 1, n_padded, values + i * n_dims, 1, n_dims, results + r * n_dims);
+                        level_.add(weights + r * n_padded + c + i, 1, n_padded, values + i * n_dims, 1, n_dims,
+                                   results + r * n_dims);
                     }
                 }
             }
@@ -288,23 +292,23 @@ private:
     }
 
     void write(int64_t stream, int64_t row, int64_t head, const float * result, float sum) const {
-        float * to = (float *) ((char *) op_->data + (size_t) head * op_->nb[1] + (size_t) row * op_->nb[2] +
-                                (size_t) stream * op_->nb[3]);
+        float *     to = (float *) ((char *) op_->data + (size_t) head * op_->nb[1] + (size_t) row * op_->nb[2] +
+                                    (size_t) stream * op_->nb[3]);
         const float by = sum == 0 ? 0 : 1 / sum;
         for (int64_t d = 0; d < v_->ne[0]; d++) {
             to[d] = result[d] * by;
         }
     }
 
-    ggml_tensor *           op_;
-    const ggml_tensor *     q_, *k_, *v_, *mask_, *sinks_;
-    const AttentionLevel &  level_;
-    const Tiling            tiling_;
-    const Scratch           at_;
-    const int               ith_;
-    float                   scale_, softcap_, max_bias_;
-    std::atomic<int64_t> *  next_;
-    char *                  scratch_;
+    ggml_tensor *          op_;
+    const ggml_tensor *    q_, *k_, *v_, *mask_, *sinks_;
+    const AttentionLevel & level_;
+    const Tiling           tiling_;
+    const Scratch          at_;
+    const int              ith_;
+    float                  scale_, softcap_, max_bias_;
+    std::atomic<int64_t> * next_;
+    char *                 scratch_;
 };
 
 }  // namespace

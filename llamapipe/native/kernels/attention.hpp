@@ -19,43 +19,43 @@ struct ggml_threadpool;
 
 namespace llamapipe::kernels {
 
-constexpr int kKeyBlock = 32;    // cells whose keys are transposed together
+constexpr int kKeyBlock   = 32;    // cells whose keys are transposed together
 constexpr int kValueBlock = 64;  // cells whose values are converted together
 
 // The loops of one CPU level. Pointers need no alignment.
 struct AttentionLevel {
     // n 16-bit floats as 32-bit ones.
-    void (*to_float)(const uint16_t *from, int64_t n, float *to);
+    void (*to_float)(const uint16_t * from, int64_t n, float * to);
 
     // keys[d][c] = cells[c][d] for kKeyBlock cells of n_dims dimensions, a multiple of 8.
-    void (*transpose)(const float *cells, int64_t n_dims, float *keys);
+    void (*transpose)(const float * cells, int64_t n_dims, float * keys);
 
     // scores[r * stride + c] = the product of query r and the key of cell c, for kKeyBlock cells.
-    void (*score)(const float *queries, int64_t n_queries, int64_t n_dims, const float *keys, float *scores, int64_t stride);
+    void (*score)(const float * queries, int64_t n_queries, int64_t n_dims, const float * keys, float * scores, int64_t stride);
 
     // scores = scores * scale + slope * mask, for n cells, a multiple of 8; -infinity where the mask is. Returns the largest, or
     // NaN if one is.
-    float (*mask)(float *scores, int64_t n, float scale, float slope, const uint16_t *mask);
+    float (*mask)(float * scores, int64_t n, float scale, float slope, const uint16_t * mask);
 
     // Replaces n scores, a multiple of 8, by the exponentials of their distance to a finite maximum, and returns their sum.
-    float (*exponentials)(float *scores, int64_t n, float maximum);
+    float (*exponentials)(float * scores, int64_t n, float maximum);
 
     // results[r][d] += the sum of weights[r * stride + c] * values[c][d] over n_cells cells, for n_dims, a multiple of 8.
-    void (*add)(const float *weights, int64_t n_queries, int64_t stride, const float *values, int64_t n_cells, int64_t n_dims,
-                float *results);
+    void (*add)(const float * weights, int64_t n_queries, int64_t stride, const float * values, int64_t n_cells, int64_t n_dims,
+                float * results);
 
     // Whether all n values, a multiple of 8, are finite.
-    bool (*are_finite)(const float *values, int64_t n);
+    bool (*are_finite)(const float * values, int64_t n);
 };
 
 // The loops of this machine, or null.
-const AttentionLevel *attention_level();
+const AttentionLevel * attention_level();
 
 // Whether an operation is attention that is computed here.
-bool is_attention(const ggml_tensor *op);
+bool is_attention(const ggml_tensor * op);
 
 // The bytes of work memory that it needs, and the computation, on all of ggml's threads.
-size_t attention_work_size(const ggml_tensor *op, int n_threads);
-void compute_attention(const ggml_compute_params *params, ggml_tensor *op, void (*barrier)(ggml_threadpool *));
+size_t attention_work_size(const ggml_tensor * op, int n_threads);
+void   compute_attention(const ggml_compute_params * params, ggml_tensor * op, void (*barrier)(ggml_threadpool *));
 
 }  // namespace llamapipe::kernels

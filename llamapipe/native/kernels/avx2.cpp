@@ -20,35 +20,35 @@
 namespace llamapipe::kernels {
 namespace {
 
-inline __m256i load(const void *address) { return Vector32::load(address); }
+inline __m256i load(const void * address) { return Vector32::load(address); }
 
-inline __m256i broadcast(const void *address) {
+inline __m256i broadcast(const void * address) {
     int32_t bits;
     memcpy(&bits, address, 4);
     return _mm256_set1_epi32(bits);
 }
 
-inline __m256 halves(const uint16_t *values) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)values)); }
+inline __m256 halves(const uint16_t * values) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) values)); }
 
 // Adds 16-bit products. The empty assembly keeps the order: GCC would reassociate the sums of a block and, with no
 // registers left for the products, spill each of them.
-inline void add(__m256i &part, __m256i products) {
+inline void add(__m256i & part, __m256i products) {
     part = _mm256_add_epi16(part, products);
     __asm__("" : "+x"(part));
 }
 
 // The scales of eight rows from r on.
-template <class Panel> inline __m256 row_scales(const Panel *panel, int r) { return halves(panel->d + r); }
+template <class Panel> inline __m256 row_scales(const Panel * panel, int r) { return halves(panel->d + r); }
 
-template <> inline __m256 row_scales(const PanelMXFP4 *panel, int r) {
+template <> inline __m256 row_scales(const PanelMXFP4 * panel, int r) {
     // Half of 2^(e - 127), which is a denormal for e below 2.
-    const __m256i e = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(panel->e + r)));
+    const __m256i e     = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) (panel->e + r)));
     const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), e);
     const __m256i usual = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
     return _mm256_castsi256_ps(_mm256_blendv_epi8(usual, small, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), e)));
 }
 
-inline void add_float(float *y, __m256i sum, __m256 scale) {
+inline void add_float(float * y, __m256i sum, __m256 scale) {
     _mm256_storeu_ps(y, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), scale, _mm256_loadu_ps(y)));
 }
 
@@ -57,28 +57,28 @@ struct Scales {
     __m256i of[2];
 };
 
-template <class Panel> inline Scales scales(const Panel *panel, int b) {
-    const __m128i s = _mm_loadu_si128((const __m128i *)panel->scales[b]);
-    return {{_mm256_cvtepu8_epi16(_mm_unpacklo_epi8(s, s)), _mm256_cvtepu8_epi16(_mm_unpackhi_epi8(s, s))}};
+template <class Panel> inline Scales scales(const Panel * panel, int b) {
+    const __m128i s = _mm_loadu_si128((const __m128i *) panel->scales[b]);
+    return { { _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(s, s)), _mm256_cvtepu8_epi16(_mm_unpackhi_epi8(s, s)) } };
 }
 
-template <> inline Scales scales(const PanelQ6K *panel, int s) {
+template <> inline Scales scales(const PanelQ6K * panel, int s) {
     // Two sub-blocks are interleaved.
-    const __m256i lanes = _mm256_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404, 0x08080808, 0x0c0c0c0c);
+    const __m256i lanes  = _mm256_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404, 0x08080808, 0x0c0c0c0c);
     const __m256i choose = _mm256_add_epi8(lanes, _mm256_set1_epi32(s % 2 ? 0x03020302 : 0x01000100));
-    const __m256i s0 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)panel->scales[s / 2][0]));
-    const __m256i s1 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)panel->scales[s / 2][8]));
-    return {{_mm256_shuffle_epi8(s0, choose), _mm256_shuffle_epi8(s1, choose)}};
+    const __m256i s0     = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *) panel->scales[s / 2][0]));
+    const __m256i s1     = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *) panel->scales[s / 2][8]));
+    return { { _mm256_shuffle_epi8(s0, choose), _mm256_shuffle_epi8(s1, choose) } };
 }
 
 // Sums in 16 bits over the lines [at, at + n) of weights, n known when compiled.
 template <int M, int n, class Row>
-inline void sum_lines(const Lines &w, int at, const Row *const *x, int column, __m256i (&part)[M][2]) {
+inline void sum_lines(const Lines & w, int at, const Row * const * x, int column, __m256i (&part)[M][2]) {
 #pragma GCC unroll 8
     for (int g = 0; g < n; g++) {
         const __m256i w0 = load(w.q[at + g]), w1 = load(w.q[at + g] + 32);
         for (int j = 0; j < M; j++) {
-            const __m256i a = broadcast(x[j]->q + column + 4 * g);
+            const __m256i a  = broadcast(x[j]->q + column + 4 * g);
             const __m256i p0 = _mm256_maddubs_epi16(w0, a), p1 = _mm256_maddubs_epi16(w1, a);
             if (g == 0) {
                 part[j][0] = p0;
@@ -93,7 +93,7 @@ inline void sum_lines(const Lines &w, int at, const Row *const *x, int column, _
 
 // The integer sums of a super-block: a scale for each `in_block` lines, of which `in_part` are added in 16 bits.
 template <int M, int in_block, int in_part, class Panel>
-inline void sum_super_block(const Panel *panel, const Lines &w, const RowBlockK *const *x, __m256i (&sum)[M][2]) {
+inline void sum_super_block(const Panel * panel, const Lines & w, const RowBlockK * const * x, __m256i (&sum)[M][2]) {
     for (int j = 0; j < M; j++) sum[j][0] = sum[j][1] = _mm256_setzero_si256();
     for (int b = 0; b < 64 / in_block; b++) {
         const Scales scale = scales(panel, b);
@@ -102,33 +102,32 @@ inline void sum_super_block(const Panel *panel, const Lines &w, const RowBlockK 
             __m256i part[M][2];
             sum_lines<M, in_part>(w, at, x, 4 * at, part);
             for (int j = 0; j < M; j++)
-                for (int p = 0; p < 2; p++)
-                    sum[j][p] = _mm256_add_epi32(sum[j][p], _mm256_madd_epi16(part[j][p], scale.of[p]));
+                for (int p = 0; p < 2; p++) sum[j][p] = _mm256_add_epi32(sum[j][p], _mm256_madd_epi16(part[j][p], scale.of[p]));
         }
     }
 }
 
 // sum[j] += pairs of 16-bit values of each row times pairs of sums of activations.
-template <int M> inline void add_pairs(__m256i v0, __m256i v1, const int16_t *const (&sums)[M], int i, __m256i (&sum)[M][2]) {
+template <int M> inline void add_pairs(__m256i v0, __m256i v1, const int16_t * const (&sums)[M], int i, __m256i (&sum)[M][2]) {
     for (int j = 0; j < M; j++) {
         const __m256i pair = broadcast(sums[j] + 2 * i);
-        sum[j][0] = _mm256_add_epi32(sum[j][0], _mm256_madd_epi16(v0, pair));
-        sum[j][1] = _mm256_add_epi32(sum[j][1], _mm256_madd_epi16(v1, pair));
+        sum[j][0]          = _mm256_add_epi32(sum[j][0], _mm256_madd_epi16(v0, pair));
+        sum[j][1]          = _mm256_add_epi32(sum[j][1], _mm256_madd_epi16(v1, pair));
     }
 }
 
 template <int M, int in_part, class Panel>
-inline void accumulate_with_minima(const Panel *panel, const Lines &w, const RowBlockK *const *x, float *const *y) {
+inline void accumulate_with_minima(const Panel * panel, const Lines & w, const RowBlockK * const * x, float * const * y) {
     __m256i sum[M][2], minima[M][2];
     sum_super_block<M, 8, in_part>(panel, w, x, sum);
-    const int16_t *sums[M];
+    const int16_t * sums[M];
     for (int j = 0; j < M; j++) {
         minima[j][0] = minima[j][1] = _mm256_setzero_si256();
-        sums[j] = x[j]->sums32;
+        sums[j]                     = x[j]->sums32;
     }
     for (int i = 0; i < 4; i++) {
-        const __m256i m0 = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)panel->mins[i][0]));
-        const __m256i m1 = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)panel->mins[i][8]));
+        const __m256i m0 = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *) panel->mins[i][0]));
+        const __m256i m1 = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *) panel->mins[i][8]));
         add_pairs<M>(m0, m1, sums, i, minima);
     }
     for (int p = 0; p < 2; p++) {
@@ -141,39 +140,37 @@ inline void accumulate_with_minima(const Panel *panel, const Lines &w, const Row
     }
 }
 
-template <class Panel> constexpr bool kFiveBits = false;
-template <> constexpr bool kFiveBits<PanelQ5_0> = true;
-template <> constexpr bool kFiveBits<PanelQ5_1> = true;
-template <> constexpr bool kFiveBits<PanelMXFP4> = true;
+template <class Panel> constexpr bool kFiveBits             = false;
+template <> constexpr bool            kFiveBits<PanelQ5_0>  = true;
+template <> constexpr bool            kFiveBits<PanelQ5_1>  = true;
+template <> constexpr bool            kFiveBits<PanelMXFP4> = true;
 
 // The integer sums of a block of 32 signed columns.
 template <int M, class Row>
-inline void sum_signed(const uint8_t (*line)[64], const Row *const *x, int column, __m256i (&sum)[M][2]) {
+inline void sum_signed(const uint8_t (*line)[64], const Row * const * x, int column, __m256i (&sum)[M][2]) {
     const __m256i ones = _mm256_set1_epi16(1);
 #pragma GCC unroll 8
     for (int g = 0; g < 8; g++) {
         const __m256i w0 = load(line[g]), w1 = load(line[g] + 32);
         const __m256i size0 = _mm256_abs_epi8(w0), size1 = _mm256_abs_epi8(w1);
         for (int j = 0; j < M; j++) {
-            const __m256i a = broadcast(x[j]->q + column + 4 * g);
+            const __m256i a  = broadcast(x[j]->q + column + 4 * g);
             const __m256i p0 = _mm256_madd_epi16(_mm256_maddubs_epi16(size0, _mm256_sign_epi8(a, w0)), ones);
             const __m256i p1 = _mm256_madd_epi16(_mm256_maddubs_epi16(size1, _mm256_sign_epi8(a, w1)), ones);
-            sum[j][0] = g == 0 ? p0 : _mm256_add_epi32(sum[j][0], p0);
-            sum[j][1] = g == 0 ? p1 : _mm256_add_epi32(sum[j][1], p1);
+            sum[j][0]        = g == 0 ? p0 : _mm256_add_epi32(sum[j][0], p0);
+            sum[j][1]        = g == 0 ? p1 : _mm256_add_epi32(sum[j][1], p1);
             __asm__("" : "+x"(sum[j][0]), "+x"(sum[j][1]));  // as in `add`
         }
     }
 }
 
-inline const uint8_t (*lines(const PanelQ8_0 *panel, const InPlace &, int b))[64] {
-    return (const uint8_t(*)[64])panel[b].q;
-}
+inline const uint8_t (*lines(const PanelQ8_0 * panel, const InPlace &, int b))[64] { return (const uint8_t (*)[64]) panel[b].q; }
 
-inline const uint8_t (*lines(const PanelIQ4_NL *, const Lines &w, int b))[64] { return w.q + 8 * b; }
+inline const uint8_t (*lines(const PanelIQ4_NL *, const Lines & w, int b))[64] { return w.q + 8 * b; }
 
 template <int M, class Panel, class Weights>
-inline void accumulate_signed(const Panel *panel, const Weights &w, int n, const RowBlock32 *const *x, float *const *y) {
-    const RowBlock32 *block[M];
+inline void accumulate_signed(const Panel * panel, const Weights & w, int n, const RowBlock32 * const * x, float * const * y) {
+    const RowBlock32 * block[M];
     for (int j = 0; j < M; j++) block[j] = x[j];
     for (int b = 0; b < n; b++) {
         __m256i sum[M][2];
@@ -187,42 +184,42 @@ inline void accumulate_signed(const Panel *panel, const Weights &w, int n, const
 }
 
 struct Avx2 {
-    static constexpr Tile kTile = {4, 1}, kSuperTile = kTile;  // whose sums fit the registers
+    static constexpr Tile kTile = { 4, 1 }, kSuperTile = kTile;  // whose sums fit the registers
 
-    template <class Panel> static void unpack(const Panel *panel, int n, Lines &out) {
+    template <class Panel> static void unpack(const Panel * panel, int n, Lines & out) {
         kernels::unpack<Vector32>(panel, n, out);
     }
     template <class Panel> static void unpack(const Panel *, int, InPlace &) {}
 
     template <int M, int Q, class Panel, class Weights, class Row>
-    static void accumulate(const Panel *const (&panel)[Q], const Weights *w, int n, const Row *const *x, float *const *y) {
+    static void accumulate(const Panel * const (&panel)[Q], const Weights * w, int n, const Row * const * x, float * const * y) {
         static_assert(Q == 1);
         accumulate<M>(panel[0], w[0], n, x, y);
     }
 
     template <int M>
-    static void accumulate(const PanelQ4K *panel, const Lines &w, int, const RowBlockK *const *x, float *const *y) {
+    static void accumulate(const PanelQ4K * panel, const Lines & w, int, const RowBlockK * const * x, float * const * y) {
         accumulate_with_minima<M, 8>(panel, w, x, y);  // 16 x 15 x 127 = 30,480 fits 16 bits
     }
 
     template <int M>
-    static void accumulate(const PanelQ5K *panel, const Lines &w, int, const RowBlockK *const *x, float *const *y) {
+    static void accumulate(const PanelQ5K * panel, const Lines & w, int, const RowBlockK * const * x, float * const * y) {
         accumulate_with_minima<M, 4>(panel, w, x, y);  // 8 x 31 x 127 = 31,496
     }
 
     template <int M>
-    static void accumulate(const PanelQ6K *panel, const Lines &w, int, const RowBlockK *const *x, float *const *y) {
+    static void accumulate(const PanelQ6K * panel, const Lines & w, int, const RowBlockK * const * x, float * const * y) {
         __m256i sum[M][2], offset[M][2];
         sum_super_block<M, 4, 2>(panel, w, x, sum);  // 4 x 63 x 127 = 32,004
         // Weights are 32 less than what was multiplied.
-        const int16_t *sums[M];
+        const int16_t * sums[M];
         for (int j = 0; j < M; j++) {
             offset[j][0] = offset[j][1] = _mm256_setzero_si256();
-            sums[j] = x[j]->sums16;
+            sums[j]                     = x[j]->sums16;
         }
         for (int i = 0; i < 8; i++) {
-            const __m256i s0 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)panel->scales[i][0]));
-            const __m256i s1 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)panel->scales[i][8]));
+            const __m256i s0 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *) panel->scales[i][0]));
+            const __m256i s1 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *) panel->scales[i][8]));
             add_pairs<M>(s0, s1, sums, i, offset);
         }
         for (int p = 0; p < 2; p++) {
@@ -235,16 +232,15 @@ struct Avx2 {
     }
 
     template <int M>
-    static void accumulate(const PanelIQ4_XS *panel, const Lines &w, int, const RowBlockK *const *x, float *const *y) {
+    static void accumulate(const PanelIQ4_XS * panel, const Lines & w, int, const RowBlockK * const * x, float * const * y) {
         __m256i sum[M][2];
         for (int j = 0; j < M; j++) sum[j][0] = sum[j][1] = _mm256_setzero_si256();
         for (int b = 0; b < 8; b++) {
             __m256i part[M][2];
             sum_signed<M>(w.q + 8 * b, x, 32 * b, part);
             for (int p = 0; p < 2; p++) {
-                const __m256i scale = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(panel->scales[b] + 8 * p)));
-                for (int j = 0; j < M; j++)
-                    sum[j][p] = _mm256_add_epi32(sum[j][p], _mm256_mullo_epi32(part[j][p], scale));
+                const __m256i scale = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) (panel->scales[b] + 8 * p)));
+                for (int j = 0; j < M; j++) sum[j][p] = _mm256_add_epi32(sum[j][p], _mm256_mullo_epi32(part[j][p], scale));
             }
         }
         for (int p = 0; p < 2; p++) {
@@ -254,14 +250,14 @@ struct Avx2 {
     }
 
     template <int M, class Panel>
-    static void accumulate(const Panel *panel, const Lines &w, int n, const RowBlock32 *const *x, float *const *y) {
+    static void accumulate(const Panel * panel, const Lines & w, int n, const RowBlock32 * const * x, float * const * y) {
         if constexpr (std::is_same_v<Panel, PanelIQ4_NL>) {
             accumulate_signed<M>(panel, w, n, x, y);
             return;
         } else {
-            const __m256i ones = _mm256_set1_epi16(1);
-            constexpr int in_part = kFiveBits<Panel> ? 4 : 8;  // 8 x 31 x 127, 16 x 15 x 127
-            const RowBlock32 *block[M];
+            const __m256i      ones    = _mm256_set1_epi16(1);
+            constexpr int      in_part = kFiveBits<Panel> ? 4 : 8;  // 8 x 31 x 127, 16 x 15 x 127
+            const RowBlock32 * block[M];
             for (int j = 0; j < M; j++) block[j] = x[j];
             for (int b = 0; b < n; b++, panel++) {
                 __m256i sum[M][2];
@@ -272,7 +268,7 @@ struct Avx2 {
                     for (int j = 0; j < M; j++)
                         for (int p = 0; p < 2; p++) {
                             const __m256i wide = _mm256_madd_epi16(part[j][p], ones);
-                            sum[j][p] = at == 0 ? wide : _mm256_add_epi32(sum[j][p], wide);
+                            sum[j][p]          = at == 0 ? wide : _mm256_add_epi32(sum[j][p], wide);
                         }
                 }
                 for (int p = 0; p < 2; p++) {
@@ -294,14 +290,14 @@ struct Avx2 {
     }
 
     template <int M>
-    static void accumulate(const PanelQ8_0 *panel, const InPlace &w, int n, const RowBlock32 *const *x, float *const *y) {
+    static void accumulate(const PanelQ8_0 * panel, const InPlace & w, int n, const RowBlock32 * const * x, float * const * y) {
         accumulate_signed<M>(panel, w, n, x, y);
     }
 };
 
 }  // namespace
 
-extern const Kernel kAvx2[] = {KERNELS(Avx2, "avx2")};
+extern const Kernel kAvx2[] = { KERNELS(Avx2, "avx2") };
 
 }  // namespace llamapipe::kernels
 #pragma GCC pop_options

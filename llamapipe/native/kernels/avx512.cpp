@@ -18,52 +18,52 @@ namespace llamapipe::kernels {
 namespace {
 
 struct Vector {
-    using Int = __m512i;
-    using Float = __m512;
-    static constexpr int kBytes = 64;
-    static Int load(const void *address) { return _mm512_loadu_si512(address); }
-    static void store(void *address, Int v) { _mm512_storeu_si512(address, v); }
-    static Int bytes(int value) { return _mm512_set1_epi8((char)value); }
-    static Int set(int32_t value) { return _mm512_set1_epi32(value); }
-    static Int bit_and(Int a, Int b) { return _mm512_and_si512(a, b); }
-    static Int bit_or(Int a, Int b) { return _mm512_or_si512(a, b); }
-    static Int bit_xor(Int a, Int b) { return _mm512_xor_si512(a, b); }
+    using Int                          = __m512i;
+    using Float                        = __m512;
+    static constexpr int        kBytes = 64;
+    static Int                  load(const void * address) { return _mm512_loadu_si512(address); }
+    static void                 store(void * address, Int v) { _mm512_storeu_si512(address, v); }
+    static Int                  bytes(int value) { return _mm512_set1_epi8((char) value); }
+    static Int                  set(int32_t value) { return _mm512_set1_epi32(value); }
+    static Int                  bit_and(Int a, Int b) { return _mm512_and_si512(a, b); }
+    static Int                  bit_or(Int a, Int b) { return _mm512_or_si512(a, b); }
+    static Int                  bit_xor(Int a, Int b) { return _mm512_xor_si512(a, b); }
     template <int n> static Int left(Int v) { return _mm512_slli_epi16(v, n); }
     template <int n> static Int right(Int v) { return _mm512_srli_epi16(v, n); }
     template <int n> static Int left_32(Int v) { return _mm512_slli_epi32(v, n); }
     template <int n> static Int arithmetic_right(Int v) { return _mm512_srai_epi32(v, n); }
-    static Int look_up(const int8_t *table, Int codes) {
-        return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)table)), codes);
+    static Int                  look_up(const int8_t * table, Int codes) {
+        return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i *) table)), codes);
     }
-    static Int dpbusd(Int sum, Int weights, Int activations) { return _mm512_dpbusd_epi32(sum, weights, activations); }
-    static Int dpwssd(Int sum, Int a, Int b) { return _mm512_dpwssd_epi32(sum, a, b); }
-    static Int add(Int a, Int b) { return _mm512_add_epi32(a, b); }
-    static Int subtract(Int a, Int b) { return _mm512_sub_epi32(a, b); }
-    static Int multiply(Int a, Int b) { return _mm512_mullo_epi32(a, b); }
-    static Int widen_unsigned(const uint8_t *v) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)v)); }
-    static Int widen_signed(const int8_t *v) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)v)); }
-    static Int load_pairs_unsigned(const uint8_t *v) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)v)); }
-    static Int load_pairs_signed(const int8_t *v) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)v)); }
+    static Int   dpbusd(Int sum, Int weights, Int activations) { return _mm512_dpbusd_epi32(sum, weights, activations); }
+    static Int   dpwssd(Int sum, Int a, Int b) { return _mm512_dpwssd_epi32(sum, a, b); }
+    static Int   add(Int a, Int b) { return _mm512_add_epi32(a, b); }
+    static Int   subtract(Int a, Int b) { return _mm512_sub_epi32(a, b); }
+    static Int   multiply(Int a, Int b) { return _mm512_mullo_epi32(a, b); }
+    static Int   widen_unsigned(const uint8_t * v) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *) v)); }
+    static Int   widen_signed(const int8_t * v) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *) v)); }
+    static Int   load_pairs_unsigned(const uint8_t * v) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *) v)); }
+    static Int   load_pairs_signed(const int8_t * v) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *) v)); }
     static Float to_floats(Int v) { return _mm512_cvtepi32_ps(v); }
     static Float floats(float value) { return _mm512_set1_ps(value); }
     static Float product(Float a, Float b) { return _mm512_mul_ps(a, b); }
     static Float multiply_add(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
-    static Float load_floats(const float *v) { return _mm512_loadu_ps(v); }
-    static void store_floats(float *v, Float values) { _mm512_storeu_ps(v, values); }
-    static Float halves(const uint16_t *v) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)v)); }
+    static Float load_floats(const float * v) { return _mm512_loadu_ps(v); }
+    static void  store_floats(float * v, Float values) { _mm512_storeu_ps(v, values); }
+    static Float halves(const uint16_t * v) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) v)); }
 };
 
 // Rows and panels of a tile whose sums fit the registers. Panels share the broadcasts of activations, so more of them help
 // more than further rows; blocks of 256 columns need other sums beside.
 struct Tiles {
-    static constexpr Tile kTile = {4, 4}, kSuperTile = {8, 2};
+    static constexpr Tile kTile = { 4, 4 }, kSuperTile = { 8, 2 };
 };
 
 using Avx512 = Vnni<Vector, Tiles>;
 
 }  // namespace
 
-extern const Kernel kAvx512Vnni[] = {KERNELS(Avx512, "avx512-vnni")};
+extern const Kernel kAvx512Vnni[] = { KERNELS(Avx512, "avx512-vnni") };
 
 }  // namespace llamapipe::kernels
 #pragma GCC pop_options

@@ -17,37 +17,37 @@ namespace {
 
 struct Vector : Vector32 {
     using Float = __m256;
-    static Int set(int32_t value) { return _mm256_set1_epi32(value); }
-    static Int bit_xor(Int a, Int b) { return _mm256_xor_si256(a, b); }
+    static Int                  set(int32_t value) { return _mm256_set1_epi32(value); }
+    static Int                  bit_xor(Int a, Int b) { return _mm256_xor_si256(a, b); }
     template <int n> static Int left_32(Int v) { return _mm256_slli_epi32(v, n); }
     template <int n> static Int arithmetic_right(Int v) { return _mm256_srai_epi32(v, n); }
-    static Int dpbusd(Int sum, Int weights, Int activations) { return _mm256_dpbusd_avx_epi32(sum, weights, activations); }
-    static Int dpwssd(Int sum, Int a, Int b) { return _mm256_dpwssd_avx_epi32(sum, a, b); }
-    static Int add(Int a, Int b) { return _mm256_add_epi32(a, b); }
-    static Int subtract(Int a, Int b) { return _mm256_sub_epi32(a, b); }
-    static Int multiply(Int a, Int b) { return _mm256_mullo_epi32(a, b); }
-    static Int widen_unsigned(const uint8_t *v) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)v)); }
-    static Int widen_signed(const int8_t *v) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)v)); }
-    static Int load_pairs_unsigned(const uint8_t *v) { return _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)v)); }
-    static Int load_pairs_signed(const int8_t *v) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)v)); }
+    static Int   dpbusd(Int sum, Int weights, Int activations) { return _mm256_dpbusd_avx_epi32(sum, weights, activations); }
+    static Int   dpwssd(Int sum, Int a, Int b) { return _mm256_dpwssd_avx_epi32(sum, a, b); }
+    static Int   add(Int a, Int b) { return _mm256_add_epi32(a, b); }
+    static Int   subtract(Int a, Int b) { return _mm256_sub_epi32(a, b); }
+    static Int   multiply(Int a, Int b) { return _mm256_mullo_epi32(a, b); }
+    static Int   widen_unsigned(const uint8_t * v) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) v)); }
+    static Int   widen_signed(const int8_t * v) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) v)); }
+    static Int   load_pairs_unsigned(const uint8_t * v) { return _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *) v)); }
+    static Int   load_pairs_signed(const int8_t * v) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *) v)); }
     static Float to_floats(Int v) { return _mm256_cvtepi32_ps(v); }
     static Float floats(float value) { return _mm256_set1_ps(value); }
     static Float product(Float a, Float b) { return _mm256_mul_ps(a, b); }
     static Float multiply_add(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
-    static Float load_floats(const float *v) { return _mm256_loadu_ps(v); }
-    static void store_floats(float *v, Float values) { _mm256_storeu_ps(v, values); }
-    static Float halves(const uint16_t *v) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)v)); }
+    static Float load_floats(const float * v) { return _mm256_loadu_ps(v); }
+    static void  store_floats(float * v, Float values) { _mm256_storeu_ps(v, values); }
+    static Float halves(const uint16_t * v) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) v)); }
 };
 
 struct Tiles {
-    static constexpr Tile kTile = {4, 1}, kSuperTile = kTile;
+    static constexpr Tile kTile = { 4, 1 }, kSuperTile = kTile;
 };
 
 using AvxVnni = Vnni<Vector, Tiles>;
 
 }  // namespace
 
-extern const Kernel kAvxVnni[] = {KERNELS(AvxVnni, "avx-vnni")};
+extern const Kernel kAvxVnni[] = { KERNELS(AvxVnni, "avx-vnni") };
 
 }  // namespace llamapipe::kernels
 #pragma GCC pop_options

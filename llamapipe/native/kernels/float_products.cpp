@@ -46,8 +46,8 @@ bool has_float_products() { return level() != nullptr; }
 
 void multiply_rows(const RowProduct & product, int64_t first, int64_t last, int64_t n) {
     const ggml_tensor * w = product.weights;
-    const FloatMatrix   m = { (const char *) w->data, product.rows, product.results, w->nb[1], product.row_stride,
-                              product.result_stride, w->ne[0], product.row_numbers };
+    const FloatMatrix   m = { (const char *) w->data, product.rows,          product.results, w->nb[1],
+                              product.row_stride,     product.result_stride, w->ne[0],        product.row_numbers };
     level()->multiply(w->type, m, first, last, n, Scratch());
 }
 
@@ -72,7 +72,8 @@ void compute_float_product(const ggml_compute_params * params, ggml_tensor * op,
     auto &             next = *(std::atomic<int64_t> *) work;
     Scratch            scratch;
     if (x->ne[1] >= many_rows) {
-        scratch = { (float *) (work + alignment + (size_t) params->ith * scratch_bytes), (int64_t) (scratch_bytes / sizeof(float)) };
+        scratch = { (float *) (work + alignment + (size_t) params->ith * scratch_bytes),
+                    (int64_t) (scratch_bytes / sizeof(float)) };
     }
     if (params->ith == 0) {
         new (&next) std::atomic<int64_t>(params->nth);  // each thread begins with the piece of its number
@@ -80,13 +81,16 @@ void compute_float_product(const ggml_compute_params * params, ggml_tensor * op,
     barrier(params->threadpool);
     const int64_t n_pieces = (w->ne[1] + piece_rows - 1) / piece_rows, n = n_pieces * x->ne[2] * x->ne[3];
     for (int64_t i = params->ith; i < n; i = next.fetch_add(1, std::memory_order_relaxed)) {
-        const int64_t i2 = i / n_pieces % x->ne[2], i3 = i / n_pieces / x->ne[2];
-        const int64_t first = i % n_pieces * piece_rows, last = std::min(w->ne[1], first + piece_rows);
-        const int64_t w2 = i2 / (x->ne[2] / w->ne[2]), w3 = i3 / (x->ne[3] / w->ne[3]);
+        const int64_t     i2 = i / n_pieces % x->ne[2], i3 = i / n_pieces / x->ne[2];
+        const int64_t     first = i % n_pieces * piece_rows, last = std::min(w->ne[1], first + piece_rows);
+        const int64_t     w2 = i2 / (x->ne[2] / w->ne[2]), w3 = i3 / (x->ne[3] / w->ne[3]);
         const FloatMatrix m = { (const char *) w->data + (size_t) w2 * w->nb[2] + (size_t) w3 * w->nb[3],
-                             (const char *) x->data + (size_t) i2 * x->nb[2] + (size_t) i3 * x->nb[3],
-                             (char *) op->data + (size_t) i2 * op->nb[2] + (size_t) i3 * op->nb[3],
-                             w->nb[1], x->nb[1], op->nb[1], w->ne[0] };
+                                (const char *) x->data + (size_t) i2 * x->nb[2] + (size_t) i3 * x->nb[3],
+                                (char *) op->data + (size_t) i2 * op->nb[2] + (size_t) i3 * op->nb[3],
+                                w->nb[1],
+                                x->nb[1],
+                                op->nb[1],
+                                w->ne[0] };
         level()->multiply(w->type, m, first, last, x->ne[1], scratch);
     }
 }

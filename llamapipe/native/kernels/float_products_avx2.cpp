@@ -14,7 +14,8 @@ namespace {
 struct Avx2 {
     static constexpr int most_rows = 3, n_weights = 4;  // twelve sums
 
-    template <class Type, int R> static void tile(const FloatMatrix & m, const Rows<R> & rows, int64_t first, const float * panel) {
+    template <class Type, int R> static void tile(const FloatMatrix & m, const Rows<R> & rows, int64_t first,
+                                                  const float * panel) {
         kernels::tile<Type, 4, R>(m, rows, first, panel);
     }
 

@@ -31,10 +31,10 @@ inline __m512 load_two(BF16, const uint16_t * a, const uint16_t * b) {
 
 // sum_of of the eight weights that four vectors have, with the same additions.
 inline __m256 sums_of(__m512 a, __m512 b, __m512 c, __m512 d) {
-    const __m512 ab    = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-    const __m512 cd    = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xdd));
-    const __m512 two   = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
-    const __m512 one   = _mm512_add_ps(two, _mm512_movehdup_ps(two));
+    const __m512  ab    = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    const __m512  cd    = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xdd));
+    const __m512  two   = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    const __m512  one   = _mm512_add_ps(two, _mm512_movehdup_ps(two));
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 0, 0, 0, 0, 0, 0, 0, 0);
     return _mm512_castps512_ps256(_mm512_permutexvar_ps(order, one));
 }
@@ -48,20 +48,14 @@ inline __m512 load_two(const Panel<8> & weights, int i, int64_t c) { return _mm5
 template <int R, class From>
 inline void sum_wide(const From & weights, const Rows<R> & rows, int64_t c, int64_t end, __m512 (&sums)[4][R]) {
     UNROLLED for (int i = 0; i < 4; i++) {
-        UNROLLED for (int j = 0; j < R; j++) {
-            sums[i][j] = _mm512_setzero_ps();
-        }
+        UNROLLED for (int j = 0; j < R; j++) { sums[i][j] = _mm512_setzero_ps(); }
     }
     for (; c < end; c += 8) {
         __m512 values[R];
-        UNROLLED for (int j = 0; j < R; j++) {
-            values[j] = _mm512_broadcast_f32x8(_mm256_loadu_ps(rows.x[j] + c));
-        }
+        UNROLLED for (int j = 0; j < R; j++) { values[j] = _mm512_broadcast_f32x8(_mm256_loadu_ps(rows.x[j] + c)); }
         UNROLLED for (int i = 0; i < 4; i++) {
             const __m512 w = load_two(weights, 2 * i, c);
-            UNROLLED for (int j = 0; j < R; j++) {
-                sums[i][j] = _mm512_fmadd_ps(w, values[j], sums[i][j]);
-            }
+            UNROLLED for (int j = 0; j < R; j++) { sums[i][j] = _mm512_fmadd_ps(w, values[j], sums[i][j]); }
         }
     }
 }
@@ -79,9 +73,7 @@ template <class Type, int R> void wide_tile(const FloatMatrix & m, const Rows<R>
         __m512 sums[4][R];
         sum(c, sums);
         UNROLLED for (int i = 0; i < 4; i++) {
-            UNROLLED for (int j = 0; j < R; j++) {
-                totals[i][j] = _mm512_add_ps(totals[i][j], sums[i][j]);
-            }
+            UNROLLED for (int j = 0; j < R; j++) { totals[i][j] = _mm512_add_ps(totals[i][j], sums[i][j]); }
         }
     }
     UNROLLED for (int j = 0; j < R; j++) {
@@ -93,7 +85,8 @@ template <class Type, int R> void wide_tile(const FloatMatrix & m, const Rows<R>
 struct Avx512 {
     static constexpr int most_rows = 6, n_weights = 8;  // 24 vectors of sums
 
-    template <class Type, int R> static void tile(const FloatMatrix & m, const Rows<R> & rows, int64_t first, const float * panel) {
+    template <class Type, int R> static void tile(const FloatMatrix & m, const Rows<R> & rows, int64_t first,
+                                                  const float * panel) {
         wide_tile<Type>(m, rows, first, panel);
     }
 

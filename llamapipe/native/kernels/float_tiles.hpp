@@ -115,26 +115,21 @@ inline __m128 sums_of(__m256 a, __m256 b, __m256 c, __m256 d) {
 template <int W, int R, class From>
 inline void sum_block(const From & weights, const Rows<R> & rows, int64_t c, int64_t end, __m256 (&sums)[W][R]) {
     UNROLLED for (int i = 0; i < W; i++) {
-        UNROLLED for (int j = 0; j < R; j++) {
-            sums[i][j] = _mm256_setzero_ps();
-        }
+        UNROLLED for (int j = 0; j < R; j++) { sums[i][j] = _mm256_setzero_ps(); }
     }
     for (; c < end; c += 8) {
         __m256 values[R];
-        UNROLLED for (int j = 0; j < R; j++) {
-            values[j] = _mm256_loadu_ps(rows.x[j] + c);
-        }
+        UNROLLED for (int j = 0; j < R; j++) { values[j] = _mm256_loadu_ps(rows.x[j] + c); }
         UNROLLED for (int i = 0; i < W; i++) {
             const __m256 w = weights.load(i, c);
-            UNROLLED for (int j = 0; j < R; j++) {
-                sums[i][j] = _mm256_fmadd_ps(w, values[j], sums[i][j]);
-            }
+            UNROLLED for (int j = 0; j < R; j++) { sums[i][j] = _mm256_fmadd_ps(w, values[j], sums[i][j]); }
         }
     }
 }
 
 // Four weights, or one. `panel`: theirs, or null.
-template <class Type, int W, int R> void tile(const FloatMatrix & m, const Rows<R> & rows, int64_t first, const float * panel = nullptr) {
+template <class Type, int W, int R> void tile(const FloatMatrix & m, const Rows<R> & rows, int64_t first,
+                                              const float * panel = nullptr) {
     const Weights<Type, W> weights(m, first);
     const int64_t          whole = m.n_columns / 8 * 8;
     const auto             sum   = [&](int64_t c, __m256(&sums)[W][R]) {
@@ -147,9 +142,7 @@ template <class Type, int W, int R> void tile(const FloatMatrix & m, const Rows<
         __m256 sums[W][R];
         sum(c, sums);
         UNROLLED for (int i = 0; i < W; i++) {
-            UNROLLED for (int j = 0; j < R; j++) {
-                totals[i][j] = _mm256_add_ps(totals[i][j], sums[i][j]);
-            }
+            UNROLLED for (int j = 0; j < R; j++) { totals[i][j] = _mm256_add_ps(totals[i][j], sums[i][j]); }
         }
     }
     UNROLLED for (int j = 0; j < R; j++) {
@@ -215,7 +208,8 @@ void multiply_type(const FloatMatrix & m, int64_t first, int64_t last, int64_t n
     }
 }
 
-template <class Level> void multiply(ggml_type type, const FloatMatrix & m, int64_t first, int64_t last, int64_t n_rows, const Scratch & scratch) {
+template <class Level> void multiply(ggml_type type, const FloatMatrix & m, int64_t first, int64_t last, int64_t n_rows,
+                                     const Scratch & scratch) {
     if (type == GGML_TYPE_F32) {
         multiply_type<Level, F32>(m, first, last, n_rows, scratch);
     } else if (type == GGML_TYPE_F16) {

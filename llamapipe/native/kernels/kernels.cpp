@@ -5,7 +5,7 @@ namespace llamapipe::kernels {
 #if defined(__x86_64__)
 extern const Kernel kAvx2[], kAvxVnni[], kAvx512Vnni[];
 
-static const Kernel *level() {
+static const Kernel * level() {
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return nullptr;
     if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq"))
@@ -15,11 +15,11 @@ static const Kernel *level() {
 }
 #endif
 
-const Kernel *find([[maybe_unused]] ggml_type type, [[maybe_unused]] int64_t n_columns, int64_t n_rows) {
+const Kernel * find([[maybe_unused]] ggml_type type, [[maybe_unused]] int64_t n_columns, int64_t n_rows) {
     if (n_rows % kPanelRows != 0) return nullptr;
 #if defined(__x86_64__)
-    static const Kernel *const kernels = level();
-    for (const Kernel *kernel = kernels; kernel && kernel->multiply; kernel++)
+    static const Kernel * const kernels = level();
+    for (const Kernel * kernel = kernels; kernel && kernel->multiply; kernel++)
         if (kernel->type == type && n_columns % kernel->block_columns == 0) return kernel;
 #endif
     return nullptr;

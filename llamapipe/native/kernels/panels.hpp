@@ -17,27 +17,27 @@ namespace llamapipe::kernels {
 
 // 16 rows x 256 columns. Line g of block b: low nibbles are columns 32 b + 4 g .. + 3, high nibbles 32 b + 16 + 4 g .. + 3.
 struct PanelQ4K {
-    uint8_t q[8][4][64];
-    uint8_t scales[8][16];
-    uint8_t mins[4][16][2];  // of blocks 2 i and 2 i + 1
+    uint8_t  q[8][4][64];
+    uint8_t  scales[8][16];
+    uint8_t  mins[4][16][2];  // of blocks 2 i and 2 i + 1
     uint16_t d[16], dmin[16];
 };
 
 // As PanelQ4K; bit g of a byte of `high` is the fifth bit of the columns 32 b + 4 g .. + 3.
 struct PanelQ5K {
-    uint8_t q[8][4][64];
-    uint8_t high[8][64];
-    uint8_t scales[8][16];
-    uint8_t mins[4][16][2];
+    uint8_t  q[8][4][64];
+    uint8_t  high[8][64];
+    uint8_t  scales[8][16];
+    uint8_t  mins[4][16][2];
     uint16_t d[16], dmin[16];
 };
 
 // Sub-blocks of 16 columns. Line h of sub-block s: low nibbles are columns 16 s + 8 h .. + 3, high nibbles the next four;
 // bits 2 g and 2 g + 1 of a byte of `high` belong to the columns 16 s + 4 g .. + 3.
 struct PanelQ6K {
-    uint8_t low[16][2][64];
-    uint8_t high[16][64];
-    int8_t scales[8][16][2];  // of sub-blocks 2 i and 2 i + 1
+    uint8_t  low[16][2][64];
+    uint8_t  high[16][64];
+    int8_t   scales[8][16][2];  // of sub-blocks 2 i and 2 i + 1
     uint16_t d[16];
 };
 
@@ -47,35 +47,35 @@ static_assert(sizeof(PanelQ6K) == sizeof(block_q6_K) * 16);
 
 // Line g: low nibbles are the columns 4 g .. 4 g + 3, high nibbles 16 + 4 g .. 16 + 4 g + 3.
 struct PanelQ4_0 {
-    uint8_t q[4][64];
+    uint8_t  q[4][64];
     uint16_t d[16];
 };
 
 struct PanelQ4_1 {
-    uint8_t q[4][64];
+    uint8_t  q[4][64];
     uint16_t d[16], m[16];
 };
 
 // Bit g of a byte of `high` is the fifth bit of the columns 4 g .. 4 g + 3.
 struct PanelQ5_0 {
-    uint8_t q[4][64];
-    uint8_t high[64];
+    uint8_t  q[4][64];
+    uint8_t  high[64];
     uint16_t d[16];
 };
 
 struct PanelQ5_1 {
-    uint8_t q[4][64];
-    uint8_t high[64];
+    uint8_t  q[4][64];
+    uint8_t  high[64];
     uint16_t d[16], m[16];
 };
 
 struct PanelQ8_0 {
-    int8_t q[8][64];
+    int8_t   q[8][64];
     uint16_t d[16];
 };
 
 struct PanelIQ4_NL {
-    uint8_t q[4][64];
+    uint8_t  q[4][64];
     uint16_t d[16];
 };
 
@@ -86,8 +86,8 @@ struct PanelMXFP4 {
 
 // 256 columns in blocks as of PanelIQ4_NL, with an integer scale each.
 struct PanelIQ4_XS {
-    uint8_t q[8][4][64];
-    int8_t scales[8][16];
+    uint8_t  q[8][4][64];
+    int8_t   scales[8][16];
     uint16_t d[16];
 };
 
@@ -99,26 +99,26 @@ static_assert(sizeof(PanelQ8_0) == 16 * sizeof(block_q8_0) && sizeof(PanelIQ4_NL
 
 // A quantized row of activations for K-quants: ggml's block_q8_K, and sums as the products need them.
 struct RowBlockK {
-    int8_t q[QK_K];
-    float d;
+    int8_t  q[QK_K];
+    float   d;
     int16_t sums16[QK_K / 16];
     int16_t sums32[QK_K / 32];
 };
 
 // The same for types with blocks of 32 columns: ggml's block_q8_0 and block_q8_1, their floats rounded to float16 as there.
 struct RowBlock32 {
-    int8_t q[32];
-    float d;
+    int8_t  q[32];
+    float   d;
     int32_t sum;
-    float d_sum;
+    float   d_sum;
 };
 
 // Packing, in plain C++ (pack.cpp), and quantizing with AVX2 (quantize.cpp).
-template <class Panel> void pack(const void *rows, size_t stride, int64_t n_columns, void *panel);
+template <class Panel> void   pack(const void * rows, size_t stride, int64_t n_columns, void * panel);
 template <class Panel> size_t panel_bytes(int64_t n_columns);
-void quantize_k(const float *row, int64_t n_columns, int64_t first, int64_t last, void *quantized);
-void quantize_32(const float *row, int64_t n_columns, int64_t first, int64_t last, void *quantized);
-size_t row_bytes_k(int64_t n_columns);
-size_t row_bytes_32(int64_t n_columns);
+void                          quantize_k(const float * row, int64_t n_columns, int64_t first, int64_t last, void * quantized);
+void                          quantize_32(const float * row, int64_t n_columns, int64_t first, int64_t last, void * quantized);
+size_t                        row_bytes_k(int64_t n_columns);
+size_t                        row_bytes_32(int64_t n_columns);
 
 }  // namespace llamapipe::kernels

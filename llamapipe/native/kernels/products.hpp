@@ -10,7 +10,7 @@ namespace llamapipe::kernels {
 namespace {
 
 constexpr int kBlocksAtOnce = 8;  // blocks of 32 columns that are unpacked at once
-constexpr int kRowsAtOnce = 64;   // rows that meet an unpacked part of a panel; their sums stay in the cache
+constexpr int kRowsAtOnce   = 64;   // rows that meet an unpacked part of a panel; their sums stay in the cache
 
 // Rows of activations, and panels, that are multiplied together.
 struct Tile {
@@ -23,22 +23,22 @@ struct InPlace {};
 // What a level multiplies: `unpack` makes weights from `n` blocks of a panel, and `accumulate` adds the products of Q
 // panels with M rows of activations to y[j][0 .. 16 Q - 1]. All M run the same instructions for a row, in the same order.
 template <class P, class Weights, class R> struct Form {
-    using Panel = P;
-    using Unpacked = Weights;
-    using Row = R;
-    static constexpr bool kSuper = sizeof(R) == sizeof(RowBlockK);
-    static constexpr int kColumns = kSuper ? QK_K : 32, kAtOnce = kSuper ? 1 : kBlocksAtOnce;
+    using Panel                    = P;
+    using Unpacked                 = Weights;
+    using Row                      = R;
+    static constexpr bool kSuper   = sizeof(R) == sizeof(RowBlockK);
+    static constexpr int  kColumns = kSuper ? QK_K : 32, kAtOnce = kSuper ? 1 : kBlocksAtOnce;
 };
 
 template <class Level, class F> constexpr Tile kTile = F::kSuper ? Level::kSuperTile : Level::kTile;
 
 template <class Level, class F, int M, int Q>
-__attribute__((noinline)) void tile(const typename F::Panel *const (&panel)[Q], const typename F::Unpacked *w, int64_t part,
-                                    int n, const void *const *rows, float *const *y, int64_t at) {
-    const typename F::Row *x[M];
-    float *out[M];
+__attribute__((noinline)) void tile(const typename F::Panel * const (&panel)[Q], const typename F::Unpacked * w, int64_t part,
+                                    int n, const void * const * rows, float * const * y, int64_t at) {
+    const typename F::Row * x[M];
+    float *                 out[M];
     for (int j = 0; j < M; j++) {
-        x[j] = (const typename F::Row *)rows[j] + part;
+        x[j]   = (const typename F::Row *) rows[j] + part;
         out[j] = y[j] + at;
     }
     Level::template accumulate<M, Q>(panel, w, n, x, out);
@@ -46,7 +46,7 @@ __attribute__((noinline)) void tile(const typename F::Panel *const (&panel)[Q], 
 
 // The last rows, fewer than a tile.
 template <class Level, class F, int M, int Q, class... Arguments>
-void rest(int64_t n_rows, const typename F::Panel *const (&panel)[Q], const Arguments &...arguments) {
+void rest(int64_t n_rows, const typename F::Panel * const (&panel)[Q], const Arguments &... arguments) {
     if constexpr (M > 0) {
         if (n_rows == M)
             tile<Level, F, M, Q>(panel, arguments...);
@@ -56,24 +56,23 @@ void rest(int64_t n_rows, const typename F::Panel *const (&panel)[Q], const Argu
 }
 
 // What comes next is read while this part is multiplied; the hardware does not look that far ahead.
-inline void prefetch(const void *address, size_t n_bytes) {
-    for (size_t i = 0; i < n_bytes; i += 64) __builtin_prefetch((const char *)address + i, 0, 2);
+inline void prefetch(const void * address, size_t n_bytes) {
+    for (size_t i = 0; i < n_bytes; i += 64) __builtin_prefetch((const char *) address + i, 0, 2);
 }
 
 // The products of Q panels with the rows [first, last).
 template <class Level, class F, int Q>
-void multiply_panels(const typename F::Panel *panels, int64_t n_blocks, const void *const *rows, int64_t first,
-                     int64_t last, float *const *y, int64_t at) {
+void multiply_panels(const typename F::Panel * panels, int64_t n_blocks, const void * const * rows, int64_t first, int64_t last,
+                     float * const * y, int64_t at) {
     constexpr int M = kTile<Level, F>.rows;
     for (int64_t j = first; j < last; j++) memset(y[j] + at, 0, Q * kPanelRows * sizeof(float));
     for (int64_t i = 0; i < n_blocks; i += F::kAtOnce) {
-        const int n = n_blocks - i < F::kAtOnce ? (int)(n_blocks - i) : F::kAtOnce;
-        const typename F::Panel *panel[Q];
-        typename F::Unpacked w[Q];
+        const int                 n = n_blocks - i < F::kAtOnce ? (int) (n_blocks - i) : F::kAtOnce;
+        const typename F::Panel * panel[Q];
+        typename F::Unpacked      w[Q];
         for (int q = 0; q < Q; q++) {
             panel[q] = panels + n_blocks * q + i;
-            if constexpr (!std::is_same_v<typename F::Unpacked, InPlace>)
-                prefetch(panel[q] + n, sizeof(*panel[q]) * (size_t)n);
+            if constexpr (!std::is_same_v<typename F::Unpacked, InPlace>) prefetch(panel[q] + n, sizeof(*panel[q]) * (size_t) n);
             Level::unpack(panel[q], n, w[q]);
         }
         int64_t j = first;
@@ -83,14 +82,14 @@ void multiply_panels(const typename F::Panel *panels, int64_t n_blocks, const vo
 }
 
 template <class Level, class F>
-void multiply(const void *panels, int64_t n_panels, int64_t n_columns, const void *const *rows, int64_t n_rows,
-              float *const *y) {
-    constexpr int Q = kTile<Level, F>.panels;
-    const int64_t n_blocks = n_columns / F::kColumns;
-    const auto *const all = (const typename F::Panel *)panels;
+void multiply(const void * panels, int64_t n_panels, int64_t n_columns, const void * const * rows, int64_t n_rows,
+              float * const * y) {
+    constexpr int      Q        = kTile<Level, F>.panels;
+    const int64_t      n_blocks = n_columns / F::kColumns;
+    const auto * const all      = (const typename F::Panel *) panels;
     for (int64_t first = 0; first < n_rows; first += kRowsAtOnce) {
         const int64_t last = first + kRowsAtOnce < n_rows ? first + kRowsAtOnce : n_rows;
-        int64_t p = 0;
+        int64_t       p    = 0;
         for (; p + Q <= n_panels; p += Q)
             multiply_panels<Level, F, Q>(all + n_blocks * p, n_blocks, rows, first, last, y, kPanelRows * p);
         for (; p < n_panels; p++)
@@ -98,25 +97,32 @@ void multiply(const void *panels, int64_t n_panels, int64_t n_columns, const voi
     }
 }
 
-template <class Level, class P, class W, class R> constexpr Kernel kernel_of(ggml_type type, const char *level) {
+template <class Level, class P, class W, class R> constexpr Kernel kernel_of(ggml_type type, const char * level) {
     using F = Form<P, W, R>;
-    return {type, level, F::kColumns, kTile<Level, F>.panels, panel_bytes<P>, F::kSuper ? row_bytes_k : row_bytes_32, pack<P>,
-            F::kSuper ? quantize_k : quantize_32, multiply<Level, F>};
+    return { type,
+             level,
+             F::kColumns,
+             kTile<Level, F>.panels,
+             panel_bytes<P>,
+             F::kSuper ? row_bytes_k : row_bytes_32,
+             pack<P>,
+             F::kSuper ? quantize_k : quantize_32,
+             multiply<Level, F> };
 }
 
 // All of a level's kernels, ended by one without functions.
-#define KERNELS(Level, name)                                                                                     \
-    kernel_of<Level, PanelQ4K, Lines, RowBlockK>(GGML_TYPE_Q4_K, name),                                           \
-        kernel_of<Level, PanelQ5K, Lines, RowBlockK>(GGML_TYPE_Q5_K, name),                                       \
-        kernel_of<Level, PanelQ6K, Lines, RowBlockK>(GGML_TYPE_Q6_K, name),                                       \
-        kernel_of<Level, PanelQ8_0, InPlace, RowBlock32>(GGML_TYPE_Q8_0, name),                                   \
-        kernel_of<Level, PanelQ5_0, Lines, RowBlock32>(GGML_TYPE_Q5_0, name),                                     \
-        kernel_of<Level, PanelQ5_1, Lines, RowBlock32>(GGML_TYPE_Q5_1, name),                                     \
-        kernel_of<Level, PanelQ4_0, Lines, RowBlock32>(GGML_TYPE_Q4_0, name),                                     \
-        kernel_of<Level, PanelQ4_1, Lines, RowBlock32>(GGML_TYPE_Q4_1, name),                                     \
-        kernel_of<Level, PanelIQ4_NL, Lines, RowBlock32>(GGML_TYPE_IQ4_NL, name),                                 \
-        kernel_of<Level, PanelMXFP4, Lines, RowBlock32>(GGML_TYPE_MXFP4, name),                                   \
-        kernel_of<Level, PanelIQ4_XS, Lines, RowBlockK>(GGML_TYPE_IQ4_XS, name), {}
+#define KERNELS(Level, name)                                                          \
+    kernel_of<Level, PanelQ4K, Lines, RowBlockK>(GGML_TYPE_Q4_K, name),               \
+            kernel_of<Level, PanelQ5K, Lines, RowBlockK>(GGML_TYPE_Q5_K, name),       \
+            kernel_of<Level, PanelQ6K, Lines, RowBlockK>(GGML_TYPE_Q6_K, name),       \
+            kernel_of<Level, PanelQ8_0, InPlace, RowBlock32>(GGML_TYPE_Q8_0, name),   \
+            kernel_of<Level, PanelQ5_0, Lines, RowBlock32>(GGML_TYPE_Q5_0, name),     \
+            kernel_of<Level, PanelQ5_1, Lines, RowBlock32>(GGML_TYPE_Q5_1, name),     \
+            kernel_of<Level, PanelQ4_0, Lines, RowBlock32>(GGML_TYPE_Q4_0, name),     \
+            kernel_of<Level, PanelQ4_1, Lines, RowBlock32>(GGML_TYPE_Q4_1, name),     \
+            kernel_of<Level, PanelIQ4_NL, Lines, RowBlock32>(GGML_TYPE_IQ4_NL, name), \
+            kernel_of<Level, PanelMXFP4, Lines, RowBlock32>(GGML_TYPE_MXFP4, name),   \
+            kernel_of<Level, PanelIQ4_XS, Lines, RowBlockK>(GGML_TYPE_IQ4_XS, name), {}
 
 }  // namespace
 }  // namespace llamapipe::kernels

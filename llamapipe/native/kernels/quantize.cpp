@@ -12,23 +12,23 @@
 
 namespace llamapipe::kernels {
 
-size_t row_bytes_k(int64_t n_columns) { return sizeof(RowBlockK) * (size_t)(n_columns / QK_K); }
-size_t row_bytes_32(int64_t n_columns) { return sizeof(RowBlock32) * (size_t)(n_columns / 32); }
+size_t row_bytes_k(int64_t n_columns) { return sizeof(RowBlockK) * (size_t) (n_columns / QK_K); }
+size_t row_bytes_32(int64_t n_columns) { return sizeof(RowBlock32) * (size_t) (n_columns / 32); }
 
 // As ggml's quantize_row_q8_K: the value of greatest magnitude becomes -127.
-void quantize_k(const float *row, int64_t, int64_t first, int64_t last, void *quantized) {
+void quantize_k(const float * row, int64_t, int64_t first, int64_t last, void * quantized) {
     const __m256 sign = _mm256_set1_ps(-0.0f);
-    RowBlockK *out = (RowBlockK *)quantized + first / QK_K;
+    RowBlockK *  out  = (RowBlockK *) quantized + first / QK_K;
     for (int64_t i = first; i < last; i += QK_K, out++) {
-        const float *x = row + i;
-        __m256 top = _mm256_setzero_ps(), is_nan = _mm256_setzero_ps();
+        const float * x   = row + i;
+        __m256        top = _mm256_setzero_ps(), is_nan = _mm256_setzero_ps();
         for (int k = 0; k < QK_K; k += 8) {
             const __m256 v = _mm256_loadu_ps(x + k);
-            top = _mm256_max_ps(_mm256_andnot_ps(sign, v), top);
-            is_nan = _mm256_or_ps(is_nan, _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+            top            = _mm256_max_ps(_mm256_andnot_ps(sign, v), top);
+            is_nan         = _mm256_or_ps(is_nan, _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
         }
-        __m128 top4 = _mm_max_ps(_mm256_castps256_ps128(top), _mm256_extractf128_ps(top, 1));
-        top4 = _mm_max_ps(top4, _mm_movehl_ps(top4, top4));
+        __m128 top4          = _mm_max_ps(_mm256_castps256_ps128(top), _mm256_extractf128_ps(top, 1));
+        top4                 = _mm_max_ps(top4, _mm_movehl_ps(top4, top4));
         const float greatest = _mm_cvtss_f32(_mm_max_ss(top4, _mm_movehdup_ps(top4)));
         if (greatest == 0) {
             memset(out, 0, sizeof *out);
@@ -39,66 +39,64 @@ void quantize_k(const float *row, int64_t, int64_t first, int64_t last, void *qu
         float value = greatest;
         for (int k = 0; k < QK_K; k += 8) {
             const __m256 v = _mm256_loadu_ps(x + k);
-            const int same = _mm256_movemask_ps(
-                _mm256_cmp_ps(_mm256_andnot_ps(sign, v), _mm256_set1_ps(greatest), _CMP_EQ_OQ));
+            const int same = _mm256_movemask_ps(_mm256_cmp_ps(_mm256_andnot_ps(sign, v), _mm256_set1_ps(greatest), _CMP_EQ_OQ));
             if (same) {
-                value = x[k + __builtin_ctz((unsigned)same)];
+                value = x[k + __builtin_ctz((unsigned) same)];
                 break;
             }
         }
-        const float inverse = -127.f / value;
-        const __m256 factor = _mm256_set1_ps(inverse);
-        const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+        const float   inverse = -127.f / value;
+        const __m256  factor  = _mm256_set1_ps(inverse);
+        const __m256i order   = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
         for (int k = 0; k < QK_K; k += 32) {
             __m256i v[4];
-            for (int n = 0; n < 4; n++)
-                v[n] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + k + 8 * n), factor));
+            for (int n = 0; n < 4; n++) v[n] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + k + 8 * n), factor));
             const __m256i low = _mm256_packs_epi32(v[0], v[1]), high = _mm256_packs_epi32(v[2], v[3]);
             const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
-            _mm256_storeu_si256((__m256i *)(out->q + k), bytes);
+            _mm256_storeu_si256((__m256i *) (out->q + k), bytes);
             // Sums of 16 bytes: vpmaddubsw with ones, vpmaddwd with ones, then across four lanes.
-            const __m256i fours = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes), _mm256_set1_epi16(1));
+            const __m256i fours  = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes), _mm256_set1_epi16(1));
             const __m256i eights = _mm256_add_epi32(fours, _mm256_shuffle_epi32(fours, 0x4e));
-            const __m256i whole = _mm256_add_epi32(eights, _mm256_shuffle_epi32(eights, 0xb1));
-            const int a = _mm256_extract_epi32(whole, 0), b = _mm256_extract_epi32(whole, 4);
-            out->sums16[k / 16] = (int16_t)a;
-            out->sums16[k / 16 + 1] = (int16_t)b;
-            out->sums32[k / 32] = (int16_t)(a + b);
+            const __m256i whole  = _mm256_add_epi32(eights, _mm256_shuffle_epi32(eights, 0xb1));
+            const int     a = _mm256_extract_epi32(whole, 0), b = _mm256_extract_epi32(whole, 4);
+            out->sums16[k / 16]     = (int16_t) a;
+            out->sums16[k / 16 + 1] = (int16_t) b;
+            out->sums32[k / 32]     = (int16_t) (a + b);
         }
         out->d = _mm256_movemask_ps(is_nan) ? NAN : 1 / inverse;
     }
 }
 
 // As ggml's quantize_row_q8_0 and quantize_row_q8_1 for x86.
-void quantize_32(const float *row, int64_t, int64_t first, int64_t last, void *quantized) {
-    const __m256 sign = _mm256_set1_ps(-0.0f);
+void quantize_32(const float * row, int64_t, int64_t first, int64_t last, void * quantized) {
+    const __m256  sign  = _mm256_set1_ps(-0.0f);
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    RowBlock32 *out = (RowBlock32 *)quantized + first / 32;
+    RowBlock32 *  out   = (RowBlock32 *) quantized + first / 32;
     for (int64_t i = first; i < last; i += 32, out++) {
         __m256 v[4], top = _mm256_setzero_ps(), is_nan = _mm256_setzero_ps();
         for (int n = 0; n < 4; n++) {
-            v[n] = _mm256_loadu_ps(row + i + 8 * n);
+            v[n]   = _mm256_loadu_ps(row + i + 8 * n);
             is_nan = _mm256_or_ps(is_nan, _mm256_cmp_ps(v[n], v[n], _CMP_UNORD_Q));
-            top = _mm256_max_ps(top, _mm256_andnot_ps(sign, v[n]));
+            top    = _mm256_max_ps(top, _mm256_andnot_ps(sign, v[n]));
         }
-        __m128 top4 = _mm_max_ps(_mm256_castps256_ps128(top), _mm256_extractf128_ps(top, 1));
-        top4 = _mm_max_ps(top4, _mm_movehl_ps(top4, top4));
-        const float greatest = _mm_cvtss_f32(_mm_max_ss(top4, _mm_movehdup_ps(top4)));
-        const __m256 factor = _mm256_set1_ps(greatest != 0 ? 127.f / greatest : 0);
-        __m256i q[4];
+        __m128 top4           = _mm_max_ps(_mm256_castps256_ps128(top), _mm256_extractf128_ps(top, 1));
+        top4                  = _mm_max_ps(top4, _mm_movehl_ps(top4, top4));
+        const float  greatest = _mm_cvtss_f32(_mm_max_ss(top4, _mm_movehdup_ps(top4)));
+        const __m256 factor   = _mm256_set1_ps(greatest != 0 ? 127.f / greatest : 0);
+        __m256i      q[4];
         for (int n = 0; n < 4; n++) q[n] = _mm256_cvtps_epi32(_mm256_mul_ps(v[n], factor));
         const __m256i low = _mm256_packs_epi32(q[0], q[1]), high = _mm256_packs_epi32(q[2], q[3]);
         const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
-        _mm256_storeu_si256((__m256i *)out->q, bytes);
+        _mm256_storeu_si256((__m256i *) out->q, bytes);
         const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes);
         const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-        __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
-        sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
-        sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1));
-        out->sum = _mm_cvtsi128_si32(sum);
-        const float d = _mm256_movemask_ps(is_nan) ? NAN : greatest / 127.f;
-        out->d = _cvtsh_ss(_cvtss_sh(d, 0));
-        out->d_sum = _cvtsh_ss(_cvtss_sh(d * (float)out->sum, 0));
+        __m128i       sum   = _mm_add_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
+        sum                 = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
+        sum                 = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1));
+        out->sum            = _mm_cvtsi128_si32(sum);
+        const float d       = _mm256_movemask_ps(is_nan) ? NAN : greatest / 127.f;
+        out->d              = _cvtsh_ss(_cvtss_sh(d, 0));
+        out->d_sum          = _cvtsh_ss(_cvtss_sh(d * (float) out->sum, 0));
     }
 }
 

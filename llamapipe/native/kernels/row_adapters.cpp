@@ -122,7 +122,7 @@ RowAdapters::Part RowAdapters::part_of(const ggml_tensor * op, int32_t & matrix)
 }
 
 const RowAdapters::Rows & RowAdapters::rows_of(const ggml_tensor * op) const {
-    const auto n = (size_t) ggml_nrows(op);
+    const auto          n    = (size_t) ggml_nrows(op);
     const ggml_tensor * from = op->src[1] ? op->src[1] : op->src[0];
     GGML_ASSERT(from->nb[2] == from->nb[1] * (size_t) from->ne[1] && from->nb[3] == from->nb[2] * (size_t) from->ne[2]);
     // The last layer computes outputs only. If all entries are outputs, both are the same.
@@ -142,8 +142,8 @@ void RowAdapters::scale(int32_t matrix, ggml_tensor * op, int64_t row, const std
         // As llama_adapter_lora_weight::get_scale has it.
         const float   rank = (float) pair.b->ne[0], given = (*owned)[place].scale;
         const float   by   = lora.alpha != 0 ? given * lora.alpha / rank : given;
-        const float * from = place > 0 ? outer(place) + row * others_stride_ :
-                                         (const float *) ((const char *) op->src[0]->data + (size_t) row * op->src[0]->nb[1]);
+        const float * from = place > 0 ? outer(place) + row * others_stride_
+                                       : (const float *) ((const char *) op->src[0]->data + (size_t) row * op->src[0]->nb[1]);
         if (is_first && from != to) {
             std::copy_n(from, op->ne[0], to);
         }
@@ -172,11 +172,11 @@ void RowAdapters::compute(Part part, int32_t matrix, const ggml_compute_params *
         if (!pair.a) {
             continue;
         }
-        const bool          is_a     = part == Part::a, is_first = group.place == 0;
+        const bool          is_a = part == Part::a, is_first = group.place == 0;
         const int32_t *     in_group = rows.of_group.data() + group.first;
         const ggml_tensor * weight   = is_a ? pair.a : pair.b;
-        const size_t        inner_stride = (size_t) stride_ * sizeof(float), outer_stride = (size_t) others_stride_ * sizeof(float);
-        RowProduct          product;
+        const size_t inner_stride = (size_t) stride_ * sizeof(float), outer_stride = (size_t) others_stride_ * sizeof(float);
+        RowProduct   product;
         product.weights       = weight;
         product.rows          = is_a ? (const char *) op->src[1]->data : (const char *) inner(group.place);
         product.row_stride    = is_a ? op->src[1]->nb[1] : inner_stride;

@@ -15,10 +15,10 @@
 namespace llamapipe::kernels {
 namespace {
 
-template <> constexpr int kOffset<PanelQ8_0> = 128;
+template <> constexpr int kOffset<PanelQ8_0>   = 128;
 template <> constexpr int kOffset<PanelIQ4_NL> = 128;
 
-inline int32_t four(const void *address) {
+inline int32_t four(const void * address) {
     int32_t bits;
     memcpy(&bits, address, 4);
     return bits;
@@ -27,11 +27,11 @@ inline int32_t four(const void *address) {
 // V: the vectors; P: how many of them hold the 16 rows of a panel. Q panels at once share the broadcasts of activations;
 // i counts the vectors of all.
 template <class V, class Tiles> struct Vnni : Tiles {
-    using Int = typename V::Int;
-    using Float = typename V::Float;
+    using Int              = typename V::Int;
+    using Float            = typename V::Float;
     static constexpr int P = 64 / V::kBytes, kRows = V::kBytes / 4;
 
-    template <class Panel> static void unpack(const Panel *panel, int n, Lines &out) {
+    template <class Panel> static void unpack(const Panel * panel, int n, Lines & out) {
         kernels::unpack<V>(panel, n, out);
         if constexpr (std::is_same_v<Panel, PanelIQ4_NL> || std::is_same_v<Panel, PanelIQ4_XS>)
             for (int line = 0; line < (std::is_same_v<Panel, PanelIQ4_XS> ? 64 : 8 * n); line++)
@@ -47,7 +47,7 @@ template <class V, class Tiles> struct Vnni : Tiles {
 
     // sum[j] += the products of n lines of each panel with activations from `column` on.
     template <int n, int M, int Q, class Row>
-    static void add_lines(const uint8_t (*const (&line)[Q])[64], const Row *const *x, int column, int flip,
+    static void add_lines(const uint8_t (*const (&line)[Q])[64], const Row * const * x, int column, int flip,
                           Int (&sum)[M][Q * P]) {
 #pragma GCC unroll 8
         for (int g = 0; g < n; g++) {
@@ -63,32 +63,32 @@ template <class V, class Tiles> struct Vnni : Tiles {
         }
     }
 
-    static void add_float(float *y, Int sum, Float scale) {
+    static void add_float(float * y, Int sum, Float scale) {
         V::store_floats(y, V::multiply_add(V::to_floats(sum), scale, V::load_floats(y)));
     }
 
-    template <class Panel> static Float row_scales(const Panel *panel, int r) { return V::halves(panel->d + r); }
-    static Float row_scales(const PanelMXFP4 *panel, int r) {
+    template <class Panel> static Float row_scales(const Panel * panel, int r) { return V::halves(panel->d + r); }
+    static Float                        row_scales(const PanelMXFP4 * panel, int r) {
         // Half of 2^(e - 127), which is a denormal for e below 2.
         int32_t bits[kRows];
         for (int i = 0; i < kRows; i++) {
             const int32_t e = panel->e[r + i];
-            bits[i] = e < 2 ? 0x00200000 << e : (e - 1) << 23;
+            bits[i]         = e < 2 ? 0x00200000 << e : (e - 1) << 23;
         }
-        return V::load_floats((const float *)bits);
+        return V::load_floats((const float *) bits);
     }
 
     // The scales of sub-block s of 16 rows as 32-bit integers.
-    template <class Panel> static Int scale(const Panel *panel, int b, int p) {
+    template <class Panel> static Int scale(const Panel * panel, int b, int p) {
         return V::widen_unsigned(panel->scales[b] + kRows * p);
     }
-    static Int scale(const PanelQ6K *panel, int s, int p) {
+    static Int scale(const PanelQ6K * panel, int s, int p) {
         const Int both = V::load_pairs_signed(panel->scales[s / 2][kRows * p]);
         return s % 2 ? V::template arithmetic_right<16>(both) : V::template arithmetic_right<16>(V::template left_32<16>(both));
     }
 
     template <int in_block, int M, int Q, class Panel>
-    static void sum_super_block(const Panel *const (&panel)[Q], const Lines *w, const RowBlockK *const *x,
+    static void sum_super_block(const Panel * const (&panel)[Q], const Lines * w, const RowBlockK * const * x,
                                 Int (&sum)[M][Q * P]) {
         set_all(sum, 0);
         for (int b = 0; b < 64 / in_block; b++) {
@@ -105,14 +105,14 @@ template <class V, class Tiles> struct Vnni : Tiles {
     }
 
     template <int M, int Q, class Panel>
-    static void accumulate_with_minima(const Panel *const (&panel)[Q], const Lines *w, const RowBlockK *const *x,
-                                       float *const *y) {
+    static void accumulate_with_minima(const Panel * const (&panel)[Q], const Lines * w, const RowBlockK * const * x,
+                                       float * const * y) {
         Int sum[M][Q * P];
         sum_super_block<8, M, Q>(panel, w, x, sum);
         for (int i = 0; i < Q * P; i++) {
-            const Panel *const one = panel[i / P];
-            const int row = kRows * (i % P);
-            Int minima[M];
+            const Panel * const one = panel[i / P];
+            const int           row = kRows * (i % P);
+            Int                 minima[M];
             for (int j = 0; j < M; j++) minima[j] = V::set(0);
             for (int k = 0; k < 4; k++) {
                 const Int m = V::load_pairs_unsigned(one->mins[k][row]);
@@ -127,25 +127,25 @@ template <class V, class Tiles> struct Vnni : Tiles {
     }
 
     template <int M, int Q>
-    static void accumulate(const PanelQ4K *const (&panel)[Q], const Lines *w, int, const RowBlockK *const *x,
-                           float *const *y) {
+    static void accumulate(const PanelQ4K * const (&panel)[Q], const Lines * w, int, const RowBlockK * const * x,
+                           float * const * y) {
         accumulate_with_minima<M, Q>(panel, w, x, y);
     }
 
     template <int M, int Q>
-    static void accumulate(const PanelQ5K *const (&panel)[Q], const Lines *w, int, const RowBlockK *const *x,
-                           float *const *y) {
+    static void accumulate(const PanelQ5K * const (&panel)[Q], const Lines * w, int, const RowBlockK * const * x,
+                           float * const * y) {
         accumulate_with_minima<M, Q>(panel, w, x, y);
     }
 
     template <int M, int Q>
-    static void accumulate(const PanelQ6K *const (&panel)[Q], const Lines *w, int, const RowBlockK *const *x,
-                           float *const *y) {
+    static void accumulate(const PanelQ6K * const (&panel)[Q], const Lines * w, int, const RowBlockK * const * x,
+                           float * const * y) {
         Int sum[M][Q * P];
         sum_super_block<4, M, Q>(panel, w, x, sum);
         for (int i = 0; i < Q * P; i++) {
-            const PanelQ6K *const one = panel[i / P];
-            const int row = kRows * (i % P);
+            const PanelQ6K * const one = panel[i / P];
+            const int              row = kRows * (i % P);
             // Weights are 32 less than what was multiplied.
             Int offset[M];
             for (int j = 0; j < M; j++) offset[j] = V::set(0);
@@ -162,8 +162,8 @@ template <class V, class Tiles> struct Vnni : Tiles {
     }
 
     template <int M, int Q>
-    static void accumulate(const PanelIQ4_XS *const (&panel)[Q], const Lines *w, int, const RowBlockK *const *x,
-                           float *const *y) {
+    static void accumulate(const PanelIQ4_XS * const (&panel)[Q], const Lines * w, int, const RowBlockK * const * x,
+                           float * const * y) {
         Int sum[M][Q * P];
         set_all(sum, 0);
         for (int b = 0; b < 8; b++) {
@@ -185,9 +185,9 @@ template <class V, class Tiles> struct Vnni : Tiles {
     }
 
     template <int M, int Q, class Panel, class Weights>
-    static void accumulate(const Panel *const (&panel)[Q], const Weights *w, int n, const RowBlock32 *const *x,
-                           float *const *y) {
-        const RowBlock32 *block[M];
+    static void accumulate(const Panel * const (&panel)[Q], const Weights * w, int n, const RowBlock32 * const * x,
+                           float * const * y) {
+        const RowBlock32 * block[M];
         for (int j = 0; j < M; j++) block[j] = x[j];
         for (int b = 0; b < n; b++) {
             Int sum[M][Q * P];
@@ -197,17 +197,17 @@ template <class V, class Tiles> struct Vnni : Tiles {
             constexpr bool in_place = std::is_same_v<Panel, PanelQ8_0>;
             for (int q = 0; q < Q; q++) {
                 if constexpr (in_place)
-                    line[q] = (const uint8_t (*)[64])panel[q][b].q;
+                    line[q] = (const uint8_t (*)[64]) panel[q][b].q;
                 else
                     line[q] = w[q].q + 8 * b;
             }
             add_lines<8, M, Q>(line, block, 0, in_place, sum);
             for (int i = 0; i < Q * P; i++) {
-                const Panel *const one = panel[i / P] + b;
-                const int row = kRows * (i % P);
-                const Float d = row_scales(one, row);
+                const Panel * const one = panel[i / P] + b;
+                const int           row = kRows * (i % P);
+                const Float         d   = row_scales(one, row);
                 for (int j = 0; j < M; j++) {
-                    float *const out = y[j] + kRows * i;
+                    float * const out = y[j] + kRows * i;
                     add_float(out, sum[j][i], V::product(d, V::floats(block[j]->d)));
                     if constexpr (kOffset<Panel> == 0) {
                         const Float m = V::halves(one->m + row), s = V::floats(block[j]->d_sum);

@@ -59,12 +59,12 @@ constexpr size_t alignment       = 64;
 constexpr size_t huge_page_bytes = 2u << 20;
 constexpr size_t piece_bytes     = 128u << 10;  // of weights that are multiplied with all rows before the next
 constexpr size_t rows_bytes      = 256u << 10;  // of rows that are multiplied with a piece: both stay in the second-level cache
-constexpr int    max_rows        = 256;         // the same as a number
+constexpr int    max_rows        = 256;  // the same as a number
 
 void (*barrier)(ggml_threadpool *) = nullptr;  // ggml_barrier
 thread_local Packing * t_packing   = nullptr;
-thread_local bool      t_attends = false, t_multiplies = false;  // the graphs of this thread use our attention, our products of floats
-thread_local const RowAdapters * t_adapters = nullptr;           // of the rows of these graphs
+thread_local bool t_attends = false, t_multiplies = false;  // the graphs of this thread use our attention, our products of floats
+thread_local const RowAdapters * t_adapters = nullptr;  // of the rows of these graphs
 
 extern ggml_backend_buffer_type buffer_type;
 
@@ -75,15 +75,15 @@ size_t padded(size_t n, size_t to = alignment) { return (n + to - 1) / to * to; 
 // ---- weights: matrices of panels, one after another
 
 struct Weights {
-    const Kernel * kernel = nullptr;  // null: there is none
+    const Kernel * kernel    = nullptr;  // null: there is none
     int64_t        n_columns = 0, n_rows = 0, n_panels = 0, n_matrices = 0;  // rows and panels of one matrix
     size_t         panel_bytes = 0;
 
     Weights(ggml_type type, int64_t columns, int64_t rows, int64_t matrices)
         : n_columns(columns), n_rows(rows), n_panels((n_rows + kPanelRows - 1) / kPanelRows), n_matrices(matrices) {
         const int64_t n_padding = n_panels * kPanelRows - n_rows;
-        kernel      = n_padding * 32 <= n_rows ? find(type, n_columns, n_panels * kPanelRows) : nullptr;
-        panel_bytes = kernel ? kernel->panel_bytes(n_columns) : 0;
+        kernel                  = n_padding * 32 <= n_rows ? find(type, n_columns, n_panels * kPanelRows) : nullptr;
+        panel_bytes             = kernel ? kernel->panel_bytes(n_columns) : 0;
     }
 
     explicit Weights(const ggml_tensor * t) : Weights(t->type, t->ne[0], t->ne[1], t->ne[2] * t->ne[3]) {}
@@ -140,7 +140,7 @@ struct Layout {
 
     Layout(const Kernel * kernel, const ggml_tensor * op) : row_bytes(padded(kernel->row_bytes(op->src[1]->ne[0]))) {
         const size_t n_matrices = (size_t) (op->src[0]->ne[2] * op->src[0]->ne[3]);
-        const size_t n_results  = (size_t) ggml_nrows(op), n_rows = (size_t) ggml_nrows(op->src[1]);
+        const size_t n_results = (size_t) ggml_nrows(op), n_rows = (size_t) ggml_nrows(op->src[1]);
         n_groups  = counter + alignment;
         groups    = n_groups + alignment;
         starts    = groups + padded(n_matrices * sizeof(Group));
@@ -177,15 +177,16 @@ private:
     // Calls f(matrix, row, result) for each row of the result, with the row of activations it is computed from.
     template <typename F> void for_each_result(F && f) const {
         const ggml_tensor *w = op_->src[0], *x = op_->src[1];
-        const auto result = [&](int64_t i1, int64_t i2, int64_t i3) {
-            return (float *) ((char *) op_->data + (size_t) i1 * op_->nb[1] + (size_t) i2 * op_->nb[2] + (size_t) i3 * op_->nb[3]);
+        const auto         result = [&](int64_t i1, int64_t i2, int64_t i3) {
+            return (float *) ((char *) op_->data + (size_t) i1 * op_->nb[1] + (size_t) i2 * op_->nb[2] +
+                              (size_t) i3 * op_->nb[3]);
         };
         if (op_->op == GGML_OP_MUL_MAT_ID) {
             const ggml_tensor * ids = op_->src[2];
             for (int64_t token = 0; token < ids->ne[1]; token++) {
                 for (int64_t i = 0; i < ids->ne[0]; i++) {
                     const char * id     = (const char *) ids->data + (size_t) token * ids->nb[1] + (size_t) i * ids->nb[0];
-                    const auto   matrix = (int64_t) * (const int32_t *) id;
+                    const auto   matrix = (int64_t) *(const int32_t *) id;
                     if (0 <= matrix && matrix < w->ne[2]) {
                         f(matrix, token * x->ne[1] + i % x->ne[1], result(i, token, 0));
                     }
@@ -214,8 +215,8 @@ private:
         int64_t n_groups = 0;
         for (int64_t i = 0; i < n; i++) {
             if (starts[i + 1] > 0) {
-                const size_t offset = w->view_offs + (size_t) (i % w->ne[2]) * w->nb[2] + (size_t) (i / w->ne[2]) * w->nb[3];
-                const int64_t panel = weights_.panel_of(w, offset);
+                const size_t  offset = w->view_offs + (size_t) (i % w->ne[2]) * w->nb[2] + (size_t) (i / w->ne[2]) * w->nb[3];
+                const int64_t panel  = weights_.panel_of(w, offset);
                 GGML_ASSERT(panel >= 0 && "a view of packed weights");
                 groups[n_groups++] = { (const char *) all_->data + (size_t) panel * weights_.panel_bytes, starts[i],
                                        starts[i + 1] };
@@ -224,9 +225,9 @@ private:
         }
         *at<int64_t>(layout_.n_groups) = n_groups;
         for_each_result([&](int64_t matrix, int64_t row, float * result) {
-            const int64_t i                        = starts[matrix]++;
-            at<const void *>(layout_.rows)[i]      = quantized(row);
-            at<float *>(layout_.results)[i]        = result;
+            const int64_t i                   = starts[matrix]++;
+            at<const void *>(layout_.rows)[i] = quantized(row);
+            at<float *>(layout_.results)[i]   = result;
         });
     }
 
@@ -234,12 +235,12 @@ private:
     void quantize() const {
         const ggml_tensor * x     = op_->src[1];
         const int64_t       block = weights_.kernel->block_columns, n_blocks = x->ne[0] / block, n = n_blocks * ggml_nrows(x);
-        int64_t             i = n * ith_ / nth_;
+        int64_t             i   = n * ith_ / nth_;
         const int64_t       end = n * (ith_ + 1) / nth_;
         while (i < end) {
             const int64_t row = i / n_blocks, first = i % n_blocks, last = std::min(n_blocks, first + end - i);
             const int64_t i1 = row % x->ne[1], i2 = row / x->ne[1] % x->ne[2], i3 = row / x->ne[1] / x->ne[2];
-            const char *  from = (const char *) x->data + (size_t) i1 * x->nb[1] + (size_t) i2 * x->nb[2] + (size_t) i3 * x->nb[3];
+            const char * from = (const char *) x->data + (size_t) i1 * x->nb[1] + (size_t) i2 * x->nb[2] + (size_t) i3 * x->nb[3];
             weights_.kernel->quantize((const float *) from, x->ne[0], first * block, last * block, quantized(row));
             i += last - first;
         }
@@ -247,19 +248,19 @@ private:
 
     // Takes pieces of work until none is left.
     void multiply() const {
-        const auto *  groups      = at<Group>(layout_.groups);
-        const int64_t n_rows      = op_->src[0]->ne[1], n_panels = (n_rows + kPanelRows - 1) / kPanelRows;
+        const auto *  groups = at<Group>(layout_.groups);
+        const int64_t n_rows = op_->src[0]->ne[1], n_panels = (n_rows + kPanelRows - 1) / kPanelRows;
         const int64_t n_all       = n_panels * *at<int64_t>(layout_.n_groups);
         const int64_t for_cache   = std::max<int64_t>(1, (int64_t) (piece_bytes / weights_.panel_bytes));
         const int64_t for_balance = std::max<int64_t>(1, n_all / (8 * nth_));
         const int64_t wanted      = nth_ > 1 ? std::min(for_cache, for_balance) : for_cache;
         const int64_t at_once     = weights_.kernel->panels_at_once;
         // Few panels on many threads are divided more evenly one by one, which is worth more.
-        const int64_t busiest     = ((n_all + at_once - 1) / at_once + nth_ - 1) / nth_ * at_once;
-        const bool    is_even     = busiest * nth_ * 4 <= n_all * 5;
-        const int64_t n_each      = is_even ? std::max(wanted / at_once * at_once, at_once) : wanted;
-        const int64_t n_pieces    = (n_panels + n_each - 1) / n_each;  // of a group
-        auto &        next        = *at<std::atomic<int64_t>>(layout_.counter);
+        const int64_t busiest  = ((n_all + at_once - 1) / at_once + nth_ - 1) / nth_ * at_once;
+        const bool    is_even  = busiest * nth_ * 4 <= n_all * 5;
+        const int64_t n_each   = is_even ? std::max(wanted / at_once * at_once, at_once) : wanted;
+        const int64_t n_pieces = (n_panels + n_each - 1) / n_each;  // of a group
+        auto &        next     = *at<std::atomic<int64_t>>(layout_.counter);
         for (int64_t i = ith_; i < n_pieces * *at<int64_t>(layout_.n_groups); i = next.fetch_add(1, std::memory_order_relaxed)) {
             const int64_t first = i % n_pieces * n_each;
             multiply(groups[i / n_pieces], first, std::min(n_panels, first + n_each), n_rows);
@@ -489,11 +490,11 @@ ggml_status init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor) {
 
 // Once all tensors are known, and before the first is set: maps the file that the load was given, if it has these tensors.
 void use_file(Memory & memory) {
-    Packing & packing = *memory.packing;
-    memory.packing    = nullptr;
-    packing.data      = memory.base;
-    packing.n_data    = (int64_t) memory.size;
-    packing.layout    = memory.layout.value();
+    Packing & packing       = *memory.packing;
+    memory.packing          = nullptr;
+    packing.data            = memory.base;
+    packing.n_data          = (int64_t) memory.size;
+    packing.layout          = memory.layout.value();
     const PackedFile & file = packing.file;
     if (file.fd >= 0 && file.n_bytes == packing.n_data && file.layout == packing.layout) {
         memory.is_mapped = packing.is_mapped = map_file(memory.base, packing.n_data, file.fd, file.offset);
@@ -524,10 +525,10 @@ void release_pages(const void * data, size_t size) {
 void pack(const Weights & weights, const ggml_tensor * tensor, const char * data, int n_threads) {
     const size_t         stride   = tensor->nb[1];
     const int64_t        n_panels = weights.n_panels * weights.n_matrices, n_whole = weights.n_rows / kPanelRows;
-    const int64_t        n_each   = std::max<int64_t>(1, (int64_t) (piece_bytes / weights.panel_bytes));
-    std::atomic<int64_t> next     = 0;
+    const int64_t        n_each = std::max<int64_t>(1, (int64_t) (piece_bytes / weights.panel_bytes));
+    std::atomic<int64_t> next   = 0;
 
-    const auto rows_of  = [&](int64_t i) {
+    const auto rows_of = [&](int64_t i) {
         return data + (size_t) (i / weights.n_panels * weights.n_rows + i % weights.n_panels * kPanelRows) * stride;
     };
     const auto panel_of = [&](int64_t i) { return (char *) tensor->data + (size_t) i * weights.panel_bytes; };
@@ -655,9 +656,10 @@ std::string put_into_list() {
                std::to_string(reg->api_version);
     }
     // The backend's library, whichever of its variants ggml has loaded. The handle is kept, so that it stays.
-    using get_types   = std::vector<ggml_backend_buffer_type_t> & (*) ();
-    const auto listed = (ggml_backend_dev_get_extra_bufts_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_dev_get_extra_bufts");
-    Dl_info    info   = {};
+    using get_types = std::vector<ggml_backend_buffer_type_t> & (*)();
+    const auto listed =
+            (ggml_backend_dev_get_extra_bufts_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_dev_get_extra_bufts");
+    Dl_info    info    = {};
     void *     library = listed && dladdr((void *) listed, &info) ? dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD) : nullptr;
     const auto types   = library ? (get_types) dlsym(library, "_Z39ggml_backend_cpu_get_extra_buffer_typesv") : nullptr;
     barrier            = library ? (void (*)(ggml_threadpool *)) dlsym(library, "ggml_barrier") : nullptr;
@@ -690,9 +692,7 @@ const char * install() {
     return problem.empty() ? nullptr : problem.c_str();
 }
 
-bool have(ggml_type type, int64_t n_columns, int64_t n_rows) {
-    return !install() && Weights(type, n_columns, n_rows, 1).kernel;
-}
+bool have(ggml_type type, int64_t n_columns, int64_t n_rows) { return !install() && Weights(type, n_columns, n_rows, 1).kernel; }
 
 const char * level() { return install() ? nullptr : find_level(); }
 

@@ -31,9 +31,9 @@ struct Packing {
     int        n_tensors = 0;
     int64_t    n_bytes   = 0;  // of packed weights
     // Their buffer. Of several, which no model has so far, it is the first; only that one can be in a file.
-    void *   data      = nullptr;
-    int64_t  n_data    = 0;
-    uint64_t layout    = 0;
+    void *   data       = nullptr;
+    int64_t  n_data     = 0;
+    uint64_t layout     = 0;
     bool     is_mapped  = false;
     bool     has_buffer = false;
 };

@@ -23,8 +23,8 @@ using free_pool = void (*)(ggml_threadpool_t);
 using use_pool  = void (*)(ggml_backend_t, ggml_threadpool_t);
 
 template <typename Function> Function of_cpu_backend(const char * name) {
-    ggml_backend_dev_t cpu = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
-    void * found = cpu ? ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu), name) : nullptr;
+    ggml_backend_dev_t cpu   = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    void *             found = cpu ? ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu), name) : nullptr;
     if (!found) {
         throw std::runtime_error(std::string("the CPU backend has no ") + name);
     }
@@ -62,7 +62,7 @@ public:
 
 private:
     static std::string name_of(int id) {
-        char        path[64], name[32] = "";
+        char path[64], name[32] = "";
         snprintf(path, sizeof(path), "/proc/self/task/%d/comm", id);
         if (FILE * file = fopen(path, "re")) {
             if (fgets(name, sizeof(name), file)) {
@@ -99,8 +99,7 @@ class ThreadPool {
 public:
     explicit ThreadPool(ggml_threadpool_params params, const WorkerName & name = {})
         : n_threads(params.n_threads), free_(of_cpu_backend<free_pool>("ggml_threadpool_free")),
-          use_(of_cpu_backend<use_pool>("ggml_backend_cpu_set_threadpool")),
-          threads(start(params)) {
+          use_(of_cpu_backend<use_pool>("ggml_backend_cpu_set_threadpool")), threads(start(params)) {
         other_ = ggml_backend_dev_init(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU), nullptr);
         if (n_threads > 1) {
             workers = name.workers();
@@ -113,10 +112,11 @@ public:
             if (ggml_threadpool_t started = of_cpu_backend<new_pool>("ggml_threadpool_new")(&params)) {
                 return started;
             }
-        } catch (const std::runtime_error &) {}
-        throw std::runtime_error("its " + std::to_string(params.n_threads)
-                                 + " compute threads could not be started; give a smaller n_threads, or raise the limits of "
-                                   "threads and memory");
+        } catch (const std::runtime_error &) {
+        }
+        throw std::runtime_error("its " + std::to_string(params.n_threads) +
+                                 " compute threads could not be started; give a smaller n_threads, or raise the limits of "
+                                 "threads and memory");
     }
 
     ~ThreadPool() {

@@ -70,26 +70,62 @@ void SavedCells::resize(size_t n) {
     size = n;
 }
 
-int save_cells(llama_context * ctx, int seq_id, int64_t max_bytes, SavedCells & to) {
-    const size_t n = llama_state_seq_get_size_ext(ctx, seq_id, 0);
+static llama_state_seq_flags flags_of(Part part) {
+    return part == Part::state ? LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY : LLAMA_STATE_SEQ_FLAGS_NONE;
+}
+
+int save_cells(llama_context * ctx, int seq_id, int64_t max_bytes, Part part, SavedCells & to) {
+    const size_t n = llama_state_seq_get_size_ext(ctx, seq_id, flags_of(part));
     if (n == 0 || (max_bytes >= 0 && n > (size_t) max_bytes)) {
         return 0;
     }
     to.resize(n);
-    return llama_state_seq_get_data_ext(ctx, to.bytes.get(), n, seq_id, 0) == n;
+    return llama_state_seq_get_data_ext(ctx, to.bytes.get(), n, seq_id, flags_of(part)) == n;
 }
 
-int load_cells(llama_context * ctx, int seq_id, int n, const SavedCells & from) {
-    llama_memory_t memory = llama_get_memory(ctx);
-    llama_memory_seq_rm(memory, seq_id, -1, -1);
-    const bool is_loaded = llama_state_seq_set_data_ext(ctx, from.bytes.get(), from.size, seq_id, 0) == from.size;
-    // A recurrent memory that keeps the states of the last step's tokens would go back to one that was not saved.
-    const bool is_whole = llama_n_rs_seq(ctx) == 0 || llama_memory_seq_pos_max(memory, seq_id) == n - 1;
-    if (is_loaded && is_whole && llama_memory_seq_rm(memory, seq_id, n, -1)
-        && llama_memory_seq_pos_max(memory, seq_id) == n - 1) {
-        return 1;
+static bool set_data(llama_context * ctx, int seq_id, Part part, const SavedCells & from) {
+    return llama_state_seq_set_data_ext(ctx, from.bytes.get(), from.size, seq_id, flags_of(part)) == from.size;
+}
+
+// Whether the layers with a sliding window have the cells that position `n` attends to. llama.cpp does not save those
+// that the window of the last token has left, and gives them to other tokens if memory is short. Llama 4's windows do
+// not slide: each position attends to those of its chunk.
+static bool has_window(llama_context * ctx, int seq_id, int n) {
+    const llama_model * model = llama_get_model(ctx);
+    const int           n_swa = llama_model_n_swa(model);
+    if (n_swa <= 0 || n == 0 || llama_model_is_recurrent(model) || llama_model_is_hybrid(model)) {
+        return true;
     }
-    llama_memory_seq_rm(memory, seq_id, -1, -1);
+    char      architecture[64] = "";
+    const int first            = llama_memory_seq_pos_min(llama_get_memory(ctx), seq_id);
+    llama_model_meta_val_str(model, "general.architecture", architecture, sizeof architecture);
+    const int needed = strcmp(architecture, "llama4") == 0 ? n / n_swa * n_swa : std::max(n - n_swa + 1, 0);
+    return first >= 0 && (first <= needed || needed == n);
+}
+
+int load_cells(llama_context * ctx, int seq_id, int n, const SavedCells * cells, const SavedCells * state) {
+    llama_memory_t memory = llama_get_memory(ctx);
+    bool           done   = true;
+    if (cells) {
+        llama_memory_seq_rm(memory, seq_id, -1, -1);
+        done = set_data(ctx, seq_id, Part::all, *cells);
+    }
+    if (done && state) {
+        // The state says nothing of the cells before it; a memory of states alone has none.
+        const bool has_cells = !llama_model_is_recurrent(llama_get_model(ctx));
+        done = (!has_cells || llama_memory_seq_pos_max(memory, seq_id) >= n - 1) && set_data(ctx, seq_id, Part::state, *state);
+    }
+    // A recurrent memory that keeps the states of the last step's tokens would go back to one of another step.
+    const bool is_whole = llama_n_rs_seq(ctx) == 0 || llama_memory_seq_pos_max(memory, seq_id) <= n - 1;
+    if (done && is_whole && has_window(ctx, seq_id, n) && llama_memory_seq_rm(memory, seq_id, n, -1)) {
+        const int last = llama_memory_seq_pos_max(memory, seq_id);
+        if (last == n - 1 || (!cells && !state && last < n)) {
+            return 1;
+        }
+    }
+    if (cells || state) {
+        llama_memory_seq_rm(memory, seq_id, -1, -1);
+    }
     return 0;
 }
 
@@ -138,13 +174,13 @@ int Context::decode(const BatchArrays & batch) {
     }
     threads_->apply();
     set_error("see the log llamapipe.native");
-    const DecodeAssertionsThrow          throwing;
-    const bool                           is_mixed = row_adapters_.is_on();
+    const DecodeAssertionsThrow throwing;
+    const bool                  is_mixed = row_adapters_.is_on();
     if (is_mixed) {
         row_adapters_.prepare(batch.n, batch.seq_ids, batch.outputs);
     }
     const llamapipe::kernels::ComputeScope scope(attends_, multiplies_, is_mixed ? &row_adapters_ : nullptr);
-    std::unique_lock<std::mutex> lock(adapters_mutex(), std::defer_lock);
+    std::unique_lock<std::mutex>           lock(adapters_mutex(), std::defer_lock);
     if (reserves_) {
         lock.lock();
         reserves_ = false;
@@ -266,15 +302,14 @@ Context::~Context() {
 }  // namespace lp
 
 // ---- the C entries of contexts: their life, one decode from flat arrays, rows of logits, memory operations
-lp_context * lp_context_new(llama_model * model, const llama_context_params * params, int poll, int64_t n_ring_rows,
-                            bool samples, bool attends, bool multiplies) {
+lp_context * lp_context_new(llama_model * model, const llama_context_params * params, int poll, int64_t n_ring_rows, bool samples,
+                            bool attends, bool multiplies) {
     return lp::guard((lp_context *) nullptr, [&] {
         const std::lock_guard<std::mutex> lock(lp::adapters_mutex());
-        const lp::AssertionsThrow  throwing;
-        const lp::Context::Options options = { poll, n_ring_rows, samples, attends, multiplies };
-        return lp::without_faults((lp_context *) nullptr, [&] {
-            return new lp_context{ std::make_shared<lp::Context>(model, *params, options) };
-        });
+        const lp::AssertionsThrow         throwing;
+        const lp::Context::Options        options = { poll, n_ring_rows, samples, attends, multiplies };
+        return lp::without_faults((lp_context *) nullptr,
+                                  [&] { return new lp_context{ std::make_shared<lp::Context>(model, *params, options) }; });
     });
 }
 
@@ -324,8 +359,8 @@ int lp_context_thread_ids(lp_context * context, int n_max, int32_t * ids) {
     });
 }
 
-int lp_decode(lp_context * context, int n_tokens, const int32_t * tokens, const int32_t * positions,
-              const int32_t * seq_ids, const int8_t * outputs) {
+int lp_decode(lp_context * context, int n_tokens, const int32_t * tokens, const int32_t * positions, const int32_t * seq_ids,
+              const int8_t * outputs) {
     return lp::guard(LP_ERROR, [&] { return context->shared->decode({ n_tokens, tokens, positions, seq_ids, outputs }); });
 }
 

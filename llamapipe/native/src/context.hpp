@@ -29,10 +29,16 @@ struct SavedCells {
 
 // These wait for the device. Not while a graph is computed on another thread.
 
-// Copies a sequence's cells to `to`. 1 done; 0 if they take more than `max_bytes` (negative: no limit) or cannot be read.
-int save_cells(llama_context * ctx, int seq_id, int64_t max_bytes, SavedCells & to);
-// Replaces a sequence's cells by the first `n` of these. 1 done; 0 refused: the sequence is empty then.
-int load_cells(llama_context * ctx, int seq_id, int n, const SavedCells & from);
+// A sequence's memory has two parts: cells, of which the first `n` can be kept, and a state that belongs to the end of
+// the sequence alone: recurrent states, and the cells of layers with a sliding window.
+enum class Part { all, state };
+
+// Copies a sequence to `to`. 1 done; 0 if it takes more than `max_bytes` (negative: no limit) or cannot be read.
+int save_cells(llama_context * ctx, int seq_id, int64_t max_bytes, Part part, SavedCells & to);
+// Lets a sequence end after its first `n` positions. `cells` replace those that it has, and `state`, which was saved at
+// position `n`, replaces its state; null: neither. 1 done; 0 refused, because its memory lacks what position `n` needs:
+// the sequence is empty then, or as it was if neither was given.
+int load_cells(llama_context * ctx, int seq_id, int n, const SavedCells * cells, const SavedCells * state);
 
 // ---- the backend that computes a context's graphs on a device
 ggml_backend_t compute_backend(llama_context * ctx, ggml_backend_dev_t device);  // null when there is none
@@ -82,18 +88,18 @@ private:
 
     int decode_rows(const BatchArrays & batch);
 
-    llamapipe::kernels::RowAdapters row_adapters_;
-    std::vector<std::string>        changed_matrices_;  // by the carrier
-    std::shared_ptr<LogitsStager>        stager_;
-    std::unique_ptr<ComputeThreads>      threads_;
-    std::string                          staging_problem_;
-    std::vector<int32_t>                 n_seq_id_;  // scratch of `decode`
-    std::vector<llama_seq_id *>          seq_id_;
-    const bool                           attends_, multiplies_;
-    bool                                 is_broken_ = false, has_control_ = false;
-    bool                                 reserves_ = false;  // the next decode does: the adapters were changed
+    llamapipe::kernels::RowAdapters        row_adapters_;
+    std::vector<std::string>               changed_matrices_;  // by the carrier
+    std::shared_ptr<LogitsStager>          stager_;
+    std::unique_ptr<ComputeThreads>        threads_;
+    std::string                            staging_problem_;
+    std::vector<int32_t>                   n_seq_id_;  // scratch of `decode`
+    std::vector<llama_seq_id *>            seq_id_;
+    const bool                             attends_, multiplies_;
+    bool                                   is_broken_ = false, has_control_ = false;
+    bool                                   reserves_ = false;  // the next decode does: the adapters were changed
     std::unique_ptr<llama_batch_ext, Free> rows_;    // scratch of `decode_rows`
-    std::unique_ptr<llama_context, Free> llama_;     // the last member, so the first to end
+    std::unique_ptr<llama_context, Free>   llama_;     // the last member, so the first to end
 };
 
 }  // namespace lp

@@ -17,7 +17,7 @@ namespace lp {
 bool SignalWatch::begin() noexcept {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (n_begun_ == 0) {
-        struct sigaction action {};
+        struct sigaction action{};
         action.sa_sigaction = handler_;
         action.sa_flags     = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
         sigemptyset(&action.sa_mask);
@@ -31,7 +31,7 @@ bool SignalWatch::begin() noexcept {
 }
 void SignalWatch::end() noexcept {
     const std::lock_guard<std::mutex> lock(mutex_);
-    struct sigaction now {};
+    struct sigaction                  now{};
     // A handler that was installed meanwhile stays.
     if (--n_begun_ == 0 && sigaction(number_, nullptr, &now) == 0 && now.sa_sigaction == handler_) {
         sigaction(number_, &previous_, nullptr);
@@ -90,7 +90,8 @@ void on_failed_assertion(const char * message) {
     fprintf(stderr, "%s\n", message);
     if (strstr(message, "Remote RPC server crashed")) {  // on ggml-rpc's own thread, which nothing can leave
         fputs("llamapipe: an RPC worker ended or closed its connection; ggml-rpc ends this process then. Check the worker,\n"
-              "and run the program under a supervisor: docs/guides/rpc.md\n", stderr);
+              "and run the program under a supervisor: docs/guides/rpc.md\n",
+              stderr);
     }
 }
 

@@ -64,13 +64,14 @@ template <typename Result, typename Body> Result without_faults(Result failed, B
     struct Work {
         Result failed, result;
         Body & body;
-    } work = { failed, failed, body };
+    } work         = { failed, failed, body };
     const auto run = [](void * data) {
         Work & mine = *(Work *) data;
         mine.result = guard(mine.failed, mine.body);
     };
     if (const char * fault = run_until_fault(run, &work)) {
-        throw std::runtime_error(std::string("llama.cpp ") + fault + ": the file does not fit its architecture, convert the model again; "
+        throw std::runtime_error(std::string("llama.cpp ") + fault +
+                                 ": the file does not fit its architecture, convert the model again; "
                                  "the memory that was taken meanwhile is lost");
     }
     return work.result;
@@ -93,7 +94,7 @@ private:
     const Handler    handler_;
     std::mutex       mutex_;
     int              n_begun_ = 0;   // under mutex_
-    struct sigaction previous_ {};   // written under mutex_ before the handler is installed
+    struct sigaction previous_{};   // written under mutex_ before the handler is installed
 };
 
 }  // namespace lp

@@ -41,8 +41,8 @@ bool GraphSampler::probe(ggml_backend_dev_t device) {
         return false;
     }
     for (const bool sorts : { false, true }) {
-        sorts_   = sorts;
-        problem_ = "";
+        sorts_           = sorts;
+        problem_         = "";
         ggml_context * c = ggml_init({ ggml_tensor_overhead() * 128 + ggml_graph_overhead(), nullptr, true });
         if (!c) {
             problem_ = "there is no memory";
@@ -110,9 +110,9 @@ GraphSampler::Found GraphSampler::sample(ggml_context * c, ggml_tensor * logits,
     const auto    column = [&](ggml_tensor * t, int64_t i) {  // (1, n)
         return ggml_view_2d(c, t, 1, n, t->nb[1], (size_t) i * sizeof(float));
     };
-    ggml_tensor * inverse_temperature = column(rows, 0), * top_k = column(rows, 1), * top_p = column(rows, 2),
-                * log_min_p = column(rows, 3), * uniform = column(rows, 4),
-                * targets = ggml_view_2d(c, rows, GraphRow::n_targets, n, rows->nb[1], 5 * sizeof(float));
+    ggml_tensor *inverse_temperature = column(rows, 0), *top_k = column(rows, 1), *top_p = column(rows, 2),
+                *log_min_p = column(rows, 3), *uniform = column(rows, 4),
+                *targets = ggml_view_2d(c, rows, GraphRow::n_targets, n, rows->nb[1], 5 * sizeof(float));
 
     // The candidates, in the device's own order.
     ggml_tensor * some = sorts_ ? ggml_cont(c, ggml_argsort_top_k(c, logits, k_)) : ggml_top_k(c, logits, k_);
@@ -123,8 +123,8 @@ GraphSampler::Found GraphSampler::sample(ggml_context * c, ggml_tensor * logits,
     // by them has the same result on every device, and a comparison with NaN cannot lead a sort astray.
     ggml_tensor * before = ggml_step(c, ggml_sub(c, ggml_scale(c, compare(c, z), 2.0f), compare(c, ids)));
     ggml_tensor * order  = ggml_argsort(c, ggml_reshape_2d(c, ggml_sum_rows(c, before), k, n), GGML_SORT_ORDER_ASC);
-    z   = look_up(c, z, order);
-    ids = look_up(c, ids, order);
+    z                    = look_up(c, z, order);
+    ids                  = look_up(c, ids, order);
 
     ggml_tensor * top   = ggml_cont(c, column(z, 0));
     ggml_tensor * below = ggml_sub(c, z, top);  // at most 0
@@ -147,12 +147,12 @@ GraphSampler::Found GraphSampler::sample(ggml_context * c, ggml_tensor * logits,
     ggml_tensor * chosen = ggml_clamp(c, ggml_sub(c, ggml_sum_rows(c, kept), above), 0.0f, (float) (k - 1));
     chosen               = ggml_cast(c, chosen, GGML_TYPE_I32);
 
-    ggml_tensor * sums      = ggml_sum_rows(c, ggml_exp(c, ggml_sub(c, logits, top)));
-    ggml_tensor * log_sum   = ggml_add(c, ggml_log(c, sums), top);
-    ggml_tensor * wanted    = ggml_cast(c, ggml_clamp(c, ggml_cont(c, targets), 0.0f, (float) (n_vocab_ - 1)), GGML_TYPE_I32);
-    ggml_tensor * result    = look_up(c, ids, chosen);
-    for (ggml_tensor * next : { ggml_sub(c, look_up(c, z, chosen), log_sum), log_sum, ggml_cont(c, column(ids, 0)),
-                                look_up(c, logits, wanted) }) {
+    ggml_tensor * sums    = ggml_sum_rows(c, ggml_exp(c, ggml_sub(c, logits, top)));
+    ggml_tensor * log_sum = ggml_add(c, ggml_log(c, sums), top);
+    ggml_tensor * wanted  = ggml_cast(c, ggml_clamp(c, ggml_cont(c, targets), 0.0f, (float) (n_vocab_ - 1)), GGML_TYPE_I32);
+    ggml_tensor * result  = look_up(c, ids, chosen);
+    for (ggml_tensor * next :
+         { ggml_sub(c, look_up(c, z, chosen), log_sum), log_sum, ggml_cont(c, column(ids, 0)), look_up(c, logits, wanted) }) {
         result = ggml_concat(c, result, next, 0);
     }
     return { result, ggml_concat(c, ids, z, 0) };
@@ -167,8 +167,8 @@ bool in_graph(lp_sampler * sampler, GraphRow * row) {
     if (sampler->greedy()) {
         return true;
     }
-    Kind  last = Kind::none;
-    int   k    = sampler->n_vocab;
+    Kind  last  = Kind::none;
+    int   k     = sampler->n_vocab;
     float top_p = 1.0f, min_p = 0.0f, temperature = 1.0f;
     for (const StageInfo & stage : sampler->stages) {
         if (stage.kind <= last || stage.kind == Kind::other) {

@@ -47,9 +47,7 @@ size_t Guesser::slot(size_t place) const {
     return (hash >> 32) & (places_.size() - 1);
 }
 
-void Guesser::learn(size_t place) {
-    places_[slot(place)] = (uint32_t) place;
-}
+void Guesser::learn(size_t place) { places_[slot(place)] = (uint32_t) place; }
 
 void Guesser::follow(size_t place) {
     next_   = place;
@@ -126,7 +124,8 @@ void Guesser::add(int32_t token) {
     if (n_predicted_ > 0 && follow_near(anchor_, 1, n_predicted_)) {
         return;
     }
-    if (own_ && lost_text_ > 0 && lost_ >= n_learned_ && follow_near(lost_, n_learned_ + 1, std::min(lost_ + n_near, lost_text_))) {
+    if (own_ && lost_text_ > 0 && lost_ >= n_learned_ &&
+        follow_near(lost_, n_learned_ + 1, std::min(lost_ + n_near, lost_text_))) {
         return;
     }
     if (lost_text_ > 0 && text_.size() - lost_text_ <= n_for_one && (lost_ < n_predicted_ || own_)) {
@@ -173,7 +172,7 @@ void Guesser::learn_change() {
 // The place around `place` with the most tokens before it that are the last ones of the text, at least two; of several the
 // nearest after it.
 bool Guesser::follow_near(size_t place, size_t first, size_t stop) {
-    const size_t n     = text_.size();
+    const size_t n    = text_.size();
     size_t       best = 1, found = 0;
     for (size_t i = std::max(first, place > n_before ? place - n_before : 0); i < std::min(place + n_searched, stop); i++) {
         size_t n_same = 0;

@@ -23,7 +23,7 @@ public:
 
     bool has_guess() const { return n_matched_ > 0 && next_ < end_ && share() >= least_share; }
     // Fills in at most `n` tokens and the share of such guesses that were right; returns how many.
-    int  guess(int n, int32_t * tokens, double * share) const;
+    int guess(int n, int32_t * tokens, double * share) const;
 
 private:
     static constexpr size_t n_gram      = 3;
@@ -66,7 +66,7 @@ private:
     size_t                anchor_    = 0;    // where the prediction was left
     size_t                lost_ = 0, lost_text_ = 0;  // where a copy was left, and the text then; 0: nowhere
     bool                  is_predicted_ = false;
-    double                shares_[5] = { 0.4, 0.6, 0.8, 0.5, 0.85 };  // right guesses of one, by kind
+    double                shares_[5]    = { 0.4, 0.6, 0.8, 0.5, 0.85 };  // right guesses of one, by kind
 };
 
 }  // namespace lp

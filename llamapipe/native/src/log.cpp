@@ -35,7 +35,7 @@ ring & the_ring() {
 }
 
 void on_log(ggml_log_level level, const char * text, void *) {
-    ring & r = the_ring();
+    ring &                            r = the_ring();
     const std::lock_guard<std::mutex> lock(r.mutex);
     // ggml writes hundreds of debug lines for a context: they would push out the records that matter.
     r.skipping = level == GGML_LOG_LEVEL_DEBUG || (level == GGML_LOG_LEVEL_CONT && r.skipping);
@@ -56,9 +56,7 @@ thread_local char last_error[512] = "";
 
 }  // namespace
 
-void lp::set_error(const char * text) noexcept {
-    strncpy(last_error, text, sizeof last_error - 1);
-}
+void lp::set_error(const char * text) noexcept { strncpy(last_error, text, sizeof last_error - 1); }
 
 const char * lp_last_error(void) { return last_error; }
 
@@ -68,7 +66,7 @@ void lp_log_start(void) {
 }
 
 int lp_log_next(char * text, int n_bytes, int * level) {
-    ring & r = the_ring();
+    ring &                            r = the_ring();
     const std::lock_guard<std::mutex> lock(r.mutex);
     if (r.n_read == r.n_written) {
         return -1;
@@ -82,7 +80,7 @@ int lp_log_next(char * text, int n_bytes, int * level) {
 
 #ifdef LP_TESTING
 uint64_t lp_log_dropped(void) {
-    ring & r = the_ring();
+    ring &                            r = the_ring();
     const std::lock_guard<std::mutex> lock(r.mutex);
     return r.n_dropped;
 }

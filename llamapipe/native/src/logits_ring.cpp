@@ -196,10 +196,11 @@ template <typename Copy>
 void LogitsRing::for_each_wanted(const Step & step, int slot, int ubatch, Copy && copy) const {
     const auto all = [](int) { return true; };
     if (step.needs_rows) {
-        for_each_run(step, slot, ubatch, [&](int output) { return step.wants(output, Step::row); },
-                     [&](int64_t from, int to, int n) {
-                         copy(stager_->staging(), from, n, step.host->data + (size_t) to * (size_t) n_vocab_);
-                     });
+        for_each_run(
+                step, slot, ubatch, [&](int output) { return step.wants(output, Step::row); },
+                [&](int64_t from, int to, int n) {
+                    copy(stager_->staging(), from, n, step.host->data + (size_t) to * (size_t) n_vocab_);
+                });
     }
     if (step.results) {
         for_each_run(step, slot, ubatch, all, [&](int64_t from, int to, int n) {
@@ -232,9 +233,8 @@ void LogitsRing::copy_wanted(const Step & step, int slot, int ubatch) {
 
 int64_t LogitsRing::n_wanted_bytes(const Step & step, int slot, int ubatch) const {
     int64_t n_bytes = 0;
-    for_each_wanted(step, slot, ubatch, [&](const ggml_tensor * tensor, int64_t, int n, float *) {
-        n_bytes += n * (int64_t) tensor->nb[1];
-    });
+    for_each_wanted(step, slot, ubatch,
+                    [&](const ggml_tensor * tensor, int64_t, int n, float *) { n_bytes += n * (int64_t) tensor->nb[1]; });
     return n_bytes;
 }
 

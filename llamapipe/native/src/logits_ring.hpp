@@ -25,7 +25,7 @@ public:
     // Throws std::runtime_error where the device has no events.
     RowCopier(ggml_backend_t compute, int n_lanes);
     ~RowCopier();
-    RowCopier(const RowCopier &) = delete;
+    RowCopier(const RowCopier &)             = delete;
     RowCopier & operator=(const RowCopier &) = delete;
 
     // After a launch, on the launching thread: copies run once the graph has. A lane must be idle.
@@ -82,7 +82,7 @@ public:
     // Tells the stager where to put the rows of a ubatch. Throws std::bad_alloc.
     void expect(Step & step, const Ubatch & ubatch, int slot);
     // Whether all rows arrived there.
-    bool settle() { return stager_->settle(); }
+    bool    settle() { return stager_->settle(); }
     int64_t inputs_ns() const { return stager_ ? stager_->inputs_ns() : 0; }
 
     // ---- host memory. Throws std::bad_alloc.
@@ -92,15 +92,15 @@ public:
     void                        take_memory_for_results(Step & step);
 
     // ---- copies
-    float *     slot_data(int slot) const { return stager_->host() + first_row(slot) * (size_t) n_vocab_; }  // host mode
-    void        read(const Step & step, int first, int n, float * to) const;  // rows of a done step
-    void        copy_wanted(const Step & step, int slot, int ubatch);         // blocks until they are copied
-    int64_t     n_wanted_bytes(const Step & step, int slot, int ubatch) const;
+    float * slot_data(int slot) const { return stager_->host() + first_row(slot) * (size_t) n_vocab_; }  // host mode
+    void    read(const Step & step, int first, int n, float * to) const;  // rows of a done step
+    void    copy_wanted(const Step & step, int slot, int ubatch);         // blocks until they are copied
+    int64_t n_wanted_bytes(const Step & step, int slot, int ubatch) const;
     // With events: starts the copies on the launching thread, and waits for them on another.
-    void        start_copies(const Step & step, int slot, int ubatch);
-    void        wait_for_copies(const RowCopy & copy, int64_t * computed_ns, int64_t * copied_ns);
-    void        stop_copies() { copier_.reset(); }
-    bool        has_copier() const { return copier_ != nullptr; }
+    void start_copies(const Step & step, int slot, int ubatch);
+    void wait_for_copies(const RowCopy & copy, int64_t * computed_ns, int64_t * copied_ns);
+    void stop_copies() { copier_.reset(); }
+    bool has_copier() const { return copier_ != nullptr; }
 
     // With graph sampling: a row's candidates and targets, if any of them came to the host.
     bool partial_row(const Step & step, int entry, Row * row) const;
@@ -108,7 +108,7 @@ public:
 private:
     size_t first_row(int slot) const { return (size_t) slot * (size_t) slot_rows_; }
     template <typename Wants, typename Copy>
-    void for_each_run(const Step & step, int slot, int ubatch, Wants && wants, Copy && copy) const;
+    void                          for_each_run(const Step & step, int slot, int ubatch, Wants && wants, Copy && copy) const;
     template <typename Copy> void for_each_wanted(const Step & step, int slot, int ubatch, Copy && copy) const;
 
     const std::shared_ptr<LogitsStager> stager_;

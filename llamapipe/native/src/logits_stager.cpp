@@ -28,12 +28,12 @@ LogitsStager::~LogitsStager() {
 
 const llama_sampler_i & LogitsStager::interface() {
     static const llama_sampler_i iface = [] {
-        llama_sampler_i i   = {};
-        i.name              = [](const llama_sampler *) { return "logits_stager"; };
-        i.apply             = [](llama_sampler *, llama_token_data_array *) {};
-        i.free              = [](llama_sampler *) {};
-        i.backend_init      = [](llama_sampler * s, ggml_backend_buffer_type_t buft, uint32_t) { return of(s).init(buft); };
-        i.backend_apply     = [](llama_sampler * s, ggml_context * ctx, ggml_cgraph * graph, llama_sampler_data * data) {
+        llama_sampler_i i = {};
+        i.name            = [](const llama_sampler *) { return "logits_stager"; };
+        i.apply           = [](llama_sampler *, llama_token_data_array *) {};
+        i.free            = [](llama_sampler *) {};
+        i.backend_init    = [](llama_sampler * s, ggml_backend_buffer_type_t buft, uint32_t) { return of(s).init(buft); };
+        i.backend_apply   = [](llama_sampler * s, ggml_context * ctx, ggml_cgraph * graph, llama_sampler_data * data) {
             of(s).apply(ctx, graph, data);
         };
         i.backend_set_input = [](llama_sampler * s) { of(s).set_input(); };
@@ -88,18 +88,18 @@ bool LogitsStager::init(ggml_backend_buffer_type_t buft) {
         sampler_problem_ = device ? sampler_->problem() : "the output rows are on no device";
         sampler_.reset();
     }
-    ctx_     = ggml_init({ ggml_tensor_overhead() * (4 + GraphSampler::n_tensors), nullptr, true });
+    ctx_                  = ggml_init({ ggml_tensor_overhead() * (4 + GraphSampler::n_tensors), nullptr, true });
     ggml_tensor * staging = ctx_ ? ggml_new_tensor_2d(ctx_, GGML_TYPE_F32, n_vocab_, n_rows_ + 1) : nullptr;
     if (staging && sampler_) {
         sampler_->declare(ctx_, n_rows_ + 1);
     }
-    buffer_  = staging ? ggml_backend_alloc_ctx_tensors_from_buft(ctx_, buft) : nullptr;
+    buffer_ = staging ? ggml_backend_alloc_ctx_tensors_from_buft(ctx_, buft) : nullptr;
     if (!buffer_) {
         supported_ = false;
         return false;
     }
-    staging_ = staging;
-    host_    = ggml_backend_buffer_is_host(buffer_) ? (float *) staging_->data : nullptr;
+    staging_  = staging;
+    host_     = ggml_backend_buffer_is_host(buffer_) ? (float *) staging_->data : nullptr;
     in_place_ = host_ && !sampler_;
     // llama.cpp computes a tensor that already has memory on the first device that can use that memory, wherever its weights
     // are. So rows are computed in place only if no other device could be chosen.
@@ -186,8 +186,8 @@ void LogitsStager::expect(const int64_t * rows, const GraphRow * parameters, int
     parameters_ = parameters;
     n_expected_ = n;
     n_written_ = n_wrong_ = 0;
-    inputs_ns_    = 0;
-    is_scattered_ = false;
+    inputs_ns_            = 0;
+    is_scattered_         = false;
     for (int i = 1; in_place_ && i < n; i++) {
         is_scattered_ = is_scattered_ || rows[i] != rows[0] + i;
     }

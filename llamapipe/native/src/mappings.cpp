@@ -24,10 +24,10 @@ bool find_mapping(uintptr_t address, Mapping & found) {
     char      buffer[4096];
     ssize_t   n_read = 0;
     uintptr_t begin = 0, end = 0;
-    int       field = 0;
-    size_t    n_path = 0;
+    int       field     = 0;
+    size_t    n_path    = 0;
     bool      is_second = false, is_space = false, is_found = false;
-    found.is_writable   = false;
+    found.is_writable = false;
     while (!is_found && (n_read = read(maps, buffer, sizeof buffer)) > 0) {
         for (ssize_t i = 0; i < n_read && !is_found; i++) {
             const char c = buffer[i];
@@ -82,8 +82,8 @@ thread_local int t_n_guards = 0, t_n_missing = 0;
 
 // A file that is being loaded. The handler reads these without a lock.
 struct File {
-    std::atomic<bool> used{false};
-    std::atomic<int>  n_missing{0};
+    std::atomic<bool> used{ false };
+    std::atomic<int>  n_missing{ 0 };
     const int *       thread = nullptr;  // whose guard it belongs to, and how many guards that thread had
     int               depth  = 0;
     char              path[PATH_MAX];
@@ -98,8 +98,8 @@ bool replace_rest(uintptr_t page) {
     if (!lp::find_mapping(page, mapping)) {
         return false;
     }
-    const char * path = mapping.path;
-    bool is_loaded = false;
+    const char * path      = mapping.path;
+    bool         is_loaded = false;
     for (File & file : g_files) {
         if (path[0] == 0 && file.used) {
             return true;  // another thread has replaced the page meanwhile

@@ -68,7 +68,7 @@ const Library & library(const char * path = nullptr) {
     static std::unique_ptr<Library> opened;
     const std::lock_guard           lock(mutex);
     if (!opened) {
-        opened = std::make_unique<Library>(path);
+        opened                 = std::make_unique<Library>(path);
         ggml_log_callback log  = nullptr;
         void *            data = nullptr;
         llama_log_get(&log, &data);
@@ -79,8 +79,8 @@ const Library & library(const char * path = nullptr) {
 
 // libmtmd's threads are those that its context was made with. Before each graph it asks the CPU backend for the function that
 // sets them: while this thread encodes, that is ours.
-thread_local int             t_n_threads = 0;
-ggml_backend_set_n_threads_t set_n_threads = nullptr;
+thread_local int             t_n_threads                     = 0;
+ggml_backend_set_n_threads_t set_n_threads                   = nullptr;
 void * (*get_proc_address)(ggml_backend_reg_t, const char *) = nullptr;
 
 void set_chosen(ggml_backend_t backend, int n_threads) { set_n_threads(backend, t_n_threads > 0 ? t_n_threads : n_threads); }
@@ -133,19 +133,18 @@ lp_media * lp_media_open(const char * path_of_library, const char * path, const 
         const lp::AssertionsThrow throwing;
         mtmd_context_params       params = mtmd.context_params_default();
         let_threads_be_chosen();
-        params.use_gpu       = use_gpu;
-        params.n_threads     = 1;  // each encoding chooses its own
-        params.print_timings = false;
-        params.warmup        = false;
+        params.use_gpu          = use_gpu;
+        params.n_threads        = 1;  // each encoding chooses its own
+        params.print_timings    = false;
+        params.warmup           = false;
         params.image_min_tokens = image_min_tokens;
         params.image_max_tokens = image_max_tokens;
-        mtmd_context * const ctx = lp::without_faults((mtmd_context *) nullptr, [&] {
-            return mtmd.init_from_file(path, model, params);
-        });
+        mtmd_context * const ctx =
+                lp::without_faults((mtmd_context *) nullptr, [&] { return mtmd.init_from_file(path, model, params); });
         if (ctx == nullptr) {
             return nullptr;
         }
-        auto * made = new lp_media{};
+        auto * made       = new lp_media{};
         made->ctx         = ctx;
         made->n_embd      = (size_t) llama_model_n_embd_inp(model);
         made->has_kernels = has_kernels;
@@ -168,14 +167,12 @@ int lp_media_sample_rate(const lp_media * media) { return library().get_audio_sa
 
 // The chunks of one bitmap, which is freed.
 static lp_media_chunks * chunks_of(lp_media * media, mtmd_bitmap * bitmap) {
-    const Library & mtmd = library();
-    const std::unique_ptr<mtmd_bitmap, decltype(mtmd.bitmap_free)> owned(bitmap, mtmd.bitmap_free);
+    const Library &                                                      mtmd = library();
+    const std::unique_ptr<mtmd_bitmap, decltype(mtmd.bitmap_free)>       owned(bitmap, mtmd.bitmap_free);
     std::unique_ptr<mtmd_input_chunks, decltype(mtmd.input_chunks_free)> chunks(mtmd.input_chunks_init(), mtmd.input_chunks_free);
-    const mtmd_input_part   part  = { nullptr, bitmap };
-    const mtmd_input_part * parts = &part;
-    const int code = lp::without_faults(-1, [&] {
-        return mtmd.tokenize_from_parts(media->ctx, chunks.get(), &parts, 1, false);
-    });
+    const mtmd_input_part                                                part  = { nullptr, bitmap };
+    const mtmd_input_part *                                              parts = &part;
+    const int code = lp::without_faults(-1, [&] { return mtmd.tokenize_from_parts(media->ctx, chunks.get(), &parts, 1, false); });
     if (code != 0) {
         lp::set_error("libmtmd refused it; the log llamapipe.native says why");
         return nullptr;
@@ -210,19 +207,19 @@ int lp_media_n_chunks(const lp_media_chunks * chunks) { return (int) library().i
 
 int lp_media_chunk(const lp_media * media, const lp_media_chunks * chunks, int i, lp_media_part * part) {
     return lp::guard(LP_ERROR, [&] {
-        const Library &          mtmd  = library();
-        const mtmd_input_chunk * chunk = mtmd.input_chunks_get(chunks->chunks, (size_t) i);
-        size_t                   n     = 0;
-        part->is_text     = mtmd.input_chunk_get_type(chunk) == MTMD_INPUT_CHUNK_TYPE_TEXT;
-        part->tokens      = part->is_text ? mtmd.input_chunk_get_tokens_text(chunk, &n) : nullptr;
-        part->n_tokens    = (int) mtmd.input_chunk_get_n_tokens(chunk);
-        part->n_positions = (int) mtmd.input_chunk_get_n_pos(chunk);
-        part->is_causal   = part->is_text || !mtmd.decode_use_non_causal(media->ctx, chunk);
-        part->has_grid    = false;
+        const Library &          mtmd   = library();
+        const mtmd_input_chunk * chunk  = mtmd.input_chunks_get(chunks->chunks, (size_t) i);
+        size_t                   n      = 0;
+        part->is_text                   = mtmd.input_chunk_get_type(chunk) == MTMD_INPUT_CHUNK_TYPE_TEXT;
+        part->tokens                    = part->is_text ? mtmd.input_chunk_get_tokens_text(chunk, &n) : nullptr;
+        part->n_tokens                  = (int) mtmd.input_chunk_get_n_tokens(chunk);
+        part->n_positions               = (int) mtmd.input_chunk_get_n_pos(chunk);
+        part->is_causal                 = part->is_text || !mtmd.decode_use_non_causal(media->ctx, chunk);
+        part->has_grid                  = false;
         const mtmd_image_tokens * image = mtmd.input_chunk_get_tokens_image(chunk);
         if (image != nullptr && part->n_tokens > 1) {
             const mtmd_decoder_pos second = mtmd.image_tokens_get_decoder_pos(image, 0, 1);
-            part->has_grid = second.t == 0;
+            part->has_grid                = second.t == 0;
             if (second.t > 0 && (second.x != second.t || second.y != second.t)) {
                 throw std::runtime_error("its rows have positions of a kind that llamapipe does not know");
             }
@@ -238,8 +235,8 @@ int lp_media_grid(const lp_media_chunks * chunks, int i, int32_t * grid) {
         const mtmd_image_tokens * tokens = mtmd.input_chunk_get_tokens_image(chunk);
         for (size_t row = 0; row < mtmd.input_chunk_get_n_tokens(chunk); row++) {
             const mtmd_decoder_pos at = mtmd.image_tokens_get_decoder_pos(tokens, 0, row);
-            grid[2 * row]     = (int32_t) at.y;
-            grid[2 * row + 1] = (int32_t) at.x;
+            grid[2 * row]             = (int32_t) at.y;
+            grid[2 * row + 1]         = (int32_t) at.x;
         }
         return 0;
     });

@@ -36,7 +36,10 @@ struct tokenize_job {
 void * tokenize_on_thread(void * data) {
     auto * job = (tokenize_job *) data;
     job->run();
-    lp::guard(0, [&] { job->error = lp_last_error(); return 0; });
+    lp::guard(0, [&] {
+        job->error = lp_last_error();
+        return 0;
+    });
     return nullptr;
 }
 
@@ -82,7 +85,7 @@ llama_model * lp_model_load(const char * path, const llama_model_params * params
         llamapipe::kernels::PackingScope scope(packing ? &packed : nullptr);
         const lp::AssertionsThrow        throwing;
         llama_model *                    model =
-            lp::without_faults((llama_model *) nullptr, [&] { return llama_model_load_from_file(path, *params); });
+                lp::without_faults((llama_model *) nullptr, [&] { return llama_model_load_from_file(path, *params); });
         if (packing) {
             packing->n_tensors = packed.n_tensors;
             packing->n_bytes   = packed.n_bytes;
@@ -103,8 +106,8 @@ bool lp_packing_map(lp_packing * packing, int fd, int64_t offset) {
     });
 }
 
-int lp_tokenize(const llama_vocab * vocab, const char * text, int n_bytes, int32_t * tokens, int n_max,
-                bool add_special, bool parse_special) {
+int lp_tokenize(const llama_vocab * vocab, const char * text, int n_bytes, int32_t * tokens, int n_max, bool add_special,
+                bool parse_special) {
     tokenize_job job = { vocab, text, n_bytes, tokens, n_max, add_special, parse_special, INT32_MIN, "" };
     if (n_bytes <= short_text) {
         job.run();
@@ -126,8 +129,8 @@ int lp_tokenize(const llama_vocab * vocab, const char * text, int n_bytes, int32
     return job.result;
 }
 
-int lp_detokenize(const llama_vocab * vocab, const int32_t * tokens, int n_tokens, char * text, int n_max,
-                  bool remove_special, bool unparse_special) {
+int lp_detokenize(const llama_vocab * vocab, const int32_t * tokens, int n_tokens, char * text, int n_max, bool remove_special,
+                  bool unparse_special) {
     return lp::guard(INT32_MIN, [&] {
         return (int) llama_detokenize(vocab, tokens, n_tokens, text, n_max, remove_special, unparse_special);
     });

@@ -264,17 +264,18 @@ int Pipeline::memory(const MemoryOp & op) {
     return 1;
 }
 
-int Pipeline::save(int seq_id, int64_t max_bytes, SavedCells & to) {
-    return between_steps([&] { return save_cells(context_->llama(), seq_id, max_bytes, to); }, -1, 0);
+int Pipeline::save(int seq_id, int64_t max_bytes, Part part, SavedCells & to) {
+    return between_steps([&] { return save_cells(context_->llama(), seq_id, max_bytes, part, to); }, -1, 0);
 }
 
-int Pipeline::load(int seq_id, int n, const SavedCells & from) {
-    return between_steps([&] { return load_cells(context_->llama(), seq_id, n, from); }, seq_id, n);
+int Pipeline::load(int seq_id, int n, const SavedCells * cells, const SavedCells * state) {
+    return between_steps([&] { return load_cells(context_->llama(), seq_id, n, cells, state); }, seq_id, n);
 }
 
-int Pipeline::copy(int from, int to, int n) {
+int Pipeline::copy(int from, int to, int n, const SavedCells * state) {
     const auto work = [&] {
-        return save_cells(context_->llama(), from, -1, scratch_) && load_cells(context_->llama(), to, n, scratch_);
+        return save_cells(context_->llama(), from, -1, Part::all, scratch_) &&
+               load_cells(context_->llama(), to, n, &scratch_, state);
     };
     return between_steps(work, to, n);
 }
@@ -288,8 +289,7 @@ int Pipeline::assign_adapters(int seq_id, const lp_adapter_set & set) {
 }
 
 int Pipeline::sequence_end(int seq_id) {
-    return between_steps(
-        [&] { return (int) llama_memory_seq_pos_max(llama_get_memory(context_->llama()), seq_id) + 1; }, -1, 0);
+    return between_steps([&] { return (int) llama_memory_seq_pos_max(llama_get_memory(context_->llama()), seq_id) + 1; }, -1, 0);
 }
 
 // Runs `work` on the thread that launches, after all that is queued; `changed`: the sequence that has `n` cells then.
@@ -359,8 +359,7 @@ void Pipeline::run_launch_thread() {
                     done_.notify_all();
                 }
                 if (queue_.front().step) {
-                    fail(lock, *queue_.front().step, LP_ERROR_CLOSED,
-                         "the pipeline was closed before this step was launched");
+                    fail(lock, *queue_.front().step, LP_ERROR_CLOSED, "the pipeline was closed before this step was launched");
                 }
             }
         }

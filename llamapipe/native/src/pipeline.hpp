@@ -74,7 +74,7 @@ private:
 // Work between steps that its submitter waits for.
 struct Task {
     const std::function<int()> & work;
-    int                          result = LP_ERROR;
+    int                          result  = LP_ERROR;
     bool                         is_done = false;
 };
 
@@ -101,13 +101,13 @@ public:
 
     // ---- queue (pipeline.cpp)
     std::shared_ptr<Step> make(const BatchArrays & batch) const;
-    int  submit(const std::shared_ptr<Step> & step);  // 0, LP_ERROR_POSITIONS or LP_ERROR_CLOSED. Any thread, if threaded.
-    int  next_position(int seq_id);                   // once everything queued is done. Any thread, if threaded.
-    int  memory(const MemoryOp & op);                 // between steps: 1 done or queued, 0 refused, LP_ERROR...
+    int submit(const std::shared_ptr<Step> & step);  // 0, LP_ERROR_POSITIONS or LP_ERROR_CLOSED. Any thread, if threaded.
+    int next_position(int seq_id);                   // once everything queued is done. Any thread, if threaded.
+    int memory(const MemoryOp & op);                 // between steps: 1 done or queued, 0 refused, LP_ERROR...
     // Between steps: 1 done, 0 refused, LP_ERROR... These wait for the steps before them.
-    int  save(int seq_id, int64_t max_bytes, SavedCells & to);
-    int  load(int seq_id, int n, const SavedCells & from);
-    int  copy(int from, int to, int n);  // the first cells of a sequence to another stream
+    int  save(int seq_id, int64_t max_bytes, Part part, SavedCells & to);
+    int  load(int seq_id, int n, const SavedCells * cells, const SavedCells * state);
+    int  copy(int from, int to, int n, const SavedCells * state);  // the first cells of a sequence to another stream
     int  set_adapters(const lp_adapter_set & set);
     int  assign_adapters(int seq_id, const lp_adapter_set & set);
     int  sequence_end(int seq_id);       // the position after its last one
@@ -132,9 +132,9 @@ public:
     Step *        finish(int64_t number);       // waits for it; null if there is no such step
     const float * row(Step & step, int entry);  // a whole row of a finished step; null where the entry is not an output
     // The token that the graph drew, if the sampler would ask for the same draw now; else -1.
-    int32_t       drawn_token(const Step & step, int entry, lp_sampler * sampler) const;
-    bool          partial_row(const Step & step, int entry, Row * row) const { return ring_.partial_row(step, entry, row); }
-    void          count_drawn(int n);
+    int32_t drawn_token(const Step & step, int entry, lp_sampler * sampler) const;
+    bool    partial_row(const Step & step, int entry, Row * row) const { return ring_.partial_row(step, entry, row); }
+    void    count_drawn(int n);
 
     // ---- any thread
     AbortFlags &    aborts() { return aborts_; }
@@ -150,34 +150,34 @@ private:
     bool stop_computing();  // a CPU asks after each node of a graph, on the launching thread
 
     // queue
-    void run_launch_thread();
-    void run_copy_thread();
-    int  apply(const MemoryOp & op);
-    int  between_steps(const std::function<int()> & work, int changed, int n);
-    int  timed(const std::function<int()> & work);
-    void reread_positions(const Lock &);
+    void                  run_launch_thread();
+    void                  run_copy_thread();
+    int                   apply(const MemoryOp & op);
+    int                   between_steps(const std::function<int()> & work, int changed, int n);
+    int                   timed(const std::function<int()> & work);
+    void                  reread_positions(const Lock &);
     std::shared_ptr<Step> next_awaited(const Lock &, bool computed_only) const;
 
     // launch
     std::shared_ptr<Step> spare_step();
-    void    make_room();
-    int64_t launch_live(const std::shared_ptr<Step> & step);
-    void    launch_step(const std::shared_ptr<Step> & step);
-    int     launch_ubatches(const std::shared_ptr<Step> & step, size_t * n_done);
-    int     decode(Step & step, const Ubatch & ubatch);
-    int     take_slot(const std::shared_ptr<Step> & step);
-    void    give_slot_back(const Step & step, int slot);
-    void    stage_out(const std::shared_ptr<Step> & step, int slot, int ubatch);
-    void    read_direct(Step & step, const Ubatch & ubatch);
-    void    undo(const Step & step, size_t n_ubatches);
+    void                  make_room();
+    int64_t               launch_live(const std::shared_ptr<Step> & step);
+    void                  launch_step(const std::shared_ptr<Step> & step);
+    int                   launch_ubatches(const std::shared_ptr<Step> & step, size_t * n_done);
+    int                   decode(Step & step, const Ubatch & ubatch);
+    int                   take_slot(const std::shared_ptr<Step> & step);
+    void                  give_slot_back(const Step & step, int slot);
+    void                  stage_out(const std::shared_ptr<Step> & step, int slot, int ubatch);
+    void                  read_direct(Step & step, const Ubatch & ubatch);
+    void                  undo(const Step & step, size_t n_ubatches);
 
     // wait
-    void process(const RowCopy & copy);
-    void synchronize();
-    void fetch(Lock & lock, Step & step);
-    void move_out(Lock & lock, Step & step);
+    void          process(const RowCopy & copy);
+    void          synchronize();
+    void          fetch(Lock & lock, Step & step);
+    void          move_out(Lock & lock, Step & step);
     const float * fetch_row(Step & step, int output);
-    void forget(int64_t number);
+    void          forget(int64_t number);
 
     // progress
     void free_slot(const Lock & lock, int slot);
@@ -202,20 +202,20 @@ private:
     LogitsRing              ring_;
     SequencePositions       positions_;
 
-    std::deque<Command>               queue_;
-    std::deque<RowCopy>               row_copies_;
-    std::deque<std::shared_ptr<Step>> launched_;   // and not final
-    std::deque<std::shared_ptr<Step>> live_;       // launched by `launch` and not yet forgotten
+    std::deque<Command>                queue_;
+    std::deque<RowCopy>                row_copies_;
+    std::deque<std::shared_ptr<Step>>  launched_;   // and not final
+    std::deque<std::shared_ptr<Step>>  live_;       // launched by `launch` and not yet forgotten
     std::vector<std::shared_ptr<Step>> spares_;
-    std::shared_ptr<Step>             last_;       // the last step of `launch`
-    int                               n_pending_ = 0;
-    int64_t                           n_numbers_ = 0, last_computed_ns_ = 0;
-    std::atomic<bool>                 has_failed_{ false };  // a step failed, and its submitter may not know yet
-    int                               n_unobserved_ = 0;     // such steps
-    bool is_busy_ = false;  // the launch thread executes a command
-    bool is_closing_ = false, is_closed_ = false, drain_ = true, launch_thread_is_done_ = false;
+    std::shared_ptr<Step>              last_;       // the last step of `launch`
+    int                                n_pending_ = 0;
+    int64_t                            n_numbers_ = 0, last_computed_ns_ = 0;
+    std::atomic<bool>                  has_failed_{ false };  // a step failed, and its submitter may not know yet
+    int                                n_unobserved_ = 0;     // such steps
+    bool                               is_busy_      = false;  // the launch thread executes a command
+    bool                               is_closing_ = false, is_closed_ = false, drain_ = true, launch_thread_is_done_ = false;
 
-    SavedCells    scratch_;  // of `copy`; the launching thread's
+    SavedCells scratch_;  // of `copy`; the launching thread's
 
     lp_counters   counters_ = {};
     TraceLog      trace_;

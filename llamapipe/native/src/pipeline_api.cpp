@@ -27,8 +27,8 @@ void lp_pipeline_close(lp_pipeline * pipeline, bool drain) {
 void lp_pipeline_free(lp_pipeline * pipeline) { delete pipeline; }
 
 // ---- queue
-lp_step * lp_submit(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
-                    const int32_t * seq_ids, const int8_t * outputs, int * code) {
+lp_step * lp_submit(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions, const int32_t * seq_ids,
+                    const int8_t * outputs, int * code) {
     *code = LP_ERROR;
     return lp::guard((lp_step *) nullptr, [&]() -> lp_step * {
         const auto step   = pipeline->shared->make({ n, tokens, positions, seq_ids, outputs });
@@ -56,10 +56,11 @@ int lp_sequence_end(lp_pipeline * pipeline, int seq_id) {
     return lp::guard(LP_ERROR, [&] { return pipeline->shared->sequence_end(seq_id); });
 }
 
-lp_saved * lp_save(lp_pipeline * pipeline, int seq_id, int64_t max_bytes) {
+lp_saved * lp_save(lp_pipeline * pipeline, int seq_id, int64_t max_bytes, bool only_state) {
     return lp::guard((lp_saved *) nullptr, [&]() -> lp_saved * {
-        auto saved = std::make_unique<lp_saved>();
-        return pipeline->shared->save(seq_id, max_bytes, saved->cells) == 1 ? saved.release() : nullptr;
+        auto           saved = std::make_unique<lp_saved>();
+        const lp::Part part  = only_state ? lp::Part::state : lp::Part::all;
+        return pipeline->shared->save(seq_id, max_bytes, part, saved->cells) == 1 ? saved.release() : nullptr;
     });
 }
 
@@ -78,12 +79,14 @@ int64_t lp_saved_bytes(const lp_saved * saved) { return (int64_t) saved->cells.s
 
 void lp_saved_free(lp_saved * saved) { delete saved; }
 
-int lp_load(lp_pipeline * pipeline, const lp_saved * saved, int seq_id, int n) {
-    return lp::guard(LP_ERROR, [&] { return pipeline->shared->load(seq_id, n, saved->cells); });
+static const lp::SavedCells * cells_of(const lp_saved * saved) { return saved ? &saved->cells : nullptr; }
+
+int lp_load(lp_pipeline * pipeline, int seq_id, int n, const lp_saved * cells, const lp_saved * state) {
+    return lp::guard(LP_ERROR, [&] { return pipeline->shared->load(seq_id, n, cells_of(cells), cells_of(state)); });
 }
 
-int lp_copy(lp_pipeline * pipeline, int from, int to, int n) {
-    return lp::guard(LP_ERROR, [&] { return pipeline->shared->copy(from, to, n); });
+int lp_copy(lp_pipeline * pipeline, int from, int to, int n, const lp_saved * state) {
+    return lp::guard(LP_ERROR, [&] { return pipeline->shared->copy(from, to, n, cells_of(state)); });
 }
 
 // ---- launch
@@ -100,9 +103,9 @@ template <typename Launch> static int64_t launch_and_wake(lp_pipeline & pipeline
     return step;
 }
 
-int64_t lp_launch(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
-                  const int32_t * seq_ids, const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets,
-                  int n_top, const float * const * embeddings, const int32_t * grid, bool is_causal) {
+int64_t lp_launch(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions, const int32_t * seq_ids,
+                  const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets, int n_top,
+                  const float * const * embeddings, const int32_t * grid, bool is_causal) {
     return launch_and_wake(*pipeline, [&] {
         return pipeline->shared->launch({ n, tokens, positions, seq_ids, outputs, embeddings, grid, is_causal }, samplers,
                                         targets, n_top);

@@ -86,8 +86,8 @@ void Pipeline::launch_step(const std::shared_ptr<Step> & step) {
     }
     step->stamps.launch = now_ns();
     aborts_.set_running(step->number);
-    size_t    n_done = 0;
-    int       code   = guard(LP_ERROR, [&] { return launch_ubatches(step, &n_done); });
+    size_t n_done = 0;
+    int    code   = guard(LP_ERROR, [&] { return launch_ubatches(step, &n_done); });
     aborts_.set_running(-1);
     if (code == 1) {
         undo(*step, n_done);
@@ -209,9 +209,8 @@ int Pipeline::decode(Step & step, const Ubatch & ubatch) {
         return code;
     }
     const size_t first = (size_t) ubatch.first;
-    code = context_->decode({ ubatch.n, step.tokens.data() + first, step.positions.data() + first,
-                              step.seq_ids.data() + first, step.outputs.data() + first,
-                              step.embeddings.empty() ? nullptr : step.embeddings.data() + first,
+    code = context_->decode({ ubatch.n, step.tokens.data() + first, step.positions.data() + first, step.seq_ids.data() + first,
+                              step.outputs.data() + first, step.embeddings.empty() ? nullptr : step.embeddings.data() + first,
                               step.grid.empty() ? nullptr : step.grid.data() + 2 * first, step.is_causal });
     if (step.stamps.inputs == 0) {
         step.stamps.inputs = ring_.inputs_ns();

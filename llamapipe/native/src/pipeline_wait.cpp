@@ -147,6 +147,7 @@ int32_t Pipeline::drawn_token(const Step & step, int entry, lp_sampler * sampler
     const bool       is_asked = in_graph(sampler, &now);
     const GraphRow & asked    = step.graph[(size_t) output];
     std::copy(asked.targets, asked.targets + GraphRow::n_targets, now.targets);
+    // Numbers without gaps between them: NOLINTNEXTLINE(bugprone-suspicious-memory-comparison)
     if (!is_asked || memcmp(&now, &asked, sizeof now) != 0) {
         return -1;
     }
@@ -196,7 +197,7 @@ void Pipeline::forget(int64_t number) {
     if (found == live_.end()) {
         return;
     }
-    const auto step = *found;
+    const auto step = *found;  // outlives its place: NOLINT(performance-unnecessary-copy-initialization)
     live_.erase(found);
     release(*step);
     const Lock lock(mutex_);

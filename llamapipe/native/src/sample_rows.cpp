@@ -50,11 +50,11 @@ int draw_rows(int n_rows, lp_sampler ** samplers, const int32_t * guessed, int32
         if (!guessed || i == 0 || guessed[i - 1] < 0) {
             sampler.n_noted = 0;
         }
-        const int    code    = lp::guard(LP_ERROR, [&] {
+        const int code = lp::guard(LP_ERROR, [&] {
             if (tokens[i] >= 0) {  // by the graph
-                const int noted = sampler.n_logprobs < 0 ? 0 : with_row(rows, i, [&](const lp::Row & row) {
-                    return sampler.note(row, tokens[i]);
-                });
+                const int noted = sampler.n_logprobs < 0
+                                          ? 0
+                                          : with_row(rows, i, [&](const lp::Row & row) { return sampler.note(row, tokens[i]); });
                 sampler.take(tokens[i]);
                 return noted;
             }

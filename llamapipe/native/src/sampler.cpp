@@ -21,8 +21,7 @@ bool better(const llama_token_data & a, const llama_token_data & b) {
 
 }  // namespace
 
-lp_sampler::lp_sampler(const llama_vocab * v, uint64_t s)
-    : vocab(v), n_vocab(llama_vocab_n_tokens(v)), seed(s), state(s) {}
+lp_sampler::lp_sampler(const llama_vocab * v, uint64_t s) : vocab(v), n_vocab(llama_vocab_n_tokens(v)), seed(s), state(s) {}
 
 double lp_sampler::peek() const {
     uint64_t z = state + 0x9e3779b97f4a7c15ull;
@@ -91,8 +90,8 @@ bool lp_sampler::cuts_off(size_t n, size_t n_missing, float bar) {
 // lower ids first.
 int lp_sampler::gather(const lp::Row & row, size_t n_wanted) {
     const float * const logits = row.all();
-    const bool plain = changed_.empty() && !checks();
-    size_t     n     = plain ? n_wanted : n_wanted + changed_.size() + 1 + (checks() ? 2 * n_wanted + 32 : 0);
+    const bool          plain  = changed_.empty() && !checks();
+    size_t              n      = plain ? n_wanted : n_wanted + changed_.size() + 1 + (checks() ? 2 * n_wanted + 32 : 0);
     for (;;) {
         bool  whole = logits && n >= (size_t) n_vocab / 2;
         float bar   = none;  // no token that was left out is above it
@@ -116,7 +115,7 @@ int lp_sampler::gather(const lp::Row & row, size_t n_wanted) {
             return 0;  // sorted already
         }
         if (!changed_.empty()) {
-            const size_t n_raw = candidates_.size();
+            const size_t n_raw  = candidates_.size();
             size_t       n_kept = 0;
             for (size_t i = 0; i < n_raw; i++) {
                 if (changed_.find(candidates_[i].id) == changed_.end()) {
@@ -196,10 +195,10 @@ int lp_sampler::n_wanted() const {
 }
 
 int lp_sampler::choose(const lp::Row & row, int32_t * token) {
-    const float * const logits = row.all();
-    const lp::StageInfo first  = stages.empty() ? lp::StageInfo{ lp::Kind::other, 0 } : stages[0];
-    bool                found  = true;  // candidates_ holds the result of the first stage
-    bool                sorted = true;
+    const float * const logits   = row.all();
+    const lp::StageInfo first    = stages.empty() ? lp::StageInfo{ lp::Kind::other, 0 } : stages[0];
+    bool                found    = true;  // candidates_ holds the result of the first stage
+    bool                sorted   = true;
     const size_t        n_wanted = (size_t) this->n_wanted();
     if (logits && greedy_ && changed_.empty() && !checks()) {
         *token = lp::argmax(logits, n_vocab);
@@ -293,7 +292,7 @@ int lp_sampler::note(const lp::Row & row, int32_t token) {
         noted.emplace_back();
     }
     const double log_sum_exp = row.all() ? lp::log_sum_exp(row.all(), n_vocab) : row.log_sum_exp();
-    auto & top               = noted[n_noted].top;
+    auto &       top         = noted[n_noted].top;
     noted[n_noted].logprob   = (float) (logit - log_sum_exp);
     n_noted++;
     top.clear();
@@ -362,9 +361,7 @@ static bool allows(llama_sampler * grammar, int32_t token) {
     return std::isfinite(one.logit);
 }
 
-bool lp_sampler::allowed_by_grammar(int32_t token) const {
-    return allows(grammar.get(), token);
-}
+bool lp_sampler::allowed_by_grammar(int32_t token) const { return allows(grammar.get(), token); }
 
 int lp_sampler::n_allowed(int n, const int32_t * tokens) const {
     if (!grammar || n == 0) {
@@ -625,8 +622,8 @@ int lp_sampler_logprobs(const lp_sampler * s, int i_draw, int n_max, float * log
         return 0;
     }
     const lp_sampler::Noted & one = s->noted[(size_t) i_draw];
-    *logprob    = one.logprob;
-    const int n = std::min((int) one.top.size(), n_max);
+    *logprob                      = one.logprob;
+    const int n                   = std::min((int) one.top.size(), n_max);
     for (int i = 0; i < n; i++) {
         ids[i]      = one.top[(size_t) i].id;
         logprobs[i] = one.top[(size_t) i].p;

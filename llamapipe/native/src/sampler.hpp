@@ -35,8 +35,8 @@ public:
     // first. Any logits that equal the last one may be missing. `other_ids` may be among `ids`. `best`: the most probable token.
     Row(const float * ids, const float * logits, int n, const float * other_ids, const float * other_logits, int n_others,
         int32_t best, double log_sum_exp)
-        : ids_(ids), logits_(logits), other_ids_(other_ids), other_logits_(other_logits), n_(n), n_others_(n_others),
-          best_(best), log_sum_exp_(log_sum_exp) {}
+        : ids_(ids), logits_(logits), other_ids_(other_ids), other_logits_(other_logits), n_(n), n_others_(n_others), best_(best),
+          log_sum_exp_(log_sum_exp) {}
 
     // The full row by token, or null.
     const float * all() const { return all_; }
@@ -74,9 +74,9 @@ public:
 
 private:
     const float * all_ = nullptr;
-    const float * ids_ = nullptr, * logits_ = nullptr, * other_ids_ = nullptr, * other_logits_ = nullptr;
+    const float * ids_ = nullptr, *logits_ = nullptr, *other_ids_ = nullptr, *other_logits_ = nullptr;
     int           n_ = 0, n_others_ = 0;
-    int32_t       best_ = -1;
+    int32_t       best_        = -1;
     double        log_sum_exp_ = 0;
 };
 
@@ -99,7 +99,7 @@ struct lp_sampler {
 
     // Draws a token; does not accept it. Returns 0, LP_ERROR_LOGITS, LP_ERROR_MASK, or `needs_full_row` with nothing changed.
     static constexpr int needs_full_row = 1;
-    int draw(const lp::Row & row, int32_t * token);
+    int                  draw(const lp::Row & row, int32_t * token);
 
     void accept(int32_t token);          // a token of the sequence: for penalties, DRY and bad words
     void accept_grammar(int32_t token);  // throws where the grammar does not allow it, and refuses everything from then on
@@ -141,26 +141,26 @@ struct lp_sampler {
     uint64_t                  state;
 
     // changes
-    std::unordered_map<int32_t, float>   biases;        // finite
-    std::vector<int32_t>                 forbidden;     // by biases
-    std::vector<int32_t>                 bad_tokens;    // bad words of one token
-    std::vector<uint32_t>                allowed;       // a bit for each token; empty: all
-    const uint32_t *                     mask = nullptr; // the same for the next draws; the caller's
-    std::vector<std::vector<int32_t>>    bad_words;     // of at least two tokens
-    bool                                 needs_row = false;  // a logits processor looks at the row first
-    bool                                 has_guide    = false;  // a mask will be set before the draw
-    int                                  min_tokens = 0;
-    std::vector<int32_t>                 ends;          // forbidden until min_tokens were drawn
-    lp::SamplerPtr                       grammar, dry;
+    std::unordered_map<int32_t, float> biases;        // finite
+    std::vector<int32_t>               forbidden;     // by biases
+    std::vector<int32_t>               bad_tokens;    // bad words of one token
+    std::vector<uint32_t>              allowed;       // a bit for each token; empty: all
+    const uint32_t *                   mask = nullptr; // the same for the next draws; the caller's
+    std::vector<std::vector<int32_t>>  bad_words;     // of at least two tokens
+    bool                               needs_row  = false;  // a logits processor looks at the row first
+    bool                               has_guide  = false;  // a mask will be set before the draw
+    int                                min_tokens = 0;
+    std::vector<int32_t>               ends;          // forbidden until min_tokens were drawn
+    lp::SamplerPtr                     grammar, dry;
 
     // of the last draws, if asked for: log-probabilities in the unchanged row
-    int                           n_logprobs = -1;      // of that many most probable tokens, too; < 0: not asked for
+    int n_logprobs = -1;      // of that many most probable tokens, too; < 0: not asked for
     struct Noted {
         float                         logprob = 0;      // of the token drawn
         std::vector<llama_token_data> top;              // p is the log-probability
     };
-    std::vector<Noted>            noted;                // of the first `n_noted` draws since `n_noted` was set to 0
-    size_t                        n_noted = 0;
+    std::vector<Noted> noted;                // of the first `n_noted` draws since `n_noted` was set to 0
+    size_t             n_noted = 0;
 
     std::vector<lp::StageInfo> stages;
 
@@ -173,32 +173,32 @@ struct lp_sampler {
     int n_wanted() const;
 
 private:
-    bool checks() const { return !allowed.empty() || mask || grammar || dry; }
+    bool        checks() const { return !allowed.empty() || mask || grammar || dry; }
     static bool has_bit(const uint32_t * bits, int32_t token) { return bits[token / 32] >> (token % 32) & 1; }
-    bool may(int32_t token) const {
+    bool        may(int32_t token) const {
         return (allowed.empty() || has_bit(allowed.data(), token)) && (!mask || has_bit(mask, token));
     }
-    bool allowed_by_grammar(int32_t token) const;
-    void collect_changes(const lp::Row & row, bool with_ends);
-    int  choose(const lp::Row & row, int32_t * token);
-    void collect_allowed(const float * logits);
-    void check(std::vector<llama_token_data> & candidates);
-    const float * change(const float * logits);
-    int  gather(const lp::Row & row, size_t n_wanted);
-    bool cuts_off(size_t n, size_t n_missing, float bar);
-    int32_t pick(const llama_token_data_array & a);
-    bool  greedy_ = false, broken_ = false;
-    int   last_n_ = 0;  // penalty window in tokens
-    float repeat_ = 1.0f, frequency_ = 0.0f, presence_ = 0.0f;
-    std::string                          grammar_text_;
-    lp::SamplerPtr                       first_;      // the first stage, unless a scan of the row replaces it
-    lp::SamplerPtr                       chain_;      // the stages after it
-    std::deque<int32_t>                  window_;     // the last accepted tokens, for penalties, oldest first
-    std::deque<int32_t>                  tail_;       // the last accepted tokens, for bad words
-    std::unordered_map<int32_t, int>     counts_;     // of the tokens in the window
-    int                                  n_accepted_ = 0;
-    std::unordered_map<int32_t, float>   changed_;    // logits that differ from the row's; minus infinity: forbidden
-    std::vector<llama_token_data>        candidates_;
-    std::vector<float>                   row_;        // the changed copy
-    std::vector<double>                  weights_;
+    bool                               allowed_by_grammar(int32_t token) const;
+    void                               collect_changes(const lp::Row & row, bool with_ends);
+    int                                choose(const lp::Row & row, int32_t * token);
+    void                               collect_allowed(const float * logits);
+    void                               check(std::vector<llama_token_data> & candidates);
+    const float *                      change(const float * logits);
+    int                                gather(const lp::Row & row, size_t n_wanted);
+    bool                               cuts_off(size_t n, size_t n_missing, float bar);
+    int32_t                            pick(const llama_token_data_array & a);
+    bool                               greedy_ = false, broken_ = false;
+    int                                last_n_ = 0;  // penalty window in tokens
+    float                              repeat_ = 1.0f, frequency_ = 0.0f, presence_ = 0.0f;
+    std::string                        grammar_text_;
+    lp::SamplerPtr                     first_;      // the first stage, unless a scan of the row replaces it
+    lp::SamplerPtr                     chain_;      // the stages after it
+    std::deque<int32_t>                window_;     // the last accepted tokens, for penalties, oldest first
+    std::deque<int32_t>                tail_;       // the last accepted tokens, for bad words
+    std::unordered_map<int32_t, int>   counts_;     // of the tokens in the window
+    int                                n_accepted_ = 0;
+    std::unordered_map<int32_t, float> changed_;    // logits that differ from the row's; minus infinity: forbidden
+    std::vector<llama_token_data>      candidates_;
+    std::vector<float>                 row_;        // the changed copy
+    std::vector<double>                weights_;
 };

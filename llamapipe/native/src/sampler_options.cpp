@@ -252,7 +252,7 @@ void lp_sampler::configure(const lp_sampling_options & o) {
     min_tokens = o.min_tokens;
     ends.assign(o.end_tokens, o.end_tokens + o.n_end_tokens);
     needs_row  = o.needs_row;
-    has_guide     = o.has_guide;
+    has_guide  = o.has_guide;
     n_logprobs = o.n_logprobs;
     n_noted    = 0;
     add_samplers(*this, o);
@@ -287,8 +287,7 @@ int lp_sampler_configure(lp_sampler * s, const lp_sampling_options * options) {
 lp_dry * lp_dry_new(const llama_vocab * vocab, float multiplier, float base, int allowed_length, int last_n, int n_breakers,
                     const char ** breakers) {
     return lp::guard((lp_dry *) nullptr, [&] {
-        return (lp_dry *) llama_sampler_init_dry(vocab, multiplier, base, allowed_length, last_n, breakers,
-                                                 (size_t) n_breakers);
+        return (lp_dry *) llama_sampler_init_dry(vocab, multiplier, base, allowed_length, last_n, breakers, (size_t) n_breakers);
     });
 }
 

@@ -19,7 +19,7 @@
 namespace {
 
 // Sixteen values at a time, in the compiler's vector types, which it maps to the available instructions.
-constexpr int lanes = 16;
+constexpr int   lanes = 16;
 typedef float   Floats __attribute__((vector_size(4 * lanes)));
 typedef float   Loose __attribute__((vector_size(4 * lanes), aligned(4)));  // anywhere in memory
 typedef int32_t Ints __attribute__((vector_size(4 * lanes)));
@@ -321,8 +321,8 @@ void lp::nucleus(const float * logits, int n, float p, std::vector<llama_token_d
         return;
     }
     // A histogram of the probabilities tells which logits are needed, so that no others are sorted.
-    constexpr int   n_bins = 512;
-    constexpr float depth  = 32.0f;  // logits further below the largest are in the last bin
+    constexpr int   n_bins       = 512;
+    constexpr float depth        = 32.0f;  // logits further below the largest are in the last bin
     double          mass[n_bins] = {};
     for (int i = 0; i < n; i++) {
         if (logits[i] > top - depth && logits[i] <= top) {

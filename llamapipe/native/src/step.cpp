@@ -43,12 +43,12 @@ void cut_streams(int n_tokens, const int32_t * ids, const int8_t * flags, const 
     std::vector<int32_t> next((size_t) n_tokens, -1);
     std::vector<char>    used((size_t) n_tokens, 0);
     for (int i = 0; i < n_tokens; i++) {
-        const int32_t s = ids[i];
+        const int32_t s                         = ids[i];
         (tail[s] < 0 ? head[s] : next[tail[s]]) = i;
         tail[s]                                 = i;
         n_left[s]++;
     }
-    int  first = 0;
+    int    first  = 0;
     Ubatch ubatch = { 0, 0, 0, 0 };
     while (ubatch.first < n_tokens) {
         while (used[first]) {
@@ -147,13 +147,13 @@ std::shared_ptr<HostBuffer> HostMemoryPool::take(size_t n_floats) {
 }
 
 void Step::clear() {
-    state    = State::queued;
-    code     = 0;
-    slot     = -1;
-    n_left   = n_exposed = 0;
-    data     = nullptr;
+    state  = State::queued;
+    code   = 0;
+    slot   = -1;
+    n_left = n_exposed = 0;
+    data               = nullptr;
     released = awaited = computed = pending = observed = fetching = moving = false;
-    stamps   = {};
+    stamps                                                                 = {};
     host.reset();
     results.reset();
     top.reset();
@@ -203,17 +203,17 @@ void Step::set(const BatchArrays & batch, const UbatchLimits & limits) {
 }
 
 void Step::advance(const Step & last, const int32_t * sampled) {
-    n_tokens        = last.n_tokens;
-    n_outputs       = last.n_outputs;
-    tokens          = last.tokens;
-    positions       = last.positions;
-    seq_ids         = last.seq_ids;
-    order           = last.order;
-    outputs         = last.outputs;
-    ubatches        = last.ubatches;
+    n_tokens  = last.n_tokens;
+    n_outputs = last.n_outputs;
+    tokens    = last.tokens;
+    positions = last.positions;
+    seq_ids   = last.seq_ids;
+    order     = last.order;
+    outputs   = last.outputs;
+    ubatches  = last.ubatches;
     embeddings.clear();
     grid.clear();
-    is_causal = true;
+    is_causal       = true;
     output_of_entry = last.output_of_entry;
     places          = last.places;
     for (size_t i = 0; i < (size_t) n_tokens; i++) {
@@ -330,10 +330,10 @@ void PositionRanges::join() {
 
 // ---- the positions of all sequences
 SequencePositions::SequencePositions(llama_context * ctx) : ctx_(ctx) {
-    const llama_model * model = llama_get_model(ctx);
+    const llama_model * model      = llama_get_model(ctx);
     const bool          is_unified = llama_n_ctx_seq(ctx) == llama_n_ctx(ctx);
-    copy_replaces_ = !is_unified || llama_model_is_recurrent(model) || llama_model_is_hybrid(model);
-    const size_t n = llama_n_seq_max(ctx);
+    copy_replaces_                 = !is_unified || llama_model_is_recurrent(model) || llama_model_is_hybrid(model);
+    const size_t n                 = llama_n_seq_max(ctx);
     ranges_.resize(n);
     shares_.assign(n, std::vector<char>(n));
 }
@@ -354,8 +354,8 @@ bool SequencePositions::append(const Step & step) {
         }
         const int64_t position = step.positions[(size_t) i];
         if (!follows(step, (size_t) i, next[s])) {
-            const std::string text = "positions of sequence " + std::to_string(s) + " must go on from "
-                + std::to_string(next[s]) + " without gaps, not " + std::to_string(position);
+            const std::string text = "positions of sequence " + std::to_string(s) + " must go on from " +
+                                     std::to_string(next[s]) + " without gaps, not " + std::to_string(position);
             set_error(text.c_str());
             return false;
         }
@@ -423,8 +423,8 @@ bool SequencePositions::apply(const MemoryOp & op) {
         case LP_SHIFT: {
             for (size_t s = 0; s < ranges_.size(); s++) {
                 if (shares_[a][s] && s != a) {
-                    const std::string text = "sequence " + std::to_string(a) + " shares cells with sequence "
-                        + std::to_string(s) + ", which would be shifted with it; remove one of them first";
+                    const std::string text = "sequence " + std::to_string(a) + " shares cells with sequence " +
+                                             std::to_string(s) + ", which would be shifted with it; remove one of them first";
                     set_error(text.c_str());
                     return false;
                 }

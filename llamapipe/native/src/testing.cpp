@@ -56,7 +56,7 @@ void compute(ggml_backend_dev_t device, int n_vocab, int n, const float * logits
     const auto    buft = ggml_backend_get_default_buffer_type(backend.get());
     // One thread: several wait for each other at every node, which is slower on few or busy cores.
     const auto set_n_threads = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(
-        ggml_backend_dev_backend_reg(device), "ggml_backend_set_n_threads");
+            ggml_backend_dev_backend_reg(device), "ggml_backend_set_n_threads");
     if (set_n_threads) {
         set_n_threads(backend.get(), 1);
     }
@@ -127,7 +127,7 @@ Type buffer_type(ggml_backend_dev_t cpu, const lp_product & p) {
         return ggml_backend_dev_buffer_type(cpu);
     }
     const auto listed = (ggml_backend_dev_get_extra_bufts_t) ggml_backend_reg_get_proc_address(
-        ggml_backend_dev_backend_reg(cpu), "ggml_backend_dev_get_extra_bufts");
+            ggml_backend_dev_backend_reg(cpu), "ggml_backend_dev_get_extra_bufts");
     for (Type * types = listed(cpu); *types; types++) {
         const bool is_ours = strcmp(ggml_backend_buft_name(*types), "CPU_LLAMAPIPE") == 0;
         if (is_ours == (p.form == LP_WEIGHTS_PACKED) && (is_ours || multiplies(cpu, *types, p))) {
@@ -142,8 +142,8 @@ Type buffer_type(ggml_backend_dev_t cpu, const lp_product & p) {
 
 Backend backend_with(ggml_backend_dev_t cpu, int n_threads) {
     Backend    backend(made(ggml_backend_dev_init(cpu, nullptr), "the device cannot be used"));
-    const auto set_n_threads = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(
-        ggml_backend_dev_backend_reg(cpu), "ggml_backend_set_n_threads");
+    const auto set_n_threads = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu),
+                                                                                                "ggml_backend_set_n_threads");
     set_n_threads(backend.get(), n_threads);
     return backend;
 }
@@ -163,7 +163,7 @@ void compute(const Backend & backend, ggml_cgraph * graph, bool is_ours, int n_t
 }
 
 void compute(const lp_product & p, float * out) {
-    ggml_backend_dev_t cpu = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    ggml_backend_dev_t cpu     = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
     const Backend      backend = backend_with(cpu, p.n_threads);
 
     const size_t  n_bytes = ggml_tensor_overhead() * 16 + ggml_graph_overhead();
@@ -187,7 +187,8 @@ void compute(const lp_product & p, float * out) {
     ggml_tensor * y     = ids ? ggml_mul_mat_id(context.get(), w, x, ids) : ggml_mul_mat(context.get(), w, x);
     ggml_cgraph * graph = ggml_new_graph(context.get());
     ggml_build_forward_expand(graph, y);
-    const Buffer memory(made(ggml_backend_alloc_ctx_tensors_from_buft(context.get(), ggml_backend_dev_buffer_type(cpu)), "no memory"));
+    const Buffer memory(
+            made(ggml_backend_alloc_ctx_tensors_from_buft(context.get(), ggml_backend_dev_buffer_type(cpu)), "no memory"));
     if (!ggml_backend_dev_supports_op(cpu, y)) {
         throw std::runtime_error("the CPU refuses the product");
     }
@@ -206,8 +207,9 @@ void compute(const lp_attention & a, float * out) {
         throw std::runtime_error("there are no kernels");
     }
 
-    const Context context(made(ggml_init({ ggml_tensor_overhead() * 16 + ggml_graph_overhead(), nullptr, true }), "there is no memory"));
-    const auto    tensor = [&](ggml_type type, int64_t n0, int64_t n1, int64_t n2) {
+    const Context context(
+            made(ggml_init({ ggml_tensor_overhead() * 16 + ggml_graph_overhead(), nullptr, true }), "there is no memory"));
+    const auto tensor = [&](ggml_type type, int64_t n0, int64_t n1, int64_t n2) {
         return ggml_new_tensor_4d(context.get(), type, n0, n1, n2, a.n_streams);
     };
     ggml_tensor * q     = tensor(GGML_TYPE_F32, a.n_dims, a.n_rows, a.n_heads);
@@ -219,7 +221,8 @@ void compute(const lp_attention & a, float * out) {
     ggml_flash_attn_ext_add_sinks(y, sinks);
     ggml_cgraph * graph = ggml_new_graph(context.get());
     ggml_build_forward_expand(graph, y);
-    const Buffer memory(made(ggml_backend_alloc_ctx_tensors_from_buft(context.get(), ggml_backend_dev_buffer_type(cpu)), "no memory"));
+    const Buffer memory(
+            made(ggml_backend_alloc_ctx_tensors_from_buft(context.get(), ggml_backend_dev_buffer_type(cpu)), "no memory"));
     ggml_backend_tensor_set(q, a.queries, 0, ggml_nbytes(q));
     ggml_backend_tensor_set(k, a.keys, 0, ggml_nbytes(k));
     ggml_backend_tensor_set(v, a.values, 0, ggml_nbytes(v));
@@ -278,7 +281,7 @@ void lp_fail_next(lp_pipeline * pipeline, enum lp_fault fault, int code) {
 }
 
 int lp_sampler_draw_partial(lp_sampler * s, int n, const float * ids, const float * logits, int n_others, const float * other_ids,
-                          const float * other_logits, double log_sum_exp, int32_t * token) {
+                            const float * other_logits, double log_sum_exp, int32_t * token) {
     return lp::guard(LP_ERROR, [&] {
         s->n_noted = 0;
         return s->draw(lp::Row(ids, logits, n, other_ids, other_logits, n_others, (int32_t) ids[0], log_sum_exp), token);

@@ -41,7 +41,7 @@ bool Waiter::wake() {
 
 bool Waiter::wait(int64_t timeout_ns) {
     std::unique_lock<std::mutex> lock(mutex_);
-    const bool kept = state_.exchange(sleeping) == woken;
+    const bool                   kept = state_.exchange(sleeping) == woken;
     if (!kept) {
         changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns));  // once: a signal may have ended it
     }
@@ -50,7 +50,7 @@ bool Waiter::wait(int64_t timeout_ns) {
 
 bool Waiter::wake() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const bool slept = state_.exchange(woken) == sleeping;
+    const bool                        slept = state_.exchange(woken) == sleeping;
     changed_.notify_all();
     return slept;
 }

@@ -2,7 +2,9 @@
 //
 // Every character is read a bounded number of times, however the text is cut and nested. The beginning of a line is
 // held back until it is certain what the line is (an item, a heading, a row); the rest of it flows into the open block
-// at once. Depths and the lengths of what is held back are limited: what exceeds a limit is shown as text.
+// at once. Depths and the lengths of what is held back are limited: what exceeds a limit is shown as text. What is held
+// back is not read anew with each piece: addresses are read on from where the last piece ended, and the beginning of a
+// line when it is longer by an eighth.
 
 const DEPTH = 16;   // quotes and items that contain each other
 const MARKS = 16;   // marks in a paragraph that wait for their other half
@@ -24,9 +26,7 @@ const PUNCTUATION = /[\p{P}\p{S}]/u;
 const WORD = /[\p{L}\p{N}]/u;
 const SPECIAL = /[\\`*_~[\]!]|https?:\/\//g;
 const SPECIAL_BEGINS = /h(?:t(?:t(?:p(?:s?(?::\/?)?)?)?)?)?$/;
-const ADDRESS = /^https?:\/\/[^\s<>"`[\]\\|^{}*\u3000-\u303f\uff00-\uffef]*/;
-const TARGET = /^\(\s*(<[^<>\s]*>|(?:[^\s()<>]|\([^\s()<>]*\))*)(?:\s+(?:"[^"]*"|'[^']*'))?\s*\)/;
-const TARGET_BEGINS = /^(?:\(\s*(?:<?[^\s<>]*>?)(?:\s+(?:"[^"]*"?|'[^']*'?)?)?\s*)?$/;
+const IN_ADDRESS = /^[^\s<>"`[\]\\|^{}*\u3000-\u303f\uff00-\uffef]*/;
 
 export function made(tag, name = "", text = "") {
   const element = document.createElement(tag);
@@ -52,6 +52,62 @@ function allowed(address) {
   }
 }
 
+// What follows the text of a link: (address), (<address>), (address "title"). Each character is read once.
+class Target {
+  constructor() {
+    this.state = "start";
+    this.n = 0;        // characters that were read
+    this.address = "";
+  }
+
+  // Reads on, from the i-th character of s. True: the target is whole; false: it is none; null: it may become one.
+  read(s, i) {
+    while (i < s.length) {
+      if (this.n >= LINK) return false;
+      this.n++;
+      const c = s[i++];
+      if (c === ")" && ["before", "bare", "closed", "gap", "end"].includes(this.state)) return true;
+      this.state = this.next(c);
+      if (this.state === null) return false;
+    }
+    return this.n >= LINK ? false : null;
+  }
+
+  next(c) {
+    const isSpace = SPACE.test(c);
+    switch (this.state) {
+      case "start":
+        return c === "(" ? "before" : null;
+      case "before":
+        if (isSpace) return "before";
+        if (c === "<") return "angle";
+        // falls through: the address begins
+      case "bare":
+        if (isSpace) return "gap";
+        if (c === "<" || c === ">") return null;
+        this.address += c;
+        return c === "(" ? "nested" : "bare";
+      case "nested":  // brackets in an address
+        if (isSpace || c === "(" || c === "<" || c === ">") return null;
+        this.address += c;
+        return c === ")" ? "bare" : "nested";
+      case "angle":
+        if (c === ">") return "closed";
+        if (isSpace || c === "<") return null;
+        this.address += c;
+        return "angle";
+      case "closed":
+        return isSpace ? "gap" : null;
+      case "gap":
+        return isSpace ? "gap" : c === '"' || c === "'" ? c : null;
+      case "end":
+        return isSpace ? "end" : null;
+      default:  // in a title, whose mark is the state
+        return c === this.state ? "end" : this.state;
+    }
+  }
+}
+
 // The text of a paragraph, a heading or a cell: emphasis, code, links. Emphasis and code are shown from their first
 // mark on; a mark without its other half becomes text again when the paragraph ends.
 class Inline {
@@ -59,6 +115,8 @@ class Inline {
     this.at = parent;      // where text is appended
     this.open = [];        // {mark, n, element, parent} of emphasis; {mark: "[", node, isImage} of links
     this.held = "";        // what the next characters decide
+    this.target = null;    // of the link that is held
+    this.known = 0;        // how many characters of what is held are certainly of an address
     this.before = " ";     // the last character
     this.run = "";         // the character of a run that is too long for a mark
     this.code = null;      // {ticks, element}
@@ -229,10 +287,14 @@ class Inline {
       this.text("]");
       return 1;
     }
-    const rest = s.slice(i + 1, i + 1 + LINK);
-    const found = TARGET.exec(rest);
-    if (!found && !isLast && rest.length < LINK && TARGET_BEGINS.test(rest)) return 0;
-    const address = found && allowed(found[1].replace(/^<|>$/g, ""));
+    const target = this.target ?? new Target();
+    this.target = null;
+    const isTarget = target.read(s, i + 1 + target.n);
+    if (isTarget === null && !isLast) {
+      this.target = target;
+      return 0;
+    }
+    const address = isTarget && allowed(target.address);
     if (!address) {
       this.open.splice(k, 1);
       this.text("]");
@@ -250,7 +312,7 @@ class Inline {
     node.remove();
     this.before = ")";
     this.run = "";
-    return 1 + found[0].length;
+    return 1 + target.n;
   }
 
   inLink() {
@@ -262,8 +324,14 @@ class Inline {
       this.text("http");
       return 4;
     }
-    const address = ADDRESS.exec(s.slice(i, i + LINK))[0];
-    if (!isLast && i + address.length === s.length && address.length < LINK) return 0;
+    const known = this.known || s.indexOf("//", i) - i + 2;
+    const n = known + IN_ADDRESS.exec(s.slice(i + known, i + LINK))[0].length;
+    if (!isLast && i + n === s.length && n < LINK) {
+      this.known = n;
+      return 0;
+    }
+    this.known = 0;
+    const address = s.slice(i, i + n);
     // A sentence's mark at the end, and a bracket that closes more than the address opens, are not of the address.
     let end = address.length, closes = 0;
     for (const c of address) closes += c === ")" ? 1 : c === "(" ? -1 : 0;
@@ -339,6 +407,7 @@ export class Markdown {
 
   beginLine() {
     this.line = "";
+    this.next = 0;            // the length from which on it is looked at again
     this.flows = false;       // the rest of the line is text of the open block
     this.k = 0;               // the line continues the first k containers
     this.isMatched = false;   // and no others
@@ -354,7 +423,10 @@ export class Markdown {
       else {
         this.line += part;
         if (end >= 0) this.begin(true);
-        else if (this.leaf?.kind !== "table") this.begin(false);  // a row is shown when it is whole
+        else if (this.leaf?.kind !== "table" && this.line.length >= this.next) {  // a row is shown when it is whole
+          this.begin(false);
+          this.next = this.line.length + (this.line.length >> 3);
+        }
       }
       if (end < 0) break;
       this.endLine();

@@ -1,0 +1,153 @@
+"""The bounded queue of an engine: callers wait for room, or are told that it is full.
+
+Open this file to change how ``max_queue`` counts requests, or how callers wait for room.
+
+The principle: the engine thread takes no lock that a caller may hold, because an exception of a signal handler may
+interrupt a caller between any two instructions. Callers enter under a lock that only they take. The engine thread only
+removes requests and wakes the callers that wait. The queue holds the requests and not their number, so removing one
+twice does no harm.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import (
+    Callable,
+    Collection,
+    Sequence,
+)
+from contextlib import suppress
+from functools import partial
+from time import perf_counter
+from typing import (
+    TYPE_CHECKING,
+)
+
+from llamapipe._engine.calls.call_options import ExpiredError
+from llamapipe._engine.policy.core import Request
+from llamapipe._engine.runtime.time_counter import TimeCounter
+from llamapipe._engine.runtime.wakers import wake_task
+from llamapipe.errors import QueueFullError
+from llamapipe.locks import Lock
+from llamapipe.work.long_work import running_loop
+
+if TYPE_CHECKING:
+    from llamapipe.results import TimeHistogram
+
+
+class QueueLimit:
+    """A set with a ``limit``; None: any number. Callers call ``enter``, the engine thread ``remove``.
+
+    It holds the requests themselves, with the time they entered, and not their number, so leaving twice, or without
+    having entered, is not an error: a caller that Ctrl-C interrupts between two instructions cannot know which of them
+    ran.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self._inside: dict[Request, float] = {}  # and when they entered
+        self._times = TimeCounter()
+        # Of callers only. A Condition would run Python code while it is held. Reentrant, as all locks of callers: a
+        # destructor or signal handler that uses the engine may run while its thread holds the lock.
+        self._entering = Lock()
+        self._waiters: deque[Callable[[], object]] = deque()  # each wakes a caller that waits for room
+
+    @property
+    def n(self) -> int:
+        """Requests that were accepted and have no slot yet."""
+        return len(self._inside)
+
+    def times(self) -> TimeHistogram:
+        """The times that requests have waited for a slot, or until they ended without one."""
+        return self._times.copy()
+
+    def try_enter(self, *requests: Request) -> bool:
+        """Enters all requests if there is room for all; returns whether there was."""
+        entered = dict.fromkeys(requests, perf_counter())
+        with self._entering:
+            if self.limit is not None and len(self._inside) + len(entered) > self.limit:
+                return False
+            self._inside.update(entered)
+            return True
+
+    def enter_at_once(self, *requests: Request) -> None:
+        """Enters all requests. Raises QueueFullError if there is no room for all."""
+        if not self.try_enter(*requests):
+            if self.limit is not None and len(requests) > self.limit:
+                raise QueueFullError(
+                    f"{len(requests)} requests are submitted at once and max_queue is {self.limit}: that never fits; "
+                    "submit fewer at once, or raise max_queue"
+                )
+            raise QueueFullError(
+                f"max_queue is {self.limit} and the queue has {self.n}: there is no room for {len(requests)} more; "
+                "retry later, or raise max_queue"
+            )
+
+    def enter(self, request: Request, deadline: float | None) -> None:
+        """Waits for room for one request. Raises ExpiredError after ``deadline`` (``perf_counter`` seconds)."""
+        while not self.try_enter(request):
+            woken = threading.Lock()
+            woken.acquire()
+            self._waiters.append(woken.release)
+            try:
+                if self.try_enter(request):  # room may have come free before the waiter was added
+                    return
+                left_s = None if deadline is None else deadline - perf_counter()
+                if left_s is not None and left_s <= 0:
+                    raise ExpiredError("no room came free in the queue within the timeout")
+                woken.acquire(timeout=-1 if left_s is None else min(left_s, threading.TIMEOUT_MAX))
+            finally:
+                with suppress(ValueError):  # woken: it is off the list
+                    self._waiters.remove(woken.release)
+
+    async def aenter(self, request: Request, deadline: float | None) -> None:
+        """Waits as ``enter`` does, for asyncio."""
+        loop = running_loop()
+        while not self.try_enter(request):
+            waiter = loop.create_future()
+            self._waiters.append(partial(loop.call_soon_threadsafe, wake_task, waiter))
+            if self.try_enter(request):
+                waiter.cancel()
+                return
+            if deadline is None:
+                await waiter
+            elif (left_s := deadline - perf_counter()) > 0:
+                timer = loop.call_later(left_s, wake_task, waiter)
+                try:
+                    await waiter
+                finally:
+                    timer.cancel()
+            else:
+                waiter.cancel()
+                raise ExpiredError("no room came free in the queue within the timeout")
+
+    def remove(self, requests: Sequence[Request]) -> None:
+        """Notes that requests have got a slot, or ended without one, and wakes callers that wait. Engine thread."""
+        now = perf_counter()
+        for request in requests:
+            if request.left_queue_at is None:  # a preempted request leaves the queue again
+                request.left_queue_at = now
+            entered = self._inside.pop(request, None)
+            if entered is not None:
+                self._times.add(now - entered)
+        if self._waiters:
+            self._wake_all()
+
+    def discard(self, requests: Collection[Request]) -> None:
+        """Removes requests that may never reach the engine thread. For callers."""
+        for request in requests:
+            self._inside.pop(request, None)
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        # All waiters, not one per free place: a woken waiter may be giving up, and its place would stay unused.
+        for _ in range(len(self._waiters)):
+            try:
+                wake = self._waiters.popleft()
+            except IndexError:  # another thread took it
+                return
+            try:
+                wake()
+            except RuntimeError:  # that loop is closed
+                continue

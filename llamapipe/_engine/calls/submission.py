@@ -1,0 +1,424 @@
+"""How the requests of a call enter the engine loop, and how their results are collected.
+
+Open this file when a call hangs, loses a result, or leaves requests running after its caller has gone.
+
+The principle: a call goes through this file once. Its options and prompts are checked before anything is queued
+(``call_options``, ``RequestBuilder``). Its requests are made, enter the queue when there is room (``QueueLimit``) and
+are submitted. Its results are collected until none is missing (``Pending``, ``Submission``). If the caller gives up at
+any line, by an error, Ctrl-C, a cancelled task or a closed iterator, whatever has no result yet is cancelled.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Collection,
+    Iterable,
+    Iterator,
+    Sequence,
+)
+from dataclasses import replace
+from itertools import chain, islice
+from queue import Empty
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    TypeVar,
+)
+
+from llamapipe._engine.calls.call_options import CallOptions, ExpiredError
+from llamapipe._engine.calls.observed import observed
+from llamapipe._engine.calls.prompts import PORTION, Groups, RequestFactory, with_prompt_index
+from llamapipe._engine.calls.queue_limit import QueueLimit
+from llamapipe._engine.policy.core import Request
+from llamapipe._engine.runtime.mailboxes import AsyncMailbox, Mailbox, ThreadMailbox
+from llamapipe._engine.runtime.sinks import (
+    Failure,
+)
+from llamapipe._engine.runtime.thread import EngineThread
+from llamapipe.errors import EngineClosedError, QueueFullError
+from llamapipe.locks import Lock
+from llamapipe.results import Completion
+from llamapipe.types import Observation, RequestObserver
+from llamapipe.work.long_work import running_loop
+from llamapipe.work.progress import Progress
+
+if TYPE_CHECKING:
+    import asyncio
+
+
+T = TypeVar("T")
+END: Any = object()  # of an iterator whose items may be None
+
+
+async def as_async(values: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
+    """The values, for ``async for``."""
+    if isinstance(values, AsyncIterable):
+        async for value in values:
+            yield value
+    else:
+        for value in values:
+            yield value
+
+
+def no_requests(mailbox: Mailbox) -> dict[int, list[Request]]:
+    """The requests of a prompt that failed its checks."""
+    return {}
+
+
+class Pending(Generic[T]):
+    """The requests of one call that have no result yet. One thread or task. ``bar``: counts results."""
+
+    def __init__(
+        self, options: CallOptions, observer: RequestObserver | None, bar: Progress | None = None
+    ) -> None:
+        self.options = options
+        self.bar = bar
+        self._observer = observer
+        self.observed: dict[int, Observation] = {}
+        self.groups: dict[int, Sequence[Request]] = {}
+        self.unsubmitted: deque[Request] = deque()
+        self.ready: deque[tuple[int, T | Exception]] = deque()  # results that need no request
+        self.timed_out = False
+        # Of a long list. The thread that closes the engine submits the rest of it.
+        self.lock = Lock()
+        self.is_long = False
+        self.is_making = False
+        self.is_broken = False  # that was interrupted: results will be missing
+        self.has_ended = False
+
+    def add(self, groups: Groups) -> None:
+        """Adds requests that are to be submitted."""
+        self.groups.update(groups)
+        for index, requests in groups.items():
+            self.unsubmitted += requests
+            if self._observer is not None:
+                self.observed[index] = self._observer.begin(observed(requests, self.options.operation))
+
+    @property
+    def requests(self) -> list[Request]:
+        """All requests without a result."""
+        return [request for requests in list(self.groups.values()) for request in requests]
+
+    def give_up(self, error: BaseException | None) -> None:
+        """Reports the end of all groups that have no result to the observer; ``error``: the reason, if there is one."""
+        if not isinstance(error, (TimeoutError, QueueFullError, EngineClosedError)):
+            error = None  # Ctrl-C, or the error of another request
+        while self.observed:
+            self.observed.popitem()[1].end(error)
+
+
+def _timed_out(completion: Completion) -> Completion:
+    if all(choice.finish_reason != "cancelled" for choice in completion.choices):
+        return completion
+    return replace(
+        completion,
+        choices=tuple(
+            replace(choice, finish_reason="timeout") if choice.finish_reason == "cancelled" else choice
+            for choice in completion.choices
+        ),
+    )
+
+
+# Long lists are submitted in portions. When 20,000 prompts were submitted at once, the garbage collector scanned
+# all their objects again and again, for up to 0.26 s, during which no thread ran.
+_N_AHEAD = 2 * PORTION  # if fewer groups of a long list have no result yet, the next portion is submitted
+
+
+class Submission:
+    """Brings requests to the engine loop and their results back. Any thread."""
+
+    def __init__(self, engine_thread: EngineThread, queue: QueueLimit) -> None:
+        self._engine_thread = engine_thread
+        self._queue = queue
+        self.observer: RequestObserver | None = None
+
+    def _entering(self, unsubmitted: deque[Request], block: bool) -> Iterator[Request]:
+        """Submits all requests together if the queue has room for them.
+
+        If not, it yields each request before it submits it, and the caller waits for room. Raises QueueFullError
+        instead if ``block`` is false.
+        """
+        if not block:
+            self._queue.enter_at_once(*unsubmitted)
+        elif not self._queue.try_enter(*unsubmitted):
+            while unsubmitted:
+                yield unsubmitted[0]
+                self._engine_thread.submit(unsubmitted[0])
+                unsubmitted.popleft()
+            return
+        self._engine_thread.submit(*unsubmitted)
+        unsubmitted.clear()
+
+    def cancel(self, requests: Collection[Request]) -> None:
+        """Ends requests, whether or not they were submitted before their caller gave up."""
+        if not requests:
+            return
+        self._queue.discard(requests)
+        for request in requests:
+            self._engine_thread.cancel_soon(request)
+
+    def _end(self, pending: Pending[T]) -> None:
+        """Ends the call after an error, or when its caller gives up. Cancels the requests without a result."""
+        error = sys.exc_info()[1]
+        with pending.lock:
+            pending.has_ended = True
+            if pending.is_long:
+                self._engine_thread.end_list(pending)
+            if pending.groups:
+                self.cancel(pending.requests)
+                pending.give_up(error)
+        if pending.bar is not None:
+            pending.bar.close()
+
+    def _stop(self, pending: Pending[T], expired: ExpiredError) -> None:
+        """After the deadline: ends the requests, so that what they generated arrives within a step, or raises."""
+        if pending.options.on_timeout == "raise":
+            raise expired
+        with pending.lock:
+            pending.timed_out = True
+            self.cancel(pending.requests)
+            self._submit_cancelled(pending)
+
+    def _submit_cancelled(self, pending: Pending[T]) -> None:
+        """Submits, as cancelled, the requests left at the deadline. They end at once, without a token."""
+        if pending.unsubmitted:
+            self.cancel(pending.unsubmitted)
+            self._engine_thread.submit(*pending.unsubmitted, of_list=pending.is_long)
+            pending.unsubmitted.clear()
+
+    def _read(self, item: tuple[int, Any], pending: Pending[Any]) -> tuple[int, Any]:
+        """The index and the result in a mailbox item. Its requests, if it has any, are not pending any more.
+
+        Raises the error of a failed request if the call's options say so.
+        """
+        index, result = item
+        if (observed := pending.observed.pop(index, None)) is not None:
+            error = result.error if isinstance(result, Failure) else None
+            observed.end(error, timed_out=pending.timed_out)
+        if isinstance(result, Failure):
+            options = pending.options
+            result = with_prompt_index(result.error, index) if options.names_prompts else result.error
+            if options.on_error == "raise" or not isinstance(result, Exception):
+                raise result
+            self.cancel(pending.groups[index])  # the other choices of the prompt
+        elif pending.timed_out and isinstance(result, Completion):
+            result = _timed_out(result)
+        pending.groups.pop(index, None)
+        if pending.bar is not None:
+            pending.bar.update()
+        return index, result
+
+    def _make_next(self, batches: Iterator[RequestFactory], mailbox: Mailbox, pending: Pending[T]) -> bool:
+        """Makes the next requests, if there are any; submits those of a long list."""
+        with pending.lock:
+            if pending.is_broken:
+                raise EngineClosedError("the engine is closed; make another")
+            pending.is_making = True
+            try:
+                make = next(batches, None)
+                if make is None:
+                    return False
+                pending.add(make(mailbox))
+                if isinstance(mailbox, AsyncMailbox):
+                    mailbox.requests = pending.requests
+                if pending.timed_out:
+                    self._submit_cancelled(pending)
+                elif pending.is_long:
+                    self._queue.try_enter(*pending.unsubmitted)  # it has no limit
+                    self._engine_thread.submit(*pending.unsubmitted, of_list=True)
+                    pending.unsubmitted.clear()
+                return True
+            finally:
+                pending.is_making = False
+
+    def _portions(
+        self, batches: Iterator[RequestFactory], mailbox: Mailbox, pending: Pending[T]
+    ) -> Iterator[RequestFactory]:
+        """The portions of a list that are submitted one after another.
+
+        It is one if all requests must enter the queue together, or none. If the queue has no limit, closing the engine
+        submits the rest of a long list, as if the list had come at once.
+        """
+        if self._queue.limit is not None:  # callers wait for room, and closing refuses those that do
+            if pending.options.block:
+                return batches
+
+            def make(mailbox: Mailbox) -> Groups:
+                return {index: requests for make in batches for index, requests in make(mailbox).items()}
+
+            return iter([make])
+        first = list(islice(batches, 2))
+        batches = chain(first, batches)
+        if len(first) < 2:
+            return batches
+
+        def submit_rest() -> None:
+            with pending.lock:
+                # While it is made in this thread, a signal handler closes the engine.
+                if pending.has_ended or pending.is_making or pending.is_broken:
+                    return
+                try:
+                    while self._make_next(batches, mailbox, pending):
+                        pass
+                except BaseException:
+                    pending.is_broken = True
+                    raise
+
+        pending.is_long = True
+        self._engine_thread.begin_list(pending, submit_rest)
+        return batches
+
+    def submit_paused(self, request: Request) -> None:
+        """Submits a request that computes nothing before it is resumed; it takes no place in the queue."""
+        try:
+            self._engine_thread.submit(request)
+        except BaseException:
+            self.cancel([request])
+            raise
+
+    # ---- asyncio: tools/unasync.py makes the calls for threads, in llamapipe/_sync, from what follows
+    async def asubmit(self, *requests: Request, block: bool = True, deadline: float | None = None) -> None:
+        """Enters the queue and submits; any error cancels all requests, also Ctrl-C and that its task is cancelled.
+
+        Raises QueueFullError, TimeoutError, EngineClosedError.
+        """
+        try:
+            self._engine_thread.note_waiting_task()
+            for request in self._entering(deque(requests), block):
+                await self._queue.aenter(request, deadline)
+        except BaseException:
+            self.cancel(requests)
+            raise
+
+    async def acollect(
+        self, batches: Iterator[RequestFactory], options: CallOptions, bar: Progress | None = None
+    ) -> dict[int, Any]:
+        """The results, by index, of the requests of all batches. Long lists are submitted in portions.
+
+        Any error cancels all of them, also Ctrl-C and that its task is cancelled. Raises the error of a request,
+        TimeoutError, QueueFullError.
+        """
+        pending = Pending[Any](options, self.observer, bar)
+        mailbox = AsyncMailbox(running_loop(), self._engine_thread.dispatcher)
+        results: dict[int, Any] = {}
+        try:
+            batches = self._portions(batches, mailbox, pending)
+            exhausted = False
+            while True:
+                try:
+                    while not exhausted and len(pending.groups) < _N_AHEAD:
+                        self._engine_thread.note_waiting_task()
+                        if not self._make_next(batches, mailbox, pending):
+                            exhausted = True
+                            break
+                        if pending.unsubmitted:
+                            for request in self._entering(pending.unsubmitted, options.block):
+                                await self._queue.aenter(request, options.deadline)
+                    if not pending.groups:
+                        return results
+                    # What is cancelled at the deadline arrives within a step.
+                    item = await mailbox.get(None if pending.timed_out else options.deadline)
+                except Empty:
+                    self._stop(pending, options.expired())
+                except ExpiredError as expired:
+                    self._stop(pending, expired)
+                else:
+                    index, results[index] = self._read(item, pending)
+        finally:
+            self._end(pending)
+
+    # ---- end of asyncio
+
+    # ---- results while prompts are still read
+    def iterate(
+        self,
+        batches: Iterator[RequestFactory],
+        n_ahead: int,
+        pending: Pending[T],
+    ) -> Iterator[tuple[int, T | Exception]]:
+        """Yields each result with its index, as requests finish. At most about ``n_ahead`` groups are without a result.
+
+        Closing the iterator, Ctrl-C and any error cancel what is left.
+        """
+        mailbox = ThreadMailbox(self._engine_thread.dispatcher)
+        options = pending.options
+        try:
+            exhausted = False
+            while True:
+                try:
+                    while not exhausted and len(pending.groups) < n_ahead:
+                        self._engine_thread.note_waiting_thread()
+                        if not self._make_next(batches, mailbox, pending):
+                            exhausted = True
+                            break
+                        if pending.unsubmitted:
+                            for request in self._entering(pending.unsubmitted, options.block):
+                                self._queue.enter(request, options.deadline)
+                        if pending.ready:
+                            break
+                    while pending.ready:
+                        yield self._read(pending.ready.popleft(), pending)
+                    if not pending.groups:
+                        if exhausted:
+                            return
+                        continue
+                    item = mailbox.get(options.deadline)
+                except Empty:
+                    raise options.expired() from None
+                yield self._read(item, pending)
+        finally:
+            self._end(pending)
+
+    async def aiterate(
+        self, batches: AsyncIterator[RequestFactory], n_ahead: int, pending: Pending[T]
+    ) -> AsyncGenerator[tuple[int, T | Exception], None]:
+        """``iterate`` for asyncio; results also arrive while ``batches`` waits. Closing it cancels the rest."""
+        import asyncio
+
+        mailbox = AsyncMailbox(running_loop(), self._engine_thread.dispatcher)
+        room = asyncio.Semaphore(n_ahead)
+        submitting = asyncio.ensure_future(self._submit_all(batches, mailbox, room, pending))
+        submitting.add_done_callback(mailbox.receive)  # wakes the reader below
+        try:
+            while pending.groups or not submitting.done():
+                try:
+                    item = await mailbox.get(pending.options.deadline)
+                except Empty:
+                    raise pending.options.expired() from None
+                if item is submitting:
+                    submitting.result()  # raises what the submission raised
+                    continue
+                index, result = self._read(item, pending)
+                room.release()
+                yield index, result
+        finally:
+            submitting.cancel()
+            await asyncio.wait([submitting])
+            self._end(pending)
+
+    async def _submit_all(
+        self,
+        batches: AsyncIterator[RequestFactory],
+        mailbox: AsyncMailbox,
+        room: asyncio.Semaphore,
+        pending: Pending[T],
+    ) -> None:
+        """Submits what ``batches`` yields, while there is room."""
+        while True:
+            await room.acquire()
+            make = await anext(batches, None)
+            if make is None:
+                return
+            pending.add(make(mailbox))
+            mailbox.requests = pending.requests
+            self._engine_thread.note_waiting_task()
+            for request in self._entering(pending.unsubmitted, pending.options.block):
+                await self._queue.aenter(request, pending.options.deadline)
+            while pending.ready:
+                mailbox.receive(pending.ready.popleft())

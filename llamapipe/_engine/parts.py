@@ -1,0 +1,46 @@
+"""The parts of an engine that its calls use, whether they are for asyncio or for threads."""
+
+from __future__ import annotations
+
+from llamapipe._engine.calls.chat import ChatBuilder
+from llamapipe._engine.calls.prompts import RequestBuilder
+from llamapipe._engine.calls.submission import Submission
+from llamapipe._engine.runtime.snapshot import Snapshot, SnapshotFormat, unpack
+from llamapipe._engine.runtime.thread import EngineThread
+from llamapipe.llama.adapter import AdapterSet
+from llamapipe.llama.context import state_version
+from llamapipe.llama.fim import FimText, fim_prompt, fim_room
+from llamapipe.llama.model import Model
+from llamapipe.native.not_copyable import NotCopyable
+from llamapipe.params import SamplingParams
+from llamapipe.work.long_work import LongWork
+
+
+class EngineParts(NotCopyable):
+    """The parts that ``Engine`` creates, and what both kinds of calls do with them."""
+
+    model: Model
+    n_ctx: int
+    n_seq_max: int
+    _engine_thread: EngineThread
+    _request_builder: RequestBuilder
+    _chat_builder: ChatBuilder
+    _submission: Submission
+    _long_work: LongWork
+    _types: tuple[str, str, int]
+
+    def _fim_tokens(self, text: FimText, params: SamplingParams | None) -> list[int]:
+        """The prompt for a gap, with room for what ``params`` ask for."""
+        if params is None:
+            params = SamplingParams()
+        elif not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
+        return fim_prompt(self.model.vocab, text, fim_room(self.n_ctx, params.max_tokens)).tokens
+
+    def _snapshot_format(self, adapters: AdapterSet | None) -> SnapshotFormat:
+        layout = SnapshotFormat(self.model.fingerprint, state_version(), *self._types)
+        return layout if adapters is None else layout._replace(adapters=adapters.key.digest)
+
+    def _unpack(self, snapshot: bytes | bytearray | memoryview, params: SamplingParams | None) -> Snapshot:
+        adapters = None if params is None else self._request_builder.adapters(params)
+        return unpack(bytes(snapshot), self._snapshot_format(adapters), self.model.n_vocab)

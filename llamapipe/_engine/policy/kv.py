@@ -1,0 +1,938 @@
+"""Which KV cells hold which tokens, and what to change in them.
+
+Open this file to change what is reused, saved or evicted.
+
+The principle: cells belong to tokens, not to requests. A sequence of cells (``Cells``) is *live* in the slot of a
+request, *parked* in the slot of one that has ended, or *saved* in host memory. The prefix tree (``prefix_tree.py``)
+knows the tokens of all of them, by ``cache_key``, and where the adapters of a sequence change. A request that begins
+with the same tokens starts with these cells: in place, with a copy, or restored from host memory. When a parked slot is
+needed, its cells are saved if nothing else holds their tokens, and dropped otherwise. The least recently used slot goes
+first.
+
+Not every memory consists of cells alone. A recurrent or hybrid model also has a *state*, which belongs to the end of a
+sequence and cannot go back. So a sequence can be continued where its cells end, and where a state was saved. States
+are saved at the places where prompts are likely to part (``KvCache._choose_places``), and a prompt's steps end there.
+States and cells are evicted separately: if a state is lost, the cells still serve another one. A model with sliding
+windows keeps all cells, but a copy of them has only the last window. So it goes back in place, and states (the cells of
+the window) complete its copies.
+
+This file only decides. What it decides is an ordered list, ``KvCache.memory_ops``, which the executor performs before
+the next step. An operation may turn out to be impossible: a recurrent memory cannot go back, or host memory is missing.
+The executor then leaves the sequence empty and reports that (``CellChanges``), and its tokens are computed again. So a
+wrong guess costs time and never changes a text.
+
+From top to bottom: the budget of host memory, then the cache. The operations are in ``core.py``. Pure policy.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import count
+from typing import NamedTuple, Protocol
+
+from llamapipe._engine.policy.core import (
+    MEDIA_FROM,
+    UNLIMITED,
+    Cells,
+    Copy,
+    Discard,
+    Forget,
+    MemoryOp,
+    Remove,
+    Request,
+    Restore,
+    Save,
+    SaveState,
+    Shift,
+    State,
+    Unused,
+)
+from llamapipe._engine.policy.prefix_tree import ObservedTree, PrefixTree, TreeObserver
+
+
+class StoreEntry(Protocol):
+    """An entry. ``n_bytes``: what it takes. ``pinned``: it is kept until it is unpinned."""
+
+    n_bytes: int
+    pinned: bool
+
+
+class HostStore:
+    """Saved sequences by key. ``budget``: bytes for all of them, the pinned ones included."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.n_bytes = 0
+        self._entries: OrderedDict[int, StoreEntry] = OrderedDict()  # least recently used first
+
+    def __repr__(self) -> str:
+        return f"<HostStore n={len(self)} n_bytes={self.n_bytes}/{self.budget}>"
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def make_room(self, n_bytes: int) -> list[int] | None:
+        """The keys of entries to drop, so that ``n_bytes`` more fit; None if that is impossible."""
+        missing = self.n_bytes + n_bytes - self.budget
+        if missing <= 0:
+            return []
+        keys = []
+        for key, entry in self._entries.items():
+            if not entry.pinned:
+                keys.append(key)
+                missing -= entry.n_bytes
+                if missing <= 0:
+                    return keys
+        return None
+
+    def __iter__(self) -> Iterator[int]:
+        """The keys, the least recently used first."""
+        return iter(self._entries)
+
+    def add(self, key: int, entry: StoreEntry) -> None:
+        """Adds an entry, as the one used last."""
+        self._entries[key] = entry
+        self.n_bytes += entry.n_bytes
+
+    def resize(self, key: int, n_bytes: int) -> None:
+        """Corrects the size of an entry."""
+        entry = self._entries[key]
+        self.n_bytes += n_bytes - entry.n_bytes
+        entry.n_bytes = n_bytes
+
+    def use(self, key: int) -> None:
+        """Notes that an entry was used."""
+        self._entries.move_to_end(key)
+
+    def drop(self, key: int) -> None:
+        """Removes an entry."""
+        self.n_bytes -= self._entries.pop(key).n_bytes
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the bytes are miscounted."""
+        assert self.n_bytes == sum(entry.n_bytes for entry in self._entries.values())
+        assert self.n_bytes <= self.budget or not self._entries
+
+
+class SavedState:
+    """What a memory that cannot go back has after the first ``n`` tokens of a sequence. ``n_exact``: see Request."""
+
+    __slots__ = ("key", "n", "n_bytes", "n_exact", "pinned")
+
+    def __init__(self, key: int, n: int, n_exact: int, n_bytes: int) -> None:
+        self.key = key
+        self.n = n
+        self.n_exact = n_exact
+        self.n_bytes = n_bytes
+        self.pinned = False
+
+    def __repr__(self) -> str:
+        return f"<SavedState key={self.key} n={self.n}>"
+
+
+MIN_FOLLOW = 16  # tokens that a request must gain to wait for another one
+# In tokens. Templates begin an answer differently from one that they render later, so the last state is before the end.
+_BEFORE_END = 4
+_LEAST_BETWEEN = 16  # two states; computing fewer costs about as much as a step that ends at a state
+_INTERVAL = (
+    512  # between two states of a long prompt, or a multiple; most prompts have a step that ends there
+)
+_STATE_SHARE = 0.5  # of the budget of host memory
+_PROMPT_SHARE = 0.25  # of the budget of states: those at intervals of one prompt
+_OVERHEAD_BYTES = 1024  # of a saved sequence
+MIN_PREFIX = 16  # tokens; sharing fewer gains nothing
+_MAX_PARKED_UNIFIED = 512  # cells; with unified KV every step also reads parked cells
+_META_BYTES = 16  # position and sequence of a saved cell
+
+
+class PrefixMatch(NamedTuple):
+    """A prefix for a request: ``n`` cells of ``cells``, or ``n`` cells that ``leader`` is about to compute.
+
+    ``n_exact``: see Request. ``state``: what it needs besides the cells. ``needs_slot``: what is saved of the cells
+    would lack some, and so would a copy in another slot, unless they share cells. ``n_known``: the tokens that any
+    others begin with. ``marks``: the states that they have.
+    """
+
+    n: int = 0
+    n_exact: int = 0
+    cells: Cells | None = None
+    leader: Request | None = None
+    state: SavedState | None = None
+    needs_slot: bool = False
+    n_known: int = 0
+    marks: Sequence[SavedState] = ()
+
+
+_NO_MATCH = PrefixMatch()
+
+
+class ContextShape(Protocol):
+    """The numbers of a context that its cache depends on."""
+
+    @property
+    def n_seq_max(self) -> int:
+        """Sequences."""
+
+    @property
+    def n_cells(self) -> int:
+        """KV cells of all of them."""
+
+    @property
+    def n_batch(self) -> int:
+        """Most tokens of a decode."""
+
+    @property
+    def n_ubatch(self) -> int:
+        """Most tokens that are computed at a time."""
+
+    @property
+    def kv_unified(self) -> bool:
+        """Whether the sequences share the cells."""
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether sequences have recurrent states."""
+
+
+class KvCache:
+    """The slots ``0 .. n_slots - 1``, the sequences in host memory, and what is to be changed in them.
+
+    ``enabled``: keep cells after their request has ended. ``has_states``: the memory has a state that cannot go back.
+    ``has_cells``: it has cells, too. ``window``: tokens that layers with a sliding window attend to; saved cells lack
+    the others, and so do copies unless ``shares_cells`` (unified KV); 0: there are no such layers. ``host_bytes``:
+    budget of host memory. ``cell_bytes``: of a saved cell.
+    ``max_parked``: parked cells in all; None: any number. ``min_prefix``: shorter prefixes are computed again.
+    ``min_save``: sequences with fewer tokens that no other one has are dropped instead of saved. ``exact_multiple``:
+    reuse only multiples of this many cells that no other tokens were computed with, so that the other tokens are
+    computed in the same batches as without the cache. None: any number of cells.
+
+    ``observer``: hears which sequences are added, grow and are removed.
+
+    ``free``: the slots without a request. ``parked``: the parked cells by slot, least recently used first.
+    ``memory_ops``: changes to be made before the next step, in this order. Only the cache changes these three; the
+    scheduler adds the removal of padding, and changes of adapters, to the last.
+    """
+
+    def __init__(
+        self,
+        n_slots: int,
+        enabled: bool = True,
+        has_states: bool = False,
+        has_cells: bool = True,
+        window: int = 0,
+        shares_cells: bool = False,
+        host_bytes: int = 0,
+        cell_bytes: float = 0,
+        max_parked: int | None = None,
+        min_prefix: int = 1,
+        min_save: int = 32,
+        exact_multiple: int | None = None,
+        observer: TreeObserver | None = None,
+    ) -> None:
+        self.n_slots = n_slots
+        self.enabled = enabled
+        self.memory_ops: list[MemoryOp] = []
+        self.n_hit_tokens = self.n_saved = self.n_restored = 0
+        self._has_states = has_states
+        self._has_cells = has_cells
+        self._window = window
+        self._shares_cells = shares_cells
+        self._cell_bytes = cell_bytes
+        self._max_parked = max_parked
+        self._min_prefix = min_prefix
+        self._min_save = min_save
+        self.exact_multiple = exact_multiple
+        self.free = set(range(n_slots))
+        self.parked: OrderedDict[int, Cells] = OrderedDict()
+        self._n_parked_cells = 0
+        self._saved: dict[int, Cells] = {}
+        state_bytes = int(_STATE_SHARE * host_bytes) if has_states or (window and not exact_multiple) else 0
+        self._store = HostStore(host_bytes - state_bytes)
+        self._states = HostStore(state_bytes)
+        self._states_by_key: dict[int, SavedState] = {}
+        self._state_tree: PrefixTree[SavedState] = PrefixTree()
+        self._state_bytes = 0  # of the last state, as a guess at the next one
+        is_complete = not has_states and (not window or shares_cells)
+        # Whether others may begin with the cells of a request that runs.
+        self.shares_running = exact_multiple is None and (is_complete or state_bytes > 0)
+        self._tree: PrefixTree[Cells] = PrefixTree() if observer is None else ObservedTree(observer)
+        self._keys = count()
+        self._fixed_bytes = _OVERHEAD_BYTES  # of a saved sequence, whatever its length
+
+    @classmethod
+    def for_context(
+        cls,
+        context: ContextShape,
+        mode: bool | str,
+        host_bytes: int,
+        kv_bytes: int,
+        has_states: bool = False,
+        has_cells: bool = True,
+        window: int = 0,
+        observer: TreeObserver | None = None,
+    ) -> KvCache:
+        """The cache of a context, with the sharing that it supports. ``mode``: True, ``"exact"`` or False.
+
+        ``kv_bytes``: size of the context's cells, 0 if it is not known. For the others see KvCache. Raises ValueError
+        for options that do not go together.
+        """
+        if mode == "exact" and context.n_batch % context.n_ubatch:
+            raise ValueError(
+                f"n_batch is {context.n_batch} and n_ubatch {context.n_ubatch}; prefix_cache='exact' needs an n_batch "
+                "that is a multiple of n_ubatch"
+            )
+        if mode == "exact" and has_states and not context.is_recurrent:
+            raise ValueError(
+                "prefix_cache='exact' needs swa_full=True, because rounding depends on where cells are: leave swa_full "
+                "out"
+            )
+        if mode == "exact" and context.kv_unified:
+            raise ValueError(
+                "prefix_cache='exact' needs a KV cache for each request, because rounding depends on where cells are: "
+                "leave n_cells and kv_unified out"
+            )
+        return cls(
+            context.n_seq_max,
+            bool(mode),
+            has_states=has_states,
+            has_cells=has_cells,
+            window=window,
+            shares_cells=context.kv_unified,
+            host_bytes=host_bytes if mode else 0,
+            cell_bytes=kv_bytes / context.n_cells + _META_BYTES,
+            max_parked=_MAX_PARKED_UNIFIED if context.kv_unified else None,
+            min_prefix=MIN_PREFIX,
+            exact_multiple=context.n_ubatch if mode == "exact" else None,
+            observer=observer,
+        )
+
+    def __repr__(self) -> str:
+        n_taken = self.n_slots - len(self.free)
+        return f"<KvCache {n_taken}/{self.n_slots} taken parked={len(self.parked)} {self._store!r}>"
+
+    # ---- state
+    @property
+    def n_parked_cells(self) -> int:
+        """Cells of sequences without a request."""
+        return self._n_parked_cells
+
+    @property
+    def n_host_bytes(self) -> int:
+        """Host memory that saved sequences and states take."""
+        return self._store.n_bytes + self._states.n_bytes
+
+    @property
+    def host_budget(self) -> int:
+        """The most host memory for saved sequences and states."""
+        return self._store.budget + self._states.budget
+
+    def n_bytes_of(self, n: int) -> int:
+        """About how many bytes ``n`` saved cells take."""
+        return int(n * self._cell_bytes) + self._fixed_bytes
+
+    def n_saved_cells(self, key: int) -> int:
+        """The number of cells that are saved under a key; 0 if they were dropped."""
+        return self._saved[key].n if key in self._saved else 0
+
+    def has(self, cells: Cells) -> bool:
+        """Whether saved cells are still there."""
+        return cells.key in self._saved
+
+    def take_memory_ops(self) -> list[MemoryOp]:
+        """Removes and returns ``memory_ops``."""
+        ops, self.memory_ops = self.memory_ops, []
+        return ops
+
+    # ---- prefixes
+    def find(self, request: Request) -> PrefixMatch:
+        """The longest prefix of a request's tokens that is in cells, or will be soon."""
+        limit = len(request.tokens) - 1  # all but those whose rows it needs
+        if request.logprob_targets is not None:
+            limit = min(limit, request.logprob_targets.wanted_from)
+        if not self.enabled or not request.uses_cache or limit < self._min_prefix:
+            return _NO_MATCH
+        keys, cache_key = request.cell_keys(), request.spec.cache_key
+        marks = self._marks(request, keys, limit) if self._states_by_key else ()
+        best, n_best, best_rank = None, 0, 0
+        state: SavedState | None = None
+        leader, n_pending, n_known, needs_slot = None, 0, 0, False
+        for n, cells in self._tree.find(keys, limit, cache_key):
+            if not n_known:  # the first has the most
+                n_known = n
+            if n < n_best or (n == n_best and best_rank == 2):
+                break
+            user = cells.request
+            ready, mark, is_bound = self._ready(cells, n, request, marks)
+            rank = 2 if user is None and cells.slot >= 0 else 1 if cells.slot >= 0 else 0
+            if ready >= self._min_prefix and (ready, rank) > (n_best, best_rank):
+                best, n_best, best_rank, state, needs_slot = cells, ready, rank, mark, is_bound
+            if (
+                user is not None
+                and user.state is State.RUNNING  # a paused one waits for its caller
+                and cells.n < n
+                and n > n_pending
+                and self.shares_running
+            ):
+                leader, n_pending = user, n
+        if not self._has_cells and marks and marks[0].n > max(n_best, self._min_prefix - 1):
+            best, n_best, state, needs_slot = None, marks[0].n, marks[0], False
+        n_exact = request.n_exact if best is request.saved_cells else n_best
+        if leader is not None and n_pending - n_best >= MIN_FOLLOW:
+            return PrefixMatch(n_pending, n_exact, best, leader)
+        return PrefixMatch(n_best, n_exact, best, None, state, needs_slot, n_known, marks)
+
+    def _marks(self, request: Request, keys: Sequence[int], limit: int) -> list[SavedState]:
+        """The saved states of the first tokens of a request, that of the most tokens first."""
+        found = self._state_tree.prefixes(keys, limit, request.spec.cache_key)
+        return [
+            mark for n, mark in found if self._n_exact_of(request.prefix_end(n), request, mark.n_exact) == n
+        ]
+
+    def _ready(
+        self, cells: Cells, n: int, request: Request, marks: Sequence[SavedState]
+    ) -> tuple[int, SavedState | None, bool]:
+        """How many tokens a request may start with, of the ``n`` that it shares with these cells.
+
+        With the state that it needs, and whether it needs the cells' slot.
+        """
+        n, needs_slot = min(n, cells.n), False
+        if not self._has_states and not self._window:
+            return self._n_ready(cells, n, request), None, False
+        mark = next((mark for mark in marks if mark.n <= n), None)
+        end = cells.n if cells.request is None else cells.request.n_past
+        if self._has_states:
+            n = n if n == end and not cells.is_stale else 0
+        elif (n != end or self.exact_multiple) and (end > self._window or cells.floor):
+            needs_slot = True
+            is_there = cells.slot >= 0 and (self._shares_cells or cells.request is None)
+            # A copy of the last window has its cells elsewhere, so its rows are rounded otherwise.
+            floor = UNLIMITED if self.exact_multiple and cells.floor else cells.floor
+            n = n if is_there and n >= floor else 0
+        n = self._n_ready(cells, n, request)
+        if self._has_states and n != end:
+            n = 0
+        if mark is not None and mark.n > n:
+            return mark.n, mark, False
+        return n, None, needs_slot
+
+    def _n_ready(self, cells: Cells, n: int, request: Request) -> int:
+        """The number of the first ``n`` cells that a request may start with, if its memory is there."""
+        n = request.prefix_end(n)
+        if cells is request.saved_cells:
+            return n
+        return self._n_exact_of(n, request, cells.n_exact if cells.request is None else cells.request.n_exact)
+
+    def _n_exact_of(self, n: int, request: Request, n_exact: int) -> int:
+        """Those of ``n`` cells that a request may start with, of which the first ``n_exact`` were computed alone."""
+        if self.exact_multiple is None:
+            return n
+        n = min(n, n_exact) // self.exact_multiple * self.exact_multiple
+        return n if request.prefix_end(n) == n else 0
+
+    # ---- states
+    def _choose_places(self, request: Request, n: int, found: PrefixMatch) -> list[int]:
+        """Where the steps of a request end, so that its state is saved there; in order.
+
+        A state costs a step that is smaller than it could be, and memory. So there is one where others are likely to
+        part from this prompt: where some have parted already, where its caller says so (messages begin), shortly before
+        its end (the same prompt again, or an answer that a template renders differently), and at intervals in a long
+        one, where most steps end anyway. Windows can go back without; there, a state is for copies of a sequence that
+        runs.
+        """
+        end = len(request.tokens)
+        if end - n < _LEAST_BETWEEN or not self.enabled or (self._shares_cells and not self._has_states):
+            return []
+        wanted = {found.n_known}
+        last_one = end - _BEFORE_END
+        if self.exact_multiple is not None:
+            wanted = {found.n_known - found.n_known % self.exact_multiple}
+            last_one -= last_one % self.exact_multiple
+        most = max(int(_PROMPT_SHARE * self._states.budget) // max(self._state_bytes, 1), 1)
+        interval = -(-end // (most * _INTERVAL)) * _INTERVAL
+        wanted |= {*range(interval, end, interval)}
+        if self._has_states and not request.n_total:
+            wanted |= {*request.spec.places}
+            if request.max_tokens:
+                wanted.add(last_one)
+            if request.logprob_targets is not None:
+                wanted.add(request.logprob_targets.n_shared)
+        chosen: list[int] = []
+        saved = {mark.n for mark in found.marks}
+        for place in sorted(map(request.prefix_end, wanted)):
+            if self.exact_multiple is not None and place % self.exact_multiple:
+                continue
+            n_between = place - n
+            is_far = n_between >= _LEAST_BETWEEN or (place == last_one and n_between > _BEFORE_END)
+            if place < end and is_far and place not in saved:
+                chosen.append(place)
+                n = place
+        return chosen
+
+    def place_for_follower(self, leader: Request, n: int) -> int:
+        """Where a request may start that shares ``n`` tokens with a running one; the running one saves its state there.
+
+        A place that is planned already will do, if it is near.
+        """
+        if not self._states.budget or (self._shares_cells and not self._has_states):
+            return n
+        n = leader.prefix_end(n)
+        planned = [place for place in leader.places if n - 2 * _BEFORE_END <= place <= n]
+        if planned:
+            return planned[-1]
+        if n > leader.n_past:
+            leader.places = sorted({*leader.places, n})
+        return n
+
+    def reached(self, request: Request) -> None:
+        """Saves the state of a request whose cells have come to one of its places."""
+        while request.places and request.places[0] <= request.n_past:
+            place = request.places.pop(0)
+            if place == request.n_past and request.slot >= 0 and request.uses_cache:
+                keys = request.cell_keys()[:place]
+                self._save_state(request.slot, keys, request.spec.cache_key, request.n_exact)
+
+    def _save_state(self, slot: int, keys: Sequence[int], cache_key: Hashable, n_exact: int) -> None:
+        """Saves the state of a slot, whose cells are those of these tokens."""
+        n = len(keys)
+        n_have, have = next(self._state_tree.prefixes(keys, n, cache_key), (0, None))
+        if have is not None and n_have == n:
+            if have.n_exact >= n_exact or self.exact_multiple is None:
+                self._states.use(have.key)
+                return
+            self._forget_state(have.key)
+        dropped = self._states.make_room(self._state_bytes)
+        if dropped is None:
+            return
+        for key in dropped:
+            self._forget_state(key)
+        key = next(self._keys)
+        state = self._states_by_key[key] = SavedState(key, n, n_exact, self._state_bytes)
+        self._state_tree.insert(state, keys, cache_key)
+        self._states.add(key, state)
+        room = self._states.budget - self._states.n_bytes + self._state_bytes
+        self.memory_ops.append(SaveState(slot, n, key, room))
+
+    def _forget_state(self, key: int) -> None:
+        self._state_tree.remove(self._states_by_key.pop(key))
+        self._states.drop(key)
+        self.memory_ops.append(Forget(key))
+
+    def computed_alone(self, request: Request, n: int) -> None:
+        """Notes that a step computed a request's last ``n`` cells and nothing else."""
+        if self.exact_multiple is not None and request.n_exact == request.n_past - n:
+            request.n_exact += n // self.exact_multiple * self.exact_multiple
+
+    def learn(self, request: Request) -> None:
+        """Adds to the tree all tokens in the cells of a request with a slot, also the generated ones."""
+        cells, n = request.cells, request.n_past
+        if cells is not None and cells in self._tree and cells.n_known < n:
+            self._tree.extend(cells, request.cell_keys()[:n], cells.n_known)
+            cells.n_known = n
+
+    # ---- slots
+    def place(self, request: Request, found: PrefixMatch) -> None:
+        """Gives a request a free slot that has the found prefix."""
+        source, n, state = found.cells, found.n, found.state
+        if (
+            (source is not None and source not in self._tree)
+            or (state is not None and state.key not in self._states_by_key)
+            or (found.needs_slot and source is not None and source.slot < 0)
+        ):  # it was dropped since
+            source, n, state = None, 0, None
+        stays = found.needs_slot and not self._shares_cells
+        slot = source.slot if stays and source is not None else self._choose(source)
+        self.free.remove(slot)
+        request.slot = slot
+        if state is not None:
+            self._states.use(state.key)
+            state.pinned = True  # until its operation stands in the list
+        key = -1 if state is None else state.key
+        floor = 0
+        if source is not None and source.slot == slot:
+            floor = source.floor if state is None else n
+            n_after = source.n - n
+            if n_after >= self._min_save:
+                self._evict(slot, n, state=key)
+            else:
+                self._unpark(slot)
+                self._tree.remove(source)
+                self.memory_ops.append(Remove(slot, n, key))
+            if n_after and n > self._window > 0 and not self._shares_cells:
+                # Others that part here from what this slot had cannot go back in it any more.
+                self._save_state(slot, request.cell_keys()[:n], request.spec.cache_key, found.n_exact)
+        else:
+            if slot in self.parked:
+                self._evict(slot, keeps=source)
+            if source is None:
+                n = 0 if state is None else n
+                if state is not None:
+                    self.memory_ops.append(Remove(slot, n, key))
+                floor = n
+            elif source.slot >= 0:
+                self.memory_ops.append(Copy(source.slot, slot, n, key))
+                floor = source.floor if self._shares_cells and state is None else n
+            else:
+                self._load(source, slot, n, key)
+                floor = n
+        if state is not None:
+            state.pinned = False
+        request.n_past = n
+        request.n_exact = min(found.n_exact, n)
+        if self._states.budget and request.uses_cache:
+            request.places = self._choose_places(request, n, found)
+        self.n_hit_tokens += n
+        # The tree learns all of its tokens, also those that are not computed yet.
+        cells = request.cells = Cells(slot, request, len(request.tokens))
+        cells.floor = self._floor(floor)
+        if self.enabled and request.uses_cache:
+            self._tree.insert(cells, request.cell_keys(), request.spec.cache_key)
+
+    def _floor(self, n: int) -> int:
+        """How far a sequence can go back whose window has only the cells before ``n``."""
+        return n if n > self._window > 0 else 0
+
+    def _choose(self, source: Cells | None) -> int:
+        """A free slot next to a taken one, between two if there is one: gaps between running requests cost time."""
+        free = self.free
+        if len(free) == 1:  # most often, while requests wait for slots
+            return next(iter(free))
+        taken = sorted(set(range(self.n_slots)) - free)
+        near = free
+        if taken:
+            near = free & {neighbour for slot in taken for neighbour in (slot - 1, slot + 1)}
+            near = near.intersection(range(taken[0], taken[-1])) or near
+        if source is not None and source.slot in near and source.request is None:
+            return source.slot
+        empty = near - self.parked.keys()
+        return min(empty) if empty else next(slot for slot in self.parked if slot in near)
+
+    @staticmethod
+    def is_rotated(request: Request) -> bool:
+        """Whether a step has rotated the keys of a running request since its last shift.
+
+        Until then a copy of its cells, here or in host memory, would have new positions and old keys.
+        """
+        return request.cells is not None and request.n_past > request.cells.n_shifted
+
+    def move(self, request: Request, slot: int) -> None:
+        """Moves a running request, which ``is_rotated``, and its cells to a free slot.
+
+        What is parked there is saved or dropped.
+        """
+        assert request.cells is not None and self.is_rotated(request), request
+        self.free.remove(slot)
+        if slot in self.parked:
+            self._evict(slot)
+        self.memory_ops += [Copy(request.slot, slot, request.n_past), Remove(request.slot, 0)]
+        self.free.add(request.slot)
+        request.slot = request.cells.slot = slot
+        if not self._shares_cells:
+            request.cells.floor = self._floor(request.n_past)
+
+    def leave(self, request: Request) -> None:
+        """Releases the request's slot. Its cells stay parked, are saved if pinned, or are cleared if useless."""
+        slot = request.slot
+        self._park(request)
+        if request.spec.keeps_cells and slot in self.parked:
+            self._evict(slot, pinned_by=request)
+        if self._max_parked is not None:
+            self.evict(self._max_parked)
+
+    def _park(self, request: Request) -> None:
+        cells, slot, n = request.cells, request.slot, request.n_past
+        assert cells is not None
+        self.free.add(slot)
+        request.cells, request.slot = None, -1
+        if not self.enabled or not request.uses_cache or request.error is not None or n == 0:
+            self._tree.remove(cells)
+            self.memory_ops.append(Remove(slot, 0))
+            return
+        cells.request = None
+        cells.n_exact = request.n_exact
+        cells.places = [*request.spec.places, request.n_prompt - _BEFORE_END] if self._window else ()
+        n_known, cells.n_known = cells.n_known, n
+        keys = request.cell_keys()[:n]
+        if n_known <= n:
+            self._tree.extend(cells, keys, n_known)
+        else:
+            self._tree.remove(cells)
+            self._tree.insert(cells, keys, request.spec.cache_key)
+        self.memory_ops.append(Remove(slot, n))  # a step in flight may have added a cell
+        self.parked[slot] = cells
+        self._n_parked_cells += n
+
+    def touch(self, cells: Cells | None) -> None:
+        """Notes that cells are about to be used."""
+        if cells is not None and cells.slot in self.parked:
+            self.parked.move_to_end(cells.slot)
+
+    def truncate(self, request: Request, n: int, of_last_step: bool = False) -> None:
+        """Removes a request's cells from ``n`` on, because its tokens from there on were changed.
+
+        ``of_last_step``: the last step has computed all of these cells, in one ubatch.
+        """
+        cells, kept = request.cells, request.saved_cells
+        if kept is not None and kept.n > n:
+            self.unpin(request)  # they are of another sequence now
+        if cells is None:
+            return
+        if n < request.n_past:
+            self._go_back(request, cells, n, of_last_step)
+        if cells.n_known > min(n, request.n_past) and cells in self._tree:
+            self._tree.remove(cells)
+            cells.n_known = min(cells.n_known, n)
+            self._tree.insert(cells, request.cell_keys()[: cells.n_known], request.spec.cache_key)
+
+    def _go_back(self, request: Request, cells: Cells, n: int, of_last_step: bool) -> None:
+        """Removes a request's cells from ``n`` on, or from the last place before where it can be continued."""
+        if of_last_step:
+            self.memory_ops.append(Discard(request.slot, n))
+        else:
+            state = None
+            if self._has_states or n < cells.floor:
+                marks = self._marks(request, request.cell_keys()[:n], n) if request.uses_cache else []
+                state = marks[0] if marks else None
+                n = 0 if state is None else state.n
+                cells.floor = self._floor(n)
+            if state is not None:
+                self._states.use(state.key)
+            self.memory_ops.append(Remove(request.slot, n, -1 if state is None else state.key))
+        request.n_past = n
+        request.n_exact = min(request.n_exact, n)
+        request.places = [place for place in request.places if place > n]
+
+    def shift(self, request: Request, begin: int, end: int) -> None:
+        """Closes the gap between ``begin`` and ``end``, whose tokens were dropped: the cells after it move there.
+
+        From then on only ``move`` copies these cells. No other request finds them, and ``leave`` and ``preempt`` drop
+        them.
+        """
+        assert request.cells is not None
+        self._tree.remove(request.cells)  # what these cells hold depends on tokens that are gone
+        request.uses_cache = False
+        self.memory_ops.append(Shift(request.slot, begin, end))
+        request.n_past -= end - begin
+        if request.cells.floor > begin:
+            request.cells.floor = max(request.cells.floor - (end - begin), begin + self._window)
+        request.places.clear()
+        request.cells.n_shifted = request.n_past
+
+    def lost(self, slot: int, request: Request | None) -> None:
+        """Notes that a slot has lost its cells. Its request, if it has one, computes them again."""
+        cells = None if request is None else request.cells
+        if slot in self.parked:
+            self._tree.remove(self._unpark(slot))
+        elif request is not None and cells is not None and cells in self._tree:
+            cells.floor = 0
+            self._tree.remove(cells)
+            self._tree.insert(cells, request.cell_keys()[: cells.n_known], request.spec.cache_key)
+
+    def became_stale(self, slot: int) -> None:
+        """Notes that the state of a parked sequence is not of its end; other states still continue its cells."""
+        if slot in self.parked:
+            self.parked[slot].is_stale = True
+
+    def evict(self, n_cells: int) -> None:
+        """Frees slots, the least recently used first, until at most ``n_cells`` are parked."""
+        while self.parked and self._n_parked_cells > n_cells:
+            self._evict(next(iter(self.parked)))
+
+    def preempt(self, request: Request) -> None:
+        """Takes a request's slot. Its cells are saved and pinned, if the budget allows that."""
+        slot, n = request.slot, request.n_past
+        self._park(request)
+        if slot in self.parked:
+            self._evict(slot, pinned_by=request if n >= self._min_save else None)
+
+    def restore(self, request: Request, n: int, n_bytes: int) -> int | None:
+        """The key for a request's first ``n`` cells, which come from elsewhere and are pinned. None: no room."""
+        if not request.uses_cache:
+            return None
+        return self.take_in(request.cell_keys()[:n], request.spec.cache_key, n_bytes, request)
+
+    def take_in(
+        self, tokens: Sequence[int], cache_key: Hashable, n_bytes: int, pinned_by: Request | None = None
+    ) -> int | None:
+        """The key for the cells of tokens, which come from elsewhere. None: no room."""
+        dropped = self._store.make_room(n_bytes) if self.enabled else None
+        if dropped is None:
+            return None
+        for key in dropped:
+            self._forget(key)
+        cells = Cells(-1, None, len(tokens))
+        self._tree.insert(cells, tokens, cache_key)
+        return self._keep(cells, n_bytes, pinned_by)
+
+    def unused(self) -> list[Unused]:
+        """The cells that no request uses and no others begin with, the least recently used first.
+
+        If host memory may not hold all of them, the rest is left out. Cells with images and sounds are left out, too:
+        the rows that their tokens stand for depend on the projector.
+        """
+        if self.exact_multiple is not None:  # what was computed alone is not known elsewhere
+            return []
+        found: list[Unused] = []
+        chosen: set[Cells] = set()
+        room = self._store.budget
+        saved = [self._saved[key] for key in self._store]
+        for cells in (*reversed(self.parked.values()), *reversed(saved)):
+            n_shared, others = self._tree.sharing(cells, cells.n)
+            known = any(other in chosen and min(other.n, n_shared) >= cells.n for other in others)
+            n_bytes = self.n_bytes_of(cells.n)
+            if cells.n >= self._min_save and not known and n_bytes <= room:
+                tokens = self._tree.tokens_of(cells)[: cells.n]
+                if any(MEDIA_FROM <= token < 0 for token in tokens):
+                    continue
+                room -= n_bytes
+                chosen.add(cells)
+                found.append(Unused(cells.slot, cells.key, tokens, self._tree.key_of(cells)))
+        return found[::-1]
+
+    def reset(self, is_wanted: Callable[[Hashable], bool]) -> None:
+        """Drops the cells of the wanted keys that no request uses and that are not pinned."""
+        for slot, cells in list(self.parked.items()):
+            if is_wanted(self._tree.key_of(cells)):
+                self._tree.remove(self._unpark(slot))
+                self.memory_ops.append(Remove(slot, 0))
+        for key, cells in list(self._saved.items()):
+            if not cells.pinned and is_wanted(self._tree.key_of(cells)):
+                self._forget(key)
+        for key, state in list(self._states_by_key.items()):
+            if is_wanted(self._state_tree.key_of(state)):
+                self._forget_state(key)
+
+    def unpin(self, request: Request) -> None:
+        """Unpins the saved cells of a preempted request that continues or has ended: they are like all others."""
+        cells, request.saved_cells = request.saved_cells, None
+        if cells is not None:
+            cells.pinned = False
+
+    def _unpark(self, slot: int) -> Cells:
+        cells = self.parked.pop(slot)
+        self._n_parked_cells -= cells.n
+        return cells
+
+    def _evict(
+        self,
+        slot: int,
+        n_keep: int = 0,
+        pinned_by: Request | None = None,
+        keeps: Cells | None = None,
+        state: int = -1,
+    ) -> None:
+        """Saves or drops parked cells. The slot keeps the first ``n_keep``, with a state.
+
+        ``keeps``: cells that are not dropped to make room.
+        """
+        cells = self._unpark(slot)
+        if pinned_by is not None or self._is_worth_saving(cells):
+            was_pinned = keeps is not None and keeps.pinned
+            if keeps is not None:
+                keeps.pinned = True
+            self._save(cells, pinned_by)
+            if keeps is not None:
+                keeps.pinned = was_pinned
+            if cells.places and cells.key in self._saved:
+                self._save_windows(slot, cells, n_keep)
+        else:
+            self._tree.remove(cells)
+        self.memory_ops.append(Remove(slot, n_keep, state))
+
+    def _save_windows(self, slot: int, cells: Cells, n_keep: int) -> None:
+        """Saves states at places of a sequence whose slot is needed: what was saved of it can go back to them.
+
+        The slot can still go back in place, so they cost no step.
+        """
+        keys, cache_key = self._tree.tokens_of(cells), self._tree.key_of(cells)
+        for place in sorted(cells.places, reverse=True):
+            if max(n_keep, cells.floor, self._window) < place < cells.n and not any(
+                token < 0 for token in keys[place - 1 : place + 1]
+            ):
+                self.memory_ops.append(Remove(slot, place))
+                self._save_state(slot, keys[:place], cache_key, 0)
+
+    # ---- host memory
+    def _is_worth_saving(self, cells: Cells) -> bool:
+        if cells.n < self._min_save:
+            return False
+        n_shared, others = self._tree.sharing(cells, cells.n)
+        return cells.n - max((min(other.n, n_shared) for other in others), default=0) >= self._min_save
+
+    def _save(self, cells: Cells, pinned_by: Request | None) -> None:
+        n_bytes = self.n_bytes_of(cells.n)
+        dropped = self._store.make_room(n_bytes)
+        if dropped is None:
+            self._tree.remove(cells)
+            return
+        for key in dropped:
+            self._forget(key)
+        slot, cells.slot = cells.slot, -1
+        room = self._store.budget - self._store.n_bytes
+        self.memory_ops.append(Save(slot, self._keep(cells, n_bytes, pinned_by), room))
+        self.n_saved += 1
+
+    def _keep(self, cells: Cells, n_bytes: int, pinned_by: Request | None) -> int:
+        key = cells.key = next(self._keys)
+        cells.n_bytes = n_bytes
+        if pinned_by is not None:
+            cells.pinned = True
+            pinned_by.saved_cells = cells
+        self._saved[key] = cells
+        self._store.add(key, cells)
+        return key
+
+    def _load(self, source: Cells, slot: int, n: int, state: int) -> None:
+        self.memory_ops.append(Restore(source.key, slot, n, state))
+        self.n_restored += 1
+        self._store.use(source.key)
+        if n == source.n and not source.pinned:
+            self._forget(source.key)  # the slot has all of it now
+
+    def _forget(self, key: int) -> None:
+        self._tree.remove(self._saved.pop(key))
+        self._store.drop(key)
+        self.memory_ops.append(Forget(key))
+
+    def saved(self, key: int, n_bytes: int | None) -> None:
+        """Notes the size of a sequence or a state that was saved; None: it could not be saved."""
+        state = self._states_by_key.get(key)
+        if state is not None:
+            if n_bytes is None:
+                del self._states_by_key[key]
+                self._state_tree.remove(state)
+                self._states.drop(key)
+            else:
+                self._state_bytes = n_bytes
+                self._states.resize(key, n_bytes)
+                # Several may have been saved before their size was known.
+                for too_many in self._states.make_room(0) or ():
+                    self._forget_state(too_many)
+            return
+        if key not in self._saved:
+            return
+        if n_bytes is not None:
+            n = self._saved[key].n
+            self._fixed_bytes = max(self._fixed_bytes, n_bytes - int(n * self._cell_bytes))
+            self._store.resize(key, n_bytes)
+            return
+        cells = self._saved.pop(key)
+        self._tree.remove(cells)
+        self._store.drop(key)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if slots, cells and tree disagree. For tests and debugging."""
+        assert self.parked.keys() <= self.free, (self.parked, self.free)
+        assert self._n_parked_cells == sum(cells.n for cells in self.parked.values())
+        for slot, cells in self.parked.items():
+            assert cells.slot == slot and cells.request is None and cells.n > 0 and cells in self._tree, cells
+        for key, cells in self._saved.items():
+            assert cells.key == key and cells.slot == -1 and cells in self._tree, cells
+        assert len(self._saved) == len(self._store)
+        assert self._states_by_key.keys() == set(self._states)
+        assert all(state.key == key for key, state in self._states_by_key.items())
+        assert all(state in self._state_tree for state in self._states_by_key.values())
+        self._states.check_integrity()
+        self._state_tree.check_integrity()
+        self._store.check_integrity()
+        self._tree.check_integrity()

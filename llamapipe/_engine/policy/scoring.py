@@ -1,0 +1,123 @@
+"""Scores of a request's own tokens: which rows are wanted, for which tokens, and the scores so far.
+
+Open this file to change what ``Engine.score`` or ``prompt_logprobs`` computes.
+
+The principle: the row of a position has the log-probabilities of the next token. The wanted positions are always
+consecutive and end with the tokens to compute. So one number, ``wanted_from``, says which of them are still missing,
+also after a preemption. Pure policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class TokenScore(NamedTuple):
+    """The score of one token in one row of logits.
+
+    ``logprob``: its log-probability. ``is_greedy``: whether it is the most probable token. ``top``: the most probable
+    tokens with their log-probabilities, best first.
+    """
+
+    logprob: float
+    is_greedy: bool
+    top: list[tuple[int, float]]
+
+
+class LogprobTargets:
+    """The positions of a sequence whose rows are wanted: from ``wanted_from`` to ``wanted_to``, exclusive.
+
+    ``n_top``: the number of most probable tokens that is wanted with each score.
+    """
+
+    def __init__(self, wanted_from: int, wanted_to: int, n_top: int) -> None:
+        self.wanted_from = wanted_from
+        self.wanted_to = wanted_to
+        self.n_top = n_top
+
+    def targets(self, position: int) -> list[int]:
+        """The tokens to score in the row of ``position``."""
+        raise NotImplementedError
+
+    def take(self, position: int, scores: Sequence[TokenScore]) -> None:
+        """Stores the scores of ``targets(position)``. Called once for each position, in order."""
+        raise NotImplementedError
+
+    @property
+    def n_shared(self) -> int:
+        """Tokens that the next texts begin with as well; 0: none follow."""
+        return 0
+
+    def following(self) -> tuple[list[int], int] | None:
+        """After all wanted positions: the next tokens to score, and how many are in KV cells. None at the end."""
+        return None
+
+
+class PromptTargets(LogprobTargets):
+    """Every token of a prompt except the first, before generation starts."""
+
+    def __init__(self, prompt: Sequence[int], n_top: int) -> None:
+        super().__init__(0, len(prompt) - 1, n_top)
+        self._prompt = list(prompt)
+        self.scores: list[TokenScore] = []
+
+    def targets(self, position: int) -> list[int]:
+        """The prompt's next token."""
+        return [self._prompt[position + 1]]
+
+    def take(self, position: int, scores: Sequence[TokenScore]) -> None:
+        """Stores the score of the prompt's next token."""
+        self.scores += scores
+        self.wanted_from = position + 1
+
+
+class ContinuationTargets(LogprobTargets):
+    """Continuations of one context. The context is computed once; each continuation is computed after it and removed.
+
+    The context's last row scores the first tokens of all continuations, so those of a single token cost nothing more.
+    """
+
+    def __init__(
+        self, context: Sequence[int], continuations: Sequence[Sequence[int]], n_top: int = 0
+    ) -> None:
+        self._context = list(context)
+        self._continuations = [list(c) for c in continuations]
+        self._left = [i for i, c in enumerate(continuations) if len(c) > 1]
+        self._now = self._left.pop(0) if self._left else -1
+        self.scores: list[list[TokenScore]] = [[] for _ in continuations]
+        super().__init__(len(context) - 1, len(self.first()), n_top)
+
+    def first(self) -> list[int]:
+        """The first tokens to compute: the context, and the first continuation of more than one token."""
+        return self._context + (self._continuations[self._now][:-1] if self._now >= 0 else [])
+
+    def targets(self, position: int) -> list[int]:
+        """At the context's last position: every continuation's first token. Later: the current one's next token."""
+        i = position - len(self._context) + 1
+        if i == 0:
+            return [c[0] for c in self._continuations]
+        return [self._continuations[self._now][i]]
+
+    def take(self, position: int, scores: Sequence[TokenScore]) -> None:
+        """Stores the scores with their continuations."""
+        if position == len(self._context) - 1:
+            for mine, score in zip(self.scores, scores, strict=True):
+                mine.append(score)
+        else:
+            self.scores[self._now] += scores
+        self.wanted_from = position + 1
+
+    @property
+    def n_shared(self) -> int:
+        """The length of the context, if more continuations follow."""
+        return len(self._context) if self._left else 0
+
+    def following(self) -> tuple[list[int], int] | None:
+        """The context with the next continuation. None at the end."""
+        if not self._left:
+            return None
+        self._now = self._left.pop(0)
+        tokens = self.first()
+        self.wanted_from, self.wanted_to = len(self._context), len(tokens)
+        return tokens, len(self._context)

@@ -1,0 +1,250 @@
+"""How many guessed tokens a step computes.
+
+Open this file to change where guesses come from, or when they are worth a step's time.
+
+The principle: a step may compute tokens that nobody has sampled yet. The request's sampler guesses which tokens follow
+its last one, and the step has all of them as rows, each with an output. After the step the request's own sampler draws
+from these rows in order. While it draws the guessed token, the next row is the right one to draw from; at the first
+other token the rest is thrown away, and ``Scheduler.commit`` removes its cells. So every token is drawn from the same
+logits with the same uniform number as without guesses: they change how many steps a text takes, and not the text.
+
+Where guesses come from (``Sampler.guess``), the surest first:
+
+1. A constraint: text that every continuation has, such as the keys of a JSON object. The tokenization is guessed, the
+   text is certain.
+2. ``SamplingParams.prediction``: the text that the caller expects.
+3. The request's own prompt and output: what followed the last three tokens before. Never the texts of others, whose
+   content would show in times.
+4. A draft model, if the engine has one (``draft.py``). Its tokens are made only when their number is chosen.
+
+A guess costs time, so ``Gate`` learns what steps cost and how often guesses are right. It takes the number of guessed
+tokens that gives the most tokens a second, which may be none. Guesses are made only for steps in which all requests
+decode: prompts use a step better. Pure policy.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from itertools import repeat
+from typing import NamedTuple, Protocol
+
+from llamapipe._engine.policy.core import Request
+
+MOST_GUESSED = 24  # tokens of a request in a step
+_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 15, 19, 23, MOST_GUESSED)
+_FASTER, _SLOWER = 0.5, 0.2  # weights of a step that was faster or slower than those before
+_KEPT = 0.75  # weight of what was seen before of steps of several passes
+_FIRST_SLOPE = 0.1  # of a token that was never tried, in times of the first: trying once tells
+_LEAST_PART = 0.25  # of a step's time is needed for any number of tokens, until that is known better
+_LEAST_GAIN = 1.03
+_LEAST_CHANCE = 0.15  # of a token to be used at all
+_RETRY = 100  # decisions against guesses, before one is made anyway: what steps cost changes
+# The most of them before a draft. They double with each draft in vain. After a longer pause the next one costs more.
+_MOST_RETRY = 3200
+_LONGEST_PAUSE = 32  # decisions without drafts, after several against them
+FORCED_SHARE = 0.95  # of forced texts whose tokens are the guessed ones; most models were trained on these
+
+
+class Guess(NamedTuple):
+    """The tokens that may follow a request's last one, and the share of such guesses that were right.
+
+    ``is_draft``: the tokens are still to be drafted, and only their number counts.
+    """
+
+    request: Request
+    tokens: Sequence[int]
+    share: float
+    is_draft: bool = False
+
+
+class Drafter(Protocol):
+    """A source of guesses whose tokens take time to make. The engine thread."""
+
+    def guess(self, request: Request, n: int) -> Guess | None:
+        """A guess of at most ``n`` tokens that are still to be drafted; None if there can be none."""
+
+    def seconds(self, chosen: Mapping[Request, int]) -> float:
+        """The seconds that ``draft`` will take."""
+
+    def draft(self, chosen: Mapping[Request, int]) -> Mapping[Request, Sequence[int]]:
+        """The drafted tokens of each request: at most the chosen number, or none. Raises nothing."""
+
+    def close(self) -> None:
+        """Frees what it has."""
+
+
+class StepTimes:
+    """The seconds of a step by its number of tokens, smoothed."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._ns: list[int] = []  # sorted keys
+
+    def __repr__(self) -> str:
+        return f"<StepTimes { {n: round(self._seconds[n], 5) for n in self._ns} }>"
+
+    def observe(self, n: int, seconds: float) -> None:
+        """Learns from one step."""
+        before = self._seconds.get(n)
+        expected = self.of(n) if before is None else before
+        if expected:
+            # A step that waited for a core says little: slow ones count less than fast ones.
+            seconds = min(seconds, 2 * expected)
+        if before is None:
+            self._ns.insert(bisect_left(self._ns, n), n)
+            self._seconds[n] = seconds
+        else:
+            self._seconds[n] = before + (_FASTER if seconds < before else _SLOWER) * (seconds - before)
+
+    def of(self, n: int) -> float:
+        """The expected seconds of a step with ``n`` tokens; 0 if nothing is known."""
+        ns, seconds = self._ns, self._seconds
+        if not ns:
+            return 0.0
+        i = bisect_left(ns, n)
+        if i < len(ns) and ns[i] == n:
+            return seconds[n]
+        if i == 0:
+            return seconds[ns[0]] * max(n / ns[0], _LEAST_PART)
+        if i < len(ns):
+            low, high = ns[i - 1], ns[i]
+            return seconds[low] + (seconds[high] - seconds[low]) * (n - low) / (high - low)
+        last = ns[-1]
+        slope = _FIRST_SLOPE * seconds[ns[0]] / ns[0]
+        if len(ns) > 1:
+            slope = max((seconds[last] - seconds[ns[0]]) / (last - ns[0]), slope)
+        return seconds[last] + slope * (n - last)
+
+
+class Gate:
+    """Chooses how many guessed tokens a step computes. Counts them.
+
+    ``n_most``: most guessed tokens of a step; 0: none ever. ``splits``: tokens of one sequence beyond those that the
+    others have are a ubatch, and so a pass over the weights (KV in streams). ``drafter``: makes the tokens of drafts.
+    ``no_guesses``: why ``n_most`` is 0. ``has_window``: wrong guesses must be removed before another ubatch takes the
+    cells that the window has left because of them. So all guesses of a step have as many tokens, which makes them one
+    ubatch, and none is made while another step may be in flight. ``n_longest``: most guessed tokens of a request.
+    """
+
+    def __init__(
+        self,
+        n_most: int = 0,
+        splits: bool = False,
+        drafter: Drafter | None = None,
+        no_guesses: str = "",
+        has_window: bool = False,
+        n_longest: int = MOST_GUESSED,
+    ) -> None:
+        self.no_guesses = no_guesses
+        self.has_window = has_window
+        self.n_longest = n_longest
+        self.times = StepTimes()
+        self.n_most = n_most
+        self.n_drafted = self.n_accepted = self.n_forced = self.n_steps_saved = 0
+        self.drafter = drafter
+        self._pause = self._n_paused = 0  # decisions to make without drafts, and those made
+        self._retry = _RETRY
+        self._splits = splits
+        self._n_refused = 0
+        self._expected_s = 0.0  # of the passes of the step that was chosen last; 0: it is one pass
+        self._factor = 1.0  # what several passes take, over the sum of what is expected of each
+
+    def __repr__(self) -> str:
+        return f"<Gate n_drafted={self.n_drafted} n_accepted={self.n_accepted} {self.times!r}>"
+
+    @property
+    def considers_drafts(self) -> bool:
+        """Whether the next decision is also about drafts."""
+        return self.drafter is not None and self._n_paused >= self._pause
+
+    def next_drafter(self) -> Drafter | None:
+        """The drafter for the next decision, if that is about drafts."""
+        if self.considers_drafts:
+            self._n_paused = 0
+            return self.drafter
+        self._n_paused += 1
+        return None
+
+    def choose(self, n_decoding: int, guesses: Sequence[Guess], n_room: int) -> dict[Request, Sequence[int]]:
+        """The guessed tokens, at most ``n_room``, to compute after the last tokens of ``n_decoding`` requests."""
+        plain_s = self.times.of(n_decoding)
+        if plain_s <= 0:
+            return {}
+        drafting = {guess.request for guess in guesses if guess.is_draft}
+        best, n_best, best_speed = {}, 0, _LEAST_GAIN * n_decoding / plain_s
+        tried, tried_speed = {}, 0.0
+        n_longest = max(len(guess.tokens) for guess in guesses)
+        for length in _LENGTHS:
+            chosen, n_expected = _cut(guesses, length)
+            n_added = sum(chosen.values())
+            if n_added > min(self.n_most, n_room):
+                break
+            seconds = self._seconds(n_decoding, chosen)
+            if drafting and self.drafter is not None:
+                seconds += self.drafter.seconds({r: n for r, n in chosen.items() if r in drafting})
+            speed = (n_decoding + n_expected) / seconds
+            if speed > best_speed:
+                best, n_best, best_speed = chosen, n_added, speed
+            if speed > tried_speed:
+                tried, tried_speed = chosen, speed
+            if length >= n_longest:
+                break
+        if not n_best:
+            self._n_refused += 1
+            if drafting:
+                self._pause = min(2 * self._pause + 1, _LONGEST_PAUSE)
+            if self._n_refused < (self._retry if drafting else _RETRY):
+                return {}
+            best = tried
+            if drafting:
+                self._retry = min(2 * self._retry, _MOST_RETRY)
+        elif drafting:
+            self._pause, self._retry = 0, _RETRY
+        self._n_refused = 0
+        tokens = {guess.request: guess.tokens for guess in guesses if guess.request in best}
+        if drafting and self.drafter is not None:
+            drafted = self.drafter.draft({r: n for r, n in best.items() if r in drafting})
+            tokens = {r: drafted.get(r, ()) if r in drafting else tokens[r] for r in tokens}
+            best = {r: min(best[r], len(tokens[r])) for r in best if tokens[r]}
+        is_split = self._is_split(n_decoding, best)
+        self._expected_s = self._seconds(n_decoding, best) / self._factor if is_split else 0.0
+        return {request: tokens[request][:n] for request, n in best.items()}
+
+    def _is_split(self, n_decoding: int, chosen: Mapping[Request, int]) -> bool:
+        """Whether the step is several passes, because its sequences have different numbers of tokens."""
+        return self._splits and (len(chosen) < n_decoding or len(set(chosen.values())) > 1)
+
+    def _seconds(self, n_decoding: int, chosen: Mapping[Request, int]) -> float:
+        """The expected seconds of a step with these guesses."""
+        if not self._is_split(n_decoding, chosen):
+            return self.times.of(n_decoding + sum(chosen.values()))
+        lengths = [*chosen.values(), *repeat(0, n_decoding - len(chosen))]
+        seconds, n_before = 0.0, -1
+        for length in sorted(set(lengths)):
+            seconds += self.times.of(sum(n >= length for n in lengths) * (length - n_before))
+            n_before = length
+        return seconds * self._factor
+
+    def observe(self, n_decoding: int, n_guessed: int, seconds: float) -> None:
+        """Learns from a step in which requests only decoded."""
+        if not n_guessed or not self._expected_s:
+            self.times.observe(n_decoding + n_guessed, seconds)
+        else:
+            found = min(max(seconds / self._expected_s, 0.25), 4.0)
+            self._factor = _KEPT * self._factor + (1 - _KEPT) * found
+
+
+def _cut(guesses: Sequence[Guess], length: int) -> tuple[dict[Request, int], float]:
+    """Cuts each guess to ``length`` tokens at most. Returns the numbers, and how many are expected to be right."""
+    chosen: dict[Request, int] = {}
+    n_expected = 0.0
+    for request, tokens, share, _ in guesses:
+        chance, n = share, 0
+        while n < min(length, len(tokens)) and chance >= _LEAST_CHANCE:
+            n_expected += chance
+            chance *= share
+            n += 1
+        if n:
+            chosen[request] = n
+    return chosen, n_expected

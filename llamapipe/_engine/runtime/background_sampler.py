@@ -1,0 +1,478 @@
+"""A sampler whose draws may take long, because it has a constraint or a logits processor.
+
+Open this file to change what such a sampler computes ahead, or how its draws are divided into jobs.
+
+The principle: the engine thread adds jobs, and the work threads (``llamapipe/work/threads.py``) run the jobs of one
+sampler one after the other, in order. Only jobs touch the chain, except while there are none: then ``is_busy`` is false
+and the engine thread may use it. Neither side ever blocks on a lock.
+
+``background_draws.py`` says how long a step waits for these samplers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from functools import partial
+from time import perf_counter, thread_time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from llamapipe._engine.policy.speculation import FORCED_SHARE, MOST_GUESSED
+from llamapipe.errors import DecodeError, InvalidRequestError, NoToken
+from llamapipe.llama.sampler import SamplerChain
+from llamapipe.structured.budget import GrammarBudget
+from llamapipe.work.threads import FairThreads, Job, Place, on_slowed_thread
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+PutToken = Callable[["BackgroundSampler", int, int], object]
+
+
+class _Row(NamedTuple):
+    """A copy of a row to draw from, the number of that draw, and the token that is guessed to be drawn, or -1."""
+
+    number: int
+    logits: npt.NDArray[np.float32]
+    guessed: int
+
+
+class _Expected:
+    """Guessed tokens of a step, and the masks after them, which a thread adds until it is ``stopped``.
+
+    ``n_allowed``: no more of the tokens may follow; None: none of those with a mask is known to be forbidden.
+    """
+
+    __slots__ = ("masks", "n_allowed", "stopped", "tokens")
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = list(tokens)
+        self.masks: list[npt.NDArray[np.uint32]] = []
+        self.n_allowed: int | None = None
+        self.stopped = False
+
+
+class BackgroundSampler:
+    """Makes and uses a ``SamplerChain`` in ``FairThreads``. Methods are for the engine thread.
+
+    ``build``: makes the chain. ``budget``: of its jobs' processor time, perhaps with other samplers; None: no limit.
+    ``share``, ``is_python``: of its jobs, see FairThreads. ``guesses``: it guesses which tokens follow, first those
+    of text that its guide forces.
+
+    After each token the sampler first finds out what may follow, in a fraction of the time that a mask takes; the next
+    step waits a moment for that (``has_looked``). While the step is computed, the masks for its rows are: the tokens
+    before them are all that a mask needs. If the first mask is ready, the row is drawn from as any other
+    (``is_ready``), and so are the rows after it along a guess. If it is not, if there is none (GBNF), or a processor
+    wants the row, ``draw`` continues with copies of the rows, and other requests continue.
+
+    ``is_forced``: the guess that was drawn along last was of forced text.
+
+    ``finished``: no token may follow the accepted ones. ``error``: why nothing can be drawn any more. Both are known
+    when the jobs are done. ``draw_s``: how long the last ``draw`` took, waiting included.
+    """
+
+    is_native = False
+
+    def __init__(
+        self,
+        build: Callable[[], SamplerChain],
+        budget: GrammarBudget | None,
+        share: Hashable = None,
+        is_python: bool = True,
+        guesses: bool = False,
+    ) -> None:
+        self.guesses = guesses
+        self.is_forced = False
+        self._expected = _Expected(())
+        self._rows_left: deque[_Row] = deque()  # of the last ``draw``, that no thread has begun with
+        self.looked: Callable[[], object] | None = None  # called, in any thread, when ``has_looked`` is true
+        self._has_looked = False
+        self._forced: Sequence[int] = ()  # tokens of text that follows in any case
+        self._guessed: tuple[Sequence[int], float] = ((), 0.0)  # by the chain, as far as its guide allows
+        self._forced_share = FORCED_SHARE
+        self._noted: list[tuple[float, Sequence[tuple[int, float]]]] = []  # of what a call drew along a guess
+        self.finished = False
+        self.error: Exception | None = None
+        self.draw_s = 0.0
+        self.n_draws = 0
+        self._chain: SamplerChain | None = None
+        self._budget = budget
+        self._share = share
+        self._is_python = is_python
+        self._threads: FairThreads | None = None
+        self._place = Place()
+        self._jobs: deque[Job] = deque()
+        self._turn = threading.Lock()  # held by the thread that runs the jobs; never waited for
+        self._n_added = self._n_done = 0
+        self._closing = False
+        self._add(lambda: self._build(build))
+
+    def __repr__(self) -> str:
+        state = " busy" if self.is_busy else " ready" if self.is_ready else ""
+        return f"<BackgroundSampler{state} {self._chain!r}>"
+
+    # ---- jobs
+    def start(self, threads: FairThreads) -> None:
+        """Begins with the jobs so far. Later calls do nothing."""
+        if self._threads is None:
+            self._threads = threads
+            threads.run(self._run_jobs, self._share, self._is_python, place=self._place)
+
+    def _add(self, *jobs: Job) -> None:
+        self._n_added += len(jobs)
+        self._jobs.extend(jobs)
+        if self._threads is not None:
+            self._threads.run(self._run_jobs, self._share, self._is_python, place=self._place)
+
+    def _run_jobs(self) -> None:
+        """Runs jobs until there are none, unless another thread does. That one looks again after it let go.
+
+        A mask is computed without the interpreter's lock, a token accepted with it, for 30 ms in bad grammars. So what
+        follows a long mask is left to a thread whose priority was not lowered: others wait for that lock.
+        """
+        while self._jobs and self._turn.acquire(blocking=False):
+            is_slowed, spent_s = False, 0.0
+            try:
+                while self._jobs and not is_slowed:
+                    began_s = thread_time()
+                    try:
+                        self._jobs.popleft()()
+                    except BaseException as e:  # a job's own handling missed it: this request fails, no other
+                        self._fail(e)
+                    took_s = thread_time() - began_s
+                    spent_s += took_s
+                    self._place.took(took_s, spent_s)
+                    if self._budget is not None:
+                        self._budget.spent_s += took_s
+                        self.error = self.error or self._budget.error()
+                    self._n_done += 1
+                    if self.looked is not None and self.has_looked:
+                        self.looked()
+                    is_slowed = on_slowed_thread()
+            finally:
+                self._turn.release()
+            if is_slowed and self._threads is not None:
+                self._threads.run(self._run_jobs, self._share, self._is_python, place=self._place)
+                return
+
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, Exception):
+            self.error = error
+        else:
+            self.error = DecodeError(f"what chooses this request's tokens raised {error!r}")
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether jobs wait or run, apart from those for masks along a guess."""
+        return self._n_done != self._n_added
+
+    @property
+    def has_looked(self) -> bool:
+        """Whether ``guess`` will tell no more until the next token."""
+        return self._has_looked or not self.is_busy
+
+    # ---- the chain
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next token can be drawn from a native row at once: its mask is known."""
+        chain = self._chain
+        return not self.is_busy and chain is not None and chain.guide is not None and not chain.processors
+
+    @property
+    def handle(self) -> Any:
+        """The native sampler. Only after ``is_ready`` was true."""
+        assert self._chain is not None
+        return self._chain.handle
+
+    def ask(self) -> bool:
+        """Gives the native sampler the mask of a sampler that is ready; False, with ``error`` set, if that fails."""
+        assert self._chain is not None
+        self._noted = []
+        if self._chain.ask_guide():
+            return True
+        self.error = self._chain.error
+        return False
+
+    def expect(self, tokens: Sequence[int]) -> int:
+        """Begins with the masks of the rows after guessed tokens, unless they are known.
+
+        Returns how many of the tokens may follow, as far as that is known by now. If the tokens come one by one, while
+        they are drafted, almost all of that is known. GBNF has no masks, but it is asked, too.
+        """
+        chain = self._chain
+        if self._is_python or chain is None or (chain.guide is None and not chain.has_grammar):
+            return len(tokens)
+        if self.is_ready and self.error is None and tokens and not self._allows(tokens[0]):
+            return 0
+        expected, n = self._expected, len(self._expected.tokens)
+        if expected.stopped or not n or expected.tokens[: len(tokens)] != list(tokens[:n]):
+            expected.stopped = True
+            expected, n = _Expected(()), 0
+            self._expected = expected
+        expected.tokens += tokens[n:]
+        if n < len(tokens) and expected.n_allowed is None:
+            self._add(lambda: self._follow(expected))
+            self._n_added -= 1  # no other job needs its result, and it leaves the chain alone
+        return len(tokens) if expected.n_allowed is None else min(len(tokens), expected.n_allowed)
+
+    def _allows(self, token: int) -> bool:
+        """Whether a token may be the next one. Only while the sampler is ready: its mask is there then."""
+        assert self._chain is not None and self._chain.guide is not None
+        return bool(int(self._chain.guide.mask()[token >> 5]) >> (token & 31) & 1)
+
+    def took(self, *tokens: int) -> None:
+        """Notes that these tokens were drawn from native rows. Begins with the next mask."""
+        self._expected.stopped = True
+        self._has_looked = False
+        self._add(*(partial(self._accept, token) for token in tokens), self._look_ahead, self._advance)
+
+    def expects(self, guessed: Sequence[int]) -> bool:
+        """Whether the masks along a guess are computed, or will soon be."""
+        expected = self._expected.tokens[: len(guessed)]
+        return self.is_ready and self.error is None and expected == list(guessed)
+
+    def draw_along(
+        self,
+        rows: Sequence[int],
+        guessed: Sequence[int],
+        draw_native: Callable[[Sequence[int], Sequence[Any], Sequence[int]], list[int]],
+    ) -> list[int]:
+        """Draws from native rows, each with its mask, until a token is not the guessed one. After ``ask``.
+
+        Also ends before the first row whose mask is not there yet: ``draw`` may continue there.
+        """
+        assert self._chain is not None
+        self.is_forced = list(self._forced[: len(guessed) - 1]) == list(guessed[:-1])
+        masks = self._expected.masks
+        tokens: list[int] = []
+        for i, row in enumerate(rows):
+            if i > len(masks):
+                break
+            if i and not len(masks[i - 1]):
+                tokens.append(NoToken.FINISHED)
+                break
+            if i:
+                self._chain.show_mask(masks[i - 1])
+            tokens += draw_native([row], [self], ())
+            if self._chain.n_logprobs >= 0 and tokens[-1] >= 0:
+                self._noted.append(self._chain.logprobs())
+            if tokens[-1] != guessed[i]:
+                break
+        if self.is_forced and (len(tokens) == len(rows) or tokens[-1] != guessed[len(tokens) - 1]):
+            n_right = len(tokens) - 1
+            self._forced_share += 0.1 * (n_right / (len(rows) - 1) - self._forced_share)
+        if tokens[-1] >= 0:
+            self.took(*tokens)
+        else:
+            self._add(*(partial(self._accept, token) for token in tokens[:-1]))
+        return tokens
+
+    def draw(
+        self,
+        rows: Sequence[npt.NDArray[np.float32]],
+        guessed: Sequence[int],
+        drawn: PutToken,
+        continues: bool = False,
+    ) -> Sequence[int]:
+        """Begins to draw from rows of the caller's, after the jobs so far, until a token is not the guessed one.
+
+        Returns a number for each row. ``drawn`` is called in another thread, with this sampler, the number, and the
+        token or a NoToken. ``guessed``: for each row the token after it, or -1. ``continues``: after ``draw_along``.
+        """
+        numbers = range(self.n_draws + 1, self.n_draws + 1 + len(rows))
+        self.n_draws = numbers[-1]
+        self._expected.stopped = True
+        self._has_looked = False
+        if not continues:
+            self._noted = []
+            self.is_forced = False
+        first, *others = map(_Row, numbers, rows, guessed)
+        left = self._rows_left = deque(others)
+        began_s = perf_counter()
+        self._add(lambda: self._draw(first, left, drawn, began_s))
+        return numbers
+
+    def give_up_guess(self) -> int:
+        """Ends the last ``draw`` after its current row. Returns how many rows it leaves out."""
+        n = 0
+        with suppress(IndexError):
+            while True:
+                self._rows_left.pop()
+                n += 1
+        self.n_draws -= n
+        return n
+
+    def await_end_state(self, drawn: PutToken) -> int:
+        """Calls ``drawn`` as ``draw`` does, with ``NoToken.SETTLED``, when ``finished`` is known."""
+        self.n_draws += 1
+        number = self.n_draws
+        self._add(lambda: drawn(self, number, NoToken.SETTLED))
+        return number
+
+    def rebuild(self, change: Callable[[SamplerChain], object]) -> None:
+        """Starts over: ``change`` resets the chain and accepts another sequence."""
+        self._expected.stopped = True
+        self._has_looked = False
+        self._add(lambda: self._rebuild(change))
+
+    def guess(self, n: int) -> tuple[Sequence[int], float]:
+        """The tokens of the text that its guide forces, or that its chain guesses, if that is known by now."""
+        if not self.guesses or not self.has_looked or self.error is not None or self._chain is None:
+            return (), 0.0
+        if self._forced:
+            return self._forced[:n], self._forced_share
+        if self._chain.guide is None and not self._chain.has_grammar:
+            return ((), 0.0) if self.is_busy else self._chain.guess(n)
+        return self._guessed[0][:n], self._guessed[1]
+
+    def logprobs(self, i: int = 0) -> tuple[float, Sequence[tuple[int, float]]]:
+        """The log-probabilities of the last draw, or of the ``i``-th token that it drew along a guess."""
+        assert self._chain is not None
+        return self._noted[i] if self._noted else self._chain.logprobs()
+
+    # ---- in the threads
+    def _build(self, build: Callable[[], SamplerChain]) -> None:
+        if self._closing:
+            return
+        try:
+            self._chain = build()
+            self._prepare()
+        except (ValueError, DecodeError) as e:  # a fork or a restored sequence that violates the constraint
+            self.error = InvalidRequestError(str(e))
+
+    def _rebuild(self, change: Callable[[SamplerChain], object]) -> None:
+        if self._closing or self._chain is None:
+            return
+        self.finished, self.error = False, None
+        try:
+            change(self._chain)
+            self._prepare()
+        except (ValueError, DecodeError) as e:
+            self.error = InvalidRequestError(str(e))
+
+    def _prepare(self) -> None:
+        """Computes the mask of the next token."""
+        self._look_ahead()
+        chain = self._chain
+        if chain is not None and chain.guide is not None:
+            self.finished = chain.finished = chain.guide.finished
+
+    def _accept(self, token: int) -> None:
+        chain = self._chain
+        if self._closing or self.error is not None or chain is None:
+            return
+        if not chain.tell_guide(token):
+            self.error = chain.error
+
+    def _advance(self) -> None:
+        """Computes the mask after an accepted token."""
+        chain = self._chain
+        if self._closing or self.error is not None or chain is None:
+            return
+        if chain.advance_guide():
+            self.finished = chain.finished
+        else:
+            self.error = chain.error
+
+    def _follow(self, expected: _Expected) -> None:
+        """Computes the masks along a guess. It is not counted as a job, and its time is not charged to the budget."""
+        began_s, chain = thread_time(), self._chain
+        try:
+            if chain is None or expected.stopped or self._closing or self.error:
+                return
+            tokens = expected.tokens.copy()  # more may come
+            if chain.guide is None:
+                n_allowed = chain.n_allowed(tokens)
+            else:
+                for mask in chain.guide.follow(tokens, len(expected.masks)):
+                    expected.masks.append(mask)
+                    if expected.stopped:
+                        return
+                n_allowed = len(expected.masks)
+            if n_allowed < len(tokens):
+                expected.n_allowed = n_allowed
+        finally:
+            self._n_done -= 1
+            if self._budget is not None:
+                self._budget.spent_s -= thread_time() - began_s
+
+    def _look_ahead(self) -> None:
+        """Guesses what follows: text that the guide forces, or what the chain guesses and a constraint allows."""
+        chain = self._chain
+        self._forced, self._guessed = (), ((), 0.0)
+        if self.guesses and chain is not None and not self._closing and self.error is None:
+            try:
+                if chain.guide is not None and not self._is_python:
+                    with suppress(SystemExit):  # the interpreter ends: nothing is compiled any more
+                        self._forced = chain.guide.forced(MOST_GUESSED)
+                if not self._forced and (chain.guide is not None or chain.has_grammar):
+                    self._guessed = self._allowed(chain, *chain.guess(MOST_GUESSED))
+            except DecodeError as e:
+                self.error = e
+        self._has_looked = True
+
+    def _allowed(
+        self, chain: SamplerChain, tokens: Sequence[int], share: float
+    ) -> tuple[Sequence[int], float]:
+        """The first tokens of a guess that may follow. The time for this is not charged to the budget."""
+        if not tokens:
+            return tokens, share
+        began_s, guide = thread_time(), chain.guide
+        n = chain.n_allowed(tokens) if guide is None else guide.n_allowed(tokens, _MOST_CHECK_S)
+        if self._budget is not None:
+            self._budget.spent_s -= thread_time() - began_s
+        return tokens[:n], share
+
+    def _draw(self, row: _Row, left: deque[_Row], drawn: PutToken, began_s: float) -> None:
+        token: int = NoToken.SAMPLER_FAILED
+        chain = self._chain
+        if self.finished:
+            token = NoToken.FINISHED
+        elif self.error is None and chain is not None and not self._closing:
+            if chain.ask_guide():
+                token = chain.draw_processed(row.logits)
+            if token == NoToken.SAMPLER_FAILED:
+                self.error = chain.error
+            elif token >= 0 and chain.n_logprobs >= 0:
+                self._noted.append(chain.logprobs())
+        ended_s = perf_counter()
+        self.draw_s = ended_s - began_s
+        # Before the next draw, which the engine thread adds once it has this token. The last comes first.
+        following: list[Job] = []
+        if token >= 0 and token == row.guessed:
+            with suppress(IndexError):  # the engine thread waits no longer
+                following_row = left.popleft()
+                following.append(lambda: self._draw(following_row, left, drawn, ended_s))
+        else:
+            left.clear()  # copies of rows are large
+        if token >= 0 and chain is not None and chain.guide is not None:
+            following += self._advance, self._look_ahead, lambda: self._accept(token)
+        elif token >= 0 and chain is not None and chain.has_grammar and self.guesses and not following:
+            following.append(self._look_ahead)
+        self._has_looked = False
+        self._n_done -= len(following)
+        self._jobs.extendleft(following)
+        drawn(self, row.number, token)
+
+    def _close_chain(self) -> None:
+        chain, self._chain = self._chain, None
+        if chain is not None:
+            chain.close()
+
+    # ---- lifetime
+    def close(self) -> None:
+        """Frees the chain, after the job that runs."""
+        self._closing = True
+        if self._threads is None or not self.is_busy:
+            self._jobs.clear()
+            self._close_chain()
+        else:
+            self._add(self._close_chain)
+
+
+# The time to find out which tokens of a guess are allowed: they are for the next step, which does not wait.
+_MOST_CHECK_S = 0.001

@@ -1,0 +1,418 @@
+"""How many threads compute.
+
+Open this file to change how an engine gives way to other work on the machine.
+
+The principle: llama.cpp's threads wait for each other after every operation by spinning. So if other work takes one of
+their cores for a part D of the time, all of them stand still for about that part, and a step with n threads is as fast
+as 1 - D of what it would be. With one thread less no thread has to wait. Hence the rule: fewer threads as soon as the
+run delay says that others want the cores, more again when cores are idle.
+
+``RunDelayPolicy`` is that rule. ``StepTimePolicy`` replaces it where the OS does not report core usage. Both are pure.
+``ThreadTuner`` reads the counters and applies what the policies decide, on the thread of the engine or the embedder. A
+change takes effect at the next decode, also where the pipeline has a separate launch thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Iterable
+from time import perf_counter
+from typing import TYPE_CHECKING, Protocol
+
+from llamapipe.errors import BackendError
+from llamapipe.host.cpu_load import BudgetMember, cpu_load, process_budget
+from llamapipe.llama.context import Context
+from llamapipe.llama.embedding_context import EmbeddingContext
+from llamapipe.llama.native_pipeline import on_gpu
+
+if TYPE_CHECKING:
+    from llamapipe.pipeline.trace import Trace
+
+# Of one thread's time, for all n of them: D above 0.6 / n costs more than the n-th thread brings.
+_TOLERATED = 0.6
+_NOISE = 0.03  # of each thread's time, on a quiet machine
+_PATIENCE_S = 0.008  # run delay above the tolerated one: two time slices
+_ROUNDING = 0.2  # of a core: idle time that counts as a whole core, to start using it
+_HALF = 0.5  # of a core: idle time that counts as a whole core, to keep using it
+_SHORT_S = 0.5  # an increase that lasts less was wrong
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 6.4  # before an increase
+_N_STEPS = 8  # of a large number of threads: each number has its own pool
+
+
+class RunDelayPolicy:
+    """Chooses ``n``, at most ``n_max`` and ``limit``, from run delays and idle cores. Times are in seconds."""
+
+    def __init__(self, n_max: int) -> None:
+        self.n_max = self.limit = self.n = n_max
+        self._excess_s = 0.0  # run delay above the tolerated one, and the time since it was last zero
+        self._delay_s = self._watched_s = 0.0
+        self._increased_s = -math.inf
+        self._pause_s = _FIRST_PAUSE_S
+        self._paused_until_s = -math.inf
+
+    def __repr__(self) -> str:
+        return f"<RunDelayPolicy n={self.n} of {self.n_max} limit={self.limit}>"
+
+    def set_limit(self, n: int) -> None:
+        """At most ``n`` threads from now on, at once; more than before only when cores turn out to be idle."""
+        self.limit = max(n, 1)
+        self._use(min(self.n, self.limit))
+
+    def computed(self, now_s: float, seconds: float, delay_s: float) -> None:
+        """Learns that ``n`` threads computed for ``seconds`` and waited for cores for ``delay_s``, all together."""
+        if self.n == 1:
+            return
+        tolerated = max(_TOLERATED / self.n, _NOISE * self.n) * seconds
+        self._excess_s = max(self._excess_s + delay_s - tolerated, 0.0)
+        if self._excess_s == 0.0:
+            self._delay_s = self._watched_s = 0.0
+            return
+        self._delay_s += delay_s
+        self._watched_s += seconds
+        if self._excess_s >= _PATIENCE_S:
+            self._decrease(now_s, round(self._delay_s / self._watched_s))
+
+    def _decrease(self, now_s: float, n_missing: int) -> None:
+        if now_s - self._increased_s < _SHORT_S:
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        else:
+            self._pause_s = _FIRST_PAUSE_S
+        self._paused_until_s = now_s + self._pause_s
+        self._use(self.n - max(n_missing, 1))
+
+    def free(self, now_s: float, n_cores: float, was_idle: bool = False) -> None:
+        """Learns that ``n_cores`` were idle or ran these threads since the last change.
+
+        ``was_idle``: the threads mostly slept.
+        """
+        more, fewer = math.floor(n_cores + _ROUNDING), math.floor(n_cores + _HALF)
+        if more > self.n:
+            if now_s >= self._paused_until_s and self._use(min(more, self.limit)):
+                self._increased_s = now_s
+        elif was_idle and fewer < self.n:  # while they compute, the run delay knows better
+            self._use(fewer)
+
+    def _use(self, n: int) -> bool:
+        """Changes ``self.n`` to the largest number in use that is not above ``n``. Returns whether it changed."""
+        before, n = self.n, max(n, 1)
+        if 1 < n < self.n_max:
+            step = -(-self.n_max // _N_STEPS)
+            n = max(n // step * step, 1)
+        self.n = n
+        if n != before:
+            self._excess_s = self._delay_s = self._watched_s = 0.0
+        return n != before
+
+
+_N_LIKE = 8  # steps of one number of tokens to judge by
+_N_TRIED = 64  # steps of any kind after which a try is given up
+_SLOW = 1.8  # times the usual step time: fewer threads are tried
+_FASTER = 0.97  # of the step time before: a try is kept
+_FORGET = 1.002  # the usual time of a step rises by this with every one, so that a longer context does not look slow
+_FIRST_TRY_PAUSE_S, _LONGEST_TRY_PAUSE_S = 0.5, 8.0  # between tries
+
+
+class StepTimePolicy:
+    """Decides from step times alone, where the OS does not report core usage.
+
+    A step is compared with the last ones of the same number of tokens. When they take far longer than they once did,
+    one thread less is tried at once; from time to time, one less or one more is tried in any case. A try lasts a few
+    like steps and is undone unless they were faster.
+
+    Chooses ``n``, at most ``n_max`` and ``limit``, from the times of steps. Times are seconds of any clock.
+    """
+
+    def __init__(self, n_max: int) -> None:
+        self.n_max = self.limit = self.n = n_max
+        self._recent: dict[int, deque[float]] = {}  # by number of tokens, at ``n`` threads
+        self._usual_s: dict[tuple[int, int], float] = {}  # by threads and tokens
+        self._tried_from: int | None = None  # the number of threads before the try
+        self._before_s: dict[int, float] = {}  # by number of tokens, before the try
+        self._n_tried = 0
+        self._tries_more = True  # what was tried last
+        self._was_slow = False  # whether slow steps were the reason
+        self._pause_s = _FIRST_TRY_PAUSE_S
+        self._paused_until_s = -math.inf
+
+    def __repr__(self) -> str:
+        return f"<StepTimePolicy n={self.n} of {self.n_max} limit={self.limit}>"
+
+    def set_limit(self, n: int) -> None:
+        """At most ``n`` threads from now on, at once; more than before only by tries."""
+        self.limit = max(n, 1)
+        if self.n > self.limit:
+            self._tried_from = None
+            self._use(self.limit)
+
+    def stepped(self, now_s: float, n_tokens: int, seconds: float) -> None:
+        """Learns that a step of ``n_tokens`` took ``seconds`` with ``n`` threads."""
+        recent = self._recent.setdefault(n_tokens, deque(maxlen=_N_LIKE))
+        recent.append(seconds)
+        if self._tried_from is not None:
+            self._judge(now_s, n_tokens, recent)
+            return
+        if len(recent) < _N_LIKE:
+            return
+        typical_s = _median(recent)
+        usual_s = self._usual_s.get((self.n, n_tokens), typical_s)
+        self._usual_s[self.n, n_tokens] = min(usual_s * _FORGET, typical_s)
+        is_slow = typical_s > _SLOW * usual_s
+        if now_s < self._paused_until_s and (self._was_slow or not is_slow):
+            return
+        self._was_slow = is_slow
+        self._tries_more = self.n < self.limit and not (self._tries_more or is_slow)
+        if self._tries_more:
+            self._try(self.n + 1)
+        elif self.n > 1:
+            self._try(self.n - 1)
+
+    def _try(self, n: int) -> None:
+        self._tried_from, self._n_tried = self.n, 0
+        self._before_s = {n_tokens: _median(times) for n_tokens, times in self._recent.items() if times}
+        self._use(n)
+
+    def _judge(self, now_s: float, n_tokens: int, recent: deque[float]) -> None:
+        self._n_tried += 1
+        before_s = self._before_s.get(n_tokens)
+        if before_s is not None and len(recent) == _N_LIKE:
+            is_better = _median(recent) < _FASTER * before_s
+        elif self._n_tried >= _N_TRIED:
+            is_better = False
+        else:
+            return
+        n_before, self._tried_from = self._tried_from, None
+        if is_better:
+            self._pause_s = _FIRST_TRY_PAUSE_S
+        else:
+            self._use(min(n_before or 1, self.limit))
+            self._pause_s = min(2 * self._pause_s, _LONGEST_TRY_PAUSE_S)
+        self._paused_until_s = now_s + self._pause_s
+
+    def _use(self, n: int) -> None:
+        if n != self.n:
+            self.n = n
+            self._recent.clear()
+
+
+def _median(values: Iterable[float]) -> float:
+    """The median. Importing ``statistics`` for it would take some milliseconds."""
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+_DELAY_EVERY_S = 0.008  # reading the run delay of one thread takes 2 us
+_CORES_EVERY_S = 0.15  # the kernel counts idle time in steps of 10 ms
+
+
+class ComputeThreads(Protocol):
+    """The threads of a context, as the tuner needs them."""
+
+    @property
+    def n_threads(self) -> int:
+        """The number of threads that compute."""
+
+    def set_threads(self, n_threads: int) -> None:
+        """Computes with another number of threads from the next decode on. Raises BackendError."""
+
+    def compute_thread_ids(self) -> list[int]:
+        """The kernel's ids of the threads that compute; empty before the first decode."""
+
+
+class LoadCounters(Protocol):
+    """Counters of the machine's load; see ``llamapipe.host.cpu_load.CpuLoad``."""
+
+    def watch(self, thread_ids: Iterable[int]) -> None:
+        """Reads these threads from now on."""
+
+    def run_and_delay_s(self) -> tuple[float, float]:
+        """Seconds that the threads ran, and seconds that they waited for a core."""
+
+    def idle_s(self) -> float:
+        """Seconds that the cores were idle."""
+
+    def n_throttled(self) -> int:
+        """The number of times that the control group had used up its time."""
+
+    def process_s(self) -> float:
+        """Seconds that all threads of this process ran."""
+
+    def close(self) -> None:
+        """Closes the files that it reads."""
+
+
+class ThreadTuner:
+    """Keeps the number of a context's threads right while the load of the machine changes.
+
+    ``member``: its share of the process's threads; ``begin`` has to be called before a launch if it is not computing.
+    ``load``: where the system tells its load; without it step times are compared. ``is_fixed``: the number stays as it
+    is, and only counts for the other engines of the process, like any other.
+    """
+
+    def __init__(
+        self,
+        threads: ComputeThreads,
+        member: BudgetMember,
+        load: LoadCounters | None,
+        is_fixed: bool = False,
+        trace: Trace | None = None,
+    ) -> None:
+        self.n_changes = 0
+        self._trace = trace
+        self._threads = threads
+        self.member = member
+        self._load = load
+        self._by_delay: RunDelayPolicy | None = None
+        self._by_time: StepTimePolicy | None = None
+        if is_fixed or threads.n_threads == 1:
+            pass
+        elif load is not None:
+            self._by_delay = RunDelayPolicy(threads.n_threads)
+        else:
+            self._by_time = StepTimePolicy(threads.n_threads)
+        self._is_watching = False
+        self._next_s = 0.0  # when the run delay is read again
+        self._launched_s = 0.0  # the last step, or the beginning
+        self._n_allowed = member.n_allowed  # when it was last looked at
+        self._computing_s = 0.0  # since when this number of threads has been computing
+        self._delay_began_s = self._delay_s = 0.0
+        self._n_throttled = 0
+        self._cores_began_s = self._idle_began_s = perf_counter()
+        self._idle_s = self._run_s = self._process_s = 0.0
+        if self._by_delay is not None and load is not None:
+            self._restart_cores(load, self._cores_began_s)
+
+    def __repr__(self) -> str:
+        return f"<ThreadTuner {self._by_delay or self._by_time or self._threads.n_threads}>"
+
+    @property
+    def n_threads(self) -> int:
+        """The number of threads that compute now."""
+        return self._threads.n_threads
+
+    def begin(self) -> None:
+        """Takes a share of the process's threads as work begins, and reads which cores were idle until now."""
+        now_s = self._computing_s = self._launched_s = perf_counter()
+        self.member.enter()
+        if self._by_delay is not None and self._load is not None:
+            seconds = now_s - self._cores_began_s
+            if seconds >= _CORES_EVERY_S:
+                idle_s, process_s = self._idle_s, self._process_s
+                self._restart_cores(self._load, now_s)
+                free_s = self._idle_s - idle_s + self._process_s - process_s
+                was_idle = now_s - self._idle_began_s > 0.5 * seconds
+                self._by_delay.free(now_s, free_s / seconds, was_idle)
+            self._restart_delay(self._load, now_s)
+        self._follow(now_s)
+
+    def yield_cores(self) -> None:
+        """Leaves the cores to the other engines of the process, as no work is left."""
+        if not self.member.is_computing:
+            return
+        self.member.leave()
+        now_s = self._idle_began_s = perf_counter()
+        self._record(now_s)
+        is_old = now_s - self._cores_began_s >= _CORES_EVERY_S
+        if is_old and self._by_delay is not None and self._load is not None:
+            self._restart_cores(self._load, now_s)
+
+    def launched(self, n_tokens: int) -> None:
+        """Notes that a step of ``n_tokens`` was launched. Where launches compute, it is computed by now."""
+        now_s = perf_counter()
+        if self._by_time is not None:
+            self._by_time.stepped(now_s, n_tokens, now_s - self._launched_s)
+            self._launched_s = now_s
+        elif now_s >= self._next_s and self._by_delay is not None and self._load is not None:
+            self._observe(self._by_delay, self._load, now_s)
+        elif self.member.n_allowed == self._n_allowed:
+            return
+        self._follow(now_s)
+
+    def close(self) -> None:
+        """Returns the share and closes the files that it reads."""
+        self.member.leave()
+        if self._load is not None:
+            self._load.close()
+
+    def _observe(self, policy: RunDelayPolicy, load: LoadCounters, now_s: float) -> None:
+        if not self._is_watching:
+            self._watch(load, now_s)
+            return
+        if policy.n > 1:
+            n_throttled, (_, delay_s) = load.n_throttled(), load.run_and_delay_s()
+            if n_throttled == self._n_throttled:  # else they waited for their group's next period
+                policy.computed(now_s, now_s - self._delay_began_s, delay_s - self._delay_s)
+            self._delay_began_s, self._delay_s, self._n_throttled = now_s, delay_s, n_throttled
+        self._next_s = now_s + _DELAY_EVERY_S
+        seconds = now_s - self._cores_began_s
+        if policy.n < policy.limit and seconds >= _CORES_EVERY_S:
+            free_s = load.idle_s() - self._idle_s + load.run_and_delay_s()[0] - self._run_s
+            policy.free(now_s, free_s / seconds)
+            self._restart_cores(load, now_s)
+
+    def _follow(self, now_s: float) -> None:
+        """Uses the number of threads that the policy and the other engines leave."""
+        policy = self._by_delay or self._by_time
+        if policy is None:
+            return
+        self._n_allowed = self.member.n_allowed
+        limit = min(self._n_allowed, policy.n_max)
+        if policy.limit != limit:
+            if policy.limit < limit and self._load is not None:
+                self._restart_cores(self._load, now_s)  # earlier idle time does not count
+            policy.set_limit(limit)
+        if policy.n == self._threads.n_threads:
+            return
+        self._record(now_s)
+        try:
+            self._threads.set_threads(policy.n)
+        except BackendError as e:
+            logging.getLogger("llamapipe").warning("the number of compute threads stays: %s", e)
+            self._by_delay = self._by_time = None
+            return
+        self.n_changes += 1
+        if self._by_delay is not None and self._load is not None:
+            self._watch(self._load, now_s)
+
+    def _watch(self, load: LoadCounters, now_s: float) -> None:
+        ids = self._threads.compute_thread_ids()
+        self._is_watching = bool(ids)
+        load.watch(ids)
+        self._restart_delay(load, now_s)
+        self._restart_cores(load, now_s)
+
+    def _restart_delay(self, load: LoadCounters, now_s: float) -> None:
+        self._delay_s = load.run_and_delay_s()[1]
+        self._n_throttled = load.n_throttled()
+        self._delay_began_s, self._next_s = now_s, now_s + _DELAY_EVERY_S
+
+    def _restart_cores(self, load: LoadCounters, now_s: float) -> None:
+        self._idle_s, self._run_s, self._process_s = (
+            load.idle_s(),
+            load.run_and_delay_s()[0],
+            load.process_s(),
+        )
+        self._cores_began_s = now_s
+
+    def _record(self, now_s: float) -> None:
+        """Notes a stretch of time with the same number of threads."""
+        if self._trace is not None and self._trace.on:
+            n = self._threads.n_threads
+            self._trace.add(f"{n} threads" if n > 1 else "1 thread", -1, self._computing_s, now_s)
+        self._computing_s = now_s
+
+
+def make_tuner(
+    context: Context | EmbeddingContext, is_threaded: bool, is_fixed: bool, trace: Trace | None = None
+) -> ThreadTuner | None:
+    """Builds the thread tuner for a context; None where a GPU computes, whose steps need few threads.
+
+    ``is_threaded``: launches return before their step is computed. ``is_fixed``: the caller chose the number.
+    """
+    if on_gpu(context.model):
+        return None
+    member = process_budget().member(context.n_threads if is_fixed else None)
+    load = None if is_fixed or context.n_threads == 1 else cpu_load()
+    return ThreadTuner(context, member, load, is_fixed or (load is None and is_threaded), trace)

@@ -1,0 +1,324 @@
+"""How a second, smaller model drafts tokens for the requests of an engine.
+
+Open this file to change how the draft model follows these requests.
+
+The principle: the draft model's cells are a cache by tokens, and nobody tells it what happens to a request. Each slot
+of the engine has a sequence here, with the list of the tokens that its cells hold. Before it drafts, cells that differ
+from the request's tokens are removed, and those that are missing are computed. So it does not need to be told about
+forks, snapshots, preemption, dropped tokens or wrong guesses. A request that is new in a slot begins with the longest
+prefix that another sequence holds, where requests may share cells.
+
+Drafts are always greedy. The request's sampler still draws from the target model's logits, and the most probable token
+is the best guess of what it draws. A draft ends where the draft model is not sure, and where a constraint is known to
+forbid a token. The constraint is asked about each token while the next one is drafted.
+
+An error of the draft model, such as missing memory, ends no request: nothing is drafted then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Mapping, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from llamapipe._engine.policy.core import Request
+from llamapipe._engine.policy.prefix_tree import n_common
+from llamapipe._engine.policy.speculation import Guess, StepTimes
+from llamapipe.errors import BackendError, ContextFullError, DecodeError
+from llamapipe.llama.batch import DecodeBatch
+from llamapipe.llama.context import Context
+from llamapipe.llama.model import Model
+from llamapipe.llama.native_pipeline import on_gpu
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Row = tuple[Request, npt.NDArray[np.float32]]
+
+_LEAST_PROBABILITY = 0.4  # of a drafted token, by the draft model
+_USUAL_SHARE = 0.8  # of drafted tokens that are right, until some were seen
+_KEPT = 0.9  # weight of what was seen before
+_FORGOTTEN = 0.05  # of what is known of all requests, with each token and each new request
+_LEAST_COPY = 16  # tokens of a prefix that is worth a copy
+_LONGEST = 256  # tokens that a request is expected to generate at most
+_ROUNDED = 16  # times of decodes with more tokens are kept for multiples of this
+# llama.cpp's rule for a draft model: first tokens, which are special in many vocabularies, and sizes may differ.
+_FIRST_COMPARED, _MOST_MORE = 5, 128
+
+
+class _Held:
+    """The sequence of a slot.
+
+    ``tokens``: those in its cells, of the request with this ``arrival``, which lacks ``n_missing``. The first
+    ``n_equal`` are the request's, unless it has dropped more than ``n_dropped``. ``draft``: what was drafted after
+    ``n`` tokens.
+    """
+
+    __slots__ = (
+        "arrival", "can_draft", "draft", "key", "n", "n_dropped", "n_equal", "n_missing", "share", "tokens"
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.arrival = -1
+        self.key: Hashable = None  # requests of the same one may share cells; None: nobody
+        self.tokens: list[int] = []
+        self.draft: Sequence[int] = ()
+        self.n = self.n_dropped = self.n_equal = self.n_missing = 0
+        self.share = _USUAL_SHARE
+        self.can_draft = True
+
+
+class DraftModel:
+    """Drafts tokens for the requests of one engine, in a context of a smaller model. Implements ``Drafter``.
+
+    ``context``: with unified cells and a sequence for each slot. ``target``: the engine's own context, whose number of
+    threads it follows. ``n_room``: most tokens that it computes at a time, so that prompts do not hold up streams.
+    The engine thread owns it, and closes it.
+    """
+
+    def __init__(self, context: Context, target: Context, n_room: int) -> None:
+        self.times = StepTimes()
+        self._context = context
+        self._target = target
+        self._n_room = min(n_room, context.n_batch)
+        self._held = [_Held() for _ in range(context.n_seq_max)]
+        self._share = _USUAL_SHARE  # of all requests so far
+        self._failed = False
+        self._computes_here = not (on_gpu(context.model) and on_gpu(target.model))
+
+    def __repr__(self) -> str:
+        return f"<DraftModel {self._context.model.path.name!r} share={self._share:.2f} {self.times!r}>"
+
+    # ---- what a draft would bring and cost
+    def guess(self, request: Request, n: int) -> Guess | None:
+        """A guess whose tokens are still to be drafted; None if there can be none."""
+        held = self._held[request.slot]
+        if held.arrival != request.arrival:
+            self._begin(held, request)
+        elif held.draft:
+            self._learn(held, request)
+        n = min(n, self._context.n_ctx - len(request.tokens))
+        if self._failed or n <= 0 or not held.can_draft:
+            return None
+        n_dropped = len(request.dropped)
+        # Tokens that were equal before need not be compared again.
+        first = held.n_equal if n_dropped == held.n_dropped else 0
+        held.n_equal = first + n_common(held.tokens[first:], request.tokens[first:])
+        held.n_dropped = n_dropped
+        # The last one always is computed: its row is wanted.
+        held.n_missing = len(request.tokens) - min(held.n_equal, len(request.tokens) - 1)
+        return Guess(request, range(n), held.share, is_draft=True)
+
+    def _begin(self, held: _Held, request: Request) -> None:
+        """Prepares the slot's sequence for a request that is new in it."""
+        key = (request.spec.cache_key,) if request.uses_cache else None
+        if key is None or key != held.key:
+            self._cut(request.slot, 0)
+        held.arrival, held.key, held.draft = request.arrival, key, ()
+        self._share += _FORGOTTEN * (_USUAL_SHARE - self._share)
+        held.share, held.can_draft, held.n_equal = self._share, True, 0
+        n_same = n_common(held.tokens, request.tokens)
+        others = [i for i, other in enumerate(self._held) if i != request.slot and key and other.key == key]
+        best = max(others, key=lambda i: n_common(self._held[i].tokens, request.tokens), default=None)
+        if best is None:
+            return
+        n = n_common(self._held[best].tokens, request.tokens)
+        if n >= n_same + _LEAST_COPY:
+            self._cut(request.slot, 0)
+            self._context.seq_copy(best, request.slot, 0, n)
+            held.tokens = self._held[best].tokens[:n]
+
+    def _learn(self, held: _Held, request: Request) -> None:
+        """Counts how many tokens of the last draft were right."""
+        followed = request.tokens[held.n :]
+        n_right = n_common(held.draft, followed)
+        for _ in range(n_right):
+            self._observe(held, 1.0)
+        if n_right < min(len(held.draft), len(followed)):
+            self._observe(held, 0.0)
+        held.draft = ()
+
+    def _observe(self, held: _Held, right: float) -> None:
+        held.share = _KEPT * held.share + (1 - _KEPT) * right
+        self._share += _FORGOTTEN * (right - self._share)
+
+    def seconds(self, chosen: Mapping[Request, int]) -> float:
+        """The seconds to draft these numbers of tokens, with a share of the time for missing cells."""
+        n_longest = max(chosen.values(), default=0)
+        if not n_longest:
+            return 0.0
+        seconds, n_first = 0.0, 0
+        for request, n in chosen.items():
+            n_missing = self._held[request.slot].n_missing
+            n_first += min(n_missing, 2)
+            if n_missing > 2:
+                n_left = min(request.max_tokens - request.n_generated, _LONGEST)
+                seconds += self._of(n_missing) * min((n + 1) / max(n_left, 1), 1.0)
+        for i in range(1, n_longest):
+            seconds += self._of(sum(n > i for n in chosen.values()))
+        return seconds + self._of(n_first)
+
+    def _of(self, n: int) -> float:
+        return self.times.of(n if n <= _ROUNDED else -(-n // _ROUNDED) * _ROUNDED)
+
+    # ---- drafting
+    def draft(self, chosen: Mapping[Request, int]) -> dict[Request, Sequence[int]]:
+        """The drafted tokens, at most the chosen number. A request whose prompt is not computed yet has none."""
+        if not chosen:
+            return {}
+        context, target = self._context, self._target
+        if self._computes_here:
+            target.park_threads()
+            if context.n_threads != target.n_threads:
+                context.set_threads(target.n_threads)
+        try:
+            return self._draft(chosen)
+        except (ContextFullError, DecodeError, BackendError, MemoryError) as e:
+            if isinstance(e, ContextFullError) and self._make_room(chosen):
+                return {}
+            self._failed = True
+            logging.getLogger("llamapipe").warning("the draft model is not used any more: %s", e)
+            return {}
+        finally:
+            if self._computes_here:
+                context.park_threads()
+
+    def _draft(self, chosen: Mapping[Request, int]) -> dict[Request, Sequence[int]]:
+        n_room = self._n_room
+        entries: list[tuple[Request, Sequence[int]]] = []
+        for request in chosen:
+            n_kept = len(request.tokens) - self._held[request.slot].n_missing
+            self._cut(request.slot, n_kept)
+            missing = request.tokens[n_kept : n_kept + n_room]
+            if max(missing, default=0) >= self._context.model.n_vocab:
+                self._held[request.slot].can_draft = False
+                continue
+            n_room -= len(missing)
+            if missing:
+                entries.append((request, missing))
+        drafts: dict[Request, list[int]] = {}
+        while entries:
+            ends = self._decode(entries)
+            entries = []
+            for request, row in ends:
+                best = int(row.argmax())
+                draft = drafts.setdefault(request, [])
+                if best in request.stop_tokens or not _is_sure(row, best):
+                    continue
+                draft.append(best)
+                held = self._held[request.slot]
+                if request.sampler is not None and request.sampler.expect(draft) < len(draft):
+                    continue  # the rest would follow a token that cannot be right
+                if len(draft) < chosen[request] and len(held.tokens) < self._context.n_ctx:
+                    entries.append((request, (best,)))
+        for request, draft in drafts.items():
+            held = self._held[request.slot]
+            held.draft, held.n = draft, len(request.tokens)
+        return {request: draft for request, draft in drafts.items() if draft}
+
+    def _decode(self, entries: Sequence[tuple[Request, Sequence[int]]]) -> list[Row]:
+        """Computes tokens after those that are held. Returns the rows of the requests that then miss none."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        seq_ids: list[int] = []
+        ends: list[tuple[Request, int]] = []
+        outputs: list[bool] = []
+        for request, new in entries:
+            held = self._held[request.slot]
+            first = len(held.tokens)
+            tokens += new
+            positions += range(first, first + len(new))
+            seq_ids += [request.slot] * len(new)
+            outputs += [False] * len(new)
+            if first + len(new) >= len(request.tokens):
+                outputs[-1] = True
+                ends.append((request, len(tokens) - 1))
+        began_s = perf_counter()
+        self._context.decode(DecodeBatch(tokens, positions, seq_ids, outputs))
+        rows = [(request, self._context.logits(i)) for request, i in ends]
+        n = len(tokens)
+        self.times.observe(n if n <= _ROUNDED else -(-n // _ROUNDED) * _ROUNDED, perf_counter() - began_s)
+        for request, new in entries:
+            self._held[request.slot].tokens += new
+        return rows
+
+    def _cut(self, slot: int, n: int) -> None:
+        """Keeps the first ``n`` tokens of a sequence."""
+        held = self._held[slot]
+        if n < len(held.tokens):
+            self._context.seq_remove(slot, n)
+            del held.tokens[n:]
+            held.n_equal = min(held.n_equal, n)
+
+    def _make_room(self, chosen: Mapping[Request, int]) -> bool:
+        """Removes the sequences that nothing is drafted for. False if there are none."""
+        kept = {request.slot for request in chosen}
+        idle = [i for i, held in enumerate(self._held) if held.tokens and i not in kept]
+        for slot in idle:
+            self._cut(slot, 0)
+            self._held[slot].arrival = -1
+        return bool(idle)
+
+    def close(self) -> None:
+        """Frees the context."""
+        self._context.close()
+
+
+def make_drafter(target: Context, draft: Model, n_room: int) -> DraftModel:
+    """A drafter for the engine of a context; for ``n_room`` see DraftModel.
+
+    Raises ValueError unless its model can draft for the context's, BackendError without memory for its cells.
+    """
+    check_draft(target.model, draft)
+    context = Context(
+        draft,
+        n_ctx=target.n_ctx,
+        n_seq_max=target.n_seq_max,
+        n_cells=target.n_cells,
+        n_batch=max(target.n_ubatch, target.n_seq_max),
+        n_outputs_max=target.n_seq_max,
+        n_threads=target.n_threads,
+        kv_unified=True,
+    )
+    return DraftModel(context, target, n_room)
+
+
+def _is_sure(row: npt.NDArray[np.float32], token: int) -> bool:
+    """Whether a row's most probable token has at least ``_LEAST_PROBABILITY``."""
+    return _LEAST_PROBABILITY * float(np.exp(row - row[token]).sum()) <= 1.0
+
+
+def check_draft(model: Model, draft: Model) -> None:
+    """Raises ValueError unless a model can draft for another: the same vocabulary, and cells that can be removed."""
+    for part, role in ((model, "whose texts are generated"), (draft, "that drafts")):
+        if part.is_recurrent or (part.n_swa and part is draft):  # tokens are drafted one after the other
+            kind = "is recurrent" if part.is_recurrent else "has a sliding window"
+            raise ValueError(
+                f"draft: the model {role}, {part.path.name}, {kind}, so cells of wrong guesses cannot be removed; "
+                "leave draft out"
+            )
+    if not draft.is_causal:
+        raise ValueError(f"draft: {draft.path.name} is not causal, so it cannot generate text")
+    problem = _vocabulary_difference(model, draft)
+    if problem:
+        raise ValueError(
+            f"draft: the vocabularies of {model.path.name} and {draft.path.name} differ ({problem}); "
+            "give a smaller model of the same family"
+        )
+
+
+def _vocabulary_difference(model: Model, draft: Model) -> str:
+    ours, theirs = model.vocab, draft.vocab
+    if abs(model.n_vocab - draft.n_vocab) > _MOST_MORE:
+        return f"{model.n_vocab} and {draft.n_vocab} tokens"
+    if (ours.add_bos, ours.add_eos) != (theirs.add_bos, theirs.add_eos):
+        return "one of them adds a BOS or EOS token, the other does not"
+    if (ours.add_bos and ours.bos != theirs.bos) or (ours.add_eos and ours.eos != theirs.eos):
+        return "their BOS or EOS tokens"
+    for token in range(_FIRST_COMPARED, min(model.n_vocab, draft.n_vocab)):
+        if ours.piece(token) != theirs.piece(token):
+            return f"token {token} is {ours.piece(token)!r} and {theirs.piece(token)!r}"
+    return ""

@@ -1,0 +1,123 @@
+"""The thread that encodes the images and sounds of requests while the engine thread computes steps.
+
+Open this file to change the order in which images are encoded.
+
+The principle: an image delays only the request that has it. A request waits in ``Waiting.encoding`` until its images
+are encoded, and then for a slot. Others lose only the cores that encoding takes: the engines of the process give these
+up while it lasts (``process_budget``). An image, or a tile of one, takes half of the cores, or all of them if no engine
+computes when it begins. Requests with equal images share the object that holds the rows, so an image is encoded once.
+
+Higher priorities come first. Among equals the shares take turns after each image, or tile of one. Within a share the
+oldest request comes first. So a client's image waits for at most one image of each other client.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
+from queue import SimpleQueue
+from typing import Protocol
+
+from llamapipe._engine.policy.core import Embeddings, Request, State
+from llamapipe.host.cpu_load import process_budget
+from llamapipe.locks import Lock
+
+ENCODER_THREAD_NAME = "llamapipe-encoder"
+Done = Callable[[Request, "Exception | None"], object]
+
+
+class Encoder(Protocol):
+    """Computes the rows of images and sounds."""
+
+    def encode(self, media: Embeddings, n_threads: int) -> bool:
+        """Encodes one image, sound, or part of one. False if that was done before. Raises DecodeError."""
+
+
+class _Job:
+    """A request, and how many of its images, sounds and parts of them were encoded."""
+
+    __slots__ = ("done", "n_encoded", "request")
+
+    def __init__(self, request: Request, done: Done) -> None:
+        self.request = request
+        self.done = done
+        self.n_encoded = 0
+
+
+class MediaEncoder:
+    """Encodes for one engine. ``n_encoded``: images, sounds and parts of them so far. ``put``: the engine thread."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.n_encoded = 0
+        self._encoder = encoder
+        # By priority and share, which stand in the order of their turns.
+        self._jobs: dict[int, OrderedDict[Hashable, deque[_Job]]] = {}
+        # An entry for each turn of a job, and one to end the thread.
+        self._wakes: SimpleQueue[None] = SimpleQueue()
+        self._lock = Lock()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<MediaEncoder n_turns={self._wakes.qsize()} n_encoded={self.n_encoded}>"
+
+    def put(self, request: Request, done: Done) -> None:
+        """Encodes the images and sounds of a request, then calls ``done`` with it and None, or an error."""
+        with self._lock:
+            shares = self._jobs.setdefault(request.spec.priority, OrderedDict())
+            shares.setdefault(request.spec.share, deque()).append(_Job(request, done))
+            if self._thread is None and not self._is_closed:
+                self._thread = threading.Thread(target=self._run, name=ENCODER_THREAD_NAME, daemon=True)
+                self._thread.start()
+        self._wakes.put(None)
+
+    def _run(self) -> None:
+        while True:
+            self._wakes.get()
+            if self._is_closed:
+                return
+            self._take_turn(self._next())
+
+    def _next(self) -> _Job:
+        """The job whose turn it is."""
+        with self._lock:
+            shares = self._jobs[max(self._jobs)]
+            return next(iter(shares.values()))[0]
+
+    def _take_turn(self, job: _Job) -> None:
+        """Encodes the next part of a job; after the last one, tells its owner."""
+        request, error = job.request, None
+        if job.n_encoded < len(request.spans) and request.state is not State.FINISHED:
+            try:
+                with process_budget().taken() as n_threads:
+                    self.n_encoded += self._encoder.encode(request.spans[job.n_encoded].source, n_threads)
+                job.n_encoded += 1
+            except Exception as e:
+                error = e
+        has_more = (
+            error is None and job.n_encoded < len(request.spans) and request.state is not State.FINISHED
+        )
+        priority, share = request.spec.priority, request.spec.share
+        with self._lock:
+            shares = self._jobs[priority]
+            shares.move_to_end(share)
+            if not has_more:
+                shares[share].remove(job)
+                if not shares[share]:
+                    del shares[share]
+                if not shares:
+                    del self._jobs[priority]
+        if has_more:
+            self._wakes.put(None)
+        else:
+            job.done(request, error)
+
+    def close(self) -> None:
+        """Ends the thread, after the part that it encodes just now."""
+        with self._lock:
+            self._is_closed = True
+            thread = self._thread
+        if thread is not None:
+            self._wakes.put(None)
+            thread.join()

@@ -1,0 +1,721 @@
+"""The executor: what the engine loop needs of a context, and how llama.cpp does it.
+
+Open this file to change how a batch, a KV operation or a draw reaches native code.
+
+The principle: the loop knows only the protocol ``Executor``. A fake executor in the tests and the real one,
+``StepExecutor``, pass the same contract tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+import numpy as np
+
+from llamapipe._engine.policy.core import (
+    AssignAdapters,
+    CellChanges,
+    Copy,
+    Discard,
+    MediaRows,
+    MemoryOp,
+    Remove,
+    Restore,
+    Save,
+    SaveState,
+    Shift,
+    UseAdapters,
+)
+from llamapipe._engine.policy.scoring import TokenScore
+from llamapipe._engine.runtime.background_draws import BackgroundDraws
+from llamapipe._engine.runtime.background_sampler import BackgroundSampler
+from llamapipe._engine.runtime.compute_threads import ThreadTuner
+from llamapipe._engine.runtime.positions import (
+    Grid,
+    Grids,
+    end_position,
+    grids_before,
+    n_tokens_before,
+    position_of,
+)
+from llamapipe._engine.runtime.wakers import LaunchWakeList
+from llamapipe.errors import DecodeError, NoToken
+from llamapipe.llama.adapter import AdapterSet, assign_adapters, set_adapters
+from llamapipe.llama.native_pipeline import NativePipeline, SavedCells
+from llamapipe.llama.sampler import SamplerChain
+from llamapipe.native.load import last_error
+from llamapipe.work.threads import FairThreads
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+AnySampler = SamplerChain | BackgroundSampler
+_MORE_THREADS = 8  # for samplers, if threads hang
+_ANY_SIZE = 2**62
+_is_native, _handle = attrgetter("is_native"), attrgetter("handle")
+
+
+class Executor(Protocol):
+    """The engine loop's interface to a context. Samplers and executors come in matching pairs.
+
+    ``overlaps``: a launch returns before its step is computed, so there is time for other work before ``sample``.
+    ``late_errors``: errors of a launch are raised by ``sample``. ``depth``: most steps launched and not sampled.
+    ``n_guessing``: the rows of the last ``sample`` whose samplers can guess what follows.
+    """
+
+    overlaps: bool
+    late_errors: bool
+    depth: int
+    n_guessing: int
+
+    def change_cells(self, ops: Sequence[MemoryOp]) -> CellChanges:
+        """Performs these operations in order, after the steps launched before; keeps saved cells by their keys.
+
+        An operation that is not possible leaves its sequence empty.
+        """
+
+    def read_cells(self, seq_id: int) -> bytes | None:
+        """A copy of the cells of a sequence, for ``keep_saved``; waits for the steps before. None on a failure."""
+
+    def read_saved(self, key: int) -> bytes | None:
+        """A copy of saved cells. None if they were not saved."""
+
+    def keep_saved(self, key: int, state: bytes) -> bool:
+        """Keeps bytes as saved cells; loading refuses those that do not fit this context. False: no memory is left."""
+
+    def sequence_end(self, seq_id: int) -> int:
+        """The position after a sequence's last cell; waits for the steps before."""
+
+    def launch(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        seq_ids: Sequence[int],
+        outputs: Sequence[int],
+        rows: Sequence[int] = (),
+        samplers: Sequence[Any] = (),
+        targets: Mapping[int, Sequence[int]] | None = None,
+        n_top: int = 0,
+        media: Sequence[MediaRows] = (),
+        is_causal: bool = True,
+    ) -> int:
+        """Starts computing a batch and returns the step's number.
+
+        ``positions``: places in the sequences, which the executor translates where llama.cpp's positions differ.
+        ``media``: runs of entries that are rows, not tokens, which the caller keeps until the step is done.
+        ``is_causal``: see ``BatchPlan``.
+
+        What will be asked of it may be told beforehand, for where the device can find it out: the ``samplers`` of
+        ``rows``, and for output entries the tokens that are to be scored, with the ``n_top`` most probable ones.
+
+        Raises ContextFullError (nothing changed) or DecodeError, here or in ``sample``.
+        """
+
+    def launch_repeat(self) -> int:
+        """Launches the last batch, every entry one position further and with the token that was sampled from it.
+
+        Only after a ``sample`` of all its entries in their order. Returns and raises as ``launch`` does.
+        """
+
+    def sample(
+        self, step_id: int, rows: Sequence[int], samplers: Sequence[Any], guessed: Sequence[int] = ()
+    ) -> list[int]:
+        """Draws and accepts a token for each output entry of a step; a NoToken where none can be drawn.
+
+        ``guessed``: for each row the token that was computed after it, or -1; empty: none. Rows of one sampler that
+        follow one another are drawn from until a token differs; the others get ``NoToken.NOT_DRAWN``.
+
+        ``NoToken.LATER``: the sampler takes long; ``take_drawn`` will have its token.
+        """
+
+    def take_drawn(self) -> list[tuple[Any, int, int]]:
+        """The samplers that have drawn after their step, with the numbers of their draws and the tokens."""
+
+    def await_end_state(self, sampler: Any) -> None:
+        """Makes ``take_drawn`` return this sampler, with ``NoToken.SETTLED``, once its end state is known."""
+
+    def notify_drawn(self, notify: Callable[[], object]) -> None:
+        """Sets what is called, in any thread, when ``take_drawn`` has something."""
+
+    def add_spare_thread(self) -> None:
+        """Starts another thread for draws if some hang. The loop calls it now and then while draws are outstanding."""
+
+    def sample_repeat(self, step_id: int) -> list[int]:
+        """``sample`` with the rows and samplers of the last one."""
+
+    def score(
+        self, step_id: int, rows: Sequence[int], targets: Sequence[int], n_top: int
+    ) -> list[TokenScore]:
+        """Scores tokens in the rows of a step's output entries, each with the ``n_top`` most probable tokens.
+
+        An entry may be repeated, for several tokens. Raises as ``sample`` does.
+        """
+
+    def wake_at_launch(self, wakes: LaunchWakeList) -> None:
+        """Lets each launch wake the callers that are in this list then, threads one by one while it computes.
+
+        A launch does not hold the GIL, so a woken thread can work at once.
+        """
+
+    def park_threads(self) -> None:
+        """Parks the compute threads: nothing is launched until a command arrives."""
+
+    def yield_cores(self) -> None:
+        """Leaves the cores to other engines: nothing is launched until a caller asks for it."""
+
+    def compute_s(self) -> float:
+        """Seconds spent computing steps so far; without those of steps that the device has not reported."""
+
+    def stats(self) -> dict[str, Any]:
+        """Counters for EngineStats; any thread."""
+
+    def launching(self) -> int:
+        """The number of the step that is being computed by a call of ``launch``; any thread."""
+
+    def abort(self, step_id: int) -> None:
+        """Ends a step early if it is still being computed, and where that is possible; any thread."""
+
+    def close(self) -> None:
+        """Frees the context."""
+
+
+class StepExecutor:
+    """An Executor over a pipeline; belongs to the thread that uses it first, like the context.
+
+    ``Executor`` describes its methods.
+    """
+
+    def __init__(self, pipeline: NativePipeline, tuner: ThreadTuner | None = None) -> None:
+        context = pipeline.context
+        self.tuner = tuner
+        self.pipeline = pipeline
+        self.overlaps = pipeline.threaded or pipeline.mode in ("events", "sync")
+        self.late_errors = pipeline.threaded
+        self.depth = pipeline.depth
+        self._context = context
+        self._native = pipeline.native
+        new, n = self._native.ffi.new, context.n_batch
+        self._tokens, self._positions, self._seq_ids = (new("int32_t[]", n) for _ in range(3))
+        self._outputs = new("int8_t[]", n)
+        self._rows, self._sampled = (new("int32_t[]", context.n_seq_max) for _ in range(2))
+        self._asked: tuple[Sequence[int], Sequence[AnySampler]] = ((), ())
+        self._guessed: Any = self._native.ffi.NULL
+        self._asked_guessed: Sequence[int] = ()
+        self._all_native = True
+        self._samplers = new("lp_sampler *[]", context.n_seq_max)
+        self._in_graph = context.graph_sampling
+        self._n = self._n_rows = 0  # entries of the last launch, rows of the last sample
+        self.n_guessing = 0
+        self._handle = pipeline.handle  # what calls go to
+        self._wakes: LaunchWakeList | None = None
+        # Requests whose slots are lent draw too.
+        self.threads = FairThreads(2 * context.n_seq_max + _MORE_THREADS)
+        self._background = BackgroundDraws(self.threads)
+        self._launched_s = 0.0
+        self._n_vocab = context.model.n_vocab
+        # Whether parts of a sequence may be missing, so that not every operation on it is possible.
+        self._is_checked = context.model.n_swa > 0 or context.model.is_recurrent
+        self._keeps_stale = context.needs_states and not context.model.has_only_states
+        self._adapters: AdapterSet | None = None
+        self._assigned: dict[int, AdapterSet | None] = {}  # by slot
+        self._saved: dict[int, SavedCells] = {}  # by the KV cache's keys
+        # The images that take fewer positions than tokens, by sequence and by key; without an entry there are none.
+        self._grids: dict[int, Grids] = {}
+        self._grids_of_saved: dict[int, Grids] = {}
+
+    def change_cells(self, ops: Sequence[MemoryOp]) -> CellChanges:
+        self._context.claim()
+        lost: set[int] = set()
+        stale: set[int] = set()
+        saved: list[tuple[int, int | None]] = []
+        for op in ops:
+            if isinstance(op, Remove):
+                done = self._remove(op.slot, op.position, op.state)
+            elif isinstance(op, Discard):
+                done = self._discard(op.slot, op.position)
+            elif isinstance(op, Copy):
+                done = op.source not in lost and self._copy(op.source, op.slot, op.n, op.state)
+            elif isinstance(op, Restore):
+                done = self._load(op.key, op.slot, op.n, op.state)
+            elif isinstance(op, Shift):
+                done = op.slot not in lost and self._shift(op.slot, op.begin, op.end)
+            elif isinstance(op, (Save, SaveState)):
+                saved.append((op.key, None if op.slot in lost else self._save(op)))
+                continue
+            elif isinstance(op, UseAdapters):
+                assert op.adapters is None or isinstance(op.adapters, AdapterSet)
+                entry = self._native.lib.lp_set_adapters
+                set_adapters(self._native, entry, self._handle, op.adapters, op.carries)
+                self._adapters = op.adapters  # they live as long as steps compute with them
+                self._assigned.clear()
+                continue
+            elif isinstance(op, AssignAdapters):
+                assert op.adapters is None or isinstance(op.adapters, AdapterSet)
+                entry = self._native.lib.lp_assign_adapters
+                assign_adapters(self._native, entry, self._handle, op.slot, op.adapters)
+                self._assigned[op.slot] = op.adapters  # as long as a step may compute the slot
+                continue
+            else:
+                self._grids_of_saved.pop(op.key, None)
+                forgotten = self._saved.pop(op.key, None)
+                if forgotten is not None:
+                    forgotten.close()
+                continue
+            stale.discard(op.slot)
+            if not done and isinstance(op, Remove) and op.state < 0 and self._keeps_stale:
+                stale.add(op.slot)
+            elif not done:
+                lost.add(op.slot)
+            elif isinstance(op, (Copy, Restore)) or (isinstance(op, Remove) and op.state >= 0):
+                lost.discard(op.slot)
+        return CellChanges(lost, saved, stale)
+
+    def _save(self, op: Save | SaveState) -> int | None:
+        """Copies a sequence or its state to host memory. Returns the bytes; None: not done."""
+        only_state = isinstance(op, SaveState)
+        if isinstance(op, SaveState) and self.sequence_end(op.slot) != op.n:
+            return None
+        copy = SavedCells.of(self.pipeline, op.slot, op.max_bytes, only_state)
+        if copy is None:
+            return None
+        self._saved[op.key] = copy
+        if grids := self._grids.get(op.slot):
+            self._grids_of_saved[op.key] = grids
+        return copy.n_bytes
+
+    def _remove(self, seq_id: int, position: int, state: int) -> bool:
+        """Lets a sequence go back to a position, if its memory has what that needs."""
+        if state < 0 and (not self._is_checked or position == 0):
+            return self._discard(seq_id, position)
+        kept = self._grids_of_saved.get(state, ()) if state >= 0 else self._grids.get(seq_id, ())
+        done = self._load_parts(seq_id, position, None, state, grids_before(kept, position))
+        if not done and not (state < 0 and self._keeps_stale):
+            self._clear(seq_id)
+        return done
+
+    def _discard(self, seq_id: int, position: int) -> bool:
+        """Removes cells without a check: those of guesses, which the last step has computed, or any without states."""
+        lib, begin = self._native.lib, position
+        kept: Grids | None = ()
+        if grids := self._grids.get(seq_id):
+            kept, begin = grids_before(grids, position), position_of(grids, position)
+        if kept is not None:
+            removed = lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, begin, -1, 0)
+            if removed > 0:
+                if grids:
+                    self._set_grids(seq_id, kept)
+                return True
+            if removed < 0:
+                raise DecodeError(f"removing from sequence {seq_id} failed ({last_error(self._native)})")
+        self._clear(seq_id)
+        return False
+
+    def _load_parts(
+        self, seq_id: int, n: int, cells: SavedCells | None, state: int, grids: Grids | None
+    ) -> bool:
+        """Lets a sequence have the first ``n`` of its cells, or of other ones, and a saved state, if it is not -1."""
+        null, saved = self._native.ffi.NULL, self._saved.get(state)
+        if grids is None or (state >= 0 and saved is None):
+            if cells is not None:
+                self._clear(seq_id)
+            return False
+        done = self._native.lib.lp_load(
+            self._handle,
+            seq_id,
+            end_position(grids, n),
+            null if cells is None else cells.handle,
+            null if saved is None else saved.handle,
+        )
+        if done < 0:
+            raise RuntimeError(f"loading sequence {seq_id} failed: {last_error(self._native)}")
+        if done or cells is not None:
+            self._set_grids(seq_id, grids if done else ())
+        return bool(done > 0)
+
+    def _clear(self, seq_id: int) -> None:
+        lib = self._native.lib
+        lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, 0, -1, 0)
+        self._set_grids(seq_id, ())
+
+    def _set_grids(self, seq_id: int, grids: Grids) -> None:
+        """Notes the images in the new cells of a sequence."""
+        if grids:
+            self._grids[seq_id] = grids
+        else:
+            self._grids.pop(seq_id, None)
+
+    def _shift(self, seq_id: int, begin: int, end: int) -> bool:
+        """Removes positions from ``begin`` to before ``end``. The next step rotates the keys of those after them."""
+        lib = self._native.lib
+        removed = lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, begin, end, 0)
+        if removed > 0 and lib.lp_memory(self._handle, lib.LP_SHIFT, seq_id, 0, end, -1, begin - end) > 0:
+            return True
+        self._clear(seq_id)
+        return False
+
+    def _copy(self, source: int, seq_id: int, n: int, state: int) -> bool:
+        lib, saved = self._native.lib, self._saved.get(state)
+        grids = grids_before(self._grids.get(source, ()), n)
+        if grids is None or (state >= 0 and saved is None):
+            self._clear(seq_id)
+            return False
+        end = end_position(grids, n)
+        if self._context.kv_unified and not self._context.needs_states and saved is None:
+            done = lib.lp_memory(self._handle, lib.LP_COPY, source, seq_id, 0, end, 0)
+            if done > 0 and self._is_checked and not self._load_parts(seq_id, n, None, -1, grids):
+                self._clear(seq_id)
+                return False
+        else:  # llama.cpp's copy between streams copies a whole stream and drops the graphs
+            part = self._native.ffi.NULL if saved is None else saved.handle
+            done = lib.lp_copy(self._handle, source, seq_id, end, part)
+        if done < 0:
+            raise DecodeError(f"copying sequence {source} failed ({last_error(self._native)})")
+        self._set_grids(seq_id, grids if done else ())
+        return bool(done > 0)
+
+    def _load(self, key: int, seq_id: int, n: int, state: int) -> bool:
+        """Replaces a sequence's cells by the first ``n`` of saved ones."""
+        cells = self._saved.get(key)
+        if cells is None:
+            return False
+        return self._load_parts(seq_id, n, cells, state, grids_before(self._grids_of_saved.get(key, ()), n))
+
+    def read_cells(self, seq_id: int) -> bytes | None:
+        self._context.claim()
+        cells = SavedCells.of(self.pipeline, seq_id, _ANY_SIZE)
+        if cells is None:
+            return None
+        try:
+            return cells.to_bytes()
+        finally:
+            cells.close()
+
+    def read_saved(self, key: int) -> bytes | None:
+        cells = self._saved.get(key)
+        return None if cells is None else cells.to_bytes()
+
+    def keep_saved(self, key: int, state: bytes) -> bool:
+        try:
+            self._saved[key] = SavedCells.of_bytes(state)
+        except MemoryError:
+            return False
+        return True
+
+    def sequence_end(self, seq_id: int) -> int:
+        self._context.claim()
+        end: int = self._native.lib.lp_sequence_end(self._handle, seq_id)
+        if end < 0:
+            raise RuntimeError(f"a sequence cannot be read: {last_error(self._native)}")
+        return n_tokens_before(self._grids.get(seq_id, ()), end)
+
+    def launch(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        seq_ids: Sequence[int],
+        outputs: Sequence[int],
+        rows: Sequence[int] = (),
+        samplers: Sequence[AnySampler] = (),
+        targets: Mapping[int, Sequence[int]] | None = None,
+        n_top: int = 0,
+        media: Sequence[MediaRows] = (),
+        is_causal: bool = True,
+    ) -> int:
+        """Starts computing a batch of at most ``n_batch`` entries. Returns the step's number.
+
+        ``samplers`` of ``rows``, and ``targets`` and ``n_top`` of other output entries: for the graph, if it samples.
+
+        Raises ContextFullError when no cells are left (nothing changed), DecodeError when llama.cpp fails.
+        """
+        self._context.claim()
+        for sampler in samplers:
+            if isinstance(sampler, BackgroundSampler):
+                sampler.start(self._background.threads)
+        self._launched_s = perf_counter()
+        n = self._n = len(tokens)
+        embeddings = grid = self._native.ffi.NULL
+        grids_before_launch = self._grids
+        if media:
+            self._grids = self._grids.copy()
+            embeddings, grid = self._inputs_of(media, positions, seq_ids)
+        if self._grids:
+            grids = self._grids.get
+            positions = [position_of(grids(s, ()), p) for s, p in zip(seq_ids, positions, strict=True)]
+        self._tokens[0:n] = tokens
+        self._positions[0:n] = positions
+        self._seq_ids[0:n] = seq_ids
+        self._outputs[0:n] = outputs
+        known = wanted = self._native.ffi.NULL
+        if self._in_graph and (samplers or targets):
+            known, wanted = self._for_graph(outputs, rows, samplers, targets or {})
+        if self.tuner is not None and not self.tuner.member.is_computing:
+            self.tuner.begin()
+        step_id: int = self._native.lib.lp_launch(
+            self._handle,
+            n,
+            self._tokens,
+            self._positions,
+            self._seq_ids,
+            self._outputs,
+            known,
+            wanted,
+            n_top,
+            embeddings,
+            grid,
+            is_causal,
+        )
+        if step_id < 0:
+            self._grids = grids_before_launch  # no sequence has the images of this step
+            self._fail(step_id)
+        if self.tuner is not None:
+            self.tuner.launched(n)
+        return step_id
+
+    def _inputs_of(
+        self, media: Sequence[MediaRows], positions: Sequence[int], seq_ids: Sequence[int]
+    ) -> tuple[Any, Any]:
+        """For each entry the address of its row, NULL for a token; and its height and width, where any have those."""
+        ffi, n = self._native.ffi, len(positions)
+        addresses, grid = ffi.new("float *[]", n), None
+        for first, n_rows, source, begin in media:
+            rows = source.rows
+            row = ffi.from_buffer("float[]", rows)
+            for i in range(n_rows):
+                addresses[first + i] = row + (begin + i) * rows.shape[1]
+            if source.grid is not None:
+                if grid is None:
+                    grid = np.full((n, 2), -1, np.int32)
+                slot, place = seq_ids[first], positions[first] - begin
+                grids = self._grids.get(slot, ())
+                if not grids or grids[-1].begin < place:  # else its first rows were in a step before
+                    self._grids[slot] = grids = [*grids, Grid(place, source.n, source.n_positions)]
+                at = position_of(grids, place)
+                grid[first : first + n_rows] = source.grid[begin : begin + n_rows] + at
+        return addresses, ffi.NULL if grid is None else ffi.from_buffer("int32_t[]", grid)
+
+    def _for_graph(
+        self,
+        outputs: Sequence[int],
+        rows: Sequence[int],
+        samplers: Sequence[AnySampler],
+        targets: Mapping[int, Sequence[int]],
+    ) -> tuple[Any, Any]:
+        """Samplers (or NULL) and targets (-1: none, or too many) of each output, in the order of the batch."""
+        ffi, n_targets = self._native.ffi, self._native.lib.LP_TARGETS
+        # Of several samplers of one row, one. The rows after guessed tokens are drawn from with later numbers.
+        by_entry = {
+            r: s
+            for i, (r, s) in enumerate(zip(rows, samplers, strict=True))
+            if not i or s is not samplers[i - 1]
+        }
+        entries = [i for i, output in enumerate(outputs) if output]
+        known = [by_entry[i].handle if i in by_entry and by_entry[i].is_native else ffi.NULL for i in entries]
+        wanted: list[int] = []
+        for i in entries:
+            mine = list(targets.get(i, ()))
+            if len(mine) > n_targets:
+                mine = []
+            wanted += mine + [-1] * (n_targets - len(mine))
+        return ffi.new("lp_sampler *[]", known), ffi.new("int32_t[]", wanted)
+
+    def wake_at_launch(self, wakes: LaunchWakeList) -> None:
+        self._wakes = wakes  # the pipeline has its address
+        self._native.lib.lp_wake_at_launch(self._handle, wakes.handle)
+
+    def launch_repeat(self) -> int:
+        self._launched_s = perf_counter()
+        known = self._samplers if self._in_graph and self._all_native else self._native.ffi.NULL
+        if self.tuner is not None and not self.tuner.member.is_computing:
+            self.tuner.begin()
+        step_id: int = self._native.lib.lp_launch_again(self._handle, self._sampled, known)
+        if step_id < 0:
+            self._fail(step_id)
+        if self.tuner is not None:
+            self.tuner.launched(self._n)
+        return step_id
+
+    def _fail(self, code: int) -> NoReturn:
+        raise self.pipeline.error(code, n_tokens=self._n)
+
+    def sample(
+        self, step_id: int, rows: Sequence[int], samplers: Sequence[AnySampler], guessed: Sequence[int] = ()
+    ) -> list[int]:
+        """Draws and accepts a token for each output entry of a step; see ``Executor.sample``.
+
+        Its rows stay until ``depth`` more steps are launched.
+        """
+        self._context.claim()
+        self._asked = (rows, samplers)
+        self._asked_guessed = guessed
+        self._guessed = self._native.ffi.new("int32_t[]", guessed) if guessed else self._native.ffi.NULL
+        self._n_rows = len(rows)
+        self._all_native = all(map(_is_native, samplers))
+        if self._all_native:
+            self._set_rows(rows, samplers)
+        return self.sample_repeat(step_id)
+
+    def _set_rows(self, rows: Sequence[int], samplers: Sequence[AnySampler] = ()) -> None:
+        """Writes what native code draws from. There may be more rows than slots: guesses have some, too."""
+        n = len(rows)
+        if n > len(self._rows):
+            new = self._native.ffi.new
+            self._rows, self._sampled = (new("int32_t[]", n) for _ in range(2))
+            self._samplers = new("lp_sampler *[]", n)
+        self._rows[0:n] = rows
+        self._samplers[0 : len(samplers)] = list(map(_handle, samplers))
+
+    def sample_repeat(self, step_id: int) -> list[int]:
+        native, n = self._native, self._n_rows
+        if not self._all_native:
+            return self._sample_in_background(step_id)
+        code = native.lib.lp_sample_rows(
+            self._handle, step_id, n, self._rows, self._samplers, self._guessed, self._sampled
+        )
+        if code < 0:
+            self._sampling_failed(code)
+        self.n_guessing = code
+        return native.ffi.unpack(self._sampled, n)  # type: ignore[no-any-return]
+
+    def _sample_in_background(self, step_id: int) -> list[int]:
+        """``sample`` where draws may take long."""
+        rows, samplers = self._asked
+        patience_s = (perf_counter() - self._launched_s) / 2
+        self.n_guessing = 0
+        drawn = self._background.draw(
+            rows,
+            samplers,
+            partial(self._row, step_id),
+            partial(self._sample_native, step_id),
+            patience_s,
+            self._asked_guessed,
+        )
+        self.n_guessing += sum(
+            isinstance(s, BackgroundSampler) and s.guesses and bool(s.guess(1)[0]) for s in samplers
+        )
+        self._set_rows(rows)
+        self._sampled[0 : len(drawn)] = drawn
+        return drawn
+
+    def _sample_native(
+        self, step_id: int, rows: Sequence[int], samplers: Sequence[AnySampler], guessed: Sequence[int] = ()
+    ) -> list[int]:
+        """Draws and accepts a token, or a NoToken, for each of these output entries."""
+        native, n = self._native, len(rows)
+        self._set_rows(rows, samplers)
+        code = native.lib.lp_sample_rows(
+            self._handle,
+            step_id,
+            n,
+            self._rows,
+            self._samplers,
+            native.ffi.new("int32_t[]", guessed) if guessed else native.ffi.NULL,
+            self._sampled,
+        )
+        if code < 0:
+            self._sampling_failed(code)
+        self.n_guessing += code
+        drawn: list[int] = native.ffi.unpack(self._sampled, n)
+        for sampler, token in zip(samplers, drawn, strict=True):
+            if token == NoToken.SAMPLER_FAILED:
+                sampler.error = DecodeError(f"drawing a token failed: {last_error(native)}")
+        return drawn
+
+    def _row(self, step_id: int, entry: int) -> npt.NDArray[np.float32]:
+        """A copy of the logits of an output entry."""
+        native = self._native
+        row = native.lib.lp_step_row(self._handle, step_id, entry)
+        if row == native.ffi.NULL:
+            self._sampling_failed(native.lib.LP_ERROR)
+        return np.frombuffer(native.ffi.buffer(row, 4 * self._n_vocab), np.float32).copy()
+
+    def take_drawn(self) -> list[tuple[Any, int, int]]:
+        return self._background.take()
+
+    def await_end_state(self, sampler: BackgroundSampler) -> None:
+        self._background.await_end_state(sampler)
+
+    def notify_drawn(self, notify: Callable[[], object]) -> None:
+        self._background.notify = notify
+
+    def add_spare_thread(self) -> None:
+        self.threads.add_spare_thread()
+
+    def score(
+        self, step_id: int, rows: Sequence[int], targets: Sequence[int], n_top: int
+    ) -> list[TokenScore]:
+        self._context.claim()
+        native, n = self._native, len(rows)
+        new = native.ffi.new
+        logprobs, greedy = new("float[]", n), new("int8_t[]", n)
+        ids, values = new("int32_t[]", n * n_top), new("float[]", n * n_top)
+        code = native.lib.lp_score_rows(
+            self._handle, step_id, n, rows, targets, logprobs, greedy, n_top, ids, values
+        )
+        if code < 0:
+            self._sampling_failed(code)
+        unpack = native.ffi.unpack
+        tops: list[list[tuple[int, float]]] = [[] for _ in range(n)]
+        if n_top:
+            pairs = list(zip(unpack(ids, n * n_top), unpack(values, n * n_top), strict=True))
+            tops = [pairs[i * n_top : (i + 1) * n_top] for i in range(n)]
+        return [
+            TokenScore(logprob, bool(is_greedy), top)
+            for logprob, is_greedy, top in zip(unpack(logprobs, n), unpack(greedy, n), tops, strict=True)
+        ]
+
+    def _sampling_failed(self, code: int) -> NoReturn:
+        lib = self._native.lib
+        if code == lib.LP_ERROR:
+            reason = last_error(self._native)
+            kind = DecodeError if "bad_alloc" in reason else RuntimeError  # a defect ends the engine
+            raise kind(f"sampling failed: {reason}")
+        self._fail(code)
+
+    def park_threads(self) -> None:
+        """Parks the compute threads, which would spin for some milliseconds: the next caller needs a core, too."""
+        self._context.park_threads()
+
+    def yield_cores(self) -> None:
+        if self.tuner is not None:
+            self.tuner.yield_cores()
+
+    def compute_s(self) -> float:
+        return float(self.pipeline.counters().compute_ns) * 1e-9
+
+    def stats(self) -> dict[str, Any]:
+        counters = self.pipeline.counters()
+        return {
+            "n_waits": counters.n_waits,
+            "n_syncs": counters.n_syncs,
+            "n_copies": counters.n_copies,
+            "n_copied_bytes": counters.n_bytes,
+            "n_reused": self.pipeline.n_reused,
+            "n_graph_sampled": counters.n_graph,
+            "compute_s": counters.compute_ns * 1e-9,
+            "wait_s": counters.wait_ns * 1e-9,
+            "n_threads": self._context.n_threads,
+            "swa_full": self._context.swa_full,
+            "n_thread_changes": 0 if self.tuner is None else self.tuner.n_changes,
+        }
+
+    def launching(self) -> int:
+        step_id: int = self._native.lib.lp_launching(self._handle)
+        return step_id
+
+    def abort(self, step_id: int) -> None:
+        """Ends a step within one node of its graph if it is still being computed, on a CPU; any thread."""
+        self._native.lib.lp_abort(self._handle, step_id)
+
+    def close(self) -> None:
+        """Waits for samplers that still draw. Frees saved cells, pipeline and context."""
+        self.threads.close()
+        while self._saved:
+            self._saved.popitem()[1].close()
+        if self.tuner is not None:
+            self.tuner.close()
+        self.pipeline.close()
+        self._adapters = None

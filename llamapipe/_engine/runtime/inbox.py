@@ -1,0 +1,56 @@
+"""The queue of commands for the engine thread.
+
+Open this file to change how other threads reach the engine thread.
+
+The principle: any thread puts a function call, and the engine thread makes it between two steps, in the order of calls.
+Putting is one call of a ``SimpleQueue``, which holds no lock that Ctrl-C could leave locked. So a caller may be
+interrupted at any line, and the engine thread never waits for one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+from llamapipe._engine.policy.core import Request
+
+
+class Inbox:
+    """A queue of function calls. Any thread puts them, the engine thread runs them; both are safe under Ctrl-C.
+
+    ``single_caller``: callers set it before they submit. True when no other thread or task could submit in the
+    meantime, so the engine need not wait for more requests before it starts a step. ``urgent``: arguments of calls that
+    are also in the queue and may be taken first, whatever waits before them.
+    """
+
+    __slots__ = ("_commands", "empty", "single_caller", "urgent")
+
+    def __init__(self) -> None:
+        self.single_caller = False
+        self.urgent: deque[Request] = deque()
+        self._commands: SimpleQueue[tuple[Callable[..., object], tuple[object, ...]]] = SimpleQueue()
+        # The method of the queue itself, because every step calls it several times.
+        self.empty = self._commands.empty
+
+    def __repr__(self) -> str:
+        return f"<Inbox n={self._commands.qsize()}>"
+
+    def put(self, function: Callable[..., object], *arguments: object) -> None:
+        """Adds a call. Never blocks."""
+        self._commands.put((function, arguments))
+
+    def run_next(self, timeout: float | None = None) -> None:
+        """Waits for the next call and makes it. Raises queue.Empty after ``timeout`` seconds."""
+        # A get() with a timeout of about a microsecond may wait for ever (seen in CPython 3.11 and 3.12). The put()
+        # before it has left the queue's lock open, so get() looks twice, and the time left is negative the second time,
+        # which means no limit. A get() that does not wait closes the lock.
+        try:
+            function, arguments = self._commands.get_nowait()
+        except Empty:
+            function, arguments = self._commands.get(timeout=timeout)
+        function(*arguments)
+
+    def qsize(self) -> int:
+        """The number of calls that wait."""
+        return self._commands.qsize()

@@ -1,0 +1,99 @@
+"""Whether the logits of a row are the same, bit for bit, whatever else is in the batch.
+
+Open this file when ``batch_invariant=True`` refuses a model that it should accept, or accepts one that it should not.
+
+The principle: name what is known to differ, then measure. The same tokens are computed in several divisions into
+batches, and their logits must be equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from llamapipe.llama.batch import DecodeBatch
+from llamapipe.llama.context import Context
+from llamapipe.llama.model import Model
+from llamapipe.native.load import native
+
+_N_TOKENS = 80  # from 64 on ggml's attention has another loop
+_N_SEQ = 5
+
+
+def check_invariance(
+    model: Model, unified: bool, flash_attn: str, new_context: Callable[..., Context]
+) -> None:
+    """Raises ValueError if a text of this model could depend on what else runs.
+
+    Known reasons come first. Then a token is computed in several ways, and its logits are compared. That finds a
+    product or an operation that ggml computes differently for one row than for several.
+    """
+    reason = _known(model, unified, flash_attn)
+    if reason is None and not _is_invariant(new_context):
+        reason = (
+            "ggml computes one of its operations otherwise for several rows, such as products of a format "
+            "that llamapipe has no kernel for"
+        )
+    if reason is not None:
+        raise ValueError(
+            f"batch_invariant=True, but {reason}: texts of {model.path.name} may depend on the load"
+        )
+
+
+def _known(model: Model, unified: bool, flash_attn: str) -> str | None:
+    module = native()
+    if module.lib.lp_kernels_level() == module.ffi.NULL:
+        return "llamapipe has no kernels for this processor"
+    if not model.attends:
+        return "the model was loaded with kernels='ggml'"
+    if any(device.type != "cpu" for device in model.devices):
+        return "devices compute the model; n_gpu_layers=0 computes it on the CPU"
+    if model.is_recurrent:
+        return "the model is recurrent"
+    if unified:
+        return "requests share one KV cache; leave n_cells and kv_unified out"
+    if flash_attn == "off":
+        return "flash_attn is 'off'"
+    return None
+
+
+def _is_invariant(new_context: Callable[..., Context]) -> bool:
+    tokens = np.arange(_N_TOKENS) % 50 + 5
+    with new_context(
+        n_ctx=_N_TOKENS + 1, n_cells=None, n_seq_max=_N_SEQ, n_batch=512, n_ubatch=512
+    ) as context:
+        ways: list[list[list[int]]] = [
+            [[_N_TOKENS]],  # parts, each with the tokens of sequences from 0 on
+            [[_N_TOKENS - 1], [1]],
+            [[_N_TOKENS - 2] * 2, [2, 1]],
+            [[30] * _N_SEQ, [_N_TOKENS - 31] * _N_SEQ, [1] * _N_SEQ],
+        ]
+        found = []
+        for way in ways:
+            context.clear()
+            found.append(_last_logits(context, tokens, way))
+        return all(np.array_equal(logits, found[0]) for logits in found)
+
+
+def _last_logits(
+    context: Context, tokens: npt.NDArray[np.int64], parts: list[list[int]]
+) -> npt.NDArray[np.float32]:
+    """Logits after all tokens of sequence 0. The others begin one token later each, so they differ."""
+    done = 0
+    for part in parts:
+        entries = list(_entries(tokens, done, part))
+        context.decode(DecodeBatch(*zip(*entries, strict=True)))
+        done += part[0]
+    assert done == len(tokens)
+    return context.logits(parts[-1][0] - 1).copy()
+
+
+def _entries(
+    tokens: npt.NDArray[np.int64], done: int, part: list[int]
+) -> Iterator[tuple[Any, int, int, bool]]:
+    for seq_id, n in enumerate(part):
+        for i in range(done, done + n):
+            yield tokens[(i + seq_id) % len(tokens)], i, seq_id, i == done + n - 1

@@ -1,0 +1,79 @@
+"""The requests whose tokens are drawn after their step was sampled.
+
+Open this file to change which request a late token belongs to, or when a request that waits for one lends its slot.
+
+The principle: a token that is drawn later has the number of its draw, so a token for a request that has ended is
+ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from operator import itemgetter
+from time import perf_counter
+from typing import Any
+
+from llamapipe._engine.policy.core import BatchPlan, Request
+from llamapipe._engine.runtime.executor import Executor
+from llamapipe.errors import NoToken
+
+_PART_BEFORE = 0.5  # of the waits for earlier tokens: where every mask is slow, each alone may be short
+_seconds = itemgetter(1)
+
+
+class LateDraws:
+    """Finds the request of a token that arrives. Methods are for the engine thread.
+
+    A request leaves with its token. If it ended before, its token is ignored: the numbers of its sampler's draws tell.
+    """
+
+    def __init__(self) -> None:
+        # By sampler, with the number of the draw, and when it began. The oldest first.
+        self.requests: dict[Any, tuple[Request, int, float]] = {}
+
+    def __repr__(self) -> str:
+        return f"<LateDraws n={len(self.requests)}>"
+
+    def add(self, plan: BatchPlan, sampled: Sequence[int]) -> None:
+        """Adds the requests of a step whose tokens will be drawn later."""
+        for request, token in zip(plan.requests, sampled, strict=True):
+            if token == NoToken.LATER and request.batch_plan is plan and request.sampler is not None:
+                self.requests[request.sampler] = request, request.sampler.n_draws, perf_counter()
+
+    def await_end_states(self, requests: Sequence[Request], executor: Executor) -> None:
+        """Asks the samplers of requests that have generated their last token whether the text is complete."""
+        for request in requests:
+            sampler = request.sampler
+            executor.await_end_state(sampler)
+            if sampler is not None:
+                self.requests[sampler] = request, sampler.n_draws, perf_counter()
+
+    def late_by(self, seconds: float) -> list[tuple[Request, float]]:
+        """The requests that have waited at least ``seconds`` for their tokens, with their waits; the longest first.
+
+        Half of the time that they waited for earlier tokens counts, since they have their slots.
+        """
+        now_s = perf_counter()
+        waits = (
+            (request, now_s - began_s + _PART_BEFORE * request.late_s)
+            for request, _, began_s in self.requests.values()
+        )
+        return sorted((late for late in waits if late[1] >= seconds), key=_seconds, reverse=True)
+
+    def take(self, executor: Executor, open_requests: Container[Request]) -> list[tuple[Request, int]]:
+        """The requests whose tokens have arrived, with these."""
+        arrived = []
+        for sampler, number, token in executor.take_drawn():
+            request, wanted, began_s = self.requests.get(sampler, (None, 0, 0.0))
+            if request is None or number != wanted:
+                continue
+            del self.requests[sampler]
+            if request.slot >= 0:
+                request.late_s += perf_counter() - began_s
+            if request in open_requests and request.is_drawing:
+                arrived.append((request, token))
+        return arrived
+
+    def forget(self, sampler: Any) -> None:
+        """Forgets a sampler whose request has ended."""
+        self.requests.pop(sampler, None)

@@ -1,0 +1,640 @@
+"""The engine loop: it turns plans into steps and tokens into deliveries.
+
+Open this file to change the order in which things happen in a step, or between two.
+
+A turn of the loop, in this order:
+
+1. Execute the commands that have arrived (``Inbox``): new requests, cancels, changes, questions.
+2. Perform the changes to KV cells, then plan a step and launch it (``StepsInFlight``).
+3. Deliver the tokens of the step before, while the new one is computed.
+4. Sample the oldest step in flight, and commit its tokens. Draws that take long are left to other threads
+   (``LateDraws``), and their requests skip steps until then.
+
+Where a launch returns only when its step is computed, delivery comes after sampling instead. A stop string found at
+delivery ends a request that is already part of the next step; its token of that step is discarded.
+
+The principle: the engine thread alone touches the scheduler, the executor and the samplers. A request whose
+``batch_plan`` is not the step's plan any more has left the step: nothing is drawn or recorded for it, because its
+sampler must not see a token that is discarded. Whatever fails ends the requests of its step only; after a defect of
+the loop itself, every request gets an error, and so does every later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from itertools import takewhile
+from operator import attrgetter
+from queue import Empty
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Protocol
+
+from llamapipe._engine.policy.core import UNLIMITED, BatchPlan, Request, State
+from llamapipe._engine.policy.scheduler import Scheduler
+from llamapipe._engine.runtime.executor import Executor
+from llamapipe._engine.runtime.in_flight import StepsInFlight, draw, record_logprobs, score
+from llamapipe._engine.runtime.inbox import Inbox
+from llamapipe._engine.runtime.late_draws import LateDraws
+from llamapipe._engine.runtime.mailboxes import ResultDispatcher
+from llamapipe._engine.runtime.micro_batches import MicroBatchSwitch
+from llamapipe._engine.runtime.snapshot import Snapshot
+from llamapipe._engine.runtime.time_counter import TimeCounter
+from llamapipe.errors import BackendError, ContextFullError, DecodeError, InvalidRequestError, NoToken
+from llamapipe.llama.native_pipeline import StepAbortedError
+from llamapipe.results import EngineStats
+
+if TYPE_CHECKING:
+    from llamapipe._engine.runtime.encoder import MediaEncoder
+    from llamapipe.kv_events import Publisher
+    from llamapipe.pipeline.trace import Trace
+
+
+def _n_tokens_of(request: Request, following: Sequence[tuple[Request, int]]) -> int:
+    """The number of the next undelivered tokens that are in this request's sequence."""
+    tokens = takewhile(lambda pair: pair[0] is request, following)
+    return sum(token >= 0 and token not in request.stop_tokens for _, token in tokens)
+
+
+_MAX_SKIPPED_WINDOWS = 7
+_MAX_COMMANDS = 512  # between two steps, so that requests progress while thousands of others arrive
+_sampler = attrgetter("sampler")  # made in C, because every step makes a list with it
+_LATER = int(NoToken.LATER)  # a plain int, because every step compares with it
+_LOOK_S = 0.02  # between two looks at draws that other threads make
+# After which a late draw's slot is lent; saving and loading its cells takes a few milliseconds.
+_LEND_S = 0.05
+
+
+class Closable(Protocol):
+    """A part of the engine that is closed when the loop ends."""
+
+    def close(self) -> None:
+        """Closes it."""
+
+
+class EngineLoop:
+    """The steps of one context, from ``run`` until a ``stop`` command. Methods are for the engine thread.
+
+    ``inbox``: the commands of other threads. ``dispatcher``: wakes the callers that wait for results. ``in_flight``:
+    the launched steps; other threads may abort them. ``open``: the requests whose end is not delivered yet.
+    ``trace``: records plan and deliver stages. ``kv_events``: tells routers what the prefix cache holds. ``long_work``:
+    threads for callers' work, which end with the loop. ``encoder``: of images and sounds, for models that take them.
+
+    ``window_s``: how long an idle loop waits for more requests after the one that woke it. ``left_queue``: called with
+    the requests that do not wait for a slot any longer.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        window_s: float,
+        left_queue: Callable[[Sequence[Request]], object],
+        trace: Trace | None = None,
+        kv_events: Publisher | None = None,
+        long_work: Closable | None = None,
+        encoder: MediaEncoder | None = None,
+    ) -> None:
+        self.inbox = Inbox()
+        self.dispatcher = ResultDispatcher(at_launch=not executor.overlaps)
+        if not executor.overlaps:
+            executor.wake_at_launch(self.dispatcher.wakes)
+        self.in_flight = StepsInFlight(executor)
+        self.open: dict[Request, None] = {}
+        self._trace = trace
+        self._kv_events = kv_events
+        self._long_work = long_work
+        self._encoder = encoder
+        self._scheduler = scheduler
+        self._executor = executor
+        self._left_queue = left_queue
+        self._micro_batches = MicroBatchSwitch(executor)
+        scheduler.set_depth(executor.depth if executor.overlaps else 1)
+        self._window_s = window_s
+        self._n_skip = self._n_skipped = 0  # windows to skip after one in vain, and skipped since
+        self._stopping = False
+        self.closed = False  # the context is freed
+        self.failure: BackendError | None = None  # a defect of the loop: every request fails with it
+        self._undelivered: list[tuple[Request, int]] = []  # the tokens of the step sampled last
+        self._last_step = -1  # the number of that step
+        self._late = LateDraws()
+        executor.notify_drawn(lambda: self.inbox.put(self.take_drawn))
+        self._step_times = TimeCounter()
+        self._n_wants_logprobs = 0  # open requests that want log-probabilities
+        self._unguessed: dict[str, int] = {}  # requests without guesses, by the reason
+        # The number of the last step that had some, how many, and how many were right.
+        self._last_guesses = (-1, 0, 0)
+        self._n_accepted = 0  # right guesses of all steps up to that one
+        self._n_requests = self._n_steps = self._n_prompt = self._n_generated = 0
+        self._plan_s = self._launch_s = self._sample_s = self._deliver_s = self._idle_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"<EngineLoop n_steps={self._n_steps} n_in_flight={len(self.in_flight.steps)} n_open={len(self.open)}>"
+
+    # ---- commands
+    def add(self, *requests: Request) -> None:
+        """Accepts new requests."""
+        self._n_requests += len(requests)
+        self.open.update(dict.fromkeys(requests))
+        for request in requests:
+            self._n_wants_logprobs += request.wants_logprobs
+            if unguessed := request.spec.unguessed:
+                self._unguessed[unguessed] = self._unguessed.get(unguessed, 0) + 1
+            if self.failure is not None:
+                self._give_up(request, self.failure)
+                continue
+            self._scheduler.add(request)
+            if self._encoder is not None and not request.is_encoded:
+                self._encoder.put(request, self._encoded)
+            if request.cancelled:
+                self.cancel(request)
+
+    def _encoded(self, request: Request, error: Exception | None) -> None:
+        """Called by the encoder's thread when it has encoded a request's images and sounds; posts a command."""
+        self.inbox.put(self._continue_encoded, request, error)
+
+    def _continue_encoded(self, request: Request, error: Exception | None) -> None:
+        if request.state is State.FINISHED:
+            return
+        if error is None:
+            self._scheduler.encoded(request)
+        else:
+            self._fail([request], error)
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request in any state."""
+        if request.arrival < 0:
+            request.cancelled = True  # `add`, which comes later, looks at it
+        elif request.state is not State.FINISHED:
+            self._scheduler.cancel(request)
+            self._finished(request)
+
+    def resume(self, request: Request) -> None:
+        """Continues a paused request, as far as its token budget allows."""
+        if request.state is not State.FINISHED:
+            self._scheduler.resume(request)
+
+    def change(self, request: Request, n_keep: int | None, tokens: Sequence[int]) -> None:
+        """Trims a resumable request's sequence to ``n_keep`` tokens, or appends some. Its sampler starts over."""
+        if request.state is State.FINISHED:
+            return
+        if n_keep is not None:
+            self._scheduler.trim(request, n_keep)
+        if tokens:
+            self._scheduler.append(request, tokens)
+        request.sink.restart_text(len(request.full_sequence) <= request.n_prompt)
+        if request.sampler is not None and request.spec.sampler_factory is not None:
+            request.spec.sampler_factory.rebuild(request.sampler, request)
+
+    def take_drawn(self) -> None:
+        """Records the tokens that other threads have drawn."""
+        for request, token in self._late.take(self._executor, self.open):
+            if token >= 0 and request.wants_logprobs and request.sampler is not None:
+                request.logprobs.append(request.sampler.logprobs(-1))
+            self._n_generated += token >= 0
+            self._scheduler.can_guess = self._scheduler.can_guess or request.spec.speculates
+            self._scheduler.drawn(request, token)
+            if token == NoToken.SETTLED:  # its last token is delivered already
+                self._finished(request)
+            else:
+                self._undelivered.append((request, token))
+        self._await_end_states()
+        self._deliver()
+
+    def _look_after_late_draws(self) -> bool:
+        """Looks after draws that take long: others get threads and slots. Returns whether a slot came free."""
+        self._executor.add_spare_thread()
+        if not self._scheduler.n_queued:
+            return False
+        late = self._late.late_by(_LEND_S)
+        return sum(self._scheduler.lend(request, waited_s / _LEND_S) for request, waited_s in late) > 0
+
+    def _await_end_states(self) -> None:
+        self._late.await_end_states(self._scheduler.awaiting_end, self._executor)
+        self._scheduler.awaiting_end.clear()
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """Accepts a request that continues the sequence of a resumable one. The child fails if the parent has ended."""
+        self._scheduler.fork(parent, child)
+        self.add(child)
+        if parent.state is State.FINISHED:
+            self._scheduler.fail(child, parent.error or InvalidRequestError("the generation was cancelled"))
+            self._finished(child)
+
+    def snapshot(self, request: Request) -> Snapshot:
+        """The sequence of a resumable request that does not run."""
+        if request.error is not None:
+            raise request.error
+        self._change_cells()
+        kept, executor = request.saved_cells, self._executor
+        n_cells, state = 0, None if kept is None else executor.read_saved(kept.key)
+        if kept is not None and state is not None:
+            n_cells = kept.n
+        elif request.slot >= 0 and request.n_past and request.uses_cache:
+            state = executor.read_cells(request.slot)
+            n_cells = request.n_past if state is not None else 0
+        # Constraints cannot be followed from the middle of a text: they begin with what follows.
+        n_prompt = len(request.tokens) if request.dropped else request.n_prompt
+        return Snapshot(request.tokens.copy(), n_prompt, n_cells, state or b"", request.active_from)
+
+    def restore(self, request: Request, n_cells: int, state: bytes) -> None:
+        """Accepts a new request whose first cells are given."""
+        if state and self.failure is None:
+            cache = self._scheduler.cache
+            key = cache.restore(request, n_cells, len(state))
+            if key is not None and not self._executor.keep_saved(key, state):
+                cache.saved(key, None)
+        self.add(request)
+
+    def visit_unused(self, visit: Callable[[Sequence[int], Hashable, bytes], None]) -> None:
+        """Calls a function with the tokens, the key and the cells of each sequence that no request uses."""
+        self._change_cells()
+        for found in self._scheduler.cache.unused():
+            read = self._executor.read_saved if found.slot < 0 else self._executor.read_cells
+            state = read(found.key if found.slot < 0 else found.slot)
+            if state is not None:
+                visit(found.tokens, found.cache_key, state)
+
+    def reset_cache(self, is_wanted: Callable[[Hashable], bool]) -> None:
+        """Drops cached cells; see ``KvCache.reset``."""
+        self._scheduler.cache.reset(is_wanted)
+
+    def take_in(self, tokens: Sequence[int], cache_key: Hashable, state: bytes) -> None:
+        """Keeps cells that come from elsewhere, if there is room."""
+        cache = self._scheduler.cache
+        key = cache.take_in(tokens, cache_key, len(state))
+        if key is not None and not self._executor.keep_saved(key, state):
+            cache.saved(key, None)
+
+    def kept_bytes(self, request: Request) -> tuple[int, int, int]:
+        """The bytes of a request's cells that stay saved (0: they could not be saved), needed bytes, and the budget."""
+        self._change_cells()
+        kept, cache = request.saved_cells, self._scheduler.cache
+        n_bytes = 0 if kept is None or not cache.has(kept) else kept.n_bytes
+        return n_bytes, cache.n_bytes_of(len(request.tokens)), cache.host_budget
+
+    def release(self, request: Request) -> None:
+        """Unpins the saved cells of a request that has ended: they need not be kept any more."""
+        self._scheduler.cache.unpin(request)
+
+    def stop(self, drain: bool) -> None:
+        """Ends the loop: after the open requests are finished, or at once."""
+        self._stopping = True
+        self._deliver()  # the tokens sampled last are part of the sequences already
+        for request in list(self.open):
+            if not drain:
+                self.cancel(request)
+            elif not request.spec.resumable:
+                self._run_to_end(request)
+
+    def stats(self) -> EngineStats:
+        """A copy of the counters. Also for other threads, after the engine thread's end."""
+        return EngineStats(
+            n_requests=self._n_requests,
+            n_preempted=self._scheduler.n_preempted,
+            n_active=self._scheduler.n_active,
+            n_used_cells=self._scheduler.n_used_cells,
+            n_cache_hit_tokens=self._scheduler.cache.n_hit_tokens,
+            n_saved=self._scheduler.cache.n_saved,
+            n_restored=self._scheduler.cache.n_restored,
+            cache_bytes=0 if self.closed else self._scheduler.cache.n_host_bytes,
+            step_times=self._step_times.copy(),
+            n_queued=self._scheduler.n_queued,
+            n_micro_batches=self._scheduler.batch_builder.n_micro_batches,
+            steps=self._n_steps,
+            n_prompt_tokens=self._n_prompt,
+            n_completion_tokens=self._n_generated,
+            idle_s=self._idle_s,
+            plan_s=self._plan_s,
+            launch_s=self._launch_s,
+            sample_s=self._sample_s,
+            deliver_s=self._deliver_s,
+            n_drafted=self._scheduler.gate.n_drafted,
+            n_accepted=self._scheduler.gate.n_accepted,
+            n_forced=self._scheduler.gate.n_forced,
+            n_steps_saved=self._scheduler.gate.n_steps_saved,
+            no_guesses=self._scheduler.gate.no_guesses,
+            unguessed=self._unguessed.copy(),
+            n_adapter_changes=self._scheduler.turns.n_changes,
+            n_encoded_media=0 if self._encoder is None else self._encoder.n_encoded,
+            **self._executor.stats(),
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the scheduler's state is inconsistent, or other than llama.cpp's memory.
+
+        Threads as for ``stats``.
+        """
+        self._scheduler.check_integrity()
+        if not self.in_flight.steps and not self.closed:
+            self._change_cells()
+            expected = self._scheduler.n_cells_by_slot()
+            found = {slot: self._executor.sequence_end(slot) for slot in expected}
+            assert found == expected, f"cells by slot: {found}, expected {expected}"
+
+    # ---- the loop
+    def run(self) -> None:
+        """Runs until a ``stop`` command. Frees the context at the end."""
+        try:
+            self._loop()
+        except BaseException as e:  # callers wait for this thread: it must not end without an answer
+            self._serve_errors(e)
+        finally:
+            self.closed = True
+            for owner in (
+                self.dispatcher,
+                self.in_flight,
+                self._scheduler.gate.drafter,
+                self._executor,
+                self._kv_events,
+                self._long_work,
+                self._encoder,
+            ):
+                if owner is not None:
+                    owner.close()
+
+    def _loop(self) -> None:
+        scheduler, inbox = self._scheduler, self.inbox
+        dispatcher, steps = self.dispatcher, self.in_flight.steps
+        started = perf_counter()
+        while True:
+            while inbox.urgent:  # thousands of new requests may wait before a cancel in the inbox
+                self.cancel(inbox.urgent.popleft())
+            for _ in range(_MAX_COMMANDS):
+                if inbox.empty():
+                    break
+                inbox.run_next()
+            if dispatcher.pending:  # a caller that cancelled need not wait for a step
+                self._flush()
+            if scheduler.cache.memory_ops:
+                # Before the plan: what cannot be removed in part is computed again.
+                self._change_cells()
+            if scheduler.drafts and scheduler.may_draft:  # which takes time that callers need not wait for
+                self._deliver()
+                self._flush(together=True)
+            # After a change from two micro-batches to one, a step may be in flight that has to be sampled first.
+            plan = scheduler.plan() if len(steps) < scheduler.max_in_flight else None
+            if scheduler.dequeued:
+                self._left_queue(scheduler.take_dequeued())
+            if plan is not None:
+                self._launch(plan, started)
+            self._deliver()
+            if self._kv_events is not None:
+                self._kv_events.flush()
+
+            # There are three cases for what to do next:
+            # 1. A step is in flight, and no further one can be launched: sample it.
+            if steps and (plan is None or len(steps) >= scheduler.max_in_flight):
+                self._sample()
+                started = perf_counter()
+                if scheduler.has_work or steps:
+                    continue
+                # All requests wait for their callers: the first one to return must not start a step without the
+                # others.
+                self._change_cells()
+            # 2. The launch failed, or there is room for another micro-batch: plan again.
+            elif plan is not None:
+                started = perf_counter()
+                continue
+            # 3. Nothing can be computed: wait for a command.
+            self._deliver()
+            if scheduler.dequeued:  # requests that ended without ever having a slot
+                self._left_queue(scheduler.take_dequeued())
+            self._flush(together=True)  # also wakes callers that an interrupted thread failed to wake
+            if self._stopping:
+                if not self.open:
+                    self._left_queue(scheduler.take_dequeued())
+                    return
+                self._end_waiting()
+                if self._late.requests or scheduler.is_encoding:
+                    inbox.run_next()
+                continue
+            self._wait()
+            waited = perf_counter()
+            self._idle_s += waited - started
+            started = waited
+
+    def _wait(self) -> None:
+        """Blocks for a command, then a moment longer for more requests, if that has paid lately."""
+        inbox, scheduler = self.inbox, self._scheduler
+        if self._kv_events is not None:
+            self._kv_events.flush()
+        if inbox.empty():
+            self._executor.yield_cores()
+            if not inbox.single_caller and not self.open:
+                self._executor.park_threads()
+        while self._late.requests:  # draws that hang must not keep others from being made
+            try:
+                inbox.run_next(_LOOK_S)
+                break
+            except Empty:
+                if self._look_after_late_draws():
+                    return
+        else:
+            inbox.run_next()
+        if inbox.single_caller or self._window_s <= 0 or not scheduler.has_work:
+            return
+        if self._n_skipped < self._n_skip:
+            self._n_skipped += 1
+            return
+        deadline = perf_counter() + self._window_s
+        n_arrived = 0
+        while not (self._stopping or (scheduler.n_active and scheduler.all_ready)):
+            left_s = deadline - perf_counter()
+            if left_s <= 0:
+                break
+            try:
+                inbox.run_next(left_s)
+            except Empty:
+                break
+            n_arrived += 1
+        self._n_skip = 0 if n_arrived else min(2 * self._n_skip + 1, _MAX_SKIPPED_WINDOWS)
+        self._n_skipped = 0
+
+    def _change_cells(self) -> bool:
+        """Performs the changes to KV cells that are queued. False if a sequence lost its cells by that."""
+        changes = self._executor.change_cells(self._scheduler.cache.take_memory_ops())
+        return not any(changes) or self._scheduler.cells_changed(changes)
+
+    # ---- one step
+    def _launch(self, plan: BatchPlan, started: float) -> None:
+        """Launches a plan that was begun at this time of ``perf_counter``. Handles its failure."""
+        keeps_cells = not self._scheduler.cache.memory_ops or self._change_cells()
+        if not keeps_cells or (not plan.repeats and not self._make_samplers(plan)):
+            self._scheduler.drop(plan)  # a request of it lost its cells or failed: plan again
+            return
+        samplers: list[Any] = [] if plan.repeats else list(map(_sampler, plan.requests))
+        planned = perf_counter()
+        try:
+            self.in_flight.launch(plan, samplers, planned)
+        except (ContextFullError, DecodeError) as e:
+            self._failed(plan, e)
+        if self._trace is not None and self._trace.on and self.in_flight.steps:
+            self._trace.add("plan", self.in_flight.steps[-1].step_id, started, planned)
+        self._plan_s += planned - started
+        self._launch_s += perf_counter() - planned
+
+    def _make_samplers(self, plan: BatchPlan) -> bool:
+        """Makes the missing samplers. False if memory was missing for one: its request has failed."""
+        for request in plan.requests:
+            if request.sampler is None and request.spec.sampler_factory is not None:
+                try:
+                    request.sampler = request.spec.sampler_factory.make(request)
+                except MemoryError as e:
+                    self._fail([request], e)
+                    return False
+        return True
+
+    def _sample(self) -> None:
+        """Draws the tokens of the oldest step in flight and commits them. Waits for the step if need be."""
+        oldest = self.in_flight.steps[0]
+        plan, executor, scheduler = oldest.plan, self._executor, self._scheduler
+        damaged: list[Request] = []
+        began = perf_counter()
+        try:
+            sampled = draw(executor, oldest)
+            scheduler.can_guess = executor.n_guessing > 0
+            if plan.scored:
+                damaged = score(executor, oldest)
+        except (ContextFullError, DecodeError) as e:  # a step that is computed asynchronously fails here
+            self.in_flight.complete_oldest()
+            self._failed(plan, e)
+            return
+        self.in_flight.complete_oldest()
+        if self._n_wants_logprobs:
+            record_logprobs(plan, sampled)
+        drawn = perf_counter()
+        if damaged:
+            self._fail(damaged, DecodeError("a logit is not finite; the model or its weights are damaged"))
+        if _LATER in sampled:
+            self._late.add(plan, sampled)
+        self._undelivered += scheduler.commit(plan, sampled)
+        if scheduler.awaiting_end:
+            self._await_end_states()
+        if self._late.requests:
+            self._look_after_late_draws()
+        for request, *_ in plan.scored:
+            if request.max_tokens == 0 and request.finish_reason is not None and request in self.open:
+                self._finished(request)
+        self._last_step = oldest.step_id
+        self._step_times.add(drawn - oldest.began_s)
+        scheduler.observe(plan, drawn - oldest.began_s)
+        self._n_steps += 1
+        n_sampled = len(sampled)
+        if plan.n_guessed:
+            n_sampled -= sampled.count(NoToken.NOT_DRAWN)
+            n_accepted = scheduler.gate.n_accepted
+            self._last_guesses = oldest.step_id, plan.n_guessed, n_accepted - self._n_accepted
+            self._n_accepted = n_accepted
+        self._n_generated += n_sampled
+        self._n_prompt += len(plan.tokens) - plan.n_decode - plan.n_guessed - len(plan.padding)
+        self._sample_s += drawn - began
+        if not executor.overlaps:
+            self._deliver()
+        elif self._micro_batches.stepped(n_sampled):
+            scheduler.split_decoding(self._micro_batches.n)
+
+    def _deliver(self) -> None:
+        """Gives the tokens sampled last to their sinks, and notes whom to wake."""
+        if not self._undelivered and not self.dispatcher.pending:
+            return
+        began = perf_counter()
+        undelivered, self._undelivered = self._undelivered, []
+        n_left = len(undelivered)
+        for request, token in undelivered:
+            n_left -= 1
+            if request not in self.open:
+                continue  # it was cancelled meanwhile
+            # After a right guess a step has several tokens of a request.
+            has_more = n_left > 0 and undelivered[-n_left][0] is request
+            if (
+                token >= 0
+                and request.error is None
+                and token not in request.stop_tokens
+                and request.sink.token(request, token)
+            ):
+                self._scheduler.stop(request, _n_tokens_of(request, undelivered[-n_left:]) if has_more else 0)
+                has_more = False
+            if request.finish_reason is not None and not has_more:
+                self._finished(request)
+        if self.dispatcher.pending:
+            self._flush()
+        ended = perf_counter()
+        if undelivered and self._trace is not None and self._trace.on:
+            step, *guesses = self._last_guesses
+            self._trace.add(
+                "deliver", self._last_step, began, ended, *guesses if step == self._last_step else ()
+            )
+        self._deliver_s += ended - began
+
+    def _flush(self, together: bool = False) -> None:
+        """Wakes callers; see ``ResultDispatcher.flush``. Requests of closed event loops are cancelled."""
+        for request in self.dispatcher.flush(together):
+            self.cancel(request)
+
+    # ---- ends and failures
+    def _finished(self, request: Request) -> None:
+        """Delivers the end of a request. Frees its sampler unless the request may continue after a change."""
+        if request.state is State.FINISHED:
+            if request in self.open:
+                del self.open[request]
+                self._n_wants_logprobs -= request.wants_logprobs
+            if request.sampler is not None:
+                if self._late.requests:
+                    self._late.forget(request.sampler)
+                self.in_flight.retire(request.sampler)
+                request.sampler = None
+        request.sink.finish(request)
+
+    def _fail(self, requests: Sequence[Request], error: Exception) -> None:
+        for request in requests:
+            if request in self.open:
+                self._scheduler.fail(request, error)
+                self._finished(request)
+
+    def _failed(self, plan: BatchPlan, error: Exception) -> None:
+        """Ends the requests of a step that failed, or makes room if it found no cells. The others continue."""
+        self._deliver()
+        if isinstance(error, StepAbortedError):
+            for request in self._scheduler.drop(plan):
+                if request.cancelled:
+                    self.cancel(request)
+        elif not isinstance(error, ContextFullError) or not self._scheduler.free_cells_after(plan):
+            for request in self._scheduler.abort(plan, error):
+                self._finished(request)
+
+    def _end_waiting(self) -> None:
+        """Continues or ends the requests that wait for a caller while the engine closes."""
+        for request in list(self.open):
+            if request.spec.resumable:
+                self.cancel(request)
+            else:
+                self._run_to_end(request)
+
+    def _run_to_end(self, request: Request) -> None:
+        request.token_budget = UNLIMITED  # a stream's reader finds the rest in its mailbox
+        self._scheduler.resume(request)
+
+    def _serve_errors(self, error: BaseException) -> None:
+        """Fails all requests after a defect of the loop itself, and those still to arrive, until ``stop``."""
+        text = f"the engine thread failed ({error!r}); close this engine and make another"
+        self.failure = BackendError(text)
+        self.failure.__cause__ = error
+        for request in list(self.open):
+            self._give_up(request, self.failure)
+        while True:
+            self._flush(together=True)
+            if self._stopping:
+                return
+            self.inbox.run_next()
+
+    def _give_up(self, request: Request, error: BaseException) -> None:
+        """Ends a request after a defect. Its caller must get an answer, whatever is broken by now."""
+        with suppress(Exception):
+            self._scheduler.fail(request, error)
+        if request.state is not State.FINISHED:
+            request.move(State.FINISHED)
+        self._left_queue([request])
+        request.error = error
+        request.finish_reason = "cancelled"
+        with suppress(Exception):
+            self._finished(request)

@@ -1,0 +1,60 @@
+"""llama.cpp's positions of tokens, where those differ from their places in the sequence.
+
+Open this file to change how images with a height and a width (M-RoPE, as of Qwen-VL) are counted.
+
+The principle: all other code counts tokens. An image of 4 × 6 rows is 24 tokens of a prompt. In such a model all 24
+rows are at one position, and the next token is max(4, 6) positions after it. The executor keeps the images of each
+sequence, in order, and calls these functions to convert places to positions and back. No operation may divide an image,
+because llama.cpp removes cells by their position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Grid(NamedTuple):
+    """The ``n`` tokens of an image from ``begin`` on, which take ``n_positions`` positions."""
+
+    begin: int
+    n: int
+    n_positions: int
+
+
+Grids = Sequence[Grid]
+
+
+def position_of(grids: Grids, i: int) -> int:
+    """The position of token ``i``: for each row of an image that of its first one."""
+    n_less = 0
+    for grid in grids:
+        if i < grid.begin:
+            break
+        if i < grid.begin + grid.n:
+            return grid.begin - n_less
+        n_less += grid.n - grid.n_positions
+    return i - n_less
+
+
+def end_position(grids: Grids, n: int) -> int:
+    """The position after those of the first ``n`` tokens."""
+    return position_of(grids, n - 1) + 1 if n > 0 else 0
+
+
+def n_tokens_before(grids: Grids, end: int) -> int:
+    """The number of tokens whose positions are before ``end``."""
+    n_less = 0
+    for grid in grids:
+        if end <= grid.begin - n_less:
+            break
+        if end <= grid.begin - n_less + grid.n_positions:
+            return grid.begin + grid.n
+        n_less += grid.n - grid.n_positions
+    return end + n_less
+
+
+def grids_before(grids: Grids, n: int) -> Grids | None:
+    """The images among the first ``n`` tokens; None if these end within one."""
+    found = [grid for grid in grids if grid.begin < n]
+    return None if found and found[-1].begin + found[-1].n > n else found

@@ -1,0 +1,233 @@
+"""How callers are woken without the interpreter's lock: threads in native code, event loops through a pipe.
+
+Open this file to change how a thread sleeps, or how an event loop learns of its items.
+
+The principle: waking callers from Python releases the interpreter's lock for each of them, and the
+thread that takes it delays the next step. So the list of callers to wake is kept in memory
+that native code reads during a launch (``LaunchWakeList``), and threads then wake one another in
+turn (``WakeQueue``). A wake without a waiting thread is kept for the next wait, so none is lost.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from llamapipe.native.load import native
+
+if TYPE_CHECKING:
+    import asyncio
+
+
+Waiter = Any  # one thread at a time waits on it; a wake without a waiting thread is kept for the next wait
+_PATIENCE_S = 200e-6  # a reader's work for a token and its wake-up take 10 to 30 us
+
+
+class WakeQueue:
+    """Waiting threads that are woken one after another: each wakes the next one when it waits again. Any thread.
+
+    ``handle``: for native code. Raises MemoryError, here and in ``waiter``.
+    """
+
+    def __init__(self) -> None:
+        self._native = module = native()
+        self.handle = self._own(
+            module.lib.lp_wake_queue_new(int(_PATIENCE_S * 1e9)), module.lib.lp_wake_queue_free
+        )
+
+    def waiter(self) -> Waiter:
+        """A new object for a thread to wait on."""
+        lib = self._native.lib
+        return self._own(lib.lp_waiter_new(), lib.lp_waiter_free)
+
+    def _own(self, handle: Any, free: Any) -> Any:
+        if handle == self._native.ffi.NULL:
+            raise MemoryError("no memory is left for a thread to wait")
+        return self._native.ffi.gc(handle, free)
+
+    def wait(self, waiter: Waiter, timeout: float) -> bool:
+        """Wakes the next thread and sleeps. False after ``timeout`` seconds or a signal."""
+        woken: bool = self._native.lib.lp_waiter_wait(waiter, self.handle, timeout)
+        return woken
+
+    def asleep(self, waiter: Waiter) -> bool:
+        """Whether a thread sleeps on it."""
+        sleeps: bool = self._native.lib.lp_waiter_asleep(waiter)
+        return sleeps
+
+    def add(self, waiters: Sequence[Waiter]) -> None:
+        """Appends waiters to the queue, without waking them."""
+        if self._native.lib.lp_wake_queue_add(self.handle, waiters, len(waiters)) < 0:
+            raise MemoryError("no memory is left for waking threads")
+
+    def next(self) -> None:
+        """Wakes the next sleeping thread; all of them if the last one took long to wait again."""
+        self._native.lib.lp_wake_queue_yield_turn(self.handle)
+
+    def wake_all_if_stalled(self) -> None:
+        """Wakes all threads that are left if the last one took long. CPU launches call this while they compute."""
+        self._native.lib.lp_wake_queue_wake_all_if_stalled(self.handle)
+
+    def all(self) -> None:
+        """Wakes all threads that are left."""
+        self._native.lib.lp_wake_queue_wake_all(self.handle)
+
+
+class LaunchWakeList:
+    """Threads and event loops to wake at the next launch.
+
+    Kept in shared memory that native code reads, because a cffi call for each entry would release the GIL each time.
+
+    For the thread that launches.
+    """
+
+    def __init__(self, wake_queue: WakeQueue) -> None:
+        self._native = module = native()
+        self._wake_queue = wake_queue
+        self._fds = module.ffi.new("int[]", 4)
+        self._waiters = module.ffi.new("lp_waiter *[]", 32)
+        self._kept: list[Waiter] = []  # the array only has their addresses
+        self.handle = module.ffi.new("lp_wake_list *")
+        self.handle.queue = wake_queue.handle
+        self.handle.fds, self.handle.waiters = self._fds, self._waiters
+
+    @property
+    def files(self) -> list[int]:
+        """The pipes that will get a byte."""
+        return [self._fds[i] for i in range(self.handle.n_fds)]
+
+    def add_file(self, fd: int) -> None:
+        """Adds a non-blocking pipe."""
+        handle = self.handle
+        n = handle.n_fds
+        if n == len(self._fds):
+            more = self._native.ffi.new("int[]", 2 * n)
+            more[0:n] = self._fds
+            self._fds = handle.fds = more
+        self._fds[n] = fd
+        handle.n_fds = n + 1
+
+    def remove_file(self, fd: int) -> None:
+        """Removes a pipe."""
+        kept = [other for other in self.files if other != fd]
+        self._fds[0 : len(kept)] = kept
+        self.handle.n_fds = len(kept)
+
+    def add(self, waiters: Sequence[Waiter]) -> None:
+        """Adds waiters, after those added before."""
+        if self.handle.n_waiters == 0:  # a launch has taken the last ones
+            self._kept.clear()
+        self._kept += waiters
+        n = len(self._kept)
+        if n > len(self._waiters):
+            self._waiters = self.handle.waiters = self._native.ffi.new("lp_waiter *[]", 2 * n)
+        self._waiters[0:n] = self._kept
+        self.handle.n_waiters = n
+
+    def begin(self) -> None:
+        """Does what a launch does first: writes the bytes and wakes the first thread."""
+        self._native.lib.lp_wake_list_begin(self.handle)
+
+    def now(self) -> None:
+        """Wakes all of them now, and the threads left in the queue."""
+        self._native.lib.lp_wake_list_wake_all(self.handle)
+
+
+T = TypeVar("T")
+_MOST_RINGS = 64  # read at once; more would take memory from another allocator, and there are rarely two
+
+
+class LoopWaker(Generic[T]):
+    """The items that wait for one loop, and the pipe that the loop watches.
+
+    ``call_soon_threadsafe`` releases the GIL to write its byte. The loop's thread wakes at once and holds the GIL while
+    it has work, and meanwhile the next step is not computed.
+
+    Made on the loop's thread. Raises NotImplementedError where the loop cannot watch files, OSError when there are no
+    more, RuntimeError when the loop is closed.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[T], object]) -> None:
+        self._loop = loop
+        self._take = take
+        self._items: deque[T] = deque()
+        self._rung = False  # a ring is due, or was not answered yet
+        self._read_end, self.fd = os.pipe()
+        self._open = True
+        try:
+            os.set_blocking(self._read_end, False)
+            os.set_blocking(self.fd, False)
+            loop.add_reader(self._read_end, self._answer)
+        except BaseException:
+            with suppress(Exception):  # Ctrl-C may have come when it was being watched already
+                loop.remove_reader(self._read_end)
+            self.close()
+            raise
+
+    @property
+    def waiting(self) -> bool:
+        """Whether items wait that the loop has not taken. Any thread."""
+        return bool(self._items)
+
+    def put(self, item: T) -> bool:
+        """Adds an item. True if the loop's pipe must get a byte, from ``ring`` or through ``fd``. Engine thread."""
+        self._items.append(item)
+        if self._rung:  # checked after the append: the answer that resets it takes this item, too
+            return False
+        self._rung = True
+        return True
+
+    def ring(self) -> None:
+        """Wakes the loop. Engine thread; also the loop's own thread, if Ctrl-C interrupted it."""
+        with suppress(BlockingIOError):  # full: it has been woken often enough
+            os.write(self.fd, b"\0")
+
+    def _answer(self) -> None:
+        """Takes all items. The loop's thread."""
+        items, take = self._items, self._take
+        try:
+            try:
+                os.read(self._read_end, _MOST_RINGS)
+            except BlockingIOError:
+                pass
+            finally:  # after the read, which would take the next byte, too; before the items: one may arrive now
+                self._rung = False
+            while items:
+                take(items[0])
+                items.popleft()
+        except BaseException:  # Ctrl-C: if the loop continues, it gets the rest, and the interrupted item
+            self.ring()
+            raise
+
+    def dismiss(self) -> None:
+        """Tells the loop to take the rest and to stop watching the pipe: no item follows. Any thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._leave)
+        except RuntimeError:  # the loop is closed
+            self.close()
+
+    def _leave(self) -> None:
+        self._answer()
+        self._loop.remove_reader(self._read_end)
+        self.close()
+
+    def close(self) -> None:
+        """Closes the pipe, which no loop may watch any more. A second call does nothing."""
+        if self._open:
+            self._open = False
+            os.close(self._read_end)
+            os.close(self.fd)
+
+    def __del__(self) -> None:
+        # A loop that ended before it could leave: a watched pipe is not dropped.
+        if getattr(self, "_open", False):
+            self.close()
+
+
+def wake_task(waiter: asyncio.Future[None]) -> None:
+    """Ends a task's wait for a future, unless it has ended. The loop's thread."""
+    if not waiter.done():
+        waiter.set_result(None)

@@ -1,0 +1,198 @@
+"""The options of engines, models, embedders and servers, a row each: type, range, names on the command line, help.
+
+Open this file to add an option, or to change a range, a help text or a name. An option is a row here, a typed field or
+argument where callers set it (``Engine``, ``EngineTuning``, ``Model``, ``Embedder``, ``ServerSettings``), and its one
+use. Its check (``arguments.int_of`` and its neighbours), its flag in every command, the flag that an error names, the
+default that the help shows, and its rows of ``docs/reference/options.md`` and ``docs/guides/server.md`` follow from the
+row. ``tests/test_options.py`` compares them all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import Final
+
+from llamapipe._sampling_table import Kind
+
+_INT32_MAX = 2**31 - 1
+_SECONDS = 1e6
+_MOST_SOUND_S = 1800
+_MOST_SEQUENCES = 256  # of one llama_context
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option of an engine, a model, an embedder or a server.
+
+    - ``low``, ``high``: the range of a number, both ends included. ``optional``: None is also a value.
+    - ``choices``: the values of a text, where it has few.
+    - ``help``, ``metavar``: on the command line; ``metavar`` None: no command has it.
+    - ``flag``: its name there, unless that is the option's with dashes. ``aliases``: llama.cpp's names for it.
+    - ``is_off``: the flag, which begins with ``--no-``, turns it off. ``repeats``: the flag adds a value.
+    - ``none``: what the help says of the default None.
+    - ``over``: how the server answers what is over a limit.
+    """
+
+    kind: Kind
+    name: str
+    help: str = ""
+    low: float = 0
+    high: float = 0
+    _: KW_ONLY
+    optional: bool = False
+    choices: tuple[str, ...] = ()
+    metavar: str | None = None
+    flag: str = ""
+    aliases: tuple[str, ...] = ()
+    is_off: bool = False
+    repeats: bool = False
+    none: str = ""
+    over: str = ""
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """All its names on the command line, the longest last."""
+        return (*self.aliases, self.flag or f"--{self.name.replace('_', '-')}")
+
+
+_int = partial(Option, Kind.INT, metavar="N")
+_size = partial(Option, Kind.SIZE, metavar="SIZE")
+_seconds = partial(Option, Kind.FLOAT, metavar="S")
+_flag = partial(Option, Kind.FLAG, metavar="")
+_texts = partial(Option, Kind.TEXTS, repeats=True)
+_text = partial(Option, Kind.TEXT)
+_object = partial(Option, Kind.OBJECT)
+_CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_0", "q5_1", "q4_0", "q4_1", "iq4_nl")
+
+ENGINE: Final = (
+    _int("n_ctx", "context of each request in tokens, prompt and output together; 0: the model's (default: the "
+        "model's, at most 4096)", 1, 2**26, optional=True, aliases=("-c",)),
+    _int("n_seq_max", "requests that run at the same time", 1, _MOST_SEQUENCES, aliases=("-np",)),
+    _int("n_threads", "CPU threads while one request runs (default, and -1: adapts to the load)", 1, 512,
+        optional=True, aliases=("-t",)),
+    _int("n_cells", "KV cells that all requests share (default: n_ctx for each request)", 1, _INT32_MAX,
+        optional=True),
+    _text("type_k", "type of the keys in the KV cache, such as q8_0", choices=_CACHE_TYPES, metavar="TYPE",
+        aliases=("-ctk",)),
+    _text("type_v", "type of the values in the KV cache", choices=_CACHE_TYPES, metavar="TYPE", aliases=("-ctv",)),
+    _text("flash_attn", "flash attention; auto: where the backend supports it", choices=("auto", "on", "off")),
+    _object("prefix_cache", "keep the KV cells of ended requests for those that begin with the same tokens"),
+    _size("cache_bytes", "host memory for cached prefixes that have lost their slot, such as 2GiB; 0: none (default: a "
+        "tenth of the free memory)", 0, 2**63 - 1, optional=True),
+    Option(Kind.FLOAT, "max_itl_ms",
+        "compute prompts in chunks so that streams wait at most MS milliseconds between tokens", 1, 1e6, optional=True,
+        metavar="MS"),
+    _flag("batch_invariant",
+        "give the same text for a request whatever else runs; refuse models whose texts could differ"),
+    _text("draft", "a smaller model of the same family that guesses several tokens for each step, where that saves "
+        "time", optional=True, metavar="FILE", aliases=("-md", "--model-draft")),
+    _text("overflow", "what to do when the output fills the context: stop, recompute or shift",
+        choices=("stop", "recompute", "shift"), metavar="MODE"),
+    _int("n_keep", "tokens at the start that --overflow keeps", 0, _INT32_MAX),
+    _int("max_queue", "requests that wait for a slot", 1, _INT32_MAX, optional=True, metavar=None),
+    _object("adapters", "adapters that requests may name (default: all that the model has loaded)"),
+    _object("tuning", "an EngineTuning, with options that few programs need"),
+)  # fmt: skip
+TUNING: Final = (
+    _int("n_batch", "maximum tokens in one step", 1, 2**20, aliases=("-b",)),
+    _int("n_ubatch", "maximum tokens in one physical batch (ubatch)", 1, 2**20, aliases=("-ub",)),
+    _int("n_threads_batch", "CPU threads for prompts, and while several requests run (default: as --n-threads)", 1,
+        512, optional=True, aliases=("-tb",)),
+    _flag("kv_unified", "one KV cache for all requests, or one for each (default: one for all if n_cells is given)",
+        optional=True, metavar=None),
+    _flag("swa_full", "let sliding-window layers keep the cells of the last window only: less memory, and cached "
+        "prefixes continue at fewer places", optional=True, flag="--no-swa-full", is_off=True),
+    _int("batch_window_us", "microseconds that an idle engine waits for more requests to join a step", 0, 1_000_000,
+        metavar=None),
+    _int("pipeline_depth", "steps in flight at once (default: 2 on a device, 1 on a CPU)", 1, 2, optional=True,
+        metavar=None),
+    _text("ring", "how outputs are read; off: from llama.cpp's own buffer", choices=("auto", "events", "sync", "off")),
+    _text("graph_sampling", "sample in the compute graph; auto: on GPUs", choices=("auto", "on", "off")),
+    _object("kv_events", "publish what the prefix cache holds, for routers"),
+    _object("trace", "record a timeline; a path: write it there when the engine closes"),
+)  # fmt: skip
+MODEL: Final = (
+    _int("n_gpu_layers", "layers computed on the GPU; -1: all", -1, _INT32_MAX, aliases=("-ngl",)),
+    _flag("use_mmap", "read the weights into memory instead of mapping the file", flag="--no-mmap", is_off=True),
+    _text("kernels", "kernels for matrix products on the CPU: auto (llamapipe's where it has them) or ggml",
+        choices=("auto", "ggml"), metavar="WHICH"),
+    _text("packed_cache", "keep packed weights in this folder, so that later starts map them and processes share them; "
+        "auto: in the user's cache; off: nowhere (default)", optional=True, metavar="FOLDER"),
+    _text("mmproj", "the model's second file, a GGUF file with an encoder of images or sounds, for messages with "
+        "these; hf:OWNER/REPO[/FILE] of the hub; off: none (default: the one mmproj*.gguf beside the model, if it "
+        "fits)", metavar="FILE"),
+    _int("image_min_tokens", "tokens that an image has at least, for projectors that keep its proportions (default: "
+        "the projector's)", 1, 65_536, optional=True),
+    _int("image_max_tokens", "tokens that an image has at most, for the same: fewer take less time and show less "
+        "(default: the projector's)", 1, 65_536, optional=True),
+    _texts("rpc", "also place layers on this `llamapipe rpc-worker` (repeatable)", metavar="HOST:PORT"),
+    _object("devices", "devices to place layers on (default: all)"),
+    _text("split_mode", "how a model is divided among devices", choices=("none", "layer", "row", "tensor")),
+    _int("main_gpu", "the device that split_mode none uses", 0, 1023, metavar=None),
+    _object("tensor_split", "the share of each device"),
+    _object("chat_template", "used instead of the file's: Jinja source, or the path of a file with it"),
+    _text("tool_calls", "what is read as a call of a tool: lenient also takes an answer of plain JSON",
+        choices=("lenient", "strict")),
+    _flag("use_mlock", "lock the weights in memory", metavar=None),
+    _flag("vocab_only", "load no weights, for tokenizing only", metavar=None),
+)  # fmt: skip
+EMBEDDER: Final = (
+    _text("pooling", "how a text's rows become one vector: mean, cls or last; rank, for rerankers; none keeps them all "
+        "(default: the model's)", choices=("none", "mean", "cls", "last", "rank"), optional=True, metavar="NAME"),
+    _int("n_ctx", "maximum tokens of a text; 0: the model's context (default: the model's, at most 2048)", 1, 2**20,
+        optional=True, aliases=("-c",)),
+    _int("n_seq_max", "texts that are computed together", 1, _MOST_SEQUENCES, metavar=None),
+    _int("n_threads", "compute threads (default, and -1: automatic)", 1, 512, optional=True, aliases=("-t",)),
+)  # fmt: skip
+SERVER: Final = (
+    _seconds("ping_s", "seconds after which a silent stream sends a sign of life; 0: never", 0.0, _SECONDS,
+        flag="--ping"),
+    _flag("strict",
+        "refuse fields without effect, such as store; otherwise the header x-llamapipe-unused names them"),
+    _text("fim_order", "what a prompt for filling in begins with: psm, the prefix, or spm, the suffix",
+        choices=("psm", "spm"), metavar=""),
+    _flag("page", "do not serve the page at /", flag="--no-page", is_off=True),
+)  # fmt: skip
+ACCESS: Final = (
+    _texts("cors_origins", "allow requests from web pages of this origin; '*': all (repeatable)", metavar="ORIGIN",
+        flag="--cors"),
+    _texts("allow_hosts", "allow requests to this name, for example behind a proxy; '*': any (repeatable; default on "
+        "loopback: localhost and names that cannot be registered; else any)", metavar="NAME", flag="--allow-host"),
+    _flag("allow_pull", "with --ollama: clients may download models of the Hugging Face Hub, and copy the model's "
+        "name"),
+    _flag("allow_delete", "with --ollama: clients may delete what was downloaded"),
+    _text("lora_path", "clients may load and unload the LoRAs in this folder (/v1/load_lora_adapter)", optional=True,
+        metavar="DIR"),
+    _text("media_path", "images may be named by file:// addresses of files in this folder", optional=True,
+        metavar="DIR"),
+    _texts("media_urls", "images may be named by addresses of this host (HOST or HOST:PORT; repeatable), which the "
+        "server fetches", metavar="HOST", flag="--media-url"),
+)  # fmt: skip
+LIMITS: Final = (
+    _int("max_requests", "requests served at once; more are answered 429", 1, _INT32_MAX,
+        over="429 with `Retry-After`"),
+    _int("max_n", "choices of one request", 1, 10_000, over="400"),
+    _int("max_messages", "messages of one conversation, and parts of them, or texts to embed, rank or score", 1,
+        _INT32_MAX, over="400"),
+    _int("max_text_characters", "refuse longer texts and conversations, which cannot fit the context, before they are "
+        "tokenized; also the most tokens to detokenize", 1, _INT32_MAX, over="400"),
+    _size("max_body_bytes", "largest request body", 1, _INT32_MAX, over="413"),
+    _size("max_bodies_bytes", "total size of the bodies of unanswered requests; more are answered 503", 1, 2**62,
+        over="503 with `Retry-After`"),
+    _int("max_connections_per_address", "connections of one address; the next one replaces an idle one; 0: any number",
+        0, _INT32_MAX, over="the oldest without a running request is closed; 503 if all have one"),
+    _seconds("timeout_s", "seconds a request may take, with fetching and decoding images", 0.001, _SECONDS,
+        optional=True, flag="--timeout", none="no limit", over="504"),
+    _seconds("head_timeout_s", "seconds in which a request's head must arrive", 0.001, _SECONDS,
+        flag="--head-timeout", over="408"),
+    _seconds("body_timeout_s", "seconds in which a request's body must arrive", 0.001, _SECONDS,
+        flag="--body-timeout", over="408"),
+    _seconds("max_sound_s", f"longest sound, in seconds, at most {_MOST_SOUND_S}", 0.001, _MOST_SOUND_S,
+        flag="--max-sound", over="400"),
+    _seconds("grammar_timeout_s", "seconds of processor time that a request's schema or grammar may take", 0.001, 1e9,
+        optional=True, flag="--grammar-timeout", over="400"),
+    _int("retry_after_s", "seconds in the Retry-After header of answers 429 and 503", 0, 86_400, metavar=None),
+)  # fmt: skip
+BY_NAME: Final = {option.name: option for option in (*ENGINE, *TUNING, *MODEL, *SERVER, *ACCESS, *LIMITS)}
+EMBEDDER_BY_NAME: Final = {option.name: option for option in EMBEDDER}

@@ -1,0 +1,307 @@
+"""Streams and generations for threads. Made by ``tools/unasync.py`` from ``streams.py``: edit that file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from queue import Empty
+from time import perf_counter
+from types import TracebackType
+from typing import Any, SupportsIndex
+
+from llamapipe._engine.calls.chat import CheckedChat
+from llamapipe._engine.calls.prompts import CheckedPrompt
+from llamapipe._engine.policy.core import Request, State
+from llamapipe._engine.runtime.mailboxes import ThreadMailbox
+from llamapipe._engine.runtime.snapshot import SnapshotFormat
+from llamapipe._engine.runtime.thread import EngineThread
+from llamapipe.arguments import check_int
+from llamapipe.chat.deltas import DeltaParser
+from llamapipe.locks import OneCall
+from llamapipe.native.not_copyable import NotCopyable
+from llamapipe.results import ChatDelta, Delta, Token
+from llamapipe.streams import (
+    PromptProgress,
+    SequenceHandle,
+    StreamReader,
+)
+
+
+class Stream(StreamReader):
+    """An asynchronous iterator over a request's deltas. Closing or dropping it cancels the request.
+
+    Cancelling a task that waits for a delta cancels the request, too. For one task at a time, of one event loop: a
+    second task that asks for a delta meanwhile gets RuntimeError. A slow reader pauses only its own sequence. Iterating
+    raises the request's error, or TimeoutError after its timeout.
+    """
+
+    def __init__(
+        self,
+        engine_thread: EngineThread,
+        make: Callable[[], tuple[Request, ThreadMailbox]],
+        submit: Callable[..., None],
+        deadline: float | None,
+    ) -> None:
+        super().__init__(engine_thread, deadline)
+        self._make: Callable[[], tuple[Request, ThreadMailbox]] | None = make
+        self._submit = submit
+        self._alone = OneCall("stream")
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Delta:
+        with self._alone:
+            return self._next()
+
+    def _next(self) -> Delta:
+        if self._done:
+            raise StopIteration
+        if self._engine_thread.forked:
+            self._engine_thread.check_caller()
+        deadline = self._deadline
+        if deadline is not None:
+            if self._request.state is State.FINISHED:
+                deadline = None  # the rest is in the mailbox
+            elif perf_counter() >= deadline:  # also if deltas are left there
+                raise self._expired()
+        try:
+            item = self._mailbox.get(deadline)
+        except Empty:
+            raise self._expired() from None
+        except BaseException as e:  # Ctrl-C, or the task is cancelled, while it waits
+            self.observed_end(e)
+            self.cancel()
+            raise
+        return self._read(item)
+
+    def submit(self) -> None:
+        """Submits the request, which otherwise the first ``__next__`` does. Raises as ``Engine.generate`` does.
+
+        A second call does nothing.
+        """
+        make, self._make = self._make, None
+        if make is None:
+            return
+        if self._engine_thread.forked:
+            self._engine_thread.check_caller()
+        try:
+            self._request, self._mailbox = make()
+            self._done = False
+            self._submit(self._request, deadline=self._deadline)
+        except BaseException as e:
+            self.observed_end(e)
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """Ends the request within a step; then the stream ends. A second call does nothing. Any thread."""
+        self._make = None
+        super().cancel()
+
+    def close(self) -> None:
+        """Cancels the request if it is not finished."""
+        self.cancel()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+class ChatStream(NotCopyable):
+    """An asynchronous iterator over the parts of an answer. Closing or dropping it cancels the request.
+
+    ``n_prompt_tokens``: length of the prompt; 0 until the conversation is rendered. Tasks, slow readers and errors are
+    as in ``Stream``.
+    """
+
+    def __init__(
+        self,
+        item: CheckedChat | Callable[[], CheckedChat],
+        open_stream: Callable[[CheckedPrompt], Stream],
+    ) -> None:
+        self.n_prompt_tokens = 0
+        self._build = item if callable(item) else None
+        self._open_stream = open_stream
+        self._stream: Stream | None = None
+        self._parser: DeltaParser | None = None
+        self._closed = False
+        self._alone = OneCall("stream")
+        if not callable(item):
+            self._open(item)
+
+    def _open(self, item: CheckedChat) -> None:
+        self._build = None
+        self._parser = item.delta_parser()
+        self.n_prompt_tokens = self._parser.n_prompt_tokens
+        self._stream = self._open_stream(item.item)
+
+    def __repr__(self) -> str:
+        return f"<ChatStream of {self._stream!r}>"
+
+    @property
+    def n_cached_tokens(self) -> int:
+        """The number of prompt tokens that came from the prefix cache; 0 before the first part."""
+        return 0 if self._stream is None else self._stream.n_cached_tokens
+
+    @property
+    def n_drafted_tokens(self) -> int:
+        """The number of guessed tokens that were computed so far."""
+        return 0 if self._stream is None else self._stream.n_drafted_tokens
+
+    @property
+    def n_accepted_tokens(self) -> int:
+        """The number of guessed tokens that were right so far."""
+        return 0 if self._stream is None else self._stream.n_accepted_tokens
+
+    @property
+    def prompt_progress(self) -> PromptProgress | None:
+        """How much of the prompt is computed; None while the request waits for its first slot."""
+        return None if self._stream is None else self._stream.prompt_progress
+
+    def __iter__(self) -> ChatStream:
+        return self
+
+    def __next__(self) -> ChatDelta:
+        with self._alone:
+            return self._next()
+
+    def _next(self) -> ChatDelta:
+        if self._build is not None:
+            self._render()
+        if self._stream is None or self._parser is None:
+            raise StopIteration
+        while True:
+            delta = self._parser.read(self._stream.__next__())
+            if delta is not None:
+                return delta
+
+    def submit(self) -> None:
+        """Renders the conversation and submits the request, which otherwise the first ``__next__`` does.
+
+        Raises as ``Engine.chat`` does. A second call does nothing.
+        """
+        self._render()
+        if self._stream is not None:
+            self._stream.submit()
+
+    def _render(self) -> None:
+        if self._build is not None and not self._closed:
+            item = self._build()
+            if not self._closed:
+                self._open(item)
+
+    def cancel(self) -> None:
+        """Ends the request within a step; then the stream ends. A second call does nothing. Any thread."""
+        self._closed = True
+        if self._stream is not None:
+            self._stream.cancel()
+
+    def close(self) -> None:
+        """Cancels the request if it is not finished."""
+        self.cancel()
+
+    def __enter__(self) -> ChatStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+class Generation(SequenceHandle):
+    """A sequence to which each ``next`` adds one token; nothing is computed ahead of a call.
+
+    For one task at a time, except ``cancel`` and ``close``: a call while another one runs raises RuntimeError. Between
+    calls the sequence keeps its slot and its KV cells until another request needs them; the cells are then saved in
+    host memory, or computed again later if there is no room. Close it, or use ``with``.
+    """
+
+    def __init__(
+        self,
+        engine_thread: EngineThread,
+        request: Request,
+        mailbox: ThreadMailbox,
+        n_vocab: int,
+        n_ctx: int,
+        layout: Callable[[Any], SnapshotFormat],
+    ) -> None:
+        super().__init__(engine_thread, request, n_vocab, n_ctx, layout)
+        self._mailbox = mailbox
+        self._alone = OneCall("generation")
+
+    def __iter__(self) -> Generation:
+        return self
+
+    def __next__(self) -> Token:
+        token = self.next()
+        if token is None:
+            raise StopIteration
+        return token
+
+    def next(self) -> Token | None:
+        """The next token; None, without computing a step, when the generation is finished or cancelled.
+
+        Raises the error of a failed request, EngineClosedError after ``fork()``. Ctrl-C, or cancelling the task,
+        cancels the generation.
+        """
+        with self._alone:
+            if not self._has_next():
+                return None
+            self._engine_thread.note_waiting_thread()
+            try:
+                self._resume()
+                item = self._mailbox.get()
+            except BaseException:  # the token in flight would answer a later call
+                self.cancel()
+                raise
+            return self._read(item)
+
+    def fork(self, seed: SupportsIndex | None = None) -> Generation:
+        """A second generation of the same sequence, independent of this one; also if the text has ended.
+
+        With a prefix cache it reuses this generation's KV cells; without one it computes them again. Tokens so far
+        count for its ``max_tokens``. Its sampler starts again with the sequence so far, as after ``trim``. ``seed``: of
+        that sampler; default: one that follows from this generation's seed and the number of its forks.
+
+        Returns at once; nothing is computed before ``next``. Close it as well. Raises InvalidRequestError if this
+        generation was cancelled or failed, TypeError or ValueError for a bad seed.
+        """
+        given = None if seed is None else check_int("seed", seed, 0, 2**64 - 1)
+        with self._alone:
+            self._check_open()
+            mailbox = ThreadMailbox(self._engine_thread.dispatcher)
+            child = self._forked_request(given, mailbox)
+            forked = Generation(self._engine_thread, child, mailbox, self._n_vocab, self._n_ctx, self._format)
+            self._start_fork(forked)
+            return forked
+
+    def snapshot(self) -> bytes:
+        """The sequence and its KV cells as bytes, for ``Engine.restore`` of any engine with the same model.
+
+        Their size is that of the cells. A header has the format, a fingerprint of the model file, the types of keys and
+        values, and a checksum; sampling parameters are not included. The checksum reveals damage but not forgery:
+        restore only snapshots from sources that you trust.
+
+        Waits for the running step. Raises InvalidRequestError if the generation was cancelled or failed, OSError if the
+        model's file cannot be read.
+        """
+        with self._alone:
+            self._check_open()
+            return self._pack()
+
+    def close(self) -> None:
+        """The same as ``cancel``."""
+        self.cancel()
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()

@@ -1,0 +1,62 @@
+"""Decides which client's image or sound is prepared next.
+
+Decoding an image and cutting it up takes up to two seconds and some hundreds of megabytes. So two are prepared at a
+time, and of one share only one: a share's image never waits for those of a single other share, and beside several for
+one of each at most, however many they have.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from threading import Event
+
+from llamapipe.locks import Lock
+from llamapipe.wanted import check_wanted
+
+N_MOST = 2
+_LOOK_S = 0.05  # between two checks whether a waiting image is still wanted
+
+
+class Turns:
+    """Lets callers in, ``N_MOST`` at a time, of each share one; shares that wait enter in turn. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()  # of what follows; held for microseconds
+        self._waiting: OrderedDict[Hashable, deque[Event]] = OrderedDict()  # in the order of turns
+        self._inside: dict[Event, Hashable] = {}
+
+    def __repr__(self) -> str:
+        n_waiting = sum(map(len, list(self._waiting.values())))
+        return f"<Turns n_inside={len(self._inside)} n_waiting={n_waiting}>"
+
+    @contextmanager
+    def turn(self, share: Hashable) -> Iterator[None]:
+        """Waits for a turn of the share, and holds it. Raises as ``check_wanted``."""
+        entered = Event()
+        try:
+            with self._lock:
+                self._waiting.setdefault(share, deque()).append(entered)
+                self._admit()
+            while not entered.wait(_LOOK_S):
+                check_wanted()
+            yield
+        finally:
+            with self._lock:
+                line = self._waiting.get(share, deque())
+                if entered in line:
+                    line.remove(entered)
+                if self._inside.pop(entered, None) is not None and line:
+                    self._waiting.move_to_end(share)
+                self._admit()
+
+    def _admit(self) -> None:
+        """Admits the next shares. The caller holds the lock."""
+        for share in list(self._waiting):
+            if not self._waiting[share]:
+                del self._waiting[share]
+            elif len(self._inside) < N_MOST and share not in self._inside.values():
+                entered = self._waiting[share].popleft()
+                self._inside[entered] = share
+                entered.set()

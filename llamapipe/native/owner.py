@@ -1,0 +1,81 @@
+"""The base of objects that must be closed: what ``with`` does, and what happens to one that is dropped unclosed."""
+
+from __future__ import annotations
+
+import warnings
+from types import TracebackType
+from typing import TypeVar
+
+from llamapipe.native.not_copyable import NotCopyable
+
+_O = TypeVar("_O", bound="Owner")
+
+
+class Owner(NotCopyable):
+    """Owns something that ``close`` frees. ``with`` closes it; a ResourceWarning names one that was never closed."""
+
+    __slots__ = ()
+
+    def close(self) -> None:
+        """Frees it; a second call does nothing."""
+        raise NotImplementedError
+
+    def _is_left_open(self) -> bool:
+        """Whether a destructor must warn. Also called where ``__init__`` has not returned."""
+        return False
+
+    def _abandon(self) -> None:
+        """What a destructor does after the warning."""
+
+    def __enter__(self: _O) -> _O:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self._is_left_open():
+            warnings.warn(
+                f"{self!r} was never closed; use `with` or close()",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+            self._abandon()
+
+
+class DrainingOwner(Owner):
+    """An ``Owner`` with waiting work, which ``with`` finishes unless an exception leaves it."""
+
+    __slots__ = ()
+
+    def close(self, drain: bool = True) -> None:
+        """As ``Owner.close``. ``drain``: finish waiting work first; otherwise it fails."""
+        raise NotImplementedError
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(drain=kind is None)
+
+
+class AsyncOwner(DrainingOwner):
+    """A ``DrainingOwner`` that asyncio can close, too."""
+
+    __slots__ = ()
+
+    async def aclose(self, drain: bool = True) -> None:
+        """``close`` without blocking the event loop."""
+        import asyncio
+
+        await asyncio.to_thread(self.close, drain)
+
+    async def __aenter__(self: _O) -> _O:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose(drain=kind is None)

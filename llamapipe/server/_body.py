@@ -1,0 +1,149 @@
+"""Decodes bodies that clients have compressed (``Content-Encoding``), within the limits of bodies.
+
+Open it to change which encodings a client may send.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from typing import Any
+
+from llamapipe._messages import quoted
+from llamapipe.server.errors import ApiError
+
+_MOST_ENCODINGS = 3  # one after the other
+_MOST_MEMBERS = 1024  # streams that follow each other in one body: bgzip makes one of 64 KiB
+_PIECE = 2**20  # bytes that are decoded at once
+_CORRUPT = (zlib.error, EOFError, ValueError)
+
+
+def encodings_of(fields: Iterable[bytes]) -> list[str]:
+    """The encodings of a body, by its fields ``Content-Encoding``, in the order in which they were applied.
+
+    Raises ApiError 415 for an encoding that cannot be decoded here, and for more than ``_MOST_ENCODINGS``.
+    """
+    names = [name.strip().lower() for field in fields for name in field.decode("latin-1").split(",")]
+    given = [name for name in names if name not in ("", "identity")]
+    known = _decoders()
+    for name in given:
+        if name not in known:
+            why = " without Python 3.14 or the package backports.zstd" if name == "zstd" else ""
+            raise ApiError(
+                415,
+                f"Content-Encoding: this server does not decode {quoted(name)}{why}; send the body as it is, or with "
+                f"{' or '.join(known)}",
+                code="unsupported_encoding",
+            )
+    if len(given) > _MOST_ENCODINGS:
+        raise ApiError(
+            415, f"Content-Encoding: the body has {len(given)} encodings; {_MOST_ENCODINGS} are the most"
+        )
+    return given
+
+
+def accepted() -> str:
+    """The value of ``Accept-Encoding`` that tells a client what it may send."""
+    return ", ".join(_decoders())
+
+
+def decoded(body: bytes, encodings: Iterable[str], most_bytes: int) -> bytes:
+    """A body without its encodings. Uses at most twice the memory of the result.
+
+    Raises ApiError 413 as soon as a result has more than ``most_bytes``, 400 for damaged bytes.
+    """
+    for name in reversed(list(encodings)):
+        try:
+            body = _without(name, body, most_bytes)
+        except _CORRUPT as e:
+            raise ApiError(400, f"the body is not what Content-Encoding: {name} says: {e}") from None
+    return body
+
+
+def _without(name: str, body: bytes, most_bytes: int) -> bytes:
+    make = _decoders()[name]
+    parts: list[bytes] = []
+    n, n_members = 0, 0
+    left = body
+    while left or not n_members:
+        n_members += 1
+        if n_members > _MOST_MEMBERS:
+            raise ValueError(f"more than {_MOST_MEMBERS} streams follow each other")
+        read = make(left)
+        while True:
+            part, rest = read(min(_PIECE, most_bytes + 1 - n))
+            n += len(part)
+            parts.append(part)
+            if n > most_bytes:
+                raise ApiError(
+                    413,
+                    f"the decoded body has more than {most_bytes} bytes, the limit of this server (--max-body-bytes)",
+                )
+            if rest is not None:
+                left = rest
+                break
+    return b"".join(parts)
+
+
+# Returns up to the given number of bytes, and what follows the end of the stream. Raises if the end is missing.
+_Reader = Callable[[int], "tuple[bytes, bytes | None]"]
+
+
+def _zlib_reader(body: bytes, wbits: int) -> _Reader:
+    stream = zlib.decompressobj(wbits)
+    left = body
+
+    def read(n: int) -> tuple[bytes, bytes | None]:
+        nonlocal left
+        part = stream.decompress(left, n)
+        left = stream.unconsumed_tail
+        if not stream.eof and not part and not left:
+            raise EOFError("it ends too early")
+        return part, stream.unused_data if stream.eof else None
+
+    return read
+
+
+def _gzip(body: bytes) -> _Reader:
+    return _zlib_reader(body, 16 + zlib.MAX_WBITS)
+
+
+def _deflate(body: bytes) -> _Reader:
+    """The format of zlib, as the standard says, or the bare one that some clients send."""
+    has_head = len(body) > 1 and body[0] & 15 == 8 and (256 * body[0] + body[1]) % 31 == 0
+    return _zlib_reader(body, zlib.MAX_WBITS if has_head else -zlib.MAX_WBITS)
+
+
+def _zstd_reader(library: Any) -> Callable[[bytes], _Reader]:
+    def make(body: bytes) -> _Reader:
+        # A frame may ask for a window of gigabytes.
+        options = {library.DecompressionParameter.window_log_max: 23}
+        stream = library.ZstdDecompressor(options=options)
+        left = body
+
+        def read(n: int) -> tuple[bytes, bytes | None]:
+            nonlocal left
+            try:
+                part = stream.decompress(left, n)
+            except library.ZstdError as e:
+                raise ValueError(str(e)) from None
+            left = b""
+            if not stream.eof and not part and stream.needs_input:
+                raise EOFError("it ends too early")
+            return part, stream.unused_data if stream.eof else None
+
+        return read
+
+    return make
+
+
+def _decoders() -> dict[str, Callable[[bytes], _Reader]]:
+    known: dict[str, Callable[[bytes], _Reader]] = {"gzip": _gzip, "x-gzip": _gzip, "deflate": _deflate}
+    for name in ("compression.zstd", "backports.zstd"):
+        try:
+            known["zstd"] = _zstd_reader(import_module(name))
+        except ImportError:
+            continue
+        break
+    return known

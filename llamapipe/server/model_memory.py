@@ -1,0 +1,105 @@
+"""How much memory a model takes with its options, from its file alone.
+
+Open this file when ``serve --models`` loads fewer models than the memory has room for, or more. The budget is shared by
+these estimates, and a model that takes more than estimated counts with what its process was measured to take.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from llamapipe.gguf.check import GgufInfo, check_gguf, tensor_bytes
+from llamapipe.llama.kv_memory import TYPE_BYTES, file_metadata, memory_sizes
+from llamapipe.ollama_models import model_of
+
+# Besides weights and cells: compute buffers, which grow with the vocabulary. Measured with SmolLM2 135M and
+# Qwen2.5 0.5B, the interpreter included: 140 and 238 MiB; this gives 158 and 258 with 110 MiB for the interpreter.
+_STEP_ROWS = 256
+_CACHE_SHARE = 0.1  # of weights and cells, for cached prefixes that have lost their slot
+_USUAL_CONTEXT, _USUAL_SLOTS = 4096, 8
+_USUAL_TEXT = 2048  # tokens of a text to embed
+_BLOCK = re.compile(r"blk\.(\d+)\.")
+_TOKENS = "token_embd.weight"
+_INPUT = re.compile(r"token_embd|token_types|position_embd|per_layer_token_embd")
+
+
+class Need(NamedTuple):
+    """What a model takes once it is loaded.
+
+    ``n_bytes``: memory, without that of the process. ``n_ctx``: tokens of a request. ``cache_bytes``: the option of the
+    engine with which it takes no more. ``gpu_bytes``: memory of GPUs.
+    """
+
+    n_bytes: int
+    n_ctx: int
+    cache_bytes: int
+    gpu_bytes: int
+
+
+def need_of(info: GgufInfo, embeds: bool, options: Mapping[str, Any], has_gpus: bool = False) -> Need:
+    """The memory of a file's model. Any thread.
+
+    ``embeds``: an ``Embedder`` runs it. ``options``: those of the command line for ``Engine``, ``Embedder`` and
+    ``Model``. ``has_gpus``: there are GPUs with dedicated memory, which get layers. Raises ModelLoadError.
+    """
+    n_on_gpu = _n_on_gpu(info, options) if has_gpus else 0
+    weights, held = _weights_bytes(info, n_on_gpu)
+    beside = more = 0
+    if embeds:
+        n_ctx, n_cache_bytes = options.get("n_ctx") or min(info.n_ctx_train, _USUAL_TEXT), 0
+    else:
+        given = options.get("n_ctx")  # 0: the model's
+        n_ctx = min(info.n_ctx_train, _USUAL_CONTEXT) if given is None else given or info.n_ctx_train
+        cells = _cells_bytes(info, n_ctx, options)
+        n_cache_bytes = options.get("cache_bytes", int((info.size_bytes + cells) * _CACHE_SHARE))
+        share = max(n_on_gpu - 1, 0) / max(info.n_layer, 1)
+        weights, held = weights + cells * (1 - share), held + cells * share
+        if (draft := options.get("draft")) is not None:
+            stored = model_of(draft)
+            of_draft = {"n_ctx": n_ctx, "n_seq_max": options.get("n_seq_max"), "cache_bytes": 0}
+            found = need_of(check_gguf(draft if stored is None else stored[0]), False, of_draft, n_on_gpu > 0)
+            beside, more = found.n_bytes, found.gpu_bytes
+    steps = 4 * info.n_vocab * _STEP_ROWS
+    return Need(
+        int(weights + n_cache_bytes + steps) + beside,
+        n_ctx,
+        n_cache_bytes,
+        int(held + steps) + more if n_on_gpu else 0,
+    )
+
+
+def _n_on_gpu(info: GgufInfo, options: Mapping[str, Any]) -> int:
+    """How many layers GPUs get: the last ones, of which the output is the very last."""
+    if options.get("rpc"):
+        return 0  # workers get layers first: how many this machine keeps is not known
+    given = options.get("n_gpu_layers", -1)
+    return info.n_layer + 1 if given < 0 else min(given, info.n_layer + 1)
+
+
+def _weights_bytes(info: GgufInfo, n_on_gpu: int) -> tuple[float, float]:
+    """Bytes of the weights in the system's memory, and in that of GPUs."""
+    first = info.n_layer + 1 - n_on_gpu
+    on_gpu, has_output = 0, False
+    for tensor in info.tensors if n_on_gpu else ():
+        block = _BLOCK.match(tensor.name)
+        has_output = has_output or tensor.name == "output.weight"
+        if int(block[1]) >= first if block else not _INPUT.match(tensor.name):
+            on_gpu += tensor_bytes(tensor)
+    # Where the output uses the weights of the input, GPUs get a copy.
+    copied = (
+        0 if has_output or not n_on_gpu else sum(tensor_bytes(t) for t in info.tensors if t.name == _TOKENS)
+    )
+    return info.size_bytes - on_gpu, on_gpu + copied
+
+
+def _cells_bytes(info: GgufInfo, n_ctx: int, options: Mapping[str, Any]) -> float:
+    """Bytes of the KV cells and of recurrent states. At most: layers with a sliding window may hold fewer cells."""
+    types = (str(options.get(name, "f16")) for name in ("type_k", "type_v"))
+    k, v = (kind if kind in TYPE_BYTES else "f16" for kind in types)  # the engine refuses others
+    sizes = memory_sizes(file_metadata(info.path), info.n_layer, info.n_embd, k, v)
+    n_seq_max = options.get("n_seq_max") or _USUAL_SLOTS
+    return (
+        0.0 if sizes is None else float(sizes.total(options.get("n_cells") or n_ctx * n_seq_max, n_seq_max))
+    )

@@ -1,0 +1,64 @@
+"""Types that few programs name: prompts as arguments, and the protocols for observers of an engine's requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from llamapipe.params import SamplingParams
+
+TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.int32] | npt.NDArray[np.int64]
+Prompt: TypeAlias = str | TokenIds
+
+
+class ObservedRequest(Protocol):
+    """One prompt that was submitted, with all its choices. Any thread; the values of a running request change.
+
+    ``operation``: ``"text_completion"``, ``"chat"`` or ``"score"``. ``params``: None for scores. ``is_bounded``:
+    whether it has a limit of tokens to generate. ``finish_reasons``: one for each choice, None while it is unfinished.
+    Times are of ``time.perf_counter``; None: not yet, or never. ``prefill_at``: a slot began to compute the prompt.
+    """
+
+    @property
+    def operation(self) -> str: ...  # noqa: D102
+    @property
+    def params(self) -> SamplingParams | None: ...  # noqa: D102
+    @property
+    def is_bounded(self) -> bool: ...  # noqa: D102
+    @property
+    def n_prompt_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def n_cached_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def n_completion_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def finish_reasons(self) -> tuple[str | None, ...]: ...  # noqa: D102
+    @property
+    def prefill_at(self) -> float | None: ...  # noqa: D102
+    @property
+    def first_token_at(self) -> float | None: ...  # noqa: D102
+    @property
+    def ended_at(self) -> float | None: ...  # noqa: D102
+
+
+class Observation(Protocol):
+    """An observer's record of one request."""
+
+    def end(self, error: BaseException | None = None, timed_out: bool = False) -> None:
+        """Called once, by the caller's thread, when the caller has the result or the error, or has given up."""
+
+    def drop(self) -> None:
+        """Called by a destructor when the caller has dropped its stream, so it must not take a lock."""
+
+
+class RequestObserver(Protocol):
+    """Is told of every prompt that is submitted to an engine. Any thread."""
+
+    def begin(self, request: ObservedRequest) -> Observation:
+        """Called before the prompt's requests are submitted."""
+
+    def close(self) -> None:
+        """Called when the engine was closed."""

@@ -1,0 +1,64 @@
+"""Ends work whose result is no longer wanted: the deadline has passed, the client has left, or the engine closes.
+
+Call ``check_wanted`` in work that may take long, wherever it can stop: between two images, or two pieces of a file. The
+limits are a context variable, so the functions in between need not pass them on, and threads that run in a copy of the
+context inherit them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar, Token
+from time import perf_counter
+from typing import NamedTuple
+
+
+class Limit(NamedTuple):
+    """``check`` raises once the work is not wanted. ``deadline``: when it will, in seconds of ``perf_counter``."""
+
+    check: Callable[[], object]
+    deadline: float | None = None
+
+
+_limits: ContextVar[tuple[Limit, ...]] = ContextVar("limits", default=())
+
+
+def check_wanted() -> None:
+    """Checks all limits of this context. Raises TimeoutError, CancelledError or EngineClosedError."""
+    for limit in _limits.get():
+        limit.check()
+
+
+def deadline() -> float | None:
+    """The earliest deadline of this context, a time of ``perf_counter``; None: there is none."""
+    return min((limit.deadline for limit in _limits.get() if limit.deadline is not None), default=None)
+
+
+class limited:  # noqa: N801 - used like a function
+    """A context manager that adds a limit to the work inside."""
+
+    __slots__ = ("_limit", "_token")
+
+    def __init__(self, limit: Limit) -> None:
+        self._limit = limit
+        self._token: Token[tuple[Limit, ...]] | None = None
+
+    def __enter__(self) -> None:
+        self._token = _limits.set((*_limits.get(), self._limit))
+
+    def __exit__(self, *_: object) -> None:
+        if self._token is not None:
+            _limits.reset(self._token)
+
+
+def time_limit(seconds: float | None) -> limited:
+    """For ``with``: work inside that takes long ends with TimeoutError after this time; None: no limit."""
+    if seconds is None:
+        return limited(Limit(lambda: None))
+    end = perf_counter() + seconds
+
+    def check() -> None:
+        if perf_counter() >= end:
+            raise TimeoutError(f"not finished within {seconds:g} seconds")
+
+    return limited(Limit(check, end))

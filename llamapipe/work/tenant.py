@@ -1,0 +1,48 @@
+"""The client for whom requests are made: a server sets it, and every request submitted in that context has it.
+
+Open this file to add a limit for each client of a server.
+
+The principle: the tenant is a context variable, so no route and no call can forget to pass it on. Tasks inherit it, and
+so do the threads that ``asyncio.to_thread`` uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextvars import ContextVar
+from typing import NamedTuple
+
+
+class Tenant(NamedTuple):
+    """One client, or several that count as one.
+
+    ``share``: requests of different shares take turns, however many each has. ``cache``: names its own prefix cache;
+    None: the common one. ``grammar_timeout``: seconds of processor time that the constraint of a request may take, also
+    where its params allow more; None: no such limit. ``max_sound_s``: most seconds of a sound; None: all of it.
+    """
+
+    share: Hashable = None
+    cache: str | None = None
+    grammar_timeout: float | None = None
+    max_sound_s: float | None = None
+
+
+NOBODY = Tenant()
+tenant: ContextVar[Tenant] = ContextVar("tenant", default=NOBODY)
+
+
+def grammar_limit(timeout: float | None) -> float | None:
+    """The time for a constraint whose params allow ``timeout``."""
+    most = tenant.get().grammar_timeout
+    return timeout if most is None else most if timeout is None else min(timeout, most)
+
+
+def is_of(owner: str | None) -> Callable[[Hashable], bool]:
+    """Whether a ``cache_key`` is one of this tenant's cache, whatever the salt and the adapters."""
+    return lambda key: (key[0] if isinstance(key, tuple) else None) == owner
+
+
+def cache_key(salt: str | None, adapters: Hashable = None) -> Hashable:
+    """The key of the cells that a request may use: the tenant's cache, the salt and the key of the adapters."""
+    own = tenant.get().cache
+    return None if own is None and salt is None and adapters is None else (own, salt, adapters)

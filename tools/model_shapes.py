@@ -265,7 +265,7 @@ ARCHITECTURES = {
         "rwkv7", 24, 2, 1048576,
         _widths(1024, 4096) | _rwkv7(64, 64, 64, 32, 128)
         | {"attention.head_count": 0, "attention.layer_norm_epsilon": 1e-5, "token_shift_count": 2},
-        _widths(128, 512) | _rwkv7(32, 32, 32, 32, 32),
+        _widths(128, 512) | _rwkv7(64, 32, 32, 32, 32),
         tied=False,
     ),
     # Compressed keys and values (MLA): one vector a token and layer, for all heads.

@@ -91,6 +91,9 @@ _OTHER_SHAPES: Final = (
     "kda.head_dim",
     "ssm.state_size",
 )
+# The architectures whose states ggml updates in heads of `wkv.head_size` values, and of what that must be a multiple:
+# for RWKV 7 its kernel takes steps of up to 64 values (GGML_F32_STEP with AVX-512) and would read and write past a head.
+_WKV: Final = {"rwkv6": 1, "rwkv6qwen2": 1, "rwkv7": 64, "arwkv7": 64}
 # Architectures whose graph asserts that rotary positions cover the whole head (llama.cpp's src/models).
 _WHOLE_HEADS: Final = frozenset(
     """apertus arcee arctic baichuan chameleon codeshell cogvlm cohere2moe dbrx deci deepseek dots1 dream ernie4_5
@@ -236,6 +239,7 @@ def check_shapes(head: Head) -> Shapes:
         keys.per_layer("feed_forward_length", n_layer)
         check_heads(keys, head, n_layer, n_embd)
         _check_experts(keys, head, n_layer)
+        _check_wkv(keys, n_embd)
         keys.integer("attention.group_norm_groups", 1, MAX_WIDTH)
     keys.integer("pooling_type", 0, _POOLINGS, besides=_UNSPECIFIED)
     _check_floats(keys)
@@ -283,6 +287,18 @@ def _check_experts(keys: Keys, head: Head, n_layer: int) -> None:
         if n_expert % n_groups:
             raise Damage(f"its {n_expert} experts do not divide into {n_groups} groups")
         keys.integer("expert_group_used_count", 1, n_groups - 1, required=True)
+
+
+def _check_wkv(keys: Keys, n_embd: int) -> None:
+    step = _WKV.get(keys.architecture)
+    if step is None:
+        return
+    size = keys.integer("wkv.head_size", 1, MAX_WIDTH)
+    if size and (n_embd % size or size % step):
+        multiple = f" and be a multiple of {step}" if step > 1 else ""
+        raise Damage(
+            f"{keys.name('wkv.head_size')} is {size}, it must divide the embedding_length {n_embd}{multiple}"
+        )
 
 
 def _check_floats(keys: Keys) -> None:

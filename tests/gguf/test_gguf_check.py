@@ -77,6 +77,15 @@ def _all(*edits: Edit) -> Edit:
     return lambda doc: [edit(doc) for edit in edits]
 
 
+def _rwkv7(head_size: int) -> Edit:
+    """The keys of an RWKV 7 of 64 values a token."""
+    keys = {"block_count": 2, "embedding_length": 64, "context_length": 512, "wkv.head_size": head_size}
+    return _all(
+        _set("general.architecture", STRING, b"rwkv7"),
+        *(_set(f"rwkv7.{key}", 4, value) for key, value in keys.items()),
+    )
+
+
 def _tensor(which: str, **values: object) -> Edit:
     def edit(doc: Document) -> None:
         tensor = next(t for t in doc.tensors if t.name == which.encode())
@@ -203,6 +212,9 @@ def test_tensor_type_of_the_future(tmp_path: Path, models: dict[str, bytes]) -> 
                      _set("llama.expert_gating_func", 4, 5)), "expert_gating_func is 5, it must be 0 to 4"),
         ("spm", _all(_set("llama.expert_count", 4, 6), _set("llama.expert_used_count", 4, 2),
                      _set("llama.expert_group_count", 4, 4)), "its 6 experts do not divide into 4 groups"),
+        ("spm", _rwkv7(0), "rwkv7.wkv.head_size is 0, it must be 1 to"),
+        ("spm", _rwkv7(32), "head_size is 32, it must divide the embedding_length 64 and be a multiple of 64"),
+        ("spm", _rwkv7(128), "head_size is 128, it must divide the embedding_length 64"),
         # vocabulary
         ("spm", _set("tokenizer.ggml.model", STRING, b"no_vocab"), "it has no vocabulary"),
         ("spm", _set("tokenizer.ggml.model", 4, 7), "tokenizer.ggml.model must be a string"),

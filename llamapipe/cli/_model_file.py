@@ -41,7 +41,7 @@ def look_at(path: Path) -> dict[str, Any]:
     """The facts about a file, for JSON. Raises ModelLoadError."""
     import llamapipe as lp
     from llamapipe.gguf.check import check_gguf
-    from llamapipe.llama.kv_memory import file_metadata, memory_sizes
+    from llamapipe.llama.kv_memory import memory_sizes
     from llamapipe.native.load import native
 
     info = check_gguf(path)
@@ -72,7 +72,7 @@ def look_at(path: Path) -> dict[str, Any]:
             **_template(model),
         }
         found |= _projector(info, model)
-    sizes = memory_sizes(file_metadata(path), info.n_layer, info.n_embd, "f16", "f16")
+    sizes = memory_sizes(info.metadata, info.n_layer, info.n_embd, "f16", "f16")
     # Layers with a sliding window may hold fewer cells than the others: with them, this is the most.
     found["kv_bytes_per_token"] = None if sizes is None else sizes.full + sizes.window
     found["kv_window_bytes_per_token"] = None if sizes is None else sizes.window

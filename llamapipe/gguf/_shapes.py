@@ -92,7 +92,7 @@ _OTHER_SHAPES: Final = (
     "ssm.state_size",
 )
 # The architectures whose states ggml updates in heads of `wkv.head_size` values, and of what that must be a multiple:
-# for RWKV 7 its kernel takes steps of up to 64 values (GGML_F32_STEP with AVX-512) and would read and write past a head.
+# the kernel of RWKV 7 takes steps of up to 64 values (GGML_F32_STEP with AVX-512) and would read and write past a head.
 _WKV: Final = {"rwkv6": 1, "rwkv6qwen2": 1, "rwkv7": 64, "arwkv7": 64}
 # Architectures whose graph asserts that rotary positions cover the whole head (llama.cpp's src/models).
 _WHOLE_HEADS: Final = frozenset(

@@ -13,15 +13,16 @@ import mmap
 import os
 import re
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from llamapipe.errors import ModelLoadError
 from llamapipe.gguf._shapes import check_shapes
 from llamapipe.gguf._vocab import check_vocabulary
 from llamapipe.gguf.names import part_name, read_name
-from llamapipe.gguf.reader import U16, Array, Damage, Head, Tensor, parse_head
+from llamapipe.gguf.reader import STRING, U16, Array, Damage, Head, Tensor, parse_head
 
 # ggml's tensor types: name, values in a block, bytes of a block (ggml.h, ggml-common.h).
 _TYPES: Final = {
@@ -178,7 +179,8 @@ class GgufInfo:
 
     `n_entries` counts metadata entries, `n_parts` the files of a split model. `tokenizer` is None without a
     vocabulary. `is_vocab_only` is True for a file without tensors, `is_causal` False for models whose tokens attend to
-    later ones, such as encoders. `has_rank_head`: it has the output layer of a reranker. `n_rot`: values of
+    later ones, such as encoders. `metadata`: single values and arrays of numbers by key, without those of the
+    vocabulary. `has_rank_head`: it has the output layer of a reranker. `n_rot`: values of
     a head that positions rotate, None if the file leaves it to llama.cpp; `has_rope_sections`: it says how several
     kinds of positions share them. `n_layer`, `n_embd` and
     `n_ctx_train` are 0 if a vocabulary-only file omits them. `tensors`: those of all files. `size_bytes` is the size
@@ -193,6 +195,7 @@ class GgufInfo:
     n_entries: int
     n_tensors: int
     n_parts: int
+    metadata: Mapping[str, Any]
     n_layer: int
     n_embd: int
     n_ctx_train: int
@@ -237,6 +240,7 @@ def check_gguf(path: str | os.PathLike[str]) -> GgufInfo:
         n_entries=len(head.entries),
         n_tensors=n_tensors,
         n_parts=1 + len(parts),
+        metadata=_metadata(head),
         n_layer=shapes.n_layer,
         n_embd=shapes.n_embd,
         n_ctx_train=shapes.n_ctx_train,
@@ -249,6 +253,19 @@ def check_gguf(path: str | os.PathLike[str]) -> GgufInfo:
         size_bytes=len(head.buffer) + sum(len(part.head.buffer) for part in parts),
         stamps=(first.stamp, *(part.stamp for part in parts)),
     )
+
+
+def _metadata(head: Head) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, entry in head.entries.items():
+        value = entry.value
+        if isinstance(value, bytes):
+            found[key] = value.decode(errors="replace")
+        elif not isinstance(value, Array):
+            found[key] = value
+        elif value.kind != STRING and not key.startswith("tokenizer."):
+            found[key] = value.data.tolist()
+    return found
 
 
 def open_gguf(path: Path, converter: str = _CONVERTER) -> OpenFile:

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from llamapipe.errors import BackendError, ModelLoadError
-from llamapipe.gguf.check import open_gguf
-from llamapipe.gguf.reader import STRING, Array
+from llamapipe.errors import BackendError
 from llamapipe.host.memory import memory_limit
 from llamapipe.llama.devices import devices
 from llamapipe.llama.model import Model
@@ -89,7 +86,7 @@ def memory_sizes(
 ) -> MemorySizes | None:
     """The parts of a context's memory, from a file's metadata. Any thread.
 
-    ``metadata``: values by key, numbers or their texts, arrays as sequences (see ``file_metadata``). ``type_k`` and
+    ``metadata``: values by key, numbers or their texts, arrays as sequences (see ``GgufInfo.metadata``). ``type_k`` and
     ``type_v`` are names of ``TYPE_BYTES``. None for architectures with caches of other kinds, and where an array that
     tells the size is missing.
     """
@@ -205,34 +202,14 @@ class _Sizes:
         return n_before * (inner + 2 * n_groups * size) + size * inner
 
 
-def file_metadata(path: Path) -> dict[str, Any]:
-    """The single values and the arrays of numbers in a file's head, by key. Any thread.
-
-    Raises ModelLoadError.
-    """
-    return {
-        key: entry.value.data.tolist() if isinstance(entry.value, Array) else _plain(entry.value)
-        for key, entry in open_gguf(path).head.entries.items()
-        if not (isinstance(entry.value, Array) and entry.value.kind == STRING)
-    }
-
-
-def _plain(value: float | bytes) -> float | str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
-
-
 def model_sizes(model: Model, type_k: str, type_v: str) -> MemorySizes | None:
     """The parts of a context's memory for a model, on whichever devices its layers are placed. Any thread.
 
-    None where its size is not known (see ``memory_sizes``), and if the file is gone. Raises EngineClosedError when the
-    model is closed.
+    None where its size is not known (see ``memory_sizes``). Raises EngineClosedError when the model is closed.
     """
-    texts = model.metadata
-    try:
-        metadata = file_metadata(model.path)
-    except ModelLoadError:
-        metadata = {}
-    return memory_sizes(metadata | texts, model.n_layer, model.n_embd, type_k, type_v)
+    # Values that the caller gave in place of the file's are in the texts that llama.cpp has.
+    metadata = {**model.file_metadata, **model.metadata}
+    return memory_sizes(metadata, model.n_layer, model.n_embd, type_k, type_v)
 
 
 def kv_bytes(model: Model, n_cells: int, type_k: str, type_v: str) -> int | None:

@@ -200,6 +200,8 @@ class Model(Owner):
 
         self.architecture = info.architecture
         self.tensors: Mapping[str, Tensor] = {tensor.name: tensor for tensor in info.tensors}
+        # With arrays, which `metadata` lacks.
+        self.file_metadata = info.metadata
         self.is_causal = info.is_causal
         self.has_rank_head = info.has_rank_head
         params = self._params(n_layers, split, gpu, mapped, locked)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from llamapipe.gguf.check import GgufInfo, check_gguf, tensor_bytes
-from llamapipe.llama.kv_memory import TYPE_BYTES, file_metadata, memory_sizes
+from llamapipe.llama.kv_memory import TYPE_BYTES, memory_sizes
 from llamapipe.ollama_models import model_of
 
 # Besides weights and cells: compute buffers, which grow with the vocabulary. Measured with SmolLM2 135M and
@@ -98,7 +98,7 @@ def _cells_bytes(info: GgufInfo, n_ctx: int, options: Mapping[str, Any]) -> floa
     """Bytes of the KV cells and of recurrent states. At most: layers with a sliding window may hold fewer cells."""
     types = (str(options.get(name, "f16")) for name in ("type_k", "type_v"))
     k, v = (kind if kind in TYPE_BYTES else "f16" for kind in types)  # the engine refuses others
-    sizes = memory_sizes(file_metadata(info.path), info.n_layer, info.n_embd, k, v)
+    sizes = memory_sizes(info.metadata, info.n_layer, info.n_embd, k, v)
     n_seq_max = options.get("n_seq_max") or _USUAL_SLOTS
     return (
         0.0 if sizes is None else float(sizes.total(options.get("n_cells") or n_ctx * n_seq_max, n_seq_max))

@@ -12,9 +12,10 @@ import linecache
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -34,11 +35,13 @@ STRIDE = 1 if os.environ.get("LLAMAPIPE_INTERRUPTED_LINES") == "all" else 3
 class Interrupter:
     """Raises KeyboardInterrupt at the ``n``-th line of our own code on this thread, if there is one (``reached``).
 
-    Lines count, too, where Python waits for a thread to come up, which may run by then or not.
+    Lines count, too, where Python waits for a thread to come up, which may run by then or not. A line in a loop counts
+    twice: the first time, and once with what that has left behind.
     """
 
     def __init__(self, n: int) -> None:
         self._left = n
+        self._passed: Counter[tuple[CodeType, int]] = Counter()
         self.reached = False
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
@@ -46,11 +49,13 @@ class Interrupter:
         if not (code.co_filename.startswith(PACKAGE) or code is EVENT_WAIT) or _dropping(frame):
             return None
         if event == "line" and not _releases(code.co_filename, frame.f_lineno):
-            self._left -= 1
-            if self._left == 0:
-                self.reached = True
-                sys.settrace(None)
-                raise KeyboardInterrupt
+            self._passed[code, frame.f_lineno] += 1
+            if self._passed[code, frame.f_lineno] <= 2:
+                self._left -= 1
+                if self._left == 0:
+                    self.reached = True
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
         return self
 
 

@@ -50,6 +50,9 @@ class SamplingParams:
     - ``max_tokens``: maximum number of generated tokens; None: until generation or the context ends. ``min_tokens``:
       end-of-generation and stop tokens are masked until this many tokens have been generated, unless a constraint
       leaves no other token.
+    - ``reasoning_budget``: in chats, the most tokens of reasoning. When they are used up, the template's own marker
+      ends the reasoning, after ``reasoning_budget_message`` if that is given, and the answer follows. None or -1: no
+      limit. It limits nothing in a model that does not reason.
     - ``temperature``: 0 takes the most probable token, on ties the lowest id, and applies no truncation.
       ``dynatemp_range``, ``dynatemp_exponent``: vary the temperature by up to this range with the entropy.
     - ``top_k`` (0 or -1: all), ``top_p``, ``min_p``, ``typical_p``, ``top_n_sigma`` (0 or less: off) and
@@ -117,6 +120,8 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     min_tokens: int = 0
+    reasoning_budget: int | None = None
+    reasoning_budget_message: str | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
@@ -166,7 +171,8 @@ class SamplingParams:
             if value is not None or not option.optional:
                 object.__setattr__(self, name, check(name, value, option.low, option.high))
         self._set("top_k", max(self.top_k, 0))
-        self._set("seed", None if self.seed == -1 else self.seed)
+        for name in ("seed", "reasoning_budget"):
+            self._set(name, None if getattr(self, name) == -1 else getattr(self, name))
         check_salt(self.cache_salt)
         if self.speculate not in (None, "off", "ngram", "draft"):
             raise ValueError(
@@ -174,6 +180,9 @@ class SamplingParams:
             )
         if self.prediction is not None and not isinstance(self.prediction, str):
             raise TypeError(f"prediction must be a str or None, not {type(self.prediction).__name__}")
+        message = self.reasoning_budget_message
+        if message is not None and not isinstance(message, str):
+            raise TypeError(f"reasoning_budget_message must be a str or None, not {type(message).__name__}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}"

@@ -80,9 +80,9 @@ def test_a_command_has_it_or_the_row_says_why_not(option: SamplingOption) -> Non
 def test_the_native_struct_has_the_numbers_that_the_rows_name() -> None:
     fields = native().ffi.typeof("lp_sampling_options").fields
     numbers = {name for name, field in fields if field.type.kind == "primitive"}
-    lengths = {"n_biases", "n_allowed", "n_bad_words", "n_end_tokens", "n_order"}
+    lengths = {"n_biases", "n_allowed", "n_bad_words", "n_end_tokens", "n_order", "n_reasoning_close"}
     # Made from several options: of logits_processors and constraints; from logprobs; with the end tokens.
-    made = {"needs_row", "has_guide", "n_logprobs", "min_tokens"}
+    made = {"needs_row", "has_guide", "n_logprobs", "min_tokens", "reasoning_budget", "reasoning_is_open"}
     named = {option.name for option in OPTIONS if option.is_native}
     assert numbers - lengths - made == named, f"{HEADER}: lp_sampling_options; {BUILD}"
 

@@ -34,6 +34,8 @@ START, CHANNEL, MESSAGE, END, CALL = "<|start|>", "<|channel|>", "<|message|>", 
 _CONSTRAIN, _RETURN = "<|constrain|>", "<|return|>"
 _ENDS = (END, _RETURN, CALL)
 _ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
+# From reasoning to the answer.
+FINAL = f"{END}{START}assistant{CHANNEL}final{MESSAGE}"
 MARKERS = AnswerMarkers(
     ReasoningMarkers(_ANALYSIS, END),
     control=frozenset((START, CHANNEL, MESSAGE, *_ENDS, _CONSTRAIN)),

@@ -19,10 +19,12 @@ from llamapipe.chat._call_format import (
     n_tags,
     segments,
 )
+from llamapipe.chat._harmony import FINAL as HARMONY_FINAL
 from llamapipe.chat._harmony import MARKERS as HARMONY_MARKERS
 from llamapipe.chat._harmony import harmony_grammar, is_harmony
 from llamapipe.chat._lark import Literals, SpecialId
 from llamapipe.chat._tagged_arguments import TaggedArguments
+from llamapipe.chat.options import LimitedReasoning
 from llamapipe.chat.parser import ChatParser
 from llamapipe.chat.tools import Tool
 from llamapipe.errors import InvalidRequestError
@@ -239,6 +241,13 @@ class ChatFormat:
             opened=start + prompt_tail.rpartition(start)[2] if is_open and not continues else "",
             prompted=self._prompted(prompt_tail),
         )
+
+    def limited_reasoning(self, prompt_tail: str) -> LimitedReasoning | None:
+        """What surrounds the reasoning of an answer to a prompt that ends with ``prompt_tail``; None: it has none."""
+        if self.reasoning is None:
+            return None
+        close = HARMONY_FINAL if self._harmony else self.reasoning.end
+        return LimitedReasoning(self.reasoning.start, self.reasoning.end, close, self._is_open(prompt_tail))
 
     def continued_tail(
         self, prompt_tail: str, messages: Any, is_constrained: bool, part: str = "content"

@@ -29,3 +29,16 @@ class ChatOptions(NamedTuple):
     def takes_long(self) -> bool:
         """True if rendering the conversation or compiling its grammar would block an event loop."""
         return self.tools is not None or self.response_format is not None or self.truncation != "error"
+
+
+class LimitedReasoning(NamedTuple):
+    """What surrounds reasoning in an answer.
+
+    ``opens``, ``ends``: the markers, control tokens as their names. ``close``: the text that ends reasoning where a
+    limit is reached; control tokens are written as names. ``is_open``: the prompt has opened it.
+    """
+
+    opens: str
+    ends: str
+    close: str
+    is_open: bool

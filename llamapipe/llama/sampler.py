@@ -173,8 +173,13 @@ class SamplerChain(Owner):
         if self._lib.lp_sampler_accept_grammar(self.handle, len(ids), ids) < 0:
             self._refused()
 
+    def accept_reasoning(self, tokens: Iterable[SupportsIndex]) -> None:
+        """Tells the limit of reasoning about the tokens of the answer so far."""
+        ids = check_tokens("tokens", tokens, self.n_vocab)
+        self._check(self._lib.lp_sampler_accept_reasoning(self.handle, len(ids), ids))
+
     def accept_drawn(self, tokens: Iterable[SupportsIndex]) -> None:
-        """``accept_grammar`` and ``accept`` of tokens that were drawn, and counts them. Raises ValueError."""
+        """All of these for tokens that were drawn, and counts them. Raises ValueError."""
         ids = check_tokens("tokens", tokens, self.n_vocab)
         if self._lib.lp_sampler_accept_drawn(self.handle, len(ids), ids) < 0:
             self._refused()

@@ -115,6 +115,14 @@ class SamplingOptions(NotCopyable):
         self._set_array("end_tokens", "int32_t[]", ends)
         self.struct.min_tokens, self.struct.n_end_tokens = n, len(ends)
 
+    def set_reasoning(self, budget: int, opens: str, ends: str, close: Sequence[int], is_open: bool) -> None:
+        """Ends what is between two markers with the tokens ``close`` after ``budget`` tokens."""
+        self._set_array("reasoning_opens", "char[]", opens.encode())
+        self._set_array("reasoning_ends", "char[]", ends.encode())
+        self._set_array("reasoning_close", "int32_t[]", close)
+        self.struct.n_reasoning_close = len(close)
+        self.struct.reasoning_budget, self.struct.reasoning_is_open = budget, is_open
+
     def set_grammar(self, text: str, root: str = "root") -> None:
         """A grammar in llama.cpp's GBNF. Raises ValueError for text that llama.cpp would read otherwise.
 

@@ -29,6 +29,7 @@ INTEGERS = {
     "logprobs": (0, INT32_MAX),
     "prompt_logprobs": (0, INT32_MAX),
     "n": (1, 10_000),
+    "reasoning_budget": (-1, INT32_MAX),
     "dry_allowed_length": (0, INT32_MAX),
     "dry_penalty_last_n": (-1, 2**20),
     "mirostat": (0, 2),
@@ -56,6 +57,7 @@ NUMBERS = {
 OPTIONAL = (
     "max_tokens",
     "seed",
+    "reasoning_budget",
     "logit_bias",
     "logprobs",
     "prompt_logprobs",
@@ -76,7 +78,8 @@ FIELDS = {f.name for f in dataclasses.fields(SamplingParams)}
 tokens = st.integers(0, INT32_MAX)
 values = {
     **{name: st.integers(*limits) for name, limits in INTEGERS.items()},
-    **{name: st.integers(0, INTEGERS[name][1]) for name in ("top_k", "seed")},  # -1 is stored as 0 and None
+    # -1 is stored as 0 and None
+    **{name: st.integers(0, INTEGERS[name][1]) for name in ("top_k", "seed", "reasoning_budget")},
     **{name: st.floats(*limits) for name, limits in NUMBERS.items()},
     "logit_bias": st.dictionaries(tokens, st.floats(-1e6, 1e6) | st.just(-inf), max_size=4),
     "stop": st.lists(st.text(min_size=1, max_size=5), max_size=3).map(tuple),
@@ -87,6 +90,7 @@ values = {
     "cache_salt": st.text(min_size=1, max_size=5) | st.none(),
     "speculate": st.sampled_from([None, "off", "ngram"]),
     "prediction": st.text(max_size=5) | st.none(),
+    "reasoning_budget_message": st.text(max_size=5) | st.none(),
     "adapter": st.none()
     | st.sampled_from("ab")
     | st.dictionaries(st.sampled_from("ab"), st.floats(-1000, 1000), min_size=1),
@@ -115,7 +119,7 @@ class TestLimits:
     def test_integers(self, name: str) -> None:
         low, high = INTEGERS[name]
         for value in (low, high, np.int64(low), np.uint64(high)):
-            if value == -1 and name in ("top_k", "seed"):  # other words for 0 and None
+            if value == -1 and name in ("top_k", "seed", "reasoning_budget"):  # other words for 0 and None
                 continue
             found = getattr(make(**{name: value}), name)
             assert (found, type(found)) == (value, int)

@@ -175,7 +175,12 @@ class ChatBuilder:
             is_limited = bool(active) or params.json_schema is not None
             tail = chat_format.continued_tail(tail, messages, is_limited, part)
         constrained, active = self._constrained(chat_format, params, active, choice, parallel, tail)
-        item = self._request_builder.item(tokens, constrained, spans)
+        reasoning = None
+        if params.reasoning_budget is not None:
+            reasoning = chat_format.limited_reasoning(tail)
+            if reasoning is None:  # the model does not reason
+                constrained = replace(constrained, reasoning_budget=None)
+        item = self._request_builder.item(tokens, constrained, spans, reasoning)
         if self._model.is_recurrent or self._model.n_swa:
             item = item._replace(places=_places(self._model.vocab, tokens, messages))
         if not active and not chat_format.is_marked:

@@ -41,6 +41,7 @@ from llamapipe._engine.runtime.sinks import (
 )
 from llamapipe._engine.runtime.snapshot import Snapshot
 from llamapipe.arguments import check_tokens, from_column
+from llamapipe.chat.options import LimitedReasoning
 from llamapipe.errors import InvalidRequestError, LlamapipeError
 from llamapipe.llama.adapter import AdapterChoice, AdapterSet, AnyAdapter, check_choice_of_adapter
 from llamapipe.llama.model import Model
@@ -133,7 +134,9 @@ class RequestBuilder:
             return None
         return self._model.adapters.choose(check_choice_of_adapter(adapter), self._allowed)
 
-    def _compiled(self, params: SamplingParams) -> tuple[SamplerFactory, GrammarBudget | None]:
+    def _compiled(
+        self, params: SamplingParams, reasoning: LimitedReasoning | None = None
+    ) -> tuple[SamplerFactory, GrammarBudget | None]:
         """The factory for params, and the time that is left for their constraint. Raises as ``item``, DecodeError."""
         if params.speculate == "draft" and not self._drafts:
             raise InvalidRequestError(
@@ -141,7 +144,7 @@ class RequestBuilder:
                 "the same family, or leave speculate out"
             )
         began_s = thread_time()
-        factory = self._factories.sampler_factory(params)
+        factory = self._factories.sampler_factory(params, reasoning)
         if not factory.is_constrained:
             return factory, None
         budget = GrammarBudget(grammar_limit(params.grammar_timeout))
@@ -195,8 +198,17 @@ class RequestBuilder:
                 return error
             raise error from None
 
-    def item(self, prompt: Any, params: SamplingParams | None, spans: tuple[Span, ...] = ()) -> CheckedPrompt:
-        """One prompt as token ids, with its params. ``spans``: those of checked tokens. Raises as ``items`` does."""
+    def item(
+        self,
+        prompt: Any,
+        params: SamplingParams | None,
+        spans: tuple[Span, ...] = (),
+        reasoning: LimitedReasoning | None = None,
+    ) -> CheckedPrompt:
+        """One prompt as token ids, with its params. ``spans``: those of checked tokens. Raises as ``items`` does.
+
+        ``reasoning``: what surrounds the reasoning that params limit.
+        """
         if params is None:
             params = SamplingParams()
         elif not isinstance(params, SamplingParams):
@@ -224,7 +236,12 @@ class RequestBuilder:
         if spans and params.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs are not supported for a prompt with images or sounds")
         adapters = self.adapters(params)
-        factory, budget = self._compiled(params)
+        if params.reasoning_budget is not None and reasoning is None:
+            raise InvalidRequestError(
+                "reasoning_budget limits the reasoning of chats, and a plain prompt has no markers of it: use "
+                "engine.chat or stream_chat, or leave reasoning_budget out"
+            )
+        factory, budget = self._compiled(params, reasoning)
         return CheckedPrompt(tokens, factory, vocab.piece, tuple(params.stop or ()), adapters, budget, spans)
 
     def _refuse_long_text(self, prompt: str) -> None:

@@ -21,6 +21,7 @@ from llamapipe._engine.policy.core import Request, Sampler
 from llamapipe._engine.runtime.background_sampler import BackgroundSampler
 from llamapipe._lru_cache import LruCache
 from llamapipe._sampling_table import SAMPLER_ORDER
+from llamapipe.chat.options import LimitedReasoning
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.sampler import SamplerChain, takes_tokens
 from llamapipe.llama.sampling_options import Dry, SamplingOptions
@@ -43,13 +44,22 @@ def choose_seed(params: SamplingParams) -> int:
 class SamplerFactory:
     """One SamplingParams resolved for a vocabulary; creates the samplers of its requests.
 
+    ``reasoning``: what surrounds the reasoning that params limit; None: nothing does.
+
     ``is_constrained``: the text must match a format. ``is_slow``: a sampler may take long, for a constraint or logits
     processors. ``allows_space``: a space, which is no part of the text, may precede it.
 
     Raises InvalidRequestError for what this vocabulary does not have and for constraints that cannot be compiled.
     """
 
-    def __init__(self, params: SamplingParams, vocab: Vocab, n_ctx: int, dries: LruCache[Dry]) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab: Vocab,
+        n_ctx: int,
+        dries: LruCache[Dry],
+        reasoning: LimitedReasoning | None = None,
+    ) -> None:
         _check_vocab(params, vocab)
         _check_exclusive(params)
         self.params = params
@@ -88,6 +98,7 @@ class SamplerFactory:
             if params.prediction is not None
             else []
         )
+        self._reasoning = reasoning if params.reasoning_budget is not None else None
         self._options = self._make_options()
         self.is_constrained = self._guides is not None or params.grammar is not None
         self.is_slow = self.is_constrained or bool(params.logits_processors)
@@ -182,11 +193,12 @@ class SamplerFactory:
         return chain
 
     def _accepted(self, request: Request) -> tuple[list[int], list[int], list[int]]:
-        """Tokens that penalties look at, those that the constraint has to accept, and all, for logits processors.
+        """Tokens that penalties look at, the generated ones for a constraint or limit, and all, for logits processors.
 
         Copies: other threads may read them.
         """
-        generated = request.full_sequence[request.n_prompt :] if self.is_constrained else []
+        reads_answer = self.is_constrained or self._reasoning is not None
+        generated = request.full_sequence[request.n_prompt :] if reads_answer else []
         tokens = [token for token in request.full_sequence if token >= 0] if self._takes_tokens else []
         history = self.history(request.text_tokens) if self._looks_back else []
         return history, generated, tokens
@@ -199,6 +211,8 @@ class SamplerFactory:
             chain.accept(history)
         if self.params.grammar is not None and generated:
             chain.accept_grammar(generated)
+        if self._reasoning is not None and generated:
+            chain.accept_reasoning(generated)
         if chain.guide is not None:
             for token in generated:
                 chain.guide.accept(token)
@@ -226,6 +240,11 @@ class SamplerFactory:
         options.set_dry(self._dry)
         if p.grammar is not None:
             options.set_grammar(p.grammar)
+        if self._reasoning is not None and p.reasoning_budget is not None:
+            opens, ends, close, is_open = self._reasoning
+            text = (p.reasoning_budget_message or "") + close
+            tokens = self._vocab.tokenize(text, add_special=False, parse_special=True)
+            options.set_reasoning(p.reasoning_budget, opens, ends, tokens, is_open)
         struct = options.struct
         struct.repeat_last_n = self._n_ctx if p.repeat_last_n < 0 else min(p.repeat_last_n, self._n_ctx)
         struct.n_logprobs = -1 if p.logprobs is None else p.logprobs
@@ -295,16 +314,18 @@ class SamplerFactoryCache:
         self._factories: LruCache[SamplerFactory] = LruCache(_N_KEPT)
         self._dries: LruCache[Dry] = LruCache(8)
 
-    def sampler_factory(self, params: SamplingParams) -> SamplerFactory:
-        """The sampler factory for ``params``. Raises InvalidRequestError."""
+    def sampler_factory(
+        self, params: SamplingParams, reasoning: LimitedReasoning | None = None
+    ) -> SamplerFactory:
+        """The sampler factory for ``params``. ``reasoning``: as SamplerFactory takes it. Raises InvalidRequestError."""
         most = _MOST_OF_TOKEN * self._n_ctx
         if params.prediction is not None and len(params.prediction) > most:
             params = replace(params, prediction=params.prediction[:most])
         # Equal processors need not be the same, and a cache must not keep them alive.
         if params.logits_processors:
-            return SamplerFactory(params, self._vocab, self._n_ctx, self._dries)
+            return SamplerFactory(params, self._vocab, self._n_ctx, self._dries, reasoning)
         return self._factories.get(
-            params,
-            lambda: SamplerFactory(params, self._vocab, self._n_ctx, self._dries),
+            (params, reasoning),
+            lambda: SamplerFactory(params, self._vocab, self._n_ctx, self._dries, reasoning),
             lambda factory: not factory.is_exhausted,
         )

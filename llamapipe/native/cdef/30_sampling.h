@@ -39,6 +39,11 @@ typedef struct {
     const int32_t * end_tokens;               // forbidden until min_tokens were drawn
     const char *    grammar;                  // GBNF; NULL: none
     const char *    grammar_root;
+    int             reasoning_budget;         // tokens between the markers of reasoning, then what closes it; -1: any number
+    bool            reasoning_is_open;        // at the start of the answer
+    const char *    reasoning_opens, * reasoning_ends;
+    int             n_reasoning_close;
+    const int32_t * reasoning_close;
     bool            needs_row, has_guide;     // Python looks at each row first; Python sets a mask before each draw
 
     // ---- samplers, in the order they are applied
@@ -71,7 +76,8 @@ int  lp_sampler_configure(lp_sampler * s, const lp_sampling_options * options);
 int  lp_sampler_set_mask(lp_sampler * s, const uint32_t * mask);  // a bit for each token, kept by the caller; NULL: none
 int  lp_sampler_accept(lp_sampler * s, int n, const int32_t * tokens);          // tokens of the sequence
 int  lp_sampler_accept_grammar(lp_sampler * s, int n, const int32_t * tokens);  // generated ones; refuses what it forbids
-int  lp_sampler_accept_drawn(lp_sampler * s, int n, const int32_t * tokens);    // both, and counts them
+int  lp_sampler_accept_reasoning(lp_sampler * s, int n, const int32_t * tokens);  // generated ones, for its limit
+int  lp_sampler_accept_drawn(lp_sampler * s, int n, const int32_t * tokens);    // all of these, and counts them
 // Begins to guess the tokens that follow `text`: from what is predicted and, if `own`, from the text itself.
 int  lp_sampler_watch(lp_sampler * s, int n_predicted, const int32_t * predicted, int n_text, const int32_t * text, bool own);
 // Fills in at most n guessed tokens, and the share of such guesses that were right; returns how many.

@@ -173,6 +173,13 @@ int lp_sampler::draw(const lp::Row & row, int32_t * token) {
     if (!row.all() && n_logprobs > 0 && !row.is_exact(n_logprobs)) {
         return needs_full_row;
     }
+    if (const int32_t closing = forced(); closing >= 0) {
+        if (is_allowed(closing)) {
+            *token = closing;
+            return n_logprobs >= 0 ? note(row, closing) : 0;
+        }
+        reasoning->give_up();
+    }
     const bool too_early = n_accepted_ < min_tokens;
     changed_.clear();
     if (!biases.empty() || !counts_.empty() || !forbidden.empty() || !bad_tokens.empty() || !bad_words.empty() || too_early) {
@@ -363,6 +370,8 @@ static bool allows(llama_sampler * grammar, int32_t token) {
 
 bool lp_sampler::allowed_by_grammar(int32_t token) const { return allows(grammar.get(), token); }
 
+bool lp_sampler::is_allowed(int32_t token) const { return may(token) && (!grammar || allowed_by_grammar(token)); }
+
 int lp_sampler::n_allowed(int n, const int32_t * tokens) const {
     if (!grammar || n == 0) {
         return n;
@@ -381,8 +390,15 @@ void lp_sampler::accepted(int32_t token) {
     accept_grammar(token);
     accept(token);
     n_accepted_++;
+    accept_reasoning(token);
     if (guesser) {
         guesser->add(token);
+    }
+}
+
+void lp_sampler::accept_reasoning(int32_t token) {
+    if (reasoning) {
+        reasoning->add(token);
     }
 }
 
@@ -411,6 +427,9 @@ void lp_sampler::reset() {
     counts_.clear();
     n_accepted_ = 0;
     broken_     = false;
+    if (reasoning) {
+        reasoning->reset();
+    }
     for (llama_sampler * s : { first_.get(), dry.get() }) {
         if (s) {
             forget(s);
@@ -561,6 +580,15 @@ int lp_sampler_accept_grammar(lp_sampler * s, int n, const int32_t * tokens) {
     return lp::guard(LP_ERROR, [&] {
         for (int i = 0; i < n; i++) {
             s->accept_grammar(tokens[i]);
+        }
+        return 0;
+    });
+}
+
+int lp_sampler_accept_reasoning(lp_sampler * s, int n, const int32_t * tokens) {
+    return lp::guard(LP_ERROR, [&] {
+        for (int i = 0; i < n; i++) {
+            s->accept_reasoning(tokens[i]);
         }
         return 0;
     });

@@ -15,6 +15,7 @@
 
 #include "guesser.hpp"
 #include "native.h"
+#include "reasoning_limit.hpp"
 
 #include <cmath>
 #include <cstdint>
@@ -105,6 +106,7 @@ struct lp_sampler {
     void accept_grammar(int32_t token);  // throws where the grammar does not allow it, and refuses everything from then on
     int  n_allowed(int n, const int32_t * tokens) const;  // how many of these the grammar allows, one after the other
     void accepted(int32_t token);        // a drawn token: both of the above, and counts it
+    void accept_reasoning(int32_t token);  // a token of the answer so far, for the limit of reasoning
     void reset();                        // forgets the accepted tokens
     // Records log-probabilities of a token: 0, or `needs_full_row`.
     int note(const lp::Row & row, int32_t token);
@@ -125,7 +127,7 @@ struct lp_sampler {
     // Whether the next draw uses the unchanged row and stages only.
     bool is_plain() const {
         return !needs_row && !has_guide && biases.empty() && forbidden.empty() && bad_tokens.empty() && bad_words.empty() &&
-               !checks() && !penalizes() && n_accepted_ >= min_tokens;
+               !checks() && !penalizes() && n_accepted_ >= min_tokens && forced() < 0;
     }
     void take(int32_t token) {  // drawn by the graph, with the uniform number that `peek` returned
         if (!greedy_) {
@@ -134,6 +136,8 @@ struct lp_sampler {
         accepted(token);
     }
     void make_greedy() { greedy_ = true; }
+    // The token that ends reasoning over its limit; -1: the next token is drawn.
+    int32_t forced() const { return reasoning ? reasoning->forced() : -1; }
 
     const llama_vocab * const vocab;
     const int                 n_vocab;
@@ -165,6 +169,7 @@ struct lp_sampler {
     std::vector<lp::StageInfo> stages;
 
     std::unique_ptr<lp::Guesser> guesser;  // of the tokens that follow; null: none is wanted
+    std::unique_ptr<lp::ReasoningLimit> reasoning;  // null: reasoning is not limited
 
     bool penalizes() const { return last_n_ > 0 && (repeat_ != 1.0f || frequency_ != 0.0f || presence_ != 0.0f); }
     // Fills in at most `n` tokens whose logits the changes may raise; returns how many.
@@ -179,6 +184,7 @@ private:
         return (allowed.empty() || has_bit(allowed.data(), token)) && (!mask || has_bit(mask, token));
     }
     bool                               allowed_by_grammar(int32_t token) const;
+    bool                               is_allowed(int32_t token) const;
     void                               collect_changes(const lp::Row & row, bool with_ends);
     int                                choose(const lp::Row & row, int32_t * token);
     void                               collect_allowed(const float * logits);

@@ -251,6 +251,12 @@ void lp_sampler::configure(const lp_sampling_options & o) {
     }
     min_tokens = o.min_tokens;
     ends.assign(o.end_tokens, o.end_tokens + o.n_end_tokens);
+    reasoning.reset();
+    if (o.reasoning_budget >= 0 && o.n_reasoning_close > 0) {
+        reasoning = std::make_unique<lp::ReasoningLimit>(
+            vocab, o.reasoning_budget, o.reasoning_opens, o.reasoning_ends,
+            std::vector<int32_t>(o.reasoning_close, o.reasoning_close + o.n_reasoning_close), o.reasoning_is_open);
+    }
     needs_row  = o.needs_row;
     has_guide  = o.has_guide;
     n_logprobs = o.n_logprobs;
@@ -263,7 +269,7 @@ lp_sampling_options lp_sampling_default_options(void) {
     lp_sampling_options o = {};
     o.repeat_penalty = o.typical_p = o.top_p = o.temperature = o.dynatemp_exponent = 1.0f;
     o.top_n_sigma = o.adaptive_target = -1.0f;
-    o.n_logprobs                      = -1;
+    o.n_logprobs = o.reasoning_budget = -1;
     return o;
 }
 

@@ -150,7 +150,12 @@ class MarkerProbe:
                 return {name: False}
         return {}
 
-    def _prompt(self, switch: str, value: bool) -> str:
+    def has_efforts(self) -> bool:
+        """True if ``reasoning_effort`` changes what the template writes."""
+        low, high = (self._prompt("reasoning_effort", effort) for effort in ("low", "high"))
+        return bool(low and high) and low != high
+
+    def _prompt(self, switch: str, value: bool | str) -> str:
         return self._probe.rendered([USER], prompt=True, switches={switch: value})
 
     # ---- reasoning

@@ -337,7 +337,7 @@ class TemplateProbe:
         *,
         prompt: bool,
         tools: list[dict[str, Any]] | None = None,
-        switches: Mapping[str, bool] | None = None,
+        switches: Mapping[str, Any] | None = None,
     ) -> str | None:
         try:
             return self._render(messages, tools=tools, add_generation_prompt=prompt, **(switches or {}))
@@ -350,7 +350,7 @@ class TemplateProbe:
         *,
         prompt: bool,
         with_tool: bool = False,
-        switches: Mapping[str, bool] | None = None,
+        switches: Mapping[str, Any] | None = None,
     ) -> str:
         """A rendered conversation, optionally with a tool; empty if the template refuses it."""
         tools = [_TOOL] if with_tool else None

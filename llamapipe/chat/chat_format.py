@@ -41,6 +41,7 @@ class ChatFormat:
     - ``shows_tools``: the template has a place for the definitions of tools.
     - ``markers``: the markers of reasoning and text. ``reasoning``: the pair around reasoning, or None.
     - ``reasoning_off``: template arguments that switch reasoning off, such as ``{"enable_thinking": False}``.
+    - ``has_efforts``: the template writes ``reasoning_effort``.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class ChatFormat:
         special_id: SpecialId,
         harmony: bool = False,
         shows_tools: bool = True,
+        has_efforts: bool = False,
     ) -> None:
         self.calls = calls
+        self.has_efforts = has_efforts
         self.shows_tools = shows_tools
         self.markers = markers
         self.reasoning = markers.reasoning
@@ -97,7 +100,14 @@ class ChatFormat:
         markers = MarkerProbe(probe, lambda text: special_id(text) is not None).kept(
             usual.markers, found.markers
         )
-        return cls(calls, markers, usual.reasoning_off, special_id, shows_tools=found.shows_tools)
+        return cls(
+            calls,
+            markers,
+            usual.reasoning_off,
+            special_id,
+            shows_tools=found.shows_tools,
+            has_efforts=usual.has_efforts,
+        )
 
     @classmethod
     def _of(
@@ -110,16 +120,24 @@ class ChatFormat:
         def ends(text: str) -> bool:
             return is_eog is not None and (token := special_id(text)) is not None and is_eog(token)
 
+        marker_probe = MarkerProbe(probe, is_control)
+        has_efforts = marker_probe.has_efforts()
         if is_harmony(probe.prompt, probe.calls(1)):
-            return cls(None, HARMONY_MARKERS, {}, special_id, harmony=True)
+            return cls(None, HARMONY_MARKERS, {}, special_id, harmony=True, has_efforts=has_efforts)
         calls = probe.call_format(is_control)
         if calls is not None:
             calls = _without_eog(calls, ends)
-        marker_probe = MarkerProbe(probe, is_control)
         markers = marker_probe.markers(calls, ends)
         if calls is not None and not calls.trigger and is_control(PYTHON_TAG):
             markers = replace(markers, control=markers.control | {PYTHON_TAG})
-        return cls(calls, markers, marker_probe.reasoning_off(), special_id, shows_tools=probe.shows_tools)
+        return cls(
+            calls,
+            markers,
+            marker_probe.reasoning_off(),
+            special_id,
+            shows_tools=probe.shows_tools,
+            has_efforts=has_efforts,
+        )
 
     def __repr__(self) -> str:
         calls = "HARMONY" if self._harmony else self.calls.style.name if self.calls else None

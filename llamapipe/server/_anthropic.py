@@ -39,10 +39,10 @@ _HOSTED = (
 
 
 class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Whether the model reasons before it answers."""
+    """Whether the model reasons before it answers, and with how many tokens at most."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: Annotated[int | None, Unused()] = None
+    budget_tokens: int | None = None
     display: Annotated[str | None, Unused("summarized")] = None
 
 
@@ -248,10 +248,14 @@ def _job(exchange: Exchange, request: MessagesRequest) -> ChatJob:
         _template_args(request),
         continue_last=bool(conversation) and conversation[-1]["role"] == "assistant",
     )
+    thinking = request.thinking
     params = sampling.params(
         exchange.server.engine.model.vocab.tokenize,
-        {"stop": "stop_sequences"},
+        {"stop": "stop_sequences", "reasoning_budget": "thinking.budget_tokens"},
         max_tokens=request.max_tokens,
+        reasoning_budget=thinking.budget_tokens
+        if thinking is not None and thinking.type == "enabled"
+        else None,
         **exchange.server.adapter_of(request.model),
     )
     field = "output_format" if request.output_format is not None else "output_config.format"

@@ -95,9 +95,6 @@ class ChatRequest(Streamed, kw_only=True):
     truncate_prompt_tokens: Annotated[
         int | None, Only(-1, instead='truncation: "auto" drops the oldest turns')
     ] = None
-    thinking_token_budget: Annotated[int | None, Only(-1, instead="max_tokens limits the whole answer")] = (
-        None
-    )
     mm_processor_kwargs: Annotated[Any, Unused({})] = None
     media_io_kwargs: Annotated[Any, Unused({})] = None
 

@@ -24,6 +24,7 @@ from llamapipe.server._media import in_request, place_of, with_media
 from llamapipe.server._sampling import with_field
 from llamapipe.server.endpoint import Exchange
 from llamapipe.server.errors import TOO_LONG, ApiError
+from llamapipe.server.settings import TEMPLATE_PARAMETERS
 from llamapipe.streams import AsyncChatStream
 from llamapipe.text.stream import TextOffsets
 from llamapipe.work.long_work import size_of
@@ -257,6 +258,7 @@ async def n_prompt_tokens(
     Raises ApiError and InvalidRequestError.
     """
     if first_media(messages) is None:
+        args = await with_default_args(exchange.server, args)
         return len(await exchange.server.tokenize_chat(messages, tools, True, args))
     options = ChatOptions(tools=tools, template_args=args)
     job = ChatJob(exchange, messages, SamplingParams(max_tokens=None), options)
@@ -269,7 +271,9 @@ def input_tokens(n: int) -> dict[str, Any]:
 
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # how much a model reasons
-_RESERVED = ("self", "messages", "tools", "add_generation_prompt")  # parameters of Model.render_chat
+# The tokens of reasoning that an effort stands for, where the template has no levels; others: any number.
+_BUDGETS = {"minimal": 256, "low": 1024, "medium": 4096, "high": 16_384}
+_ABOUT_REASONING = ("enable_thinking", "thinking", "reasoning_effort")  # arguments of templates
 
 
 def template_args(given: Mapping[str, Any] | None, effort: str | None, field: str) -> dict[str, Any]:
@@ -292,12 +296,37 @@ def template_args(given: Mapping[str, Any] | None, effort: str | None, field: st
 def check_template_args(names: Iterable[str]) -> None:
     """Raises ApiError 400 for an argument of the template that is a field of the request."""
     for name in names:
-        if name in _RESERVED:
+        if name in TEMPLATE_PARAMETERS:
             raise ApiError(
                 400,
                 f"chat_template_kwargs may not hold {quoted(name)}: the request and the template define it",
                 "chat_template_kwargs",
             )
+
+
+async def with_default_args(state: ServerState, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The arguments of a request's template: its own, else the operator's."""
+    args = dict(given or {})
+    defaults = state.settings.default_template_args()
+    if not any(name in args for name in _ABOUT_REASONING):
+        if state.settings.reasoning == "off":
+            form = await state.in_thread(state.engine.model.chat_prompts.chat_format)
+            defaults |= {"enable_thinking": False, **form.reasoning_off}
+    else:
+        defaults = {name: value for name, value in defaults.items() if name not in _ABOUT_REASONING}
+    return defaults | args
+
+
+async def reasoning_budget(state: ServerState, args: Mapping[str, Any]) -> int | None:
+    """The most tokens of reasoning for these arguments of the template, where a request gives no number."""
+    is_off, effort = args.get("enable_thinking") is False, args.get("reasoning_effort")
+    if is_off or effort is not None:
+        form = await state.in_thread(state.engine.model.chat_prompts.chat_format)
+        if is_off:
+            return None if form.reasoning_off else 0
+        return None if form.has_efforts else _BUDGETS.get(str(effort))
+    limit = state.settings.reasoning
+    return int(limit) if limit.isdecimal() else None
 
 
 class ChatJob:
@@ -329,7 +358,8 @@ class ChatJob:
         self._timeout = exchange.server.settings.timeout_s
         self._began = perf_counter()
         self._messages = messages
-        self._fetching = asyncio.Lock()
+        self._preparing = asyncio.Lock()
+        self._is_prepared = False
         self._params = params
         self._options = options
         self._before = before
@@ -342,9 +372,19 @@ class ChatJob:
     def __repr__(self) -> str:
         return f"<ChatJob n_messages={len(self._messages)} n={self._params.n}>"
 
-    async def _fetch(self) -> None:
-        """Replaces the addresses of images, once; the time for it is part of the request's."""
-        async with self._fetching:
+    async def _prepare(self) -> None:
+        """Replaces the addresses of images, once, and fills in what the operator has set.
+
+        The time for it is part of the request's.
+        """
+        async with self._preparing:
+            if not self._is_prepared:
+                args = await with_default_args(self._exchange.server, self._options.template_args)
+                self._options = self._options._replace(template_args=args)
+                if self._params.reasoning_budget is None:
+                    budget = await reasoning_budget(self._exchange.server, args)
+                    self._params = replace(self._params, reasoning_budget=budget)
+                self._is_prepared = True
             before = self._messages
             self._messages = await with_media(self._exchange, before)
             if self._timeout is not None and self._messages is not before:
@@ -352,7 +392,7 @@ class ChatJob:
 
     async def complete(self) -> ChatCompletion:
         """The answer, when all choices are complete."""
-        await self._fetch()
+        await self._prepare()
         answer = self._engine.achat(
             self._messages, self._params, timeout=self._timeout, block=False, **self._options._asdict()
         )
@@ -373,7 +413,7 @@ class ChatJob:
 
         Raises ApiError, InvalidRequestError, TimeoutError.
         """
-        await self._fetch()
+        await self._prepare()
         tokenize = partial(
             self._engine.tokenize_chat,
             self._messages,
@@ -391,7 +431,7 @@ class ChatJob:
         return [self._stream(i) for i in range(self._params.n)]
 
     async def _stream(self, i: int) -> AsyncGenerator[ChatDelta | None, None]:
-        await self._fetch()
+        await self._prepare()
         params = replace(self._params, n=1)
         if params.seed is not None:
             params = replace(params, seed=(params.seed + i) % 2**64)

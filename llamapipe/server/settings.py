@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from llamapipe._messages import explains_fields, quoted, readable
 from llamapipe._options import ACCESS, LIMITS, SERVER
@@ -14,6 +16,9 @@ from llamapipe.llama.fim import FimOrder
 
 _ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s]*")
 _HOST = re.compile(r"\*|\[[0-9A-Fa-f:.]+\](:\d+)?|[^/\s:\[\]]+(:\d+)?|[0-9A-Fa-f:.]+")
+TEMPLATE_PARAMETERS = frozenset(
+    {"self", "messages", "tools", "add_generation_prompt"}
+)  # of Model.render_chat
 _API_KEY = re.compile(r"[!-~](?:[ -~]*[!-~])?")
 
 
@@ -63,6 +68,10 @@ class ServerSettings:
     - ``media_urls``: hosts, ``HOST`` or ``HOST:PORT``, that images may be fetched from. A name never means an address
       of a private network; an address that is listed itself may be one. Empty: nothing is fetched.
     - ``fim_order``: what a prompt for filling in begins with: the prefix (``"psm"``) or the suffix (``"spm"``).
+    - ``reasoning``: for chats that do not say how much a model may reason. "off": it does not, where its template can
+      turn reasoning off, else its reasoning is closed at once. "auto": as the template has it. A number: at most so
+      many tokens (``SamplingParams.reasoning_budget``). ``template_args``: a JSON object with arguments of the chat
+      template; those of a request take their places.
     - ``page``: serve the page at ``/``.
     - ``ollama``: also serve Ollama's API under ``/api``. ``allow_pull``, ``allow_delete``: its clients may download
       models of the Hugging Face Hub and give the model further names, and delete downloaded files.
@@ -95,6 +104,8 @@ class ServerSettings:
     allow_pull: bool = False
     allow_delete: bool = False
     fim_order: FimOrder = "psm"
+    reasoning: str = "auto"
+    template_args: str | None = None
     lora_path: str | os.PathLike[str] | None = None
     media_path: str | os.PathLike[str] | None = None
     media_urls: tuple[str, ...] = ()
@@ -127,6 +138,11 @@ class ServerSettings:
         for name in ("allow_pull", "allow_delete"):
             if getattr(self, name) and not self.ollama:
                 raise ValueError(f"{name} needs ollama, whose routes it is for")
+        if self.reasoning not in ("off", "auto") and not re.fullmatch("[0-9]{1,9}", self.reasoning):
+            raise ValueError(
+                f"reasoning is {quoted(self.reasoning)}; it must be off, auto or a number of tokens, such as 4096"
+            )
+        self.default_template_args()
         for host in self.media_urls:
             if host == "*" or not _HOST.fullmatch(host):
                 raise ValueError(f"media_urls: {quoted(host)} is no host; write HOST or HOST:PORT")
@@ -141,6 +157,20 @@ class ServerSettings:
                 "api_keys: a key must be printable ASCII without spaces at its ends, and not empty: "
                 "HTTP headers cannot carry others"
             )
+
+    def default_template_args(self) -> dict[str, Any]:
+        """The arguments of the template where a request has no others. Raises ValueError."""
+        if self.template_args is None:
+            return {}
+        try:
+            found = json.loads(self.template_args)
+        except ValueError as e:
+            raise ValueError(f"template_args is not JSON: {e}") from None
+        if not isinstance(found, dict):
+            raise ValueError('template_args must be a JSON object, such as {"enable_thinking": false}')
+        if wrong := sorted(TEMPLATE_PARAMETERS.intersection(found)):
+            raise ValueError(f"template_args may not hold {quoted(wrong[0])}: the request defines it")
+        return found
 
     def __repr__(self) -> str:
         return f"ServerSettings(model_names={self.model_names}, n_api_keys={len(self.api_keys)})"

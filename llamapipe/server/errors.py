@@ -89,20 +89,23 @@ class ApiError(Exception):
 
     def body(self, dialect: Dialect) -> dict[str, Any]:
         """The answer's body in the format of an API."""
-        if dialect == "ollama":
-            return {"error": self.message}
         sizes = _SIZES.search(self.message) if self.code == TOO_LONG else None
+        message = self.message
+        if sizes is not None:  # agents make their conversation shorter when they read the words of their API
+            if dialect == "anthropic":
+                message = f"prompt is too long: {sizes[1]} tokens > {sizes[2]} maximum: {message}"
+            else:
+                message = f"this model's maximum context length is {sizes[2]} tokens: {message}"
+        if dialect == "ollama":
+            return {"error": message}
         if dialect == "anthropic":
             kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
-            message = self.message
-            if sizes is not None:  # agents make their conversation shorter when they read these words
-                message = f"prompt is too long: {sizes[1]} tokens > {sizes[2]} maximum: {message}"
             error: dict[str, Any] = {"type": kind, "message": message}
             if self.details is not None:
                 error["details"] = dict(self.details)
             return {"type": "error", "error": error}
         kind = _OPENAI_TYPES.get(self.status, "server_error")
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code or kind}
+        error = {"message": message, "type": kind, "param": self.param, "code": self.code or kind}
         if sizes is not None:  # OpenAI's clients know this error by its code, llama-server's by its type
             error |= {
                 "type": "exceed_context_size_error",

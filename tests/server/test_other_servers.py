@@ -365,7 +365,8 @@ class TestMessages:
     def test_a_prompt_over_the_context(self, client: httpx.Client) -> None:
         message = error_of(client, "/v1/completions", {"prompt": [5] * 300})["message"]
         assert message == (
-            "the prompt has 300 tokens; n_ctx is 256 and one must stay free: shorten it, or raise n_ctx (--n-ctx)"
+            "this model's maximum context length is 256 tokens: the prompt has 300 tokens; n_ctx is 256 and one must "
+            "stay free: shorten it, or raise n_ctx (--n-ctx)"
         )
 
     def test_a_full_queue(self, demo: lp.Model) -> None:

@@ -26,8 +26,11 @@ from llamapipe.cli.options import (
     ENGINE,
     MODEL,
     MODEL_HELP,
+    SAMPLING,
+    Option,
     add_adapters,
     add_engine_options,
+    add_options,
     add_to_group,
     byte_count,
     defaults_of,
@@ -92,6 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_server(parser.add_argument_group("server"))
     _add_access(parser.add_argument_group("what clients may do"))
     _add_limits(parser.add_argument_group("limits"))
+    defaults = defaults_of(lp.SamplingParams)
+    add_options(parser, "sampling, where a request says nothing", sampling_defaults(), defaults)
     _add_kv_events(parser)
     add_engine_options(parser)
 
@@ -556,7 +561,17 @@ def settings_fields(args: argparse.Namespace) -> dict[str, Any]:
         "api_keys": () if is_model else _keys(args.api_key_file),
         "ollama": args.ollama is not None,
     }
+    if sampling := given(args, sampling_defaults()):
+        values["sampling"] = sampling
     return values | given(args, from_rows(*SERVER, *ACCESS, *LIMITS))
+
+
+def sampling_defaults() -> list[Option]:
+    """The options of samplers that hold where a request says nothing."""
+    from llamapipe.server.settings import DEFAULTS
+
+    names = {option.name for option in DEFAULTS}
+    return [option for option in SAMPLING if option.name in names]
 
 
 def with_option_name(message: str) -> str:

@@ -250,7 +250,7 @@ def _job(exchange: Exchange, request: MessagesRequest) -> ChatJob:
     )
     thinking = request.thinking
     params = sampling.params(
-        exchange.server.engine.model.vocab.tokenize,
+        exchange.server,
         {"stop": "stop_sequences", "reasoning_budget": "thinking.budget_tokens"},
         max_tokens=request.max_tokens,
         reasoning_budget=thinking.budget_tokens

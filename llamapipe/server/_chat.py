@@ -140,7 +140,6 @@ def _template_args(request: ChatRequest) -> dict[str, Any]:
 def _job(exchange: Exchange, request: ChatRequest, tools: Tools) -> ChatJob:
     """The request as a job of the engine. Raises ApiError."""
     check_n_messages(exchange.server, request.messages, "messages")
-    vocab = exchange.server.engine.model.vocab
     limit = token_limit(
         max_tokens=request.max_tokens,
         max_completion_tokens=request.max_completion_tokens,
@@ -157,7 +156,7 @@ def _job(exchange: Exchange, request: ChatRequest, tools: Tools) -> ChatJob:
     if request.samplers is not None:
         more |= chosen_samplers(exchange, request, request.samplers)
     more.update(predicted(request.prediction))
-    params = request.params(lambda text: vocab.tokenize(text, add_special=False), **more)
+    params = request.params(exchange.server, **more)
     args = _template_args(request)
     if request.continue_final_message and request.add_generation_prompt:
         raise ApiError(

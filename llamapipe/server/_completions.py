@@ -324,7 +324,6 @@ class _Job:
         """Checks the request. Raises ApiError."""
         request.check()
         exchange.server.check_model(request.model)
-        vocab = exchange.server.engine.model.vocab
         n = 1 if request.n is None else request.n
         best_of = request.best_of or n  # OpenAI allows 0, which means the same
         limit = exchange.server.settings.max_n
@@ -366,7 +365,7 @@ class _Job:
         more.update(exchange.server.adapter_of(request.model))
         if request.samplers is not None:
             more |= chosen_samplers(exchange, request, request.samplers)
-        params = request.params(lambda text: vocab.tokenize(text, add_special=False), **more)
+        params = request.params(exchange.server, **more)
         constraint = request.constraint()
         await check_params(exchange.server, params, "" if constraint is None else constraint.field)
         prompts = await prompts_of(

@@ -193,7 +193,7 @@ def _params(exchange: Exchange, request: LlamaServerRequest) -> SamplingParams:
         if "adapter" in more:
             raise ApiError(400, "model is the name of an adapter, and lora chooses others; give one", "lora")
         more["adapter"] = _adapters(exchange, request.lora)
-    params = request.params(tokenize, **more)
+    params = request.params(exchange.server, **more)
     return params if params.seed is not None else replace(params, seed=secrets.randbelow(2**32))
 
 

@@ -101,9 +101,8 @@ def _params(exchange: Exchange, request: FimRequest) -> SamplingParams:
     limit = token_limit(max_tokens=request.max_tokens)
     if limit == 0:
         raise ApiError(400, "max_tokens is 0; it must be 1 or more, or -1 for no limit", "max_tokens")
-    vocab = exchange.server.engine.model.vocab
     return request.params(
-        lambda text: vocab.tokenize(text, add_special=False),
+        exchange.server,
         max_tokens=limit,
         **exchange.server.adapter_of(request.model),
     )

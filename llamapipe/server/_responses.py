@@ -349,8 +349,7 @@ def _job(exchange: Exchange, request: ResponsesRequest, tools: Tools) -> ChatJob
         _template_args(request),
         truncation="auto" if request.truncation == "auto" else "error",
     )
-    tokenize = exchange.server.engine.model.vocab.tokenize
-    params = sampling.params(tokenize, {"max_tokens": "max_output_tokens"}, **more)
+    params = sampling.params(exchange.server, {"max_tokens": "max_output_tokens"}, **more)
     messages = messages_of(request, tools)
     return ChatJob(exchange, messages, params, options, "text.format", grammars=tools.grammars)
 

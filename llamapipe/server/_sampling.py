@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -22,6 +23,7 @@ from llamapipe.server._fields import Only, Unused
 from llamapipe.server.errors import ApiError
 
 if TYPE_CHECKING:
+    from llamapipe.server._application import ServerState
     from llamapipe.server.endpoint import Exchange
 
 _ID_DIGITS = 10  # of a token id, which has 32 bits
@@ -274,13 +276,26 @@ class Sampling(_Options, kw_only=True):
     post_sampling_probs: Annotated[bool | None, Only(False)] = None
 
     def params(
-        self, tokenize: Tokenize, fields: Mapping[str, str] | None = None, /, **more: Any
+        self, state: ServerState, fields: Mapping[str, str] | None = None, /, **more: Any
     ) -> SamplingParams:
-        """The options as ``SamplingParams``; ``more``: further fields of it.
+        """The options as ``SamplingParams``, with the operator's where there are none; ``more``: further fields of it.
 
-        ``tokenize``: for the keys of ``logit_bias``, which may be token ids or text. ``fields``: what the request calls
-        options, where it calls them otherwise. Raises ApiError 400, which names the field.
+        ``fields``: what the request calls options, where it calls them otherwise. Raises ApiError 400, which names the
+        field.
         """
+        vocab = state.engine.model.vocab
+        tokenize = partial(vocab.tokenize, add_special=False)
+        return self.params_with(state.settings.sampling, tokenize, fields, **more)
+
+    def params_with(
+        self,
+        defaults: Mapping[str, Any],
+        tokenize: Tokenize,
+        fields: Mapping[str, str] | None = None,
+        /,
+        **more: Any,
+    ) -> SamplingParams:
+        """The same. ``tokenize``: for the keys of ``logit_bias``, which may be token ids or text."""
         values: dict[str, Any] = {}
         called = dict(fields or {})
         for field, name in _PASSED_ON:
@@ -298,8 +313,7 @@ class Sampling(_Options, kw_only=True):
             values["seed"] = self.seed % 2**64
         if self.logit_bias is not None:
             values["logit_bias"] = _biases(self.logit_bias, tokenize)
-        values.update(more)
-        return checked_params(values, called)
+        return checked_params({**defaults, **values, **more}, called)
 
 
 # The fields that are passed on as they are, with the names that ``SamplingParams`` has for them.

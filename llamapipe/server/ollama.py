@@ -20,6 +20,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequenc
 from contextlib import aclosing, suppress
 from datetime import datetime, timezone
 from difflib import get_close_matches
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -123,12 +124,16 @@ class Options(_Table, Lenient, kw_only=True):
 
     def sampling(self, state: ServerState, **more: Any) -> SamplingParams:
         """The options as ``SamplingParams``, with Ollama's defaults. Raises ApiError 400."""
-        vocab = state.engine.model.vocab
-        return self.checked(lambda text: vocab.tokenize(text, add_special=False), **more)
+        tokenize = partial(state.engine.model.vocab.tokenize, add_special=False)
+        return self.params_with(state.settings.sampling, tokenize, **more)
 
-    def checked(self, tokenize: Tokenize, **more: Any) -> SamplingParams:
-        """The same. ``tokenize``: for the keys of ``logit_bias``."""
-        values = {name: value for name, value in _DEFAULTS.items() if getattr(self, name) is None}
+    def params_with(self, defaults: Mapping[str, Any], tokenize: Tokenize, **more: Any) -> SamplingParams:
+        """The same. ``defaults``: the operator's. ``tokenize``: for the keys of ``logit_bias``."""
+        values = {
+            name: defaults.get(name, value)
+            for name, value in _DEFAULTS.items()
+            if getattr(self, name) is None
+        }
         for name in ("temperature", "top_k"):
             if (number := getattr(self, name)) is not None:
                 values[name] = max(number, 0)
@@ -148,7 +153,7 @@ class Options(_Table, Lenient, kw_only=True):
             given.stop = [
                 text for text in ([given.stop] if isinstance(given.stop, str) else given.stop) if text
             ]
-        return given.params(tokenize, **values, **more)
+        return given.params_with(defaults, tokenize, **values, **more)
 
     @classmethod
     def taken(cls, given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -195,7 +200,7 @@ def _modelfile(stored: StoredModel) -> Modelfile:
     known = {name: value for name, value in given.items() if name in Options.__struct_fields__}
     try:
         options = msgspec.convert(known, Options)
-        options.checked(lambda _: [])
+        options.params_with({}, lambda _: [])
     except (msgspec.ValidationError, ApiError) as e:
         _log.warning("the parameters of %s in Ollama's store are not used: %s", stored.name, e)
         options = Options()

@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
-from llamapipe._messages import explains_fields, quoted, readable
+from llamapipe._messages import explains_fields, listed, quoted, readable
 from llamapipe._options import ACCESS, LIMITS, SERVER
+from llamapipe._sampling_table import OPTIONS
 from llamapipe.arguments import check_flag, check_option, path_of
 from llamapipe.llama.fim import FimOrder
+from llamapipe.params import SamplingParams
 
 _ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s]*")
 _HOST = re.compile(r"\*|\[[0-9A-Fa-f:.]+\](:\d+)?|[^/\s:\[\]]+(:\d+)?|[0-9A-Fa-f:.]+")
+_OTHER_DEFAULTS = ("sampler_order", "reasoning_budget_message", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
+                   "dry_sequence_breakers")  # fmt: skip
 TEMPLATE_PARAMETERS = frozenset(
     {"self", "messages", "tools", "add_generation_prompt"}
 )  # of Model.render_chat
@@ -68,6 +73,8 @@ class ServerSettings:
     - ``media_urls``: hosts, ``HOST`` or ``HOST:PORT``, that images may be fetched from. A name never means an address
       of a private network; an address that is listed itself may be one. Empty: nothing is fetched.
     - ``fim_order``: what a prompt for filling in begins with: the prefix (``"psm"``) or the suffix (``"spm"``).
+    - ``sampling``: options of ``SamplingParams`` where a request gives none: those of samplers, by their names, and
+      ``reasoning_budget_message``.
     - ``reasoning``: for chats that do not say how much a model may reason. "off": it does not, where its template can
       turn reasoning off, else its reasoning is closed at once. "auto": as the template has it. A number: at most so
       many tokens (``SamplingParams.reasoning_budget``). ``template_args``: a JSON object with arguments of the chat
@@ -104,6 +111,7 @@ class ServerSettings:
     allow_pull: bool = False
     allow_delete: bool = False
     fim_order: FimOrder = "psm"
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     reasoning: str = "auto"
     template_args: str | None = None
     lora_path: str | os.PathLike[str] | None = None
@@ -138,6 +146,11 @@ class ServerSettings:
         for name in ("allow_pull", "allow_delete"):
             if getattr(self, name) and not self.ollama:
                 raise ValueError(f"{name} needs ollama, whose routes it is for")
+        object.__setattr__(self, "sampling", _defaults(self.sampling))
+        for name in ("reasoning", "template_args"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and (value is not None or name == "reasoning"):
+                raise TypeError(f"{name} must be a str, not {type(value).__name__}")
         if self.reasoning not in ("off", "auto") and not re.fullmatch("[0-9]{1,9}", self.reasoning):
             raise ValueError(
                 f"reasoning is {quoted(self.reasoning)}; it must be off, auto or a number of tokens, such as 4096"
@@ -174,6 +187,29 @@ class ServerSettings:
 
     def __repr__(self) -> str:
         return f"ServerSettings(model_names={self.model_names}, n_api_keys={len(self.api_keys)})"
+
+
+DEFAULTS = tuple(
+    option
+    for option in OPTIONS
+    if option.name != "infill" and (option.is_native or option.sampler or option.name in _OTHER_DEFAULTS)
+)
+
+
+def _defaults(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(given, Mapping):
+        raise TypeError(f"sampling must be a mapping, not {type(given).__name__}")
+    known = [option.name for option in DEFAULTS]
+    for name in given:
+        if name not in known:
+            raise ValueError(
+                f"sampling: {quoted(name)} cannot be set for all requests; there is {listed(known)}"
+            )
+    try:
+        SamplingParams(**given)
+    except (TypeError, ValueError) as e:
+        raise type(e)(f"sampling: {e}") from None
+    return MappingProxyType(dict(given))
 
 
 def _names(field: str, values: Iterable[str]) -> tuple[str, ...]:

@@ -144,7 +144,9 @@ class TestAnswers:
     def test_a_long_text_around_a_gap_is_cut(self, client: httpx.Client) -> None:
         body = {**TEXT, "prompt": "moo " * 400, "suffix": " moo" * 400}
         assert 100 < whole(client, "/api/generate", body)["prompt_eval_count"] < 256
-        assert "maximum context length is 256 tokens" in refused(client, "/api/generate", {**body, "truncate": False})
+        assert "maximum context length is 256 tokens" in refused(
+            client, "/api/generate", {**body, "truncate": False}
+        )
 
     def test_context_continues_a_conversation(self, client: httpx.Client, engine: lp.Engine) -> None:
         first = whole(client, "/api/generate", TEXT)

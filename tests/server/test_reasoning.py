@@ -17,7 +17,7 @@ import llamapipe as lp
 from llamapipe.server import ServerSettings, serve
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
-N = 700  # words of a thought that has more tokens than a low effort, 1,024
+N = 1000  # words of a thought that has more tokens than a low effort, 1,024
 THOUGHT = " ".join(f"w{i:05d}" for i in range(N))
 ANSWER = "Yes, 40 km."
 CHAT: Any = {"model": "m", "messages": HELLO, "temperature": 0}
@@ -163,11 +163,13 @@ def test_arguments_of_the_template(thinker: lp.Engine) -> None:
     [
         ("reasoning", "on", "reasoning is 'on'; it must be off, auto or a number of tokens"),
         ("reasoning", "-1", "reasoning is '-1'; it must be off"),
+        ("reasoning", 5, "reasoning must be a str"),
+        ("template_args", {}, "template_args must be a str"),
         ("template_args", "{", "template_args is not JSON"),
         ("template_args", "[1]", "template_args must be a JSON object"),
         ("template_args", '{"tools": []}', "template_args may not hold 'tools'"),
     ],
 )
-def test_bad_settings(option: str, value: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message.replace("[", r"\[")):
+def test_bad_settings(option: str, value: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message.replace("[", r"\[")):
         ServerSettings(**{option: value})  # type: ignore[arg-type]

@@ -31,6 +31,7 @@ _MAX_DEPTH = 60
 _LITERALS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 _WORD = re.compile(r"[A-Za-z]*")
 _PLAIN = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}
+_AFTER_STRING = ",:)]}"
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0", "\n": ""}
 _HEX = {"x": 2, "u": 4, "U": 8}
 
@@ -110,10 +111,15 @@ def _python_string(buffer: TextBuffer, show: Show | None) -> Reading[str]:
             if not (yield from some(buffer)):
                 raise Malformed
             add(buffer.take(1))
-        else:
-            if not is_long:
-                buffer.take(1)
+        elif is_long:
             return "".join(parts)
+        else:
+            mark = buffer.take(1)
+            # Templates, and so models, write a text such as it's without escapes. A string ends where it can.
+            after = yield from spaces(buffer)
+            if buffer.ended and not buffer.n or buffer.next_is(_AFTER_STRING):
+                return "".join(parts)
+            add(mark + after)
 
 
 def _escape(buffer: TextBuffer) -> Reading[str]:

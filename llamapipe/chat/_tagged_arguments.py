@@ -2,7 +2,8 @@
 
 Some templates write each argument of a call separately, as in ``<parameter=city>Paris</parameter>``. They may come in
 any order. A string is written as it is, any other value as JSON. If a schema allows both, a text that looks like a
-value of the other type is one: ``42`` is a number where numbers are allowed, ``{"a": 1}`` an object.
+value of the other type is one: ``42`` is a number where numbers are allowed, ``{"a": 1}`` an object. So is Python's
+spelling, which many templates show to the model: ``None``, ``True``, ``{'a': 1}``.
 ``_argument_grammar.py`` writes the grammar of such arguments.
 """
 
@@ -227,13 +228,13 @@ class TaggedArguments:
             try:
                 return json.loads(text)
             except (ValueError, RecursionError):
-                return text
+                types = {"string", *_PYTHON}
         inner = text if types == {"string", "null"} else text.strip()
         for kind in types & _LOOKS.keys():
             if re.fullmatch(_LOOKS[kind], inner):
                 try:
-                    value = json.loads(inner)
-                except (ValueError, RecursionError):
+                    value = _literal(inner)
+                except ValueError:
                     continue
                 if self._fits(schema, value):
                     return value
@@ -376,11 +377,12 @@ _INTEGER = "-?(0|[1-9][0-9]*)"
 _LOOKS = {
     "integer": _INTEGER,
     "number": rf"{_INTEGER}(\.[0-9]+)?([eE][+\-]?[0-9]+)?",
-    "boolean": "(true|false)",
-    "null": "null",
+    "boolean": "(true|false|True|False)",
+    "null": "(null|None)",
     "object": r"\{(?s:.*)\}",
     "array": r"\[(?s:.*)\]",
 }
+_PYTHON = ("boolean", "null", "object", "array")  # types whose literals Python writes in another way than JSON
 
 
 def choices(schema: dict[str, Any]) -> list[Any] | None:

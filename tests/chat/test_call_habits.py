@@ -148,6 +148,9 @@ EITHER = Tool(
         (("{x", "4", "null"), ("{x", "4", None)),
         (("true", "4.5", "yes"), ("true", "4.5", "yes")),
         (('"q"', "-7", '"true"'), ('"q"', "-7", '"true"')),
+        # Templates show values as Python writes them, and models repeat that.
+        (("{'x': None}", "None", "None"), ({"x": None}, "None", None)),
+        (("{'x'}", "None", "True"), ("{'x'}", "None", True)),
     ],
 )
 @pytest.mark.parametrize("name", ["Qwen3-Coder", "GLM", "MiniCPM 5", "MiniMax M3"])
@@ -219,6 +222,11 @@ def test_values_in_the_syntax_of_python_and_of_gemma() -> None:
     assert calls_of(answer) == [
         ("f", {"a": "it's", "b": "é\n", "c": [1, [True, None]], "d": {"k": {"x": -1500.0}}, "e": [], "g": ""})
     ]
+    # Quotation marks that nobody escaped: a string ends where a comma or a bracket follows.
+    text = """a='it's so', b=["say "hi" now", 'a'b'], c={'k': 'x'y'}, d='' , e='o''"""
+    answer = parsed("LFM 2.5", f"<|tool_call_start|>[f({text})]<|tool_call_end|>", tools=(tool,))
+    expected = {"a": "it's so", "b": ['say "hi" now', "a'b"], "c": {"k": "x'y"}, "d": "", "e": "o'"}
+    assert calls_of(answer) == [("f", expected)]
     text = '<|tool_call>call:f{a:<|"|>"x"<|"|>,b:[1,<|"|>y<|"|>,{c:null}],d:{},e:false}<tool_call|>'
     answer = parsed("Gemma 4", text, tools=(tool,))
     assert calls_of(answer) == [("f", {"a": '"x"', "b": [1, "y", {"c": None}], "d": {}, "e": False})]

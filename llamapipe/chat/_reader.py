@@ -29,12 +29,15 @@ class Malformed(Exception):  # noqa: N818  (not an error: the text is something 
 
 
 class TextBuffer:
-    """Text that has arrived and is not consumed. ``ended`` is set when no more follows."""
+    """Text that has arrived and is not consumed.
+
+    ``ended`` is set when no more follows, ``cut_off`` if that was not the end of what the model had to say.
+    """
 
     def __init__(self) -> None:
         self.text = ""
         self.at = 0  # the text before this index is consumed
-        self.ended = False
+        self.ended = self.cut_off = False
         self._recorded: list[str] | None = None
 
     def feed(self, text: str) -> None:
@@ -93,14 +96,18 @@ def until(
     """Consumes text up to and including the first marker, and passes the text before it to ``show``.
 
     Returns the marker; None if the text ended first. Text that may be the start of a marker is held back until this is
-    decided; ``shows_partial``: if the text ends there, it was none. ``takes_marker``: otherwise it is not consumed.
+    decided; ``shows_partial``: if the text ends there, it was none, unless the text was cut off. ``takes_marker``:
+    otherwise it is not consumed.
     """
     pattern = _pattern(markers)
     while True:
         found = pattern.search(buffer.text, buffer.at)
         safe = found.start() if found else len(buffer.text)
         is_whole = buffer.ended and (found is not None or shows_partial)
-        held = len(buffer.text) if is_whole else _start_of_marker(buffer, markers, safe)
+        held = _start_of_marker(buffer, markers, safe)
+        is_cut = buffer.cut_off and found is None and _PART_OF_MARKER.match(buffer.text, held)
+        if is_whole and not is_cut:
+            held = len(buffer.text)
         if found and found.start() < held:  # and later text cannot make it a longer marker
             show(buffer.take(found.start() - buffer.at))
             return buffer.take(len(found.group())) if takes_marker else found.group()
@@ -109,6 +116,10 @@ def until(
             buffer.take(buffer.n)
             return None
         yield
+
+
+# Two characters, of which the first is in no word: the end of an answer that was cut off is hardly anything else.
+_PART_OF_MARKER = re.compile(r"\W\S")
 
 
 def _start_of_marker(buffer: TextBuffer, markers: tuple[str, ...], end: int) -> int:

@@ -238,6 +238,8 @@ class CallReader:
             if isinstance(part, str):
                 if at < len(parts) and parts[at] is not Slot.NAME and Slot.NAME in found:
                     if not (yield from skip(buffer, part)):
+                        if buffer.n and part.startswith(buffer.rest):
+                            raise Malformed  # the text ended within it
                         at += 1
                 else:
                     yield from expect(buffer, part)
@@ -661,7 +663,7 @@ class ChatParser:
             # Without a marker, such text may be JSON that the user asked for.
             marked = self._harmony is not None or (self._form is not None and bool(self._form.trigger))
             self._output.drops_incomplete = cut_off and marked
-            self._cut_off = cut_off
+            self._cut_off = self._buffer.cut_off = cut_off
             self._finished = self._buffer.ended = True
             next(self._reading, None)
         piece = self._output.piece()

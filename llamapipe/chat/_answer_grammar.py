@@ -207,12 +207,15 @@ class GrammarWriter:
         if not trigger:
             return self._bare_calls(form)
         self._add_calls(form, form.opening[len(trigger) :])
-        if self._literals.token(trigger) is None:
+        text = self._literals
+        # If the prompt opens the first call, text is another kind of message with the same end, and needs its start.
+        # Then calls without text, which may follow reasoning, are an option of their own.
+        alone = [f"{text.text(trigger)} calls"] if form.prompted and self._answer.reasoning else []
+        if text.token(trigger) is None:
             start = self._text_start() if form.prompted else ""
-            return [f"{start}{self._rules.up_to(trigger, 'FREE')} calls"]
-        # If the prompt opens the first call, text is another kind of message with the same end.
-        end = f" ({self._literals.text(form.separator)})?" if form.prompted and form.separator else ""
-        return [f"{self._marked('FREE')}{end} {self._literals.text(trigger)} calls"]
+            return [f"{start}{self._rules.up_to(trigger, 'FREE')} calls", *alone]
+        end = f" ({text.text(form.separator)})?" if form.prompted and form.separator else ""
+        return [f"{self._marked('FREE')}{end} {text.text(trigger)} calls", *alone]
 
     def _bare_calls(self, form: CallFormat) -> list[str]:
         """Calls without a marker. The whole answer is a call if it begins like one."""

@@ -282,3 +282,16 @@ class TestToolsOfTheSystem:
         assert (
             parser.feed("functools is a module").content + parser.finish().content == "functools is a module"
         )
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_calls_follow_reasoning_where_prompts_begin_a_call(choice: str) -> None:
+    """Muse Glimmer's prompts begin every message, so a call after reasoning begins another one."""
+    family, form = FAMILIES["Muse Glimmer"], form_of("Muse Glimmer")
+    assert form.reasoning is not None and form.calls is not None
+    text = f" {form.reasoning.start}Hm.{form.reasoning.end}{form.calls.prompted}{family.both}"
+    grammar = form.grammar(TOOLS, choice, True, prompt_tail=family.tail)
+    assert grammar is not None
+    assert ByteVocabulary(family.specials).accepted(grammar, text) == (text, True)
+    answer = parse_answer(form.parser(TOOLS, choice, prompt_tail=family.tail), text)
+    assert (answer.reasoning, calls_of(answer)) == ("Hm.", [WEATHER, NOW])

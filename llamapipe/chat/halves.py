@@ -7,6 +7,7 @@ Python can hold it in a str, but UTF-8 cannot encode it, so no tokenizer and no 
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,6 +43,10 @@ def whole_json(text: str) -> str:
 
 
 def whole_json_bytes(body: bytes) -> bytes:
-    """Like ``whole_json``, for bytes, which may also encode a lone surrogate as three bytes."""
+    """Like ``whole_json``, for bytes, which may also encode a lone surrogate as three bytes, or have a mark in front.
+
+    Programs on Windows write the byte order mark of UTF-8 at the start of a text.
+    """
     unknown = _UNKNOWN.encode()
-    return _IN_BYTES.sub(lambda found: found[0] if found[2] else (found[1] or b"") + unknown, body)
+    made = _IN_BYTES.sub(lambda found: found[0] if found[2] else (found[1] or b"") + unknown, body)
+    return made.lstrip(BOM_UTF8)  # however often: what it returns is returned as it is

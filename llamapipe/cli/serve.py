@@ -599,7 +599,10 @@ def _keys(path: Path | None) -> tuple[str, ...]:
         if not keys:
             raise UsageError(f"{KEYS_VARIABLE} holds no key; unset the variable to serve without keys")
     if path is not None:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        try:
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
+        except UnicodeDecodeError:
+            raise UsageError(f"--api-key-file: {path} is not UTF-8 text") from None
         found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
         if not found:
             raise UsageError(f"--api-key-file: {path} holds no key")

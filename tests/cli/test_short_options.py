@@ -121,6 +121,15 @@ def test_a_key_file_without_a_key(text: str, capsys: pytest.CaptureFixture[str],
     assert "holds no key" in said(capsys, "serve", "--api-key-file", str(keys))
 
 
+def test_key_files_of_windows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A byte order mark is no part of the first key; what is not UTF-8 is told with the file's name."""
+    keys = tmp_path / "keys"
+    keys.write_bytes(b"\xef\xbb\xbfsecret\r\n")
+    assert "api-key" not in said(capsys, "serve", "--api-key-file", str(keys), "--max-n", "0")
+    keys.write_bytes("secret\r\n".encode("utf-16"))
+    assert f"--api-key-file: {keys} is not UTF-8 text" in said(capsys, "serve", "--api-key-file", str(keys))
+
+
 def test_wrong_engine_options_are_wrong_usage_in_trace(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean shift?" in said(capsys, "trace", "--overflow", "shft")
 

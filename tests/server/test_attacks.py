@@ -9,6 +9,7 @@ import os
 import resource
 import socket
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from select import select
@@ -333,6 +334,14 @@ def test_half_a_character(server: Served, text: bytes) -> None:
         assert said.startswith(b"HTTP/1.1 200 "), said
         if "echo" in str(body):
             assert "\N{REPLACEMENT CHARACTER}".encode() in said
+
+
+def test_a_byte_order_mark(server: Served) -> None:
+    for n in (1, 2, 5000):
+        said = answer(server, post("1.1", "Connection: close", body=BOM_UTF8 * n + BODY))
+        assert said.startswith(b"HTTP/1.1 200 "), said
+    said = answer(server, post("1.1", "Connection: close", body=BOM_UTF8))
+    assert said.startswith(b"HTTP/1.1 400 "), said
 
 
 def test_the_client_with_most_bytes_is_refused() -> None:

@@ -382,7 +382,12 @@ _LOOKS = {
     "object": r"\{(?s:.*)\}",
     "array": r"\[(?s:.*)\]",
 }
-_PYTHON = ("boolean", "null", "object", "array")  # types whose literals Python writes in another way than JSON
+_PYTHON = (
+    "boolean",
+    "null",
+    "object",
+    "array",
+)  # types whose literals Python writes in another way than JSON
 
 
 def choices(schema: dict[str, Any]) -> list[Any] | None:

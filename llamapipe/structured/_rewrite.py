@@ -62,7 +62,7 @@ def rewritten(schema: Node) -> tuple[Node, list[str]]:
         warnings += _rewrite_unique_items(copy, pointer, part)
     for pointer, part in parts:
         if "propertyNames" in part:
-            _rewrite_property_names(copy, pointer, part)
+            warnings += _rewrite_property_names(copy, pointer, part)
     reasons = [(pointer, reason) for pointer, part in parts if (reason := _rewrite_format(part)) is not None]
     return copy, [*warnings, *_warnings_of_formats(reasons)]
 
@@ -250,7 +250,8 @@ def _rewrite_unique_items(root: Node, pointer: str, part: Node) -> Iterator[str]
 MAX_UNIQUE = 63  # values that the parameter of a rule in llguidance can count, one bit each
 
 
-def _rewrite_property_names(root: Node, pointer: str, part: Node) -> None:
+def _rewrite_property_names(root: Node, pointer: str, part: Node) -> Iterator[str]:
+    """Replaces the keyword by listed names or a pattern of names. Yields the warning, if any."""
     names = _plain_target(root, part.pop("propertyNames"))
     if names is True or names == {}:
         return
@@ -284,9 +285,8 @@ def _rewrite_property_names(root: Node, pointer: str, part: Node) -> None:
         return isinstance(name, str) and least <= len(name) <= most and known.fullmatch(name) is not None
 
     if part.get("patternProperties"):
-        raise InvalidRequestError(
-            f"json_schema at {pointer}: 'propertyNames' is not supported beside 'patternProperties'"
-        )
+        yield _names_warning(pointer, "propertyNames", "it stands beside 'patternProperties'")
+        return
     if values is not None and not listed and (allowed := [name for name in values if fits(name)]):
         # A map: its names have no order.
         part["patternProperties"] = {f"^(?:{'|'.join(map(_literally, dict.fromkeys(allowed)))})$": others}
@@ -294,6 +294,8 @@ def _rewrite_property_names(root: Node, pointer: str, part: Node) -> None:
         if not _may_be_combined(pointer, part):  # beside listed members llguidance would refuse it
             part.setdefault("maxProperties", len(allowed))
         return
+    if values and not any(isinstance(name, str) for name in values):
+        yield f"json_schema at {pointer}/propertyNames: no listed value is a text, so the object will have no members"
     if values is not None:
         allowed = [name for name in values if fits(name)]
         part["properties"] = {name: given.get(name, True if name in given else others) for name in allowed}
@@ -310,7 +312,11 @@ def _rewrite_property_names(root: Node, pointer: str, part: Node) -> None:
                 f"json_schema at {pointer}: 'propertyNames' is not supported beside both 'properties' and a schema in "
                 "'additionalProperties'"
             )
-        part["patternProperties"] = {_all_of(patterns, pointer): others}
+        for keyword in patterns[1:]:
+            yield _names_warning(
+                f"{pointer}/propertyNames", keyword[0], f"it stands beside {quoted(patterns[0][0])}"
+            )
+        part["patternProperties"] = {patterns[0][1]: others}
     elif values is None:
         part["additionalProperties"] = others
     if "type" not in part and not part["properties"]:
@@ -329,19 +335,20 @@ def _literally(text: str) -> str:
     return "".join(one if one.isalnum() else f"\\x{{{ord(one):X}}}" for one in text)
 
 
-def _name_patterns(names: Node) -> Iterator[str]:
+def _name_patterns(names: Node) -> Iterator[tuple[str, str]]:
+    """Each keyword that restricts names, and its pattern, without those that the one before implies."""
     if isinstance(names.get("pattern"), str):
-        yield names["pattern"]
-    if isinstance(names.get("format"), str) and names["format"] in FORMATS:
-        yield f"^(?:{FORMATS[names['format']].pattern})$"
+        yield "pattern", names["pattern"]
+    form = FORMATS.get(names["format"]) if isinstance(names.get("format"), str) else None
+    if form is not None:
+        yield "format", f"^(?:{form.pattern})$"
     least, most = names.get("minLength", 0), names.get("maxLength")
+    if least == 1 and form is not None and re.fullmatch(form.pattern, "") is None:
+        least = 0
     if least or most is not None:
-        yield f"^(?s:.){{{int(least)},{'' if most is None else int(most)}}}$"
+        keyword = "maxLength" if most is not None else "minLength"
+        yield keyword, f"^(?s:.){{{int(least)},{'' if most is None else int(most)}}}$"
 
 
-def _all_of(patterns: list[str], pointer: str) -> str:
-    if len(patterns) > 1:
-        raise InvalidRequestError(
-            f"json_schema at {pointer}/propertyNames: 'pattern', 'format' and 'maxLength' are supported one at a time"
-        )
-    return patterns[0]
+def _names_warning(pointer: str, keyword: str, reason: str) -> str:
+    return f"json_schema at {pointer}: {quoted(keyword)} is not enforced exactly, more names are allowed: {reason}"

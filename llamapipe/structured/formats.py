@@ -58,8 +58,10 @@ _IPV6 = "|".join(
 )
 _BITS4 = r"(?:3[0-2]|[12]?[0-9])"
 _BITS6 = r"(?:[1-9]?[0-9]|1[01][0-9]|12[0-8])"
+# RFC 4007: the interface that an address belongs to, such as eth0.
+_ZONED = rf"(?:{_IPV6})(?:%[!-$&-.0-~]+)?"
 _NET4 = rf"{_IPV4}(?:/(?:{_BITS4}|{_IPV4}))?"
-_NET6 = rf"(?:{_IPV6})(?:/{_BITS6})?"
+_NET6 = rf"{_ZONED}(?:/{_BITS6})?"
 
 
 def _labels(letters: str, dots: str = ".", most: str = "*") -> str:
@@ -121,6 +123,12 @@ def _uuid(version: str = _HEX, variant: str = _HEX) -> str:
     return rf"(?:urn:uuid:)?{hyphenated}|\{{{hyphenated}\}}|{''.join(groups)}"
 
 
+def _base64(more: str) -> str:
+    """Groups of four; MIME, and with it Python, begins a new line after some of them and at the end."""
+    one = f"[A-Za-z0-9{more}]"
+    return rf"(?:{one}{{4}}(?:\r?\n)?)*(?:(?:{one}{{2}}==|{one}{{3}}=)(?:\r?\n)?)?"
+
+
 @dataclass(frozen=True)
 class Format:
     """A format that is enforced.
@@ -136,7 +144,9 @@ class Format:
 _TIMES = "no zone, no seconds, a zone without colon, `,` for `.`; a leap second at any time of a zone but UTC"
 _LINKS = "`[`, `]`, `{`, `}`, `|` and `^` in path, query and fragment"
 _ASCII_LINKS = f"characters beyond ASCII; {_LINKS}"
+_ZONE_OF = "a zone (RFC 4007), as in `fe80::1%eth0`"
 _NETWORKS = "bits of the host, a mask in place of the number of bits"
+_LINES = "a line's end after each group of four (RFC 2045)"
 FORMATS: Final[dict[str, Format]] = {
     "date": Format(_DATE, "RFC 3339: days of the calendar"),
     "time": Format(_TIME, "RFC 3339", _TIMES),
@@ -157,7 +167,7 @@ FORMATS: Final[dict[str, Format]] = {
         "a dot at the end; labels of any length; what IDNA forbids for single characters and directions",
     ),
     "ipv4": Format(_IPV4, "RFC 2673"),
-    "ipv6": Format(_IPV6, "RFC 4291, without a zone"),
+    "ipv6": Format(_ZONED, "RFC 4291", _ZONE_OF),
     "uri": Format(_URI, "RFC 3986", _ASCII_LINKS),
     "uri-reference": Format(f"{_URI}|{_RELATIVE}", "RFC 3986", _ASCII_LINKS),
     "iri": Format(_URI, "RFC 3987", _LINKS),
@@ -174,19 +184,15 @@ FORMATS: Final[dict[str, Format]] = {
         for n in range(1, 9)
     },
     "multi-host-uri": Format(_MULTI_HOST, "RFC 3986, with several hosts between commas", _ASCII_LINKS),
-    "ipvanyaddress": Format(f"{_IPV4}|{_IPV6}", "IPv4 or IPv6"),
+    "ipvanyaddress": Format(f"{_IPV4}|{_ZONED}", "IPv4 or IPv6", _ZONE_OF),
     "ipv4network": Format(_NET4, "RFC 4632", _NETWORKS),
-    "ipv6network": Format(_NET6, "RFC 4291", "bits of the host"),
-    "ipvanynetwork": Format(f"{_NET4}|{_NET6}", "IPv4 or IPv6", _NETWORKS),
+    "ipv6network": Format(_NET6, "RFC 4291", f"bits of the host; {_ZONE_OF}"),
+    "ipvanynetwork": Format(f"{_NET4}|{_NET6}", "IPv4 or IPv6", f"{_NETWORKS}; {_ZONE_OF}"),
     "ipv4interface": Format(_NET4, "RFC 4632", _NETWORKS),
-    "ipv6interface": Format(_NET6, "RFC 4291", "bits of the host"),
-    "ipvanyinterface": Format(f"{_NET4}|{_NET6}", "IPv4 or IPv6", _NETWORKS),
-    "base64": Format(
-        r"(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?", "RFC 4648, with padding"
-    ),
-    "base64url": Format(
-        r"(?:[A-Za-z0-9_-]{4})*(?:[A-Za-z0-9_-]{2}==|[A-Za-z0-9_-]{3}=)?", "RFC 4648, with padding"
-    ),
+    "ipv6interface": Format(_NET6, "RFC 4291", f"bits of the host; {_ZONE_OF}"),
+    "ipvanyinterface": Format(f"{_NET4}|{_NET6}", "IPv4 or IPv6", f"{_NETWORKS}; {_ZONE_OF}"),
+    "base64": Format(_base64("+/"), "RFC 4648, with padding", _LINES),
+    "base64url": Format(_base64("_-"), "RFC 4648, with padding", _LINES),
 }
 # Formats that allow every string.
 ANY_STRING: Final = frozenset({"path", "file-path", "directory-path", "binary", "password"})

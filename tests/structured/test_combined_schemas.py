@@ -294,6 +294,38 @@ def test_wider_with_a_warning(
     )
 
 
+@pytest.mark.parametrize(
+    ("names", "more", "good", "bad", "warning"),
+    [
+        # As pydantic writes dict[HttpUrl, int] and dict[Annotated[str, Field(min_length=1, pattern="^x")], int].
+        ({"format": "uri", "maxLength": 2083, "minLength": 1}, {}, "http://a-b.c/", "a b", "'maxLength'"),
+        ({"format": "email", "minLength": 1}, {}, "a@b", "", ""),
+        ({"pattern": "^a", "maxLength": 2}, {}, "abc", "b", "'maxLength'"),
+        ({"minLength": 1}, {"patternProperties": {"^x": {"type": "integer"}}}, "xa", "", "'propertyNames'"),
+        ({"enum": [1, 2]}, {}, "", "1", "no listed value is a text"),
+    ],
+)
+def test_names_that_several_keywords_restrict(
+    demo: lp.Model,
+    names: dict[str, Any],
+    more: dict[str, Any],
+    good: str,
+    bad: str,
+    warning: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    schema = {
+        "type": "object",
+        "propertyNames": names,
+        **(more or {"additionalProperties": {"type": "integer"}}),
+    }
+    factory = compile_guide(demo, json_schema=schema, json_whitespace="compact")
+    for name, expected in ((good, "enum" not in names), (bad, bool(more))):
+        with factory.new() as guide:
+            assert accepts(demo, guide, f'{{"{name}":1}}') is expected
+    assert warning in caplog.text and bool(caplog.records) == bool(warning)
+
+
 @pytest.mark.parametrize(("schema", "message"), NOTHING, ids=lambda one: json.dumps(one)[:60])
 def test_what_allows_nothing_is_refused(demo: lp.Model, schema: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"^json_schema {message}"):

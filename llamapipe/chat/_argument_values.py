@@ -117,7 +117,7 @@ def _python_string(buffer: TextBuffer, show: Show | None) -> Reading[str]:
             mark = buffer.take(1)
             # Templates, and so models, write a text such as it's without escapes. A string ends where it can.
             after = yield from spaces(buffer)
-            if buffer.ended and not buffer.n or buffer.next_is(_AFTER_STRING):
+            if (buffer.ended and not buffer.n) or buffer.next_is(_AFTER_STRING):
                 return "".join(parts)
             add(mark + after)
 

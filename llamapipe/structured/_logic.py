@@ -206,7 +206,7 @@ class _Rewriter:
         self._flat: dict[
             int, tuple[Any, list[Node]]
         ] = {}  # by identity, with the node, which must outlive the key
-        self._disjoint: dict[tuple[int, int], tuple[Any, Any, bool]] = {}
+        self._disjoint: dict[tuple[int, int, frozenset[str]], tuple[Any, Any, bool]] = {}
         self._nodes: dict[str, Any] = {}  # of literals
         self._literals: dict[int, tuple[Any, str]] = {}  # by identity, as above
         self._begun: set[int] = set()  # literals that are written or being written
@@ -883,8 +883,10 @@ class _Rewriter:
         try:
             ours = [part for one in these for part in self._parts(one)] or [{}]
             theirs = [part for one in those for part in self._parts(one)] or [{}]
+            kinds = _ALL.intersection(*map(_kinds, (*ours, *theirs)))
             return (
-                any(self._parts_are_disjoint(one, other) for one in ours for other in theirs)
+                not kinds
+                or any(self._parts_are_disjoint(one, other, kinds) for one in ours for other in theirs)
                 or self._no_option_fits(ours, those)
                 or self._no_option_fits(theirs, these)
             )
@@ -899,8 +901,9 @@ class _Rewriter:
             for keyword in ("anyOf", "oneOf")
         )
 
-    def _parts_are_disjoint(self, one: Node, other: Node) -> bool:
-        pair = (id(one), id(other))
+    def _parts_are_disjoint(self, one: Node, other: Node, kinds: frozenset[str]) -> bool:
+        """True if certainly no value of these kinds satisfies both."""
+        pair = (id(one), id(other), kinds)
         found = self._disjoint.get(pair)
         if found is None:
             self._n_steps += 1
@@ -908,14 +911,15 @@ class _Rewriter:
                 return False
             # The answer for a recursive schema while its own comparison runs: not disjoint.
             self._disjoint[pair] = (one, other, False)
-            found = self._disjoint[pair] = (one, other, self._compare(one, other))
+            found = self._disjoint[pair] = (one, other, self._compare(one, other, kinds))
         return found[2]
 
-    def _compare(self, one: Node, other: Node) -> bool:
-        kinds = _kinds(one) & _kinds(other)
+    def _compare(self, one: Node, other: Node, kinds: frozenset[str]) -> bool:
         for listed, schema in ((_values(one), other), (_values(other), one)):
             if listed is not None:
-                return all(self._excludes(schema, value, 0) for value in listed)
+                return all(
+                    _kind_of(value) not in kinds or self._excludes(schema, value, 0) for value in listed
+                )
         return all(self._kind_is_disjoint(kind, one, other) for kind in kinds)
 
     def _kind_is_disjoint(self, kind: str, one: Node, other: Node) -> bool:
@@ -963,6 +967,8 @@ class _Rewriter:
             for keyword in ("anyOf", "oneOf")
         ):
             return True
+        if "not" in part and self._allows(part["not"], value):
+            return True
         if kind == "string":
             return not part.get("minLength", 0) <= len(value) <= part.get("maxLength", math.inf)
         if kind in ("integer", "fraction"):
@@ -984,6 +990,24 @@ class _Rewriter:
                 )
             )
         return False
+
+    def _allows(self, node: Any, value: Any) -> bool:
+        """True if a schema certainly allows a value: one of types and listed values, or a combination of such."""
+        if not isinstance(node, dict):
+            return node is True
+        for part in self._parts(node):
+            keywords = part.keys() & ASSERTIONS
+            is_known = (
+                keywords <= {"type", "enum", "const", "anyOf", "allOf"} and not {"enum", "const"} <= keywords
+            )
+            if not is_known or _kind_of(value) not in _kinds(part):
+                return False
+            listed = _values(part)
+            if listed is not None and identity(value) not in set(map(identity, listed)):
+                return False
+            if "anyOf" in part and not any(self._allows(one, value) for one in part["anyOf"]):
+                return False
+        return True
 
     def _parts(self, node: Any) -> list[Node]:
         """The schemas whose keywords all hold for a value of this one: references followed, ``allOf`` taken apart."""

@@ -19,7 +19,7 @@ from support.guided import accepts
 
 import llamapipe as lp
 from llamapipe.errors import InvalidRequestError
-from llamapipe.structured._logic import others_than
+from llamapipe.structured._logic import others_than, without_logic
 from llamapipe.structured.compile import compile_guide
 from llamapipe.structured.schema import closed_objects
 
@@ -89,6 +89,9 @@ EXACT: list[dict[str, Any]] = [
     {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 2}]},
     {"oneOf": [{"enum": ["a", "b", 1]}, {"enum": ["b", 2]}]},
     {"allOf": [{"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, AB]},
+    {**KIND, "oneOf": [{"properties": {"kind": one}, "required": ["kind"]}
+                       for one in ({"const": "x"}, {"not": {"enum": ["x", 1]}})]},
+    {"type": ["string", "integer"], "oneOf": [{"enum": ["a", 1]}, {"not": {"anyOf": [{"const": "a"}, {"const": 1}]}}]},
     # not
     {**AB, "not": {"required": ["a"]}},
     {**AB, "not": {"required": ["a", "b"]}},
@@ -292,6 +295,17 @@ def test_wider_with_a_warning(
     assert message.startswith(
         f"json_schema at {pointer}: '{keyword}' is not enforced exactly, more is allowed: "
     )
+
+
+def test_schemas_that_exclude_each_other_need_no_alternatives() -> None:
+    """Only objects count where the schema around them allows no others; a value that `not` lists is excluded."""
+    listed = {"required": ["t"], "properties": {"t": {"enum": ["a", "b"]}}}
+    others = {"required": ["t"], "properties": {"t": {"type": "string", "not": {"enum": ["a", "b", "c"]}}}}
+    rewritten, warnings = without_logic({"type": "object", "oneOf": [listed, others]})
+    assert rewritten["oneOf"][0] == listed and "anyOf" not in json.dumps(rewritten) and not warnings
+    # Any other value satisfies both.
+    rewritten, _ = without_logic({"oneOf": [listed, others]})
+    assert rewritten["oneOf"][0] != listed
 
 
 @pytest.mark.parametrize(

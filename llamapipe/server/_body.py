@@ -43,6 +43,16 @@ def encodings_of(fields: Iterable[bytes]) -> list[str]:
     return given
 
 
+def check_transfer(fields: Iterable[bytes]) -> None:
+    """Raises ApiError 501 for a Transfer-Encoding other than "chunked", which nothing here decodes."""
+    names = [name.strip().lower() for field in fields for name in field.decode("latin-1").split(",")]
+    for name in names:
+        if name not in ("", "chunked", "identity"):
+            raise ApiError(
+                501, f"Transfer-Encoding: this server does not decode {quoted(name)}; use Content-Encoding"
+            )
+
+
 def accepted() -> str:
     """The value of ``Accept-Encoding`` that tells a client what it may send."""
     return ", ".join(_decoders())

@@ -29,7 +29,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from llamapipe.chat.halves import whole_json_bytes, whole_values
-from llamapipe.server._body import accepted, decoded, encodings_of
+from llamapipe.server._body import accepted, check_transfer, decoded, encodings_of
 from llamapipe.server._fields import as_taken, mismatch, unused
 from llamapipe.server._gate import LOADED_NS
 from llamapipe.server.errors import BUSY, ApiError, Dialect, api_error, dialect_of, log_unexpected
@@ -163,7 +163,9 @@ class Exchange(Request):
             self._held.grow(self._n_read)
 
     def _encodings(self) -> list[str]:
-        return encodings_of(value for name, value in self.scope["headers"] if name == b"content-encoding")
+        fields = self.scope["headers"]
+        check_transfer(value for name, value in fields if name == b"transfer-encoding")
+        return encodings_of(value for name, value in fields if name == b"content-encoding")
 
     def _too_large(self, n: int, limit: int) -> ApiError:
         return ApiError(

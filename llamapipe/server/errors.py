@@ -22,26 +22,18 @@ from llamapipe.errors import (
 )
 
 Dialect = Literal["openai", "anthropic", "ollama"]
+# Other statuses below 500 are invalid_request_error, from 500 on server_error and api_error.
 _OPENAI_TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
-    404: "invalid_request_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
 }
 _ANTHROPIC_TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
     413: "request_too_large",
-    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
@@ -99,12 +91,16 @@ class ApiError(Exception):
         if dialect == "ollama":
             return {"error": message}
         if dialect == "anthropic":
-            kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
+            kind = _ANTHROPIC_TYPES.get(
+                self.status, "api_error" if self.status >= 500 else "invalid_request_error"
+            )
             error: dict[str, Any] = {"type": kind, "message": message}
             if self.details is not None:
                 error["details"] = dict(self.details)
             return {"type": "error", "error": error}
-        kind = _OPENAI_TYPES.get(self.status, "server_error")
+        kind = _OPENAI_TYPES.get(
+            self.status, "server_error" if self.status >= 500 else "invalid_request_error"
+        )
         error = {"message": message, "type": kind, "param": self.param, "code": self.code or kind}
         if sizes is not None:  # OpenAI's clients know this error by its code, llama-server's by its type
             error |= {

@@ -336,6 +336,19 @@ def test_half_a_character(server: Served, text: bytes) -> None:
             assert "\N{REPLACEMENT CHARACTER}".encode() in said
 
 
+def test_a_transfer_encoding_that_nobody_decodes(server: Served) -> None:
+    chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+    for name, status in (("chunked", b"200"), ("gzip, chunked", b"501")):
+        said = answer(server, post("1.1", "Connection: close", f"Transfer-Encoding: {name}", body=chunks))
+        assert said.startswith(b"HTTP/1.1 %b " % status), said
+    assert b"'gzip'; use Content-Encoding" in said
+
+
+def test_a_head_that_is_too_large_is_the_client_s_fault(server: Served) -> None:
+    said = answer(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 300 + b"\r\n")
+    assert said.startswith(b"HTTP/1.1 431 ") and b'"type":"invalid_request_error"' in said
+
+
 def test_a_byte_order_mark(server: Served) -> None:
     for n in (1, 2, 5000):
         said = answer(server, post("1.1", "Connection: close", body=BOM_UTF8 * n + BODY))

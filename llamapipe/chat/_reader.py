@@ -108,6 +108,8 @@ def until(
         is_cut = buffer.cut_off and found is None and _PART_OF_MARKER.match(buffer.text, held)
         if is_whole and not is_cut:
             held = len(buffer.text)
+        elif found and _is_run(found.group()) and found.end() == len(buffer.text):
+            held = found.start()  # one more of its character would move it
         if found and found.start() < held:  # and later text cannot make it a longer marker
             show(buffer.take(found.start() - buffer.at))
             return buffer.take(len(found.group())) if takes_marker else found.group()
@@ -136,7 +138,16 @@ def _start_of_marker(buffer: TextBuffer, markers: tuple[str, ...], end: int) -> 
 @lru_cache(maxsize=256)
 def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
     longest_first = sorted(markers, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+    # After "</b>" the last three of ">>>>" are the marker ">>>".
+    ends = (f"(?!{re.escape(marker[0])})" if _is_run(marker) else "" for marker in longest_first)
+    return re.compile(
+        "|".join(map("".join, zip(map(re.escape, longest_first), ends, strict=True))) or r"(?!)"
+    )
+
+
+def _is_run(marker: str) -> bool:
+    """True if a marker repeats one character, as ``>>>``."""
+    return len(marker) > 1 and len(set(marker)) == 1
 
 
 def spaces(buffer: TextBuffer) -> Reading[str]:

@@ -295,3 +295,12 @@ def test_calls_follow_reasoning_where_prompts_begin_a_call(choice: str) -> None:
     assert ByteVocabulary(family.specials).accepted(grammar, text) == (text, True)
     answer = parse_answer(form.parser(TOOLS, choice, prompt_tail=family.tail), text)
     assert (answer.reasoning, calls_of(answer)) == ("Hm.", [WEATHER, NOW])
+
+
+def test_a_marker_of_one_character_after_that_character() -> None:
+    """Functionary's calls begin with ``>>>``; the text before may end with a tag."""
+    for before in ("Look: <b>here</b>", "a > b >>", "x"):
+        answer = parsed("functionary 3.2", f'all\n{before}>>>get_weather\n{{"city": "Paris"}}')
+        assert (answer.content, calls_of(answer)) == (before, [WEATHER])
+    for text in ("all\n>>>", "all\na >>>> b", "all\na >>>"):
+        assert parsed("functionary 3.2", text).content == text.removeprefix("all\n")

@@ -91,7 +91,7 @@ def set_group_nice(pid: int, yields: bool) -> None:
             return
 
 
-def cpu_quota(files: list[Path]) -> float | None:
+def cpu_quota(files: Sequence[Path]) -> float | None:
     """The smallest quota in these limit files, in cores (seconds of CPU time per second); None without a quota."""
     quotas = []
     for file in files:

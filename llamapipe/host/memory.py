@@ -7,6 +7,7 @@ them; elsewhere the functions return None.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from llamapipe.host._control_group import limit_files
@@ -25,7 +26,7 @@ def memory_limit() -> int | None:
     return min(limits)
 
 
-def free_memory(meminfo: Path = _MEMINFO, limits: list[Path] | None = None) -> int | None:
+def free_memory(meminfo: Path = _MEMINFO, limits: Sequence[Path] | None = None) -> int | None:
     """Bytes that this process can still take without swapping; None where that is not known. Any thread.
 
     The least of the kernel's estimate (``MemAvailable``) and, for each control group, its limit minus its usage. File
@@ -33,14 +34,17 @@ def free_memory(meminfo: Path = _MEMINFO, limits: list[Path] | None = None) -> i
     ``limits`` are the files to read; the defaults are this machine's.
     """
     try:
-        free = [_meminfo(meminfo)["MemAvailable"]]
+        machine = _meminfo(meminfo)
+        free, total = [machine["MemAvailable"]], machine["MemTotal"]
     except (OSError, ValueError, KeyError):
         return None
     for file in _limit_files() if limits is None else limits:
         limit = _number(file)
+        if limit is None or limit >= total:  # no limit of version 1 is a large number
+            continue
         first_version = file.name == "memory.limit_in_bytes"
         usage = _number(file.with_name("memory.usage_in_bytes" if first_version else "memory.current"))
-        if limit is not None and usage is not None:
+        if usage is not None:
             cached = _inactive_file(file.with_name("memory.stat"), first_version)
             free.append(max(limit - max(usage - cached, 0), 0))
     return min(free)
@@ -65,7 +69,7 @@ def return_freed_memory() -> None:
     trim(0)
 
 
-def _limit_files() -> list[Path]:
+def _limit_files() -> tuple[Path, ...]:
     return limit_files("memory", "memory.limit_in_bytes", "memory.max")
 
 
@@ -87,5 +91,5 @@ def _inactive_file(stat: Path, first_version: bool) -> int:
 def _number(file: Path) -> int | None:
     try:
         return int(file.read_text())
-    except (OSError, ValueError):  # the file does not exist, or holds "max"
+    except (OSError, ValueError):  # the file is gone, or holds "max"
         return None

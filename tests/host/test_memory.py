@@ -71,6 +71,28 @@ def test_a_machine_that_reports_nothing_gives_none(tmp_path: Path) -> None:
     assert free_memory(tmp_path / "meminfo", []) is None
 
 
+def test_a_limit_above_the_machines_memory_is_none(tmp_path: Path, meminfo: Path) -> None:
+    unlimited = group(tmp_path / "v1", limit_in_bytes="9223372036854771712\n", usage_in_bytes=f"{7 * MIB}\n")
+    assert free_memory(meminfo, [unlimited]) == 4 * MIB
+
+
+@pytest.mark.skipif(not Path("/proc/self/cgroup").is_file(), reason="the system has no control groups")
+def test_a_model_asks_for_the_groups_of_this_process_once() -> None:
+    """A server loads and ends models all day, and each asks for free memory and cores."""
+    out = run_script(
+        """
+import llamapipe as lp
+opened = []
+sys.addaudithook(lambda event, values: event == "open" and opened.append(str(values[0])))
+for _ in range(3):
+    with lp.Model.demo() as model, lp.Engine(model):
+        pass
+say(opened.count("/proc/self/cgroup") <= 3)  # once for each kind of limit
+"""
+    )
+    assert out == "True\n"
+
+
 @pytest.mark.skipif(not Path("/proc/meminfo").is_file(), reason="the system does not report its memory")
 def test_this_machine_has_free_memory_within_its_limit() -> None:
     free, limit = free_memory(), memory_limit()

@@ -11,38 +11,44 @@
 ``run_batch`` processes many records, ``Embedder`` makes vectors, ``llamapipe.compat`` stands in for llama-cpp-python.
 """
 
-from llamapipe import errors, telemetry
-from llamapipe._sync.streams import ChatStream, Generation, Stream
-from llamapipe.chat.results import ToolCall, ToolCallDelta
-from llamapipe.chat.tools import Tool
-from llamapipe.embedding import Embedder, Ranked
-from llamapipe.engine import Engine, EngineTuning
-from llamapipe.jobs.batch import BatchResult, run_batch
-from llamapipe.jobs.run import BatchSummary
-from llamapipe.kv_events import KvEvents
-from llamapipe.llama.adapter import Adapter, ControlVector
-from llamapipe.llama.batch import DecodeBatch
-from llamapipe.llama.devices import Device, devices
-from llamapipe.llama.model import Model, demo_model_path
-from llamapipe.params import SamplingParams
-from llamapipe.pipeline.output import StepOutput
-from llamapipe.pipeline.pipeline import Pipeline, PipelineStats
-from llamapipe.pipeline.trace import Span, Trace
-from llamapipe.results import (
-    ChatChoice,
-    ChatCompletion,
-    ChatDelta,
-    Choice,
-    Completion,
-    Delta,
-    EngineStats,
-    Score,
-    Timings,
-    Token,
-    TokenLogprob,
-    TopLogprob,
-)
-from llamapipe.streams import AsyncChatStream, AsyncGeneration, AsyncStream
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from llamapipe import errors
+
+if TYPE_CHECKING:
+    from llamapipe import telemetry
+    from llamapipe._sync.streams import ChatStream, Generation, Stream
+    from llamapipe.chat.results import ToolCall, ToolCallDelta
+    from llamapipe.chat.tools import Tool
+    from llamapipe.embedding import Embedder, Ranked
+    from llamapipe.engine import Engine, EngineTuning
+    from llamapipe.jobs.batch import BatchResult, run_batch
+    from llamapipe.jobs.run import BatchSummary
+    from llamapipe.kv_events import KvEvents
+    from llamapipe.llama.adapter import Adapter, ControlVector
+    from llamapipe.llama.batch import DecodeBatch
+    from llamapipe.llama.devices import Device, devices
+    from llamapipe.llama.model import Model, demo_model_path
+    from llamapipe.params import SamplingParams
+    from llamapipe.pipeline.output import StepOutput
+    from llamapipe.pipeline.pipeline import Pipeline, PipelineStats
+    from llamapipe.pipeline.trace import Span, Trace
+    from llamapipe.results import (
+        ChatChoice,
+        ChatCompletion,
+        ChatDelta,
+        Choice,
+        Completion,
+        Delta,
+        EngineStats,
+        Score,
+        Timings,
+        Token,
+        TokenLogprob,
+        TopLogprob,
+    )
+    from llamapipe.streams import AsyncChatStream, AsyncGeneration, AsyncStream
 
 __version__ = "0.1.0"
 
@@ -93,18 +99,59 @@ __all__ = [
     "run_batch",
     "telemetry",
 ]
-
-
+# Where public names are: each module is imported when one of its names is first used.
+_NAMES = {
+    "_sync.streams": ("ChatStream", "Generation", "Stream"),
+    "chat.results": ("ToolCall", "ToolCallDelta"),
+    "chat.tools": ("Tool",),
+    "embedding": ("Embedder", "Ranked"),
+    "engine": ("Engine", "EngineTuning"),
+    "jobs.batch": ("BatchResult", "run_batch"),
+    "jobs.run": ("BatchSummary",),
+    "kv_events": ("KvEvents",),
+    "llama.adapter": ("Adapter", "ControlVector"),
+    "llama.batch": ("DecodeBatch",),
+    "llama.devices": ("Device", "devices"),
+    "llama.model": ("Model", "demo_model_path"),
+    "params": ("SamplingParams",),
+    "pipeline.output": ("StepOutput",),
+    "pipeline.pipeline": ("Pipeline", "PipelineStats"),
+    "pipeline.trace": ("Span", "Trace"),
+    "results": (
+        "ChatChoice",
+        "ChatCompletion",
+        "ChatDelta",
+        "Choice",
+        "Completion",
+        "Delta",
+        "EngineStats",
+        "Score",
+        "Timings",
+        "Token",
+        "TokenLogprob",
+        "TopLogprob",
+    ),
+    "streams": ("AsyncChatStream", "AsyncGeneration", "AsyncStream"),
+}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+_MODULES = ("telemetry", "types")  # imported on first use, too
 _NOT_IMPORTED = ("compat", "dynamo", "lm_eval", "ray", "server")
 
 
-def __getattr__(name: str) -> object:
-    """Raises AttributeError with the nearest public name, or with the import that is missing."""
-    from llamapipe._messages import unknown_attribute
+if not TYPE_CHECKING:  # type checkers would take every name for one of ours
 
-    if name in _NOT_IMPORTED:
-        raise AttributeError(f"llamapipe.{name} is not imported yet: import llamapipe.{name}", name=name)
-    raise unknown_attribute("llamapipe", name, __all__, "llamapipe")
+    def __getattr__(name: str) -> object:
+        """Imports a public name on first use. An AttributeError has the nearest name, or the missing import."""
+        if name in _HOMES:
+            value = globals()[name] = getattr(import_module(f"llamapipe.{_HOMES[name]}"), name)
+            return value
+        if name in _MODULES:
+            return import_module(f"llamapipe.{name}")
+        from llamapipe._messages import unknown_attribute
+
+        if name in _NOT_IMPORTED:
+            raise AttributeError(f"llamapipe.{name} is not imported yet: import llamapipe.{name}", name=name)
+        raise unknown_attribute("llamapipe", name, __all__, "llamapipe")
 
 
 def __dir__() -> list[str]:

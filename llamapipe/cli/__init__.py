@@ -1,8 +1,8 @@
 """The ``llamapipe`` command.
 
-Each command is a module with ``HELP``, ``DESCRIPTION``, ``add_arguments`` and ``run``. Options that several commands
-have are in ``options``. ``main`` parses the command line, runs the command and turns errors into one message and an
-exit status. ``lm_eval`` is another program, ``llamapipe-lm-eval``.
+Each command is a module with ``DESCRIPTION``, ``add_arguments`` and ``run``, and a line of ``_COMMANDS`` here. Options
+that several commands have are in ``options``. ``main`` parses the command line, runs the command and turns errors into
+one message and an exit status. ``lm_eval`` is another program, ``llamapipe-lm-eval``.
 """
 
 from __future__ import annotations
@@ -17,57 +17,37 @@ import threading
 import traceback
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
-from types import ModuleType
+from importlib import import_module
 from typing import NoReturn
 
 import llamapipe
 from llamapipe._messages import as_options, did_you_mean, with_flags
-from llamapipe.cli import (
-    batch,
-    bench,
-    chat,
-    completion,
-    demo,
-    doctor,
-    embed,
-    generate,
-    models,
-    ps,
-    pull,
-    rm,
-    rpc_worker,
-    run,
-    score,
-    serve,
-    stop,
-    trace,
-    tune,
-)
 from llamapipe.cli.parser import CommandParser, HelpFormatter, UsageError
 from llamapipe.errors import LlamapipeError
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_READER_GONE = 1, 2, 130, 141
-_COMMANDS = (
-    demo,
-    generate,
-    chat,
-    run,
-    serve,
-    rpc_worker,
-    batch,
-    score,
-    embed,
-    bench,
-    tune,
-    trace,
-    models,
-    pull,
-    rm,
-    ps,
-    stop,
-    doctor,
-    completion,
-)
+# With what the program's help says of each. Only the module of the command that runs is imported.
+_COMMANDS = {
+    "demo": "show the library in under 20 seconds, offline",
+    "generate": "continue one or more prompts",
+    "chat": "hold a conversation with a model",
+    "run": "hold a conversation with a model, named first",
+    "serve": "serve a model over HTTP",
+    "rpc-worker": "lend this machine's devices to a model elsewhere",
+    "batch": "process a file of prompts, conversations or requests",
+    "score": "print log-probabilities of continuations, or the perplexity of texts",
+    "embed": "embed texts, or rerank them",
+    "bench": "measure tokens per second and the time to the first token",
+    "tune": "find the fastest number of threads and slots, and KV types",
+    "trace": "record the timeline of an engine",
+    "models": "list the models in the Hugging Face Hub's cache, and Ollama's",
+    "pull": "download a model of the Hugging Face Hub",
+    "rm": "delete a downloaded model of the Hugging Face Hub",
+    "ps": "list the models of a running server, and what they take",
+    "stop": "end a model of a running server",
+    "doctor": "check the installation, or whether and how a model runs on this machine",
+    "completion": "print a completion script for a shell",
+}
 _EPILOG = """\
 exit status: 0 success, 1 failure, 2 wrong usage, 130 interrupted (serve: 0), 141 the reader closed the output
 
@@ -115,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     """Adds what ``args.argv`` says to ``args`` and runs its command."""
     try:
-        _parser().parse_args(args.argv, args)
+        _parser(args.argv).parse_args(args.argv, args)
     except SystemExit as stop:  # argparse printed its help or its message
         status = int(stop.code or 0)
     else:
@@ -164,14 +144,14 @@ class _Parser(argparse.ArgumentParser):
         """Prints the message and exits."""
         found = re.search(r"invalid choice: '([^']*)'", message)
         if found is not None:
-            names = [_name(command) for command in _COMMANDS]
-            hint = did_you_mean(found[1], names, "commands") or f"; commands: {', '.join(names)}"
+            hint = did_you_mean(found[1], _COMMANDS, "commands") or f"; commands: {', '.join(_COMMANDS)}"
             message = f"there is no command {found[1]!r}{hint}"
         self.print_usage(sys.stderr)
         self.exit(EXIT_USAGE, f"llamapipe: {message} (see llamapipe --help)\n")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """The parser of a command line; by default, and for ``completion``, the parser that knows all commands' options."""
     parser = _Parser(
         prog="llamapipe",
         description="GGUF models through llama.cpp, in process, for many callers at once.",
@@ -187,14 +167,18 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=CommandParser
     )
-    for command in _COMMANDS:
-        name = _name(command)
+    wanted = "completion" if argv is None else next((word for word in argv if not word.startswith("-")), "")
+    for name, summary in _COMMANDS.items():
+        if wanted not in (name, "completion"):
+            commands.add_parser(name, help=summary)
+            continue
+        command = import_module(f"llamapipe.cli.{name.replace('-', '_')}")
         added = commands.add_parser(
             name,
             parents=[common],
             usage=getattr(command, "USAGE", None),
             allow_abbrev=False,
-            help=command.HELP,
+            help=summary,
             description=command.DESCRIPTION,
             epilog=getattr(command, "EPILOG", None),
             formatter_class=HelpFormatter,
@@ -202,10 +186,6 @@ def _parser() -> argparse.ArgumentParser:
         command.add_arguments(added)
         added.set_defaults(run=command.run, parser=added)
     return parser
-
-
-def _name(command: ModuleType) -> str:
-    return command.__name__.rpartition(".")[2].replace("_", "-")
 
 
 def _text(error: Exception) -> str:

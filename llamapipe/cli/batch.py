@@ -34,7 +34,6 @@ from llamapipe.jobs.records import STDIN, check_columns, count_records, format_o
 from llamapipe.jobs.results import is_complete, lines_of, open_output
 from llamapipe.jobs.run import BatchSummary, run_job
 
-HELP = "process a file of prompts, conversations or requests"
 USAGE = "llamapipe batch [options] IN -o OUT"
 DESCRIPTION = """\
 Answer every record of a file. Each line of IN is an object with "prompt" or "messages", and options of SamplingParams;

@@ -29,7 +29,6 @@ from llamapipe.cli.parser import UsageError
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.cpu_load import free_cores
 
-HELP = "measure tokens per second and the time to the first token"
 USAGE = "llamapipe bench [options]"
 DESCRIPTION = """\
 Measure a model on this machine: the generated tokens per second of all requests together, and the time to the first

@@ -38,7 +38,6 @@ from llamapipe.cli.options import (
 )
 from llamapipe.cli.parser import UsageError, given_text, read_stdin, stdin_is_terminal, utf8
 
-HELP = "hold a conversation with a model"
 USAGE = "llamapipe chat [options] [MESSAGE]"
 DESCRIPTION = """\
 Hold a conversation with a model, or answer one message. Without -m, use the bundled model. Needs the extra 'chat'.

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 from llamapipe.arguments import path_of
 
-HELP = "print a completion script for a shell"
 DESCRIPTION = """\
 Print a script that completes commands and options in a shell. Needs the extra completion.
 

@@ -23,7 +23,6 @@ from llamapipe.cli.parser import UsageError
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.cpu_load import free_cores
 
-HELP = "show the library in under 20 seconds, offline"
 DESCRIPTION = (
     "Show what llamapipe does, with the bundled model: concurrent streams side by side, cancelling one "
     "of them, a burst, and a measured comparison of one request at a time with all at once."

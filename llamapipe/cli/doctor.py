@@ -30,7 +30,6 @@ from llamapipe.native.backend_packages import installed
 from llamapipe.native.load import REBUILD, build_info, missing_cpu_features
 from llamapipe.ollama_models import model_of
 
-HELP = "check the installation, or whether and how a model runs on this machine"
 DESCRIPTION = (
     "Check the installation: versions, native build, devices and the bundled model. "
     "Prints a fix for every problem found and exits with status 1 if there is one. With -m, also tell what a model "

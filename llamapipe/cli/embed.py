@@ -25,7 +25,6 @@ from llamapipe.cli.parser import UsageError, read_texts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-HELP = "embed texts, or rerank them"
 USAGE = "llamapipe embed [options] [TEXT ...]"
 DESCRIPTION = """\
 Print the embedding of each text as a JSON line, or save all embeddings as an array. With --rerank, print the

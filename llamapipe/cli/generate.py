@@ -36,7 +36,6 @@ from llamapipe.cli.options import (
 from llamapipe.cli.parser import UsageError, read_texts
 from llamapipe.jobs.answers import logprob_records
 
-HELP = "continue one or more prompts"
 USAGE = "llamapipe generate [options] [PROMPT ...]"
 DESCRIPTION = (
     "Continue one or more prompts. One prompt is streamed; several run concurrently and are printed in order."

@@ -10,7 +10,6 @@ from llamapipe.cli._terminal import Terminal
 from llamapipe.hub import CachedModel, cached_models
 from llamapipe.ollama_models import PREFIX, stored_models
 
-HELP = "list the models in the Hugging Face Hub's cache, and Ollama's"
 DESCRIPTION = (
     "List the GGUF files in the cache of the Hugging Face Hub (extra hub) and those that Ollama has downloaded, with "
     "the text that -m takes."

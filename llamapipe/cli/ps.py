@@ -7,15 +7,12 @@ import json
 import os
 import sys
 from typing import Any
-from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import ProxyHandler, Request, build_opener
 
 from llamapipe._messages import size_text
 from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.parser import UsageError
 
-HELP = "list the models of a running server, and what they take"
 DESCRIPTION = (
     "List the models of a running server: whether each is loaded, the memory that it takes or would take, and its "
     "requests. With several models, llamapipe stop ends one."
@@ -69,6 +66,9 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 def ask(args: argparse.Namespace, path: str, body: Any = None) -> Any:
     """The answer of the server, decoded. ``body``: None for a GET request. Raises UsageError, OSError."""
+    from urllib.error import HTTPError, URLError  # large, and `serve` needs only this module's names
+    from urllib.request import ProxyHandler, Request, build_opener
+
     if urlsplit(args.url).scheme not in ("http", "https"):
         raise UsageError(f"--url is {args.url!r}; write http://HOST:PORT")
     key = os.environ.get(KEY_VARIABLE)

@@ -11,7 +11,6 @@ from llamapipe.cli.parser import UsageError
 from llamapipe.hub import Reference, hub_name, model_file, parse
 from llamapipe.ollama_models import PREFIX as OLLAMA
 
-HELP = "download a model of the Hugging Face Hub"
 DESCRIPTION = (
     "Download a model of the Hugging Face Hub into its cache, where -m finds it, and print the path of its file. Needs "
     "the extra hub."

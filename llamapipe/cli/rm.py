@@ -9,7 +9,6 @@ from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.pull import reference_of
 from llamapipe.hub import delete
 
-HELP = "delete a downloaded model of the Hugging Face Hub"
 DESCRIPTION = (
     "Delete a model from the cache of the Hugging Face Hub, and print the paths of its files. "
     "Needs the extra hub."

@@ -16,7 +16,6 @@ from llamapipe.cli.parser import UsageError
 from llamapipe.errors import BackendError
 from llamapipe.rpc import Address, check_host, look_up
 
-HELP = "lend this machine's devices to a model elsewhere"
 USAGE = "llamapipe rpc-worker [options]"
 DESCRIPTION = """\
 Lend this machine's devices to a model that runs in another process: its GPUs, or its CPU if it has none. A worker

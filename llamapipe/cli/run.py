@@ -10,7 +10,6 @@ from llamapipe.cli.options import model_path
 from llamapipe.hub import hub_name
 from llamapipe.ollama_models import PREFIX, short_names
 
-HELP = "hold a conversation with a model, named first"
 USAGE = "llamapipe run [options] MODEL [MESSAGE]"
 DESCRIPTION = (
     "The same as llamapipe chat -m MODEL. MODEL may also be a name of a model that Ollama has downloaded, or "

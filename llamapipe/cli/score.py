@@ -21,7 +21,6 @@ from llamapipe.cli.options import (
 )
 from llamapipe.cli.parser import UsageError, read_file, read_stdin, stdin_is_terminal
 
-HELP = "print log-probabilities of continuations, or the perplexity of texts"
 USAGE = "llamapipe score [options] PROMPT CONTINUATION ..."
 DESCRIPTION = """\
 Print the log-probability of each continuation of a prompt, the most probable first. With -f, or a text on

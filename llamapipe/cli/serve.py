@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from llamapipe.server.pool import ModelEntry
     from llamapipe.server.processes import ServedModel, WorkerOptions
 
-HELP = "serve a model over HTTP"
 USAGE = "llamapipe serve [options]"
 DESCRIPTION = (
     "Serve a model over HTTP to clients of OpenAI's, Anthropic's and Ollama's APIs. Without -m, use the bundled "

@@ -6,7 +6,6 @@ import argparse
 
 from llamapipe.cli.ps import add_server_arguments, ask
 
-HELP = "end a model of a running server"
 DESCRIPTION = (
     "End a model of a running server with several (llamapipe serve --models) when its requests are answered. The next "
     "request that names it loads it again."

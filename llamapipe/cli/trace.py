@@ -29,7 +29,6 @@ from llamapipe.cli.options import (
 )
 from llamapipe.cli.parser import UsageError
 
-HELP = "record the timeline of an engine"
 USAGE = "llamapipe trace [options]"
 DESCRIPTION = (
     "Run requests through an engine and record its timeline: as .json for https://ui.perfetto.dev, or as a picture, "

@@ -23,7 +23,6 @@ from llamapipe.cli.options import (
 from llamapipe.cli.parser import UsageError
 from llamapipe.host.cores import usable_cores
 
-HELP = "find the fastest number of threads and slots, and KV types"
 USAGE = "llamapipe tune [options]"
 DESCRIPTION = """\
 Measure compute threads, the number of slots and the types of the KV cache for a model on this machine. Print the

@@ -332,19 +332,20 @@ class TestGenerate:
         assert errors == b"llamapipe: interrupted\n"
         assert process.returncode == 130
 
-    def test_ctrl_c_during_the_import_is_130(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("module", ["llamapipe.cli", "llamapipe.cli.generate", "llamapipe.engine"])
+    def test_ctrl_c_during_the_import_is_130(self, tmp_path: Path, module: str) -> None:
         program = (
             "import os, signal, sys\n"
             "class Interrupt:\n"
             "    def find_spec(self, name, *others):\n"
-            "        if name == 'llamapipe.engine':\n"
+            "        if name == sys.argv[-1]:\n"
             "            os.kill(os.getpid(), signal.SIGINT)\n"
             "sys.meta_path.insert(0, Interrupt())\n"
             "from llamapipe_command import main\n"
             "sys.exit(main())\n"
         )
         done = subprocess.run(
-            [sys.executable, "-c", program],
+            [sys.executable, "-c", program, "generate", "--help", module],
             capture_output=True,
             check=False,
             cwd=tmp_path,

@@ -1,9 +1,13 @@
-"""What ``import llamapipe`` does: nothing but define names."""
+"""What importing llamapipe does: nothing but define names, and those only that a program uses."""
 
 from __future__ import annotations
 
+import ast
+import pickle
 import shutil
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from support.run_script import run_script
@@ -33,7 +37,7 @@ def state():
     }
 
 before = state()
-import llamapipe
+from llamapipe import *
 after = state()
 say([name for name in before if before[name] != after[name]])
 """
@@ -44,7 +48,7 @@ say([name for name in before if before[name] != after[name]])
 def test_import_loads_nothing_native_and_no_event_loop() -> None:
     out = run_script(
         """
-import llamapipe
+from llamapipe import *
 unwanted = ("llamapipe.native._native", "asyncio", "llguidance", "llama_cpp", "torch")
 say([name for name in unwanted if name in sys.modules])
 try:
@@ -57,14 +61,67 @@ except FileNotFoundError:
     assert out == "[]\n[]\n"
 
 
+def test_import_loads_only_the_errors() -> None:
+    """A program that names an engine, or only a part of the library, does not wait for the rest."""
+    program = """
+import llamapipe
+say(sorted(name for name in sys.modules if name.startswith("llamapipe.")), "numpy" in sys.modules)
+llamapipe.SamplingParams, llamapipe.Model
+say("llamapipe.engine" in sys.modules)
+llamapipe.Engine
+unwanted = (
+    "llamapipe.cli", "llamapipe.compat", "llamapipe.hub", "llamapipe.jobs", "llamapipe.server", "llamapipe.telemetry",
+    "asyncio", "jinja2", "jsonschema", "llguidance", "PIL", "ssl", "starlette", "tqdm",
+)
+say([name for name in unwanted if name in sys.modules])
+"""
+    assert run_script(program) == "['llamapipe.errors'] False\nFalse\n[]\n"
+
+
+def test_help_of_the_program_loads_no_command() -> None:
+    program = """
+from llamapipe.cli import main
+for argument in ("--version", "--help"):
+    main([argument])
+say(sorted(name for name in sys.modules if name.startswith("llamapipe.cli.")), "numpy" in sys.modules)
+"""
+    assert run_script(program).splitlines()[-1] == "['llamapipe.cli.parser'] False"
+
+
 def test_import_warns_of_nothing() -> None:
-    run_script("import llamapipe", flags=("-W", "error", "-bb"))
+    run_script("from llamapipe import *", flags=("-W", "error", "-bb"))
 
 
 def test_every_public_name_is_there() -> None:
     for name in llamapipe.__all__:
         assert getattr(llamapipe, name) is not None
     assert len(set(llamapipe.__all__)) == len(llamapipe.__all__)
+
+
+def test_names_are_imported_from_where_type_checkers_are_told() -> None:
+    tree = ast.parse(Path(llamapipe.__file__).read_text(encoding="utf-8"))
+    blocks = (
+        node.body
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    imports = [node for block in blocks for node in block if isinstance(node, ast.ImportFrom)]
+    told = {alias.name: f"{node.module}" for node in imports for alias in node.names}
+    names = set(llamapipe.__all__) - {"__version__", "errors"}
+    assert told.keys() == names
+    for name in names:
+        value = getattr(llamapipe, name)
+        assert getattr(import_module(told[name]), name) is value, name
+        assert (
+            pickle.loads(pickle.dumps(value)) is value
+            if name != "telemetry"
+            else isinstance(value, ModuleType)
+        )
+
+
+def test_everything_is_imported_with_a_star() -> None:
+    out = run_script("from llamapipe import *; say(Engine.__name__, errors.__name__, telemetry.__name__)")
+    assert out == "Engine llamapipe.errors llamapipe.telemetry\n"
 
 
 @pytest.fixture

@@ -31,8 +31,8 @@ Params: Any = lp.SamplingParams
 @pytest.mark.parametrize(
     ("call", "wrong", "right"),
     [
-        (lambda: lp.Engin, "Engin", "Engine"),
-        (lambda: lp.SamplingParam, "SamplingParam", "SamplingParams"),
+        (lambda: lp.Engin, "Engin", "Engine"),  # type: ignore[attr-defined]
+        (lambda: lp.SamplingParam, "SamplingParam", "SamplingParams"),  # type: ignore[attr-defined]
         (lambda: Engine(PATH, n_ctxx=64), "n_ctxx", "n_ctx"),
         (lambda: Engine(PATH, n_thread=1), "n_thread", "n_threads"),
         (lambda: Engine(PATH, temperature=1), "temperature", "an option of SamplingParams"),
@@ -47,7 +47,7 @@ Params: Any = lp.SamplingParams
         (lambda: Params(temp=3), "temp", "temperature"),
         (lambda: Params(top_K=3), "top_K", "top_k"),
         (lambda: Params(max_tokens=-1), "max_tokens", "or None for no limit"),
-        (lambda: lp.Llama, "Llama", "from llamapipe.compat import Llama"),
+        (lambda: lp.Llama, "Llama", "from llamapipe.compat import Llama"),  # type: ignore[attr-defined]
         (lambda: Params(sampler_order=["topk"]), "'topk'", "top_k"),
         (lambda: ServerSettings(max_request=3), "max_request", "max_requests"),  # type: ignore[call-arg]
         (lambda: lp.run_batch([], None, progres=True), "progres", "progress"),  # type: ignore[call-overload]

@@ -6,6 +6,7 @@ import argparse
 import inspect
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -99,6 +100,30 @@ def test_the_range_of_a_setting_holds(row: Option) -> None:
             settings(value)
     with pytest.raises(TypeError, match=rf"^{row.name} must be "):
         settings("many")
+
+
+def outside(row: Option) -> list[object]:
+    """Values that the row does not allow."""
+    if row.kind in (Kind.INT, Kind.SIZE):
+        return [int(row.low) - 1, int(row.high) + 1, "many"]
+    if row.kind is Kind.FLOAT:
+        return [row.low - 1, row.high * 2 + 1, "many"]
+    return ["maybe", 7] if row.kind is Kind.FLAG or row.choices else []
+
+
+@pytest.mark.parametrize(
+    ("owner", "row"), [(owner, row) for owner, row in ROWS if row not in SETTINGS and outside(row)], ids=names
+)
+def test_what_a_row_does_not_allow_is_refused(tiny: lp.Model, owner: Any, row: Option) -> None:
+    """Settings are checked below."""
+    makers: Mapping[Any, Any] = {
+        lp.Model: partial(lp.Model, lp.demo_model_path()),
+        lp.EngineTuning: lambda **given: lp.Engine(tiny, tuning=lp.EngineTuning(**given)),
+    }
+    make = makers.get(owner, partial(owner, tiny))
+    for value in outside(row):
+        with pytest.raises((TypeError, ValueError), match=rf"^{row.name} (is|must be) "):
+            make(**{row.name: value})
 
 
 @pytest.mark.parametrize("row", [row for row in SETTINGS if row.metavar is not None], ids=names)

@@ -52,15 +52,7 @@ from llamapipe._engine.runtime.thread import EngineThread
 from llamapipe._messages import explains_fields, explains_keywords, explains_options
 from llamapipe._sync.engine import BlockingCalls
 from llamapipe._sync.submission import BlockingSubmission
-from llamapipe.arguments import (
-    check_choice,
-    check_flag,
-    check_int,
-    choice_of,
-    float_of,
-    int_of,
-    refuse_table,
-)
+from llamapipe.arguments import check_choice, check_flag, check_int, choice_of, float_of, int_of, refuse_table
 from llamapipe.chat.options import ChatOptions, Conversation, ReasoningFormat, ToolChoice, Truncation
 from llamapipe.errors import BackendError, InvalidRequestError
 from llamapipe.host.memory import free_memory, return_freed_memory

@@ -24,13 +24,7 @@ from native_build.paths import cache_dir
 from native_build.recipe import Recipe
 from native_build.sources import find_source
 from native_build.store import MANIFEST
-from native_build.toolchain import (
-    Compilers,
-    find_cmake,
-    find_compilers,
-    find_ninja,
-    macros,
-)
+from native_build.toolchain import Compilers, find_cmake, find_compilers, find_ninja, macros
 
 # A full disk, or a folder without write permission: the user has to fix these.
 _NOT_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)

@@ -26,12 +26,7 @@ from llamapipe._engine.runtime.mailboxes import Mailbox, ThreadMailbox
 from llamapipe._messages import explains_keywords, explains_options
 from llamapipe._sync.streams import ChatStream, Generation, Stream
 from llamapipe._sync.submission import BlockingSubmission
-from llamapipe.arguments import (
-    check_choice,
-    check_flag,
-    check_int,
-    refuse_table,
-)
+from llamapipe.arguments import check_choice, check_flag, check_int, refuse_table
 from llamapipe.chat.options import ChatOptions, Conversation, ReasoningFormat, ToolChoice, Truncation
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.adapter import AdapterChoice

@@ -7,9 +7,7 @@ from collections.abc import (
     Iterator,
 )
 from queue import Empty
-from typing import (
-    Any,
-)
+from typing import Any
 
 from llamapipe._engine.calls.call_options import CallOptions, ExpiredError
 from llamapipe._engine.calls.prompts import RequestFactory

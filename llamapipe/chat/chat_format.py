@@ -10,15 +10,7 @@ from typing import Any
 from llamapipe._messages import quoted
 from llamapipe.chat._answer_grammar import AnswerGrammar, GrammarWriter
 from llamapipe.chat._answer_markers import AnswerMarkers, MarkerProbe
-from llamapipe.chat._call_format import (
-    PYTHON_TAG,
-    CallFormat,
-    Render,
-    Style,
-    TemplateProbe,
-    n_tags,
-    segments,
-)
+from llamapipe.chat._call_format import PYTHON_TAG, CallFormat, Render, Style, TemplateProbe, n_tags, segments
 from llamapipe.chat._harmony import FINAL as HARMONY_FINAL
 from llamapipe.chat._harmony import MARKERS as HARMONY_MARKERS
 from llamapipe.chat._harmony import harmony_grammar, is_harmony

@@ -93,7 +93,7 @@ def devices() -> list[Device]:
 
 # ---- which of them a model is placed on; ``far``: native devices of workers
 def check_rpc(split_mode: str, n_gpu_layers: int, vocab_only: bool) -> None:
-    """Refuses options that leave nothing to workers, or that ggml-rpc cannot do."""
+    """Raises ValueError for options that leave nothing to workers, or that ggml-rpc cannot do."""
     if split_mode in ("row", "tensor"):
         raise ValueError(
             f'split_mode is {split_mode!r}, which splits each tensor; RPC workers get whole layers: use "layer", '

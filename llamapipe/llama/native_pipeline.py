@@ -20,7 +20,8 @@ def ring_slots(model: Model, ring: str, n_slots: int, keeps_windows: bool = Fals
     ``keeps_windows``: window layers keep all cells, separately for each sequence.
 
     On RPC workers there is none: slots live as long as the pipeline's object, and so would the connection. A worker
-    that ends then would end this process although everything is closed.
+    that ends then would end this process although everything is closed. Raises ValueError for a ring that is wanted
+    nevertheless.
     """
     choice_of("ring", ring)
     if model.on_workers:
@@ -44,7 +45,8 @@ def can_stage(model: Model, keeps_windows: bool) -> bool:
 def wants_graph_sampling(model: Model, ring: str, choice: str, keeps_windows: bool = False) -> bool:
     """Whether the graph shall sample: by itself only where a device computes that is more than software.
 
-    A CPU has better ways to find a row's candidates, and a software device is a CPU.
+    A CPU has better ways to find a row's candidates, and a software device is a CPU. Raises ValueError where the graph
+    cannot sample and shall.
     """
     choice_of("graph_sampling", choice)
     if choice == "on" and model.on_workers:

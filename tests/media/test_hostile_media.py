@@ -13,12 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.media_models import (
-    idefics3_projector,
-    model_with_tile_tokens,
-    picture,
-    ultravox_projector,
-)
+from support.media_models import idefics3_projector, model_with_tile_tokens, picture, ultravox_projector
 from support.media_mutants import mutant, wav, whole
 from support.run_script import environment
 

@@ -11,14 +11,7 @@ import llamapipe as lp
 from llamapipe.host.cores import CoreShare
 from llamapipe.native.load import has_gpu_backend
 from llamapipe.server._metrics import rendered
-from llamapipe.server.processes import (
-    Backoff,
-    Family,
-    add_families,
-    free_gpu_memory,
-    gpu_names,
-    placed,
-)
+from llamapipe.server.processes import Backoff, Family, add_families, free_gpu_memory, gpu_names, placed
 
 
 class TestBackoff:

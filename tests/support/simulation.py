@@ -42,15 +42,7 @@ from llamapipe.errors import ContextFullError, DecodeError, InvalidRequestError,
 from llamapipe.results import Completion, Delta, Token, TokenLogprob
 
 sys.path[0:0] = [str(Path(__file__).resolve().parents[1])]
-from support.fakes import (  # noqa: E402
-    Adapters,
-    FakeContext,
-    FakeSampler,
-    FakeSaved,
-    Switch,
-    continuation,
-    next_token,
-)
+from support.fakes import Adapters, FakeContext, FakeSampler, FakeSaved, Switch, continuation, next_token  # noqa: E402
 from support.inside import keep_micro_batches  # noqa: E402
 
 N_CTX, N_VOCAB = 48, 13

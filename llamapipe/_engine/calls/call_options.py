@@ -12,9 +12,7 @@ import math
 import threading
 from dataclasses import dataclass
 from time import perf_counter
-from typing import (
-    Literal,
-)
+from typing import Literal
 
 from llamapipe.arguments import check_choice, check_flag, check_float
 from llamapipe.wanted import Limit, limited

@@ -30,13 +30,7 @@ from llamapipe.llama.model import Model
 from llamapipe.llama.projector import Media, in_prompt
 from llamapipe.llama.vocab import Vocab
 from llamapipe.params import SamplingParams
-from llamapipe.results import (
-    ChatChoice,
-    ChatCompletion,
-    ChatFinishReason,
-    Choice,
-    Completion,
-)
+from llamapipe.results import ChatChoice, ChatCompletion, ChatFinishReason, Choice, Completion
 from llamapipe.work.tenant import cache_key, grammar_limit, tenant
 
 if TYPE_CHECKING:

@@ -8,23 +8,10 @@ once (``CheckedPrompt``), and makes requests from it that lack nothing.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-    Set,
-)
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from time import thread_time
-from typing import (
-    Any,
-    NamedTuple,
-    NoReturn,
-    SupportsIndex,
-    TypeAlias,
-)
+from typing import Any, NamedTuple, NoReturn, SupportsIndex, TypeAlias
 
 from llamapipe._engine.policy.core import UNLIMITED, Activation, Request, RequestSpec, Span
 from llamapipe._engine.policy.scoring import ContinuationTargets, PromptTargets

@@ -12,17 +12,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import (
-    Callable,
-    Collection,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
-from typing import (
-    TYPE_CHECKING,
-)
+from typing import TYPE_CHECKING
 
 from llamapipe._engine.calls.call_options import ExpiredError
 from llamapipe._engine.policy.core import Request

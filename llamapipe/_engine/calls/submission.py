@@ -24,12 +24,7 @@ from collections.abc import (
 from dataclasses import replace
 from itertools import chain, islice
 from queue import Empty
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Generic,
-    TypeVar,
-)
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from llamapipe._engine.calls.call_options import CallOptions, ExpiredError
 from llamapipe._engine.calls.observed import observed
@@ -37,9 +32,7 @@ from llamapipe._engine.calls.prompts import PORTION, Groups, RequestFactory, wit
 from llamapipe._engine.calls.queue_limit import QueueLimit
 from llamapipe._engine.policy.core import Request
 from llamapipe._engine.runtime.mailboxes import AsyncMailbox, Mailbox, ThreadMailbox
-from llamapipe._engine.runtime.sinks import (
-    Failure,
-)
+from llamapipe._engine.runtime.sinks import Failure
 from llamapipe._engine.runtime.thread import EngineThread
 from llamapipe.errors import EngineClosedError, QueueFullError
 from llamapipe.locks import Lock

@@ -18,10 +18,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from llamapipe._engine.policy.core import (
-    Request,
-    State,
-)
+from llamapipe._engine.policy.core import Request, State
 from llamapipe._engine.policy.turns import Claim
 
 _MAX_COUNTED = 256  # tokens that a request may generate, as its cost; few generate all that they may

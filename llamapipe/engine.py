@@ -48,6 +48,7 @@ from llamapipe._engine.runtime.invariance import check_invariance
 from llamapipe._engine.runtime.loop import EngineLoop
 from llamapipe._engine.runtime.mailboxes import AsyncMailbox, Mailbox
 from llamapipe._engine.runtime.snapshot import Snapshot, parts_of
+from llamapipe._engine.runtime.state_layout import StateLayout
 from llamapipe._engine.runtime.thread import EngineThread
 from llamapipe._messages import explains_fields, explains_keywords, explains_options
 from llamapipe._sync.engine import BlockingCalls
@@ -60,9 +61,16 @@ from llamapipe.kv_events import KvEvents
 from llamapipe.llama.adapter import Adapter, AdapterChoice, ControlVector, carries
 from llamapipe.llama.context import Context
 from llamapipe.llama.fim import FimExtra, FimOrder, fim_text
-from llamapipe.llama.kv_memory import MemorySizes, kv_bytes, model_sizes
+from llamapipe.llama.kv_memory import MemorySizes, kv_bytes, model_sizes, stores_values
 from llamapipe.llama.model import MODEL_OPTIONS, Model, warn_of_context
-from llamapipe.llama.native_pipeline import engine_pipeline, on_gpu, ring_slots, wants_graph_sampling
+from llamapipe.llama.native_pipeline import (
+    NativePipeline,
+    empty_states,
+    engine_pipeline,
+    on_gpu,
+    ring_slots,
+    wants_graph_sampling,
+)
 from llamapipe.locks import check_threads
 from llamapipe.native.owner import AsyncOwner
 from llamapipe.params import SamplingParams, check_salt
@@ -289,7 +297,7 @@ class Engine(BlockingCalls, AsyncOwner):
                     f"{model.path.name} is not causal, so it cannot generate text; "
                     "pass a generative model, or use lp.Embedder for embeddings"
                 )
-            self._types = (type_k, type_v, 1 if unified else context.n_seq_max)
+            self._types = (type_k, type_v)
             self._kv_bytes = kv_bytes(model, context.n_cells, type_k, type_v) or 0
             publisher = tracker = None
             if kv_events is not None:
@@ -325,6 +333,7 @@ class Engine(BlockingCalls, AsyncOwner):
             model.adopt(context, f"Engine(n_ctx={context.n_ctx}, n_seq_max={context.n_seq_max})")
             _warn_of_size(context, self._kv_bytes)
             pipeline = undo.enter_context(closing(engine_pipeline(context, tuning.ring, depth)))
+            self._state_layout = _state_layout(pipeline)
             self._request_builder = RequestBuilder(
                 model,
                 context.n_ctx,
@@ -835,9 +844,8 @@ class Engine(BlockingCalls, AsyncOwner):
         """Continues a sequence from a ``Generation.snapshot`` of this engine or another one with the same model.
 
         Its cells are loaded with the first ``next``. They are computed again if ``cache_bytes`` has no room for them,
-        if there is no prefix cache, or if the other engine's memory had another layout (``flash_attn``; with sliding
-        windows or recurrent states, also the number of sequences). ``params`` count from here, and constraints hold for
-        all that was generated. Nothing is computed before the first ``next``.
+        if there is no prefix cache, or if the other engine's memory had another layout (``flash_attn``). ``params``
+        count from here, and constraints hold for all that was generated. Nothing is computed before the first ``next``.
 
         Raises TypeError for what is not bytes, InvalidRequestError for what is damaged, of another model, made with
         other ``type_k`` or ``type_v`` or too long for ``n_ctx``; else as ``start`` does.
@@ -850,7 +858,7 @@ class Engine(BlockingCalls, AsyncOwner):
         mailbox = AsyncMailbox(running_loop(), self._engine_thread.dispatcher)
         request = self._request_builder.restored(item, mailbox, found)
         generation = self._ageneration(request, mailbox)
-        self._engine_thread.restore(request, found.n_cells, found.state)
+        self._engine_thread.restore(request, found)
         return generation
 
     @explains_options()
@@ -1125,32 +1133,31 @@ class Engine(BlockingCalls, AsyncOwner):
         return self._chat_builder.n_tokens(messages, template_args or {})
 
     def save_cache(self, path: Path) -> None:
-        """Writes the cached sequences that no request uses to a file, at most ``cache_bytes`` of them.
+        """Writes the cached sequences that no request uses to a file, with their states, at most ``cache_bytes``.
 
         Waits for the running step. Any thread. Raises OSError.
         """
         layout = self._snapshot_format(None)  # the adapters are part of the keys
         with cache_file.written(path) as write:
 
-            def visit(tokens: Sequence[int], key: Hashable, state: bytes) -> None:
+            def visit(key: Hashable, found: Snapshot) -> None:
                 if cache_file.is_writable(key):
-                    n = len(tokens)
-                    marks = {i: token for i, token in enumerate(tokens) if token < 0}
-                    plain = [max(token, 0) for token in tokens]
-                    write(key, marks, parts_of(Snapshot(plain, n, n, state), layout))
+                    marks = {i: token for i, token in enumerate(found.tokens) if token < 0}
+                    plain = [max(token, 0) for token in found.tokens]
+                    write(key, marks, parts_of(found._replace(tokens=plain), layout))
 
             self._engine_thread.ask(partial(self._engine_thread.loop.visit_unused, visit))
 
     def load_cache(self, path: Path) -> None:
-        """Adds the sequences of a file to the prefix cache; those of another model or another layout are left out.
+        """Adds the sequences of a file, with their states, to the prefix cache.
 
-        Any thread. Raises OSError, ValueError for a damaged file.
+        Any thread. Raises OSError, ValueError for a file that is damaged, of another model or of another version.
         """
         for key, marks, data in cache_file.read(path):
             found = self._unpack(data, None)
-            if found.state:
-                tokens = [marks.get(i, token) for i, token in enumerate(found.tokens[: found.n_cells])]
-                self._engine_thread.ask(partial(self._engine_thread.loop.take_in, tokens, key, found.state))
+            if found.state or found.states:
+                tokens = [marks.get(i, token) for i, token in enumerate(found.tokens)]
+                self._engine_thread.ask(partial(self._engine_thread.loop.take_in, tokens, key, found))
 
     # ---- state
     def stats(self) -> EngineStats:
@@ -1212,6 +1219,16 @@ class Engine(BlockingCalls, AsyncOwner):
 
     def _abandon(self) -> None:
         self._engine_thread.close_soon()
+
+
+def _state_layout(pipeline: NativePipeline) -> StateLayout | None:
+    """The form of the states of a context that has computed nothing yet. None: it is not known."""
+    context, states = pipeline.context, empty_states(pipeline)
+    if states is None:
+        return None
+    n_streams = 1 if context.kv_unified else context.n_seq_max
+    metadata = context.model.metadata
+    return StateLayout.of_empty(*states, n_streams, stores_values(metadata), context.model.has_mrope)
 
 
 def _scheduler(

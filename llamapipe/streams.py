@@ -573,9 +573,9 @@ class AsyncGeneration(SequenceHandle):
     async def snapshot(self) -> bytes:
         """The sequence and its KV cells as bytes, for ``Engine.restore`` of any engine with the same model.
 
-        Their size is that of the cells. A header has the format, a fingerprint of the model file, the types of keys and
-        values, and a checksum; sampling parameters are not included. The checksum reveals damage but not forgery:
-        restore only snapshots from sources that you trust.
+        Their size is that of the cells and of the last four saved states. A header has the format, a fingerprint of
+        the model file, the types of keys and values, and a checksum; sampling parameters are not included. The checksum
+        reveals damage but not forgery: restore only snapshots from sources that you trust.
 
         Waits for the running step. Raises InvalidRequestError if the generation was cancelled or failed, OSError if the
         model's file cannot be read.

@@ -6,6 +6,7 @@ from llamapipe._engine.calls.chat import ChatBuilder
 from llamapipe._engine.calls.prompts import RequestBuilder
 from llamapipe._engine.calls.submission import Submission
 from llamapipe._engine.runtime.snapshot import Snapshot, SnapshotFormat, unpack
+from llamapipe._engine.runtime.state_layout import StateLayout
 from llamapipe._engine.runtime.thread import EngineThread
 from llamapipe.llama.adapter import AdapterSet
 from llamapipe.llama.context import state_version
@@ -27,7 +28,8 @@ class EngineParts(NotCopyable):
     _chat_builder: ChatBuilder
     _submission: Submission
     _long_work: LongWork
-    _types: tuple[str, str, int]
+    _types: tuple[str, str]
+    _state_layout: StateLayout | None
 
     def _fim_tokens(self, text: FimText, params: SamplingParams | None) -> list[int]:
         """The prompt for a gap, with room for what ``params`` ask for."""
@@ -38,7 +40,7 @@ class EngineParts(NotCopyable):
         return fim_prompt(self.model.vocab, text, fim_room(self.n_ctx, params.max_tokens)).tokens
 
     def _snapshot_format(self, adapters: AdapterSet | None) -> SnapshotFormat:
-        layout = SnapshotFormat(self.model.fingerprint, state_version(), *self._types)
+        layout = SnapshotFormat(self.model.fingerprint, state_version(), *self._types, self._state_layout)
         return layout if adapters is None else layout._replace(adapters=adapters.key.digest)
 
     def _unpack(self, snapshot: bytes | bytearray | memoryview, params: SamplingParams | None) -> Snapshot:

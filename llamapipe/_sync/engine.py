@@ -474,9 +474,8 @@ class BlockingCalls(EngineParts):
         """Continues a sequence from a ``Generation.snapshot`` of this engine or another one with the same model.
 
         Its cells are loaded with the first ``next``. They are computed again if ``cache_bytes`` has no room for them,
-        if there is no prefix cache, or if the other engine's memory had another layout (``flash_attn``; with sliding
-        windows or recurrent states, also the number of sequences). ``params`` count from here, and constraints hold for
-        all that was generated. Nothing is computed before the first ``next``.
+        if there is no prefix cache, or if the other engine's memory had another layout (``flash_attn``). ``params``
+        count from here, and constraints hold for all that was generated. Nothing is computed before the first ``next``.
 
         Raises TypeError for what is not bytes, InvalidRequestError for what is damaged, of another model, made with
         other ``type_k`` or ``type_v`` or too long for ``n_ctx``; else as ``start`` does.
@@ -489,7 +488,7 @@ class BlockingCalls(EngineParts):
         mailbox = ThreadMailbox(self._engine_thread.dispatcher)
         request = self._request_builder.restored(item, mailbox, found)
         generation = self._generation(request, mailbox)
-        self._engine_thread.restore(request, found.n_cells, found.state)
+        self._engine_thread.restore(request, found)
         return generation
 
     @explains_options()

@@ -122,7 +122,7 @@ class _Sizes:
         heads_kv = self._each("attention.head_count_kv") if self._has("attention.head_count_kv") else heads
         windows, n_window = self._windows(heads_kv)
         recurrent, attending = self._layers(heads_kv)
-        has_values = not (self._one("attention.key_length_mla") and self._one("attention.value_length_mla"))
+        has_values = stores_values(self._metadata)
         head = self._n_embd // heads[0] if heads[0] else 0
         cells = {False: 0.0, True: 0.0}
         for i in attending:
@@ -200,6 +200,12 @@ class _Sizes:
         inner, size = self._one("ssm.inner_size"), self._one("ssm.state_size")
         n_groups = 0 if self._arch in ("mamba", "jamba") else self._one("ssm.group_count")
         return n_before * (inner + 2 * n_groups * size) + size * inner
+
+
+def stores_values(metadata: Mapping[str, Any]) -> bool:
+    """Whether cells have values besides keys: not with latent attention (MLA). ``metadata``: see ``memory_sizes``."""
+    key = f"{metadata.get('general.architecture', '')}.attention."
+    return not all(int(metadata.get(f"{key}{name}_length_mla", 0)) for name in ("key", "value"))
 
 
 def model_sizes(model: Model, type_k: str, type_v: str) -> MemorySizes | None:

@@ -13,6 +13,8 @@ from llamapipe.locks import Lock
 from llamapipe.native.load import drain_log, enum_names, last_error, native
 from llamapipe.native.not_copyable import NotCopyable
 
+_ANY_SIZE = 2**62
+
 
 def ring_slots(model: Model, ring: str, n_slots: int, keeps_windows: bool = False) -> int:
     """How many slots a context's ring gets: ``n_slots``, or none where outputs go through llama.cpp's own buffer.
@@ -242,6 +244,21 @@ class SavedCells(NotCopyable):
     def __del__(self) -> None:
         if getattr(self, "handle", None) is not None:
             self.close()
+
+
+def empty_states(pipeline: NativePipeline) -> tuple[bytes, bytes] | None:
+    """The states of a sequence without tokens: the whole one, and that of what cannot go back. None on a failure.
+
+    They show which parts this memory has. Before the first step.
+    """
+    found = []
+    for only_state in (False, True):
+        saved = SavedCells.of(pipeline, 0, _ANY_SIZE, only_state)
+        if saved is None:
+            return None
+        found.append(saved.to_bytes())
+        saved.close()
+    return found[0], found[1]
 
 
 def engine_pipeline(context: Context, ring: str, depth: int | None) -> NativePipeline:

@@ -118,17 +118,3 @@ def test_a_damaged_length(tmp_path: Path, at: int) -> None:
     data[at] = 0xFF
     path.write_bytes(data)
     assert list(cache_file.read(path)) == []
-
-
-def test_a_recurrent_state(make_engine: MakeEngine, recurrent: lp.Model, tmp_path: Path) -> None:
-    """It is used as a whole, where the number of sequences is the same."""
-    path = tmp_path / "cache"
-    first = make_engine(recurrent, n_seq_max=2, cache_bytes=2**24)
-    done = first.generate(prompt(0), PARAMS)
-    asked = prompt(0) + done.token_ids + prompt(1, 5)
-    first.save_cache(path)
-    expected = first.generate(asked, PARAMS).token_ids
-    for n in (2, 3):
-        second = make_engine(recurrent, n_seq_max=n, cache_bytes=2**24)
-        second.load_cache(path)
-        assert second.generate(asked, PARAMS).token_ids == expected

@@ -104,7 +104,7 @@ def test_is_computed_again_where_its_cells_are_of_no_use(
 
 
 def test_of_a_recurrent_model(make_engine: MakeEngine, recurrent: lp.Model) -> None:
-    """Its state cannot be moved to a context with another number of sequences; the tokens can."""
+    """Also in a context with another number of sequences."""
     first, same, other = (make_engine(recurrent, n_seq_max=n) for n in (2, 2, 3))
     with first.start([5, 6, 7] * 10, greedy(20)) as generation:
         take(generation, 4)
@@ -113,7 +113,7 @@ def test_of_a_recurrent_model(make_engine: MakeEngine, recurrent: lp.Model) -> N
     for engine in (same, other):
         with engine.restore(snapshot, greedy(10)) as restored:
             assert take(restored, 10) == rest
-    assert (same.stats().n_prompt_tokens, same.stats().n_restored) == (0, 1)
+        assert (engine.stats().n_prompt_tokens, engine.stats().n_restored) == (0, 1)
 
 
 def test_constraints_hold_for_the_whole_text(engine: lp.Engine) -> None:

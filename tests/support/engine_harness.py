@@ -38,6 +38,16 @@ def piece(token: int) -> bytes:
     return f"{token} ".encode()
 
 
+class AsItIs:
+    """The form of a fake context's states."""
+
+    def stored(self, state: bytes, n: int, only_state: bool = False) -> bytes:
+        return state
+
+    def loadable(self, stored: bytes, n: int, only_state: bool = False) -> tuple[bytes, bool]:
+        return stored, True
+
+
 class Answer:
     """A completion that was asked for, and what came of it."""
 
@@ -156,7 +166,7 @@ class EngineHarness:
         return Generation(self.engine_thread, request, mailbox, N_VOCAB, self.context.n_ctx, self.layout)
 
     def layout(self, adapters: object = None) -> SnapshotFormat:
-        return SnapshotFormat(bytes(16), 4, "f16", "f16", 1)
+        return SnapshotFormat(bytes(16), 4, "f16", "f16", AsItIs())
 
     def restore(self, snapshot: bytes) -> Generation:
         """As an engine does."""
@@ -171,7 +181,7 @@ class EngineHarness:
             resumable=True,
             sink=TokenSink(mailbox, piece, ()),
         )
-        self.engine_thread.call(self.engine_thread.loop.restore, request, found.n_cells, found.state)
+        self.engine_thread.call(self.engine_thread.loop.restore, request, found)
         return self.generation(request, mailbox)
 
     def cancel(self, request: Request) -> None:

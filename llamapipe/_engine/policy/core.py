@@ -549,12 +549,16 @@ class Shift(NamedTuple):
 
 
 class Unused(NamedTuple):
-    """Cells of ``tokens`` that no request uses, in a slot, or saved under a key; the other of the two is -1."""
+    """Cells of ``tokens`` that no request uses, in a slot, or saved under a key; the other of the two is -1.
+
+    Both are -1 where there are states alone. ``states``: of beginnings of these tokens, as numbers of tokens and keys.
+    """
 
     slot: int
     key: int
     tokens: list[int]
     cache_key: Hashable
+    states: list[tuple[int, int]]
 
 
 class UseAdapters(NamedTuple):

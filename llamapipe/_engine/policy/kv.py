@@ -494,24 +494,31 @@ class KvCache:
 
     def _save_state(self, slot: int, keys: Sequence[int], cache_key: Hashable, n_exact: int) -> None:
         """Saves the state of a slot, whose cells are those of these tokens."""
+        key = self._add_state(keys, cache_key, n_exact, self._state_bytes)
+        if key is not None:
+            room = self._states.budget - self._states.n_bytes + self._state_bytes
+            self.memory_ops.append(SaveState(slot, len(keys), key, room))
+
+    def _add_state(self, keys: Sequence[int], cache_key: Hashable, n_exact: int, n_bytes: int) -> int | None:
+        """The key for a state of these tokens. None: it is there already, or there is no room."""
         n = len(keys)
         n_have, have = next(self._state_tree.prefixes(keys, n, cache_key), (0, None))
         if have is not None and n_have == n:
             if have.n_exact >= n_exact or self.exact_multiple is None:
                 self._states.use(have.key)
-                return
+                return None
             self._forget_state(have.key)
-        dropped = self._states.make_room(self._state_bytes)
+        dropped = self._states.make_room(n_bytes)
         if dropped is None:
-            return
+            return None
         for key in dropped:
             self._forget_state(key)
         key = next(self._keys)
-        state = self._states_by_key[key] = SavedState(key, n, n_exact, self._state_bytes)
+        state = self._states_by_key[key] = SavedState(key, n, n_exact, n_bytes)
         self._state_tree.insert(state, keys, cache_key)
         self._states.add(key, state)
-        room = self._states.budget - self._states.n_bytes + self._state_bytes
-        self.memory_ops.append(SaveState(slot, n, key, room))
+        self._state_bytes = n_bytes
+        return key
 
     def _forget_state(self, key: int) -> None:
         self._state_tree.remove(self._states_by_key.pop(key))
@@ -745,33 +752,55 @@ class KvCache:
         if slot in self.parked:
             self._evict(slot, pinned_by=request if n >= self._min_save else None)
 
-    def restore(self, request: Request, n: int, n_bytes: int) -> int | None:
-        """The key for a request's first ``n`` cells, which come from elsewhere and are pinned. None: no room."""
-        if not request.uses_cache:
-            return None
-        return self.take_in(request.cell_keys()[:n], request.spec.cache_key, n_bytes, request)
-
     def take_in(
-        self, tokens: Sequence[int], cache_key: Hashable, n_bytes: int, pinned_by: Request | None = None
+        self,
+        tokens: Sequence[int],
+        cache_key: Hashable,
+        n_bytes: int,
+        pinned_by: Request | None = None,
+        is_stale: bool = False,
     ) -> int | None:
-        """The key for the cells of tokens, which come from elsewhere. None: no room."""
+        """The key for the cells of tokens, which come from elsewhere. None: no room. ``is_stale``: see Cells."""
         dropped = self._store.make_room(n_bytes) if self.enabled else None
         if dropped is None:
             return None
         for key in dropped:
             self._forget(key)
         cells = Cells(-1, None, len(tokens))
+        cells.is_stale = is_stale
         self._tree.insert(cells, tokens, cache_key)
         return self._keep(cells, n_bytes, pinned_by)
 
+    def take_in_state(self, tokens: Sequence[int], cache_key: Hashable, n_bytes: int) -> int | None:
+        """The key for the state of tokens, which comes from elsewhere. None: it is there, or there is no room."""
+        if not self.enabled:
+            return None
+        return self._add_state(tokens, cache_key, 0, n_bytes)
+
+    def states_of(self, tokens: Sequence[int], cache_key: Hashable) -> list[tuple[int, int]]:
+        """The saved states of beginnings of tokens, the shortest first: numbers of tokens, and keys."""
+        found = self._state_tree.prefixes(tokens, len(tokens), cache_key)
+        return [(n, state.key) for n, state in found][::-1]
+
+    def save_parked_windows(self) -> None:
+        """Moves parked sequences to host memory if windows would lack cells in what is read of them.
+
+        In their slots they can go back to their places; elsewhere they need the states that are saved on the way.
+        """
+        if self._window and not self.exact_multiple:
+            for slot, cells in list(self.parked.items()):
+                if cells.places and self.n_bytes_of(cells.n) <= self._store.budget:
+                    self._evict(slot)
+
     def unused(self) -> list[Unused]:
-        """The cells that no request uses and no others begin with, the least recently used first.
+        """The cells that no request uses and no others begin with, with their states, the least recently used first.
 
         If host memory may not hold all of them, the rest is left out. Cells with images and sounds are left out, too:
         the rows that their tokens stand for depend on the projector.
         """
         if self.exact_multiple is not None:  # what was computed alone is not known elsewhere
             return []
+        left = set(self._states_by_key)  # a state stands with the sequence that was used last
         found: list[Unused] = []
         chosen: set[Cells] = set()
         room = self._store.budget
@@ -786,7 +815,16 @@ class KvCache:
                     continue
                 room -= n_bytes
                 chosen.add(cells)
-                found.append(Unused(cells.slot, cells.key, tokens, self._tree.key_of(cells)))
+                cache_key = self._tree.key_of(cells)
+                states = [one for one in self.states_of(tokens, cache_key) if one[1] in left]
+                left.difference_update(key for _, key in states)
+                found.append(Unused(cells.slot, cells.key, tokens, cache_key, states))
+        if not self._has_cells:  # a state is all that its tokens need
+            for key in reversed(list(self._states)):
+                state = self._states_by_key[key]
+                tokens = self._state_tree.tokens_of(state)
+                if key in left and not any(MEDIA_FROM <= token < 0 for token in tokens):
+                    found.append(Unused(-1, -1, tokens, self._state_tree.key_of(state), [(state.n, key)]))
         return found[::-1]
 
     def reset(self, is_wanted: Callable[[Hashable], bool]) -> None:

@@ -56,6 +56,7 @@ def _n_tokens_of(request: Request, following: Sequence[tuple[Request, int]]) -> 
 
 
 _MAX_SKIPPED_WINDOWS = 7
+_MOST_STATES = 4  # of a snapshot; each may be as large as a thousand cells
 _MAX_COMMANDS = 512  # between two steps, so that requests progress while thousands of others arrive
 _sampler = attrgetter("sampler")  # made in C, because every step makes a list with it
 _LATER = int(NoToken.LATER)  # a plain int, because every step compares with it
@@ -232,38 +233,70 @@ class EngineLoop:
         elif request.slot >= 0 and request.n_past and request.uses_cache:
             state = executor.read_cells(request.slot)
             n_cells = request.n_past if state is not None else 0
+        states = self._states_of(request, n_cells)
         # Constraints cannot be followed from the middle of a text: they begin with what follows.
         n_prompt = len(request.tokens) if request.dropped else request.n_prompt
-        return Snapshot(request.tokens.copy(), n_prompt, n_cells, state or b"", request.active_from)
+        return Snapshot(request.tokens.copy(), n_prompt, n_cells, state or b"", request.active_from, states)
 
-    def restore(self, request: Request, n_cells: int, state: bytes) -> None:
-        """Accepts a new request whose first cells are given."""
-        if state and self.failure is None:
-            cache = self._scheduler.cache
-            key = cache.restore(request, n_cells, len(state))
-            if key is not None and not self._executor.keep_saved(key, state):
-                cache.saved(key, None)
+    def _states_of(self, request: Request, n: int) -> list[tuple[int, bytes]]:
+        """The last few saved states of the beginnings of a request's cells: what its snapshot can go back to."""
+        cache = self._scheduler.cache
+        found = cache.states_of(request.cell_keys()[:n], request.spec.cache_key)
+        return self._read_states(found[-_MOST_STATES:])
+
+    def _read_states(self, found: Sequence[tuple[int, int]]) -> list[tuple[int, bytes]]:
+        states = [(n, self._executor.read_saved(key)) for n, key in found]
+        return [(n, state) for n, state in states if state is not None]
+
+    def restore(self, request: Request, found: Snapshot) -> None:
+        """Accepts a new request whose first cells, and states, are given."""
+        if request.uses_cache:
+            self._take_in(request.cell_keys(), request.spec.cache_key, found, request)
         self.add(request)
 
-    def visit_unused(self, visit: Callable[[Sequence[int], Hashable, bytes], None]) -> None:
-        """Calls a function with the tokens, the key and the cells of each sequence that no request uses."""
+    def visit_unused(self, visit: Callable[[Hashable, Snapshot], None]) -> None:
+        """Calls a function with the key, the cells and the states of each sequence that no request uses.
+
+        The snapshots have no tokens in the place of marks, but these.
+        """
+        self._scheduler.cache.save_parked_windows()
         self._change_cells()
         for found in self._scheduler.cache.unused():
-            read = self._executor.read_saved if found.slot < 0 else self._executor.read_cells
-            state = read(found.key if found.slot < 0 else found.slot)
-            if state is not None:
-                visit(found.tokens, found.cache_key, state)
+            n, state = len(found.tokens), None
+            if found.slot >= 0:
+                state = self._executor.read_cells(found.slot)
+            elif found.key >= 0:
+                state = self._executor.read_saved(found.key)
+            states = self._read_states(found.states)
+            if state is not None or states:
+                n_cells = n if state is not None else 0
+                visit(
+                    found.cache_key,
+                    Snapshot(found.tokens, n, n_cells, state or b"", states=states),
+                )
 
     def reset_cache(self, is_wanted: Callable[[Hashable], bool]) -> None:
         """Drops cached cells; see ``KvCache.reset``."""
         self._scheduler.cache.reset(is_wanted)
 
-    def take_in(self, tokens: Sequence[int], cache_key: Hashable, state: bytes) -> None:
-        """Keeps cells that come from elsewhere, if there is room."""
+    def take_in(self, tokens: Sequence[int], cache_key: Hashable, found: Snapshot) -> None:
+        """Keeps cells and states of these tokens that come from elsewhere, if there is room."""
+        self._take_in(tokens, cache_key, found, None)
+
+    def _take_in(
+        self, tokens: Sequence[int], cache_key: Hashable, found: Snapshot, pinned_by: Request | None
+    ) -> None:
+        if self.failure is not None:
+            return
         cache = self._scheduler.cache
-        key = cache.take_in(tokens, cache_key, len(state))
-        if key is not None and not self._executor.keep_saved(key, state):
-            cache.saved(key, None)
+        new = [(cache.take_in_state(tokens[:n], cache_key, len(state)), state) for n, state in found.states]
+        if found.state:
+            n_cells = found.n_cells
+            key = cache.take_in(tokens[:n_cells], cache_key, len(found.state), pinned_by, found.is_stale)
+            new.append((key, found.state))
+        for key, state in new:
+            if key is not None and not self._executor.keep_saved(key, state):
+                cache.saved(key, None)
 
     def kept_bytes(self, request: Request) -> tuple[int, int, int]:
         """The bytes of a request's cells that stay saved (0: they could not be saved), needed bytes, and the budget."""

@@ -1,51 +1,64 @@
-"""Snapshots: a sequence and its KV cells as bytes, to be continued later or in another process.
+"""Snapshots: a sequence, its KV cells and its saved states as bytes, to be continued later or in another process.
 
 Open this file to change the format of these bytes, or which engine may load them.
 
-The principle: a snapshot is loaded only where its cells mean the same. It has a header, the tokens as int32,
-llama.cpp's state of the sequence, and a checksum. The header says what the cells depend on (``SnapshotFormat``). The
-state begins with the number of streams that the context had. Where the memory is plain (one cell for each position, no
-sliding window, no recurrent state), the state is stored as that of a single stream, so that any context with the same
-types of keys and values can load it.
+The principle: a snapshot is loaded only where its cells mean the same. It has a header, a table of the states, the
+tokens as int32, llama.cpp's state of the whole sequence, those of its beginnings, and a checksum. The header says what
+the cells depend on (``SnapshotFormat``). The checksum does not protect against forgery, so ``state_layout.py`` reads
+each state before llama.cpp does.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from llamapipe._engine.policy.core import UNLIMITED
+from llamapipe._engine.runtime.state_layout import StateError
 from llamapipe.errors import InvalidRequestError
 
-_MAGIC = b"llpsnap4"
+_KIND, _VERSION = b"llpsnap", b"5"
+_MAGIC = _KIND + _VERSION
 _HEADER = struct.Struct("<8s16sI8s8sIIIIIQ16s")
+_STATE = struct.Struct("<IQ")  # tokens, bytes
 _NEVER = 2**32 - 1
 _CHECK_BYTES = 16
-_START = struct.Struct("<IiI")  # of a state: magic, sequence, number of streams
-_U32 = struct.Struct("<I")
-_CELL = np.dtype([("position", "<i4"), ("n_sequences", "<u4"), ("sequence", "<i4")])
+
+
+class Layout(Protocol):
+    """The form of a context's states; see ``StateLayout``."""
+
+    def stored(self, state: bytes, n: int, only_state: bool = False) -> bytes:
+        """A context's state of ``n`` tokens as it is stored. Raises StateError for one of another form."""
+
+    def loadable(self, stored: bytes, n: int, only_state: bool = False) -> tuple[bytes, bool]:
+        """A stored state for this context, and whether it is of its tokens' end. Raises StateError."""
 
 
 class SnapshotFormat(NamedTuple):
-    """The properties that a snapshot and an engine must share. ``n_streams`` may differ where the memory is plain.
+    """The properties that a snapshot and an engine must share.
 
     ``state_version`` is llama.cpp's number for the form of a sequence's state, which it does not check itself.
+    ``states``: the form of this context's states; None: it is not known, and snapshots have tokens alone.
     """
 
     fingerprint: bytes
     state_version: int
     type_k: str
     type_v: str
-    n_streams: int
+    states: Layout | None
     adapters: bytes = bytes(16)  # the digest of the set that the cells were computed with; zeros: none
 
 
 class Snapshot(NamedTuple):
     """A sequence: ``tokens``, of which ``n_prompt`` were given, and the ``state`` of the first ``n_cells``.
 
-    ``active_from``: see Request.
+    ``active_from``: see Request. ``states``: what a memory that cannot go back had after the first so many tokens, in
+    rising order. ``is_stale``: ``state`` has the cells, and what else it has is of a later place.
     """
 
     tokens: list[int]
@@ -53,6 +66,8 @@ class Snapshot(NamedTuple):
     n_cells: int
     state: bytes
     active_from: int = UNLIMITED
+    states: Sequence[tuple[int, bytes]] = ()
+    is_stale: bool = False
 
 
 def pack(snapshot: Snapshot, layout: SnapshotFormat) -> bytes:
@@ -61,9 +76,14 @@ def pack(snapshot: Snapshot, layout: SnapshotFormat) -> bytes:
 
 
 def parts_of(snapshot: Snapshot, layout: SnapshotFormat) -> list[bytes]:
-    """The bytes of a snapshot in parts, of which one is the state."""
-    single = _as_single(snapshot.state, layout.n_streams, snapshot.n_cells)
-    state, n_streams = (snapshot.state, layout.n_streams) if single is None else (single, 0)
+    """The bytes of a snapshot in parts, of which some are the states."""
+    n_cells, state, states = snapshot.n_cells, b"", []
+    if layout.states is not None:
+        try:
+            state = layout.states.stored(snapshot.state, n_cells) if n_cells else b""
+            states = [(n, layout.states.stored(one, n, True)) for n, one in snapshot.states]
+        except StateError:  # another memory than its empty states have shown: its tokens are computed again
+            state, states = b"", []
     head = _HEADER.pack(
         _MAGIC,
         layout.fingerprint,
@@ -72,22 +92,29 @@ def parts_of(snapshot: Snapshot, layout: SnapshotFormat) -> list[bytes]:
         layout.type_v.encode(),
         len(snapshot.tokens),
         snapshot.n_prompt,
-        snapshot.n_cells,
+        n_cells if state else 0,
         snapshot.active_from if snapshot.active_from < len(snapshot.tokens) else _NEVER,
-        n_streams,
+        len(states),
         len(state),
         layout.adapters,
     )
-    parts = [head, np.array(snapshot.tokens, "<i4").tobytes(), state]
+    table = b"".join(_STATE.pack(n, len(one)) for n, one in states)
+    parts = [head, table, np.array(snapshot.tokens, "<i4").tobytes(), state, *(one for _, one in states)]
     return [*parts, _digest(*parts)]
 
 
 def unpack(data: bytes, layout: SnapshotFormat, n_vocab: int) -> Snapshot:
-    """The snapshot in ``data``, with a state that a context of this layout can load; ``b""`` if it cannot.
+    """The snapshot in ``data``, with states that a context of this layout can load; none if their form is not known.
 
     Raises InvalidRequestError for bytes that are no snapshot, or are damaged, or belong to another model or other types
     of keys and values.
     """
+    kind, version = bytes(data[: len(_KIND)]), bytes(data[len(_KIND) : len(_MAGIC)])
+    if kind == _KIND and version != _VERSION and len(data) >= _HEADER.size:
+        raise InvalidRequestError(
+            f"the snapshot has version {version.decode('ascii', 'replace')} of its format, this llamapipe reads "
+            f"{_VERSION.decode()}; make it again"
+        )
     if len(data) < _HEADER.size + _CHECK_BYTES or data[: len(_MAGIC)] != _MAGIC:
         raise InvalidRequestError(
             f"these {len(data)} bytes are no snapshot of this version of llamapipe; give what Generation.snapshot() "
@@ -106,7 +133,7 @@ def unpack(data: bytes, layout: SnapshotFormat, n_vocab: int) -> Snapshot:
         n_prompt,
         n_cells,
         active_from,
-        n_streams,
+        n_states,
         n_state,
         adapters,
     ) = head
@@ -126,18 +153,24 @@ def unpack(data: bytes, layout: SnapshotFormat, n_vocab: int) -> Snapshot:
             f"the snapshot was made with another llama.cpp, whose states have version {version}, not "
             f"{layout.state_version}; make it again with this build"
         )
-    end = _HEADER.size + 4 * n_tokens
+    begin = _HEADER.size + _STATE.size * n_states
+    end = begin + 4 * n_tokens
     is_active = active_from != _NEVER
+    table = list(_STATE.iter_unpack(body[_HEADER.size : begin])) if end <= len(body) else []
+    places = [n for n, _ in table]
     if (
-        len(body) != end + n_state
+        len(body) != end + n_state + sum(n for _, n in table)
         or not 0 < n_prompt <= n_tokens
         or n_cells > n_tokens
+        or bool(n_cells) != bool(n_state)
         or (is_active and active_from >= n_tokens)
+        or len(table) != n_states
+        or not all(0 < a < b for a, b in pairwise((*places, n_tokens + 1)))
     ):
         raise InvalidRequestError(
             "the snapshot is damaged: its lengths contradict each other; use another copy"
         )
-    tokens = np.frombuffer(body[_HEADER.size : end], "<i4")
+    tokens = np.frombuffer(body[begin:end], "<i4")
     if ((tokens < 0) | (tokens >= n_vocab)).any():
         raise InvalidRequestError(
             "the snapshot is damaged: it has tokens outside the vocabulary; use another copy"
@@ -149,45 +182,20 @@ def unpack(data: bytes, layout: SnapshotFormat, n_vocab: int) -> Snapshot:
             f"the snapshot has type_k={names[0]!r} and type_v={names[1]!r}, this engine type_k={layout.type_k!r} and "
             f"type_v={layout.type_v!r}; make the engine with the snapshot's types"
         )
-    state = bytes(body[end:])
-    if n_streams == 0 and state:
-        state = _as_streams(state, layout.n_streams, n_cells)
-    elif n_streams != layout.n_streams:
-        state = b""
-    n_cells = n_cells if state else 0
-    return Snapshot(tokens.tolist(), n_prompt, n_cells, state, active_from if is_active else UNLIMITED)
-
-
-def _as_single(state: bytes, n_streams: int, n_cells: int) -> bytes | None:
-    """A state as that of a context with one stream. None if the memory is not plain."""
-    if len(state) < _START.size or _START.unpack_from(state)[2] != n_streams:
-        return None
-    begin, end = _START.size, len(state)
-    n_empty = 0  # streams before that of the sequence
-    while begin + 4 <= end and state[begin : begin + 4] == bytes(4):
-        begin += 4
-        n_empty += 1
-    end -= 4 * (n_streams - 1 - n_empty)
-    if any(state[end:]) or not _is_plain(memoryview(state)[begin:end], n_cells):
-        return None
-    return _START.pack(*_START.unpack_from(state)[:2], 1) + state[begin:end]
-
-
-def _as_streams(state: bytes, n_streams: int, n_cells: int) -> bytes:
-    """The state of a context with one stream as that of one with ``n_streams``. Raises InvalidRequestError."""
-    cells = memoryview(state)[_START.size :]
-    if len(state) < _START.size or not _is_plain(cells, n_cells):
-        raise InvalidRequestError("the snapshot is damaged: its cells are inconsistent; use another copy")
-    start = _START.pack(*_START.unpack_from(state)[:2], n_streams)
-    return b"".join((start, cells, bytes(4 * (n_streams - 1))))
-
-
-def _is_plain(cells: memoryview, n_cells: int) -> bool:
-    """Whether these are a number of cells, then the cells of one sequence at the positions from 0 on."""
-    if n_cells == 0 or len(cells) < 4 + n_cells * _CELL.itemsize or _U32.unpack_from(cells)[0] != n_cells:
-        return False
-    table = np.frombuffer(cells, _CELL, n_cells, 4)
-    return bool((table["position"] == np.arange(n_cells)).all() and (table["n_sequences"] == 1).all())
+    active = active_from if is_active else UNLIMITED
+    if layout.states is None:
+        return Snapshot(tokens.tolist(), n_prompt, 0, b"", active)
+    state, is_last, states = b"", True, []
+    try:
+        if n_cells:
+            state, is_last = layout.states.loadable(bytes(body[end : end + n_state]), n_cells)
+        end += n_state
+        for n, n_bytes in table:
+            states.append((n, layout.states.loadable(bytes(body[end : end + n_bytes]), n, True)[0]))
+            end += n_bytes
+    except StateError as error:
+        raise InvalidRequestError(f"the snapshot is damaged: {error}; use another copy") from None
+    return Snapshot(tokens.tolist(), n_prompt, n_cells, state, active, states, not is_last)
 
 
 def _digest(*parts: bytes | memoryview) -> bytes:

@@ -160,9 +160,9 @@ class EngineThread:
         """Trims or lengthens the sequence of a resumable request that does not run."""
         self._inbox.put(self.loop.change, request, n_keep, tokens)
 
-    def restore(self, request: Request, n_cells: int, state: bytes) -> None:
+    def restore(self, request: Request, found: Snapshot) -> None:
         """Submits a resumable request whose first cells are given as bytes."""
-        self._inbox.put(self.loop.restore, request, n_cells, state)
+        self._inbox.put(self.loop.restore, request, found)
 
     def release(self, request: Request) -> None:
         """Unpins the saved cells of a request that has ended: they need not be kept any more."""

@@ -1,0 +1,270 @@
+"""States of memories that cannot go back, in cache files and snapshots: used by another engine, or refused."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.gguf_models import tiny_architecture
+from support.plain import PlainLoop, greedy, plain_loop
+
+import llamapipe as lp
+from llamapipe import cache_file
+from llamapipe.errors import DecodeError, InvalidRequestError
+
+MakeEngine = Callable[..., lp.Engine]
+HEAD, PLACE, CHECK = (
+    88,
+    12,
+    16,
+)  # bytes of a snapshot: its head, an entry of its table of states, its checksum
+WINDOW, RECURRENT, HYBRID, LATENT = "gemma3-270m", "rwkv7-0.4b", "qwen3.5-0.8b", "glm-4.7-flash"
+COMMON, PROMPT = 100, 140
+
+
+@pytest.fixture(scope="module", params=[WINDOW, RECURRENT, HYBRID, LATENT])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lp.Model]:
+    """A window, states alone, states and cells with positions of several kinds, and keys without values."""
+    with lp.Model(
+        tiny_architecture(tmp_path_factory.mktemp("models") / f"{request.param}.gguf", request.param)
+    ) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def plain(model: lp.Model) -> Iterator[PlainLoop]:
+    with plain_loop(model) as loop:
+        yield loop
+
+
+def prompt_of(which: int, n: int = PROMPT) -> list[int]:
+    """Prompts that share their first tokens."""
+    return [20 + (i * 11 + i * i + (which * 37 if i >= COMMON else 0)) % 150 for i in range(n)]
+
+
+def tokens_of(snapshot: bytes) -> list[int]:
+    """The tokens of a snapshot."""
+    n_tokens, _, _, _, n_states = struct.unpack_from("<5I", snapshot, 44)
+    return list(struct.unpack_from(f"<{n_tokens}i", snapshot, HEAD + PLACE * n_states))
+
+
+def n_computed(engine: lp.Engine, prompt: list[int], plain: PlainLoop) -> int:
+    """The tokens that an engine computes of a prompt whose answer is right."""
+    before = engine.stats().n_prompt_tokens
+    assert plain.agrees(prompt, engine.generate(prompt, greedy(6)).token_ids)
+    return engine.stats().n_prompt_tokens - before
+
+
+OTHERS: list[dict[str, Any]] = [{"n_seq_max": 2}, {"n_seq_max": 5}, {"kv_unified": True}]
+
+
+def test_a_cache_file_has_the_states(
+    make_engine: MakeEngine, model: lp.Model, plain: PlainLoop, tmp_path: Path
+) -> None:
+    """The next engine computes the last few tokens of a prompt, and of a new one those that differ."""
+    path, again = tmp_path / "cache", tmp_path / "again"
+    first = make_engine(model, n_seq_max=2, cache_bytes=2**26)
+    for which in (1, 2):
+        n_computed(first, prompt_of(which), plain)
+    first.save_cache(path)
+    first.check_integrity()
+    assert n_computed(first, prompt_of(1), plain) <= 4  # nothing was lost
+    for options in OTHERS:
+        second = make_engine(model, cache_bytes=2**26, **options)
+        second.load_cache(path)
+        assert n_computed(second, prompt_of(2), plain) <= 4
+        assert n_computed(second, prompt_of(3), plain) == PROMPT - COMMON
+        second.check_integrity()
+        second.save_cache(again)
+    path.write_bytes(again.read_bytes())
+    third = make_engine(model, n_seq_max=2, cache_bytes=2**26)
+    third.load_cache(path)
+    assert n_computed(third, prompt_of(4), plain) == PROMPT - COMMON
+    small = make_engine(model, n_seq_max=2, cache_bytes=0)  # no room for any
+    small.load_cache(path)
+    assert small.stats().cache_bytes == 0
+    n_computed(small, prompt_of(2), plain)
+
+
+def test_a_sequence_whose_state_is_of_a_later_place(
+    make_engine: MakeEngine, model: lp.Model, plain: PlainLoop, tmp_path: Path
+) -> None:
+    """A stop string ends a text late. Its cells are kept, and continue from other states."""
+    first = make_engine(model, n_seq_max=1, cache_bytes=2**26)
+    told = first.generate(prompt_of(1), greedy(12))
+    stop = told.text[3:9]
+    first.reset_prefix_cache()
+    assert first.generate(prompt_of(1), greedy(12, stop=stop)).finish_reason == "stop"
+    first.save_cache(tmp_path / "cache")
+    second = make_engine(model, n_seq_max=3, cache_bytes=2**26)
+    second.load_cache(tmp_path / "cache")
+    again = [*prompt_of(1), *told.token_ids]
+    assert n_computed(second, again, plain) <= 4 + len(told.token_ids)
+    second.check_integrity()
+
+
+@pytest.mark.parametrize("there", OTHERS, ids=str)
+def test_a_snapshot_has_the_states(
+    make_engine: MakeEngine, model: lp.Model, plain: PlainLoop, there: dict[str, Any]
+) -> None:
+    """It continues in a context of another form, and goes back there."""
+    first = make_engine(model, n_seq_max=3, cache_bytes=2**26)
+    with (
+        first.start([30] * 20, greedy(4)) as other,
+        first.start(prompt_of(1), greedy(30)) as generation,
+    ):
+        assert next(other)  # the sequence is not in the first slot
+        begun = [next(generation).id for _ in range(6)]
+        snapshot = generation.snapshot()
+    engine = make_engine(model, cache_bytes=2**26, **there)
+    with engine.restore(snapshot, greedy(30)) as restored:
+        tokens = prompt_of(1) + begun
+        assert plain.agrees(tokens, [next(restored).id for _ in range(6)])
+        assert engine.stats().n_prompt_tokens == 0
+        restored.trim(PROMPT - 2)
+        restored.append([40, 41])
+        assert plain.agrees(restored.token_ids, [next(restored).id for _ in range(4)])
+    n_most = PROMPT if model.n_swa else 4  # the last window is complete, what was before it is not
+    assert engine.stats().n_prompt_tokens <= n_most
+    engine.check_integrity()
+
+
+class TestForged:
+    """With a right checksum. llama.cpp would end the process for some, and believe others."""
+
+    @pytest.fixture
+    def snapshot(self, make_engine: MakeEngine, model: lp.Model) -> bytes:
+        engine = make_engine(model, n_seq_max=2, cache_bytes=2**26)
+        with engine.start(prompt_of(1), greedy(6)) as generation:
+            assert next(generation)
+            return generation.snapshot()
+
+    @staticmethod
+    def parts(snapshot: bytes) -> tuple[int, int]:
+        """Where the table of states and the first state begin."""
+        n_tokens, _, _, _, n_states = struct.unpack_from("<5I", snapshot, 44)
+        return HEAD, HEAD + PLACE * n_states + 4 * n_tokens
+
+    @staticmethod
+    def refused(engine: lp.Engine, forged: bytes, why: str) -> None:
+        with pytest.raises(InvalidRequestError, match=f"the snapshot is damaged: .*{why}"):
+            engine.restore(forged + blake2b(forged, digest_size=CHECK).digest())
+
+    def test_counts_positions_and_sizes(
+        self, make_engine: MakeEngine, model: lp.Model, snapshot: bytes
+    ) -> None:
+        engine = make_engine(model, n_seq_max=2)
+        body = snapshot[:-CHECK]
+        table, state = self.parts(snapshot)
+
+        def forged(at: int, value: int) -> bytes:
+            return body[:at] + struct.pack("<I", value) + body[at + 4 :]
+
+        self.refused(engine, body[:-1], "lengths contradict")
+        self.refused(engine, body + b"\0", "lengths contradict")
+        for size in (0, 2**31, 2**32 - 1):  # of the whole state, and numbers of states and cells
+            self.refused(engine, forged(64, size), "lengths contradict")
+            self.refused(engine, forged(60, size or 7), "lengths contradict")
+        self.refused(engine, forged(52, 2**31), "lengths contradict")
+        first = state + 8  # after its magic and sequence
+        if model.has_only_states:
+            for count in (0, 2, 2**31, 2**32 - 1):
+                self.refused(engine, forged(first, count), "recurrent states and should have 1")
+            for position in (0, PROMPT - 2, PROMPT, 2**31, 2**32 - 1):
+                self.refused(engine, forged(first + 4, position), "recurrent state is of position")
+            for place in (
+                first + 12,
+                first + 16,
+                first + 20,
+                first + 24,
+            ):  # its form, layers, type and size of a row
+                self.refused(engine, forged(place, 7), "of another architecture")
+        else:
+            for n_streams in (0, 2, 2**31):
+                self.refused(engine, forged(first, n_streams), "streams and should have 1")
+            for count in (1, 2, PROMPT - 1, PROMPT + 1, 2**31, 2**32 - 1):
+                self.refused(engine, forged(first + 4, count), "")
+            self.refused(engine, forged(first + 4, 0), "no cells for its 140 tokens")
+            for position in (1, PROMPT, 2**20, 2**31 - 1, 2**31, 2**32 - 1):
+                self.refused(engine, forged(first + 8, position), "not those of 140 tokens")
+            self.refused(engine, forged(first + 12, 2), "several sequences")
+        if model.is_recurrent:
+            (n, n_bytes) = struct.unpack_from("<IQ", body, table)
+            assert (n, len(body) > n_bytes > 100) == (PROMPT - 4, True)
+            for place in (0, n + 1, PROMPT - 5, 2**31):  # a state of another place; none is there
+                self.refused(engine, forged(table, place), "")
+            last = len(body) - n_bytes + 8
+            for count in (0, 2, 2**32 - 1):
+                self.refused(engine, forged(last, count), "recurrent states and should have 1")
+            self.refused(engine, forged(last + 4, n), "of position")
+            self.refused(engine, forged(last + 16, 9), "of another architecture")
+
+    def test_anything(
+        self, make_engine: MakeEngine, model: lp.Model, plain: PlainLoop, snapshot: bytes
+    ) -> None:
+        """Refused, or the cells are not taken, or they hold other numbers."""
+        engine = make_engine(model, n_seq_max=2, cache_bytes=2**26)
+        chance, ids = random.Random(7), prompt_of(1)
+        _, state = self.parts(snapshot)
+        for i in range(150):
+            forged = bytearray(snapshot[:-CHECK])
+            begin, end = ((HEAD - 44, HEAD + 36), (state, state + 400), (state, len(forged)))[i % 3]
+            for _ in range(chance.choice((1, 1, 4))):
+                forged[chance.randrange(begin, end)] = chance.choice((0, 1, 127, 255, chance.randrange(256)))
+            if i % 9 == 0:
+                del forged[chance.randrange(60, len(forged)) :]
+            data = bytes(forged)
+            try:
+                restored = engine.restore(data + blake2b(data, digest_size=CHECK).digest(), greedy(3))
+            except InvalidRequestError:
+                continue
+            with restored, suppress(DecodeError):  # no logit is finite
+                restored.next()
+                restored.trim(PROMPT - 2)
+                restored.next()
+        engine.reset_prefix_cache()  # forged states count as those of their tokens
+        assert plain.agrees(ids, engine.generate(ids, greedy(6)).token_ids)
+        engine.check_integrity()
+
+    def test_a_state_of_another_architecture(
+        self, make_engine: MakeEngine, model: lp.Model, snapshot: bytes, recurrent: lp.Model, tiny: lp.Model
+    ) -> None:
+        """With its own model's fingerprint in the place of the other's."""
+        for other in (recurrent, tiny):
+            engine = make_engine(other, n_seq_max=2)
+            with engine.start([5, 6, 7] * 10, greedy(4)) as generation:
+                assert next(generation)
+                mine = generation.snapshot()
+            body = snapshot[:-CHECK]
+            tokens = bytes(4 * struct.unpack_from("<I", body, 44)[0])  # in every vocabulary
+            _, state = self.parts(snapshot)
+            forged = body[:8] + mine[8:24] + body[24 : state - len(tokens)] + tokens + body[state:]
+            self.refused(engine, forged, "")
+
+    def test_an_older_version(self, make_engine: MakeEngine, model: lp.Model, snapshot: bytes) -> None:
+        old = b"llpsnap4" + snapshot[8:]
+        with pytest.raises(InvalidRequestError, match="has version 4 of its format, this llamapipe reads 5"):
+            make_engine(model).restore(old)
+
+    def test_in_a_cache_file(
+        self, make_engine: MakeEngine, model: lp.Model, plain: PlainLoop, snapshot: bytes, tmp_path: Path
+    ) -> None:
+        """A file is refused at the first bad one; those before it are kept."""
+        path = tmp_path / "cache"
+        body = snapshot[:-CHECK]
+        _, state = self.parts(snapshot)
+        bad = body[: state + 8] + struct.pack("<I", 7) + body[state + 12 :]
+        with cache_file.written(path) as write:
+            write(None, {}, [snapshot])
+            write(None, {}, [bad, blake2b(bad, digest_size=CHECK).digest()])
+        engine = make_engine(model, n_seq_max=2, cache_bytes=2**26)
+        with pytest.raises(ValueError, match="the snapshot is damaged: "):
+            engine.load_cache(path)
+        tokens = tokens_of(snapshot)
+        assert n_computed(engine, [*tokens, 7], plain) == 2  # the last of them had no cell yet

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from support.control import Worker, all_results
+from support.inside import step_executor_of
 from support.memory_models import hybrid_model, sliding_window_model
 from support.plain import PlainLoop, greedy, plain_loop
 
 import llamapipe as lp
+from llamapipe._engine.policy.core import CellChanges, MemoryOp, Remove
 
 MakeEngine = Callable[..., lp.Engine]
 KINDS = {"sliding window": sliding_window_model, "hybrid": hybrid_model}
@@ -108,3 +111,63 @@ class TestKinds:
             generation.append([7, 8])
             assert plain.agrees([*prompt[:45], 7, 8], [next(generation).id for _ in range(12)])
             engine.check_integrity()
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_windows_whose_cells_others_have_taken(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_checked: bool
+) -> None:
+    """Sequences that share cells take those that windows have left, in any order, and then go back.
+
+    Whether one can is told by its first position: llama.cpp removes all positions before one that it gives away, so
+    that none is missing between the first and the last. Without that check texts are wrong.
+    """
+    n_back = n_lost = n_wrong = 0
+    with (
+        lp.Model(sliding_window_model(tmp_path / "model.gguf")) as model,
+        plain_loop(model) as loop,
+        make_engine(
+            model, n_seq_max=4, kv_unified=True, n_cells=320, n_ubatch=16, prefix_cache=False
+        ) as engine,
+    ):
+        executor = step_executor_of(engine)
+        if not is_checked:
+            monkeypatch.setattr(executor, "_is_checked", False)
+        change_cells = executor.change_cells
+
+        def counting(ops: Sequence[MemoryOp]) -> CellChanges:
+            nonlocal n_back, n_lost
+            changes = change_cells(ops)
+            n_back += sum(isinstance(op, Remove) and op.position > 0 for op in ops)
+            n_lost += len(changes.lost)
+            return changes
+
+        monkeypatch.setattr(executor, "change_cells", counting)
+        chance = random.Random(3)
+        running: list[lp.Generation] = []
+        for _ in range(120):
+            if len(running) < 4 and sum(len(one.token_ids) for one in running) < 170:
+                told = tokens_of(chance.randrange(20, 90), chance.randrange(100))
+                running.append(engine.start(told, greedy(None)))
+            generation = chance.choice(running)
+            n = len(generation.token_ids)
+            if n > 200 or chance.random() < 0.08:
+                running.remove(generation)
+                generation.close()
+                continue
+            if chance.random() < 0.4 and n > 30:
+                generation.trim(n - chance.randrange(1, 28))
+            told = generation.token_ids
+            found = [next(generation).id for _ in range(chance.randrange(1, 9))]
+            try:
+                loop.agrees(told, found)
+            except AssertionError:
+                n_wrong += 1
+            engine.check_integrity()
+        for generation in running:
+            generation.close()
+    assert n_back > 30
+    if is_checked:
+        assert n_wrong == 0 and 5 < n_lost < n_back - 5
+    else:
+        assert n_wrong > 5

@@ -89,7 +89,8 @@ static bool set_data(llama_context * ctx, int seq_id, Part part, const SavedCell
 
 // Whether the layers with a sliding window have the cells that position `n` attends to. llama.cpp does not save those
 // that the window of the last token has left, and gives them to other tokens if memory is short. Llama 4's windows do
-// not slide: each position attends to those of its chunk.
+// not slide: each position attends to those of its chunk. The first position suffices: llama.cpp removes all before one
+// that it gives away (apply_ubatch), and states have no gaps, so none is missing between the first and the last.
 static bool has_window(llama_context * ctx, int seq_id, int n) {
     const llama_model * model = llama_get_model(ctx);
     const int           n_swa = llama_model_n_swa(model);

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from support.adapters import make_adapter, merged
-from support.gguf_models import tiny_model
+from support.gguf_models import tiny_architecture, tiny_model
 from support.memory_models import sliding_window_model
 
 import llamapipe as lp
@@ -186,6 +188,41 @@ def test_prompts_longer_than_a_ubatch_beside_windows(tmp_path: Path, ring: Liter
             assert len({tuple(one.token_ids) for one in alone}) == 3
             if model.attends:
                 assert (n_changes == 1) == (ring == "auto")
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("type_name", ["F32", "F16"])
+def test_paths_differ_by_the_rounding_of_ggml(tmp_path: Path, type_name: str) -> None:
+    """Without a ring, ggml multiplies by a LoRA, and rounds activations to its F16. Nothing else makes a difference.
+
+    The reference has the LoRA merged into weights of F32.
+    """
+    path = tiny_architecture(tmp_path / "model.gguf", "gemma3-270m", type_name="f32")
+    file = make_adapter(tmp_path / "a.gguf", path, type_name=type_name, strength=0.7)
+    merged(whole := tmp_path / "whole.gguf", path, [(file, 1.0)])
+    prompt = np.random.default_rng(5).integers(20, 400, 120).tolist()
+
+    def logprobs(kernels: Literal["auto", "ggml"], which: Path, **options: object) -> npt.NDArray[np.float64]:
+        with lp.Model(which, kernels=kernels) as model:
+            adapter = None if which == whole else model.load_adapter(file, "a").name
+            with engine_of(model, n_ctx=256, prefix_cache=False, **options) as engine:
+                return np.array(engine.score_tokens(prompt, adapter=adapter).logprobs[1:], np.float64)
+
+    def error(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> float:
+        return float(np.abs(one - other).mean())
+
+    options: tuple[dict[str, object], ...] = (
+        {},
+        {"tuning": lp.EngineTuning(ring="off")},
+        {"tuning": lp.EngineTuning(swa_full=False)},
+    )
+    ring, off, window = (logprobs("ggml", path, **one) for one in options)
+    assert (ring == off).all() and (off == window).all()
+    ring, off, window = (logprobs("auto", path, **one) for one in options)
+    right = logprobs("auto", whole)
+    assert (off == window).all()
+    assert error(ring, right) < error(off, right) + 1e-3  # the ring's path is the more exact one
+    assert error(off, right) < (0.005 if type_name == "F32" else 0.05)
 
 
 def test_adapters_that_nobody_uses_are_dropped(

@@ -34,7 +34,9 @@ import numpy as np
 import llamapipe as lp
 from llamapipe.native.load import last_error, native
 
-TYPES = "Q4_K Q5_K Q6_K Q8_0 Q5_0 Q4_0 Q4_1 Q5_1 IQ4_NL IQ4_XS MXFP4".split()
+# Types of at most 3 bits; quantizing to some of them takes minutes, or a matrix of importance.
+LOW_BITS = "Q3_K Q2_K IQ3_S IQ3_XXS IQ2_S IQ2_XS IQ2_XXS IQ1_M IQ1_S TQ2_0 TQ1_0".split()
+TYPES = [*"Q4_K Q5_K Q6_K Q8_0 Q5_0 Q4_0 Q4_1 Q5_1 IQ4_NL IQ4_XS MXFP4".split(), *LOW_BITS]
 FLOATS = ("F32", "F16", "BF16")
 SHAPES = ("1536x8960", "8960x1536")  # columns x rows: the feed-forward layers of Qwen2.5 1.5B
 SIDES: tuple[Literal["ggml", "auto"], ...] = ("ggml", "auto")
@@ -105,6 +107,8 @@ def quantized(name: str, n_columns: int, n_rows: int) -> Any:
     kind = gguf.GGMLQuantizationType[name]
     block, n_bytes = gguf.GGML_QUANT_SIZES[kind]
     ffi, lib = native().ffi, native().lib
+    if name in LOW_BITS:  # any bytes are weights, and products take as long
+        return ffi.new("char[]", np.random.default_rng(1).bytes(n_rows * n_columns // block * n_bytes))
     values = np.random.default_rng(1).normal(size=(min(n_rows, 64), n_columns)).astype(np.float32)
     part = ffi.new("char[]", len(values) * n_columns // block * n_bytes)
     lib.lp_quantize(kind, *values.shape, ffi.cast("float *", values.ctypes.data), part)

@@ -59,6 +59,25 @@ template <int bytes> struct Plain {
         return each<int32_t>([&](int i) { return at<int32_t>(v, i) >> n; });
     }
     static Int look_up(const int8_t *table, Int codes) { return each<int8_t>([&](int i) { return table[codes.of[i]]; }); }
+    static Int add_bytes(Int a, Int b) { return each<uint8_t>([&](int i) { return a.of[i] + b.of[i]; }); }
+    static Int subtract_to_zero(Int a, Int b) {
+        return each<uint8_t>([&](int i) { return a.of[i] < b.of[i] ? 0 : a.of[i] - b.of[i]; });
+    }
+    static Int average(Int a, Int b) { return each<uint8_t>([&](int i) { return (a.of[i] + b.of[i] + 1) / 2; }); }
+    static void put_halves(const uint16_t *v, float factor, float *out) {
+        store_floats(out, product(halves(v), floats(factor)));
+    }
+    static Int left_16(Int v, int n) { return each<uint16_t>([&](int i) { return at<uint16_t>(v, i) << n; }); }
+    static Int right_16(Int v, int n) { return each<uint16_t>([&](int i) { return at<uint16_t>(v, i) >> n; }); }
+    static void widen_words(Int v, Int (&out)[2]) {
+        for (int k = 0; k < 2; k++) out[k] = each<uint32_t>([&](int i) { return at<uint16_t>(v, kLanes * k + i); });
+    }
+    static Int subtract_where(const uint8_t *bits, Int from, Int v) {
+        return each<uint8_t>([&](int i) { return bits[i / 8] >> i % 8 & 1 ? from.of[i] - v.of[i] : v.of[i]; });
+    }
+    template <int n> static Int look_up_16(const uint16_t (&table)[n], Int index) {
+        return each<uint16_t>([&](int i) { return table[at<uint16_t>(index, i)]; });
+    }
     static Int dpbusd(Int sum, Int w, Int a) {
         return each<int32_t>([&](int i) {
             int32_t s = at<int32_t>(sum, i);

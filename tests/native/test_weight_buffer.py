@@ -13,7 +13,13 @@ from support.inside import lib_for_tests
 from llamapipe.native.load import last_error, native
 
 Type = gguf.GGMLQuantizationType
-NAMES = "Q4_K Q5_K Q6_K Q8_0 Q5_0 Q4_0 Q4_1 Q5_1 IQ4_NL IQ4_XS MXFP4".split()
+# Where the blocks of types of at most 3 bits have their scales, as 16-bit floats. Any bytes are weights of theirs.
+SCALES = {
+    Type.Q3_K: (108,), Type.Q2_K: (80, 82), Type.TQ1_0: (52,), Type.TQ2_0: (64,),
+    **dict.fromkeys((Type.IQ3_S, Type.IQ3_XXS, Type.IQ2_S, Type.IQ2_XS, Type.IQ2_XXS, Type.IQ1_S), (0,)),
+    Type.IQ1_M: (),
+}  # fmt: skip
+NAMES = "Q4_K Q5_K Q6_K Q8_0 Q5_0 Q4_0 Q4_1 Q5_1 IQ4_NL IQ4_XS MXFP4".split() + [kind.name for kind in SCALES]
 TYPES: list[gguf.GGMLQuantizationType] = [gguf.GGMLQuantizationType[name] for name in NAMES]
 FLOATS = [Type.F32, Type.F16, Type.BF16]  # multiplied as they are in the file
 N_COLUMNS = 512
@@ -47,7 +53,11 @@ class Product:
     plain: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
-        """Quantizes the weights; ``plain`` has what they are worth then."""
+        """Quantizes the weights, or draws blocks; ``plain`` has what they are worth then."""
+        if self.kind in SCALES:
+            blocks = random_blocks(self.kind, self.weights.size, seed=self.weights.size)
+            self.set_blocks(blocks)
+            return
         ffi, lib = native().ffi, lib_for_tests()
         n_matrices, n_rows, n_columns = self.weights.shape
         self.quantized = ffi.new("char[]", self.weights.nbytes)
@@ -58,6 +68,11 @@ class Product:
         if self.kind == Type.F32:
             return
         assert lib.lp_dequantize(self.kind, values.size, self.quantized, _floats(self.plain)) == 0
+
+    def set_blocks(self, blocks: np.ndarray) -> None:
+        """Takes blocks in a file's form, (n, bytes), whose values numpy finds."""
+        self.quantized = native().ffi.new("char[]", blocks.tobytes())
+        self.plain = gguf.quants.dequantize(blocks, self.kind).reshape(self.weights.shape)
 
     def compute(self, is_ours: bool = True, n_threads: int | None = None) -> np.ndarray:
         """What ggml computes, (tokens or matrices, rows of activations, rows of weights)."""
@@ -112,6 +127,26 @@ class Product:
         error, own = (np.sqrt(np.mean((y - exact) ** 2)) / size for y in (ours, theirs))
         assert error <= own * 1.001 < 0.02
         return ours
+
+
+def random_blocks(kind: Type, n_weights: int, seed: int = 1) -> np.ndarray:
+    """Blocks of random bytes, whose scales are small numbers of both signs."""
+    block, n_bytes = gguf.GGML_QUANT_SIZES[kind]
+    draw = np.random.default_rng(seed)
+    blocks = np.frombuffer(draw.bytes(n_weights // block * n_bytes), np.uint8).reshape(-1, n_bytes).copy()
+    put_scales(kind, blocks, draw.normal(size=len(blocks)) / 50)
+    return blocks
+
+
+def put_scales(kind: Type, blocks: np.ndarray, values: np.ndarray | float) -> None:
+    """Sets the scales of the blocks, and their scales of minima."""
+    halves = np.broadcast_to(values, len(blocks)).astype(np.float16)
+    for at in SCALES[kind]:
+        blocks[:, at : at + 2] = halves[:, None].view(np.uint8)
+    if kind == Type.IQ1_M:  # in the upper halves of every second byte of the scales of blocks
+        for i in range(4):
+            nibble = (halves.view(np.uint16) >> 4 * i & 15).astype(np.uint8)
+            blocks[:, 49 + 2 * i] = blocks[:, 49 + 2 * i] & 15 | nibble << 4
 
 
 def _floats(array: np.ndarray) -> Any:
@@ -173,6 +208,21 @@ def test_a_row_that_is_not_finite_spoils_no_other(kind: Type, value: float) -> N
     found = product.compute()
     assert not np.isfinite(found[0, 4]).any()
     np.testing.assert_array_equal(np.delete(found, 4, axis=1), np.delete(expected, 4, axis=1))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", SCALES, ids=lambda kind: kind.name)
+def test_a_scale_that_is_not_finite_spoils_only_its_row(kind: Type, value: float) -> None:
+    if kind not in kernel_types():
+        pytest.skip("this processor has no kernel for the type")
+    product = Product(kind, random(1, 64, N_COLUMNS), random(1, 9, N_COLUMNS))
+    expected = product.compute()
+    blocks = random_blocks(kind, product.weights.size, seed=product.weights.size)
+    put_scales(kind, blocks[2 * 21 : 2 * 21 + 1], value)
+    product.quantized = native().ffi.new("char[]", blocks.tobytes())
+    found = product.compute()
+    assert not np.isfinite(found[..., 21]).any()
+    np.testing.assert_array_equal(np.delete(found, 21, axis=2), np.delete(expected, 21, axis=2))
 
 
 def test_zeros(kind: Type) -> None:

@@ -62,14 +62,17 @@ template <class Panel> inline Scales scales(const Panel * panel, int b) {
     return { { _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(s, s)), _mm256_cvtepu8_epi16(_mm_unpackhi_epi8(s, s)) } };
 }
 
-template <> inline Scales scales(const PanelQ6K * panel, int s) {
-    // Two sub-blocks are interleaved.
+// Of two interleaved sub-blocks.
+inline Scales scales_of_pairs(const int8_t (*pairs)[16][2], int s) {
     const __m256i lanes  = _mm256_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404, 0x08080808, 0x0c0c0c0c);
     const __m256i choose = _mm256_add_epi8(lanes, _mm256_set1_epi32(s % 2 ? 0x03020302 : 0x01000100));
-    const __m256i s0     = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *) panel->scales[s / 2][0]));
-    const __m256i s1     = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *) panel->scales[s / 2][8]));
+    const __m256i s0     = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *) pairs[s / 2][0]));
+    const __m256i s1     = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *) pairs[s / 2][8]));
     return { { _mm256_shuffle_epi8(s0, choose), _mm256_shuffle_epi8(s1, choose) } };
 }
+
+template <> inline Scales scales(const PanelQ6K * panel, int s) { return scales_of_pairs(panel->scales, s); }
+template <> inline Scales scales(const Expanded * w, int s) { return scales_of_pairs(w->scales, s); }
 
 // Sums in 16 bits over the lines [at, at + n) of weights, n known when compiled.
 template <int M, int n, class Row>
@@ -116,20 +119,30 @@ template <int M> inline void add_pairs(__m256i v0, __m256i v1, const int16_t * c
     }
 }
 
+inline __m256i widened(const int8_t * v) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *) v)); }
+inline __m256i widened(const uint8_t * v) { return _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *) v)); }
+
+// sum[j] = numbers of n adjacent sub-blocks of columns, in pairs, times the sums of activations.
+template <int n, int M, class T> inline void sum_sums(const T (*numbers)[16][2], const RowBlockK * const * x,
+                                                      __m256i (&sum)[M][2]) {
+    const int16_t * sums[M];
+    for (int j = 0; j < M; j++) {
+        sum[j][0] = sum[j][1] = _mm256_setzero_si256();
+        sums[j]               = n == 16 ? x[j]->sums16 : x[j]->sums32;
+    }
+    for (int i = 0; i < n / 2; i++) add_pairs<M>(widened(numbers[i][0]), widened(numbers[i][8]), sums, i, sum);
+}
+
+// How many of the lines that have a scale in common can be added in 16 bits.
+constexpr int lines_in_16_bits(int lines, int greatest) {
+    return lines * 2 * greatest * 127 <= INT16_MAX ? lines : lines_in_16_bits(lines / 2, greatest);
+}
+
 template <int M, int in_part, class Panel>
 inline void accumulate_with_minima(const Panel * panel, const Lines & w, const RowBlockK * const * x, float * const * y) {
     __m256i sum[M][2], minima[M][2];
     sum_super_block<M, 8, in_part>(panel, w, x, sum);
-    const int16_t * sums[M];
-    for (int j = 0; j < M; j++) {
-        minima[j][0] = minima[j][1] = _mm256_setzero_si256();
-        sums[j]                     = x[j]->sums32;
-    }
-    for (int i = 0; i < 4; i++) {
-        const __m256i m0 = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *) panel->mins[i][0]));
-        const __m256i m1 = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *) panel->mins[i][8]));
-        add_pairs<M>(m0, m1, sums, i, minima);
-    }
+    sum_sums<8>(panel->mins, x, minima);
     for (int p = 0; p < 2; p++) {
         const __m256 d = halves(panel->d + 8 * p), dmin = halves(panel->dmin + 8 * p);
         for (int j = 0; j < M; j++) {
@@ -189,6 +202,9 @@ struct Avx2 {
     template <class Panel> static void unpack(const Panel * panel, int n, Lines & out) {
         kernels::unpack<Vector32>(panel, n, out);
     }
+    template <class Panel> static void unpack(const Panel * panel, int n, Expanded & out) {
+        kernels::unpack<Vector32>(panel, n, out);
+    }
     template <class Panel> static void unpack(const Panel *, int, InPlace &) {}
 
     template <int M, int Q, class Panel, class Weights, class Row>
@@ -212,21 +228,38 @@ struct Avx2 {
         __m256i sum[M][2], offset[M][2];
         sum_super_block<M, 4, 2>(panel, w, x, sum);  // 4 x 63 x 127 = 32,004
         // Weights are 32 less than what was multiplied.
-        const int16_t * sums[M];
-        for (int j = 0; j < M; j++) {
-            offset[j][0] = offset[j][1] = _mm256_setzero_si256();
-            sums[j]                     = x[j]->sums16;
-        }
-        for (int i = 0; i < 8; i++) {
-            const __m256i s0 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *) panel->scales[i][0]));
-            const __m256i s1 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *) panel->scales[i][8]));
-            add_pairs<M>(s0, s1, sums, i, offset);
-        }
+        sum_sums<16>(panel->scales, x, offset);
         for (int p = 0; p < 2; p++) {
             const __m256 d = halves(panel->d + 8 * p);
             for (int j = 0; j < M; j++) {
                 const __m256i whole = _mm256_sub_epi32(sum[j][p], _mm256_slli_epi32(offset[j][p], 5));
                 add_float(y[j] + 8 * p, whole, _mm256_mul_ps(d, _mm256_set1_ps(x[j]->d)));
+            }
+        }
+    }
+
+    template <int M, class Panel>
+    static void accumulate(const Panel *, const Expanded & w, int, const RowBlockK * const * x, float * const * y) {
+        constexpr Low low = kLow<Panel>;
+        __m256i       sum[M][2], rest[M][2];
+        sum_super_block<M, low.lines, lines_in_16_bits(low.lines, low.greatest)>(&w, w, x, sum);
+        if constexpr (low.has_mins)
+            sum_sums<64 / low.lines>(w.mins, x, rest);
+        else
+            sum_sums<64 / low.lines>(w.scales, x, rest);
+        for (int p = 0; p < 2; p++) {
+            const __m256 d = _mm256_loadu_ps(w.d + 8 * p);
+            for (int j = 0; j < M; j++) {
+                const __m256 dx = _mm256_set1_ps(x[j]->d);
+                if constexpr (low.has_mins && low.factor == 1) {
+                    const __m256 dmin = _mm256_loadu_ps(w.dmin + 8 * p);
+                    add_float(y[j] + 8 * p, sum[j][p], _mm256_mul_ps(d, dx));
+                    add_float(y[j] + 8 * p, rest[j][p], _mm256_mul_ps(dmin, _mm256_sub_ps(_mm256_setzero_ps(), dx)));
+                } else {
+                    const __m256i whole = _mm256_mullo_epi32(sum[j][p], _mm256_set1_epi32(low.factor));
+                    const __m256i less  = _mm256_mullo_epi32(rest[j][p], _mm256_set1_epi32(low.has_mins ? 1 : low.offset));
+                    add_float(y[j] + 8 * p, _mm256_sub_epi32(whole, less), _mm256_mul_ps(d, dx));
+                }
             }
         }
     }

@@ -12,6 +12,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")
 #include <immintrin.h>
 
+#include "vector32.hpp"
 #include "vnni.hpp"
 
 namespace llamapipe::kernels {
@@ -34,6 +35,36 @@ struct Vector {
     template <int n> static Int arithmetic_right(Int v) { return _mm512_srai_epi32(v, n); }
     static Int                  look_up(const int8_t * table, Int codes) {
         return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i *) table)), codes);
+    }
+    static Int  add_bytes(Int a, Int b) { return _mm512_add_epi8(a, b); }
+    static Int  subtract_to_zero(Int a, Int b) { return _mm512_subs_epu8(a, b); }
+    static Int  average(Int a, Int b) { return _mm512_avg_epu8(a, b); }
+    static void put_halves(const uint16_t * v, float factor, float * out) {
+        store_floats(out, product(halves(v), floats(factor)));
+    }
+    static Int  left_16(Int v, int n) { return _mm512_sll_epi16(v, _mm_cvtsi32_si128(n)); }
+    static Int  right_16(Int v, int n) { return _mm512_srl_epi16(v, _mm_cvtsi32_si128(n)); }
+    static void widen_words(Int v, Int (&out)[2]) {
+        out[0] = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(v));
+        out[1] = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(v, 1));
+    }
+    static Int subtract_where(const uint8_t * bits, Int from, Int v) {
+        __mmask64 mask;
+        memcpy(&mask, bits, 8);
+        return _mm512_mask_sub_epi8(v, mask, from, v);
+    }
+    // A table of up to 512 numbers is permuted, 64 at a time.
+    template <int n> static Int look_up_16(const uint16_t (&table)[n], Int index) {
+        if constexpr (n == 64) {
+            return _mm512_permutex2var_epi16(load(table), index, load(table + 32));
+        } else if constexpr (n <= 512) {
+            const auto &first = *(const uint16_t (*)[n / 2]) table, &second = *(const uint16_t (*)[n / 2])(table + n / 2);
+            const Int   low = look_up_16<n / 2>(first, index), high = look_up_16<n / 2>(second, index);
+            return _mm512_mask_blend_epi16(_mm512_test_epi16_mask(index, _mm512_set1_epi16(n / 2)), low, high);
+        } else {
+            const Int low = _mm512_castsi256_si512(Vector32::look_up_16(table, _mm512_castsi512_si256(index)));
+            return _mm512_inserti64x4(low, Vector32::look_up_16(table, _mm512_extracti64x4_epi64(index, 1)), 1);
+        }
     }
     static Int   dpbusd(Int sum, Int weights, Int activations) { return _mm512_dpbusd_epi32(sum, weights, activations); }
     static Int   dpwssd(Int sum, Int a, Int b) { return _mm512_dpwssd_epi32(sum, a, b); }

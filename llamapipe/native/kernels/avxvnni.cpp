@@ -17,9 +17,6 @@ namespace {
 
 struct Vector : Vector32 {
     using Float = __m256;
-    static Int                  set(int32_t value) { return _mm256_set1_epi32(value); }
-    static Int                  bit_xor(Int a, Int b) { return _mm256_xor_si256(a, b); }
-    template <int n> static Int left_32(Int v) { return _mm256_slli_epi32(v, n); }
     template <int n> static Int arithmetic_right(Int v) { return _mm256_srai_epi32(v, n); }
     static Int   dpbusd(Int sum, Int weights, Int activations) { return _mm256_dpbusd_avx_epi32(sum, weights, activations); }
     static Int   dpwssd(Int sum, Int a, Int b) { return _mm256_dpwssd_avx_epi32(sum, a, b); }
@@ -28,7 +25,6 @@ struct Vector : Vector32 {
     static Int   multiply(Int a, Int b) { return _mm256_mullo_epi32(a, b); }
     static Int   widen_unsigned(const uint8_t * v) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) v)); }
     static Int   widen_signed(const int8_t * v) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) v)); }
-    static Int   load_pairs_unsigned(const uint8_t * v) { return _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *) v)); }
     static Int   load_pairs_signed(const int8_t * v) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *) v)); }
     static Float to_floats(Int v) { return _mm256_cvtepi32_ps(v); }
     static Float floats(float value) { return _mm256_set1_ps(value); }

@@ -1,8 +1,9 @@
-// From a file's blocks to panels: once, while a model loads.
+// From a file's blocks to panels: once, while a model loads. And ggml's tables, of which blocks of at most 3 bits have places.
 #if defined(__x86_64__)
 #include <cstring>
 #include <type_traits>
 
+#define GGML_COMMON_IMPL_C
 #include "panels.hpp"
 
 namespace llamapipe::kernels {
@@ -134,6 +135,12 @@ void put(const Plain & in, int r, PanelQ6K * out) {
     out->d[r] = in.d;
 }
 
+template <class Block, class Panel> void put_plain(const Block * in, int r, Panel * out) {
+    Plain values;
+    plain(in, values);
+    put(values, r, out);
+}
+
 // Column i of a block of nibbles is in byte i % 16, the lower nibble first.
 template <class Block, class Panel> void put(const Block * in, int r, Panel * out) {
     put_lines(in->qs, r, out->q);
@@ -169,53 +176,225 @@ void put(const block_q8_0 * in, int r, PanelQ8_0 * out) {
     memcpy(&out->d[r], &in->d, 2);
 }
 
-// The file's block, and its columns, for each form of panel.
-template <class Panel> struct Source;
-template <> struct Source<PanelQ4K> {
-    using Block                   = block_q4_K;
-    static constexpr int kColumns = QK_K;
-};
-template <> struct Source<PanelQ5K> {
-    using Block                   = block_q5_K;
-    static constexpr int kColumns = QK_K;
-};
-template <> struct Source<PanelQ6K> {
-    using Block                   = block_q6_K;
-    static constexpr int kColumns = QK_K;
-};
-template <> struct Source<PanelQ4_0> {
-    using Block                   = block_q4_0;
-    static constexpr int kColumns = 32;
-};
-template <> struct Source<PanelQ4_1> {
-    using Block                   = block_q4_1;
-    static constexpr int kColumns = 32;
-};
-template <> struct Source<PanelQ5_0> {
-    using Block                   = block_q5_0;
-    static constexpr int kColumns = 32;
-};
-template <> struct Source<PanelQ5_1> {
-    using Block                   = block_q5_1;
-    static constexpr int kColumns = 32;
-};
-template <> struct Source<PanelQ8_0> {
-    using Block                   = block_q8_0;
-    static constexpr int kColumns = 32;
-};
-template <> struct Source<PanelIQ4_NL> {
-    using Block                   = block_iq4_nl;
-    static constexpr int kColumns = 32;
-};
+void put(const block_q4_K * in, int r, PanelQ4K * out) { put_plain(in, r, out); }
+void put(const block_q5_K * in, int r, PanelQ5K * out) { put_plain(in, r, out); }
+void put(const block_q6_K * in, int r, PanelQ6K * out) { put_plain(in, r, out); }
 
-template <> struct Source<PanelMXFP4> {
-    using Block                   = block_mxfp4;
-    static constexpr int kColumns = 32;
-};
-template <> struct Source<PanelIQ4_XS> {
-    using Block                   = block_iq4_xs;
-    static constexpr int kColumns = QK_K;
-};
+// ---- types of at most 3 bits
+
+void put_low(const uint8_t * q, int r, uint8_t (*low)[64]) {
+    for (int s = 0; s < 16; s++) {
+        uint32_t bits = 0;
+        for (int g = 0; g < 4; g++) bits |= (four(q + 16 * s + 4 * g) & 0x03030303) << 2 * g;
+        memcpy(low[s] + 4 * r, &bits, 4);
+    }
+}
+
+// Two bits of each column, in bytes that have columns 32 apart.
+void two_bits(const uint8_t * bytes, uint8_t * q) {
+    for (int half = 0; half < 2; half++)
+        for (int l = 0; l < 4; l++)
+            for (int m = 0; m < 32; m++) *q++ = bytes[32 * half + m] >> 2 * l & 3;
+}
+
+void put(const block_q3_K * in, int r, PanelQ3K * out) {
+    uint8_t q[QK_K];
+    two_bits(in->qs, q);
+    put_low(q, r, out->low);
+    for (int b = 0; b < 8; b++) {
+        uint32_t bits = 0;
+        for (int g = 0; g < 8; g++) bits |= (four(in->hmask + 4 * g) >> b & 0x01010101) << g;
+        memcpy(out->high[b] + 4 * r, &bits, 4);
+    }
+    for (int s = 0; s < 16; s++) {
+        const int low = in->scales[s % 8] >> 4 * (s / 8) & 15, high = in->scales[8 + s % 4] >> 2 * (s / 4) & 3;
+        out->scales[s / 2][r][s % 2] = (int8_t) ((low | high << 4) - 32);
+    }
+    memcpy(&out->d[r], &in->d, 2);
+}
+
+void put(const block_q2_K * in, int r, PanelQ2K * out) {
+    uint8_t q[QK_K];
+    two_bits(in->qs, q);
+    put_low(q, r, out->low);
+    for (int s = 0; s < 16; s++) out->scales[s / 2][r][s % 2] = in->scales[s];
+    memcpy(&out->d[r], &in->d, 2);
+    memcpy(&out->dmin[r], &in->dmin, 2);
+}
+
+void put(const block_tq2_0 * in, int r, PanelTQ2_0 * out) {
+    uint8_t q[QK_K];
+    two_bits(in->qs, q);
+    put_low(q, r, out->low);
+    memcpy(&out->d[r], &in->d, 2);
+}
+
+void put(const block_tq1_0 * in, int r, PanelTQ1_0 * out) {
+    constexpr uint8_t powers[5] = { 1, 3, 9, 27, 81 };
+    uint8_t           q[QK_K], *to = q;
+    const auto        digits = [&](const uint8_t * bytes, int n_bytes, int n_digits) {
+        for (int n = 0; n < n_digits; n++)
+            for (int m = 0; m < n_bytes; m++) *to++ = (uint8_t) ((uint8_t) (bytes[m] * powers[n]) * 3 >> 8);
+    };
+    digits(in->qs, 32, 5);
+    digits(in->qs + 32, 16, 5);
+    digits(in->qh, 4, 4);
+    for (int n = 0; n < 13; n++)
+        for (int c = 0; c < 4; c++) {
+            int value = 0;
+            for (int g = 5 * n; g < 5 * n + 5; g++) value = 3 * value + (g < 64 ? q[4 * g + c] : 0);
+            out->q[n][4 * r + c] = (uint8_t) ((value * 256 + 242) / 243);  // so that multiplying gives the digits again
+        }
+    memcpy(&out->d[r], &in->d, 2);
+}
+
+// The places of groups of columns; those of 8 columns are 32. A place has 8 bits, and others in `nine` and `ten`.
+template <class Panel> void put_index(const uint16_t * index, int r, Panel * out) {
+    constexpr int n = (int) (sizeof(out->index) / 16);
+    for (int g = 0; g < n; g++) out->index[g][r] = (uint8_t) index[g];
+}
+
+// n bits of each, from `shift` on; in a byte are those of every second index.
+template <int n, int size> void put_bits(const uint16_t * index, int shift, int r, uint8_t (&to)[size][2][16]) {
+    constexpr int per_byte = 8 / n;
+    for (int j = 0; j < size; j++)
+        for (int e = 0; e < 2; e++) {
+            int bits = 0;
+            for (int l = 0; l < per_byte; l++) bits |= (index[2 * per_byte * j + 2 * l + e] >> shift & ((1 << n) - 1)) << n * l;
+            to[j][e][r] = (uint8_t) bits;
+        }
+}
+
+// The signs of each eight columns. Rows come in order.
+void put_signs(const uint8_t * signs, int r, uint8_t (*to)[8]) {
+    for (int g = 0; g < 64; g++) {
+        const int bits = signs[g / 2] >> 4 * (g % 2) & 15;
+        to[g][r / 2]   = (uint8_t) (r % 2 ? to[g][r / 2] | bits << 4 : bits);
+    }
+}
+
+void put(const block_iq3_xxs * in, int r, PanelIQ3_XXS * out) {
+    uint8_t signs[32];
+    for (int g = 0; g < 64; g++) out->index[g][r] = in->qs[g];
+    for (int b = 0; b < 8; b++) {
+        const uint32_t word = four(in->qs + 64 + 4 * b);
+        for (int l = 0; l < 4; l++) signs[4 * b + l] = ksigns_iq2xs[word >> 7 * l & 127];
+        const uint32_t scale  = word >> 28;
+        out->scales[b / 2][r] = (uint8_t) (b % 2 ? out->scales[b / 2][r] | scale << 4 : scale);
+    }
+    put_signs(signs, r, out->signs);
+    memcpy(&out->d[r], &in->d, 2);
+}
+
+void put(const block_iq3_s * in, int r, PanelIQ3_S * out) {
+    uint16_t index[64];
+    for (int g = 0; g < 64; g++) index[g] = (uint16_t) (in->qs[g] | (in->qh[g / 8] >> g % 8 & 1) << 8);
+    put_index(index, r, out);
+    put_bits<1>(index, 8, r, out->nine);
+    put_signs(in->signs, r, out->signs);
+    for (int i = 0; i < 4; i++) out->scales[i][r] = in->scales[i];
+    memcpy(&out->d[r], &in->d, 2);
+}
+
+void put(const block_iq2_xxs * in, int r, PanelIQ2_XXS * out) {
+    uint8_t signs[32];
+    for (int b = 0; b < 8; b++) {
+        uint32_t words[2];
+        memcpy(words, in->qs + 4 * b, 8);
+        for (int l = 0; l < 4; l++) {
+            out->index[4 * b + l][r] = (uint8_t) (words[0] >> 8 * l);
+            signs[4 * b + l]         = ksigns_iq2xs[words[1] >> 7 * l & 127];
+        }
+        const uint32_t scale  = words[1] >> 28;
+        out->scales[b / 2][r] = (uint8_t) (b % 2 ? out->scales[b / 2][r] | scale << 4 : scale);
+    }
+    put_signs(signs, r, out->signs);
+    memcpy(&out->d[r], &in->d, 2);
+}
+
+void put(const block_iq2_xs * in, int r, PanelIQ2_XS * out) {
+    uint8_t signs[32];
+    for (int g = 0; g < 32; g++) signs[g] = ksigns_iq2xs[in->qs[g] >> 9];
+    put_index(in->qs, r, out);
+    put_bits<1>(in->qs, 8, r, out->nine);
+    put_signs(signs, r, out->signs);
+    for (int i = 0; i < 8; i++) out->scales[i][r] = in->scales[i];
+    memcpy(&out->d[r], &in->d, 2);
+}
+
+void put(const block_iq2_s * in, int r, PanelIQ2_S * out) {
+    uint16_t index[32];
+    for (int g = 0; g < 32; g++) index[g] = (uint16_t) (in->qs[g] | (in->qh[g / 4] >> 2 * (g % 4) & 3) << 8);
+    put_index(index, r, out);
+    put_bits<2>(index, 8, r, out->ten);
+    for (int i = 0; i < 8; i++) out->scales[i][r] = in->scales[i];
+    put_signs(in->qs + 32, r, out->signs);
+    memcpy(&out->d[r], &in->d, 2);
+}
+
+template <class Panel> void put_eleven(const uint16_t * index, int r, Panel * out) {
+    put_index(index, r, out);
+    put_bits<2>(index, 8, r, out->ten);
+    put_bits<1>(index, 10, r, out->nine);
+}
+
+void put(const block_iq1_s * in, int r, PanelIQ1_S * out) {
+    uint16_t index[32];
+    for (int g = 0; g < 32; g++) index[g] = (uint16_t) (in->qs[g] | (in->qh[g / 4] >> 3 * (g % 4) & 7) << 8);
+    put_eleven(index, r, out);
+    for (int i = 0; i < 4; i++) out->scales[i][r] = (uint8_t) (in->qh[2 * i] >> 12 | in->qh[2 * i + 1] >> 12 << 4);
+    memcpy(&out->d[r], &in->d, 2);
+}
+
+void put(const block_iq1_m * in, int r, PanelIQ1_M * out) {
+    uint16_t index[32], negative[32], words[4];
+    for (int g = 0; g < 32; g++) {
+        const int bits = in->qh[g / 2] >> 4 * (g % 2);
+        index[g]       = (uint16_t) (in->qs[g] | (bits & 7) << 8);
+        negative[g]    = (uint16_t) (bits >> 3 & 1);
+    }
+    put_eleven(index, r, out);
+    put_bits<1>(negative, 0, r, out->negative);
+    memcpy(words, in->scales, 8);
+    for (int i = 0; i < 8; i++) {
+        const int both    = words[i / 2] >> 6 * (i % 2);
+        out->scales[i][r] = (uint8_t) ((both & 7) | (both >> 3 & 7) << 4);
+    }
+    int d = 0;
+    for (int i = 0; i < 4; i++) d |= words[i] >> 12 << 4 * i;
+    out->d[r] = (uint16_t) d;
+}
+
+// ---- the file's block, and its columns, for each form of panel
+
+template <class Panel> struct Source;
+#define SOURCE(Panel, Of, n)                \
+    template <> struct Source<Panel> {      \
+        using Block                   = Of; \
+        static constexpr int kColumns = n;  \
+    }
+SOURCE(PanelQ4K, block_q4_K, QK_K);
+SOURCE(PanelQ5K, block_q5_K, QK_K);
+SOURCE(PanelQ6K, block_q6_K, QK_K);
+SOURCE(PanelQ4_0, block_q4_0, 32);
+SOURCE(PanelQ4_1, block_q4_1, 32);
+SOURCE(PanelQ5_0, block_q5_0, 32);
+SOURCE(PanelQ5_1, block_q5_1, 32);
+SOURCE(PanelQ8_0, block_q8_0, 32);
+SOURCE(PanelIQ4_NL, block_iq4_nl, 32);
+SOURCE(PanelMXFP4, block_mxfp4, 32);
+SOURCE(PanelIQ4_XS, block_iq4_xs, QK_K);
+SOURCE(PanelQ3K, block_q3_K, QK_K);
+SOURCE(PanelQ2K, block_q2_K, QK_K);
+SOURCE(PanelIQ3_XXS, block_iq3_xxs, QK_K);
+SOURCE(PanelIQ3_S, block_iq3_s, QK_K);
+SOURCE(PanelIQ2_XXS, block_iq2_xxs, QK_K);
+SOURCE(PanelIQ2_XS, block_iq2_xs, QK_K);
+SOURCE(PanelIQ2_S, block_iq2_s, QK_K);
+SOURCE(PanelIQ1_S, block_iq1_s, QK_K);
+SOURCE(PanelIQ1_M, block_iq1_m, QK_K);
+SOURCE(PanelTQ1_0, block_tq1_0, QK_K);
+SOURCE(PanelTQ2_0, block_tq2_0, QK_K);
 
 }  // namespace
 
@@ -230,13 +409,7 @@ template <class Panel> void pack(const void * rows, size_t stride, int64_t n_col
         const auto * block = (const typename From::Block *) ((const char *) rows + (size_t) r * stride);
         for (int64_t i = 0; i < n_blocks; i++) {
             Panel * out = (Panel *) panel + i;
-            if constexpr (From::kColumns == QK_K && !std::is_same_v<Panel, PanelIQ4_XS>) {
-                Plain values;
-                plain(block + i, values);
-                put(values, r, out);
-            } else {
-                put(block + i, r, out);
-            }
+            put(block + i, r, out);
         }
     }
 }
@@ -255,6 +428,41 @@ PACKED(PanelQ8_0)
 PACKED(PanelIQ4_NL)
 PACKED(PanelMXFP4)
 PACKED(PanelIQ4_XS)
+PACKED(PanelQ3K)
+PACKED(PanelQ2K)
+PACKED(PanelIQ3_XXS)
+PACKED(PanelIQ3_S)
+PACKED(PanelIQ2_XXS)
+PACKED(PanelIQ2_XS)
+PACKED(PanelIQ2_S)
+PACKED(PanelIQ1_S)
+PACKED(PanelIQ1_M)
+PACKED(PanelTQ1_0)
+PACKED(PanelTQ2_0)
+
+// Entries of ggml's tables with a place for each column, which `place` finds for a byte.
+template <int n_columns, class T, size_t n, class F> static void put_grid(const T (&grid)[n], F && place, uint16_t (&out)[n]) {
+    constexpr int shifts[4] = { 0, 8, 4, 12 };
+    for (size_t i = 0; i < n; i++) {
+        int entry = 0;
+        for (int c = 0; c < n_columns; c++) entry |= place((int8_t) (grid[i] >> 8 * c)) << shifts[c % 4] + 2 * (c / 4);
+        out[i] = (uint16_t) entry;
+    }
+}
+
+static Grids make_grids() {
+    Grids out;
+    put_grid<4>(iq3xxs_grid, [](int value) { return value == 62 ? 7 : (value - 4) / 8; }, out.iq3_xxs);
+    put_grid<4>(iq3s_grid, [](int value) { return value / 2; }, out.iq3_s);
+    const auto of_iq2 = [](int value) { return value == 8 ? 0 : value == 25 ? 1 : 2; };
+    put_grid<8>(iq2xxs_grid, of_iq2, out.iq2_xxs);
+    put_grid<8>(iq2xs_grid, of_iq2, out.iq2_xs);
+    put_grid<8>(iq2s_grid, of_iq2, out.iq2_s);
+    put_grid<8>(iq1s_grid, [](int value) { return value + 1; }, out.iq1);
+    return out;
+}
+
+const Grids kGrids = make_grids();
 
 }  // namespace llamapipe::kernels
 #endif

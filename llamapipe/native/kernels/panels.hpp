@@ -97,6 +97,103 @@ static_assert(sizeof(PanelQ4_0) == 16 * sizeof(block_q4_0) && sizeof(PanelQ4_1) 
 static_assert(sizeof(PanelQ5_0) == 16 * sizeof(block_q5_0) && sizeof(PanelQ5_1) == 16 * sizeof(block_q5_1));
 static_assert(sizeof(PanelQ8_0) == 16 * sizeof(block_q8_0) && sizeof(PanelIQ4_NL) == 16 * sizeof(block_iq4_nl));
 
+// Types of at most 3 bits. What a panel has is expanded to bytes and scales, `Expanded`, before rows are multiplied with it.
+// Bits 2 g and 2 g + 1 of a byte of `low` belong to the columns 16 s + 4 g .. + 3 of sub-block s, bit g of a byte of `high`
+// to the columns 32 b + 4 g .. + 3 of block b.
+struct PanelQ3K {
+    uint8_t  low[16][64];
+    uint8_t  high[8][64];
+    int8_t   scales[8][16][2];  // of sub-blocks 2 i and 2 i + 1
+    uint16_t d[16];
+};
+
+struct PanelQ2K {
+    uint8_t  low[16][64];
+    uint8_t  scales[8][16][2];  // the lower nibble; the higher one is the minimum
+    uint16_t d[16], dmin[16];
+};
+
+struct PanelTQ2_0 {
+    uint8_t  low[16][64];
+    uint16_t d[16];
+};
+
+// Byte n of `q` has the lines 5 n .. 5 n + 4 as digits of base 3: a fraction of 256 whose first digit is that of the first line.
+struct PanelTQ1_0 {
+    uint8_t  q[13][64];
+    uint16_t d[16];
+};
+
+// Grids: index[g][r] is the place in the type's table of the columns that row r has in line g, or, for tables of eight columns,
+// in lines 2 g and 2 g + 1. Further bits of an index: bit l of nine[j][e][r] for g = 16 j + 2 l + e, bits 2 l and 2 l + 1 of
+// ten[j][e][r] for g = 8 j + 2 l + e. A bit of `signs` is that of a byte of the line. Scales of two adjacent blocks are nibbles
+// of a byte.
+struct PanelIQ3_XXS {
+    uint8_t  index[64][16];
+    uint8_t  signs[64][8];
+    uint8_t  scales[4][16];
+    uint16_t d[16];
+};
+
+struct PanelIQ3_S {
+    uint8_t  index[64][16], nine[4][2][16];
+    uint8_t  signs[64][8];
+    uint8_t  scales[4][16];
+    uint16_t d[16];
+};
+
+struct PanelIQ2_XXS {
+    uint8_t  index[32][16];
+    uint8_t  signs[64][8];
+    uint8_t  scales[4][16];
+    uint16_t d[16];
+};
+
+struct PanelIQ2_XS {
+    uint8_t  index[32][16], nine[2][2][16];
+    uint8_t  signs[64][8];
+    uint8_t  scales[8][16];  // of blocks of 16 columns
+    uint16_t d[16];
+};
+
+struct PanelIQ2_S {
+    uint8_t  index[32][16], ten[4][2][16];
+    uint8_t  signs[64][8];
+    uint8_t  scales[8][16];
+    uint16_t d[16];
+};
+
+// `nine` has the eleventh bit.
+struct PanelIQ1_S {
+    uint8_t  index[32][16], ten[4][2][16], nine[2][2][16];
+    uint8_t  scales[4][16];  // three bits; the fourth is set if what is added to the grid is negative
+    uint16_t d[16];
+};
+
+struct PanelIQ1_M {
+    uint8_t  index[32][16], ten[4][2][16], nine[2][2][16];
+    uint8_t  negative[2][2][16];  // as `nine`: what is added to the grid
+    uint8_t  scales[8][16];
+    uint16_t d[16];
+};
+
+static_assert(sizeof(PanelQ3K) * 100 <= sizeof(block_q3_K) * 16 * 104 && sizeof(PanelQ2K) == sizeof(block_q2_K) * 16);
+static_assert(sizeof(PanelTQ2_0) == sizeof(block_tq2_0) * 16 && sizeof(PanelTQ1_0) == sizeof(block_tq1_0) * 16);
+// Files leave out each eighth sign of these three.
+static_assert(sizeof(PanelIQ3_XXS) * 100 <= sizeof(block_iq3_xxs) * 16 * 105);
+static_assert(sizeof(PanelIQ2_XXS) * 100 <= sizeof(block_iq2_xxs) * 16 * 107);
+static_assert(sizeof(PanelIQ2_XS) * 100 <= sizeof(block_iq2_xs) * 16 * 106);
+static_assert(sizeof(PanelIQ3_S) == sizeof(block_iq3_s) * 16 && sizeof(PanelIQ2_S) == sizeof(block_iq2_s) * 16);
+static_assert(sizeof(PanelIQ1_S) == sizeof(block_iq1_s) * 16);
+static_assert(sizeof(PanelIQ1_M) * 100 <= sizeof(block_iq1_m) * 16 * 104);
+
+// ggml's tables of grids. Entries of four columns have a nibble for each, a place in the list of the type's magnitudes; those of
+// eight have columns c and 4 + c in a nibble, two bits each. The order of nibbles is 0, 2, 1, 3. pack.cpp.
+struct Grids {
+    uint16_t iq3_xxs[256], iq3_s[512], iq2_xxs[256], iq2_xs[512], iq2_s[1024], iq1[2048];
+};
+extern const Grids kGrids;
+
 // A quantized row of activations for K-quants: ggml's block_q8_K, and sums as the products need them.
 struct RowBlockK {
     int8_t  q[QK_K];

@@ -111,18 +111,29 @@ template <class Level, class P, class W, class R> constexpr Kernel kernel_of(ggm
 }
 
 // All of a level's kernels, ended by one without functions.
-#define KERNELS(Level, name)                                                          \
-    kernel_of<Level, PanelQ4K, Lines, RowBlockK>(GGML_TYPE_Q4_K, name),               \
-            kernel_of<Level, PanelQ5K, Lines, RowBlockK>(GGML_TYPE_Q5_K, name),       \
-            kernel_of<Level, PanelQ6K, Lines, RowBlockK>(GGML_TYPE_Q6_K, name),       \
-            kernel_of<Level, PanelQ8_0, InPlace, RowBlock32>(GGML_TYPE_Q8_0, name),   \
-            kernel_of<Level, PanelQ5_0, Lines, RowBlock32>(GGML_TYPE_Q5_0, name),     \
-            kernel_of<Level, PanelQ5_1, Lines, RowBlock32>(GGML_TYPE_Q5_1, name),     \
-            kernel_of<Level, PanelQ4_0, Lines, RowBlock32>(GGML_TYPE_Q4_0, name),     \
-            kernel_of<Level, PanelQ4_1, Lines, RowBlock32>(GGML_TYPE_Q4_1, name),     \
-            kernel_of<Level, PanelIQ4_NL, Lines, RowBlock32>(GGML_TYPE_IQ4_NL, name), \
-            kernel_of<Level, PanelMXFP4, Lines, RowBlock32>(GGML_TYPE_MXFP4, name),   \
-            kernel_of<Level, PanelIQ4_XS, Lines, RowBlockK>(GGML_TYPE_IQ4_XS, name), {}
+#define KERNELS(Level, name)                                                              \
+    kernel_of<Level, PanelQ4K, Lines, RowBlockK>(GGML_TYPE_Q4_K, name),                   \
+            kernel_of<Level, PanelQ5K, Lines, RowBlockK>(GGML_TYPE_Q5_K, name),           \
+            kernel_of<Level, PanelQ6K, Lines, RowBlockK>(GGML_TYPE_Q6_K, name),           \
+            kernel_of<Level, PanelQ8_0, InPlace, RowBlock32>(GGML_TYPE_Q8_0, name),       \
+            kernel_of<Level, PanelQ5_0, Lines, RowBlock32>(GGML_TYPE_Q5_0, name),         \
+            kernel_of<Level, PanelQ5_1, Lines, RowBlock32>(GGML_TYPE_Q5_1, name),         \
+            kernel_of<Level, PanelQ4_0, Lines, RowBlock32>(GGML_TYPE_Q4_0, name),         \
+            kernel_of<Level, PanelQ4_1, Lines, RowBlock32>(GGML_TYPE_Q4_1, name),         \
+            kernel_of<Level, PanelIQ4_NL, Lines, RowBlock32>(GGML_TYPE_IQ4_NL, name),     \
+            kernel_of<Level, PanelMXFP4, Lines, RowBlock32>(GGML_TYPE_MXFP4, name),       \
+            kernel_of<Level, PanelIQ4_XS, Lines, RowBlockK>(GGML_TYPE_IQ4_XS, name),      \
+            kernel_of<Level, PanelQ3K, Expanded, RowBlockK>(GGML_TYPE_Q3_K, name),        \
+            kernel_of<Level, PanelQ2K, Expanded, RowBlockK>(GGML_TYPE_Q2_K, name),        \
+            kernel_of<Level, PanelIQ3_XXS, Expanded, RowBlockK>(GGML_TYPE_IQ3_XXS, name), \
+            kernel_of<Level, PanelIQ3_S, Expanded, RowBlockK>(GGML_TYPE_IQ3_S, name),     \
+            kernel_of<Level, PanelIQ2_XXS, Expanded, RowBlockK>(GGML_TYPE_IQ2_XXS, name), \
+            kernel_of<Level, PanelIQ2_XS, Expanded, RowBlockK>(GGML_TYPE_IQ2_XS, name),   \
+            kernel_of<Level, PanelIQ2_S, Expanded, RowBlockK>(GGML_TYPE_IQ2_S, name),     \
+            kernel_of<Level, PanelIQ1_S, Expanded, RowBlockK>(GGML_TYPE_IQ1_S, name),     \
+            kernel_of<Level, PanelIQ1_M, Expanded, RowBlockK>(GGML_TYPE_IQ1_M, name),     \
+            kernel_of<Level, PanelTQ1_0, Expanded, RowBlockK>(GGML_TYPE_TQ1_0, name),     \
+            kernel_of<Level, PanelTQ2_0, Expanded, RowBlockK>(GGML_TYPE_TQ2_0, name), {}
 
 }  // namespace
 }  // namespace llamapipe::kernels

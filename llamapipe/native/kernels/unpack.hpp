@@ -1,6 +1,9 @@
 // Panels with their weights as bytes, for the vectors V of a level. Include it after the level's target pragma.
 #pragma once
 
+#include <cstring>
+#include <type_traits>
+
 #include "panels.hpp"
 
 namespace llamapipe::kernels {
@@ -23,6 +26,34 @@ template <> constexpr int            kOffset<PanelMXFP4> = 12;
 struct Lines {
     alignas(64) uint8_t q[64][64];
 };
+
+// Types of at most 3 bits: 256 columns with a scale for each 4 lines (pairs of 16 columns, as in PanelQ6K) or 8 (four pairs).
+struct Expanded : Lines {
+    int8_t  scales[8][16][2];  // of sub-blocks 2 i and 2 i + 1
+    uint8_t mins[8][16][2];
+    float   d[16], dmin[16];
+};
+
+// How types of at most 3 bits are multiplied.
+struct Low {
+    int  lines    = 4;  // that have a scale in common
+    int  greatest = 0;  // byte
+    int  offset   = 0;  // what is subtracted from it; with `has_mins`, a minimum instead
+    bool has_mins = false;
+    int  factor   = 1;  // of the bytes: minima are not multiplied by it
+};
+template <class Panel> constexpr Low kLow               = {};
+template <> constexpr Low            kLow<PanelQ2K>     = { 4, 3, 0, true };
+template <> constexpr Low            kLow<PanelQ3K>     = { 4, 7, 4 };
+template <> constexpr Low            kLow<PanelTQ2_0>   = { 8, 3, 1 };
+template <> constexpr Low            kLow<PanelTQ1_0>   = { 8, 2, 1 };
+template <> constexpr Low            kLow<PanelIQ3_XXS> = { 8, 124, 62 };
+template <> constexpr Low            kLow<PanelIQ3_S>   = { 8, 30, 15 };
+template <> constexpr Low            kLow<PanelIQ2_XXS> = { 8, 86, 43 };
+template <> constexpr Low            kLow<PanelIQ2_XS>  = { 4, 86, 43 };
+template <> constexpr Low            kLow<PanelIQ2_S>   = { 4, 86, 43 };
+template <> constexpr Low            kLow<PanelIQ1_S>   = { 8, 2, 0, true, 8 };
+template <> constexpr Low            kLow<PanelIQ1_M>   = { 4, 18, 9 };
 
 template <class V> inline typename V::Int low_nibbles(typename V::Int v) { return V::bit_and(v, V::bytes(15)); }
 template <class V> inline typename V::Int high_nibbles(typename V::Int v) {
@@ -114,6 +145,215 @@ template <class V> inline void unpack(const PanelIQ4_XS * panel, int, Lines & ou
 
 template <class V> inline void unpack(const PanelMXFP4 * panel, int n, Lines & out) {
     for (int b = 0; b < n; b++) look_up_block<V>(panel[b].q, kCodesMXFP4, out.q + 8 * b);
+}
+
+// ---- types of at most 3 bits
+
+// The scales of rows, times a power of two.
+template <class V> inline void expand_floats(const uint16_t * halves, float factor, float * out) {
+    for (int r = 0; r < 16; r += V::kBytes / 4) V::put_halves(halves + r, factor, out + r);
+}
+
+// Two bits of each line, and for types with three the third.
+template <class V, class Panel> inline void expand_low(const Panel * panel, Expanded & out) {
+    constexpr bool has_high = std::is_same_v<Panel, PanelQ3K>;
+    const auto     three    = V::bytes(3);
+    for (int s = 0; s < 16; s++) {
+        for (int p = 0; p < 64; p += V::kBytes) {
+            const typename V::Int v = V::load(panel->low[s] + p);
+            typename V::Int of[4]   = { V::bit_and(v, three), V::bit_and(V::template right<2>(v), three),
+                                        V::bit_and(V::template right<4>(v), three), V::bit_and(V::template right<6>(v), three) };
+            if constexpr (has_high) {
+                const auto            third = V::bytes(4);
+                const typename V::Int all   = V::load(panel->high[s / 2] + p);
+                const typename V::Int high  = s % 2 ? V::template right<4>(all) : all;
+                of[0]                       = V::bit_or(of[0], V::bit_and(V::template left<2>(high), third));
+                of[1]                       = V::bit_or(of[1], V::bit_and(V::template left<1>(high), third));
+                of[2]                       = V::bit_or(of[2], V::bit_and(high, third));
+                of[3]                       = V::bit_or(of[3], V::bit_and(V::template right<1>(high), third));
+            }
+            for (int g = 0; g < 4; g++) V::store(out.q[4 * s + g] + p, of[g]);
+        }
+    }
+}
+
+template <class V> inline void unpack(const PanelQ3K * panel, int, Expanded & out) {
+    expand_low<V>(panel, out);
+    memcpy(out.scales, panel->scales, sizeof out.scales);
+    expand_floats<V>(panel->d, 1, out.d);
+}
+
+template <class V> inline void unpack(const PanelQ2K * panel, int, Expanded & out) {
+    expand_low<V>(panel, out);
+    const uint8_t * both = panel->scales[0][0];
+    for (int i = 0; i < 256; i += V::kBytes) {
+        const typename V::Int v = V::load(both + i);
+        V::store(out.scales[0][0] + i, low_nibbles<V>(v));
+        V::store(out.mins[0][0] + i, high_nibbles<V>(v));
+    }
+    expand_floats<V>(panel->d, 1, out.d);
+    expand_floats<V>(panel->dmin, 1, out.dmin);
+}
+
+template <class V> inline void unpack(const PanelTQ2_0 * panel, int, Expanded & out) {
+    expand_low<V>(panel, out);
+    memset(out.scales, 1, sizeof out.scales);
+    expand_floats<V>(panel->d, 1, out.d);
+}
+
+template <class V> inline void unpack(const PanelTQ1_0 * panel, int, Expanded & out) {
+    const auto three = V::bytes(3), one = V::bytes(1), zero = V::bytes(0);
+    for (int n = 0; n < 13; n++) {
+        for (int p = 0; p < 64; p += V::kBytes) {
+            typename V::Int v = V::load(panel->q[n] + p);
+            for (int g = 5 * n; g < (n < 12 ? 5 * n + 5 : 64); g++) {
+                // 3 v / 256, rounded down: averages are rounded up, of numbers that are 1 less.
+                const typename V::Int less  = V::subtract_to_zero(v, one);
+                const typename V::Int digit = V::template right<6>(V::average(less, V::average(less, zero)));
+                V::store(out.q[g] + p, V::bit_and(digit, three));
+                v = V::add_bytes(v, V::add_bytes(v, v));
+            }
+        }
+    }
+    memset(out.scales, 1, sizeof out.scales);
+    expand_floats<V>(panel->d, 1, out.d);
+}
+
+// Scales 2 s + 1 of nibbles.
+template <class V, class Panel> inline void expand_nibbles(const Panel * panel, int mask, Expanded & out) {
+    const uint8_t * scales = panel->scales[0];
+    for (int i = 0; i < (int) sizeof(panel->scales); i += V::kBytes / 2) {
+        const typename V::Int both = V::load_pairs_unsigned(scales + i);
+        const typename V::Int s    = V::bit_and(V::bit_or(both, V::template left<4>(both)), V::bytes(mask));
+        V::store(out.scales[0][0] + 2 * i, V::bit_or(V::add_bytes(s, s), V::bytes(1)));
+    }
+}
+
+// Bits of indices, from `shift` on, as 16-bit numbers: n of each, in the order of PanelIQ3_S.
+template <class V, int n> inline typename V::Int bits_of(const uint8_t * packed, int i, int shift) {
+    constexpr int         per_byte = 8 / n;
+    const typename V::Int bytes    = V::load_pairs_unsigned(packed + i / (32 * per_byte) * 32 + i % 32);
+    const typename V::Int bits     = V::right_16(bytes, n * (i / 32 % per_byte));
+    return V::left_16(V::bit_and(bits, V::set(0x00010001 * ((1 << n) - 1))), shift);
+}
+
+// As many of the indices, from the i-th on, as a vector has 16-bit numbers.
+template <class V, class Panel> inline typename V::Int indices(const Panel * panel, int i) {
+    typename V::Int v      = V::load_pairs_unsigned(panel->index[0] + i);
+    constexpr bool  is_iq1 = std::is_same_v<Panel, PanelIQ1_S> || std::is_same_v<Panel, PanelIQ1_M>;
+    if constexpr (is_iq1 || std::is_same_v<Panel, PanelIQ2_S>) v = V::bit_or(v, bits_of<V, 2>(panel->ten[0][0], i, 8));
+    if constexpr (is_iq1) v = V::bit_or(v, bits_of<V, 1>(panel->nine[0][0], i, 10));
+    if constexpr (std::is_same_v<Panel, PanelIQ3_S> || std::is_same_v<Panel, PanelIQ2_XS>)
+        v = V::bit_or(v, bits_of<V, 1>(panel->nine[0][0], i, 8));
+    return v;
+}
+
+// The nibbles of 16-bit numbers as bytes, 4 for each.
+template <class V> inline void spread(typename V::Int words, typename V::Int (&out)[2]) {
+    V::widen_words(words, out);
+    for (typename V::Int & v : out) v = V::bit_and(V::bit_or(v, V::template left_32<12>(v)), V::bytes(15));
+}
+
+// To the bytes from `at` on: `greatest` less v where the sign is negative.
+template <class V, class Panel> inline void put_signed(const Panel * panel, int at, typename V::Int v, Expanded & out) {
+    V::store(out.q[0] + at, V::subtract_where(panel->signs[0] + at / 8, V::bytes(kLow<Panel>.greatest), v));
+}
+
+// Tables of four columns; `values` are the magnitudes, plus the offset.
+template <class V, int n, class Panel>
+inline void expand_fours(const Panel * panel, const uint16_t (&table)[n], const int8_t * values, Expanded & out) {
+    constexpr int step = V::kBytes;
+    for (int i = 0; i < 64 * 16; i += step / 2) {
+        typename V::Int v[2];
+        spread<V>(V::template look_up_16<n>(table, indices<V>(panel, i)), v);
+        for (int k = 0; k < 2; k++) put_signed<V>(panel, 4 * i + step * k, V::look_up(values, v[k]), out);
+    }
+}
+
+// Tables of eight columns: f(i, k, at, first, second) puts the two lines of some rows, k of the indices from the i-th on.
+template <class V, int n, class Panel, class F>
+inline void expand_eights(const Panel * panel, const uint16_t (&table)[n], const int8_t (&values)[2][16], F && f) {
+    constexpr int step = V::kBytes;
+    for (int i = 0; i < 32 * 16; i += step / 2) {
+        typename V::Int v[2];
+        spread<V>(V::template look_up_16<n>(table, indices<V>(panel, i)), v);
+        // With 32 bytes, each of v is half of two lines; with 64, two lines.
+        for (int k = 0; k < 2; k++)
+            f(i, k, 8 * i + step * step / 32 * k, V::look_up(values[0], v[k]), V::look_up(values[1], v[k]));
+    }
+}
+
+// Values of the places in Grids, plus the offset; of eight columns first the lower two bits of a nibble.
+alignas(16) constexpr int8_t kIQ3_XXS[16]  = { 66, 74, 82, 90, 98, 106, 114, 124 };
+alignas(16) constexpr int8_t kIQ3_S[16]    = { 16, 18, 20, 22, 24, 26, 28, 30 };
+alignas(16) constexpr int8_t kIQ2[2][16]   = { { 51, 68, 86, 0, 51, 68, 86, 0, 51, 68, 86, 0, 51, 68, 86, 0 },
+                                               { 51, 51, 51, 51, 68, 68, 68, 68, 86, 86, 86, 86 } };
+alignas(16) constexpr int8_t kIQ1_S[2][16] = { { 0, 1, 2, 0, 0, 1, 2, 0, 0, 1, 2, 0 }, { 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2 } };
+alignas(16) constexpr int8_t kIQ1_M[2][16] = { { 0, 8, 16, 0, 0, 8, 16, 0, 0, 8, 16, 0 },
+                                               { 0, 0, 0, 0, 8, 8, 8, 8, 16, 16, 16, 16 } };
+
+template <class V> inline void unpack(const PanelIQ3_XXS * panel, int, Expanded & out) {
+    expand_fours<V>(panel, kGrids.iq3_xxs, kIQ3_XXS, out);
+    expand_nibbles<V>(panel, 15, out);
+    expand_floats<V>(panel->d, 0.25f, out.d);
+}
+
+template <class V> inline void unpack(const PanelIQ3_S * panel, int, Expanded & out) {
+    expand_fours<V>(panel, kGrids.iq3_s, kIQ3_S, out);
+    expand_nibbles<V>(panel, 15, out);
+    expand_floats<V>(panel->d, 1, out.d);
+}
+
+template <class V, int n, class Panel> inline void expand_iq2(const Panel * panel, const uint16_t (&table)[n], Expanded & out) {
+    using Int = typename V::Int;
+    expand_eights<V>(panel, table, kIQ2, [&](int, int, int at, Int first, Int second) {
+        put_signed<V>(panel, at, first, out);
+        put_signed<V>(panel, at + 64, second, out);
+    });
+    expand_nibbles<V>(panel, 15, out);
+    expand_floats<V>(panel->d, 0.125f, out.d);
+}
+
+template <class V> inline void unpack(const PanelIQ2_XXS * panel, int, Expanded & out) {
+    expand_iq2<V>(panel, kGrids.iq2_xxs, out);
+}
+template <class V> inline void unpack(const PanelIQ2_XS * panel, int, Expanded & out) {
+    expand_iq2<V>(panel, kGrids.iq2_xs, out);
+}
+template <class V> inline void unpack(const PanelIQ2_S * panel, int, Expanded & out) { expand_iq2<V>(panel, kGrids.iq2_s, out); }
+
+// A weight of IQ1 is its place in the grid, 0 to 2, less 1 plus or minus an eighth. In blocks of 32 columns that is a minimum.
+template <class V> inline void unpack(const PanelIQ1_S * panel, int, Expanded & out) {
+    using Int = typename V::Int;
+    expand_eights<V>(panel, kGrids.iq1, kIQ1_S, [&](int, int, int at, Int first, Int second) {
+        V::store(out.q[0] + at, first);
+        V::store(out.q[0] + at + 64, second);
+    });
+    expand_nibbles<V>(panel, 7, out);
+    alignas(16) static constexpr int8_t minus[16] = { 0, 0, 0, 0, 0, 0, 0, 0, -1 };
+    for (int i = 0; i < (int) sizeof(panel->scales); i += V::kBytes / 2) {
+        const Int both = V::load_pairs_unsigned(panel->scales[0] + i);
+        const Int bits = V::bit_and(V::bit_or(both, V::template left<4>(both)), V::bytes(8));
+        const Int one = V::load(out.scales[0][0] + 2 * i), two = V::add_bytes(one, one), four = V::add_bytes(two, two);
+        const Int seven = V::add_bytes(one, V::add_bytes(two, four));  // and nine where the eighth is subtracted
+        V::store(out.mins[0][0] + 2 * i, V::add_bytes(seven, V::bit_and(two, V::look_up(minus, bits))));
+    }
+    expand_floats<V>(panel->d, 0.125f, out.d);
+}
+
+// With one for 8 columns it is added to their bytes.
+template <class V> inline void unpack(const PanelIQ1_M * panel, int, Expanded & out) {
+    using Int = typename V::Int;
+    Int more[2];  // 2 or 0
+    expand_eights<V>(panel, kGrids.iq1, kIQ1_M, [&](int i, int k, int at, Int first, Int second) {
+        if (k == 0) V::widen_words(V::bit_xor(bits_of<V, 1>(panel->negative[0][0], i, 1), V::set(0x00020002)), more);
+        Int two = V::bit_or(more[k], V::template left_32<8>(more[k]));
+        two     = V::bit_or(two, V::template left_32<16>(two));
+        V::store(out.q[0] + at, V::add_bytes(first, two));
+        V::store(out.q[0] + at + 64, V::add_bytes(second, two));
+    });
+    expand_nibbles<V>(panel, 7, out);
+    expand_floats<V>(panel->d, 0.125f, out.d);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <cstring>
 
 namespace llamapipe::kernels {
 namespace {
@@ -20,6 +21,47 @@ struct Vector32 {
     template <int n> static Int right(Int v) { return _mm256_srli_epi16(v, n); }
     static Int                  look_up(const int8_t * table, Int codes) {
         return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *) table)), codes);
+    }
+    static Int  add_bytes(Int a, Int b) { return _mm256_add_epi8(a, b); }
+    static Int  subtract_to_zero(Int a, Int b) { return _mm256_subs_epu8(a, b); }
+    static Int  average(Int a, Int b) { return _mm256_avg_epu8(a, b); }  // rounded up
+    static void put_halves(const uint16_t * v, float factor, float * out) {
+        const __m256 values = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) v));
+        _mm256_storeu_ps(out, _mm256_mul_ps(values, _mm256_set1_ps(factor)));
+    }
+    static Int                  set(int32_t value) { return _mm256_set1_epi32(value); }
+    static Int                  bit_xor(Int a, Int b) { return _mm256_xor_si256(a, b); }
+    template <int n> static Int left_32(Int v) { return _mm256_slli_epi32(v, n); }
+    static Int                  left_16(Int v, int n) { return _mm256_sll_epi16(v, _mm_cvtsi32_si128(n)); }
+    static Int                  right_16(Int v, int n) { return _mm256_srl_epi16(v, _mm_cvtsi32_si128(n)); }
+    static Int load_pairs_unsigned(const uint8_t * v) { return _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *) v)); }
+    // 16-bit numbers in 32 bits.
+    static void widen_words(Int v, Int (&out)[2]) {
+        out[0] = _mm256_cvtepu16_epi32(_mm256_castsi256_si128(v));
+        out[1] = _mm256_cvtepu16_epi32(_mm256_extracti128_si256(v, 1));
+    }
+    // Byte i of `from` less that of v where bit i is set, elsewhere that of v.
+    static Int subtract_where(const uint8_t * bits, Int from, Int v) {
+        int32_t all;
+        memcpy(&all, bits, 4);
+        const __m256i places = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+        const __m256i bit    = _mm256_set1_epi64x((long long) 0x8040201008040201);
+        const __m256i in     = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(all), places), bit);
+        return _mm256_blendv_epi8(v, _mm256_sub_epi8(from, v), _mm256_cmpeq_epi8(in, bit));
+    }
+    template <int n> static Int look_up_16(const uint16_t (&table)[n], Int index) {
+        alignas(32) uint16_t i[16];
+        store(i, index);
+        // Or GCC takes the numbers out of the vector, and puts entries into one, 16 bits at a time.
+        __asm__("" : "+m"(i));
+        const auto four = [&](int k) {
+            const uint32_t low  = table[i[k]] | (uint32_t) table[i[k + 1]] << 16;
+            const uint32_t high = table[i[k + 2]] | (uint32_t) table[i[k + 3]] << 16;
+            long long      all  = (long long) (low | (uint64_t) high << 32);
+            __asm__("" : "+r"(all));
+            return all;
+        };
+        return _mm256_setr_epi64x(four(0), four(4), four(8), four(12));
     }
 };
 

@@ -38,7 +38,8 @@ template <class V, class Tiles> struct Vnni : Tiles {
                 for (int p = 0; p < 64; p += V::kBytes)
                     V::store(out.q[line] + p, V::bit_xor(V::load(out.q[line] + p), V::bytes(-128)));
     }
-    static void unpack(const PanelQ8_0 *, int, InPlace &) {}
+    template <class Panel> static void unpack(const Panel * panel, int n, Expanded & out) { kernels::unpack<V>(panel, n, out); }
+    static void                        unpack(const PanelQ8_0 *, int, InPlace &) {}
 
     template <int M, int I> static void set_all(Int (&sum)[M][I], int value) {
         for (int j = 0; j < M; j++)
@@ -82,13 +83,15 @@ template <class V, class Tiles> struct Vnni : Tiles {
     template <class Panel> static Int scale(const Panel * panel, int b, int p) {
         return V::widen_unsigned(panel->scales[b] + kRows * p);
     }
-    static Int scale(const PanelQ6K * panel, int s, int p) {
-        const Int both = V::load_pairs_signed(panel->scales[s / 2][kRows * p]);
+    static Int scale(const PanelQ6K * panel, int s, int p) { return scale_of_pairs(panel->scales, s, p); }
+    static Int scale(const Expanded * w, int s, int p) { return scale_of_pairs(w->scales, s, p); }
+    static Int scale_of_pairs(const int8_t (*scales)[16][2], int s, int p) {
+        const Int both = V::load_pairs_signed(scales[s / 2][kRows * p]);
         return s % 2 ? V::template arithmetic_right<16>(both) : V::template arithmetic_right<16>(V::template left_32<16>(both));
     }
 
-    template <int in_block, int M, int Q, class Panel>
-    static void sum_super_block(const Panel * const (&panel)[Q], const Lines * w, const RowBlockK * const * x,
+    template <int in_block, int M, int Q, class Panel, class Weights>
+    static void sum_super_block(const Panel * const (&panel)[Q], const Weights * w, const RowBlockK * const * x,
                                 Int (&sum)[M][Q * P]) {
         set_all(sum, 0);
         for (int b = 0; b < 64 / in_block; b++) {
@@ -138,6 +141,19 @@ template <class V, class Tiles> struct Vnni : Tiles {
         accumulate_with_minima<M, Q>(panel, w, x, y);
     }
 
+    static Int pairs(const int8_t * v) { return V::load_pairs_signed(v); }
+    static Int pairs(const uint8_t * v) { return V::load_pairs_unsigned(v); }
+
+    // sum[j] += numbers of n adjacent sub-blocks of columns, in pairs, times the sums of activations.
+    template <int n, int M, class T>
+    static void add_sums(const T (*numbers)[16][2], int row, const RowBlockK * const * x, Int (&sum)[M]) {
+        for (int k = 0; k < n / 2; k++) {
+            const Int s = pairs(numbers[k][row]);
+            for (int j = 0; j < M; j++)
+                sum[j] = V::dpwssd(sum[j], s, V::set(four((n == 16 ? x[j]->sums16 : x[j]->sums32) + 2 * k)));
+        }
+    }
+
     template <int M, int Q>
     static void accumulate(const PanelQ6K * const (&panel)[Q], const Lines * w, int, const RowBlockK * const * x,
                            float * const * y) {
@@ -149,14 +165,43 @@ template <class V, class Tiles> struct Vnni : Tiles {
             // Weights are 32 less than what was multiplied.
             Int offset[M];
             for (int j = 0; j < M; j++) offset[j] = V::set(0);
-            for (int k = 0; k < 8; k++) {
-                const Int s = V::load_pairs_signed(one->scales[k][row]);
-                for (int j = 0; j < M; j++) offset[j] = V::dpwssd(offset[j], s, V::set(four(x[j]->sums16 + 2 * k)));
-            }
+            add_sums<16>(one->scales, row, x, offset);
             const Float d = V::halves(one->d + row);
             for (int j = 0; j < M; j++) {
                 const Int whole = V::subtract(sum[j][i], V::template left_32<5>(offset[j]));
                 add_float(y[j] + kRows * i, whole, V::product(d, V::floats(x[j]->d)));
+            }
+        }
+    }
+
+    template <int M, int Q, class Panel>
+    static void accumulate(const Panel * const (&)[Q], const Expanded * w, int, const RowBlockK * const * x, float * const * y) {
+        constexpr Low    low = kLow<Panel>;
+        const Expanded * one[Q];
+        for (int q = 0; q < Q; q++) one[q] = w + q;
+        Int sum[M][Q * P];
+        sum_super_block<low.lines, M, Q>(one, w, x, sum);
+        for (int i = 0; i < Q * P; i++) {
+            const Expanded & from = w[i / P];
+            const int        row  = kRows * (i % P);
+            Int              rest[M];
+            for (int j = 0; j < M; j++) rest[j] = V::set(0);
+            if constexpr (low.has_mins)
+                add_sums<64 / low.lines>(from.mins, row, x, rest);
+            else
+                add_sums<64 / low.lines>(from.scales, row, x, rest);
+            const Float d = V::load_floats(from.d + row);
+            for (int j = 0; j < M; j++) {
+                float * const out = y[j] + kRows * i;
+                const Float   dx  = V::floats(x[j]->d);
+                if constexpr (low.has_mins && low.factor == 1) {
+                    add_float(out, sum[j][i], V::product(d, dx));
+                    add_float(out, rest[j], V::product(V::load_floats(from.dmin + row), V::floats(-x[j]->d)));
+                } else {
+                    const Int whole = low.factor == 1 ? sum[j][i] : V::multiply(sum[j][i], V::set(low.factor));
+                    const Int less  = low.has_mins ? rest[j] : V::multiply(rest[j], V::set(low.offset));
+                    add_float(out, V::subtract(whole, less), V::product(d, dx));
+                }
             }
         }
     }

@@ -34,8 +34,8 @@ import numpy as np
 import llamapipe as lp
 from llamapipe.native.load import last_error, native
 
-# Types of at most 3 bits; quantizing to some of them takes minutes, or a matrix of importance.
-LOW_BITS = "Q3_K Q2_K IQ3_S IQ3_XXS IQ2_S IQ2_XS IQ2_XXS IQ1_M IQ1_S TQ2_0 TQ1_0".split()
+# Types of at most 3 bits, and NVFP4; quantizing to some of them takes minutes, or a matrix of importance.
+LOW_BITS = "Q3_K Q2_K IQ3_S IQ3_XXS IQ2_S IQ2_XS IQ2_XXS IQ1_M IQ1_S TQ2_0 TQ1_0 NVFP4".split()
 TYPES = [*"Q4_K Q5_K Q6_K Q8_0 Q5_0 Q4_0 Q4_1 Q5_1 IQ4_NL IQ4_XS MXFP4".split(), *LOW_BITS]
 FLOATS = ("F32", "F16", "BF16")
 SHAPES = ("1536x8960", "8960x1536")  # columns x rows: the feed-forward layers of Qwen2.5 1.5B

@@ -199,10 +199,7 @@ inline void accumulate_signed(const Panel * panel, const Weights & w, int n, con
 struct Avx2 {
     static constexpr Tile kTile = { 4, 1 }, kSuperTile = kTile;  // whose sums fit the registers
 
-    template <class Panel> static void unpack(const Panel * panel, int n, Lines & out) {
-        kernels::unpack<Vector32>(panel, n, out);
-    }
-    template <class Panel> static void unpack(const Panel * panel, int n, Expanded & out) {
+    template <class Panel, class Weights> static void unpack(const Panel * panel, int n, Weights & out) {
         kernels::unpack<Vector32>(panel, n, out);
     }
     template <class Panel> static void unpack(const Panel *, int, InPlace &) {}
@@ -282,6 +279,28 @@ struct Avx2 {
         }
     }
 
+    template <int M>
+    static void accumulate(const PanelNVFP4 *, const LinesNVFP4 & w, int n, const RowBlock32 * const * x, float * const * y) {
+        const __m256i      ones = _mm256_set1_epi16(1);
+        const RowBlock32 * block[M];
+        for (int j = 0; j < M; j++) block[j] = x[j];
+        for (int b = 0; b < n; b++) {
+            for (int h = 0; h < 2; h++) {
+                __m256i part[M][2];
+                sum_lines<M, 4>(w, 8 * b + 4 * h, block, 16 * h, part);  // 8 x 24 x 127
+                for (int p = 0; p < 2; p++) {
+                    const __m256 d = _mm256_loadu_ps(w.d[b][h] + 8 * p);
+                    for (int j = 0; j < M; j++) {
+                        const __m256i offset = _mm256_set1_epi32(kOffset<PanelNVFP4> * block[j]->sums16[h]);
+                        const __m256i whole  = _mm256_sub_epi32(_mm256_madd_epi16(part[j][p], ones), offset);
+                        add_float(y[j] + 8 * p, whole, _mm256_mul_ps(d, _mm256_set1_ps(block[j]->d)));
+                    }
+                }
+            }
+            for (int j = 0; j < M; j++) block[j]++;
+        }
+    }
+
     template <int M, class Panel>
     static void accumulate(const Panel * panel, const Lines & w, int n, const RowBlock32 * const * x, float * const * y) {
         if constexpr (std::is_same_v<Panel, PanelIQ4_NL>) {
@@ -309,7 +328,7 @@ struct Avx2 {
                     for (int j = 0; j < M; j++) {
                         __m256i whole = sum[j][p];
                         if constexpr (kOffset<Panel> != 0)
-                            whole = _mm256_sub_epi32(whole, _mm256_set1_epi32(kOffset<Panel> * block[j]->sum));
+                            whole = _mm256_sub_epi32(whole, _mm256_set1_epi32(kOffset<Panel> * block[j]->sum()));
                         add_float(y[j] + 8 * p, whole, _mm256_mul_ps(d, _mm256_set1_ps(block[j]->d)));
                         if constexpr (kOffset<Panel> == 0) {
                             const __m256 m = halves(panel->m + 8 * p), s = _mm256_set1_ps(block[j]->d_sum);

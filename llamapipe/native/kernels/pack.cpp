@@ -162,6 +162,17 @@ void put(const block_mxfp4 * in, int r, PanelMXFP4 * out) {
     out->e[r] = in->e;
 }
 
+// Half h of a block. A scale that is no number is 0, as for ggml, which reads no sign.
+void put(const block_nvfp4 * in, int h, int r, PanelNVFP4 * out) {
+    uint8_t q[32];
+    for (int s = 0; s < 2; s++) {
+        low_and_high(in->qs + 16 * h + 8 * s, q + 16 * s, q + 16 * s + 8, 8);
+        const uint8_t scale = in->d[2 * h + s];
+        out->scales[s][r]   = scale == 0x7f ? 0 : scale & 0x7f;
+    }
+    put_nibbles(q, r, out->q);
+}
+
 void put(const block_iq4_xs * in, int r, PanelIQ4_XS * out) {
     for (int b = 0; b < 8; b++) {
         put_lines(in->qs + 16 * b, r, out->q[b]);
@@ -383,6 +394,7 @@ SOURCE(PanelQ5_1, block_q5_1, 32);
 SOURCE(PanelQ8_0, block_q8_0, 32);
 SOURCE(PanelIQ4_NL, block_iq4_nl, 32);
 SOURCE(PanelMXFP4, block_mxfp4, 32);
+SOURCE(PanelNVFP4, block_nvfp4, 32);  // of a panel
 SOURCE(PanelIQ4_XS, block_iq4_xs, QK_K);
 SOURCE(PanelQ3K, block_q3_K, QK_K);
 SOURCE(PanelQ2K, block_q2_K, QK_K);
@@ -409,7 +421,10 @@ template <class Panel> void pack(const void * rows, size_t stride, int64_t n_col
         const auto * block = (const typename From::Block *) ((const char *) rows + (size_t) r * stride);
         for (int64_t i = 0; i < n_blocks; i++) {
             Panel * out = (Panel *) panel + i;
-            put(block + i, r, out);
+            if constexpr (std::is_same_v<Panel, PanelNVFP4>)
+                put(block + i / 2, i % 2, r, out);
+            else
+                put(block + i, r, out);
         }
     }
 }
@@ -427,6 +442,7 @@ PACKED(PanelQ5_1)
 PACKED(PanelQ8_0)
 PACKED(PanelIQ4_NL)
 PACKED(PanelMXFP4)
+PACKED(PanelNVFP4)
 PACKED(PanelIQ4_XS)
 PACKED(PanelQ3K)
 PACKED(PanelQ2K)
@@ -445,7 +461,7 @@ template <int n_columns, class T, size_t n, class F> static void put_grid(const 
     constexpr int shifts[4] = { 0, 8, 4, 12 };
     for (size_t i = 0; i < n; i++) {
         int entry = 0;
-        for (int c = 0; c < n_columns; c++) entry |= place((int8_t) (grid[i] >> 8 * c)) << shifts[c % 4] + 2 * (c / 4);
+        for (int c = 0; c < n_columns; c++) entry |= place((int8_t) (grid[i] >> 8 * c)) << (shifts[c % 4] + 2 * (c / 4));
         out[i] = (uint16_t) entry;
     }
 }

@@ -91,6 +91,13 @@ struct PanelIQ4_XS {
     uint16_t d[16];
 };
 
+// Half of a block of the file.
+struct PanelNVFP4 {
+    uint8_t q[4][64];
+    uint8_t scales[2][16];  // of 16 columns each: 4 bits of exponent, 3 of fraction
+};
+
+static_assert(sizeof(PanelNVFP4) * 2 == 16 * sizeof(block_nvfp4));
 static_assert(sizeof(PanelMXFP4) == 16 * sizeof(block_mxfp4));
 static_assert(sizeof(PanelIQ4_XS) * 100 <= sizeof(block_iq4_xs) * 16 * 103);
 static_assert(sizeof(PanelQ4_0) == 16 * sizeof(block_q4_0) && sizeof(PanelQ4_1) == 16 * sizeof(block_q4_1));
@@ -206,8 +213,10 @@ struct RowBlockK {
 struct RowBlock32 {
     int8_t  q[32];
     float   d;
-    int32_t sum;
+    int16_t sums16[2];
     float   d_sum;
+
+    int sum() const { return sums16[0] + sums16[1]; }
 };
 
 // Packing, in plain C++ (pack.cpp), and quantizing with AVX2 (quantize.cpp).

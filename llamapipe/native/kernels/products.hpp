@@ -101,7 +101,7 @@ template <class Level, class P, class W, class R> constexpr Kernel kernel_of(ggm
     using F = Form<P, W, R>;
     return { type,
              level,
-             F::kColumns,
+             std::is_same_v<P, PanelNVFP4> ? QK_NVFP4 : F::kColumns,
              kTile<Level, F>.panels,
              panel_bytes<P>,
              F::kSuper ? row_bytes_k : row_bytes_32,
@@ -122,6 +122,7 @@ template <class Level, class P, class W, class R> constexpr Kernel kernel_of(ggm
             kernel_of<Level, PanelQ4_1, Lines, RowBlock32>(GGML_TYPE_Q4_1, name),         \
             kernel_of<Level, PanelIQ4_NL, Lines, RowBlock32>(GGML_TYPE_IQ4_NL, name),     \
             kernel_of<Level, PanelMXFP4, Lines, RowBlock32>(GGML_TYPE_MXFP4, name),       \
+            kernel_of<Level, PanelNVFP4, LinesNVFP4, RowBlock32>(GGML_TYPE_NVFP4, name),  \
             kernel_of<Level, PanelIQ4_XS, Lines, RowBlockK>(GGML_TYPE_IQ4_XS, name),      \
             kernel_of<Level, PanelQ3K, Expanded, RowBlockK>(GGML_TYPE_Q3_K, name),        \
             kernel_of<Level, PanelQ2K, Expanded, RowBlockK>(GGML_TYPE_Q2_K, name),        \

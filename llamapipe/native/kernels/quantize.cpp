@@ -88,15 +88,15 @@ void quantize_32(const float * row, int64_t, int64_t first, int64_t last, void *
         const __m256i low = _mm256_packs_epi32(q[0], q[1]), high = _mm256_packs_epi32(q[2], q[3]);
         const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
         _mm256_storeu_si256((__m256i *) out->q, bytes);
-        const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes);
-        const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-        __m128i       sum   = _mm_add_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
-        sum                 = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
-        sum                 = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1));
-        out->sum            = _mm_cvtsi128_si32(sum);
-        const float d       = _mm256_movemask_ps(is_nan) ? NAN : greatest / 127.f;
-        out->d              = _cvtsh_ss(_cvtss_sh(d, 0));
-        out->d_sum          = _cvtsh_ss(_cvtss_sh(d * (float) out->sum, 0));
+        const __m256i pairs  = _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes);
+        const __m256i fours  = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+        const __m256i eights = _mm256_add_epi32(fours, _mm256_shuffle_epi32(fours, 0x4e));
+        const __m256i sums   = _mm256_add_epi32(eights, _mm256_shuffle_epi32(eights, 0xb1));
+        out->sums16[0]       = (int16_t) _mm256_extract_epi32(sums, 0);
+        out->sums16[1]       = (int16_t) _mm256_extract_epi32(sums, 4);
+        const float d        = _mm256_movemask_ps(is_nan) ? NAN : greatest / 127.f;
+        out->d               = _cvtsh_ss(_cvtss_sh(d, 0));
+        out->d_sum           = _cvtsh_ss(_cvtss_sh(d * (float) out->sum(), 0));
     }
 }
 

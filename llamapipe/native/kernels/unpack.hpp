@@ -20,6 +20,7 @@ template <class Panel> constexpr int kOffset             = 0;
 template <> constexpr int            kOffset<PanelQ4_0>  = 8;
 template <> constexpr int            kOffset<PanelQ5_0>  = 16;
 template <> constexpr int            kOffset<PanelMXFP4> = 12;
+template <> constexpr int            kOffset<PanelNVFP4> = 12;
 
 // 256 columns: line g has the columns 4 g .. 4 g + 3. They stay in the first-level cache while all rows of activations are
 // multiplied with them.
@@ -147,12 +148,28 @@ template <class V> inline void unpack(const PanelMXFP4 * panel, int n, Lines & o
     for (int b = 0; b < n; b++) look_up_block<V>(panel[b].q, kCodesMXFP4, out.q + 8 * b);
 }
 
-// ---- types of at most 3 bits
-
 // The scales of rows, times a power of two.
 template <class V> inline void expand_floats(const uint16_t * halves, float factor, float * out) {
     for (int r = 0; r < 16; r += V::kBytes / 4) V::put_halves(halves + r, factor, out + r);
 }
+
+// Lines of 8 blocks of NVFP4, which has two scales each.
+struct LinesNVFP4 : Lines {
+    float d[8][2][16];
+};
+
+template <class V> inline void unpack(const PanelNVFP4 * panel, int n, LinesNVFP4 & out) {
+    for (int b = 0; b < n; b++) {
+        look_up_block<V>(panel[b].q, kCodesMXFP4, out.q + 8 * b);
+        // As 16-bit floats they are 2^8 times as small. Codes are doubled.
+        uint16_t halves[32];
+        for (int i = 0; i < 32; i += V::kBytes / 2)
+            V::store(halves + i, V::left_16(V::load_pairs_unsigned(panel[b].scales[0] + i), 7));
+        for (int h = 0; h < 2; h++) expand_floats<V>(halves + 16 * h, 128, out.d[b][h]);
+    }
+}
+
+// ---- types of at most 3 bits
 
 // Two bits of each line, and for types with three the third.
 template <class V, class Panel> inline void expand_low(const Panel * panel, Expanded & out) {

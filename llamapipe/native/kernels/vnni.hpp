@@ -38,8 +38,10 @@ template <class V, class Tiles> struct Vnni : Tiles {
                 for (int p = 0; p < 64; p += V::kBytes)
                     V::store(out.q[line] + p, V::bit_xor(V::load(out.q[line] + p), V::bytes(-128)));
     }
-    template <class Panel> static void unpack(const Panel * panel, int n, Expanded & out) { kernels::unpack<V>(panel, n, out); }
-    static void                        unpack(const PanelQ8_0 *, int, InPlace &) {}
+    template <class Panel, class Weights> static void unpack(const Panel * panel, int n, Weights & out) {
+        kernels::unpack<V>(panel, n, out);
+    }
+    static void unpack(const PanelQ8_0 *, int, InPlace &) {}
 
     template <int M, int I> static void set_all(Int (&sum)[M][I], int value) {
         for (int j = 0; j < M; j++)
@@ -229,6 +231,28 @@ template <class V, class Tiles> struct Vnni : Tiles {
         }
     }
 
+    template <int M, int Q>
+    static void accumulate(const PanelNVFP4 * const (&)[Q], const LinesNVFP4 * w, int n, const RowBlock32 * const * x,
+                           float * const * y) {
+        const RowBlock32 * block[M];
+        for (int j = 0; j < M; j++) block[j] = x[j];
+        for (int b = 0; b < n; b++) {
+            for (int h = 0; h < 2; h++) {
+                Int sum[M][Q * P];
+                for (int j = 0; j < M; j++)
+                    for (int i = 0; i < Q * P; i++) sum[j][i] = V::set(-kOffset<PanelNVFP4> * block[j]->sums16[h]);
+                const uint8_t (*line[Q])[64];
+                for (int q = 0; q < Q; q++) line[q] = w[q].q + 8 * b + 4 * h;
+                add_lines<4, M, Q>(line, block, 16 * h, 0, sum);
+                for (int i = 0; i < Q * P; i++) {
+                    const Float d = V::load_floats(w[i / P].d[b][h] + kRows * (i % P));
+                    for (int j = 0; j < M; j++) add_float(y[j] + kRows * i, sum[j][i], V::product(d, V::floats(block[j]->d)));
+                }
+            }
+            for (int j = 0; j < M; j++) block[j]++;
+        }
+    }
+
     template <int M, int Q, class Panel, class Weights>
     static void accumulate(const Panel * const (&panel)[Q], const Weights * w, int n, const RowBlock32 * const * x,
                            float * const * y) {
@@ -237,7 +261,7 @@ template <class V, class Tiles> struct Vnni : Tiles {
         for (int b = 0; b < n; b++) {
             Int sum[M][Q * P];
             for (int j = 0; j < M; j++)
-                for (int i = 0; i < Q * P; i++) sum[j][i] = V::set(-kOffset<Panel> * block[j]->sum);
+                for (int i = 0; i < Q * P; i++) sum[j][i] = V::set(-kOffset<Panel> * block[j]->sum());
             const uint8_t (*line[Q])[64];
             constexpr bool in_place = std::is_same_v<Panel, PanelQ8_0>;
             for (int q = 0; q < Q; q++) {

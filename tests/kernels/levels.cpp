@@ -22,6 +22,7 @@ template <int bytes> struct Plain {
         float of[bytes / 4];
     };
     static constexpr int kBytes = bytes, kLanes = bytes / 4;
+    static constexpr int kMostPlaces = bytes == 64 ? 512 : 0;
 
     template <class T, class F> static Int each(F f) {
         T out[bytes / sizeof(T)];
@@ -78,6 +79,16 @@ template <int bytes> struct Plain {
     template <int n> static Int look_up_16(const uint16_t (&table)[n], Int index) {
         return each<uint16_t>([&](int i) { return table[at<uint16_t>(index, i)]; });
     }
+    static void fours(const uint32_t *table, const uint16_t *index, Int (&out)[2]) {
+        for (int k = 0; k < 2; k++) out[k] = each<uint32_t>([&](int i) { return table[index[kLanes * k + i]]; });
+    }
+    static void eights(const uint64_t *table, const uint16_t *index, Int (&first)[2], Int (&second)[2]) {
+        for (int k = 0; k < 2; k++) {
+            const auto entry = [&](int i) { return table[index[kLanes * k + i]]; };
+            first[k] = each<uint32_t>([&](int i) { return (uint32_t)entry(i); });
+            second[k] = each<uint32_t>([&](int i) { return (uint32_t)(entry(i) >> 32); });
+        }
+    }
     static Int dpbusd(Int sum, Int w, Int a) {
         return each<int32_t>([&](int i) {
             int32_t s = at<int32_t>(sum, i);
@@ -120,10 +131,10 @@ template <int n> struct Vectors : Plain<n> {
 };
 
 struct ManyPanels {
-    static constexpr Tile kTile = {4, 4}, kSuperTile = {8, 2};
+    static constexpr Tile kTile = {4, 4}, kSuperTile = {8, 2}, kLowTile = {4, 2};
 };
 struct OnePanel {
-    static constexpr Tile kTile = {4, 1}, kSuperTile = kTile;
+    static constexpr Tile kTile = {4, 1}, kSuperTile = kTile, kLowTile = kTile;
 };
 using Wide = Vnni<Vectors<64>, ManyPanels>;
 using Narrow = Vnni<Vectors<32>, OnePanel>;

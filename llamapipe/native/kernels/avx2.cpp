@@ -99,7 +99,8 @@ template <int M, int in_block, int in_part, class Panel>
 inline void sum_super_block(const Panel * panel, const Lines & w, const RowBlockK * const * x, __m256i (&sum)[M][2]) {
     for (int j = 0; j < M; j++) sum[j][0] = sum[j][1] = _mm256_setzero_si256();
     for (int b = 0; b < 64 / in_block; b++) {
-        const Scales scale = scales(panel, b);
+        Scales scale = { { _mm256_set1_epi16(1), _mm256_set1_epi16(1) } };
+        if constexpr (in_block < 64) scale = scales(panel, b);
 #pragma GCC unroll 2
         for (int at = in_block * b; at < in_block * (b + 1); at += in_part) {
             __m256i part[M][2];
@@ -197,7 +198,7 @@ inline void accumulate_signed(const Panel * panel, const Weights & w, int n, con
 }
 
 struct Avx2 {
-    static constexpr Tile kTile = { 4, 1 }, kSuperTile = kTile;  // whose sums fit the registers
+    static constexpr Tile kTile = { 4, 1 }, kSuperTile = kTile, kLowTile = kTile;  // whose sums fit the registers
 
     template <class Panel, class Weights> static void unpack(const Panel * panel, int n, Weights & out) {
         kernels::unpack<Vector32>(panel, n, out);
@@ -240,7 +241,9 @@ struct Avx2 {
         constexpr Low low = kLow<Panel>;
         __m256i       sum[M][2], rest[M][2];
         sum_super_block<M, low.lines, lines_in_16_bits(low.lines, low.greatest)>(&w, w, x, sum);
-        if constexpr (low.has_mins)
+        if constexpr (low.lines == 64)
+            for (int j = 0; j < M; j++) rest[j][0] = rest[j][1] = _mm256_set1_epi32(sum_of(x[j]));
+        else if constexpr (low.has_mins)
             sum_sums<64 / low.lines>(w.mins, x, rest);
         else
             sum_sums<64 / low.lines>(w.scales, x, rest);

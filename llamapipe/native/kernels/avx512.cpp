@@ -19,9 +19,10 @@ namespace llamapipe::kernels {
 namespace {
 
 struct Vector {
-    using Int                          = __m512i;
-    using Float                        = __m512;
-    static constexpr int        kBytes = 64;
+    using Int                               = __m512i;
+    using Float                             = __m512;
+    static constexpr int        kBytes      = 64;
+    static constexpr int        kMostPlaces = 256;
     static Int                  load(const void * address) { return _mm512_loadu_si512(address); }
     static void                 store(void * address, Int v) { _mm512_storeu_si512(address, v); }
     static Int                  bytes(int value) { return _mm512_set1_epi8((char) value); }
@@ -53,18 +54,33 @@ struct Vector {
         memcpy(&mask, bits, 8);
         return _mm512_mask_sub_epi8(v, mask, from, v);
     }
-    // A table of up to 512 numbers is permuted, 64 at a time.
+    // A table is permuted, 64 numbers at a time.
     template <int n> static Int look_up_16(const uint16_t (&table)[n], Int index) {
         if constexpr (n == 64) {
             return _mm512_permutex2var_epi16(load(table), index, load(table + 32));
-        } else if constexpr (n <= 512) {
+        } else {
             const auto &first = *(const uint16_t (*)[n / 2]) table, &second = *(const uint16_t (*)[n / 2])(table + n / 2);
             const Int   low = look_up_16<n / 2>(first, index), high = look_up_16<n / 2>(second, index);
             return _mm512_mask_blend_epi16(_mm512_test_epi16_mask(index, _mm512_set1_epi16(n / 2)), low, high);
-        } else {
-            const Int low = _mm512_castsi256_si512(Vector32::look_up_16(table, _mm512_castsi512_si256(index)));
-            return _mm512_inserti64x4(low, Vector32::look_up_16(table, _mm512_extracti64x4_epi64(index, 1)), 1);
         }
+    }
+    static void fours(const uint32_t * table, const uint16_t * i, Int (&out)[2]) {
+        for (int k = 0; k < 2; k++) {
+            const __m256i low = Vector32::eight_fours(table, i + 16 * k), high = Vector32::eight_fours(table, i + 16 * k + 8);
+            out[k] = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+        }
+    }
+    static void eights(const uint64_t * table, const uint16_t * i, Int (&first)[2], Int (&second)[2]) {
+        const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        for (int k = 0; k < 2; k++) {
+            const __m512i a = eight_eights(table, i + 16 * k), b = eight_eights(table, i + 16 * k + 8);
+            first[k]  = _mm512_permutex2var_epi32(a, even, b);
+            second[k] = _mm512_permutex2var_epi32(a, _mm512_or_si512(even, _mm512_set1_epi32(1)), b);
+        }
+    }
+    static Int eight_eights(const uint64_t * table, const uint16_t * i) {
+        return _mm512_inserti64x4(_mm512_castsi256_si512(Vector32::four_eights(table, i)), Vector32::four_eights(table, i + 4),
+                                  1);
     }
     static Int   dpbusd(Int sum, Int weights, Int activations) { return _mm512_dpbusd_epi32(sum, weights, activations); }
     static Int   dpwssd(Int sum, Int a, Int b) { return _mm512_dpwssd_epi32(sum, a, b); }
@@ -87,7 +103,7 @@ struct Vector {
 // Rows and panels of a tile whose sums fit the registers. Panels share the broadcasts of activations, so more of them help
 // more than further rows; blocks of 256 columns need other sums beside.
 struct Tiles {
-    static constexpr Tile kTile = { 4, 4 }, kSuperTile = { 8, 2 };
+    static constexpr Tile kTile = { 4, 4 }, kSuperTile = { 8, 2 }, kLowTile = { 4, 2 };
 };
 
 using Avx512 = Vnni<Vector, Tiles>;

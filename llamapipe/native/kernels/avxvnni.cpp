@@ -36,7 +36,7 @@ struct Vector : Vector32 {
 };
 
 struct Tiles {
-    static constexpr Tile kTile = { 4, 1 }, kSuperTile = kTile;
+    static constexpr Tile kTile = { 4, 1 }, kSuperTile = kTile, kLowTile = kTile;
 };
 
 using AvxVnni = Vnni<Vector, Tiles>;

@@ -456,25 +456,32 @@ PACKED(PanelIQ1_M)
 PACKED(PanelTQ1_0)
 PACKED(PanelTQ2_0)
 
-// Entries of ggml's tables with a place for each column, which `place` finds for a byte.
-template <int n_columns, class T, size_t n, class F> static void put_grid(const T (&grid)[n], F && place, uint16_t (&out)[n]) {
+// Makes a grid of ggml's table, for whose bytes `place` finds places in `values`.
+template <class T, int n, class F> static void put_grid(const T (&table)[n], const int8_t * values, F && place,
+                                                        Grid<T, n> & out) {
     constexpr int shifts[4] = { 0, 8, 4, 12 };
-    for (size_t i = 0; i < n; i++) {
-        int entry = 0;
-        for (int c = 0; c < n_columns; c++) entry |= place((int8_t) (grid[i] >> 8 * c)) << (shifts[c % 4] + 2 * (c / 4));
-        out[i] = (uint16_t) entry;
+    for (int i = 0; i < n; i++) {
+        T   bytes  = 0;
+        int places = 0;
+        for (int c = 0; c < (int) sizeof(T); c++) {
+            const int at = place((int8_t) (table[i] >> 8 * c));
+            bytes |= (T) values[at] << 8 * c;
+            places |= at << (shifts[c % 4] + 2 * (c / 4));
+        }
+        out.bytes[i]  = bytes;
+        out.places[i] = (uint16_t) places;
     }
 }
 
 static Grids make_grids() {
     Grids out;
-    put_grid<4>(iq3xxs_grid, [](int value) { return value == 62 ? 7 : (value - 4) / 8; }, out.iq3_xxs);
-    put_grid<4>(iq3s_grid, [](int value) { return value / 2; }, out.iq3_s);
+    put_grid(iq3xxs_grid, kIQ3_XXS, [](int value) { return value == 62 ? 7 : (value - 4) / 8; }, out.iq3_xxs);
+    put_grid(iq3s_grid, kIQ3_S, [](int value) { return value / 2; }, out.iq3_s);
     const auto of_iq2 = [](int value) { return value == 8 ? 0 : value == 25 ? 1 : 2; };
-    put_grid<8>(iq2xxs_grid, of_iq2, out.iq2_xxs);
-    put_grid<8>(iq2xs_grid, of_iq2, out.iq2_xs);
-    put_grid<8>(iq2s_grid, of_iq2, out.iq2_s);
-    put_grid<8>(iq1s_grid, [](int value) { return value + 1; }, out.iq1);
+    put_grid(iq2xxs_grid, kIQ2[0], of_iq2, out.iq2_xxs);
+    put_grid(iq2xs_grid, kIQ2[0], of_iq2, out.iq2_xs);
+    put_grid(iq2s_grid, kIQ2[0], of_iq2, out.iq2_s);
+    put_grid(iq1s_grid, kIQ1[0], [](int value) { return value + 1; }, out.iq1);
     return out;
 }
 

@@ -194,12 +194,30 @@ static_assert(sizeof(PanelIQ3_S) == sizeof(block_iq3_s) * 16 && sizeof(PanelIQ2_
 static_assert(sizeof(PanelIQ1_S) == sizeof(block_iq1_s) * 16);
 static_assert(sizeof(PanelIQ1_M) * 100 <= sizeof(block_iq1_m) * 16 * 104);
 
-// ggml's tables of grids. Entries of four columns have a nibble for each, a place in the list of the type's magnitudes; those of
-// eight have columns c and 4 + c in a nibble, two bits each. The order of nibbles is 0, 2, 1, 3. pack.cpp.
+// ggml's tables of grids, of four or eight columns: the bytes that are multiplied, and 16 bits, of which processors with long
+// vectors look up many at once. Entries of four columns have a nibble for each, a place in the list of the type's
+// magnitudes; those of eight have columns c and 4 + c in a nibble, two bits each. The order of nibbles is 0, 2, 1, 3. pack.cpp.
+template <class Bytes, int n> struct Grid {
+    Bytes    bytes[n];
+    uint16_t places[n];
+};
+
 struct Grids {
-    uint16_t iq3_xxs[256], iq3_s[512], iq2_xxs[256], iq2_xs[512], iq2_s[1024], iq1[2048];
+    Grid<uint32_t, 256>  iq3_xxs;
+    Grid<uint32_t, 512>  iq3_s;
+    Grid<uint64_t, 256>  iq2_xxs;
+    Grid<uint64_t, 512>  iq2_xs;
+    Grid<uint64_t, 1024> iq2_s;
+    Grid<uint64_t, 2048> iq1;
 };
 extern const Grids kGrids;
+
+// What the places in a grid stand for, plus the offset; of eight columns first the lower two bits of a nibble.
+alignas(16) constexpr int8_t kIQ3_XXS[16] = { 66, 74, 82, 90, 98, 106, 114, 124 };
+alignas(16) constexpr int8_t kIQ3_S[16]   = { 16, 18, 20, 22, 24, 26, 28, 30 };
+alignas(16) constexpr int8_t kIQ2[2][16]  = { { 51, 68, 86, 0, 51, 68, 86, 0, 51, 68, 86, 0 },
+                                              { 51, 51, 51, 51, 68, 68, 68, 68, 86, 86, 86, 86 } };
+alignas(16) constexpr int8_t kIQ1[2][16]  = { { 0, 1, 2, 0, 0, 1, 2, 0, 0, 1, 2, 0 }, { 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2 } };
 
 // A quantized row of activations for K-quants: ggml's block_q8_K, and sums as the products need them.
 struct RowBlockK {
@@ -208,6 +226,12 @@ struct RowBlockK {
     int16_t sums16[QK_K / 16];
     int16_t sums32[QK_K / 32];
 };
+
+inline int sum_of(const RowBlockK * x) {
+    int sum = 0;
+    for (const int16_t one : x->sums32) sum += one;
+    return sum;
+}
 
 // The same for types with blocks of 32 columns: ggml's block_q8_0 and block_q8_1, their floats rounded to float16 as there.
 struct RowBlock32 {

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "panels.hpp"
+#include "unpack.hpp"
 
 namespace llamapipe::kernels {
 namespace {
@@ -30,7 +31,10 @@ template <class P, class Weights, class R> struct Form {
     static constexpr int  kColumns = kSuper ? QK_K : 32, kAtOnce = kSuper ? 1 : kBlocksAtOnce;
 };
 
-template <class Level, class F> constexpr Tile kTile = F::kSuper ? Level::kSuperTile : Level::kTile;
+template <class Level, class F>
+constexpr Tile kTile = std::is_same_v<typename F::Unpacked, Expanded> ? Level::kLowTile
+                       : F::kSuper                                    ? Level::kSuperTile
+                                                                      : Level::kTile;
 
 template <class Level, class F, int M, int Q>
 __attribute__((noinline)) void tile(const typename F::Panel * const (&panel)[Q], const typename F::Unpacked * w, int64_t part,

@@ -37,7 +37,7 @@ struct Expanded : Lines {
 
 // How types of at most 3 bits are multiplied.
 struct Low {
-    int  lines    = 4;  // that have a scale in common
+    int  lines    = 4;  // that have a scale in common; 64: there are none
     int  greatest = 0;  // byte
     int  offset   = 0;  // what is subtracted from it; with `has_mins`, a minimum instead
     bool has_mins = false;
@@ -46,8 +46,8 @@ struct Low {
 template <class Panel> constexpr Low kLow               = {};
 template <> constexpr Low            kLow<PanelQ2K>     = { 4, 3, 0, true };
 template <> constexpr Low            kLow<PanelQ3K>     = { 4, 7, 4 };
-template <> constexpr Low            kLow<PanelTQ2_0>   = { 8, 3, 1 };
-template <> constexpr Low            kLow<PanelTQ1_0>   = { 8, 2, 1 };
+template <> constexpr Low            kLow<PanelTQ2_0>   = { 64, 3, 1 };
+template <> constexpr Low            kLow<PanelTQ1_0>   = { 64, 2, 1 };
 template <> constexpr Low            kLow<PanelIQ3_XXS> = { 8, 124, 62 };
 template <> constexpr Low            kLow<PanelIQ3_S>   = { 8, 30, 15 };
 template <> constexpr Low            kLow<PanelIQ2_XXS> = { 8, 86, 43 };
@@ -214,7 +214,6 @@ template <class V> inline void unpack(const PanelQ2K * panel, int, Expanded & ou
 
 template <class V> inline void unpack(const PanelTQ2_0 * panel, int, Expanded & out) {
     expand_low<V>(panel, out);
-    memset(out.scales, 1, sizeof out.scales);
     expand_floats<V>(panel->d, 1, out.d);
 }
 
@@ -232,7 +231,6 @@ template <class V> inline void unpack(const PanelTQ1_0 * panel, int, Expanded & 
             }
         }
     }
-    memset(out.scales, 1, sizeof out.scales);
     expand_floats<V>(panel->d, 1, out.d);
 }
 
@@ -265,9 +263,10 @@ template <class V, class Panel> inline typename V::Int indices(const Panel * pan
     return v;
 }
 
-// The nibbles of 16-bit numbers as bytes, 4 for each.
-template <class V> inline void spread(typename V::Int words, typename V::Int (&out)[2]) {
-    V::widen_words(words, out);
+// Places in a grid of as many indices as a vector has 16-bit numbers, as bytes.
+template <class V, int n> inline void look_up_places(const uint16_t (&table)[n], typename V::Int index,
+                                                     typename V::Int (&out)[2]) {
+    V::widen_words(V::template look_up_16<n>(table, index), out);
     for (typename V::Int & v : out) v = V::bit_and(V::bit_or(v, V::template left_32<12>(v)), V::bytes(15));
 }
 
@@ -276,38 +275,53 @@ template <class V, class Panel> inline void put_signed(const Panel * panel, int 
     V::store(out.q[0] + at, V::subtract_where(panel->signs[0] + at / 8, V::bytes(kLow<Panel>.greatest), v));
 }
 
-// Tables of four columns; `values` are the magnitudes, plus the offset.
+// Writes all indices, well before they are read one by one. The compiler would take them out of the vectors instead.
+template <class V, int n, class Panel> inline void store_indices(const Panel * panel, uint16_t (&out)[n]) {
+    for (int i = 0; i < n; i += V::kBytes / 2) V::store(out + i, indices<V>(panel, i));
+    __asm__("" : "+m"(out));
+}
+
+// Grids of four columns.
 template <class V, int n, class Panel>
-inline void expand_fours(const Panel * panel, const uint16_t (&table)[n], const int8_t * values, Expanded & out) {
-    constexpr int step = V::kBytes;
+inline void expand_fours(const Panel * panel, const Grid<uint32_t, n> & grid, const int8_t * values, Expanded & out) {
+    constexpr int        step        = V::kBytes;
+    constexpr bool       is_permuted = n <= V::kMostPlaces;
+    alignas(64) uint16_t index[64 * 16];
+    if constexpr (!is_permuted) store_indices<V>(panel, index);
     for (int i = 0; i < 64 * 16; i += step / 2) {
         typename V::Int v[2];
-        spread<V>(V::template look_up_16<n>(table, indices<V>(panel, i)), v);
-        for (int k = 0; k < 2; k++) put_signed<V>(panel, 4 * i + step * k, V::look_up(values, v[k]), out);
+        if constexpr (is_permuted) {
+            look_up_places<V>(grid.places, indices<V>(panel, i), v);
+            for (typename V::Int & of : v) of = V::look_up(values, of);
+        } else {
+            V::fours(grid.bytes, index + i, v);
+        }
+        for (int k = 0; k < 2; k++) put_signed<V>(panel, 4 * i + step * k, v[k], out);
     }
 }
 
-// Tables of eight columns: f(i, k, at, first, second) puts the two lines of some rows, k of the indices from the i-th on.
+// Grids of eight columns: f(i, k, at, first, second) puts the two lines of some rows, k of the indices from the i-th on.
 template <class V, int n, class Panel, class F>
-inline void expand_eights(const Panel * panel, const uint16_t (&table)[n], const int8_t (&values)[2][16], F && f) {
-    constexpr int step = V::kBytes;
+inline void expand_eights(const Panel * panel, const Grid<uint64_t, n> & grid, const int8_t (&values)[2][16], F && f) {
+    constexpr int        step        = V::kBytes;
+    constexpr bool       is_permuted = n <= V::kMostPlaces;
+    alignas(64) uint16_t index[32 * 16];
+    if constexpr (!is_permuted) store_indices<V>(panel, index);
     for (int i = 0; i < 32 * 16; i += step / 2) {
-        typename V::Int v[2];
-        spread<V>(V::template look_up_16<n>(table, indices<V>(panel, i)), v);
-        // With 32 bytes, each of v is half of two lines; with 64, two lines.
-        for (int k = 0; k < 2; k++)
-            f(i, k, 8 * i + step * step / 32 * k, V::look_up(values[0], v[k]), V::look_up(values[1], v[k]));
+        typename V::Int first[2], second[2];
+        if constexpr (is_permuted) {
+            look_up_places<V>(grid.places, indices<V>(panel, i), first);
+            for (int k = 0; k < 2; k++) {
+                second[k] = V::look_up(values[1], first[k]);
+                first[k]  = V::look_up(values[0], first[k]);
+            }
+        } else {
+            V::eights(grid.bytes, index + i, first, second);
+        }
+        // With 32 bytes, k is half of two lines; with 64, two lines.
+        for (int k = 0; k < 2; k++) f(i, k, 8 * i + step * step / 32 * k, first[k], second[k]);
     }
 }
-
-// Values of the places in Grids, plus the offset; of eight columns first the lower two bits of a nibble.
-alignas(16) constexpr int8_t kIQ3_XXS[16]  = { 66, 74, 82, 90, 98, 106, 114, 124 };
-alignas(16) constexpr int8_t kIQ3_S[16]    = { 16, 18, 20, 22, 24, 26, 28, 30 };
-alignas(16) constexpr int8_t kIQ2[2][16]   = { { 51, 68, 86, 0, 51, 68, 86, 0, 51, 68, 86, 0, 51, 68, 86, 0 },
-                                               { 51, 51, 51, 51, 68, 68, 68, 68, 86, 86, 86, 86 } };
-alignas(16) constexpr int8_t kIQ1_S[2][16] = { { 0, 1, 2, 0, 0, 1, 2, 0, 0, 1, 2, 0 }, { 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2 } };
-alignas(16) constexpr int8_t kIQ1_M[2][16] = { { 0, 8, 16, 0, 0, 8, 16, 0, 0, 8, 16, 0 },
-                                               { 0, 0, 0, 0, 8, 8, 8, 8, 16, 16, 16, 16 } };
 
 template <class V> inline void unpack(const PanelIQ3_XXS * panel, int, Expanded & out) {
     expand_fours<V>(panel, kGrids.iq3_xxs, kIQ3_XXS, out);
@@ -321,9 +335,10 @@ template <class V> inline void unpack(const PanelIQ3_S * panel, int, Expanded & 
     expand_floats<V>(panel->d, 1, out.d);
 }
 
-template <class V, int n, class Panel> inline void expand_iq2(const Panel * panel, const uint16_t (&table)[n], Expanded & out) {
+template <class V, int n, class Panel> inline void expand_iq2(const Panel * panel, const Grid<uint64_t, n> & grid,
+                                                              Expanded & out) {
     using Int = typename V::Int;
-    expand_eights<V>(panel, table, kIQ2, [&](int, int, int at, Int first, Int second) {
+    expand_eights<V>(panel, grid, kIQ2, [&](int, int, int at, Int first, Int second) {
         put_signed<V>(panel, at, first, out);
         put_signed<V>(panel, at + 64, second, out);
     });
@@ -342,7 +357,7 @@ template <class V> inline void unpack(const PanelIQ2_S * panel, int, Expanded & 
 // A weight of IQ1 is its place in the grid, 0 to 2, less 1 plus or minus an eighth. In blocks of 32 columns that is a minimum.
 template <class V> inline void unpack(const PanelIQ1_S * panel, int, Expanded & out) {
     using Int = typename V::Int;
-    expand_eights<V>(panel, kGrids.iq1, kIQ1_S, [&](int, int, int at, Int first, Int second) {
+    expand_eights<V>(panel, kGrids.iq1, kIQ1, [&](int, int, int at, Int first, Int second) {
         V::store(out.q[0] + at, first);
         V::store(out.q[0] + at + 64, second);
     });
@@ -362,12 +377,12 @@ template <class V> inline void unpack(const PanelIQ1_S * panel, int, Expanded & 
 template <class V> inline void unpack(const PanelIQ1_M * panel, int, Expanded & out) {
     using Int = typename V::Int;
     Int more[2];  // 2 or 0
-    expand_eights<V>(panel, kGrids.iq1, kIQ1_M, [&](int i, int k, int at, Int first, Int second) {
+    expand_eights<V>(panel, kGrids.iq1, kIQ1, [&](int i, int k, int at, Int first, Int second) {
         if (k == 0) V::widen_words(V::bit_xor(bits_of<V, 1>(panel->negative[0][0], i, 1), V::set(0x00020002)), more);
         Int two = V::bit_or(more[k], V::template left_32<8>(more[k]));
         two     = V::bit_or(two, V::template left_32<16>(two));
-        V::store(out.q[0] + at, V::add_bytes(first, two));
-        V::store(out.q[0] + at + 64, V::add_bytes(second, two));
+        V::store(out.q[0] + at, V::add_bytes(V::template left<3>(first), two));
+        V::store(out.q[0] + at + 64, V::add_bytes(V::template left<3>(second), two));
     });
     expand_nibbles<V>(panel, 7, out);
     expand_floats<V>(panel->d, 0.125f, out.d);

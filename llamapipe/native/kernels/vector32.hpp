@@ -10,8 +10,9 @@ namespace llamapipe::kernels {
 namespace {
 
 struct Vector32 {
-    using Int                          = __m256i;
-    static constexpr int        kBytes = 32;
+    using Int                               = __m256i;
+    static constexpr int        kBytes      = 32;
+    static constexpr int        kMostPlaces = 0;  // of a grid that is looked up by them
     static Int                  load(const void * address) { return _mm256_loadu_si256((const __m256i *) address); }
     static void                 store(void * address, Int v) { _mm256_storeu_si256((__m256i *) address, v); }
     static Int                  bytes(int value) { return _mm256_set1_epi8((char) value); }
@@ -49,19 +50,26 @@ struct Vector32 {
         const __m256i in     = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(all), places), bit);
         return _mm256_blendv_epi8(v, _mm256_sub_epi8(from, v), _mm256_cmpeq_epi8(in, bit));
     }
-    template <int n> static Int look_up_16(const uint16_t (&table)[n], Int index) {
-        alignas(32) uint16_t i[16];
-        store(i, index);
-        // Or GCC takes the numbers out of the vector, and puts entries into one, 16 bits at a time.
-        __asm__("" : "+m"(i));
-        const auto four = [&](int k) {
-            const uint32_t low  = table[i[k]] | (uint32_t) table[i[k + 1]] << 16;
-            const uint32_t high = table[i[k + 2]] | (uint32_t) table[i[k + 3]] << 16;
-            long long      all  = (long long) (low | (uint64_t) high << 32);
-            __asm__("" : "+r"(all));
-            return all;
-        };
-        return _mm256_setr_epi64x(four(0), four(4), four(8), four(12));
+    // Entries of a table: out[0] is of the first eight rows.
+    static void fours(const uint32_t * table, const uint16_t * i, Int (&out)[2]) {
+        for (int k = 0; k < 2; k++) out[k] = eight_fours(table, i + 8 * k);
+    }
+    static Int eight_fours(const uint32_t * table, const uint16_t * i) {
+        const auto at = [&](int k) { return (int) table[i[k]]; };
+        return _mm256_setr_epi32(at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7));
+    }
+    // The first four bytes of each, and the others.
+    static void eights(const uint64_t * table, const uint16_t * i, Int (&first)[2], Int (&second)[2]) {
+        for (int k = 0; k < 2; k++) {
+            const __m256 a = _mm256_castsi256_ps(four_eights(table, i + 8 * k));
+            const __m256 b = _mm256_castsi256_ps(four_eights(table, i + 8 * k + 4));
+            first[k]       = _mm256_permute4x64_epi64(_mm256_castps_si256(_mm256_shuffle_ps(a, b, 0x88)), 0xd8);
+            second[k]      = _mm256_permute4x64_epi64(_mm256_castps_si256(_mm256_shuffle_ps(a, b, 0xdd)), 0xd8);
+        }
+    }
+    static Int four_eights(const uint64_t * table, const uint16_t * i) {
+        const auto at = [&](int k) { return (long long) table[i[k]]; };
+        return _mm256_setr_epi64x(at(0), at(1), at(2), at(3));
     }
 };
 

@@ -96,15 +96,17 @@ template <class V, class Tiles> struct Vnni : Tiles {
     static void sum_super_block(const Panel * const (&panel)[Q], const Weights * w, const RowBlockK * const * x,
                                 Int (&sum)[M][Q * P]) {
         set_all(sum, 0);
-        for (int b = 0; b < 64 / in_block; b++) {
+        constexpr bool is_scaled = in_block < 64;
+        constexpr int  at_once   = is_scaled ? in_block : 16;
+        for (int b = 0; b < 64 / at_once; b++) {
             Int part[M][Q * P];
             set_all(part, 0);
             const uint8_t (*line[Q])[64];
-            for (int q = 0; q < Q; q++) line[q] = w[q].q + in_block * b;
-            add_lines<in_block, M, Q>(line, x, 4 * in_block * b, 0, part);
+            for (int q = 0; q < Q; q++) line[q] = w[q].q + at_once * b;
+            add_lines<at_once, M, Q>(line, x, 4 * at_once * b, 0, part);
             for (int i = 0; i < Q * P; i++) {
-                const Int s = scale(panel[i / P], b, i % P);
-                for (int j = 0; j < M; j++) sum[j][i] = V::add(sum[j][i], V::multiply(part[j][i], s));
+                const Int s = is_scaled ? scale(panel[i / P], b, i % P) : V::set(1);
+                for (int j = 0; j < M; j++) sum[j][i] = V::add(sum[j][i], is_scaled ? V::multiply(part[j][i], s) : part[j][i]);
             }
         }
     }
@@ -188,7 +190,9 @@ template <class V, class Tiles> struct Vnni : Tiles {
             const int        row  = kRows * (i % P);
             Int              rest[M];
             for (int j = 0; j < M; j++) rest[j] = V::set(0);
-            if constexpr (low.has_mins)
+            if constexpr (low.lines == 64)
+                for (int j = 0; j < M; j++) rest[j] = V::set(sum_of(x[j]));
+            else if constexpr (low.has_mins)
                 add_sums<64 / low.lines>(from.mins, row, x, rest);
             else
                 add_sums<64 / low.lines>(from.scales, row, x, rest);

@@ -21,6 +21,7 @@ struct Kernel {
     const char * level;  // "avx2", "avx512-vnni"
     int          block_columns;  // the number of columns must be a multiple
     int          panels_at_once;  // it is fastest with a multiple
+    int          least_rows;  // that are worth the unpacking of a panel, where there are as many
 
     // Bytes of a packed panel, and of a quantized row of activations.
     size_t (*panel_bytes)(int64_t n_columns);

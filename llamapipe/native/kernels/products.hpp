@@ -107,6 +107,7 @@ template <class Level, class P, class W, class R> constexpr Kernel kernel_of(ggm
              level,
              std::is_same_v<P, PanelNVFP4> ? QK_NVFP4 : F::kColumns,
              kTile<Level, F>.panels,
+             std::is_same_v<W, Expanded> ? kRowsAtOnce : 16,
              panel_bytes<P>,
              F::kSuper ? row_bytes_k : row_bytes_32,
              pack<P>,

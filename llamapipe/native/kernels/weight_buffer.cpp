@@ -268,11 +268,12 @@ private:
     }
 
     void multiply(const Group & group, int64_t first, int64_t last, int64_t n_rows) const {
-        const void * const * rows    = at<const void *>(layout_.rows) + group.first;
-        float * const *      results = at<float *>(layout_.results) + group.first;
-        const int64_t        most    = std::clamp<int64_t>((int64_t) (rows_bytes / layout_.row_bytes) / 16 * 16, 16, max_rows);
-        const bool           is_cut  = last * kPanelRows > n_rows;  // the last panel has rows of padding
-        const int64_t        n_whole = last - first - is_cut;
+        const void * const * rows      = at<const void *>(layout_.rows) + group.first;
+        float * const *      results   = at<float *>(layout_.results) + group.first;
+        const int64_t        for_cache = (int64_t) (rows_bytes / layout_.row_bytes) / 16 * 16;
+        const int64_t        most      = std::clamp<int64_t>(for_cache, weights_.kernel->least_rows, max_rows);
+        const bool           is_cut    = last * kPanelRows > n_rows;  // the last panel has rows of padding
+        const int64_t        n_whole   = last - first - is_cut;
         float *              y[max_rows];
         for (int64_t i = 0; i < group.n; i += most) {
             const int64_t n = std::min(most, group.n - i);

@@ -172,4 +172,4 @@ def test_arguments_of_the_template(thinker: lp.Engine) -> None:
 )
 def test_bad_settings(option: str, value: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message.replace("[", r"\[")):
-        ServerSettings(**{option: value})  # type: ignore[arg-type]
+        ServerSettings(**{option: value})

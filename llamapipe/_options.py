@@ -152,8 +152,8 @@ SERVER: Final = (
         "refuse fields without effect, such as store; otherwise the header x-llamapipe-unused names them"),
     _text("fim_order", "what a prompt for filling in begins with: psm, the prefix, or spm, the suffix",
         choices=("psm", "spm"), metavar=""),
-    _object("sampling", "options of SamplingParams where a request gives none; on the command line, options of "
-        "llamapipe generate"),
+    _object("sampling", "options of SamplingParams where a request gives none; on the command line, those of samplers",
+        optional=True),
     _text("reasoning", "where a request says nothing of it: off (no reasoning, if the template can), auto, or N (at "
         "most so many tokens of it)", metavar="off|auto|N"),
     _text("template_args", "arguments of the chat template, as a JSON object, where a request gives no others",

@@ -285,7 +285,7 @@ class Sampling(_Options, kw_only=True):
         """
         vocab = state.engine.model.vocab
         tokenize = partial(vocab.tokenize, add_special=False)
-        return self.params_with(state.settings.sampling, tokenize, fields, **more)
+        return self.params_with(state.settings.sampling or {}, tokenize, fields, **more)
 
     def params_with(
         self,

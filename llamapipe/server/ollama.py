@@ -125,7 +125,7 @@ class Options(_Table, Lenient, kw_only=True):
     def sampling(self, state: ServerState, **more: Any) -> SamplingParams:
         """The options as ``SamplingParams``, with Ollama's defaults. Raises ApiError 400."""
         tokenize = partial(state.engine.model.vocab.tokenize, add_special=False)
-        return self.params_with(state.settings.sampling, tokenize, **more)
+        return self.params_with(state.settings.sampling or {}, tokenize, **more)
 
     def params_with(self, defaults: Mapping[str, Any], tokenize: Tokenize, **more: Any) -> SamplingParams:
         """The same. ``defaults``: the operator's. ``tokenize``: for the keys of ``logit_bias``."""

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -111,7 +111,7 @@ class ServerSettings:
     allow_pull: bool = False
     allow_delete: bool = False
     fim_order: FimOrder = "psm"
-    sampling: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] | None = None
     reasoning: str = "auto"
     template_args: str | None = None
     lora_path: str | os.PathLike[str] | None = None
@@ -146,7 +146,8 @@ class ServerSettings:
         for name in ("allow_pull", "allow_delete"):
             if getattr(self, name) and not self.ollama:
                 raise ValueError(f"{name} needs ollama, whose routes it is for")
-        object.__setattr__(self, "sampling", _defaults(self.sampling))
+        if self.sampling is not None:
+            object.__setattr__(self, "sampling", _defaults(self.sampling))
         for name in ("reasoning", "template_args"):
             value = getattr(self, name)
             if not isinstance(value, str) and (value is not None or name == "reasoning"):

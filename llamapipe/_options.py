@@ -154,8 +154,8 @@ SERVER: Final = (
         choices=("psm", "spm"), metavar=""),
     _object("sampling", "options of SamplingParams where a request gives none; on the command line, those of samplers",
         optional=True),
-    _text("reasoning", "where a request says nothing of it: off (no reasoning, if the template can), auto, or N (at "
-        "most so many tokens of it)", metavar="off|auto|N"),
+    _text("reasoning", "where a request says nothing about it: off (no reasoning), auto (as the template has it) or N "
+        "(at most N tokens)", metavar="off|auto|N"),
     _text("template_args", "arguments of the chat template, as a JSON object, where a request gives no others",
         optional=True, metavar="JSON"),
     _flag("page", "do not serve the page at /", flag="--no-page", is_off=True),

@@ -5,8 +5,9 @@ After each action the scheduler's books must equal what the context holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from hypothesis.stateful import (
 from support.eager_gate import EagerGate
 from support.engine_harness import N_CTX, EngineHarness
 from support.fakes import N_VOCAB, next_token
-from support.gguf_models import recurrent_model
+from support.gguf_models import recurrent_model, tiny_architecture
 from support.inside import request_of, scheduler_of, thread_of, told_and_cached
 from support.kv_subscriber import Subscriber
 from support.memory import cache_of
@@ -259,15 +260,17 @@ def test_on_llama_cpp(tiny: lp.Model, loop: PlainLoop, options: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("guesses", [False, True])
-@pytest.mark.parametrize("kind", ["recurrent", "sliding window", "hybrid"])
+@pytest.mark.parametrize("kind", ["recurrent", "sliding window", "hybrid", "delta net"])
 def test_on_other_memories(tmp_path: Path, kind: str, guesses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if guesses:
         monkeypatch.setattr("llamapipe.engine.Gate", EagerGate)
-    make = {
+    makers: dict[str, Callable[[Path], Path]] = {
         "recurrent": recurrent_model,
         "sliding window": sliding_window_model,
         "hybrid": hybrid_model,
-    }[kind]
+        "delta net": partial(tiny_architecture, name="qwen3.5-0.8b", type_name="f32"),
+    }
+    make = makers[kind]
     with (
         lp.Model(make(tmp_path / "model.gguf")) as model,
         plain_loop(model) as loop,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _ID_DIGITS = 10  # of a token id, which has 32 bits
 _MOST_CHARACTERS = 65_536  # of all texts of one option
 # The most texts of an option. Each breaker is compared with every token of the vocabulary before the first step.
-_MOST_TEXTS = {"stop": 1024, "bad_words": 1024, "dry_sequence_breakers": 64}
+_MOST_TEXTS = {"reasoning_budget_message": 1, "stop": 1024, "bad_words": 1024, "dry_sequence_breakers": 64}
 Tokenize = Callable[[str], list[int]]
 
 

@@ -69,6 +69,14 @@ def test_a_message_precedes_the_end(tmp_path: Path) -> None:
         assert answer.content.strip() == "Yes, 40 km."
 
 
+def test_names_of_control_tokens_in_a_message_stay_text(tmp_path: Path) -> None:
+    with thinking(tmp_path, "Hermes") as engine:
+        (start,) = engine.model.tokenize("<think>", add_special=False, parse_special=True)
+        choice = engine.chat(HELLO, greedy(3, reasoning_budget_message="<think>")).choices[0]
+        assert choice.reasoning.endswith("<think>")
+        assert choice.token_ids.count(start) == 1, "the model's own"
+
+
 def test_several_choices_and_log_probabilities(tmp_path: Path) -> None:
     with thinking(tmp_path, "Hermes") as engine:
         answer = engine.chat(HELLO, greedy(2, n=3, logprobs=2))

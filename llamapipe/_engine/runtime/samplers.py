@@ -242,8 +242,9 @@ class SamplerFactory:
             options.set_grammar(p.grammar)
         if self._reasoning is not None and p.reasoning_budget is not None:
             opens, ends, close, is_open = self._reasoning
-            text = (p.reasoning_budget_message or "") + close
-            tokens = self._vocab.tokenize(text, add_special=False, parse_special=True)
+            # The message is the caller's, so the names of control tokens in it stay text.
+            tokens = self._vocab.tokenize(p.reasoning_budget_message or "", add_special=False)
+            tokens += self._vocab.tokenize(close, add_special=False, parse_special=True)
             options.set_reasoning(p.reasoning_budget, opens, ends, tokens, is_open)
         struct = options.struct
         struct.repeat_last_n = self._n_ctx if p.repeat_last_n < 0 else min(p.repeat_last_n, self._n_ctx)

@@ -7,29 +7,34 @@ groups are supported, also when a system uses both.
 from __future__ import annotations
 
 import os
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
 _OWN = Path("/proc/self/cgroup")
 _MOUNTED = Path("/sys/fs/cgroup")
 
 
-@cache
 def limit_files(
     controller: str, first: str, second: str, own: Path = _OWN, mounted: Path = _MOUNTED
 ) -> tuple[Path, ...]:
     """The readable files with a limit of a controller, of all groups around this process, innermost first.
 
-    Found once per process: limits may change while it runs, its groups hardly do. ``first`` and ``second``: the file's
-    name in version 1 and version 2. ``own``: the file that lists the groups of this process. ``mounted``: the folder
-    below which the groups are.
+    ``first`` and ``second``: the file's name in version 1 and version 2. ``own``: the file that lists the groups of
+    this process. ``mounted``: the folder below which the groups are.
     """
     try:
-        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+        groups = own.read_text()
     except OSError:
         return ()
+    return _files_of(groups, controller, first, second, mounted)
+
+
+@lru_cache(maxsize=16)
+def _files_of(groups: str, controller: str, first: str, second: str, mounted: Path) -> tuple[Path, ...]:
+    """Found once for the groups that a process is in: it may be moved to others."""
     files: list[Path] = []
-    for _, controllers, path in lines:
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
         if not controllers:
             root, name = mounted, second
         elif controller in controllers.split(","):

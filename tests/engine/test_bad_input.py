@@ -248,6 +248,8 @@ OTHER_FIELDS = (
         "adapter",
         "speculate",
         "prediction",
+        "reasoning_budget",
+        "reasoning_budget_message",
     ),  # more of these in test_params.py
 )
 # What has to be on for others to matter.

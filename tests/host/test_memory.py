@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.run_script import run_script
 
+from llamapipe.host._control_group import limit_files
 from llamapipe.host.memory import free_memory, memory_limit
 
 MIB = 2**20
@@ -76,21 +77,21 @@ def test_a_limit_above_the_machines_memory_is_none(tmp_path: Path, meminfo: Path
     assert free_memory(meminfo, [unlimited]) == 4 * MIB
 
 
-@pytest.mark.skipif(not Path("/proc/self/cgroup").is_file(), reason="the system has no control groups")
-def test_a_model_asks_for_the_groups_of_this_process_once() -> None:
-    """A server loads and ends models all day, and each asks for free memory and cores."""
-    out = run_script(
-        """
-import llamapipe as lp
-opened = []
-sys.addaudithook(lambda event, values: event == "open" and opened.append(str(values[0])))
-for _ in range(3):
-    with lp.Model.demo() as model, lp.Engine(model):
-        pass
-say(opened.count("/proc/self/cgroup") <= 3)  # once for each kind of limit
-"""
-    )
-    assert out == "True\n"
+def test_the_files_of_a_process_follow_its_groups(tmp_path: Path) -> None:
+    """They are looked up once for each place, and a process may be moved."""
+    own = tmp_path / "cgroup"
+    for name in ("a", "b"):
+        (tmp_path / "groups" / name).mkdir(parents=True)
+        (tmp_path / "groups" / name / "memory.max").write_text("max")
+
+    def found(name: str) -> tuple[Path, ...]:
+        own.write_text(f"0::/{name}\n")
+        return limit_files("memory", "memory.limit_in_bytes", "memory.max", own, tmp_path / "groups")
+
+    first = found("a")
+    assert first == (tmp_path / "groups" / "a" / "memory.max",)
+    assert found("b") == (tmp_path / "groups" / "b" / "memory.max",)
+    assert found("a") is first
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").is_file(), reason="the system does not report its memory")

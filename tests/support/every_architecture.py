@@ -26,7 +26,7 @@ INTEGERS = {
     "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32, "head_count": N_HEAD,
     "head_count_kv": N_HEAD, "key_length": 16, "value_length": 16, "rope.dimension_count": 16, "sliding_window": 8,
     "ssm.conv_kernel": 4, "ssm.inner_size": 128, "ssm.state_size": 16, "ssm.time_step_rank": 8, "ssm.group_count": 2,
-    "wkv.head_size": 16, "time_mix_extra_dim": 32, "time_decay_extra_dim": 64, "rescale_every_n_layers": 0,
+    "wkv.head_size": 64, "time_mix_extra_dim": 32, "time_decay_extra_dim": 64, "rescale_every_n_layers": 0,
     "decay_lora_rank": 8, "iclr_lora_rank": 8, "value_residual_mix_lora_rank": 8, "gate_lora_rank": 8,
     "q_lora_rank": 16, "kv_lora_rank": 16, "key_length_mla": 32, "value_length_mla": 16, "altup.num_inputs": 2,
     "embedding_length_per_layer_input": 16, "leading_dense_block_count": 1, "shortconv.l_cache": 3, "group_count": 4,

@@ -168,7 +168,7 @@ struct lp_sampler {
 
     std::vector<lp::StageInfo> stages;
 
-    std::unique_ptr<lp::Guesser> guesser;  // of the tokens that follow; null: none is wanted
+    std::unique_ptr<lp::Guesser>        guesser;  // of the tokens that follow; null: none is wanted
     std::unique_ptr<lp::ReasoningLimit> reasoning;  // null: reasoning is not limited
 
     bool penalizes() const { return last_n_ > 0 && (repeat_ != 1.0f || frequency_ != 0.0f || presence_ != 0.0f); }

@@ -254,8 +254,8 @@ void lp_sampler::configure(const lp_sampling_options & o) {
     reasoning.reset();
     if (o.reasoning_budget >= 0 && o.n_reasoning_close > 0) {
         reasoning = std::make_unique<lp::ReasoningLimit>(
-            vocab, o.reasoning_budget, o.reasoning_opens, o.reasoning_ends,
-            std::vector<int32_t>(o.reasoning_close, o.reasoning_close + o.n_reasoning_close), o.reasoning_is_open);
+                vocab, o.reasoning_budget, o.reasoning_opens, o.reasoning_ends,
+                std::vector<int32_t>(o.reasoning_close, o.reasoning_close + o.n_reasoning_close), o.reasoning_is_open);
     }
     needs_row  = o.needs_row;
     has_guide  = o.has_guide;

@@ -319,11 +319,11 @@ async def with_default_args(state: ServerState, given: Mapping[str, Any] | None)
 
 async def reasoning_budget(state: ServerState, args: Mapping[str, Any]) -> int | None:
     """The most tokens of reasoning for these arguments of the template, where a request gives no number."""
-    is_off, effort = args.get("enable_thinking") is False, args.get("reasoning_effort")
-    if is_off or effort is not None:
+    effort = args.get("reasoning_effort")
+    if args.get("enable_thinking") is False:
+        return 0  # models may open it again, although the template has closed it in the prompt
+    if effort is not None:
         form = await state.in_thread(state.engine.model.chat_prompts.chat_format)
-        if is_off:
-            return None if form.reasoning_off else 0
         return None if form.has_efforts else _BUDGETS.get(str(effort))
     limit = state.settings.reasoning
     return int(limit) if limit.isdecimal() else None

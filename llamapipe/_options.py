@@ -58,6 +58,7 @@ class Option:
 
 _int = partial(Option, Kind.INT, metavar="N")
 _size = partial(Option, Kind.SIZE, metavar="SIZE")
+_float = partial(Option, Kind.FLOAT, metavar="X")
 _seconds = partial(Option, Kind.FLOAT, metavar="S")
 _flag = partial(Option, Kind.FLAG, metavar="")
 _texts = partial(Option, Kind.TEXTS, repeats=True)
@@ -87,6 +88,13 @@ ENGINE: Final = (
         "give the same text for a request whatever else runs; refuse models whose texts could differ"),
     _text("draft", "a smaller model of the same family that guesses several tokens for each step, where that saves "
         "time", optional=True, metavar="FILE", aliases=("-md", "--model-draft")),
+    _text("rope_scaling", "how positions are scaled for contexts longer than the model's (default: as the file says)",
+        optional=True, choices=("none", "linear", "yarn", "longrope"), metavar=""),
+    _float("rope_freq_base", "base of the rotations of positions (default: the file's)", 1.5, 1e15, optional=True),
+    _float("rope_freq_scale", "factor of positions: 0.25 is for four times the model's context (default: the file's)",
+        0.001, 1000, optional=True),
+    _int("yarn_orig_ctx", "context in tokens that the model was trained with, for --rope-scaling yarn (default: the "
+        "file's)", 1, 2**26, optional=True),
     _text("overflow", "what to do when the output fills the context: stop, recompute or shift",
         choices=("stop", "recompute", "shift"), metavar="MODE"),
     _int("n_keep", "tokens at the start that --overflow keeps", 0, _INT32_MAX),
@@ -103,6 +111,14 @@ TUNING: Final = (
         optional=True, metavar=None),
     _flag("swa_full", "let sliding-window layers keep the cells of the last window only: less memory, and cached "
         "prefixes continue at fewer places", optional=True, flag="--no-swa-full", is_off=True),
+    _float("yarn_ext_factor", "share of YaRN's mix of scaled and unscaled positions; 0: all are scaled", 0, 10,
+        optional=True),
+    _float("yarn_attn_factor", "factor of YaRN's attention, beside the one that follows from the scale", 0.01, 100,
+        optional=True),
+    _float("yarn_beta_fast", "rotations in the trained context from which YaRN leaves positions alone", 0.01, 1e4,
+        optional=True),
+    _float("yarn_beta_slow", "rotations in the trained context up to which YaRN scales positions", 0.01, 1e4,
+        optional=True),
     _int("batch_window_us", "microseconds that an idle engine waits for more requests to join a step", 0, 1_000_000,
         metavar=None),
     _int("pipeline_depth", "steps in flight at once (default: 2 on a device, 1 on a CPU)", 1, 2, optional=True,

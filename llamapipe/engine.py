@@ -71,6 +71,7 @@ from llamapipe.llama.native_pipeline import (
     ring_slots,
     wants_graph_sampling,
 )
+from llamapipe.llama.rope import Rope, Scaling
 from llamapipe.locks import check_threads
 from llamapipe.native.owner import AsyncOwner
 from llamapipe.params import SamplingParams, check_salt
@@ -104,6 +105,8 @@ class EngineTuning:
     - ``swa_full``: whether layers with a sliding window keep all cells, so that prefixes are reused as in other models
       (True), or the cells of the last window only, in a fraction of the memory (False). None: True, unless the cells
       would take more than a quarter of the free memory.
+    - ``yarn_ext_factor``, ``yarn_attn_factor``, ``yarn_beta_fast``, ``yarn_beta_slow``: details of ``rope_scaling``
+      ``"yarn"``, with llama.cpp's names; None: the file's, or those of the paper (arXiv 2309.00071).
     - ``batch_window_us``: microseconds that an idle engine waits after a request for others to join the step.
     - ``pipeline_depth``: steps in flight at once. With 1 each is sampled and delivered before the next is launched,
       with 2 delivery overlaps with computing. Default: 2 on a device; 1 on a CPU, which the overlap would slow down.
@@ -123,6 +126,10 @@ class EngineTuning:
     n_threads_batch: int | None = None
     kv_unified: bool | None = None
     swa_full: bool | None = None
+    yarn_ext_factor: float | None = None
+    yarn_attn_factor: float | None = None
+    yarn_beta_fast: float | None = None
+    yarn_beta_slow: float | None = None
     batch_window_us: int = 200
     pipeline_depth: int | None = None
     ring: Literal["auto", "events", "sync", "off"] = "auto"
@@ -152,6 +159,9 @@ class Engine(BlockingCalls, AsyncOwner):
     - ``n_seq_max``: requests that are computed at the same time; others wait.
     - ``n_cells``: KV cells in total; default: ``n_ctx * n_seq_max``. With another number, all requests share one KV
       cache, and requests are preempted when cells run out.
+    - ``rope_scaling``, ``rope_freq_base``, ``rope_freq_scale``, ``yarn_orig_ctx``: how positions are scaled for texts
+      that are longer than the model's context (``docs/guides/long-contexts.md``), with llama.cpp's names; None: as the
+      file says. ``rope_scaling="yarn", rope_freq_scale=0.25`` is for four times the model's context.
     - ``type_k``, ``type_v``: the types of keys and values in the KV cache; the quantized ones take less memory.
       ``flash_attn``: ``"auto"`` uses flash attention where the backend supports it.
     - ``n_threads``: compute threads. Default: the cores that this process may use, within a container's CPU limit, and
@@ -224,6 +234,10 @@ class Engine(BlockingCalls, AsyncOwner):
         prefix_cache: bool | Literal["exact"] = True,
         cache_bytes: int | None = None,
         max_itl_ms: float | None = None,
+        rope_scaling: Scaling | None = None,
+        rope_freq_base: float | None = None,
+        rope_freq_scale: float | None = None,
+        yarn_orig_ctx: int | None = None,
         overflow: Literal["stop", "recompute", "shift"] = "stop",
         n_keep: int = 0,
         max_queue: int | None = None,
@@ -251,6 +265,16 @@ class Engine(BlockingCalls, AsyncOwner):
         n_cache_bytes = None if cache_bytes is None else int_of("cache_bytes", cache_bytes)
         kv_events = _kv_events(tuning.kv_events, cache_mode)
         window_us = int_of("batch_window_us", tuning.batch_window_us)
+        rope = Rope(
+            rope_scaling,
+            rope_freq_base,
+            rope_freq_scale,
+            yarn_orig_ctx,
+            tuning.yarn_ext_factor,
+            tuning.yarn_attn_factor,
+            tuning.yarn_beta_fast,
+            tuning.yarn_beta_slow,
+        )
         self._queue = QueueLimit(None if max_queue is None else int_of("max_queue", max_queue))
         # Per-sequence KV is faster if no cells are shared.
         unified = n_cells is not None if tuning.kv_unified is None else tuning.kv_unified
@@ -285,6 +309,7 @@ class Engine(BlockingCalls, AsyncOwner):
                 batch_invariant=check_flag("batch_invariant", batch_invariant),
                 n_states=_n_states(model, sizes, int_of("n_seq_max", n_seq_max)),
                 swa_full=swa_full,
+                rope=rope,
             )
             context = undo.enter_context(closing(new_context()))
             _check_cache_bytes(context, sizes, n_cache_bytes)
@@ -297,7 +322,7 @@ class Engine(BlockingCalls, AsyncOwner):
                     f"{model.path.name} is not causal, so it cannot generate text; "
                     "pass a generative model, or use lp.Embedder for embeddings"
                 )
-            self._types = (type_k, type_v)
+            self._types, self._rope = (type_k, type_v), rope
             self._kv_bytes = kv_bytes(model, context.n_cells, type_k, type_v) or 0
             publisher = tracker = None
             if kv_events is not None:
@@ -1345,7 +1370,7 @@ def _overflow(context: Context, mode: str, n_keep: int) -> Overflow:
 
 def _warn_of_size(context: Context, n_bytes: int) -> None:
     """Logs a warning about sizes that work but are rarely meant."""
-    warn_of_context(context.model, context.n_ctx)
+    warn_of_context(context.model, context.n_ctx, context.rope)
     free = free_memory()
     on_host = all(device.type == "cpu" for device in context.model.devices)
     if on_host and free is not None and n_bytes > (free + n_bytes) / 2:

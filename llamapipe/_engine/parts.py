@@ -12,6 +12,7 @@ from llamapipe.llama.adapter import AdapterSet
 from llamapipe.llama.context import state_version
 from llamapipe.llama.fim import FimText, fim_prompt, fim_room
 from llamapipe.llama.model import Model
+from llamapipe.llama.rope import Rope
 from llamapipe.native.not_copyable import NotCopyable
 from llamapipe.params import SamplingParams
 from llamapipe.work.long_work import LongWork
@@ -28,6 +29,7 @@ class EngineParts(NotCopyable):
     _chat_builder: ChatBuilder
     _submission: Submission
     _long_work: LongWork
+    _rope: Rope
     _types: tuple[str, str]
     _state_layout: StateLayout | None
 
@@ -40,7 +42,9 @@ class EngineParts(NotCopyable):
         return fim_prompt(self.model.vocab, text, fim_room(self.n_ctx, params.max_tokens)).tokens
 
     def _snapshot_format(self, adapters: AdapterSet | None) -> SnapshotFormat:
-        layout = SnapshotFormat(self.model.fingerprint, state_version(), *self._types, self._state_layout)
+        layout = SnapshotFormat(
+            self._rope.fingerprint(self.model), state_version(), *self._types, self._state_layout
+        )
         return layout if adapters is None else layout._replace(adapters=adapters.key.digest)
 
     def _unpack(self, snapshot: bytes | bytearray | memoryview, params: SamplingParams | None) -> Snapshot:

@@ -354,7 +354,6 @@ class LlamaBase(SequenceMethods):
         self._adapter: dict[str | AnyAdapter, float] | None = None
         try:
             self._n_ctx = n_ctx or model.n_ctx_train
-            options.check_rope(values, model.metadata)
             scale = check_float("lora_scale", lora_scale, -MOST_SCALE, MOST_SCALE)
             if lora_path is not None:
                 if embedding:

@@ -9,6 +9,7 @@ from typing import Any, Final
 from llamapipe._messages import did_you_mean, quoted
 from llamapipe.arguments import check_int
 from llamapipe.llama.model import Model
+from llamapipe.llama.rope import SCALINGS
 
 # llama.h's numbers.
 SPLIT_MODES: Final = {0: "none", 1: "layer", 2: "row", 3: "tensor"}
@@ -24,8 +25,7 @@ TYPES: Final = {
     30: "bf16",
 }
 POOLING: Final = {-1: "unspecified", 0: "none", 1: "mean", 2: "cls", 3: "last", 4: "rank"}
-# Only the first is accepted, so the bindings do not have them.
-_ROPE_SCALING: Final = {-1: "unspecified", 0: "none", 1: "linear", 2: "yarn", 3: "longrope"}
+_ROPE_SCALING: Final = {-1: "unspecified", **{number: name for name, number in SCALINGS.items()}}
 # llama-cpp-python's names of these numbers. They come from the tables that options are checked with.
 CONSTANTS: Final[dict[str, int]] = {
     f"{prefix}_{name.upper()}": number
@@ -62,16 +62,20 @@ _INTEGERS: Final = {
 _SHARED_CELLS: Final = 8192
 
 # Arguments that llamapipe cannot honour: the value that asks for nothing, and why another is refused.
-_FROM_FILE = "llamapipe takes it from the model file"
+# The values with which positions are as the model's file says: llama-cpp-python's defaults, and those that LangChain
+# gives for every model, whatever its file says.
+_FILE_ROPE: Final[dict[str, tuple[float, ...]]] = {
+    "rope_freq_base": (0.0, 10000.0),
+    "rope_freq_scale": (0.0, 1.0),
+    "yarn_orig_ctx": (0,),
+    "yarn_ext_factor": (-1.0,),
+    "yarn_attn_factor": (1.0,),
+    "yarn_beta_fast": (32.0,),
+    "yarn_beta_slow": (1.0,),
+}
 REFUSED: Final[dict[str, tuple[object, str]]] = {
     "kv_overrides": (None, "change the file's metadata instead"),
-    "rope_scaling_type": (-1, _FROM_FILE),
-    "attention_type": (-1, _FROM_FILE),
-    "yarn_ext_factor": (-1.0, _FROM_FILE),
-    "yarn_attn_factor": (1.0, _FROM_FILE),
-    "yarn_beta_fast": (32.0, _FROM_FILE),
-    "yarn_beta_slow": (1.0, _FROM_FILE),
-    "yarn_orig_ctx": (0, _FROM_FILE),
+    "attention_type": (-1, "llamapipe takes it from the model file"),
     "offload_kqv": (True, "the KV cache is where the layers are"),
     "op_offload": (None, "llama.cpp's default holds"),
     "swa_full": (None, "the engine chooses the cache of sliding windows"),
@@ -113,21 +117,6 @@ def check_integers(values: dict[str, Any]) -> None:
     for name, (low, high) in _INTEGERS.items():
         if values[name] is not None or name not in ("type_k", "type_v"):
             check_int(name, values[name], low, high)
-
-
-def check_rope(values: dict[str, Any], metadata: dict[str, str]) -> None:
-    """Raises ValueError for a scaling of positions that is not the file's: it cannot be changed here."""
-    name = metadata.get("general.architecture", "")
-    factor = float(metadata.get(f"{name}.rope.scaling.factor", 1)) or 1.0
-    own = {
-        "rope_freq_base": float(metadata.get(f"{name}.rope.freq_base", 10000)),
-        "rope_freq_scale": 1 / factor,
-    }
-    for option, value in own.items():
-        if values[option] not in (0.0, value):
-            raise ValueError(
-                f"{option}={quoted(values[option])} is not supported: the model file says {value:g}; leave it at 0"
-            )
 
 
 def pooling(number: int, metadata: dict[str, str]) -> str:
@@ -177,7 +166,15 @@ def engine_options(values: dict[str, Any], n_ctx: int) -> dict[str, Any]:
     for name in ("type_k", "type_v"):
         if values[name] is not None:
             options[name] = _named(name, TYPES, values[name])
+    options.update(_rope_options(values))
     return options
+
+
+def _rope_options(values: dict[str, Any]) -> dict[str, Any]:
+    given = {name: values[name] for name, own in _FILE_ROPE.items() if values.get(name, own[0]) not in own}
+    if values.get("rope_scaling_type", -1) not in (-1, None):
+        given["rope_scaling"] = _named("rope_scaling_type", _ROPE_SCALING, values["rope_scaling_type"])
+    return given
 
 
 def _named(name: str, names: dict[int, str], value: int) -> str:

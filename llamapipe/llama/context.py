@@ -23,6 +23,7 @@ from llamapipe.llama.adapter import AdapterSet, assign_adapters, set_adapters
 from llamapipe.llama.batch import DecodeBatch
 from llamapipe.llama.kv_memory import check_kv_memory, head_size
 from llamapipe.llama.model import Model
+from llamapipe.llama.rope import FROM_FILE, Rope
 from llamapipe.native.load import drain_log, last_error, native
 from llamapipe.native.owner import Owner
 
@@ -66,7 +67,7 @@ class Context(Owner):
     is False where that cannot be); ``logits`` has nothing then.
     ``graph_sampling``: with a ring, the graph samples as well; the attribute tells whether it does, and
     ``graph_problem`` why not. ``batch_invariant``: llamapipe's kernels, where rows do not depend on each other, also
-    compute products of floats.
+    compute products of floats. ``rope``: how positions are scaled.
 
     The first thread that decodes owns the context until ``release_thread``. Close it before its model.
 
@@ -94,6 +95,7 @@ class Context(Owner):
         batch_invariant: bool = False,
         n_states: int = 0,
         swa_full: bool = True,
+        rope: Rope = FROM_FILE,
     ) -> None:
         self._handle: Any = None
         self._llama: Any = None
@@ -133,7 +135,10 @@ class Context(Owner):
         )
         flash_attn = self._checked_types(type_k, type_v, flash_attn)
         self.type_k = type_k
+        rope.check(model)
+        self.rope = rope
         params = self._params(type_k, type_v, flash_attn)
+        rope.apply(params)
         # llama.cpp aborts if a ubatch has no room for the tokens whose states are kept.
         params.swa_full = check_flag("swa_full", swa_full)
         self.is_recurrent = model.is_recurrent

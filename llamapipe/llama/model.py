@@ -25,6 +25,7 @@ from llamapipe.llama._loading import Progress, is_loading, load, mapping_guard
 from llamapipe.llama.adapter import Adapter, ControlVector, ModelAdapters, local_file
 from llamapipe.llama.devices import Device, check_rpc, device_list, shares_of_devices, used_devices
 from llamapipe.llama.fim import FimExtra, FimOrder, fim_prompt, fim_text
+from llamapipe.llama.rope import FROM_FILE, Rope
 from llamapipe.llama.vocab import Vocab
 from llamapipe.locks import Lock
 from llamapipe.native.load import native
@@ -310,6 +311,12 @@ class Model(Owner):
         self.n_swa: int = lib.llama_model_n_swa(self._handle)
         self.bos = self.vocab.bos
         self.eos = self.vocab.eos
+
+    @property
+    def rotates(self) -> bool:
+        """Whether positions are rotations of keys and queries, in some layers at least."""
+        lib = self._native.lib
+        return bool(lib.llama_model_rope_type(self._handle) != lib.LLAMA_ROPE_TYPE_NONE)
 
     @property
     def has_mrope(self) -> bool:
@@ -712,19 +719,14 @@ class Model(Owner):
         return getattr(self, "_handle", None) is not None and self._pid == os.getpid()
 
 
-def warn_of_context(model: Model, n_ctx: int) -> None:
-    """Logs a warning if ``n_ctx`` is more than the model was trained with, and than its file scales positions to."""
-    most = float(model.n_ctx_train)
-    if n_ctx <= most:
+def warn_of_context(model: Model, n_ctx: int, rope: Rope = FROM_FILE) -> None:
+    """Logs a warning if ``n_ctx`` is more than the model was trained with, and than positions are scaled to."""
+    if n_ctx <= model.n_ctx_train:
         return
-    found = model.metadata
-    scaling = f"{found.get('general.architecture')}.rope.scaling"
-    if found.get(f"{scaling}.type", "none") != "none":
-        n_unscaled = float(found.get(f"{scaling}.original_context_length", most))
-        most = max(most, n_unscaled * float(found.get(f"{scaling}.factor", 1)))
-    if n_ctx > most:
+    if n_ctx > (most := rope.most_tokens(model)):
         logging.getLogger("llamapipe").warning(
-            "n_ctx is %d, but the model was trained with %d: longer texts are likely to be of poor quality",
+            "n_ctx is %d, but the model was trained with %d: longer texts are likely to be of poor quality "
+            "(docs/guides/long-contexts.md)",
             n_ctx,
             most,
         )

@@ -182,15 +182,19 @@ class TestOptions:
         }
         for both in (True, False):
             Llama(lp.demo_model_path(), **given | {"f16_kv": both}).close()
-        for name, other in (
-            ("f16_kv", 7),
-            ("n_parts", 2),
-            ("device", "cuda"),
-            ("rope_freq_scale", 0.5),
-            ("rope_freq_base", 1e6),
-        ):
+        for name, other in (("f16_kv", 7), ("n_parts", 2), ("device", "cuda")):
             with pytest.raises(ValueError, match=f"{name}=.* is not supported"):
                 Llama(lp.demo_model_path(), **given | {name: other})
+
+    def test_positions_are_scaled(self) -> None:
+        def text(**given: Any) -> str:
+            with Llama(lp.demo_model_path(), n_ctx=256, **given) as llama:
+                return str(llama("Once upon a time", max_tokens=24, temperature=0)["choices"][0]["text"])
+
+        own = text()
+        assert text(rope_freq_base=10000.0, rope_freq_scale=1.0, yarn_beta_fast=32.0) == own
+        changed: list[dict[str, Any]] = [{"rope_freq_base": 300.0}, {"rope_freq_scale": 0.1}]
+        assert len({own, *(text(**given) for given in changed)}) == 3
 
     def test_memory_is_that_of_one_request_when_contexts_are_large(self) -> None:
         with Llama(lp.demo_model_path(), n_ctx=512) as small, Llama(lp.demo_model_path(), n_ctx=0) as large:
@@ -198,8 +202,10 @@ class TestOptions:
             assert large.n_ctx() == large.lp_model.n_ctx_train
         given = {"n_seq_max": 8, "n_cells": None, "n_batch": 512, "n_ubatch": 512, "flash_attn": False}
         given |= {"n_threads": None, "n_threads_batch": None, "type_k": 8, "type_v": None}
+        given |= {"rope_scaling_type": 2, "yarn_orig_ctx": 8192}
         made = options.engine_options(given, 32768)
         assert (made["n_cells"], made["type_k"]) == (32768, "q8_0")
+        assert (made["rope_scaling"], made["yarn_orig_ctx"]) == ("yarn", 8192)
         assert options.engine_options(given, 1024)["n_cells"] is None
 
     @pytest.mark.parametrize(

@@ -44,7 +44,9 @@ class TestConstants:
         ]
         for given in options:
             Llama(lp.demo_model_path(), vocab_only=True, **given).close()
-        with pytest.raises(ValueError, match="rope_scaling_type=2 is not supported"):
+        with pytest.raises(
+            ValueError, match="rope_scaling is 'yarn', and neither rope_freq_scale nor the file"
+        ):
             Llama(lp.demo_model_path(), rope_scaling_type=compat.LLAMA_ROPE_SCALING_TYPE_YARN)
 
     def test_completion_shows_them_and_the_reference_has_them(self) -> None:

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -75,6 +76,25 @@ def test_log_probabilities_are_those_of_numpy(name: str, n_tokens: int) -> None:
     assert steps.logprobs is not None
     told = [token.id for token in steps.logprobs]
     expected = logprobs(path, [*tokens[:40], *told])[39:-1]
+    assert np.abs(expected[range(8), told] - [token.logprob for token in steps.logprobs]).max() < 0.3
+
+
+@pytest.mark.parametrize("scaling", ["linear", "yarn"])
+def test_scaled_positions_are_those_of_numpy(scaling: Literal["linear", "yarn"]) -> None:
+    path, scale, n_trained = real_model("smollm2"), 0.25, 512
+    options: dict[str, Any] = {"yarn_orig_ctx": n_trained} if scaling == "yarn" else {}
+    with lp.Model(path) as model:
+        tokens = model.tokenize((HERE / "design" / "architecture.md").read_text(encoding="utf-8"))[:200]
+        with lp.Engine(model, 512, 1, rope_scaling=scaling, rope_freq_scale=scale, **options) as engine:
+            scored = np.array(engine.score_tokens(tokens).logprobs[-199:], np.float64)
+            steps = engine.generate(tokens[:40], lp.SamplingParams(max_tokens=8, temperature=0, logprobs=1))
+    expected = logprobs(path, tokens, scaling, scale, n_trained)
+    chosen = expected[np.arange(199), tokens[1:]]
+    unscaled = logprobs(path, tokens)[np.arange(199), tokens[1:]]
+    assert np.abs(scored - chosen).mean() < 0.12 < np.abs(scored - unscaled).mean() / 2
+    assert steps.logprobs is not None
+    told = [token.id for token in steps.logprobs]
+    expected = logprobs(path, [*tokens[:40], *told], scaling, scale, n_trained)[39:-1]
     assert np.abs(expected[range(8), told] - [token.logprob for token in steps.logprobs]).max() < 0.3
 
 

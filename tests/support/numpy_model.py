@@ -57,8 +57,14 @@ def opened(path: Path) -> GgufWeights:
     return GgufWeights(path)
 
 
-def logprobs(path: Path, tokens: Sequence[int]) -> Floats:
-    """Log-probabilities of the next token after each of ``tokens``: ``(n_tokens, n_vocab)``."""
+def logprobs(
+    path: Path, tokens: Sequence[int], scaling: str = "none", scale: float = 1, n_trained: int = 0
+) -> Floats:
+    """Log-probabilities of the next token after each of ``tokens``: ``(n_tokens, n_vocab)``.
+
+    Positions are scaled by ``scale``: all (``"linear"``), or as YaRN does (``"yarn"``, section 3 of arXiv 2309.00071)
+    for a model that was trained with ``n_trained`` tokens.
+    """
     w = opened(path)
     is_gemma = w.architecture == "gemma3"
     epsilon = w.field("attention.layer_norm_rms_epsilon")
@@ -87,7 +93,9 @@ def logprobs(path: Path, tokens: Sequence[int]) -> Floats:
         if is_gemma:
             q, k = norm(q, f"{layer}.attn_q_norm"), norm(k, f"{layer}.attn_k_norm")
         base = 10_000.0 if is_local else w.field("rope.freq_base", 10_000.0)
-        q, k = (_rotated(part, base, side_by_side) for part in (q, k))
+        frequencies = _frequencies(width, base, scaling, scale, n_trained)
+        sharpened = np.float32(1 + 0.1 * np.log(1 / scale) if scaling == "yarn" else 1)
+        q, k = (sharpened * _rotated(part, frequencies, side_by_side) for part in (q, k))
         k, v = (np.repeat(part, n_head // n_kv, axis=0) for part in (k, v))
         hidden = (distance < 0) | ((distance >= window) if is_local else False)
         mixed = _attention(q, k, v, hidden).transpose(1, 0, 2).reshape(n, -1)
@@ -141,10 +149,29 @@ def _attention(q: Floats, k: Floats, v: Floats, hidden: npt.NDArray[np.bool_]) -
     return made
 
 
-def _rotated(x: Floats, base: float, side_by_side: bool) -> Floats:
+def _frequencies(
+    width: int, base: float, scaling: str, scale: float, n_trained: int
+) -> npt.NDArray[np.float64]:
+    pairs = np.arange(width // 2)
+    frequencies: npt.NDArray[np.float64] = base ** (-2.0 * pairs / width)
+    if scaling == "none":
+        return frequencies
+    if scaling == "linear":
+        return frequencies * scale
+    # The pairs that turn 32 times and once in the trained context: between them, both frequencies are mixed.
+    low, high = (
+        width * np.log(n_trained / (turns * 2 * np.pi)) / (2 * np.log(base)) for turns in (32.0, 1.0)
+    )
+    low, high = max(np.floor(low), 0), min(np.ceil(high), width - 1)
+    share = 1 - np.clip((pairs - low) / max(high - low, 0.001), 0, 1)
+    mixed: npt.NDArray[np.float64] = frequencies * (share + scale * (1 - share))
+    return mixed
+
+
+def _rotated(x: Floats, frequencies: npt.NDArray[np.float64], side_by_side: bool) -> Floats:
     """Rotary positions of ``(heads, n, width)``."""
     width = x.shape[-1]
-    angles = np.arange(x.shape[1])[:, None] * base ** (-np.arange(0, width, 2) / width)
+    angles = np.arange(x.shape[1])[:, None] * frequencies
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     first, second = (
         (slice(0, None, 2), slice(1, None, 2))

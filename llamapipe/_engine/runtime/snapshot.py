@@ -140,7 +140,7 @@ def unpack(data: bytes, layout: SnapshotFormat, n_vocab: int) -> Snapshot:
     if fingerprint != layout.fingerprint:
         raise InvalidRequestError(
             f"the snapshot is of another model (fingerprint {fingerprint.hex()[:12]}, this model's is "
-            f"{layout.fingerprint.hex()[:12]}); restore it with the file that it was made with"
+            f"{layout.fingerprint.hex()[:12]}); restore it with the file and the rope options that it was made with"
         )
     if adapters != layout.adapters:
         before = "other adapters or scales" if any(adapters) else "the model alone"

@@ -46,6 +46,10 @@ struct llama_context_params {
     enum llama_flash_attn_type flash_attn_type;
     enum ggml_type type_k; enum ggml_type type_v;
     enum llama_pooling_type pooling_type;
+    int32_t rope_scaling_type;
+    float rope_freq_base; float rope_freq_scale;
+    float yarn_ext_factor; float yarn_attn_factor; float yarn_beta_fast; float yarn_beta_slow;
+    uint32_t yarn_orig_ctx;
     bool no_perf; bool swa_full; bool kv_unified; bool embeddings;
     ...;
 };

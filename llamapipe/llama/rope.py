@@ -1,0 +1,119 @@
+"""How a context scales the positions of rotary embeddings, where that is not what the model's file says.
+
+A model that was trained with contexts of N tokens reads longer ones if its positions are scaled to what it knows:
+``"linear"`` divides all positions, ``"yarn"`` (arXiv 2309.00071) divides them for slow rotations only and sharpens
+attention a little. llama.cpp computes both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from llamapipe.arguments import choice_of, float_of, int_of
+
+if TYPE_CHECKING:
+    from llamapipe.llama.model import Model
+
+Scaling = Literal["none", "linear", "yarn", "longrope"]
+# llama.cpp's numbers.
+SCALINGS: Final = {"none": 0, "linear": 1, "yarn": 2, "longrope": 3}
+_MOST_TOKENS = 2**31 - 1  # llama.cpp counts them in 32 bits
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Options of ``Engine`` and ``EngineTuning`` about positions; None: the file's. Raises TypeError, ValueError."""
+
+    rope_scaling: str | None = None
+    rope_freq_base: float | None = None
+    rope_freq_scale: float | None = None
+    yarn_orig_ctx: int | None = None
+    yarn_ext_factor: float | None = None
+    yarn_attn_factor: float | None = None
+    yarn_beta_fast: float | None = None
+    yarn_beta_slow: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in self.given().items():
+            if name == "rope_scaling":
+                choice_of(name, value)
+            elif name == "yarn_orig_ctx":
+                int_of(name, value)
+            else:
+                float_of(name, value)
+
+    def given(self) -> dict[str, Any]:
+        """What is not the file's, by the names of the options."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def check(self, model: Model) -> None:
+        """Raises ValueError for options that would do nothing with this model."""
+        given = self.given()
+        if not given:
+            return
+        if not model.rotates:
+            name = next(iter(given))
+            raise ValueError(f"{name} is given, and {model.path.name} has no rotary positions; leave it out")
+        scaling, scale = self._scaling(model), self._scale(model)
+        if self.rope_scaling in ("linear", "yarn") and scale == 1:
+            raise ValueError(
+                f"rope_scaling is {scaling!r}, and neither rope_freq_scale nor the file says by how much: "
+                "rope_freq_scale=0.25 is for four times the context"
+            )
+        if scaling == "none" and self.rope_freq_scale not in (None, 1):
+            raise ValueError(
+                f"rope_freq_scale is {self.rope_freq_scale:g}, and rope_scaling is 'none'; give 'yarn' or 'linear'"
+            )
+        for name in given:
+            if name.startswith("yarn_") and scaling != "yarn":
+                raise ValueError(
+                    f"{name} is given, and rope_scaling is {scaling!r}; it needs rope_scaling='yarn'"
+                )
+        if self.most_tokens(model) > _MOST_TOKENS:
+            raise ValueError(
+                f"rope_freq_scale is {scale:g}, which is for contexts of {self.most_tokens(model):.3g} tokens; "
+                f"the most is {_MOST_TOKENS}"
+            )
+
+    def most_tokens(self, model: Model) -> float:
+        """The longest text, in tokens, that positions are scaled for."""
+        metadata, n_train = model.metadata, float(model.n_ctx_train)
+        if self._scaling(model) == "none":
+            return n_train
+        prefix = _prefix(model)
+        n_unscaled = float(self.yarn_orig_ctx or metadata.get(f"{prefix}.original_context_length") or n_train)
+        return max(n_train, n_unscaled / self._scale(model))
+
+    def _scaling(self, model: Model) -> str:
+        if self.rope_scaling is not None:
+            return self.rope_scaling
+        return model.metadata.get(f"{_prefix(model)}.type", "linear")
+
+    def _scale(self, model: Model) -> float:
+        if self.rope_freq_scale is not None:
+            return self.rope_freq_scale
+        older = model.metadata.get(f"{model.metadata.get('general.architecture')}.rope.scale_linear", 1)
+        return 1 / (float(model.metadata.get(f"{_prefix(model)}.factor", older)) or 1)
+
+    def apply(self, params: Any) -> None:
+        """Sets the fields of llama.cpp's ``llama_context_params``."""
+        for name, value in self.given().items():
+            if name == "rope_scaling":
+                params.rope_scaling_type = SCALINGS[value]
+            else:
+                setattr(params, name, value)
+
+    def fingerprint(self, model: Model) -> bytes:
+        """16 bytes that tell cells apart whose values cannot be used for each other. Raises OSError."""
+        if not self.given():
+            return model.fingerprint
+        return hashlib.sha256(model.fingerprint + repr(astuple(self)).encode()).digest()[:16]
+
+
+FROM_FILE: Final = Rope()
+
+
+def _prefix(model: Model) -> str:
+    return f"{model.metadata.get('general.architecture')}.rope.scaling"

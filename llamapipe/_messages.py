@@ -35,7 +35,6 @@ _HUB = "use -m hf:OWNER/REPO/FILE or -m hf:OWNER/REPO:QUANT"
 _ALWAYS_ON = "it is always on; leave the option out"
 _POLLED = "/metrics and /model_info are always on; leave the option out"
 _TLS = "the server speaks plain HTTP; use a proxy for TLS"
-_UNSUPPORTED = "llamapipe does not support it"
 _CHAT = "use llamapipe chat"
 _DEVICES = "only Python has it: lp.Model(path, devices=[...])"
 _SPLIT_MODE = "only Python has it: lp.Model(path, split_mode=...)"
@@ -132,10 +131,6 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "--models-dir": "use --models DIR",
         "--models-preset": "use --models FILE.toml",
         "--models-max": "use --memory SIZE, which all models together may take",
-        "--rope-scale": "use --rope-freq-scale with 1 divided by it: 0.25 for 4",
-        "--override-kv": _UNSUPPORTED,
-        "--override-tensor": _UNSUPPORTED,
-        "-ot": _UNSUPPORTED,
         "--mlock": "only Python has it: lp.Model(path, use_mlock=True)",
         "--device": _DEVICES,
         "-dev": _DEVICES,
@@ -395,7 +390,7 @@ def about_option(wrong: str, command: str, known: Iterable[str], fields: Contain
 ON_COMMAND_LINE: Final = frozenset(
     option.name
     for option in (*ENGINE, *TUNING, *MODEL)
-    if "_" in option.name and option.metavar is not None and not option.is_off
+    if "_" in option.name and option.metavar is not None and not option.is_off and not option.flag
 ) | {"chat_template", "grammar_timeout", "max_queue"}
 _ADVICE = re.compile(r"\b(?:raise|larger|smaller|set|leave|give|use) ")
 _FIRST = re.compile(r"[a-z]+(?:_[a-z]+)*\b")

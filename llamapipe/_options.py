@@ -143,6 +143,13 @@ MODEL: Final = (
     _int("image_max_tokens", "tokens that an image has at most, for the same: fewer take less time and show less "
         "(default: the projector's)", 1, 65_536, optional=True),
     _texts("rpc", "also place layers on this `llamapipe rpc-worker` (repeatable)", metavar="HOST:PORT"),
+    _int("n_cpu_moe", "keep the experts of the first N layers on the CPU", 0, _INT32_MAX, optional=True,
+        aliases=("-ncmoe",)),
+    _texts("tensor_placement", "place tensors whose names match a regular expression on this device, such as "
+        "exps=CPU (repeatable; the first that matches counts)", metavar="PATTERN=DEVICE", flag="--override-tensor",
+        aliases=("-ot",)),
+    _texts("kv_overrides", "change a value of the file's metadata; TYPE is int, float, bool or str (repeatable)",
+        metavar="KEY=TYPE:VALUE", flag="--override-kv"),
     _object("devices", "devices to place layers on (default: all)"),
     _text("split_mode", "how a model is divided among devices", choices=("none", "layer", "row", "tensor")),
     _int("main_gpu", "the device that split_mode none uses", 0, 1023, metavar=None),

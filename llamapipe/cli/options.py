@@ -181,6 +181,43 @@ def mmproj_file(text: str) -> str | Path:
     return text
 
 
+def _placement(text: str) -> tuple[str, str]:
+    pattern, equals, device = text.rpartition("=")
+    if not (equals and pattern and device):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form PATTERN=DEVICE, as in exps=CPU")
+    return pattern, device
+
+
+_BOOLS = {"true": True, "false": False}
+_READ_VALUE: dict[str, Callable[[str], bool | int | float | str]] = {
+    "int": int,
+    "float": float,
+    "bool": _BOOLS.__getitem__,
+    "str": str,
+}
+
+
+def _kv_override(text: str) -> tuple[str, bool | int | float | str]:
+    key, equals, typed = text.partition("=")
+    kind, colon, value = typed.partition(":")
+    if key and equals and colon and kind in _READ_VALUE:
+        try:
+            return key, _READ_VALUE[kind](value)
+        except (ValueError, KeyError):
+            pass
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not of the form KEY=TYPE:VALUE, as in qwen3moe.expert_used_count=int:4 (TYPE: int, float, bool "
+        "or str)"
+    )
+
+
+def _reciprocal(text: str) -> float:
+    try:
+        return 1 / float(text)
+    except (ValueError, ZeroDivisionError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0") from None
+
+
 # How the text of an option is read, by its kind; and of the options of other kinds, or with further values.
 _READ: dict[Kind, Callable[[str], Any]] = {
     Kind.INT: int,
@@ -228,7 +265,10 @@ _READ_ROW_OTHERWISE: dict[str, Callable[[str], Any]] = {
     "cache_bytes": byte_count_or_zero,
     "draft": model_path,
     "mmproj": mmproj_file,
+    "tensor_placement": _placement,
+    "kv_overrides": _kv_override,
 }
+_MAPPINGS = ("logit_bias", "tensor_placement", "kv_overrides")
 
 
 def from_rows(*rows: Row) -> list[Option]:
@@ -295,6 +335,24 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `Engine` and of `Model`."""
     add_options(parser, "engine", ENGINE, defaults_of(lp.Engine) | defaults_of(lp.EngineTuning))
     add_options(parser, "model", MODEL, defaults_of(lp.Model))
+    # llama.cpp's other words for two of them.
+    parser.add_argument(
+        "--cpu-moe",
+        "-cmoe",
+        dest="n_cpu_moe",
+        action="store_const",
+        const=2**31 - 1,
+        default=argparse.SUPPRESS,
+        help="keep the experts of all layers on the CPU",
+    )
+    parser.add_argument(
+        "--rope-scale",
+        dest="rope_freq_scale",
+        type=_reciprocal,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="the same as --rope-freq-scale 1/N",
+    )
 
 
 def defaults_of(call: Callable[..., Any]) -> dict[str, Any]:
@@ -311,8 +369,9 @@ def given(args: argparse.Namespace, options: list[Option]) -> dict[str, Any]:
             if value is None and option.read is number_or_automatic:
                 continue  # the library's default
             values[option.name] = tuple(value) if option.repeats else value
-    if "logit_bias" in values:
-        values["logit_bias"] = dict(values["logit_bias"])
+    for name in _MAPPINGS:
+        if name in values:
+            values[name] = dict(values[name])
     return values
 
 

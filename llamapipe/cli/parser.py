@@ -54,7 +54,11 @@ class CommandParser(argparse.ArgumentParser):
 
     def options(self) -> dict[str, str]:
         """The options as they are written, by the names of their arguments; llama.cpp's names come before ours."""
-        return {action.dest: action.option_strings[-1] for action in self._actions if action.option_strings}
+        return {
+            action.dest: action.option_strings[-1]
+            for action in reversed(self._actions)
+            if action.option_strings
+        }
 
     def _take_texts(self, values: argparse.Namespace, unknown: Sequence[str]) -> bool:
         """Takes texts that come after options, as in ``run MODEL -n 5 MESSAGE``. False: these are no texts.

@@ -74,7 +74,6 @@ _FILE_ROPE: Final[dict[str, tuple[float, ...]]] = {
     "yarn_beta_slow": (1.0,),
 }
 REFUSED: Final[dict[str, tuple[object, str]]] = {
-    "kv_overrides": (None, "change the file's metadata instead"),
     "attention_type": (-1, "llamapipe takes it from the model file"),
     "offload_kqv": (True, "the KV cache is where the layers are"),
     "op_offload": (None, "llama.cpp's default holds"),
@@ -141,6 +140,7 @@ def model_options(values: dict[str, Any]) -> dict[str, Any]:
         "vocab_only": values["vocab_only"],
         "use_mmap": values["use_mmap"],
         "use_mlock": values["use_mlock"],
+        "kv_overrides": values["kv_overrides"],
     }
 
 

@@ -22,7 +22,24 @@ from llamapipe.errors import ModelLoadError
 from llamapipe.gguf._shapes import check_shapes
 from llamapipe.gguf._vocab import check_vocabulary
 from llamapipe.gguf.names import part_name, read_name
-from llamapipe.gguf.reader import STRING, U16, Array, Damage, Head, Tensor, parse_head
+from llamapipe.gguf.reader import (
+    ARRAY,
+    BOOL,
+    F32,
+    F64,
+    I64,
+    INTEGER_RANGES,
+    STRING,
+    TYPE_NAMES,
+    U16,
+    U32,
+    Array,
+    Damage,
+    Entry,
+    Head,
+    Tensor,
+    parse_head,
+)
 
 # ggml's tensor types: name, values in a block, bytes of a block (ggml.h, ggml-common.h).
 _TYPES: Final = {
@@ -213,8 +230,12 @@ class GgufInfo:
         return next((change for stamp in self.stamps if (change := stamp.change())), None)
 
 
-def check_gguf(path: str | os.PathLike[str]) -> GgufInfo:
+def check_gguf(
+    path: str | os.PathLike[str], overrides: Mapping[str, bool | float | str] | None = None
+) -> GgufInfo:
     """Check a GGUF file and, for a split model, its other parts. Any thread; files are mapped, not copied.
+
+    ``overrides``: single values by key that are checked, and told, in place of the file's; see ``overridden``.
 
     Raises ModelLoadError if the file is missing, not a GGUF file, truncated or damaged; the message names the problem
     and its place.
@@ -223,6 +244,7 @@ def check_gguf(path: str | os.PathLike[str]) -> GgufInfo:
     first = open_gguf(file)
     head = first.head
     try:
+        head.entries.update(overridden(head.entries, overrides or {}))
         # First, because a later part of a split model has no architecture, which would be the wrong complaint.
         n_tensors, parts = _parts(file, head)
         shapes = check_shapes(head)
@@ -253,6 +275,41 @@ def check_gguf(path: str | os.PathLike[str]) -> GgufInfo:
         size_bytes=len(head.buffer) + sum(len(part.head.buffer) for part in parts),
         stamps=(first.stamp, *(part.stamp for part in parts)),
     )
+
+
+def overridden(entries: Mapping[str, Entry], overrides: Mapping[str, bool | float | str]) -> dict[str, Entry]:
+    """The entries that stand in for a file's, of its types. ``overrides``: bools, ints, floats or strs by key.
+
+    Raises Damage for a value of another type than the file's, which llama.cpp would ignore.
+    """
+    made = {}
+    for key, value in overrides.items():
+        known = entries.get(key)
+        kind = _kind_of(value) if known is None else known.kind
+        stored = value
+        if kind in (F32, F64) and isinstance(value, int) and not isinstance(value, bool):
+            stored = float(value)
+        low, high = INTEGER_RANGES.get(kind, (0, 0))
+        fits = {BOOL: isinstance(stored, bool), STRING: isinstance(stored, str)}.get(kind)
+        if fits is None:
+            fits = (
+                isinstance(stored, float)
+                if kind in (F32, F64)
+                else type(stored) is int and low <= stored <= high
+            )
+        if not fits or kind == ARRAY:
+            raise Damage(f"kv_overrides has {value!r} for {key}, which is of type {TYPE_NAMES[kind]}")
+        made[key] = Entry(kind, stored.encode() if isinstance(stored, str) else stored)
+    return made
+
+
+def _kind_of(value: bool | int | float | str) -> int:
+    """The type that llama.cpp has for a value of which the file has none."""
+    if isinstance(value, bool):
+        return BOOL
+    if isinstance(value, int):
+        return U32 if 0 <= value < 2**32 else I64
+    return STRING if isinstance(value, str) else F32
 
 
 def _metadata(head: Head) -> dict[str, Any]:

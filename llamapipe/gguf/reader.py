@@ -17,7 +17,13 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-U16, U32, I32, F32, BOOL, STRING, ARRAY = 2, 4, 5, 6, 7, 8, 9
+U16, U32, I32, F32, BOOL, STRING, ARRAY, I64, F64 = 2, 4, 5, 6, 7, 8, 9, 11, 12
+INTEGER_RANGES: Final = {
+    **{kind: (0, 2**bits - 1) for kind, bits in {0: 8, 2: 16, 4: 32, 10: 64}.items()},
+    **{
+        kind: (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for kind, bits in {1: 8, 3: 16, 5: 32, 11: 64}.items()
+    },
+}
 TYPE_NAMES: Final = (
     "u8",
     "i8",

@@ -6,6 +6,7 @@ closed before them.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +23,14 @@ from llamapipe.errors import BackendError, EngineClosedError, ModelLoadError
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.memory import free_memory, return_freed_memory
 from llamapipe.llama._loading import Progress, is_loading, load, mapping_guard
+from llamapipe.llama._overrides import (
+    checked_kv,
+    log_placement,
+    native_kv,
+    native_placement,
+    placed_tensors,
+    shown_kv,
+)
 from llamapipe.llama.adapter import Adapter, ControlVector, ModelAdapters, local_file
 from llamapipe.llama.devices import Device, check_rpc, device_list, shares_of_devices, used_devices
 from llamapipe.llama.fim import FimExtra, FimOrder, fim_prompt, fim_text
@@ -102,6 +111,10 @@ class Model(Owner):
     - ``image_min_tokens``, ``image_max_tokens``: approximate limits of an image's tokens, for projectors that keep an
       image's proportions; for each tile, if the projector tiles. None: the file's. Projectors with one size for all
       images refuse them if ``mmproj`` names a file, else warn.
+    - ``n_cpu_moe``: the experts of so many layers, from the first, stay on the CPU, where the others are on a GPU.
+      ``tensor_placement``: other tensors' devices, by regular expressions (``re.search``) of their names; the first
+      that matches counts: ``{r"ffn_.*_exps": "CPU"}``. A pattern that matches none is an error.
+    - ``kv_overrides``: values of the file's metadata that are to be others, by key, of the file's types.
 
     A model has these attributes:
 
@@ -147,6 +160,9 @@ class Model(Owner):
         mmproj: str | os.PathLike[str] | bool | None = "auto",
         image_min_tokens: int | None = None,
         image_max_tokens: int | None = None,
+        n_cpu_moe: int | None = None,
+        tensor_placement: Mapping[str, str | Device] | None = None,
+        kv_overrides: Mapping[str, bool | int | float | str] | None = None,
     ) -> None:
         self._handle: Any = None
         self.projector: Projector | None = None
@@ -185,6 +201,7 @@ class Model(Owner):
             raise ValueError(
                 "mmproj is given, and vocab_only loads no weights that could use it; give one of them"
             )
+        self._kv_overrides = checked_kv(kv_overrides)
         limits = _image_limits(image_min_tokens, image_max_tokens)
         if rpc is not None:
             check_rpc(split, n_layers, self.vocab_only)
@@ -192,7 +209,7 @@ class Model(Owner):
 
         self._native = native()
         with mapping_guard(self._native, self.path):
-            info = check_gguf(self.path)
+            info = check_gguf(self.path, self._kv_overrides)
         if info.is_vocab_only and not self.vocab_only:
             raise ModelLoadError(
                 f"{self.path} holds a vocabulary without weights; load it with vocab_only=True to tokenize, "
@@ -206,8 +223,15 @@ class Model(Owner):
         self.is_causal = info.is_causal
         self.has_rank_head = info.has_rank_head
         params = self._params(n_layers, split, gpu, mapped, locked)
-        ffi = self._native.ffi
-        shares = shares_of_devices(ffi, self._native.lib, tensor_split)
+        ffi, lib = self._native.ffi, self._native.lib
+        placed = placed_tensors(info, tensor_placement, n_cpu_moe, devices)
+        places = native_placement(ffi, lib, placed)
+        overrides = native_kv(ffi, lib, {key: info.metadata[key] for key in self._kv_overrides})
+        if placed:
+            params.tensor_buft_overrides = places[0]
+        if self._kv_overrides:
+            params.kv_overrides = overrides
+        shares = shares_of_devices(ffi, lib, tensor_split)
         try:
             if rpc is not None:
                 from llamapipe.rpc import Workers
@@ -215,10 +239,11 @@ class Model(Owner):
                 self._workers = Workers(rpc)
             far = [] if self._workers is None else self._workers.devices
             # Native memory that must stay alive until load() returns.
-            keep = [device_list(ffi, devices, far), shares]
-            params.devices, params.tensor_split = keep
+            keep = [device_list(ffi, devices, far), shares, places, overrides]
+            params.devices, params.tensor_split = keep[:2]
             self.devices = used_devices(devices, n_layers, far)
             self._load(info, params, progress, may_pack, folder)
+            log_placement(info, placed)
             self._read_sizes()
             self._check_rope(info)
             if second is not None and not self.vocab_only:
@@ -556,14 +581,17 @@ class Model(Owner):
         for i in range(lib.llama_model_meta_count(self.handle)):
             key = _text(ffi, partial(lib.llama_model_meta_key_by_index, self.handle, i))
             found[key] = _text(ffi, partial(lib.llama_model_meta_val_str_by_index, self.handle, i))
-        return found
+        return found | {key: shown_kv(value) for key, value in self._kv_overrides.items()}
 
     @cached_property
     def fingerprint(self) -> bytes:
         """16 bytes that tell this file apart from others; see ``gguf.reader.fingerprint``. Raises OSError."""
         from llamapipe.gguf.reader import fingerprint
 
-        return fingerprint(self.path)
+        own = fingerprint(self.path)
+        if not self._kv_overrides:
+            return own
+        return hashlib.sha256(own + repr(sorted(self._kv_overrides.items())).encode()).digest()[: len(own)]
 
     @cached_property
     def chat_template(self) -> str | None:

@@ -16,7 +16,9 @@ struct ggml_backend_dev_props {
 };
 
 size_t ggml_backend_dev_count(void);
+typedef struct ggml_backend_buffer_type * ggml_backend_buffer_type_t;
 ggml_backend_dev_t ggml_backend_dev_get(size_t index);
+ggml_backend_buffer_type_t ggml_backend_dev_buffer_type(ggml_backend_dev_t device);
 void ggml_backend_dev_get_props(ggml_backend_dev_t device, struct ggml_backend_dev_props * props);
 ggml_backend_reg_t ggml_backend_dev_backend_reg(ggml_backend_dev_t device);
 const char * ggml_backend_reg_name(ggml_backend_reg_t reg);

@@ -25,8 +25,19 @@ enum llama_pooling_type { LLAMA_POOLING_TYPE_UNSPECIFIED = -1, LLAMA_POOLING_TYP
 
 typedef bool (*llama_progress_callback)(float progress, void * user_data);
 
+enum llama_model_kv_override_type { LLAMA_KV_OVERRIDE_TYPE_INT, LLAMA_KV_OVERRIDE_TYPE_FLOAT,
+                                    LLAMA_KV_OVERRIDE_TYPE_BOOL, LLAMA_KV_OVERRIDE_TYPE_STR, ... };
+struct llama_model_kv_override {
+    enum llama_model_kv_override_type tag;
+    char key[128];
+    union { int64_t val_i64; double val_f64; bool val_bool; char val_str[128]; };
+};
+struct llama_model_tensor_buft_override { const char * pattern; ggml_backend_buffer_type_t buft; };
+
 struct llama_model_params {
     ggml_backend_dev_t * devices;
+    const struct llama_model_tensor_buft_override * tensor_buft_overrides;
+    const struct llama_model_kv_override * kv_overrides;
     int32_t n_gpu_layers;
     enum llama_split_mode split_mode;
     enum llama_load_mode load_mode;

@@ -15,6 +15,8 @@ from typing import Final
 
 from llamapipe._sampling_table import Kind
 
+MTP_CHOICES: Final = ("auto", "mtp")  # of the option ``draft``, besides models
+
 _INT32_MAX = 2**31 - 1
 _SECONDS = 1e6
 _MOST_SOUND_S = 1800
@@ -86,8 +88,9 @@ ENGINE: Final = (
         metavar="MS"),
     _flag("batch_invariant",
         "give the same text for a request whatever else runs; refuse models whose texts could differ"),
-    _text("draft", "a smaller model of the same family that guesses several tokens for each step, where that saves "
-        "time", optional=True, metavar="FILE", aliases=("-md", "--model-draft")),
+    _text("draft", "what guesses several tokens for each step, where that saves time: a smaller model of the same "
+        "family, mtp (the model's own MTP layer), or auto (that layer, if it has one)", optional=True, metavar="FILE",
+        aliases=("-md", "--model-draft")),
     _text("rope_scaling", "how positions are scaled for contexts longer than the model's (default: as the file says)",
         optional=True, choices=("none", "linear", "yarn", "longrope"), metavar=""),
     _float("rope_freq_base", "base of the rotations of positions (default: the file's)", 1.5, 1e15, optional=True),
@@ -142,6 +145,7 @@ MODEL: Final = (
         "the projector's)", 1, 65_536, optional=True),
     _int("image_max_tokens", "tokens that an image has at most, for the same: fewer take less time and show less "
         "(default: the projector's)", 1, 65_536, optional=True),
+    _flag("load_mtp", "also load the layers that predict the token after the next (MTP)", metavar=None),
     _texts("rpc", "also place layers on this `llamapipe rpc-worker` (repeatable)", metavar="HOST:PORT"),
     _int("n_cpu_moe", "keep the experts of the first N layers on the CPU", 0, _INT32_MAX, optional=True,
         aliases=("-ncmoe",)),

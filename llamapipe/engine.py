@@ -41,7 +41,7 @@ from llamapipe._engine.policy.planner import LEAST_CHUNK
 from llamapipe._engine.policy.scheduler import Scheduler
 from llamapipe._engine.policy.speculation import MOST_GUESSED, Drafter, Gate
 from llamapipe._engine.runtime.compute_threads import make_tuner
-from llamapipe._engine.runtime.draft import make_drafter
+from llamapipe._engine.runtime.draft import make_drafter, make_mtp_drafter, mtp_problem
 from llamapipe._engine.runtime.encoder import MediaEncoder
 from llamapipe._engine.runtime.executor import StepExecutor
 from llamapipe._engine.runtime.invariance import check_invariance
@@ -51,6 +51,7 @@ from llamapipe._engine.runtime.snapshot import Snapshot, parts_of
 from llamapipe._engine.runtime.state_layout import StateLayout
 from llamapipe._engine.runtime.thread import EngineThread
 from llamapipe._messages import explains_fields, explains_keywords, explains_options
+from llamapipe._options import MTP_CHOICES
 from llamapipe._sync.engine import BlockingCalls
 from llamapipe._sync.submission import BlockingSubmission
 from llamapipe.arguments import check_choice, check_flag, check_int, choice_of, float_of, int_of, refuse_table
@@ -88,6 +89,7 @@ CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_0", "q5_1", "q4_0", "q4_1"
 FlashAttention = Literal["auto", "on", "off"]
 _N_LARGE_STATES = 4  # the same, of states that have the size of thousands of cells
 _N_STATES = 8  # of a sequence that are kept after the last tokens, so that wrong guesses can be taken back
+_N_MTP_STATES = 2
 SCORE_ROWS = 32  # maximum output rows of a step for scored tokens; bounds their memory
 # On a CPU a prompt token takes hardly longer in a step of 256 than in one of 512.
 PREFILL_CUTOFF_TOKENS = 256
@@ -181,8 +183,9 @@ class Engine(BlockingCalls, AsyncOwner):
       the same without computing them again, with llama.cpp's shift of positions. That is faster and only approximate;
       it needs a separate KV cache for each request (no ``n_cells``) and a model whose positions can be shifted.
     - ``max_queue``: maximum number of requests that wait for a slot; None: no limit.
-    - ``draft``: a smaller model of the same family, or its path, that guesses several tokens for each step
-      (``docs/guides/performance.md``). It changes the number of steps, never the text, and is used only where it saves
+    - ``draft``: what guesses several tokens for each step (``docs/guides/performance.md``): a smaller model of the same
+      family, or its path; ``"mtp"``: the layer of the model itself that predicts the token after the next; ``"auto"``:
+      that layer, if the file has one. It changes the number of steps, never the text, and is used only where it saves
       time. A path is loaded with the model's ``kernels`` and ``packed_cache``, and closed with the engine; close a
       ``Model`` yourself, after the engine.
     - ``batch_invariant``: the same request gives the same text whatever else runs (``docs/sampling.md``). Raises
@@ -251,7 +254,8 @@ class Engine(BlockingCalls, AsyncOwner):
             raise TypeError(f"model must be a Model or the path of a GGUF file, not {type(model).__name__}")
         if draft is not None and not isinstance(draft, (Model, str, os.PathLike)):
             raise TypeError(
-                f"draft must be a Model, the path of a GGUF file, or None, not {type(draft).__name__}"
+                'draft must be a Model, the path of a GGUF file, "mtp", "auto" or None, not '
+                f"{type(draft).__name__}"
             )
         if not isinstance(tuning, EngineTuning):
             raise TypeError(
@@ -282,7 +286,12 @@ class Engine(BlockingCalls, AsyncOwner):
         check_threads()
         with ExitStack() as undo:
             if not isinstance(model, Model):
-                model = undo.enter_context(closing(Model(model)))
+                model = undo.enter_context(closing(Model(model, load_mtp=draft in MTP_CHOICES)))
+            has_mtp = draft in MTP_CHOICES and _has_mtp(model, draft == "mtp", depth)
+            if draft in MTP_CHOICES:
+                draft = None
+            if has_mtp:
+                depth = 1  # the states of a step are read when it is computed
             sizes = None
             if model.is_recurrent or model.n_swa:
                 sizes = model_sizes(model, choice_of("type_k", type_k), choice_of("type_v", type_v))
@@ -307,7 +316,7 @@ class Engine(BlockingCalls, AsyncOwner):
                 n_ring_slots=ring_slots(model, tuning.ring, 2 if depth is None else depth + 1, keeps_windows),
                 graph_sampling=wants_graph_sampling(model, tuning.ring, tuning.graph_sampling, keeps_windows),
                 batch_invariant=check_flag("batch_invariant", batch_invariant),
-                n_states=_n_states(model, sizes, int_of("n_seq_max", n_seq_max)),
+                n_states=_n_states(model, sizes, int_of("n_seq_max", n_seq_max), has_mtp),
                 swa_full=swa_full,
                 rope=rope,
             )
@@ -333,12 +342,15 @@ class Engine(BlockingCalls, AsyncOwner):
             self._draft_model: Model | None = None  # if the engine loaded it
             if draft is not None and not isinstance(draft, Model):
                 draft = self._draft_model = undo.enter_context(closing(_draft_model(draft, model)))
-            drafter = None
-            if draft is not None:
-                # As for chunks of prompts: streams wait while the draft model computes one.
-                n_room = context.n_ubatch if max_itl_s is None else min(LEAST_CHUNK, context.n_ubatch)
+            drafter: Drafter | None = None
+            # As for chunks of prompts: streams wait while the draft model computes one.
+            n_room = context.n_ubatch if max_itl_s is None else min(LEAST_CHUNK, context.n_ubatch)
+            if has_mtp:
+                drafter = undo.enter_context(closing(make_mtp_drafter(context, n_room)))
+            elif draft is not None:
                 drafter = undo.enter_context(closing(make_drafter(context, draft, n_room)))
-            self._draft_text = "" if draft is None else f" draft={draft.path.name!r}"
+            name = "mtp" if has_mtp else "" if draft is None else draft.path.name
+            self._draft_text = f" draft={name!r}" if name else ""
             cache = KvCache.for_context(
                 context,
                 cache_mode,
@@ -1290,12 +1302,22 @@ def _scheduler(
     )
 
 
-def _n_states(model: Model, sizes: MemorySizes | None, n_seq_max: int) -> int:
+def _has_mtp(model: Model, must: bool, depth: int | None) -> bool:
+    """Whether the model's MTP layer drafts. Raises ValueError, with the reason, if it ``must`` and cannot."""
+    problem = mtp_problem(model)
+    if not problem and depth is not None and depth > 1:
+        problem = f"pipeline_depth is {depth}, and MTP layers read the states of one step before the next"
+    if must and problem:
+        raise ValueError(f"draft is 'mtp', but {problem}; leave draft out, or give a smaller model")
+    return not problem
+
+
+def _n_states(model: Model, sizes: MemorySizes | None, n_seq_max: int, has_mtp: bool = False) -> int:
     """The number of recurrent states of a sequence that are kept besides the last one, for guesses.
 
     The states of short convolutions (LFM2) have the values of a few tokens. Others are as large as thousands of KV
     cells: a few, if all sequences' together take at most a quarter of the weights, so where slots are few and guesses
-    gain most. Many architectures cannot keep any; llama.cpp knows which.
+    gain most; at least two if an MTP layer drafts. Many architectures cannot keep any; llama.cpp knows which.
     """
     architecture = model.metadata.get("general.architecture", "")
     if f"{architecture}.shortconv.l_cache" in model.metadata:
@@ -1303,7 +1325,7 @@ def _n_states(model: Model, sizes: MemorySizes | None, n_seq_max: int) -> int:
     if sizes is None or not sizes.state:
         return 0
     n = min(_N_LARGE_STATES, model.size_bytes // 4 // (sizes.state * n_seq_max))
-    return n if n > 1 else 0
+    return max(n, _N_MTP_STATES) if has_mtp else n if n > 1 else 0
 
 
 def _swa_full(

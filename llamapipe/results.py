@@ -299,7 +299,8 @@ class EngineStats:
     Guessed tokens:
 
     - ``n_drafted``: guesses that were computed. ``n_accepted``: those that were right. ``n_forced``: the right ones
-      that a constraint left no choice about.
+      that a constraint left no choice about. ``n_drafted_by_model``, ``n_accepted_by_model``: those of the draft model,
+      or of the model's MTP layer.
     - ``n_steps_saved``: steps that a whole batch was spared.
     - ``no_guesses``: why no step has guesses; ``""`` if steps may have some. ``unguessed``: requests without guesses
       although others may have some, by the reason.
@@ -345,6 +346,8 @@ class EngineStats:
     cache_bytes: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
+    n_drafted_by_model: int = 0
+    n_accepted_by_model: int = 0
     n_forced: int = 0
     n_steps_saved: int = 0
     no_guesses: str = ""

@@ -11,6 +11,7 @@ tensors they have, so llamapipe must be installed or built.
     python tools/make_model.py --preset 15m --type q8_0 --seed 1 OUT.gguf
     python tools/make_model.py --preset qwen3.5-0.8b --tiny --vocab smollm2 OUT.gguf
     python tools/make_model.py --preset gpt-oss-20b --layers 12 --type mxfp4_moe --distinct-rows 256 OUT.gguf
+    python tools/make_model.py --preset qwen3.5-0.8b --tiny --mtp 1 --vocab builtin-bpe OUT.gguf
     python tools/make_model.py --preset tiny --type f16 OUT.gguf
     python tools/make_model.py --preset 15m --layers 12 --width 512 --heads 8 --ffn 1408 OUT.gguf
 """
@@ -291,7 +292,9 @@ def _weights(shape: Shape, n_vocab: int, seed: int, distinct_rows: int | None) -
 
 
 # Optional tensors that llama.cpp names and the published models lack. A `cls` would make a model a reranker.
-_LEFT_OUT = re.compile(r"^cls|^dense_|\.(input_)?scale$|rope_factors")
+_LEFT_OUT = re.compile(
+    r"^cls|^dense_|\.(input_)?scale$|rope_factors|nextn\.(embed_tokens|shared_head_head)\."
+)
 _OPTIONAL_BIASES = re.compile(r"(attn_(q|k|v|qkv|output)|ffn_(gate|up|down))\.bias$")
 _OF_EXPERTS = re.compile(r"_exps\.|ffn_gate_inp\.|exp_probs_b")
 _OUTPUT_NORMS = ("output_norm.weight", "token_embd_norm.weight")  # the second is that of LFM 2
@@ -544,6 +547,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--type", choices=sorted(TYPES), default="q8_0", dest="type_name", help="weights (%(default)s)"
     )
+    parser.add_argument(
+        "--mtp", type=int, default=0, metavar="N", help="layers that predict the token after the next (0)"
+    )
     parser.add_argument("--vocab", help="builtin-spm, builtin-bpe, a GGUF file, or a name such as llama-spm")
     parser.add_argument("--seed", type=int, default=1, help="of the weights (%(default)s)")
     parser.add_argument("--source", metavar="DIR", help="llama.cpp tree that holds the named vocabularies")
@@ -557,11 +563,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _chosen(name: str, tiny: bool, given: dict[str, int]) -> tuple[Shape | Architecture, str]:
+def _chosen(name: str, tiny: bool, given: dict[str, int], mtp: int = 0) -> tuple[Shape | Architecture, str]:
     """The sizes that the command line asks for, and the vocabulary that goes with them. Raises ValueError."""
     if name in PRESETS:
         if tiny:
             raise ValueError("--tiny is for the architectures of model_shapes.py; use --preset tiny")
+        if mtp:
+            raise ValueError("--mtp is for the architectures of model_shapes.py, such as qwen3.5-0.8b")
         if "heads" in given and "heads_kv" not in given:
             given = given | {"heads_kv": given["heads"]}
         return replace(PRESETS[name].shape, **given), PRESETS[name].vocab
@@ -570,7 +578,7 @@ def _chosen(name: str, tiny: bool, given: dict[str, int]) -> tuple[Shape | Archi
         raise ValueError(
             f"{name} has sizes of its own: {', '.join(others)} cannot be set, layers and context can"
         )
-    model = replace(model, context=given.get("context", model.context))
+    model = replace(model, context=given.get("context", model.context), mtp=mtp)
     return model.cut(given["layers"]) if "layers" in given else model, "smollm2"
 
 
@@ -579,7 +587,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     given = {name: getattr(args, name) for name in vars(Shape()) if getattr(args, name) is not None}
     try:
-        shape, vocab = _chosen(args.preset, args.tiny, given)
+        shape, vocab = _chosen(args.preset, args.tiny, given, args.mtp)
         path = make_model(
             args.out,
             shape=shape,

@@ -23,7 +23,7 @@ class Architecture:
     begin with an underscore are for ``of_layers``, which makes the metadata that depends on the number of layers.
     ``tiny``: what ``sizes`` becomes in a small file. ``tied``: the output matrix is the embedding.
     ``scales_embedding``: the graph multiplies embeddings by the root of the width. ``biases``: matrices have biases
-    where llama.cpp takes them or not.
+    where llama.cpp takes them or not. ``mtp``: layers after those that predict the token after the next (MTP).
     """
 
     architecture: str
@@ -36,6 +36,7 @@ class Architecture:
     tied: bool = True
     scales_embedding: bool = False
     biases: bool = False
+    mtp: int = 0
 
     def shrunk(self) -> Architecture:
         """The tiny model with the fewest layers that have every kind."""
@@ -52,7 +53,9 @@ class Architecture:
 
     def metadata(self) -> Metadata:
         """Values by key; arrays have a value for each layer."""
-        values = {"block_count": self.layers, "context_length": self.context, _EPS: 1e-5}
+        values = {"block_count": self.layers + self.mtp, "context_length": self.context, _EPS: 1e-5}
+        if self.mtp:
+            values["nextn_predict_layers"] = self.mtp
         values |= self.sizes | self.of_layers(self.layers, self.sizes)
         return {key: value for key, value in values.items() if not key.startswith("_")}
 

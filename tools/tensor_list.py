@@ -57,6 +57,7 @@ def tensors_of(writer: gguf.GGUFWriter, architecture: str) -> list[tuple[str, Di
     llama: Any = ffi.dlopen(str(LIB_DIR / "libllamapipe-llama.so.0"))
     defaults = module.ffi.new("struct llama_model_params *", module.lib.llama_model_default_params())
     defaults.n_gpu_layers = 0
+    defaults.load_mtp = True
     params = ffi.new("struct params *")
     ffi.memmove(params, module.ffi.buffer(defaults), n_bytes)
     with tempfile.TemporaryDirectory() as folder:

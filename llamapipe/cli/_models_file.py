@@ -21,7 +21,7 @@ import llamapipe as lp
 from llamapipe import hub
 from llamapipe._messages import did_you_mean, listed, quoted, readable
 from llamapipe.arguments import path_of
-from llamapipe.cli.options import ENGINE, MODEL, Option, model_path
+from llamapipe.cli.options import ENGINE, MODEL, Option, draft_source, model_path
 from llamapipe.cli.parser import UsageError
 from llamapipe.gguf.check import GgufInfo, check_gguf, head_texts
 from llamapipe.gguf.mmproj import MmprojInfo, check_mmproj, is_mmproj, mmproj_beside
@@ -226,7 +226,7 @@ def read_facts(common: Mapping[str, Any], entry: ModelEntry, has_gpus: bool = Fa
         stored = model_of(path)
         info = check_gguf(path if stored is None else stored[0])
         if "draft" in options:
-            found["draft"] = str(model_path(str(options["draft"])))
+            found["draft"] = str(draft_source(str(options["draft"])))
         embeds = (not info.is_causal or info.has_rank_head) if entry.embeds is None else entry.embeds
         given = {**placement, **entry.options} if embeds else {**options, **found}
         need = need_of(info, embeds, given, has_gpus)

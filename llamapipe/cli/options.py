@@ -17,6 +17,7 @@ from typing import Any
 
 import llamapipe as lp
 from llamapipe import _options
+from llamapipe._options import MTP_CHOICES
 from llamapipe._options import Option as Row
 from llamapipe._sampling_table import BY_NAME, OPTIONS, Kind, SamplingOption
 from llamapipe.arguments import path_of
@@ -119,6 +120,11 @@ MODEL_HELP = (
     "a GGUF file, hf:OWNER/REPO[/FILE] or hf:OWNER/REPO:QUANT of the Hugging Face Hub, ollama:NAME that Ollama has "
     "downloaded, or demo, the bundled model (default)"
 )
+
+
+def draft_source(text: str) -> str | Path:
+    """What ``--draft`` names: a model, or ``auto`` or ``mtp``. Raises as ``model_path`` does."""
+    return text if text in MTP_CHOICES else model_path(text)
 
 
 def model_path(text: str) -> Path:
@@ -263,7 +269,7 @@ _READ_ROW_OTHERWISE: dict[str, Callable[[str], Any]] = {
     "n_threads": number_or_automatic,
     "n_threads_batch": number_or_automatic,
     "cache_bytes": byte_count_or_zero,
-    "draft": model_path,
+    "draft": draft_source,
     "mmproj": mmproj_file,
     "tensor_placement": _placement,
     "kv_overrides": _kv_override,
@@ -362,7 +368,9 @@ def defaults_of(call: Callable[..., Any]) -> dict[str, Any]:
 
 def given(args: argparse.Namespace, options: list[Option]) -> dict[str, Any]:
     """The options that were given, as keyword arguments."""
-    values = {}
+    values: dict[str, Any] = {}
+    if options is MODEL and getattr(args, "draft", None) in MTP_CHOICES:
+        values["load_mtp"] = True
     for option in options:
         if hasattr(args, option.name):
             value = getattr(args, option.name)

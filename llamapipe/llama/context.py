@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,6 +64,8 @@ class Context(Owner):
     ``swa_full``: layers with a sliding window keep all cells, not only those of the last window; the attribute is None
     without such layers. ``needs_states``:
     whether a sequence is continued only where its state is, its recurrent one or the cells of its last window.
+    ``mtp_of``: computes the model's MTP layers, with the hidden states that this context keeps (``keep_states``); its
+    only entry is ``draft`` then.
     ``n_ring_slots``: stage output rows in a ring of so many times ``n_outputs_max`` rows, for a pipeline (``has_ring``
     is False where that cannot be); ``logits`` has nothing then.
     ``graph_sampling``: with a ring, the graph samples as well; the attribute tells whether it does, and
@@ -96,6 +99,7 @@ class Context(Owner):
         n_states: int = 0,
         swa_full: bool = True,
         rope: Rope = FROM_FILE,
+        mtp_of: Context | None = None,
     ) -> None:
         self._handle: Any = None
         self._llama: Any = None
@@ -133,6 +137,7 @@ class Context(Owner):
         self.n_threads_batch = int_of(
             "n_threads_batch", self.n_threads if n_threads_batch is None else n_threads_batch
         )
+        self._mtp_of = mtp_of
         flash_attn = self._checked_types(type_k, type_v, flash_attn)
         self.type_k = type_k
         rope.check(model)
@@ -141,9 +146,11 @@ class Context(Owner):
         rope.apply(params)
         # llama.cpp aborts if a ubatch has no room for the tokens whose states are kept.
         params.swa_full = check_flag("swa_full", swa_full)
-        self.is_recurrent = model.is_recurrent
+        self.is_recurrent = model.is_recurrent and mtp_of is None
         self.swa_full = swa_full if model.n_swa else None
-        self.needs_states = model.is_recurrent or (model.n_swa > 0 and not swa_full)
+        self.needs_states = self.is_recurrent or (model.n_swa > 0 and not swa_full)
+        if mtp_of is not None:
+            params.ctx_type, params.ctx_other = self._native.lib.LLAMA_CONTEXT_TYPE_MTP, mtp_of.llama
         params.n_rs_seq = max(min(check_int("n_states", n_states, 0, 2**16), self.n_ubatch - 2), 0)
         self._pid = os.getpid()
         self._owner: int | None = None
@@ -211,7 +218,8 @@ class Context(Owner):
                 f"type_k is {type_k!r}, which packs 32 numbers, and a head of this model has {head_size(self.model)}; "
                 "use type_k='f16'"
             )
-        check_kv_memory(self.model, self.n_cells, type_k, type_v)
+        if self._mtp_of is None:  # else one layer has cells
+            check_kv_memory(self.model, self.n_cells, type_k, type_v)
         software = next((device for device in self.model.devices if device.is_software), None)
         if software is not None and flash_attn != "off":
             if flash_attn == "on":
@@ -352,6 +360,46 @@ class Context(Owner):
         """The unchecked core of ``decode`` on cffi arrays; returns llama_decode's code. For callers that checked."""
         self.claim()
         return self._native.lib.lp_decode(self._handle, n_tokens, tokens, positions, seq_ids, outputs)  # type: ignore[no-any-return]
+
+    # ---- hidden states
+    def keep_states(self, n_most: int) -> None:
+        """Keeps the hidden states of the last ``n_most`` tokens of each sequence, as long as their cells are kept.
+
+        For tokens that are decoded from now on: call it before the first one. Raises BackendError.
+        """
+        if (
+            self._native.lib.lp_context_keep_states(self.handle, check_int("n_most", n_most, 1, _INT32_MAX))
+            < 0
+        ):
+            raise BackendError(f"hidden states cannot be kept ({last_error(self._native)})")
+
+    def kept_states(self, seq_id: int) -> tuple[int, int]:
+        """The first position of a sequence whose state is kept, and the one after the last."""
+        end = self._native.ffi.new("int32_t *")
+        begin: int = self._native.lib.lp_context_states(self.handle, seq_id, end)
+        return begin, int(end[0])
+
+    def draft(self, batch: DecodeBatch, before: Sequence[int]) -> None:
+        """``decode`` for a context of MTP layers. Each entry reads the state of the token before it.
+
+        That is the state of the entry ``before[i]``, an output of the batch before, or (-1) one that ``mtp_of`` keeps.
+        Positions may begin anywhere. Raises ContextFullError and DecodeError.
+        """
+        self.claim()
+        assert self._mtp_of is not None
+        ffi, flat = self._native.ffi, batch
+        code = self._native.lib.lp_draft(
+            self.handle,
+            self._mtp_of.handle,
+            len(flat),
+            *(ffi.from_buffer("int32_t[]", values) for values in (flat.tokens, flat.positions, flat.seq_ids)),
+            ffi.from_buffer("int8_t[]", flat.outputs),
+            ffi.new("int32_t[]", before),
+        )
+        if code == 1:
+            raise ContextFullError(f"no KV cells are left for a draft of {len(flat)} tokens")
+        if code != 0:
+            raise self.decode_error(code)
 
     def decode_error(self, code: int) -> DecodeError:
         """An error for a negative or abnormal result of ``decode_arrays``, with what llama.cpp logged."""

@@ -115,6 +115,8 @@ class Model(Owner):
       ``tensor_placement``: other tensors' devices, by regular expressions (``re.search``) of their names; the first
       that matches counts: ``{r"ffn_.*_exps": "CPU"}``. A pattern that matches none is an error.
     - ``kv_overrides``: values of the file's metadata that are to be others, by key, of the file's types.
+    - ``load_mtp``: also load the layers that predict the token after the next (MTP), if the file has some, for
+      ``Engine(draft="mtp")``. An engine that loads the model does so itself.
 
     A model has these attributes:
 
@@ -123,6 +125,8 @@ class Model(Owner):
     - ``n_swa``: tokens that a layer with a sliding window attends to; 0: no layer has one.
     - ``is_recurrent``: the model keeps one state per sequence, of which no part can be removed. ``has_only_states``: it
       has no KV cells besides.
+    - ``n_mtp_layers``: layers of the file that predict the token after the next; 0: none. ``load_mtp``: whether they
+      were loaded.
     - ``is_causal``: False if tokens attend to later ones; engines refuse such models.
     - ``devices``: the devices its layers may be placed on; the CPU if no GPU is used.
     - ``kernels``: the kernels for packed weights, such as ``"avx2"``; ``"ggml"`` if none are packed.
@@ -163,6 +167,7 @@ class Model(Owner):
         n_cpu_moe: int | None = None,
         tensor_placement: Mapping[str, str | Device] | None = None,
         kv_overrides: Mapping[str, bool | int | float | str] | None = None,
+        load_mtp: bool = False,
     ) -> None:
         self._handle: Any = None
         self.projector: Projector | None = None
@@ -184,6 +189,7 @@ class Model(Owner):
         gpu = int_of("main_gpu", main_gpu)
         mapped, locked = check_flag("use_mmap", use_mmap), check_flag("use_mlock", use_mlock)
         self.vocab_only = check_flag("vocab_only", vocab_only)
+        self.load_mtp = check_flag("load_mtp", load_mtp)
         self.tool_calls = choice_of("tool_calls", tool_calls)
         may_pack = choice_of("kernels", kernels) == "auto"
         folder = _packed_folder(packed_cache)
@@ -260,6 +266,7 @@ class Model(Owner):
         params.split_mode = _SPLIT_MODES[split_mode]
         params.main_gpu = main_gpu
         params.vocab_only = self.vocab_only
+        params.load_mtp = self.load_mtp
         mmap, mlock = lib.LLAMA_LOAD_MODE_MMAP, lib.LLAMA_LOAD_MODE_MLOCK
         both, neither = lib.LLAMA_LOAD_MODE_MMAP_MLOCK, lib.LLAMA_LOAD_MODE_NONE
         params.load_mode = (both if locks else mmap) if maps else (mlock if locks else neither)
@@ -334,6 +341,7 @@ class Model(Owner):
         self.has_only_states: bool = lib.llama_model_is_recurrent(self._handle)
         self.is_recurrent: bool = self.has_only_states or lib.llama_model_is_hybrid(self._handle)
         self.n_swa: int = lib.llama_model_n_swa(self._handle)
+        self.n_mtp_layers: int = lib.llama_model_n_layer_nextn(self._handle)
         self.bos = self.vocab.bos
         self.eos = self.vocab.eos
 

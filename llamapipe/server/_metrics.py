@@ -183,6 +183,16 @@ class _EngineCollector(Collector):
             ("llamapipe_cached_prompt_tokens", "Prompt tokens that were cached.", stats.n_cache_hit_tokens),
             ("llamapipe_drafted_tokens", "Guessed tokens computed.", stats.n_drafted),
             ("llamapipe_accepted_tokens", "Guessed tokens that were right.", stats.n_accepted),
+            (
+                "llamapipe_model_drafted_tokens",
+                "Of the computed ones, guesses of the draft model or the MTP layer.",
+                stats.n_drafted_by_model,
+            ),
+            (
+                "llamapipe_model_accepted_tokens",
+                "Of the right ones, guesses of the draft model or the MTP layer.",
+                stats.n_accepted_by_model,
+            ),
             ("llamapipe_forced_tokens", "Of these, tokens that a constraint forced.", stats.n_forced),
             ("llamapipe_adapter_changes", "Changes of the adapters of steps.", stats.n_adapter_changes),
             ("llamapipe_encoded_media", "Images, sounds and tiles that were encoded.", stats.n_encoded_media),

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from llamapipe._options import MTP_CHOICES
 from llamapipe.gguf.check import GgufInfo, check_gguf, tensor_bytes
 from llamapipe.llama.kv_memory import TYPE_BYTES, memory_sizes
 from llamapipe.ollama_models import model_of
@@ -56,7 +57,8 @@ def need_of(info: GgufInfo, embeds: bool, options: Mapping[str, Any], has_gpus: 
         n_cache_bytes = options.get("cache_bytes", int((info.size_bytes + cells) * _CACHE_SHARE))
         share = max(n_on_gpu - 1, 0) / max(info.n_layer, 1)
         weights, held = weights + cells * (1 - share), held + cells * share
-        if (draft := options.get("draft")) is not None:
+        # The cells of an MTP layer are those of one layer.
+        if (draft := options.get("draft")) is not None and draft not in MTP_CHOICES:
             stored = model_of(draft)
             of_draft = {"n_ctx": n_ctx, "n_seq_max": options.get("n_seq_max"), "cache_bytes": 0}
             found = need_of(check_gguf(draft if stored is None else stored[0]), False, of_draft, n_on_gpu > 0)

@@ -296,7 +296,9 @@ def test_unfit_models_are_refused(make_engine: MakeEngine, demo: lp.Model, tmp_p
     ):
         with pytest.raises((ValueError, InvalidRequestError), match=match):
             make_engine(demo, n_ctx=64, n_seq_max=1, draft=path)
-    with pytest.raises(TypeError, match="draft must be a Model, the path of a GGUF file, or None, not int"):
+    with pytest.raises(
+        TypeError, match='draft must be a Model, the path of a GGUF file, "mtp", "auto" or None, not int'
+    ):
         make_engine(demo, n_ctx=64, n_seq_max=1, draft=1)
 
 

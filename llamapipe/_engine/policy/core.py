@@ -265,6 +265,7 @@ class Request:
         "logprobs",
         "n_accepted",
         "n_drafted",
+        "is_drafted",
         "n_generated",
         "n_kept",
         "n_prompt",
@@ -317,6 +318,7 @@ class Request:
         self.token_budget = spec.token_budget
         self.sampler: Sampler | None = None  # made with the first slot
         self.n_drafted = self.n_accepted = 0  # guessed tokens that were computed, and those that were right
+        self.is_drafted = False  # the guessed tokens of its last step came from the drafter
         self.is_drawing = False  # its next token is drawn by another thread: it is in no step until then
         # Of the tokens drawn last that its sink does not have yet.
         self.logprobs: list[tuple[float, Sequence[tuple[int, float]]]] = []

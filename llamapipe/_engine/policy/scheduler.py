@@ -448,11 +448,13 @@ class Scheduler:
         if not guesses:
             return {}
         chosen: dict[Request, Sequence[int]] = {}
+        drafting = {guess.request for guess in guesses if guess.is_draft}
         for request, tokens in gate.choose(n, guesses, self.batch_builder.n_ubatch - n).items():
             # What a constraint forbids cannot be right.
             n_allowed = 0 if request.sampler is None else request.sampler.expect(tokens)
             if n_allowed:
                 chosen[request] = tokens[:n_allowed]
+                request.is_drafted = request in drafting
         if gate.has_window and chosen:
             shortest = min(map(len, chosen.values()))
             chosen = {request: tokens[:shortest] for request, tokens in chosen.items()}
@@ -511,6 +513,7 @@ class Scheduler:
         begin = 0
         for request, n in plan.scheduled:
             request.n_drafted += n - 1
+            gate.n_drafted_by_model += (n - 1) * request.is_drafted
             n_left = sampled[begin : begin + n].count(NoToken.NOT_DRAWN)
             begin += n
             if n_left and request.batch_plan is plan and request.slot >= 0:
@@ -521,6 +524,7 @@ class Scheduler:
             if request.batch_plan is plan and token != NoToken.NOT_DRAWN:
                 if request is before and request.sampler is not None:  # the guessed token before it was right
                     gate.n_accepted += 1
+                    gate.n_accepted_by_model += request.is_drafted
                     request.n_accepted += 1
                     gate.n_forced += request.sampler.is_forced
                 before = request

@@ -15,7 +15,8 @@ Where guesses come from (``Sampler.guess``), the surest first:
 2. ``SamplingParams.prediction``: the text that the caller expects.
 3. The request's own prompt and output: what followed the last three tokens before. Never the texts of others, whose
    content would show in times.
-4. A draft model, if the engine has one (``draft.py``). Its tokens are made only when their number is chosen.
+4. A draft model or the model's own MTP layer, if the engine has one (``draft.py``). Its tokens are made only when their
+   number is chosen.
 
 A guess costs time, so ``Gate`` learns what steps cost and how often guesses are right. It takes the number of guessed
 tokens that gives the most tokens a second, which may be none. Guesses are made only for steps in which all requests
@@ -142,6 +143,7 @@ class Gate:
         self.times = StepTimes()
         self.n_most = n_most
         self.n_drafted = self.n_accepted = self.n_forced = self.n_steps_saved = 0
+        self.n_drafted_by_model = self.n_accepted_by_model = 0  # those of the drafter
         self.drafter = drafter
         self._pause = self._n_paused = 0  # decisions to make without drafts, and those made
         self._retry = _RETRY

@@ -32,6 +32,7 @@ from llamapipe.llama.batch import DecodeBatch
 from llamapipe.llama.context import Context
 from llamapipe.llama.model import Model
 from llamapipe.llama.native_pipeline import on_gpu
+from llamapipe.native.load import native
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -47,6 +48,9 @@ _LONGEST = 256  # tokens that a request is expected to generate at most
 _ROUNDED = 16  # times of decodes with more tokens are kept for multiples of this
 # llama.cpp's rule for a draft model: first tokens, which are special in many vocabularies, and sizes may differ.
 _FIRST_COMPARED, _MOST_MORE = 5, 128
+_MTP_ARCHITECTURES = ("qwen35", "qwen35moe")  # those that were tried
+_STATE_BYTES = 16 * 2**20  # of hidden states that are kept of a sequence
+_LEAST_STATES = 256
 
 
 class _Held:
@@ -87,6 +91,7 @@ class DraftModel:
         self._held = [_Held() for _ in range(context.n_seq_max)]
         self._share = _USUAL_SHARE  # of all requests so far
         self._failed = False
+        self._ends: dict[Request, int] = {}  # the entries of the last decode whose rows were wanted
         self._computes_here = not (on_gpu(context.model) and on_gpu(target.model))
 
     def __repr__(self) -> str:
@@ -226,6 +231,9 @@ class DraftModel:
         seq_ids: list[int] = []
         ends: list[tuple[Request, int]] = []
         outputs: list[bool] = []
+        before: list[
+            int
+        ] = []  # a drafted token: the entry that it was drafted from; -1: a token of the request
         for request, new in entries:
             held = self._held[request.slot]
             first = len(held.tokens)
@@ -233,17 +241,22 @@ class DraftModel:
             positions += range(first, first + len(new))
             seq_ids += [request.slot] * len(new)
             outputs += [False] * len(new)
+            before += [self._ends[request] if first >= len(request.tokens) else -1] * len(new)
             if first + len(new) >= len(request.tokens):
                 outputs[-1] = True
                 ends.append((request, len(tokens) - 1))
         began_s = perf_counter()
-        self._context.decode(DecodeBatch(tokens, positions, seq_ids, outputs))
+        self._compute(DecodeBatch(tokens, positions, seq_ids, outputs), before)
+        self._ends = dict(ends)
         rows = [(request, self._context.logits(i)) for request, i in ends]
         n = len(tokens)
         self.times.observe(n if n <= _ROUNDED else -(-n // _ROUNDED) * _ROUNDED, perf_counter() - began_s)
         for request, new in entries:
             self._held[request.slot].tokens += new
         return rows
+
+    def _compute(self, batch: DecodeBatch, before: Sequence[int]) -> None:
+        self._context.decode(batch)
 
     def _cut(self, slot: int, n: int) -> None:
         """Keeps the first ``n`` tokens of a sequence."""
@@ -265,6 +278,87 @@ class DraftModel:
     def close(self) -> None:
         """Frees the context."""
         self._context.close()
+
+
+class MtpLayer(DraftModel):
+    """Drafts with the layer of the model itself that predicts the token after the next (MTP).
+
+    It computes a token from the hidden state that the model had before it. The engine's context keeps the states of the
+    last tokens of each sequence, so a prompt costs this layer nothing until a draft is chosen. A sequence whose states
+    are not all kept, such as one that continues a cached prefix, begins at the first that is: the layer then attends to
+    fewer tokens, and all it costs is how often drafts are right.
+
+    The cells of drafted tokens come from states that were drafted as well. They are removed, and computed again from
+    the model's when the tokens were right.
+    """
+
+    def guess(self, request: Request, n: int) -> Guess | None:
+        guess = super().guess(request, n)
+        if guess is None:
+            return None
+        held, n_tokens = self._held[request.slot], len(request.tokens)
+        begin, end = self._target.kept_states(request.slot)
+        if end < n_tokens - 1 or (begin > 0 and begin > n_tokens - 2):
+            return None
+        n_kept = n_tokens - held.n_missing
+        if begin > max(n_kept - 1, 0):
+            self._cut(request.slot, 0)
+            held.tokens, held.n_equal = list(request.tokens[: begin + 1]), begin + 1
+            held.n_missing = n_tokens - begin - 1
+        return guess
+
+    def _draft(self, chosen: Mapping[Request, int]) -> dict[Request, Sequence[int]]:
+        try:
+            return super()._draft(chosen)
+        finally:
+            for request in chosen:
+                self._cut(request.slot, len(request.tokens))
+
+    def _compute(self, batch: DecodeBatch, before: Sequence[int]) -> None:
+        self._context.draft(batch, before)
+
+
+def make_mtp_drafter(target: Context, n_room: int) -> MtpLayer:
+    """The same with the MTP layer of the context's own model, for which ``mtp_problem`` has found nothing.
+
+    Raises BackendError without memory for its cells. The context keeps hidden states from then on.
+    """
+    context = Context(
+        target.model,
+        n_ctx=target.n_ctx,
+        n_seq_max=target.n_seq_max,
+        n_cells=target.n_cells,
+        n_batch=max(target.n_ubatch, target.n_seq_max),
+        n_outputs_max=target.n_seq_max,
+        n_threads=target.n_threads,
+        kv_unified=True,
+        mtp_of=target,
+    )
+    try:
+        n_most = _STATE_BYTES // (2 * 4 * target.model.n_embd)  # up to twice as many are kept
+        target.keep_states(min(max(n_most, _LEAST_STATES), target.n_ctx))
+    except BaseException:
+        context.close()
+        raise
+    return MtpLayer(context, target, n_room)
+
+
+def mtp_problem(model: Model) -> str:
+    """Why a model cannot draft with its own MTP layers; empty if it can."""
+    name, module = model.path.name, native()
+    if not model.n_mtp_layers:
+        return f"{name} has no MTP layers ({model.architecture}.nextn_predict_layers in its metadata)"
+    if not model.load_mtp:
+        return f"{name} was loaded without its MTP layers: use lp.Model(path, load_mtp=True)"
+    if model.n_mtp_layers > 1:
+        return f"{name} has {model.n_mtp_layers} MTP layers, and llamapipe drafts with one"
+    if model.architecture not in _MTP_ARCHITECTURES:
+        known = ", ".join(_MTP_ARCHITECTURES)
+        return f"{name} is a {model.architecture}; llamapipe drafts with the MTP layers of {known}"
+    if model.on_workers:
+        return f"{name} is on RPC workers"
+    problem = module.lib.lp_states_problem()
+    return "" if problem == module.ffi.NULL else f"{module.ffi.string(problem).decode()}"
 
 
 def make_drafter(target: Context, draft: Model, n_room: int) -> DraftModel:

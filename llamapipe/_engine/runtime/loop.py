@@ -343,6 +343,8 @@ class EngineLoop:
             deliver_s=self._deliver_s,
             n_drafted=self._scheduler.gate.n_drafted,
             n_accepted=self._scheduler.gate.n_accepted,
+            n_drafted_by_model=self._scheduler.gate.n_drafted_by_model,
+            n_accepted_by_model=self._scheduler.gate.n_accepted_by_model,
             n_forced=self._scheduler.gate.n_forced,
             n_steps_saved=self._scheduler.gate.n_steps_saved,
             no_guesses=self._scheduler.gate.no_guesses,

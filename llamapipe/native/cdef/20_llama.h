@@ -34,6 +34,7 @@ struct llama_model_kv_override {
 };
 struct llama_model_tensor_buft_override { const char * pattern; ggml_backend_buffer_type_t buft; };
 
+enum llama_context_type { LLAMA_CONTEXT_TYPE_MTP, ... };
 struct llama_model_params {
     ggml_backend_dev_t * devices;
     const struct llama_model_tensor_buft_override * tensor_buft_overrides;
@@ -46,6 +47,7 @@ struct llama_model_params {
     llama_progress_callback progress_callback;
     void * progress_callback_user_data;
     bool vocab_only;
+    bool load_mtp;
     ...;
 };
 
@@ -61,6 +63,8 @@ struct llama_context_params {
     float rope_freq_base; float rope_freq_scale;
     float yarn_ext_factor; float yarn_attn_factor; float yarn_beta_fast; float yarn_beta_slow;
     uint32_t yarn_orig_ctx;
+    enum llama_context_type ctx_type;
+    struct llama_context * ctx_other;
     bool no_perf; bool swa_full; bool kv_unified; bool embeddings;
     ...;
 };
@@ -88,6 +92,7 @@ bool llama_model_has_decoder(const struct llama_model * model);
 bool llama_model_is_recurrent(const struct llama_model * model);
 int llama_model_n_embd_inp(const struct llama_model * model);
 enum llama_rope_type llama_model_rope_type(const struct llama_model * model);
+int32_t llama_model_n_layer_nextn(const struct llama_model * model);
 int32_t llama_model_n_swa(const struct llama_model * model);
 bool llama_model_is_hybrid(const struct llama_model * model);
 int32_t llama_model_meta_count(const struct llama_model * model);

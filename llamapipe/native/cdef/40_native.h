@@ -160,6 +160,17 @@ bool lp_context_mixes_adapters(const lp_context * context);
 int lp_context_assign_adapters(lp_context * context, int seq_id, const lp_adapter_set * set);
 int lp_context_memory(lp_context * context, enum lp_memory_op op, int seq_id, int other, int p0, int p1);  // 1 done, 0 refused
 
+// ---- hidden states, for the layers of a model that draft (hidden_states.cpp)
+const char * lp_states_problem(void);  // why llama.cpp does not give them out; NULL if it does
+// Keeps the states of the tokens that are decoded from now on, of the last `n_most` of each sequence.
+int lp_context_keep_states(lp_context * context, int n_most);
+// The first position of a sequence whose state is kept, and the one after the last; of a context that keeps states.
+int lp_context_states(const lp_context * context, int seq_id, int32_t * end);
+// lp_decode for a context of drafting layers: each entry reads the state of the token before it. That is the one of the
+// entry `before[i]`, an output of this context's last batch, or (-1) the one that `target` has kept.
+int lp_draft(lp_context * context, const lp_context * target, int n_tokens, const int32_t * tokens, const int32_t * positions,
+             const int32_t * seq_ids, const int8_t * outputs, const int32_t * before);
+
 // ---- readers that wait for results (wake_queue_api.cpp; wake_queue.hpp says what each entry does)
 typedef struct lp_waiter lp_waiter;
 typedef struct lp_wake_queue lp_wake_queue;

@@ -154,6 +154,14 @@ Context::Context(llama_model * model, const llama_context_params & params, const
 }
 
 int Context::decode(const BatchArrays & batch) {
+    const int code = decode(batch, {});
+    if (states_ && code == 0) {
+        states_->take(batch);
+    }
+    return code;
+}
+
+int Context::decode(const BatchArrays & batch, const std::vector<const float *> & states) {
     // llama_batch wants a list of sequences for each token; ours have exactly one.
     const size_t n = (size_t) batch.n;
     if (n_seq_id_.size() < n) {
@@ -187,8 +195,8 @@ int Context::decode(const BatchArrays & batch) {
         reserves_ = false;
     }
     try {
-        if (batch.embeddings) {
-            return decode_rows(batch);
+        if (batch.embeddings || !states.empty()) {
+            return decode_rows(batch, states);
         }
         return (int) llama_decode(llama_.get(), given);
     } catch (...) {
@@ -255,8 +263,8 @@ int Context::assign_adapters(int seq_id, const lp_adapter_set & set) {
     return 1;
 }
 
-// `decode` of entries of which some are rows of an image or a sound.
-int Context::decode_rows(const BatchArrays & batch) {
+// `decode` of entries of which some are rows of an image or a sound, or which have states.
+int Context::decode_rows(const BatchArrays & batch, const std::vector<const float *> & states) {
     llama_context * const llama = llama_.get();
     if (!rows_) {
         rows_.reset(llama_batch_ext_init(llama));
@@ -264,8 +272,9 @@ int Context::decode_rows(const BatchArrays & batch) {
     llama_batch_ext * const rows = rows_.get();
     llama_batch_ext_clear(rows);
     const size_t n_embd = (size_t) llama_model_n_embd_inp(llama_get_model(llama));
+    const size_t n_state = (size_t) llama_model_n_embd_out(llama_get_model(llama));
     for (int i = 0; i < batch.n; i++) {
-        const float * const row = batch.embeddings[i];
+        const float * const row = batch.embeddings ? batch.embeddings[i] : nullptr;
         const int           at  = row ? llama_batch_ext_add_embd(rows, batch.seq_ids[i], { row, 1, n_embd })
                                       : llama_batch_ext_add_token(rows, batch.seq_ids[i], batch.tokens[i]);
         // Time, height, width, and one that no model uses; llama.cpp reads as many as the model has, of a token one.
@@ -274,6 +283,9 @@ int Context::decode_rows(const BatchArrays & batch) {
         const int32_t         position[4] = { p, grid ? grid[0] : p, grid ? grid[1] : p, grid ? 0 : p };
         if (at != i || !llama_batch_ext_set_pos(rows, i, position)) {
             throw std::runtime_error("llama.cpp refused an entry of a batch");
+        }
+        if (!states.empty() && !llama_batch_ext_set_embd_state(rows, i, { states[(size_t) i], 1, n_state })) {
+            throw std::runtime_error("llama.cpp refused the state of an entry");
         }
         llama_batch_ext_set_output_logits(rows, i, batch.outputs[i] != 0);
     }
@@ -292,6 +304,57 @@ int Context::decode_rows(const BatchArrays & batch) {
         }
     } const causal(llama, batch.is_causal);
     return (int) llama_process(llama, LLAMA_PROCESS_TYPE_DECODE, rows);
+}
+
+int Context::apply(const MemoryOp & op) {
+    const int done = apply_memory_op(llama_.get(), op);
+    if (states_) {
+        states_->follow(op);
+    }
+    return done;
+}
+
+int Context::load(int seq_id, int n, const SavedCells * cells, const SavedCells * state) {
+    if (states_) {
+        states_->cut(seq_id, cells ? 0 : n);
+    }
+    return load_cells(llama_.get(), seq_id, n, cells, state);
+}
+
+int Context::copy(int from, int to, int n, SavedCells & scratch, const SavedCells * state) {
+    const bool done = save_cells(llama_.get(), from, -1, Part::all, scratch) && load(to, n, &scratch, state);
+    if (states_ && done) {
+        states_->copy(from, to, n);
+    }
+    return done;
+}
+
+int Context::draft(const BatchArrays & batch, const int32_t * before, const HiddenStates & target) {
+    const size_t width = (size_t) target.width(), n = (size_t) batch.n;
+    if (!gives_states_) {
+        give_out_states(llama_.get());
+        gives_states_ = true;
+    }
+    // The first token of all has a state of zeros before it; the rest of `own_states_` are copies, because the batch may
+    // overwrite those of the last one.
+    own_states_.assign((n + 1) * width, 0.0f);
+    std::vector<const float *> states(n, own_states_.data());
+    for (size_t i = 0; i < n; i++) {
+        if (before[i] >= 0) {
+            const float * const row = given_state(llama_.get(), before[i]);
+            if (!row) {
+                throw std::runtime_error("an entry of the last batch is not an output");
+            }
+            states[i] = own_states_.data() + (i + 1) * width;
+            memcpy(own_states_.data() + (i + 1) * width, row, width * sizeof(float));
+        } else if (batch.positions[i] > 0) {
+            states[i] = target.of(batch.seq_ids[i], batch.positions[i] - 1);
+            if (!states[i]) {
+                throw std::runtime_error("a hidden state is not kept any more");
+            }
+        }
+    }
+    return decode(batch, states);
 }
 
 Context::~Context() {
@@ -407,5 +470,27 @@ int lp_context_assign_adapters(lp_context * context, int seq_id, const lp_adapte
 }
 
 int lp_context_memory(lp_context * context, enum lp_memory_op op, int seq_id, int other, int p0, int p1) {
-    return lp::apply_memory_op(context->shared->llama(), { op, seq_id, other, p0, p1, 0 });
+    return context->shared->apply({ op, seq_id, other, p0, p1, 0 });
+}
+
+const char * lp_states_problem(void) { return lp::states_problem(); }
+
+int lp_context_keep_states(lp_context * context, int n_most) {
+    return lp::guard(LP_ERROR, [&] {
+        context->shared->keep_states(n_most);
+        return 0;
+    });
+}
+
+int lp_context_states(const lp_context * context, int seq_id, int32_t * end) {
+    const lp::HiddenStates & states = *context->shared->states();
+    *end                            = states.end(seq_id);
+    return states.begin(seq_id);
+}
+
+int lp_draft(lp_context * context, const lp_context * target, int n_tokens, const int32_t * tokens, const int32_t * positions,
+             const int32_t * seq_ids, const int8_t * outputs, const int32_t * before) {
+    return lp::guard(LP_ERROR, [&] {
+        return context->shared->draft({ n_tokens, tokens, positions, seq_ids, outputs }, before, *target->shared->states());
+    });
 }

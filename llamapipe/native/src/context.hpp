@@ -5,6 +5,7 @@
 #pragma once
 
 #include "compute_threads.hpp"
+#include "hidden_states.hpp"
 #include "logits_stager.hpp"
 #include "native.h"
 #include "row_adapters.hpp"
@@ -80,13 +81,27 @@ public:
     // The adapter of a sequence's rows, or none, in the decodes after it, if the context computes with a carrier.
     int assign_adapters(int seq_id, const lp_adapter_set & set);
 
+    // Operations on cells, after which the states that are kept are those of the cells.
+    int apply(const MemoryOp & op);
+    int load(int seq_id, int n, const SavedCells * cells, const SavedCells * state);
+    int copy(int from, int to, int n, SavedCells & scratch, const SavedCells * state);
+
+    // Keeps the hidden states of the tokens that are decoded from now on, of the last `n_most` of each sequence.
+    void                 keep_states(int n_most) { states_ = std::make_unique<HiddenStates>(llama_.get(), n_most); }
+    const HiddenStates * states() const { return states_.get(); }  // null: none are kept
+
+    // `decode` for a context of drafting layers, which take a token and the state of the one before it. That is the state
+    // of `before[i]`, an output of this context's last batch, or (-1) the one that `target` has kept.
+    int draft(const BatchArrays & batch, const int32_t * before, const HiddenStates & target);
+
 private:
     struct Free {
         void operator()(llama_context * ctx) const { llama_free(ctx); }
         void operator()(llama_batch_ext * batch) const { llama_batch_ext_free(batch); }
     };
 
-    int decode_rows(const BatchArrays & batch);
+    int decode(const BatchArrays & batch, const std::vector<const float *> & states);
+    int decode_rows(const BatchArrays & batch, const std::vector<const float *> & states = {});
 
     llamapipe::kernels::RowAdapters        row_adapters_;
     std::vector<std::string>               changed_matrices_;  // by the carrier
@@ -98,7 +113,10 @@ private:
     const bool                             attends_, multiplies_;
     bool                                   is_broken_ = false, has_control_ = false;
     bool                                   reserves_ = false;  // the next decode does: the adapters were changed
-    std::unique_ptr<llama_batch_ext, Free> rows_;    // scratch of `decode_rows`
+    std::unique_ptr<HiddenStates>          states_;
+    bool                                   gives_states_ = false;
+    std::vector<float>                     own_states_;  // scratch of `draft`
+    std::unique_ptr<llama_batch_ext, Free> rows_;        // scratch of `decode_rows`
     std::unique_ptr<llama_context, Free>   llama_;     // the last member, so the first to end
 };
 

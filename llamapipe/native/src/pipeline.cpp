@@ -269,15 +269,11 @@ int Pipeline::save(int seq_id, int64_t max_bytes, Part part, SavedCells & to) {
 }
 
 int Pipeline::load(int seq_id, int n, const SavedCells * cells, const SavedCells * state) {
-    return between_steps([&] { return load_cells(context_->llama(), seq_id, n, cells, state); }, seq_id, n);
+    return between_steps([&] { return context_->load(seq_id, n, cells, state); }, seq_id, n);
 }
 
 int Pipeline::copy(int from, int to, int n, const SavedCells * state) {
-    const auto work = [&] {
-        return save_cells(context_->llama(), from, -1, Part::all, scratch_) &&
-               load_cells(context_->llama(), to, n, &scratch_, state);
-    };
-    return between_steps(work, to, n);
+    return between_steps([&] { return context_->copy(from, to, n, scratch_, state); }, to, n);
 }
 
 int Pipeline::set_adapters(const lp_adapter_set & set) {
@@ -314,7 +310,7 @@ int Pipeline::between_steps(const std::function<int()> & work, int changed, int 
 
 // On the thread that launches.
 int Pipeline::apply(const MemoryOp & op) {
-    return timed([&] { return apply_memory_op(context_->llama(), op); });
+    return timed([&] { return context_->apply(op); });
 }
 
 int Pipeline::timed(const std::function<int()> & work) {

@@ -1,0 +1,271 @@
+"""A model's own MTP layer changes how many steps a text takes, and not the text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.eager_gate import EagerGate
+from support.gguf_models import tiny_architecture
+from support.inside import scheduler_of
+from support.mtp_models import mtp_model
+from support.plain import plain_loop
+
+import llamapipe as lp
+from llamapipe._engine.policy.core import Request
+from llamapipe._engine.runtime.draft import MtpLayer
+from llamapipe.errors import DecodeError
+from llamapipe.llama.batch import DecodeBatch
+
+pytestmark = pytest.mark.native
+MakeEngine = Callable[..., lp.Engine]
+HEADS = {"right": 0.0, "often right": 0.6, "random": None}
+# Tokens of the made model's vocabulary that are neither special nor end a text.
+RANDOM: dict[str, Any] = {"temperature": 4.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+PROMPTS = [[40 + i, 90, 60 + 3 * i, *range(50, 54 + 2 * i)] for i in range(7)]
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamapipe.engine.Gate", EagerGate)
+    monkeypatch.setattr("llamapipe._engine.runtime.draft._LEAST_PROBABILITY", 0.0)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, lp.Model]]:
+    folder = tmp_path_factory.mktemp("mtp")
+    found = {
+        name: lp.Model(mtp_model(folder / f"{i}.gguf", wrong), load_mtp=True)
+        for i, (name, wrong) in enumerate(HEADS.items())
+    }
+    yield found
+    for model in found.values():
+        model.close()
+
+
+@pytest.fixture
+def drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The tokens of each request that something was drafted for, and the draft."""
+    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    draft = MtpLayer.draft
+
+    def watched(self: MtpLayer, chosen: Mapping[Request, int]) -> dict[Request, Sequence[int]]:
+        made = draft(self, chosen)
+        found.extend((tuple(request.tokens), tuple(tokens)) for request, tokens in made.items())
+        return made
+
+    monkeypatch.setattr(MtpLayer, "draft", watched)
+    return found
+
+
+def params(max_tokens: int = 40, **options: Any) -> lp.SamplingParams:
+    given: dict[str, Any] = {
+        "temperature": 0,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "speculate": "draft",
+    }
+    return lp.SamplingParams(**given | options)
+
+
+def as_alone(model: lp.Model, make_engine: MakeEngine, drafts: list[Any]) -> None:
+    """Checks that each of these drafts is what a new engine drafts after the same tokens, as one prompt."""
+    found = drafts.copy()
+    assert len(found) > 5
+    with make_engine(model, n_ctx=256, n_seq_max=1, prefix_cache=False, draft="mtp") as engine:
+        for tokens, made in found[:: max(len(found) // 12, 1)]:
+            drafts.clear()
+            engine.generate(list(tokens[:-1]), params(8, logit_bias={tokens[-1]: 1e4}))
+            again = next((one for after, one in drafts if after == tokens), None)
+            assert again is not None
+            n = min(len(made), len(again))
+            assert made[:n] == again[:n]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "with other guesses": {"speculate": None},
+    "seeded": RANDOM,
+    "penalties": {"repeat_penalty": 1.1, "presence_penalty": 0.2},
+    "logprobs": {"logprobs": 2},
+    "stop": {"stop": ["z"]},
+    "at least": {"min_tokens": 20, "ignore_eos": False},
+    "GBNF": {"grammar": r"root ::= [\x20-\x7e]+", "ignore_eos": False, "max_tokens": 25},
+    "processor": {"logits_processors": (lambda row: None,)},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("head", HEADS)
+def test_texts_are_those_without_drafts(
+    make_engine: MakeEngine, models: dict[str, lp.Model], head: str, way: str
+) -> None:
+    """Seven requests in four slots; a seed's text shows that the distribution is the same."""
+    with make_engine(models[head], n_ctx=256, n_seq_max=4, draft="mtp") as engine:
+        each = [params(seed=i, **WAYS[way]) for i in range(7)]
+        plain = [params(seed=i, **WAYS[way] | {"speculate": "off"}) for i in range(7)]
+        expected = engine.generate(PROMPTS, plain)
+        assert engine.stats().n_drafted == 0
+        found = engine.generate(PROMPTS, each)
+        for one, other in zip(found, expected, strict=True):
+            assert one.token_ids == other.token_ids and one.finish_reason == other.finish_reason
+        stats = engine.stats()
+        assert stats.n_drafted_by_model > 50
+        assert stats.n_accepted_by_model <= stats.n_drafted_by_model <= stats.n_drafted
+        engine.check_integrity()
+
+
+def test_a_right_layer_saves_steps(make_engine: MakeEngine, models: dict[str, lp.Model]) -> None:
+    """It reads the state of the right token, also after its own drafts: with another all drafts would be wrong."""
+    with make_engine(models["right"], n_ctx=256, n_seq_max=1, draft="mtp") as engine:
+        engine.generate(PROMPTS[1], params(90))
+        stats = engine.stats()
+        assert stats.n_accepted_by_model > 0.9 * stats.n_drafted_by_model > 30
+        assert stats.steps < 60
+
+
+def test_other_guesses_are_counted_apart(make_engine: MakeEngine, models: dict[str, lp.Model]) -> None:
+    with make_engine(models["random"], n_ctx=256, n_seq_max=1, draft="mtp") as engine:
+        engine.generate(PROMPTS[1] * 6, params(60, speculate="ngram"))
+        stats = engine.stats()
+        assert stats.n_drafted_by_model == stats.n_accepted_by_model == 0
+
+
+def test_drafts_of_requests_share_a_batch(
+    make_engine: MakeEngine, models: dict[str, lp.Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_sequences: list[int] = []
+    compute = MtpLayer._compute
+
+    def counted(self: MtpLayer, batch: DecodeBatch, before: Sequence[int]) -> None:
+        n_sequences.append(len(set(batch.seq_ids.tolist())))
+        compute(self, batch, before)
+
+    monkeypatch.setattr(MtpLayer, "_compute", counted)
+    with make_engine(models["often right"], n_ctx=256, n_seq_max=4, draft="mtp") as engine:
+        engine.generate(PROMPTS[:4], params())
+    assert max(n_sequences) == 4
+
+
+@pytest.mark.parametrize("kv_unified", [False, True])
+def test_drafts_beside_others_are_those_alone(
+    make_engine: MakeEngine, models: dict[str, lp.Model], drafts: list[Any], kv_unified: bool
+) -> None:
+    model = models["often right"]
+    tuning = lp.EngineTuning(kv_unified=kv_unified)
+    with make_engine(model, n_ctx=256, n_seq_max=3, draft="mtp", prefix_cache=False, tuning=tuning) as engine:
+        engine.generate(PROMPTS, params())
+    as_alone(model, make_engine, drafts)
+
+
+def test_choices_share_the_states_of_a_prompt(
+    make_engine: MakeEngine, models: dict[str, lp.Model], drafts: list[Any]
+) -> None:
+    model = models["often right"]
+    with make_engine(model, n_ctx=256, n_seq_max=8, draft="mtp") as engine:
+        done = engine.generate(PROMPTS[6] * 3, params(20, n=4, seed=1, **RANDOM))
+        assert len({tuple(choice.token_ids) for choice in done.choices}) > 1
+        engine.check_integrity()
+    as_alone(model, make_engine, drafts)
+
+
+def test_a_cached_prefix(make_engine: MakeEngine, models: dict[str, lp.Model]) -> None:
+    """Also one that was saved, whose states are lost: the layer begins after it."""
+    prefix = [*range(40, 80), *range(90, 120)]
+    with (
+        make_engine(models["right"], n_ctx=256, n_seq_max=2, draft="mtp") as engine,
+        plain_loop(models["right"]) as plain,
+    ):
+        first = engine.generate(prefix, params())
+        for prompt in ([*prefix, *first.token_ids, 50, 51], [*prefix, *first.token_ids, 70], PROMPTS[2]) * 2:
+            before = engine.stats()
+            done = engine.generate(prompt, params())
+            assert plain.agrees(prompt, done.token_ids)
+            after = engine.stats()
+            n_drafted = after.n_drafted - before.n_drafted
+            assert after.n_accepted - before.n_accepted > 0.8 * n_drafted > 8
+        assert engine.stats().n_cache_hit_tokens > 0
+        engine.check_integrity()
+
+
+def test_fork_and_snapshot(make_engine: MakeEngine, models: dict[str, lp.Model]) -> None:
+    with make_engine(models["right"], n_ctx=256, n_seq_max=3, draft="mtp") as engine:
+        expected = engine.generate(PROMPTS[3], params(60, speculate="off")).token_ids
+        with engine.start(PROMPTS[3], params(60)) as generation:
+            head = [token.id for token in (generation.next() for _ in range(11)) if token is not None]
+            with generation.fork() as forked:
+                rest = [token.id for token in forked]
+            snapshot = generation.snapshot()
+        assert (*head, *rest) == tuple(expected)
+        with engine.restore(snapshot, params(60)) as restored:
+            rest = [token.id for token in restored]
+        assert (*head, *rest)[: len(expected)] == tuple(expected)
+        engine.check_integrity()
+
+
+@pytest.mark.parametrize("options", [{"n_cells": 200}, {"overflow": "recompute"}], ids=str)
+def test_scarce_cells(make_engine: MakeEngine, models: dict[str, lp.Model], options: dict[str, Any]) -> None:
+    with make_engine(models["right"], n_ctx=96, n_seq_max=4, draft="mtp", **options) as engine:
+        done = engine.generate(PROMPTS, params(150))
+        assert {one.finish_reason for one in done} == {"length"}
+        assert engine.stats().n_accepted_by_model > 0
+        engine.check_integrity()
+
+
+def test_streams_that_end_early(make_engine: MakeEngine, models: dict[str, lp.Model]) -> None:
+    with make_engine(models["often right"], n_ctx=256, n_seq_max=2, draft="mtp") as engine:
+        expected = engine.generate(PROMPTS[4], params(60, speculate="off")).token_ids
+        for n in range(0, 40, 3):
+            with engine.stream(PROMPTS[4], params(60)) as stream:
+                found = [
+                    token for _, delta in zip(range(n), stream, strict=False) for token in delta.token_ids
+                ]
+            assert tuple(found) == tuple(expected[: len(found)])
+        engine.check_integrity()
+
+
+def test_a_failing_layer_ends_no_request(
+    make_engine: MakeEngine, models: dict[str, lp.Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise DecodeError("no memory")
+
+    with make_engine(models["right"], n_ctx=256, n_seq_max=2, draft="mtp") as engine:
+        expected = engine.generate(PROMPTS[4], params(speculate="off")).token_ids
+        monkeypatch.setattr(MtpLayer, "_compute", fail)
+        assert engine.generate(PROMPTS[4], params()).token_ids == expected
+        assert engine.stats().n_drafted == 0
+
+
+def test_what_cannot_draft_is_refused(
+    make_engine: MakeEngine, models: dict[str, lp.Model], demo: lp.Model, tmp_path: Path
+) -> None:
+    """And "auto" leaves it out."""
+    path = models["right"].path
+    without = tiny_architecture(tmp_path / "without.gguf", "qwen3.5-0.8b", "builtin-bpe")
+    several = mtp_model(tmp_path / "several.gguf", 0.0, n_layers=2)
+    with lp.Model(path) as not_loaded, lp.Model(several, load_mtp=True) as two, lp.Model(without) as plain:
+        for model, reason in (
+            (demo, r"has no MTP layers \(llama\.nextn_predict_layers"),
+            (plain, "has no MTP layers"),
+            (not_loaded, "was loaded without its MTP layers: use lp.Model"),
+            (two, "has 2 MTP layers, and llamapipe drafts with one"),
+        ):
+            with pytest.raises(ValueError, match=f"draft is 'mtp', but .*{reason}"):
+                make_engine(model, n_ctx=64, n_seq_max=1, draft="mtp")
+            with make_engine(model, n_ctx=64, n_seq_max=1, draft="auto") as engine:
+                assert scheduler_of(engine).gate.drafter is None
+                engine.generate([40, 41], params(4, speculate=None))
+    with pytest.raises(ValueError, match="pipeline_depth is 2"):
+        make_engine(models["right"], draft="mtp", tuning=lp.EngineTuning(pipeline_depth=2))
+
+
+@pytest.mark.parametrize("draft", ["auto", "mtp"])
+def test_a_path_is_loaded_with_its_layer(models: dict[str, lp.Model], draft: str) -> None:
+    with lp.Engine(models["right"].path, n_ctx=64, n_seq_max=1, draft=draft) as engine:
+        assert engine.model.load_mtp and engine.model.n_mtp_layers == 1
+        assert "draft='mtp'" in repr(engine)
+        engine.generate(PROMPTS[0], params(20))
+        assert engine.stats().n_accepted_by_model > 0

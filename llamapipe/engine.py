@@ -89,7 +89,7 @@ CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_0", "q5_1", "q4_0", "q4_1"
 FlashAttention = Literal["auto", "on", "off"]
 _N_LARGE_STATES = 4  # the same, of states that have the size of thousands of cells
 _N_STATES = 8  # of a sequence that are kept after the last tokens, so that wrong guesses can be taken back
-_N_MTP_STATES = 2
+_N_MTP_STATES = 2  # at least, if an MTP layer has to draft
 SCORE_ROWS = 32  # maximum output rows of a step for scored tokens; bounds their memory
 # On a CPU a prompt token takes hardly longer in a step of 256 than in one of 512.
 PREFILL_CUTOFF_TOKENS = 256
@@ -288,13 +288,17 @@ class Engine(BlockingCalls, AsyncOwner):
             if not isinstance(model, Model):
                 model = undo.enter_context(closing(Model(model, load_mtp=draft in MTP_CHOICES)))
             has_mtp = draft in MTP_CHOICES and _has_mtp(model, draft == "mtp", depth)
+            sizes = None
+            if model.is_recurrent or model.n_swa:
+                sizes = model_sizes(model, choice_of("type_k", type_k), choice_of("type_v", type_v))
+            n_states = _n_states(model, sizes, int_of("n_seq_max", n_seq_max))
+            if has_mtp and model.is_recurrent and not n_states:
+                # Keeping states makes each step slower: by itself this is done only where slots are few.
+                has_mtp, n_states = draft == "mtp", _N_MTP_STATES * (draft == "mtp")
             if draft in MTP_CHOICES:
                 draft = None
             if has_mtp:
                 depth = 1  # the states of a step are read when it is computed
-            sizes = None
-            if model.is_recurrent or model.n_swa:
-                sizes = model_sizes(model, choice_of("type_k", type_k), choice_of("type_v", type_v))
             swa_full = _swa_full(model, tuning.swa_full, sizes, n_ctx, n_seq_max, n_cells)
             keeps_windows = swa_full and not unified
             new_context = partial(
@@ -316,7 +320,7 @@ class Engine(BlockingCalls, AsyncOwner):
                 n_ring_slots=ring_slots(model, tuning.ring, 2 if depth is None else depth + 1, keeps_windows),
                 graph_sampling=wants_graph_sampling(model, tuning.ring, tuning.graph_sampling, keeps_windows),
                 batch_invariant=check_flag("batch_invariant", batch_invariant),
-                n_states=_n_states(model, sizes, int_of("n_seq_max", n_seq_max), has_mtp),
+                n_states=n_states,
                 swa_full=swa_full,
                 rope=rope,
             )
@@ -1312,12 +1316,12 @@ def _has_mtp(model: Model, must: bool, depth: int | None) -> bool:
     return not problem
 
 
-def _n_states(model: Model, sizes: MemorySizes | None, n_seq_max: int, has_mtp: bool = False) -> int:
+def _n_states(model: Model, sizes: MemorySizes | None, n_seq_max: int) -> int:
     """The number of recurrent states of a sequence that are kept besides the last one, for guesses.
 
     The states of short convolutions (LFM2) have the values of a few tokens. Others are as large as thousands of KV
     cells: a few, if all sequences' together take at most a quarter of the weights, so where slots are few and guesses
-    gain most; at least two if an MTP layer drafts. Many architectures cannot keep any; llama.cpp knows which.
+    gain most. Many architectures cannot keep any; llama.cpp knows which.
     """
     architecture = model.metadata.get("general.architecture", "")
     if f"{architecture}.shortconv.l_cache" in model.metadata:
@@ -1325,7 +1329,7 @@ def _n_states(model: Model, sizes: MemorySizes | None, n_seq_max: int, has_mtp: 
     if sizes is None or not sizes.state:
         return 0
     n = min(_N_LARGE_STATES, model.size_bytes // 4 // (sizes.state * n_seq_max))
-    return max(n, _N_MTP_STATES) if has_mtp else n if n > 1 else 0
+    return n if n > 1 else 0
 
 
 def _swa_full(

@@ -314,12 +314,46 @@ def _weights_of(
     for name, dims in tensors.items():
         n_rows = math.prod(dims[:-1])
         few = dims
+        if model.mtp_noise is not None and _ROTATED.search(name):
+            yield name, _rotated(name, dims, n_vocab, model.mtp_noise), dims
+            continue
         if distinct_rows is not None and len(dims) > 1 and n_rows > distinct_rows and not KEPT.search(name):
             few = (distinct_rows, dims[-1])
         values = _values(rng, name, few, model)
-        if name == output_norm:  # logits of a standard deviation of 3, as those of trained models have
+        if model.mtp_noise is not None and _SMALL.search(name):
+            values = _SMALL_GAIN * values
+        if name == output_norm or name.endswith(
+            "nextn.shared_head_norm.weight"
+        ):  # logits of a standard deviation of 3, as those of trained models have
             values *= 3.0 * (np.sqrt(dims[-1]) if model.scales_embedding else 1.0)
         yield name, values.astype(np.float32), dims
+
+
+# Where a model writes the next token of its vocabulary: what makes it do so, and layers whose effect must be small.
+_ROTATED = re.compile(r"^(token_embd|output)\.weight$|nextn\.eh_proj\.")
+_SMALL, _SMALL_GAIN = re.compile(r"(attn_output|ssm_out|ffn_down)\.weight$"), 0.05
+
+
+def _rotated(name: str, dims: tuple[int, ...], n_vocab: int, noise: float) -> npt.NDArray[np.float32]:
+    """Embeddings that are powers of one rotation: token n + 1 has that of token n, turned once more.
+
+    The output matrix has those of the tokens before, so that a token's own embedding gives the next token. The MTP
+    layer turns the hidden state that it reads and ignores its token: with the state of another token it is wrong.
+    """
+    width = dims[-1] if len(dims) > 1 and "eh_proj" not in name else dims[-1] // 2
+    rng = np.random.default_rng(5)
+    angles = rng.uniform(0, 2 * np.pi, width // 2)
+    if "eh_proj" in name:
+        cos, sin = np.diag(np.cos(angles)), np.diag(np.sin(angles))
+        turn = np.block([[cos, -sin], [sin, cos]])
+        turn += noise * rng.standard_normal((width, width)) / np.sqrt(width)
+        both: npt.NDArray[np.float32] = np.concatenate([np.zeros_like(turn), turn], axis=1).astype(np.float32)
+        return both
+    first = -1 if name == "output.weight" else 0
+    turned = np.arange(first, first + n_vocab)[:, None] * angles
+    values = np.sqrt(2) * np.concatenate([np.cos(turned), np.sin(turned)], axis=1)
+    scaled: npt.NDArray[np.float32] = (values / np.sqrt(width) if first else values).astype(np.float32)
+    return scaled
 
 
 def _tensor_shapes(
@@ -550,6 +584,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--mtp", type=int, default=0, metavar="N", help="layers that predict the token after the next (0)"
     )
+    parser.add_argument(
+        "--mtp-noise",
+        type=float,
+        metavar="X",
+        help="the model writes the next token of its vocabulary after each, and its MTP layer is right but for this "
+        "noise (0 to about 1) instead of random",
+    )
     parser.add_argument("--vocab", help="builtin-spm, builtin-bpe, a GGUF file, or a name such as llama-spm")
     parser.add_argument("--seed", type=int, default=1, help="of the weights (%(default)s)")
     parser.add_argument("--source", metavar="DIR", help="llama.cpp tree that holds the named vocabularies")
@@ -563,7 +604,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _chosen(name: str, tiny: bool, given: dict[str, int], mtp: int = 0) -> tuple[Shape | Architecture, str]:
+def _chosen(
+    name: str, tiny: bool, given: dict[str, int], mtp: int = 0, mtp_noise: float | None = None
+) -> tuple[Shape | Architecture, str]:
     """The sizes that the command line asks for, and the vocabulary that goes with them. Raises ValueError."""
     if name in PRESETS:
         if tiny:
@@ -578,7 +621,9 @@ def _chosen(name: str, tiny: bool, given: dict[str, int], mtp: int = 0) -> tuple
         raise ValueError(
             f"{name} has sizes of its own: {', '.join(others)} cannot be set, layers and context can"
         )
-    model = replace(model, context=given.get("context", model.context), mtp=mtp)
+    model = replace(model, context=given.get("context", model.context), mtp=mtp, mtp_noise=mtp_noise)
+    if mtp_noise is not None:
+        model = replace(model, tied=False)
     return model.cut(given["layers"]) if "layers" in given else model, "smollm2"
 
 
@@ -587,7 +632,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     given = {name: getattr(args, name) for name in vars(Shape()) if getattr(args, name) is not None}
     try:
-        shape, vocab = _chosen(args.preset, args.tiny, given, args.mtp)
+        shape, vocab = _chosen(args.preset, args.tiny, given, args.mtp, args.mtp_noise)
         path = make_model(
             args.out,
             shape=shape,

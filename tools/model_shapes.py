@@ -24,6 +24,8 @@ class Architecture:
     ``tiny``: what ``sizes`` becomes in a small file. ``tied``: the output matrix is the embedding.
     ``scales_embedding``: the graph multiplies embeddings by the root of the width. ``biases``: matrices have biases
     where llama.cpp takes them or not. ``mtp``: layers after those that predict the token after the next (MTP).
+    ``mtp_noise``: the model writes the next token of the vocabulary after each, and its MTP layer is right but for this
+    noise, instead of random.
     """
 
     architecture: str
@@ -37,6 +39,7 @@ class Architecture:
     scales_embedding: bool = False
     biases: bool = False
     mtp: int = 0
+    mtp_noise: float | None = None
 
     def shrunk(self) -> Architecture:
         """The tiny model with the fewest layers that have every kind."""

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -67,6 +68,8 @@ def look_at(path: Path) -> dict[str, Any]:
             "is_served": not (has_encoder and has_decoder),
             "generates": info.is_causal and not info.has_rank_head and not has_encoder,
             "is_recurrent": model.is_recurrent,
+            "n_mtp_layers": (n_mtp := int(info.metadata.get(f"{info.architecture}.nextn_predict_layers", 0))),
+            "mtp_bytes": _mtp_bytes(info, n_mtp),
             "weights": _weights(info),
             "kernels": None if level == ffi.NULL else ffi.string(level).decode(),
             **_template(model),
@@ -79,6 +82,15 @@ def look_at(path: Path) -> dict[str, Any]:
     found["n_window"] = 0 if sizes is None else sizes.n_window
     found["state_bytes"] = None if sizes is None else sizes.state
     return found | _memory(found)
+
+
+def _mtp_bytes(info: GgufInfo, n_layers: int) -> int:
+    """The bytes of the weights of the last layers, which predict the token after the next."""
+    from llamapipe.gguf.check import tensor_bytes
+
+    first = info.n_layer - n_layers
+    found = ((re.match(r"blk\.(\d+)\.", tensor.name), tensor) for tensor in info.tensors)
+    return sum(tensor_bytes(tensor) for match, tensor in found if match and int(match[1]) >= first)
 
 
 def _weights(info: GgufInfo) -> list[dict[str, Any]]:
@@ -203,6 +215,15 @@ def findings_of(found: dict[str, Any], name: str) -> Iterator[Finding]:
     else:
         yield _chat_finding(found)
         yield _media_finding(found)
+        if n := found["n_mtp_layers"]:
+            layers = "a layer that predicts" if n == 1 else f"{n} layers that predict"
+            use = (
+                "--draft mtp guesses with it"
+                if n == 1
+                else "llamapipe guesses with one only, so not with these"
+            )
+            size = size_text(found["mtp_bytes"])
+            yield Finding("MTP", True, f"{layers} the token after the next, {size}, loaded on demand; {use}")
     command = suggestion(found, name)
     if found["generates"]:
         yield from _memory_findings(found, command is not None)

@@ -215,7 +215,8 @@ def model_sizes(model: Model, type_k: str, type_v: str) -> MemorySizes | None:
     """
     # Values that the caller gave in place of the file's are in the texts that llama.cpp has.
     metadata = {**model.file_metadata, **model.metadata}
-    return memory_sizes(metadata, model.n_layer, model.n_embd, type_k, type_v)
+    n_layer = model.n_layer + model.n_mtp_layers  # as the file counts them
+    return memory_sizes(metadata, n_layer, model.n_embd, type_k, type_v)
 
 
 def kv_bytes(model: Model, n_cells: int, type_k: str, type_v: str) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import subprocess
 from pathlib import Path
@@ -18,6 +19,7 @@ from support.gguf_models import (
     tiny_model,
     with_templates,
 )
+from support.mtp_models import mtp_model
 from support.run_script import command, environment
 
 import llamapipe as lp
@@ -138,6 +140,22 @@ class TestFacts:
             assert "serve it with" not in words and suggestion(found, "t5.gguf") is None
         else:
             assert words["use"].ok and "--embeddings" in words["serve it with"].detail
+
+    def test_mtp_layers(self, tmp_path: Path) -> None:
+        path = mtp_model(tmp_path / "one.gguf", None)
+        found = look_at(path)
+        assert found["n_mtp_layers"] == 1
+        with lp.Model(path) as model:
+            sizes = [
+                4 * math.prod(tensor.dims)
+                for name, tensor in model.tensors.items()
+                if name.startswith("blk.4.")
+            ]
+            assert model.n_layer == 4 and found["mtp_bytes"] == sum(sizes) > 0
+        assert words_of(found)["MTP"].detail.endswith("loaded on demand; --draft mtp guesses with it")
+        two = look_at(mtp_model(tmp_path / "two.gguf", None, n_layers=2))
+        assert words_of(two)["MTP"].detail.startswith("2 layers that predict the token after the next, ")
+        assert "MTP" not in words_of(look_at(tiny_architecture(tmp_path / "no.gguf", "qwen3.5-0.8b")))
 
     def test_a_recurrent_model(self, tmp_path: Path) -> None:
         found = look_at(recurrent_model(tmp_path / "mamba.gguf"))

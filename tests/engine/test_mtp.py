@@ -15,6 +15,7 @@ from support.plain import plain_loop
 
 import llamapipe as lp
 from llamapipe._engine.policy.core import Request
+from llamapipe._engine.policy.speculation import Gate, StepTimes
 from llamapipe._engine.runtime.draft import MtpLayer
 from llamapipe.errors import DecodeError
 from llamapipe.llama.batch import DecodeBatch
@@ -37,8 +38,8 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, lp.Model]]:
     folder = tmp_path_factory.mktemp("mtp")
     found = {
-        name: lp.Model(mtp_model(folder / f"{i}.gguf", wrong), load_mtp=True)
-        for i, (name, wrong) in enumerate(HEADS.items())
+        name: lp.Model(mtp_model(folder / f"{i}.gguf", noise), load_mtp=True)
+        for i, (name, noise) in enumerate(HEADS.items())
     }
     yield found
     for model in found.values():
@@ -124,6 +125,37 @@ def test_a_right_layer_saves_steps(make_engine: MakeEngine, models: dict[str, lp
         stats = engine.stats()
         assert stats.n_accepted_by_model > 0.9 * stats.n_drafted_by_model > 30
         assert stats.steps < 60
+
+
+def test_a_bad_layer_is_given_up(
+    make_engine: MakeEngine, models: dict[str, lp.Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that is never sure: a draft of no tokens took its time as well."""
+    drafted: list[int] = []
+    draft = MtpLayer.draft
+
+    def counted(self: MtpLayer, chosen: Mapping[Request, int]) -> dict[Request, Sequence[int]]:
+        drafted.append(len(chosen))
+        return draft(self, chosen)
+
+    monkeypatch.setattr("llamapipe._engine.runtime.draft._LEAST_PROBABILITY", 1.0)
+    monkeypatch.setattr("llamapipe.engine.Gate", Gate)
+    monkeypatch.setattr(Gate, "next_drafter", lambda self: self.drafter)
+    monkeypatch.setattr(StepTimes, "of", lambda self, n: 1.0)  # a row costs nothing, so each draft pays
+    monkeypatch.setattr(MtpLayer, "draft", counted)
+    monkeypatch.setattr(MtpLayer, "seconds", lambda self, chosen: 0.01)
+    with make_engine(models["random"], n_ctx=256, n_seq_max=1, draft="mtp") as engine:
+        engine.generate(PROMPTS[1], params(150))
+        assert 5 < len(drafted) < 40
+
+
+def test_auto_keeps_no_states_of_many_slots(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """They would take memory and time of each step."""
+    with lp.Model(mtp_model(tmp_path / "m.gguf", 0.0, type_name="q8_0"), load_mtp=True) as model:
+        for draft, n_slots, has_drafter in (("auto", 1, True), ("auto", 64, False), ("mtp", 64, True)):
+            with make_engine(model, n_ctx=64, n_seq_max=n_slots, draft=draft) as engine:
+                gate = scheduler_of(engine).gate
+                assert (gate.drafter is not None) == has_drafter == (gate.n_most > 0)
 
 
 def test_other_guesses_are_counted_apart(make_engine: MakeEngine, models: dict[str, lp.Model]) -> None:

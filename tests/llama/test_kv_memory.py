@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support.gguf_models import ARCHITECTURES, tiny_architecture
 from support.memory_models import hybrid_model, sliding_window_model
+from support.mtp_models import mtp_model
 
 import llamapipe as lp
 from llamapipe.errors import BackendError
@@ -55,6 +56,18 @@ def test_windows_compressed_keys_and_states(
         assert bool(sizes.window) == (model.n_swa > 0)
         assert bool(sizes.state) == model.is_recurrent
         assert sizes.n_window == model.n_swa
+
+
+def test_layers_that_draft_have_no_cells(tmp_path: Path) -> None:
+    """Nor states: those of an MTP layer are in a context of its own."""
+    path = mtp_model(tmp_path / "mtp.gguf", None)
+    with (
+        lp.Model(path) as model,
+        lp.Model(tiny_architecture(tmp_path / "m.gguf", "qwen3.5-0.8b")) as without,
+    ):
+        sizes = model_sizes(model, "f16", "f16")
+        assert sizes == model_sizes(without, "f16", "f16")
+        assert sizes == memory_sizes(model.metadata, model.n_layer + 1, model.n_embd, "f16", "f16")
 
 
 def test_the_parts_of_a_published_model() -> None:

@@ -222,6 +222,8 @@ class DraftModel:
         for request, draft in drafts.items():
             held = self._held[request.slot]
             held.draft, held.n = draft, len(request.tokens)
+            if not draft:  # in vain: the gate must learn that, too
+                self._observe(held, 0.0)
         return {request: draft for request, draft in drafts.items() if draft}
 
     def _decode(self, entries: Sequence[tuple[Request, Sequence[int]]]) -> list[Row]:

@@ -54,6 +54,8 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], tuple
 
     def watched(self: MtpLayer, chosen: Mapping[Request, int]) -> dict[Request, Sequence[int]]:
         made = draft(self, chosen)
+        for request in chosen:  # cells of drafted tokens come from drafted states
+            assert self._context.seq_pos_max(request.slot) < len(request.tokens)
         found.extend((tuple(request.tokens), tuple(tokens)) for request, tokens in made.items())
         return made
 
@@ -181,21 +183,23 @@ def test_drafts_of_requests_share_a_batch(
     assert max(n_sequences) == 4
 
 
+@pytest.mark.parametrize("head", ["random", "often right"])
 @pytest.mark.parametrize("kv_unified", [False, True])
 def test_drafts_beside_others_are_those_alone(
-    make_engine: MakeEngine, models: dict[str, lp.Model], drafts: list[Any], kv_unified: bool
+    make_engine: MakeEngine, models: dict[str, lp.Model], drafts: list[Any], kv_unified: bool, head: str
 ) -> None:
-    model = models["often right"]
+    model = models[head]
     tuning = lp.EngineTuning(kv_unified=kv_unified)
     with make_engine(model, n_ctx=256, n_seq_max=3, draft="mtp", prefix_cache=False, tuning=tuning) as engine:
         engine.generate(PROMPTS, params())
     as_alone(model, make_engine, drafts)
 
 
+@pytest.mark.parametrize("head", ["random", "often right"])
 def test_choices_share_the_states_of_a_prompt(
-    make_engine: MakeEngine, models: dict[str, lp.Model], drafts: list[Any]
+    make_engine: MakeEngine, models: dict[str, lp.Model], drafts: list[Any], head: str
 ) -> None:
-    model = models["often right"]
+    model = models[head]
     with make_engine(model, n_ctx=256, n_seq_max=8, draft="mtp") as engine:
         done = engine.generate(PROMPTS[6] * 3, params(20, n=4, seed=1, **RANDOM))
         assert len({tuple(choice.token_ids) for choice in done.choices}) > 1
@@ -219,6 +223,20 @@ def test_a_cached_prefix(make_engine: MakeEngine, models: dict[str, lp.Model]) -
             n_drafted = after.n_drafted - before.n_drafted
             assert after.n_accepted - before.n_accepted > 0.8 * n_drafted > 8
         assert engine.stats().n_cache_hit_tokens > 0
+        engine.check_integrity()
+
+
+def test_saved_cells_have_no_states(make_engine: MakeEngine, models: dict[str, lp.Model]) -> None:
+    """The layer begins after them."""
+    first, second = [*range(40, 90)], [*range(120, 170)]
+    with make_engine(models["right"], n_ctx=256, n_seq_max=1, draft="mtp") as engine:
+        for prompt in (first, second, first, second):
+            before = engine.stats()
+            engine.generate(prompt, params())
+            after = engine.stats()
+            n_drafted = after.n_drafted - before.n_drafted
+            assert after.n_accepted - before.n_accepted > 0.8 * n_drafted > 8
+        assert engine.stats().n_restored > 0
         engine.check_integrity()
 
 

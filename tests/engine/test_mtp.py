@@ -22,7 +22,8 @@ from llamapipe.llama.batch import DecodeBatch
 
 pytestmark = pytest.mark.native
 MakeEngine = Callable[..., lp.Engine]
-HEADS = {"right": 0.0, "often right": 0.6, "random": None}
+# By the noise in the layer; the texts of all three are alike.
+HEADS = {"right": 0.0, "often right": 0.6, "wrong": 30.0}
 # Tokens of the made model's vocabulary that are neither special nor end a text.
 RANDOM: dict[str, Any] = {"temperature": 4.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 PROMPTS = [[40 + i, 90, 60 + 3 * i, *range(50, 54 + 2 * i)] for i in range(7)]
@@ -146,7 +147,7 @@ def test_a_bad_layer_is_given_up(
     monkeypatch.setattr(StepTimes, "of", lambda self, n: 1.0)  # a row costs nothing, so each draft pays
     monkeypatch.setattr(MtpLayer, "draft", counted)
     monkeypatch.setattr(MtpLayer, "seconds", lambda self, chosen: 0.01)
-    with make_engine(models["random"], n_ctx=256, n_seq_max=1, draft="mtp") as engine:
+    with make_engine(models["wrong"], n_ctx=256, n_seq_max=1, draft="mtp") as engine:
         engine.generate(PROMPTS[1], params(150))
         assert 5 < len(drafted) < 40
 
@@ -161,7 +162,7 @@ def test_auto_keeps_no_states_of_many_slots(make_engine: MakeEngine, tmp_path: P
 
 
 def test_other_guesses_are_counted_apart(make_engine: MakeEngine, models: dict[str, lp.Model]) -> None:
-    with make_engine(models["random"], n_ctx=256, n_seq_max=1, draft="mtp") as engine:
+    with make_engine(models["wrong"], n_ctx=256, n_seq_max=1, draft="mtp") as engine:
         engine.generate(PROMPTS[1] * 6, params(60, speculate="ngram"))
         stats = engine.stats()
         assert stats.n_drafted_by_model == stats.n_accepted_by_model == 0
@@ -183,7 +184,7 @@ def test_drafts_of_requests_share_a_batch(
     assert max(n_sequences) == 4
 
 
-@pytest.mark.parametrize("head", ["random", "often right"])
+@pytest.mark.parametrize("head", ["wrong", "often right"])
 @pytest.mark.parametrize("kv_unified", [False, True])
 def test_drafts_beside_others_are_those_alone(
     make_engine: MakeEngine, models: dict[str, lp.Model], drafts: list[Any], kv_unified: bool, head: str
@@ -195,7 +196,7 @@ def test_drafts_beside_others_are_those_alone(
     as_alone(model, make_engine, drafts)
 
 
-@pytest.mark.parametrize("head", ["random", "often right"])
+@pytest.mark.parametrize("head", ["wrong", "often right"])
 def test_choices_share_the_states_of_a_prompt(
     make_engine: MakeEngine, models: dict[str, lp.Model], drafts: list[Any], head: str
 ) -> None:

@@ -185,6 +185,8 @@ SERVER: Final = (
         "(at most N tokens)", metavar="off|auto|N"),
     _text("template_args", "arguments of the chat template, as a JSON object, where a request gives no others",
         optional=True, metavar="JSON"),
+    _text("system", "system prompt of conversations that have none; @FILE: the text of a file", optional=True,
+        metavar="TEXT|@FILE"),
     _flag("page", "do not serve the page at /", flag="--no-page", is_off=True),
 )  # fmt: skip
 ACCESS: Final = (

@@ -43,7 +43,7 @@ _OF_MODEL: dict[str, Option] = {option.name: option for option in (*ENGINE, *MOD
 _FILES = ("draft", "mmproj")
 _PLACEMENT = ("n_gpu_layers", "rpc")
 _ADAPTERS = ("lora", "control_vector")
-_TEXTS = ("chat_template", "tool_calls", "fim_order", "reasoning", "template_args")
+_TEXTS = ("chat_template", "tool_calls", "fim_order", "reasoning", "template_args", "system")
 _SOURCES = f"give a folder of GGUF files, a .toml file, {OLLAMA} or {hub.PREFIX}OWNER/REPO"
 _MOST_TTL_S = 100_000_000  # three years; dates end at some time
 _PROCESS_BYTES = 110 * 2**20  # of the interpreter and its libraries
@@ -183,6 +183,8 @@ def _value(where: str, name: str, value: Any, folder: Path) -> Any:
         return value if name == "mmproj" and value in ("auto", "off") else _place(value, folder)
     if name == "chat_template" and isinstance(value, str) and "{" not in value:
         return str(folder / value)
+    if name == "system" and isinstance(value, str) and value.startswith("@"):
+        return f"@{folder / value[1:]}"
     option = _OF_MODEL.get(name)
     if option is not None and option.repeats:
         if not isinstance(value, list) or not all(isinstance(text, str) and text for text in value):

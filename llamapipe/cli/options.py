@@ -107,7 +107,8 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def _text_or_file(text: str) -> str:
+def text_or_file(text: str) -> str:
+    """The text, or that of the file in ``@FILE``. Raises ArgumentTypeError."""
     if not text.startswith("@"):
         return text
     try:
@@ -235,7 +236,7 @@ _READ: dict[Kind, Callable[[str], Any]] = {
     Kind.TOKENS: int,
     Kind.BIASES: _bias,
     Kind.SAMPLERS: _names,
-    Kind.CONSTRAINT: _text_or_file,
+    Kind.CONSTRAINT: text_or_file,
 }
 _READ_OTHERWISE: dict[str, Callable[[str], Any]] = {
     "max_tokens": _number_or_none,
@@ -251,7 +252,7 @@ def _from_table(option: SamplingOption) -> Option:
     """The option of a command for one of ``SamplingParams``."""
     read = _READ_OTHERWISE.get(option.name, _READ[option.kind])
     repeats = option.kind in _REPEATED or option.name == "choice"
-    note = " (repeatable)" if repeats else "; @FILE reads a file" if read is _text_or_file else ""
+    note = " (repeatable)" if repeats else "; @FILE reads a file" if read is text_or_file else ""
     return Option(option.name, read, option.metavar or "", option.help + note, repeats, option.flags)
 
 

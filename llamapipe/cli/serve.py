@@ -42,6 +42,7 @@ from llamapipe.cli.options import (
     open_model,
     template_file,
     template_problem,
+    text_or_file,
 )
 from llamapipe.cli.parser import UsageError
 from llamapipe.cli.ps import KEY_VARIABLE
@@ -562,7 +563,13 @@ def settings_fields(args: argparse.Namespace) -> dict[str, Any]:
     }
     if sampling := given(args, sampling_defaults()):
         values["sampling"] = sampling
-    return values | given(args, from_rows(*SERVER, *ACCESS, *LIMITS))
+    values |= given(args, from_rows(*SERVER, *ACCESS, *LIMITS))
+    if "system" in values:  # also that of a models' file, which no parser has read
+        try:
+            values["system"] = text_or_file(values["system"]).removesuffix("\n")
+        except argparse.ArgumentTypeError as error:
+            raise UsageError(f"--system: {error}") from error
+    return values
 
 
 def sampling_defaults() -> list[Option]:

@@ -6,6 +6,7 @@ Open it to change how a request becomes a call of the engine, whatever API it ca
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -259,10 +260,34 @@ async def n_prompt_tokens(
     """
     if first_media(messages) is None:
         args = await with_default_args(exchange.server, args)
-        return len(await exchange.server.tokenize_chat(messages, tools, True, args))
+        conversation = with_system(exchange.server, messages)
+        try:
+            return len(await exchange.server.tokenize_chat(conversation, tools, True, args))
+        except InvalidRequestError as e:
+            raise _as_sent(e, len(conversation) - len(messages)) from None
     options = ChatOptions(tools=tools, template_args=args)
     job = ChatJob(exchange, messages, SamplingParams(max_tokens=None), options)
     return len(await job.tokens())
+
+
+def with_system(state: ServerState, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The conversation after the operator's system prompt, if there is one and the request has none."""
+    text = state.settings.system
+    if not text or not messages or any(message.get("role") in _SYSTEM_ROLES for message in messages):
+        return messages
+    return [{"role": "system", "content": text}, *messages]
+
+
+_SYSTEM_ROLES = ("system", "developer")
+_INDEX = re.compile(r"messages\[(\d+)\]")
+
+
+def _as_sent(error: InvalidRequestError, n_added: int) -> InvalidRequestError:
+    """The engine's error with the index that a message has in the request, before which ``n_added`` were put."""
+    if not n_added:
+        return error
+    # Only the first: what follows may quote the client's text.
+    return InvalidRequestError(_INDEX.sub(lambda m: f"messages[{int(m[1]) - n_added}]", str(error), count=1))
 
 
 def input_tokens(n: int) -> dict[str, Any]:
@@ -335,7 +360,8 @@ class ChatJob:
     ``constraint_field``: the field of the request that holds the format of the answer, if one does. ``before``: tokens
     that precede the prompt of a stream. ``grammars``: the fields of the request that hold those of tools, by the tool.
     ``is_empty``: the request asks for no tokens. The engine then computes the prompt and one token, which is not
-    returned. ``n_prompt_tokens``, ``n_cached_tokens``: set when the first stream has begun.
+    returned. ``has_system``: the operator's system prompt is for it, unless it has another. ``n_prompt_tokens``,
+    ``n_cached_tokens``: set when the first stream has begun.
     """
 
     def __init__(
@@ -348,6 +374,7 @@ class ChatJob:
         is_empty: bool = False,
         before: Sequence[int] = (),
         grammars: Mapping[str, str] | None = None,
+        has_system: bool = True,
     ) -> None:
         total_choices(exchange.server, params.n)
         _refuse_paths(messages)
@@ -360,6 +387,8 @@ class ChatJob:
         self._messages = messages
         self._preparing = asyncio.Lock()
         self._is_prepared = False
+        self._has_system = has_system and not before  # which already begin a conversation
+        self._n_added = 0  # messages before those of the request
         self._params = params
         self._options = options
         self._before = before
@@ -378,17 +407,19 @@ class ChatJob:
         The time for it is part of the request's.
         """
         async with self._preparing:
-            if not self._is_prepared:
-                args = await with_default_args(self._exchange.server, self._options.template_args)
-                self._options = self._options._replace(template_args=args)
-                if self._params.reasoning_budget is None:
-                    budget = await reasoning_budget(self._exchange.server, args)
-                    self._params = replace(self._params, reasoning_budget=budget)
-                self._is_prepared = True
-            before = self._messages
-            self._messages = await with_media(self._exchange, before)
-            if self._timeout is not None and self._messages is not before:
+            if self._is_prepared:
+                return
+            state, sent = self._exchange.server, self._messages
+            args = await with_default_args(state, self._options.template_args)
+            self._options = self._options._replace(template_args=args)
+            if self._params.reasoning_budget is None:
+                self._params = replace(self._params, reasoning_budget=await reasoning_budget(state, args))
+            messages = await with_media(self._exchange, sent)
+            if self._timeout is not None and messages is not sent:
                 self._timeout = max(round(self._timeout - (perf_counter() - self._began), 3), 0)
+            self._messages = with_system(state, messages) if self._has_system else messages
+            self._n_added = len(self._messages) - len(messages)
+            self._is_prepared = True
 
     async def complete(self) -> ChatCompletion:
         """The answer, when all choices are complete."""
@@ -466,7 +497,8 @@ class ChatJob:
             named = f"tool {quoted(tool)}: "
             if str(error).startswith(named):
                 return ApiError(400, f"{field}: {str(error).removeprefix(named)}", field)
-        placed = in_request(error, self._messages)
+        error = _as_sent(error, self._n_added)
+        placed = in_request(error, self._messages[self._n_added :])
         return placed if placed is not error else with_field(error, self._constraint or "tools")
 
 

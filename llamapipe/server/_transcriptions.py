@@ -165,7 +165,7 @@ async def transcriptions(exchange: Exchange) -> Response:
         {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}},
         {"type": "text", "text": question},
     ]
-    job = ChatJob(exchange, [{"role": "user", "content": content}], params, ChatOptions())
+    job = ChatJob(exchange, [{"role": "user", "content": content}], params, ChatOptions(), has_system=False)
     done = await job.complete()
     exchange.count(done.n_prompt_tokens, done.n_completion_tokens, done.timings.first_token_s)
     text = done.content.strip()

@@ -79,6 +79,8 @@ class ServerSettings:
       off, if it can, and reasoning that begins all the same is closed at once. "auto": as the template has it. A
       number: at most that many tokens (``SamplingParams.reasoning_budget``). ``template_args``: a JSON object with
       arguments of the chat template; those of a request take their places.
+    - ``system``: the system prompt of conversations that have none, in every API; one of the request, or of a
+      Modelfile, takes its place. Transcriptions and ``/apply-template`` have none.
     - ``page``: serve the page at ``/``.
     - ``ollama``: also serve Ollama's API under ``/api``. ``allow_pull``, ``allow_delete``: its clients may download
       models of the Hugging Face Hub and give the model further names, and delete downloaded files.
@@ -114,6 +116,7 @@ class ServerSettings:
     sampling: Mapping[str, Any] | None = None
     reasoning: str = "auto"
     template_args: str | None = None
+    system: str | None = None
     lora_path: str | os.PathLike[str] | None = None
     media_path: str | os.PathLike[str] | None = None
     media_urls: tuple[str, ...] = ()
@@ -148,7 +151,7 @@ class ServerSettings:
                 raise ValueError(f"{name} needs ollama, whose routes it is for")
         if self.sampling is not None:
             object.__setattr__(self, "sampling", _defaults(self.sampling))
-        for name in ("reasoning", "template_args"):
+        for name in ("reasoning", "template_args", "system"):
             value = getattr(self, name)
             if not isinstance(value, str) and (value is not None or name == "reasoning"):
                 raise TypeError(f"{name} must be a str, not {type(value).__name__}")

@@ -1287,6 +1287,7 @@ def _scheduler(
         drafter=drafter,
         no_guesses=no_guesses,
         has_window=model.n_swa > 0,
+        keeps_states=context.n_states > 0,
         n_longest=min(context.n_states or MOST_GUESSED, MOST_GUESSED),
     )
     return Scheduler(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +12,7 @@ import pytest
 from support.gguf_models import tiny_architecture
 
 import llamapipe as lp
+from llamapipe._engine.policy.speculation import undisturbed
 from llamapipe.llama import Context, DecodeBatch
 
 BEGIN = [20 + i * 7 % 90 for i in range(12)]
@@ -43,3 +46,40 @@ def test_wrong_guesses_leave_nothing(tmp_path: Path, name: str) -> None:
                 with Context(model, **options) as context:  # type: ignore[arg-type]
                     expected = rows(context, BEGIN, kept, [25, 26])
                 np.testing.assert_allclose(found, expected, atol=2e-3, err_msg=f"{n_back} of {n}")
+
+
+def test_guesses_of_several_sequences_leave_nothing(tmp_path: Path) -> None:
+    """A step is planned so that llama.cpp moves no state whose earlier ones are still needed.
+
+    With any lengths it does: that is what ``undisturbed`` is for, and what this test would find without it.
+    """
+    path = tiny_architecture(tmp_path / "model.gguf", "qwen3.5-0.8b", type_name="f32")
+    options: dict[str, Any] = {"n_ctx": 64, "n_seq_max": 4, "n_threads": 1, "type_k": "f32", "type_v": "f32"}
+    rng = random.Random(3)
+    n_wrong = {True: 0, False: 0}
+    with lp.Model(path, kernels="ggml") as model, Context(model, **options) as plain:
+        for trial in range(80):
+            is_planned = trial % 2 == 0
+            slots = sorted(rng.sample(range(4), rng.choice([2, 3, 3, 4])))
+            wanted = [rng.randrange(N_STATES + 1) for _ in slots]
+            n_guessed = undisturbed(slots, wanted) if is_planned else wanted
+            n_kept = [1 + rng.randrange(n + 1) for n in n_guessed]
+            with Context(model, **options, n_states=N_STATES) as context:
+                for slot in rng.sample(range(4), 4):  # states lie in the order in which sequences began
+                    context.decode(DecodeBatch(BEGIN, range(12), [slot] * 12, [0] * 11 + [1]))
+                rows = [(slot, i) for slot, n in zip(slots, n_guessed, strict=True) for i in range(n + 1)]
+                tokens = [30 + 5 * slot + i for slot, i in rows]
+                positions, ids = [12 + i for _, i in rows], [slot for slot, _ in rows]
+                context.decode(DecodeBatch(tokens, positions, ids, [1] * len(rows)))
+                for slot, n, kept in zip(slots, n_guessed, n_kept, strict=True):
+                    if kept < n + 1:
+                        assert context.seq_remove(slot, 12 + kept)
+                places = [12 + kept for kept in n_kept]
+                context.decode(DecodeBatch([25] * len(slots), places, slots, [1] * len(slots)))
+                found = [context.logits(i).copy() for i in range(len(slots))]
+            for row, slot, kept in zip(found, slots, n_kept, strict=True):
+                plain.seq_remove(0)
+                text = [*BEGIN, *(30 + 5 * slot + i for i in range(kept)), 25]
+                plain.decode(DecodeBatch.of_tokens(text, 0))
+                n_wrong[is_planned] += bool(np.abs(row - plain.logits(len(text) - 1)).max() > 1e-2)
+    assert n_wrong[True] == 0 < n_wrong[False]

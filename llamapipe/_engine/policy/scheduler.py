@@ -44,7 +44,7 @@ from llamapipe._engine.policy.overflow import Overflow
 from llamapipe._engine.policy.planner import BatchBuilder
 from llamapipe._engine.policy.queues import Carries, Running, Waiting
 from llamapipe._engine.policy.scoring import LogprobTargets
-from llamapipe._engine.policy.speculation import Gate, Guess
+from llamapipe._engine.policy.speculation import Gate, Guess, undisturbed
 from llamapipe._engine.policy.turns import SetTurns
 from llamapipe.errors import NoToken
 
@@ -455,6 +455,9 @@ class Scheduler:
             if n_allowed:
                 chosen[request] = tokens[:n_allowed]
                 request.is_drafted = request in drafting
+        if gate.keeps_states and chosen:
+            lengths = undisturbed([r.slot for r in decoding], [len(chosen.get(r, ())) for r in decoding])
+            chosen = {r: chosen[r][:n] for r, n in zip(decoding, lengths, strict=True) if n}
         if gate.has_window and chosen:
             shortest = min(map(len, chosen.values()))
             chosen = {request: tokens[:shortest] for request, tokens in chosen.items()}

@@ -118,6 +118,22 @@ class StepTimes:
         return seconds[last] + slope * (n - last)
 
 
+def undisturbed(slots: Sequence[int], n_guessed: Sequence[int]) -> list[int]:
+    """How many guessed tokens each request may have in a step, where wrong ones are taken back by kept states.
+
+    llama.cpp computes rows of several sequences together only if they are as many and the sequences' numbers follow
+    each other. Before each such ubatch it moves states, so that those of its sequences lie side by side, but it leaves
+    behind what it keeps to go back. So no ubatch of several sequences may follow one with guesses: all guesses are one
+    ubatch, or only the last two requests have some.
+    """
+    n, first = len(slots), slots[0]
+    if n <= 2:
+        return list(n_guessed)
+    if all(n_guessed) and list(slots) == list(range(first, first + n)):
+        return [min(n_guessed)] * n
+    return [0] * (n - 2) + list(n_guessed[-2:])
+
+
 class Gate:
     """Chooses how many guessed tokens a step computes. Counts them.
 
@@ -125,7 +141,8 @@ class Gate:
     others have are a ubatch, and so a pass over the weights (KV in streams). ``drafter``: makes the tokens of drafts.
     ``no_guesses``: why ``n_most`` is 0. ``has_window``: wrong guesses must be removed before another ubatch takes the
     cells that the window has left because of them. So all guesses of a step have as many tokens, which makes them one
-    ubatch, and none is made while another step may be in flight. ``n_longest``: most guessed tokens of a request.
+    ubatch, and none is made while another step may be in flight. ``keeps_states``: wrong guesses are taken back by states
+    (see ``undisturbed``). ``n_longest``: most guessed tokens of a request.
     """
 
     def __init__(
@@ -135,10 +152,12 @@ class Gate:
         drafter: Drafter | None = None,
         no_guesses: str = "",
         has_window: bool = False,
+        keeps_states: bool = False,
         n_longest: int = MOST_GUESSED,
     ) -> None:
         self.no_guesses = no_guesses
         self.has_window = has_window
+        self.keeps_states = keeps_states
         self.n_longest = n_longest
         self.times = StepTimes()
         self.n_most = n_most

@@ -334,6 +334,7 @@ def make_mtp_drafter(target: Context, n_room: int) -> MtpLayer:
         n_outputs_max=target.n_seq_max,
         n_threads=target.n_threads,
         kv_unified=True,
+        rope=target.rope,
         mtp_of=target,
     )
     try:

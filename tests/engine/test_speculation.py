@@ -237,9 +237,12 @@ def test_rows_whose_masks_are_late_are_drawn_from_in_other_threads(
 
     monkeypatch.setattr(Guide, "follow", some)
     monkeypatch.setattr(BackgroundSampler, "draw_along", counted)
-    assert texts(engine, f"{STORY} They walked home.", **options) == expected
-    n_accepted = engine.stats().n_accepted
-    assert n_accepted > 0
+    # Which masks are there in time depends on other threads. Again only where all of them were late.
+    for _ in range(10):
+        assert texts(engine, f"{STORY} They walked home.", **options) == expected
+        if n_used or n_masks == 0:
+            break
+    assert engine.stats().n_accepted > 0
     assert (n_used == 0) if n_masks == 0 else n_used > 0
     engine.check_integrity()
 

@@ -96,8 +96,10 @@ def placed_tensors(
 ) -> dict[str, Device]:
     """The devices of the tensors that do not lie where llama.cpp would place them, by name.
 
-    ``wanted``: the option ``devices``. Raises TypeError, ValueError, BackendError.
+    ``wanted``: the option ``devices``, checked. Raises TypeError, ValueError, BackendError.
     """
+    if placement is None and n_cpu_moe is None:
+        return {}
     names = [tensor.name for tensor in info.tensors]
     found: dict[str, Device] = {}
     if placement is not None and not isinstance(placement, Mapping):

@@ -230,6 +230,7 @@ class Model(Owner):
         self.has_rank_head = info.has_rank_head
         params = self._params(n_layers, split, gpu, mapped, locked)
         ffi, lib = self._native.ffi, self._native.lib
+        device_list(ffi, devices, ())  # checks them
         placed = placed_tensors(info, tensor_placement, n_cpu_moe, devices)
         places = native_placement(ffi, lib, placed)
         overrides = native_kv(ffi, lib, {key: info.metadata[key] for key in self._kv_overrides})

@@ -141,7 +141,7 @@ class Gate:
     others have are a ubatch, and so a pass over the weights (KV in streams). ``drafter``: makes the tokens of drafts.
     ``no_guesses``: why ``n_most`` is 0. ``has_window``: wrong guesses must be removed before another ubatch takes the
     cells that the window has left because of them. So all guesses of a step have as many tokens, which makes them one
-    ubatch, and none is made while another step may be in flight. ``keeps_states``: wrong guesses are taken back by states
+    ubatch, and none is made while another step may be in flight. ``keeps_states``: kept states take wrong guesses back
     (see ``undisturbed``). ``n_longest``: most guessed tokens of a request.
     """
 

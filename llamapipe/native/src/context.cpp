@@ -271,7 +271,7 @@ int Context::decode_rows(const BatchArrays & batch, const std::vector<const floa
     }
     llama_batch_ext * const rows = rows_.get();
     llama_batch_ext_clear(rows);
-    const size_t n_embd = (size_t) llama_model_n_embd_inp(llama_get_model(llama));
+    const size_t n_embd  = (size_t) llama_model_n_embd_inp(llama_get_model(llama));
     const size_t n_state = (size_t) llama_model_n_embd_out(llama_get_model(llama));
     for (int i = 0; i < batch.n; i++) {
         const float * const row = batch.embeddings ? batch.embeddings[i] : nullptr;

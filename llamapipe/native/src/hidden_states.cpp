@@ -13,11 +13,12 @@
 
 // Another signature is a mistake at the build, and a library without them is found when it is loaded.
 static_assert(std::is_same<decltype(&llama_set_embeddings_nextn), void (*)(llama_context *, bool, bool)>::value, "llama-ext.h");
-static_assert(std::is_same<decltype(&llama_get_embeddings_nextn), float * (*) (llama_context *)>::value, "llama-ext.h");
-static_assert(std::is_same<decltype(&llama_get_embeddings_nextn_ith), float * (*) (llama_context *, int32_t)>::value, "llama-ext.h");
+static_assert(std::is_same<decltype(&llama_get_embeddings_nextn), float * (*)(llama_context *)>::value, "llama-ext.h");
+static_assert(std::is_same<decltype(&llama_get_embeddings_nextn_ith), float * (*)(llama_context *, int32_t)>::value,
+              "llama-ext.h");
 #if defined(__ELF__)
-extern decltype(llama_set_embeddings_nextn) llama_set_embeddings_nextn __attribute__((weak));
-extern decltype(llama_get_embeddings_nextn) llama_get_embeddings_nextn __attribute__((weak));
+extern decltype(llama_set_embeddings_nextn)     llama_set_embeddings_nextn __attribute__((weak));
+extern decltype(llama_get_embeddings_nextn)     llama_get_embeddings_nextn __attribute__((weak));
 extern decltype(llama_get_embeddings_nextn_ith) llama_get_embeddings_nextn_ith __attribute__((weak));
 #endif
 #else

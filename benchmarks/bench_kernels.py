@@ -3,6 +3,7 @@
     python benchmarks/bench_kernels.py products                          # each type, by rows of activations
     python benchmarks/bench_kernels.py products --shape 4096x14336 --types Q4_K Q6_K --rows 1 8 256
     python benchmarks/bench_kernels.py products --shape 576x16 16x1536 --types F16      # a LoRA of rank 16
+    python benchmarks/bench_kernels.py products --shape 2048x768 --experts 128 8        # rows choose 8 of 128 matrices
     python benchmarks/bench_kernels.py model MODEL.gguf                  # decoding by callers, prompts, loading
     python benchmarks/bench_kernels.py model MODEL.gguf --batched-bench --openvino VENV/bin/python
 
@@ -58,6 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     products.add_argument("--types", nargs="+", default=TYPES, choices=(*TYPES, *FLOATS))
     products.add_argument("--shape", nargs="+", default=SHAPES, metavar="COLUMNSxROWS")
     products.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 256])
+    products.add_argument(
+        "--experts",
+        type=int,
+        nargs=2,
+        metavar=("N", "USED"),
+        help="a row is multiplied with USED of N matrices",
+    )
     products.add_argument("--plot", type=Path, help="draw the figures into this SVG; needs matplotlib")
     model = what.add_parser("model")
     model.add_argument("model", help="a GGUF file")
@@ -91,15 +99,24 @@ def measure_products(args: argparse.Namespace) -> Result:
             if name not in FLOATS and not native().lib.lp_kernels_have(kind, n_columns, n_rows):
                 print(f"{name:7} {shape:>14}: no kernel of ours")
                 continue
-            weights = quantized(name, n_columns, n_rows)
+            n_matrices, n_used = args.experts or (1, 1)
+            weights = quantized(name, n_columns, n_rows * n_matrices)
             for n in args.rows:
-                ms = time_product(name, weights, n_columns, n_rows, n, args)
-                work, n_bytes = 2e-9 * n_columns * n_rows * n, len(weights) / 1e9
+                ids = chosen_experts(n, n_matrices, n_used)
+                ms = time_product(name, weights, n_columns, n_rows, ids, n_matrices, args)
+                work, n_bytes = 2e-9 * n_columns * n_rows * ids.size, len(weights) / 1e9
+                n_bytes *= len(np.unique(ids)) / n_matrices
                 ratio = ms["ggml"] / ms["auto"]
                 print(f"{name:7} {shape:>14} {n:4} {ms['ggml']:9.3f} {ms['auto']:9.3f} {ratio:6.2f} "
                       f"{work / ms['auto'] * 1e3:6.0f} {n_bytes / ms['auto'] * 1e3:5.1f}")  # fmt: skip
                 found["products"].append({"type": name, "shape": shape, "n": n, "ms": ms, "ratio": ratio})
     return found
+
+
+def chosen_experts(n: int, n_matrices: int, n_used: int) -> Any:
+    """Which matrices n rows choose: int32 (n, n_used), the same in each run."""
+    draw = np.random.default_rng(3)
+    return np.array([draw.permutation(n_matrices)[:n_used] for _ in range(n)], np.int32)
 
 
 def quantized(name: str, n_columns: int, n_rows: int) -> Any:
@@ -119,12 +136,13 @@ def quantized(name: str, n_columns: int, n_rows: int) -> Any:
 
 
 def time_product(
-    name: str, weights: Any, n_columns: int, n_rows: int, n: int, args: argparse.Namespace
+    name: str, weights: Any, n_columns: int, n_rows: int, ids: Any, n_matrices: int, args: argparse.Namespace
 ) -> dict[str, float]:
-    """Milliseconds of a product with n rows of activations, in turns."""
+    """Milliseconds of a product of rows of activations with the matrices that they choose, in turns."""
     ffi, lib = native().ffi, native().lib
+    n, n_used = ids.shape
     x = np.random.default_rng(2).normal(size=(n, n_columns)).astype(np.float32)
-    y = np.empty((n, n_rows), np.float32)
+    y = np.empty((n, n_used, n_rows), np.float32)
     n_times = 20 if n <= 16 else 3
     seconds = np.empty(n_times)
     forms = {"ggml": lib.LP_WEIGHTS_OF_GGML, "auto": lib.LP_WEIGHTS_PACKED}
@@ -135,8 +153,10 @@ def time_product(
         for side in SIDES:
             given = {
                 "type": int(gguf.GGMLQuantizationType[name]), "n_columns": n_columns, "n_rows": n_rows,
-                "n_matrices": 1, "weights": weights, "form": forms[side], "is_ours": side == "auto",
-                "x_stride": n_columns, "nx1": n, "nx2": 1, "x": ffi.cast("float *", x.ctypes.data),
+                "n_matrices": n_matrices, "weights": weights, "form": forms[side], "is_ours": side == "auto",
+                "x_stride": n_columns, "x": ffi.cast("float *", x.ctypes.data),
+                **({"nx1": 1, "nx2": n, "n_used": n_used, "ids": ffi.cast("int32_t *", ids.ctypes.data)}
+                   if n_matrices > 1 else {"nx1": n, "nx2": 1}),
                 "n_threads": args.n_threads, "n_times": n_times, "seconds": ffi.cast("double *", seconds.ctypes.data),
             }  # fmt: skip
             if (

@@ -178,7 +178,7 @@ inline void sum_signed(const uint8_t (*line)[64], const Row * const * x, int col
     }
 }
 
-inline const uint8_t (*lines(const PanelQ8_0 * panel, const InPlace &, int b))[64] { return (const uint8_t (*)[64]) panel[b].q; }
+inline const uint8_t (*lines(const PanelQ8_0 * panel, const Direct &, int b))[64] { return (const uint8_t (*)[64]) panel[b].q; }
 
 inline const uint8_t (*lines(const PanelIQ4_NL *, const Lines & w, int b))[64] { return w.q + 8 * b; }
 
@@ -199,11 +199,13 @@ inline void accumulate_signed(const Panel * panel, const Weights & w, int n, con
 
 struct Avx2 {
     static constexpr Tile kTile = { 4, 1 }, kSuperTile = kTile, kLowTile = kTile;  // whose sums fit the registers
+    // None: code for both kinds of lines was measured to make tiles of four rows slower.
+    static constexpr int kDirectRows = 0, kDirectPanels = 1;
 
     template <class Panel, class Weights> static void unpack(const Panel * panel, int n, Weights & out) {
         kernels::unpack<Vector32>(panel, n, out);
     }
-    template <class Panel> static void unpack(const Panel *, int, InPlace &) {}
+    template <class Panel> static void unpack(const Panel *, int, Direct &) {}
 
     template <int M, int Q, class Panel, class Weights, class Row>
     static void accumulate(const Panel * const (&panel)[Q], const Weights * w, int n, const Row * const * x, float * const * y) {
@@ -345,7 +347,7 @@ struct Avx2 {
     }
 
     template <int M>
-    static void accumulate(const PanelQ8_0 * panel, const InPlace & w, int n, const RowBlock32 * const * x, float * const * y) {
+    static void accumulate(const PanelQ8_0 * panel, const Direct & w, int n, const RowBlock32 * const * x, float * const * y) {
         accumulate_signed<M>(panel, w, n, x, y);
     }
 };

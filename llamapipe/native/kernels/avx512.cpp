@@ -91,6 +91,8 @@ struct Vector {
     static Int   widen_signed(const int8_t * v) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *) v)); }
     static Int   load_pairs_unsigned(const uint8_t * v) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *) v)); }
     static Int   load_pairs_signed(const int8_t * v) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *) v)); }
+    static Int   greater(Int a, Int b) { return _mm512_max_epi32(a, b); }
+    static Float as_floats(Int v) { return _mm512_castsi512_ps(v); }
     static Float to_floats(Int v) { return _mm512_cvtepi32_ps(v); }
     static Float floats(float value) { return _mm512_set1_ps(value); }
     static Float product(Float a, Float b) { return _mm512_mul_ps(a, b); }
@@ -104,6 +106,7 @@ struct Vector {
 // more than further rows; blocks of 256 columns need other sums beside.
 struct Tiles {
     static constexpr Tile kTile = { 4, 4 }, kSuperTile = { 8, 2 }, kLowTile = { 4, 2 };
+    static constexpr int  kDirectRows = 4, kDirectPanels = 4;
 };
 
 using Avx512 = Vnni<Vector, Tiles>;

@@ -26,6 +26,8 @@ struct Vector : Vector32 {
     static Int   widen_unsigned(const uint8_t * v) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) v)); }
     static Int   widen_signed(const int8_t * v) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) v)); }
     static Int   load_pairs_signed(const int8_t * v) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *) v)); }
+    static Int   greater(Int a, Int b) { return _mm256_max_epi32(a, b); }
+    static Float as_floats(Int v) { return _mm256_castsi256_ps(v); }
     static Float to_floats(Int v) { return _mm256_cvtepi32_ps(v); }
     static Float floats(float value) { return _mm256_set1_ps(value); }
     static Float product(Float a, Float b) { return _mm256_mul_ps(a, b); }
@@ -37,6 +39,7 @@ struct Vector : Vector32 {
 
 struct Tiles {
     static constexpr Tile kTile = { 4, 1 }, kSuperTile = kTile, kLowTile = kTile;
+    static constexpr int  kDirectRows = 2, kDirectPanels = 1;
 };
 
 using AvxVnni = Vnni<Vector, Tiles>;

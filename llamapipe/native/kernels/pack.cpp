@@ -108,10 +108,10 @@ void put(const Plain & in, int r, PanelQ4K * out) {
 void put(const Plain & in, int r, PanelQ5K * out) {
     for (int b = 0; b < 8; b++) {
         const uint8_t * q = in.q + 32 * b;
-        put_nibbles(q, r, out->q[b]);
+        put_nibbles(q, r, out->q[b].low);
         uint32_t bits = 0;
         for (int g = 0; g < 8; g++) bits |= (four(q + 4 * g) >> 4 & 0x01010101) << g;
-        memcpy(out->high[b] + 4 * r, &bits, 4);
+        memcpy(out->q[b].high + 4 * r, &bits, 4);
         out->scales[b][r]          = in.scales[b];
         out->mins[b / 2][r][b % 2] = in.mins[b];
     }
@@ -127,9 +127,9 @@ void put(const Plain & in, int r, PanelQ6K * out) {
             low[g / 2] |= (four(q + 4 * g) & 0x0f0f0f0f) << 4 * (g % 2);
             high |= (four(q + 4 * g) >> 4 & 0x03030303) << 2 * g;
         }
-        memcpy(out->low[s][0] + 4 * r, &low[0], 4);
-        memcpy(out->low[s][1] + 4 * r, &low[1], 4);
-        memcpy(out->high[s] + 4 * r, &high, 4);
+        memcpy(out->q[s].low[0] + 4 * r, &low[0], 4);
+        memcpy(out->q[s].low[1] + 4 * r, &low[1], 4);
+        memcpy(out->q[s].high + 4 * r, &high, 4);
         out->scales[s / 2][r][s % 2] = (int8_t) in.scales[s];
     }
     out->d[r] = in.d;

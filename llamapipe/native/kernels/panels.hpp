@@ -25,8 +25,9 @@ struct PanelQ4K {
 
 // As PanelQ4K; bit g of a byte of `high` is the fifth bit of the columns 32 b + 4 g .. + 3.
 struct PanelQ5K {
-    uint8_t  q[8][4][64];
-    uint8_t  high[8][64];
+    struct {
+        uint8_t low[4][64], high[64];
+    } q[8];
     uint8_t  scales[8][16];
     uint8_t  mins[4][16][2];
     uint16_t d[16], dmin[16];
@@ -35,8 +36,9 @@ struct PanelQ5K {
 // Sub-blocks of 16 columns. Line h of sub-block s: low nibbles are columns 16 s + 8 h .. + 3, high nibbles the next four;
 // bits 2 g and 2 g + 1 of a byte of `high` belong to the columns 16 s + 4 g .. + 3.
 struct PanelQ6K {
-    uint8_t  low[16][2][64];
-    uint8_t  high[16][64];
+    struct {
+        uint8_t low[2][64], high[64];
+    } q[16];
     int8_t   scales[8][16][2];  // of sub-blocks 2 i and 2 i + 1
     uint16_t d[16];
 };

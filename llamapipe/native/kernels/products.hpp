@@ -18,9 +18,6 @@ struct Tile {
     int rows, panels;
 };
 
-// Weights that are multiplied as the panel has them.
-struct InPlace {};
-
 // What a level multiplies: `unpack` makes weights from `n` blocks of a panel, and `accumulate` adds the products of Q
 // panels with M rows of activations to y[j][0 .. 16 Q - 1]. All M run the same instructions for a row, in the same order.
 template <class P, class Weights, class R> struct Form {
@@ -36,9 +33,9 @@ constexpr Tile kTile = std::is_same_v<typename F::Unpacked, Expanded> ? Level::k
                        : F::kSuper                                    ? Level::kSuperTile
                                                                       : Level::kTile;
 
-template <class Level, class F, int M, int Q>
-__attribute__((noinline)) void tile(const typename F::Panel * const (&panel)[Q], const typename F::Unpacked * w, int64_t part,
-                                    int n, const void * const * rows, float * const * y, int64_t at) {
+template <class Level, class F, class W, int M, int Q>
+__attribute__((noinline)) void tile(const typename F::Panel * const (&panel)[Q], const W * w, int64_t part, int n,
+                                    const void * const * rows, float * const * y, int64_t at) {
     const typename F::Row * x[M];
     float *                 out[M];
     for (int j = 0; j < M; j++) {
@@ -48,14 +45,14 @@ __attribute__((noinline)) void tile(const typename F::Panel * const (&panel)[Q],
     Level::template accumulate<M, Q>(panel, w, n, x, out);
 }
 
-// The last rows, fewer than a tile.
-template <class Level, class F, int M, int Q, class... Arguments>
-void rest(int64_t n_rows, const typename F::Panel * const (&panel)[Q], const Arguments &... arguments) {
+// The last rows, at most M.
+template <class Level, class F, class W, int M, int Q, class... Arguments>
+void rest(int64_t n_rows, const typename F::Panel * const (&panel)[Q], const W * w, const Arguments &... arguments) {
     if constexpr (M > 0) {
         if (n_rows == M)
-            tile<Level, F, M, Q>(panel, arguments...);
+            tile<Level, F, W, M, Q>(panel, w, arguments...);
         else
-            rest<Level, F, M - 1, Q>(n_rows, panel, arguments...);
+            rest<Level, F, W, M - 1, Q>(n_rows, panel, w, arguments...);
     }
 }
 
@@ -64,25 +61,40 @@ inline void prefetch(const void * address, size_t n_bytes) {
     for (size_t i = 0; i < n_bytes; i += 64) __builtin_prefetch((const char *) address + i, 0, 2);
 }
 
+// Few rows are multiplied with lines that are made in registers: writing them costs more than making them again.
+template <class Level, class F> constexpr int kDirectRows = std::is_same_v<typename F::Unpacked, Lines> ? Level::kDirectRows : 0;
+
+template <class F, class W>
+constexpr bool kIsDirect = std::is_same_v<W, Direct> && !std::is_same_v<typename F::Unpacked, Direct>;
+
 // The products of Q panels with the rows [first, last).
-template <class Level, class F, int Q>
+template <class Level, class F, class W, int Q>
 void multiply_panels(const typename F::Panel * panels, int64_t n_blocks, const void * const * rows, int64_t first, int64_t last,
                      float * const * y, int64_t at) {
-    constexpr int M = kTile<Level, F>.rows;
+    constexpr int M = kIsDirect<F, W> ? kDirectRows<Level, F> : kTile<Level, F>.rows;
     for (int64_t j = first; j < last; j++) memset(y[j] + at, 0, Q * kPanelRows * sizeof(float));
     for (int64_t i = 0; i < n_blocks; i += F::kAtOnce) {
         const int                 n = n_blocks - i < F::kAtOnce ? (int) (n_blocks - i) : F::kAtOnce;
         const typename F::Panel * panel[Q];
-        typename F::Unpacked      w[Q];
+        W                         w[Q];
         for (int q = 0; q < Q; q++) {
             panel[q] = panels + n_blocks * q + i;
-            if constexpr (!std::is_same_v<typename F::Unpacked, InPlace>) prefetch(panel[q] + n, sizeof(*panel[q]) * (size_t) n);
+            if constexpr (!std::is_same_v<W, Direct>) prefetch(panel[q] + n, sizeof(*panel[q]) * (size_t) n);
             Level::unpack(panel[q], n, w[q]);
         }
         int64_t j = first;
-        for (; j + M <= last; j += M) tile<Level, F, M, Q>(panel, w, i, n, rows + j, y + j, at);
-        rest<Level, F, M - 1, Q>(last - j, panel, w, i, n, rows + j, y + j, at);
+        for (; j + M <= last; j += M) tile<Level, F, W, M, Q>(panel, w, i, n, rows + j, y + j, at);
+        rest<Level, F, W, M - 1, Q>(last - j, panel, w, i, n, rows + j, y + j, at);
     }
+}
+
+// The panels [p, n_panels), Q at a time.
+template <class Level, class F, class W, int Q>
+void multiply_all(const typename F::Panel * all, int64_t p, int64_t n_panels, int64_t n_blocks, const void * const * rows,
+                  int64_t first, int64_t last, float * const * y) {
+    for (; p + Q <= n_panels; p += Q)
+        multiply_panels<Level, F, W, Q>(all + n_blocks * p, n_blocks, rows, first, last, y, kPanelRows * p);
+    if constexpr (Q > 1) multiply_all<Level, F, W, kIsDirect<F, W> ? Q / 2 : 1>(all, p, n_panels, n_blocks, rows, first, last, y);
 }
 
 template <class Level, class F>
@@ -93,11 +105,13 @@ void multiply(const void * panels, int64_t n_panels, int64_t n_columns, const vo
     const auto * const all      = (const typename F::Panel *) panels;
     for (int64_t first = 0; first < n_rows; first += kRowsAtOnce) {
         const int64_t last = first + kRowsAtOnce < n_rows ? first + kRowsAtOnce : n_rows;
-        int64_t       p    = 0;
-        for (; p + Q <= n_panels; p += Q)
-            multiply_panels<Level, F, Q>(all + n_blocks * p, n_blocks, rows, first, last, y, kPanelRows * p);
-        for (; p < n_panels; p++)
-            multiply_panels<Level, F, 1>(all + n_blocks * p, n_blocks, rows, first, last, y, kPanelRows * p);
+        if constexpr (kDirectRows<Level, F> > 0) {
+            if (last - first <= kDirectRows<Level, F>) {
+                multiply_all<Level, F, Direct, Level::kDirectPanels>(all, 0, n_panels, n_blocks, rows, first, last, y);
+                continue;
+            }
+        }
+        multiply_all<Level, F, typename F::Unpacked, Q>(all, 0, n_panels, n_blocks, rows, first, last, y);
     }
 }
 
@@ -106,7 +120,8 @@ template <class Level, class P, class W, class R> constexpr Kernel kernel_of(ggm
     return { type,
              level,
              std::is_same_v<P, PanelNVFP4> ? QK_NVFP4 : F::kColumns,
-             kTile<Level, F>.panels,
+             kDirectRows<Level, F> > 0 && Level::kDirectPanels > kTile<Level, F>.panels ? Level::kDirectPanels
+                                                                                        : kTile<Level, F>.panels,
              std::is_same_v<W, Expanded> ? kRowsAtOnce : 16,
              panel_bytes<P>,
              F::kSuper ? row_bytes_k : row_bytes_32,
@@ -120,7 +135,7 @@ template <class Level, class P, class W, class R> constexpr Kernel kernel_of(ggm
     kernel_of<Level, PanelQ4K, Lines, RowBlockK>(GGML_TYPE_Q4_K, name),                   \
             kernel_of<Level, PanelQ5K, Lines, RowBlockK>(GGML_TYPE_Q5_K, name),           \
             kernel_of<Level, PanelQ6K, Lines, RowBlockK>(GGML_TYPE_Q6_K, name),           \
-            kernel_of<Level, PanelQ8_0, InPlace, RowBlock32>(GGML_TYPE_Q8_0, name),       \
+            kernel_of<Level, PanelQ8_0, Direct, RowBlock32>(GGML_TYPE_Q8_0, name),        \
             kernel_of<Level, PanelQ5_0, Lines, RowBlock32>(GGML_TYPE_Q5_0, name),         \
             kernel_of<Level, PanelQ5_1, Lines, RowBlock32>(GGML_TYPE_Q5_1, name),         \
             kernel_of<Level, PanelQ4_0, Lines, RowBlock32>(GGML_TYPE_Q4_0, name),         \

@@ -3,14 +3,16 @@
 
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "panels.hpp"
 
 namespace llamapipe::kernels {
 namespace {
 
-// The values of IQ4_NL's codes.
-alignas(16) constexpr int8_t kCodes[16] = { -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113 };
+// The values of IQ4_NL's codes, and the same as bytes that are 128 greater.
+alignas(16) constexpr int8_t kCodes[2][16] = { { -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113 },
+                                               { 1, 24, 45, 63, 79, 93, 106, 118, -127, -115, -103, -90, -75, -59, -39, -15 } };
 
 // Those of MXFP4's codes, doubled and 12 greater, so that they are unsigned.
 alignas(16) constexpr int8_t kCodesMXFP4[16] = { 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0 };
@@ -27,6 +29,17 @@ template <> constexpr int            kOffset<PanelNVFP4> = 12;
 struct Lines {
     alignas(64) uint8_t q[64][64];
 };
+
+// The panels themselves, whose lines become bytes in registers when they are multiplied, for few rows of activations.
+struct Direct {};
+
+// Line g of a group of n.
+template <class V, int n, int g, class Panel>
+inline typename V::Int line(const Panel * panel, const Direct *, int group, int p);
+template <class V, int n, int g, class Panel>
+inline typename V::Int line(const Panel *, const Lines * w, int group, int p) {
+    return V::load(w->q[n * group + g] + p);
+}
 
 // Types of at most 3 bits: 256 columns with a scale for each 4 lines (pairs of 16 columns, as in PanelQ6K) or 8 (four pairs).
 struct Expanded : Lines {
@@ -61,91 +74,111 @@ template <class V> inline typename V::Int high_nibbles(typename V::Int v) {
     return V::bit_and(V::template right<4>(v), V::bytes(15));
 }
 
-// Lines g and 4 + g of a block, from line g of nibbles; bit n of `high`, where there is one, is the fifth bit of line n.
-template <class V, int g, bool has_high>
-inline void unpack_line(const uint8_t (*q)[64], typename V::Int high, int p, uint8_t (*to)[64]) {
-    const typename V::Int v     = V::load(q[g] + p);
-    typename V::Int       first = low_nibbles<V>(v), second = high_nibbles<V>(v);
-    if constexpr (has_high) {
-        const auto fifth = V::bytes(16);
-        first            = V::bit_or(first, V::bit_and(V::template left<4 - g>(high), fifth));
-        second           = V::bit_or(second, V::bit_and(V::template right<g>(high), fifth));
-    }
-    V::store(to[g] + p, first);
-    V::store(to[4 + g] + p, second);
+// ---- line g of a group of lines, as bytes: a block of 32 columns has eight lines, a sub-block of Q6_K four
+
+template <class V, int g> inline typename V::Int nibbles(const uint8_t (*q)[64], int p) {
+    const typename V::Int v = V::load(q[g % 4] + p);
+    return g < 4 ? low_nibbles<V>(v) : high_nibbles<V>(v);
 }
 
-template <class V, bool has_high = false>
-inline void unpack_block(const uint8_t (*q)[64], const uint8_t * high, uint8_t (*to)[64]) {
-    for (int p = 0; p < 64; p += V::kBytes) {
-        const auto bits = has_high ? V::load(high + p) : V::bytes(0);
-        unpack_line<V, 0, has_high>(q, bits, p, to);
-        unpack_line<V, 1, has_high>(q, bits, p, to);
-        unpack_line<V, 2, has_high>(q, bits, p, to);
-        unpack_line<V, 3, has_high>(q, bits, p, to);
-    }
+template <class V, int g> inline typename V::Int fifth_bits(const uint8_t * high, int p) {
+    const typename V::Int v = V::load(high + p);
+    if constexpr (g < 4)
+        return V::bit_and(V::template left<4 - g>(v), V::bytes(16));
+    else
+        return V::bit_and(V::template right<g - 4>(v), V::bytes(16));
 }
 
-template <class V> inline void unpack(const PanelQ4K * panel, int, Lines & out) {
-    for (int b = 0; b < 8; b++) unpack_block<V>(panel->q[b], nullptr, out.q + 8 * b);
+template <class V, int g> inline typename V::Int line_of(const PanelQ4K * panel, int b, int p) {
+    return nibbles<V, g>(panel->q[b], p);
 }
 
-template <class V> inline void unpack(const PanelQ5K * panel, int, Lines & out) {
-    for (int b = 0; b < 8; b++) unpack_block<V, true>(panel->q[b], panel->high[b], out.q + 8 * b);
+template <class V, int g> inline typename V::Int line_of(const PanelQ5K * panel, int b, int p) {
+    return V::bit_or(nibbles<V, g>(panel->q[b].low, p), fifth_bits<V, g>(panel->q[b].high, p));
 }
 
-template <class V> inline typename V::Int six_bits(typename V::Int low, typename V::Int high) {
-    return V::bit_or(low, V::bit_and(high, V::bytes(0x30)));
+template <class V, int g> inline typename V::Int line_of(const PanelQ6K * panel, int s, int p) {
+    const typename V::Int low = V::load(panel->q[s].low[g / 2] + p), high = V::load(panel->q[s].high + p);
+    typename V::Int       two = high;
+    if constexpr (g < 2) two = V::template left<4 - 2 * g>(high);
+    if constexpr (g == 3) two = V::template right<2>(high);
+    return V::bit_or(g % 2 ? high_nibbles<V>(low) : low_nibbles<V>(low), V::bit_and(two, V::bytes(0x30)));
 }
 
-template <class V> inline void unpack(const PanelQ6K * panel, int, Lines & out) {
-    for (int s = 0; s < 16; s++) {
+template <class V, int g> inline typename V::Int line_of(const PanelQ4_0 * panel, int b, int p) {
+    return nibbles<V, g>(panel[b].q, p);
+}
+
+template <class V, int g> inline typename V::Int line_of(const PanelQ4_1 * panel, int b, int p) {
+    return nibbles<V, g>(panel[b].q, p);
+}
+
+template <class V, int g> inline typename V::Int line_of(const PanelQ5_0 * panel, int b, int p) {
+    return V::bit_or(nibbles<V, g>(panel[b].q, p), fifth_bits<V, g>(panel[b].high, p));
+}
+
+template <class V, int g> inline typename V::Int line_of(const PanelQ5_1 * panel, int b, int p) {
+    return V::bit_or(nibbles<V, g>(panel[b].q, p), fifth_bits<V, g>(panel[b].high, p));
+}
+
+template <class V, int g> inline typename V::Int line_of(const PanelQ8_0 * panel, int b, int p) {
+    return V::bit_xor(V::load(panel[b].q[g] + p), V::bytes(V::kFlip));
+}
+
+template <class V, int g> inline typename V::Int line_of(const PanelIQ4_NL * panel, int b, int p) {
+    return V::look_up(kCodes[V::kFlip != 0], nibbles<V, g>(panel[b].q, p));
+}
+
+template <class V, int g> inline typename V::Int line_of(const PanelIQ4_XS * panel, int b, int p) {
+    return V::look_up(kCodes[V::kFlip != 0], nibbles<V, g>(panel->q[b], p));
+}
+
+template <class V, int g> inline typename V::Int line_of(const PanelMXFP4 * panel, int b, int p) {
+    return V::look_up(kCodesMXFP4, nibbles<V, g>(panel[b].q, p));
+}
+
+template <class V, int g> inline typename V::Int line_of(const PanelNVFP4 * panel, int b, int p) {
+    return V::look_up(kCodesMXFP4, nibbles<V, g>(panel[b].q, p));
+}
+
+template <class Panel> constexpr int kLinesOfGroup           = 8;
+template <> constexpr int            kLinesOfGroup<PanelQ6K> = 4;
+template <class Panel> constexpr int kGroups                 = sizeof(Panel) < QK_K / 2 * 16 ? 1 : 64 / kLinesOfGroup<Panel>;
+
+// What follows in the panel is read while this group is multiplied, line by line: with few rows the hardware does not look far
+// enough ahead, and many requests at once wait for each other. 8-bit weights gain nothing.
+constexpr size_t kAhead = 4096;
+
+template <class V, int n, int g, class Panel>
+inline typename V::Int line(const Panel * panel, const Direct *, int group, int p) {
+    constexpr size_t n_bytes = sizeof(Panel) / kGroups<Panel>;
+    if constexpr (64 * g < n_bytes && !std::is_same_v<Panel, PanelQ8_0>)
+        if (p == 0) __builtin_prefetch((const char *) panel + n_bytes * (size_t) group + 64 * g + kAhead, 0, 2);
+    return line_of<V, g>(panel, group, p);
+}
+
+// f(std::integral_constant<int, i>) for i below n.
+template <class F, int... i> inline __attribute__((always_inline)) void each(F && f, std::integer_sequence<int, i...>) {
+    (f(std::integral_constant<int, i>()), ...);
+}
+template <int n, class F> inline __attribute__((always_inline)) void each(F && f) {
+    each(f, std::make_integer_sequence<int, n>());
+}
+
+// n groups of lines.
+template <class V, class Panel> inline void unpack_groups(const Panel * panel, int n, uint8_t (*to)[64]) {
+    constexpr int lines = kLinesOfGroup<Panel>;
+    for (int b = 0; b < n; b++)
         for (int p = 0; p < 64; p += V::kBytes) {
-            const typename V::Int high = V::load(panel->high[s] + p);
-            const typename V::Int v0 = V::load(panel->low[s][0] + p), v1 = V::load(panel->low[s][1] + p);
-            V::store(out.q[4 * s] + p, six_bits<V>(low_nibbles<V>(v0), V::template left<4>(high)));
-            V::store(out.q[4 * s + 1] + p, six_bits<V>(high_nibbles<V>(v0), V::template left<2>(high)));
-            V::store(out.q[4 * s + 2] + p, six_bits<V>(low_nibbles<V>(v1), high));
-            V::store(out.q[4 * s + 3] + p, six_bits<V>(high_nibbles<V>(v1), V::template right<2>(high)));
-        }
-    }
-}
-
-template <class V> inline void unpack(const PanelQ4_0 * panel, int n, Lines & out) {
-    for (int b = 0; b < n; b++) unpack_block<V>(panel[b].q, nullptr, out.q + 8 * b);
-}
-
-template <class V> inline void unpack(const PanelQ4_1 * panel, int n, Lines & out) {
-    for (int b = 0; b < n; b++) unpack_block<V>(panel[b].q, nullptr, out.q + 8 * b);
-}
-
-template <class V> inline void unpack(const PanelQ5_0 * panel, int n, Lines & out) {
-    for (int b = 0; b < n; b++) unpack_block<V, true>(panel[b].q, panel[b].high, out.q + 8 * b);
-}
-
-template <class V> inline void unpack(const PanelQ5_1 * panel, int n, Lines & out) {
-    for (int b = 0; b < n; b++) unpack_block<V, true>(panel[b].q, panel[b].high, out.q + 8 * b);
-}
-
-template <class V> inline void look_up_block(const uint8_t (*q)[64], const int8_t * table, uint8_t (*to)[64]) {
-    for (int p = 0; p < 64; p += V::kBytes)
-        for (int g = 0; g < 4; g++) {
-            const typename V::Int v = V::load(q[g] + p);
-            V::store(to[g] + p, V::look_up(table, low_nibbles<V>(v)));
-            V::store(to[4 + g] + p, V::look_up(table, high_nibbles<V>(v)));
+            typename V::Int of[lines];
+            each<lines>([&](auto g) { of[g] = line_of<V, g>(panel, b, p); });
+            for (int g = 0; g < lines; g++) V::store(to[lines * b + g] + p, of[g]);
         }
 }
 
-template <class V> inline void unpack(const PanelIQ4_NL * panel, int n, Lines & out) {
-    for (int b = 0; b < n; b++) look_up_block<V>(panel[b].q, kCodes, out.q + 8 * b);
-}
-
-template <class V> inline void unpack(const PanelIQ4_XS * panel, int, Lines & out) {
-    for (int b = 0; b < 8; b++) look_up_block<V>(panel->q[b], kCodes, out.q + 8 * b);
-}
-
-template <class V> inline void unpack(const PanelMXFP4 * panel, int n, Lines & out) {
-    for (int b = 0; b < n; b++) look_up_block<V>(panel[b].q, kCodesMXFP4, out.q + 8 * b);
+// A super-block, or n blocks of 32 columns.
+template <class V, class Panel> inline void unpack(const Panel * panel, int n, Lines & out) {
+    unpack_groups<V>(panel, kGroups<Panel> > 1 ? kGroups<Panel> : n, out.q);
 }
 
 // The scales of rows, times a power of two.
@@ -159,8 +192,8 @@ struct LinesNVFP4 : Lines {
 };
 
 template <class V> inline void unpack(const PanelNVFP4 * panel, int n, LinesNVFP4 & out) {
+    unpack_groups<V>(panel, n, out.q);
     for (int b = 0; b < n; b++) {
-        look_up_block<V>(panel[b].q, kCodesMXFP4, out.q + 8 * b);
         // As 16-bit floats they are 2^8 times as small. Codes are doubled.
         uint16_t halves[32];
         for (int i = 0; i < 32; i += V::kBytes / 2)

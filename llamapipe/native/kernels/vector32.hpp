@@ -12,6 +12,7 @@ namespace {
 struct Vector32 {
     using Int                               = __m256i;
     static constexpr int        kBytes      = 32;
+    static constexpr int        kFlip       = 0;  // bits of signed weights
     static constexpr int        kMostPlaces = 0;  // of a grid that is looked up by them
     static Int                  load(const void * address) { return _mm256_loadu_si256((const __m256i *) address); }
     static void                 store(void * address, Int v) { _mm256_storeu_si256((__m256i *) address, v); }

@@ -31,39 +31,34 @@ template <class V, class Tiles> struct Vnni : Tiles {
     using Float            = typename V::Float;
     static constexpr int P = 64 / V::kBytes, kRows = V::kBytes / 4;
 
-    template <class Panel> static void unpack(const Panel * panel, int n, Lines & out) {
-        kernels::unpack<V>(panel, n, out);
-        if constexpr (std::is_same_v<Panel, PanelIQ4_NL> || std::is_same_v<Panel, PanelIQ4_XS>)
-            for (int line = 0; line < (std::is_same_v<Panel, PanelIQ4_XS> ? 64 : 8 * n); line++)
-                for (int p = 0; p < 64; p += V::kBytes)
-                    V::store(out.q[line] + p, V::bit_xor(V::load(out.q[line] + p), V::bytes(-128)));
-    }
+    // Weights become unsigned.
+    struct Unsigned : V {
+        static constexpr int kFlip = -128;
+    };
+
     template <class Panel, class Weights> static void unpack(const Panel * panel, int n, Weights & out) {
-        kernels::unpack<V>(panel, n, out);
+        kernels::unpack<Unsigned>(panel, n, out);
     }
-    static void unpack(const PanelQ8_0 *, int, InPlace &) {}
+    template <class Panel> static void unpack(const Panel *, int, Direct &) {}
 
     template <int M, int I> static void set_all(Int (&sum)[M][I], int value) {
         for (int j = 0; j < M; j++)
             for (int i = 0; i < I; i++) sum[j][i] = V::set(value);
     }
 
-    // sum[j] += the products of n lines of each panel with activations from `column` on.
-    template <int n, int M, int Q, class Row>
-    static void add_lines(const uint8_t (*const (&line)[Q])[64], const Row * const * x, int column, int flip,
+    // sum[j] += the products of a group of n lines of each panel with activations from `column` on.
+    template <int n, int M, int Q, class Panel, class Weights, class Row>
+    static void add_lines(const Panel * const (&panel)[Q], const Weights * weights, int group, const Row * const * x, int column,
                           Int (&sum)[M][Q * P]) {
-#pragma GCC unroll 8
-        for (int g = 0; g < n; g++) {
+        each<n>([&](auto g) {
             Int w[Q * P];
-            for (int i = 0; i < Q * P; i++) {
-                w[i] = V::load(line[i / P][g] + V::kBytes * (i % P));
-                if (flip) w[i] = V::bit_xor(w[i], V::bytes(-128));
-            }
+            for (int i = 0; i < Q * P; i++)
+                w[i] = line<Unsigned, n, g>(panel[i / P], weights + i / P, group, V::kBytes * (i % P));
             for (int j = 0; j < M; j++) {
                 const Int a = V::set(four(x[j]->q + column + 4 * g));
                 for (int i = 0; i < Q * P; i++) sum[j][i] = V::dpbusd(sum[j][i], w[i], a);
             }
-        }
+        });
     }
 
     static void add_float(float * y, Int sum, Float scale) {
@@ -72,13 +67,9 @@ template <class V, class Tiles> struct Vnni : Tiles {
 
     template <class Panel> static Float row_scales(const Panel * panel, int r) { return V::halves(panel->d + r); }
     static Float                        row_scales(const PanelMXFP4 * panel, int r) {
-        // Half of 2^(e - 127), which is a denormal for e below 2.
-        int32_t bits[kRows];
-        for (int i = 0; i < kRows; i++) {
-            const int32_t e = panel->e[r + i];
-            bits[i]         = e < 2 ? 0x00200000 << e : (e - 1) << 23;
-        }
-        return V::load_floats((const float *) bits);
+        // Half of 2^(e - 127), which is a denormal for e below 2: the greater of the two as integers.
+        const Int e = V::widen_unsigned(panel->e + r), one = V::set(1);
+        return V::as_floats(V::greater(V::template left_32<23>(V::subtract(e, one)), V::template left_32<21>(V::add(e, one))));
     }
 
     // The scales of sub-block s of 16 rows as 32-bit integers.
@@ -101,9 +92,7 @@ template <class V, class Tiles> struct Vnni : Tiles {
         for (int b = 0; b < 64 / at_once; b++) {
             Int part[M][Q * P];
             set_all(part, 0);
-            const uint8_t (*line[Q])[64];
-            for (int q = 0; q < Q; q++) line[q] = w[q].q + at_once * b;
-            add_lines<at_once, M, Q>(line, x, 4 * at_once * b, 0, part);
+            add_lines<at_once, M, Q>(panel, w, b, x, 4 * at_once * b, part);
             for (int i = 0; i < Q * P; i++) {
                 const Int s = is_scaled ? scale(panel[i / P], b, i % P) : V::set(1);
                 for (int j = 0; j < M; j++) sum[j][i] = V::add(sum[j][i], is_scaled ? V::multiply(part[j][i], s) : part[j][i]);
@@ -111,8 +100,8 @@ template <class V, class Tiles> struct Vnni : Tiles {
         }
     }
 
-    template <int M, int Q, class Panel>
-    static void accumulate_with_minima(const Panel * const (&panel)[Q], const Lines * w, const RowBlockK * const * x,
+    template <int M, int Q, class Panel, class Weights>
+    static void accumulate_with_minima(const Panel * const (&panel)[Q], const Weights * w, const RowBlockK * const * x,
                                        float * const * y) {
         Int sum[M][Q * P];
         sum_super_block<8, M, Q>(panel, w, x, sum);
@@ -133,14 +122,14 @@ template <class V, class Tiles> struct Vnni : Tiles {
         }
     }
 
-    template <int M, int Q>
-    static void accumulate(const PanelQ4K * const (&panel)[Q], const Lines * w, int, const RowBlockK * const * x,
+    template <int M, int Q, class Weights>
+    static void accumulate(const PanelQ4K * const (&panel)[Q], const Weights * w, int, const RowBlockK * const * x,
                            float * const * y) {
         accumulate_with_minima<M, Q>(panel, w, x, y);
     }
 
-    template <int M, int Q>
-    static void accumulate(const PanelQ5K * const (&panel)[Q], const Lines * w, int, const RowBlockK * const * x,
+    template <int M, int Q, class Weights>
+    static void accumulate(const PanelQ5K * const (&panel)[Q], const Weights * w, int, const RowBlockK * const * x,
                            float * const * y) {
         accumulate_with_minima<M, Q>(panel, w, x, y);
     }
@@ -158,8 +147,8 @@ template <class V, class Tiles> struct Vnni : Tiles {
         }
     }
 
-    template <int M, int Q>
-    static void accumulate(const PanelQ6K * const (&panel)[Q], const Lines * w, int, const RowBlockK * const * x,
+    template <int M, int Q, class Weights>
+    static void accumulate(const PanelQ6K * const (&panel)[Q], const Weights * w, int, const RowBlockK * const * x,
                            float * const * y) {
         Int sum[M][Q * P];
         sum_super_block<4, M, Q>(panel, w, x, sum);
@@ -212,8 +201,8 @@ template <class V, class Tiles> struct Vnni : Tiles {
         }
     }
 
-    template <int M, int Q>
-    static void accumulate(const PanelIQ4_XS * const (&panel)[Q], const Lines * w, int, const RowBlockK * const * x,
+    template <int M, int Q, class Weights>
+    static void accumulate(const PanelIQ4_XS * const (&panel)[Q], const Weights * w, int, const RowBlockK * const * x,
                            float * const * y) {
         Int sum[M][Q * P];
         set_all(sum, 0);
@@ -221,9 +210,7 @@ template <class V, class Tiles> struct Vnni : Tiles {
             Int part[M][Q * P];
             for (int j = 0; j < M; j++)
                 for (int i = 0; i < Q * P; i++) part[j][i] = V::set(-128 * x[j]->sums32[b]);
-            const uint8_t (*line[Q])[64];
-            for (int q = 0; q < Q; q++) line[q] = w[q].q + 8 * b;
-            add_lines<8, M, Q>(line, x, 32 * b, 0, part);
+            add_lines<8, M, Q>(panel, w, b, x, 32 * b, part);
             for (int i = 0; i < Q * P; i++) {
                 const Int s = V::widen_signed(panel[i / P]->scales[b] + kRows * (i % P));
                 for (int j = 0; j < M; j++) sum[j][i] = V::add(sum[j][i], V::multiply(part[j][i], s));
@@ -236,7 +223,7 @@ template <class V, class Tiles> struct Vnni : Tiles {
     }
 
     template <int M, int Q>
-    static void accumulate(const PanelNVFP4 * const (&)[Q], const LinesNVFP4 * w, int n, const RowBlock32 * const * x,
+    static void accumulate(const PanelNVFP4 * const (&panel)[Q], const LinesNVFP4 * w, int n, const RowBlock32 * const * x,
                            float * const * y) {
         const RowBlock32 * block[M];
         for (int j = 0; j < M; j++) block[j] = x[j];
@@ -245,9 +232,7 @@ template <class V, class Tiles> struct Vnni : Tiles {
                 Int sum[M][Q * P];
                 for (int j = 0; j < M; j++)
                     for (int i = 0; i < Q * P; i++) sum[j][i] = V::set(-kOffset<PanelNVFP4> * block[j]->sums16[h]);
-                const uint8_t (*line[Q])[64];
-                for (int q = 0; q < Q; q++) line[q] = w[q].q + 8 * b + 4 * h;
-                add_lines<4, M, Q>(line, block, 16 * h, 0, sum);
+                add_lines<4, M, Q>(panel, w, 2 * b + h, block, 16 * h, sum);
                 for (int i = 0; i < Q * P; i++) {
                     const Float d = V::load_floats(w[i / P].d[b][h] + kRows * (i % P));
                     for (int j = 0; j < M; j++) add_float(y[j] + kRows * i, sum[j][i], V::product(d, V::floats(block[j]->d)));
@@ -260,36 +245,37 @@ template <class V, class Tiles> struct Vnni : Tiles {
     template <int M, int Q, class Panel, class Weights>
     static void accumulate(const Panel * const (&panel)[Q], const Weights * w, int n, const RowBlock32 * const * x,
                            float * const * y) {
+        constexpr bool     in_registers = M * Q * P <= V::kBytes / 8;  // the results, while blocks are added
         const RowBlock32 * block[M];
         for (int j = 0; j < M; j++) block[j] = x[j];
+        Float result[M][Q * P];
+        for (int j = 0; in_registers && j < M; j++)
+            for (int i = 0; i < Q * P; i++) result[j][i] = V::load_floats(y[j] + kRows * i);
         for (int b = 0; b < n; b++) {
             Int sum[M][Q * P];
             for (int j = 0; j < M; j++)
                 for (int i = 0; i < Q * P; i++) sum[j][i] = V::set(-kOffset<Panel> * block[j]->sum());
-            const uint8_t (*line[Q])[64];
-            constexpr bool in_place = std::is_same_v<Panel, PanelQ8_0>;
-            for (int q = 0; q < Q; q++) {
-                if constexpr (in_place)
-                    line[q] = (const uint8_t (*)[64]) panel[q][b].q;
-                else
-                    line[q] = w[q].q + 8 * b;
-            }
-            add_lines<8, M, Q>(line, block, 0, in_place, sum);
+            add_lines<8, M, Q>(panel, w, b, block, 0, sum);
             for (int i = 0; i < Q * P; i++) {
                 const Panel * const one = panel[i / P] + b;
                 const int           row = kRows * (i % P);
                 const Float         d   = row_scales(one, row);
                 for (int j = 0; j < M; j++) {
                     float * const out = y[j] + kRows * i;
-                    add_float(out, sum[j][i], V::product(d, V::floats(block[j]->d)));
-                    if constexpr (kOffset<Panel> == 0) {
-                        const Float m = V::halves(one->m + row), s = V::floats(block[j]->d_sum);
-                        V::store_floats(out, V::multiply_add(m, s, V::load_floats(out)));
-                    }
+                    Float         all = in_registers ? result[j][i] : V::load_floats(out);
+                    all               = V::multiply_add(V::to_floats(sum[j][i]), V::product(d, V::floats(block[j]->d)), all);
+                    if constexpr (kOffset<Panel> == 0)
+                        all = V::multiply_add(V::halves(one->m + row), V::floats(block[j]->d_sum), all);
+                    if (in_registers)
+                        result[j][i] = all;
+                    else
+                        V::store_floats(out, all);
                 }
             }
             for (int j = 0; j < M; j++) block[j]++;
         }
+        for (int j = 0; in_registers && j < M; j++)
+            for (int i = 0; i < Q * P; i++) V::store_floats(y[j] + kRows * i, result[j][i]);
     }
 };
 

@@ -335,7 +335,7 @@ class Engine(BlockingCalls, AsyncOwner):
                     f"{model.path.name} is not causal, so it cannot generate text; "
                     "pass a generative model, or use lp.Embedder for embeddings"
                 )
-            self._types, self._rope = (type_k, type_v), rope
+            self._types, self._rope, self._n_positions = (type_k, type_v), rope, context.n_positions
             self._kv_bytes = kv_bytes(model, context.n_cells, type_k, type_v) or 0
             publisher = tracker = None
             if kv_events is not None:

@@ -29,6 +29,7 @@ class EngineParts(NotCopyable):
     _chat_builder: ChatBuilder
     _submission: Submission
     _long_work: LongWork
+    _n_positions: int
     _rope: Rope
     _types: tuple[str, str]
     _state_layout: StateLayout | None
@@ -43,7 +44,10 @@ class EngineParts(NotCopyable):
 
     def _snapshot_format(self, adapters: AdapterSet | None) -> SnapshotFormat:
         layout = SnapshotFormat(
-            self._rope.fingerprint(self.model), state_version(), *self._types, self._state_layout
+            self._rope.fingerprint(self.model, self._n_positions),
+            state_version(),
+            *self._types,
+            self._state_layout,
         )
         return layout if adapters is None else layout._replace(adapters=adapters.key.digest)
 

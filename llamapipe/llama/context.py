@@ -237,8 +237,7 @@ class Context(Owner):
         ffi, lib = self._native.ffi, self._native.lib
         params = ffi.new("struct llama_context_params *", lib.llama_context_default_params())
         # llama.cpp divides n_ctx by the sequences and pads each part to 256.
-        padded = -(-self.n_ctx // 256) * 256
-        params.n_ctx = self.n_cells if self.kv_unified else padded * self.n_seq_max
+        params.n_ctx = self.n_cells if self.kv_unified else self.n_positions * self.n_seq_max
         params.n_batch, params.n_ubatch = self.n_batch, self.n_ubatch
         params.n_seq_max = self.n_seq_max
         params.n_outputs_max = self.n_outputs_max
@@ -249,6 +248,11 @@ class Context(Owner):
         params.flash_attn_type = _FLASH_ATTN[flash_attn]
         params.no_perf = False
         return params
+
+    @property
+    def n_positions(self) -> int:
+        """Positions that llama.cpp gives a sequence: it pads them to 256."""
+        return -(-(self.n_cells if self.kv_unified else self.n_ctx) // 256) * 256
 
     def _create(self, params: Any) -> None:
         """Creates the native context, with a ring for its output rows if one is wanted and rows can be staged."""

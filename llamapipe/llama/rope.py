@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 Scaling = Literal["none", "linear", "yarn", "longrope"]
 # llama.cpp's numbers.
 SCALINGS: Final = {"none": 0, "linear": 1, "yarn": 2, "longrope": 3}
+_LONG = "rope_factors_long.weight"
 _MOST_TOKENS = 2**31 - 1  # llama.cpp counts them in 32 bits
 
 
@@ -79,12 +80,13 @@ class Rope:
 
     def most_tokens(self, model: Model) -> float:
         """The longest text, in tokens, that positions are scaled for."""
-        metadata, n_train = model.metadata, float(model.n_ctx_train)
+        n_train = float(model.n_ctx_train)
         if self._scaling(model) == "none":
             return n_train
-        prefix = _prefix(model)
-        n_unscaled = float(self.yarn_orig_ctx or metadata.get(f"{prefix}.original_context_length") or n_train)
-        return max(n_train, n_unscaled / self._scale(model))
+        return max(n_train, (self.yarn_orig_ctx or self._n_unscaled(model)) / self._scale(model))
+
+    def _n_unscaled(self, model: Model) -> float:
+        return float(model.metadata.get(f"{_prefix(model)}.original_context_length") or model.n_ctx_train)
 
     def _scaling(self, model: Model) -> str:
         if self.rope_scaling is not None:
@@ -105,11 +107,17 @@ class Rope:
             else:
                 setattr(params, name, value)
 
-    def fingerprint(self, model: Model) -> bytes:
-        """16 bytes that tell cells apart whose values cannot be used for each other. Raises OSError."""
-        if not self.given():
+    def fingerprint(self, model: Model, n_ctx: int) -> bytes:
+        """16 bytes that tell cells apart whose values cannot be used for each other. Raises OSError.
+
+        ``n_ctx``: positions that a sequence may have; llama.cpp chooses between two sets of factors by them, where the
+        file has two (``get_rope_factors``).
+        """
+        is_long = _LONG in model.tensors and n_ctx > self._n_unscaled(model)
+        if not self.given() and not is_long:
             return model.fingerprint
-        return hashlib.sha256(model.fingerprint + repr(astuple(self)).encode()).digest()[:16]
+        differs = repr((astuple(self), is_long)).encode()
+        return hashlib.sha256(model.fingerprint + differs).digest()[:16]
 
 
 FROM_FILE: Final = Rope()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import json
 import os
 import shlex
 import shutil
@@ -27,6 +29,7 @@ NAME = "llamapipe.native._native"
 _FOLDERS = (PACKAGE_NATIVE / "src", PACKAGE_NATIVE / "kernels")
 _TESTING = "50_testing.h"
 _N_TREES = 16
+_COMPILED = "compiled.json"
 _CMAKE = PACKAGE_NATIVE / "CMakeLists.txt"
 
 
@@ -46,7 +49,8 @@ def build_module(recipe: Recipe, libraries: Libraries, say: Callable[[str], None
     headers = module_headers(recipe.options)
     headers_of_cdef = sorted((PACKAGE_NATIVE / "cdef").glob("*.h"))
     declarations = _read(p for p in headers_of_cdef if recipe.options.testing or p.name != _TESTING)
-    sources = _read([_CMAKE, *(path for folder in _FOLDERS for path in sorted(folder.iterdir()))])
+    paths = [_CMAKE, *(path for folder in _FOLDERS for path in sorted(folder.iterdir()))]
+    sources = _read(paths)
     surroundings = {
         "version": VERSION,
         "libraries": recipe.key,
@@ -63,15 +67,43 @@ def build_module(recipe: Recipe, libraries: Libraries, say: Callable[[str], None
         if not recipe.options.clean and store.lookup(target) is not None:
             say("the cffi module: cached")
             return target / file_name()
-        if recipe.options.clean:
+        if recipe.options.clean or is_stale(tree, paths):
             shutil.rmtree(tree, ignore_errors=True)
         tree.mkdir(parents=True, exist_ok=True)
         _generate("\n".join(declarations.values()), tree / "_native.c")
         say(f"compiling the cffi module; log: {tree / 'build.log'}")
         _compile(recipe, libraries, headers, tree)
+        remember(tree, paths)
         store.publish({file_name(): tree / file_name()}, {}, target)
     _prune(trees)
     return target / file_name()
+
+
+def is_stale(tree: Path, paths: Iterable[Path]) -> bool:
+    """Whether sources have changed without being newer than what was compiled from them, so that Ninja keeps it.
+
+    So it is where an archive is unpacked in the place of another one: its files have the times that it gives them.
+    """
+    known = tree / _COMPILED
+    if not known.exists():
+        return tree.exists()
+    hashes: dict[str, str] = json.loads(known.read_text(encoding="utf-8"))
+    compiled_at = known.stat().st_mtime
+    found = {path.name: path for path in paths if path.is_file()}
+    return any(
+        hashes.get(name) != _hash(path) and path.stat().st_mtime <= compiled_at
+        for name, path in found.items()
+    )
+
+
+def remember(tree: Path, paths: Iterable[Path]) -> None:
+    """Notes what was compiled in a folder, for ``is_stale``."""
+    hashes = {path.name: _hash(path) for path in paths if path.is_file()}
+    (tree / _COMPILED).write_text(json.dumps(hashes), encoding="utf-8")
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _prune(trees: Path) -> None:

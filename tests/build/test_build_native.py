@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # At the end: the package under test is the installed one, where there is one.
 sys.path.append(str(ROOT))
 
-from native_build import progress, sources, store, system, toolchain  # noqa: E402
+from native_build import module, progress, sources, store, system, toolchain  # noqa: E402
 from native_build.accelerators import find_accelerators  # noqa: E402
 from native_build.errors import BuildError  # noqa: E402
 from native_build.libraries import Libraries, build_libraries  # noqa: E402
@@ -767,3 +767,22 @@ def test_build_facts_can_be_read(tmp_path: Path) -> None:
         "cpu_all_variants",
         "python",
     } <= facts.keys()
+
+
+def test_sources_that_changed_without_being_newer_are_compiled(tmp_path: Path) -> None:
+    """Of an archive that is unpacked where another one was; Ninja compares times only."""
+    source, tree = tmp_path / "a.cpp", tmp_path / "tree"
+    assert not module.is_stale(tree, [source])
+    tree.mkdir()
+    assert module.is_stale(tree, [source])
+    source.write_text("int a;")
+    module.remember(tree, [source])
+    assert not module.is_stale(tree, [source])
+    source.write_text("int b;")
+    os.utime(source, (1e9, 1e9))
+    assert module.is_stale(tree, [source])
+    os.utime(source, (4e9, 4e9))
+    assert not module.is_stale(tree, [source])
+    (tmp_path / "new.cpp").write_text("int c;")
+    os.utime(tmp_path / "new.cpp", (1e9, 1e9))
+    assert module.is_stale(tree, [source, tmp_path / "new.cpp"])

@@ -293,7 +293,7 @@ class Engine(BlockingCalls, AsyncOwner):
                 sizes = model_sizes(model, choice_of("type_k", type_k), choice_of("type_v", type_v))
             n_states = _n_states(model, sizes, int_of("n_seq_max", n_seq_max))
             if has_mtp and model.is_recurrent and not n_states:
-                # Keeping states makes each step slower: by itself this is done only where slots are few.
+                # Keeping states makes each step slower: unasked, that is done only where slots are few.
                 has_mtp, n_states = draft == "mtp", _N_MTP_STATES * (draft == "mtp")
             if draft in MTP_CHOICES:
                 draft = None

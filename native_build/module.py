@@ -72,8 +72,9 @@ def build_module(recipe: Recipe, libraries: Libraries, say: Callable[[str], None
         tree.mkdir(parents=True, exist_ok=True)
         _generate("\n".join(declarations.values()), tree / "_native.c")
         say(f"compiling the cffi module; log: {tree / 'build.log'}")
-        _compile(recipe, libraries, headers, tree)
+        # Before compiling: objects from before a compiler's error are of use.
         remember(tree, paths)
+        _compile(recipe, libraries, headers, tree)
         store.publish({file_name(): tree / file_name()}, {}, target)
     _prune(trees)
     return target / file_name()

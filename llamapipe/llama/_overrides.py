@@ -53,7 +53,8 @@ def checked_kv(overrides: Mapping[str, Value] | None) -> dict[str, Value]:
         if isinstance(value, str):
             _check_bytes(name, value)
         elif not (math.isfinite(value) if isinstance(value, float) else -(2**63) <= value < 2**63):
-            raise ValueError(f"{name} is {value if isinstance(value, float) else 'beyond 64 bits'}")
+            kind = "finite" if isinstance(value, float) else "from -2**63 to 2**63 - 1"
+            raise ValueError(f"{name} is {quoted(value)}; it must be {kind}")
     return dict(overrides)
 
 

@@ -111,7 +111,7 @@ class Model(Owner):
     - ``image_min_tokens``, ``image_max_tokens``: approximate limits of an image's tokens, for projectors that keep an
       image's proportions; for each tile, if the projector tiles. None: the file's. Projectors with one size for all
       images refuse them if ``mmproj`` names a file, else warn.
-    - ``n_cpu_moe``: the experts of so many layers, from the first, stay on the CPU, where the others are on a GPU.
+    - ``n_cpu_moe``: the experts of the first so many layers stay on the CPU, also if the rest of the model is on a GPU.
       ``tensor_placement``: other tensors' devices, by regular expressions (``re.search``) of their names; the first
       that matches counts: ``{r"ffn_.*_exps": "CPU"}``. A pattern that matches none is an error.
     - ``kv_overrides``: values of the file's metadata that are to be others, by key, of the file's types.
@@ -230,12 +230,7 @@ class Model(Owner):
         self.has_rank_head = info.has_rank_head
         params = self._params(n_layers, split, gpu, mapped, locked)
         ffi, lib = self._native.ffi, self._native.lib
-        device_list(ffi, devices, ())  # checks them
-        placed = placed_tensors(info, tensor_placement, n_cpu_moe, devices)
-        places = native_placement(ffi, lib, placed)
         overrides = native_kv(ffi, lib, {key: info.metadata[key] for key in self._kv_overrides})
-        if placed:
-            params.tensor_buft_overrides = places[0]
         if self._kv_overrides:
             params.kv_overrides = overrides
         shares = shares_of_devices(ffi, lib, tensor_split)
@@ -246,8 +241,13 @@ class Model(Owner):
                 self._workers = Workers(rpc)
             far = [] if self._workers is None else self._workers.devices
             # Native memory that must stay alive until load() returns.
-            keep = [device_list(ffi, devices, far), shares, places, overrides]
+            keep = [device_list(ffi, devices, far), shares, overrides]
             params.devices, params.tensor_split = keep[:2]
+            placed = placed_tensors(info, tensor_placement, n_cpu_moe, devices)
+            if placed:
+                places = native_placement(ffi, lib, placed)
+                params.tensor_buft_overrides = places[0]
+                keep.append(places)
             self.devices = used_devices(devices, n_layers, far)
             self._load(info, params, progress, may_pack, folder)
             log_placement(info, placed)

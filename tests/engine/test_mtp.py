@@ -113,8 +113,9 @@ def test_texts_are_those_without_drafts(
         expected = engine.generate(PROMPTS, plain)
         assert engine.stats().n_drafted == 0
         found = engine.generate(PROMPTS, each)
-        for one, other in zip(found, expected, strict=True):
-            assert one.token_ids == other.token_ids and one.finish_reason == other.finish_reason
+        for completion, plain_one in zip(found, expected, strict=True):
+            assert completion.token_ids == plain_one.token_ids
+            assert completion.finish_reason == plain_one.finish_reason
         stats = engine.stats()
         assert stats.n_drafted_by_model > 50
         assert stats.n_accepted_by_model <= stats.n_drafted_by_model <= stats.n_drafted
@@ -260,7 +261,7 @@ def test_fork_and_snapshot(make_engine: MakeEngine, models: dict[str, lp.Model])
 def test_scarce_cells(make_engine: MakeEngine, models: dict[str, lp.Model], options: dict[str, Any]) -> None:
     with make_engine(models["right"], n_ctx=96, n_seq_max=4, draft="mtp", **options) as engine:
         done = engine.generate(PROMPTS, params(150))
-        assert {one.finish_reason for one in done} == {"length"}
+        assert {completion.finish_reason for completion in done} == {"length"}
         assert engine.stats().n_accepted_by_model > 0
         engine.check_integrity()
 

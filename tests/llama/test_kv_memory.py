@@ -59,7 +59,7 @@ def test_windows_compressed_keys_and_states(
 
 
 def test_layers_that_draft_have_no_cells(tmp_path: Path) -> None:
-    """Nor states: those of an MTP layer are in a context of its own."""
+    """They have no states either: an MTP layer's are in another context."""
     path = mtp_model(tmp_path / "mtp.gguf", None)
     with (
         lp.Model(path) as model,

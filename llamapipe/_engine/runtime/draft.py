@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Mapping, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -325,18 +325,7 @@ def make_mtp_drafter(target: Context, n_room: int) -> MtpLayer:
 
     Raises BackendError without memory for its cells. The context keeps hidden states from then on.
     """
-    context = Context(
-        target.model,
-        n_ctx=target.n_ctx,
-        n_seq_max=target.n_seq_max,
-        n_cells=target.n_cells,
-        n_batch=max(target.n_ubatch, target.n_seq_max),
-        n_outputs_max=target.n_seq_max,
-        n_threads=target.n_threads,
-        kv_unified=True,
-        rope=target.rope,
-        mtp_of=target,
-    )
+    context = _context_beside(target, target.model, rope=target.rope, mtp_of=target)
     try:
         n_most = _STATE_BYTES // (2 * 4 * target.model.n_embd)  # up to twice as many are kept
         target.keep_states(min(max(n_most, _LEAST_STATES), target.n_ctx))
@@ -370,8 +359,13 @@ def make_drafter(target: Context, draft: Model, n_room: int) -> DraftModel:
     Raises ValueError unless its model can draft for the context's, BackendError without memory for its cells.
     """
     check_draft(target.model, draft)
-    context = Context(
-        draft,
+    return DraftModel(_context_beside(target, draft), target, n_room)
+
+
+def _context_beside(target: Context, model: Model, **options: Any) -> Context:
+    """A context with as many sequences and cells as the engine's."""
+    return Context(
+        model,
         n_ctx=target.n_ctx,
         n_seq_max=target.n_seq_max,
         n_cells=target.n_cells,
@@ -379,8 +373,8 @@ def make_drafter(target: Context, draft: Model, n_room: int) -> DraftModel:
         n_outputs_max=target.n_seq_max,
         n_threads=target.n_threads,
         kv_unified=True,
+        **options,
     )
-    return DraftModel(context, target, n_room)
 
 
 def _is_sure(row: npt.NDArray[np.float32], token: int) -> bool:

@@ -579,7 +579,7 @@ def test_a_stream_has_signs_of_life_while_its_model_loads(
             ("/api/chat", {"model": "a", "messages": messages}),
             ("/api/generate", {"model": "b", "prompt": "Once"}),
         ):
-            late = server.client.post(path, json={**body, "options": {"num_predict": 3}})
+            late = server.client.post(path, json={**body, "options": {"num_predict": 3, "temperature": 0}})
             assert late.headers["content-type"] == "application/x-ndjson"
             parts = [json.loads(line) for line in late.text.splitlines()]
             texts = [(part.get("message") or {"content": part.get("response")})["content"] for part in parts]

@@ -83,6 +83,9 @@ ENGINE: Final = (
     _object("prefix_cache", "keep the KV cells of ended requests for those that begin with the same tokens"),
     _size("cache_bytes", "host memory for cached prefixes that have lost their slot, such as 2GiB; 0: none (default: a "
         "tenth of the free memory)", 0, 2**63 - 1, optional=True),
+    _text("cache_dir", "keep cached prefixes in this folder, so that they are there after a restart", optional=True,
+        metavar="DIR"),
+    _size("cache_dir_bytes", "most of the disk for --cache-dir, of all models", 2**20, 2**63 - 1),
     Option(Kind.FLOAT, "max_itl_ms",
         "compute prompts in chunks so that streams wait at most MS milliseconds between tokens", 1, 1e6, optional=True,
         metavar="MS"),

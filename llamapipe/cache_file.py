@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+Bytes = bytes | bytearray | memoryview
 _START = struct.Struct("<IQI")
-Write = Callable[[Hashable, Mapping[int, int], Sequence[bytes]], None]
+Write = Callable[[Hashable, Mapping[int, int], Sequence[Bytes]], None]
 
 
 def is_writable(key: Hashable) -> bool:
@@ -38,8 +39,8 @@ def written(path: Path) -> Iterator[Write]:
     try:
         with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
 
-            def write(key: Hashable, marks: Mapping[int, int], parts: Sequence[bytes]) -> None:
-                head = json.dumps([key, list(marks.items())], default=_bytes_as_json).encode()
+            def write(key: Hashable, marks: Mapping[int, int], parts: Sequence[Bytes]) -> None:
+                head = json.dumps([key, list(marks.items())], default=bytes_as_json).encode()
                 file.write(_START.pack(len(head), sum(map(len, parts)), crc32(head)))
                 file.write(head)
                 file.writelines(parts)
@@ -71,14 +72,15 @@ def read(path: Path) -> Iterator[tuple[Hashable, dict[int, int], bytes]]:
             if crc32(head) != checksum:
                 raise ValueError(f"{path} is damaged")
             key, marks = json.loads(head, object_hook=lambda found: bytes.fromhex(found["hex"]))
-            yield _as_tuple(key), dict(marks), snapshot
+            yield as_tuple(key), dict(marks), snapshot
 
 
-def _bytes_as_json(value: object) -> dict[str, str]:
+def bytes_as_json(value: object) -> dict[str, str]:
+    """The bytes of a key, in an object."""
     assert isinstance(value, bytes)
     return {"hex": value.hex()}
 
 
-def _as_tuple(value: Any) -> Any:
+def as_tuple(value: Any) -> Any:
     """Returns a value with its lists made tuples."""
-    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+    return tuple(map(as_tuple, value)) if isinstance(value, list) else value

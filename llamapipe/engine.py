@@ -41,6 +41,7 @@ from llamapipe._engine.policy.planner import LEAST_CHUNK
 from llamapipe._engine.policy.scheduler import Scheduler
 from llamapipe._engine.policy.speculation import MOST_GUESSED, Drafter, Gate
 from llamapipe._engine.runtime.compute_threads import make_tuner
+from llamapipe._engine.runtime.disk_cache import DiskCache
 from llamapipe._engine.runtime.draft import make_drafter, make_mtp_drafter, mtp_problem
 from llamapipe._engine.runtime.encoder import MediaEncoder
 from llamapipe._engine.runtime.executor import StepExecutor
@@ -174,6 +175,8 @@ class Engine(BlockingCalls, AsyncOwner):
       compute them (``docs/guides/memory.md``). ``"exact"`` reuses fewer cells, so that logits are bitwise those without
       the cache.
     - ``cache_bytes``: host memory for cells that have lost their slot; default: a tenth of the free memory; 0: none.
+    - ``cache_dir``: a folder where cached prefixes are kept, for the time after a restart, and for what host memory has
+      no room for (``docs/guides/memory.md``): at most ``cache_dir_bytes``, of all models that use the folder.
     - ``max_itl_ms``: cut prompts into chunks, so that streams wait at most about this many milliseconds between two
       tokens; None: a step has up to ``n_ubatch`` tokens. A chunk has at least 64 tokens, so a slow machine may take
       longer.
@@ -236,6 +239,8 @@ class Engine(BlockingCalls, AsyncOwner):
         flash_attn: FlashAttention = "auto",
         prefix_cache: bool | Literal["exact"] = True,
         cache_bytes: int | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_dir_bytes: int = 10 * 2**30,
         max_itl_ms: float | None = None,
         rope_scaling: Scaling | None = None,
         rope_freq_base: float | None = None,
@@ -267,6 +272,8 @@ class Engine(BlockingCalls, AsyncOwner):
         cache_mode = prefix_cache if prefix_cache == "exact" else check_flag("prefix_cache", prefix_cache)
         max_itl_s = None if max_itl_ms is None else float_of("max_itl_ms", max_itl_ms) / 1e3
         n_cache_bytes = None if cache_bytes is None else int_of("cache_bytes", cache_bytes)
+        folder = _cache_folder(cache_dir, cache_mode, n_cache_bytes)
+        n_folder_bytes = int_of("cache_dir_bytes", cache_dir_bytes)
         kv_events = _kv_events(tuning.kv_events, cache_mode)
         window_us = int_of("batch_window_us", tuning.batch_window_us)
         rope = Rope(
@@ -364,6 +371,7 @@ class Engine(BlockingCalls, AsyncOwner):
                 has_cells=not model.has_only_states,
                 window=0 if context.needs_states else model.n_swa,
                 observer=tracker,
+                spills=folder is not None,
             )
             scheduler = _scheduler(context, cache, drafter, _overflow(context, overflow, n_keep), max_itl_s)
             self.model = model
@@ -394,6 +402,18 @@ class Engine(BlockingCalls, AsyncOwner):
                 trace=self.trace,
             )
             self._long_work = LongWork()
+            disk: DiskCache | None = None
+            if folder is not None:
+                disk = DiskCache(
+                    folder,
+                    n_folder_bytes,
+                    self._snapshot_format(None),  # the adapters are part of the keys
+                    f"{flash_attn} {swa_full} {batch_invariant} {model.kernels}",
+                    model.n_vocab,
+                    context.n_ctx,
+                    can_cut=not context.needs_states and not model.n_swa,
+                )
+            self._disk_cache = disk
             loop = EngineLoop(
                 scheduler,
                 StepExecutor(pipeline, tuner),
@@ -403,6 +423,7 @@ class Engine(BlockingCalls, AsyncOwner):
                 publisher,
                 self._long_work,
                 None if model.projector is None else MediaEncoder(model.projector),
+                disk,
             )
             self.kv_events = None if publisher is None else publisher.options
             engine_thread = EngineThread(loop)
@@ -1208,10 +1229,12 @@ class Engine(BlockingCalls, AsyncOwner):
     def reset_prefix_cache(self) -> None:
         """Forgets the cached tokens that no request uses; those of ``cache_prefix`` stay. Waits for the running step.
 
-        Any thread. Raises EngineClosedError in a forked process.
+        Also those in ``cache_dir``. Any thread. Raises EngineClosedError in a forked process, OSError.
         """
-        forget = partial(self._engine_thread.loop.reset_cache, is_of(tenant.get().cache))
-        self._engine_thread.ask(forget)
+        is_wanted = is_of(tenant.get().cache)
+        self._engine_thread.ask(partial(self._engine_thread.loop.reset_cache, is_wanted))
+        if self._disk_cache is not None:
+            self._disk_cache.forget(is_wanted)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the engine's bookkeeping is inconsistent. For tests and debugging."""
@@ -1407,6 +1430,28 @@ def _warn_of_size(context: Context, n_bytes: int) -> None:
             n_bytes / 2**30,
             (free + n_bytes) / 2**30,
         )
+
+
+def _cache_folder(
+    folder: str | os.PathLike[str] | None, cache_mode: bool | Literal["exact"], n_cache_bytes: int | None
+) -> Path | None:
+    """The folder of cached prefixes. Raises TypeError, ValueError."""
+    if folder is None:
+        return None
+    if not isinstance(folder, (str, os.PathLike)):
+        raise TypeError(f"cache_dir must be the path of a folder or None, not {type(folder).__name__}")
+    found = os.fsdecode(folder)
+    if not found or "\0" in found:
+        raise ValueError(f"cache_dir is {found!r}; give the path of a folder")
+    if cache_mode is not True:
+        raise ValueError(
+            f"cache_dir needs prefix_cache=True, not {cache_mode!r}: cells from a file are not computed alone"
+        )
+    if n_cache_bytes == 0:
+        raise ValueError(
+            "cache_dir needs cache_bytes above 0: what is read from a file goes through host memory"
+        )
+    return Path(found).expanduser()
 
 
 def _default_cache_bytes() -> int:

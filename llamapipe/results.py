@@ -294,6 +294,7 @@ class EngineStats:
     - ``n_cache_hit_tokens``: prompt tokens that came from the prefix cache.
     - ``n_saved``, ``n_restored``: sequences copied to host memory, and back. ``cache_bytes``: host memory that they
       and saved states take now.
+    - ``n_disk_reads``, ``n_disk_writes``: sequences that were read from ``cache_dir``, and written there.
     - ``swa_full``: whether layers with a sliding window keep all cells; None: there are no such layers.
 
     Guessed tokens:
@@ -344,6 +345,8 @@ class EngineStats:
     n_saved: int = 0
     n_restored: int = 0
     cache_bytes: int = 0
+    n_disk_reads: int = 0
+    n_disk_writes: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
     n_drafted_by_model: int = 0

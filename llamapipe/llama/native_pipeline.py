@@ -220,7 +220,7 @@ class SavedCells(NotCopyable):
         return None if handle == module.ffi.NULL else cls(handle)
 
     @classmethod
-    def of_bytes(cls, state: bytes) -> SavedCells:
+    def of_bytes(cls, state: bytes | bytearray | memoryview) -> SavedCells:
         """A copy made of what ``to_bytes`` returned. Raises MemoryError."""
         module = native()
         handle = module.lib.lp_saved_new(module.ffi.from_buffer(state), len(state))
@@ -231,6 +231,10 @@ class SavedCells(NotCopyable):
     def to_bytes(self) -> bytes:
         """The cells in llama.cpp's format."""
         return bytes(native().ffi.buffer(self._lib.lp_saved_data(self.handle), self.n_bytes))
+
+    def view(self) -> memoryview:
+        """The cells in llama.cpp's format, not copied: valid until they are closed."""
+        return memoryview(native().ffi.buffer(self._lib.lp_saved_data(self.handle), self.n_bytes))
 
     def close(self) -> None:
         """Frees the memory; a second call does nothing."""

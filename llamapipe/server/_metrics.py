@@ -181,6 +181,8 @@ class _EngineCollector(Collector):
             ("llamapipe_computed_prompt_tokens", "Prompt tokens computed.", stats.n_prompt_tokens),
             ("llamapipe_generated_tokens", "Tokens generated.", stats.n_completion_tokens),
             ("llamapipe_cached_prompt_tokens", "Prompt tokens that were cached.", stats.n_cache_hit_tokens),
+            ("llamapipe_disk_reads", "Cached sequences that were read from disk.", stats.n_disk_reads),
+            ("llamapipe_disk_writes", "Cached sequences that were written to disk.", stats.n_disk_writes),
             ("llamapipe_drafted_tokens", "Guessed tokens computed.", stats.n_drafted),
             ("llamapipe_accepted_tokens", "Guessed tokens that were right.", stats.n_accepted),
             (

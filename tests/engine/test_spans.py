@@ -103,17 +103,17 @@ def test_requests_wait_until_their_images_are_encoded() -> None:
     made = scheduler()
     waiting = request([1], Picture(2, is_encoded=False), [2])
     made.add(waiting)
-    assert made.plan() is None and made.is_encoding and made.n_queued == 1
+    assert made.plan() is None and made.is_preparing and made.n_queued == 1
     made.add(request([5, 6]))
     assert step(made)[0] == [5, 6]
-    made.encoded(waiting)
-    made.encoded(waiting)  # a second time does nothing
-    assert not made.is_encoding
+    made.prepared(waiting)
+    made.prepared(waiting)  # a second time does nothing
+    assert not made.is_preparing
     assert waiting.state is State.WAITING
     cancelled = request([1], Picture(2, is_encoded=False), [2])
     made.add(cancelled)
     made.cancel(cancelled)
-    assert not made.is_encoding and cancelled.state is State.FINISHED
+    assert not made.is_preparing and cancelled.state is State.FINISHED
     made.check_integrity()
 
 

@@ -18,6 +18,7 @@ from llamapipe._engine.runtime.loop import EngineLoop
 from llamapipe._engine.runtime.mailboxes import ThreadMailbox
 from llamapipe._engine.runtime.sinks import Choices, CompletionSink, DeltaSink, Failure, TokenSink
 from llamapipe._engine.runtime.snapshot import SnapshotFormat, unpack
+from llamapipe._engine.runtime.state_layout import Bytes
 from llamapipe._engine.runtime.thread import EngineThread
 from llamapipe._sync.streams import Generation, Stream
 from llamapipe.results import Completion
@@ -41,11 +42,11 @@ def piece(token: int) -> bytes:
 class AsItIs:
     """The form of a fake context's states."""
 
-    def stored(self, state: bytes, n: int, only_state: bool = False) -> bytes:
-        return state
+    def stored(self, state: Bytes, n: int, only_state: bool = False) -> list[Bytes]:
+        return [state]
 
-    def loadable(self, stored: bytes, n: int, only_state: bool = False) -> tuple[bytes, bool]:
-        return stored, True
+    def loadable(self, stored: Bytes, n: int, only_state: bool = False) -> tuple[bytes, bool]:
+        return bytes(stored), True
 
 
 class Answer:

@@ -155,6 +155,9 @@ class FakeSaved:
     def to_bytes(self) -> bytes:
         return array("i", self.cells).tobytes()
 
+    def view(self) -> memoryview:
+        return memoryview(self.to_bytes())
+
     def close(self) -> None:
         assert not self.closed, "saved cells were freed twice"
         self.closed = True
@@ -278,7 +281,7 @@ class FakeContext:
                     assert self.assigned is not None, "the steps have no carrier"
                     self.assigned[slot] = adapters
                     continue
-                case Forget(key):
+                case Forget(key, _):
                     if key in self.kept:
                         self.kept.pop(key).close()
                     continue
@@ -381,20 +384,32 @@ class FakeContext:
         return found
 
     def read_cells(self, seq_id: int) -> bytes | None:
-        saved = self.save(seq_id, 2**62)
+        saved = self.copy_cells(seq_id)
         if saved is None:
             return None
         saved.close()
         return saved.to_bytes()
 
+    def copy_cells(self, seq_id: int) -> FakeSaved | None:
+        return self.save(seq_id, 2**62)
+
     def read_saved(self, key: int) -> bytes | None:
         return self.kept[key].to_bytes() if key in self.kept else None
 
-    def keep_saved(self, key: int, state: bytes) -> bool:
-        cells = array("i", state).tolist()
+    def copy_saved(self, key: int) -> FakeSaved | None:
+        return self.saved_of(self.kept[key].to_bytes()) if key in self.kept else None
+
+    def saved_of(self, state: bytes | bytearray | memoryview) -> FakeSaved:
+        cells = array("i", bytes(state)).tolist()
         self.saved.append(FakeSaved(cells, max(len(cells) - self.window, 0) if self.window else 0))
-        self.kept[key] = self.saved[-1]
-        return True
+        return self.saved[-1]
+
+    def keep_saved(self, key: int, cells: object) -> None:
+        assert isinstance(cells, FakeSaved)
+        self.kept[key] = cells
+
+    def offer_evicted(self, take: object) -> None:
+        assert callable(take)
 
     def _load(self, saved: FakeSaved, seq_id: int, n: int, state: int = -1) -> bool:
         """Gives an empty sequence the first `n` saved cells."""

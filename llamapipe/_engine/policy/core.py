@@ -280,6 +280,7 @@ class Request:
         "active_from",
         "adapters",
         "arrival",
+        "awaits_prefix",
         "batch_plan",
         "caller",
         "cells",
@@ -329,6 +330,7 @@ class Request:
         self.error: BaseException | None = None
 
         self.arrival = -1  # order of arrival
+        self.awaits_prefix = False  # a file of it is being read
         self.turn = (0, 0, 0)  # order of admission, set with its arrival
         self.caller: object = self if spec.caller is None else spec.caller  # None once it was admitted
         self.leader: Request | None = None  # the request that computes its prefix, while it waits for that
@@ -387,6 +389,11 @@ class Request:
     def is_encoded(self) -> bool:
         """Whether the rows of all its images and sounds are there."""
         return all(span.source.rows is not None for span in self.spans)
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether it has all that it needs before a slot: its images and sounds, and what a file has of its prefix."""
+        return not self.awaits_prefix and (not self.spans or self.is_encoded)
 
     @property
     def text_tokens(self) -> list[int]:
@@ -537,9 +544,10 @@ class Restore(NamedTuple):
 
 
 class Forget(NamedTuple):
-    """Free saved cells, or a saved state."""
+    """Free saved cells, or a saved state. ``evicted``: what they were, if they had to make room for others."""
 
     key: int
+    evicted: Unused | None = None
 
 
 class Shift(NamedTuple):
@@ -554,6 +562,7 @@ class Unused(NamedTuple):
     """Cells of ``tokens`` that no request uses, in a slot, or saved under a key; the other of the two is -1.
 
     Both are -1 where there are states alone. ``states``: of beginnings of these tokens, as numbers of tokens and keys.
+    ``is_stale``: see Cells.
     """
 
     slot: int
@@ -561,6 +570,7 @@ class Unused(NamedTuple):
     tokens: list[int]
     cache_key: Hashable
     states: list[tuple[int, int]]
+    is_stale: bool = False
 
 
 class UseAdapters(NamedTuple):

@@ -51,6 +51,11 @@ from llamapipe._engine.policy.core import (
 from llamapipe._engine.policy.prefix_tree import ObservedTree, PrefixTree, TreeObserver
 
 
+def has_media(keys: Sequence[int]) -> bool:
+    """Whether some cells are of images or sounds. The rows that their tokens stand for depend on the projector."""
+    return any(MEDIA_FROM <= key < 0 for key in keys)
+
+
 class StoreEntry(Protocol):
     """An entry. ``n_bytes``: what it takes. ``pinned``: it is kept until it is unpinned."""
 
@@ -205,7 +210,8 @@ class KvCache:
     ``max_parked``: parked cells in all; None: any number. ``min_prefix``: shorter prefixes are computed again.
     ``min_save``: sequences with fewer tokens that no other one has are dropped instead of saved. ``exact_multiple``:
     reuse only multiples of this many cells that no other tokens were computed with, so that the other tokens are
-    computed in the same batches as without the cache. None: any number of cells.
+    computed in the same batches as without the cache. None: any number of cells. ``spills``: the executor is told what
+    was evicted from host memory, so that it can keep that elsewhere.
 
     ``observer``: hears which sequences are added, grow and are removed.
 
@@ -229,6 +235,7 @@ class KvCache:
         min_save: int = 32,
         exact_multiple: int | None = None,
         observer: TreeObserver | None = None,
+        spills: bool = False,
     ) -> None:
         self.n_slots = n_slots
         self.enabled = enabled
@@ -243,6 +250,7 @@ class KvCache:
         self._min_prefix = min_prefix
         self._min_save = min_save
         self.exact_multiple = exact_multiple
+        self._spills = spills and exact_multiple is None
         self.free = set(range(n_slots))
         self.parked: OrderedDict[int, Cells] = OrderedDict()
         self._n_parked_cells = 0
@@ -271,6 +279,7 @@ class KvCache:
         has_cells: bool = True,
         window: int = 0,
         observer: TreeObserver | None = None,
+        spills: bool = False,
     ) -> KvCache:
         """The cache of a context, with the sharing that it supports. ``mode``: True, ``"exact"`` or False.
 
@@ -305,6 +314,7 @@ class KvCache:
             min_prefix=MIN_PREFIX,
             exact_multiple=context.n_ubatch if mode == "exact" else None,
             observer=observer,
+            spills=spills,
         )
 
     def __repr__(self) -> str:
@@ -512,7 +522,7 @@ class KvCache:
         if dropped is None:
             return None
         for key in dropped:
-            self._forget_state(key)
+            self._forget_state(key, spills=not self._has_cells)
         key = next(self._keys)
         state = self._states_by_key[key] = SavedState(key, n, n_exact, n_bytes)
         self._state_tree.insert(state, keys, cache_key)
@@ -520,10 +530,14 @@ class KvCache:
         self._state_bytes = n_bytes
         return key
 
-    def _forget_state(self, key: int) -> None:
-        self._state_tree.remove(self._states_by_key.pop(key))
+    def _forget_state(self, key: int, spills: bool = False) -> None:
+        state, evicted = self._states_by_key.pop(key), None
+        if spills and self._spills:
+            tokens = self._state_tree.tokens_of(state)
+            evicted = Unused(-1, -1, tokens, self._state_tree.key_of(state), [(state.n, key)])
+        self._state_tree.remove(state)
         self._states.drop(key)
-        self.memory_ops.append(Forget(key))
+        self.memory_ops.append(Forget(key, evicted))
 
     def computed_alone(self, request: Request, n: int) -> None:
         """Notes that a step computed a request's last ``n`` cells and nothing else."""
@@ -765,7 +779,7 @@ class KvCache:
         if dropped is None:
             return None
         for key in dropped:
-            self._forget(key)
+            self._forget(key, spills=True)
         cells = Cells(-1, None, len(tokens))
         cells.is_stale = is_stale
         self._tree.insert(cells, tokens, cache_key)
@@ -795,8 +809,7 @@ class KvCache:
     def unused(self) -> list[Unused]:
         """The cells that no request uses and no others begin with, with their states, the least recently used first.
 
-        If host memory may not hold all of them, the rest is left out. Cells with images and sounds are left out, too:
-        the rows that their tokens stand for depend on the projector.
+        If host memory may not hold all of them, the rest is left out. Cells with images and sounds are left out, too.
         """
         if self.exact_multiple is not None:  # what was computed alone is not known elsewhere
             return []
@@ -810,20 +823,19 @@ class KvCache:
             known = any(other in chosen and min(other.n, n_shared) >= cells.n for other in others)
             n_bytes = self.n_bytes_of(cells.n)
             if cells.n >= self._min_save and not known and n_bytes <= room:
-                tokens = self._tree.tokens_of(cells)[: cells.n]
-                if any(MEDIA_FROM <= token < 0 for token in tokens):
+                one = self._described(cells)
+                if has_media(one.tokens):
                     continue
                 room -= n_bytes
                 chosen.add(cells)
-                cache_key = self._tree.key_of(cells)
-                states = [one for one in self.states_of(tokens, cache_key) if one[1] in left]
+                states = [state for state in one.states if state[1] in left]
                 left.difference_update(key for _, key in states)
-                found.append(Unused(cells.slot, cells.key, tokens, cache_key, states))
+                found.append(one._replace(states=states))
         if not self._has_cells:  # a state is all that its tokens need
             for key in reversed(list(self._states)):
                 state = self._states_by_key[key]
                 tokens = self._state_tree.tokens_of(state)
-                if key in left and not any(MEDIA_FROM <= token < 0 for token in tokens):
+                if key in left and not has_media(tokens):
                     found.append(Unused(-1, -1, tokens, self._state_tree.key_of(state), [(state.n, key)]))
         return found[::-1]
 
@@ -904,7 +916,7 @@ class KvCache:
             self._tree.remove(cells)
             return
         for key in dropped:
-            self._forget(key)
+            self._forget(key, spills=True)
         slot, cells.slot = cells.slot, -1
         room = self._store.budget - self._store.n_bytes
         self.memory_ops.append(Save(slot, self._keep(cells, n_bytes, pinned_by), room))
@@ -927,10 +939,19 @@ class KvCache:
         if n == source.n and not source.pinned:
             self._forget(source.key)  # the slot has all of it now
 
-    def _forget(self, key: int) -> None:
-        self._tree.remove(self._saved.pop(key))
+    def _forget(self, key: int, spills: bool = False) -> None:
+        cells, evicted = self._saved.pop(key), None
+        if spills and self._spills and self._is_worth_saving(cells):
+            evicted = self._described(cells)
+        self._tree.remove(cells)
         self._store.drop(key)
-        self.memory_ops.append(Forget(key))
+        self.memory_ops.append(Forget(key, evicted))
+
+    def _described(self, cells: Cells) -> Unused:
+        """What cells hold, with the states of their beginnings."""
+        tokens, cache_key = self._tree.tokens_of(cells)[: cells.n], self._tree.key_of(cells)
+        states = self.states_of(tokens, cache_key)
+        return Unused(cells.slot, cells.key, tokens, cache_key, states, cells.is_stale)
 
     def saved(self, key: int, n_bytes: int | None) -> None:
         """Notes the size of a sequence or a state that was saved; None: it could not be saved."""

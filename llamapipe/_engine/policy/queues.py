@@ -51,15 +51,15 @@ class Waiting:
     come first.
 
     ``queued``: those that could be admitted now. ``paused``: preempted requests whose token budget is used up.
-    ``encoding``: new requests until their images and sounds are encoded. The others follow a request that computes
-    their prefix.
+    ``preparing``: new requests until their images and sounds are encoded, or their prefix is read from disk. The others
+    follow a request that computes their prefix.
     """
 
     def __init__(self, running: Iterable[Request] = (), most_lent: int = 1) -> None:
         self._running = running
         self._most_lent = most_lent
         self.paused: set[Request] = set()
-        self.encoding: set[Request] = set()
+        self.preparing: set[Request] = set()
         self.queued: dict[Request, None] = {}  # those of all heaps that were not removed
         # Those with requests that are queued or not admitted yet.
         self._shares: defaultdict[Hashable, _Share] = defaultdict(_Share)
@@ -78,14 +78,14 @@ class Waiting:
     def __iter__(self) -> Iterator[Request]:
         yield from self.queued
         yield from self.paused
-        yield from self.encoding
+        yield from self.preparing
         for followers in self._followers.values():
             yield from followers
 
     @property
     def n_queued(self) -> int:
         """Requests that wait for a slot."""
-        return len(self.queued) + self.n_followers + len(self.encoding)
+        return len(self.queued) + self.n_followers + len(self.preparing)
 
     def next(self) -> Request:
         """The request to admit first."""
@@ -138,8 +138,8 @@ class Waiting:
         self._shares[request.spec.share].n_new += 1
         self._n_of[caller] = self._n_of.get(caller, 0) + 1
         request.turn = (-request.spec.priority, start, request.arrival)
-        if request.spans and not request.is_encoded:
-            self.encoding.add(request)
+        if not request.is_prepared:
+            self.preparing.add(request)
         elif request.n_total < request.token_budget:
             self.add_ready(request)
         else:
@@ -175,8 +175,8 @@ class Waiting:
                 share.lent.clear()
                 if not share.n_new:
                     del self._shares[request.spec.share]
-        elif request in self.encoding:
-            self.encoding.remove(request)
+        elif request in self.preparing:
+            self.preparing.remove(request)
         else:
             self.paused.remove(request)
 

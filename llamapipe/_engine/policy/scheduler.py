@@ -125,9 +125,9 @@ class Scheduler:
         return self._waiting.n_queued
 
     @property
-    def is_encoding(self) -> bool:
-        """Whether requests wait for their images and sounds."""
-        return bool(self._waiting.encoding)
+    def is_preparing(self) -> bool:
+        """Whether requests wait for their images and sounds, or for a prefix on disk."""
+        return bool(self._waiting.preparing)
 
     @property
     def n_active(self) -> int:
@@ -193,9 +193,10 @@ class Scheduler:
         child.active_from = parent.active_from
         self.cache.learn(parent)
 
-    def encoded(self, request: Request) -> None:
-        """Notes that the images and sounds of a request are encoded, so it may get a slot."""
-        if request in self._waiting.encoding:
+    def prepared(self, request: Request) -> None:
+        """Notes that the images and sounds of a request are encoded, or its prefix was read, so it may get a slot."""
+        if request in self._waiting.preparing:
+            request.awaits_prefix = False
             self._waiting.remove(request)
             self._waiting.add_ready(request)
 

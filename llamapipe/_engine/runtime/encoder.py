@@ -2,7 +2,7 @@
 
 Open this file to change the order in which images are encoded.
 
-The principle: an image delays only the request that has it. A request waits in ``Waiting.encoding`` until its images
+The principle: an image delays only the request that has it. A request waits in ``Waiting.preparing`` until its images
 are encoded, and then for a slot. Others lose only the cores that encoding takes: the engines of the process give these
 up while it lasts (``process_budget``). An image, or a tile of one, takes half of the cores, or all of them if no engine
 computes when it begins. Requests with equal images share the object that holds the rows, so an image is encoded once.

@@ -28,6 +28,7 @@ from llamapipe._engine.policy.core import (
     Save,
     SaveState,
     Shift,
+    Unused,
     UseAdapters,
 )
 from llamapipe._engine.policy.scoring import TokenScore
@@ -42,6 +43,7 @@ from llamapipe._engine.runtime.positions import (
     n_tokens_before,
     position_of,
 )
+from llamapipe._engine.runtime.state_layout import Bytes, Saved
 from llamapipe._engine.runtime.wakers import LaunchWakeList
 from llamapipe.errors import DecodeError, NoToken
 from llamapipe.llama.adapter import AdapterSet, assign_adapters, set_adapters
@@ -81,11 +83,23 @@ class Executor(Protocol):
     def read_cells(self, seq_id: int) -> bytes | None:
         """A copy of the cells of a sequence, for ``keep_saved``; waits for the steps before. None on a failure."""
 
+    def copy_cells(self, seq_id: int) -> Saved | None:
+        """As ``read_cells``, in native memory that the caller closes."""
+
     def read_saved(self, key: int) -> bytes | None:
         """A copy of saved cells. None if they were not saved."""
 
-    def keep_saved(self, key: int, state: bytes) -> bool:
-        """Keeps bytes as saved cells; loading refuses those that do not fit this context. False: no memory is left."""
+    def copy_saved(self, key: int) -> Saved | None:
+        """As ``read_saved``, in native memory that the caller closes."""
+
+    def saved_of(self, state: Bytes) -> Saved | None:
+        """A copy made of bytes; None: no memory is left."""
+
+    def keep_saved(self, key: int, cells: Saved) -> None:
+        """Keeps cells that come from elsewhere. Loading refuses those that do not fit this context."""
+
+    def offer_evicted(self, take: Callable[[Unused, Saved], bool]) -> None:
+        """Calls ``take`` with cells that were evicted from host memory; True: they are its own from then on."""
 
     def sequence_end(self, seq_id: int) -> int:
         """The position after a sequence's last cell; waits for the steps before."""
@@ -223,6 +237,7 @@ class StepExecutor:
         self._adapters: AdapterSet | None = None
         self._assigned: dict[int, AdapterSet | None] = {}  # by slot
         self._saved: dict[int, SavedCells] = {}  # by the KV cache's keys
+        self._take: Callable[[Unused, Saved], bool] = lambda *_: False
         # The images that take fewer positions than tokens, by sequence and by key; without an entry there are none.
         self._grids: dict[int, Grids] = {}
         self._grids_of_saved: dict[int, Grids] = {}
@@ -262,7 +277,10 @@ class StepExecutor:
             else:
                 self._grids_of_saved.pop(op.key, None)
                 forgotten = self._saved.pop(op.key, None)
-                if forgotten is not None:
+                is_taken = (
+                    forgotten is not None and op.evicted is not None and self._take(op.evicted, forgotten)
+                )
+                if forgotten is not None and not is_taken:
                     forgotten.close()
                 continue
             stale.discard(op.slot)
@@ -385,8 +403,7 @@ class StepExecutor:
         return self._load_parts(seq_id, n, cells, state, grids_before(self._grids_of_saved.get(key, ()), n))
 
     def read_cells(self, seq_id: int) -> bytes | None:
-        self._context.claim()
-        cells = SavedCells.of(self.pipeline, seq_id, _ANY_SIZE)
+        cells = self.copy_cells(seq_id)
         if cells is None:
             return None
         try:
@@ -394,16 +411,32 @@ class StepExecutor:
         finally:
             cells.close()
 
+    def copy_cells(self, seq_id: int) -> SavedCells | None:
+        self._context.claim()
+        return SavedCells.of(self.pipeline, seq_id, _ANY_SIZE)
+
     def read_saved(self, key: int) -> bytes | None:
         cells = self._saved.get(key)
         return None if cells is None else cells.to_bytes()
 
-    def keep_saved(self, key: int, state: bytes) -> bool:
+    def copy_saved(self, key: int) -> SavedCells | None:
+        cells = self._saved.get(key)
+        if cells is None:
+            return None
+        return self.saved_of(cells.view())
+
+    def saved_of(self, state: Bytes) -> SavedCells | None:
         try:
-            self._saved[key] = SavedCells.of_bytes(state)
+            return SavedCells.of_bytes(state)
         except MemoryError:
-            return False
-        return True
+            return None
+
+    def keep_saved(self, key: int, cells: Saved) -> None:
+        assert isinstance(cells, SavedCells)
+        self._saved[key] = cells
+
+    def offer_evicted(self, take: Callable[[Unused, Saved], bool]) -> None:
+        self._take = take
 
     def sequence_end(self, seq_id: int) -> int:
         self._context.claim()

@@ -21,16 +21,27 @@ the loop itself, every request gets an error, and so does every later one.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from operator import attrgetter
 from queue import Empty
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
-from llamapipe._engine.policy.core import UNLIMITED, BatchPlan, Request, State
+from llamapipe._engine.policy.core import UNLIMITED, BatchPlan, Request, State, Unused
+from llamapipe._engine.policy.kv import has_media
 from llamapipe._engine.policy.scheduler import Scheduler
+from llamapipe._engine.runtime.disk_cache import (
+    CLOSE_S,
+    MIN_GAIN,
+    PATIENCE_S,
+    REST_S,
+    CachedSequence,
+    DiskCache,
+    Entry,
+)
 from llamapipe._engine.runtime.executor import Executor
 from llamapipe._engine.runtime.in_flight import StepsInFlight, draw, record_logprobs, score
 from llamapipe._engine.runtime.inbox import Inbox
@@ -38,6 +49,7 @@ from llamapipe._engine.runtime.late_draws import LateDraws
 from llamapipe._engine.runtime.mailboxes import ResultDispatcher
 from llamapipe._engine.runtime.micro_batches import MicroBatchSwitch
 from llamapipe._engine.runtime.snapshot import Snapshot
+from llamapipe._engine.runtime.state_layout import Saved
 from llamapipe._engine.runtime.time_counter import TimeCounter
 from llamapipe.errors import BackendError, ContextFullError, DecodeError, InvalidRequestError, NoToken
 from llamapipe.llama.native_pipeline import StepAbortedError
@@ -79,6 +91,7 @@ class EngineLoop:
     the launched steps; other threads may abort them. ``open``: the requests whose end is not delivered yet.
     ``trace``: records plan and deliver stages. ``kv_events``: tells routers what the prefix cache holds. ``long_work``:
     threads for callers' work, which end with the loop. ``encoder``: of images and sounds, for models that take them.
+    ``disk``: where the prefix cache goes on.
 
     ``window_s``: how long an idle loop waits for more requests after the one that woke it. ``left_queue``: called with
     the requests that do not wait for a slot any longer.
@@ -94,6 +107,7 @@ class EngineLoop:
         kv_events: Publisher | None = None,
         long_work: Closable | None = None,
         encoder: MediaEncoder | None = None,
+        disk: DiskCache | None = None,
     ) -> None:
         self.inbox = Inbox()
         self.dispatcher = ResultDispatcher(at_launch=not executor.overlaps)
@@ -105,6 +119,12 @@ class EngineLoop:
         self._kv_events = kv_events
         self._long_work = long_work
         self._encoder = encoder
+        self._disk = disk
+        self._reading: dict[
+            Entry, list[Request]
+        ] = {}  # files that are read, and the requests that wait for them
+        if disk is not None:
+            executor.offer_evicted(self._take_evicted)
         self._scheduler = scheduler
         self._executor = executor
         self._left_queue = left_queue
@@ -143,6 +163,8 @@ class EngineLoop:
             if self.failure is not None:
                 self._give_up(request, self.failure)
                 continue
+            if self._disk is not None:
+                self._look_on_disk(self._disk, request)
             self._scheduler.add(request)
             if self._encoder is not None and not request.is_encoded:
                 self._encoder.put(request, self._encoded)
@@ -157,9 +179,50 @@ class EngineLoop:
         if request.state is State.FINISHED:
             return
         if error is None:
-            self._scheduler.encoded(request)
+            self._scheduler.prepared(request)
         else:
             self._fail([request], error)
+
+    def _look_on_disk(self, disk: DiskCache, request: Request) -> None:
+        """Lets a new request wait for a file, if that has much more of its prefix than memory has."""
+        cache = self._scheduler.cache
+        if request.spans or not request.uses_cache or len(request.tokens) <= MIN_GAIN:
+            return
+        limit = len(request.tokens) - 1
+        if request.logprob_targets is not None:
+            limit = min(limit, request.logprob_targets.wanted_from)
+        found = disk.find(request.cell_keys(), request.spec.cache_key, limit)
+        if found is None or found[0] < cache.find(request).n + MIN_GAIN:
+            return
+        entry = found[1]
+        if cache.n_bytes_of(entry.n) > cache.host_budget:
+            return
+        request.awaits_prefix = True
+        if entry in self._reading:
+            self._reading[entry].append(request)
+            return
+        self._reading[entry] = [request]
+        patience = threading.Timer(PATIENCE_S, self.inbox.put, (self._continue_read, entry, None))
+        patience.daemon = True
+
+        def done(sequence: CachedSequence | None) -> None:
+            patience.cancel()
+            self.inbox.put(self._continue_read, entry, sequence)
+
+        patience.start()
+        disk.read(entry, done)
+
+    def _continue_read(self, entry: Entry, found: CachedSequence | None) -> None:
+        """Caches what was read of a file, and continues the requests that wait for it."""
+        requests = self._reading.pop(entry, [])
+        if found is not None and self.failure is None:
+            pinned_by = next((one for one in requests if one.state is not State.FINISHED), None)
+            self._take_in(found, pinned_by)
+        elif found is not None:
+            found.close()
+        for request in requests:
+            if request.state is not State.FINISHED:
+                self._scheduler.prepared(request)
 
     def cancel(self, request: Request) -> None:
         """Ends a request in any state."""
@@ -251,7 +314,7 @@ class EngineLoop:
     def restore(self, request: Request, found: Snapshot) -> None:
         """Accepts a new request whose first cells, and states, are given."""
         if request.uses_cache:
-            self._take_in(request.cell_keys(), request.spec.cache_key, found, request)
+            self._take_in_snapshot(request.cell_keys(), request.spec.cache_key, found, request)
         self.add(request)
 
     def visit_unused(self, visit: Callable[[Hashable, Snapshot], None]) -> None:
@@ -281,22 +344,84 @@ class EngineLoop:
 
     def take_in(self, tokens: Sequence[int], cache_key: Hashable, found: Snapshot) -> None:
         """Keeps cells and states of these tokens that come from elsewhere, if there is room."""
-        self._take_in(tokens, cache_key, found, None)
+        if self.failure is None:
+            self._take_in_snapshot(tokens, cache_key, found, None)
 
-    def _take_in(
+    def _take_in_snapshot(
         self, tokens: Sequence[int], cache_key: Hashable, found: Snapshot, pinned_by: Request | None
     ) -> None:
-        if self.failure is not None:
+        n_tokens = found.n_cells or len(tokens)
+        cells = self._executor.saved_of(found.state) if found.state else None
+        if found.n_cells and cells is None:
             return
-        cache = self._scheduler.cache
-        new = [(cache.take_in_state(tokens[:n], cache_key, len(state)), state) for n, state in found.states]
-        if found.state:
-            n_cells = found.n_cells
-            key = cache.take_in(tokens[:n_cells], cache_key, len(found.state), pinned_by, found.is_stale)
-            new.append((key, found.state))
-        for key, state in new:
-            if key is not None and not self._executor.keep_saved(key, state):
-                cache.saved(key, None)
+        copies = [(n, self._executor.saved_of(state)) for n, state in found.states if n <= n_tokens]
+        states = [(n, state) for n, state in copies if state is not None]
+        self._take_in(
+            CachedSequence([*tokens[:n_tokens]], cache_key, cells, states, found.is_stale), pinned_by
+        )
+
+    def _take_in(self, found: CachedSequence, pinned_by: Request | None) -> None:
+        """Keeps cells and states that come from elsewhere, if there is room. ``pinned_by``: who needs them now."""
+        cache, tokens, cache_key = self._scheduler.cache, found.tokens, found.cache_key
+        new = [
+            (cache.take_in_state(tokens[:n], cache_key, state.n_bytes), state) for n, state in found.states
+        ]
+        if (cells := found.cells) is not None:
+            new.append((cache.take_in(tokens, cache_key, cells.n_bytes, pinned_by, found.is_stale), cells))
+        for key, kept in new:
+            if key is None:
+                kept.close()
+            else:
+                self._executor.keep_saved(key, kept)
+
+    # ---- the prefix cache on disk
+    def _take_evicted(self, evicted: Unused, cells: Saved) -> bool:
+        """Lets cells be written that were evicted from host memory. False: they are not worth it, or too many wait."""
+        disk = self._disk
+        if (
+            disk is None
+            or not disk.has_room
+            or has_media(evicted.tokens)
+            or not disk.wants(evicted.tokens, evicted.cache_key)
+        ):
+            return False
+        if evicted.key < 0:
+            disk.write(
+                CachedSequence(evicted.tokens, evicted.cache_key, None, [(len(evicted.tokens), cells)])
+            )
+        else:
+            states = self._copied_states(evicted)
+            disk.write(CachedSequence(evicted.tokens, evicted.cache_key, cells, states, evicted.is_stale))
+        return True
+
+    def _copied_states(self, found: Unused) -> list[tuple[int, Saved]]:
+        states = [(n, self._executor.copy_saved(key)) for n, key in found.states[-_MOST_STATES:]]
+        return [(n, state) for n, state in states if state is not None]
+
+    def _write_unused(self, disk: DiskCache, at_end: bool = False) -> bool:
+        """Lets one sequence be written that no request uses, the most recently used first. False: there is none."""
+        self._change_cells()
+        for found in reversed(self._scheduler.cache.unused()):
+            if not disk.wants(found.tokens, found.cache_key, at_end):
+                continue
+            cells = None
+            if found.slot >= 0:
+                cells = self._executor.copy_cells(found.slot)
+            elif found.key >= 0:
+                cells = self._executor.copy_saved(found.key)
+            states = self._copied_states(found)
+            if cells is not None or states:
+                disk.write(CachedSequence(found.tokens, found.cache_key, cells, states, found.is_stale))
+                return True
+        return False
+
+    def _write_rest(self, disk: DiskCache) -> None:
+        """Writes what no request uses before the engine ends, as far as time allows."""
+        deadline = monotonic() + CLOSE_S
+        self._scheduler.cache.save_parked_windows()
+        while disk.wait_for_room(deadline) and self._write_unused(disk, at_end=True):
+            pass
+        disk.close(deadline)
 
     def kept_bytes(self, request: Request) -> tuple[int, int, int]:
         """The bytes of a request's cells that stay saved (0: they could not be saved), needed bytes, and the budget."""
@@ -350,6 +475,8 @@ class EngineLoop:
             no_guesses=self._scheduler.gate.no_guesses,
             unguessed=self._unguessed.copy(),
             n_adapter_changes=self._scheduler.turns.n_changes,
+            n_disk_reads=0 if self._disk is None else self._disk.n_read,
+            n_disk_writes=0 if self._disk is None else self._disk.n_written,
             n_encoded_media=0 if self._encoder is None else self._encoder.n_encoded,
             **self._executor.stats(),
         )
@@ -383,6 +510,7 @@ class EngineLoop:
                 self._kv_events,
                 self._long_work,
                 self._encoder,
+                self._disk,
             ):
                 if owner is not None:
                     owner.close()
@@ -438,9 +566,11 @@ class EngineLoop:
             if self._stopping:
                 if not self.open:
                     self._left_queue(scheduler.take_dequeued())
+                    if self._disk is not None:
+                        self._write_rest(self._disk)
                     return
                 self._end_waiting()
-                if self._late.requests or scheduler.is_encoding:
+                if self._late.requests or scheduler.is_preparing:
                     inbox.run_next()
                 continue
             self._wait()
@@ -465,7 +595,7 @@ class EngineLoop:
                 if self._look_after_late_draws():
                     return
         else:
-            inbox.run_next()
+            self._await_command()
         if inbox.single_caller or self._window_s <= 0 or not scheduler.has_work:
             return
         if self._n_skipped < self._n_skip:
@@ -484,6 +614,18 @@ class EngineLoop:
             n_arrived += 1
         self._n_skip = 0 if n_arrived else min(2 * self._n_skip + 1, _MAX_SKIPPED_WINDOWS)
         self._n_skipped = 0
+
+    def _await_command(self) -> None:
+        """Makes the next call of another thread. After each moment without one, lets an unused sequence be written."""
+        disk = self._disk
+        while disk is not None:
+            try:
+                self.inbox.run_next(REST_S)
+                return
+            except Empty:
+                if disk.has_room and not self._write_unused(disk):
+                    break
+        self.inbox.run_next()
 
     def _change_cells(self) -> bool:
         """Performs the changes to KV cells that are queued. False if a sequence lost its cells by that."""

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from llamapipe._engine.policy.core import UNLIMITED
-from llamapipe._engine.runtime.state_layout import StateError
+from llamapipe._engine.runtime.state_layout import Bytes, StateError
 from llamapipe.errors import InvalidRequestError
 
 _KIND, _VERSION = b"llpsnap", b"5"
@@ -32,10 +32,10 @@ _CHECK_BYTES = 16
 class Layout(Protocol):
     """The form of a context's states; see ``StateLayout``."""
 
-    def stored(self, state: bytes, n: int, only_state: bool = False) -> bytes:
-        """A context's state of ``n`` tokens as it is stored. Raises StateError for one of another form."""
+    def stored(self, state: Bytes, n: int, only_state: bool = False) -> list[Bytes]:
+        """The parts of a context's state of ``n`` tokens as it is stored. Raises StateError for one of another form."""
 
-    def loadable(self, stored: bytes, n: int, only_state: bool = False) -> tuple[bytes, bool]:
+    def loadable(self, stored: Bytes, n: int, only_state: bool = False) -> tuple[bytes, bool]:
         """A stored state for this context, and whether it is of its tokens' end. Raises StateError."""
 
 
@@ -64,9 +64,9 @@ class Snapshot(NamedTuple):
     tokens: list[int]
     n_prompt: int
     n_cells: int
-    state: bytes
+    state: Bytes
     active_from: int = UNLIMITED
-    states: Sequence[tuple[int, bytes]] = ()
+    states: Sequence[tuple[int, Bytes]] = ()
     is_stale: bool = False
 
 
@@ -75,15 +75,17 @@ def pack(snapshot: Snapshot, layout: SnapshotFormat) -> bytes:
     return b"".join(parts_of(snapshot, layout))
 
 
-def parts_of(snapshot: Snapshot, layout: SnapshotFormat) -> list[bytes]:
-    """The bytes of a snapshot in parts, of which some are the states."""
-    n_cells, state, states = snapshot.n_cells, b"", []
+def parts_of(snapshot: Snapshot, layout: SnapshotFormat) -> list[Bytes]:
+    """The bytes of a snapshot in parts, of which some are parts of the states that it has."""
+    n_cells = snapshot.n_cells
+    state: list[Bytes] = []
+    states: list[tuple[int, list[Bytes]]] = []
     if layout.states is not None:
         try:
-            state = layout.states.stored(snapshot.state, n_cells) if n_cells else b""
+            state = layout.states.stored(snapshot.state, n_cells) if n_cells else []
             states = [(n, layout.states.stored(one, n, True)) for n, one in snapshot.states]
         except StateError:  # another memory than its empty states have shown: its tokens are computed again
-            state, states = b"", []
+            state, states = [], []
     head = _HEADER.pack(
         _MAGIC,
         layout.fingerprint,
@@ -95,15 +97,16 @@ def parts_of(snapshot: Snapshot, layout: SnapshotFormat) -> list[bytes]:
         n_cells if state else 0,
         snapshot.active_from if snapshot.active_from < len(snapshot.tokens) else _NEVER,
         len(states),
-        len(state),
+        sum(map(len, state)),
         layout.adapters,
     )
-    table = b"".join(_STATE.pack(n, len(one)) for n, one in states)
-    parts = [head, table, np.array(snapshot.tokens, "<i4").tobytes(), state, *(one for _, one in states)]
+    table = b"".join(_STATE.pack(n, sum(map(len, one))) for n, one in states)
+    tokens = np.array(snapshot.tokens, "<i4").tobytes()
+    parts: list[Bytes] = [head, table, tokens, *state, *(part for _, one in states for part in one)]
     return [*parts, _digest(*parts)]
 
 
-def unpack(data: bytes, layout: SnapshotFormat, n_vocab: int) -> Snapshot:
+def unpack(data: Bytes, layout: SnapshotFormat, n_vocab: int) -> Snapshot:
     """The snapshot in ``data``, with states that a context of this layout can load; none if their form is not known.
 
     Raises InvalidRequestError for bytes that are no snapshot, or are damaged, or belong to another model or other types
@@ -188,17 +191,17 @@ def unpack(data: bytes, layout: SnapshotFormat, n_vocab: int) -> Snapshot:
     state, is_last, states = b"", True, []
     try:
         if n_cells:
-            state, is_last = layout.states.loadable(bytes(body[end : end + n_state]), n_cells)
+            state, is_last = layout.states.loadable(body[end : end + n_state], n_cells)
         end += n_state
         for n, n_bytes in table:
-            states.append((n, layout.states.loadable(bytes(body[end : end + n_bytes]), n, True)[0]))
+            states.append((n, layout.states.loadable(body[end : end + n_bytes], n, True)[0]))
             end += n_bytes
     except StateError as error:
         raise InvalidRequestError(f"the snapshot is damaged: {error}; use another copy") from None
     return Snapshot(tokens.tolist(), n_prompt, n_cells, state, active, states, not is_last)
 
 
-def _digest(*parts: bytes | memoryview) -> bytes:
+def _digest(*parts: Bytes) -> bytes:
     from hashlib import blake2b
 
     made = blake2b(digest_size=_CHECK_BYTES)

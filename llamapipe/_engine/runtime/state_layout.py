@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
+Bytes = bytes | bytearray | memoryview
 _START = struct.Struct("<Ii")  # magic, sequence
 _U32 = struct.Struct("<I")
 _RECURRENT = struct.Struct("<IiI")  # cells, position, sequences that are listed
@@ -30,6 +32,18 @@ _GRID_CELL = np.dtype([("position", "<i4"), ("n_sequences", "<u4"), ("grid", "<i
 _MOST_TYPES = 64  # of ggml
 
 
+class Saved(Protocol):
+    """A copy of a sequence or of its state, in memory that its owner frees."""
+
+    n_bytes: int
+
+    def view(self) -> memoryview:
+        """It in llama.cpp's format, not copied: valid until it is closed."""
+
+    def close(self) -> None:
+        """Frees the memory."""
+
+
 class StateError(ValueError):
     """A state is not one of this memory. The message continues a sentence: "its cells ..."."""
 
@@ -37,7 +51,7 @@ class StateError(ValueError):
 class _Reader:
     """Reads a state from front to back. Raises StateError beyond its end."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: Bytes) -> None:
         self.data = memoryview(data)
         self.at = 0
 
@@ -86,22 +100,23 @@ class StateLayout:
             return None
         return cls(n_streams, n_caches, n_windows, rows, has_values, has_grid)
 
-    def stored(self, state: bytes, n: int, only_state: bool = False) -> bytes:
-        """A context's state of ``n`` tokens as it is stored. Raises StateError for one of another form."""
+    def stored(self, state: Bytes, n: int, only_state: bool = False) -> list[Bytes]:
+        """The parts of a context's state of ``n`` tokens as it is stored. Raises StateError for one of another form."""
         return self._rewritten(state, n, only_state, self.n_streams, 1)[0]
 
-    def loadable(self, stored: bytes, n: int, only_state: bool = False) -> tuple[bytes, bool]:
+    def loadable(self, stored: Bytes, n: int, only_state: bool = False) -> tuple[bytes, bool]:
         """A stored state of ``n`` tokens for this context, and whether it is of their end.
 
         If it is not, only its cells are of use, with another state. Raises StateError.
         """
-        return self._rewritten(stored, n, only_state, 1, self.n_streams)
+        parts, is_last = self._rewritten(stored, n, only_state, 1, self.n_streams)
+        return b"".join(parts), is_last
 
     def _rewritten(
-        self, state: bytes, n: int, only_state: bool, n_streams: int, n_wanted: int
-    ) -> tuple[bytes, bool]:
+        self, state: Bytes, n: int, only_state: bool, n_streams: int, n_wanted: int
+    ) -> tuple[list[Bytes], bool]:
         reader = _Reader(state)
-        parts: list[bytes | memoryview] = [state[: reader.skip(_START.size) + _START.size]]
+        parts: list[Bytes] = [state[: reader.skip(_START.size) + _START.size]]
         end = n if only_state else -1
         for _ in range(self.n_windows if only_state else self.n_caches):
             cells, end = self._cells(reader, n_streams, end, n)
@@ -114,7 +129,7 @@ class StateLayout:
             parts.append(reader.data[begin : reader.at])
         if reader.at != len(state):
             raise StateError(f"its state has {len(state)} bytes and should have {reader.at}")
-        return b"".join(parts), end < 0 or end == n
+        return parts, end < 0 or end == n
 
     def _cells(self, reader: _Reader, n_streams: int, end: int, n: int) -> tuple[memoryview, int]:
         """The cells of the only stream that has some, and the position after the last one, at least ``n``.

@@ -86,6 +86,7 @@ from llamapipe.work.progress import Progress, progress_bar
 from llamapipe.work.tenant import is_of, tenant
 
 T = TypeVar("T")
+_CACHE_DIR_BYTES = 10 * 2**30
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_0", "q5_1", "q4_0", "q4_1", "iq4_nl"]
 FlashAttention = Literal["auto", "on", "off"]
 _N_LARGE_STATES = 4  # the same, of states that have the size of thousands of cells
@@ -176,7 +177,8 @@ class Engine(BlockingCalls, AsyncOwner):
       the cache.
     - ``cache_bytes``: host memory for cells that have lost their slot; default: a tenth of the free memory; 0: none.
     - ``cache_dir``: a folder where cached prefixes are kept, for the time after a restart, and for what host memory has
-      no room for (``docs/guides/memory.md``): at most ``cache_dir_bytes``, of all models that use the folder.
+      no room for (``docs/guides/memory.md``): at most ``cache_dir_bytes``, of all models that use the folder; default:
+      10 GiB.
     - ``max_itl_ms``: cut prompts into chunks, so that streams wait at most about this many milliseconds between two
       tokens; None: a step has up to ``n_ubatch`` tokens. A chunk has at least 64 tokens, so a slow machine may take
       longer.
@@ -240,7 +242,7 @@ class Engine(BlockingCalls, AsyncOwner):
         prefix_cache: bool | Literal["exact"] = True,
         cache_bytes: int | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
-        cache_dir_bytes: int = 10 * 2**30,
+        cache_dir_bytes: int | None = None,
         max_itl_ms: float | None = None,
         rope_scaling: Scaling | None = None,
         rope_freq_base: float | None = None,
@@ -273,7 +275,9 @@ class Engine(BlockingCalls, AsyncOwner):
         max_itl_s = None if max_itl_ms is None else float_of("max_itl_ms", max_itl_ms) / 1e3
         n_cache_bytes = None if cache_bytes is None else int_of("cache_bytes", cache_bytes)
         folder = _cache_folder(cache_dir, cache_mode, n_cache_bytes)
-        n_folder_bytes = int_of("cache_dir_bytes", cache_dir_bytes)
+        n_folder_bytes = _CACHE_DIR_BYTES
+        if cache_dir_bytes is not None:
+            n_folder_bytes = int_of("cache_dir_bytes", cache_dir_bytes)
         kv_events = _kv_events(tuning.kv_events, cache_mode)
         window_us = int_of("batch_window_us", tuning.batch_window_us)
         rope = Rope(

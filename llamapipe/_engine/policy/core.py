@@ -616,7 +616,7 @@ class Cells:
     are not computed yet. ``n_shifted``: the cells that the last shift left. Their keys are rotated by the step that
     computes the next one; -1: there was no shift. ``floor``: in layers with a sliding window, cells that were copied
     lack those that the window had left; the sequence can go back to this place and no further. ``is_stale``: its state
-    is not of its end. ``places``: those of its request.
+    is not of its end. ``places``: those of its request. ``n_offered``: of those that were offered to be kept elsewhere.
     """
 
     __slots__ = (
@@ -626,6 +626,7 @@ class Cells:
         "n_bytes",
         "n_exact",
         "n_known",
+        "n_offered",
         "n_shifted",
         "pinned",
         "places",
@@ -642,6 +643,7 @@ class Cells:
         self.pinned = False
         self.n_known = n
         self.n_shifted = -1
+        self.n_offered = 0
         self.floor = 0
         self.is_stale = False
         self.places: Sequence[int] = ()

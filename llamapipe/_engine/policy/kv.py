@@ -123,13 +123,14 @@ class HostStore:
 class SavedState:
     """What a memory that cannot go back has after the first ``n`` tokens of a sequence. ``n_exact``: see Request."""
 
-    __slots__ = ("key", "n", "n_bytes", "n_exact", "pinned")
+    __slots__ = ("key", "n", "n_bytes", "n_exact", "n_offered", "pinned")
 
     def __init__(self, key: int, n: int, n_exact: int, n_bytes: int) -> None:
         self.key = key
         self.n = n
         self.n_exact = n_exact
         self.n_bytes = n_bytes
+        self.n_offered = 0
         self.pinned = False
 
     def __repr__(self) -> str:
@@ -838,6 +839,40 @@ class KvCache:
                 if key in left and not has_media(tokens):
                     found.append(Unused(-1, -1, tokens, self._state_tree.key_of(state), [(state.n, key)]))
         return found[::-1]
+
+    def offer_unused(self, again: bool) -> Iterator[Unused]:
+        """The cells that no request uses and no others begin with, with their states, the most recently used first.
+
+        Each is offered once, unless it was used since; ``again``: all of them. Those with images and sounds are not.
+        Nothing may change between two of them.
+        """
+        if self.exact_multiple is not None:  # what was computed alone is not known elsewhere
+            return
+        offered: set[Cells] = set()
+        for cells in (
+            *reversed(self.parked.values()),
+            *(self._saved[key] for key in reversed(list(self._store))),
+        ):
+            if cells.n_offered == cells.n and not again:
+                offered.add(cells)
+                continue
+            cells.n_offered = cells.n
+            if cells.n < self._min_save or self.n_bytes_of(cells.n) > self._store.budget:
+                continue
+            n_shared, others = self._tree.sharing(cells, cells.n)
+            if not any(other in offered and min(other.n, n_shared) >= cells.n for other in others):
+                offered.add(cells)
+                found = self._described(cells)
+                if not has_media(found.tokens):
+                    yield found
+        for key in (
+            () if self._has_cells else reversed(list(self._states))
+        ):  # a state is all that its tokens need
+            state = self._states_by_key[key]
+            tokens = self._state_tree.tokens_of(state)
+            if (again or not state.n_offered) and not has_media(tokens):
+                yield Unused(-1, -1, tokens, self._state_tree.key_of(state), [(state.n, key)])
+            state.n_offered = state.n
 
     def reset(self, is_wanted: Callable[[Hashable], bool]) -> None:
         """Drops the cells of the wanted keys that no request uses and that are not pinned."""

@@ -398,20 +398,27 @@ class EngineLoop:
         states = [(n, self._executor.copy_saved(key)) for n, key in found.states[-_MOST_STATES:]]
         return [(n, state) for n, state in states if state is not None]
 
-    def _write_unused(self, disk: DiskCache, at_end: bool = False) -> bool:
-        """Lets one sequence be written that no request uses, the most recently used first. False: there is none."""
+    def _write_unused(self, disk: DiskCache, deadline: float | None = None) -> bool:
+        """Lets a sequence be written that no request uses, the most recently used first. False: there is none.
+
+        ``deadline``: write all of them, as far as time allows, also what has grown little; a time of ``monotonic``.
+        """
         self._change_cells()
-        for found in reversed(self._scheduler.cache.unused()):
-            if not disk.wants(found.tokens, found.cache_key, at_end):
+        for found in self._scheduler.cache.offer_unused(again=deadline is not None):
+            if not disk.wants(found.tokens, found.cache_key, at_end=deadline is not None):
                 continue
+            if deadline is not None and not disk.wait_for_room(deadline):
+                return False
             cells = None
             if found.slot >= 0:
                 cells = self._executor.copy_cells(found.slot)
             elif found.key >= 0:
                 cells = self._executor.copy_saved(found.key)
             states = self._copied_states(found)
-            if cells is not None or states:
-                disk.write(CachedSequence(found.tokens, found.cache_key, cells, states, found.is_stale))
+            if cells is None and not states:
+                continue
+            disk.write(CachedSequence(found.tokens, found.cache_key, cells, states, found.is_stale))
+            if deadline is None:
                 return True
         return False
 
@@ -419,8 +426,7 @@ class EngineLoop:
         """Writes what no request uses before the engine ends, as far as time allows."""
         deadline = monotonic() + CLOSE_S
         self._scheduler.cache.save_parked_windows()
-        while disk.wait_for_room(deadline) and self._write_unused(disk, at_end=True):
-            pass
+        self._write_unused(disk, deadline)
         disk.close(deadline)
 
     def kept_bytes(self, request: Request) -> tuple[int, int, int]:

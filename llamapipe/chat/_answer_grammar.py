@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from llamapipe.chat._argument_grammar import argument_grammar
 from llamapipe.chat._call_format import PYTHON_TAG, CallFormat, ReasoningMarkers, Slot, Style, segments
 from llamapipe.chat._lark import ANY, GAP, SPACES, WHITE, Literals, Rules, json_value, regex_text
+from llamapipe.chat._reader import is_run
 from llamapipe.chat._tagged_arguments import TaggedArguments
 
 _SLOTS = {Slot.ID: "/[a-zA-Z0-9]{9}/", Slot.NUMBER: "/(0|[1-9][0-9]{0,5})/"}
@@ -206,16 +207,34 @@ class GrammarWriter:
         trigger = form.trigger
         if not trigger:
             return self._bare_calls(form)
-        self._add_calls(form, form.opening[len(trigger) :])
         text = self._literals
+        is_in_text = is_run(trigger) and text.token(trigger) is None
+        if is_in_text:
+            self._add_calls(form, "", f"{regex_text(trigger[0])}*")
+        else:
+            self._add_calls(form, form.opening[len(trigger) :])
         # If the prompt opens the first call, text is another kind of message with the same end, and needs its start.
         # Then calls without text, which may follow reasoning, are an option of their own.
         alone = [f"{text.text(trigger)} calls"] if form.prompted and self._answer.reasoning else []
         if text.token(trigger) is None:
             start = self._text_start() if form.prompted else ""
-            return [f"{start}{self._rules.up_to(trigger, 'FREE')} calls", *alone]
+            after = self._after_run(trigger) if is_in_text else "calls"
+            return [f"{start}{self._rules.up_to(trigger, 'FREE')} {after}", *alone]
         end = f" ({text.text(form.separator)})?" if form.prompted and form.separator else ""
         return [f"{self._marked('FREE')}{end} {text.text(trigger)} calls", *alone]
+
+    def _after_run(self, trigger: str) -> str:
+        """What follows a trigger such as ``>>>``, which texts contain as well: calls, or text with more triggers.
+
+        After a trigger, the name of a tool begins a call, and a line that is a name must be one. The last characters of
+        a longer run are the trigger.
+        """
+        more = f"{regex_text(trigger[0])}*"
+        names = "|".join(regex_text(tool.name) for tool in self._answer.tools)
+        is_call = rf"{more}({WHITE}({names})([^\w.\-]{ANY})?|[a-zA-Z_][\w.\-]*\n{ANY})"
+        text = self._rules.terminal(f"/{ANY}/ & ~/{is_call}/")
+        again = self._rules.up_to(trigger, text)
+        return self._rules.recursive("run", lambda name: f"calls | {text} | {again} {name}")
 
     def _bare_calls(self, form: CallFormat) -> list[str]:
         """Calls without a marker. The whole answer is a call if it begins like one."""
@@ -230,7 +249,7 @@ class GrammarWriter:
             space = r"[ \n]{0,2}"
             before = before.replace(r"\s*", space)
             self._rules.add("OPENING", rf"/{space}{before}\{{{space}{regex_text(first)}/")
-        self._add_calls(form, "", form.opening)
+        self._add_calls(form, "", regex_text(form.opening.strip()))
         return [self._python_tag("calls")]
 
     def _python_tag(self, calls: str) -> str:
@@ -246,7 +265,7 @@ class GrammarWriter:
         if form.style is Style.JSON:
             self._add_calls(form, rest, rule="prompted")
         else:
-            self._add_calls(form, "", rest, "prompted")
+            self._add_calls(form, "", regex_text(rest.strip()), "prompted")
         return "prompted"
 
     def _add_calls(
@@ -254,14 +273,16 @@ class GrammarWriter:
     ) -> None:
         """Adds the rule ``calls``: the rest of the opening, the calls, and the end of their section.
 
-        ``opened``: the rest of the opening, if the answer begins with it. It becomes one terminal with the text after
-        it; ``opening`` is then empty.
+        ``opened``: the rest of the opening as a regular expression, if it must be one terminal with the text after it,
+        as at the start of an answer; ``opening`` is then empty.
         """
         text = self._literals
         first = self._one_of_calls(form, opened)
         parts = [text.edge(opening), first]
         if self._answer.parallel and form.parallel:
             between = text.edge(form.separator + form.call_start)
+            if is_run(form.call_start):  # models write a newline before it, as after other calls
+                between = f"{GAP} {between}"
             call = self._one_of_calls(form) if opened is not None else first
             parts.append(f"({between} {call})*")
         end = form.section_end.rstrip()
@@ -301,7 +322,7 @@ class GrammarWriter:
         parts = form.head
         at = 0
         if opened is not None and parts[0] is Slot.NAME:
-            start = f"/{WHITE}{regex_text(opened.strip())}{WHITE}{regex_text(name)}/"
+            start = f"/{WHITE}{opened}{WHITE}{regex_text(name)}/"
             made, at = [self._rules.terminal(start)], 1
         while at < len(parts):
             part, at = parts[at], at + 1

@@ -108,7 +108,7 @@ def until(
         is_cut = buffer.cut_off and found is None and _PART_OF_MARKER.match(buffer.text, held)
         if is_whole and not is_cut:
             held = len(buffer.text)
-        elif found and _is_run(found.group()) and found.end() == len(buffer.text):
+        elif found and is_run(found.group()) and found.end() == len(buffer.text):
             held = found.start()  # one more of its character would move it
         if found and found.start() < held:  # and later text cannot make it a longer marker
             show(buffer.take(found.start() - buffer.at))
@@ -139,13 +139,13 @@ def _start_of_marker(buffer: TextBuffer, markers: tuple[str, ...], end: int) -> 
 def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
     longest_first = sorted(markers, key=len, reverse=True)
     # After "</b>" the last three of ">>>>" are the marker ">>>".
-    ends = (f"(?!{re.escape(marker[0])})" if _is_run(marker) else "" for marker in longest_first)
+    ends = (f"(?!{re.escape(marker[0])})" if is_run(marker) else "" for marker in longest_first)
     return re.compile(
         "|".join(map("".join, zip(map(re.escape, longest_first), ends, strict=True))) or r"(?!)"
     )
 
 
-def _is_run(marker: str) -> bool:
+def is_run(marker: str) -> bool:
     """True if a marker repeats one character, as ``>>>``."""
     return len(marker) > 1 and len(set(marker)) == 1
 

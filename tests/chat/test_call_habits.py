@@ -304,3 +304,44 @@ def test_a_marker_of_one_character_after_that_character() -> None:
         assert (answer.content, calls_of(answer)) == (before, [WEATHER])
     for text in ("all\n>>>", "all\na >>>> b", "all\na >>>"):
         assert parsed("functionary 3.2", text).content == text.removeprefix("all\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("all\n>>> f(1)\n2", ">>> f(1)\n2", []),
+        ("all\n>>>>", ">>>>", []),
+        ("all\nh ^ (h>>>16)", "h ^ (h>>>16)", []),
+        ("all\n>>>nowhere else", ">>>nowhere else", []),
+        ('all\n<b>x</b>>>>get_weather\n{"city": "Paris"}', "<b>x</b>", [WEATHER]),
+        ('all\na >>> b >>>>> c >>>>>>>get_weather\n{"city": "Paris"}', "a >>> b >>>>> c >>>>", [WEATHER]),
+        ('get_weather\n{"city": "Paris"}\n>>>now\n{}', "", [WEATHER, NOW]),
+        ('get_weather\n{"city": ">>>>"}>>>now\n{}', "", [("get_weather", {"city": ">>>>"}), NOW]),
+    ],
+)
+def test_a_marker_that_texts_contain_may_be_written(
+    text: str, content: str, calls: list[tuple[str, dict[str, Any]]]
+) -> None:
+    """What is read as text with ``>>>`` may be generated; after it, only a valid call of a tool."""
+    family = FAMILIES["functionary 3.2"]
+    vocabulary = ByteVocabulary(family.specials)
+    grammar = form_of("functionary 3.2").grammar(TOOLS, "auto", True, prompt_tail=family.tail)
+    assert grammar is not None
+    assert vocabulary.accepted(grammar, text) == (text, True)
+    answer = parsed("functionary 3.2", text)
+    assert (answer.content, calls_of(answer)) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed"),
+    [
+        ('all\n>>>get_weather\n{"t', 'all\n>>>get_weather\n{"'),
+        ('all\nx >>>>  now\n{"t', "all\nx >>>>  now\n{"),
+        ("all\nx >>>get_wether\n{}", "all\nx >>>get_wether"),
+    ],
+)
+def test_what_begins_a_call_after_a_marker_in_a_text(text: str, allowed: str) -> None:
+    family = FAMILIES["functionary 3.2"]
+    grammar = form_of("functionary 3.2").grammar(TOOLS, "auto", True, prompt_tail=family.tail)
+    assert grammar is not None
+    assert ByteVocabulary(family.specials).accepted(grammar, text)[0] == allowed

@@ -337,6 +337,42 @@ def with_descriptions(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     return made
 
 
+def with_plain_schemas(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Tools whose parameters are written as most templates expect them: each an object with one type, or none.
+
+    Some templates convert types with a macro that calls itself for what it does not know, such as ``"null"``.
+    """
+    return [
+        {**tool, "function": {**function, "parameters": _plain_schema(function.get("parameters") or {})}}
+        for tool in tools
+        for function in [tool["function"]]
+    ]
+
+
+def _plain_schema(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return {}  # True and False
+    made = dict(schema)
+    kinds = made.pop("type", None)
+    others = [kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if kind not in ("null", None)]
+    if others:
+        made["type"] = others[0] if len(others) == 1 else others
+    if made.get("type") == "object":
+        made.setdefault("additionalProperties", {})
+    for key, value in made.items():
+        if key in _OF_NAMES and isinstance(value, Mapping):
+            made[key] = {name: _plain_schema(one) for name, one in value.items()}
+        elif key in _OF_SCHEMA:
+            is_list = isinstance(value, list)
+            made[key] = [_plain_schema(one) for one in value] if is_list else _plain_schema(value)
+    return made
+
+
+# Keywords whose value is a schema or a list of schemas, and those whose value has schemas by name.
+_OF_SCHEMA = frozenset({"items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf"})
+_OF_NAMES = frozenset({"properties", "$defs", "definitions"})
+
+
 MessageT = TypeVar("MessageT", bound=Mapping[str, Any])
 _RESULTS = ("tool", "function")
 _MOST_CHARACTERS = (

@@ -14,7 +14,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any, TypeGuard
 
 from jinja2.exceptions import TemplateError
@@ -38,6 +38,7 @@ from llamapipe.chat.messages import (
     with_null_content,
     with_object_arguments,
     with_parts,
+    with_plain_schemas,
     with_reasoning,
     with_reasoning_names,
     with_system_role,
@@ -57,6 +58,7 @@ _SYSTEM = ("system", "developer")
 _PLACE = re.compile(r"Qxplace([0-9]+)qx")
 _Form = Callable[[Sequence[Message]], list[Message]]
 WriteCalls = Callable[[Sequence[tuple[str, str, dict[str, Any]]]], str]
+_MAX_PARAMETERS = 64  # of tools that are refused: how many are looked at for the one that is to blame
 _MAX_KINDS = 64  # kinds of messages that are checked: callers choose their number
 _OF_MESSAGE = re.compile(r"""message(\.tools|\[['"]tools['"]\])""")
 _RESERVED = frozenset({"messages", "add_generation_prompt", "tools"})
@@ -317,15 +319,46 @@ class ChatTemplate:
         with new_limits():
             try:
                 return self._accepted(messages, forms, add_generation_prompt, names)
-            except InvalidRequestError:
-                if not names.get("tools"):
+            except InvalidRequestError as error:
+                if not (tools := names.get("tools")):
                     raise
-                described = {**names, "tools": with_descriptions(names["tools"])}
-                try:
-                    return self._accepted(messages, forms, add_generation_prompt, described)
-                except InvalidRequestError:
-                    pass
-                raise
+                for others in (with_descriptions(tools), with_descriptions(with_plain_schemas(tools))):
+                    try:
+                        given = {**names, "tools": others}
+                        return self._accepted(messages, forms, add_generation_prompt, given)
+                    except InvalidRequestError:
+                        pass
+                found = self._refused_parameter(messages, forms, {**names, "tools": others})
+                if found is None:
+                    raise
+                raise InvalidRequestError(
+                    f"the chat template cannot show the parameter {quoted(found[1])} of the tool {quoted(found[0])}; "
+                    "give its schema one 'type'"
+                ) from error
+
+    def _refused_parameter(
+        self, messages: Sequence[Message], forms: Sequence[_Form], names: Mapping[str, Any]
+    ) -> tuple[str, str] | None:
+        """The names of a tool and of its first parameter that the template refuses; None if that is not the cause."""
+
+        def accepts(function: Mapping[str, Any], properties: Mapping[str, Any]) -> bool:
+            parameters = {**function["parameters"], "properties": properties, "required": []}
+            tools = [{"type": "function", "function": {**function, "parameters": parameters}}]
+            try:
+                return bool(self._accepted(messages, forms, True, {**names, "tools": tools}))
+            except InvalidRequestError:
+                return False
+
+        functions = [tool["function"] for tool in names["tools"]]
+        pairs = (
+            (function, name, schema)
+            for function in functions
+            for name, schema in (function["parameters"].get("properties") or {}).items()
+        )
+        for function, name, schema in islice(pairs, _MAX_PARAMETERS):
+            if not accepts(function, {name: schema}) and accepts(function, {}):
+                return str(function["name"]), str(name)
+        return None
 
     def _accepted(
         self,

@@ -10,6 +10,8 @@ from support.chat_templates import ByteVocabulary, names, parse_answer, renderer
 
 from llamapipe.chat._call_format import common_start
 from llamapipe.chat.chat_format import ChatFormat
+from llamapipe.chat.template import ChatTemplate
+from llamapipe.chat.tools import check_tools
 from llamapipe.errors import InvalidRequestError
 
 # These show no tools, or calls in messages of a format that is not understood.
@@ -140,3 +142,75 @@ def test_arguments_that_are_no_object_are_shown_as_they_are(name: str) -> None:
         text = template(name).render(chat(arguments), tools=definitions)
         if "qxvalue" in whole and arguments is not None:
             assert (arguments if isinstance(arguments, str) else "[]") in text
+
+
+DEFINITIONS = {
+    "Place": {"type": "object", "properties": {"a": {"type": "string"}}},
+    "Node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/Node"}}},
+}
+_STRING_OR_NULL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+PARAMETERS: list[Any] = [
+    True,
+    False,
+    {},
+    {"description": "x"},
+    {"type": "null"},
+    {"type": ["string"]},
+    {"type": ["string", "null"], "default": None},
+    {"type": ["string", "integer", "null"]},
+    {"enum": ["a", 1, None]},
+    {"const": 1},
+    _STRING_OR_NULL,
+    {"oneOf": [{"type": "string"}, {"type": "integer"}]},
+    {"allOf": [{"$ref": "#/$defs/Place"}]},
+    {"$ref": "#/$defs/Place"},
+    {"$ref": "#/$defs/Node"},
+    {"not": {"type": "string"}},
+    {"properties": {"y": {"type": "string"}}},
+    {"items": {"type": "string"}},
+    {"type": "object"},
+    {"type": "object", "additionalProperties": True},
+    {"type": "object", "properties": {"y": {}, "z": True}},
+    {"type": ["object", "null"], "properties": {"y": {"type": ["array", "null"], "items": {}}}},
+    {"type": "array"},
+    {"type": "array", "items": True},
+    {"type": "array", "items": {"type": "array", "items": {}}},
+    {"type": "array", "items": _STRING_OR_NULL},
+    {"type": "array", "prefixItems": [{"type": "string"}, {}, True]},
+    {"anyOf": [{"type": "array", "items": {"anyOf": [{"type": "string"}, True]}}, {"$ref": "#/$defs/Node"}]},
+]
+
+
+@pytest.mark.parametrize("name", names())
+def test_parameters_of_every_form_are_shown(name: str) -> None:
+    """Macros of templates that convert types may know no list of types, no null and no schema that is True."""
+
+    def shown(schema: Any) -> str:
+        parameters = {"type": "object", "properties": {"Qxparameter": schema}, "$defs": DEFINITIONS}
+        tools = check_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+        return template(name).render([said("user", "Hi")], tools=[tool.as_openai() for tool in tools])
+
+    if name in WITHOUT_TOOLS:
+        return
+    is_shown = "Qxparameter" in shown({"type": "string"})
+    for schema in PARAMETERS:
+        text = shown(schema)  # functionary leaves out parameters whose schema is True or False
+        assert ("Qxparameter" in text) == is_shown or (isinstance(schema, bool) and "functionary" in name)
+
+
+def test_parameters_that_a_template_refuses_are_named() -> None:
+    source = (
+        "{% macro kind(s) %}{{ 'int' if s.format == 'int' else kind(s) }}{% endmacro %}"
+        "{% for t in tools %}{% for k, v in t.function.parameters.properties.items() %}{{ k }}: {{ kind(v) }}"
+        "{% endfor %}{% endfor %}{{ messages[0].content }}"
+    )
+    properties = {"n": {"format": "int"}, "when": {"anyOf": [{"type": "string"}, {"type": "integer"}]}}
+    functions = [
+        {"name": "first", "parameters": {"type": "object", "properties": {"n": {"format": "int"}}}},
+        {"name": "second", "parameters": {"type": "object", "properties": properties}},
+    ]
+    given = ChatTemplate(source)
+    tools = [{"type": "function", "function": function} for function in functions]
+    assert given.render([said("user", "Hi")], tools=tools[:1]) == "n: intHi"
+    with pytest.raises(InvalidRequestError, match="the parameter 'when' of the tool 'second'"):
+        given.render([said("user", "Hi")], tools=tools)

@@ -20,6 +20,7 @@ from llamapipe.server._generation import (
     token_text,
     tokenized,
 )
+from llamapipe.server._tools import check_functions
 from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 from llamapipe.work.long_work import size_of
@@ -100,6 +101,7 @@ async def tokenize(exchange: Exchange, request: TokenizeRequest) -> Response:
             return JsonResponse({"tokens": tokens})
         return JsonResponse(await _made(state, pieces, tokens))
     if request.messages is not None:
+        check_functions(request.tools)
         tokens = await state.tokenize_chat(
             request.messages, request.tools, request.add_generation_prompt, request.chat_template_kwargs or {}
         )
@@ -167,6 +169,7 @@ async def apply_template(exchange: Exchange, request: TemplateRequest) -> Respon
     args = request.chat_template_kwargs or {}
     check_template_args(args)
     check_n_messages(exchange.server, request.messages, "messages")
+    check_functions(request.tools)
     refuse_long_chat(exchange.server, request.messages)
     render = partial(
         exchange.server.engine.model.render_chat,

@@ -48,6 +48,13 @@ _KEYS = {
     "function": {"name", "description", "parameters", "strict"},
     "custom": {"name", "description", "format"},
 }
+# What each field of a function must be, and its words.
+_TYPES: dict[str, tuple[type, str]] = {
+    "name": (str, "text"),
+    "description": (str, "text"),
+    "parameters": (dict, "a JSON schema, which is an object"),
+    "strict": (bool, "true or false"),
+}
 _UNUSED_KEYS = ("output_schema", "defer_loading", "allowed_callers", "async", "cache_control")
 _INPUT_BEGUN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _ESCAPED_END = re.compile(r"(?<!\\)(?:\\\\)*\\\$\Z")
@@ -193,11 +200,8 @@ def _function(
             if key not in _UNUSED_KEYS:
                 raise ApiError(400, f"{place}: unknown key {quoted(key)}{did_you_mean(key, known)}", "tools")
             unused.append(key)
-    name, about = inner.get("name"), inner.get("description")
-    if not isinstance(name, str):
-        raise ApiError(400, f"{place}: a tool's name must be text", "tools")
-    if about is not None and not isinstance(about, str):
-        raise ApiError(400, f"{place}: the description of {quoted(name)} must be text", "tools")
+    _check_types(place if inner is tool else f"{place}.{kind}", inner)
+    name, about = inner["name"], inner.get("description")
     if kind == "custom":
         grammar = _grammar(
             f"{place}.format" if inner is tool else f"{place}.custom.format", inner.get("format")
@@ -209,13 +213,26 @@ def _function(
         text = {"type": "string", "pattern": f"^(?:{grammar.regex})$"}
         custom |= {"parameters": {**_INPUT, "properties": {"input": text}}, "strict": True}
         return ClientName(name, namespace, True), custom, grammar.field
-    parameters = inner.get("parameters")
-    if parameters is not None and not isinstance(parameters, (dict, bool)):
-        raise ApiError(400, f"{place}: the parameters of {quoted(name)} must be a JSON schema", "tools")
     made = {key: inner[key] for key in ("description", "parameters") if inner.get(key) is not None}
     if inner.get("strict") is True:
         made["strict"] = True
     return ClientName(name, namespace), made, None
+
+
+def check_functions(tools: Sequence[Any] | None) -> None:
+    """Raises ApiError 400, which names the field, for tools in OpenAI's form whose fields have other types."""
+    for i, tool in enumerate(tools or ()):
+        inner = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(inner, Mapping):
+            raise ApiError(400, f"tools.{i}.function must be an object", f"tools.{i}.function")
+        _check_types(f"tools.{i}.function", inner)
+
+
+def _check_types(place: str, function: Mapping[str, Any]) -> None:
+    for key, (kind, needed) in _TYPES.items():
+        value = function.get(key)
+        if not isinstance(value, kind) and (value is not None or key == "name"):
+            raise ApiError(400, f"{place}.{key} must be {needed}, not {quoted(value)}", f"{place}.{key}")
 
 
 class _Grammar(NamedTuple):

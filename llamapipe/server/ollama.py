@@ -50,6 +50,7 @@ from llamapipe.server._generation import (
 from llamapipe.server._media import PlacedPart
 from llamapipe.server._page import page
 from llamapipe.server._sampling import FROM_TABLE, Formats, Sampling, Tokenize
+from llamapipe.server._tools import check_functions
 from llamapipe.server.endpoint import SUBMITTED, Exchange, JsonResponse, LineStream, line
 from llamapipe.server.errors import ApiError
 
@@ -615,6 +616,7 @@ async def chat(exchange: Exchange, request: OllamaChatRequest) -> Response:
     if not request.messages:
         return _loaded(exchange, request)
     check_n_messages(state, request.messages, "messages")
+    check_functions(request.tools)
     messages = engine_messages(request.messages)
     system = _modelfile_of(state, request.model).system
     if system and messages[0].get("role") != "system":

@@ -28,8 +28,14 @@ if TYPE_CHECKING:
 
 _ID_DIGITS = 10  # of a token id, which has 32 bits
 _MOST_CHARACTERS = 65_536  # of all texts of one option
-# The most texts of an option. Each breaker is compared with every token of the vocabulary before the first step.
-_MOST_TEXTS = {"reasoning_budget_message": 1, "stop": 1024, "bad_words": 1024, "dry_sequence_breakers": 64}
+# The most texts of an option, and the characters of all of them. Each breaker is compared with every token of the
+# vocabulary before the first step; a message is part of the answer's context.
+_MOST_TEXTS = {
+    "reasoning_budget_message": (1, 4096),
+    "stop": (1024, _MOST_CHARACTERS),
+    "bad_words": (1024, _MOST_CHARACTERS),
+    "dry_sequence_breakers": (64, _MOST_CHARACTERS),
+}
 Tokenize = Callable[[str], list[int]]
 
 
@@ -328,8 +334,8 @@ def checked_params(values: dict[str, Any], fields: Mapping[str, str]) -> Samplin
 
     Raises ApiError 400, which names the field.
     """
-    for name, most in _MOST_TEXTS.items():
-        _check_texts(fields.get(name, name), values.get(name), most)
+    for name, limits in _MOST_TEXTS.items():
+        _check_texts(fields.get(name, name), values.get(name), *limits)
     try:
         return SamplingParams(**values)
     except (TypeError, ValueError) as e:
@@ -340,14 +346,14 @@ def checked_params(values: dict[str, Any], fields: Mapping[str, str]) -> Samplin
         raise ApiError(400, field + space + rest, field) from None
 
 
-def _check_texts(name: str, given: str | list[str] | None, most: int) -> None:
+def _check_texts(name: str, given: str | list[str] | None, most: int, most_characters: int) -> None:
     """Raises ApiError 400 for texts that would keep the engine, and so all other requests, busy for long."""
     texts = [given] if isinstance(given, str) else given or []
     if len(texts) > most:
         raise ApiError(400, f"{name} has {len(texts)} texts; the limit is {most}", name)
     n_characters = sum(map(len, texts))
-    if n_characters > _MOST_CHARACTERS:
-        raise ApiError(400, f"{name} has {n_characters} characters; the limit is {_MOST_CHARACTERS}", name)
+    if n_characters > most_characters:
+        raise ApiError(400, f"{name} has {n_characters} characters; the limit is {most_characters}", name)
 
 
 def _biases(given: dict[str, float], tokenize: Tokenize) -> dict[int, float]:

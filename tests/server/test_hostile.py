@@ -107,6 +107,13 @@ def test_a_bad_option_of_a_completion(client: httpx.Client, change: dict[str, An
     assert next(iter(change)) in f"{error['param']} {error['message']}"
 
 
+def test_the_longest_message_before_an_answer(client: httpx.Client) -> None:
+    for n, status in ((4096, 200), (4097, 400)):
+        message = {"reasoning_budget": 3, "reasoning_budget_message": "a" * n}
+        answer = client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 2, **message})
+        assert (answer.status_code, "4097 characters; the limit is 4096" in answer.text) == (status, n > 4096)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -206,6 +206,9 @@ class _Rewriter:
         self._flat: dict[
             int, tuple[Any, list[Node]]
         ] = {}  # by identity, with the node, which must outlive the key
+        self._kinds: dict[int, tuple[Node, frozenset[str]]] = {}
+        self._listed: dict[int, tuple[Node, frozenset[str]]] = {}
+        self._known: dict[tuple[int, ...], tuple[Sequence[Any], Sequence[Any], bool]] = {}
         self._disjoint: dict[tuple[int, int, frozenset[str]], tuple[Any, Any, bool]] = {}
         self._nodes: dict[str, Any] = {}  # of literals
         self._literals: dict[int, tuple[Any, str]] = {}  # by identity, as above
@@ -877,19 +880,25 @@ class _Rewriter:
     # ---- common values of two schemas
     def _are_disjoint(self, these: Sequence[Any], those: Sequence[Any]) -> bool:
         """True if certainly no value satisfies all of these schemas and all of those."""
+        key = (*map(id, these), 0, *map(id, those))
+        known = self._known.get(key)
+        if known is not None:
+            return known[2]
         if self._depth > _MAX_DEPTH:
             return False
         self._depth += 1
         try:
             ours = [part for one in these for part in self._parts(one)] or [{}]
             theirs = [part for one in those for part in self._parts(one)] or [{}]
-            kinds = _ALL.intersection(*map(_kinds, (*ours, *theirs)))
-            return (
+            kinds = _ALL.intersection(*map(self._kinds_of_part, (*ours, *theirs)))
+            result = (
                 not kinds
                 or any(self._parts_are_disjoint(one, other, kinds) for one in ours for other in theirs)
                 or self._no_option_fits(ours, those)
                 or self._no_option_fits(theirs, these)
             )
+            self._known[key] = these, those, result
+            return result
         finally:
             self._depth -= 1
 
@@ -956,10 +965,10 @@ class _Rewriter:
 
     def _part_excludes(self, part: Node, value: Any, depth: int) -> bool:
         kind = _kind_of(value)
-        if kind not in _kinds(part):
+        if kind not in self._kinds_of_part(part):
             return True
         listed = _values(part)
-        if listed is not None and identity(value) not in set(map(identity, listed)):
+        if listed is not None and identity(value) not in self._identities(part, listed):
             return True
         if any(
             isinstance(part.get(keyword), list)
@@ -1000,10 +1009,10 @@ class _Rewriter:
             is_known = (
                 keywords <= {"type", "enum", "const", "anyOf", "allOf"} and not {"enum", "const"} <= keywords
             )
-            if not is_known or _kind_of(value) not in _kinds(part):
+            if not is_known or _kind_of(value) not in self._kinds_of_part(part):
                 return False
             listed = _values(part)
-            if listed is not None and identity(value) not in set(map(identity, listed)):
+            if listed is not None and identity(value) not in self._identities(part, listed):
                 return False
             if "anyOf" in part and not any(self._allows(one, value) for one in part["anyOf"]):
                 return False
@@ -1043,8 +1052,21 @@ class _Rewriter:
         kinds = _ALL
         for node in nodes:
             for part in self._parts(node):
-                kinds &= _kinds(part)
+                kinds &= self._kinds_of_part(part)
         return kinds
+
+    def _kinds_of_part(self, part: Node) -> frozenset[str]:
+        found = self._kinds.get(id(part))
+        if found is None:
+            found = self._kinds[id(part)] = part, _kinds(part)
+        return found[1]
+
+    def _identities(self, part: Node, listed: list[Any]) -> frozenset[str]:
+        """What ``identity`` says of the values that a part lists."""
+        found = self._listed.get(id(part))
+        if found is None:
+            found = self._listed[id(part)] = part, frozenset(map(identity, listed))
+        return found[1]
 
     def _same(self, one: Any, other: Any) -> bool:
         """True if two schemas are the same object, or short and equal."""

@@ -19,6 +19,7 @@ from support.guided import accepts
 
 import llamapipe as lp
 from llamapipe.errors import InvalidRequestError
+from llamapipe.structured import _logic
 from llamapipe.structured._logic import others_than, without_logic
 from llamapipe.structured.compile import compile_guide
 from llamapipe.structured.schema import closed_objects
@@ -545,3 +546,24 @@ def test_arguments_of_tools_do_not_close_alternatives() -> None:
         assert closed_objects(schema) == schema
     assert closed_objects({"anyOf": [AB, {"type": "null"}]})["anyOf"][0]["additionalProperties"] is False
     assert closed_objects({**AB, "not": {"required": ["a", "b"]}})["additionalProperties"] is False
+
+
+def test_schemas_of_a_oneof_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pair that overlaps is compared again and again within alternatives; what was found is kept."""
+    counts = []
+    found = _logic._kinds
+
+    def counted(node: dict[str, Any]) -> frozenset[str]:
+        counts[-1] += 1
+        return found(node)
+
+    monkeypatch.setattr(_logic, "_kinds", counted)
+    for n in (8, 16):
+        counts.append(0)
+        branches = []
+        for i in range(n):
+            either = {"oneOf": [{"type": "string"}, {"type": "integer"}]}
+            properties = {"kind": {"enum": [f"k{i}", f"k{i + 1}"]}, "n": {"minimum": i}, "other": either}
+            branches.append({"type": "object", "properties": properties, "required": ["kind"]})
+        assert without_logic({"oneOf": branches})[1] == []
+    assert counts[0] < 400 and counts[1] < 800

@@ -397,6 +397,15 @@ _FIRST = re.compile(r"[a-z]+(?:_[a-z]+)*\b")
 _NAME = re.compile(r"(?<![-'\w])[a-z]+(?:_[a-z]+)+(?!['=\w])")
 
 
+def too_long(what: str, n_ctx: int, advice: str = "") -> str:
+    """What is wrong with a prompt that leaves no room in its context: ``what`` says how long it is."""
+    return f"{what}; n_ctx is {n_ctx} and one must stay free: shorten it, {advice}or raise n_ctx"
+
+
+# What a conversation can do besides: see ``truncation`` of ``Engine.chat``.
+DROP_TURNS = 'set truncation="auto" to drop the oldest turns, '
+
+
 def with_flags(text: str, known: Container[str] | None = None) -> str:
     """An error's text; where it advises another value of an engine's option, with that of the command line.
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from llamapipe._messages import quoted
+from llamapipe._messages import DROP_TURNS, quoted, too_long
 from llamapipe.chat.control_text import ControlTexts, tokenized, unused_mark
 from llamapipe.errors import InvalidRequestError
 from llamapipe.locks import Lock
@@ -235,10 +235,8 @@ class ChatPrompts:
         )
         self._warn_of_dropped(template, messages, tools, template_args)
         if n_ctx is not None and len(text) >= n_ctx and (n_least := vocab.least_tokens(len(text))) >= n_ctx:
-            raise InvalidRequestError(
-                f"the conversation has {len(text)} characters, at least {n_least} tokens; n_ctx is {n_ctx} and "
-                "one must stay free: shorten it, or raise n_ctx"
-            )
+            what = f"the conversation has {len(text)} characters, at least {n_least} tokens"
+            raise InvalidRequestError(too_long(what, n_ctx, DROP_TURNS))
         return tokenized(text, mark, controls, vocab.tokenize, self._added, media_mark)
 
     def warn_of_control_text(self, text: str) -> None:

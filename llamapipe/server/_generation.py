@@ -13,7 +13,7 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from llamapipe._messages import quoted
+from llamapipe._messages import DROP_TURNS, quoted, too_long
 from llamapipe.chat.media import first_media
 from llamapipe.chat.options import ChatOptions
 from llamapipe.errors import InvalidRequestError
@@ -197,10 +197,7 @@ def _check(state: ServerState, tokens: list[int]) -> None:
     if not tokens:
         raise ValueError("the prompt is empty; give at least one token")
     if len(tokens) >= n_ctx:
-        raise ValueError(
-            f"the prompt has {len(tokens)} tokens; n_ctx is {n_ctx} and one must stay free: "
-            "shorten it, or raise n_ctx"
-        )
+        raise ValueError(too_long(f"the prompt has {len(tokens)} tokens", n_ctx))
     wrong = next((token for token in tokens if not 0 <= token < n_vocab), None)
     if wrong is not None:
         raise ValueError(f"the token id {wrong} is not in the vocabulary, which has ids 0 to {n_vocab - 1}")
@@ -497,9 +494,16 @@ class ChatJob:
             named = f"tool {quoted(tool)}: "
             if str(error).startswith(named):
                 return ApiError(400, f"{field}: {str(error).removeprefix(named)}", field)
+        if DROP_TURNS in str(error):
+            instead = _DROP_TURNS.get(self._exchange.dialect, DROP_TURNS)
+            return ApiError(400, str(error).replace(DROP_TURNS, instead), code=TOO_LONG)
         error = _as_sent(error, self._n_added)
         placed = in_request(error, self._messages[self._n_added :])
         return placed if placed is not error else with_field(error, self._constraint or "tools")
+
+
+# How APIs without a field ``truncation`` say it.
+_DROP_TURNS = {"anthropic": "", "ollama": "leave truncate out to drop the oldest turns, "}
 
 
 def _emptied(choice: ChatChoice) -> ChatChoice:

@@ -1,6 +1,6 @@
 """Errors as HTTP answers: the exception that handlers raise, and the answers for llamapipe's own exceptions.
 
-OpenAI's, Anthropic's and Ollama's APIs have different error formats; ``ApiError.body`` writes them.
+The APIs have different error formats; ``ApiError.body`` writes them. llama-server's is OpenAI's with one type more.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llamapipe.errors import (
     QueueFullError,
 )
 
-Dialect = Literal["openai", "anthropic", "ollama"]
+Dialect = Literal["openai", "llama-server", "anthropic", "ollama"]
 # Other statuses below 500 are invalid_request_error, from 500 on server_error and api_error.
 _OPENAI_TYPES = {
     401: "authentication_error",
@@ -102,12 +102,10 @@ class ApiError(Exception):
             self.status, "server_error" if self.status >= 500 else "invalid_request_error"
         )
         error = {"message": message, "type": kind, "param": self.param, "code": self.code or kind}
-        if sizes is not None:  # OpenAI's clients know this error by its code, llama-server's by its type
-            error |= {
-                "type": "exceed_context_size_error",
-                "n_prompt_tokens": int(sizes[1]),
-                "n_ctx": int(sizes[2]),
-            }
+        if sizes is not None:
+            error |= {"n_prompt_tokens": int(sizes[1]), "n_ctx": int(sizes[2])}
+            if dialect == "llama-server":  # OpenAI's clients know this error by its code, llama-server's by its type
+                error["type"] = "exceed_context_size_error"
         return {"error": error}
 
 
@@ -120,7 +118,9 @@ def dialect_of(path: str, headers: Container[str] = ()) -> Dialect:
     """The format of errors at a path that may have no route; ``headers``: the names of the request's."""
     if path.startswith("/api/"):
         return "ollama"
-    return "anthropic" if path.startswith("/v1/messages") or "anthropic-version" in headers else "openai"
+    if path.startswith("/v1/messages") or "anthropic-version" in headers:
+        return "anthropic"
+    return "openai" if path.startswith("/v1/") else "llama-server"
 
 
 def log_unexpected(error: BaseException, what: str) -> None:

@@ -329,14 +329,16 @@ class TestFields:
                 assert client.post(f"{start}{path}/input_tokens", json=body).json() == counted
 
     @on_both
-    def test_too_long_a_prompt_is_told_as_llama_server_does(
+    def test_too_long_a_prompt_has_the_type_of_the_routes_api(
         self, client: httpx.Client, engine: lp.Engine, path: str, body: dict[str, Any]
     ) -> None:
         text = "Hello. " * engine.n_ctx
         long = {"prompt": text} if "prompt" in body else {"messages": [{"role": "user", "content": text}]}
-        error = error_of(client, path, {**body, **long})
-        assert (error["type"], error["code"]) == ("exceed_context_size_error", "context_length_exceeded")
-        assert error["n_prompt_tokens"] > error["n_ctx"] == engine.n_ctx
+        for route, kind in ((path, "invalid_request_error"), (path[3:], "exceed_context_size_error")):
+            error = error_of(client, route, {**body, **long})
+            assert (error["type"], error["code"]) == (kind, "context_length_exceeded")
+            assert error["n_prompt_tokens"] > error["n_ctx"] == engine.n_ctx
+            assert ('set truncation="auto" to drop the oldest turns' in error["message"]) == ("messages" in long)
 
     @on_both
     def test_adaptive_sampling(

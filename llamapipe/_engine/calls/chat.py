@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from llamapipe._engine.calls.prompts import CheckedPrompt, RequestBuilder, with_prompt_index
 from llamapipe._engine.policy.core import Span
-from llamapipe._messages import quoted
+from llamapipe._messages import DROP_TURNS, quoted, too_long
 from llamapipe._sampling_table import CONSTRAINTS
 from llamapipe.arguments import check_choice, check_flag, from_column
 from llamapipe.chat.deltas import DeltaParser
@@ -270,6 +270,8 @@ class ChatBuilder:
                 before = kept_tokens(before, len(tokens), n_ctx, params.max_tokens)
             tokens = [*before, *tokens]
             spans = tuple(Span(s.begin + len(before), s.end + len(before), s.source) for s in spans)
+        if len(tokens) >= n_ctx and not may_drop:
+            raise InvalidRequestError(too_long(f"the prompt has {len(tokens)} tokens", n_ctx, DROP_TURNS))
         return messages, tokens, spans
 
     def n_tokens(self, messages: Conversation, template_args: Mapping[str, Any]) -> int:

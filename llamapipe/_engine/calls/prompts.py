@@ -27,6 +27,7 @@ from llamapipe._engine.runtime.sinks import (
     TokenSink,
 )
 from llamapipe._engine.runtime.snapshot import Snapshot
+from llamapipe._messages import too_long
 from llamapipe.arguments import check_tokens, from_column
 from llamapipe.chat.options import LimitedReasoning
 from llamapipe.errors import InvalidRequestError, LlamapipeError
@@ -236,8 +237,7 @@ class RequestBuilder:
         n_least = self._model.vocab.least_tokens(len(prompt))
         if n_least >= self.n_ctx:
             raise InvalidRequestError(
-                f"the prompt has {len(prompt)} characters, at least {n_least} tokens; n_ctx is {self.n_ctx} "
-                "and one must stay free: shorten it, or raise n_ctx"
+                too_long(f"the prompt has {len(prompt)} characters, at least {n_least} tokens", self.n_ctx)
             )
 
     def _refuse_long_ids(self, prompt: Any) -> None:
@@ -252,10 +252,7 @@ class RequestBuilder:
             self._refuse_ids(len(prompt))
 
     def _refuse_ids(self, n: int) -> NoReturn:
-        raise InvalidRequestError(
-            f"the prompt has {n} tokens; n_ctx is {self.n_ctx} and one must stay free: "
-            "shorten it, or raise n_ctx"
-        )
+        raise InvalidRequestError(too_long(f"the prompt has {n} tokens", self.n_ctx))
 
     def completions(self, items: Sequence[CheckedPrompt | Exception]) -> Iterator[RequestFactory]:
         """Yields functions that each create the requests of a portion of the items. Skips items that are errors."""

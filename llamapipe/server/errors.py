@@ -84,9 +84,8 @@ class ApiError(Exception):
         sizes = _SIZES.search(self.message) if self.code == TOO_LONG else None
         message = self.message
         if sizes is not None:  # agents make their conversation shorter when they read the words of their API
-            if dialect == "anthropic":
-                message = f"prompt is too long: {sizes[1]} tokens > {sizes[2]} maximum: {message}"
-            else:
+            message = f"prompt is too long: {sizes[1]} tokens > {sizes[2]} maximum: {message}"
+            if dialect != "anthropic":
                 message = f"this model's maximum context length is {sizes[2]} tokens: {message}"
         if dialect == "ollama":
             return {"error": message}
@@ -104,7 +103,9 @@ class ApiError(Exception):
         error = {"message": message, "type": kind, "param": self.param, "code": self.code or kind}
         if sizes is not None:
             error |= {"n_prompt_tokens": int(sizes[1]), "n_ctx": int(sizes[2])}
-            if dialect == "llama-server":  # OpenAI's clients know this error by its code, llama-server's by its type
+            if (
+                dialect == "llama-server"
+            ):  # OpenAI's clients know this error by its code, llama-server's by its type
                 error["type"] = "exceed_context_size_error"
         return {"error": error}
 

@@ -138,5 +138,23 @@ CLIENTS = (
     ),
     Client("lm-eval", "pip", "lm_eval_python.py", ("lm-eval[api]==0.4.13",)),
     Client("guidellm", "pip", "guidellm_python.py", ("guidellm==0.8.1",)),
+    # What tells agents to shorten a conversation.
+    Client(
+        "pi, cline, opencode",
+        "npm",
+        "full_context_node.mjs",
+        ("@earendil-works/pi-ai@1.6.0", "@cline/llms@0.0.86", "opencode-ai@1.18.33"),
+    ),
+    Client(
+        "LangChain, OpenHands",
+        "pip",
+        "full_context_python.py",
+        (
+            "langchain-openai==1.7.4",
+            "langchain-anthropic==1.7.10",
+            "litellm>=1.105",
+            "openhands-sdk==1.58.2; python_version >= '3.12'",
+        ),
+    ),
     Client("JDK HttpClient", "java", "Client.java"),
 )

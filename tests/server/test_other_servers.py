@@ -338,7 +338,9 @@ class TestFields:
             error = error_of(client, route, {**body, **long})
             assert (error["type"], error["code"]) == (kind, "context_length_exceeded")
             assert error["n_prompt_tokens"] > error["n_ctx"] == engine.n_ctx
-            assert ('set truncation="auto" to drop the oldest turns' in error["message"]) == ("messages" in long)
+            assert ('set truncation="auto" to drop the oldest turns' in error["message"]) == (
+                "messages" in long
+            )
 
     @on_both
     def test_adaptive_sampling(
@@ -367,8 +369,8 @@ class TestMessages:
     def test_a_prompt_over_the_context(self, client: httpx.Client) -> None:
         message = error_of(client, "/v1/completions", {"prompt": [5] * 300})["message"]
         assert message == (
-            "this model's maximum context length is 256 tokens: the prompt has 300 tokens; n_ctx is 256 and one must "
-            "stay free: shorten it, or raise n_ctx (--n-ctx)"
+            "this model's maximum context length is 256 tokens: prompt is too long: 300 tokens > 256 maximum: the "
+            "prompt has 300 tokens; n_ctx is 256 and one must stay free: shorten it, or raise n_ctx (--n-ctx)"
         )
 
     def test_a_full_queue(self, demo: lp.Model) -> None:

@@ -83,6 +83,12 @@ class StreamReader(NotCopyable):
         return 0 if request is None else request.n_accepted
 
     @property
+    def slot_at(self) -> float | None:
+        """When the request got its first slot, by ``time.perf_counter``; None while it waits."""
+        request = getattr(self, "_request", None)
+        return None if request is None else request.left_queue_at
+
+    @property
     def prompt_progress(self) -> PromptProgress | None:
         """How much of the prompt is computed; None while the request waits for its first slot."""
         request = getattr(self, "_request", None)
@@ -443,6 +449,11 @@ class AsyncChatStream(NotCopyable):
     def n_accepted_tokens(self) -> int:
         """The number of guessed tokens that were right so far."""
         return 0 if self._stream is None else self._stream.n_accepted_tokens
+
+    @property
+    def slot_at(self) -> float | None:
+        """When the request got its first slot, by ``time.perf_counter``; None while it waits."""
+        return None if self._stream is None else self._stream.slot_at
 
     @property
     def prompt_progress(self) -> PromptProgress | None:

@@ -322,7 +322,7 @@ class _Message:
         """The answer, when it is complete."""
         done = await self.job.complete()
         choice = done.choices[0]
-        self.exchange.count(done.n_prompt_tokens, done.n_completion_tokens, done.timings.first_token_s)
+        self.exchange.count(done.n_prompt_tokens, done.n_completion_tokens)
         message = self._message(_content(choice), done.n_prompt_tokens, done.n_cached_tokens)
         message["usage"]["output_tokens"] = done.n_completion_tokens
         return message | _stop(choice)

@@ -24,6 +24,7 @@ from llamapipe._messages import instead_of, listed, path_meant, quoted
 from llamapipe.embedding import Embedder
 from llamapipe.engine import Engine
 from llamapipe.errors import BackendError
+from llamapipe.llama.adapter import Adapter
 from llamapipe.server import (
     _adapters,
     _anthropic,
@@ -44,6 +45,7 @@ from llamapipe.server._gate import Gate
 from llamapipe.server._generation import check_template_args, refuse_long_chat
 from llamapipe.server._guard import BodyBudget, Guard
 from llamapipe.server._metrics import Metrics
+from llamapipe.server._sampling import LoraScale
 from llamapipe.server.endpoint import Endpoint, Exchange, Handler, LineStream, get, post
 from llamapipe.server.errors import ApiError
 from llamapipe.server.settings import ServerSettings
@@ -51,7 +53,7 @@ from llamapipe.wanted import time_limit
 from llamapipe.work.long_work import size_of
 
 if TYPE_CHECKING:
-    from llamapipe.llama.adapter import Adapter, ControlVector
+    from llamapipe.llama.adapter import ControlVector
     from llamapipe.llama.model import Model
     from llamapipe.server.worker import Worker
 
@@ -159,6 +161,34 @@ class ServerState(Gate):
     def adapter_of(self, name: str | None) -> dict[str, str]:
         """The field of ``SamplingParams`` that a model's name asks for: none unless it is that of an adapter."""
         return {"adapter": name} if name is not None and name in self.adapter_names else {}
+
+    @property
+    def loras(self) -> list[Adapter]:
+        """The LoRAs in the order of their numbers, which llama-server's clients use."""
+        return [adapter for adapter in self.adapters if isinstance(adapter, Adapter)]
+
+    def adapters_of(self, name: str | None, chosen: Sequence[LoraScale] | None) -> dict[str, Any]:
+        """The field of ``SamplingParams`` that a model's name or ``lora`` asks for. Raises ApiError 400."""
+        named = self.adapter_of(name)
+        if chosen is None:
+            return dict(named)
+        if named:
+            raise ApiError(400, "model is the name of an adapter, and lora chooses others; give one", "lora")
+        there = self.loras
+        found: dict[Adapter, float] = {}
+        for lora in chosen:
+            numbers = range(len(there)) if isinstance(lora.id, int) else (adapter.name for adapter in there)
+            at = next((i for i, known in enumerate(numbers) if known == lora.id), None)
+            if at is None:
+                raise ApiError(
+                    400,
+                    f"there is no adapter {quoted(lora.id)}; GET /lora-adapters lists {len(there)}",
+                    "lora",
+                )
+            if there[at] in found:
+                raise ApiError(400, f"lora names the adapter {quoted(lora.id)} twice", "lora")
+            found[there[at]] = lora.scale
+        return {"adapter": found or None}
 
     @property
     def all_names(self) -> tuple[str, ...]:

@@ -148,7 +148,7 @@ def _job(exchange: Exchange, request: ChatRequest, tools: Tools) -> ChatJob:
     if request.top_logprobs is not None and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
     more: dict[str, Any] = {"max_tokens": None if limit is None else max(limit, 1)}
-    more.update(exchange.server.adapter_of(request.model))
+    more.update(exchange.server.adapters_of(request.model, request.lora))
     if request.logprobs:
         more["logprobs"] = check_top("top_logprobs", request.top_logprobs or 0, _MAX_TOP)
     elif request.n_probs:
@@ -275,7 +275,7 @@ class _ChatCompletion:
         n_completion = 0 if self.job.is_empty else done.n_completion_tokens
         predicted = self.request.prediction is not None
         guesses = (done.n_drafted_tokens, done.n_accepted_tokens) if predicted else None
-        self.exchange.count(done.n_prompt_tokens, n_completion, done.timings.first_token_s)
+        self.exchange.count(done.n_prompt_tokens, n_completion)
         answer = {
             "id": self.id,
             "object": "chat.completion",
@@ -283,6 +283,7 @@ class _ChatCompletion:
             "model": self.model,
             "choices": [self._choice(choice) for choice in done.choices],
             "usage": usage(done.n_prompt_tokens, n_completion, done.n_cached_tokens, guesses),
+            "timings": self.exchange.times.timings(done.n_prompt_tokens, n_completion),
         }
         if self.request.return_token_ids:
             answer["prompt_token_ids"] = await self.job.prompt_tokens()
@@ -345,7 +346,10 @@ class _ChatCompletion:
                         if request.return_progress:
                             yield self.progress.last(index)
                         yield writer.chunk(await self._first_choice(index))
-                    yield writer.chunk(self._stream_choice(index, delta), delta.content)
+                    timings = None
+                    if request.timings_per_token or delta.finish_reason is not None:
+                        timings = self.exchange.times.timings(job.n_prompt_tokens, n_completion)
+                    yield writer.chunk(self._stream_choice(index, delta), delta.content, timings)
         finally:
             self.exchange.count(job.n_prompt_tokens, n_completion)
         if request.wants_usage:

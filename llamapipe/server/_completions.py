@@ -30,7 +30,7 @@ from llamapipe.server._generation import (
     prompts_of,
     total_choices,
 )
-from llamapipe.server._sampling import Prediction, Sampling, chosen_samplers, predicted, with_field
+from llamapipe.server._sampling import LoraScale, Prediction, Sampling, chosen_samplers, predicted, with_field
 from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse, encode_json, event
 from llamapipe.server.errors import ApiError
 from llamapipe.streams import AsyncStream, PromptProgress
@@ -63,6 +63,8 @@ class Streamed(Sampling, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    timings_per_token: bool | None = None  # of llama-server: each event of a stream has the times so far
+    lora: list[LoraScale] | None = None
     return_progress: bool | None = None  # of llama-server: a stream tells how much of the prompt is computed
     prediction: Prediction | str | None = None
     # llama-server's names.
@@ -157,12 +159,17 @@ class ChunkWriter:
     def __repr__(self) -> str:
         return f"ChunkWriter({self._common})"
 
-    def chunk(self, choice: bytes, text: str = "") -> bytes:
+    def chunk(self, choice: bytes, text: str = "", timings: dict[str, Any] | None = None) -> bytes:
         """An event with one choice, given as encoded JSON. ``text``: the text whose length the padding hides."""
-        if not self._padded:
+        if not self._padded and timings is None:
             return self._head + choice + self._tail
-        padding = secrets.token_hex(_PAD_TO)[: _PAD_TO - len(text) % _PAD_TO]
-        return self._head + choice + b'],"obfuscation":"' + padding.encode() + b'"' + self._tail[1:]
+        more = b"]"
+        if self._padded:
+            padding = secrets.token_hex(_PAD_TO)[: _PAD_TO - len(text) % _PAD_TO]
+            more += b',"obfuscation":"' + padding.encode() + b'"'
+        if timings is not None:
+            more += b',"timings":' + encode_json(timings)
+        return self._head + choice + more + self._tail[1:]
 
     def progress(self, choice: bytes, progress: PromptProgress) -> bytes:
         """An event with ``prompt_progress``."""
@@ -213,23 +220,27 @@ class Progress:
         return f"<Progress {self._told}>"
 
     def news(self) -> bytes:
-        """The events for the choices that have come further."""
+        """The events for the choices that have come further; the first has what was cached."""
         made = b""
         for index, stream in enumerate(self._running):
             found = None if stream is None else stream.prompt_progress
-            if found is not None and self._told.get(index, -1) < found.n_done:
-                self._told[index] = found.n_done
-                made += self._writer.progress(self._choice % index, found)
+            if found is not None:
+                made += self._upto(index, found)
+        return made
+
+    def _upto(self, index: int, found: PromptProgress) -> bytes:
+        made = b""
+        for n_done in sorted({found.n_cached_tokens, found.n_done}):
+            if self._told.get(index, -1) < n_done:
+                self._told[index] = n_done
+                made += self._writer.progress(self._choice % index, found._replace(n_done=n_done))
         return made
 
     def last(self, index: int) -> bytes:
         """The event for a choice whose whole prompt is computed."""
         stream = self._running[index]
         found = None if stream is None else stream.prompt_progress
-        if found is None or self._told.get(index) == found.n_prompt_tokens:
-            return b""
-        self._told[index] = found.n_prompt_tokens
-        return self._writer.progress(self._choice % index, found._replace(n_done=found.n_prompt_tokens))
+        return b"" if found is None else self._upto(index, found._replace(n_done=found.n_prompt_tokens))
 
 
 async def merge_streams(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncIterator[tuple[int, T]]:
@@ -362,7 +373,7 @@ class _Job:
             more["prompt_logprobs"] = asked
         total_choices(exchange.server, n_prompts(request.prompt) * best_of)
         more.update(predicted(request.prediction))
-        more.update(exchange.server.adapter_of(request.model))
+        more.update(exchange.server.adapters_of(request.model, request.lora))
         if request.samplers is not None:
             more |= chosen_samplers(exchange, request, request.samplers)
         params = request.params(exchange.server, **more)
@@ -398,10 +409,7 @@ class _Job:
         ]
         n_prompt = sum(completion.n_prompt_tokens for completion in done)
         n_completion = 0 if self._is_empty else sum(completion.n_completion_tokens for completion in done)
-        first = min(
-            (c.timings.first_token_s for c in done if c.timings.first_token_s is not None), default=None
-        )
-        self.exchange.count(n_prompt, n_completion, first)
+        self.exchange.count(n_prompt, n_completion)
         guesses = None
         if self.request.prediction is not None:
             guesses = sum(c.n_drafted_tokens for c in done), sum(c.n_accepted_tokens for c in done)
@@ -412,6 +420,7 @@ class _Job:
             "model": self.model,
             "choices": choices,
             "usage": usage(n_prompt, n_completion, sum(c.n_cached_tokens for c in done), guesses),
+            "timings": self.exchange.times.timings(n_prompt, n_completion),
         }
 
     def _best(self, completion: Completion) -> Sequence[Choice]:
@@ -525,9 +534,11 @@ class _Job:
                         ids = {"token_ids": delta.token_ids}
                         if is_first:
                             ids["prompt_token_ids"] = self.prompts[index // self.n]
-                    yield writer.chunk(
-                        _stream_choice(index, delta.text, logprobs, delta.finish_reason, ids), delta.text
-                    )
+                    timings = None
+                    if request.timings_per_token or delta.finish_reason is not None:
+                        timings = self.exchange.times.timings(n_prompt, n_completion)
+                    choice = _stream_choice(index, delta.text, logprobs, delta.finish_reason, ids)
+                    yield writer.chunk(choice, delta.text, timings)
         finally:
             self.exchange.count(n_prompt, n_completion)
         if request.wants_usage:
@@ -568,6 +579,7 @@ class _Job:
         engine, timeout = self.exchange.server.engine, self.exchange.server.settings.timeout_s
         async with engine.astream(self.prompts[p], params, timeout=timeout, block=False) as stream:
             await stream.submit()
+            self.exchange.times.follow(stream)
             self.running[p * self.n + i] = stream
             yield None
             async for delta in stream:

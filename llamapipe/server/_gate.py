@@ -23,6 +23,7 @@ from llamapipe.work.tenant import Tenant, tenant
 if TYPE_CHECKING:
     from llamapipe.server._guard import BodyBudget
     from llamapipe.server._metrics import Metrics
+    from llamapipe.server._times import RequestTimes
     from llamapipe.server.endpoint import Exchange
     from llamapipe.server.settings import ServerSettings
 
@@ -150,17 +151,25 @@ class Gate:
 
     def finished(self, exchange: Exchange) -> None:
         """Counts and logs an answered request. What programs ask for every second is logged at the level DEBUG."""
-        seconds = perf_counter() - exchange.started_at
+        times = exchange.times
+        seconds = perf_counter() - times.arrived_at
         self.metrics.answered(exchange, seconds)
         is_polled = exchange.status < 400 and exchange.path in _POLLED
         _log.log(
             logging.DEBUG if is_polled else logging.INFO,
-            "%s %s %d %.0f ms n_prompt_tokens=%s n_completion_tokens=%s id=%s",
+            "%s %s %d %.0f ms n_prompt_tokens=%s n_completion_tokens=%s%s id=%s",
             exchange.method,
             quote(exchange.path, _PATH_CHARACTERS),
             exchange.status,
             seconds * 1e3,
             "-" if exchange.n_prompt_tokens is None else exchange.n_prompt_tokens,
             "-" if exchange.n_completion_tokens is None else exchange.n_completion_tokens,
+            _where(times) if times.was_computed else "",
             exchange.id,
         )
+
+
+def _where(times: RequestTimes) -> str:
+    """Where the time of a request went, for the log."""
+    phases = "".join(f" {name}={ms:.0f}" for name, ms in times.phases_ms().items() if ms or name == "queue")
+    return f" n_cached_tokens={times.n_cached}{phases}"

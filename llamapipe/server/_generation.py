@@ -474,6 +474,7 @@ class ChatJob:
         try:
             async with stream:
                 await stream.submit()
+                self._exchange.times.follow(stream)
                 self.n_prompt_tokens = stream.n_prompt_tokens
                 self.running[i] = stream
                 yield None

@@ -21,7 +21,6 @@ from starlette.responses import Response
 import llamapipe
 from llamapipe._messages import shown
 from llamapipe._sampling_table import OPTIONS, SAMPLER_ORDER, Kind
-from llamapipe.llama.adapter import Adapter
 from llamapipe.llama.fim import FimText, fim_room
 from llamapipe.llama.vocab import Vocab
 from llamapipe.params import SamplingParams
@@ -37,20 +36,14 @@ from llamapipe.server._generation import (
     token_text,
     total_choices,
 )
-from llamapipe.server._sampling import Sampling, chosen_samplers, token_biases
+from llamapipe.server._sampling import LoraScale, Sampling, chosen_samplers, token_biases
+from llamapipe.server._times import timings
 from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse, event
 from llamapipe.server.errors import ApiError
 from llamapipe.streams import AsyncStream
 
 if TYPE_CHECKING:
     from llamapipe.server._application import ServerState
-
-
-class LoraScale(msgspec.Struct):
-    """An adapter by its number in ``/lora-adapters``, and its scale."""
-
-    id: int
-    scale: float = 1.0
 
 
 class LlamaServerRequest(Sampling, kw_only=True):
@@ -133,7 +126,7 @@ async def infill(exchange: Exchange, request: InfillRequest) -> Response:
 async def _answer(exchange: Exchange, request: LlamaServerRequest, prompts: Any) -> Response:
     if not request.stream:
         job = await _Job.of(exchange, request, prompts)
-        return JsonResponse(await exchange.await_engine(job.answer()))
+        return JsonResponse(await exchange.await_streams(job.answer()))
     jobs: list[_Job] = []
 
     async def events() -> AsyncGenerator[bytes, None]:
@@ -188,40 +181,16 @@ def _params(exchange: Exchange, request: LlamaServerRequest) -> SamplingParams:
             raise ApiError(
                 400, f"{name} is {shown(value)}; it must be from {least} to {_MOST_OF_A_LIMIT}", name
             )
-    more.update(exchange.server.adapter_of(request.model or None))
-    if request.lora is not None:
-        if "adapter" in more:
-            raise ApiError(400, "model is the name of an adapter, and lora chooses others; give one", "lora")
-        more["adapter"] = _adapters(exchange, request.lora)
+    more.update(exchange.server.adapters_of(request.model or None, request.lora))
     params = request.params(exchange.server, **more)
     return params if params.seed is not None else replace(params, seed=secrets.randbelow(2**32))
-
-
-def _adapters(exchange: Exchange, chosen: list[LoraScale]) -> dict[Adapter, float] | None:
-    """The adapters that ``lora`` names by their numbers. Raises ApiError 400."""
-    there = _loras(exchange)
-    found: dict[Adapter, float] = {}
-    for lora in chosen:
-        if not 0 <= lora.id < len(there):
-            raise ApiError(
-                400, f"there is no adapter {lora.id}; GET /lora-adapters lists {len(there)}", "lora"
-            )
-        if there[lora.id] in found:
-            raise ApiError(400, f"lora names the adapter {lora.id} twice", "lora")
-        found[there[lora.id]] = lora.scale
-    return found or None
-
-
-def _loras(exchange: Exchange) -> list[Adapter]:
-    """The LoRAs in the order of their numbers."""
-    return [adapter for adapter in exchange.server.adapters if isinstance(adapter, Adapter)]
 
 
 async def lora_adapters(exchange: Exchange) -> Response:
     """``GET /lora-adapters``: what is loaded. No request uses one unless it says so, hence the scale 0."""
     vocab = exchange.server.engine.model.vocab
     found: list[dict[str, Any]] = []
-    for i, adapter in enumerate(_loras(exchange)):
+    for i, adapter in enumerate(exchange.server.loras):
         entry = {"id": i, "name": adapter.name, "path": adapter.path.name, "scale": 0.0}
         if tokens := adapter.invocation_tokens:
             written = b"".join(map(vocab.written_piece, tokens)).decode(errors="replace")
@@ -337,20 +306,8 @@ class _Choice:
         self.logprobs += part.logprobs or ()
 
     def timings(self) -> dict[str, Any]:
-        prompt_n, predicted_n = len(self.prompt) - self.n_cached, len(self.tokens)
-        prompt_ms = self.prompt_s * 1e3
         predicted_ms = 0.0 if self.first_at is None else (self.last_at - self.first_at) * 1e3
-        return {
-            "cache_n": self.n_cached,
-            "prompt_n": prompt_n,
-            "prompt_ms": prompt_ms,
-            "prompt_per_token_ms": prompt_ms / max(prompt_n, 1),
-            "prompt_per_second": prompt_n / prompt_ms * 1e3 if prompt_ms else 0.0,
-            "predicted_n": predicted_n,
-            "predicted_ms": predicted_ms,
-            "predicted_per_token_ms": predicted_ms / max(predicted_n, 1),
-            "predicted_per_second": predicted_n / predicted_ms * 1e3 if predicted_ms else 0.0,
-        }
+        return timings(self.n_cached, len(self.prompt), self.prompt_s * 1e3, len(self.tokens), predicted_ms)
 
 
 class _Job:
@@ -388,13 +345,11 @@ class _Job:
         """The answer: an object, or a list of them for several prompts or choices."""
         try:
             async with aclosing(merge_streams(self._streams())) as items:  # type: ignore[type-var]
-                async for _ in items:
-                    pass
+                async for index, part in items:
+                    if part is not None:
+                        self._exchange.token_arrived(index)
         finally:
-            first = min(
-                (c.first_at - c.began_at for c in self._choices if c.first_at is not None), default=None
-            )
-            self._exchange.count(self._n_prompt, sum(len(c.tokens) for c in self._choices), first)
+            self._exchange.count(self._n_prompt, sum(len(c.tokens) for c in self._choices))
         answers = [await self._last(i) for i in range(len(self._choices))]
         return answers if len(answers) > 1 else answers[0]
 
@@ -432,6 +387,7 @@ class _Job:
         stream = state.engine.astream(choice.prompt, params, timeout=state.settings.timeout_s, block=False)
         async with stream:
             await stream.submit()
+            self._exchange.times.follow(stream)
             choice.stream = stream
             yield None
             async for delta in stream:
@@ -471,11 +427,13 @@ class _Job:
         made = b""
         for index, choice in enumerate(self._choices):
             found = None if choice.stream is None else choice.stream.prompt_progress
-            if found is not None and choice.n_told < found.n_done:
-                choice.n_told = found.n_done
-                made += event(
-                    self._partial(index, _Part("", (), None)) | {"prompt_progress": progress_fields(found)}
-                )
+            if found is None:
+                continue
+            for n_done in sorted({found.n_cached_tokens, found.n_done}):
+                if choice.n_told < n_done:
+                    choice.n_told = n_done
+                    fields = progress_fields(found._replace(n_done=n_done))
+                    made += event(self._partial(index, _Part("", (), None)) | {"prompt_progress": fields})
         return made
 
     def _partial(self, index: int, part: _Part) -> dict[str, Any]:

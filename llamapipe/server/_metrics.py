@@ -74,8 +74,9 @@ class Metrics:
             self._prompt.inc(exchange.n_prompt_tokens)
         if exchange.n_completion_tokens:
             self._completion.inc(exchange.n_completion_tokens)
-        if exchange.first_token_at is not None:
-            self._ttft.observe(exchange.first_token_at - exchange.started_at)
+        times = exchange.times
+        if times.first_at is not None:
+            self._ttft.observe(times.first_at - times.arrived_at)
         for interval_s in exchange.intervals_s:
             self._itl.observe(interval_s)
 

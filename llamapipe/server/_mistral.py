@@ -50,7 +50,7 @@ async def fim_completions(exchange: Exchange, request: FimRequest) -> Response:
     if not request.stream:
         answer = state.engine.agenerate(await prompt(), params, timeout=timeout, block=False)
         done = await exchange.await_engine(answer)
-        exchange.count(done.n_prompt_tokens, done.n_completion_tokens, done.timings.first_token_s)
+        exchange.count(done.n_prompt_tokens, done.n_completion_tokens)
         message = {"role": "assistant", "content": done.text, "tool_calls": None, "prefix": False}
         choice = {"index": 0, "message": message, "finish_reason": done.finish_reason}
         return JsonResponse(
@@ -71,6 +71,7 @@ async def fim_completions(exchange: Exchange, request: FimRequest) -> Response:
         try:
             async with state.engine.astream(tokens, params, timeout=timeout, block=False) as stream:
                 await stream.submit()
+                exchange.times.follow(stream)
                 yield SUBMITTED
                 async for delta in stream:
                     exchange.token_arrived(0)

@@ -234,6 +234,13 @@ else:
     )
 
 
+class LoraScale(msgspec.Struct):
+    """An adapter by its number in ``/lora-adapters``, or its name; and its scale."""
+
+    id: int | str
+    scale: float = 1.0
+
+
 class Sampling(_Options, kw_only=True):
     """Options that every text route accepts: those of the table, and those of other servers; None: the default."""
 
@@ -277,7 +284,7 @@ class Sampling(_Options, kw_only=True):
         None
     )
     n_discard: Annotated[int | None, Only(0)] = None
-    min_keep: Annotated[int | None, Only(0)] = None
+    min_keep: Annotated[int | None, Only(0, 1)] = None
     return_tokens: Annotated[bool | None, Only(False, instead="return_token_ids returns them")] = None
     post_sampling_probs: Annotated[bool | None, Only(False)] = None
 

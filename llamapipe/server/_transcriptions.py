@@ -167,7 +167,7 @@ async def transcriptions(exchange: Exchange) -> Response:
     ]
     job = ChatJob(exchange, [{"role": "user", "content": content}], params, ChatOptions(), has_system=False)
     done = await job.complete()
-    exchange.count(done.n_prompt_tokens, done.n_completion_tokens, done.timings.first_token_s)
+    exchange.count(done.n_prompt_tokens, done.n_completion_tokens)
     text = done.content.strip()
     if form == "text":
         return PlainTextResponse(text + "\n")

@@ -17,7 +17,7 @@ import math
 import re
 import traceback
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from copy import copy
 from time import perf_counter
@@ -29,9 +29,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from llamapipe.chat.halves import whole_json_bytes, whole_values
+from llamapipe.results import ChatCompletion, Completion
 from llamapipe.server._body import accepted, check_transfer, decoded, encodings_of
 from llamapipe.server._fields import as_taken, mismatch, unused
 from llamapipe.server._gate import LOADED_NS
+from llamapipe.server._times import RequestTimes
 from llamapipe.server.errors import BUSY, ApiError, Dialect, api_error, dialect_of, log_unexpected
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from llamapipe.server._guard import Held
 
 T = TypeVar("T")
+Answers = TypeVar("Answers", bound=Completion | ChatCompletion | Sequence[Completion])
 Body = TypeVar("Body", bound=msgspec.Struct)
 _log = logging.getLogger("llamapipe.server")
 _encoder = msgspec.json.Encoder()
@@ -61,8 +64,7 @@ class Exchange(Request):
     ``route``: the path of its route, a label of the metrics. ``dialect``: the format of errors.
     ``status``: of the answer, once its first byte is sent; 0 before. ``answer_headers``: what any answer to it has.
     ``n_prompt_tokens``, ``n_completion_tokens``: for the log and the metrics; None: not known.
-    ``first_token_at``: when the first token arrived, by ``perf_counter``. ``intervals_s``: seconds between the tokens
-    of a stream.
+    ``times``: where its time went. ``intervals_s``: seconds between the tokens of a stream.
     """
 
     def __init__(self, gate: Gate, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,7 +75,7 @@ class Exchange(Request):
         self.path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
         self.dialect: Dialect = dialect_of(self.path, self.headers)
         self.route = "other"
-        self.started_at = perf_counter()
+        self.times = RequestTimes()
         self.status = 0
         self.answer_headers = [(b"x-request-id", self.id.encode())]
         self.raw = b""
@@ -85,8 +87,8 @@ class Exchange(Request):
         )
         self.n_prompt_tokens: int | None = 0
         self.n_completion_tokens: int | None = 0
-        self.first_token_at: float | None = None
         self.intervals_s: list[float] = []
+        self.times.load_s = self.loaded_ns / 1e9
         self._unused: tuple[str, ...] = ()
         self._held: Held | None = None
         self._n_read = 0  # bytes of its body
@@ -285,14 +287,18 @@ class Exchange(Request):
             )
         self._unused += names
 
-    def count(self, n_prompt: int, n_completion: int, first_token_s: float | None = None) -> None:
-        """Records the token counts of the answer and, if known, the seconds to its first token."""
+    def count(self, n_prompt: int, n_completion: int) -> None:
+        """Records the token counts of the answer."""
         self.n_prompt_tokens, self.n_completion_tokens = n_prompt, n_completion
-        if first_token_s is not None and self.first_token_at is None:
-            self.first_token_at = self.started_at + first_token_s
 
-    async def await_engine(self, result: Awaitable[T]) -> T:
-        """The engine's result. If the client disconnects or the request times out first, its tokens are not counted."""
+    async def await_engine(self, result: Awaitable[Answers]) -> Answers:
+        """The engine's whole answer, with its times."""
+        done = await self.await_streams(result)
+        self.times.take(done)
+        return done
+
+    async def await_streams(self, result: Awaitable[T]) -> T:
+        """A result. If the client disconnects or the request times out first, its tokens are not counted."""
         try:
             return await result
         except (asyncio.CancelledError, TimeoutError):
@@ -301,10 +307,10 @@ class Exchange(Request):
 
     def token_arrived(self, stream: int) -> None:
         """Records the arrival of a token of one of the answer's streams."""
-        now = perf_counter()
-        if self.first_token_at is None:
-            self.first_token_at = now
+        if self.times.first_at is None:
             self.release_body()
+        self.times.token_arrived()
+        now = perf_counter()
         before = self._last_token_at.get(stream)
         if before is not None:
             self.intervals_s.append(now - before)
@@ -316,6 +322,8 @@ class Exchange(Request):
         response.raw_headers += self.answer_headers
         if self._unused:
             response.raw_headers.append((b"x-llamapipe-unused", ", ".join(self._unused).encode()))
+        if self.times.was_computed:
+            response.raw_headers.append((b"server-timing", self.times.header()))
         if not isinstance(response, (EventStream, LateResponse)):  # their status is sent with the first byte
             self.status = response.status_code
         return response

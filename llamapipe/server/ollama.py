@@ -463,7 +463,7 @@ class _Answer:
         self._deltas = deltas
         self._calls = _Calls()
         self._token_ids: list[int] = []
-        self._submitted_at = self._first_at = exchange.started_at
+        self._submitted_at = self._first_at = exchange.times.arrived_at
         self.job: ChatJob | None = None
         self.n_prompt_tokens = 0
 
@@ -538,7 +538,7 @@ class _Answer:
             made["context"] = [*await self.job.prompt_tokens(), *self._token_ids]
         first = self._first_at if self._token_ids else ended
         return made | {
-            "total_duration": _ns(ended - self._exchange.started_at) + self._exchange.loaded_ns,
+            "total_duration": _ns(ended - self._exchange.times.arrived_at) + self._exchange.loaded_ns,
             "load_duration": self._exchange.loaded_ns,
             "prompt_eval_count": self._n_prompt,
             "prompt_eval_duration": _ns(first - self._submitted_at),
@@ -794,6 +794,7 @@ async def _text_deltas(
     state = exchange.server
     async with state.engine.astream(tokens, params, timeout=state.settings.timeout_s, block=False) as stream:
         await stream.submit()
+        exchange.times.follow(stream)
         yield None
         async for delta in stream:
             yield ChatDelta(delta.text, "", (), delta.token_ids, delta.logprobs, delta.finish_reason)
@@ -816,7 +817,7 @@ async def embed(exchange: Exchange, request: EmbedRequest) -> Response:
         {
             "model": request.model,
             "embeddings": rows,
-            "total_duration": _ns(perf_counter() - exchange.started_at) + exchange.loaded_ns,
+            "total_duration": _ns(perf_counter() - exchange.times.arrived_at) + exchange.loaded_ns,
             "load_duration": exchange.loaded_ns,
             "prompt_eval_count": n_tokens,
         }

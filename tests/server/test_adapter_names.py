@@ -103,7 +103,20 @@ def test_llama_servers_field(client: httpx.Client, engine: lp.Engine) -> None:
     assert content() == content(lora=[]) == text(engine, None)
     assert content(lora=[scaled]) == text(engine, {"a": 0.5})
     assert content(lora=[scaled, {"id": 1}]) == text(engine, {"a": 0.5, "b": 1.0})
-    assert content(model="b") == text(engine, "b")
+    assert content(lora=[{"id": "b"}]) == content(model="b") == text(engine, "b")
+
+
+def test_llama_servers_field_of_openais_routes(client: httpx.Client, engine: lp.Engine) -> None:
+    body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    for lora, adapter in (([{"id": 0, "scale": 0.5}], {"a": 0.5}), ([{"id": "b"}], "b"), ([], None)):
+        found = client.post("/v1/completions", json={**body, "lora": lora}).json()["choices"][0]["text"]
+        assert found == text(engine, adapter)
+    chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 40, "temperature": 0}
+    answers = [
+        client.post("/v1/chat/completions", json={**chat, **more}).json()["choices"][0]["message"]
+        for more in ({"model": "a"}, {"lora": [{"id": 0}]}, {})
+    ]
+    assert answers[0] == answers[1] != answers[2]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +126,7 @@ def test_llama_servers_field(client: httpx.Client, engine: lp.Engine) -> None:
         ({"lora": [{"id": 0}, {"id": 0}]}, "names the adapter 0 twice"),
         ({"lora": [{"id": 0}], "model": "a"}, "lora chooses others"),
         ({"lora": [{"id": 0, "scale": 1e9}]}, "the scale of"),
-        ({"lora": [{"id": "a"}]}, "lora"),
+        ({"lora": [{"id": "c"}]}, "there is no adapter 'c'; GET /lora-adapters lists 2"),
     ],
 )
 def test_wrong_choices(client: httpx.Client, more: dict[str, Any], message: str) -> None:

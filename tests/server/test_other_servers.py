@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -295,7 +296,6 @@ class TestFields:
     ) -> None:
         sent = {
             "id_slot": 3,
-            "timings_per_token": True,
             "verbose": True,
             "response_fields": ["content"],
             "t_max_prompt_ms": 500,
@@ -304,6 +304,63 @@ class TestFields:
         answer = client.post(path, json={**body, **sent})
         assert answer.status_code == 200
         assert set(answer.headers["x-llamapipe-unused"].split(", ")) == sent.keys()
+
+    @on_both
+    def test_answers_say_their_times(self, client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+        body = self._longer(body)
+        client.post(path, json=body)
+        answer = client.post(path, json=body)
+        whole, usage = answer.json()["timings"], answer.json()["usage"]
+        assert whole["cache_n"] == usage["prompt_tokens_details"]["cached_tokens"] > 0
+        assert whole["cache_n"] + whole["prompt_n"] == usage["prompt_tokens"]
+        assert whole["predicted_n"] == usage["completion_tokens"] == 4
+        assert whole["queue_ms"] >= 0 < whole["prompt_ms"]
+        parts = [part.split(";") for part in answer.headers["server-timing"].split(", ")]
+        assert [part[0] for part in parts] == ["load", "prepare", "queue", "prompt", "generate", "cached"]
+        assert parts[-1][1] == f'desc="{whole["cache_n"]} tokens"'
+        told = [
+            [event.get("timings", {}).get("predicted_n") for event in self._events(client, path, body, each)]
+            for each in (False, True)
+        ]
+        assert [n for n in told[0] if n is not None] == [4]  # the last event
+        assert sorted({n for n in told[1] if n is not None}) == [1, 2, 3, 4]
+
+    @staticmethod
+    def _longer(body: dict[str, Any]) -> dict[str, Any]:
+        """With a prompt that is worth caching."""
+        text = "One day a cow went for a walk and met a cat. " * 6
+        if "prompt" in body:
+            return {**body, "prompt": text, "ignore_eos": True}
+        return {**body, "messages": [{"role": "user", "content": text}], "ignore_eos": True}
+
+    @staticmethod
+    def _events(client: httpx.Client, path: str, body: dict[str, Any], each: bool) -> list[dict[str, Any]]:
+        text = client.post(path, json={**body, "stream": True, "timings_per_token": each}).text
+        return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+    @on_both
+    def test_progress_begins_with_what_was_cached(
+        self, client: httpx.Client, path: str, body: dict[str, Any]
+    ) -> None:
+        body = self._longer(body)
+        client.post(path, json=body)
+        text = client.post(path, json={**body, "stream": True, "return_progress": True}).text
+        found = [json.loads(line[6:]) for line in text.splitlines() if "prompt_progress" in line]
+        told = [event["prompt_progress"] for event in found]
+        assert told[0]["processed"] == told[0]["cache"] > 0
+        assert told[-1]["processed"] == told[-1]["total"] > told[0]["cache"]
+
+    @on_both
+    def test_the_log_says_where_the_time_went(
+        self, client: httpx.Client, caplog: pytest.LogCaptureFixture, path: str, body: dict[str, Any]
+    ) -> None:
+        with caplog.at_level("INFO", logger="llamapipe.server"):
+            client.post(path, json=body)
+            wait_until(lambda: any(path in record.getMessage() for record in caplog.records))
+        (line,) = (record.getMessage() for record in caplog.records if path in record.getMessage())
+        assert re.search(
+            r"n_completion_tokens=4 n_cached_tokens=\d+ prepare=\d+ queue=\d+ prompt=\d+", line
+        ), line
 
     @on_both
     def test_llama_servers_names_of_options(

@@ -1,0 +1,158 @@
+"""Where the time of a request went: the same for the header, the log line, the answer's ``timings`` and ``/requests``.
+
+Phases follow each other: the body arrives, a model is loaded, the prompt is made, the request waits for a slot, its
+prompt is computed, tokens are generated. A phase ends where the next one begins, so none is counted twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any, Protocol
+
+from llamapipe.results import ChatCompletion, Completion
+
+PHASES = ("load", "prepare", "queue", "prompt", "generate")
+
+
+class Followed(Protocol):
+    """A stream of the engine."""
+
+    @property
+    def slot_at(self) -> float | None:
+        """When it got its first slot, by ``perf_counter``."""
+
+    @property
+    def n_cached_tokens(self) -> int:
+        """Of its prompt."""
+
+    @property
+    def n_drafted_tokens(self) -> int:
+        """Guesses that were computed."""
+
+    @property
+    def n_accepted_tokens(self) -> int:
+        """Guesses that were right."""
+
+
+class RequestTimes:
+    """The times of one request, by ``perf_counter``; None for what has not happened. On the event loop's thread.
+
+    Several prompts or choices count as one: from the first slot on, to the first and the last token of any.
+    """
+
+    def __init__(self) -> None:
+        self.arrived_at = perf_counter()
+        self.load_s = 0.0  # that it waited for its model
+        self.submitted_at: float | None = None
+        self.first_at: float | None = None
+        self.last_at: float | None = None
+        self.n_prompt: int | None = 0
+        self.n_completion: int | None = 0
+        self._slot_at: float | None = None
+        self._counts = [0, 0, 0]  # cached, drafted and accepted tokens, of answers that are complete
+        self._streams: list[Followed] = []
+
+    def __repr__(self) -> str:
+        return f"<RequestTimes {self.phases_ms()}>"
+
+    def follow(self, stream: Followed) -> None:
+        """A stream of the engine was submitted."""
+        if self.submitted_at is None:
+            self.submitted_at = perf_counter()
+        self._streams.append(stream)
+
+    def take(self, done: Completion | ChatCompletion | Sequence[Completion]) -> None:
+        """The engine's whole answer has come."""
+        answers = [done] if isinstance(done, (Completion, ChatCompletion)) else done
+        now = perf_counter()
+        began = now - max(answer.timings.total_s for answer in answers)
+        firsts = [s for answer in answers if (s := answer.timings.first_token_s) is not None]
+        queued = [s for answer in answers if (s := answer.timings.queue_s) is not None]
+        self.submitted_at, self.last_at = began, now
+        self._slot_at = began + min(queued) if queued else None
+        if firsts and self.first_at is None:
+            self.first_at = began + min(firsts)
+        for answer in answers:
+            self._counts[0] += answer.n_cached_tokens
+            self._counts[1] += answer.n_drafted_tokens
+            self._counts[2] += answer.n_accepted_tokens
+
+    def token_arrived(self) -> None:
+        """A token of a stream has come."""
+        self.last_at = perf_counter()
+        if self.first_at is None:
+            self.first_at = self.last_at
+
+    @property
+    def was_computed(self) -> bool:
+        """Whether the engine was asked for tokens."""
+        return self.submitted_at is not None
+
+    @property
+    def slot_at(self) -> float | None:
+        """When the first of its prompts got a slot."""
+        slots = [s for stream in self._streams if (s := stream.slot_at) is not None]
+        return min(slots, default=self._slot_at)
+
+    @property
+    def n_cached(self) -> int:
+        """Tokens of its prompts that were cached; of several choices, those of the one that computed the prompt."""
+        return self._counts[0] + min((stream.n_cached_tokens for stream in self._streams), default=0)
+
+    @property
+    def n_drafted(self) -> int:
+        """Guessed tokens that were computed."""
+        return self._counts[1] + sum(stream.n_drafted_tokens for stream in self._streams)
+
+    @property
+    def n_accepted(self) -> int:
+        """Guessed tokens that were right."""
+        return self._counts[2] + sum(stream.n_accepted_tokens for stream in self._streams)
+
+    def phases_ms(self) -> dict[str, float]:
+        """The milliseconds of each phase that has begun, up to now."""
+        submitted, slot, first = self.submitted_at, self.slot_at, self.first_at
+        now = perf_counter()
+        ends = (submitted, slot, first, self.last_at if first is not None else None)
+        made = {"load": self.load_s * 1e3}
+        begin = self.arrived_at  # a model is loaded before the request reaches its process
+        for name, end in zip(PHASES[1:], ends, strict=True):
+            made[name] = max((now if end is None else end) - begin, 0.0) * 1e3
+            if end is None:
+                break
+            begin = max(end, begin)
+        return {name: round(ms, 3) for name, ms in made.items()}
+
+    def header(self) -> bytes:
+        """The value of ``server-timing``: phases in milliseconds, and the cached tokens."""
+        phases = (f"{name};dur={ms:.1f}" for name, ms in self.phases_ms().items())
+        return f'{", ".join(phases)}, cached;desc="{self.n_cached} tokens"'.encode()
+
+    def timings(self, n_prompt: int, n_completion: int) -> dict[str, Any]:
+        """llama-server's ``timings``, and how long the request waited for its slot."""
+        phases = self.phases_ms()
+        made = timings(
+            self.n_cached, n_prompt, phases.get("prompt", 0.0), n_completion, phases.get("generate", 0.0)
+        )
+        if self.n_drafted:
+            made |= {"draft_n": self.n_drafted, "draft_n_accepted": self.n_accepted}
+        return made | {"queue_ms": phases.get("queue", 0.0)}
+
+
+def timings(
+    n_cached: int, n_prompt: int, prompt_ms: float, n_predicted: int, predicted_ms: float
+) -> dict[str, Any]:
+    """llama-server's ``timings``. ``n_prompt``: with the cached tokens."""
+    n_computed = n_prompt - n_cached
+    return {
+        "cache_n": n_cached,
+        "prompt_n": n_computed,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / max(n_computed, 1),
+        "prompt_per_second": n_computed / prompt_ms * 1e3 if prompt_ms else 0.0,
+        "predicted_n": n_predicted,
+        "predicted_ms": predicted_ms,
+        "predicted_per_token_ms": predicted_ms / max(n_predicted, 1),
+        "predicted_per_second": n_predicted / predicted_ms * 1e3 if predicted_ms else 0.0,
+    }

@@ -183,9 +183,6 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "/api/copy": f"{_OLLAMA}; --alias gives a model another name",
         "/api/create": _AT_START,
         "/api/push": "upload files with the program of the Hugging Face Hub",
-        # It exists there with and without /v1, and the answers differ. So it is no alias here.
-        "/embeddings": "use /v1/embeddings",
-        "/embedding": "use /v1/embeddings",
         "/models/load": "start the server with --models for several models",
         "/models/unload": "start the server with --models for several models",
         "/v1/files": _BATCHES,

@@ -181,6 +181,7 @@ SERVER: Final = (
         flag="--ping"),
     _flag("strict",
         "refuse fields without effect, such as store; otherwise the header x-llamapipe-unused names them"),
+    _flag("any_model_name", "any name of a model means the one that is served, as in llama-server"),
     _text("fim_order", "what a prompt for filling in begins with: psm, the prefix, or spm, the suffix",
         choices=("psm", "spm"), metavar=""),
     _object("sampling", "options of SamplingParams where a request gives none; on the command line, those of samplers",

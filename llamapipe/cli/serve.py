@@ -447,6 +447,7 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
         ("--lora", args.lora or None),
         ("--control-vector", args.control_vector or None),
         ("--lora-path", getattr(args, "lora_path", None)),
+        ("--any-model-name", getattr(args, "any_model_name", None) or None),
     ):
         if value is not None:
             raise UsageError(

@@ -251,6 +251,8 @@ class ServerState(Gate):
         if name is None:
             return names[0]
         # The front process chose this one: it also knows names that came after the start.
+        if name not in names and self.settings.any_model_name:
+            return names[0]
         if name not in names and not self.is_behind_front:
             raise ApiError(
                 404,
@@ -402,6 +404,13 @@ ROUTES = (
         form=_transcriptions.FIELDS,
     ),
     post("/v1/embeddings", _embeddings.embeddings, _embeddings.EmbeddingRequest, "Embed texts."),
+    post(
+        "/embedding",
+        _embeddings.llama_embedding,
+        _embeddings.LlamaEmbeddingRequest,
+        "Embed texts, in llama-server's format.",
+        aliases=("/embeddings",),
+    ),
     post(
         "/v1/rerank",
         _embeddings.rerank,

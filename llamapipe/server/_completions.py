@@ -25,6 +25,7 @@ from llamapipe.server._generation import (
     CompletionLogprobs,
     Prompt,
     check_top,
+    given_prompts,
     n_prompts,
     prompt_logprobs,
     prompts_of,
@@ -317,6 +318,7 @@ class _Job:
         self.exchange = exchange
         self.request = request
         self.prompts = prompts
+        self._given = given_prompts(request.prompt)
         self._offsets: dict[int, list[int]] = {}  # of the tokens that logprobs show, by prompt
         self.n_cached = [0] * len(prompts)  # for streams: cached tokens of each prompt
         self.params = params
@@ -474,17 +476,15 @@ class _Job:
 
     def _first(self, i: int) -> int | None:
         """The first token of prompt ``i``, which has no log-probability; None if it is a BOS token that was added."""
-        given, token = self.request.prompt, self.prompts[i][0]
+        given, token = self._given[i], self.prompts[i][0]
         is_text = isinstance(given, str) or isinstance(given[0], str)
         return None if is_text and token == self.exchange.server.engine.model.vocab.bos else token
 
     def _echo(self, i: int) -> str:
         """The text of prompt ``i``."""
-        given = self.request.prompt
+        given = self._given[i]
         if isinstance(given, str):
             return given
-        if isinstance(given[0], str):
-            return given[i]  # type: ignore[return-value]
         return self.exchange.server.engine.model.vocab.detokenize(self.prompts[i], remove_special=True)
 
     # ---- streamed

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from llamapipe.embedding import Embedder, Ranked
 from llamapipe.server._fields import Only, Unused
-from llamapipe.server._generation import Prompt, n_prompts
+from llamapipe.server._generation import n_prompts
 from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 from llamapipe.work.long_work import size_of
@@ -30,10 +30,13 @@ _FEW = 64  # vectors are written on it
 _PAIRS = 64  # of texts, each with its own query, that are scored at the same time
 
 
+Texts = str | list[str | int | list[int]]  # or tokens
+
+
 class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/embeddings``. ``truncate``: cut texts that are too long for the model."""
 
-    input: Prompt
+    input: Texts
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
@@ -43,11 +46,27 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     truncate_prompt_tokens: Annotated[int | None, Only(instead="give truncate: true")] = None
 
 
+class LlamaEmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /embedding``, in llama-server's format. ``embd_normalize``: 2 for vectors of length 1, or -1."""
+
+    content: Texts | None = None
+    input: Texts | None = None
+    model: str | None = None
+    embd_normalize: int | None = None
+
+
 class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/rerank``. ``truncate``: cut documents that are too long with the query."""
+    """``POST /v1/rerank``. ``truncate``: cut documents that are too long with the query.
+
+    ``texts``: Text Embeddings Inference's name of ``documents``; the answer has its format, too.
+    """
 
     query: str
-    documents: list[str | dict[str, str]]
+    documents: list[str | dict[str, str]] | None = None
+    texts: list[str] | None = None
+    return_text: bool = False
+    raw_scores: Annotated[bool | None, Only(True, instead="scores are as the model gives them")] = None
+    truncation_direction: Annotated[str | None, Only("right", "Right")] = None
     model: str | None = None
     top_n: int | None = None
     return_documents: bool = False
@@ -90,6 +109,29 @@ async def embeddings(exchange: Exchange, request: EmbeddingRequest) -> Response:
         ]
         usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
         return JsonResponse({"object": "list", "data": data, "model": model, "usage": usage})
+
+    return answer() if len(vectors) < _FEW else await exchange.server.in_thread(answer)
+
+
+async def llama_embedding(exchange: Exchange, request: LlamaEmbeddingRequest) -> Response:
+    """``POST /embedding``: a list of vectors, each of which is in a list, as llama-server answers."""
+    embedder, _ = exchange.server.check_embedder(request.model)
+    name = "input" if request.content is None else "content"
+    given = request.input if request.content is None else request.content
+    if given is None or given == []:
+        raise ApiError(400, "content is empty; give at least one text", "content")
+    if request.input is not None and request.content is not None:
+        raise ApiError(400, "content and input are the same; give one", "input")
+    if request.embd_normalize not in (None, -1, 2):
+        raise ApiError(
+            400, f"embd_normalize is {request.embd_normalize}; it may be 2 or -1", "embd_normalize"
+        )
+    vectors, _ = await embedded(
+        exchange, embedder, name, given, None, False, normalize=request.embd_normalize != -1
+    )
+
+    def answer() -> Response:
+        return JsonResponse([{"index": i, "embedding": [row.tolist()]} for i, row in enumerate(vectors)])
 
     return answer() if len(vectors) < _FEW else await exchange.server.in_thread(answer)
 
@@ -150,18 +192,29 @@ async def _vectors(embedder: Embedder, tokens: list[list[int]], normalize: bool)
 async def rerank(exchange: Exchange, request: RerankRequest) -> Response:
     """Ranks documents for a query."""
     embedder, model = exchange.server.check_embedder(request.model)
-    _refuse_many(exchange, "documents", len(request.documents))
-    documents = [_text(document, i) for i, document in enumerate(request.documents)]
+    name, given = ("documents", request.documents) if request.texts is None else ("texts", request.texts)
+    if given is None:
+        raise ApiError(400, "missing required field: documents", "documents", "missing_field")
+    if request.texts is not None and request.documents is not None:
+        raise ApiError(400, "texts and documents are the same; give one", "texts")
+    _refuse_many(exchange, name, len(given))
+    documents = [_text(document, i) for i, document in enumerate(given)]
     _refuse_long(exchange, "query", request.query)
-    _refuse_long(exchange, "documents", documents)
+    _refuse_long(exchange, name, documents)
     if request.top_n is not None and request.top_n < 1:
         raise ApiError(400, f"top_n is {request.top_n}; it must be 1 or more", "top_n")
     try:
         ranked = await embedder.arerank(request.query, documents, truncate=request.truncate)
     except (TypeError, ValueError) as e:
-        raise ApiError(400, str(e), "documents", _code(e)) from None
+        raise ApiError(400, str(e), name, _code(e)) from None
     n_tokens = sum(found.n_tokens for found in ranked)
     exchange.count(n_tokens, 0)
+    if request.texts is not None:
+        scored = [{"index": found.index, "score": found.score} for found in ranked[: request.top_n]]
+        for entry, found in zip(scored, ranked, strict=False):
+            if request.return_text:
+                entry["text"] = documents[found.index]  # type: ignore[assignment]
+        return JsonResponse(scored)
     results: list[dict[str, Any]] = []
     for found in ranked[: request.top_n]:
         result: dict[str, Any] = {"index": found.index, "relevance_score": found.score}

@@ -77,7 +77,9 @@ _NOT_RETURNED = (
     b"x-llamapipe-worker",
 )
 _LINES = "application/x-ndjson"
-_EMBEDS = frozenset(("/v1/embeddings", "/v1/rerank", "/v1/score", "/api/embed", "/api/embeddings"))
+_EMBEDS = frozenset(
+    ("/v1/embeddings", "/embedding", "/v1/rerank", "/v1/score", "/api/embed", "/api/embeddings")
+)
 _STREAMS = frozenset(
     ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/fim/completions",
      "/completion", "/infill", "/api/chat", "/api/generate")

@@ -33,7 +33,8 @@ from llamapipe.work.long_work import size_of
 if TYPE_CHECKING:
     from llamapipe.server._application import ServerState
 
-Prompt = str | list[str | int | list[int]]  # text or token ids, one or several
+# Text or token ids, one or several. As in llama-server, a list with ids is one prompt, which may have texts, too.
+Prompt = str | list[str | int | list[int | str]]
 _LONG = 4096  # characters; a longer text is tokenized in a thread, to keep the event loop free
 
 
@@ -160,18 +161,9 @@ async def prompts_of(
         )
     if n_last == -1:
         n_last = state.engine.n_ctx - 1
-    if isinstance(given, str):
-        items: list[str | list[int]] = [given]
-    elif not given:
+    items = given_prompts(given)
+    if not items:
         raise ApiError(400, f"{name} is empty; give at least one", name)
-    elif isinstance(given[0], int) and not n_last and len(given) >= state.engine.n_ctx:
-        items = [given]  # type: ignore[list-item]  # too long, whatever it holds
-    elif (kinds := set(map(type, given))) == {int}:
-        items = [given]  # type: ignore[list-item]
-    elif int in kinds:
-        raise ApiError(400, f"{name} mixes token ids and whole prompts", name)
-    else:
-        items = given  # type: ignore[assignment]
     prompts: list[list[int]] = []
     for index, item in enumerate(items):
         try:
@@ -179,8 +171,10 @@ async def prompts_of(
                 tokens = await _text(state, item, add_special, parse_special, suffix)
             elif suffix is not None:
                 raise ApiError(400, "suffix needs a prompt of text, not of token ids", "suffix")
+            elif n_last or len(item) < state.engine.n_ctx:
+                tokens = await _mixed(state, item, add_special, parse_special)
             else:
-                tokens = item
+                tokens = item  # type: ignore[assignment]  # too long, whatever it holds
             if n_last:
                 tokens = tokens[-n_last:]
             _check(state, tokens)
@@ -190,6 +184,36 @@ async def prompts_of(
             raise ApiError(400, f"{e}{place}", name, code) from None
         prompts.append(tokens)
     return prompts
+
+
+def given_prompts(given: Prompt) -> list[str | list[int | str]]:
+    """Each prompt of a request: one where it is a text, or a list that has token ids."""
+    if isinstance(given, str):
+        return [given]
+    # Most lists begin with what they have; the types of a long one are looked at by a loop in C.
+    if given and (isinstance(given[0], int) or int in set(map(type, given))):
+        return [given]  # type: ignore[list-item]
+    return given  # type: ignore[return-value]
+
+
+async def _mixed(
+    state: ServerState, parts: list[int | str], add_special: bool, parse_special: bool
+) -> list[int]:
+    """The tokens of a prompt whose parts are token ids and texts; special tokens are added to a text at its beginning.
+
+    Raises ValueError.
+    """
+    if set(map(type, parts)) == {int}:
+        return parts  # type: ignore[return-value]
+    tokens: list[int] = []
+    for index, part in enumerate(parts):
+        if isinstance(part, int):
+            tokens.append(part)
+        elif isinstance(part, str):
+            tokens += await tokenized(state, part, add_special and not index, parse_special)
+        else:
+            raise ValueError("a prompt that has token ids may have texts beside them, but no lists")
+    return tokens
 
 
 def _check(state: ServerState, tokens: list[int]) -> None:
@@ -230,10 +254,8 @@ async def fim_prompt_of(state: ServerState, text: FimText, n_max: int | None, fi
 
 
 def n_prompts(given: Prompt) -> int:
-    """How many prompts a request gives, without a look at each: their number is checked before any is tokenized."""
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        return 1
-    return len(given)
+    """How many prompts a request gives: their number is checked before any is tokenized."""
+    return len(given_prompts(given))
 
 
 def total_choices(state: ServerState, n: int) -> None:

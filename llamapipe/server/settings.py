@@ -68,6 +68,8 @@ class ServerSettings:
       then its request fails. None: 30, the default of ``SamplingParams``.
     - ``strict``: refuse fields of a request that have no effect here, such as ``store``, and hosted tools. Otherwise
       they are accepted, and the answer's header ``x-llamapipe-unused`` names them.
+    - ``any_model_name``: any name of a model in a request means the one that is served, as in llama-server; names of
+      adapters mean these. Answers have the model's own name.
     - ``lora_path``: a folder; clients may load the LoRAs in it, and unload them. None: they may not.
     - ``media_path``: a folder; ``file://`` addresses of images may name the files below it. None: none are read.
     - ``media_urls``: hosts, ``HOST`` or ``HOST:PORT``, that images may be fetched from. A name never means an address
@@ -108,6 +110,7 @@ class ServerSettings:
     ping_s: float = 5.0
     grammar_timeout_s: float | None = 10.0
     strict: bool = False
+    any_model_name: bool = False
     page: bool = True
     ollama: bool = False
     allow_pull: bool = False

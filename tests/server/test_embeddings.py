@@ -37,6 +37,34 @@ def url(engine: lp.Engine, embedder: lp.Embedder) -> Iterator[str]:
         yield server.url
 
 
+def test_llama_servers_routes(url: str, embedder: lp.Embedder) -> None:
+    expected = embedder.embed(TEXTS[:2])
+    for path in ("/embedding", "/embeddings"):
+        found = httpx.post(url + path, json={"content": TEXTS[:2], "model": "bert"}).json()
+        assert [entry["index"] for entry in found] == [0, 1]
+        assert np.allclose([entry["embedding"][0] for entry in found], expected, atol=1e-6)
+        (alone,) = httpx.post(url + path, json={"input": TEXTS[0], "embd_normalize": -1}).json()
+        plain = embedder.embed(TEXTS[0], normalize=False)
+        assert np.allclose(alone["embedding"][0], plain, atol=1e-5)
+    for body in ({}, {"content": []}, {"content": "a", "input": "b"}, {"content": "a", "embd_normalize": 0}):
+        assert httpx.post(f"{url}/embedding", json=body).status_code == 400
+
+
+def test_any_model_name(engine: lp.Engine, embedder: lp.Embedder) -> None:
+    """llama-server's rule: whatever a client calls the model."""
+    with serve(
+        engine, settings=ServerSettings(any_model_name=True, ollama=True), embedder=embedder
+    ) as server:
+        assert (
+            httpx.post(f"{server.url}/v1/embeddings", json={"input": "a", "model": "x"}).json()["model"]
+            == "bert"
+        )
+        body = {"model": "gpt-4o", "prompt": "Once", "max_tokens": 2}
+        assert httpx.post(f"{server.url}/v1/completions", json=body).json()["model"] == "demo"
+        body = {"model": "llama3", "messages": [], "stream": False}
+        assert httpx.post(f"{server.url}/api/chat", json=body).status_code == 200
+
+
 def test_a_server_that_only_embeds(embedder: lp.Embedder) -> None:
     """It has no engine: what generates says so, the rest works."""
     settings = ServerSettings(ollama=True)
@@ -180,6 +208,13 @@ def test_documents_are_ranked(engine: lp.Engine, url: str, tmp_path: Path) -> No
         assert answer["results"][0]["document"]["text"] == TEXTS[expected[0].index]
         for change in ({"top_n": 0}, {"documents": "a"}, {"documents": [{"a": "b"}]}, {"query": 3}):
             assert httpx.post(f"{server.url}/v1/rerank", json={**body, **change}).status_code == 400
+        texts = {"query": "the fox", "texts": TEXTS, "return_text": True}  # Text Embeddings Inference's
+        assert httpx.post(f"{server.url}/rerank", json=texts).json()[:3] == [
+            {"index": one.index, "score": pytest.approx(one.score, abs=1e-5), "text": TEXTS[one.index]}
+            for one in expected
+        ]
+        for change in ({"documents": TEXTS}, {"texts": None}, {"raw_scores": False}):
+            assert httpx.post(f"{server.url}/rerank", json={**texts, **change}).status_code == 400
         assert httpx.post(f"{server.url}/v1/embeddings", json={"input": "a"}).status_code == 400
     assert httpx.post(f"{url}/v1/rerank", json=body).status_code == 400
 

@@ -34,6 +34,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": TURNS, "max_tokens": 1},
     "/v1/messages/count_tokens": {"messages": TURNS},
     "/v1/embeddings": {"input": "Hello"},
+    "/embedding": {"content": "Hello"},
     "/v1/rerank": {"query": "a", "documents": ["b"]},
     "/v1/score": {"text_1": "a", "text_2": "b"},
     "/tokenize": {"content": "Hello"},

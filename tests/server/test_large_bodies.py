@@ -48,6 +48,7 @@ def application(demo: lp.Model, tmp_path_factory: pytest.TempPathFactory) -> Ite
         ("/detokenize", {"tokens": [12345] * (MANY // 7)}),
         ("/v1/embeddings", {"input": [[10**6]] * 250_000}),
         ("/v1/embeddings", {"input": ["a"] * 9_999}),
+        ("/embedding", {"content": ["a"] * 9_999}),
         ("/v1/rerank", {"query": "a", "documents": ["b"] * 250_000}),
         ("/score", {"text_1": "a", "text_2": ["b"] * 250_000}),
         ("/score", {"text_1": ["a"] * 4_999, "text_2": ["b"] * 4_999}),

@@ -52,7 +52,6 @@ class TestPaths:
             ("POST", "/api/embed", "use /v1/embeddings"),
             ("GET", "/api/tags", "use /v1/models"),
             ("POST", "/api/pull", "with -m"),
-            ("POST", "/embeddings", "use /v1/embeddings"),
             ("GET", "/v1", "/v1/models lists the models"),
             ("POST", "/v1/batches", "use llamapipe batch"),
             ("POST", "/v1/chat/completion", "did you mean /v1/chat/completions?"),
@@ -384,6 +383,31 @@ class TestFields:
         for path, body in (("chat/completions", {"messages": chat}), ("responses", {"input": "Hello"})):
             for start in ("/", "/v1/"):
                 assert client.post(f"{start}{path}/input_tokens", json=body).json() == counted
+
+    @pytest.mark.parametrize("path", ["/v1/completions", "/completion"])
+    def test_a_prompt_of_tokens_and_texts(self, client: httpx.Client, engine: lp.Engine, path: str) -> None:
+        """llama-server's: a list with ids is one prompt."""
+        tokenize = engine.model.tokenize
+        ids = [*tokenize("Once upon"), *tokenize(" a time", add_special=False), 5]
+        mixed = ["Once upon", *tokenize(" a time", add_special=False), 5]
+        params = {"max_tokens": 4, "temperature": 0}
+
+        def answer(prompt: Any) -> list[str]:
+            found = client.post(path, json={**params, "prompt": prompt}).json()
+            if path == "/completion":
+                return [one["content"] for one in (found if isinstance(found, list) else [found])]
+            return [choice["text"] for choice in found["choices"]]
+
+        (expected,) = answer(ids)
+        assert answer(mixed) == [expected]
+        assert answer([mixed, "Once upon"]) == [expected, *answer("Once upon")]
+        assert answer([*ids[:-1], ""]) == answer(ids[:-1])
+        assert client.post(path, json={"prompt": [5, [6]]}).status_code == 400
+        if path == "/v1/completions":
+            told = client.post(path, json={**params, "prompt": ["Once", 5], "echo": True}).json()
+            assert told["choices"][0]["text"].startswith(
+                engine.model.vocab.detokenize([*tokenize("Once")[1:], 5])
+            )
 
     @on_both
     def test_too_long_a_prompt_has_the_type_of_the_routes_api(

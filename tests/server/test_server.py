@@ -176,7 +176,7 @@ class TestCompletions:
             ({"logprobs": 1000}, "logprobs"),
             ({"stream_options": {"include_usage": True}}, "stream_options"),
             ({"prompt": []}, "prompt"),
-            ({"prompt": [1, "a"]}, "prompt"),
+            ({"prompt": [1, [2]]}, "prompt"),
             ({"prompt": [10**9]}, "prompt"),
             ({"prompt": [-1]}, "prompt"),
             ({"suffix": "b"}, "suffix"),

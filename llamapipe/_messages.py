@@ -394,9 +394,10 @@ _FIRST = re.compile(r"[a-z]+(?:_[a-z]+)*\b")
 _NAME = re.compile(r"(?<![-'\w])[a-z]+(?:_[a-z]+)+(?!['=\w])")
 
 
-def too_long(what: str, n_ctx: int, advice: str = "") -> str:
-    """What is wrong with a prompt that leaves no room in its context: ``what`` says how long it is."""
-    return f"{what}; n_ctx is {n_ctx} and one must stay free: shorten it, {advice}or raise n_ctx"
+def too_long(what: str, n_ctx: int, advice: str = "", room: int = 1) -> str:
+    """What is wrong with a prompt that leaves too little room in its context: ``what`` says how long it is."""
+    free = "one must stay free" if room == 1 else f"{room} must stay free for the answer (min_room)"
+    return f"{what}; n_ctx is {n_ctx} and {free}: shorten it, {advice}or raise n_ctx"
 
 
 # What a conversation can do besides: see ``truncation`` of ``Engine.chat``.

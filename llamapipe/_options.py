@@ -126,6 +126,8 @@ TUNING: Final = (
         optional=True),
     _float("yarn_beta_slow", "rotations in the trained context up to which YaRN scales positions", 0.01, 1e4,
         optional=True),
+    _int("min_room", "tokens of the context that a prompt must leave for its answer; a request that asks for fewer "
+        "needs no more than these", 1, 2**26),
     _int("batch_window_us", "microseconds that an idle engine waits for more requests to join a step", 0, 1_000_000,
         metavar=None),
     _int("pipeline_depth", "steps in flight at once (default: 2 on a device, 1 on a CPU)", 1, 2, optional=True,

@@ -111,6 +111,9 @@ class EngineTuning:
       would take more than a quarter of the free memory.
     - ``yarn_ext_factor``, ``yarn_attn_factor``, ``yarn_beta_fast``, ``yarn_beta_slow``: details of ``rope_scaling``
       ``"yarn"``, with llama.cpp's names; None: the file's, or those of the paper (arXiv 2309.00071).
+    - ``min_room``: tokens of the context that a prompt must leave for its answer, if it may have so many; others are
+      refused, as those that do not fit are. With one, the default, an agent may get an answer of one token where it
+      should have shortened its conversation.
     - ``batch_window_us``: microseconds that an idle engine waits after a request for others to join the step.
     - ``pipeline_depth``: steps in flight at once. With 1 each is sampled and delivered before the next is launched,
       with 2 delivery overlaps with computing. Default: 2 on a device; 1 on a CPU, which the overlap would slow down.
@@ -134,6 +137,7 @@ class EngineTuning:
     yarn_attn_factor: float | None = None
     yarn_beta_fast: float | None = None
     yarn_beta_slow: float | None = None
+    min_room: int = 1
     batch_window_us: int = 200
     pipeline_depth: int | None = None
     ring: Literal["auto", "events", "sync", "off"] = "auto"
@@ -280,6 +284,7 @@ class Engine(BlockingCalls, AsyncOwner):
             n_folder_bytes = int_of("cache_dir_bytes", cache_dir_bytes)
         kv_events = _kv_events(tuning.kv_events, cache_mode)
         window_us = int_of("batch_window_us", tuning.batch_window_us)
+        min_room = int_of("min_room", tuning.min_room)
         rope = Rope(
             rope_scaling,
             rope_freq_base,
@@ -381,6 +386,11 @@ class Engine(BlockingCalls, AsyncOwner):
             self.model = model
             self.n_ctx = context.n_ctx
             self.n_seq_max = context.n_seq_max
+            if 1 < min_room >= context.n_ctx:
+                raise ValueError(
+                    f"min_room is {min_room} and n_ctx {context.n_ctx}; that leaves nothing for a prompt: "
+                    f"min_room is at most {context.n_ctx - 1}"
+                )
             self.n_cells = context.n_cells
             self._context_repr = repr(context)
             model.adopt(context, f"Engine(n_ctx={context.n_ctx}, n_seq_max={context.n_seq_max})")
@@ -395,6 +405,7 @@ class Engine(BlockingCalls, AsyncOwner):
                 drafts=drafter is not None,
                 allowed=model.adapters.named(adapters),
                 n_ubatch=context.n_ubatch,
+                min_room=min_room,
             )
             self._chat_builder = ChatBuilder(model, self._request_builder)
             no_guesses = scheduler.gate.no_guesses

@@ -385,13 +385,15 @@ def kept_messages(
     n_tokens: Callable[[list[MessageT]], int],
     n_ctx: int,
     max_tokens: int | None,
+    room: int = 1,
 ) -> list[MessageT]:
     """The conversation, without its oldest turns if its prompt leaves too little room for the answer.
 
-    Room is needed for ``max_tokens``, at most a quarter of ``n_ctx``. The system messages at the beginning and the last
-    turn stay; if they alone fill the context, nothing is dropped. ``n_tokens``: counts the tokens of a prompt.
+    Room is needed for ``max_tokens``, at most a quarter of ``n_ctx``, and at least ``room`` tokens. The system messages
+    at the beginning and the last turn stay; if they alone fill the context, nothing is dropped. ``n_tokens``: counts
+    the tokens of a prompt.
     """
-    n_free = _room(n_ctx, max_tokens)
+    n_free = _room(n_ctx, max_tokens, room)
     n_head = next(
         (i for i, message in enumerate(messages) if message.get("role") not in _SYSTEM), len(messages)
     )
@@ -413,20 +415,22 @@ def kept_messages(
         n = n_tokens(kept)
         if n + n_free <= n_ctx:
             return kept
-    return kept if n < n_ctx else messages
+    return kept if n + room <= n_ctx else messages
 
 
-def kept_tokens(before: Sequence[int], n_prompt: int, n_ctx: int, max_tokens: int | None) -> Sequence[int]:
+def kept_tokens(
+    before: Sequence[int], n_prompt: int, n_ctx: int, max_tokens: int | None, room: int = 1
+) -> Sequence[int]:
     """The tokens before a prompt, without the oldest ones if they leave too little room: as ``kept_messages``."""
-    if len(before) + n_prompt + _room(n_ctx, max_tokens) <= n_ctx:
+    if len(before) + n_prompt + _room(n_ctx, max_tokens, room) <= n_ctx:
         return before
     n_kept = max(n_ctx // 2 - n_prompt, 0)
     return before[len(before) - n_kept :]
 
 
-def _room(n_ctx: int, max_tokens: int | None) -> int:
+def _room(n_ctx: int, max_tokens: int | None, least: int) -> int:
     """The tokens that are kept free for an answer."""
-    return n_ctx // 4 if max_tokens is None else max(min(max_tokens, n_ctx // 4), 1)
+    return max(n_ctx // 4 if max_tokens is None else min(max_tokens, n_ctx // 4), least)
 
 
 def _turns(messages: list[MessageT]) -> list[list[MessageT]]:

@@ -43,7 +43,7 @@ _MOST_CHARACTERS = 2000  # of a message
 _MOST_OF_PARAM = 200
 TOO_LONG = "context_length_exceeded"  # the code of an error about a prompt that does not fit
 # The numbers of such an error, which llama-server's clients read as fields.
-_SIZES = re.compile(r"(\d+) tokens; n_ctx is (\d+)")
+_SIZES = re.compile(r"(\d+) tokens; n_ctx is (\d+)(?: and (\d+) must stay free)?")
 _N_FRAMES = 12  # of a logged traceback: a deeply nested request would otherwise write thousands of lines
 BUSY = (429, 503)  # statuses after which the client should retry
 
@@ -84,7 +84,8 @@ class ApiError(Exception):
         sizes = _SIZES.search(self.message) if self.code == TOO_LONG else None
         message = self.message
         if sizes is not None:  # agents make their conversation shorter when they read the words of their API
-            message = f"prompt is too long: {sizes[1]} tokens > {sizes[2]} maximum: {message}"
+            most = int(sizes[2]) - int(sizes[3] or 0)
+            message = f"prompt is too long: {sizes[1]} tokens > {most} maximum: {message}"
             if dialect != "anthropic":
                 message = f"this model's maximum context length is {sizes[2]} tokens: {message}"
         if dialect == "ollama":

@@ -518,11 +518,34 @@ def test_a_generation_beyond_the_context(engine: lp.Engine) -> None:
         assert generation.finish_reason == "length"
 
 
+def test_a_prompt_that_leaves_too_little_room(tiny: lp.Model) -> None:
+    with lp.Engine(tiny, n_ctx=64, n_seq_max=1, tuning=lp.EngineTuning(min_room=16)) as engine:
+        for params in (None, lp.SamplingParams(max_tokens=16), lp.SamplingParams(max_tokens=None)):
+            with pytest.raises(
+                InvalidRequestError,
+                match=r"^the prompt has 49 tokens; n_ctx is 64 and 16 must stay free for the",
+            ):
+                engine.generate([5] * 49, params)
+        for n, most in ((48, 16), (49, 15), (63, 1)):
+            done = engine.generate([5] * n, lp.SamplingParams(max_tokens=most, ignore_eos=True))
+            assert done.n_completion_tokens == most
+
+
 # ---- engine options (those of a context are in test_context.py)
 @pytest.mark.parametrize("bad", [*INTEGERS, Bad(-1, ValueError)], ids=names)
 @pytest.mark.parametrize(
     "name",
-    ["n_ctx", "n_seq_max", "n_cells", "n_batch", "n_ubatch", "n_threads", "batch_window_us", "max_queue"],
+    [
+        "n_ctx",
+        "n_seq_max",
+        "n_cells",
+        "n_batch",
+        "n_ubatch",
+        "n_threads",
+        "batch_window_us",
+        "max_queue",
+        "min_room",
+    ],
 )
 def test_bad_sizes_of_an_engine(tiny: lp.Model, name: str, bad: Bad) -> None:
     if bad.value is None and name in ("n_ctx", "n_cells", "n_threads", "max_queue"):
@@ -541,6 +564,7 @@ def test_bad_sizes_of_an_engine(tiny: lp.Model, name: str, bad: Bad) -> None:
         ({"n_cells": 100, "n_ctx": 50, "kv_unified": False}, "n_cells is 100 but n_ctx . n_seq_max is 400"),
         ({"n_seq_max": 9, "n_batch": 8}, "n_seq_max is 9 and n_batch 8"),
         ({"max_queue": 0}, "max_queue is 0; it must be from 1"),
+        ({"n_ctx": 64, "min_room": 64}, "min_room is 64 and n_ctx 64; that leaves nothing for a prompt"),
         ({"batch_window_us": 1_000_001}, "batch_window_us is 1000001; it must be from 0 to 1000000"),
         ({"flash_attn": "maybe"}, "flash_attn is 'maybe'; it must be one of 'auto', 'on', 'off'"),
         ({"type_v": "q2_k"}, "type_v is 'q2_k'; it must be one of 'f32', 'f16'"),

@@ -454,6 +454,35 @@ class TestMessages:
             "prompt has 300 tokens; n_ctx is 256 and one must stay free: shorten it, or raise n_ctx (--n-ctx)"
         )
 
+    def test_a_context_with_too_little_room(self, demo: lp.Model) -> None:
+        """An agent hears that it must shorten its conversation, and gets no answer of a token."""
+        talk = [
+            {"role": role, "content": "One day a cow went for a walk. " * 2}
+            for role in ("user", "assistant") * 7 + ("user",)
+        ]
+        tuning = lp.EngineTuning(min_room=160)
+        with (
+            lp.Engine(demo, n_ctx=512, n_seq_max=1, tuning=tuning) as engine,
+            serve(engine, settings=ServerSettings(ollama=True)) as server,
+            httpx.Client(base_url=server.url, timeout=60) as client,
+        ):
+            n = len(engine.model.tokenize_chat(talk))
+            assert 512 - 160 < n < 512
+            error = error_of(client, "/v1/chat/completions", {"messages": talk})
+            assert (error["code"], error["n_prompt_tokens"], error["n_ctx"]) == (
+                "context_length_exceeded",
+                n,
+                512,
+            )
+            assert f"prompt is too long: {n} tokens > 352 maximum" in error["message"]
+            body = {"messages": talk, "temperature": 0, "max_tokens": 4}
+            assert client.post("/v1/chat/completions", json=body).json()["usage"]["completion_tokens"] == 4
+            body = {"messages": talk, "temperature": 0, "truncation": "auto"}
+            found = client.post("/v1/chat/completions", json=body).json()
+            assert found["usage"]["prompt_tokens"] <= 352
+            kept = {"model": "demo", "messages": talk, "truncate": False}
+            assert "leave truncate out" in client.post("/api/chat", json=kept).json()["error"]
+
     def test_a_full_queue(self, demo: lp.Model) -> None:
         with (
             lp.Engine(demo, n_ctx=512, n_seq_max=1, max_queue=1) as engine,

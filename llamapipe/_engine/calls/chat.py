@@ -234,7 +234,7 @@ class ChatBuilder:
         if not isinstance(args, Mapping):
             raise TypeError(f"template_args must be a dict, not {type(args).__name__}")
         given = [tool.as_openai() for tool in tools] or None
-        n_ctx = self._request_builder.n_ctx
+        n_ctx, room = self._request_builder.n_ctx, self._request_builder.room(params)
         may_drop = options.truncation == "auto"
         messages, media_mark, media, places = self._taken_media(messages, may_drop, params.cache_salt)
         written: Callable[..., list[int]] = partial(
@@ -255,7 +255,7 @@ class ChatBuilder:
         else:
             check_flag("continue_last", continued)
         if check_choice("truncation", options.truncation, ("error", "auto")) == "auto":
-            messages = kept_messages(check_messages(messages), n_tokens, n_ctx, params.max_tokens)
+            messages = kept_messages(check_messages(messages), n_tokens, n_ctx, params.max_tokens, room)
         tokens = written(messages, continue_last=continued, n_ctx=n_ctx)
         spans: tuple[Span, ...] = ()
         if media:
@@ -267,11 +267,12 @@ class ChatBuilder:
             bos = self._model.vocab.bos
             tokens = tokens[1:] if bos is not None and tokens[:1] == [bos] else tokens
             if options.truncation == "auto":
-                before = kept_tokens(before, len(tokens), n_ctx, params.max_tokens)
+                before = kept_tokens(before, len(tokens), n_ctx, params.max_tokens, room)
             tokens = [*before, *tokens]
             spans = tuple(Span(s.begin + len(before), s.end + len(before), s.source) for s in spans)
-        if len(tokens) >= n_ctx and not may_drop:
-            raise InvalidRequestError(too_long(f"the prompt has {len(tokens)} tokens", n_ctx, DROP_TURNS))
+        if len(tokens) + room > n_ctx and not may_drop:
+            what = f"the prompt has {len(tokens)} tokens"
+            raise InvalidRequestError(too_long(what, n_ctx, DROP_TURNS, room))
         return messages, tokens, spans
 
     def n_tokens(self, messages: Conversation, template_args: Mapping[str, Any]) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from time import thread_time
-from typing import Any, NamedTuple, NoReturn, SupportsIndex, TypeAlias
+from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 from llamapipe._engine.policy.core import UNLIMITED, Activation, Request, RequestSpec, Span
 from llamapipe._engine.policy.scoring import ContinuationTargets, PromptTargets
@@ -86,10 +86,12 @@ class RequestBuilder:
         drafts: bool = False,
         allowed: Sequence[AnyAdapter] = (),
         n_ubatch: int = 0,
+        min_room: int = 1,
     ) -> None:
         self._model = model
         self._allowed = tuple(allowed)
         self.n_ctx = n_ctx
+        self._min_room = min_room
         self.n_ubatch = n_ubatch
         self.n_sharing = n_sharing
         self._speculates = speculates
@@ -219,8 +221,8 @@ class RequestBuilder:
             tokens = check_tokens("prompt", prompt, vocab.n_vocab)
         if not tokens:
             raise InvalidRequestError("the prompt is empty; give at least one token")
-        if len(tokens) >= self.n_ctx:
-            self._refuse_ids(len(tokens))
+        if len(tokens) + (room := self.room(params)) > self.n_ctx:
+            raise InvalidRequestError(too_long(f"the prompt has {len(tokens)} tokens", self.n_ctx, room=room))
         if spans and params.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs are not supported for a prompt with images or sounds")
         adapters = self.adapters(params)
@@ -231,6 +233,11 @@ class RequestBuilder:
             )
         factory, budget = self._compiled(params, reasoning)
         return CheckedPrompt(tokens, factory, vocab.piece, tuple(params.stop or ()), adapters, budget, spans)
+
+    def room(self, params: SamplingParams) -> int:
+        """The tokens that a prompt must leave for its answer."""
+        most = params.max_tokens
+        return self._min_room if most is None else max(min(self._min_room, most), 1)
 
     def _refuse_long_text(self, prompt: str) -> None:
         """Refuses a text whose length alone shows that it has too many tokens: tokenizing it would take long."""
@@ -249,10 +256,7 @@ class RequestBuilder:
         else:
             return
         if len(prompt) >= self.n_ctx and isinstance(first, SupportsIndex):
-            self._refuse_ids(len(prompt))
-
-    def _refuse_ids(self, n: int) -> NoReturn:
-        raise InvalidRequestError(too_long(f"the prompt has {n} tokens", self.n_ctx))
+            raise InvalidRequestError(too_long(f"the prompt has {len(prompt)} tokens", self.n_ctx))
 
     def completions(self, items: Sequence[CheckedPrompt | Exception]) -> Iterator[RequestFactory]:
         """Yields functions that each create the requests of a portion of the items. Skips items that are errors."""

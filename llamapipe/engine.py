@@ -79,7 +79,14 @@ from llamapipe.native.owner import AsyncOwner
 from llamapipe.params import SamplingParams, check_salt
 from llamapipe.pipeline.trace import Trace, check_trace_path
 from llamapipe.results import ChatCompletion, Completion, EngineStats, Score
-from llamapipe.streams import BUFFER_TOKENS, AsyncChatStream, AsyncGeneration, AsyncStream, CachedPrefix
+from llamapipe.streams import (
+    BUFFER_TOKENS,
+    AsyncChatStream,
+    AsyncGeneration,
+    AsyncStream,
+    CachedPrefix,
+    submit_at_once,
+)
 from llamapipe.types import Prompt, RequestObserver, TokenIds
 from llamapipe.work.long_work import LongWork, running_loop, size_of, takes_long, to_thread
 from llamapipe.work.progress import Progress, progress_bar
@@ -688,6 +695,8 @@ class Engine(BlockingCalls, AsyncOwner):
         """Starts a completion and returns an iterator over its deltas. Raises as ``generate`` does.
 
         For asyncio the request starts when its first delta is awaited, or with ``submit``; bad arguments raise at once.
+        With ``block=False`` it starts at once, in a task, so that a full queue raises here: a web service can still
+        answer 429.
         """
         self._engine_thread.check_open()
         options = call_options(timeout, block)
@@ -707,6 +716,8 @@ class Engine(BlockingCalls, AsyncOwner):
         stream = AsyncStream(self._engine_thread, make, submit, options.deadline)
         stream.engine = self  # keeps the engine alive: it closes itself when it is dropped
         # threads: stream.submit()
+        if not options.block:  # asyncio
+            submit_at_once(stream.submit)  # asyncio
         return stream
 
     # ---- filling in the middle
@@ -868,6 +879,7 @@ class Engine(BlockingCalls, AsyncOwner):
 
         For asyncio the request starts when its first part is awaited, or with ``submit``. Bad arguments raise at once.
         A long conversation, or one with tools or a response format, is rendered in a worker thread when it starts.
+        With ``block=False`` the others start at once, and a queue that is full raises here for any.
         """
         self._engine_thread.check_open()
         asked = ChatOptions(
@@ -884,6 +896,8 @@ class Engine(BlockingCalls, AsyncOwner):
         open_stream = partial(self._aopen_stream, options)
         build = partial(self._chat_builder.item, messages, params, asked, before)
         if takes_long(messages, params, asked):  # asyncio
+            if not block:  # asyncio
+                self._queue.check_room()  # asyncio
 
             async def render() -> CheckedChat:  # asyncio
                 with options.in_time():  # asyncio

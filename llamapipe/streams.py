@@ -7,7 +7,8 @@ A stream computes ahead of its reader, by a bounded number of tokens. A generati
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import suppress
 from queue import Empty
 from time import perf_counter
 from types import TracebackType
@@ -45,6 +46,18 @@ class PromptProgress(NamedTuple):
     n_cached_tokens: int
     n_done: int
     seconds: float
+
+
+def submit_at_once(submit: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Runs the submission of a request that does not wait for room, in a task. Elsewhere its first delta starts it."""
+    import asyncio
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    with suppress(StopIteration):  # without a wait the coroutine ends in its first step
+        submit().send(None)
 
 
 class StreamReader(NotCopyable):

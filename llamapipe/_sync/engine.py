@@ -33,7 +33,10 @@ from llamapipe.llama.adapter import AdapterChoice
 from llamapipe.llama.fim import FimExtra, FimOrder, fim_text
 from llamapipe.params import SamplingParams, check_salt
 from llamapipe.results import ChatCompletion, Completion, Score
-from llamapipe.streams import BUFFER_TOKENS, CachedPrefix
+from llamapipe.streams import (
+    BUFFER_TOKENS,
+    CachedPrefix,
+)
 from llamapipe.types import Prompt, TokenIds
 from llamapipe.work.progress import Progress, progress_bar
 
@@ -250,6 +253,8 @@ class BlockingCalls(EngineParts):
         """Starts a completion and returns an iterator over its deltas. Raises as ``generate`` does.
 
         For asyncio the request starts when its first delta is awaited, or with ``submit``; bad arguments raise at once.
+        With ``block=False`` it starts at once, in a task, so that a full queue raises here: a web service can still
+        answer 429.
         """
         self._engine_thread.check_open()
         options = call_options(timeout, block)
@@ -427,6 +432,7 @@ class BlockingCalls(EngineParts):
 
         For asyncio the request starts when its first part is awaited, or with ``submit``. Bad arguments raise at once.
         A long conversation, or one with tools or a response format, is rendered in a worker thread when it starts.
+        With ``block=False`` the others start at once, and a queue that is full raises here for any.
         """
         self._engine_thread.check_open()
         asked = ChatOptions(

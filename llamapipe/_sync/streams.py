@@ -158,6 +158,11 @@ class ChatStream(NotCopyable):
         return 0 if self._stream is None else self._stream.n_accepted_tokens
 
     @property
+    def slot_at(self) -> float | None:
+        """When the request got its first slot, by ``time.perf_counter``; None while it waits."""
+        return None if self._stream is None else self._stream.slot_at
+
+    @property
     def prompt_progress(self) -> PromptProgress | None:
         """How much of the prompt is computed; None while the request waits for its first slot."""
         return None if self._stream is None else self._stream.prompt_progress

@@ -485,15 +485,15 @@ class ChatJob:
         params = replace(self._params, n=1)
         if params.seed is not None:
             params = replace(params, seed=(params.seed + i) % 2**64)
-        stream = self._engine.astream_chat(
-            self._messages,
-            params,
-            timeout=self._timeout,
-            block=False,
-            before=self._before,
-            **self._options._asdict(),
-        )
         try:
+            stream = self._engine.astream_chat(
+                self._messages,
+                params,
+                timeout=self._timeout,
+                block=False,
+                before=self._before,
+                **self._options._asdict(),
+            )
             async with stream:
                 await stream.submit()
                 self._exchange.times.follow(stream)

@@ -445,8 +445,8 @@ class TestQueue:
                 await asyncio.sleep(0)
                 with pytest.raises(QueueFullError, match="max_queue is 1"):
                     await engine.agenerate(OTHER, greedy(2), block=False)
-                with pytest.raises(QueueFullError):
-                    await anext(engine.astream(OTHER, greedy(2), block=False))
+                with pytest.raises(QueueFullError):  # at the call: a web service can still set the status
+                    engine.astream(OTHER, greedy(2), block=False)
                 waiting = asyncio.ensure_future(engine.agenerate(OTHER, greedy(2)))
                 streaming = asyncio.ensure_future(tokens_of(engine.astream(OTHER, greedy(2))))
                 await asyncio.sleep(0)
@@ -466,6 +466,38 @@ class TestQueue:
         run(main())
         assert engine.stats().n_requests == 4
         assert queue_of(engine).n == 0
+
+    def test_streams_that_do_not_wait_start_at_the_call(
+        self, make_engine: MakeEngine, demo: lp.Model
+    ) -> None:
+        """A conversation that is rendered in a thread is refused at the call, too, if the queue is full then."""
+        engine = make_engine(demo, n_seq_max=1, max_queue=1)
+        # Of chats: one with another truncation takes long.
+        long: Any = {"truncation": "auto", "block": False}
+
+        async def main() -> None:
+            with Gate(engine) as gate:
+                first = engine.astream(OTHER, greedy(2), block=False)
+                await in_thread(gate.wait)
+                second = engine.astream(OTHER, greedy(2), block=False)
+                assert queue_of(engine).n == 1
+                for refused in (
+                    lambda: engine.astream(OTHER, greedy(2), block=False),
+                    lambda: engine.astream_chat("Hello", greedy(2), block=False),
+                    lambda: engine.astream_chat("Hello", greedy(2), **long),
+                ):
+                    with pytest.raises(QueueFullError, match="max_queue is 1"):
+                        refused()
+                dropped = second
+                del second
+                await dropped.aclose()
+                gate.open()
+                assert len(await tokens_of(first)) == 2
+
+        run(main())
+        engine.check_integrity()
+        outside = engine.astream(OTHER, greedy(2), block=False)  # no task: it starts with its first delta
+        assert run(tokens_of(outside))
 
     def test_more_than_fits(self, make_engine: MakeEngine) -> None:
         """Tasks and threads wait for room side by side; a list longer than the queue trickles in."""

@@ -73,10 +73,18 @@ class QueueLimit:
                     f"{len(requests)} requests are submitted at once and max_queue is {self.limit}: that never fits; "
                     "submit fewer at once, or raise max_queue"
                 )
-            raise QueueFullError(
-                f"max_queue is {self.limit} and the queue has {self.n}: there is no room for {len(requests)} more; "
-                "retry later, or raise max_queue"
-            )
+            raise self._full(len(requests))
+
+    def check_room(self) -> None:
+        """Raises QueueFullError if there is no room for a request."""
+        if self.limit is not None and self.n >= self.limit:
+            raise self._full(1)
+
+    def _full(self, n: int) -> QueueFullError:
+        return QueueFullError(
+            f"max_queue is {self.limit} and the queue has {self.n}: there is no room for {n} more; retry later, or "
+            "raise max_queue"
+        )
 
     def enter(self, request: Request, deadline: float | None) -> None:
         """Waits for room for one request. Raises ExpiredError after ``deadline`` (``perf_counter`` seconds)."""

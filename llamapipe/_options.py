@@ -194,6 +194,7 @@ SERVER: Final = (
         optional=True, metavar="JSON"),
     _text("system", "system prompt of conversations that have none; @FILE: the text of a file", optional=True,
         metavar="TEXT|@FILE"),
+    _int("keep_requests", "requests whose times, without texts, are kept for /requests; 0: none", 0, 10_000),
     _flag("page", "do not serve the page at /", flag="--no-page", is_off=True),
 )  # fmt: skip
 ACCESS: Final = (

@@ -78,6 +78,7 @@ class ServerState(Gate):
         )
         metrics = Metrics(engine, *self.model_names[:1])
         super().__init__(settings, metrics, BodyBudget(settings.max_bodies_bytes))
+        self.recent.model = next(iter(self.model_names), None)
         self._engine = engine
         self.embedder = embedder
         self._offload = owner.offload
@@ -464,6 +465,7 @@ ROUTES = (
         ("404",),
     ),
     get("/metrics", _system.metrics, "Metrics for Prometheus.", media="text/plain"),
+    get("/requests", _system.requests, "Where the time of the last requests went."),
     get("/openapi.json", _system.openapi),
 )
 _LINES = LineStream.media_type

@@ -88,7 +88,7 @@ _OF_ANY_MODEL = frozenset(("/model_info",))
 # These are about the server, not about one of its models.
 _OWN = frozenset(
     ("/v1/models", "/v1/models/{id:path}", "/health", "/ping", "/version", "/metrics", "/openapi.json", "/",
-     "/reset_prefix_cache")
+     "/requests", "/reset_prefix_cache")
 )  # fmt: skip
 _NOT_HERE = frozenset(
     ("/api/pull", "/api/copy", "/api/delete", "/api/tags", "/api/show", "/api/ps", "/api/version")
@@ -332,6 +332,19 @@ class Front(Gate):
             raise ApiError(503, f"the process of the model {quoted(there[0].name)} ended") from None
         return Response(body, upstream.status, media_type="application/json")
 
+    async def requests(self, exchange: Exchange) -> Response:
+        """``GET /requests``: of the models that are loaded, and those that came to none, the newest first."""
+        found = self.recent.entries()
+        for model in self.pool.models:
+            if model.state is ModelState.LOADED:
+                with suppress(UpstreamLostError, ConnectionError):
+                    async with self.pool.connection(model) as upstream:
+                        await upstream.send(self.head(exchange, 0.0), b"")
+                        body = b"".join([part async for part in upstream.parts()])
+                        found += msgspec.json.decode(body)["data"]
+        found.sort(key=lambda entry: -entry["ended_at"])
+        return JsonResponse({"object": "list", "data": found[: self.settings.keep_requests]})
+
     async def reset_prefix_cache(self, exchange: Exchange) -> Response:
         """``POST /reset_prefix_cache``: of the model that the query names, or of all. Loads nothing."""
         _system.refuse_resets(exchange)
@@ -550,6 +563,7 @@ class Front(Gate):
             Endpoint("POST", "/reset_prefix_cache", self.reset_prefix_cache,
                 "Forget the cached tokens that no request uses.", ("404",)),
             get("/metrics", self.metrics_text, "Metrics for Prometheus.", media="text/plain"),
+            get("/requests", self.requests, "Where the time of the last requests went."),
             get("/openapi.json", _system.openapi),
         ]  # fmt: skip
         if self.settings.page:

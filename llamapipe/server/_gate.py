@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from llamapipe.host.memory import return_freed_memory
+from llamapipe.server._recent import Recent
 from llamapipe.server.errors import ApiError, shutting_down
 from llamapipe.work.tenant import Tenant, tenant
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _PATH_CHARACTERS = "/:@!$&'()*+,;=-._~"  # the others are escaped in the log: a path may hold line breaks
-_POLLED = ("/timeline", "/ping", "/health", "/v1/health", "/metrics")
+_POLLED = ("/timeline", "/requests", "/ping", "/health", "/v1/health", "/metrics")
 _TRIM_AFTER_S = 1.0
 _TRIM_BYTES = 2**20
 _SMALL_BYTES = 2**16  # so large bodies come all the time
@@ -53,6 +54,7 @@ class Gate:
         self.bound_to: str | None = None
         self.is_behind_front = False
         self.n_requests = 0
+        self.recent = Recent(settings.keep_requests)
         self.n_pulls = 0  # downloads that clients asked for
         self.draining = False
         self._trims = False  # soon
@@ -87,6 +89,7 @@ class Gate:
         """
         if counted:
             self._check_room()
+        exchange.n_others = self.n_requests
         self.n_requests += counted
         token = tenant.set(self.tenant_of(exchange))
         try:
@@ -154,6 +157,7 @@ class Gate:
         times = exchange.times
         seconds = perf_counter() - times.arrived_at
         self.metrics.answered(exchange, seconds)
+        self.recent.add(exchange, seconds)
         is_polled = exchange.status < 400 and exchange.path in _POLLED
         _log.log(
             logging.DEBUG if is_polled else logging.INFO,

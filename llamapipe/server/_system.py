@@ -69,6 +69,11 @@ async def metrics(exchange: Exchange) -> Response:
     return Response(text, media_type=CONTENT_TYPE)
 
 
+async def requests(exchange: Exchange) -> Response:
+    """``GET /requests``: where the time of the last requests went, the newest first; of this worker."""
+    return JsonResponse({"object": "list", "data": exchange.gate.recent.entries()})
+
+
 async def openapi(exchange: Exchange) -> Response:
     """``GET /openapi.json``: the server's routes, for clients and tests."""
     return JsonResponse(document(dict.fromkeys(route.endpoint for route in exchange.app.routes)))

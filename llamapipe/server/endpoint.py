@@ -64,7 +64,8 @@ class Exchange(Request):
     ``route``: the path of its route, a label of the metrics. ``dialect``: the format of errors.
     ``status``: of the answer, once its first byte is sent; 0 before. ``answer_headers``: what any answer to it has.
     ``n_prompt_tokens``, ``n_completion_tokens``: for the log and the metrics; None: not known.
-    ``times``: where its time went. ``intervals_s``: seconds between the tokens of a stream.
+    ``times``: where its time went; ``n_others``: the requests that were served when it came. ``intervals_s``: seconds
+    between the tokens of a stream.
     """
 
     def __init__(self, gate: Gate, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,6 +77,7 @@ class Exchange(Request):
         self.dialect: Dialect = dialect_of(self.path, self.headers)
         self.route = "other"
         self.times = RequestTimes()
+        self.n_others = 0
         self.status = 0
         self.answer_headers = [(b"x-request-id", self.id.encode())]
         self.raw = b""

@@ -83,6 +83,7 @@ class ServerSettings:
       arguments of the chat template; those of a request take their places.
     - ``system``: the system prompt of conversations that have none, in every API; one of the request, or of a
       Modelfile, takes its place. Transcriptions and ``/apply-template`` have none.
+    - ``keep_requests``: of so many requests ``/requests`` and the page show where their time went, without texts.
     - ``page``: serve the page at ``/``.
     - ``ollama``: also serve Ollama's API under ``/api``. ``allow_pull``, ``allow_delete``: its clients may download
       models of the Hugging Face Hub and give the model further names, and delete downloaded files.
@@ -111,6 +112,7 @@ class ServerSettings:
     grammar_timeout_s: float | None = 10.0
     strict: bool = False
     any_model_name: bool = False
+    keep_requests: int = 200
     page: bool = True
     ollama: bool = False
     allow_pull: bool = False

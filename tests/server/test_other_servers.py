@@ -362,6 +362,35 @@ class TestFields:
         ), line
 
     @on_both
+    def test_the_last_requests_tell_their_times(
+        self, engine: lp.Engine, path: str, body: dict[str, Any]
+    ) -> None:
+        settings = ServerSettings(keep_requests=3, api_keys=("secret",))
+        with (
+            serve(engine, settings=settings) as server,
+            httpx.Client(base_url=server.url, timeout=60) as client,
+        ):
+            key = {"authorization": "Bearer secret"}
+
+            def found() -> list[dict[str, Any]]:
+                return list(client.get("/requests", headers=key).json()["data"])
+
+            for i in range(3):
+                client.post(path, json=body, headers={**key, "x-request-id": f"r{i}"})
+            client.post(path, json={**body, "temperature": -1}, headers={**key, "x-request-id": "bad"})
+            client.post(path, json=body)  # without a key: nobody fills the list so
+            assert client.get("/requests").status_code == 401
+            wait_until(lambda: found() and found()[0]["id"] == "bad")
+            told = found()
+            assert [(one["id"], one["status"]) for one in told] == [("bad", 400), ("r2", 200), ("r1", 200)]
+            last = told[1]
+            assert last["n_completion_tokens"] == 4 and last["model"] == "demo" and last["path"] == path
+            assert list(last["phases_ms"]) == ["load", "prepare", "queue", "prompt", "generate"]
+            assert last["phases_ms"][last["slowest"]] == max(last["phases_ms"].values())
+            assert sum(last["phases_ms"].values()) <= last["total_ms"] + 1
+            assert not {"Hello", "Once"} & set(re.findall(r"\w+", str(told)))
+
+    @on_both
     def test_llama_servers_names_of_options(
         self, client: httpx.Client, path: str, body: dict[str, Any]
     ) -> None:

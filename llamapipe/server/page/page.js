@@ -5,6 +5,7 @@ import { Chat } from "./chat.js";
 import { Images } from "./images.js";
 import { appendText, made } from "./markdown.js";
 import { Models } from "./models.js";
+import { Requests } from "./requests.js";
 import { store, stored } from "./store.js";
 import { Timeline } from "./timeline.js";
 
@@ -15,6 +16,7 @@ const models = new Models({
   problem: $("problem"), attach: $("attach"),
 }, key);
 const timeline = new Timeline($("timeline"), $("figures"), key, () => models.query);
+const requests = new Requests({ tab: $("tab-times"), rows: $("times-rows"), problem: $("times-problem") }, key);
 let running = null;  // the AbortController of the request that is running
 
 function options() {
@@ -94,6 +96,7 @@ function select(tab) {
   }
   tab.focus();
   if (tab.id === "tab-all") models.refresh();
+  if (tab.id === "tab-times") requests.refresh();
 }
 tabs.forEach((tab) => {
   tab.addEventListener("click", () => select(tab));

@@ -1,0 +1,60 @@
+"""What ``GET /requests`` tells: where the time of the last requests went, without their texts."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llamapipe.server.endpoint import Exchange
+
+_MOST_OF_PATH = 200  # characters; so that an entry has about a kilobyte at most
+
+
+class Recent:
+    """The last requests that were about a model. On the event loop's thread.
+
+    ``n``: how many are kept; 0: none. ``model``: the name of the model that computes them, if it is one.
+    """
+
+    def __init__(self, n: int) -> None:
+        self._kept: deque[dict[str, Any]] = deque(maxlen=n)
+        self.model: str | None = None
+
+    def __repr__(self) -> str:
+        return f"<Recent {len(self._kept)} of {self._kept.maxlen}>"
+
+    def add(self, exchange: Exchange, seconds: float) -> None:
+        """An answered request; those that ask the engine for nothing are left out, but for what it refused."""
+        times, status = exchange.times, exchange.status
+        is_refused = exchange.method == "POST" and status >= 400 and status not in (401, 403, 404, 405)
+        if not (times.was_computed or is_refused):
+            return
+        entry: dict[str, Any] = {
+            "id": exchange.id,
+            "path": exchange.path[:_MOST_OF_PATH],
+            "status": status,
+            "ended_at": round(time.time(), 3),
+            "total_ms": round(seconds * 1e3, 3),
+            "n_others": exchange.n_others,
+            "n_prompt_tokens": exchange.n_prompt_tokens,
+            "n_completion_tokens": exchange.n_completion_tokens,
+            "n_cached_tokens": times.n_cached,
+        }
+        if self.model is not None:
+            entry["model"] = self.model
+        if times.was_computed:
+            phases = times.phases_ms()
+            entry |= {
+                "n_drafted_tokens": times.n_drafted,
+                "n_accepted_tokens": times.n_accepted,
+                "n_steps": max((exchange.n_completion_tokens or 0) - times.n_accepted, 0),
+                "phases_ms": phases,
+                "slowest": max(phases, key=lambda name: phases[name]),
+            }
+        self._kept.append(entry)
+
+    def entries(self) -> list[dict[str, Any]]:
+        """What is kept, the newest first."""
+        return list(reversed(self._kept))

@@ -195,6 +195,9 @@ SERVER: Final = (
     _text("system", "system prompt of conversations that have none; @FILE: the text of a file", optional=True,
         metavar="TEXT|@FILE"),
     _int("keep_requests", "requests whose times, without texts, are kept for /requests; 0: none", 0, 10_000),
+    _text("store", "keep answers of /v1/responses and conversations in this file, which is made if there is none",
+        optional=True, metavar="FILE"),
+    _int("store_days", "with --store: days without use after which answers are deleted", 1, 36_500),
     _flag("page", "do not serve the page at /", flag="--no-page", is_off=True),
 )  # fmt: skip
 ACCESS: Final = (
@@ -223,6 +226,7 @@ LIMITS: Final = (
     _size("max_body_bytes", "largest request body", 1, _INT32_MAX, over="413"),
     _size("max_bodies_bytes", "total size of the bodies of unanswered requests; more are answered 503", 1, 2**62,
         over="503 with `Retry-After`"),
+    _size("store_bytes", "size of the file of --store", 2**20, 2**62, over="the least recently used answers are deleted"),
     _int("max_connections_per_address", "connections of one address; the next one replaces an idle one; 0: any number",
         0, _INT32_MAX, over="the oldest without a running request is closed; 503 if all have one"),
     _seconds("timeout_s", "seconds a request may take, with fetching and decoding images", 0.001, _SECONDS,

@@ -231,6 +231,8 @@ def run(args: argparse.Namespace) -> int:
         settings = ServerSettings(**settings_fields(args))
     except (TypeError, ValueError) as error:
         raise UsageError(with_option_name(str(error))) from error
+    if args.worker is None and (store := settings.open_store()) is not None:
+        store.close()  # its problems are told before a model is loaded
     if not 0 <= args.port <= 65535:
         raise UsageError(f"--port is {args.port}; it must be from 0 to 65535")
     has_second_port = args.ollama not in (None, _SAME_PORT)

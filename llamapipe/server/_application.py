@@ -5,6 +5,7 @@ Open it to add a route, or to see what a request finds when it arrives.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -30,6 +31,7 @@ from llamapipe.server import (
     _anthropic,
     _chat,
     _completions,
+    _conversations,
     _embeddings,
     _llama_server,
     _mistral,
@@ -322,6 +324,94 @@ def _of_model(handler: Handler) -> Handler:
 
 # What uses the engine may take longer than the server allows; a status for each other reason is in every route.
 _GENERATES = ("504",)
+_OF_STORE = ("404", "500")
+_CHANGES_STORE = ("404", "507")
+# About what is stored. No model is needed, and any process can answer.
+STORE_ROUTES = (
+    get(
+        "/v1/responses/{id}",
+        _conversations.get_response,
+        "A stored answer.",
+        _OF_STORE,
+        aliases=("/responses/{id}",),
+    ),
+    Endpoint(
+        "DELETE",
+        "/v1/responses/{id}",
+        _conversations.delete_response,
+        "Delete a stored answer.",
+        _CHANGES_STORE,
+        aliases=("/responses/{id}",),
+    ),
+    get(
+        "/v1/responses/{id}/input_items",
+        _conversations.input_items,
+        "What a stored answer was made from.",
+        _OF_STORE,
+        aliases=("/responses/{id}/input_items",),
+    ),
+    post(
+        "/v1/conversations",
+        _conversations.create,
+        _conversations.ConversationRequest,
+        "Begin a stored conversation.",
+        _CHANGES_STORE,
+        ("/conversations",),
+    ),
+    get(
+        "/v1/conversations/{id}",
+        _conversations.get_conversation,
+        "A stored conversation.",
+        _OF_STORE,
+        aliases=("/conversations/{id}",),
+    ),
+    post(
+        "/v1/conversations/{id}",
+        _conversations.update,
+        _conversations.MetadataRequest,
+        "Change the metadata of a conversation.",
+        _CHANGES_STORE,
+        ("/conversations/{id}",),
+    ),
+    Endpoint(
+        "DELETE",
+        "/v1/conversations/{id}",
+        _conversations.delete_conversation,
+        "Delete a conversation with its items and answers.",
+        _CHANGES_STORE,
+        aliases=("/conversations/{id}",),
+    ),
+    post(
+        "/v1/conversations/{id}/items",
+        _conversations.add_items,
+        _conversations.ItemsRequest,
+        "Append items to a conversation.",
+        _CHANGES_STORE,
+        ("/conversations/{id}/items",),
+    ),
+    get(
+        "/v1/conversations/{id}/items",
+        _conversations.list_items,
+        "The items of a conversation.",
+        _OF_STORE,
+        aliases=("/conversations/{id}/items",),
+    ),
+    get(
+        "/v1/conversations/{id}/items/{item}",
+        _conversations.get_item,
+        "An item of a conversation.",
+        _OF_STORE,
+        aliases=("/conversations/{id}/items/{item}",),
+    ),
+    Endpoint(
+        "DELETE",
+        "/v1/conversations/{id}/items/{item}",
+        _conversations.delete_item,
+        "Delete an item of a conversation.",
+        _CHANGES_STORE,
+        aliases=("/conversations/{id}/items/{item}",),
+    ),
+)
 ROUTES = (
     post(
         "/v1/chat/completions",
@@ -364,7 +454,7 @@ ROUTES = (
         "/v1/responses",
         _responses.responses,
         _responses.ResponsesRequest,
-        "Answer an input; nothing is stored.",
+        "Answer an input, stored with --store.",
         _GENERATES,
         ("/responses",),
     ),
@@ -382,6 +472,7 @@ ROUTES = (
         "Count the tokens of an input.",
         aliases=("/responses/input_tokens",),
     ),
+    *STORE_ROUTES,
     post(
         "/v1/messages",
         _anthropic.messages,
@@ -566,5 +657,6 @@ def _lifespan(state: Gate) -> Callable[[Starlette], AbstractAsyncContextManager[
     async def lifespan(application: Starlette) -> AsyncIterator[None]:
         yield
         state.draining = True
+        await asyncio.to_thread(state.close_store)
 
     return lifespan

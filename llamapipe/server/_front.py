@@ -29,9 +29,9 @@ from llamapipe._messages import listed, quoted
 from llamapipe.errors import ModelLoadError
 from llamapipe.ollama_models import PREFIX as OLLAMA
 from llamapipe.server import _ollama_files, _page, _system, ollama
-from llamapipe.server._application import OLLAMA_ROUTES, ROUTES, application_of
+from llamapipe.server._application import OLLAMA_ROUTES, ROUTES, STORE_ROUTES, application_of
 from llamapipe.server._describe import Asked, describe
-from llamapipe.server._gate import CACHE, CLIENT, LOADED_NS, Gate
+from llamapipe.server._gate import CACHE, CLIENT, LOADED_NS, OWNER, Gate
 from llamapipe.server._guard import BodyBudget
 from llamapipe.server._metrics import CONTENT_TYPE, Metrics, rendered
 from llamapipe.server._transcriptions import form_model
@@ -194,6 +194,8 @@ class Front(Gate):
         yield f"{CLIENT}: {share}".encode("latin-1", "replace")
         if client.cache is not None:
             yield f"{CACHE}: {client.cache}".encode()
+        if self.store is not None:
+            yield f"{OWNER}: {self.owner_of(exchange)}".encode()
         yield f"{LOADED_NS}: {round(waited_s * 1e9)}".encode()
 
     # ---- about the models
@@ -565,6 +567,7 @@ class Front(Gate):
             get("/metrics", self.metrics_text, "Metrics for Prometheus.", media="text/plain"),
             get("/requests", self.requests, "Where the time of the last requests went."),
             get("/openapi.json", _system.openapi),
+            *STORE_ROUTES,  # this process reads the same file, and no model is needed
         ]  # fmt: skip
         if self.settings.page:
             made += [get("/timeline", self.timeline), get("/page/{name}", _page.page_file, has_key=False)]
@@ -603,7 +606,7 @@ class Front(Gate):
         forwarded = [
             endpoint.answered_by(self.forward)
             for endpoint in (*ROUTES, *(OLLAMA_ROUTES if self.settings.ollama else ()))
-            if endpoint.path not in _OWN | _NOT_HERE
+            if endpoint.path not in _OWN | _NOT_HERE and endpoint not in STORE_ROUTES
         ]
         return [*made, *forwarded]
 

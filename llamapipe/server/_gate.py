@@ -36,6 +36,7 @@ _TRIM_BYTES = 2**20
 _SMALL_BYTES = 2**16  # so large bodies come all the time
 # From the front process to that of a model: what ``Tenant`` has, and how long the request waited for the model.
 CLIENT, CACHE, LOADED_NS = "x-llamapipe-client", "x-llamapipe-cache", "x-llamapipe-loaded-ns"
+OWNER = "x-llamapipe-owner"  # of stored answers, also from there
 _log = logging.getLogger("llamapipe.server")
 
 
@@ -44,7 +45,9 @@ class Gate:
 
     ``n_requests``: requests being served. ``bound_to``: the address that the server listens on; None inside of another
     server, which tells it with each request. ``is_behind_front``: only the front process of several models reaches this
-    server; it has checked the client, and says who it is.
+    server; it has checked the client, and says who it is. ``store``: of answers, until ``close_store``; None: none is.
+
+    Raises OSError and StoreError for a file of stored answers that cannot be used.
     """
 
     def __init__(self, settings: ServerSettings, metrics: Metrics, bodies: BodyBudget) -> None:
@@ -60,6 +63,12 @@ class Gate:
         self._trims = False  # soon
         self._n_freed = 0  # bytes, since the last time
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
+        self.store = settings.open_store()
+
+    def close_store(self) -> None:
+        """Closes the file of stored answers, if there is one. A second call does nothing."""
+        if self.store is not None:
+            self.store.close()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} n_requests={self.n_requests}{' draining' if self.draining else ''}>"
@@ -109,6 +118,13 @@ class Gate:
 
     def _tenant(self, share: Hashable, cache: str | None) -> Tenant:
         return Tenant(share, cache, self.settings.grammar_timeout_s, self.settings.max_sound_s)
+
+    def owner_of(self, exchange: Exchange) -> str:
+        """Whose the stored answers of this request are: its key's; without keys, everybody's."""
+        if self.is_behind_front:
+            return exchange.headers.get(OWNER, "")
+        # The file does not tell the key, nor the digest that is compared.
+        return "" if exchange.key is None else hashlib.sha256(b"owner of answers" + exchange.key).hexdigest()
 
     def _check_key(self, exchange: Exchange) -> bytes | None:
         """The digest of the client's key; None if no key is needed. Raises ApiError."""

@@ -32,6 +32,7 @@ from llamapipe.work.long_work import size_of
 
 if TYPE_CHECKING:
     from llamapipe.server._application import ServerState
+    from llamapipe.server._gate import Gate
 
 # Text or token ids, one or several. As in llama-server, a list with ids is one prompt, which may have texts, too.
 Prompt = str | list[str | int | list[int | str]]
@@ -98,7 +99,7 @@ def _n_characters(content: object) -> int:
     return len(content) if isinstance(content, str) else 0
 
 
-def check_n_messages(state: ServerState, given: object, name: str) -> None:
+def check_n_messages(state: Gate, given: object, name: str) -> None:
     """Raises ApiError 400 for a conversation of more messages than the server allows, before any is looked at.
 
     A message of several parts counts as many: what looks at each of them holds up the event loop.

@@ -47,7 +47,7 @@ _AUTHORITY = re.compile(
 _CONTAINER_HOSTS = frozenset(("host.docker.internal", "host.containers.internal"))
 _METHODS = "GET, POST, DELETE"
 _PREFLIGHT_S = "600"  # how long a browser may keep the answer to a preflight request
-_EXPOSED = b"x-request-id, x-llamapipe-unused, x-llamapipe-worker, server-timing, retry-after"
+_EXPOSED = b"x-request-id, x-llamapipe-unused, x-llamapipe-not-stored, x-llamapipe-worker, server-timing, retry-after"
 
 
 class Guard:

@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: answers an input, in the format of OpenAI's Responses API. Nothing is stored."""
+"""``POST /v1/responses``: answers an input, in the format of OpenAI's Responses API."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ from llamapipe.server._generation import (
     n_prompt_tokens,
     template_args,
 )
+from llamapipe.server._kept import Kept, kept_of, resolved
 from llamapipe.server._media import PlacedPart
 from llamapipe.server._sampling import Sampling
+from llamapipe.server._store import Item
 from llamapipe.server._tools import ClientName, Tools, custom_arguments, custom_input, qualified, tools_of
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse, event
 from llamapipe.server.errors import ApiError, api_error
@@ -43,7 +45,7 @@ _INCLUDABLE = (
     "code_interpreter_call.outputs",
     "reasoning.encrypted_content",
 )
-_STATELESS = Only(instead="this server stores no answers; send the whole input")
+_NO_TOOLS = tools_of(None, None, is_flat=True)
 # Items of an input that say what a hosted tool did, without its result.
 _HOSTED_ITEMS = (
     "web_search_call",
@@ -108,10 +110,15 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    # OpenAI's, for what a hosted service does: storage, jobs, billing, moderation.
-    previous_response_id: Annotated[str | None, _STATELESS] = None
-    conversation: Annotated[str | dict[str, Any] | None, _STATELESS] = None
-    prompt: Annotated[dict[str, Any] | None, _STATELESS] = None
+    # With a store; without one, see ``unused`` and ``kept_of``.
+    store: bool | None = None
+    previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    # OpenAI's, for what a hosted service does: jobs, billing, moderation.
+    prompt: Annotated[
+        dict[str, Any] | None, Only(instead="this server stores no prompts; send the input")
+    ] = None
     background: Annotated[bool | None, Only(False, instead="this server answers at once")] = None
     background_options: Annotated[dict[str, Any] | None, Unused({})] = None
     context_management: Annotated[list[dict[str, Any]] | None, Unused([])] = None
@@ -119,14 +126,12 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     client_metadata: Annotated[dict[str, Any] | None, Unused({})] = None
     image: Annotated[dict[str, Any] | None, Unused({})] = None
     max_tool_calls: Annotated[int | None, Unused()] = None
-    metadata: Annotated[dict[str, Any] | None, Unused({})] = None
     moderation: Annotated[dict[str, Any] | None, Unused()] = None
     prompt_cache_key: Annotated[str | None, Unused()] = None
     prompt_cache_options: Annotated[dict[str, Any] | None, Unused({})] = None
     prompt_cache_retention: Annotated[str | None, Unused()] = None
     safety_identifier: Annotated[str | None, Unused()] = None
     service_tier: Annotated[str | None, Unused("auto", "default")] = None
-    store: Annotated[bool | None, Unused(False)] = None
     user: Annotated[str | None, Unused()] = None
     # vLLM's and llamapipe's own.
     top_k: int | None = None
@@ -141,18 +146,13 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     priority: Annotated[int | None, Only(0)] = None
     request_id: Annotated[str | None, Unused()] = None
 
-    def unused(self) -> tuple[str, ...]:
+    def unused(self, has_store: bool) -> tuple[str, ...]:
         """What the request asks for and has no effect, besides fields. Raises ApiError 400 for an unknown value."""
-        asked = [name for name in self.include or () if name != LOGPROBS]
-        for name in asked:
-            if name not in _INCLUDABLE:
-                known = (LOGPROBS, *_INCLUDABLE)
-                raise ApiError(
-                    400, f"include: {quoted(name)} is unknown{did_you_mean(name, known)}", "include"
-                )
+        aside = () if has_store else [name for name in ("metadata", "store") if getattr(self, name)]
+        asked = check_include(self.include or ())
         items: Sequence[Mapping[str, Any]] = () if isinstance(self.input, str) else self.input
         hosted = [kind for kind in _HOSTED_ITEMS if any(item.get("type") == kind for item in items)]
-        return (*(f"include.{name}" for name in asked), *(f"input.{kind}" for kind in hosted))
+        return (*aside, *(f"include.{name}" for name in asked), *(f"input.{kind}" for kind in hosted))
 
     def check(self) -> None:
         """Raises ApiError 400 for stream options without a stream."""
@@ -160,21 +160,46 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
             raise ApiError(400, "stream_options is given, but stream is not", "stream_options")
 
 
-def messages_of(request: ResponsesRequest, tools: Tools) -> list[Message]:
+def check_include(names: Sequence[str]) -> list[str]:
+    """Those of the parts of an answer to include that no answer has here. Raises ApiError 400 for an unknown one."""
+    asked = [name for name in names if name != LOGPROBS]
+    for name in asked:
+        if name not in _INCLUDABLE:
+            known = (LOGPROBS, *_INCLUDABLE)
+            raise ApiError(400, f"include: {quoted(name)} is unknown{did_you_mean(name, known)}", "include")
+    return asked
+
+
+def messages_of(
+    instructions: str | None, given: Sequence[Item], tools: Tools, earlier: Sequence[Item] = ()
+) -> list[Message]:
     """The conversation, the instructions first. Raises ApiError, which names the place.
 
-    ``tools``: their names tell how the model knows the tools that were called.
+    ``tools``: their names tell how the model knows the tools that were called. ``earlier``: stored items, before those
+    that are given.
     """
     made: list[Message] = []
-    if request.instructions is not None:
-        made.append({"role": "system", "content": request.instructions})
-    if isinstance(request.input, str):
-        return [*made, {"role": "user", "content": request.input}]
-    for index, item in enumerate(request.input):
-        _add(made, f"input.{index}", item, tools)
+    if instructions is not None:
+        made.append({"role": "system", "content": instructions})
+    for place, items in (("earlier", earlier), ("input", given)):
+        for index, item in enumerate(items):
+            _add(made, f"{place}.{index}", item, tools)
     if not made:
         raise ApiError(400, "input is empty; give text or at least one item", "input")
     return made
+
+
+def check_items(items: Sequence[Item]) -> None:
+    """Raises ApiError 400 for items that no conversation may have."""
+    made: list[Message] = []
+    for index, item in enumerate(items):
+        _add(made, f"items.{index}", item, _NO_TOOLS)
+
+
+def _items_of(request: ResponsesRequest) -> list[Item]:
+    """The input as items."""
+    given = request.input
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
 def _add(made: list[Message], place: str, item: Mapping[str, Any], tools: Tools) -> None:
@@ -212,8 +237,8 @@ def _add(made: list[Message], place: str, item: Mapping[str, Any], tools: Tools)
     elif kind == "item_reference":
         raise ApiError(
             404,
-            f"{place}: the item {quoted(item.get('id'))} is not here: this server stores no answers; send the item "
-            "itself (clients do with store: false)",
+            f"{place}: the item {quoted(item.get('id'))} is not here: this server stores no answers (llamapipe serve "
+            "--store FILE does); send the item itself (clients do with store: false)",
             f"{place}.id",
             "not_found",
         )
@@ -296,27 +321,40 @@ async def responses(exchange: Exchange, request: ResponsesRequest) -> Response:
     request.check()
     model = exchange.server.check_model(request.model)
     tools = tools_of(request.tools, request.tool_choice, is_flat=True)
-    exchange.note_unused((*request.unused(), *tools.unused))
-    answer = _ResponseObject(exchange, request, model, _job(exchange, request, tools), tools)
+    kept, given = await _opened(exchange, request, tools, request.store)
+    job = _job(exchange, request, tools, messages_of(request.instructions, given, tools, kept.earlier))
+    answer = _ResponseObject(exchange, request, model, job, tools, kept, given)
     if request.stream:
         return EventStream(exchange, answer.events())
     async with aclosing(answer.parts()) as parts:
         async for _ in parts:
             pass
+    await answer.keep()
     return JsonResponse(answer.response())
 
 
 async def count_tokens(exchange: Exchange, request: ResponsesRequest) -> Response:
     """Counts the tokens of an input's prompt."""
     exchange.server.check_model(request.model)
-    check_n_messages(exchange.server, request.input, "input")
     tools = tools_of(request.tools, request.tool_choice, is_flat=True)
-    exchange.note_unused((*request.unused(), *tools.unused))
+    kept, given = await _opened(exchange, request, tools, None)
     functions = None if tools.choice == "none" else tools.functions
-    messages = messages_of(request, tools)
+    messages = messages_of(request.instructions, given, tools, kept.earlier)
     return JsonResponse(
         input_tokens(await n_prompt_tokens(exchange, messages, functions, _template_args(request)))
     )
+
+
+async def _opened(
+    exchange: Exchange, request: ResponsesRequest, tools: Tools, stores: bool | None
+) -> tuple[Kept, list[Item]]:
+    """What the request continues, and its input as items. Raises ApiError."""
+    exchange.note_unused((*request.unused(exchange.gate.store is not None), *tools.unused))
+    check_n_messages(exchange.server, request.input, "input")
+    kept = kept_of(exchange, stores, request.previous_response_id, request.conversation)
+    given = await resolved(exchange, _items_of(request))
+    await kept.load(len(given))
+    return kept, given
 
 
 def _template_args(request: ResponsesRequest) -> dict[str, Any]:
@@ -325,9 +363,8 @@ def _template_args(request: ResponsesRequest) -> dict[str, Any]:
     return template_args(request.chat_template_kwargs, effort, "reasoning.effort")
 
 
-def _job(exchange: Exchange, request: ResponsesRequest, tools: Tools) -> ChatJob:
+def _job(exchange: Exchange, request: ResponsesRequest, tools: Tools, messages: Sequence[Message]) -> ChatJob:
     """The request as a job of the engine. Raises ApiError."""
-    check_n_messages(exchange.server, request.input, "input")
     if request.max_output_tokens is not None and request.max_output_tokens < 1:
         raise ApiError(
             400,
@@ -350,7 +387,6 @@ def _job(exchange: Exchange, request: ResponsesRequest, tools: Tools) -> ChatJob
         truncation="auto" if request.truncation == "auto" else "error",
     )
     params = sampling.params(exchange.server, {"max_tokens": "max_output_tokens"}, **more)
-    messages = messages_of(request, tools)
     return ChatJob(exchange, messages, params, options, "text.format", grammars=tools.grammars)
 
 
@@ -370,14 +406,23 @@ class _ResponseObject:
     """The answer to one request. ``parts`` makes it; then ``response`` is complete."""
 
     def __init__(
-        self, exchange: Exchange, request: ResponsesRequest, model: str, job: ChatJob, tools: Tools
+        self,
+        exchange: Exchange,
+        request: ResponsesRequest,
+        model: str,
+        job: ChatJob,
+        tools: Tools,
+        kept: Kept,
+        given: Sequence[Item],
     ) -> None:
         self.exchange = exchange
         self.request = request
         self.model = model
         self.job = job
+        self.kept = kept
+        self.given = given
         self.created = int(time.time())
-        self.items = _Items(exchange, tools)
+        self.items = _Items(exchange, tools, kept.id)
         self.n_output = self.n_reasoning = 0
         self.finish_reason: str | None = None
         self.error: dict[str, Any] | None = None
@@ -418,7 +463,7 @@ class _ResponseObject:
         reasoning = None if request.reasoning is None else request.reasoning.effort
         text_format = None if request.text is None else request.text.format
         return {
-            "id": f"resp_{self.exchange.id}",
+            "id": f"resp_{self.kept.id}",
             "object": "response",
             "created_at": self.created,
             "completed_at": int(time.time()) if is_done else None,
@@ -432,9 +477,10 @@ class _ResponseObject:
             "model": self.model,
             "output": self.items.done,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": self.kept.previous,
+            "conversation": None if self.kept.conversation is None else {"id": self.kept.conversation},
             "reasoning": {"effort": reasoning, "summary": None},
-            "store": False,
+            "store": self.kept.is_stored,
             "temperature": request.temperature,
             "text": {"format": {"type": "text"} if text_format is None else msgspec.to_builtins(text_format)},
             "tool_choice": request.tool_choice or "auto",
@@ -452,6 +498,10 @@ class _ResponseObject:
             if is_done
             else None,
         }
+
+    async def keep(self) -> None:
+        """Stores the answer, which has ended, if it is to be stored."""
+        await self.kept.keep(self.response(), self.given, self.items.done)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of the stream."""
@@ -477,15 +527,17 @@ class _ResponseObject:
             if self.exchange.status == 0 or answer is None:  # unexpected: an event ``error`` ends the stream
                 raise
             self.error = {"code": answer.code or "server_error", "message": answer.message}
+        await self.keep()
         yield written({"type": f"response.{self.status}", "response": self.response()})
 
 
 class _Items:
     """The items of the output: reasoning, a message, function calls. One is open at a time."""
 
-    def __init__(self, exchange: Exchange, tools: Tools) -> None:
+    def __init__(self, exchange: Exchange, tools: Tools, answer_id: str) -> None:
         self.done: list[dict[str, Any]] = []
         self._exchange = exchange
+        self._answer_id = answer_id
         self._tools = tools
         self._arguments = ""  # of the open call of a custom tool
         self._open: dict[str, Any] | None = None
@@ -539,7 +591,7 @@ class _Items:
     def _begin(self, item: dict[str, Any]) -> list[dict[str, Any]]:
         made = self.close()
         prefix = _ID_PREFIXES[item["type"]]
-        item |= {"id": f"{prefix}_{self._exchange.id}_{len(self.done)}", "status": "in_progress"}
+        item |= {"id": f"{prefix}_{self._answer_id}_{len(self.done)}", "status": "in_progress"}
         self._open = item
         added = {"type": "response.output_item.added", "output_index": len(self.done), "item": {**item}}
         return [*made, added]

@@ -52,6 +52,11 @@ class _Uvicorn(uvicorn.Server):
         for sock in sockets or ():
             sock.listen(BACKLOG)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answers the running requests, then closes what they store in."""
+        await super().shutdown(sockets=sockets)
+        await asyncio.to_thread(self.state.close_store)
+
     def handle_exit(self, sig: int, frame: object) -> None:
         """Starts draining; a second signal ends the server without waiting."""
         self.state.draining = True
@@ -344,7 +349,11 @@ class serve:  # noqa: N801  (used like a function: ``with serve(engine) as serve
         application = app(engine, settings, embedder)
         if engine is not None:  # here, not while the first request with a schema holds up the others
             prepare_vocabulary(engine.model.vocab)
-        self._socket = bound_socket(host, port)
+        try:
+            self._socket = bound_socket(host, port)
+        except BaseException:
+            application.state.llamapipe.close_store()
+            raise
         self._server = _server(_Uvicorn, application)
         self.host, self.port = self._socket.getsockname()[:2]
         self._server.state.bound_to = self.host

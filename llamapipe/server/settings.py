@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llamapipe._messages import explains_fields, listed, quoted, readable
 from llamapipe._options import ACCESS, LIMITS, SERVER
@@ -16,6 +16,9 @@ from llamapipe._sampling_table import OPTIONS
 from llamapipe.arguments import check_flag, check_option, path_of
 from llamapipe.llama.fim import FimOrder
 from llamapipe.params import SamplingParams
+
+if TYPE_CHECKING:
+    from llamapipe.server._store import Store
 
 _ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s]*")
 _HOST = re.compile(r"\*|\[[0-9A-Fa-f:.]+\](:\d+)?|[^/\s:\[\]]+(:\d+)?|[0-9A-Fa-f:.]+")
@@ -84,6 +87,9 @@ class ServerSettings:
     - ``system``: the system prompt of conversations that have none, in every API; one of the request, or of a
       Modelfile, takes its place. Transcriptions and ``/apply-template`` have none.
     - ``keep_requests``: of so many requests ``/requests`` and the page show where their time went, without texts.
+    - ``store``: a file in which the answers of ``/v1/responses`` and conversations are stored, which is made if there
+      is none; only its user may read it. None: nothing is stored. ``store_bytes``: its size, beyond which the least
+      recently used answers are deleted. ``store_days``: after that many days without use they are, too.
     - ``page``: serve the page at ``/``.
     - ``ollama``: also serve Ollama's API under ``/api``. ``allow_pull``, ``allow_delete``: its clients may download
       models of the Hugging Face Hub and give the model further names, and delete downloaded files.
@@ -125,6 +131,9 @@ class ServerSettings:
     lora_path: str | os.PathLike[str] | None = None
     media_path: str | os.PathLike[str] | None = None
     media_urls: tuple[str, ...] = ()
+    store: str | os.PathLike[str] | None = None
+    store_bytes: int = 2**30
+    store_days: int = 30
 
     def __post_init__(self) -> None:
         for name in (
@@ -174,11 +183,21 @@ class ServerSettings:
                 if not folder.is_dir():
                     raise ValueError(f"{name}: {folder} is no folder")
                 object.__setattr__(self, name, folder)
+        if self.store is not None:
+            object.__setattr__(self, "store", path_of(self.store))
         if any(not _API_KEY.fullmatch(key) for key in self.api_keys):
             raise ValueError(
                 "api_keys: a key must be printable ASCII without spaces at its ends, and not empty: "
                 "HTTP headers cannot carry others"
             )
+
+    def open_store(self) -> Store | None:
+        """The file of stored answers, opened; None without one. Raises OSError and StoreError."""
+        if self.store is None:
+            return None
+        from llamapipe.server._store import Store
+
+        return Store(path_of(self.store), self.store_bytes, self.store_days)
 
     def default_template_args(self) -> dict[str, Any]:
         """The arguments of the template where a request has no others. Raises ValueError."""

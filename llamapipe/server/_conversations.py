@@ -1,0 +1,192 @@
+"""The routes about stored answers and conversations: ``/v1/responses/{id}`` and ``/v1/conversations``.
+
+Open it to change what clients see of the store. No route here needs a model, so the front process of several models
+answers them itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from llamapipe._messages import did_you_mean, quoted
+from llamapipe.server._generation import check_n_messages
+from llamapipe.server._kept import read, resolved, store_of, write
+from llamapipe.server._responses import check_include, check_items
+from llamapipe.server._store import Item, Page
+from llamapipe.server.endpoint import Exchange, JsonResponse
+from llamapipe.server.errors import ApiError
+
+_MOST_LISTED = 100  # the API's limits
+_MOST_PAIRS, _MOST_OF_KEY, _MOST_OF_VALUE = 16, 64, 512
+
+
+class ConversationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/conversations``."""
+
+    items: list[dict[str, Any]] | None = None
+    metadata: dict[str, str] | None = None
+
+
+class MetadataRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/conversations/{id}``."""
+
+    metadata: dict[str, str]
+
+
+class ItemsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/conversations/{id}/items``."""
+
+    items: list[dict[str, Any]]
+
+
+# ---- answers
+async def get_response(exchange: Exchange) -> Response:
+    """``GET /v1/responses/{id}``."""
+    store = store_of(exchange)
+    given = _query(exchange, "include", "stream", "include_obfuscation", "starting_after")
+    if given.get("stream", ["false"])[-1].lower() not in ("false", "0") or "starting_after" in given:
+        raise ApiError(400, "the answer is complete: leave stream and starting_after out", "stream")
+    return JsonResponse(await read(exchange, store.answer, exchange.path_params["id"]))
+
+
+async def delete_response(exchange: Exchange) -> Response:
+    """``DELETE /v1/responses/{id}``: for good."""
+    answer_id = exchange.path_params["id"]
+    await write(exchange, store_of(exchange).delete_answer, answer_id)
+    return JsonResponse({"id": answer_id, "object": "response", "deleted": True})
+
+
+async def input_items(exchange: Exchange) -> Response:
+    """``GET /v1/responses/{id}/input_items``: what the answer was made from, with what it continued."""
+    store = store_of(exchange)
+    return await _listed(exchange, store.input_items)
+
+
+# ---- conversations
+async def create(exchange: Exchange, request: ConversationRequest) -> Response:
+    """``POST /v1/conversations``."""
+    store = store_of(exchange)
+    _check_metadata(request.metadata)
+    items = await _checked(exchange, request.items or [])
+    return JsonResponse(await write(exchange, store.add_conversation, request.metadata or {}, items))
+
+
+async def get_conversation(exchange: Exchange) -> Response:
+    """``GET /v1/conversations/{id}``."""
+    return JsonResponse(await read(exchange, store_of(exchange).conversation, exchange.path_params["id"]))
+
+
+async def update(exchange: Exchange, request: MetadataRequest) -> Response:
+    """``POST /v1/conversations/{id}``: other metadata."""
+    store = store_of(exchange)
+    _check_metadata(request.metadata)
+    conversation_id = exchange.path_params["id"]
+    return JsonResponse(await write(exchange, store.change_conversation, conversation_id, request.metadata))
+
+
+async def delete_conversation(exchange: Exchange) -> Response:
+    """``DELETE /v1/conversations/{id}``: for good, with its items and the answers given in it."""
+    conversation_id = exchange.path_params["id"]
+    await write(exchange, store_of(exchange).delete_conversation, conversation_id)
+    return JsonResponse({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
+
+
+async def add_items(exchange: Exchange, request: ItemsRequest) -> Response:
+    """``POST /v1/conversations/{id}/items``."""
+    store = store_of(exchange)
+    _query(exchange, "include")
+    if not request.items:
+        raise ApiError(400, "items is empty; give at least one", "items")
+    items = await _checked(exchange, request.items)
+    return JsonResponse(
+        _list_of(await write(exchange, store.add_items, exchange.path_params["id"], items), False)
+    )
+
+
+async def list_items(exchange: Exchange) -> Response:
+    """``GET /v1/conversations/{id}/items``."""
+    store = store_of(exchange)
+    return await _listed(exchange, store.items)
+
+
+async def get_item(exchange: Exchange) -> Response:
+    """``GET /v1/conversations/{id}/items/{item}``."""
+    store = store_of(exchange)
+    _query(exchange, "include")
+    ids = exchange.path_params["id"], exchange.path_params["item"]
+    return JsonResponse(await read(exchange, store.item, *ids))
+
+
+async def delete_item(exchange: Exchange) -> Response:
+    """``DELETE /v1/conversations/{id}/items/{item}``: for good. Answers the conversation."""
+    ids = exchange.path_params["id"], exchange.path_params["item"]
+    return JsonResponse(await write(exchange, store_of(exchange).delete_item, *ids))
+
+
+# ---- what they share
+async def _listed(exchange: Exchange, function: Any) -> Response:
+    page = _page(_query(exchange, "include", "order", "after", "limit", "before"))
+    items, has_more = await read(exchange, function, exchange.path_params["id"], page, param="after")
+    return JsonResponse(_list_of(items, has_more))
+
+
+def _list_of(items: Sequence[Item], has_more: bool) -> dict[str, Any]:
+    return {
+        "object": "list",
+        "data": items,
+        "first_id": items[0]["id"] if items else None,
+        "last_id": items[-1]["id"] if items else None,
+        "has_more": has_more,
+    }
+
+
+def _query(exchange: Exchange, *known: str) -> dict[str, list[str]]:
+    """The parameters of the query. Raises ApiError 400 for an unknown one; notes what ``include`` asks for in vain."""
+    given: dict[str, list[str]] = {}
+    for written, value in exchange.query_params.multi_items():
+        name = written.removesuffix("[]")
+        if name not in known and name != "model":
+            raise ApiError(
+                400, f"the query has an unknown field: {quoted(name)}{did_you_mean(name, known)}", name
+            )
+        given.setdefault(name, []).append(value)
+    exchange.note_unused(tuple(f"include.{name}" for name in check_include(given.get("include", []))))
+    return given
+
+
+def _page(given: Mapping[str, Sequence[str]]) -> Page:
+    """Which items are wanted. Raises ApiError 400."""
+    order, limit = given.get("order", ["desc"])[-1], given.get("limit", ["20"])[-1]
+    if order not in ("asc", "desc"):
+        raise ApiError(400, f"order is {quoted(order)}; it may be asc or desc", "order")
+    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:9]) <= _MOST_LISTED:
+        raise ApiError(400, f"limit is {quoted(limit)}; it must be from 1 to {_MOST_LISTED}", "limit")
+    if "before" in given:
+        raise ApiError(400, "before is not supported: turn the order around, and give after", "before")
+    return Page(order == "asc", given.get("after", [None])[-1], int(limit))
+
+
+async def _checked(exchange: Exchange, items: list[Item]) -> list[Item]:
+    """Items that a conversation may have. Raises ApiError 400, 404."""
+    check_n_messages(exchange.gate, items, "items")
+    check_items(items := await resolved(exchange, items))
+    return items
+
+
+def _check_metadata(given: Mapping[str, str] | None) -> None:
+    """Raises ApiError 400 for metadata beyond the API's limits."""
+    pairs: Iterable[tuple[str, str]] = (given or {}).items()
+    if len(given or ()) > _MOST_PAIRS:
+        raise ApiError(400, f"metadata has {len(given or ())} pairs; it may have {_MOST_PAIRS}", "metadata")
+    for key, value in pairs:
+        if len(key) > _MOST_OF_KEY or len(value) > _MOST_OF_VALUE:
+            raise ApiError(
+                400,
+                f"metadata: {quoted(key)} is too long; a key may have {_MOST_OF_KEY} characters, a value "
+                f"{_MOST_OF_VALUE}",
+                "metadata",
+            )

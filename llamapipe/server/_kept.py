@@ -1,0 +1,197 @@
+"""What a request for an answer has to do with the store: what it continues, and what is kept of it.
+
+Open it to change which answers are stored, and what a request sees of earlier ones.
+
+The principle: an answer is stored when it ends, before the client is told that it did. So the next request, by any
+process, finds it. If it cannot be stored it is sent all the same, and says so. If the client hangs up first, nothing is
+stored.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from llamapipe._messages import quoted
+from llamapipe.server._store import Item, MissingError, NewAnswer, Store, StoreError, TooMuchError
+from llamapipe.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from llamapipe.server.endpoint import Exchange
+
+T = TypeVar("T")
+NOT_STORED = b"x-llamapipe-not-stored"
+_NO_STORE = "this server stores no answers (llamapipe serve --store FILE does)"
+
+
+def store_of(exchange: Exchange) -> Store:
+    """The server's store. Raises ApiError 404 if it has none."""
+    store = exchange.gate.store
+    if store is None:
+        raise ApiError(404, _NO_STORE, code="not_found")
+    return store
+
+
+async def read(
+    exchange: Exchange, function: Callable[..., T], *arguments: Any, param: str | None = None
+) -> T:
+    """``function(owner, *arguments)`` of the store, one that reads, in a thread. Raises ApiError."""
+    store = store_of(exchange)
+    owner = exchange.gate.owner_of(exchange)
+    try:
+        return await exchange.gate.convert(store.read, function, owner, *arguments, size=0)
+    except MissingError as e:
+        raise missing(e, param) from None
+    except StoreError as e:
+        store.tell(e)
+        raise ApiError(500, f"what is stored cannot be read: {e}", code="store_failed") from None
+
+
+async def write(exchange: Exchange, function: Callable[..., T], *arguments: Any) -> T:
+    """``function(owner, *arguments)`` of the store, one that writes. Raises ApiError."""
+    store = store_of(exchange)
+    try:
+        return await store.write(function, exchange.gate.owner_of(exchange), *arguments)
+    except MissingError as e:
+        raise missing(e) from None
+    except StoreError as e:
+        store.tell(e)
+        raise ApiError(507, f"it cannot be stored: {e}", code="store_failed") from None
+
+
+def missing(error: MissingError, param: str | None = None) -> ApiError:
+    """The answer for an id that is not there, or is another key's."""
+    if param == "previous_response_id":  # clients know this status and this code
+        return ApiError(
+            400,
+            f"Previous response with id {quoted(error.id)} not found: it was deleted, is too old or was not stored; "
+            "send the whole input",
+            param,
+            "previous_response_not_found",
+        )
+    kind = {"answer": "Response", "conversation": "Conversation", "item": "Item"}[error.kind]
+    return ApiError(404, f"{kind} with id {quoted(error.id)} not found", param, "not_found")
+
+
+class Kept:
+    """One answer's part of the store; make it with ``kept_of``.
+
+    ``earlier``: the items that come before the input. ``id``: of the answer, without its prefix. ``is_stored``: whether
+    it is to be stored, or was. ``previous``, ``conversation``: the ids of what it continues.
+    """
+
+    def __init__(
+        self, exchange: Exchange, previous: str | None, conversation: str | None, is_stored: bool
+    ) -> None:
+        self._exchange = exchange
+        self._after: int | None = None
+        self.previous = previous
+        self.conversation = conversation
+        self.earlier: Sequence[Item] = ()
+        self.is_stored = is_stored
+        # The client may have chosen that of the exchange, and may send it twice.
+        self.id = uuid.uuid4().hex if is_stored else exchange.id
+
+    def __repr__(self) -> str:
+        return f"<Kept {self.id} n_earlier={len(self.earlier)}>"
+
+    async def load(self, n_items: int) -> None:
+        """Reads what the answer continues. ``n_items``: of its own input. Raises ApiError."""
+        exchange = self._exchange
+        if self.previous is None and self.conversation is None:
+            return
+        settings = exchange.gate.settings
+        param = "conversation" if self.previous is None else "previous_response_id"
+        most = (settings.max_messages - n_items, settings.max_body_bytes)
+        try:
+            found = await read(
+                exchange, store_of(exchange).earlier, self.previous, self.conversation, *most, param=param
+            )
+        except TooMuchError as e:
+            raise ApiError(
+                400,
+                f"{param}: there are {e.n_items} items of {e.n_bytes} bytes before the input; this server takes "
+                f"{settings.max_messages} in all (--max-messages), {settings.max_body_bytes} bytes (--max-body-bytes): "
+                "begin anew with a summary",
+                param,
+            ) from None
+        self.earlier, self._after = found.items, found.after
+        exchange.hold_more(found.n_bytes)
+
+    async def resolved(self, given: Sequence[Item]) -> list[Item]:
+        """The input with items in place of references to stored ones. Raises ApiError 404."""
+        return await resolved(self._exchange, given)
+
+    async def keep(self, response: Mapping[str, Any], given: Sequence[Item], output: Sequence[Item]) -> None:
+        """Stores the answer, which has ended. If that fails, ``is_stored`` and a header say so."""
+        if not self.is_stored:
+            return
+        exchange, store = self._exchange, self._exchange.gate.store
+        assert store is not None
+        is_listed = self.conversation is not None and response["status"] != "failed"
+        body = {name: value for name, value in response.items() if name != "output"}
+        answer = NewAnswer(
+            response["id"], body, given, output, self.previous, self.conversation, self._after, is_listed
+        )
+        try:
+            await store.write(store.add_answer, exchange.gate.owner_of(exchange), answer)
+        except MissingError as e:
+            self._was_not(f"{e} any longer")
+        except StoreError as e:
+            store.tell(e)
+            self._was_not(str(e))
+
+    def _was_not(self, why: str) -> None:
+        self.is_stored = False
+        reason = " ".join(why.encode("ascii", "replace").decode().split())
+        self._exchange.answer_headers.append((NOT_STORED, reason.encode()))
+
+
+def kept_of(
+    exchange: Exchange,
+    stores: bool | None,
+    previous: str | None,
+    conversation: str | Mapping[str, Any] | None,
+) -> Kept:
+    """What a request has to do with the store. Raises ApiError 400, 404."""
+    if previous is not None and conversation is not None:
+        raise ApiError(
+            400, "previous_response_id and conversation do not go together: give one of them", "conversation"
+        )
+    if isinstance(conversation, Mapping):
+        conversation = conversation.get("id")
+        if not isinstance(conversation, str):
+            raise ApiError(400, 'conversation must be an id, or {"id": "conv_…"}', "conversation")
+    if exchange.gate.store is None:
+        for name, given in (("previous_response_id", previous), ("conversation", conversation)):
+            if given is not None:
+                raise ApiError(400, f"{name} is not supported: {_NO_STORE}; send the whole input", name)
+        return Kept(exchange, None, None, False)
+    if stores is False and conversation is not None:
+        raise ApiError(
+            400,
+            "store is false, and the answer would be stored in the conversation; leave one of them out",
+            "store",
+        )
+    return Kept(exchange, previous, conversation, stores is not False)
+
+
+async def resolved(exchange: Exchange, given: Sequence[Item]) -> list[Item]:
+    """Items in place of references to stored ones. Raises ApiError 404. Without a store the references stay."""
+    places = {i: item_id for i, item in enumerate(given) if (item_id := _reference(item)) is not None}
+    if not places or exchange.gate.store is None:
+        return list(given)
+    store = exchange.gate.store
+    found = await read(exchange, store.referred, list(places.values()), param="input")
+    made = list(given)
+    for i, item in zip(places, found, strict=True):
+        made[i] = item
+    return made
+
+
+def _reference(item: Mapping[str, Any]) -> str | None:
+    """The id of a reference, whose type the API lets clients leave out."""
+    item_id = item.get("id")
+    is_one = item.get("type") == "item_reference" or (item.get("type") is None and "role" not in item)
+    return item_id if is_one and isinstance(item_id, str) else None

@@ -324,8 +324,8 @@ def _of_model(handler: Handler) -> Handler:
 
 # What uses the engine may take longer than the server allows; a status for each other reason is in every route.
 _GENERATES = ("504",)
-_OF_STORE = ("404", "500")
-_CHANGES_STORE = ("404", "507")
+_OF_STORE = ("400", "404", "500")
+_CHANGES_STORE = ("400", "404", "500", "507")
 # About what is stored. No model is needed, and any process can answer.
 STORE_ROUTES = (
     get(

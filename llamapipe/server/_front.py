@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -31,7 +32,7 @@ from llamapipe.ollama_models import PREFIX as OLLAMA
 from llamapipe.server import _ollama_files, _page, _system, ollama
 from llamapipe.server._application import OLLAMA_ROUTES, ROUTES, STORE_ROUTES, application_of
 from llamapipe.server._describe import Asked, describe
-from llamapipe.server._gate import CACHE, CLIENT, LOADED_NS, OWNER, Gate
+from llamapipe.server._gate import ANSWER, CACHE, CLIENT, LOADED_NS, OWNER, Gate
 from llamapipe.server._guard import BodyBudget
 from llamapipe.server._metrics import CONTENT_TYPE, Metrics, rendered
 from llamapipe.server._transcriptions import form_model
@@ -196,6 +197,7 @@ class Front(Gate):
             yield f"{CACHE}: {client.cache}".encode()
         if self.store is not None:
             yield f"{OWNER}: {self.owner_of(exchange)}".encode()
+            yield f"{ANSWER}: {scope.setdefault('llamapipe.answer', uuid.uuid4().hex)}".encode()
         yield f"{LOADED_NS}: {round(waited_s * 1e9)}".encode()
 
     # ---- about the models

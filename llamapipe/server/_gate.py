@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import uuid
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -36,7 +37,8 @@ _TRIM_BYTES = 2**20
 _SMALL_BYTES = 2**16  # so large bodies come all the time
 # From the front process to that of a model: what ``Tenant`` has, and how long the request waited for the model.
 CLIENT, CACHE, LOADED_NS = "x-llamapipe-client", "x-llamapipe-cache", "x-llamapipe-loaded-ns"
-OWNER = "x-llamapipe-owner"  # of stored answers, also from there
+# Also from there: the owner of stored answers, and the id of this one.
+OWNER, ANSWER = "x-llamapipe-owner", "x-llamapipe-answer"
 _log = logging.getLogger("llamapipe.server")
 
 
@@ -125,6 +127,15 @@ class Gate:
             return exchange.headers.get(OWNER, "")
         # The file does not tell the key, nor the digest that is compared.
         return "" if exchange.key is None else hashlib.sha256(b"owner of answers" + exchange.key).hexdigest()
+
+    def answer_id(self, exchange: Exchange) -> str:
+        """The id of a stored answer, without its prefix.
+
+        Not that of the exchange, which a client may send twice. The front process chooses it, because it asks the next
+        process if one dies: what that one has stored is replaced.
+        """
+        given = exchange.headers.get(ANSWER) if self.is_behind_front else None
+        return uuid.uuid4().hex if given is None else given
 
     def _check_key(self, exchange: Exchange) -> bytes | None:
         """The digest of the client's key; None if no key is needed. Raises ApiError."""

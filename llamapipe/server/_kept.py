@@ -9,7 +9,6 @@ stored.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -90,8 +89,7 @@ class Kept:
         self.conversation = conversation
         self.earlier: Sequence[Item] = ()
         self.is_stored = is_stored
-        # The client may have chosen that of the exchange, and may send it twice.
-        self.id = uuid.uuid4().hex if is_stored else exchange.id
+        self.id = exchange.gate.answer_id(exchange) if is_stored else exchange.id
 
     def __repr__(self) -> str:
         return f"<Kept {self.id} n_earlier={len(self.earlier)}>"
@@ -103,7 +101,7 @@ class Kept:
             return
         settings = exchange.gate.settings
         param = "conversation" if self.previous is None else "previous_response_id"
-        most = (settings.max_messages - n_items, settings.max_body_bytes)
+        most = (settings.max_messages - n_items, settings.max_body_bytes, f"resp_{self.id}")
         try:
             found = await read(
                 exchange, store_of(exchange).earlier, self.previous, self.conversation, *most, param=param

@@ -16,12 +16,13 @@ _STATUSES = {
     "400": "A field is wrong; the error names it.",
     "401": "No valid API key.",
     "403": "Not allowed.",
-    "404": "There is no such model.",
+    "404": "There is no such model, or nothing with this id.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large.",
     "429": "Too many requests; Retry-After says when to retry.",
+    "500": "What is stored cannot be read.",
     "503": "The server is shutting down, or the KV cache is full.",
-    "507": "The files cannot be kept.",
+    "507": "It cannot be kept: the disk is full or failed.",
     "504": "The request took longer than the server allows.",
 }
 _WITH_BODY = ("400", "404", "408", "413")

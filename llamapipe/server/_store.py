@@ -165,17 +165,21 @@ class Store:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._lock = threading.Lock()  # of ``_readers`` and ``_is_closed``
         _check_file(path)
-        self._writer = _connected(path, _OPEN_S)
         try:
-            self._prepare()
-            with self._transaction():
-                self._tidy()
-            self._shrink()
-        except BaseException as e:
-            self._writer.close()
-            if isinstance(e, sqlite3.Error):
-                raise _as_store_error(path, e) from e
-            raise
+            self._writer = _connected(path, _OPEN_S)
+            try:
+                for pragma in ("auto_vacuum = INCREMENTAL", "journal_mode = WAL", "secure_delete = ON",
+                               "synchronous = NORMAL", "journal_size_limit = 16777216"):  # fmt: skip
+                    _execute_soon(self._writer, f"PRAGMA {pragma}")
+                self._prepare()
+                with self._transaction():
+                    self._tidy()
+                self._shrink()
+            except BaseException:
+                self._writer.close()
+                raise
+        except sqlite3.Error as e:
+            raise StoreError(f"--store: {path}: {_problem(e)}") from e
         self._writer.execute(f"PRAGMA busy_timeout = {int(_BUSY_S * 1000)}")
         self._thread = threading.Thread(target=self._run, name="llamapipe-store", daemon=True)
         self._thread.start()
@@ -225,7 +229,14 @@ class Store:
             _log.warning("%s: %s", self.path, error)
 
     def add_answer(self, owner: str, answer: NewAnswer) -> None:
-        """Stores an answer with its items. Raises StoreError if it does not fit, MissingError."""
+        """Stores an answer with its items, in place of one with this id that the client was never told of.
+
+        Raises StoreError if it does not fit, MissingError.
+        """
+        with suppress(MissingError):
+            self._forget_answer(
+                self._answer(self._writer, owner, answer.id)[0], answer.id, keeps_listed=False
+            )
         thread = self._thread_of(self._writer, owner, answer.previous, answer.conversation)
         if thread is None:
             thread = self._new_thread(owner)
@@ -240,12 +251,7 @@ class Store:
     def delete_answer(self, owner: str, answer_id: str) -> None:
         """Deletes an answer for good; its items stay in the conversation, if it was one's. Raises MissingError."""
         thread = self._answer(self._writer, owner, answer_id)[0]
-        self._writer.execute("DELETE FROM items WHERE answer = ? AND NOT is_listed", (answer_id,))
-        self._writer.execute("UPDATE items SET answer = NULL WHERE answer = ?", (answer_id,))
-        self._writer.execute("DELETE FROM answers WHERE id = ?", (answer_id,))
-        left = self._writer.execute("SELECT 1 FROM answers WHERE thread = ? LIMIT 1", (thread,)).fetchone()
-        if left is None:
-            self._writer.execute("DELETE FROM threads WHERE number = ? AND conversation IS NULL", (thread,))
+        self._forget_answer(thread, answer_id, keeps_listed=True)
         self._checkpoint_is_due = True
 
     def add_conversation(
@@ -307,7 +313,7 @@ class Store:
             finally:
                 connection.execute("COMMIT")
         except sqlite3.Error as e:
-            raise _as_store_error(self.path, e) from e
+            raise StoreError(_problem(e)) from e
         finally:
             if connection is not None:
                 with self._lock:
@@ -342,9 +348,13 @@ class Store:
         conversation: str | None,
         most_items: int,
         most_bytes: int,
+        without: str,
         connection: sqlite3.Connection,
     ) -> Earlier:
-        """What an answer continues: another answer, or a conversation. Raises MissingError, TooMuchError."""
+        """What an answer continues: another answer, or a conversation. ``without``: its own id, see ``add_answer``.
+
+        Raises MissingError, TooMuchError.
+        """
         after = None
         if previous is not None:
             self._answer(connection, owner, previous)
@@ -356,8 +366,10 @@ class Store:
         else:
             assert conversation is not None
             thread = self._conversation(connection, owner, conversation)[0]
-            values = {"thread": thread}
-            numbers = "SELECT number FROM items WHERE thread = :thread AND is_listed"
+            values = {"thread": thread, "without": without}
+            numbers = (
+                "SELECT number FROM items WHERE thread = :thread AND is_listed AND answer IS NOT :without"
+            )
             row = connection.execute(f"SELECT coalesce(max(number), 0) FROM ({numbers})", values).fetchone()
             after = row[0]
         counted = f"SELECT count(*), coalesce(sum(length(body)), 0) FROM items WHERE number IN ({numbers})"
@@ -426,17 +438,16 @@ class Store:
                 writer.execute(f"PRAGMA application_id = {_APPLICATION}")
                 writer.execute(f"PRAGMA user_version = {_VERSION}")
             elif marks[0] != _APPLICATION:
-                raise StoreError(f"{self.path} is a database of another program; give another file (--store)")
+                raise StoreError(f"--store: {self.path} is a database of another program; give another file")
             elif marks[1] != _VERSION:
                 raise StoreError(
-                    f"{self.path} has version {marks[1]} of the store; this llamapipe reads version {_VERSION}: give "
-                    "another file (--store)"
+                    f"--store: {self.path} has version {marks[1]}, this llamapipe reads {_VERSION}; give another file"
                 )
         if self.path.stat().st_size <= _QUICK_BYTES:
             found = writer.execute("PRAGMA quick_check(1)").fetchone()[0]
             if found != "ok":
                 raise StoreError(
-                    f"{self.path} is damaged ({found}); restore a copy, or give another file (--store)"
+                    f"--store: {self.path} is damaged ({found}): restore a copy, or give another file"
                 )
 
     def _run(self) -> None:
@@ -460,7 +471,7 @@ class Store:
                         if job.is_unwanted():
                             raise StoreError("nobody waits for it")
                 except sqlite3.Error as e:
-                    error = _as_store_error(self.path, e)
+                    error = StoreError(_problem(e))
                 except Exception as e:
                     error = e
                 job.settle(result, error)
@@ -520,7 +531,7 @@ class Store:
         """Gives free pages back, and overwrites the log of what was deleted on request."""
         if not self._checkpoint_is_due:
             return
-        self._writer.execute("PRAGMA incremental_vacuum").fetchall()
+        self._writer.executescript("PRAGMA incremental_vacuum")  # execute() would free a single page
         is_busy = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
         self._checkpoint_is_due = bool(is_busy)  # somebody reads: after the next transaction
 
@@ -528,6 +539,18 @@ class Store:
         self._writer.execute("DELETE FROM items WHERE thread = ?", (number,))
         self._writer.execute("DELETE FROM answers WHERE thread = ?", (number,))
         self._writer.execute("DELETE FROM threads WHERE number = ?", (number,))
+
+    def _forget_answer(self, thread: int, answer_id: str, keeps_listed: bool) -> None:
+        """Deletes an answer, and its thread if nothing else is there. ``keeps_listed``: not a conversation's items."""
+        kept = "AND NOT is_listed" if keeps_listed else ""
+        self._writer.execute(f"DELETE FROM items WHERE answer = ? {kept}", (answer_id,))
+        self._writer.execute("UPDATE items SET answer = NULL WHERE answer = ?", (answer_id,))
+        self._writer.execute("DELETE FROM answers WHERE id = ?", (answer_id,))
+        self._writer.execute(
+            "DELETE FROM threads WHERE number = ? AND conversation IS NULL "
+            "AND NOT EXISTS (SELECT 1 FROM answers WHERE thread = threads.number)",
+            (thread,),
+        )
 
     def _new_thread(
         self, owner: str, conversation: str | None = None, metadata: Mapping[str, Any] | None = None
@@ -712,29 +735,22 @@ def _distrust(status: os.stat_result) -> str | None:
 
 
 def _connected(path: Path, timeout_s: float) -> sqlite3.Connection:
-    """A connection to the file. Raises StoreError."""
-    connection = None
-    try:
-        connection = sqlite3.connect(
-            f"{path.absolute().as_uri()}?mode=rw",
-            uri=True,
-            timeout=timeout_s,
-            isolation_level=None,
-            check_same_thread=False,
-        )
-        for pragma in ("auto_vacuum = INCREMENTAL", "journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON",
-                       "trusted_schema = OFF", "cell_size_check = ON", "journal_size_limit = 16777216"):  # fmt: skip
-            _execute_soon(connection, f"PRAGMA {pragma}", timeout_s)
-        return connection
-    except sqlite3.Error as e:
-        if connection is not None:
-            connection.close()
-        raise _as_store_error(path, e) from e
+    """A connection to the file."""
+    connection = sqlite3.connect(
+        f"{path.absolute().as_uri()}?mode=rw",
+        uri=True,
+        timeout=timeout_s,
+        isolation_level=None,
+        check_same_thread=False,
+    )
+    for pragma in ("trusted_schema = OFF", "cell_size_check = ON"):
+        connection.execute(f"PRAGMA {pragma}")
+    return connection
 
 
-def _execute_soon(connection: sqlite3.Connection, statement: str, timeout_s: float) -> None:
-    """Executes a statement. The first connections of several processes change the journal's mode at the same time."""
-    until = time.monotonic() + timeout_s
+def _execute_soon(connection: sqlite3.Connection, statement: str) -> None:
+    """Executes a statement at the start, when several processes may change the journal's mode at the same time."""
+    until = time.monotonic() + _OPEN_S
     while True:
         try:
             connection.execute(statement).fetchall()
@@ -767,19 +783,18 @@ def _statements(script: str) -> Iterator[str]:
             statement = ""
 
 
-def _as_store_error(path: Path, error: sqlite3.Error) -> StoreError:
+_ADVICE = {
+    "readonly": "make the file and its folder writable",
+    "unable to open": "its folder must be there, and writable",
+    "full": "free some space",
+    "locked": "another program holds it",
+    "not a database": "give another file",
+    "malformed": "restore a copy, or give another file",
+}
+
+
+def _problem(error: sqlite3.Error) -> str:
     """What SQLite says, with what to do about it."""
     text = str(error)
-    if isinstance(error, sqlite3.OperationalError):
-        advice = {
-            "readonly": "; make the file and its folder writable",
-            "unable to open": "; is its folder there, and writable?",
-            "full": "; free some space",
-            "locked": "; another program holds it",
-        }
-        return StoreError(f"{path}: {text}{next((a for word, a in advice.items() if word in text), '')}")
-    if "not a database" in text:
-        return StoreError(f"{path} is no store of llamapipe; give another file (--store)")
-    if "malformed" in text:
-        return StoreError(f"{path} is damaged ({text}); restore a copy, or give another file (--store)")
-    return StoreError(f"{path}: {text}")
+    advice = next((advice for words, advice in _ADVICE.items() if words in text), None)
+    return text if advice is None else f"{text} ({advice})"

@@ -51,6 +51,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
                     encoder, _ = bert_model(folder / "bert.gguf", n_ctx=512)
                     options = ["-m", str(MODEL), "--n-ctx", "8192", "--n-seq-max", "4"]
                     options += ["--embeddings", str(encoder), "--embeddings-alias", "embedder"]
+                options += ["--store", str(folder / f"{key}.db")]
                 server = stack.enter_context(ServerProcess(*options, "--alias", "chat", cwd=folder))
                 running[key] = stack.enter_context(Recorder(server.url))
             return running[key]

@@ -45,6 +45,26 @@ for await (const event of client.responses.stream({ model, input: "Name one colo
 }
 assert(events.includes("response.output_text.delta"));
 
+const first = await client.responses.create({ model, input: "Name one colour.", max_output_tokens: 16 });
+const second = await client.responses.create({
+  model, input: "Another one.", max_output_tokens: 16, previous_response_id: first.id,
+});
+assert.equal((await client.responses.retrieve(second.id)).output_text, second.output_text);
+const seen = [];
+for await (const one of client.responses.inputItems.list(second.id, { order: "asc", limit: 2 })) seen.push(one.role);
+assert.deepEqual(seen, ["user", "assistant", "user"]);
+await client.responses.delete(first.id);
+await assert.rejects(client.responses.retrieve(first.id), OpenAI.NotFoundError);
+
+const conversation = await client.conversations.create({ items: [{ role: "user", content: "Hello" }], metadata: { a: "b" } });
+await client.responses.create({ model, input: "Name one fruit.", max_output_tokens: 16, conversation: conversation.id });
+const kept = [];
+for await (const one of client.conversations.items.list(conversation.id, { order: "asc" })) kept.push(one);
+assert.deepEqual(kept.map((one) => one.role), ["user", "user", "assistant"]);
+await client.conversations.items.delete(kept[0].id, { conversation_id: conversation.id });
+assert.equal((await client.conversations.update(conversation.id, { metadata: { c: "d" } })).metadata.c, "d");
+assert((await client.conversations.delete(conversation.id)).deleted);
+
 const vectors = await client.embeddings.create({ model: "embedder", input: ["red", "blue"] });
 assert.equal(vectors.data.length, 2);
-console.log("did: chat, stream, a streamed runner of tools, schema, responses, embeddings");
+console.log("did: chat, stream, a streamed runner of tools, schema, responses, stored ones, conversations, embeddings");

@@ -129,7 +129,10 @@ async def delete_item(exchange: Exchange) -> Response:
 
 # ---- what they share
 async def _listed(exchange: Exchange, function: Any) -> Response:
-    page = _page(_query(exchange, "include", "order", "after", "limit", "before"))
+    page = _page(
+        _query(exchange, "include", "order", "after", "limit", "before"),
+        exchange.gate.settings.max_body_bytes,
+    )
     items, has_more = await read(exchange, function, exchange.path_params["id"], page, param="after")
     return JsonResponse(_list_of(items, has_more))
 
@@ -158,7 +161,7 @@ def _query(exchange: Exchange, *known: str) -> dict[str, list[str]]:
     return given
 
 
-def _page(given: Mapping[str, Sequence[str]]) -> Page:
+def _page(given: Mapping[str, Sequence[str]], most_bytes: int) -> Page:
     """Which items are wanted. Raises ApiError 400."""
     order, limit = given.get("order", ["desc"])[-1], given.get("limit", ["20"])[-1]
     if order not in ("asc", "desc"):
@@ -167,7 +170,7 @@ def _page(given: Mapping[str, Sequence[str]]) -> Page:
         raise ApiError(400, f"limit is {quoted(limit)}; it must be from 1 to {_MOST_LISTED}", "limit")
     if "before" in given:
         raise ApiError(400, "before is not supported: turn the order around, and give after", "before")
-    return Page(order == "asc", given.get("after", [None])[-1], int(limit))
+    return Page(order == "asc", given.get("after", [None])[-1], int(limit), most_bytes)
 
 
 async def _checked(exchange: Exchange, items: list[Item]) -> list[Item]:

@@ -141,11 +141,15 @@ class Earlier(NamedTuple):
 
 
 class Page(NamedTuple):
-    """Which items of a list are wanted. ``after``: the id of the one before them."""
+    """Which items of a list are wanted. ``after``: the id of the one before them.
+
+    ``most_bytes``: of all but the first; a client may store more than memory holds, and ask for all at once.
+    """
 
     is_ascending: bool = False
     after: str | None = None
     limit: int = 20
+    most_bytes: int = 2**24
 
 
 class Store:
@@ -649,8 +653,15 @@ class Store:
         rows = connection.execute(
             f"SELECT body FROM items WHERE number IN ({numbers}) {where} ORDER BY number {order} LIMIT :limit",
             {**values, "limit": page.limit + 1},
-        ).fetchall()
-        return [msgspec.json.decode(row[0]) for row in rows[: page.limit]], len(rows) > page.limit
+        )
+        found: list[Item] = []
+        n_bytes = 0
+        for (body,) in rows:
+            n_bytes += len(body)
+            if len(found) == page.limit or (found and n_bytes > page.most_bytes):
+                return found, True
+            found.append(msgspec.json.decode(body))
+        return found, False
 
 
 class _Job(NamedTuple):

@@ -24,9 +24,13 @@ CLAUDE = {"model": "demo", "max_tokens": 1}
 
 @pytest.fixture(scope="module")
 def application(demo: lp.Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starlette]:
-    file, _ = bert_model(tmp_path_factory.mktemp("models") / "bert.gguf")
+    folder = tmp_path_factory.mktemp("models")
+    file, _ = bert_model(folder / "bert.gguf")
+    settings = ServerSettings(model_names=("demo",), store=folder / "answers.db")
     with lp.Engine(demo, n_ctx=256, n_seq_max=2) as engine, lp.Embedder(file) as embedder:
-        yield app(engine, ServerSettings(model_names=("demo",)), embedder=embedder)
+        application = app(engine, settings, embedder=embedder)
+        yield application
+        application.state.llamapipe.close_store()
 
 
 @pytest.mark.parametrize(
@@ -37,6 +41,8 @@ def application(demo: lp.Model, tmp_path_factory: pytest.TempPathFactory) -> Ite
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [TURN] * (MANY // 40)}]}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [PART] * 80_000}]}),
         ("/v1/responses", {"input": [{"role": "user", "content": [PART] * 80_000}]}),
+        ("/v1/conversations", {"items": [{"role": "user", "content": [PART] * 80_000}]}),
+        ("/v1/conversations", {"items": [{"role": "user", "content": "a" * 1480}] * 9999}),
         ("/v1/messages", {"messages": [{"role": "user", "content": [PART] * 80_000}], **CLAUDE}),
         ("/v1/messages", {"messages": [TURN], "system": [PART] * 80_000, **CLAUDE}),
         ("/v1/messages", {"messages": [{"role": "user", "content": [RESULT]}], **CLAUDE}),

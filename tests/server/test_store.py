@@ -266,6 +266,20 @@ def test_answers_of_a_conversation_are_continued(store: Store) -> None:
     assert texts(items) == ["0", "one asks text", "one answers text", "two asks text"]
 
 
+def test_a_page_is_no_larger_than_memory_allows(store: Store) -> None:
+    sizes = [10, 5000, 5000, 20_000, 10]
+    made = write(
+        store, store.add_conversation, "", {}, [{"role": "user", "content": "x" * n} for n in sizes]
+    )["id"]
+    pages, after = [], None
+    has_more = True
+    while has_more:
+        items, has_more = store.read(store.items, "", made, Page(True, after, 3, 12_000))
+        pages.append([len(text) for text in texts(items)])
+        after = items[-1]["id"]
+    assert pages == [[10, 5000, 5000], [20_000], [10]]
+
+
 def test_an_answer_is_replaced_by_that_of_the_next_process(store: Store) -> None:
     """The first one died between its transaction and its answer: the second one neither reads nor leaves its items."""
     made = write(store, store.add_conversation, "", {}, [{"role": "user", "content": "0"}])["id"]

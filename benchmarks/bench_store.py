@@ -3,10 +3,10 @@
     python benchmarks/bench_store.py MODEL.gguf
     python benchmarks/bench_store.py MODEL.gguf --streams 1 8 32 --rounds 9
 
-Both servers get the same prompts of random words in a round, and answer the same. The one with a store is asked twice,
-with ``store: false`` and with ``store: true``; each round begins with another side. Rates are generated tokens per
-second from the first request to the last answer, and per second of the server's processor time, which other work on the
-machine hardly changes. Ratios are medians of the ratios of a round.
+Both servers get the same prompts of random words in a round, and answer the same; no side finds what another has cached.
+The one with a store is asked twice, with ``store: false`` and with ``store: true``; each round begins with another
+side. Rates are generated tokens per second from the first request to the last answer, and per second of the server's
+processor time, which other work on the machine hardly changes. Ratios are medians of the ratios of a round.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def ask_all(port: int, pid: int, store: bool, prompts: list[list[str]], n_generate: int) -> Rates:
+async def ask_all(
+    name: str, port: int, pid: int, store: bool, prompts: list[list[str]], n_generate: int
+) -> Rates:
     """Streams at once, each with its prompts one after the other."""
 
     async def stream(texts: list[str]) -> int:
@@ -66,6 +68,7 @@ async def ask_all(port: int, pid: int, store: bool, prompts: list[list[str]], n_
         for text in texts:
             body = {
                 "input": text, "max_output_tokens": n_generate, "temperature": 0, "stream": True, "store": store,
+                "cache_salt": name,
             }  # fmt: skip
             n += await ask(port, json.dumps(body).encode())
         return n
@@ -96,9 +99,11 @@ def measure(args: argparse.Namespace, n: int) -> dict[str, list[Rates]]:
             ("store: true", *storing, True),
         ]
         for i in range(args.rounds + 1):
-            prompts = [[" ".join(rng.choices(WORDS, k=16)) for _ in range(args.answers)] for _ in range(n)]
+            prompts = [
+                [" ".join(rng.choices(WORDS, k=16)) for _ in range(-(-args.answers // n))] for _ in range(n)
+            ]
             for name, port, pid, store in sides[i % 3 :] + sides[: i % 3]:
-                rates = asyncio.run(ask_all(port, pid, store, prompts, args.generate))
+                rates = asyncio.run(ask_all(name, port, pid, store, prompts, args.generate))
                 what = f"{rates.wall:.0f} tokens/s, {rates.cpu:.0f} by processor time"
                 print(f"{n} streams, round {i} of {args.rounds}, {name}: {what}", file=sys.stderr, flush=True)
                 if i:  # the first round warms up
@@ -114,7 +119,7 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--answers", type=int, default=8, help="answers of each stream in a round")
+    parser.add_argument("--answers", type=int, default=64, help="answers of all streams in a round")
     parser.add_argument("--generate", type=int, default=64, help="most tokens of an answer")
     parser.add_argument("--threads", type=int, default=2, help="compute threads of each side")
     args = parser.parse_args()

@@ -3,7 +3,7 @@
     python benchmarks/bench_store.py MODEL.gguf
     python benchmarks/bench_store.py MODEL.gguf --streams 1 8 32 --rounds 9
 
-Both servers get the same prompts of random words in a round, and answer the same; no side finds what another has cached.
+Both servers get the same prompts of random words in a round, and answer the same; no side finds what another cached.
 The one with a store is asked twice, with ``store: false`` and with ``store: true``; each round begins with another
 side. Rates are generated tokens per second from the first request to the last answer, and per second of the server's
 processor time, which other work on the machine hardly changes. Ratios are medians of the ratios of a round.

@@ -77,7 +77,8 @@ PATHS: dict[str, tuple[dict[str, Any], Made]] = {
 
 def wrong_tools(made: Made) -> Iterator[tuple[Any, str]]:
     """Lists of tools, and a word of the field that is wrong."""
-    for tools in ({}, 5, "x", True, [5], [None], [[]], [{}], {"type": "function"}):
+    lists: tuple[Any, ...] = ({}, 5, "x", True, [5], [None], [[]], [{}], {"type": "function"})
+    for tools in lists:
         yield tools, "tools"
     (good,) = made(SCHEMA)
     schema = "input_schema" if "input_schema" in good else "parameters"

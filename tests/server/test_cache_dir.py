@@ -22,8 +22,16 @@ def test_a_chat_goes_on_after_kill_9(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("first\nsecond\n")
     folder = tmp_path / "cache"
-    arguments = ("--model", lp.demo_model_path(), "-c", "512", "--cache-dir", str(folder))
-    arguments += ("--api-key-file", str(keys))
+    arguments = (
+        "--model",
+        str(lp.demo_model_path()),
+        "-c",
+        "512",
+        "--cache-dir",
+        str(folder),
+        "--api-key-file",
+        str(keys),
+    )
 
     def ask(server: ServerProcess, key: str) -> tuple[str, int]:
         done = httpx.post(

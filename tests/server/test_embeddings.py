@@ -46,7 +46,13 @@ def test_llama_servers_routes(url: str, embedder: lp.Embedder) -> None:
         (alone,) = httpx.post(url + path, json={"input": TEXTS[0], "embd_normalize": -1}).json()
         plain = embedder.embed(TEXTS[0], normalize=False)
         assert np.allclose(alone["embedding"][0], plain, atol=1e-5)
-    for body in ({}, {"content": []}, {"content": "a", "input": "b"}, {"content": "a", "embd_normalize": 0}):
+    bodies: tuple[dict[str, Any], ...] = (
+        {},
+        {"content": []},
+        {"content": "a", "input": "b"},
+        {"content": "a", "embd_normalize": 0},
+    )
+    for body in bodies:
         assert httpx.post(f"{url}/embedding", json=body).status_code == 400
 
 
@@ -213,8 +219,9 @@ def test_documents_are_ranked(engine: lp.Engine, url: str, tmp_path: Path) -> No
             {"index": one.index, "score": pytest.approx(one.score, abs=1e-5), "text": TEXTS[one.index]}
             for one in expected
         ]
-        for change in ({"documents": TEXTS}, {"texts": None}, {"raw_scores": False}):
-            assert httpx.post(f"{server.url}/rerank", json={**texts, **change}).status_code == 400
+        others: tuple[dict[str, Any], ...] = ({"documents": TEXTS}, {"texts": None}, {"raw_scores": False})
+        for other in others:
+            assert httpx.post(f"{server.url}/rerank", json={**texts, **other}).status_code == 400
         assert httpx.post(f"{server.url}/v1/embeddings", json={"input": "a"}).status_code == 400
     assert httpx.post(f"{url}/v1/rerank", json=body).status_code == 400
 

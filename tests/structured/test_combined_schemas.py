@@ -550,7 +550,7 @@ def test_arguments_of_tools_do_not_close_alternatives() -> None:
 
 def test_schemas_of_a_oneof_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pair that overlaps is compared again and again within alternatives; what was found is kept."""
-    counts = []
+    counts: list[int] = []
     found = _logic._kinds
 
     def counted(node: dict[str, Any]) -> frozenset[str]:

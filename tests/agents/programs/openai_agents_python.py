@@ -89,7 +89,9 @@ async def continues(agent: Agent) -> None:
     first = await Runner.run(agent, "What is 12 times 34?", max_turns=8)
     assert first.last_response_id is not None
     second = await Runner.run(agent, "Thank you.", previous_response_id=first.last_response_id, max_turns=8)
-    seen = [item async for item in client.responses.input_items.list(second.last_response_id or "", order="asc")]
+    seen = [
+        item async for item in client.responses.input_items.list(second.last_response_id or "", order="asc")
+    ]
     assert "function_call" in [item.type for item in seen]
     conversation = await client.conversations.create()
     for text in ("What is 12 times 34?", "Thank you."):

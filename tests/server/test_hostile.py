@@ -67,7 +67,7 @@ def function(name: Any, parameters: Any) -> dict[str, Any]:
         {"prompt": [[]]},
         {"prompt": [-1]},
         {"prompt": [10**9]},
-        {"prompt": [1, "a"]},
+        {"prompt": [1, {}]},
         {"prompt": True},
         {"max_tokens": 10**30},
         {"max_tokens": "3"},

@@ -89,7 +89,7 @@ class TestPaths:
 
     @pytest.mark.parametrize(
         "path",
-        ["/", "/v1/responses/resp_1", "/v1/nothing", "/favicon.ico", "/v1/images/generations", "/" * 90],
+        ["/", "/v1/nothing/resp_1", "/v1/nothing", "/favicon.ico", "/v1/images/generations", "/" * 90],
     )
     def test_no_hint_is_better_than_a_wrong_one(self, engine: lp.Engine, path: str) -> None:
         with serve(engine, settings=ServerSettings(page=False)) as server:

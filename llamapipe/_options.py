@@ -205,6 +205,7 @@ ACCESS: Final = (
         flag="--cors"),
     _texts("allow_hosts", "allow requests to this name, for example behind a proxy; '*': any (repeatable; default on "
         "loopback: localhost and names that cannot be registered; else any)", metavar="NAME", flag="--allow-host"),
+    _flag("open_metrics", "answer /metrics without an API key, for programs that collect them"),
     _flag("allow_pull", "with --ollama: clients may download models of the Hugging Face Hub, and copy the model's "
         "name"),
     _flag("allow_delete", "with --ollama: clients may delete what was downloaded"),

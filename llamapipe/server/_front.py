@@ -777,6 +777,7 @@ class Forwarded(LateResponse):
 
     async def _pass_on(self, send: Send, upstream: Upstream) -> None:
         self._body = b""
+        self._exchange.is_forwarded = True
         if self._has_begun and upstream.status != 200:
             await self._part(send, await _error_part(upstream, self._exchange.dialect))
             return

@@ -139,7 +139,7 @@ class Gate:
 
     def _check_key(self, exchange: Exchange) -> bytes | None:
         """The digest of the client's key; None if no key is needed. Raises ApiError."""
-        if not self._keys:
+        if not self._keys or (self.settings.open_metrics and exchange.route == "/metrics"):
             return None
         given = exchange.headers.get("x-api-key", "")
         scheme, _, token = exchange.headers.get("authorization", "").partition(" ")
@@ -180,14 +180,17 @@ class Gate:
         self.freed(0)  # counts what was freed since
 
     def finished(self, exchange: Exchange) -> None:
-        """Counts and logs an answered request. What programs ask for every second is logged at the level DEBUG."""
+        """Counts and logs an answered request.
+
+        What programs ask for every second is logged at the level DEBUG, and so is what a model's process logs.
+        """
         times = exchange.times
         seconds = perf_counter() - times.arrived_at
         self.metrics.answered(exchange, seconds)
         self.recent.add(exchange, seconds)
-        is_polled = exchange.status < 400 and exchange.path in _POLLED
+        is_quiet = exchange.is_forwarded or (exchange.status < 400 and exchange.path in _POLLED)
         _log.log(
-            logging.DEBUG if is_polled else logging.INFO,
+            logging.DEBUG if is_quiet else logging.INFO,
             "%s %s %d %.0f ms n_prompt_tokens=%s n_completion_tokens=%s%s id=%s",
             exchange.method,
             quote(exchange.path, _PATH_CHARACTERS),

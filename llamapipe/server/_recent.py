@@ -29,7 +29,7 @@ class Recent:
         """An answered request; those that ask the engine for nothing are left out, but for what it refused."""
         times, status = exchange.times, exchange.status
         is_refused = exchange.method == "POST" and status >= 400 and status not in (401, 403, 404, 405)
-        if not (times.was_computed or is_refused):
+        if not (times.was_computed or is_refused) or exchange.is_forwarded:
             return
         entry: dict[str, Any] = {
             "id": exchange.id,

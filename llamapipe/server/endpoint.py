@@ -65,7 +65,7 @@ class Exchange(Request):
     ``status``: of the answer, once its first byte is sent; 0 before. ``answer_headers``: what any answer to it has.
     ``n_prompt_tokens``, ``n_completion_tokens``: for the log and the metrics; None: not known.
     ``times``: where its time went; ``n_others``: the requests that were served when it came. ``intervals_s``: seconds
-    between the tokens of a stream.
+    between the tokens of a stream. ``is_forwarded``: a model's process has answered, and logs it.
     """
 
     def __init__(self, gate: Gate, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,6 +78,7 @@ class Exchange(Request):
         self.route = "other"
         self.times = RequestTimes()
         self.n_others = 0
+        self.is_forwarded = False
         self.status = 0
         self.answer_headers = [(b"x-request-id", self.id.encode())]
         self.raw = b""

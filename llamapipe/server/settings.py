@@ -40,6 +40,7 @@ class ServerSettings:
     - ``api_keys``: requests must carry one of them as a bearer token or in ``x-api-key``. Empty: no key is required.
       With several, each has a separate prefix cache, and their requests take turns; otherwise those of each address
       do.
+    - ``open_metrics``: ``/metrics`` needs no key.
     - ``cors_origins``: origins whose pages may call the server, ``("*",)`` for all. Pages of this server, of this
       machine (``http://localhost:3000``) and of editors and desktop apps (``vscode-webview://``, ``app://``,
       ``tauri://``, ``file://``, ``chrome-extension://`` …) always may; those of others are answered 403.
@@ -100,6 +101,7 @@ class ServerSettings:
     model_names: tuple[str, ...] = ()
     embedding_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
+    open_metrics: bool = False
     cors_origins: tuple[str, ...] = ()
     allow_hosts: tuple[str, ...] = ()
     max_body_bytes: int = 16 * 2**20

@@ -204,6 +204,24 @@ class TestForwarding:
         assert answer.status_code == status
         assert answer.json()["error"]["message"]
 
+    def test_a_request_is_logged_once_and_its_times_are_kept(self, server: PoolServer) -> None:
+        for name, model, status in (("logged-once", "small", 200), ("refused-once", "nobody", 404)):
+            body = {"model": model, **SHORT}
+            answer = server.client.post("/v1/completions", json=body, headers={"x-request-id": name})
+            assert answer.status_code == status
+            wait_until(lambda name=name: f"id={name}" in server.log())
+        server.client.get("/health")
+        assert server.log().count("id=logged-once") == server.log().count("id=refused-once") == 1
+        (line,) = (line for line in server.log().splitlines() if "id=logged-once" in line)
+        assert "n_completion_tokens=" in line and "generate=" in line
+        wait_until(lambda: any(one["id"] == "logged-once" for one in self._requests(server)))
+        (found,) = (one for one in self._requests(server) if one["id"] == "logged-once")
+        assert found["model"] == "small" and found["phases_ms"]["generate"] > 0
+
+    @staticmethod
+    def _requests(server: PoolServer) -> list[dict[str, Any]]:
+        return list(server.client.get("/requests").json()["data"])
+
     def test_ids_are_those_of_the_client(self, server: PoolServer) -> None:
         answer = server.client.post(
             "/v1/completions", json={"model": "small", **SHORT}, headers={"x-request-id": "mine"}

@@ -338,6 +338,13 @@ class TestOtherRoutes:
         with serve(engine, settings=ServerSettings(page=False)) as server:
             assert httpx.get(server.url).status_code == 404
 
+    def test_metrics_may_be_open(self, engine: lp.Engine) -> None:
+        for is_open, status in ((True, 200), (False, 401)):
+            settings = ServerSettings(api_keys=("one", "two"), open_metrics=is_open)
+            with serve(engine, settings=settings) as server:
+                assert httpx.get(f"{server.url}/metrics").status_code == status
+                assert httpx.get(f"{server.url}/requests").status_code == 401
+
     def test_the_timeline_shows_the_last_steps(self, client: httpx.Client, engine: lp.Engine) -> None:
         first = client.get("/timeline").json()
         client.post("/v1/completions", json={"prompt": "Once upon", **GREEDY})

@@ -28,6 +28,10 @@ _EMBEDDER = "an Embedder has it: Embedder(model)"
 _SCORES = (
     "logits of all tokens are not kept; use Llama.engine.score, or prompt_logprobs, or llamapipe.Pipeline"
 )
+_GUESSES = (
+    "what a text repeats is guessed without it: leave draft_model out, or give it the path of a smaller model"
+)
+_LOW_LEVEL = "llama.cpp's own functions are not here: use llamapipe.Pipeline, which computes batches"
 _NO_STRUCT = "there are no structs of llama_cpp; use Llama.n_ctx(), or the attributes of Llama.engine"
 _FLASH_ATTENTION = "flash attention is used where the backend supports it; there is no option"
 _PROMPT = "pass the prompt as an argument, without an option"
@@ -71,6 +75,16 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "model_params": _NO_STRUCT,
     },
     "LlamaState": {"scores": _SCORES},
+    # Names and modules of llama_cpp.
+    "llama_cpp": {
+        "LlamaPromptLookupDecoding": _GUESSES,
+        "LlamaDraftModel": _GUESSES,
+        "llama_speculative": _GUESSES,
+        "llama_types": "messages and answers are plain dicts: annotate them with dict[str, Any]",
+        "llama_chat_format": "the model's own template formats chats; Llama(chat_format=…) names another one, and "
+        "Llama(chat_template=FILE) gives one",
+        "llama_cpp": _LOW_LEVEL,
+    },
     "LlamaRAMCache": {"cache_state": "prefixes are kept by the engine: see Llama.engine.stats()"},
     # Options of llama.cpp's programs, then of vLLM.
     "command line": {
@@ -274,6 +288,16 @@ def unknown_attribute(owner: str, name: str, known: Iterable[str], place: str = 
     hint = did_you_mean(name, [other for other in known if not other.startswith("_")], place)
     # With a name and no object, Python's traceback adds no suggestion.
     return AttributeError(f"{owner} has no attribute {quoted(name)}{hint}", name=name)
+
+
+def missing_import(module: str, name: str) -> Exception:
+    """The error for a name of a module of llama_cpp that is not here. An AttributeError would lose its text."""
+    if name.startswith("__"):
+        return AttributeError(name)
+    table = INSTEAD["llama_cpp"]
+    return ImportError(
+        f"llamapipe.compat has no {module}.{name[:_MOST_QUOTED]}: {table.get(name, table[module])}"
+    )
 
 
 # ---- options of functions

@@ -4,7 +4,7 @@ Calls from many threads run together. Options that llamapipe cannot honour raise
 constructor takes, such as ``GGML_TYPE_Q8_0``, are also here.
 """
 
-from llamapipe._messages import unknown_attribute
+from llamapipe._messages import INSTEAD, quoted, unknown_attribute
 from llamapipe.compat.base import LlamaCache, LlamaDiskCache, LlamaRAMCache, LlamaState
 from llamapipe.compat.llama import Llama
 from llamapipe.compat.options import CONSTANTS
@@ -37,10 +37,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> int:
-    """The value of a constant. Raises AttributeError with the nearest public name."""
+    """The value of a constant. Raises AttributeError with what to use instead, or the nearest public name."""
     if name in CONSTANTS:
         return CONSTANTS[name]
-    raise unknown_attribute("llamapipe.compat", name, __dir__())
+    if name.startswith(("llama_", "ggml_")) and name not in INSTEAD["llama_cpp"]:  # functions of llama.cpp
+        what = INSTEAD["llama_cpp"]["llama_cpp"]
+        raise AttributeError(f"llamapipe.compat has no attribute {quoted(name)}; {what}", name=name)
+    raise unknown_attribute("llamapipe.compat", name, __dir__(), "llama_cpp")
 
 
 def __dir__() -> list[str]:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
+from operator import index
 from pathlib import Path
 from threading import local
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -121,9 +122,9 @@ class ThreadSequence:
             raise ValueError(f"{n} tokens exceed the context of {self._n_ctx}; raise n_ctx or call reset()")
         self.ids.extend(found)
 
-    def sample(self, params: SamplingParams) -> int:
-        """The next token, which may be one that ends generation; it is not appended. Raises ValueError."""
-        choice = self._engine.generate(self._prompt(), params).choices[0]
+    def sample(self, params: SamplingParams, n: int) -> int:
+        """The token after the first ``n``, which may be one that ends generation. Raises ValueError."""
+        choice = self._engine.generate(self._prompt()[:n], params).choices[0]
         if choice.stop_token is not None:
             return choice.stop_token
         return choice.token_ids[0]
@@ -223,13 +224,17 @@ class SequenceMethods:
     def sample(self, *, temp: float = 0.8, idx: int | None = None, **sampling: Any) -> int:
         """Samples the token after the calling thread's sequence, and does not append it.
 
-        ``sampling``: as in ``generate``. Raises TypeError for unknown names, and ValueError for ``idx``: only the last
-        position can be sampled.
+        ``idx``: of a token; the one after it is sampled, as if the sequence ended there. ``sampling``: as in
+        ``generate``. Raises TypeError for unknown names, and ValueError for an ``idx`` that the sequence has not.
         """
         _check_names("sample", sampling)
-        if idx is not None:
-            raise ValueError("idx is not supported: only the last position can be sampled")
-        return self._own().sample(self._params(1, None, temperature=temp, **sampling))
+        n = self.n_tokens
+        if idx is not None and not 0 <= (idx := index(idx)) < n:
+            raise ValueError(
+                f"idx is {idx}, and {n} tokens were evaluated; it must be from 0 to {max(n - 1, 0)}"
+            )
+        params = self._params(1, None, temperature=temp, **sampling)
+        return self._own().sample(params, n if idx is None else idx + 1)
 
     def generate(
         self, tokens: Sequence[int], *, temp: float = 0.8, reset: bool = True, **sampling: Any

@@ -108,6 +108,20 @@ class TestThreads:
         gc.collect()
 
 
+def test_any_evaluated_position_can_be_sampled() -> None:
+    with closing(Llama(str(lp.demo_model_path()), n_ctx=64, verbose=False)) as llama:
+        prompt = llama.tokenize(b"Once upon a time, there was")
+        llama.eval(prompt)
+        for idx in (0, len(prompt) // 2, len(prompt) - 1):
+            found = llama.sample(temp=0.0, idx=idx)
+            params = lp.SamplingParams(max_tokens=1, temperature=0)
+            assert found == llama.engine.generate(prompt[: idx + 1], params).token_ids[0]
+        assert found == llama.sample(temp=0.0) and llama.n_tokens == len(prompt)
+        for idx in (-1, len(prompt)):
+            with pytest.raises(ValueError, match=f"idx is {idx}, and {len(prompt)} tokens were evaluated"):
+                llama.sample(temp=0.0, idx=idx)
+
+
 class TestOptions:
     def test_the_constructor_has_all_arguments(self) -> None:
         ours = set(inspect.signature(Llama.__init__).parameters)

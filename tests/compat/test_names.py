@@ -67,6 +67,30 @@ class TestConstants:
         with pytest.raises(ImportError, match="LlamaGrammer"):
             exec("from llamapipe.compat import LlamaGrammer")
 
+    @pytest.mark.parametrize(
+        ("code", "error", "message"),
+        [
+            (
+                "from llama_cpp.llama_types import ChatCompletionRequestUserMessage",
+                "ImportError",
+                "plain dicts",
+            ),
+            (
+                "from llama_cpp.llama_speculative import LlamaPromptLookupDecoding",
+                "ImportError",
+                "draft_model",
+            ),
+            ("from llama_cpp.llama_chat_format import Llava15ChatHandler", "ImportError", "chat_format"),
+            ("from llama_cpp.llama_cpp import llama_decode", "ImportError", "llamapipe.Pipeline"),
+            ("import llama_cpp; llama_cpp.llama_decode", "AttributeError", "llamapipe.Pipeline"),
+            ("import llama_cpp; llama_cpp.LlamaPromptLookupDecoding", "AttributeError", "draft_model"),
+        ],
+    )
+    def test_names_that_are_not_here_say_what_to_use(self, code: str, error: str, message: str) -> None:
+        replaced = "import sys\nfrom llamapipe import compat\nsys.modules['llama_cpp'] = compat\n"
+        said = run_script(f"{replaced}try:\n    exec({code!r})\nexcept {error} as e:\n    print(e)\n")
+        assert message in said
+
     def test_no_library_is_loaded_for_them(self) -> None:
         said = run_script(
             "import sys\nfrom llamapipe.compat import GGML_TYPE_Q8_0\n"

@@ -1,0 +1,10 @@
+"""In the place of the chat formats of llama-cpp-python: an import from here says what to use instead."""
+
+from typing import NoReturn
+
+from llamapipe._messages import missing_import
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Raises ImportError, which an import of a name shows; AttributeError for Python's own names."""
+    raise missing_import("llama_chat_format", name)

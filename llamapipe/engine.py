@@ -94,6 +94,7 @@ from llamapipe.work.tenant import is_of, tenant
 
 T = TypeVar("T")
 _CACHE_DIR_BYTES = 10 * 2**30
+_log = logging.getLogger("llamapipe")
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_0", "q5_1", "q4_0", "q4_1", "iq4_nl"]
 FlashAttention = Literal["auto", "on", "off"]
 _N_LARGE_STATES = 4  # the same, of states that have the size of thousands of cells
@@ -425,7 +426,9 @@ class Engine(BlockingCalls, AsyncOwner):
             )
             self._long_work = LongWork()
             disk: DiskCache | None = None
-            if folder is not None:
+            if folder is not None and self._state_layout is None:
+                _log.warning("cache_dir has no effect: the form of this model's cells in a file is not known")
+            elif folder is not None:
                 disk = DiskCache(
                     folder,
                     n_folder_bytes,
@@ -1453,7 +1456,7 @@ def _warn_of_size(context: Context, n_bytes: int) -> None:
     free = free_memory()
     on_host = all(device.type == "cpu" for device in context.model.devices)
     if on_host and free is not None and n_bytes > (free + n_bytes) / 2:
-        logging.getLogger("llamapipe").warning(
+        _log.warning(
             "the KV cache takes %.1f GiB, more than half of the %.1f GiB that were free: "
             "a smaller n_ctx, n_seq_max or n_cells, or type_k and type_v 'q8_0', take less",
             n_bytes / 2**30,

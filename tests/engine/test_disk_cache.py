@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from support.gguf_models import tiny_architecture
+from support.mtp_models import mtp_model
 from support.plain import PlainLoop, greedy, plain_loop
 from support.run_script import command, environment, run_script
 
@@ -149,6 +150,30 @@ def test_states_are_kept_too(
             assert n_computed(engine, prompt_of(2), plain) <= 4
             assert n_computed(engine, prompt_of(3), plain) <= PROMPT - COMMON + 1
             engine.check_integrity()
+
+
+def test_a_model_with_an_mtp_layer(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """It keeps several states of each sequence; a file has one."""
+    with (
+        lp.Model(mtp_model(tmp_path / "model.gguf", 0.6), load_mtp=True) as model,
+        plain_loop(model) as plain,
+    ):
+        options: dict[str, Any] = {"cache_bytes": 2**26, "cache_dir": tmp_path / "cache", "draft": "mtp"}
+        with make_engine(model, **options) as engine:
+            n_computed(engine, prompt_of(1), plain)
+        with make_engine(model, **options) as engine:
+            assert n_computed(engine, prompt_of(1), plain) <= 4
+            assert engine.stats().n_disk_reads == 1
+            engine.check_integrity()
+
+
+def test_cells_of_an_unknown_form(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("llamapipe.engine._state_layout", lambda pipeline: None)
+    with make_engine(cache_bytes=BUDGET, cache_dir=tmp_path) as engine:
+        ask(engine, prompt(0))
+    assert "cache_dir has no effect" in caplog.text and files_of(tmp_path) == []
 
 
 def test_what_is_evicted_from_host_memory_is_read_again(

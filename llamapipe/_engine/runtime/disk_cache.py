@@ -74,12 +74,14 @@ class CachedSequence(NamedTuple):
     states: Sequence[tuple[int, Saved]]
     is_stale: bool = False
 
+    def copies(self) -> list[Saved]:
+        """The cells and the states."""
+        return [*([] if self.cells is None else [self.cells]), *(state for _, state in self.states)]
+
     def close(self) -> None:
         """Frees the memory."""
-        if self.cells is not None:
-            self.cells.close()
-        for _, state in self.states:
-            state.close()
+        for copy in self.copies():
+            copy.close()
 
 
 class _Head(NamedTuple):
@@ -382,6 +384,8 @@ class DiskCache:
             states=[(n, state.view()) for n, state in sequence.states],
         )
         parts = parts_of(snapshot, self._layout)
+        if sum(map(len, parts)) < sum(state.n_bytes for state in sequence.copies()) // 2:
+            return None  # cells of another form than the context's empty ones: only tokens are left
         start = _packed_head(head, sum(map(len, parts)))
         n_bytes = sum(map(len, (*start, *parts)))
         if n_bytes > self._max_bytes:

@@ -1,25 +1,52 @@
-"""Cached sequences in a file, so that an engine begins with what an earlier one of the same model had computed.
+"""Files of cached sequences: their names, their heads, and hashes of tokens.
 
-Open this file to change the format. A sequence is stored as the lengths of its head and of its snapshot, a checksum of
-the head, the head as JSON, and the snapshot. The head has the key of the sequence and its marks, by their places. A
-mark is a number in the place of a token, where an activated LoRA begins. If a file is cut, the sequences before the cut
-are read.
+Open this file to change the format. A file is one sequence: its magic, the lengths of its head and of its snapshot, a
+checksum of the head, the head as JSON, and the snapshot. The head has what says whose the sequence is and where it is
+of use, so that nobody reads a snapshot in vain: its key, hashes of its blocks, the places of its states, and its marks.
+A mark is a number in the place of a token, where an activated LoRA begins.
+
+The files are in the subfolders of a folder, one for each form of cells. ``_engine.runtime.disk_cache`` decides what is
+written, read and deleted; ``forget`` is for programs that have no engine.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import stat
 import struct
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import sys
+from array import array
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from hashlib import blake2b
+from io import FileIO
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
-Bytes = bytes | bytearray | memoryview
-_START = struct.Struct("<IQI")
-Write = Callable[[Hashable, Mapping[int, int], Sequence[Bytes]], None]
+BLOCK = 64  # tokens
+SUFFIX, PARTIAL = ".kv", ".part"
+_START = struct.Struct("<8sIIQ")  # magic, bytes of the head, their checksum, bytes of the snapshot
+_MAGIC = b"llpkv\0\0\1"
+
+
+class Head(NamedTuple):
+    """What a file says of its sequence. ``blocks``: hashes of its blocks; ``tail``: of the tokens after them.
+
+    ``has_cells``: the cells can be used to their end. ``places``: of states, each with the hash of the tokens after its
+    last whole block. ``marks``: negative numbers in the place of tokens.
+    """
+
+    cache_key: Hashable
+    n: int
+    has_cells: bool
+    places: dict[int, int]
+    blocks: list[int]
+    tail: int
+    marks: dict[int, int]
 
 
 def is_writable(key: Hashable) -> bool:
@@ -29,58 +56,137 @@ def is_writable(key: Hashable) -> bool:
     return key is None or isinstance(key, (str, bytes, int, float))
 
 
-@contextmanager
-def written(path: Path) -> Iterator[Write]:
-    """Gives a function that appends a sequence: its key, its marks, and the parts of its snapshot.
+def name_of(tokens: Sequence[int], cache_key: Hashable) -> str:
+    """The name of a sequence's file."""
+    digest = blake2b(repr(cache_key).encode(), digest_size=16)
+    digest.update(array("q", tokens))
+    return digest.hexdigest() + SUFFIX
 
-    The file appears only when it is complete. Only its user may read it. Raises OSError.
-    """
-    unfinished = path.with_suffix(".part")
+
+def packed_head(head: Head, n_snapshot: int) -> tuple[bytes, bytes]:
+    """What a file begins with."""
+    blocks = array("Q", head.blocks).tobytes().hex()
+    places, marks = [*head.places.items()], [*head.marks.items()]
+    found = [head.cache_key, head.n, head.has_cells, places, head.tail, blocks, marks]
+    text = json.dumps(found, default=_bytes_as_json).encode()
+    return _START.pack(_MAGIC, len(text), crc32(text), n_snapshot), text
+
+
+def read_head(file: FileIO) -> tuple[Head, int]:
+    """The head of a file, and the bytes after it, which follow. Raises OSError, ValueError."""
+    start = file.read(_START.size)
+    if len(start) < _START.size:
+        raise ValueError("it is cut")
+    magic, n_head, checksum, n_snapshot = _START.unpack(start)
+    if magic != _MAGIC:
+        raise ValueError("it has another format")
+    if _START.size + n_head + n_snapshot != os.fstat(file.fileno()).st_size:
+        raise ValueError("it is cut, or its lengths are damaged")
+    text = file.read(n_head)
+    if crc32(text) != checksum:
+        raise ValueError("its head is damaged")
     try:
-        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-
-            def write(key: Hashable, marks: Mapping[int, int], parts: Sequence[Bytes]) -> None:
-                head = json.dumps([key, list(marks.items())], default=bytes_as_json).encode()
-                file.write(_START.pack(len(head), sum(map(len, parts)), crc32(head)))
-                file.write(head)
-                file.writelines(parts)
-
-            yield write
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+        return _checked(json.loads(text, object_hook=lambda found: bytes.fromhex(found["hex"]))), n_snapshot
+    except (KeyError, TypeError, RecursionError) as error:
+        raise ValueError("its head is damaged") from error
 
 
-def remove(path: Path, is_wanted: Callable[[Hashable], bool]) -> None:
-    """Removes the sequences of the keys that are wanted from a file, if it is there. Raises OSError, ValueError."""
-    with suppress(FileNotFoundError), written(path) as write:
-        for key, marks, snapshot in read(path):
-            if not is_wanted(key):
-                write(key, marks, [snapshot])
+def _checked(fields: Any) -> Head:
+    """The fields of a head. Raises KeyError, TypeError, ValueError for others."""
+    key, n, has_cells, places, tail, blocks, marks = fields
+    hashes = array("Q")
+    hashes.frombytes(bytes.fromhex(blocks))
+    numbers = [n, tail, *(number for pair in (*places, *marks) for number in pair)]
+    if not (
+        all(type(number) is int for number in numbers)
+        and type(has_cells) is bool
+        and len(hashes) == n // BLOCK
+        and all(0 < a < b for a, b in pairwise((*dict(places), n + 1)))
+    ):
+        raise ValueError("its head is damaged")
+    return Head(_as_tuple(key), n, has_cells, dict(places), hashes.tolist(), tail, dict(marks))
 
 
-def read(path: Path) -> Iterator[tuple[Hashable, dict[int, int], bytes]]:
-    """The keys, marks and snapshots of a file. Raises OSError, ValueError."""
-    with path.open("rb") as file:
-        n_left = os.fstat(file.fileno()).st_size
-        while len(start := file.read(_START.size)) == _START.size:
-            n_head, n_bytes, checksum = _START.unpack(start)
-            n_left -= _START.size + n_head + n_bytes
-            if n_left < 0:  # cut, or damaged: a length may say any number
-                return
-            head, snapshot = file.read(n_head), file.read(n_bytes)
-            if crc32(head) != checksum:
-                raise ValueError(f"{path} is damaged")
-            key, marks = json.loads(head, object_hook=lambda found: bytes.fromhex(found["hex"]))
-            yield as_tuple(key), dict(marks), snapshot
+@contextmanager
+def opened(path: Path) -> Iterator[FileIO]:
+    """A file to be read, of this user and with one name. Raises OSError; ValueError for one that others could write."""
+    # O_NONBLOCK: a pipe would be waited for.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with FileIO(fd) as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            raise ValueError("it is not a file of this user")
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ValueError("other users may write to it")
+        yield file
 
 
-def bytes_as_json(value: object) -> dict[str, str]:
+def remove_if_dead(path: str | Path) -> None:
+    """Removes an unfinished file whose writer has ended."""
+    with suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            Path(path).unlink()
+        finally:
+            os.close(fd)
+
+
+def subfolders(root: Path) -> list[str]:
+    """The folders in a folder. Raises OSError."""
+    with os.scandir(root) as folders:
+        return [folder.path for folder in folders if folder.is_dir(follow_symlinks=False)]
+
+
+def forget(root: Path, is_wanted: Callable[[Hashable], bool]) -> None:
+    """Deletes the files of the wanted keys in all subfolders of a folder. Raises OSError.
+
+    Nobody may write there meanwhile.
+    """
+    with suppress(FileNotFoundError):
+        for folder in subfolders(root):
+            for path in list(Path(folder).iterdir()):
+                if path.suffix == PARTIAL:
+                    remove_if_dead(path)
+                elif path.suffix == SUFFIX and not path.is_symlink() and _is_of(path, is_wanted):
+                    path.unlink(missing_ok=True)
+
+
+def _is_of(path: Path, is_wanted: Callable[[Hashable], bool]) -> bool:
+    """Whether a file is of a wanted key. Those that no engine would read are of none."""
+    with suppress(FileNotFoundError, ValueError), opened(path) as file:
+        return is_wanted(read_head(file)[0].cache_key)
+    return False
+
+
+# ---- keys in JSON
+def _bytes_as_json(value: object) -> dict[str, str]:
     """The bytes of a key, in an object."""
     assert isinstance(value, bytes)
     return {"hex": value.hex()}
 
 
-def as_tuple(value: Any) -> Any:
+def _as_tuple(value: Any) -> Any:
     """Returns a value with its lists made tuples."""
-    return tuple(map(as_tuple, value)) if isinstance(value, list) else value
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+
+
+# ---- hashes
+def hashes_of(keys: Sequence[int], n: int) -> list[int]:
+    """A hash of each whole block of the first ``n`` keys."""
+    data = memoryview(array("q", keys[:n])).cast("B")
+    size = 8 * BLOCK
+    return [_number(data[at : at + size]) for at in range(0, len(data) - size + 1, size)]
+
+
+def tail_of(keys: Sequence[int], n: int) -> int:
+    """A hash of those of the first ``n`` keys that come after their last whole block."""
+    return _hash(keys[n - n % BLOCK : n])
+
+
+def _hash(keys: Sequence[int]) -> int:
+    return _number(memoryview(array("q", keys)).cast("B"))
+
+
+def _number(data: memoryview) -> int:
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), sys.byteorder)

@@ -12,7 +12,6 @@ from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
     Callable,
-    Hashable,
     Iterable,
     Iterator,
     Mapping,
@@ -24,9 +23,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, get_args, overload
 
-from llamapipe import cache_file
 from llamapipe._engine.calls.call_options import ERROR_MODES, CallOptions, OnError, OnTimeout, call_options
 from llamapipe._engine.calls.chat import ChatBuilder, CheckedChat
 from llamapipe._engine.calls.observed import observed
@@ -41,14 +39,13 @@ from llamapipe._engine.policy.planner import LEAST_CHUNK
 from llamapipe._engine.policy.scheduler import Scheduler
 from llamapipe._engine.policy.speculation import MOST_GUESSED, Drafter, Gate
 from llamapipe._engine.runtime.compute_threads import make_tuner
-from llamapipe._engine.runtime.disk_cache import DiskCache
+from llamapipe._engine.runtime.disk_cache import DiskCache, Writes
 from llamapipe._engine.runtime.draft import make_drafter, make_mtp_drafter, mtp_problem
 from llamapipe._engine.runtime.encoder import MediaEncoder
 from llamapipe._engine.runtime.executor import StepExecutor
 from llamapipe._engine.runtime.invariance import check_invariance
 from llamapipe._engine.runtime.loop import EngineLoop
 from llamapipe._engine.runtime.mailboxes import AsyncMailbox, Mailbox
-from llamapipe._engine.runtime.snapshot import Snapshot, parts_of
 from llamapipe._engine.runtime.state_layout import StateLayout
 from llamapipe._engine.runtime.thread import EngineThread
 from llamapipe._messages import explains_fields, explains_keywords, explains_options
@@ -1226,32 +1223,20 @@ class Engine(BlockingCalls, AsyncOwner):
         """
         return self._chat_builder.n_tokens(messages, template_args or {})
 
-    def save_cache(self, path: Path) -> None:
-        """Writes the cached sequences that no request uses to a file, with their states, at most ``cache_bytes``.
+    def set_cache_writes(self, when: Literal["always", "at_close", "never"]) -> None:
+        """Sets when cached prefixes are written to ``cache_dir``. They are read from there in any case.
 
-        Waits for the running step. Any thread. Raises OSError.
+        ``"always"``, which an engine begins with: in the background, when they lose their place in host memory, while
+        the engine has no work, and when it is closed. ``"at_close"``: only when it is closed. ``"never"``: not then
+        either. What is being written meanwhile is finished.
+
+        Waits for the running step. Any thread. Raises ValueError for other values and without ``cache_dir``,
+        EngineClosedError in a forked process.
         """
-        layout = self._snapshot_format(None)  # the adapters are part of the keys
-        with cache_file.written(path) as write:
-
-            def visit(key: Hashable, found: Snapshot) -> None:
-                if cache_file.is_writable(key):
-                    marks = {i: token for i, token in enumerate(found.tokens) if token < 0}
-                    plain = [max(token, 0) for token in found.tokens]
-                    write(key, marks, parts_of(found._replace(tokens=plain), layout))
-
-            self._engine_thread.ask(partial(self._engine_thread.loop.visit_unused, visit))
-
-    def load_cache(self, path: Path) -> None:
-        """Adds the sequences of a file, with their states, to the prefix cache.
-
-        Any thread. Raises OSError, ValueError for a file that is damaged, of another model or of another version.
-        """
-        for key, marks, data in cache_file.read(path):
-            found = self._unpack(data, None)
-            if found.state or found.states:
-                tokens = [marks.get(i, token) for i, token in enumerate(found.tokens)]
-                self._engine_thread.ask(partial(self._engine_thread.loop.take_in, tokens, key, found))
+        check_choice("when", when, get_args(Writes))
+        if self._disk_cache is None:
+            raise ValueError("set_cache_writes needs an engine with cache_dir")
+        self._engine_thread.ask(partial(self._engine_thread.loop.set_cache_writes, when))
 
     # ---- state
     def stats(self) -> EngineStats:

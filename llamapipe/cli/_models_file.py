@@ -183,6 +183,8 @@ def _value(where: str, name: str, value: Any, folder: Path) -> Any:
         return value if name == "mmproj" and value in ("auto", "off") else _place(value, folder)
     if name == "chat_template" and isinstance(value, str) and "{" not in value:
         return str(folder / value)
+    if name == "cache_dir" and isinstance(value, str):
+        return str(folder / Path(value).expanduser())
     if name == "system" and isinstance(value, str) and value.startswith("@"):
         return f"@{folder / value[1:]}"
     option = _OF_MODEL.get(name)

@@ -314,11 +314,11 @@ class _Report:
 
 @contextmanager
 def _served(
-    args: argparse.Namespace, events: dict[str, Any] | None = None, **placement: Any
+    args: argparse.Namespace, more: dict[str, Any] | None = None, **placement: Any
 ) -> Iterator[tuple[lp.Engine | None, lp.Embedder | None]]:
     """The engine and the embedder; of several models each process has one of them.
 
-    ``events``: as from ``_kv_events``; ``placement``: more options of both models.
+    ``more``: options of the engine, where ``args`` has no others; ``placement``: of both models.
     """
     model_options = {
         "chat_template": args.chat_template,
@@ -327,7 +327,7 @@ def _served(
         **placement,
     }
     max_queue = _MAX_QUEUE if args.max_queue is None else args.max_queue
-    engine_options = {"max_queue": max_queue, **(events or {}), **given(args, ENGINE)}
+    engine_options = {"max_queue": max_queue, **(more or {}), **given(args, ENGINE)}
     served = None if args.worker is None else args.worker.served
     report = None if args.worker is None else _Report(args.worker)
     engine = embedder = None
@@ -393,16 +393,16 @@ def _run_worker(args: argparse.Namespace, settings: ServerSettings) -> int:
     options: dict[str, Any] = {} if args.worker.devices is None else {"devices": args.worker.devices}
     if args.worker.own_weights and getattr(args, "packed_cache", "off") == "off":
         options["use_mmap"] = False
+    kept = _kept_cache(args)
     try:
-        with _served(args, **options) as (engine, embedder):
+        with _served(args, kept, **options) as (engine, embedder):
+            if engine is not None and kept:  # nobody has asked for writes while it runs
+                engine.set_cache_writes("never")
             if args.worker.served is not None and args.worker.served.yields:
                 set_group_nice(os.getpid(), yields=False)
-            file = None if args.worker.served is None else args.worker.served.cache_file
-            if engine is not None and file is not None:
-                _take_cache(engine, Path(file))
             run_worker(engine, worker, args.host, settings, embedder)
-            if engine is not None and file is not None and worker.keeps_cache:
-                _keep_cache(engine, Path(file))
+            if engine is not None and kept and worker.keeps_cache:
+                engine.set_cache_writes("at_close")
     except (UsageError, lp.errors.LlamapipeError, OSError, ValueError, ImportError) as error:
         if not worker.is_serving:
             args.worker.report_failure(str(error) or type(error).__name__, isinstance(error, UsageError))
@@ -411,22 +411,22 @@ def _run_worker(args: argparse.Namespace, settings: ServerSettings) -> int:
     return 0
 
 
-def _take_cache(engine: lp.Engine, path: Path) -> None:
-    """Caches what this model had cached when it was ended. The file has fulfilled its purpose."""
-    try:
-        engine.load_cache(path)
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError) as error:
-        _log.warning("cached prefixes are not loaded: %s", error)
-    path.unlink(missing_ok=True)
+def _kept_cache(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of the engine of one model of several: the folder where it keeps cached prefixes while it is unloaded.
 
-
-def _keep_cache(engine: lp.Engine, path: Path) -> None:
+    None of them if the operator gave another folder, or no memory for cached prefixes.
+    """
+    served, options = args.worker.served, given(args, ENGINE)
+    n_bytes = options.get("cache_bytes")
+    if served is None or served.cache_dir is None or "cache_dir" in options or n_bytes == 0:
+        return {}
     try:
-        engine.save_cache(path)
-    except OSError as error:
+        Path(served.cache_dir).mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:  # no reason not to serve the model
         _log.warning("cached prefixes are not kept: %s", error)
+        return {}
+    most = {} if n_bytes is None else {"cache_dir_bytes": max(n_bytes, 2**20)}
+    return {"cache_dir": served.cache_dir, **most}
 
 
 def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
@@ -479,13 +479,15 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
     with ExitStack() as stack:
         folder = None
         try:
-            folder = stack.enter_context(private_folder("evicted"))
+            if "cache_dir" not in common:
+                folder = stack.enter_context(private_folder("evicted"))
         except (OSError, RuntimeError) as error:
             _log.warning("the cached prefixes of models that are ended are lost: %s", error)
         placement = Placement(core_shares(1)[0])
         try:
             look_at = partial(look, common, has_gpus=gpu_budget is not None)
-            pool = Pool(entries, command_with(args.argv), placement, look_at, budget, folder, gpu_budget)
+            command, cache_dir = command_with(args.argv), common.get("cache_dir")
+            pool = Pool(entries, command, placement, look_at, budget, folder, gpu_budget, cache_dir)
         except ValueError as error:
             raise UsageError(f"--models: {error}") from error
         sock = stack.enter_context(listening_socket(args.host, args.port))

@@ -367,7 +367,7 @@ class Front(Gate):
 
     async def _forget_prefixes(self, exchange: Exchange, model: PooledModel) -> None:
         if model.state in (ModelState.LOADED, ModelState.LOADING):
-            # If this fails, what the model had is gone, or in its file.
+            # If this fails, what the model had is gone, or on disk.
             with suppress(ApiError, UpstreamLostError, ConnectionError):
                 async with self.pool.lease(model, model.ttl_s) as ready:
                     await ready

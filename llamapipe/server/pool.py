@@ -23,11 +23,13 @@ import asyncio
 import enum
 import logging
 import math
+import shutil
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,7 +42,6 @@ from llamapipe.server.errors import ApiError, shutting_down
 from llamapipe.server.processes import Family, Placement, ServedModel, State, WorkerProcess, add_families
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from types import EllipsisType
 
 _PATIENCE_S = 3.0  # after this time a load may end models that are never idle
@@ -225,8 +226,9 @@ class Pool:
     ``entries``: what may be loaded. ``command``: starts a process, with ``--worker OPTIONS`` after it. ``look``: finds
     out what a load needs, downloads the file if need be, and raises OSError or ValueError if there is none.
     ``budget_bytes``: memory that all processes together may take; None: any. ``gpu_budget_bytes``: the same of GPUs'
-    own memory. ``folder``: where models that are ended keep their cached prefixes until they are loaded again; None:
-    nowhere. Raises ValueError for a name that two models have.
+    own memory. ``folder``: where models that are ended keep their cached prefixes until they are loaded again, each in
+    a folder; None: nowhere. ``cache_dir``: the option of the command line, for models whose entry has no other; with it
+    the pool keeps nothing. Raises ValueError for a name that two models have.
     """
 
     def __init__(
@@ -238,6 +240,7 @@ class Pool:
         budget_bytes: int | None = None,
         folder: Path | None = None,
         gpu_budget_bytes: int | None = None,
+        cache_dir: str | None = None,
     ) -> None:
         _taken_names(entries)  # raises
         self.models = [PooledModel(entry) for entry in entries]
@@ -247,6 +250,7 @@ class Pool:
         self.budget_bytes = budget_bytes
         self.gpu_budget_bytes = gpu_budget_bytes
         self._folder = folder
+        self._cache_dir = cache_dir
         self._command = command
         self._placement = placement
         self._look = look
@@ -473,10 +477,10 @@ class Pool:
         entry = model.entry
         self._n_started += 1
         options = {**entry.options, **facts.options}
-        file = self._cache_file(model)
+        kept = None if facts.embeds else self._private_folder(model)
         yields = any(other.n_running for other in self._all)  # their streams come first
         served = ServedModel(
-            facts.file, entry.names, facts.embeds, options, None if file is None else str(file), yields
+            facts.file, entry.names, facts.embeds, options, None if kept is None else str(kept), yields
         )
         try:
             process = model.process = WorkerProcess(
@@ -496,18 +500,27 @@ class Pool:
             why = process.failure[0] if process.failure is not None else f"its process {process.exit_text}"
             raise _cannot_load(model, why)
 
-    def _cache_file(self, model: PooledModel) -> Path | None:
-        """Where a model's cached prefixes are while it is not loaded."""
-        if self._folder is None:
+    def _operators_folder(self, model: PooledModel) -> Path | None:
+        """Where the operator wants a model's cached prefixes to be."""
+        given = model.entry.options.get("cache_dir", self._cache_dir)
+        return None if given is None else Path(given).expanduser()
+
+    def _private_folder(self, model: PooledModel) -> Path | None:
+        """Where a model's cached prefixes are while it is not loaded, unless the operator has given a folder."""
+        if self._folder is None or self._operators_folder(model) is not None:
             return None
-        return self._folder / f"{sha256(model.name.encode()).hexdigest()}.cache"
+        return self._folder / sha256(model.name.encode()).hexdigest()
 
     async def forget_prefixes(self, model: PooledModel, is_wanted: Callable[[Hashable], bool]) -> None:
-        """Forgets cached prefixes that an ended model has left, of the wanted keys. Raises OSError, ValueError."""
+        """Forgets cached prefixes that an ended model has left, of the wanted keys. Raises OSError.
+
+        In a folder that models share, those of the others as well: only an engine knows which files are its own.
+        """
         if model._unloading is not None:
             await asyncio.wait([model._unloading])
-        if (file := self._cache_file(model)) is not None:
-            await asyncio.to_thread(cache_file.remove, file, is_wanted)
+        folder = self._operators_folder(model) or self._private_folder(model)
+        if folder is not None:
+            await asyncio.to_thread(cache_file.forget, folder, is_wanted)
 
     async def _bury(self, model: PooledModel, process: WorkerProcess) -> None:
         """Waits for the end of a process, and keeps its counters."""
@@ -728,8 +741,8 @@ class Pool:
             await asyncio.wait([model._loading])
         while model.process is not None:
             await asyncio.wait([self.unload(model)])
-        if (file := self._cache_file(model)) is not None and model.name not in self._by_name:
-            file.unlink(missing_ok=True)
+        if (folder := self._private_folder(model)) is not None and model.name not in self._by_name:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         self._ended = add_families([], [self._ended, _labelled(model.families, model.name)])
         self._leaving.remove(model)
 

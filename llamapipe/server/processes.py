@@ -51,15 +51,15 @@ class ServedModel:
 
     ``file``: as ``--model`` takes it. ``names``: for clients, the first in answers. ``embeds``: it embeds or ranks
     texts instead of generating them. ``options``: of the command line, by the names of their arguments.
-    ``cache_file``: where it finds cached prefixes, and keeps them at its end if it is asked to. ``yields``: it leaves
-    the cores to others while it loads.
+    ``cache_dir``: a folder of its own, where it finds cached prefixes, and keeps them at its end if it is asked to; the
+    option of the command line comes first. ``yields``: it leaves the cores to others while it loads.
     """
 
     file: str
     names: tuple[str, ...]
     embeds: bool
     options: dict[str, Any]
-    cache_file: str | None = None
+    cache_dir: str | None = None
     yields: bool = False
 
 
@@ -381,7 +381,7 @@ class WorkerProcess:
         self._leave(RETIRE)
 
     def stop(self, keeps_cache: bool = False) -> None:
-        """Lets it answer the requests that it has, and end. ``keeps_cache``: in its ``cache_file``."""
+        """Lets it answer the requests that it has, and end. ``keeps_cache``: in its ``cache_dir``."""
         if keeps_cache and self.state is State.READY:
             with suppress(OSError):
                 self._connections.send(KEEP)

@@ -97,7 +97,7 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def reference(model: lp.Model) -> Iterator[Reference]:
-    with Context(model, n_ctx=128, type_k="f32", type_v="f32", n_threads=1) as context:
+    with Context(model, n_ctx=256, type_k="f32", type_v="f32", n_threads=1) as context:
         yield Reference(model, context)
         context.set_adapters(None)
 
@@ -295,7 +295,8 @@ def test_saved_caches_have_the_cells_of_each_set(
     model: lp.Model, reference: Reference, tmp_path: Path
 ) -> None:
     """They are of another process, where the hashes of texts and bytes are others."""
-    path, prompt, n = tmp_path / "cache", [*SHARED, *A, *SHARED], len(SHARED)
+    options = {"n_ctx": 256, "cache_bytes": 2**24, "cache_dir": str(tmp_path / "cache")}
+    prompt, n = [*SHARED * 4, *A, *SHARED * 4], 4 * len(SHARED)
     saved = (None, "a", "c", {"c": 0.5, "a": 1.5})
     program = f"""
 from pathlib import Path
@@ -304,10 +305,9 @@ from test_activated_loras import engine_of, params
 with lp.Model({str(model.path)!r}) as model:
     for name in "abc":
         model.load_adapter(Path(model.path).with_name(name + ".gguf"))
-    with engine_of(model, cache_bytes=2**24) as engine:
+    with engine_of(model, **{options}) as engine:
         for adapter in {saved}:
             engine.generate({prompt}, params(adapter))
-        engine.save_cache(Path({str(path)!r}))
 """
     folders = [environment()["PYTHONPATH"], str(Path(__file__).parent)]
     run_script(program, env={"PYTHONPATH": os.pathsep.join(folders)})
@@ -318,8 +318,7 @@ with lp.Model({str(model.path)!r}) as model:
         ({"c": 0.4}, 0),
         ({"a": 1.5, "c": 0.4}, n),
     )
-    with engine_of(model, cache_bytes=2**24) as engine:
-        engine.load_cache(path)
+    with engine_of(model, **options) as engine:
         for adapter, n_cached in (*((choice, len(prompt) - 1) for choice in saved), *others):
             out = engine.generate(prompt, params(adapter))
             begin = UNLIMITED if adapter == "b" else n

@@ -22,12 +22,13 @@ from support.plain import PlainLoop, greedy, plain_loop
 from support.run_script import command, environment, run_script
 
 import llamapipe as lp
+from llamapipe import cache_file
 from llamapipe._engine.policy.prefix_tree import n_common
 from llamapipe._engine.runtime import disk_cache, loop
 from llamapipe._engine.runtime.disk_cache import CachedSequence, DiskCache
 from llamapipe._engine.runtime.snapshot import SnapshotFormat
 from llamapipe.llama.native_pipeline import SavedCells
-from llamapipe.work.tenant import Tenant, tenant
+from llamapipe.work.tenant import Tenant, is_of, tenant
 
 MakeEngine = Callable[..., lp.Engine]
 BUDGET = 2**24
@@ -140,15 +141,15 @@ def test_states_are_kept_too(
     make_engine: MakeEngine, model: lp.Model, plain: PlainLoop, tmp_path: Path
 ) -> None:
     """The next engine computes the last few tokens of a prompt, and of a new one those that differ."""
-    options = {"n_seq_max": 2, "cache_bytes": 2**26, "cache_dir": tmp_path}
+    options: dict[str, Any] = {"n_seq_max": 2, "cache_bytes": 2**26, "cache_dir": tmp_path}
     first = make_engine(model, **options)
     for which in (1, 2):
         n_computed(first, prompt_of(which), plain)
     first.close()
-    for more in ({"n_seq_max": 2}, {"n_seq_max": 5}, {"kv_unified": True}):
+    for which, more in enumerate(({"n_seq_max": 2}, {"n_seq_max": 5}, {"kv_unified": True}), 3):
         with make_engine(model, **{**options, **more}) as engine:
             assert n_computed(engine, prompt_of(2), plain) <= 4
-            assert n_computed(engine, prompt_of(3), plain) <= PROMPT - COMMON + 1
+            assert n_computed(engine, prompt_of(which), plain) <= PROMPT - COMMON + 1
             engine.check_integrity()
 
 
@@ -174,6 +175,23 @@ def test_cells_of_an_unknown_form(
     with make_engine(cache_bytes=BUDGET, cache_dir=tmp_path) as engine:
         ask(engine, prompt(0))
     assert "cache_dir has no effect" in caplog.text and files_of(tmp_path) == []
+
+
+def test_a_sequence_whose_state_is_of_a_later_place(
+    make_engine: MakeEngine, model: lp.Model, plain: PlainLoop, tmp_path: Path
+) -> None:
+    """A stop string ends a text late. Its cells are kept, and continue from other states."""
+    first = make_engine(model, n_seq_max=1, cache_bytes=2**26, cache_dir=tmp_path)
+    told = first.generate(prompt_of(1), greedy(12))
+    stop = told.text[3:9]
+    first.reset_prefix_cache()
+    assert first.generate(prompt_of(1), greedy(12, stop=stop)).finish_reason == "stop"
+    first.close()
+    second = make_engine(model, n_seq_max=3, cache_bytes=2**26, cache_dir=tmp_path)
+    again = [*prompt_of(1), *told.token_ids]
+    assert n_computed(second, again, plain) <= 4 + len(told.token_ids)
+    assert second.stats().n_disk_reads == 1
+    second.check_integrity()
 
 
 def test_what_is_evicted_from_host_memory_is_read_again(
@@ -234,8 +252,97 @@ def test_an_engine_without_work_writes(make_engine: MakeEngine, tmp_path: Path, 
     ask(engine, prompt(7))  # computes it itself, so the other one's file is not needed
 
 
-def test_what_is_not_for_others(make_engine: MakeEngine, tmp_path: Path) -> None:
-    """Other salts, other tenants, other types and kernels of cells; and the tenant alone forgets its own."""
+def test_when_it_is_written(make_engine: MakeEngine, tmp_path: Path, at_once: None) -> None:
+    """Not at all, or only at the end, without what was evicted before; and in the background again."""
+    options: dict[str, Any] = {"n_seq_max": 1, "cache_bytes": BUDGET, "cache_dir": tmp_path}
+    with make_engine(**options) as engine:
+        engine.set_cache_writes("never")
+        for i in range(3):
+            ask(engine, prompt(i))
+        size = engine.stats().cache_bytes // 2
+    assert files_of(tmp_path) == []
+    engine = make_engine(**{**options, "cache_bytes": 4 * size})
+    engine.set_cache_writes("at_close")
+    for i in range(8):
+        ask(engine, prompt(i))
+    assert engine.stats().n_disk_writes == 0
+    engine.close()
+    n = len(files_of(tmp_path))
+    assert 2 <= n <= 5
+    with make_engine(**options) as engine:
+        engine.set_cache_writes("never")
+        found = [ask(engine, prompt(i)).n_cached_tokens for i in range(8)]
+        assert found == [0] * (8 - n) + [149] * n
+        assert len(files_of(tmp_path)) == n
+        engine.set_cache_writes("always")
+        wait_until(lambda: len(files_of(tmp_path)) == 8)
+        with pytest.raises(ValueError, match="when is 'later'; it must be one of"):
+            engine.set_cache_writes("later")  # type: ignore[arg-type]
+    engine.set_cache_writes("never")  # has no effect any more
+    with pytest.raises(ValueError, match="needs an engine with cache_dir"):
+        make_engine().set_cache_writes("never")
+
+
+def test_what_was_used_last_is_kept_at_the_end(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """Each sequence once, whether in a slot or in host memory; and those used last, if there is no room for all."""
+    options: dict[str, Any] = {"n_seq_max": 2, "cache_bytes": 2**26, "n_ctx": 1600}
+    engine = make_engine(**options, cache_dir=tmp_path / "all")
+    engine.set_cache_writes("at_close")
+    for i in range(6):
+        ask(engine, prompt(i, 1500))
+    ask(engine, prompt(5, 1550))  # it begins with another one
+    engine.close()
+    assert len(files_of(tmp_path / "all")) == 6
+    n_bytes = sum(path.stat().st_size for path in files_of(tmp_path / "all"))
+    options |= {"cache_dir": tmp_path / "some", "cache_dir_bytes": max(n_bytes // 2, 2**20)}
+    assert n_bytes > 2**21
+    for first in (0, 6):
+        engine = make_engine(**options)
+        engine.set_cache_writes("at_close")
+        for i in range(first, first + 6):
+            ask(engine, prompt(i, 1500))
+        engine.close()
+        assert sum(path.stat().st_size for path in files_of(tmp_path / "some")) <= n_bytes // 2
+        with make_engine(**options) as engine:
+            engine.set_cache_writes("never")
+            found = [ask(engine, prompt(i, 1500)).n_cached_tokens > 1400 for i in range(12)]
+        assert [i for i in range(12) if found[i]] == [*range(first + 6 - sum(found), first + 6)]
+        assert sum(found) >= 2
+
+
+def test_files_are_deleted_without_an_engine(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """Those of the wanted keys, of all forms of cells; and what a killed process was writing."""
+    for type_k in ("f16", "f32"):
+        with make_engine(cache_bytes=BUDGET, cache_dir=tmp_path, type_k=type_k) as engine:
+            ask(engine, prompt(0), "a")
+            token = tenant.set(Tenant(cache="b"))
+            ask(engine, prompt(1))
+            tenant.reset(token)
+    folder = files_of(tmp_path)[0].parent
+    (folder / ".x.part").touch()
+    (folder / "damaged.kv").touch()
+    (folder / "link.kv").symlink_to(files_of(tmp_path)[0])
+    os.mkfifo(folder / "pipe.kv")
+    (tmp_path / "lock").touch()
+    cache_file.forget(tmp_path, is_of("b"))
+    assert not (folder / ".x.part").exists()
+    for name in ("damaged.kv", "link.kv", "pipe.kv"):  # nobody uses them
+        (folder / name).unlink()
+    assert len(files_of(tmp_path)) == 2
+    with make_engine(cache_bytes=BUDGET, cache_dir=tmp_path) as engine:
+        token = tenant.set(Tenant(cache="b"))
+        assert ask(engine, prompt(1)).n_cached_tokens == 0
+        tenant.reset(token)
+        assert ask(engine, prompt(0), "a").n_cached_tokens == 149
+    cache_file.forget(tmp_path, is_of(None))
+    cache_file.forget(tmp_path / "none", is_of(None))
+    assert len(files_of(tmp_path)) == 1  # what was computed again
+    cache_file.forget(tmp_path, is_of("b"))
+    assert files_of(tmp_path) == []
+
+
+def test_what_is_not_for_others(make_engine: MakeEngine, demo: lp.Model, tmp_path: Path) -> None:
+    """Other models, salts, tenants, types and kernels of cells; and the tenant alone forgets its own."""
     with make_engine(cache_bytes=BUDGET, cache_dir=tmp_path) as engine:
         ask(engine, prompt(0), "a")
         token = tenant.set(Tenant(cache="b"))
@@ -248,6 +355,8 @@ def test_what_is_not_for_others(make_engine: MakeEngine, tmp_path: Path) -> None
                 0,
                 0,
             ]
+    with make_engine(demo, cache_bytes=BUDGET, cache_dir=tmp_path) as other:
+        assert ask(other, prompt(2)).n_cached_tokens == 0
     shutil.rmtree(tmp_path)
     kept(make_engine, tmp_path, prompt(2))
     with make_engine(cache_bytes=BUDGET, cache_dir=tmp_path) as engine:
@@ -305,6 +414,8 @@ def test_damaged_files_are_deleted(
     expected = ask(make_engine(), prompt(0), n=4).token_ids
     n_begin = content.index(b"llpsnap")
     damages: list[bytes] = [b"", content[:10], content[:-1], content + b"x", bytes(len(content))]
+    # The last byte of a length: no memory is asked for that the file cannot fill.
+    damages += [content[:at] + b"\xff" + content[at + 1 :] for at in (11, 23)]
     for _ in range(30):
         at, changed = random_.randrange(len(content)), bytearray(content)
         changed[at if random_.random() < 0.5 else at % (n_begin + 300)] ^= 1 << random_.randrange(8)
@@ -328,14 +439,15 @@ def test_forged_heads(make_engine: MakeEngine, tmp_path: Path) -> None:
     kept(make_engine, tmp_path, prompt(0))
     (path,) = files_of(tmp_path)
     content = path.read_bytes()
-    magic, n_head, _, n_snapshot = disk_cache._START.unpack_from(content)
-    head = json.loads(content[disk_cache._START.size :][:n_head])
-    snapshot = content[disk_cache._START.size + n_head :]
+    magic, n_head, _, n_snapshot = cache_file._START.unpack_from(content)
+    head = json.loads(content[cache_file._START.size :][:n_head])
+    snapshot = content[cache_file._START.size + n_head :]
     expected = ask(make_engine(), prompt(1), n=4).token_ids
     blocks = bytes(8 * (150 // 64)).hex()
     others: list[Any] = [
         [*head[:1], "150", *head[2:]],
-        [*head[:3], [10, 5], *head[4:]],
+        [*head[:3], [[10, 0], [5, 0]], *head[4:]],
+        [*head[:3], [10], *head[4:]],
         [*head[:3], [[]], *head[4:]],
         [*head[:5], "zz", head[6]],
         [*head[:5], blocks + "00" * 8, head[6]],
@@ -345,11 +457,11 @@ def test_forged_heads(make_engine: MakeEngine, tmp_path: Path) -> None:
         {},
         None,
     ]
-    hashes = disk_cache._hashes(prompt(1), 150)
+    hashes = cache_file.hashes_of(prompt(1), 150)
     others.append([*head[:5], b"".join(one.to_bytes(8, "little") for one in hashes).hex(), head[6]])
     for other in others:
         text = json.dumps(other).encode()
-        path.write_bytes(disk_cache._START.pack(magic, len(text), crc32(text), n_snapshot) + text + snapshot)
+        path.write_bytes(cache_file._START.pack(magic, len(text), crc32(text), n_snapshot) + text + snapshot)
         with make_engine(cache_bytes=BUDGET, cache_dir=tmp_path) as engine:
             done = ask(engine, prompt(1), n=4)
             assert done.token_ids == expected and done.n_cached_tokens == 0

@@ -1,4 +1,4 @@
-"""States of memories that cannot go back, in cache files and snapshots: used by another engine, or refused."""
+"""States of memories that cannot go back, in snapshots: used by another engine, or refused."""
 
 from __future__ import annotations
 
@@ -62,51 +62,6 @@ def n_computed(engine: lp.Engine, prompt: list[int], plain: PlainLoop) -> int:
 
 
 OTHERS: list[dict[str, Any]] = [{"n_seq_max": 2}, {"n_seq_max": 5}, {"kv_unified": True}]
-
-
-def test_a_cache_file_has_the_states(
-    make_engine: MakeEngine, model: lp.Model, plain: PlainLoop, tmp_path: Path
-) -> None:
-    """The next engine computes the last few tokens of a prompt, and of a new one those that differ."""
-    path, again = tmp_path / "cache", tmp_path / "again"
-    first = make_engine(model, n_seq_max=2, cache_bytes=2**26)
-    for which in (1, 2):
-        n_computed(first, prompt_of(which), plain)
-    first.save_cache(path)
-    first.check_integrity()
-    assert n_computed(first, prompt_of(1), plain) <= 4  # nothing was lost
-    for options in OTHERS:
-        second = make_engine(model, cache_bytes=2**26, **options)
-        second.load_cache(path)
-        assert n_computed(second, prompt_of(2), plain) <= 4
-        assert n_computed(second, prompt_of(3), plain) == PROMPT - COMMON
-        second.check_integrity()
-        second.save_cache(again)
-    path.write_bytes(again.read_bytes())
-    third = make_engine(model, n_seq_max=2, cache_bytes=2**26)
-    third.load_cache(path)
-    assert n_computed(third, prompt_of(4), plain) == PROMPT - COMMON
-    small = make_engine(model, n_seq_max=2, cache_bytes=0)  # no room for any
-    small.load_cache(path)
-    assert small.stats().cache_bytes == 0
-    n_computed(small, prompt_of(2), plain)
-
-
-def test_a_sequence_whose_state_is_of_a_later_place(
-    make_engine: MakeEngine, model: lp.Model, plain: PlainLoop, tmp_path: Path
-) -> None:
-    """A stop string ends a text late. Its cells are kept, and continue from other states."""
-    first = make_engine(model, n_seq_max=1, cache_bytes=2**26)
-    told = first.generate(prompt_of(1), greedy(12))
-    stop = told.text[3:9]
-    first.reset_prefix_cache()
-    assert first.generate(prompt_of(1), greedy(12, stop=stop)).finish_reason == "stop"
-    first.save_cache(tmp_path / "cache")
-    second = make_engine(model, n_seq_max=3, cache_bytes=2**26)
-    second.load_cache(tmp_path / "cache")
-    again = [*prompt_of(1), *told.token_ids]
-    assert n_computed(second, again, plain) <= 4 + len(told.token_ids)
-    second.check_integrity()
 
 
 @pytest.mark.parametrize("there", OTHERS, ids=str)
@@ -253,18 +208,33 @@ class TestForged:
             make_engine(model).restore(old)
 
     def test_in_a_cache_file(
-        self, make_engine: MakeEngine, model: lp.Model, plain: PlainLoop, snapshot: bytes, tmp_path: Path
+        self, make_engine: MakeEngine, model: lp.Model, plain: PlainLoop, tmp_path: Path
     ) -> None:
-        """A file is refused at the first bad one; those before it are kept."""
-        path = tmp_path / "cache"
-        body = snapshot[:-CHECK]
-        _, state = self.parts(snapshot)
-        bad = body[: state + 8] + struct.pack("<I", 7) + body[state + 12 :]
-        with cache_file.written(path) as write:
-            write(None, {}, [snapshot])
-            write(None, {}, [bad, blake2b(bad, digest_size=CHECK).digest()])
-        engine = make_engine(model, n_seq_max=2, cache_bytes=2**26)
-        with pytest.raises(ValueError, match="the snapshot is damaged: "):
-            engine.load_cache(path)
-        tokens = tokens_of(snapshot)
-        assert n_computed(engine, [*tokens, 7], plain) == 2  # the last of them had no cell yet
+        """The file is deleted, its tokens are computed; the other one is used."""
+        options: dict[str, Any] = {"n_seq_max": 2, "cache_bytes": 2**26, "cache_dir": tmp_path}
+        other = [*range(30, 130)]
+        with make_engine(model, **options) as engine:
+            for prompt in (prompt_of(1), other):
+                n_computed(engine, prompt, plain)
+        (path,) = (path for path in tmp_path.glob("*/*.kv") if tokens_of(snapshot_in(path))[0] != other[0])
+        whole = snapshot_in(path)
+        head = path.read_bytes()[: -len(whole)]
+        body = whole[:-CHECK]
+        _, state = self.parts(whole)
+        for at in (state + 8, state + 12, 64):  # counts, positions and sizes
+            bad = body[:at] + struct.pack("<I", 7) + body[at + 4 :]
+            path.write_bytes(head + bad + blake2b(bad, digest_size=CHECK).digest())
+            with make_engine(model, **options) as engine:
+                assert n_computed(engine, prompt_of(1), plain) == PROMPT
+                assert not path.exists()
+                assert n_computed(engine, other, plain) <= 4
+                assert engine.stats().n_disk_reads == 1
+                engine.set_cache_writes("never")
+                engine.check_integrity()
+
+
+def snapshot_in(path: Path) -> bytes:
+    """The snapshot in a file of the prefix cache."""
+    with cache_file.opened(path) as file:
+        cache_file.read_head(file)
+        return file.readall()

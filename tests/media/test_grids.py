@@ -17,6 +17,7 @@ from support.mtmd_reference import MARKER, Reference
 
 import llamapipe as lp
 from llamapipe._engine.policy.core import MediaRows
+from llamapipe._engine.runtime.disk_cache import MIN_GAIN
 from llamapipe._engine.runtime.executor import StepExecutor
 from llamapipe.errors import ContextFullError
 from llamapipe.llama.context import Context
@@ -196,14 +197,16 @@ def test_guesses_after_an_image(model: lp.Model, monkeypatch: pytest.MonkeyPatch
 
 def test_the_saved_cache_leaves_images_out(model: lp.Model, tmp_path: Path) -> None:
     text = "A text that is long enough to be kept, word by word by word, until there are enough words. " * 3
-    with lp.Engine(model, **CELLS, n_ctx=512, n_seq_max=4) as engine:
-        engine.chat(question(0)[0], ONE)
+    messages, _ = question(0, text="Look at this, and say what it is: ")
+    options: Any = {**CELLS, "n_ctx": 512, "n_seq_max": 4, "cache_dir": tmp_path / "cache"}
+    with lp.Engine(model, **options) as engine:
+        n_image = engine.chat(messages, ONE).n_prompt_tokens
         n_prompt = engine.generate(text, ONE).n_prompt_tokens
-        engine.save_cache(tmp_path / "cache")
-    with lp.Engine(model, **CELLS, n_ctx=512, n_seq_max=4) as engine:
-        engine.load_cache(tmp_path / "cache")
+    assert min(n_image, n_prompt) > MIN_GAIN
+    assert len([*tmp_path.glob("cache/*/*")]) == 1
+    with lp.Engine(model, **options) as engine:
         assert engine.generate(text, ONE).n_cached_tokens >= n_prompt - 2
-        assert engine.chat(question(0)[0], ONE).n_cached_tokens < 10
+        assert engine.chat(messages, ONE).n_cached_tokens < 10
 
 
 def test_a_launch_that_was_refused_leaves_no_positions_behind(model: lp.Model) -> None:

@@ -103,18 +103,19 @@ def test_saved_caches_do_not_mix_images_of_other_limits(files: tuple[Path, Path]
     asked = [{"role": "user", "content": [story, *question()[0]["content"]]}]
     options: Any = {**CELLS, "n_ctx": 512, "n_seq_max": 2}
     answers = []
-    for most, loads in ((64, False), (12, True), (12, False)):
+    told = [{"role": "user", "content": story}]
+    for most, folder in ((64, tmp_path / "cache"), (12, tmp_path / "cache"), (12, None)):
         with (
             lp.Model(text, mmproj=mmproj, image_max_tokens=most) as model,
-            lp.Engine(model, **options) as engine,
+            lp.Engine(model, **options, cache_dir=folder) as engine,
         ):
-            if loads:
-                engine.load_cache(tmp_path / "cache")
+            if most == 12 and folder is not None:
+                assert engine.chat(told, ONE).n_cached_tokens > 100
+                assert engine.stats().n_disk_reads == 1
             answers.append(engine.chat(asked, ONE))
             assert engine.chat(asked, ONE).n_cached_tokens > 140
             if most == 64:
-                engine.chat([{"role": "user", "content": story}], ONE)
-                engine.save_cache(tmp_path / "cache")
+                engine.chat(told, ONE)
     first, second, alone = answers
     assert first.n_prompt_tokens > second.n_prompt_tokens == alone.n_prompt_tokens
     assert 0 < second.n_cached_tokens < second.n_prompt_tokens - 8  # the text before the image, at most

@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -132,12 +133,14 @@ class TestTheList:
             draft = "small.gguf"
             mmproj = "eyes.gguf"
             lora = { style = "style.gguf" }
+            cache_dir = "kept"
         """
         assert entries_of([str(self.written(tmp_path, text))]) == [
             ModelEntry(
                 "qwen2.5:7b", "hf:a/b/c.gguf", ("gpt",),
                 {"n_ctx": 100, "type_k": "q8_0", "max_itl_ms": 20.0, "use_mmap": False,
                  "draft": str(tmp_path / "small.gguf"), "mmproj": str(tmp_path / "eyes.gguf"),
+                 "cache_dir": str(tmp_path / "kept"),
                  "lora": [("style", str(tmp_path / "style.gguf"))]},
                 False, True, True, 60.0, ("style",),
             )
@@ -453,24 +456,17 @@ class TestRoom:
 
     def test_cached_prefixes_are_forgotten_if_a_client_asks(self, server: PoolServer) -> None:
         """Of a model that is loaded, and of one that has left them in a file; neither is loaded for it."""
-        said = "Once upon a time there was a fox who lived in a wood. " * 20
-
-        def n_cached(name: str) -> int:
-            usage = server.ask(name, prompt=said).json()["usage"]
-            n: int = usage["prompt_tokens_details"]["cached_tokens"]
-            return n
-
-        n_cached("a")
-        assert n_cached("a") > 100
+        n_cached(server, "a")
+        assert n_cached(server, "a") > 100
         assert server.client.post("/reset_prefix_cache", params={"model": "a"}).status_code == 200
-        assert n_cached("a") == 0
+        assert n_cached(server, "a") == 0
         for name in ("b", "c"):
             server.ask(name)
         server.wait_for(a="unloaded")
         assert server.client.post("/reset_prefix_cache", params={"model": "nothing"}).status_code == 404
         assert server.client.post("/reset_prefix_cache").status_code == 200
         assert server.loaded() == ["b", "c"]
-        assert n_cached("a") == 0
+        assert n_cached(server, "a") == 0
 
     def test_a_model_that_can_never_fit_is_refused_at_once(self, server: PoolServer) -> None:
         server.ask("a")
@@ -594,6 +590,26 @@ def test_a_stream_has_signs_of_life_while_its_model_loads(
         assert "raw" in json.loads(late.text.splitlines()[-1])["error"]
 
 
+TOLD = "Once upon a time there was a fox who lived in a wood. " * 20
+
+
+def n_cached(server: PoolServer, name: str) -> int:
+    """The tokens of a text that a model had cached."""
+    usage = server.ask(name, prompt=TOLD).json()["usage"]
+    n: int = usage["prompt_tokens_details"]["cached_tokens"]
+    return n
+
+
+def unload(server: PoolServer, name: str) -> None:
+    server.client.post("/models/unload", json={"model": name})
+    server.wait_for(**{name: "unloaded"})
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The cached prefixes in a folder."""
+    return [*folder.glob("*/*.kv")]
+
+
 def test_what_is_kept_ends_with_the_server(models: Path, tmp_path: Path) -> None:
     """The files are in a folder that only its user can read; one that a killed server left behind is deleted later."""
     folder = tmp_path / "cache" / "evicted"
@@ -605,13 +621,48 @@ def test_what_is_kept_ends_with_the_server(models: Path, tmp_path: Path) -> None
         (own,) = [path for path in folder.iterdir() if path.is_dir()]
         assert own.name != "left"
         assert own.stat().st_mode & 0o777 == 0o700
-        server.ask("a", prompt="Once upon a time " * 50)
-        server.client.post("/models/unload", json={"model": "a"})
-        server.wait_for(a="unloaded")
-        assert [path.suffix for path in own.iterdir() if path.name != "lock"] == [".cache"]
+        server.ask("a", prompt=TOLD)
+        (kept,) = [path for path in own.iterdir() if path.name != "lock"]
+        assert kept.stat().st_mode & 0o777 == 0o700
+        assert files_of(kept) == []  # nobody asked for writes while it runs
+        unload(server, "a")
+        assert [path.stat().st_mode & 0o777 for path in files_of(kept)] == [0o600]
         server.ask("a")
-        assert [path for path in own.iterdir() if path.name != "lock"] == []
+        os.kill(server.pids("a")[-1], signal.SIGTERM)  # by itself: what it had is not kept
+        server.wait_for(a="unloaded")
+        assert len(files_of(kept)) == 1
     assert [path for path in folder.iterdir() if path.is_dir()] == []
+
+
+def test_a_folder_that_the_operator_gives(models: Path, tmp_path: Path) -> None:
+    """It outlives the server, and serves models that are loaded or not; no model has another one then."""
+    where = {"LLAMAPIPE_CACHE_DIR": str(tmp_path / "cache")}
+    (models / "kept.toml").write_text(
+        f"[models.a]\nfile = 'a.gguf'\ncache_dir = {str(tmp_path / 'a')!r}\n"
+        "[models.b]\nfile = 'b.gguf'\n[models.c]\nfile = 'c.gguf'\ncache_bytes = 0\n"
+    )
+    with pool_server(models / "kept.toml", *OPTIONS, log=tmp_path / "log", **where) as server:
+        for name in "abc":
+            server.ask(name, prompt=TOLD)
+            unload(server, name)
+        assert len(files_of(tmp_path / "a")) == 1
+        assert len([*tmp_path.glob("cache/evicted/*/*/*/*.kv")]) == 1  # of b; c has no memory for them
+    folder = tmp_path / "all"
+    listed = models / "both.toml"
+    listed.write_text((models / "kept.toml").read_text().split("[models.c]")[0])
+    options = (*OPTIONS, "--cache-dir", str(folder))
+    for _ in range(2):
+        with pool_server(listed, *options, log=tmp_path / "log", **where) as server:
+            assert n_cached(server, "a") > 100
+            n_cached(server, "b")
+            assert [path for path in tmp_path.glob("cache/evicted/*") if path.is_dir()] == []
+        assert len(files_of(folder)) == 1
+    with pool_server(listed, *options, log=tmp_path / "log", **where) as server:
+        assert n_cached(server, "b") > 100
+        unload(server, "b")
+        assert server.client.post("/reset_prefix_cache", params={"model": "b"}).status_code == 200
+        assert (len(files_of(tmp_path / "a")), files_of(folder)) == (1, [])
+        assert n_cached(server, "b") == 0
 
 
 def test_models_end_by_themselves_and_start_early(models: Path, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Cached sequences on disk: what was computed survives a restart, and what host memory has no room for is kept.
 
-Open this file to change the format of these files, which of them are written, read or deleted, or when.
+Open this file to change which files are written, read or deleted, or when; ``llamapipe.cache_file`` has their format.
 
 The principle: a file is one sequence, and it never changes. It is written under another name and renamed when it is
 whole, so a process that is killed leaves nothing that another one could read. Its name is a digest of its tokens and
@@ -19,29 +19,36 @@ only for ``PATIENCE_S``. Reads come first.
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import stat
-import struct
-import sys
 import threading
-from array import array
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from hashlib import blake2b
-from io import FileIO
-from itertools import pairwise
 from pathlib import Path
 from time import monotonic
-from typing import Any, NamedTuple
-from zlib import crc32
+from typing import Any, Literal, NamedTuple
 
 from llamapipe._engine.policy.prefix_tree import PrefixTree
 from llamapipe._engine.runtime.snapshot import Snapshot, SnapshotFormat, parts_of, unpack
 from llamapipe._engine.runtime.state_layout import Saved
-from llamapipe.cache_file import as_tuple, bytes_as_json, is_writable
+from llamapipe.cache_file import (
+    BLOCK,
+    PARTIAL,
+    SUFFIX,
+    Head,
+    hashes_of,
+    is_writable,
+    name_of,
+    opened,
+    packed_head,
+    read_head,
+    remove_if_dead,
+    subfolders,
+    tail_of,
+)
 from llamapipe.llama.native_pipeline import SavedCells
 from llamapipe.locks import Lock
 
@@ -51,14 +58,11 @@ MIN_GAIN = 64  # tokens that a request must gain to wait for a file, and a seque
 REST_S = 0.5  # of an engine without work, before each sequence that is copied to be written
 GROWTH = 16  # a sequence that has grown by less than this part of it is not written again before the end
 CLOSE_S = 10.0  # for what is written when an engine is closed
-_BLOCK = 64  # tokens
 _MOST_WAITING = 2  # sequences to be written; each takes host memory until then
 _MOST_OFFERED = 2**16
 _RETRY_S = 60.0  # without writes after one that failed
 _RESCAN_S = 1.0  # between two looks at what other processes have written
-_START = struct.Struct("<8sIIQ")  # magic, bytes of the head, their checksum, bytes of the snapshot
-_MAGIC = b"llpkv\0\0\1"
-_SUFFIX, _PARTIAL = ".kv", ".part"
+Writes = Literal["always", "at_close", "never"]
 _log = logging.getLogger("llamapipe")
 
 
@@ -84,27 +88,12 @@ class CachedSequence(NamedTuple):
             copy.close()
 
 
-class _Head(NamedTuple):
-    """What a file says of its sequence. ``blocks``: hashes of its blocks; ``tail``: of the tokens after them.
-
-    ``has_cells``: the cells can be used to their end. ``marks``: negative numbers in the place of tokens.
-    """
-
-    cache_key: Hashable
-    n: int
-    has_cells: bool
-    places: list[int]
-    blocks: list[int]
-    tail: int
-    marks: dict[int, int]
-
-
 class Entry:
     """A file: ``n`` tokens, of which the cells are there (``has_cells``), and states at ``places``."""
 
     __slots__ = ("cache_key", "has_cells", "n", "n_bytes", "name", "places", "tail")
 
-    def __init__(self, name: str, n_bytes: int, head: _Head) -> None:
+    def __init__(self, name: str, n_bytes: int, head: Head) -> None:
         self.name = name
         self.n_bytes = n_bytes
         self.cache_key = head.cache_key
@@ -124,6 +113,8 @@ class DiskCache:
     in any words. ``n_ctx``: longer sequences do not fit. ``can_cut``: a sequence can be used up to any of its tokens,
     not only at its end and at the places of its states. Raises ValueError for a folder that cannot be used, or that
     others could write to.
+
+    ``writes``: when sequences are written; only the engine thread changes it. ``"at_close"``: by ``write_rest`` alone.
     """
 
     def __init__(
@@ -143,6 +134,7 @@ class DiskCache:
         self.root = folder
         self.folder = folder / digest.hexdigest()
         self.n_read = self.n_written = 0
+        self.writes: Writes = "always"
         self._max_bytes = max_bytes
         self._layout = layout
         self._n_vocab = n_vocab
@@ -154,6 +146,7 @@ class DiskCache:
         self._reads: deque[tuple[Entry, Callable[[CachedSequence | None], object]]] = deque()
         self._writes: deque[CachedSequence] = deque()
         self._written: CachedSequence | None = None  # the one that is written now
+        self._rest: set[str] | None = None  # files that were written since ``begin_rest``
         self._offered: set[str] = set()  # files that were or will be written, or are too large
         self._n_forgotten = 0  # calls of ``forget``: a write that began before one of them is not kept
         self._changed = threading.Condition(threading.Lock())
@@ -175,7 +168,7 @@ class DiskCache:
         """How many of the first ``limit`` cells a file has for these keys, and the file. None: too few."""
         if limit < MIN_GAIN:
             return None
-        hashes = _hashes(keys, limit - limit % _BLOCK)
+        hashes = hashes_of(keys, limit - limit % BLOCK)
         best: tuple[int, Entry] | None = None
         with self._lock:
             for n_blocks, entry in self._tree.find(hashes, len(hashes), cache_key):
@@ -189,14 +182,19 @@ class DiskCache:
     def _usable(self, entry: Entry, n_blocks: int, keys: Sequence[int], limit: int) -> int:
         if entry.n > self._n_ctx:
             return 0
-        n = n_blocks * _BLOCK
-        if n == entry.n - entry.n % _BLOCK and entry.n <= limit and _hash(keys[n : entry.n]) == entry.tail:
-            n = entry.n
+        n = n_blocks * BLOCK
+
+        def has(place: int, tail: int) -> bool:
+            return place <= n or (
+                place - place % BLOCK == n and place <= limit and tail_of(keys, place) == tail
+            )
+
+        is_whole = has(entry.n, entry.tail)
         if self._can_cut:
-            return n if entry.has_cells else 0
-        if n == entry.n and entry.has_cells:
-            return n
-        return max((place for place in entry.places if place <= n), default=0)
+            return (entry.n if is_whole else n) if entry.has_cells else 0
+        if is_whole and entry.has_cells:
+            return entry.n
+        return max((place for place, tail in entry.places.items() if has(place, tail)), default=0)
 
     def read(self, entry: Entry, done: Callable[[CachedSequence | None], object]) -> None:
         """Reads a file in the thread, then calls ``done`` with its sequence; None if it cannot be read."""
@@ -206,7 +204,7 @@ class DiskCache:
     @property
     def has_room(self) -> bool:
         """Whether another sequence may wait to be written now."""
-        return len(self._writes) < _MOST_WAITING and monotonic() >= self._retry_at
+        return self.writes == "always" and len(self._writes) < _MOST_WAITING and monotonic() >= self._retry_at
 
     def wants(self, keys: Sequence[int], cache_key: Hashable, at_end: bool = False) -> bool:
         """Whether writing a sequence would keep enough tokens that no file has.
@@ -219,14 +217,18 @@ class DiskCache:
         found = self.find(keys, cache_key, n)
         n_new = n - (0 if found is None else found[0])
         least = 1 if n_new == n else MIN_GAIN if at_end else max(MIN_GAIN, n // GROWTH)
-        return n_new >= least and _name(keys, cache_key) not in self._offered
+        return n_new >= least and name_of(keys, cache_key) not in self._offered
 
     def write(self, sequence: CachedSequence) -> None:
         """Writes a sequence in the thread, which frees its memory."""
         if len(self._offered) > _MOST_OFFERED:
             self._offered.clear()
-        self._offered.add(_name(sequence.tokens, sequence.cache_key))
+        self._offered.add(name_of(sequence.tokens, sequence.cache_key))
         self._put(self._writes, sequence)
+
+    def begin_rest(self) -> None:
+        """Lets what is written from now on delete no other that was: each was used less recently than those before."""
+        self._rest = set()
 
     def wait_for_room(self, deadline: float) -> bool:
         """Waits until another sequence may wait, at most to a time of ``monotonic``. Returns whether it may."""
@@ -324,8 +326,8 @@ class DiskCache:
     def _read(self, entry: Entry) -> CachedSequence | None:
         path = self.folder / entry.name
         try:
-            with _opened(path) as file:
-                head, n_bytes = _read_head(file)
+            with opened(path) as file:
+                head, n_bytes = read_head(file)
                 data = bytearray(n_bytes)
                 if file.readinto(data) != n_bytes:
                     raise ValueError("it is cut")
@@ -374,7 +376,7 @@ class DiskCache:
             with suppress(OSError):
                 (self.folder / old.name).unlink(missing_ok=True)
 
-    def _write_file(self, sequence: CachedSequence, head: _Head, n_forgotten: int) -> Entry | None:
+    def _write_file(self, sequence: CachedSequence, head: Head, n_forgotten: int) -> Entry | None:
         cells = sequence.cells
         snapshot = Snapshot(
             [max(token, 0) for token in sequence.tokens],
@@ -386,14 +388,15 @@ class DiskCache:
         parts = parts_of(snapshot, self._layout)
         if sum(map(len, parts)) < sum(state.n_bytes for state in sequence.copies()) // 2:
             return None  # cells of another form than the context's empty ones: only tokens are left
-        start = _packed_head(head, sum(map(len, parts)))
+        start = packed_head(head, sum(map(len, parts)))
         n_bytes = sum(map(len, (*start, *parts)))
         if n_bytes > self._max_bytes:
             return None
-        path = self.folder / _name(sequence.tokens, sequence.cache_key)
+        path = self.folder / name_of(sequence.tokens, sequence.cache_key)
         self._make_folders()
-        self._make_room(n_bytes)
-        partial = self.folder / f".{path.name}.{os.getpid()}.{threading.get_ident()}{_PARTIAL}"
+        if not self._make_room(n_bytes):
+            return None
+        partial = self.folder / f".{path.name}.{os.getpid()}.{threading.get_ident()}{PARTIAL}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             with open(os.open(partial, flags, 0o600), "wb") as file:
@@ -408,16 +411,18 @@ class DiskCache:
         if n_forgotten != self._n_forgotten:  # perhaps these tokens; the caller of ``forget`` saw no file
             path.unlink(missing_ok=True)
             return None
+        if self._rest is not None:
+            self._rest.add(path.name)
         return Entry(path.name, n_bytes, head)
 
     def _replaced_by(self, new: Entry, blocks: list[int], tokens: Sequence[int]) -> list[Entry]:
         """The files of which a new one has all that could be used."""
         return [
             old
-            for n_blocks, old in self._tree.prefixes(blocks, len(blocks), new.cache_key)
+            for _, old in self._tree.prefixes(blocks, len(blocks), new.cache_key)
             if old is not new
             and old.n < new.n
-            and _hash(tokens[n_blocks * _BLOCK : old.n]) == old.tail
+            and tail_of(tokens, old.n) == old.tail
             and (new.has_cells if self._can_cut else {*old.places, old.n} <= {*new.places})
         ]
 
@@ -438,17 +443,25 @@ class DiskCache:
             if problem is not None:
                 raise ValueError(f"cache_dir: {folder} {problem}; give a folder of your own, with mode 700")
 
-    def _make_room(self, n_bytes: int) -> None:
-        """Deletes the files that were used least recently, of all folders, so that ``n_bytes`` more fit."""
-        found = []
-        for folder in _subfolders(self.root):
+    def _make_room(self, n_bytes: int) -> bool:
+        """Deletes the files that were used least recently, of all folders, so that ``n_bytes`` more fit.
+
+        False: they would not, without some that are written at the end.
+        """
+        found, n_kept = [], 0
+        for folder in subfolders(self.root):
             with suppress(OSError), os.scandir(folder) as files:
                 for file in files:
-                    if file.name.endswith(_SUFFIX) and file.is_file(follow_symlinks=False):
+                    if file.name.endswith(SUFFIX) and file.is_file(follow_symlinks=False):
                         with suppress(OSError):
                             status = file.stat(follow_symlinks=False)
-                            found.append((status.st_mtime_ns, status.st_size, Path(file.path)))
-        n_over = sum(size for _, size, _ in found) + n_bytes - self._max_bytes
+                            if self._rest is not None and file.name in self._rest:
+                                n_kept += status.st_size
+                            else:
+                                found.append((status.st_mtime_ns, status.st_size, Path(file.path)))
+        if n_kept + n_bytes > self._max_bytes:
+            return False
+        n_over = sum(size for _, size, _ in found) + n_kept + n_bytes - self._max_bytes
         for _, size, path in sorted(found):
             if n_over <= 0:
                 break
@@ -458,6 +471,7 @@ class DiskCache:
                 entry = self._entries.get(path.name)
                 if entry is not None and path.parent == self.folder:
                     self._drop(entry)
+        return True
 
     # ---- the index
     def _scan(self) -> None:
@@ -465,17 +479,17 @@ class DiskCache:
         names = set()
         with os.scandir(self.folder) as found:
             for one in found:
-                if one.name.endswith(_SUFFIX):
+                if one.name.endswith(SUFFIX):
                     names.add(one.name)
-                elif one.name.endswith(_PARTIAL):
-                    _remove_if_dead(one.path)
+                elif one.name.endswith(PARTIAL):
+                    remove_if_dead(one.path)
         with self._lock:
             for name in self._entries.keys() - names:
                 self._drop(self._entries[name])
             new = names - self._entries.keys()
         for name in new:
-            with suppress(OSError, ValueError), _opened(self.folder / name) as file:
-                head, _ = _read_head(file)
+            with suppress(OSError, ValueError), opened(self.folder / name) as file:
+                head, _ = read_head(file)
                 entry = Entry(name, os.fstat(file.fileno()).st_size, head)
                 with self._lock:
                     self._add(entry, head.blocks)
@@ -493,112 +507,14 @@ class DiskCache:
             self._offered.discard(entry.name)
 
 
-# ---- files
-def _head_of(sequence: CachedSequence) -> _Head:
+def _head_of(sequence: CachedSequence) -> Head:
     tokens = sequence.tokens
-    blocks = _hashes(tokens, len(tokens))
-    return _Head(
+    return Head(
         sequence.cache_key,
         len(tokens),
         sequence.cells is not None and not sequence.is_stale,
-        [n for n, _ in sequence.states],
-        blocks,
-        _hash(tokens[len(blocks) * _BLOCK :]),
+        {n: tail_of(tokens, n) for n, _ in sequence.states},
+        hashes_of(tokens, len(tokens)),
+        tail_of(tokens, len(tokens)),
         {i: token for i, token in enumerate(tokens) if token < 0},
     )
-
-
-def _name(tokens: Sequence[int], cache_key: Hashable) -> str:
-    """The name of a sequence's file."""
-    digest = blake2b(repr(cache_key).encode(), digest_size=16)
-    digest.update(array("q", tokens))
-    return digest.hexdigest() + _SUFFIX
-
-
-def _packed_head(head: _Head, n_snapshot: int) -> tuple[bytes, bytes]:
-    """What a file begins with."""
-    blocks = array("Q", head.blocks).tobytes().hex()
-    found = [head.cache_key, head.n, head.has_cells, head.places, head.tail, blocks, [*head.marks.items()]]
-    text = json.dumps(found, default=bytes_as_json).encode()
-    return _START.pack(_MAGIC, len(text), crc32(text), n_snapshot), text
-
-
-def _read_head(file: FileIO) -> tuple[_Head, int]:
-    """The head of a file, and the bytes after it, which follow. Raises OSError, ValueError."""
-    start = file.read(_START.size)
-    if len(start) < _START.size:
-        raise ValueError("it is cut")
-    magic, n_head, checksum, n_snapshot = _START.unpack(start)
-    if magic != _MAGIC:
-        raise ValueError("it has another format")
-    if _START.size + n_head + n_snapshot != os.fstat(file.fileno()).st_size:
-        raise ValueError("it is cut, or its lengths are damaged")
-    text = file.read(n_head)
-    if crc32(text) != checksum:
-        raise ValueError("its head is damaged")
-    try:
-        return _checked(json.loads(text, object_hook=lambda found: bytes.fromhex(found["hex"]))), n_snapshot
-    except (KeyError, TypeError) as error:
-        raise ValueError("its head is damaged") from error
-
-
-def _checked(fields: Any) -> _Head:
-    """The fields of a head. Raises KeyError, TypeError, ValueError for others."""
-    key, n, has_cells, places, tail, blocks, marks = fields
-    hashes = array("Q")
-    hashes.frombytes(bytes.fromhex(blocks))
-    numbers = [n, tail, *places, *(number for mark in marks for number in mark)]
-    if not (
-        all(type(number) is int for number in numbers)
-        and type(has_cells) is bool
-        and len(hashes) == n // _BLOCK
-        and all(0 < a < b for a, b in pairwise((*places, n + 1)))
-    ):
-        raise ValueError("its head is damaged")
-    return _Head(as_tuple(key), n, has_cells, places, hashes.tolist(), tail, dict(marks))
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[FileIO]:
-    """A file to be read, of this user and with one name. Raises OSError; ValueError for one that others could write."""
-    # O_NONBLOCK: a pipe would be waited for.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with FileIO(fd) as file:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-            raise ValueError("it is not a file of this user")
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise ValueError("other users may write to it")
-        yield file
-
-
-def _remove_if_dead(path: str) -> None:
-    """Removes an unfinished file whose writer has ended."""
-    with suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            Path(path).unlink()
-        finally:
-            os.close(fd)
-
-
-def _subfolders(root: Path) -> list[str]:
-    with os.scandir(root) as folders:
-        return [folder.path for folder in folders if folder.is_dir(follow_symlinks=False)]
-
-
-# ---- hashes
-def _hashes(keys: Sequence[int], n: int) -> list[int]:
-    """A hash of each whole block of the first ``n`` keys."""
-    data = memoryview(array("q", keys[:n])).cast("B")
-    size = 8 * _BLOCK
-    return [_number(data[at : at + size]) for at in range(0, len(data) - size + 1, size)]
-
-
-def _hash(keys: Sequence[int]) -> int:
-    return _number(memoryview(array("q", keys)).cast("B"))
-
-
-def _number(data: memoryview) -> int:
-    return int.from_bytes(blake2b(data, digest_size=8).digest(), sys.byteorder)

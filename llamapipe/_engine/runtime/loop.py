@@ -41,6 +41,7 @@ from llamapipe._engine.runtime.disk_cache import (
     CachedSequence,
     DiskCache,
     Entry,
+    Writes,
 )
 from llamapipe._engine.runtime.executor import Executor
 from llamapipe._engine.runtime.in_flight import StepsInFlight, draw, record_logprobs, score
@@ -305,60 +306,29 @@ class EngineLoop:
         """The last few saved states of the beginnings of a request's cells: what its snapshot can go back to."""
         cache = self._scheduler.cache
         found = cache.states_of(request.cell_keys()[:n], request.spec.cache_key)
-        return self._read_states(found[-_MOST_STATES:])
-
-    def _read_states(self, found: Sequence[tuple[int, int]]) -> list[tuple[int, bytes]]:
-        states = [(n, self._executor.read_saved(key)) for n, key in found]
+        states = [(n, self._executor.read_saved(key)) for n, key in found[-_MOST_STATES:]]
         return [(n, state) for n, state in states if state is not None]
 
     def restore(self, request: Request, found: Snapshot) -> None:
         """Accepts a new request whose first cells, and states, are given."""
         if request.uses_cache:
-            self._take_in_snapshot(request.cell_keys(), request.spec.cache_key, found, request)
+            self._take_in_snapshot(request, found)
         self.add(request)
-
-    def visit_unused(self, visit: Callable[[Hashable, Snapshot], None]) -> None:
-        """Calls a function with the key, the cells and the states of each sequence that no request uses.
-
-        The snapshots have no tokens in the place of marks, but these.
-        """
-        self._scheduler.cache.save_parked_windows()
-        self._change_cells()
-        for found in self._scheduler.cache.unused():
-            n, state = len(found.tokens), None
-            if found.slot >= 0:
-                state = self._executor.read_cells(found.slot)
-            elif found.key >= 0:
-                state = self._executor.read_saved(found.key)
-            states = self._read_states(found.states)
-            if state is not None or states:
-                n_cells = n if state is not None else 0
-                visit(
-                    found.cache_key,
-                    Snapshot(found.tokens, n, n_cells, state or b"", states=states),
-                )
 
     def reset_cache(self, is_wanted: Callable[[Hashable], bool]) -> None:
         """Drops cached cells; see ``KvCache.reset``."""
         self._scheduler.cache.reset(is_wanted)
 
-    def take_in(self, tokens: Sequence[int], cache_key: Hashable, found: Snapshot) -> None:
-        """Keeps cells and states of these tokens that come from elsewhere, if there is room."""
-        if self.failure is None:
-            self._take_in_snapshot(tokens, cache_key, found, None)
-
-    def _take_in_snapshot(
-        self, tokens: Sequence[int], cache_key: Hashable, found: Snapshot, pinned_by: Request | None
-    ) -> None:
+    def _take_in_snapshot(self, request: Request, found: Snapshot) -> None:
+        tokens = request.cell_keys()
         n_tokens = found.n_cells or len(tokens)
         cells = self._executor.saved_of(found.state) if found.state else None
         if found.n_cells and cells is None:
             return
         copies = [(n, self._executor.saved_of(state)) for n, state in found.states if n <= n_tokens]
         states = [(n, state) for n, state in copies if state is not None]
-        self._take_in(
-            CachedSequence([*tokens[:n_tokens]], cache_key, cells, states, found.is_stale), pinned_by
-        )
+        cache_key = request.spec.cache_key
+        self._take_in(CachedSequence([*tokens[:n_tokens]], cache_key, cells, states, found.is_stale), request)
 
     def _take_in(self, found: CachedSequence, pinned_by: Request | None) -> None:
         """Keeps cells and states that come from elsewhere, if there is room. ``pinned_by``: who needs them now."""
@@ -424,10 +394,18 @@ class EngineLoop:
 
     def _write_rest(self, disk: DiskCache) -> None:
         """Writes what no request uses before the engine ends, as far as time allows."""
+        if disk.writes == "never":
+            return
         deadline = monotonic() + CLOSE_S
+        disk.begin_rest()
         self._scheduler.cache.save_parked_windows()
         self._write_unused(disk, deadline)
         disk.close(deadline)
+
+    def set_cache_writes(self, when: Writes) -> None:
+        """Changes when sequences are written to disk."""
+        if self._disk is not None:
+            self._disk.writes = when
 
     def kept_bytes(self, request: Request) -> tuple[int, int, int]:
         """The bytes of a request's cells that stay saved (0: they could not be saved), needed bytes, and the budget."""
@@ -624,7 +602,7 @@ class EngineLoop:
     def _await_command(self) -> None:
         """Makes the next call of another thread. After each moment without one, lets an unused sequence be written."""
         disk = self._disk
-        while disk is not None:
+        while disk is not None and disk.writes == "always":
             try:
                 self.inbox.run_next(REST_S)
                 return

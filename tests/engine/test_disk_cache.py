@@ -146,7 +146,8 @@ def test_states_are_kept_too(
     for which in (1, 2):
         n_computed(first, prompt_of(which), plain)
     first.close()
-    for which, more in enumerate(({"n_seq_max": 2}, {"n_seq_max": 5}, {"kv_unified": True}), 3):
+    others: list[dict[str, Any]] = [{"n_seq_max": 2}, {"n_seq_max": 5}, {"kv_unified": True}]
+    for which, more in enumerate(others, 3):
         with make_engine(model, **{**options, **more}) as engine:
             assert n_computed(engine, prompt_of(2), plain) <= 4
             assert n_computed(engine, prompt_of(which), plain) <= PROMPT - COMMON + 1

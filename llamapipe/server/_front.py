@@ -81,6 +81,7 @@ _LINES = "application/x-ndjson"
 _EMBEDS = frozenset(
     ("/v1/embeddings", "/embedding", "/v1/rerank", "/v1/score", "/api/embed", "/api/embeddings")
 )
+_FILLS = frozenset(("/infill", "/v1/fim/completions"))
 _STREAMS = frozenset(
     ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/fim/completions",
      "/completion", "/infill", "/api/chat", "/api/generate")
@@ -150,11 +151,23 @@ class Front(Gate):
         await self.pool.identify(self.pool.models)
         embeds = route in _EMBEDS
         able = [model for model in self.pool.models if _embeds(model) is embeds]
+        if route in _FILLS and len(able) > 1:
+            able = await self._filling(able) or able
         if len(able) == 1:
             return able[0]
         names = [model.name for model in able]
         what = f"model is missing; there is {listed(names)}" if names else "no model here does this"
         raise ApiError(400, what, "model")
+
+    async def _filling(self, models: Sequence[PooledModel]) -> list[PooledModel]:
+        """Those of the models whose vocabularies have tokens for filling in."""
+        there = [model for model in models if model.facts is not None]
+        described = await self._describe(there)
+        return [
+            model
+            for model, shown in zip(there, described, strict=True)
+            if shown is not None and "insert" in shown["capabilities"]
+        ]
 
     async def forward(self, exchange: Exchange) -> Response:
         """Any request about one model, which its body or its query names."""

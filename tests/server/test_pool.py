@@ -290,6 +290,15 @@ class TestForwarding:
         assert server.client.post("/api/show", json={"model": "damaged"}).status_code == 404
         assert server.pids("unasked") == server.pids("fills") == []
 
+    def test_a_gap_goes_to_the_only_model_that_fills_in(self, server: PoolServer) -> None:
+        fills = {"input_prefix": "Once upon", "input_suffix": " there was", "n_predict": 3, "temperature": 0}
+        asked = [
+            server.client.post("/infill", json=body).json() for body in (fills, {**fills, "model": "fills"})
+        ]
+        assert asked[0]["content"] == asked[1]["content"] and asked[0]["model"] == "fills"
+        body = {"prompt": "Once upon", "suffix": " there was", "max_tokens": 3, "temperature": 0}
+        assert server.client.post("/v1/fim/completions", json=body).json()["model"] == "fills"
+
 
 class TestFailures:
     def test_a_failed_load_is_remembered_with_its_reason(self, server: PoolServer) -> None:

@@ -182,6 +182,14 @@ def test_the_timeline_is_drawn_and_paused(page: Page) -> None:
     assert colours >= 3
 
 
+def test_the_times_of_requests_are_listed(page: Page) -> None:
+    say(page, "Hello")
+    page.locator("#tab-times").click()
+    row = page.locator("#times-rows tr").first
+    row.wait_for()
+    assert "/v1/chat/completions" in row.inner_text() and "200" in row.inner_text()
+
+
 def test_a_key_is_asked_for_and_used(browser: Browser, engine: lp.Engine) -> None:
     with serve(engine, settings=ServerSettings(api_keys=("secret",))) as server:
         page = browser.new_page()

@@ -84,10 +84,6 @@ def server(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
         yield server
 
 
-def is_logged(server: PoolServer, request_id: str) -> bool:
-    return f"id={request_id}" in server.log()
-
-
 class TestForwarding:
     def test_requests_for_an_unloaded_model_share_one_load(self, server: PoolServer) -> None:
         assert server.states()["small"] == "unloaded"
@@ -213,7 +209,7 @@ class TestForwarding:
             body = {"model": model, **SHORT}
             answer = server.client.post("/v1/completions", json=body, headers={"x-request-id": name})
             assert answer.status_code == status
-            wait_until(partial(is_logged, server, name))
+            wait_until(partial(self._is_logged, server, name))
         server.client.get("/health")
         assert server.log().count("id=logged-once") == server.log().count("id=refused-once") == 1
         (line,) = (line for line in server.log().splitlines() if "id=logged-once" in line)
@@ -221,6 +217,10 @@ class TestForwarding:
         wait_until(lambda: any(one["id"] == "logged-once" for one in self._requests(server)))
         (found,) = (one for one in self._requests(server) if one["id"] == "logged-once")
         assert found["model"] == "small" and found["phases_ms"]["generate"] > 0
+
+    @staticmethod
+    def _is_logged(server: PoolServer, name: str) -> bool:
+        return f"id={name}" in server.log()
 
     @staticmethod
     def _requests(server: PoolServer) -> list[dict[str, Any]]:

@@ -330,7 +330,7 @@ class TestOtherRoutes:
             assert page.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
             names = re.findall(r'"page/([a-z.]+)"', page.text)
             assert set(names) == {"page.css", "page.js"}
-            for name in (*names, "api.js", "timeline.js"):
+            for name in (*names, "api.js", "requests.js", "timeline.js"):
                 assert client.get(f"/page/{name}").status_code == 200
             for name in ("app.py", "..%2fapp.py", "%2e%2e/app.py"):
                 assert client.get(f"/page/{name}").status_code == 404

@@ -31,7 +31,7 @@ from llamapipe.server._sampling import Sampling
 from llamapipe.server._store import Item
 from llamapipe.server._tools import ClientName, Tools, custom_arguments, custom_input, qualified, tools_of
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse, event
-from llamapipe.server.errors import ApiError, api_error
+from llamapipe.server.errors import ApiError, api_error, shutting_down
 
 Message = dict[str, Any]
 LOGPROBS = "message.output_text.logprobs"
@@ -440,6 +440,8 @@ class _ResponseObject:
                     self.n_output += len(delta.token_ids)
                     self.n_reasoning += len(delta.token_ids) if delta.reasoning else 0
                     made = self.items.add(delta)
+                    if delta.finish_reason == "cancelled":  # the engine was closed: this is no whole answer
+                        raise shutting_down()
                     if delta.finish_reason is not None:
                         self.finish_reason = delta.finish_reason
                         made += self.items.close(self.status)

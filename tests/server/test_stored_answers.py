@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,7 +16,7 @@ import openai
 import pytest
 from openai.types.conversations import Conversation, Message
 from openai.types.responses import Response, ResponseFunctionToolCall
-from support.control import PATIENCE_S
+from support.control import PATIENCE_S, Gate, wait_until
 from support.pool_server import pool_server
 from support.worker_server import worker_server
 
@@ -385,7 +386,29 @@ def test_strict_refuses_what_is_not_stored(engine: lp.Engine) -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "store")
 
 
-# ---- a client that hangs up, a disk that fails
+# ---- answers that fail, a client that hangs up, a disk that fails
+def test_an_answer_that_fails_is_not_in_the_conversation(demo: lp.Model, tmp_path: Path) -> None:
+    """The engine is closed between two steps of a stream."""
+    file = tmp_path / "answers.db"
+    with (
+        lp.Engine(demo, n_ctx=512) as engine,
+        serve(engine, settings=ServerSettings(**NAMES, store=file)) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        made = client.conversations.create().id
+        closing_it = threading.Thread(target=engine.close, kwargs={"drain": False})
+        with Gate(engine) as gate:
+            stream = client.responses.create(**OPTIONS, input="Hello", conversation=made, stream=True)
+            gate.wait()
+            closing_it.start()
+            wait_until(lambda: engine.closed)
+        events = list(stream)
+        closing_it.join()
+    assert events[-1].type == "response.failed"
+    found = rows(file, "SELECT answers.body, is_listed FROM answers JOIN items ON answer = answers.id")
+    assert [(json.loads(body)["status"], is_listed) for body, is_listed in found] == [("failed", 0)]
+
+
 def test_a_client_that_hangs_up_leaves_nothing(engine: lp.Engine, tmp_path: Path) -> None:
     """It takes one event of the stream, never another one, and hangs up."""
     file = tmp_path / "answers.db"

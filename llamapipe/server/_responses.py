@@ -329,8 +329,7 @@ async def responses(exchange: Exchange, request: ResponsesRequest) -> Response:
     async with aclosing(answer.parts()) as parts:
         async for _ in parts:
             pass
-    await answer.keep()
-    return JsonResponse(answer.response())
+    return JsonResponse(await answer.kept_response())
 
 
 async def count_tokens(exchange: Exchange, request: ResponsesRequest) -> Response:
@@ -501,9 +500,11 @@ class _ResponseObject:
             else None,
         }
 
-    async def keep(self) -> None:
-        """Stores the answer, which has ended, if it is to be stored."""
-        await self.kept.keep(self.response(), self.given, self.items.done)
+    async def kept_response(self) -> dict[str, Any]:
+        """The response that has ended, stored if it is to be stored."""
+        made = self.response()
+        await self.kept.keep(made, self.given, self.items.done)
+        return {**made, "store": self.kept.is_stored}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of the stream."""
@@ -529,8 +530,7 @@ class _ResponseObject:
             if self.exchange.status == 0 or answer is None:  # unexpected: an event ``error`` ends the stream
                 raise
             self.error = {"code": answer.code or "server_error", "message": answer.message}
-        await self.keep()
-        yield written({"type": f"response.{self.status}", "response": self.response()})
+        yield written({"type": f"response.{self.status}", "response": await self.kept_response()})
 
 
 class _Items:

@@ -41,6 +41,8 @@ _OPEN_S = 30.0  # the same at the start, when many processes may make the file
 _WAIT_S = 10.0  # that a request waits for its transaction
 _TIDY_S = 600.0  # between two looks for what is too old
 _TELL_S = 60.0  # between two warnings
+_AGE_S = 60.0  # between two looks while there are writes
+_UNSEEN = 1 / 64  # of the limit, that may be written between two looks at the size
 _DAY_S = 86_400
 _QUICK_BYTES = 2**28  # a file up to this size is checked as a whole at the start
 _ROW_BYTES = 256  # about what a row takes besides its contents
@@ -49,12 +51,12 @@ _LEFT = 0.95  # of the limit, after rows went to make room: the next ones need n
 # ``is_listed``: the item is one of the conversation's.
 _SCHEMA = f"""
 CREATE TABLE threads (number INTEGER PRIMARY KEY, owner TEXT NOT NULL, used_at INTEGER NOT NULL,
-    n_bytes INTEGER NOT NULL DEFAULT {_ROW_BYTES}, conversation TEXT UNIQUE, created_at INTEGER, metadata BLOB);
+    n_bytes INTEGER NOT NULL DEFAULT {_ROW_BYTES}, conversation TEXT, created_at INTEGER, metadata BLOB);
 CREATE TABLE answers (id TEXT NOT NULL UNIQUE, thread INTEGER NOT NULL, previous TEXT, after INTEGER,
     body BLOB NOT NULL);
 CREATE TABLE items (number INTEGER PRIMARY KEY AUTOINCREMENT, thread INTEGER NOT NULL, id TEXT NOT NULL, answer TEXT,
     is_output INTEGER NOT NULL, is_listed INTEGER NOT NULL, body BLOB NOT NULL);
-CREATE INDEX threads_by_owner ON threads (owner, used_at);
+CREATE UNIQUE INDEX conversations ON threads (conversation) WHERE conversation IS NOT NULL;
 CREATE INDEX threads_by_age ON threads (used_at);
 CREATE INDEX answers_by_thread ON answers (thread);
 CREATE INDEX items_by_thread ON items (thread, is_listed, number);
@@ -163,6 +165,8 @@ class Store:
         self._most_bytes = most_bytes
         self._most_s = most_days * _DAY_S
         self._told_at = -_TELL_S
+        self._aged_at = -_AGE_S
+        self._n_unseen = most_bytes  # bytes that were written since the size was looked at
         self._readers: list[sqlite3.Connection] = []  # that nobody uses
         self._is_closed = False
         self._checkpoint_is_due = False
@@ -216,13 +220,12 @@ class Store:
         future: asyncio.Future[T] = loop.create_future()
         if self._is_closed:
             raise StoreError("the server is shutting down")
+        timer = loop.call_later(_WAIT_S, _expire, future)
         self._jobs.put(_Job(lambda: function(*arguments), loop, future))
         try:
-            await asyncio.wait([future], timeout=_WAIT_S)
-            if not future.done():
-                raise StoreError(f"the disk did not take it within {_WAIT_S:g} seconds")
-            return future.result()
+            return await future
         finally:
+            timer.cancel()
             future.cancel()
 
     def tell(self, error: StoreError) -> None:
@@ -237,20 +240,24 @@ class Store:
 
         Raises StoreError if it does not fit, MissingError.
         """
-        with suppress(MissingError):
-            self._forget_answer(
-                self._answer(self._writer, owner, answer.id)[0], answer.id, keeps_listed=False
-            )
         thread = self._thread_of(self._writer, owner, answer.previous, answer.conversation)
         if thread is None:
             thread = self._new_thread(owner)
-        for items, is_output in ((answer.input, False), (answer.output, True)):
-            self._add_items(owner, thread, items, answer.id, is_output, answer.is_listed)
-        row = (answer.id, thread, answer.previous, answer.after, _encoded(answer.body))
-        self._writer.execute(
-            "INSERT INTO answers (id, thread, previous, after, body) VALUES (?, ?, ?, ?, ?)", row
-        )
-        self._touch(thread)
+        else:
+            self._touch(thread)
+        body = _encoded(answer.body)
+        row = (answer.id, thread, answer.previous, answer.after, body)
+        insert = "INSERT INTO answers (id, thread, previous, after, body) VALUES (?, ?, ?, ?, ?)"
+        try:
+            self._writer.execute(insert, row)
+        except sqlite3.IntegrityError:
+            self._forget_answer(
+                self._answer(self._writer, owner, answer.id)[0], answer.id, keeps_listed=False
+            )
+            self._writer.execute(insert, row)
+        self._n_unseen += _ROW_BYTES + len(body)
+        self._add_items(owner, thread, answer.input, answer.id, is_listed=answer.is_listed)
+        self._add_items(owner, thread, answer.output, answer.id, is_output=True, is_listed=answer.is_listed)
 
     def delete_answer(self, owner: str, answer_id: str) -> None:
         """Deletes an answer for good; its items stay in the conversation, if it was one's. Raises MissingError."""
@@ -462,6 +469,7 @@ class Store:
                 try:
                     job = self._jobs.get(timeout=_TIDY_S)
                 except Empty:
+                    self._n_unseen = self._most_bytes  # other processes may have written
                     job = _Job(lambda: None, None, None)
                 if job is None:
                     return
@@ -498,12 +506,18 @@ class Store:
 
         Raises StoreError if the one that was written last would have to go.
         """
-        old = self._writer.execute(
-            "SELECT number FROM threads WHERE used_at < ?", (self._oldest(),)
-        ).fetchall()
-        for (number,) in old:
-            self._delete_thread(number)
-            self._checkpoint_is_due = True
+        now = time.monotonic()
+        if now - self._aged_at >= _AGE_S:  # reads look at the age themselves
+            self._aged_at = now
+            old = self._writer.execute(
+                "SELECT number FROM threads WHERE used_at < ?", (self._oldest(),)
+            ).fetchall()
+            for (number,) in old:
+                self._delete_thread(number)
+                self._checkpoint_is_due = True
+        if self._n_unseen < self._most_bytes * _UNSEEN:
+            return
+        self._n_unseen = 0
         if self._used_bytes() <= self._most_bytes:
             return
         last = self._writer.execute("SELECT max(number) FROM items").fetchone()[0]
@@ -619,14 +633,23 @@ class Store:
     ) -> list[Item]:
         """Adds items, with new ids where they have none, or that of another one."""
         made = []
-        for item in map(as_item, items):
-            if self._has_item(owner, item["id"]):
-                item["id"] = _new_id(item)
-            self._writer.execute(
-                "INSERT INTO items (thread, id, answer, is_output, is_listed, body) VALUES (?, ?, ?, ?, ?, ?)",
-                (thread, item["id"], answer, is_output, is_listed, _encoded(item)),
-            )
+        rows = []
+        given: set[str] = set()
+        for old in items:
+            item = as_item(old)
+            # Those of an output are new.
+            if item["id"] == old.get("id") and not is_output:
+                if item["id"] in given or self._has_item(owner, item["id"]):
+                    item["id"] = _new_id(item)
+                given.add(item["id"])
+            body = _encoded(item)
+            self._n_unseen += _ROW_BYTES + len(body)
+            rows.append((thread, item["id"], answer, is_output, is_listed, body))
             made.append(item)
+        self._writer.executemany(
+            "INSERT INTO items (thread, id, answer, is_output, is_listed, body) VALUES (?, ?, ?, ?, ?, ?)",
+            rows,
+        )
         return made
 
     def _has_item(self, owner: str, item_id: str) -> bool:
@@ -672,8 +695,8 @@ class _Job(NamedTuple):
     future: asyncio.Future[Any] | None
 
     def is_unwanted(self) -> bool:
-        """Whether the one who asked for it is gone."""
-        return self.future is not None and self.future.cancelled()
+        """Whether the one who asked for it is gone, or was told that it takes too long."""
+        return self.future is not None and self.future.done()
 
     def settle(self, result: Any, error: Exception | None) -> None:
         """Tells how it ended."""
@@ -691,6 +714,11 @@ class _Job(NamedTuple):
 
         with suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(tell)
+
+
+def _expire(future: asyncio.Future[Any]) -> None:
+    if not future.done():
+        future.set_exception(StoreError(f"the disk did not take it within {_WAIT_S:g} seconds"))
 
 
 def as_item(item: Mapping[str, Any]) -> Item:

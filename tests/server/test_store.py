@@ -198,8 +198,8 @@ def test_what_is_too_old_is_gone(file: Path) -> None:
         with pytest.raises(MissingError):
             store.read(store.conversation, "", made)
         add(store, "new")
-        with closing(sqlite3.connect(file)) as connection:
-            assert connection.execute("SELECT count(*) FROM items").fetchone() == (2,)
+    with closing(Store(file, BIG, 30)), closing(sqlite3.connect(file)) as connection:
+        assert connection.execute("SELECT count(*) FROM items").fetchone() == (2,)
 
 
 @pytest.mark.parametrize("what", ["answer", "conversation", "item"])

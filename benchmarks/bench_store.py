@@ -3,7 +3,7 @@
     python benchmarks/bench_store.py MODEL.gguf
     python benchmarks/bench_store.py MODEL.gguf --streams 1 8 32 --rounds 9
 
-Both servers get the same prompts of random words in a round, and answer the same; no side finds what another cached.
+Both servers get the same prompts in a round, and answer the same; no side finds what another cached.
 The one with a store is asked twice, with ``store: false`` and with ``store: true``; each round begins with another
 side. Rates are generated tokens per second from the first request to the last answer, and per second of the server's
 processor time, which other work on the machine hardly changes. Ratios are medians of the ratios of a round.
@@ -43,6 +43,12 @@ async def ask(port: int, body: bytes) -> int:
     if not usage[:1].isdigit():
         raise RuntimeError(f"the server said {text[:500]!r}")
     return int(usage.split(b",")[0])
+
+
+def story(rng: random.Random) -> str:
+    """A prompt whose answer is long."""
+    one, two, three = rng.sample(WORDS, 3)
+    return f"Tell me a long story about a {one}, a {two} and a {three}."
 
 
 class Rates(NamedTuple):
@@ -99,9 +105,7 @@ def measure(args: argparse.Namespace, n: int) -> dict[str, list[Rates]]:
             ("store: true", *storing, True),
         ]
         for i in range(args.rounds + 1):
-            prompts = [
-                [" ".join(rng.choices(WORDS, k=16)) for _ in range(-(-args.answers // n))] for _ in range(n)
-            ]
+            prompts = [[story(rng) for _ in range(-(-args.answers // n))] for _ in range(n)]
             for name, port, pid, store in sides[i % 3 :] + sides[: i % 3]:
                 rates = asyncio.run(ask_all(name, port, pid, store, prompts, args.generate))
                 what = f"{rates.wall:.0f} tokens/s, {rates.cpu:.0f} by processor time"

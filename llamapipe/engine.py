@@ -435,6 +435,7 @@ class Engine(BlockingCalls, AsyncOwner):
                     context.n_ctx,
                     can_cut=not context.needs_states and not model.n_swa,
                 )
+                undo.callback(disk.close)
             self._disk_cache = disk
             loop = EngineLoop(
                 scheduler,

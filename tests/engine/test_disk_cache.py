@@ -707,3 +707,105 @@ def test_lookups_find_the_longest_prefix(tmp_path: Path) -> None:
     cache.close()
     again.close()
     assert stat.S_IMODE(tmp_path.stat().st_mode) & 0o22 == 0
+
+
+def test_a_read_that_fails_harms_no_other(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without memory or file descriptors, a request computes its tokens. The file stays, and the next one uses it."""
+    kept(make_engine, tmp_path, prompt(0), prompt(1))
+    unpack, opened = disk_cache.unpack, disk_cache.opened
+
+    def fails(*_: object) -> Any:
+        raise error
+
+    for error in (MemoryError(), OSError(24, "Too many open files"), SystemError("a defect")):
+        with make_engine(cache_bytes=BUDGET, cache_dir=tmp_path) as engine:
+            where = "opened" if isinstance(error, OSError) else "unpack"
+            monkeypatch.setattr(disk_cache, where, fails)
+            assert ask(engine, prompt(0)).n_cached_tokens == 0
+            monkeypatch.setattr(disk_cache, "unpack", unpack)
+            monkeypatch.setattr(disk_cache, "opened", opened)
+            assert ask(engine, prompt(1)).n_cached_tokens == 149
+        assert len(files_of(tmp_path)) == 2
+
+
+def test_a_write_that_fails_harms_no_read(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: None
+) -> None:
+    kept(make_engine, tmp_path, prompt(0))
+    parts_of, failed = disk_cache.parts_of, threading.Event()
+
+    def fails(*_: object) -> Any:
+        failed.set()
+        raise MemoryError
+
+    monkeypatch.setattr(disk_cache, "parts_of", fails)
+    with make_engine(cache_bytes=BUDGET, cache_dir=tmp_path) as engine:
+        ask(engine, prompt(1))
+        assert failed.wait(60)
+        assert ask(engine, prompt(0)).n_cached_tokens == 149
+        monkeypatch.setattr(disk_cache, "parts_of", parts_of)
+    assert len(files_of(tmp_path)) == 1  # no writes for a while
+
+
+def test_a_process_that_may_not_have_more_threads(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept(make_engine, tmp_path, prompt(0))
+
+    def fails(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with make_engine(cache_bytes=BUDGET, cache_dir=tmp_path) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fails)
+            assert ask(engine, prompt(0)).n_cached_tokens == 0
+        assert ask(engine, prompt(1)).n_cached_tokens == 0
+    assert len(files_of(tmp_path)) == 2
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """A disk that hangs: set when it reads, and to be set when it may answer."""
+    began, may_answer, read = threading.Event(), threading.Event(), DiskCache._read
+
+    def late(self: DiskCache, entry: disk_cache.Entry) -> CachedSequence | None:
+        found = read(self, entry)
+        began.set()
+        may_answer.wait()
+        return found
+
+    monkeypatch.setattr(DiskCache, "_read", late)
+    yield began, may_answer
+    may_answer.set()
+
+
+def test_what_is_read_while_it_is_forgotten_is_not_kept(
+    make_engine: MakeEngine, tmp_path: Path, held: tuple[threading.Event, threading.Event]
+) -> None:
+    kept(make_engine, tmp_path, prompt(0))
+    began, may_answer = held
+    with make_engine(cache_bytes=BUDGET, cache_dir=tmp_path) as engine:
+        stream = engine.stream([*prompt(0, 120), 9], lp.SamplingParams(max_tokens=1))
+        assert began.wait(60)
+        engine.reset_prefix_cache()
+        assert files_of(tmp_path) == []
+        may_answer.set()
+        assert len(list(stream)) <= 1
+        assert ask(engine, prompt(0)).n_cached_tokens == 120  # what the request computed
+        engine.check_integrity()
+
+
+def test_nobody_waits_for_a_disk_that_is_known_to_hang(
+    make_engine: MakeEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    held: tuple[threading.Event, threading.Event],
+) -> None:
+    kept(make_engine, tmp_path, prompt(0), prompt(1))
+    monkeypatch.setattr(loop, "PATIENCE_S", 0.01)
+    with make_engine(cache_bytes=BUDGET, cache_dir=tmp_path) as engine:
+        assert ask(engine, prompt(0)).n_cached_tokens == 0
+        monkeypatch.setattr(loop, "PATIENCE_S", 1e6)
+        assert ask(engine, prompt(1)).n_cached_tokens == 0

@@ -150,7 +150,6 @@ class DiskCache:
         self._offered: set[str] = set()  # files that were or will be written, or are too large
         self._n_forgotten = 0  # calls of ``forget``: a write that began before one of them is not kept
         self._changed = threading.Condition(threading.Lock())
-        self._thread: threading.Thread | None = None
         self._is_closed = False
         self._retry_at = self._rescan_at = 0.0
         self._has_warned = False
@@ -159,6 +158,8 @@ class DiskCache:
             self._scan()
         except OSError as error:
             raise ValueError(f"cache_dir: {error}; give a folder of your own") from error
+        self._thread = threading.Thread(target=self._run, name=DISK_THREAD_NAME, daemon=True)
+        self._thread.start()
 
     def __repr__(self) -> str:
         return f"<DiskCache {str(self.folder)!r} n={len(self._entries)}>"
@@ -276,17 +277,12 @@ class DiskCache:
             while self._writes:
                 self._writes.pop().close()
             self._changed.notify_all()
-            thread = self._thread
-        if thread is not None:
-            thread.join(1.0)  # a write that hangs ends with the process
+        self._thread.join(1.0)  # a write that hangs ends with the process
 
     # ---- the thread
     def _put(self, queue: deque[Any], job: object) -> None:
         with self._changed:
             queue.append(job)
-            if self._thread is None and not self._is_closed:
-                self._thread = threading.Thread(target=self._run, name=DISK_THREAD_NAME, daemon=True)
-                self._thread.start()
             self._changed.notify_all()
 
     def _run(self) -> None:
@@ -302,7 +298,8 @@ class DiskCache:
                     sequence = self._written = self._writes.popleft()
                 n_forgotten = self._n_forgotten
             if job is not None:
-                job[1](self._read(job[0]))
+                entry, done = job
+                done(self._read(entry))
             elif sequence is not None:
                 try:
                     self._write(sequence, n_forgotten)
@@ -313,7 +310,7 @@ class DiskCache:
                         self._changed.notify_all()
             else:
                 self._rescan_at = monotonic() + _RESCAN_S
-                with suppress(OSError):
+                with suppress(OSError, MemoryError):
                     self._scan()
 
     def _look_again(self) -> None:
@@ -339,12 +336,16 @@ class DiskCache:
             states = [(n, SavedCells.of_bytes(state)) for n, state in found.states]
         except FileNotFoundError:  # another process has deleted it
             pass
-        except MemoryError:
-            return None
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             _log.warning("%s is deleted, because it cannot be used: %s", path, error)
             with suppress(OSError):
                 path.unlink()
+        except MemoryError:
+            return None
+        except (
+            Exception
+        ) as error:  # without this thread all would wait in vain; the next look finds the file again
+            _log.warning("%s could not be read: %r", path, error)
         else:
             self.n_read += 1
             return CachedSequence(tokens, head.cache_key, cells, states, found.is_stale)
@@ -353,10 +354,10 @@ class DiskCache:
         return None
 
     def _write(self, sequence: CachedSequence, n_forgotten: int) -> None:
-        head = _head_of(sequence)
         try:
+            head = _head_of(sequence)
             entry = self._write_file(sequence, head, n_forgotten)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # also too little memory: without this thread, reads would wait in vain
             self._retry_at = monotonic() + _RETRY_S
             self._offered.clear()
             if not self._has_warned:

@@ -121,9 +121,10 @@ class EngineLoop:
         self._long_work = long_work
         self._encoder = encoder
         self._disk = disk
-        self._reading: dict[
-            Entry, list[Request]
-        ] = {}  # files that are read, and the requests that wait for them
+        # Files that are read, and the requests that wait for them.
+        self._reading: dict[Entry, list[Request]] = {}
+        self._overdue: set[Entry] = set()  # files that nobody waits for any more: the disk hangs
+        self._n_resets = 0  # of the cache: what was read of a file before one is not cached
         if disk is not None:
             executor.offer_evicted(self._take_evicted)
         self._scheduler = scheduler
@@ -187,7 +188,7 @@ class EngineLoop:
     def _look_on_disk(self, disk: DiskCache, request: Request) -> None:
         """Lets a new request wait for a file, if that has much more of its prefix than memory has."""
         cache = self._scheduler.cache
-        if request.spans or not request.uses_cache or len(request.tokens) <= MIN_GAIN:
+        if request.spans or not request.uses_cache or len(request.tokens) <= MIN_GAIN or self._overdue:
             return
         limit = len(request.tokens) - 1
         if request.logprob_targets is not None:
@@ -198,29 +199,44 @@ class EngineLoop:
         entry = found[1]
         if cache.n_bytes_of(entry.n) > cache.host_budget:
             return
-        request.awaits_prefix = True
         if entry in self._reading:
+            request.awaits_prefix = True
             self._reading[entry].append(request)
             return
-        self._reading[entry] = [request]
-        patience = threading.Timer(PATIENCE_S, self.inbox.put, (self._continue_read, entry, None))
+        patience = threading.Timer(PATIENCE_S, self.inbox.put, (self._give_up_read, entry))
         patience.daemon = True
+        n_resets = self._n_resets
 
         def done(sequence: CachedSequence | None) -> None:
             patience.cancel()
-            self.inbox.put(self._continue_read, entry, sequence)
+            self.inbox.put(self._continue_read, entry, sequence, n_resets)
 
-        patience.start()
+        try:
+            patience.start()
+        except RuntimeError:  # the process may not have another thread: its tokens are computed
+            return
+        request.awaits_prefix = True
+        self._reading[entry] = [request]
         disk.read(entry, done)
 
-    def _continue_read(self, entry: Entry, found: CachedSequence | None) -> None:
+    def _continue_read(self, entry: Entry, found: CachedSequence | None, n_resets: int) -> None:
         """Caches what was read of a file, and continues the requests that wait for it."""
+        self._overdue.discard(entry)
         requests = self._reading.pop(entry, [])
-        if found is not None and self.failure is None:
+        if found is not None and self.failure is None and n_resets == self._n_resets:
             pinned_by = next((one for one in requests if one.state is not State.FINISHED), None)
             self._take_in(found, pinned_by)
         elif found is not None:
             found.close()
+        self._prepared(requests)
+
+    def _give_up_read(self, entry: Entry) -> None:
+        """Continues the requests that wait for a file in vain. Until its read ends, no request waits for the disk."""
+        if entry in self._reading:
+            self._overdue.add(entry)
+            self._prepared(self._reading.pop(entry))
+
+    def _prepared(self, requests: Sequence[Request]) -> None:
         for request in requests:
             if request.state is not State.FINISHED:
                 self._scheduler.prepared(request)
@@ -317,6 +333,8 @@ class EngineLoop:
 
     def reset_cache(self, is_wanted: Callable[[Hashable], bool]) -> None:
         """Drops cached cells; see ``KvCache.reset``."""
+        self._change_cells()  # what is evicted already waits to be written, and is forgotten there
+        self._n_resets += 1
         self._scheduler.cache.reset(is_wanted)
 
     def _take_in_snapshot(self, request: Request, found: Snapshot) -> None:

@@ -71,10 +71,11 @@ CREATE TRIGGER answer_added AFTER INSERT ON answers BEGIN
 CREATE TRIGGER answer_deleted AFTER DELETE ON answers BEGIN
     UPDATE threads SET n_bytes = n_bytes - {_ROW_BYTES} - length(OLD.body) WHERE number = OLD.thread; END;
 """
+# UNION, not UNION ALL: no file makes a read endless.
 _CHAIN = """
 WITH RECURSIVE chain (id, previous, after, thread) AS (
     SELECT id, previous, after, thread FROM answers WHERE id = :id
-    UNION ALL
+    UNION
     SELECT a.id, a.previous, a.after, a.thread FROM chain JOIN answers a ON a.id = chain.previous)
 """
 # The numbers of all items of a chain, and of the conversation before its first answer.
@@ -181,7 +182,7 @@ class Store:
                     _execute_soon(self._writer, f"PRAGMA {pragma}")
                 self._prepare()
                 with self._transaction():
-                    self._tidy()
+                    self._tidy(at_start=True)
                 self._shrink()
             except BaseException:
                 self._writer.close()
@@ -501,10 +502,11 @@ class Store:
         """The time before which a thread must have been used to be too old."""
         return int(time.time()) - self._most_s
 
-    def _tidy(self) -> None:
+    def _tidy(self, at_start: bool = False) -> None:
         """Deletes threads that are too old, and the least recently used ones while there are too many bytes.
 
-        Raises StoreError if the one that was written last would have to go.
+        Raises StoreError if the one that was written last would have to go. ``at_start``: it goes, because the limit
+        may be lower than before.
         """
         now = time.monotonic()
         if now - self._aged_at >= _AGE_S:  # reads look at the age themselves
@@ -530,12 +532,12 @@ class Store:
             ).fetchone()
             if row is None:
                 return
-            if row == newest and self._used_bytes() > self._most_bytes:
+            if row == newest and self._used_bytes() <= self._most_bytes:
+                return
+            if row == newest and not at_start:
                 raise StoreError(
                     f"it needs more than {self._most_bytes} bytes with what it continues (--store-bytes)"
                 )
-            if row == newest:
-                return
             self._delete_thread(row[0])
 
     def _used_bytes(self) -> int:

@@ -714,18 +714,15 @@ def test_a_read_that_fails_harms_no_other(
 ) -> None:
     """Without memory or file descriptors, a request computes its tokens. The file stays, and the next one uses it."""
     kept(make_engine, tmp_path, prompt(0), prompt(1))
-    unpack, opened = disk_cache.unpack, disk_cache.opened
 
     def fails(*_: object) -> Any:
         raise error
 
     for error in (MemoryError(), OSError(24, "Too many open files"), SystemError("a defect")):
         with make_engine(cache_bytes=BUDGET, cache_dir=tmp_path) as engine:
-            where = "opened" if isinstance(error, OSError) else "unpack"
-            monkeypatch.setattr(disk_cache, where, fails)
-            assert ask(engine, prompt(0)).n_cached_tokens == 0
-            monkeypatch.setattr(disk_cache, "unpack", unpack)
-            monkeypatch.setattr(disk_cache, "opened", opened)
+            with monkeypatch.context() as patch:
+                patch.setattr(disk_cache, "opened" if isinstance(error, OSError) else "unpack", fails)
+                assert ask(engine, prompt(0)).n_cached_tokens == 0
             assert ask(engine, prompt(1)).n_cached_tokens == 149
         assert len(files_of(tmp_path)) == 2
 
@@ -734,7 +731,7 @@ def test_a_write_that_fails_harms_no_read(
     make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: None
 ) -> None:
     kept(make_engine, tmp_path, prompt(0))
-    parts_of, failed = disk_cache.parts_of, threading.Event()
+    failed = threading.Event()
 
     def fails(*_: object) -> Any:
         failed.set()
@@ -745,7 +742,6 @@ def test_a_write_that_fails_harms_no_read(
         ask(engine, prompt(1))
         assert failed.wait(60)
         assert ask(engine, prompt(0)).n_cached_tokens == 149
-        monkeypatch.setattr(disk_cache, "parts_of", parts_of)
     assert len(files_of(tmp_path)) == 1  # no writes for a while
 
 

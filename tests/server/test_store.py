@@ -187,6 +187,25 @@ def test_an_answer_that_is_larger_than_the_store(file: Path) -> None:
         assert has(store, "small") and not has(store, "large")
 
 
+def test_a_limit_may_be_lowered(file: Path) -> None:
+    """A conversation that is larger than the new limit goes, as it would have gone with it."""
+    with closing(Store(file, BIG, 30)) as store:
+        add(store, "small")
+        add(store, "large", "x" * 2**21)
+    with closing(Store(file, 2**20, 30)) as store:
+        assert not has(store, "large")
+        add(store, "next")
+        assert has(store, "next")
+
+
+def test_a_chain_in_a_circle_ends(store: Store) -> None:
+    """Only a forged file has one."""
+    add(store, "a")
+    add(store, "b", previous="resp_a")
+    add(store, "a", previous="resp_b")
+    assert len(store.read(store.earlier, "", "resp_a", None, *ALL).items) == 4
+
+
 def test_what_is_too_old_is_gone(file: Path) -> None:
     with closing(Store(file, BIG, 30)) as store:
         add(store, "old")

@@ -541,6 +541,7 @@ def test_a_folder_that_disappears(
     assert ask(engine, prompt(0)).n_cached_tokens == 0
     wait_until(lambda: files_of(folder))
     shutil.rmtree(folder)
+    engine.reset_prefix_cache()
     folder.touch()
     ask(engine, prompt(2))
     wait_until(lambda: "are not written" in caplog.text)

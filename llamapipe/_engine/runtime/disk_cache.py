@@ -256,7 +256,8 @@ class DiskCache:
                 self._writes.remove(one)
                 one.close()
             self._changed.notify_all()
-        self._scan()
+        with suppress(FileNotFoundError):  # another process has deleted the folder
+            self._scan()
         with self._lock:
             wanted = [entry for entry in self._entries.values() if is_wanted(entry.cache_key)]
             for entry in wanted:

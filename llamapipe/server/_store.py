@@ -47,6 +47,7 @@ _DAY_S = 86_400
 _QUICK_BYTES = 2**28  # a file up to this size is checked as a whole at the start
 _ROW_BYTES = 256  # about what a row takes besides its contents
 _LEFT = 0.95  # of the limit, after rows went to make room: the next ones need not
+_ROOM_S = 1.0  # in which that much room is made; after it, no more than is needed
 # ``after``: of an answer in a conversation, the last item that the conversation had when it was asked for.
 # ``is_listed``: the item is one of the conversation's.
 _SCHEMA = f"""
@@ -524,21 +525,28 @@ class Store:
             return
         last = self._writer.execute("SELECT max(number) FROM items").fetchone()[0]
         newest = self._writer.execute("SELECT thread FROM items WHERE number = ?", (last,)).fetchone()
-        while self._used_bytes() > self._most_bytes * _LEFT:
+        # Once, because it reads all rows: there may be a million, of which many go.
+        sizes = dict(self._writer.execute("SELECT owner, sum(n_bytes) FROM threads GROUP BY owner"))
+        until = time.monotonic() + _ROOM_S
+        while sizes and (n_used := self._used_bytes()) > self._most_bytes * _LEFT:
+            fits = n_used <= self._most_bytes
+            owner = max(sizes, key=sizes.__getitem__)
             row = self._writer.execute(
-                "SELECT number FROM threads WHERE owner = "
-                "(SELECT owner FROM threads GROUP BY owner ORDER BY sum(n_bytes) DESC LIMIT 1) "
-                "ORDER BY used_at, number LIMIT 1"
+                "SELECT number, n_bytes FROM threads WHERE owner = ? ORDER BY used_at, number LIMIT 1",
+                (owner,),
             ).fetchone()
             if row is None:
+                del sizes[owner]
+                continue
+            is_newest = newest is not None and row[0] == newest[0]
+            if fits and (is_newest or time.monotonic() > until):
                 return
-            if row == newest and self._used_bytes() <= self._most_bytes:
-                return
-            if row == newest and not at_start:
+            if is_newest and not at_start:
                 raise StoreError(
                     f"it needs more than {self._most_bytes} bytes with what it continues (--store-bytes)"
                 )
             self._delete_thread(row[0])
+            sizes[owner] -= row[1]
 
     def _used_bytes(self) -> int:
         pages, free, size = (

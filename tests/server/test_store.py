@@ -187,6 +187,19 @@ def test_an_answer_that_is_larger_than_the_store(file: Path) -> None:
         assert has(store, "small") and not has(store, "large")
 
 
+def test_room_is_made_of_many_small_answers(file: Path) -> None:
+    """The sizes of all are summed once for all that go: a store may have a million answers."""
+    with closing(Store(file, 2**20, 30)) as store:
+        for i in range(200):
+            add(store, f"small{i}", "x" * 1000)
+        statements: list[str] = []
+        store._writer.set_trace_callback(statements.append)
+        add(store, "large", "x" * 2**18)
+        assert has(store, "large") and not has(store, "small0")
+    assert sum("GROUP BY" in statement for statement in statements) == 1
+    assert sum("DELETE FROM threads" in statement for statement in statements) > 10
+
+
 def test_a_limit_may_be_lowered(file: Path) -> None:
     """A conversation that is larger than the new limit goes, as it would have gone with it."""
     with closing(Store(file, BIG, 30)) as store:

@@ -1250,9 +1250,11 @@ class Engine(BlockingCalls, AsyncOwner):
         Also those in ``cache_dir``. Any thread. Raises EngineClosedError in a forked process, OSError.
         """
         is_wanted = is_of(tenant.get().cache)
-        self._engine_thread.ask(partial(self._engine_thread.loop.reset_cache, is_wanted))
+        reset = partial(self._engine_thread.loop.reset_cache, is_wanted)
+        self._engine_thread.ask(reset)
         if self._disk_cache is not None:
             self._disk_cache.forget(is_wanted)
+            self._engine_thread.ask(reset)  # what was read of these files meanwhile
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the engine's bookkeeping is inconsistent. For tests and debugging."""

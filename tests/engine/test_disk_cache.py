@@ -9,7 +9,7 @@ import signal
 import stat
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
@@ -792,6 +792,22 @@ def test_what_is_read_while_it_is_forgotten_is_not_kept(
         assert len(list(stream)) <= 1
         assert ask(engine, prompt(0)).n_cached_tokens == 120  # what the request computed
         engine.check_integrity()
+
+
+def test_what_is_read_before_its_file_is_deleted_is_not_kept(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept(make_engine, tmp_path, prompt(0))
+    forget = DiskCache.forget
+
+    def late(self: DiskCache, is_wanted: Callable[[Hashable], bool]) -> None:
+        assert ask(engine, [*prompt(0, 100), 9]).n_cached_tokens == 100
+        forget(self, is_wanted)
+
+    monkeypatch.setattr(DiskCache, "forget", late)
+    with make_engine(cache_bytes=BUDGET, cache_dir=tmp_path) as engine:
+        engine.reset_prefix_cache()
+        assert ask(engine, prompt(0)).n_cached_tokens == 0
 
 
 def test_nobody_waits_for_a_disk_that_is_known_to_hang(

@@ -175,6 +175,7 @@ class Store:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._lock = threading.Lock()  # of ``_readers`` and ``_is_closed``
         _check_file(path)
+        self._file = _identity(path)
         try:
             self._writer = _connected(path, _OPEN_S)
             try:
@@ -479,6 +480,8 @@ class Store:
                     continue
                 result, error = None, None  # type: Any, Exception | None
                 try:
+                    if _identity(self.path) != self._file:  # what is written would be lost
+                        raise StoreError("the file was deleted or replaced while the server runs: restart it")
                     with self._transaction():
                         result = job.function()
                         self._tidy()
@@ -771,6 +774,15 @@ def _check_file(path: Path) -> None:
             continue
         if (problem := _distrust(status)) is not None:
             raise PermissionError(f"--store: {name} cannot hold stored answers: {problem}")
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which file has this name; None: there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _distrust(status: os.stat_result) -> str | None:

@@ -810,6 +810,17 @@ def test_what_is_read_before_its_file_is_deleted_is_not_kept(
         assert ask(engine, prompt(0)).n_cached_tokens == 0
 
 
+def test_a_file_that_cannot_be_deleted_keeps_no_others(make_engine: MakeEngine, tmp_path: Path) -> None:
+    kept(make_engine, tmp_path, *(prompt(i) for i in range(4)))
+    with make_engine(cache_bytes=BUDGET, cache_dir=tmp_path) as engine:
+        stays = files_of(tmp_path)[0]
+        stays.unlink()
+        stays.mkdir()  # which unlink refuses
+        with pytest.raises(IsADirectoryError):
+            engine.reset_prefix_cache()
+        assert files_of(tmp_path) == [stays]
+
+
 def test_nobody_waits_for_a_disk_that_is_known_to_hang(
     make_engine: MakeEngine,
     tmp_path: Path,

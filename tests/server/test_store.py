@@ -219,6 +219,17 @@ def test_a_chain_in_a_circle_ends(store: Store) -> None:
     assert len(store.read(store.earlier, "", "resp_a", None, *ALL).items) == 4
 
 
+def test_a_file_that_is_gone_takes_nothing(store: Store, file: Path) -> None:
+    """An answer that nobody could find is not said to be stored."""
+    add(store, "a")
+    aside = file.rename(file.with_suffix(".aside"))
+    with pytest.raises(StoreError, match="deleted or replaced"):
+        add(store, "b")
+    aside.rename(file)
+    add(store, "c")
+    assert has(store, "a") and not has(store, "b") and has(store, "c")
+
+
 def test_what_is_too_old_is_gone(file: Path) -> None:
     with closing(Store(file, BIG, 30)) as store:
         add(store, "old")

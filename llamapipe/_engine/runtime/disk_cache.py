@@ -149,7 +149,8 @@ class DiskCache:
         self._rest: set[str] | None = None  # files that were written since ``begin_rest``
         self._offered: set[str] = set()  # files that were or will be written, or are too large
         self._n_forgotten = 0  # calls of ``forget``: a write that began before one of them is not kept
-        self._changed = threading.Condition(threading.Lock())
+        self._queues = Lock()  # of the two, and of what they say of themselves
+        self._changed = threading.Condition(self._queues)
         self._is_closed = False
         self._retry_at = self._rescan_at = 0.0
         self._has_warned = False
@@ -248,7 +249,7 @@ class DiskCache:
 
     def forget(self, is_wanted: Callable[[Hashable], bool]) -> None:
         """Deletes the files of the wanted keys, and drops what waits to be written. Raises OSError."""
-        with self._changed:
+        with self._queues:  # not by the condition, which Ctrl-C could leave locked
             self._n_forgotten += 1
             self._offered.clear()
             dropped = [one for one in self._writes if is_wanted(one.cache_key)]
@@ -262,8 +263,14 @@ class DiskCache:
             wanted = [entry for entry in self._entries.values() if is_wanted(entry.cache_key)]
             for entry in wanted:
                 self._drop(entry)
+        failed = None
         for entry in wanted:
-            (self.folder / entry.name).unlink(missing_ok=True)
+            try:
+                (self.folder / entry.name).unlink(missing_ok=True)
+            except OSError as error:
+                failed = error
+        if failed is not None:
+            raise failed
 
     def close(self, deadline: float | None = None) -> None:
         """Writes what waits, at most to a time of ``monotonic``, and ends the thread."""

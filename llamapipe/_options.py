@@ -209,6 +209,8 @@ ACCESS: Final = (
     _flag("allow_pull", "with --ollama: clients may download models of the Hugging Face Hub, and copy the model's "
         "name"),
     _flag("allow_delete", "with --ollama: clients may delete what was downloaded"),
+    _text("slot_save_path", "clients may save conversations in this folder, as with llama-server (POST /slots/{id})",
+        optional=True, metavar="DIR"),
     _text("lora_path", "clients may load and unload the LoRAs in this folder (/v1/load_lora_adapter)", optional=True,
         metavar="DIR"),
     _text("media_path", "images may be named by file:// addresses of files in this folder", optional=True,

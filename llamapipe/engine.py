@@ -39,7 +39,7 @@ from llamapipe._engine.policy.planner import LEAST_CHUNK
 from llamapipe._engine.policy.scheduler import Scheduler
 from llamapipe._engine.policy.speculation import MOST_GUESSED, Drafter, Gate
 from llamapipe._engine.runtime.compute_threads import make_tuner
-from llamapipe._engine.runtime.disk_cache import DiskCache, Writes
+from llamapipe._engine.runtime.disk_cache import DiskCache, Writes, read_sequence, write_sequence
 from llamapipe._engine.runtime.draft import make_drafter, make_mtp_drafter, mtp_problem
 from llamapipe._engine.runtime.encoder import MediaEncoder
 from llamapipe._engine.runtime.executor import StepExecutor
@@ -48,7 +48,7 @@ from llamapipe._engine.runtime.loop import EngineLoop
 from llamapipe._engine.runtime.mailboxes import AsyncMailbox, Mailbox
 from llamapipe._engine.runtime.state_layout import StateLayout
 from llamapipe._engine.runtime.thread import EngineThread
-from llamapipe._messages import explains_fields, explains_keywords, explains_options
+from llamapipe._messages import explains_fields, explains_keywords, explains_options, quoted
 from llamapipe._options import MTP_CHOICES
 from llamapipe._sync.engine import BlockingCalls
 from llamapipe._sync.submission import BlockingSubmission
@@ -87,7 +87,7 @@ from llamapipe.streams import (
 from llamapipe.types import Prompt, RequestObserver, TokenIds
 from llamapipe.work.long_work import LongWork, running_loop, size_of, takes_long, to_thread
 from llamapipe.work.progress import Progress, progress_bar
-from llamapipe.work.tenant import is_of, tenant
+from llamapipe.work.tenant import conversation_key, is_of, tenant
 
 T = TypeVar("T")
 _CACHE_DIR_BYTES = 10 * 2**30
@@ -1238,6 +1238,55 @@ class Engine(BlockingCalls, AsyncOwner):
         if self._disk_cache is None:
             raise ValueError("set_cache_writes needs an engine with cache_dir")
         self._engine_thread.ask(partial(self._engine_thread.loop.set_cache_writes, when))
+
+    def save_conversation(self, name: str, path: Path) -> tuple[int, int]:
+        """Writes the cells of a conversation to a file. Returns how many tokens it has, and the bytes of the file.
+
+        A conversation is the sequence of the last request of this tenant that was made while
+        ``llamapipe.work.tenant.conversation`` was its name. The file appears only when it is whole, and only its user
+        may read it. Waits for the running step. Any thread. Raises InvalidRequestError if there are no cells, OSError.
+        """
+        loop = self._engine_thread.loop
+        found = self._engine_thread.ask(partial(loop.conversation, conversation_key(name)))
+        if found is None:
+            raise InvalidRequestError(
+                f"nothing is cached of the conversation {quoted(name)}; compute it first"
+            )
+        try:
+            return len(found.tokens), write_sequence(path, found, self._snapshot_format(None))
+        except ValueError as error:
+            raise InvalidRequestError(str(error)) from error
+        finally:
+            found.close()
+
+    def load_conversation(self, name: str, path: Path) -> int:
+        """Caches the cells of a file of ``save_conversation``, and names them. Returns how many tokens there are.
+
+        Any later request that begins with these tokens uses them, of the same tenant, salt and adapters. Any thread.
+        Raises OSError, InvalidRequestError for a file that is damaged, too long, or of another model or tenant.
+        """
+        try:
+            found = read_sequence(path, self._snapshot_format(None), self.model.n_vocab)
+        except ValueError as error:
+            raise InvalidRequestError(f"{path.name} cannot be used: {error}") from error
+        loop = self._engine_thread.loop
+        if not is_of(tenant.get().cache)(found.cache_key) or len(found.tokens) > self.n_ctx:
+            found.close()
+            raise InvalidRequestError(
+                f"{path.name} has {len(found.tokens)} tokens; n_ctx is {self.n_ctx}"
+                if len(found.tokens) > self.n_ctx
+                else f"{path.name} is of another API key"
+            )
+        self._engine_thread.ask(partial(loop.take_in_conversation, conversation_key(name), found))
+        return len(found.tokens)
+
+    def forget_conversation(self, name: str) -> int:
+        """Drops the cached cells of a conversation, unless a request uses them. Returns how many there were.
+
+        Waits for the running step. Any thread.
+        """
+        forget = self._engine_thread.loop.forget_conversation
+        return self._engine_thread.ask(partial(forget, conversation_key(name)))
 
     # ---- state
     def stats(self) -> EngineStats:

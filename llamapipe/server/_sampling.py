@@ -21,6 +21,7 @@ from llamapipe.errors import InvalidRequestError
 from llamapipe.params import JsonWhitespace, SamplingParams
 from llamapipe.server._fields import Only, Unused
 from llamapipe.server.errors import ApiError
+from llamapipe.work.tenant import conversation
 
 if TYPE_CHECKING:
     from llamapipe.server._application import ServerState
@@ -298,6 +299,8 @@ class Sampling(_Options, kw_only=True):
         """
         vocab = state.engine.model.vocab
         tokenize = partial(vocab.tokenize, add_special=False)
+        if state.settings.slot_save_path is not None:
+            conversation.set(str(max(self.id_slot or 0, 0)))  # of what this task submits
         return self.params_with(state.settings.sampling or {}, tokenize, fields, **more)
 
     def params_with(

@@ -282,6 +282,8 @@ class Exchange(Request):
         """Records options that have no effect on this server. Raises ApiError 400 if the settings are ``strict``."""
         if self.gate.is_behind_front:  # there it has an effect
             names = tuple(name for name in names if name != "keep_alive")
+        if self.gate.settings.slot_save_path is not None:  # it names a conversation
+            names = tuple(name for name in names if name != "id_slot")
         if names and self.gate.settings.strict:
             raise ApiError(
                 400,

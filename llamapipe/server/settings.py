@@ -74,6 +74,8 @@ class ServerSettings:
       they are accepted, and the answer's header ``x-llamapipe-unused`` names them.
     - ``any_model_name``: any name of a model in a request means the one that is served, as in llama-server; names of
       adapters mean these. Answers have the model's own name.
+    - ``slot_save_path``: a folder in which clients may save the cells of conversations, and load them from there.
+      None: they may not.
     - ``lora_path``: a folder; clients may load the LoRAs in it, and unload them. None: they may not.
     - ``media_path``: a folder; ``file://`` addresses of images may name the files below it. None: none are read.
     - ``media_urls``: hosts, ``HOST`` or ``HOST:PORT``, that images may be fetched from. A name never means an address
@@ -130,6 +132,7 @@ class ServerSettings:
     reasoning: str = "auto"
     template_args: str | None = None
     system: str | None = None
+    slot_save_path: str | os.PathLike[str] | None = None
     lora_path: str | os.PathLike[str] | None = None
     media_path: str | os.PathLike[str] | None = None
     media_urls: tuple[str, ...] = ()
@@ -179,7 +182,7 @@ class ServerSettings:
         for host in self.media_urls:
             if host == "*" or not _HOST.fullmatch(host):
                 raise ValueError(f"media_urls: {quoted(host)} is no host; write HOST or HOST:PORT")
-        for name in ("lora_path", "media_path"):
+        for name in ("slot_save_path", "lora_path", "media_path"):
             if (path := getattr(self, name)) is not None:
                 folder = path_of(path)
                 if not folder.is_dir():

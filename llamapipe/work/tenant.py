@@ -29,6 +29,8 @@ class Tenant(NamedTuple):
 
 NOBODY = Tenant()
 tenant: ContextVar[Tenant] = ContextVar("tenant", default=NOBODY)
+# The name under which the engine remembers the sequence of a request; None: under none.
+conversation: ContextVar[str | None] = ContextVar("conversation", default=None)
 
 
 def grammar_limit(timeout: float | None) -> float | None:
@@ -40,6 +42,11 @@ def grammar_limit(timeout: float | None) -> float | None:
 def is_of(owner: str | None) -> Callable[[Hashable], bool]:
     """Whether a ``cache_key`` is one of this tenant's cache, whatever the salt and the adapters."""
     return lambda key: (key[0] if isinstance(key, tuple) else None) == owner
+
+
+def conversation_key(name: str | None) -> Hashable:
+    """What names a conversation of this tenant; None for None."""
+    return None if name is None else (tenant.get().cache, name)
 
 
 def cache_key(salt: str | None, adapters: Hashable = None) -> Hashable:

@@ -36,7 +36,7 @@ from llamapipe.llama.model import Model
 from llamapipe.params import SamplingParams
 from llamapipe.results import Completion
 from llamapipe.structured.budget import GrammarBudget
-from llamapipe.work.tenant import cache_key, grammar_limit, tenant
+from llamapipe.work.tenant import cache_key, conversation, conversation_key, grammar_limit, tenant
 
 # The requests that are answered together with (index, result).
 Groups: TypeAlias = "Mapping[int, Sequence[Request]]"
@@ -418,6 +418,7 @@ class RequestBuilder:
             and not item.spans,  # a draft model sees no images
             spans=item.spans,
             places=item.places,
+            conversation=conversation_key(conversation.get()),
         )
 
 

@@ -202,7 +202,8 @@ class RequestSpec(NamedTuple):
     if the engine's other requests may. ``adapters``: what it is computed with besides the model, which ``cache_key``
     must name, too; None: nothing. ``activation``: what replaces ``adapters`` from some token on; None: nothing.
     ``spans``: the images and sounds among its tokens, in their order. ``places``: how many tokens come before the
-    places where other prompts are likely to part from it, such as the starts of messages.
+    places where other prompts are likely to part from it, such as the starts of messages. ``conversation``: what its
+    sequence is remembered under; None: it is not.
     """
 
     max_tokens: int | None = None
@@ -229,6 +230,7 @@ class RequestSpec(NamedTuple):
     activation: Activation | None = None
     spans: tuple[Span, ...] = ()
     places: tuple[int, ...] = ()
+    conversation: Hashable = None
 
     @property
     def all_adapters(self) -> Hashable:

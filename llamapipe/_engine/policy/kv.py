@@ -840,6 +840,18 @@ class KvCache:
                     found.append(Unused(-1, -1, tokens, self._state_tree.key_of(state), [(state.n, key)]))
         return found[::-1]
 
+    def holder(self, tokens: Sequence[int], cache_key: Hashable) -> Unused | None:
+        """The cells that no request uses, or the state, with the most of these tokens: more than half of them."""
+        for n, cells in self._tree.find(tokens, len(tokens), cache_key):
+            if cells.request is None and 2 * n > len(tokens):
+                return self._described(cells)
+        if not self._has_cells:
+            for n, state in self._state_tree.prefixes(tokens, len(tokens), cache_key):
+                if 2 * n <= len(tokens):
+                    break
+                return Unused(-1, -1, [*tokens[:n]], cache_key, [(n, state.key)])
+        return None
+
     def offer_unused(self, again: bool) -> Iterator[Unused]:
         """The cells that no request uses and no others begin with, with their states, the most recently used first.
 
@@ -873,6 +885,20 @@ class KvCache:
             if (again or not state.n_offered) and not has_media(tokens):
                 yield Unused(-1, -1, tokens, self._state_tree.key_of(state), [(state.n, key)])
             state.n_offered = state.n
+
+    def drop(self, found: Unused) -> None:
+        """Drops cells that no request uses, and the states of their beginnings that no others begin with."""
+        if found.slot >= 0:
+            self._tree.remove(self._unpark(found.slot))
+            self.memory_ops.append(Remove(found.slot, 0))
+        elif found.key >= 0:
+            self._forget(found.key)
+        for n, key in found.states:
+            if key in self._states_by_key and not self._tree_has(found, n):
+                self._forget_state(key)
+
+    def _tree_has(self, found: Unused, n: int) -> bool:
+        return next(self._tree.find(found.tokens, n, found.cache_key), (0, None))[0] >= n
 
     def reset(self, is_wanted: Callable[[Hashable], bool]) -> None:
         """Drops the cells of the wanted keys that no request uses and that are not pinned."""

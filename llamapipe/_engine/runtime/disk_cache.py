@@ -22,6 +22,7 @@ import fcntl
 import logging
 import os
 import stat
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -33,7 +34,7 @@ from typing import Any, Literal, NamedTuple
 
 from llamapipe._engine.policy.prefix_tree import PrefixTree
 from llamapipe._engine.runtime.snapshot import Snapshot, SnapshotFormat, parts_of, unpack
-from llamapipe._engine.runtime.state_layout import Saved
+from llamapipe._engine.runtime.state_layout import Bytes, Saved
 from llamapipe.cache_file import (
     BLOCK,
     PARTIAL,
@@ -331,17 +332,7 @@ class DiskCache:
     def _read(self, entry: Entry) -> CachedSequence | None:
         path = self.folder / entry.name
         try:
-            with opened(path) as file:
-                head, n_bytes = read_head(file)
-                data = bytearray(n_bytes)
-                if file.readinto(data) != n_bytes:
-                    raise ValueError("it is cut")
-                os.utime(file.fileno())
-            found = unpack(data, self._layout, self._n_vocab)
-            del data
-            tokens = [head.marks.get(i, token) for i, token in enumerate(found.tokens)]
-            cells = SavedCells.of_bytes(found.state) if found.n_cells else None
-            states = [(n, SavedCells.of_bytes(state)) for n, state in found.states]
+            found = read_sequence(path, self._layout, self._n_vocab)
         except FileNotFoundError:  # another process has deleted it
             pass
         except ValueError as error:
@@ -356,7 +347,7 @@ class DiskCache:
             _log.warning("%s could not be read: %r", path, error)
         else:
             self.n_read += 1
-            return CachedSequence(tokens, head.cache_key, cells, states, found.is_stale)
+            return found
         with self._lock:
             self._drop(entry)
         return None
@@ -386,20 +377,9 @@ class DiskCache:
                 (self.folder / old.name).unlink(missing_ok=True)
 
     def _write_file(self, sequence: CachedSequence, head: Head, n_forgotten: int) -> Entry | None:
-        cells = sequence.cells
-        snapshot = Snapshot(
-            [max(token, 0) for token in sequence.tokens],
-            head.n,
-            0 if cells is None else head.n,
-            b"" if cells is None else cells.view(),
-            states=[(n, state.view()) for n, state in sequence.states],
-        )
-        parts = parts_of(snapshot, self._layout)
-        if sum(map(len, parts)) < sum(state.n_bytes for state in sequence.copies()) // 2:
-            return None  # cells of another form than the context's empty ones: only tokens are left
-        start = packed_head(head, sum(map(len, parts)))
-        n_bytes = sum(map(len, (*start, *parts)))
-        if n_bytes > self._max_bytes:
+        parts = _file_of(sequence, head, self._layout)
+        n_bytes = sum(map(len, parts))
+        if not 0 < n_bytes <= self._max_bytes:
             return None
         path = self.folder / name_of(sequence.tokens, sequence.cache_key)
         self._make_folders()
@@ -412,7 +392,7 @@ class DiskCache:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # tells others that its writer lives
                 if hasattr(os, "posix_fallocate"):  # a full disk shows before anything is written
                     os.posix_fallocate(file.fileno(), 0, n_bytes)
-                file.writelines((*start, *parts))
+                file.writelines(parts)
                 file.flush()
                 partial.replace(path)
         finally:
@@ -514,6 +494,56 @@ class DiskCache:
             del self._entries[entry.name]
             self._tree.remove(entry)
             self._offered.discard(entry.name)
+
+
+def write_sequence(path: Path, sequence: CachedSequence, layout: SnapshotFormat) -> int:
+    """Writes a file that appears only when it is whole, and that only its user may read. Returns its bytes.
+
+    Raises OSError; ValueError if the cells are of a form that cannot be stored.
+    """
+    parts = _file_of(sequence, _head_of(sequence), layout)
+    if not parts:
+        raise ValueError("the form of this model's cells in a file is not known")
+    descriptor, name = tempfile.mkstemp(PARTIAL, ".", path.parent)
+    try:
+        with open(descriptor, "wb") as file:
+            file.writelines(parts)
+        Path(name).replace(path)
+    finally:
+        Path(name).unlink(missing_ok=True)
+    return sum(map(len, parts))
+
+
+def read_sequence(path: Path, layout: SnapshotFormat, n_vocab: int) -> CachedSequence:
+    """The sequence of a file. Raises OSError, MemoryError; ValueError for one that is damaged or does not fit."""
+    with opened(path) as file:
+        head, n_bytes = read_head(file)
+        data = bytearray(n_bytes)
+        if file.readinto(data) != n_bytes:
+            raise ValueError("it is cut")
+        os.utime(file.fileno())
+    found = unpack(data, layout, n_vocab)
+    tokens = [head.marks.get(i, token) for i, token in enumerate(found.tokens)]
+    cells = SavedCells.of_bytes(found.state) if found.n_cells else None
+    states = [(n, SavedCells.of_bytes(state)) for n, state in found.states]
+    return CachedSequence(tokens, head.cache_key, cells, states, found.is_stale)
+
+
+def _file_of(sequence: CachedSequence, head: Head, layout: SnapshotFormat) -> list[Bytes]:
+    """The parts of a file. Empty for cells of another form than those of an empty context: only tokens are left."""
+    cells = sequence.cells
+    snapshot = Snapshot(
+        [max(token, 0) for token in sequence.tokens],
+        head.n,
+        0 if cells is None else head.n,
+        b"" if cells is None else cells.view(),
+        states=[(n, state.view()) for n, state in sequence.states],
+    )
+    parts = parts_of(snapshot, layout)
+    n_snapshot = sum(map(len, parts))
+    if n_snapshot < sum(copy.n_bytes for copy in sequence.copies()) // 2:
+        return []
+    return [*packed_head(head, n_snapshot), *parts]
 
 
 def _head_of(sequence: CachedSequence) -> Head:

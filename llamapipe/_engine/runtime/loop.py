@@ -22,6 +22,7 @@ the loop itself, every request gets an error, and so does every later one.
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from itertools import takewhile
@@ -70,6 +71,7 @@ def _n_tokens_of(request: Request, following: Sequence[tuple[Request, int]]) -> 
 
 _MAX_SKIPPED_WINDOWS = 7
 _MOST_STATES = 4  # of a snapshot; each may be as large as a thousand cells
+_MOST_CONVERSATIONS = 256  # that are remembered; those used last
 _MAX_COMMANDS = 512  # between two steps, so that requests progress while thousands of others arrive
 _sampler = attrgetter("sampler")  # made in C, because every step makes a list with it
 _LATER = int(NoToken.LATER)  # a plain int, because every step compares with it
@@ -123,6 +125,7 @@ class EngineLoop:
         self._disk = disk
         # Files that are read, and the requests that wait for them.
         self._reading: dict[Entry, list[Request]] = {}
+        self._conversations: OrderedDict[Hashable, tuple[list[int], Hashable]] = OrderedDict()
         self._overdue: set[Entry] = set()  # files that nobody waits for any more: the disk hangs
         self._n_resets = 0  # of the cache: what was read of a file before one is not cached
         if disk is not None:
@@ -382,6 +385,50 @@ class EngineLoop:
             disk.write(CachedSequence(evicted.tokens, evicted.cache_key, cells, states, evicted.is_stale))
         return True
 
+    # ---- conversations
+    def _remember(self, request: Request) -> None:
+        """Notes the sequence of a request that has ended as that of its conversation."""
+        known, key = self._conversations, request.spec.conversation
+        known[key] = request.cell_keys()[:], request.spec.cache_key
+        known.move_to_end(key)
+        if len(known) > _MOST_CONVERSATIONS:
+            known.popitem(last=False)
+
+    def conversation(self, key: Hashable) -> CachedSequence | None:
+        """A copy of the cells of a conversation, which the caller closes. None: there are none."""
+        tokens, cache_key = self._conversations.get(key, ((), None))
+        self._change_cells()
+        found = self._scheduler.cache.holder(tokens, cache_key) if tokens else None
+        if found is None or has_media(found.tokens):
+            return None
+        return self._copied(found)
+
+    def take_in_conversation(self, key: Hashable, found: CachedSequence) -> None:
+        """Caches the cells of a conversation that come from elsewhere, if there is room, and remembers them."""
+        self._conversations[key] = found.tokens, found.cache_key
+        self._take_in(found, None)
+
+    def forget_conversation(self, key: Hashable) -> int:
+        """Drops the cells of a conversation, wherever they are. Returns how many tokens they had."""
+        cache, n = self._scheduler.cache, 0
+        tokens, cache_key = self._conversations.pop(key, ((), None))
+        while tokens and (found := cache.holder(tokens, cache_key)) is not None:
+            cache.drop(found)
+            n = max(n, len(found.tokens))
+        return n
+
+    def _copied(self, found: Unused) -> CachedSequence | None:
+        """A copy of cells and their states. None: that failed."""
+        cells = None
+        if found.slot >= 0:
+            cells = self._executor.copy_cells(found.slot)
+        elif found.key >= 0:
+            cells = self._executor.copy_saved(found.key)
+        states = self._copied_states(found)
+        if cells is None and not states:
+            return None
+        return CachedSequence(found.tokens, found.cache_key, cells, states, found.is_stale)
+
     def _copied_states(self, found: Unused) -> list[tuple[int, Saved]]:
         states = [(n, self._executor.copy_saved(key)) for n, key in found.states[-_MOST_STATES:]]
         return [(n, state) for n, state in states if state is not None]
@@ -397,15 +444,10 @@ class EngineLoop:
                 continue
             if deadline is not None and not disk.wait_for_room(deadline):
                 return False
-            cells = None
-            if found.slot >= 0:
-                cells = self._executor.copy_cells(found.slot)
-            elif found.key >= 0:
-                cells = self._executor.copy_saved(found.key)
-            states = self._copied_states(found)
-            if cells is None and not states:
+            copy = self._copied(found)
+            if copy is None:
                 continue
-            disk.write(CachedSequence(found.tokens, found.cache_key, cells, states, found.is_stale))
+            disk.write(copy)
             if deadline is None:
                 return True
         return False
@@ -754,6 +796,9 @@ class EngineLoop:
     def _finished(self, request: Request) -> None:
         """Delivers the end of a request. Frees its sampler unless the request may continue after a change."""
         if request.state is State.FINISHED:
+            spec = request.spec
+            if spec.conversation is not None and request.uses_cache and not request.dropped:
+                self._remember(request)
             if request in self.open:
                 del self.open[request]
                 self._n_wants_logprobs -= request.wants_logprobs

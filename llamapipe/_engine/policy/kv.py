@@ -807,39 +807,6 @@ class KvCache:
                 if cells.places and self.n_bytes_of(cells.n) <= self._store.budget:
                     self._evict(slot)
 
-    def unused(self) -> list[Unused]:
-        """The cells that no request uses and no others begin with, with their states, the least recently used first.
-
-        If host memory may not hold all of them, the rest is left out. Cells with images and sounds are left out, too.
-        """
-        if self.exact_multiple is not None:  # what was computed alone is not known elsewhere
-            return []
-        left = set(self._states_by_key)  # a state stands with the sequence that was used last
-        found: list[Unused] = []
-        chosen: set[Cells] = set()
-        room = self._store.budget
-        saved = [self._saved[key] for key in self._store]
-        for cells in (*reversed(self.parked.values()), *reversed(saved)):
-            n_shared, others = self._tree.sharing(cells, cells.n)
-            known = any(other in chosen and min(other.n, n_shared) >= cells.n for other in others)
-            n_bytes = self.n_bytes_of(cells.n)
-            if cells.n >= self._min_save and not known and n_bytes <= room:
-                one = self._described(cells)
-                if has_media(one.tokens):
-                    continue
-                room -= n_bytes
-                chosen.add(cells)
-                states = [state for state in one.states if state[1] in left]
-                left.difference_update(key for _, key in states)
-                found.append(one._replace(states=states))
-        if not self._has_cells:  # a state is all that its tokens need
-            for key in reversed(list(self._states)):
-                state = self._states_by_key[key]
-                tokens = self._state_tree.tokens_of(state)
-                if key in left and not has_media(tokens):
-                    found.append(Unused(-1, -1, tokens, self._state_tree.key_of(state), [(state.n, key)]))
-        return found[::-1]
-
     def holder(self, tokens: Sequence[int], cache_key: Hashable) -> Unused | None:
         """The cells that no request uses, or the state, with the most of these tokens: more than half of them."""
         for n, cells in self._tree.find(tokens, len(tokens), cache_key):

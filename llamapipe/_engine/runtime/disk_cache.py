@@ -92,11 +92,10 @@ class CachedSequence(NamedTuple):
 class Entry:
     """A file: ``n`` tokens, of which the cells are there (``has_cells``), and states at ``places``."""
 
-    __slots__ = ("cache_key", "has_cells", "n", "n_bytes", "name", "places", "tail")
+    __slots__ = ("cache_key", "has_cells", "n", "name", "places", "tail")
 
-    def __init__(self, name: str, n_bytes: int, head: Head) -> None:
+    def __init__(self, name: str, head: Head) -> None:
         self.name = name
-        self.n_bytes = n_bytes
         self.cache_key = head.cache_key
         self.n = head.n
         self.has_cells = head.has_cells
@@ -242,12 +241,6 @@ class DiskCache:
         return monotonic() >= self._retry_at
 
     # ---- any thread
-    @property
-    def n_bytes(self) -> int:
-        """The bytes of this engine's files."""
-        with self._lock:
-            return sum(entry.n_bytes for entry in self._entries.values())
-
     def forget(self, is_wanted: Callable[[Hashable], bool]) -> None:
         """Deletes the files of the wanted keys, and drops what waits to be written. Raises OSError."""
         with self._queues:  # not by the condition, which Ctrl-C could leave locked
@@ -341,9 +334,7 @@ class DiskCache:
                 path.unlink()
         except MemoryError:
             return None
-        except (
-            Exception
-        ) as error:  # without this thread all would wait in vain; the next look finds the file again
+        except Exception as error:  # without this thread all would wait in vain
             _log.warning("%s could not be read: %r", path, error)
         else:
             self.n_read += 1
@@ -402,7 +393,7 @@ class DiskCache:
             return None
         if self._rest is not None:
             self._rest.add(path.name)
-        return Entry(path.name, n_bytes, head)
+        return Entry(path.name, head)
 
     def _replaced_by(self, new: Entry, blocks: list[int], tokens: Sequence[int]) -> list[Entry]:
         """The files of which a new one has all that could be used."""
@@ -479,7 +470,7 @@ class DiskCache:
         for name in new:
             with suppress(OSError, ValueError), opened(self.folder / name) as file:
                 head, _ = read_head(file)
-                entry = Entry(name, os.fstat(file.fileno()).st_size, head)
+                entry = Entry(name, head)
                 with self._lock:
                     self._add(entry, head.blocks)
 

@@ -207,6 +207,8 @@ def _add(made: list[Message], place: str, item: Mapping[str, Any], tools: Tools)
     kind = item.get("type")
     if kind is None:  # the API lets messages and references leave it out
         kind = "item_reference" if "id" in item and "role" not in item else "message"
+    if not isinstance(item.get("status"), (str, type(None))):  # it would be stored, and told to clients
+        raise ApiError(400, f"{place}: the status must be text", f"{place}.status")
     if kind == "message":
         role = item.get("role")
         if role not in ("user", "assistant", "system", "developer"):

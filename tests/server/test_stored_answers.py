@@ -263,6 +263,7 @@ def test_calls_of_tools_in_a_conversation(client: openai.OpenAI) -> None:
     [
         ("conversations", {"items": [{"type": "no such", "id": "a"}]}, "items.0.type"),
         ("conversations", {"items": [{"role": "user", "content": 5}]}, "items.0.content"),
+        ("conversations", {"items": [{"role": "user", "content": "a", "status": []}]}, "items.0.status"),
         ("conversations", {"metadata": {"a" * 65: "b"}}, "metadata"),
         ("conversations", {"metadata": {"a": "b" * 513}}, "metadata"),
         ("conversations", {"metadata": {f"a{i}": "b" for i in range(17)}}, "metadata"),

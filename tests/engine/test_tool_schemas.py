@@ -54,7 +54,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[lp.Engine
     family = FAMILIES[request.param]
     said = family.paris.replace("get_weather", "bad")
     path = scripted_model(tmp_path / "said.gguf", said, family.specials, source_of(family.template))
-    with lp.Model(path) as model, lp.Engine(model, n_ctx=16384, n_seq_max=1) as engine:
+    with lp.Model(path) as model, lp.Engine(model, n_ctx=2**16, n_seq_max=1) as engine:
         yield engine
 
 

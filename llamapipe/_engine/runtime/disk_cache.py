@@ -233,9 +233,12 @@ class DiskCache:
         self._rest = set()
 
     def wait_for_room(self, deadline: float) -> bool:
-        """Waits until another sequence may wait, at most to a time of ``monotonic``. Returns whether it may."""
+        """Waits until all is written, at most to a time of ``monotonic``. Returns whether more may be.
+
+        So ``wants`` knows of all files, and what is written does not depend on the speed of the disk.
+        """
         with self._changed:
-            while len(self._writes) >= _MOST_WAITING:
+            while self._writes or self._written is not None:
                 if not self._changed.wait(max(deadline - monotonic(), 0)):
                     return False
         return monotonic() >= self._retry_at

@@ -440,10 +440,10 @@ class EngineLoop:
         """
         self._change_cells()
         for found in self._scheduler.cache.offer_unused(again=deadline is not None):
-            if not disk.wants(found.tokens, found.cache_key, at_end=deadline is not None):
-                continue
             if deadline is not None and not disk.wait_for_room(deadline):
                 return False
+            if not disk.wants(found.tokens, found.cache_key, at_end=deadline is not None):
+                continue
             copy = self._copied(found)
             if copy is None:
                 continue

@@ -121,6 +121,16 @@ def opened(path: Path) -> Iterator[FileIO]:
         yield file
 
 
+def locked(path: Path) -> int:
+    """A descriptor of a new file that ``remove_if_dead`` lets live until it is closed. Raises OSError."""
+    while True:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX)  # another process holds it for a moment at most
+        if os.fstat(fd).st_nlink:
+            return fd
+        os.close(fd)  # it took the file for one whose writer has ended, before it was locked
+
+
 def remove_if_dead(path: str | Path) -> None:
     """Removes an unfinished file whose writer has ended."""
     with suppress(OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import shutil
@@ -655,6 +656,27 @@ def test_processes_that_are_killed(tmp_path: Path) -> None:
                 n_found += done.n_cached_tokens > 0
                 assert done.token_ids == ask(plain, tokens, n=8).token_ids
         assert n_found == engine.stats().n_disk_reads == 8
+
+
+def test_a_file_that_is_taken_for_a_dead_one_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process looks at it between its creation and its lock."""
+    path, lock = tmp_path / "a.part", fcntl.flock
+    looks: Iterator[Callable[[Path], None]] = iter([cache_file.remove_if_dead])
+
+    def late(descriptor: int, operation: int) -> None:
+        for look in looks:
+            look(path)
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    descriptor = cache_file.locked(path)
+    cache_file.remove_if_dead(path)
+    assert path.stat().st_ino == os.fstat(descriptor).st_ino
+    os.close(descriptor)
+    cache_file.remove_if_dead(path)
+    assert not path.exists()
 
 
 def test_another_process_finds_it(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ only for ``PATIENCE_S``. Reads come first.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import stat
@@ -42,6 +41,7 @@ from llamapipe.cache_file import (
     Head,
     hashes_of,
     is_writable,
+    locked,
     name_of,
     opened,
     packed_head,
@@ -380,10 +380,8 @@ class DiskCache:
         if not self._make_room(n_bytes):
             return None
         partial = self.folder / f".{path.name}.{os.getpid()}.{threading.get_ident()}{PARTIAL}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            with open(os.open(partial, flags, 0o600), "wb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # tells others that its writer lives
+            with open(locked(partial), "wb") as file:
                 if hasattr(os, "posix_fallocate"):  # a full disk shows before anything is written
                     os.posix_fallocate(file.fileno(), 0, n_bytes)
                 file.writelines(parts)

@@ -543,15 +543,15 @@ ROUTES = (
         "/slots/{id}",
         _of_model(_slots.slot_action),
         "Save, restore or erase the cells of a conversation.",
-        ("404", "501", "507"),
+        ("400", "403", "404", "413", "507"),
     ),
-    get("/slots/files", _of_model(_slots.saved_files), "The saved conversations.", ("501",)),
+    get("/slots/files", _of_model(_slots.saved_files), "The saved conversations.", ("403",)),
     Endpoint(
         "DELETE",
         "/slots/files/{filename}",
         _of_model(_slots.delete_file),
         "Delete a saved conversation.",
-        ("404", "501", "507"),
+        ("400", "403", "404", "413", "507"),
     ),
     get("/model_info", _of_model(_system.model_info), "Sizes of the model and of the engine."),
     get(

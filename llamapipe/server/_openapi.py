@@ -21,7 +21,6 @@ _STATUSES = {
     "413": "The body is too large.",
     "429": "Too many requests; Retry-After says when to retry.",
     "500": "What is stored cannot be read.",
-    "501": "The operator has not turned this on.",
     "503": "The server is shutting down, or the KV cache is full.",
     "507": "It cannot be kept: the disk is full or failed.",
     "504": "The request took longer than the server allows.",

@@ -117,14 +117,14 @@ def _files(folder: Path) -> list[dict[str, Any]]:
 
 
 def _folder(exchange: Exchange) -> Path:
-    """The folder of the client's files. Raises ApiError 501 without ``--slot-save-path``."""
+    """The folder of the client's files. Raises ApiError 403 without ``--slot-save-path``."""
     state = exchange.server
     if state.settings.slot_save_path is None:
         raise ApiError(
-            501,
+            403,
             "this server saves no conversations; start it with --slot-save-path DIR, or keep all of them with "
             "--cache-dir DIR",
-            code="not_supported_error",
+            code="not_allowed",
         )
     if state.worker is not None and not state.is_behind_front:
         raise ApiError(400, "each worker has its cache, and a request reaches one of them")

@@ -29,7 +29,8 @@ BUSY = ("503", "504")  # documented, but not to be seen here
 
 @pytest.fixture(scope="module")
 def schema(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    limits = ServerSettings(max_n=16, ollama=True, store=tmp_path_factory.mktemp("store") / "answers.db")
+    folder = tmp_path_factory.mktemp("kept")
+    limits = ServerSettings(max_n=16, ollama=True, store=folder / "answers.db", slot_save_path=folder)
     with (
         lp.Engine(lp.demo_model_path(), n_ctx=256, n_seq_max=16) as engine,
         serve(engine, settings=limits) as server,

@@ -181,7 +181,7 @@ def test_bad_requests(url: str) -> None:
 
 def test_it_is_off_by_default() -> None:
     with lp.Engine(lp.demo_model_path(), n_ctx=256) as engine, serve(engine) as server:
-        error = act(server.url, 0, "save", "x", status=501)["error"]
+        error = act(server.url, 0, "save", "x", status=403)["error"]
         assert "--slot-save-path" in error["message"]
         answer = httpx.post(f"{server.url}/completion", json={"prompt": "a", "n_predict": 1, "id_slot": 3})
         assert answer.headers["x-llamapipe-unused"] == "id_slot"

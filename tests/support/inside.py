@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from llamapipe._engine.policy.kv import KvCache
     from llamapipe._engine.policy.prefix_tree import PrefixTree
     from llamapipe._engine.policy.scheduler import Scheduler
+    from llamapipe._engine.runtime.disk_cache import DiskCache
     from llamapipe._engine.runtime.executor import Executor
     from llamapipe._engine.runtime.inbox import Inbox
     from llamapipe._engine.runtime.loop import EngineLoop
@@ -44,6 +45,13 @@ def thread_of(engine: lp.Engine) -> EngineThread:
 def loop_of(engine: lp.Engine) -> EngineLoop:
     """The loop that plans, launches and delivers steps."""
     return engine._engine_thread.loop
+
+
+def disk_cache_of(engine: lp.Engine) -> DiskCache:
+    """The prefix cache of an engine with ``cache_dir`` on disk."""
+    found = loop_of(engine)._disk
+    assert found is not None
+    return found
 
 
 def inbox_of(engine: lp.Engine) -> Inbox:

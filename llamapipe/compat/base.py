@@ -77,12 +77,12 @@ class LlamaRAMCache:
 
 
 class LlamaDiskCache:
-    """Prefixes cannot be cached on disk. Raises NotImplementedError."""
+    """Not supported: ``lp.Engine(cache_dir=)`` keeps prefixes on disk. Raises NotImplementedError."""
 
     def __init__(self, cache_dir: str = ".cache/llama_cache", capacity_bytes: int = 2 << 30) -> NoReturn:
         raise NotImplementedError(
-            "LlamaDiskCache is not supported: prefixes are cached in memory, without set_cache(). To keep one on disk, "
-            "write Llama.save_state() with pickle"
+            "LlamaDiskCache is not supported: prefixes are cached in memory, without set_cache(). To keep them on "
+            "disk, use lp.Engine(..., cache_dir=DIR), or write Llama.save_state() with pickle"
         )
 
 

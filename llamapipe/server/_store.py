@@ -32,6 +32,7 @@ import msgspec
 
 from llamapipe.chat.halves import whole_values
 from llamapipe.host.at_exit import close_at_exit, forget
+from llamapipe.work.long_work import settle
 
 T = TypeVar("T")
 _log = logging.getLogger("llamapipe.server")
@@ -713,20 +714,9 @@ class _Job(NamedTuple):
 
     def settle(self, result: Any, error: Exception | None) -> None:
         """Tells how it ended."""
-        future = self.future
-        if self.loop is None or future is None:
-            return
-
-        def tell() -> None:
-            if future.done():
-                return
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
-
-        with suppress(RuntimeError):  # the loop is closed
-            self.loop.call_soon_threadsafe(tell)
+        if self.loop is not None and self.future is not None:
+            with suppress(RuntimeError):  # the loop is closed
+                self.loop.call_soon_threadsafe(settle, self.future, result, error)
 
 
 def _expire(future: asyncio.Future[Any]) -> None:

@@ -108,7 +108,7 @@ class LongWork:
             except BaseException as e:
                 error = e
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(_settle, future, result, error)
+                loop.call_soon_threadsafe(settle, future, result, error)
 
         size = size if size > _LARGE else 0
         self._threads.run(job, share, is_python=True, size=size, place=place)
@@ -201,12 +201,13 @@ def _expire(future: asyncio.Future[Any], loop: asyncio.AbstractEventLoop) -> Non
     try:
         check_wanted()
     except TimeoutError as error:
-        _settle(future, None, error)
+        settle(future, None, error)
     else:
         loop.call_later(_LOOK_S, _expire, future, loop)  # the clock of the loop is ahead
 
 
-def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    """Ends a future, unless it has ended. Its event loop's thread."""
     if future.done():
         return
     if error is None:

@@ -94,7 +94,7 @@ class EngineLoop:
     the launched steps; other threads may abort them. ``open``: the requests whose end is not delivered yet.
     ``trace``: records plan and deliver stages. ``kv_events``: tells routers what the prefix cache holds. ``long_work``:
     threads for callers' work, which end with the loop. ``encoder``: of images and sounds, for models that take them.
-    ``disk``: where the prefix cache goes on.
+    ``disk``: the second level of the prefix cache.
 
     ``window_s``: how long an idle loop waits for more requests after the one that woke it. ``left_queue``: called with
     the requests that do not wait for a slot any longer.
@@ -436,7 +436,7 @@ class EngineLoop:
     def _write_unused(self, disk: DiskCache, deadline: float | None = None) -> bool:
         """Lets a sequence be written that no request uses, the most recently used first. False: there is none.
 
-        ``deadline``: write all of them, as far as time allows, also what has grown little; a time of ``monotonic``.
+        ``deadline``: a time of ``monotonic``; until then all of them are written, also those that have grown little.
         """
         self._change_cells()
         for found in self._scheduler.cache.offer_unused(again=deadline is not None):

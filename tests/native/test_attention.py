@@ -60,8 +60,8 @@ class Attention:
         out = np.full((n_streams, n_rows, n_heads, n_value_dims), np.nan, np.float32)
         queries, keys, values = (
             np.ascontiguousarray(self.queries, np.float32),
-            _stored(self.keys, self.kind),
-            _stored(self.values, self.kind),
+            _stored(self.keys.swapaxes(1, 2), self.kind),  # a cache has the heads of a cell side by side
+            _stored(self.values.swapaxes(1, 2), self.kind),
         )
         masks = None if self.masks is None else np.ascontiguousarray(self.masks, np.float16)
         sinks = None if self.sinks is None else np.ascontiguousarray(self.sinks, np.float32)

@@ -45,7 +45,7 @@ typedef struct {
 } lp_product;
 int lp_product_compute(const lp_product * product, float * out);
 // Attention, as ggml's CPU backend computes it: queries float32 (n_streams, n_heads, n_rows, n_dims), keys and values
-// (n_streams, n_kv_heads, n_cells, dimensions) in the form of a cache, masks float16 (n_streams, n_rows, n_cells) or NULL, sinks
+// (n_streams, n_cells, n_kv_heads, dimensions) as in a cache, masks float16 (n_streams, n_rows, n_cells) or NULL, sinks
 // (n_heads) or NULL. The result is float32 (n_streams, n_rows, n_heads, n_value_dims).
 typedef struct {
     int64_t n_streams, n_heads, n_kv_heads, n_rows, n_cells, n_dims, n_value_dims;

@@ -12,14 +12,16 @@
 namespace llamapipe::kernels {
 
 #if defined(__x86_64__)
-extern const AttentionLevel kAttentionAvx2;
+extern const AttentionLevel kAttentionAvx2, kAttentionAvx512;
 #endif
 
 const AttentionLevel * attention_level() {
 #if defined(__x86_64__)
     static const bool has_avx2 =
             __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    return has_avx2 ? &kAttentionAvx2 : nullptr;
+    static const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+                                   __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+    return !has_avx2 ? nullptr : has_avx512 ? &kAttentionAvx512 : &kAttentionAvx2;
 #else
     return nullptr;
 #endif
@@ -27,7 +29,6 @@ const AttentionLevel * attention_level() {
 
 namespace {
 
-constexpr uint16_t unseen       = 0xfc00;        // -infinity, in 16 bits
 constexpr int64_t  scores_bytes = 512 << 10;     // of a tile: as large as a second-level cache
 constexpr int64_t  most_queries = 48;            // of a tile
 constexpr size_t   alignment    = 64;
@@ -98,7 +99,7 @@ struct Scratch {
         masks           = take<uint16_t>(t.most_rows_each * t.n_cells);
         cells           = take<int32_t>(t.n_cells);
         keys            = take<float>(kKeyBlock * key_dims);
-        rows            = take<float>(std::max(kKeyBlock * key_dims, kValueBlock * value_dims));  // of keys, then of values
+        rows            = take<float>(std::max(kKeyBlock * key_dims, kValueBlock * value_dims));  // of forms without loops
     }
 
 private:
@@ -166,33 +167,27 @@ private:
             const int64_t n_padded = padded(n, kKeyBlock);
             for (int64_t r = 0; r < tile.n_rows; r++) {
                 std::fill_n(masks + r * n_padded, n, (uint16_t) 0);
-                std::fill_n(masks + r * n_padded + n, n_padded - n, unseen);
+                std::fill_n(masks + r * n_padded + n, n_padded - n, kUnseen);
             }
             return n;
         }
-        const auto row_of = [&](int64_t r) {
-            return (const uint16_t *) ((const char *) mask_->data + (size_t) (tile.row + r) * mask_->nb[1] +
-                                       (size_t) (tile.stream % mask_->ne[3]) * mask_->nb[3]);
-        };
-        uint16_t * seen = masks;  // for each cell, whether a row sees it: gone when the masks are written
-        memset(seen, 0, (size_t) k_->ne[1] * sizeof(*seen));
+        const uint16_t * rows[most_queries];
         for (int64_t r = 0; r < tile.n_rows; r++) {
-            const uint16_t * row = row_of(r);
-            for (int64_t c = 0; c < k_->ne[1]; c++) {
-                seen[c] |= row[c] != unseen;
-            }
+            rows[r] = (const uint16_t *) ((const char *) mask_->data + (size_t) (tile.row + r) * mask_->nb[1] +
+                                          (size_t) (tile.stream % mask_->ne[3]) * mask_->nb[3]);
         }
-        for (int64_t c = 0; c < k_->ne[1]; c++) {
-            cells[n] = (int32_t) c;
-            n += seen[c];
-        }
+        n                      = level_.list(rows, tile.n_rows, k_->ne[1], cells);
         const int64_t n_padded = padded(n, kKeyBlock);
+        const bool    is_range = n > 0 && cells[n - 1] - cells[0] == n - 1;
         for (int64_t r = 0; r < tile.n_rows; r++) {
-            const uint16_t * row = row_of(r);
-            for (int64_t i = 0; i < n; i++) {
-                masks[r * n_padded + i] = row[cells[i]];
+            if (is_range) {
+                memcpy(masks + r * n_padded, rows[r] + cells[0], (size_t) n * sizeof(*masks));
+            } else {
+                for (int64_t i = 0; i < n; i++) {
+                    masks[r * n_padded + i] = rows[r][cells[i]];
+                }
             }
-            std::fill_n(masks + r * n_padded + n, n_padded - n, unseen);
+            std::fill_n(masks + r * n_padded + n, n_padded - n, kUnseen);
         }
         return n;
     }
@@ -206,32 +201,62 @@ private:
         }
     }
 
-    // Reads cells [first, first + n) of the list.
-    void read(const ggml_tensor * from, const Tile & tile, int64_t first, int64_t n) const {
-        const int64_t n_dims = from->ne[0], head = tile.head / (q_->ne[2] / from->ne[2]);
-        const int64_t stream   = tile.stream / (q_->ne[3] / from->ne[3]);
-        const char *  data     = (const char *) from->data + (size_t) head * from->nb[2] + (size_t) stream * from->nb[3];
-        const auto    to_float = ggml_get_type_traits(from->type)->to_float;
-        float *       to       = at<float>(at_.rows);
-        for (int64_t i = first; i < first + n; i++, to += n_dims) {
-            const char * cell = data + (size_t) at<int32_t>(at_.cells)[i] * from->nb[1];
-            if (from->type == GGML_TYPE_F16) {
-                level_.to_float((const uint16_t *) cell, n_dims, to);
-            } else if (from->type == GGML_TYPE_F32) {
-                memcpy(to, cell, (size_t) n_dims * sizeof(float));
-            } else {
-                to_float(cell, to, n_dims);
-            }
+    // The keys or values of a head, in the order of a tile's list of cells.
+    class Cells {
+    public:
+        Cells(const Attention & attention, const ggml_tensor * from, const Tile & tile, int64_t n)
+            : list_(attention.at<int32_t>(attention.at_.cells)), rows_(attention.at<float>(attention.at_.rows)), n_(n),
+              n_dims_(from->ne[0]), stride_(from->nb[1]), 
+              to_float_(form_of(from->type) == kForms ? ggml_get_type_traits(from->type)->to_float : nullptr),
+              form_(to_float_ ? kFormF32 : form_of(from->type)) {
+            const int64_t head = tile.head / (attention.q_->ne[2] / from->ne[2]);
+            const int64_t stream = tile.stream / (attention.q_->ne[3] / from->ne[3]);
+            data_ = (const char *) from->data + (size_t) head * from->nb[2] + (size_t) stream * from->nb[3];
         }
-    }
+
+        Form form() const { return form_; }
+
+        // Where up to `block` cells from `first` on are, and where those are that follow; the last one again instead of missing
+        // ones. Returns how many there are.
+        int64_t read(int64_t first, int64_t block, const char ** cells, const char ** next) const {
+            const int64_t n = std::min(block, n_ - first);
+            for (int64_t i = 0; i < block; i++) {
+                cells[i] = at(first + i);
+                next[i]  = at(first + block + i);
+            }
+            if (to_float_) {
+                for (int64_t i = 0; i < n; i++) {
+                    to_float_(cells[i], rows_ + i * n_dims_, n_dims_);
+                    cells[i] = (const char *) (rows_ + i * n_dims_);
+                }
+                std::fill(cells + n, cells + block, cells[n - 1]);
+            }
+            return n;
+        }
+
+    private:
+        const char * at(int64_t i) const { return data_ + (size_t) list_[std::min(i, n_ - 1)] * stride_; }
+
+        static Form form_of(ggml_type type) {
+            return type == GGML_TYPE_F32 ? kFormF32 : type == GGML_TYPE_F16 ? kFormF16 : type == GGML_TYPE_Q8_0 ? kFormQ8_0 : kForms;
+        }
+
+        const int32_t * list_;
+        float *         rows_;
+        int64_t         n_, n_dims_;
+        size_t          stride_;
+        ggml_to_float_t to_float_;
+        Form            form_;
+        const char *    data_;
+    };
 
     void score(const Tile & tile, int64_t n) const {
         const int64_t n_dims = k_->ne[0], n_padded = padded(n, kKeyBlock);
+        const Cells   all(*this, k_, tile, n);
+        const char *  cells[kKeyBlock], *next[kKeyBlock];
         for (int64_t c = 0; c < n; c += kKeyBlock) {
-            const int64_t n_read = std::min<int64_t>(kKeyBlock, n - c);
-            read(k_, tile, c, n_read);
-            std::fill_n(at<float>(at_.rows) + n_read * n_dims, (kKeyBlock - n_read) * n_dims, 0.0f);
-            level_.transpose(at<float>(at_.rows), n_dims, at<float>(at_.keys));
+            all.read(c, kKeyBlock, cells, next);
+            level_.transpose[all.form()](cells, next, n_dims, at<float>(at_.keys));
             level_.score(at<float>(at_.queries), tile.n_queries(), n_dims, at<float>(at_.keys), at<float>(at_.scores) + c,
                          n_padded);
         }
@@ -267,24 +292,24 @@ private:
 
     void add_values(const Tile & tile, int64_t n) const {
         const int64_t n_dims = v_->ne[0], n_padded = padded(n, kKeyBlock);
-        const float * values  = at<float>(at_.rows);
+        const Cells   all(*this, v_, tile, n);
+        const char *  cells[kValueBlock], *next[kValueBlock];
         const float * weights = at<float>(at_.scores);
         float *       results = at<float>(at_.results);
+        const auto    add     = level_.add[all.form()];
         std::fill_n(results, tile.n_queries() * n_dims, 0.0f);
         for (int64_t c = 0; c < n; c += kValueBlock) {
-            const int64_t n_read = std::min<int64_t>(kValueBlock, n - c);
-            read(v_, tile, c, n_read);
-            if (level_.are_finite(values, n_read * n_dims)) {
-                level_.add(weights + c, tile.n_queries(), n_padded, values, n_read, n_dims, results);
+            const int64_t n_read = all.read(c, kValueBlock, cells, next);
+            if (level_.are_finite[all.form()](cells, n_read, n_dims)) {
+                add(weights + c, tile.n_queries(), n_padded, cells, next, n_read, n_dims, results);
                 continue;
             }
             // Such values are a row's own, and times 0 they are not 0: each row gets those of the cells that it sees.
             for (int64_t r = 0; r < tile.n_queries(); r++) {
                 const uint16_t * mask = at<uint16_t>(at_.masks) + r / tile.n_heads * n_padded + c;
                 for (int64_t i = 0; i < n_read; i++) {
-                    if (mask[i] != unseen) {
-                        level_.add(weights + r * n_padded + c + i, 1, n_padded, values + i * n_dims, 1, n_dims,
-                                   results + r * n_dims);
+                    if (mask[i] != kUnseen) {
+                        add(weights + r * n_padded + c + i, 1, n_padded, cells + i, next + i, 1, n_dims, results + r * n_dims);
                     }
                 }
             }

@@ -19,33 +19,39 @@ struct ggml_threadpool;
 
 namespace llamapipe::kernels {
 
-constexpr int kKeyBlock   = 32;    // cells whose keys are transposed together
-constexpr int kValueBlock = 64;  // cells whose values are converted together
+constexpr uint16_t kUnseen = 0xfc00;  // in masks: -infinity, in 16 bits
 
-// The loops of one CPU level. Pointers need no alignment.
+constexpr int kKeyBlock   = 32;  // cells whose keys are transposed together
+constexpr int kValueBlock = 64;  // cells whose values are added together
+
+// Forms of keys and values that the loops read. Others become F32 first.
+enum Form { kFormF32, kFormF16, kFormQ8_0, kForms };
+
+// The loops of one CPU level. Cells are pointers to a head's keys or values, of n_dims dimensions, a multiple of 8. Pointers need
+// no alignment.
 struct AttentionLevel {
-    // n 16-bit floats as 32-bit ones.
-    void (*to_float)(const uint16_t * from, int64_t n, float * to);
+    // keys[d][c] = cells[c][d] for kKeyBlock cells.
+    void (*transpose[kForms])(const char * const * cells, const char * const * next, int64_t n_dims, float * keys);
 
-    // keys[d][c] = cells[c][d] for kKeyBlock cells of n_dims dimensions, a multiple of 8.
-    void (*transpose)(const float * cells, int64_t n_dims, float * keys);
+    // results[r][d] += the sum of weights[r * stride + c] * cells[c][d] over n_cells cells.
+    void (*add[kForms])(const float * weights, int64_t n_queries, int64_t stride, const char * const * cells,
+                        const char * const * next, int64_t n_cells, int64_t n_dims, float * results);
+
+    // Whether all values of n_cells cells are finite.
+    bool (*are_finite[kForms])(const char * const * cells, int64_t n_cells, int64_t n_dims);
+
+    // Lists the cells that any of the rows sees by their masks, in order. Returns how many they are.
+    int64_t (*list)(const uint16_t * const * masks, int64_t n_rows, int64_t n_cells, int32_t * cells);
 
     // scores[r * stride + c] = the product of query r and the key of cell c, for kKeyBlock cells.
     void (*score)(const float * queries, int64_t n_queries, int64_t n_dims, const float * keys, float * scores, int64_t stride);
 
-    // scores = scores * scale + slope * mask, for n cells, a multiple of 8; -infinity where the mask is. Returns the largest, or
-    // NaN if one is.
+    // scores = scores * scale + slope * mask, for n cells, a multiple of kKeyBlock; -infinity where the mask is. Returns the
+    // largest, or NaN if one is.
     float (*mask)(float * scores, int64_t n, float scale, float slope, const uint16_t * mask);
 
-    // Replaces n scores, a multiple of 8, by the exponentials of their distance to a finite maximum, and returns their sum.
+    // Replaces n scores, a multiple of kKeyBlock, by the exponentials of their distance to a finite maximum, and returns their sum.
     float (*exponentials)(float * scores, int64_t n, float maximum);
-
-    // results[r][d] += the sum of weights[r * stride + c] * values[c][d] over n_cells cells, for n_dims, a multiple of 8.
-    void (*add)(const float * weights, int64_t n_queries, int64_t stride, const float * values, int64_t n_cells, int64_t n_dims,
-                float * results);
-
-    // Whether all n values, a multiple of 8, are finite.
-    bool (*are_finite)(const float * values, int64_t n);
 };
 
 // The loops of this machine, or null.

@@ -213,11 +213,12 @@ void compute(const lp_attention & a, float * out) {
         return ggml_new_tensor_4d(context.get(), type, n0, n1, n2, a.n_streams);
     };
     ggml_tensor * q     = tensor(GGML_TYPE_F32, a.n_dims, a.n_rows, a.n_heads);
-    ggml_tensor * k     = tensor(a.type, a.n_dims, a.n_cells, a.n_kv_heads);
-    ggml_tensor * v     = tensor(a.type, a.n_value_dims, a.n_cells, a.n_kv_heads);
+    ggml_tensor * k     = tensor(a.type, a.n_dims, a.n_kv_heads, a.n_cells);
+    ggml_tensor * v     = tensor(a.type, a.n_value_dims, a.n_kv_heads, a.n_cells);
     ggml_tensor * mask  = a.masks ? tensor(GGML_TYPE_F16, a.n_cells, a.n_rows, 1) : nullptr;
     ggml_tensor * sinks = a.sinks ? ggml_new_tensor_1d(context.get(), GGML_TYPE_F32, a.n_heads) : nullptr;
-    ggml_tensor * y     = ggml_flash_attn_ext(context.get(), q, k, v, mask, a.scale, a.max_bias, a.softcap);
+    ggml_tensor * y     = ggml_flash_attn_ext(context.get(), q, ggml_permute(context.get(), k, 0, 2, 1, 3),
+                                              ggml_permute(context.get(), v, 0, 2, 1, 3), mask, a.scale, a.max_bias, a.softcap);
     ggml_flash_attn_ext_add_sinks(y, sinks);
     ggml_cgraph * graph = ggml_new_graph(context.get());
     ggml_build_forward_expand(graph, y);

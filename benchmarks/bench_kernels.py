@@ -4,7 +4,9 @@
     python benchmarks/bench_kernels.py products --shape 4096x14336 --types Q4_K Q6_K --rows 1 8 256
     python benchmarks/bench_kernels.py products --shape 576x16 16x1536 --types F16      # a LoRA of rank 16
     python benchmarks/bench_kernels.py products --shape 2048x768 --experts 128 8        # rows choose 8 of 128 matrices
+    python benchmarks/bench_kernels.py attention --rows 1 4 256          # of the shapes of some models
     python benchmarks/bench_kernels.py model MODEL.gguf                  # decoding by callers, prompts, loading
+    python benchmarks/bench_kernels.py model MODEL.gguf --depth 8000 --kv-unified    # after tokens that callers share
     python benchmarks/bench_kernels.py model MODEL.gguf --batched-bench --openvino VENV/bin/python
 
 All sides run in turns, and medians are printed. The peers are processes: `compare/peers.py` builds llama-batched-bench,
@@ -67,17 +69,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="a row is multiplied with USED of N matrices",
     )
     products.add_argument("--plot", type=Path, help="draw the figures into this SVG; needs matplotlib")
+    attention = what.add_parser("attention")
+    attention.add_argument(
+        "--heads", type=int, nargs=3, action="append", metavar=("HEADS", "KEY_HEADS", "DIMENSIONS")
+    )
+    attention.add_argument("--types", nargs="+", default=["F16", "Q8_0"])
+    attention.add_argument("--rows", type=int, nargs="+", default=[1, 4, 256])
+    attention.add_argument("--cells", type=int, default=8000)
+    attention.add_argument("--layers", type=int, default=12, help="so many caches, read one after another")
     model = what.add_parser("model")
     model.add_argument("model", help="a GGUF file")
     model.add_argument("--callers", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     model.add_argument("--prompt", type=int, default=256)
     model.add_argument("--tokens", type=int, default=32, help="tokens that each caller generates")
+    model.add_argument("--depth", type=int, default=0, help="tokens before, which all callers share")
+    model.add_argument("--kv-unified", action="store_true", help="one range of cells for all callers")
     model.add_argument("--batched-bench", action="store_true", help="measure llama-batched-bench, too")
     model.add_argument(
         "--openvino", type=Path, metavar="PYTHON", help="and OpenVINO GenAI, of this interpreter"
     )
     args = parser.parse_args(argv)
-    results = measure_products(args) if args.what == "products" else measure_model(args)
+    results = {"products": measure_products, "attention": measure_attention, "model": measure_model}[
+        args.what
+    ](args)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if args.what == "products" and args.plot:
@@ -168,6 +182,54 @@ def time_product(
     return {side: median(values) for side, values in times.items()}
 
 
+# ---- attention
+def measure_attention(args: argparse.Namespace) -> Result:
+    """A table of shapes, types and rows. Rows are the last of the cells; layers are streams of one operation."""
+    found: Result = {"attention": []}
+    print("heads, of keys, dimensions   type    rows   ggml ms   ours ms  ratio  GB/s")
+    for heads, kv_heads, n_dims in args.heads or [(14, 2, 64), (12, 2, 128), (9, 3, 64), (32, 8, 128)]:
+        for name in args.types:
+            for n in args.rows:
+                ms, n_bytes = time_attention(name, heads, kv_heads, n_dims, n, args)
+                ratio = ms["ggml"] / ms["auto"]
+                print(f"{heads:5} {kv_heads:9} {n_dims:11}   {name:7} {n:4} {ms['ggml']:9.2f} {ms['auto']:9.2f} "
+                      f"{ratio:6.2f} {n_bytes / ms['auto'] / 1e6:5.1f}", flush=True)  # fmt: skip
+                found["attention"].append({"heads": heads, "kv_heads": kv_heads, "n_dims": n_dims, "type": name,
+                                           "n": n, "ms": ms, "ratio": ratio})  # fmt: skip
+    return found
+
+
+def time_attention(
+    name: str, heads: int, kv_heads: int, n_dims: int, n: int, args: argparse.Namespace
+) -> tuple[dict[str, float], int]:
+    """Milliseconds in turns, and the bytes of all keys and values."""
+    ffi, lib = native().ffi, native().lib
+    n_layers = args.layers if n <= 16 else 1  # many rows take long enough
+    cells = quantized(name, kv_heads * n_dims, n_layers * args.cells)
+    queries = np.random.default_rng(2).normal(size=(n_layers, heads, n, n_dims)).astype(np.float32)
+    masks = np.where(np.arange(args.cells) > np.arange(args.cells - n, args.cells)[:, None], -np.inf, 0)
+    masks = np.ascontiguousarray(np.broadcast_to(masks, (n_layers, n, args.cells)), np.float16)
+    out, seconds = np.empty_like(queries), np.empty(6)
+    times: dict[str, list[float]] = {side: [] for side in SIDES}
+    for _ in range(args.repeats):
+        for side in SIDES:
+            given = {
+                "n_streams": n_layers, "n_heads": heads, "n_kv_heads": kv_heads, "n_rows": n, "n_cells": args.cells,
+                "n_dims": n_dims, "n_value_dims": n_dims, "type": int(gguf.GGMLQuantizationType[name]),
+                "queries": ffi.cast("float *", queries.ctypes.data), "keys": cells, "values": cells,
+                "masks": ffi.cast("uint16_t *", masks.ctypes.data), "scale": n_dims**-0.5, "is_ours": side == "auto",
+                "n_threads": args.n_threads, "n_times": len(seconds),
+                "seconds": ffi.cast("double *", seconds.ctypes.data),
+            }  # fmt: skip
+            if lib.lp_attention_compute(
+                ffi.new("lp_attention *", given), ffi.cast("float *", out.ctypes.data)
+            ):
+                raise RuntimeError(last_error(native()))
+            times[side].append(float(np.median(seconds[1:])) * 1e3)
+    return {side: median(values) for side, values in times.items()}, 2 * len(cells)
+
+
+# ---- the machine
 def machine_limits(n_threads: int) -> dict[str, float]:
     """What the machine could do at best."""
     parts = [np.ones(128 << 20, np.uint8) for _ in range(n_threads)]
@@ -264,13 +326,14 @@ def compare(what: str, sides: dict[str, Rate], n: int | None, repeats: int) -> R
 
 
 def new_engine(model: lp.Model, args: argparse.Namespace) -> lp.Engine:
-    """An engine that computes every prompt."""
+    """An engine that computes every prompt, but for what callers share."""
     return lp.Engine(
         model,
-        n_ctx=args.prompt + args.tokens + 16,
+        n_ctx=args.depth + args.prompt + args.tokens + 16,
         n_seq_max=max(args.callers),
-        prefix_cache=False,
+        prefix_cache=args.depth > 0,
         n_threads=args.n_threads,
+        tuning=lp.EngineTuning(kv_unified=args.kv_unified or None),
     )
 
 
@@ -278,7 +341,8 @@ def engine_rate(engine: lp.Engine, args: argparse.Namespace) -> Rate:
     """Decoding after the last caller's first token, or a whole prompt with one token."""
 
     def rate(n: int | None, seed: int) -> float:
-        prompts = random_prompts(engine.model.n_vocab, n, args.prompt, seed)
+        (shared,) = random_prompts(engine.model.n_vocab, None, args.depth, 0)
+        prompts = [shared + prompt for prompt in random_prompts(engine.model.n_vocab, n, args.prompt, seed)]
         params = lp.SamplingParams(
             max_tokens=1 if n is None else args.tokens, temperature=0, ignore_eos=True, speculate="off"
         )

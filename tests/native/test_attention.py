@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -243,6 +244,31 @@ def test_a_row_depends_only_on_its_query_and_its_cells(heads: tuple[int, int], n
     masks[:, :, places] = attention.masks
     apart.masks = masks
     np.testing.assert_array_equal(apart.compute(), together)
+
+
+@pytest.mark.parametrize("n_shared", [0, 40, 250])
+@pytest.mark.parametrize("order", [range(6), (0, 3, 1, 4, 2, 5)], ids=["side by side", "in turns"])
+def test_sequences_in_one_range_of_cells(n_shared: int, order: Sequence[int]) -> None:
+    """Two rows of each of three sequences, which share some cells, have the same bits together and alone."""
+    attention = some(6, 600)
+    masks = np.full((2, 6, 600), -np.inf)
+    masks[:, :, :n_shared] = 0
+    for row in range(6):
+        masks[:, row, n_shared + row // 2 : n_shared + 300 + row % 2 * 3 : 3] = 0
+    attention.masks = masks
+    one = replace(
+        attention,
+        queries=attention.queries[:1, :, list(order)],
+        keys=attention.keys[:1],
+        values=attention.values[:1],
+        masks=masks[:1, list(order)],
+    )
+    one.check()
+    together = one.compute()
+    assert one.masks is not None
+    for i in range(6):
+        alone = replace(one, queries=one.queries[:, :, i : i + 1], masks=one.masks[:, i : i + 1])
+        np.testing.assert_array_equal(alone.compute()[:, 0], together[:, i])
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

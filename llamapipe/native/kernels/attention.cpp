@@ -29,9 +29,9 @@ const AttentionLevel * attention_level() {
 
 namespace {
 
-constexpr int64_t  scores_bytes = 512 << 10;     // of a tile: as large as a second-level cache
-constexpr int64_t  most_queries = 48;            // of a tile
-constexpr size_t   alignment    = 64;
+constexpr int64_t scores_bytes = 512 << 10;     // of a tile: as large as a second-level cache
+constexpr int64_t most_queries = 48;            // of a tile
+constexpr size_t  alignment    = 64;
 
 int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -46,12 +46,29 @@ struct Tile {
     int64_t n_queries() const { return n_heads * n_rows; }
 };
 
+// Which rows of a stream are computed together: parts of consecutive rows that see mostly the same cells. Rows of several
+// sequences in one range of cells may see none in common, and then a tile of both would compute every cell for both.
+struct RowParts {
+    static constexpr int64_t kMost = 64;  // rows; more are a prompt's, whose neighbours see the same cells
+
+    int64_t n                = 0;                // 0: rows are cut evenly
+    int64_t first[kMost + 1] = {};
+
+    // Whether queries [0, a) and [a, a + b) cost less together. Reading a cell, and making floats of its keys, costs as much as
+    // its products with kRead queries, by measurement.
+    static bool belong_together(int64_t a, int64_t a_cells, int64_t b, int64_t b_cells, int64_t all_cells) {
+        constexpr int64_t kRead = 6;
+        return (kRead + a + b) * all_cells <= (kRead + a) * a_cells + (kRead + b) * b_cells;
+    }
+};
+
 // How an operation is cut into tiles. Results do not depend on it.
 struct Tiling {
-    int64_t n_rows, n_heads, n_kv_heads, n_streams, n_cells, group;  // heads that share keys
-    int64_t heads_each, rows_each;                                   // of a tile
-    int64_t most_queries_each, most_rows_each;                       // whatever the number of threads
-    int64_t head_tiles, row_tiles, n;                                // of a head of keys, of a stream, of all
+    int64_t          n_rows, n_heads, n_kv_heads, n_streams, n_cells, group;  // heads that share keys
+    int64_t          heads_each, rows_each;                                   // of a tile
+    int64_t          most_queries_each, most_rows_each;                       // whatever the number of threads
+    int64_t          head_tiles, row_tiles, n;                                // of a head of keys, of a stream, of all
+    const RowParts * parts = nullptr;
 
     Tiling(const ggml_tensor * op, int n_threads)
         : n_rows(op->src[0]->ne[1]), n_heads(op->src[0]->ne[2]), n_kv_heads(op->src[1]->ne[2]), n_streams(op->src[0]->ne[3]),
@@ -63,12 +80,13 @@ struct Tiling {
         most_queries_each = heads_each * rows_each;
         most_rows_each    = rows_each;
         count();
-        // Two tiles for a thread at least, so that none waits long for another; not by loading all keys for single heads.
-        while (n < 2 * n_threads && rows_each > 1) {
+        // As many tiles for each thread, or two at least, so that none waits long for another; not by loading all keys for
+        // single heads.
+        while (n < 2 * n_threads && n % n_threads && rows_each > 1) {
             rows_each = (rows_each + 1) / 2;
             count();
         }
-        while (n < 2 * n_threads && heads_each > (n < n_threads ? 1 : 4)) {
+        while (n < 2 * n_threads && n % n_threads && heads_each > (n < n_threads ? 1 : 4)) {
             heads_each = (heads_each + 1) / 2;
             count();
         }
@@ -76,14 +94,22 @@ struct Tiling {
 
     void count() {
         head_tiles = (group + heads_each - 1) / heads_each;
-        row_tiles  = (n_rows + rows_each - 1) / rows_each;
+        row_tiles  = parts ? parts->n : (n_rows + rows_each - 1) / rows_each;
         n          = head_tiles * row_tiles * n_kv_heads * n_streams;
     }
 
     Tile tile(int64_t i) const {
-        const int64_t row = i % row_tiles * rows_each, part = i / row_tiles % head_tiles * heads_each;
+        const int64_t row_tile = i % row_tiles, part = i / row_tiles % head_tiles * heads_each;
+        const int64_t row     = parts ? parts->first[row_tile] : row_tile * rows_each;
+        const int64_t end     = parts ? parts->first[row_tile + 1] : std::min(row + rows_each, n_rows);
         const int64_t kv_head = i / row_tiles / head_tiles % n_kv_heads, stream = i / row_tiles / head_tiles / n_kv_heads;
-        return { stream, kv_head * group + part, std::min(heads_each, group - part), row, std::min(rows_each, n_rows - row) };
+        return { stream, kv_head * group + part, std::min(heads_each, group - part), row, end - row };
+    }
+
+    // Cuts rows as they were listed.
+    void cut(const RowParts & by) {
+        parts = by.n ? &by : nullptr;
+        count();
     }
 };
 
@@ -115,28 +141,75 @@ public:
     Attention(const ggml_compute_params * params, ggml_tensor * op)
         : op_(op), q_(op->src[0]), k_(op->src[1]), v_(op->src[2]), mask_(op->src[3]), sinks_(op->src[4]),
           level_(*attention_level()), tiling_(op, params->nth), at_(tiling_, q_->ne[0], v_->ne[0]), ith_(params->ith) {
-        GGML_ASSERT(params->wsize >= alignment * 2 + (size_t) params->nth * at_.bytes);
+        GGML_ASSERT(params->wsize >= work_size(at_, params->nth));
         char * begin = (char *) padded((int64_t) params->wdata, alignment);
-        next_        = (std::atomic<int64_t> *) begin;
-        scratch_     = begin + alignment + (size_t) params->ith * at_.bytes;
+        shared_      = (Shared *) begin;
+        scratch_     = begin + padded(sizeof(Shared), alignment) + (size_t) params->ith * at_.bytes;
         float options[3];
         memcpy(options, op->op_params, sizeof(options));
         softcap_  = options[2];
         scale_    = softcap_ != 0 ? options[0] / softcap_ : options[0];
         max_bias_ = options[1];
         if (ith_ == 0) {
-            new (next_) std::atomic<int64_t>(params->nth);  // each thread begins with the tile of its number
+            new (shared_) Shared{ { params->nth }, {} };  // each thread begins with the tile of its number
+            list_parts(shared_->parts);
         }
     }
 
-    void compute() const {
-        for (int64_t i = ith_; i < tiling_.n; i = next_->fetch_add(1, std::memory_order_relaxed)) {
+    static size_t work_size(const Scratch & scratch, int n_threads) {
+        return alignment + (size_t) padded(sizeof(Shared), alignment) + (size_t) n_threads * scratch.bytes;
+    }
+
+    // After the first thread's constructor.
+    void compute() {
+        tiling_.cut(shared_->parts);
+        for (int64_t i = ith_; i < tiling_.n; i = shared_->next.fetch_add(1, std::memory_order_relaxed)) {
             compute(tiling_.tile(i));
         }
     }
 
 private:
+    struct Shared {
+        std::atomic<int64_t> next;
+        RowParts             parts;
+    };
+
     template <typename T> T * at(size_t offset) const { return (T *) (scratch_ + offset); }
+
+    const uint16_t * mask_of(int64_t stream, int64_t row) const {
+        return (const uint16_t *) ((const char *) mask_->data + (size_t) row * mask_->nb[1] +
+                                   (size_t) (stream % mask_->ne[3]) * mask_->nb[3]);
+    }
+
+    void list_parts(RowParts & parts) const {
+        if (!mask_ || tiling_.n_streams > 1 || tiling_.n_rows < 2 || tiling_.n_rows > RowParts::kMost) {
+            return;
+        }
+        uint16_t *    seen    = at<uint16_t>(at_.masks);  // a mask of all cells of the part
+        int32_t *     cells   = at<int32_t>(at_.cells);
+        const int64_t n_cells = k_->ne[1];
+        int64_t       n_seen  = 0;
+        for (int64_t row = 0; row < tiling_.n_rows; row++) {
+            const uint16_t * masks[]   = { mask_of(0, row), seen };
+            const int64_t    n         = level_.list(masks, 1, n_cells, cells);
+            const int64_t    n_before  = parts.n ? row - parts.first[parts.n - 1] : 0;
+            bool             is_joined = n_before > 0 && n_before < tiling_.rows_each;
+            if (is_joined) {
+                const int64_t n_all = level_.list(masks, 2, n_cells, cells);
+                is_joined = RowParts::belong_together(n_before * tiling_.heads_each, n_seen, tiling_.heads_each, n, n_all);
+                n_seen    = n_all;
+            }
+            if (!is_joined) {
+                parts.first[parts.n++] = row;
+                std::fill_n(seen, n_cells, kUnseen);
+                n_seen = level_.list(masks, 1, n_cells, cells);
+            }
+            for (int64_t i = 0; i < n_seen; i++) {
+                seen[cells[i]] = 0;
+            }
+        }
+        parts.first[parts.n] = tiling_.n_rows;
+    }
 
     void compute(const Tile & tile) const {
         const int64_t n = list_cells(tile), n_padded = padded(n, kKeyBlock);
@@ -173,8 +246,7 @@ private:
         }
         const uint16_t * rows[most_queries];
         for (int64_t r = 0; r < tile.n_rows; r++) {
-            rows[r] = (const uint16_t *) ((const char *) mask_->data + (size_t) (tile.row + r) * mask_->nb[1] +
-                                          (size_t) (tile.stream % mask_->ne[3]) * mask_->nb[3]);
+            rows[r] = mask_of(tile.stream, tile.row + r);
         }
         n                      = level_.list(rows, tile.n_rows, k_->ne[1], cells);
         const int64_t n_padded = padded(n, kKeyBlock);
@@ -206,12 +278,12 @@ private:
     public:
         Cells(const Attention & attention, const ggml_tensor * from, const Tile & tile, int64_t n)
             : list_(attention.at<int32_t>(attention.at_.cells)), rows_(attention.at<float>(attention.at_.rows)), n_(n),
-              n_dims_(from->ne[0]), stride_(from->nb[1]), 
+              n_dims_(from->ne[0]), stride_(from->nb[1]),
               to_float_(form_of(from->type) == kForms ? ggml_get_type_traits(from->type)->to_float : nullptr),
               form_(to_float_ ? kFormF32 : form_of(from->type)) {
-            const int64_t head = tile.head / (attention.q_->ne[2] / from->ne[2]);
+            const int64_t head   = tile.head / (attention.q_->ne[2] / from->ne[2]);
             const int64_t stream = tile.stream / (attention.q_->ne[3] / from->ne[3]);
-            data_ = (const char *) from->data + (size_t) head * from->nb[2] + (size_t) stream * from->nb[3];
+            data_                = (const char *) from->data + (size_t) head * from->nb[2] + (size_t) stream * from->nb[3];
         }
 
         Form form() const { return form_; }
@@ -238,7 +310,10 @@ private:
         const char * at(int64_t i) const { return data_ + (size_t) list_[std::min(i, n_ - 1)] * stride_; }
 
         static Form form_of(ggml_type type) {
-            return type == GGML_TYPE_F32 ? kFormF32 : type == GGML_TYPE_F16 ? kFormF16 : type == GGML_TYPE_Q8_0 ? kFormQ8_0 : kForms;
+            return type == GGML_TYPE_F32    ? kFormF32
+                   : type == GGML_TYPE_F16  ? kFormF16
+                   : type == GGML_TYPE_Q8_0 ? kFormQ8_0
+                                            : kForms;
         }
 
         const int32_t * list_;
@@ -328,11 +403,11 @@ private:
     ggml_tensor *          op_;
     const ggml_tensor *    q_, *k_, *v_, *mask_, *sinks_;
     const AttentionLevel & level_;
-    const Tiling           tiling_;
+    Tiling                 tiling_;
     const Scratch          at_;
     const int              ith_;
     float                  scale_, softcap_, max_bias_;
-    std::atomic<int64_t> * next_;
+    Shared *               shared_;
     char *                 scratch_;
 };
 
@@ -350,11 +425,11 @@ bool is_attention(const ggml_tensor * op) {
 }
 
 size_t attention_work_size(const ggml_tensor * op, int n_threads) {
-    return alignment * 2 + (size_t) n_threads * Scratch(Tiling(op, n_threads), op->src[0]->ne[0], op->src[2]->ne[0]).bytes;
+    return Attention::work_size(Scratch(Tiling(op, n_threads), op->src[0]->ne[0], op->src[2]->ne[0]), n_threads);
 }
 
 void compute_attention(const ggml_compute_params * params, ggml_tensor * op, void (*barrier)(ggml_threadpool *)) {
-    const Attention attention(params, op);
+    Attention attention(params, op);
     barrier(params->threadpool);
     attention.compute();
 }

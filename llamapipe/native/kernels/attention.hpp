@@ -50,7 +50,8 @@ struct AttentionLevel {
     // largest, or NaN if one is.
     float (*mask)(float * scores, int64_t n, float scale, float slope, const uint16_t * mask);
 
-    // Replaces n scores, a multiple of kKeyBlock, by the exponentials of their distance to a finite maximum, and returns their sum.
+    // Replaces n scores, a multiple of kKeyBlock, by the exponentials of their distance to a finite maximum, and returns their
+    // sum.
     float (*exponentials)(float * scores, int64_t n, float maximum);
 };
 

@@ -13,9 +13,9 @@ namespace llamapipe::kernels {
 namespace {
 
 struct Vector16 {
-    using Floats = __m512;
-    using Sum    = __m512i;
-    using Half   = Vector8;
+    using Floats                = __m512;
+    using Sum                   = __m512i;
+    using Half                  = Vector8;
     static constexpr int kLanes = 16, kMostRows = 8, kMostSums = 24;
 
     static Floats load(const float * from) { return _mm512_loadu_ps(from); }
@@ -44,7 +44,8 @@ struct Vector16 {
     static Sum no_sum() { return _mm512_setzero_si512(); }
     static Sum add_integers(Sum total, Floats a) {
         const __m512i n = _mm512_cvtps_epi32(a);
-        return _mm512_add_epi64(total, _mm512_add_epi64(_mm512_and_si512(n, _mm512_set1_epi64(0xffffffff)), _mm512_srli_epi64(n, 32)));
+        return _mm512_add_epi64(total,
+                                _mm512_add_epi64(_mm512_and_si512(n, _mm512_set1_epi64(0xffffffff)), _mm512_srli_epi64(n, 32)));
     }
     static int64_t sum(Sum total) { return _mm512_reduce_add_epi64(total); }
 
@@ -62,7 +63,8 @@ struct Vector16 {
             }
         }
         UNROLLED for (int j = 0; j < 4; j++) {
-            const __m512 low_even = _mm512_shuffle_f32x4(c[j], c[4 + j], 0x88), low_odd = _mm512_shuffle_f32x4(c[j], c[4 + j], 0xdd);
+            const __m512 low_even  = _mm512_shuffle_f32x4(c[j], c[4 + j], 0x88),
+                         low_odd   = _mm512_shuffle_f32x4(c[j], c[4 + j], 0xdd);
             const __m512 high_even = _mm512_shuffle_f32x4(c[8 + j], c[12 + j], 0x88);
             const __m512 high_odd  = _mm512_shuffle_f32x4(c[8 + j], c[12 + j], 0xdd);
             store(_mm512_shuffle_f32x4(low_even, high_even, 0x88), to + j * kKeyBlock);

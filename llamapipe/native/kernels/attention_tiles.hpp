@@ -141,7 +141,7 @@ inline void score_tile(const float * queries, int64_t n_dims, const float * keys
     for (int64_t d = 0; d < n_dims; d++) {
         UNROLLED for (int v = 0; v < N; v++) key[v] = V::load(keys + d * kKeyBlock + V::kLanes * v);
         UNROLLED for (int r = 0; r < R; r++) {
-            const auto q = V::all(queries[r * n_dims + d]);
+            const auto q                                    = V::all(queries[r * n_dims + d]);
             UNROLLED for (int v = 0; v < N; v++) sums[r][v] = V::add_product(q, key[v], sums[r][v]);
         }
     }
@@ -170,7 +170,7 @@ inline void add_tile(const float * weights, int64_t stride, const char * const *
             __builtin_prefetch(next[c] + Type::bytes(first + V::kLanes * v));
         }
         UNROLLED for (int r = 0; r < R; r++) {
-            const auto w = V::all(weights[r * stride + c]);
+            const auto w                                    = V::all(weights[r * stride + c]);
             UNROLLED for (int v = 0; v < N; v++) sums[r][v] = V::add_product(w, value[v], sums[r][v]);
         }
     }
@@ -284,9 +284,9 @@ template <class V> constexpr AttentionLevel level_of() {
 
 // Eight lanes.
 struct Vector8 {
-    using Floats = __m256;
-    using Sum    = __m256i;
-    using Half   = Vector8;
+    using Floats                = __m256;
+    using Sum                   = __m256i;
+    using Half                  = Vector8;
     static constexpr int kLanes = 8, kMostRows = 6, kMostSums = 12;
 
     static Floats load(const float * from) { return _mm256_loadu_ps(from); }
@@ -315,7 +315,8 @@ struct Vector8 {
     static Sum no_sum() { return _mm256_setzero_si256(); }
     static Sum add_integers(Sum total, Floats a) {
         const __m256i n = _mm256_cvtps_epi32(a);
-        return _mm256_add_epi64(total, _mm256_add_epi64(_mm256_and_si256(n, _mm256_set1_epi64x(0xffffffff)), _mm256_srli_epi64(n, 32)));
+        return _mm256_add_epi64(total,
+                                _mm256_add_epi64(_mm256_and_si256(n, _mm256_set1_epi64x(0xffffffff)), _mm256_srli_epi64(n, 32)));
     }
     static int64_t sum(Sum total) {
         int64_t parts[4];

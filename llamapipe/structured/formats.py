@@ -123,10 +123,11 @@ def _uuid(version: str = _HEX, variant: str = _HEX) -> str:
     return rf"(?:urn:uuid:)?{hyphenated}|\{{{hyphenated}\}}|{''.join(groups)}"
 
 
-def _base64(more: str) -> str:
+def _base64(more: str, padding: str = "") -> str:
     """Groups of four; MIME, and with it Python, begins a new line after some of them and at the end."""
     one = f"[A-Za-z0-9{more}]"
-    return rf"(?:{one}{{4}}(?:\r?\n)?)*(?:(?:{one}{{2}}==|{one}{{3}}=)(?:\r?\n)?)?"
+    last = rf"(?:{one}{{2}}(?:==){padding}|{one}{{3}}={padding})"
+    return rf"(?:{one}{{4}}(?:\r?\n)?)*(?:{last}(?:\r?\n)?)?"
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,8 @@ FORMATS: Final[dict[str, Format]] = {
     "ipv6interface": Format(_NET6, "RFC 4291", f"bits of the host; {_ZONE_OF}"),
     "ipvanyinterface": Format(f"{_NET4}|{_NET6}", "IPv4 or IPv6", f"{_NETWORKS}; {_ZONE_OF}"),
     "base64": Format(_base64("+/"), "RFC 4648, with padding", _LINES),
-    "base64url": Format(_base64("_-"), "RFC 4648, with padding", _LINES),
+    # Tokens (JWT), keys (JWK) and zod write it without padding, Python with it.
+    "base64url": Format(_base64("_-", "?"), "RFC 4648, section 5", f"no padding; {_LINES}"),
 }
 # Formats that allow every string.
 ANY_STRING: Final = frozenset({"path", "file-path", "directory-path", "binary", "password"})

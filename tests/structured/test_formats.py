@@ -109,7 +109,7 @@ WRITTEN: dict[str, list[str]] = {
     "ipv4network": ["10.0.0.0/8", "192.168.0.0/255.255.0.0", "10.0.0.1"],
     "ipv6network": ["2001:db8::/32", "::/0", "fe80::1%eth0/64"],
     "base64": ["", "aGk=", "YQ==", "aGVsbG8h", "a+/=", "aGVsbG8h\n", "aGk=\n", "aGVs\r\nbG8h"],
-    "base64url": ["", "a-_="],
+    "base64url": ["", "a-_=", "a-_", "YQ", "YQ==", "eyJhbGciOiJIUzI1NiJ9"],
 }  # fmt: skip
 WRONG: dict[str, list[str]] = {
     "email": ["a", "@b.de", "a@", ".a@b.de", "a.@b.de", "a..b@c.de", "a@b..de", "a@-b.de", "a@b-.de", "a b@c.de",
@@ -137,7 +137,7 @@ WRONG: dict[str, list[str]] = {
     "ipv4network": ["10.0.0.0/33", "10.0.0/8"],
     "ipv6network": ["::/129"],
     "base64": ["aGk", "a", "a-_=", "aG k", "=aGk", "\n", "aGk=\n\n", "aG\nk="],
-    "base64url": ["a+/=", "YQ"],
+    "base64url": ["a+/=", "a", "YQ=", "abcde"],
 }  # fmt: skip
 
 
@@ -309,6 +309,8 @@ COMBINED: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     ({"format": "email", "anyOf": [{"maxLength": 9}, {"pattern": "^john"}]}, [MAIL, "a@my-b.com"[:9]],
         ["jane.m@my-company.com"]),
     ({"type": ["string", "null"], "format": "email"}, [MAIL, None], ["x"]),
+    # zod
+    ({"format": "base64url", "pattern": "^(?:[A-Za-z0-9_-]{4})*(?:[A-Za-z0-9_-]{2,3})?$"}, ["YQ", "YWJj"], ["YQ=="]),
     ({"anyOf": [{"type": "string", "format": "date"}, {"type": "string", "format": "uri"}]}, ["2024-02-29", "a:b"],
         ["x"]),
 ]  # fmt: skip

@@ -96,7 +96,6 @@ WHOLE: dict[str, Any] = {
     "SecretStr": pydantic.SecretStr,
     "SecretBytes": pydantic.SecretBytes,
     "Base64Bytes": pydantic.Base64Bytes,
-    "Base64UrlBytes": pydantic.Base64UrlBytes,
     "Enum": Colour,
     "IntEnum beyond 2**53": Level,
     "Literal": Literal["a", 2, None, True],
@@ -138,8 +137,8 @@ WHOLE: dict[str, Any] = {
     "recursive": Tree,
     "discriminated": Annotated[Cat | Dog, Field(discriminator="kind")],
 }
-# The class checks more than its schema says: a scheme, a date that is past, a double's range, UTF-8 in base64; or less
-# than the RFC of a format allows: no leap second, no year 0000, no duration of a billion years.
+# The class checks more than its schema says: a scheme, a date that is past, a double's range, UTF-8 or padding in
+# base64; or less than the RFC of a format allows: no leap second, no year 0000, no duration of a billion years.
 SCHEMA_ONLY: dict[str, Any] = {
     "date": datetime.date,
     "datetime": datetime.datetime,
@@ -156,6 +155,7 @@ SCHEMA_ONLY: dict[str, Any] = {
     "HttpUrl": pydantic.HttpUrl,
     "PostgresDsn": pydantic.PostgresDsn,
     "Base64Str": pydantic.Base64Str,
+    "Base64UrlBytes": pydantic.Base64UrlBytes,
     "Pattern": re.Pattern,
     "Json": pydantic.Json,
     "ByteSize": pydantic.ByteSize,

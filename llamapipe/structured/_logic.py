@@ -86,7 +86,7 @@ def _with_definitions(schema: Node) -> Node:
 
     A reference may name any place of the document. Targets outside subschemas are copied to ``$defs``.
     """
-    schema = _without_dynamic(schema)
+    schema = _without_dynamic(_with_nulls(schema))
     parts = list(subschemas(schema, logic=True))
     references = {part["$ref"] for _, part in parts if isinstance(part.get("$ref"), str)}
     known = {pointer for pointer, _ in parts}
@@ -121,6 +121,22 @@ def _with_definitions(schema: Node) -> Node:
     return copy
 
 
+def _with_nulls(schema: Node) -> Node:
+    """The schema without ``nullable`` of OpenAPI 3.0. JSON Schema does not know it, so null is allowed in addition."""
+    if not any(part.get("nullable") is True for _, part in subschemas(schema, logic=True)):
+        return schema
+    copy: Node = json.loads(json.dumps(schema))
+    for _, part in list(subschemas(copy, logic=True)):
+        if part.pop("nullable", False) is not True:
+            continue
+        if isinstance(part.get("type"), str):
+            part["type"] = [*{part["type"]: 0, "null": 0}]
+        elif "type" not in part and (moved := {key: part.pop(key) for key in _OTHER_PARTS & part.keys()}):
+            part["anyOf"] = [moved, {"type": "null"}]
+    return copy
+
+
+_OTHER_PARTS: Final = {"$ref", "allOf", "anyOf", "oneOf"}
 _DYNAMIC = {"$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"}
 
 

@@ -567,3 +567,24 @@ def test_schemas_of_a_oneof_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) 
             branches.append({"type": "object", "properties": properties, "required": ["kind"]})
         assert without_logic({"oneOf": branches})[1] == []
     assert counts[0] < 400 and counts[1] < 800
+
+
+NULLABLE: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
+    ({"type": "string", "format": "date", "nullable": True}, ["2024-01-01", None], ["x", 1]),
+    ({"type": "array", "items": {"type": "integer", "nullable": True}}, [[1, None]], [None, ["a"]]),
+    ({"type": "string", "nullable": True, "enum": ["a", None]}, ["a", None], ["b"]),
+    ({"type": "string", "nullable": True, "enum": ["a"]}, ["a"], [None]),
+    ({"nullable": True, "allOf": [{"$ref": "#/$defs/s"}], "$defs": {"s": {"type": "string"}}}, ["a", None], [1]),
+    ({"nullable": True, "oneOf": [{"type": "string"}, {"type": "null"}]}, ["a", None], [1]),
+    ({"nullable": False, "type": "string"}, ["a"], [None]),
+    ({"type": "object", "properties": {"nullable": {"const": True}}}, [{"nullable": True}], [{"nullable": "x"}]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NULLABLE, ids=lambda case: json.dumps(case[0]))
+def test_nullable_of_openapi(demo: lp.Model, case: tuple[dict[str, Any], list[Any], list[Any]]) -> None:
+    schema, right, wrong = case
+    factory = compile_guide(demo, json_schema=schema)
+    for value in right + wrong:
+        with factory.new() as guide:
+            assert accepts(demo, guide, json.dumps(value, separators=(",", ":"))) == (value in right), value

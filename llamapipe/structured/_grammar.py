@@ -407,7 +407,8 @@ class SchemaGrammar:
             self._fail(
                 pointer,
                 "pattern",
-                f"look-around in {quoted(node['pattern'])} is not supported: only look-ahead outside repetitions",
+                f"look-around in {quoted(node['pattern'])} is not supported: only look-ahead outside repetitions, "
+                "and look-around at one character or at the end",
             )
         least, most = node.get("minLength", 0), node.get("maxLength")
         if least or most is not None:

@@ -41,6 +41,9 @@ def translated(pattern: str) -> str:
 
     In patterns with look-around, a wider ``\w`` may match fewer texts. There ``as_lark`` decides where to widen it.
     """
+    plain = _without_look_at_one(pattern)
+    if LOOK_AROUND.search(plain) is None:
+        pattern = plain
     is_wide = LOOK_AROUND.search(pattern) is None
     pattern = _PAIR.sub(_joined, pattern)
     written, at = "", 0
@@ -64,6 +67,48 @@ def translated(pattern: str) -> str:
             written += pattern[at]
             at += 1
     return written
+
+
+# A character or a class without escapes that other dialects read otherwise, and without those of JSON.
+_SIMPLE = r"(?:[\w@#%&~:;,/<>=-]|\\[.$^*+?()|{}\[\]/-]|\[(?:[\w@#%:;,.$*+?()|{}/<>= -]|\\[.$*+?()|{}/-])+\])"
+_LOOK_AT_ONE = re.compile(
+    r"(?P<other>\\(?:u\{[^}]*\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[pP]\{[^}]*\}|c[A-Za-z]|[^dDwWsS]))|"
+    rf"(?:\(\?(?P<before>[=!])(?P<first>{_SIMPLE})\))?"
+    r"(?P<one>\[[^\[\]\\&~]+\]|\\[dDwWsS]|\w)(?P<times>\{[0-9]+(?:,[0-9]*)?\}|\+)?(?![*+?{])"
+    rf"(?:\(\?<(?P<after>[=!])(?P<last>{_SIMPLE})\))?|\[(?:\\.|[^\]\\])*\]?",
+    re.DOTALL,
+)
+
+
+def _without_look_at_one(pattern: str) -> str:
+    """The pattern with look-around at one character, as host names have it, as a smaller class of this character."""
+
+    def smaller(one: str, sign: str | None, other: str) -> str:
+        if sign is None:
+            return one
+        return f"[{one}{'&&' if sign == '=' else '--'}{other if other[0] == '[' else f'[{other}]'}]"
+
+    def plain(found: re.Match[str]) -> str:
+        one, before, after = found["one"], found["before"], found["after"]
+        if before is None and after is None:
+            return found[0]
+        numbers = re.findall("[0-9]+", found["times"] or "1")
+        least = 1 if found["times"] == "+" else int(numbers[0])
+        is_open = found["times"] == "+" or (found["times"] or "")[-2:-1] == ","
+        most = None if is_open else int(numbers[-1])
+        if least == 0 or (most is not None and most < least):
+            return found[0]
+        first = smaller(one, before, found["first"])
+        last = smaller(one, after, found["last"])
+        if before is None or after is None:
+            rest = f"{one}{{{least - 1},{'' if most is None else most - 1}}}"
+            return first + rest if after is None else rest + last
+        rest = f"{one}{{{max(0, least - 2)},{'' if most is None else max(0, most - 2)}}}"
+        both = f"{first}{rest}{last}" if most != 1 else ""
+        only = smaller(first, after, found["last"]) if least == 1 else ""
+        return f"(?:{'|'.join(filter(None, (only, both)))})"
+
+    return pattern if "(?i" in pattern else _LOOK_AT_ONE.sub(plain, pattern)
 
 
 def _joined(pair: re.Match[str]) -> str:
@@ -142,13 +187,17 @@ _ESCAPED: Final = ['"', "\\", *map(chr, range(32))]
 def as_lark(pattern: str, is_json: bool = False) -> str | None:
     """A term of Lark for the texts that contain a match; None if the pattern has look-around that Lark lacks.
 
-    Look-ahead may stand between the top-level parts of a pattern. ``is_json``: the text is the inside of a
-    JSON string, with escapes and without the quotation marks.
+    Look-ahead may stand outside repetitions, and at each character of the last one, as in ``^((?!x).)*$``. Look-behind
+    may stand at the end. ``is_json``: the text is the inside of a JSON string, with escapes and without the quotation
+    marks.
     """
     if len(pattern) > _MOST_CHARS:
         return None
     writer = _Writer(is_json)
-    options = [writer.sequence(option, '""') for option in _split(pattern)]
+    options = [
+        writer.sequence(_without_look_behind(option), '""', is_first=option.startswith("^"))
+        for option in _split(pattern)
+    ]
     return None if None in options else " | ".join(f"({option})" for option in options)
 
 
@@ -191,16 +240,53 @@ def _split(pattern: str) -> list[str]:
     return [*options, pattern[start:]]
 
 
+def _without_look_behind(option: str) -> str:
+    """The option of a pattern with look-behind at the end of the text as look-ahead at its begin."""
+    found = re.fullmatch(r"\^(.*)\(\?<([=!])([^()^$]*)\)\$", option, re.DOTALL)
+    if found is None or found[3].endswith("\\"):
+        return option
+    last = "|".join(rf"[\s\S]*{one}$" for one in _split(found[3]))
+    return f"^(?{found[2]}{last}){found[1]}$"
+
+
+def _tempered(inner: str, times: str) -> tuple[str, str] | None:
+    """Look-ahead at each character of a repetition that ends the text, before it: ``(?!x).`` becomes ``.*x``."""
+    if not inner.startswith("(?!") or re.fullmatch(r"[*+]|\{[0-9,]+\}", times) is None:
+        return None
+    end = _close(inner, 3)
+    denied, one = inner[3:end], _ATOM.fullmatch(inner, end + 1)
+    if one is None or one["one"] in (None, "^", "$", "|") or one["times"] or LOOK_AROUND.search(denied):
+        return None
+    # Behind the last character nothing is denied.
+    group = re.match(r"\((?:\?:)?", denied)
+    if group is not None and _close(denied, group.end()) == len(denied) - 1:
+        denied = denied[group.end() : -1]
+    options = _split(denied)
+    if any(_MAY_BE_EMPTY.fullmatch(option) or option.endswith("$") for option in options):
+        return None
+    return "|".join(f"{one['one']}*{option}" for option in options), f"{one['one']}{times}"
+
+
+_MAY_BE_EMPTY = re.compile(r"(?:\[.*\]|\\?.)(?:[*?]|\{0).*|[(^$].*|", re.DOTALL)  # or has an anchor
+
+
 class _Writer:
     def __init__(self, is_json: bool) -> None:
         self._is_json = is_json
         self._any = f"/{CHARACTER}*/" if is_json else "/(?s:.*)/"
 
     def sequence(
-        self, pattern: str, after: str, is_start: bool = True, is_inner: bool = False, is_wide: bool = True
+        self,
+        pattern: str,
+        after: str,
+        is_start: bool = True,
+        is_inner: bool = False,
+        is_wide: bool = True,
+        is_first: bool = False,
     ) -> str | None:
         r"""One option of a pattern and the text after it. ``is_inner``: ``after`` is the rest of the pattern.
 
+        ``is_start``: the match may begin later. ``is_first``: it begins at the start of the text, where "^" is true.
         ``is_wide``: more matches here mean more matches in all, so ``\w`` may be wider.
         """
         parts: list[tuple[str, str]] = []  # kind and text
@@ -217,23 +303,34 @@ class _Writer:
             inner, at = pattern[found.end() : end], end + 1
             if found["look"] is not None:
                 parts.append((found["look"], inner))
-            elif LOOK_AROUND.search(inner):
-                if pattern[at : at + 1] in ("*", "+", "?", "{"):
+                continue
+            more = re.compile(_TIMES).match(pattern, at)
+            assert more is not None
+            if LOOK_AROUND.search(inner):
+                at = more.end()
+                if not more[0]:
+                    parts.append(("group", inner))
+                elif more[0] in ("?", "??"):
+                    parts.append(("group", f"{inner}|"))
+                elif pattern[at:] == "$" and not is_inner and (tempered := _tempered(inner, more[0])):
+                    parts += [("(?!", tempered[0]), ("text", tempered[1])]
+                else:
                     return None
-                parts.append(("group", inner))
             else:
-                more = re.compile(_TIMES).match(pattern, at)
-                assert more is not None
                 parts.append(("text", pattern[found.start() : more.end()]))
                 at = more.end()
         begins = bool(parts) and parts[0] == ("text", "^")
         ends = bool(parts) and parts[-1] == ("text", "$")
         body = parts[begins : len(parts) - ends]
-        if ("text", "^") in body or ("text", "$") in body or (begins and not is_start) or (ends and is_inner):
+        misplaced = (begins and not is_start and not is_first) or (ends and is_inner)
+        if ("text", "^") in body or ("text", "$") in body or misplaced:
             return None
+        n_first = (
+            next((i for i, (kind, _) in enumerate(body) if kind[:2] != "(?"), len(body)) if is_first else -1
+        )
         tail = after if is_inner or ends else self._any
         plain = ""
-        for kind, text in reversed(body):
+        for i, (kind, text) in reversed([*enumerate(body)]):
             if kind == "text":
                 plain = self._expression(text, is_wide) + plain
                 continue
@@ -246,15 +343,19 @@ class _Writer:
             if len(tail) * len(options) > _MOST_LARK_CHARS:
                 return None
             if kind == "group":
-                inner_options = [self.sequence(option, tail, False, True, is_wide) for option in options]
+                inner_options = [
+                    self.sequence(option, tail, False, True, is_wide, i <= n_first) for option in options
+                ]
             elif kind in ("(?=", "(?!"):
                 # Inside, "^" is true only where nothing stands before; the text is matched from there on.
-                is_first = is_start and (kind, text) == body[0]
                 inner_options = [
                     None
-                    if option[:1] == "^" and not is_first
+                    if option[:1] == "^" and i > n_first
                     else self.sequence(
-                        f"^{option.removeprefix('^')}", '""', is_wide=is_wide == (kind == "(?=")
+                        f"^{option.removeprefix('^')}",
+                        '""',
+                        is_wide=is_wide == (kind == "(?="),
+                        is_first=i <= n_first,
                     )
                     for option in options
                 ]

@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from difflib import get_close_matches
+from hashlib import sha256
 from typing import Any, TypeVar
 
 from llamapipe._messages import did_you_mean, nearest, quoted
@@ -71,7 +72,7 @@ def _checked(index: int, message: object) -> Message:
     if made.get("content") is None and isinstance(refusal, str):
         made["content"] = refusal
     made["content"] = _text(place, made.get("content"))
-    if made.get("tool_calls") is None:
+    if made.get("tool_calls") in (None, []):  # templates look whether there is such a list
         made.pop("tool_calls", None)
     else:
         made["tool_calls"] = _calls(place, made["tool_calls"])
@@ -262,6 +263,101 @@ def with_joined_users(messages: Sequence[Message]) -> list[Message]:
         else:
             made.append(message)
     return made
+
+
+def with_short_ids(messages: Sequence[Message]) -> list[Message]:
+    """The messages with ids of nine letters and digits, as Mistral's templates want them, for the ids of others.
+
+    Histories come from other models, or have no ids. The same id becomes the same text in every request, and an id that
+    a call lacks is that of the result in its place.
+    """
+
+    def short(one: str) -> str:
+        return one if re.fullmatch("[A-Za-z0-9]{9}", one) else sha256(one.encode()).hexdigest()[:9]
+
+    made: list[Message] = []
+    waiting: dict[str, bool] = {}  # ids of calls without a result; True if the call had no id
+    n_missing = 0
+    for message in messages:
+        if message.get("tool_calls"):
+            calls, waiting = [], {}
+            for call in message["tool_calls"]:
+                n_missing += not call.get("id")
+                one = short(str(call.get("id") or f"missing {n_missing}"))
+                waiting[one] = not call.get("id")
+                calls.append({**call, "id": one})
+            made.append({**message, "tool_calls": calls})
+        elif message["role"] == "tool":
+            first = next(
+                (one for one, had_none in waiting.items() if had_none), next(iter(waiting), "missing")
+            )
+            one = short(str(message.get("tool_call_id") or first))
+            waiting.pop(one, None)
+            made.append({**message, "tool_call_id": one})
+        else:
+            made.append(message)
+    return made
+
+
+def with_joined_answers(messages: Sequence[Message]) -> list[Message]:
+    """The messages with consecutive messages of the assistant joined, the text before the calls."""
+    made: list[Message] = []
+    for message in messages:
+        before = made[-1] if made else {}
+        if message["role"] == "assistant" == before.get("role") and not before.get("tool_calls"):
+            texts = [one["content"] for one in (before, message) if one["content"]]
+            made[-1] = {**before, **message, "content": "\n\n".join(texts)}
+        else:
+            made.append(message)
+    return made
+
+
+def with_single_calls(messages: Sequence[Message]) -> list[Message]:
+    """The messages with one call in each message of the assistant, before its result."""
+    made: list[Message] = []
+    results: list[Message] = []
+    for i, message in enumerate(messages):
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            if not results:
+                made.append(message)
+            else:
+                results.pop()
+            continue
+        end = next((j for j in range(i + 1, len(messages)) if messages[j]["role"] != "tool"), len(messages))
+        results = list(messages[i + 1 : end])
+        left = list(results)
+        rest = {key: value for key, value in message.items() if key not in REASONING_KEYS}
+        for n, call in enumerate(calls):
+            made.append(
+                {**(rest if n else message), "tool_calls": [call], "content": "" if n else message["content"]}
+            )
+            ids = [one.get("tool_call_id") for one in left]
+            if left:
+                made.append(left.pop(ids.index(call.get("id")) if call.get("id") in ids else 0))
+        made += left
+    return made
+
+
+def with_answered_calls(messages: Sequence[Message]) -> list[Message]:
+    """The messages with calls that have no result, such as those that ``max_tokens`` ended, as text."""
+    made: list[Message] = []
+    for message, after in zip(messages, [*messages[1:], {}], strict=True):
+        if message.get("tool_calls") and after.get("role", "tool") != "tool":
+            rest = {key: value for key, value in message.items() if key != "tool_calls"}
+            calls = [json.dumps(call["function"], ensure_ascii=False) for call in message["tool_calls"]]
+            made.append({**rest, "content": "\n".join([*filter(None, [message["content"]]), *calls])})
+        else:
+            made.append(message)
+    return made
+
+
+def with_first_user(messages: Sequence[Message]) -> list[Message]:
+    """The messages with an empty one of the user before an answer that begins the conversation, such as a greeting."""
+    n = next((i for i, message in enumerate(messages) if message["role"] not in _SYSTEM), len(messages))
+    if n == len(messages) or messages[n]["role"] != "assistant":
+        return list(messages)
+    return [*messages[:n], {"role": "user", "content": ""}, *messages[n:]]
 
 
 def with_null_content(messages: Sequence[Message]) -> list[Message]:

@@ -1,9 +1,10 @@
 """Chat templates: compiled once, and rendered with the variables and message forms that they expect.
 
-Templates differ in what they accept and in what they show. If a template would omit or
-move a system message, the message becomes text of the user in its place. ``ChatTemplate.render`` tries the usual form
-first, then tool arguments as text, the system message as part of the first user message, and consecutive user messages
-as one. The variables have the names that transformers and llama.cpp use.
+Templates differ in what they accept and in what they show. If a template would omit or move a system message, or omits
+results of tools or another role, the message becomes text of the user in its place. ``ChatTemplate.render`` tries the
+usual form first, then tool arguments as text, the system message as part of the first user message, and consecutive
+user messages as one; then ids of nine characters and the other changes of ``_CHANGES``. The variables have the names
+that transformers and llama.cpp use.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, islice, pairwise
-from typing import Any, TypeGuard
+from typing import Any, Final, TypeGuard
 
 from jinja2.exceptions import TemplateError
 from jinja2.meta import find_undeclared_variables
@@ -31,8 +32,11 @@ from llamapipe.chat.messages import (
     plain,
     reasoning_of,
     text_arguments,
+    with_answered_calls,
     with_arguments,
     with_descriptions,
+    with_first_user,
+    with_joined_answers,
     with_joined_users,
     with_merged_system,
     with_null_content,
@@ -41,6 +45,8 @@ from llamapipe.chat.messages import (
     with_plain_schemas,
     with_reasoning,
     with_reasoning_names,
+    with_short_ids,
+    with_single_calls,
     with_system_role,
     with_text_arguments,
     with_tools_in_system,
@@ -91,6 +97,7 @@ class ChatTemplate:
             self._takes_text_arguments = self._wants_text_arguments()
             self._has_tools_in_system = self._shows_tools_of_system()
         self._kinds_seen: set[str] = set()  # of parts that a template may omit
+        self._shown: dict[str, bool] = {}  # by the role of messages
 
     def __repr__(self) -> str:
         return f"<ChatTemplate of {len(self.text)} characters>"
@@ -249,18 +256,39 @@ class ChatTemplate:
 
     def _placed(self, chat: list[Message], add_generation_prompt: bool, names: Mapping[str, Any]) -> str:
         """The rendering with system messages in their places, some as text of the user."""
+        others = {message["role"] for message in chat} - {*_SYSTEM, "user", "assistant"}
+        if hidden := {role for role in others if not self._shows_role(role, names)}:
+            chat = [{**one, "role": "user"} if one["role"] in hidden else one for one in chat]
         n = next((i for i, message in enumerate(chat) if message["role"] not in _SYSTEM), len(chat))
         if n and self._drops_system and chat[0]["role"] == "system":
             chat = [*with_merged_system(chat[: n + 1]), *chat[n + 1 :]]
         places = self._misplaced(chat, names)
         placed = with_users_text(chat, places)
-        try:
-            return self._first_accepted(placed, add_generation_prompt, names)
-        except InvalidRequestError:
-            beside = with_users_text(chat, places, after_tools=False)
-            if len(beside) == len(placed):
-                raise
-            return self._first_accepted(beside, add_generation_prompt, names)
+        beside = with_users_text(chat, places, after_tools=False)
+        options = [placed] if len(beside) == len(placed) else [placed, beside]
+        return self._first_accepted(options, add_generation_prompt, names)
+
+    def _shows_role(self, role: str, names: Mapping[str, Any]) -> bool:
+        """False if the template omits messages of a role other than the usual ones, or results of tools."""
+        if role not in self._shown:
+            user: Message = {"role": "user", "content": _PROBE}
+            answer: Message = {"role": "assistant", "content": _PROBE}
+            call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": _PROBE, "arguments": {}}}
+            called: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+            message: Message = {"role": role, "content": _WORD, "tool_call_id": "a1b2c3d4e", "name": _PROBE}
+            chats = (
+                ([user, called, message],) if role == "tool" else ([message, user], [user, answer, message])
+            )
+            shown = False
+            for chat in chats:
+                try:
+                    shown |= _WORD in self._first_form(chat, True, {**names, "tools": None})
+                except InvalidRequestError:  # it wants something else there, so it looks at it
+                    shown = True
+            if len(self._shown) >= _MAX_KINDS:
+                return shown
+            self._shown[role] = shown
+        return self._shown[role]
 
     def _misplaced(self, chat: Sequence[Message], names: Mapping[str, Any]) -> set[int]:
         """System messages that the template omits or moves.
@@ -302,6 +330,33 @@ class ChatTemplate:
         return wrong
 
     def _first_accepted(
+        self, options: Sequence[Sequence[Message]], add_generation_prompt: bool, names: Mapping[str, Any]
+    ) -> str:
+        """The rendering of the first of several ways to write the messages that the template accepts.
+
+        If it accepts none, the messages are changed, more and more. Raises the error about the last of ``options``.
+        """
+        refused: InvalidRequestError | None = None
+        for messages in options:
+            try:
+                return self._first_form(messages, add_generation_prompt, names)
+            except _StoppedError:
+                raise
+            except InvalidRequestError as error:
+                refused = error
+        for messages in options:
+            for change in _CHANGES:
+                changed = change(messages)
+                if changed != messages:
+                    messages = changed  # noqa: PLW2901
+                    try:
+                        return self._first_form(messages, add_generation_prompt, names)
+                    except InvalidRequestError:
+                        pass
+        assert refused is not None
+        raise refused
+
+    def _first_form(
         self, messages: Sequence[Message], add_generation_prompt: bool, names: Mapping[str, Any]
     ) -> str:
         """The rendering of the first form of the messages that the template accepts."""
@@ -488,8 +543,23 @@ def _json_text(arguments: Any) -> Any:
     return JsonText(arguments) if isinstance(arguments, str) else arguments
 
 
+# Histories have what a template refuses: answers of other models and programs, and calls that were cut off.
+_CHANGES: Final[tuple[_Form, ...]] = (
+    with_joined_answers,
+    with_short_ids,
+    with_answered_calls,
+    with_joined_answers,
+    with_single_calls,
+    with_first_user,
+)
+
+
+class _StoppedError(InvalidRequestError):
+    """The template took too long, or wrote too much."""
+
+
 def _stopped(error: LimitError) -> InvalidRequestError:
-    return InvalidRequestError(f"the chat template was stopped: {error}")
+    return _StoppedError(f"the chat template was stopped: {error}")
 
 
 def _is_list(value: object) -> TypeGuard[Sequence[object]]:

@@ -152,11 +152,11 @@ class TestWhatTemplatesLeaveOut:
             for _ in range(2):
                 engine.chat(history, lp.SamplingParams(max_tokens=1))
                 model.render_chat(history)
-            assert "Be brief." in model.render_chat(history)  # as text of the user
-        found = self.warnings(caplog)
-        assert len(found) == 3
-        for word in ("tool calls", "'tool'", "'critic'"):
-            assert sum(word in one for one in found) == 1
+            shown = model.render_chat(history)
+        for text in ("Be brief.", "noon", "Well."):  # as text of the user
+            assert f"user: {text}" in shown or f"\n{text}" in shown
+        (found,) = self.warnings(caplog)
+        assert "tool calls" in found
 
     @pytest.mark.parametrize("name", ["Hermes", "Llama", "Mistral list", "DeepSeek V3", "GLM", "gpt-oss"])
     def test_no_warning_where_they_are_shown(

@@ -339,6 +339,17 @@ def with_single_calls(messages: Sequence[Message]) -> list[Message]:
     return made
 
 
+def with_called_results(messages: Sequence[Message]) -> list[Message]:
+    """The messages with results of tools that follow no call, which a program has cut off, as text of the user."""
+    made: list[Message] = []
+    follows_call = False
+    for message in messages:
+        if message["role"] != "tool":
+            follows_call = bool(message.get("tool_calls"))
+        made.append(message if message["role"] != "tool" or follows_call else {**message, "role": "user"})
+    return made
+
+
 def with_answered_calls(messages: Sequence[Message]) -> list[Message]:
     """The messages with calls that have no result, such as those that ``max_tokens`` ended, as text."""
     made: list[Message] = []

@@ -34,6 +34,7 @@ from llamapipe.chat.messages import (
     text_arguments,
     with_answered_calls,
     with_arguments,
+    with_called_results,
     with_descriptions,
     with_first_user,
     with_joined_answers,
@@ -546,6 +547,7 @@ def _json_text(arguments: Any) -> Any:
 # Histories have what a template refuses: answers of other models and programs, and calls that were cut off.
 _CHANGES: Final[tuple[_Form, ...]] = (
     with_joined_answers,
+    with_called_results,
     with_short_ids,
     with_answered_calls,
     with_joined_answers,

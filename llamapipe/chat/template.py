@@ -61,6 +61,7 @@ _HERE = "\x02continued here\x03"
 _PROBE = "\x02content\x03"
 _WORD = "Qxshownqx"
 _CALLS = "tool calls"
+_UNCALLED = "results without calls"
 _SYSTEM = ("system", "developer")
 _PLACE = re.compile(r"Qxplace([0-9]+)qx")
 _Form = Callable[[Sequence[Message]], list[Message]]
@@ -260,6 +261,8 @@ class ChatTemplate:
         others = {message["role"] for message in chat} - {*_SYSTEM, "user", "assistant"}
         if hidden := {role for role in others if not self._shows_role(role, names)}:
             chat = [{**one, "role": "user"} if one["role"] in hidden else one for one in chat]
+        if (called := with_called_results(chat)) != chat and not self._shows_role(_UNCALLED, names):
+            chat = called
         n = next((i for i, message in enumerate(chat) if message["role"] not in _SYSTEM), len(chat))
         if n and self._drops_system and chat[0]["role"] == "system":
             chat = [*with_merged_system(chat[: n + 1]), *chat[n + 1 :]]
@@ -277,9 +280,11 @@ class ChatTemplate:
             call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": _PROBE, "arguments": {}}}
             called: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
             message: Message = {"role": role, "content": _WORD, "tool_call_id": "a1b2c3d4e", "name": _PROBE}
-            chats = (
-                ([user, called, message],) if role == "tool" else ([message, user], [user, answer, message])
-            )
+            chats: list[list[Message]] = [[message, user], [user, answer, message]]
+            if role == "tool":
+                chats = [[user, called, message]]
+            elif role == _UNCALLED:
+                chats = [[user, answer, {**message, "role": "tool"}]]
             shown = False
             for chat in chats:
                 try:

@@ -107,6 +107,12 @@ def test_an_empty_list_of_calls_is_none(family: str) -> None:
     assert shown(family, USER, {**ANSWER, "tool_calls": []}, USER) == shown(family, USER, ANSWER, USER)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_results_without_a_call(family: str) -> None:
+    """A program that drops old messages may drop the call and keep its result."""
+    assert "noon" in shown(family, USER, ANSWER, result("abc123XYZ"), USER)
+
+
 PLAIN = (
     "{% for m in messages if m.role in ('user', 'assistant') %}<{{ m.role }}: {{ m.content }}>{% endfor %}"
 )

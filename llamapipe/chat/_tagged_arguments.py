@@ -198,6 +198,11 @@ class TaggedArguments:
         schema = self._schema(key)
         return choices(schema) is None and "string" in self.types(schema)
 
+    def is_json(self, key: str) -> bool:
+        """True if an argument is an object or an array, or something else that is no string."""
+        schema = self._schema(key)
+        return choices(schema) is None and "string" not in self.types(schema)
+
     def value(self, key: str, text: str, is_text: bool | None = None) -> Any:
         """The value of an argument from the text between its markers.
 

@@ -383,6 +383,14 @@ class CallReader:
         else:
             texts: list[str] = []
             yield from self._up_to_end(buffer, arguments, keys, texts.append)
+            if arguments.is_json(key):
+                strings = _Strings()
+                strings.feed("".join(texts))
+                while strings.is_open:  # what looks like the end is part of a string in the value
+                    texts.append(buffer.take(1))
+                    n = len(texts)
+                    yield from self._up_to_end(buffer, arguments, keys, texts.append)
+                    strings.feed("".join(texts[n - 1 :]))
             try:
                 value = arguments.value(key, "".join(texts), is_text=False if kinds else None)
             except ValueError:
@@ -444,6 +452,32 @@ class CallReader:
         if not isinstance(name, str) or name not in self._tools:
             raise Malformed
         return name
+
+
+class _Strings:
+    """Follows an object or an array, in JSON or Python's spelling, to tell whether a text ends inside a string."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._quote = ""
+        self._begun = self._escaped = False
+
+    def feed(self, text: str) -> None:
+        if not self._begun:
+            text = text.lstrip()
+            if text[:1] not in ("{", "["):
+                return
+            self._begun = True
+        for character in text:
+            if self._escaped:
+                self._escaped = False
+            elif self._quote:
+                self._escaped = character == "\\"
+                if character == self._quote:
+                    self._quote = ""
+            elif character in "\"'":
+                self._quote = character
+        self.is_open = bool(self._quote)
 
 
 def _string(buffer: TextBuffer) -> Reading[str]:

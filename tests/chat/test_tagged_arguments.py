@@ -10,6 +10,7 @@ from support.chat_families import FAMILIES
 from support.chat_templates import ByteVocabulary, renderer
 
 from llamapipe.chat.chat_format import ChatFormat
+from llamapipe.chat.results import ChatMessage
 from llamapipe.chat.tools import Tool
 from llamapipe.errors import InvalidRequestError
 
@@ -119,3 +120,32 @@ def test_a_string_is_passed_on_as_it_comes(name: str, text: str) -> None:
     assert len(parts(long, True)) > 200
     cut = "".join(delta.arguments for delta in parts(long[: long.index("word ") + 12], True))
     assert cut == '{"s": "word word wo'
+
+
+CALLS = {
+    "Qwen3-Coder": "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n<parameter=b>\nx\n</parameter>\n"
+    "</function>\n</tool_call>",
+    "GLM": "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{}</arg_value>\n<arg_key>b</arg_key>\n"
+    "<arg_value>x</arg_value>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "value",
+    [["</parameter>", "b"], [{"c": "\n</arg_value>\n</tool_call>"}], ["\\", '</parameter>"</arg_value>']],
+)
+def test_a_value_of_json_may_contain_its_end(name: str, value: Any) -> None:
+    """The grammar allows it inside a string, so it does not end the value."""
+    family = FAMILIES[name]
+    vocabulary = ByteVocabulary(())  # the markers as text
+    form = ChatFormat.of(renderer(family.template), vocabulary.special_id)
+    tools = (Tool("f", "", of({"a": {"type": "array"}, "b": {"type": "string"}})),)
+    text = CALLS[name].format(json.dumps(value))
+    grammar = form.grammar(tools, "required", True, prompt_tail=family.tail)
+    assert grammar is not None and vocabulary.accepts(grammar, text)
+    for parts in ([text], list(text)):
+        parser = form.parser(tools, "auto", prompt_tail=family.tail, stream_calls=True)
+        answer = ChatMessage([*map(parser.feed, parts), parser.finish()])
+        assert [call.arguments for call in answer.tool_calls] == [{"a": value, "b": "x"}]
+        assert answer.content == ""

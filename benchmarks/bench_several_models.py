@@ -38,8 +38,8 @@ from bench_server import over_http
 from local_server import free_port, process
 
 from llamapipe.cli._models_file import read_facts
+from llamapipe.fleet.catalog import ModelEntry
 from llamapipe.host.memory import resident_bytes
-from llamapipe.server.pool import ModelEntry
 
 COMMON = {"n_ctx": 2048, "n_seq_max": 4}
 SLOTS = 32  # of a model whose streams are compared

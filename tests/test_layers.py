@@ -15,6 +15,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("dynamo",),
     ("cli",),
     ("lm_eval", "ray", "compat"),
+    ("fleet",),
     ("server",),
     ("__init__",),
     ("jobs", "telemetry"),

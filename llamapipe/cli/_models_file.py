@@ -23,14 +23,14 @@ from llamapipe._messages import did_you_mean, listed, quoted, readable
 from llamapipe.arguments import path_of
 from llamapipe.cli.options import ENGINE, MODEL, Option, draft_source, model_path
 from llamapipe.cli.parser import UsageError
+from llamapipe.fleet.catalog import FileFacts, ModelEntry, hub_entries
+from llamapipe.fleet.model_memory import need_of
 from llamapipe.gguf.check import GgufInfo, check_gguf, head_texts
 from llamapipe.gguf.mmproj import MmprojInfo, check_mmproj, is_mmproj, mmproj_beside
 from llamapipe.gguf.reader import fingerprint, first_texts
 from llamapipe.ollama_models import PREFIX as OLLAMA
 from llamapipe.ollama_models import find_stored, folders, model_of, stored_models
-from llamapipe.server.model_memory import need_of
 from llamapipe.server.ollama import QUANTIZATIONS, parameter_size
-from llamapipe.server.pool import FileFacts, ModelEntry, hub_entries
 
 if sys.version_info >= (3, 11):
     import tomllib

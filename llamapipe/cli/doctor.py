@@ -181,7 +181,7 @@ def _probe(files: list[str]) -> dict[str, dict[str, Any]]:
 
     Returns the results by name, up to the first failure.
     """
-    from llamapipe.server.processes import interpreter
+    from llamapipe.fleet.command import interpreter
 
     command = [*interpreter(), "-c", _PROBE, json.dumps(sys.path), *files]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

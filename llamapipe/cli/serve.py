@@ -56,9 +56,9 @@ from llamapipe.structured.compile import prepare_vocabulary
 if TYPE_CHECKING:
     from socket import socket
 
+    from llamapipe.fleet.catalog import ModelEntry
+    from llamapipe.fleet.link import ServedModel, WorkerOptions
     from llamapipe.server import ServerSettings
-    from llamapipe.server.pool import ModelEntry
-    from llamapipe.server.processes import ServedModel, WorkerOptions
 
 USAGE = "llamapipe serve [options]"
 DESCRIPTION = (
@@ -361,7 +361,8 @@ def _served(
 
 def _supervise(args: argparse.Namespace, settings: ServerSettings) -> int:
     """Runs the workers. The model is theirs: nothing of llama.cpp is loaded here."""
-    from llamapipe.server.processes import WorkerFailedError, placements, supervise
+    from llamapipe.fleet.placement import placements
+    from llamapipe.fleet.supervisor import WorkerFailedError, supervise
 
     try:
         where = placements(args.workers or None, use_gpus=given(args, MODEL).get("n_gpu_layers") != 0)
@@ -386,8 +387,7 @@ def _supervise(args: argparse.Namespace, settings: ServerSettings) -> int:
 
 def _run_worker(args: argparse.Namespace, settings: ServerSettings) -> int:
     """Serves what the supervisor hands over, and leaves it to the supervisor to show errors."""
-    from llamapipe.server.run import run_worker
-    from llamapipe.server.worker import Worker
+    from llamapipe.fleet.worker import Worker, run_worker
 
     worker = Worker(args.worker)
     options: dict[str, Any] = {} if args.worker.devices is None else {"devices": args.worker.devices}
@@ -432,9 +432,11 @@ def _kept_cache(args: argparse.Namespace) -> dict[str, Any]:
 def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
     """Serves several models. They run in processes of their own: nothing of llama.cpp is loaded here."""
     from llamapipe.cli._models_file import entries_of, look, sees_images
-    from llamapipe.server.pool import Pool
-    from llamapipe.server.processes import Placement, command_with, free_gpu_memory
-    from llamapipe.server.run import run_front
+    from llamapipe.fleet.budget import Budget
+    from llamapipe.fleet.command import command_with
+    from llamapipe.fleet.front import run_front
+    from llamapipe.fleet.placement import Placement, free_gpu_memory
+    from llamapipe.fleet.pool import Pool
 
     for option, value in (
         ("-m", args.model),
@@ -487,7 +489,7 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
         try:
             look_at = partial(look, common, has_gpus=gpu_budget is not None)
             command, cache_dir = command_with(args.argv), common.get("cache_dir")
-            pool = Pool(entries, command, placement, look_at, budget, folder, gpu_budget, cache_dir)
+            pool = Pool(entries, command, placement, look_at, Budget(budget, gpu_budget), folder, cache_dir)
         except ValueError as error:
             raise UsageError(f"--models: {error}") from error
         sock = stack.enter_context(listening_socket(args.host, args.port))
@@ -521,7 +523,7 @@ def _workers(text: str) -> int:
 
 
 def _worker_options(text: str) -> WorkerOptions:
-    from llamapipe.server.processes import WorkerOptions
+    from llamapipe.fleet.link import WorkerOptions
 
     return WorkerOptions.parse(text)
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -58,10 +58,25 @@ from llamapipe.work.long_work import size_of
 if TYPE_CHECKING:
     from llamapipe.llama.adapter import ControlVector
     from llamapipe.llama.model import Model
-    from llamapipe.server.worker import Worker
 
 T = TypeVar("T")
 _log = logging.getLogger("llamapipe.server")
+
+
+class WorkerLink(Protocol):
+    """What a server knows of the others, if it is one of several on a port.
+
+    ``n_ready``, ``n_workers``: how many there are.
+    """
+
+    n_ready: int
+    n_workers: int
+
+    async def text(self) -> bytes:
+        """The metrics of all of them."""
+
+    def fail(self, message: str) -> None:
+        """Ends this one, which can answer nothing any longer."""
 
 
 class ServerState(Gate):
@@ -85,7 +100,7 @@ class ServerState(Gate):
         self._engine = engine
         self.embedder = embedder
         self._offload = owner.offload
-        self.worker: Worker | None = None
+        self.worker: WorkerLink | None = None
         self.embedding_names = settings.embedding_names
         if embedder is not None and not self.embedding_names:
             self.embedding_names = (embedder.model.name,)
@@ -443,6 +458,7 @@ ROUTES = (
         _llama_server.InfillRequest,
         "Fill in the text between a prefix and a suffix, in llama-server's format.",
         _GENERATES,
+        model="filling",
     ),
     post(
         "/v1/fim/completions",
@@ -450,6 +466,7 @@ ROUTES = (
         _mistral.FimRequest,
         "Fill in the text between a prompt and a suffix, in Mistral's format.",
         _GENERATES,
+        model="filling",
     ),
     post(
         "/v1/responses",
@@ -496,13 +513,20 @@ ROUTES = (
         aliases=("/audio/transcriptions",),
         form=_transcriptions.FIELDS,
     ),
-    post("/v1/embeddings", _embeddings.embeddings, _embeddings.EmbeddingRequest, "Embed texts."),
+    post(
+        "/v1/embeddings",
+        _embeddings.embeddings,
+        _embeddings.EmbeddingRequest,
+        "Embed texts.",
+        model="embedding",
+    ),
     post(
         "/embedding",
         _embeddings.llama_embedding,
         _embeddings.LlamaEmbeddingRequest,
         "Embed texts, in llama-server's format.",
         aliases=("/embeddings",),
+        model="embedding",
     ),
     post(
         "/v1/rerank",
@@ -510,9 +534,15 @@ ROUTES = (
         _embeddings.RerankRequest,
         "Rank documents for a query.",
         aliases=("/rerank", "/reranking", "/v1/reranking", "/v2/rerank"),
+        model="embedding",
     ),
     post(
-        "/v1/score", _embeddings.score, _embeddings.ScoreRequest, "Score pairs of texts.", aliases=("/score",)
+        "/v1/score",
+        _embeddings.score,
+        _embeddings.ScoreRequest,
+        "Score pairs of texts.",
+        aliases=("/score",),
+        model="embedding",
     ),
     get("/v1/models", _system.list_models, "The models that are served.", aliases=("/models",)),
     get("/v1/models/{id:path}", _system.get_model, "One model.", ("404",)),
@@ -553,7 +583,7 @@ ROUTES = (
         "Delete a saved conversation.",
         ("400", "403", "404", "413", "507"),
     ),
-    get("/model_info", _of_model(_system.model_info), "Sizes of the model and of the engine."),
+    get("/model_info", _of_model(_system.model_info), "Sizes of the model and of the engine.", model="any"),
     get(
         "/health",
         _system.health,
@@ -589,8 +619,10 @@ OLLAMA_ROUTES = (
     post(
         "/api/generate", ollama.generate, ollama.GenerateRequest, "Answer a prompt.", _GENERATES, (), _LINES
     ),
-    post("/api/embed", ollama.embed, ollama.EmbedRequest, "Embed texts."),
-    post("/api/embeddings", ollama.old_embeddings, ollama.OldEmbedRequest, "Embed a text."),
+    post("/api/embed", ollama.embed, ollama.EmbedRequest, "Embed texts.", model="embedding"),
+    post(
+        "/api/embeddings", ollama.old_embeddings, ollama.OldEmbedRequest, "Embed a text.", model="embedding"
+    ),
     post("/api/show", ollama.show, ollama.ShowRequest, "What a model is and can do."),
     get("/api/tags", ollama.tags, "The models that are served."),
     get("/api/ps", ollama.loaded_models, "The models that are loaded."),

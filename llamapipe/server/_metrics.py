@@ -7,7 +7,7 @@ label ``model_name``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -19,10 +19,22 @@ if TYPE_CHECKING:
     from llamapipe.engine import Engine
     from llamapipe.results import TimeHistogram
     from llamapipe.server.endpoint import Exchange
-    from llamapipe.server.processes import Family
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+# Its name, labels and value.
+Sample = tuple[str, dict[str, str], float]
+
+
+class Family(NamedTuple):
+    """The samples of one metric, as values that JSON can carry."""
+
+    name: str
+    text: str
+    kind: str
+    samples: list[Sample]
 
 
 class Metrics:
@@ -85,9 +97,9 @@ class Metrics:
         return generate_latest(self._registry)
 
     def families(self) -> list[Family]:
-        """The same as values that JSON can carry: name, help text, type and samples of each metric."""
+        """The same as values that JSON can carry."""
         return [
-            (
+            Family(
                 family.name,
                 family.documentation,
                 family.type,

@@ -21,7 +21,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapp
 from contextlib import aclosing
 from copy import copy
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -538,13 +538,15 @@ class _Heartbeat:
 
 # ---- routes
 Handler = Callable[[Exchange], Awaitable[Response]]
+# Which models a route is for, where several are served: those that generate, that fill in gaps, that embed, or all.
+ModelKind = Literal["text", "filling", "embedding", "any"]
 
 
 class Endpoint:
     """The ASGI application of one route.
 
     ``path``: the route's path. ``handler``: answers a request whose body was read. ``has_key``: whether the API key is
-    checked and the limits apply. ``aliases``: further paths.
+    checked and the limits apply. ``aliases``: further paths. ``model``: the kind of model that answers.
 
     For the OpenAPI document, which leaves out a route without ``summary``: ``more_statuses``, besides those that every
     route has; ``body``: the type of the request's; ``form``: the fields of a body that is a form, of which the first is
@@ -564,6 +566,7 @@ class Endpoint:
         aliases: tuple[str, ...] = (),
         stream_media: str = EventStream.media_type,
         form: tuple[str, ...] = (),
+        model: ModelKind = "text",
     ) -> None:
         self.method = method
         self.path = path
@@ -576,9 +579,16 @@ class Endpoint:
         self.aliases = aliases
         self.stream_media = stream_media
         self.form = form
+        self.model = model
 
     def __repr__(self) -> str:
         return f"<Endpoint {self.method} {self.path}>"
+
+    @property
+    def streams(self) -> bool:
+        """Whether a client may ask for a stream; what only counts tokens has the same body, and takes no time."""
+        has_field = self.body is not None and "stream" in self.body.__struct_fields__
+        return has_field and "504" in self.more_statuses
 
     def answered_by(self, handler: Handler) -> Endpoint:
         """The same route with another handler."""
@@ -643,9 +653,10 @@ def get(
     media: str = "application/json",
     has_key: bool = True,
     aliases: tuple[str, ...] = (),
+    model: ModelKind = "text",
 ) -> Endpoint:
     """A route without a body; see ``Endpoint``."""
-    return Endpoint("GET", path, handler, summary, more_statuses, None, media, has_key, aliases)
+    return Endpoint("GET", path, handler, summary, more_statuses, None, media, has_key, aliases, model=model)
 
 
 def post(
@@ -657,6 +668,7 @@ def post(
     aliases: tuple[str, ...] = (),
     stream_media: str = EventStream.media_type,
     method: str = "POST",
+    model: ModelKind = "text",
 ) -> Endpoint:
     """A route whose handler gets the decoded body; see ``Endpoint``."""
     decoder = msgspec.json.Decoder(body)
@@ -665,7 +677,15 @@ def post(
         return await handler(exchange, await exchange.decode(decoder))
 
     return Endpoint(
-        method, path, decoded, summary, more_statuses, body, aliases=aliases, stream_media=stream_media
+        method,
+        path,
+        decoded,
+        summary,
+        more_statuses,
+        body,
+        aliases=aliases,
+        stream_media=stream_media,
+        model=model,
     )
 
 

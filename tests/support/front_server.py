@@ -17,14 +17,17 @@ from starlette.applications import Starlette
 
 import llamapipe as lp
 from llamapipe.cli._models_file import look
+from llamapipe.fleet.catalog import ModelEntry
+from llamapipe.fleet.command import command_with
+from llamapipe.fleet.front import Front, FrontServer
+from llamapipe.fleet.placement import Placement
+from llamapipe.fleet.pool import ModelState, Pool
 from llamapipe.host.cores import core_shares
 from llamapipe.server import ServerSettings, app, serve
+from llamapipe.server._application import application_of
 from llamapipe.server._connections import Connections
-from llamapipe.server._front import front_app
 from llamapipe.server._gate import Gate
-from llamapipe.server.pool import ModelEntry, ModelState, Pool
-from llamapipe.server.processes import Placement, command_with
-from llamapipe.server.run import _FrontUvicorn, _server, bound_socket
+from llamapipe.server.run import bound_socket
 from support.control import PATIENCE_S, wait_until
 
 KINDS = ("alone", "front")
@@ -76,21 +79,18 @@ class _Front:
         self.host, self.port = self._socket.getsockname()[:2]
         self.url = f"http://{self.host}:{self.port}"
         self._pool = _pool(options)
-        application = front_app(settings, self._pool, list)
-        self._server = _server(_FrontUvicorn, application)
-        self._server.pool, self._server.front = self._pool, application.state.llamapipe
+        self._server = FrontServer(settings, self._pool, list, host)
         self.state, self.limits = self._server.state, self._server.limits
-        self.state.bound_to = host
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
         self._thread.start()
         (model,) = self._pool.models
         wait_until(lambda: model.state is ModelState.LOADED)
 
     def _value(self, name: str) -> float:
-        assert self._server._loop is not None
-        asked = asyncio.run_coroutine_threadsafe(self._pool.families(), self._server._loop)
+        assert self._server.loop is not None
+        asked = asyncio.run_coroutine_threadsafe(self._pool.families(), self._server.loop)
         families = asked.result(PATIENCE_S)
-        return sum(value for *_, samples in families for sample, _, value in samples if sample == name)
+        return sum(value for family in families for sample, _, value in family.samples if sample == name)
 
     def n_prompt_tokens(self) -> float:
         return self._value("llamapipe_computed_prompt_tokens_total")
@@ -136,7 +136,8 @@ class Starter:
     def application(self) -> Starlette:
         """The application alone."""
         if self.kind == "front":
-            return front_app(ServerSettings(), _pool(self._options), list)
+            front = Front(ServerSettings(), _pool(self._options), list)
+            return application_of(front, front.routes())
         return app(self._engine)
 
 

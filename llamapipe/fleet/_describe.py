@@ -18,17 +18,17 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from llamapipe.errors import LlamapipeError
+from llamapipe.fleet.command import ROOT, interpreter
 from llamapipe.gguf.check import check_gguf
 from llamapipe.llama.model import Model
 from llamapipe.server.ollama import modelfile_of, modelfiles, shown_model
-from llamapipe.server.processes import ROOT, interpreter
 
 _MOST_S = 300.0
 _START = "\x1e"  # of a line of ours: libraries may print, too
 _PROGRAM = """\
 import sys
 sys.path.insert(0, sys.argv[1])
-from llamapipe.server._describe import main
+from llamapipe.fleet._describe import main
 main()
 """
 

@@ -2,7 +2,7 @@
 
 Open this file to change when a model is loaded and when it ends.
 
-The process of a model is a worker: see ``processes``. It has one model and ends with it, so a crash costs only the
+The process of a model is a worker: see ``worker``. It has one model and ends with it, so a crash costs only the
 requests of this model, and all memory returns to the system.
 
 A model is *unloaded*, *loading*, *loaded* or *unloading*. The first request for it starts the load, and all further
@@ -11,7 +11,7 @@ does not load in a loop.
 
 A load needs room. Idle models end, the least recently used first, never one that has a request or is pinned; the load
 begins when their processes are gone. If none can end, it waits until one becomes idle. A model that always has a
-request never does: after some seconds it gets no further ones, answers those that it has, and ends. ``_eviction`` has
+request never does: after some seconds it gets no further ones, answers those that it has, and ends. ``budget`` has
 this rule. A load that waits for room is given up when its last client hangs up.
 
 On the event loop's thread.
@@ -24,22 +24,26 @@ import enum
 import logging
 import math
 import shutil
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from llamapipe import cache_file, hub
-from llamapipe._messages import did_you_mean, listed, quoted, readable
+from llamapipe import cache_file
+from llamapipe._messages import did_you_mean, listed, quoted
+from llamapipe.fleet._process import State, WorkerProcess
+from llamapipe.fleet._tasks import Tasks
+from llamapipe.fleet._totals import Totals, labelled
+from llamapipe.fleet._upstream import Upstream, Upstreams
+from llamapipe.fleet.budget import Budget, Memory, Tenure, total
+from llamapipe.fleet.catalog import FileFacts, ModelEntry, taken_names
+from llamapipe.fleet.link import ServedModel
+from llamapipe.fleet.placement import Placement
 from llamapipe.host.memory import resident_bytes
-from llamapipe.server._eviction import Tenure, choose, gpu_refusal, refusal
-from llamapipe.server._upstream import Upstream
+from llamapipe.server._metrics import Family
 from llamapipe.server.errors import ApiError, shutting_down
-from llamapipe.server.processes import Family, Placement, ServedModel, State, WorkerProcess, add_families
 
 if TYPE_CHECKING:
     from types import EllipsisType
@@ -48,7 +52,6 @@ _PATIENCE_S = 3.0  # after this time a load may end models that are never idle
 _RETRY_S = 10.0  # a failed load is not tried again before
 _STOP_S = 30.0  # a process that was asked to end is killed after this time
 _END_S = 3.0  # a process that has closed a connection without an answer ends within this time
-_IDLE_CONNECTION_S = 30.0  # the process closes its idle connections after 75 s
 _SCRAPE_S = 2.0
 _MOST_COPIES = 100
 _LATEST = ":latest"
@@ -64,102 +67,14 @@ class ModelState(enum.Enum):
     UNLOADING = "unloading"
 
 
-class FileFacts(NamedTuple):
-    """What a model's file says before the model is loaded.
-
-    ``n_bytes``: the memory that its process will take, and ``gpu_bytes`` that of GPUs. ``options``: with which it takes
-    no more. ``n_ctx``: tokens of a request. ``takes``: ``"text"``, and ``"image"`` and ``"audio"`` where messages may
-    have them. ``details``: as in Ollama's lists. ``size_bytes``, ``modified_s``, ``digest``: of the file.
-    """
-
-    file: str
-    embeds: bool
-    n_bytes: int
-    options: Mapping[str, Any]
-    n_ctx: int
-    takes: tuple[str, ...]
-    details: Mapping[str, Any]
-    size_bytes: int
-    modified_s: float
-    digest: str
-    gpu_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class ModelEntry:
-    """A model that a pool may load.
-
-    ``file``: as ``--model`` takes it. ``options``: of the command line, by the names of their arguments. ``embeds``: it
-    embeds or ranks texts; None: the file tells. ``keep``: it is never ended for another model. ``preload``: it is
-    loaded at the start. ``ttl_s``: seconds without a request after which it is ended; None: never. ``adapters``: their
-    names, which clients use as a model's. ``reference``: what ``-m`` takes for a file of the hub's cache, which clients
-    may delete if the operator allows it.
-    """
-
-    name: str
-    file: str
-    aliases: tuple[str, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
-    embeds: bool | None = None
-    keep: bool = False
-    preload: bool = False
-    ttl_s: float | None = None
-    adapters: tuple[str, ...] = ()
-    reference: str | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "name", readable(self.name))
-        object.__setattr__(self, "aliases", tuple(map(readable, self.aliases)))
-
-    @property
-    def is_local(self) -> bool:
-        """Whether its file is on this machine, so that to look at it downloads nothing."""
-        return not self.file.startswith(hub.PREFIX)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All names that clients may use."""
-        return (self.name, *self.aliases)
-
-    @property
-    def taken_names(self) -> tuple[str, ...]:
-        """The names that no other model may have: its adapters' as well."""
-        return (*self.names, *self.adapters)
-
-    def is_same_process(self, other: ModelEntry) -> bool:
-        """Whether one process does for both: they differ at most in what the front process alone decides."""
-        return (
-            replace(self, aliases=other.aliases, keep=other.keep, preload=other.preload, ttl_s=other.ttl_s)
-            == other
-        )
-
-
-def hub_entries(cached: Sequence[hub.CachedModel]) -> list[ModelEntry]:
-    """The entries of models in the hub's cache, named as Ollama's clients do: ``hf.co/OWNER/REPO:QUANT``.
-
-    Where the file's name has no quantization, or one that another file has, the name is ``hf.co/OWNER/REPO/FILE``.
-    """
-    made: dict[str, ModelEntry] = {}
-    for model in cached:
-        repo_id, filename = hub.parse(model.reference)
-        assert filename is not None
-        quantization = hub.quantization_of(filename)
-        name = f"hf.co/{repo_id}:{quantization}"
-        if quantization is None or name in made:
-            name = f"hf.co/{repo_id}/{filename}"
-        made[name] = ModelEntry(name, str(model.path), reference=model.reference)
-    return list(made.values())
-
-
 class PooledModel:
     """One model of a pool. Only the pool changes it.
 
     ``copies``: further names, which clients gave it until the server ends. ``n_users``: requests that it has, or that
     wait for it. ``n_running``: those that it has. ``ttl_s``: seconds until it ends without a request; None: never.
     ``expires_at``: when that is, by ``monotonic``. ``failure``: why its last load or process ended. ``load_s``: how
-    long the last load took; ``loaded_at``: when it ended. ``n_bytes``: memory that it takes, and ``gpu_bytes`` of GPUs;
-    0 while it is unloaded.
-    ``measured_bytes``: the most that its processes took.
+    long the last load took; ``loaded_at``: when it ended. ``memory``: what it takes; nothing while it is unloaded.
+    ``measured_bytes``: the most of the system's memory that its processes took.
     """
 
     def __init__(self, entry: ModelEntry) -> None:
@@ -169,19 +84,19 @@ class PooledModel:
         self.facts: FileFacts | None = None
         self.process: WorkerProcess | None = None
         self.n_users = self.n_running = 0
-        self.n_bytes = self.gpu_bytes = self.measured_bytes = 0
+        self.memory = Memory()
+        self.measured_bytes = 0
         self.used_at = self.loaded_at = 0.0
         self.ttl_s = entry.ttl_s
         self.expires_at: float | None = None
         self.failure: str | None = None
         self.failed_at = 0.0
         self.load_s = 0.0
-        self.families: list[Family] = []  # the metrics of its processes that have ended
         self._looking = asyncio.Lock()  # one look at its file serves all that want to know
         self._loading: asyncio.Task[None] | None = None
         self._unloading: asyncio.Task[None] | None = None
         self._expiry: asyncio.TimerHandle | None = None
-        self._free: deque[tuple[float, Upstream]] = deque()
+        self._upstreams = Upstreams()
 
     def __repr__(self) -> str:
         return f"<PooledModel {self.entry.name} {self.state.value} n_users={self.n_users}>"
@@ -195,6 +110,11 @@ class PooledModel:
     def names(self) -> tuple[str, ...]:
         """All of its names, the first one first."""
         return (*self.entry.names, *self.copies)
+
+    @property
+    def embeds(self) -> bool | None:
+        """Whether it embeds or ranks texts instead of generating them; None: not known yet."""
+        return self.entry.embeds if self.facts is None else self.facts.embeds
 
     @property
     def progress(self) -> float:
@@ -214,7 +134,7 @@ class PooledModel:
     def tenure(self, waited_s: float) -> Tenure:
         """What it holds, and whether it may end for another model that has waited so long."""
         used_at = math.inf if self.n_users else self.used_at
-        return Tenure(self.n_bytes, used_at, self.patience_s(waited_s) == 0.0, self.gpu_bytes)
+        return Tenure(self.memory, used_at, self.patience_s(waited_s) == 0.0)
 
 
 Look = Callable[[ModelEntry], Coroutine[Any, Any, FileFacts]]
@@ -225,10 +145,10 @@ class Pool:
 
     ``entries``: what may be loaded. ``command``: starts a process, with ``--worker OPTIONS`` after it. ``look``: finds
     out what a load needs, downloads the file if need be, and raises OSError or ValueError if there is none.
-    ``budget_bytes``: memory that all processes together may take; None: any. ``gpu_budget_bytes``: the same of GPUs'
-    own memory. ``folder``: where models that are ended keep their cached prefixes until they are loaded again, each in
-    a folder; None: nowhere. ``cache_dir``: the option of the command line, for models whose entry has no other; with it
-    the pool keeps nothing. Raises ValueError for a name that two models have.
+    ``budget``: memory that all processes together may take; None: any. ``folder``: where models that are ended keep
+    their cached prefixes until they are loaded again, each in a folder; None: nowhere. ``cache_dir``: the option of the
+    command line, for models whose entry has no other; with it the pool keeps nothing. Raises ValueError for a name that
+    two models have.
     """
 
     def __init__(
@@ -237,31 +157,29 @@ class Pool:
         command: Sequence[str],
         placement: Placement,
         look: Look,
-        budget_bytes: int | None = None,
+        budget: Budget | None = None,
         folder: Path | None = None,
-        gpu_budget_bytes: int | None = None,
         cache_dir: str | None = None,
     ) -> None:
-        _taken_names(entries)  # raises
+        taken_names(entries)  # raises
         self.models = [PooledModel(entry) for entry in entries]
         self._by_name = _by_name(self.models)
         self._leaving: list[PooledModel] = []  # no longer served, and their processes have not ended
         self._added: list[ModelEntry] = []  # by clients
-        self.budget_bytes = budget_bytes
-        self.gpu_budget_bytes = gpu_budget_bytes
+        self.budget = budget or Budget()
         self._folder = folder
         self._cache_dir = cache_dir
         self._command = command
         self._placement = placement
         self._look = look
         self._n_started = 0
-        self._ended: list[Family] = []  # the metrics of models that are served no longer
+        self._totals = Totals()
         self._turn = asyncio.Lock()  # to make room, in the order of the requests
         self._changed = asyncio.Event()
         self._n_news = 0  # changes of what ``/models/sse`` tells
         self._news = asyncio.Event()
         self._is_ending = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     def __repr__(self) -> str:
         n_loaded = sum(model.state is ModelState.LOADED for model in self.models)
@@ -294,14 +212,9 @@ class Pool:
                         model.facts = await self._look(model.entry)
 
     @property
-    def used_bytes(self) -> int:
-        """Memory of all processes that there are."""
-        return sum(model.n_bytes for model in self._all)
-
-    @property
-    def used_gpu_bytes(self) -> int:
-        """The same of GPUs' own memory."""
-        return sum(model.gpu_bytes for model in self._all)
+    def used(self) -> Memory:
+        """The memory of all processes that there are."""
+        return total(model.memory for model in self._all)
 
     @property
     def _all(self) -> list[PooledModel]:
@@ -368,7 +281,7 @@ class Pool:
         while model.state is not ModelState.LOADED:
             if model._loading is None:
                 self._check_failure(model)
-                model._loading = self._spawn(self._load(model))
+                model._loading = self._tasks.start(self._load(model))
             loading = model._loading
             await asyncio.wait([loading])
             if loading.cancelled():
@@ -388,12 +301,7 @@ class Pool:
     @asynccontextmanager
     async def connection(self, model: PooledModel) -> AsyncIterator[Upstream]:
         """A connection to a loaded model's process. Raises ConnectionError if it has ended."""
-        upstream: Upstream | None = None
-        while model._free and upstream is None:
-            since, upstream = model._free.pop()
-            if not upstream.is_free or monotonic() - since > _IDLE_CONNECTION_S:
-                upstream.close()
-                upstream = None
+        upstream = model._upstreams.take()
         if upstream is None:
             # Those that it has not taken are kept in its socket, which holds few.
             while (
@@ -408,10 +316,7 @@ class Pool:
         try:
             yield upstream
         finally:
-            if upstream.is_free:
-                model._free.append((monotonic(), upstream))
-            else:
-                upstream.close()
+            model._upstreams.put_back(upstream)
 
     async def has_ended(self, model: PooledModel, process: WorkerProcess | None) -> bool:
         """Whether a process that closed a connection has ended; waits for that a while. None: it was gone already."""
@@ -428,7 +333,7 @@ class Pool:
         """Loads a model, also after a failure. The task raises ApiError."""
         if model._loading is None and model.state is not ModelState.LOADED:
             model.failure = None
-        return self._spawn(self._load_once(model))
+        return self._tasks.start(self._load_once(model))
 
     async def _load_once(self, model: PooledModel) -> None:
         async with self.lease(model) as ready:
@@ -448,7 +353,7 @@ class Pool:
             except (OSError, ValueError) as e:
                 model.facts = None  # what was there, if anything, is there no longer
                 raise _cannot_load(model, str(e)) from None
-            await self._make_room(model, facts.n_bytes, facts.gpu_bytes)
+            await self._make_room(model, Memory(facts.n_bytes, facts.gpu_bytes))
             await self._start(model, facts)
             self._measure(model)
             model.loaded_at = monotonic()
@@ -464,14 +369,15 @@ class Pool:
             if model.state is ModelState.LOADING:
                 self._set(model, ModelState.UNLOADED)
                 if model.process is None:  # else `_bury` does it, when the memory is free
-                    model.n_bytes = model.gpu_bytes = 0
+                    model.memory = Memory()
             self._signal()
 
     def _measure(self, model: PooledModel) -> None:
         """Counts what the process has taken, where that is more than its file told."""
         if model.process is not None and model.state is not ModelState.UNLOADED:
-            model.n_bytes = max(model.n_bytes, resident_bytes(model.process.pid))
-            model.measured_bytes = max(model.measured_bytes, model.n_bytes)
+            n_bytes = max(model.memory.n_bytes, resident_bytes(model.process.pid))
+            model.memory = Memory(n_bytes, model.memory.gpu_bytes)
+            model.measured_bytes = max(model.measured_bytes, n_bytes)
 
     async def _start(self, model: PooledModel, facts: FileFacts) -> None:
         entry = model.entry
@@ -484,12 +390,12 @@ class Pool:
         )
         try:
             process = model.process = WorkerProcess(
-                self._n_started, self._command, self._placement, self._process_changed, _nobody_asks, served
+                self._n_started, self._command, self._placement, self._process_changed, served=served
             )
         except OSError as e:  # such as for want of descriptors or memory
             raise _cannot_load(model, f"its process cannot be started: {e}") from None
         _log.info("%s loads in process %d", model.name, process.pid)
-        self._spawn(self._bury(model, process))
+        self._tasks.start(self._bury(model, process))
         try:
             await process.settled.wait()
         except asyncio.CancelledError:
@@ -525,45 +431,40 @@ class Pool:
     async def _bury(self, model: PooledModel, process: WorkerProcess) -> None:
         """Waits for the end of a process, and keeps its counters."""
         await process.ended.wait()
-        model.families = add_families([], [model.families, process.families])
+        self._totals.keep(labelled(process.families, model=model.name))
         was_loaded = model.state is ModelState.LOADED
         model.process = None
-        for _, upstream in model._free:
-            upstream.close()
-        model._free.clear()
+        model._upstreams.close()
         if was_loaded:  # by itself; while it loads, `_load` does the rest
             why = process.exit_text if process.failure is None else f"failed: {process.failure[0]}"
             model.failure = f"process {process.pid} {why}"
             model.failed_at = 0.0  # the next request loads it again
             _log.warning("%s: %s", model.name, model.failure)
         if model.state is not ModelState.LOADING:
-            model.n_bytes = model.gpu_bytes = 0
+            model.memory = Memory()
             self._set(model, ModelState.UNLOADED)
         self._signal()
 
     # ---- room
-    async def _make_room(self, model: PooledModel, n_bytes: int, gpu_bytes: int) -> None:
-        pinned = [other for other in self.models if other.entry.keep and other is not model]
-        pinned_bytes = sum(p.n_bytes for p in pinned)
-        why = refusal(n_bytes, self.budget_bytes, pinned_bytes)
-        # What it took before is no reason to refuse it: it takes all that there can be.
-        most = math.inf if self.budget_bytes is None else self.budget_bytes - pinned_bytes
-        n_bytes = max(n_bytes, int(min(model.measured_bytes, most)))
-        if why is None and self._fits(n_bytes, gpu_bytes):  # nobody waits for another model without need
-            model.n_bytes, model.gpu_bytes = n_bytes, gpu_bytes
-            return
-        why = why or gpu_refusal(gpu_bytes, self.gpu_budget_bytes, sum(p.gpu_bytes for p in pinned))
+    async def _make_room(self, model: PooledModel, needed: Memory) -> None:
+        pinned = total(other.memory for other in self.models if other.entry.keep and other is not model)
+        why = self.budget.refusal(needed, pinned)
         if why is not None:
             raise _cannot_load(model, why)
+        # What it took before is no reason to refuse it: it takes all that there can be.
+        most = int(min(model.measured_bytes, self.budget.most_bytes(pinned)))
+        needed = Memory(max(needed.n_bytes, most), needed.gpu_bytes)
+        if self.budget.fits(self.used + needed):  # nobody waits for another model without need
+            model.memory = needed
+            return
         began = monotonic()
         async with self._turn:
-            while not self._fits(n_bytes, gpu_bytes):
+            while not self.budget.fits(self.used + needed):
                 if not model.n_users:  # its clients have hung up: no other model ends for it
                     raise _unloaded(model)
-                there = [other for other in self._all if other.n_bytes]
+                there = [other for other in self._all if other.memory]
                 waited_s = monotonic() - began
-                held = [other.tenure(waited_s) for other in there]
-                victims = choose(n_bytes, self.budget_bytes, held, gpu_bytes, self.gpu_budget_bytes)
+                victims = self.budget.choose(needed, [other.tenure(waited_s) for other in there])
                 if victims is not None and not any(other._unloading for other in there):
                     _log.info(
                         "%s takes the place of %s", model.name, listed([there[i].name for i in victims])
@@ -574,19 +475,14 @@ class Pool:
                         left for other in there if 0.0 < (left := other.patience_s(waited_s)) < math.inf
                     ]
                     await self._next_change(min(left_s, default=None))
-            model.n_bytes, model.gpu_bytes = n_bytes, gpu_bytes
-
-    def _fits(self, n_bytes: int, gpu_bytes: int) -> bool:
-        if self.gpu_budget_bytes is not None and self.used_gpu_bytes + gpu_bytes > self.gpu_budget_bytes:
-            return False
-        return self.budget_bytes is None or self.used_bytes + n_bytes <= self.budget_bytes
+            model.memory = needed
 
     def unload(self, model: PooledModel) -> asyncio.Task[None]:
         """Ends a model's process when its requests are answered. The task is done when the process is gone."""
         if model._unloading is None:
             if model.state is ModelState.LOADED:
                 self._set(model, ModelState.UNLOADING)
-            model._unloading = self._spawn(self._unload(model))
+            model._unloading = self._tasks.start(self._unload(model))
         return model._unloading
 
     async def _unload(self, model: PooledModel) -> None:
@@ -635,7 +531,7 @@ class Pool:
     # ---- the whole
     def start(self) -> None:
         """Loads the models that are wanted at the start, and looks at the files of all."""
-        self._spawn(self.identify(self.models))
+        self._tasks.start(self.identify(self.models))
         for model in self.models:
             if model.entry.preload and model.state is ModelState.UNLOADED:
                 self.load(model).add_done_callback(_log_failure)
@@ -647,7 +543,7 @@ class Pool:
         name is among the new ones. Raises ValueError for a name that two models have; then nothing changes.
         """
         before = {model.name: model for model in self.models}
-        taken = _taken_names(entries)
+        taken = taken_names(entries)
         self._added = [entry for entry in self._added if taken.isdisjoint(entry.taken_names)]
         taken.update(name for entry in self._added for name in entry.taken_names)
         models: list[PooledModel] = []
@@ -668,7 +564,7 @@ class Pool:
         for model in gone:
             _log.info("%s is served no longer, or otherwise", model.name)
             self._leaving.append(model)
-            self._spawn(self._leave(model))
+            self._tasks.start(self._leave(model))
         self.start()
 
     def add(self, entry: ModelEntry) -> None:
@@ -677,7 +573,7 @@ class Pool:
         Raises ValueError for a name that another model has.
         """
         others = [model.entry for model in self.models if model.name != entry.name]
-        _taken_names((*others, entry))
+        taken_names((*others, entry))
         given = [other for other in self._given if other.name != entry.name]
         self._added = [*(other for other in self._added if other.name != entry.name), entry]
         self.replace(given)
@@ -743,7 +639,6 @@ class Pool:
             await asyncio.wait([self.unload(model)])
         if (folder := self._private_folder(model)) is not None and model.name not in self._by_name:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-        self._ended = add_families([], [self._ended, _labelled(model.families, model.name)])
         self._leaving.remove(model)
 
     async def close(self) -> None:
@@ -776,8 +671,8 @@ class Pool:
         await asyncio.gather(
             *(model.process.refresh(_SCRAPE_S) for model in there if model.process is not None)
         )
-        live = [_labelled(m.process.families, m.name) for m in self._all if m.process is not None]
-        return add_families(live, [self._ended, *(_labelled(m.families, m.name) for m in self._all)])
+        live = [labelled(m.process.families, model=m.name) for m in self._all if m.process is not None]
+        return self._totals.with_live(live)
 
     def _process_changed(self) -> None:
         """Closes connections that a process could not take, for want of descriptors or because it has ended.
@@ -806,32 +701,6 @@ class Pool:
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._changed.wait(), timeout_s)
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._spawned_has_ended)
-        return task
-
-    def _spawned_has_ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            error = task.exception()
-            if error is not None and not isinstance(error, ApiError):
-                _log.error("a task of the pool failed", exc_info=error)
-
-
-def _taken_names(entries: Sequence[ModelEntry]) -> set[str]:
-    """The names of all models. Raises ValueError for a name that two of them have."""
-    owners: dict[str, ModelEntry] = {}
-    for entry in entries:
-        for name in set(entry.taken_names):
-            if name in owners:
-                raise ValueError(
-                    f"two models have the name {quoted(name)}: {owners[name].name} and {entry.name}"
-                )
-            owners[name] = entry
-    return set(owners)
-
 
 def _by_name(models: Sequence[PooledModel]) -> dict[str, PooledModel]:
     return {name: model for model in models for name in (*model.names, *model.entry.adapters)}
@@ -852,23 +721,7 @@ def _unloaded(model: PooledModel) -> ApiError:
     return ApiError(503, f"the model {quoted(model.name)} was unloaded", "model", "model_unloaded")
 
 
-def _nobody_asks(process: WorkerProcess, number: int) -> None:
-    """Models do not serve ``/metrics``."""
-
-
 def _log_failure(task: asyncio.Task[None]) -> None:
     """The reason is in the log already."""
     if not task.cancelled():
         task.exception()
-
-
-def _labelled(families: Sequence[Family], name: str) -> list[Family]:
-    return [
-        (
-            family,
-            text,
-            kind,
-            [(sample, {**labels, "model": name}, value) for sample, labels, value in samples],
-        )
-        for family, text, kind, samples in families
-    ]

@@ -1,4 +1,7 @@
-"""Inside a worker: takes connections from the supervisor, and asks it about the other workers."""
+"""A process of a fleet, from the inside: it serves the connections that it is given.
+
+It also asks the process that started it about the others.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,17 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from functools import partial
 
-from llamapipe.host.cores import limit_cores
-from llamapipe.server._metrics import Metrics, rendered
-from llamapipe.server.processes import (
+from starlette.applications import Starlette
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from llamapipe.embedding import Embedder
+from llamapipe.engine import Engine
+from llamapipe.fleet._tasks import Tasks
+from llamapipe.fleet.link import (
     CANCEL,
     CONNECTION,
     ENDED,
@@ -26,21 +33,15 @@ from llamapipe.server.processes import (
     Messages,
     WorkerOptions,
 )
+from llamapipe.host.cores import limit_cores
+from llamapipe.server._application import ServerState, app
+from llamapipe.server._connections import Connection
+from llamapipe.server._metrics import Family, Metrics, rendered
+from llamapipe.server.run import HttpServer
+from llamapipe.server.settings import ServerSettings
 
 _ANSWER_S = 5.0  # the supervisor waits less for a busy worker
-
-
-class ConnectionServer(Protocol):
-    """What serves connections that others accepted. On its event loop's thread."""
-
-    def connect(self, sock: socket.socket, ended: Callable[[], None]) -> None:
-        """Serves a connection, and calls ``ended`` when it is closed."""
-
-    def retire(self) -> None:
-        """Answers what comes on the connections that there are, closes them as they become idle, and ends."""
-
-    def stop(self, cancel: bool) -> None:
-        """Refuses new requests and ends when the running ones are answered; ``cancel``: at once."""
+_RETIRE_IDLE_S = 5  # a retiring worker waits this long for a request on a connection
 
 
 class Worker:
@@ -61,7 +62,7 @@ class Worker:
         self._connections.setblocking(False)
         self.is_serving = False
         self._unsent = b""
-        self._questions: dict[int, asyncio.Future[list[Any]]] = {}
+        self._questions: dict[int, asyncio.Future[list[Family]]] = {}
         self._n_questions = 0
         watch = threading.Thread(target=self._watch, name="llamapipe-supervisor-watch", daemon=True)
         watch.start()
@@ -77,7 +78,7 @@ class Worker:
         if not self.is_serving:
             os._exit(1)
 
-    async def start(self, server: ConnectionServer, metrics: Metrics) -> None:
+    async def start(self, server: WorkerServer, metrics: Metrics) -> None:
         """Says that this worker is ready, and takes connections from now on."""
         self._server = server
         self._metrics = metrics
@@ -165,18 +166,16 @@ class Worker:
             loop.remove_writer(self._connections)
 
     async def _listen(self) -> None:
-        waiting: set[asyncio.Task[None]] = set()
+        told = Tasks()
         while (message := await self._messages.receive()) is not None:
             if message["kind"] == "workers":
                 self.n_ready, self.n_workers = message["n_ready"], message["n_workers"]
             elif message["kind"] == "snapshot":
-                task = asyncio.ensure_future(self._tell_metrics(message["number"]))
-                waiting.add(task)
-                task.add_done_callback(waiting.discard)
+                told.start(self._tell_metrics(message["number"]))
             elif message["kind"] == "metrics":
                 answer = self._questions.get(message["number"])
                 if answer is not None and not answer.done():
-                    answer.set_result(message["families"])
+                    answer.set_result([Family(*family) for family in message["families"]])
         for answer in self._questions.values():
             if not answer.done():
                 answer.set_exception(ConnectionError("the supervisor has ended"))
@@ -193,3 +192,103 @@ def _tcp_socket(descriptor: int) -> socket.socket:
     if found.proto == socket.IPPROTO_TCP:
         return found
     return socket.socket(found.family, found.type, socket.IPPROTO_TCP, fileno=found.detach())
+
+
+class WorkerServer(HttpServer):
+    """Serves connections that others accepted. On its event loop's thread."""
+
+    def __init__(self, application: Starlette, worker: Worker, bound_to: str) -> None:
+        super().__init__(application, bound_to, [("x-llamapipe-worker", str(worker.options.index))])
+        self.worker = worker
+        self._n_signals = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._retiring = False
+        self._tasks, self._connecting = Tasks(), Tasks()
+
+    def handle_exit(self, sig: int, frame: object) -> None:
+        """The first signal to this worker lets it retire, a second one ends it without waiting."""
+        self._n_signals += 1
+        if self._n_signals == 1 and self._loop is not None:
+            self._loop.call_soon_threadsafe(self.worker.leave)
+        else:
+            self.stop(cancel=True)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Without sockets to listen on."""
+        await super().startup(sockets=[])
+        await self.worker.start(self, self.state.metrics)
+        self._loop = asyncio.get_running_loop()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answers the running requests, then tells the last metrics."""
+        await super().shutdown(sockets=[])
+        await self.worker.finish()
+
+    def connect(self, sock: socket.socket, ended: Callable[[], None]) -> None:
+        """Serves a connection, and calls ``ended`` when it is closed."""
+        self._connecting.start(self._connect(sock, ended))
+
+    async def _connect(self, sock: socket.socket, ended: Callable[[], None]) -> None:
+        def protocol() -> Connection:
+            made = Connection(self.config, self.server_state, self.lifespan.state, limits=self.limits)
+            made.ended = ended
+            return made
+
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(protocol, sock)
+        except OSError:  # the client is gone
+            sock.close()
+            ended()
+
+    def retire(self) -> None:
+        """Answers what comes on the connections that there are, closes them as they become idle, and ends."""
+        if not self._retiring:
+            self._retiring = True
+            self._tasks.start(self._retire())
+
+    async def _retire(self) -> None:
+        # To close a connection at once could cross a request on its way, which its client would see fail. So the next
+        # answer on each says that it is the last, and only those without a request for a while are closed.
+        close = (b"connection", b"close")
+        self.config.encoded_headers = [*self.config.encoded_headers, close]
+        self.server_state.default_headers = [*self.server_state.default_headers, close]
+        before = {connection: connection.cycle for connection in self._open()}
+        for connection in before:
+            connection.timeout_keep_alive = _RETIRE_IDLE_S
+        asyncio.get_running_loop().call_later(_RETIRE_IDLE_S, partial(self._close_idle, before))
+        while (self._connecting or self.server_state.connections) and not self.should_exit:
+            await asyncio.sleep(0.05)
+        self.stop(cancel=False)
+
+    def _open(self) -> list[Connection]:
+        return [other for other in self.server_state.connections if isinstance(other, Connection)]
+
+    def _close_idle(self, before: Mapping[Connection, object]) -> None:
+        for connection in self._open():
+            cycle: RequestResponseCycle | None = connection.cycle  # None before the first request
+            if before.get(connection) is cycle and (cycle is None or cycle.response_complete):
+                connection.shutdown()
+
+    def stop(self, cancel: bool) -> None:
+        """Refuses new requests and ends when the running ones are answered; ``cancel``: at once."""
+        self.state.draining = self.should_exit = True
+        if cancel:
+            self.force_exit = True
+
+
+def run_worker(
+    engine: Engine | None,
+    worker: Worker,
+    host: str,
+    settings: ServerSettings | None = None,
+    embedder: Embedder | None = None,
+) -> None:
+    """Serves an engine on the connections that a supervisor gives to this worker. For the main thread.
+
+    ``host``: the address that the supervisor listens on.
+    """
+    application = app(engine, settings, embedder)
+    state: ServerState = application.state.llamapipe
+    state.is_behind_front = worker.options.served is not None
+    state.worker = worker
+    WorkerServer(application, worker, host).run_program()

@@ -10,9 +10,9 @@ import pytest
 from support.gguf_models import tiny_model
 
 import llamapipe as lp
+from llamapipe.fleet.model_memory import Need, need_of
 from llamapipe.gguf.check import check_gguf, tensor_bytes
 from llamapipe.llama.kv_memory import kv_bytes
-from llamapipe.server.model_memory import Need, need_of
 
 OPTIONS: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 2, "cache_bytes": 2**22}
 

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -26,67 +26,78 @@ from llamapipe.cli import main
 from llamapipe.cli._models_file import entries_of, look, read_facts
 from llamapipe.cli.options import byte_count, byte_count_or_zero
 from llamapipe.cli.parser import UsageError
+from llamapipe.fleet.budget import Budget, Memory, Tenure
+from llamapipe.fleet.catalog import ModelEntry
+from llamapipe.fleet.command import command_with
+from llamapipe.fleet.placement import Placement
+from llamapipe.fleet.pool import ModelState, Pool
 from llamapipe.host.cores import CoreShare
 from llamapipe.host.memory import resident_bytes
-from llamapipe.server._eviction import Tenure, choose, gpu_refusal, refusal
 from llamapipe.server.errors import ApiError
 from llamapipe.server.ollama import kept_s
-from llamapipe.server.pool import ModelEntry, ModelState, Pool
-from llamapipe.server.processes import Placement, command_with
 
 OPTIONS = ("--n-ctx", "8192", "--n-seq-max", "2")
 COMMON = {"n_ctx": 8192, "n_seq_max": 2}
+
+
+def held(n_bytes: int, used_at: float, may_end: bool, gpu_bytes: int = 0) -> Tenure:
+    return Tenure(Memory(n_bytes, gpu_bytes), used_at, may_end)
 
 
 class TestWhoGoes:
     @pytest.mark.parametrize(
         ("needed", "budget", "there", "expected"),
         [
-            (10, None, [Tenure(100, 0, True)], []),
+            (10, None, [held(100, 0, True)], []),
             (10, 20, [], []),
-            (10, 20, [Tenure(10, 0, False)], []),
-            (10, 20, [Tenure(10, 2, True), Tenure(10, 1, True)], [1]),  # the least recently used
-            (20, 20, [Tenure(10, 2, True), Tenure(10, 1, True)], [1, 0]),
-            (5, 20, [Tenure(10, 2, True), Tenure(8, 1, True)], [1]),  # no more than needed
-            (10, 20, [Tenure(10, 1, False), Tenure(10, 2, True)], [1]),  # never a busy one
-            (10, 20, [Tenure(15, 1, False), Tenure(5, 2, True)], None),
+            (10, 20, [held(10, 0, False)], []),
+            (10, 20, [held(10, 2, True), held(10, 1, True)], [1]),  # the least recently used
+            (20, 20, [held(10, 2, True), held(10, 1, True)], [1, 0]),
+            (5, 20, [held(10, 2, True), held(8, 1, True)], [1]),  # no more than needed
+            (10, 20, [held(10, 1, False), held(10, 2, True)], [1]),  # never a busy one
+            (10, 20, [held(15, 1, False), held(5, 2, True)], None),
         ],
     )
     def test_choose(
         self, needed: int, budget: int | None, there: list[Tenure], expected: list[int] | None
     ) -> None:
-        assert choose(needed, budget, there) == expected
+        assert Budget(budget).choose(Memory(needed), there) == expected
 
     @pytest.mark.parametrize(
-        ("needed", "budgets", "there", "expected"),
+        ("needed", "budget", "there", "expected"),
         [
-            ((1, 10), (None, None), [Tenure(1, 0, True, 100)], []),
-            ((1, 10), (None, 20), [Tenure(9, 1, True), Tenure(1, 2, True, 15)], [1]),  # only what helps
-            ((10, 10), (20, 20), [Tenure(15, 1, True), Tenure(1, 2, True, 15)], [0, 1]),
-            ((10, 10), (20, 20), [Tenure(15, 1, True, 15), Tenure(1, 2, True, 5)], [0]),
-            ((0, 10), (20, 20), [Tenure(15, 1, True), Tenure(1, 2, False, 15)], None),
+            (Memory(1, 10), Budget(), [held(1, 0, True, 100)], []),
+            (
+                Memory(1, 10),
+                Budget(None, 20),
+                [held(9, 1, True), held(1, 2, True, 15)],
+                [1],
+            ),  # only what helps
+            (Memory(10, 10), Budget(20, 20), [held(15, 1, True), held(1, 2, True, 15)], [0, 1]),
+            (Memory(10, 10), Budget(20, 20), [held(15, 1, True, 15), held(1, 2, True, 5)], [0]),
+            (Memory(0, 10), Budget(20, 20), [held(15, 1, True), held(1, 2, False, 15)], None),
         ],
     )
     def test_gpus(
-        self,
-        needed: tuple[int, int],
-        budgets: tuple[int | None, int | None],
-        there: list[Tenure],
-        expected: list[int] | None,
+        self, needed: Memory, budget: Budget, there: list[Tenure], expected: list[int] | None
     ) -> None:
-        assert choose(needed[0], budgets[0], there, needed[1], budgets[1]) == expected
+        assert budget.choose(needed, there) == expected
 
     @pytest.mark.parametrize(
-        ("why", "budget_text", "options"),
+        ("is_gpu", "budget_text", "options"),
         [
-            (refusal, "3.0 GiB are allowed", "raise --memory, or give it a smaller n_ctx or n_seq_max"),
-            (gpu_refusal, "3.0 GiB of the memory", "give it a smaller n_gpu_layers, n_ctx or n_seq_max"),
+            (False, "3.0 GiB are allowed", "raise --memory, or give it a smaller n_ctx or n_seq_max"),
+            (True, "3.0 GiB of the memory", "give it a smaller n_gpu_layers, n_ctx or n_seq_max"),
         ],
     )
-    def test_refusals_name_need_limit_and_options(
-        self, why: Callable[[int, int | None, int], str | None], budget_text: str, options: str
-    ) -> None:
+    def test_refusals_name_need_limit_and_options(self, is_gpu: bool, budget_text: str, options: str) -> None:
         gib = 2**30
+
+        def why(needed: int, limit: int | None, pinned: int) -> str | None:
+            if is_gpu:
+                return Budget(None, limit).refusal(Memory(1, needed), Memory(1, pinned))
+            return Budget(limit).refusal(Memory(needed, 1), Memory(pinned, 1))
+
         assert why(4 * gib, None, 0) is why(3 * gib, 3 * gib, 0) is why(2 * gib, 3 * gib, gib) is None
         text = why(5 * gib // 2, 3 * gib, gib)
         assert text is not None and text.endswith(options)
@@ -276,13 +287,13 @@ def test_what_a_model_took_before_does_not_keep_it_out(models: Path) -> None:
             raise AssertionError(entry)
 
         placement = Placement(CoreShare((0,), 1))
-        pool = Pool([ModelEntry("a", str(models / "a.gguf"))], ["x"], placement, unknown, budget_bytes=100)  # type: ignore[arg-type]
+        pool = Pool([ModelEntry("a", str(models / "a.gguf"))], ["x"], placement, unknown, Budget(100))  # type: ignore[arg-type]
         (model,) = pool.models
         model.measured_bytes = 110
-        await pool._make_room(model, 90, 0)
-        assert model.n_bytes == 100
+        await pool._make_room(model, Memory(90))
+        assert model.memory == Memory(100)
         with pytest.raises(ApiError, match="allowed"):
-            await pool._make_room(model, 101, 0)
+            await pool._make_room(model, Memory(101))
 
     asyncio.run(run())
 
@@ -293,18 +304,20 @@ def test_a_load_that_nobody_waits_for_ends_no_other_model(models: Path) -> None:
     n_bytes = read_facts(COMMON, entries[0]).n_bytes
 
     async def run() -> None:
-        pool = Pool(entries, ["x"], Placement(CoreShare((), 1)), partial(look, COMMON), int(1.5 * n_bytes))
+        pool = Pool(
+            entries, ["x"], Placement(CoreShare((), 1)), partial(look, COMMON), Budget(int(1.5 * n_bytes))
+        )
         busy, wanted = pool.models
-        busy.state, busy.n_bytes, busy.n_users = ModelState.LOADED, n_bytes, 1
+        busy.state, busy.memory, busy.n_users = ModelState.LOADED, Memory(n_bytes), 1
         busy.loaded_at = monotonic()
         async with pool.lease(wanted):
             while not pool._turn.locked():
                 await asyncio.sleep(0.001)
             assert wanted.state is ModelState.LOADING
-            (load,) = pool._tasks
+            (load,) = pool._tasks._running
         await asyncio.wait_for(asyncio.wait([load]), PATIENCE_S)
         assert (busy.state, wanted.state) == (ModelState.LOADED, ModelState.UNLOADED)
-        assert wanted.failure is None and pool.used_bytes == n_bytes
+        assert wanted.failure is None and pool.used == Memory(n_bytes)
 
     asyncio.run(run())
 
@@ -319,7 +332,7 @@ def test_a_process_that_cannot_be_started_is_a_failed_load(models: Path) -> None
         ):
             await pool.load(pool.find("a"))
         (model,) = pool.models
-        assert model.state is ModelState.UNLOADED and pool.used_bytes == 0
+        assert model.state is ModelState.UNLOADED and pool.used == Memory()
         with pytest.raises(ApiError, match="no/such/program"):  # it is not tried again at once
             async with pool.lease(model) as ready:
                 await ready
@@ -345,15 +358,15 @@ def test_models_share_the_memory_of_gpus(models: Path) -> None:
     budget = int(1.5 * one.gpu_bytes)
 
     async def run() -> None:
-        pool = Pool(entries, command, Placement(CoreShare((), 1)), look_at, 2**40, None, budget)
+        pool = Pool(entries, command, Placement(CoreShare((), 1)), look_at, Budget(2**40, budget))
         for name, there in (("a", "a"), ("host", "a host"), ("b", "host b")):
             await pool.load(pool.find(name))
             assert {m.name for m in pool.models if m.process is not None} == set(there.split())
-            assert 0 < pool.used_gpu_bytes <= budget
+            assert 0 < pool.used.gpu_bytes <= budget
         with pytest.raises(ApiError, match=r"layers on GPUs need .* n_gpu_layers \(--n-gpu-layers\), n_ctx"):
             await pool.load(pool.find("large"))
         await pool.close()
-        assert pool.used_gpu_bytes == pool.used_bytes == 0
+        assert pool.used == Memory()
 
     asyncio.run(run())
 
@@ -687,7 +700,7 @@ def test_two_models_with_room_for_one_are_loaded_once_each(
     models: Path, one_bytes: int, tmp_path: Path
 ) -> None:
     """Also where a load takes longer than the patience with busy models: each answers before it ends."""
-    program = "import llamapipe.server.pool as pool\npool._PATIENCE_S = 0.05\n"
+    program = "import llamapipe.fleet.pool as pool\npool._PATIENCE_S = 0.05\n"
     (tmp_path / "sitecustomize.py").write_text(program)
     path = os.pathsep.join([str(tmp_path), str(Path(lp.__file__).parent.parent)])
     budget = ("--memory", str(int(1.5 * one_bytes)))

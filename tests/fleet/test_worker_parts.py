@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 import llamapipe as lp
+from llamapipe.fleet._totals import Totals, add_families, labelled
+from llamapipe.fleet.placement import free_gpu_memory, gpu_names, placed
+from llamapipe.fleet.supervisor import Backoff
 from llamapipe.host.cores import CoreShare
 from llamapipe.native.load import has_gpu_backend
-from llamapipe.server._metrics import rendered
-from llamapipe.server.processes import Backoff, Family, add_families, free_gpu_memory, gpu_names, placed
+from llamapipe.server._metrics import Family, rendered
 
 
 class TestBackoff:
@@ -35,11 +37,11 @@ class TestBackoff:
 
 def families(n: float, usage: float, created: float) -> list[Family]:
     return [
-        ("steps", "Steps.", "counter", [("steps_total", {}, n), ("steps_created", {}, created)]),
-        ("running", "Running.", "gauge", [("running", {}, n)]),
-        ("vllm:kv_cache_usage_perc", "Usage.", "gauge", [("vllm:kv_cache_usage_perc", {}, usage)]),
-        ("times", "Times.", "histogram", [("times_bucket", {"le": "1"}, n), ("times_sum", {}, n)]),
-        ("requests", "Requests.", "counter", [("requests_total", {"path": f"/{n:g}"}, 1.0)]),
+        Family("steps", "Steps.", "counter", [("steps_total", {}, n), ("steps_created", {}, created)]),
+        Family("running", "Running.", "gauge", [("running", {}, n)]),
+        Family("vllm:kv_cache_usage_perc", "Usage.", "gauge", [("vllm:kv_cache_usage_perc", {}, usage)]),
+        Family("times", "Times.", "histogram", [("times_bucket", {"le": "1"}, n), ("times_sum", {}, n)]),
+        Family("requests", "Requests.", "counter", [("requests_total", {"path": f"/{n:g}"}, 1.0)]),
     ]
 
 
@@ -48,7 +50,7 @@ class TestMetrics:
         samples = {
             (name, *sorted(labels.items())): value
             for family in add_families([families(1, 0.5, 20), families(2, 0.25, 10)], [families(4, 0.9, 15)])
-            for name, labels, value in family[3]
+            for name, labels, value in family.samples
         }
         assert samples == {
             ("steps_total",): 7,
@@ -61,6 +63,16 @@ class TestMetrics:
             ("requests_total", ("path", "/2")): 1,
             ("requests_total", ("path", "/4")): 1,
         }
+
+    def test_no_counter_falls_when_a_process_ends(self) -> None:
+        totals = Totals()
+        totals.keep(labelled(families(4, 0.9, 15), model="a"))
+        live = labelled(families(1, 0.5, 20), model="b")
+        for _ in range(2):  # asking changes nothing
+            found = {family.name: family.samples for family in totals.with_live([live])}
+            steps = [sample for sample in found["steps"] if sample[0] == "steps_total"]
+            assert sorted((labels["model"], value) for _, labels, value in steps) == [("a", 4), ("b", 1)]
+            assert found["running"] == [("running", {"model": "b"}, 1)]
 
     def test_they_are_rendered_in_prometheus_format(self) -> None:
         text = rendered(add_families([families(1, 0.5, 20)])).decode()

@@ -18,7 +18,7 @@ from support.small_hub import SmallHub, small_hub
 import llamapipe as lp
 from llamapipe.cli._models_file import entries_of
 from llamapipe.cli.parser import UsageError
-from llamapipe.server.pool import ModelEntry
+from llamapipe.fleet.catalog import ModelEntry
 
 pytest.importorskip("huggingface_hub")
 REPO = "hf.co/some/model"

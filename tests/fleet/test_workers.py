@@ -22,8 +22,9 @@ from support.run_script import environment
 from support.worker_server import N_LONG, SHORT, LongStream, WorkerServer, wait_for_end, worker_server
 
 import llamapipe as lp
+from llamapipe.fleet.placement import Placement
+from llamapipe.fleet.supervisor import Backoff, Supervisor, WorkerFailedError, supervise
 from llamapipe.host.cores import CoreShare, core_shares
-from llamapipe.server.processes import Backoff, Placement, Supervisor, WorkerFailedError, supervise
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2,

@@ -10,10 +10,12 @@ import asyncio
 import socket
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
+from time import monotonic
 
 import httptools
 
 _MOST_UNREAD = 2**18  # bytes that are read ahead
+_IDLE_S = 30.0  # the process closes its idle connections after 75 s
 
 
 class UpstreamLostError(Exception):
@@ -74,6 +76,10 @@ class Upstream(asyncio.Protocol):
                 return
             await self._wait()
 
+    async def body(self) -> bytes:
+        """The whole body of the answer. Raises UpstreamLostError."""
+        return b"".join([part async for part in self.parts()])
+
     def close(self) -> None:
         """Ends the connection; the process cancels a request that is not answered."""
         self.is_free = False
@@ -126,3 +132,35 @@ class Upstream(asyncio.Protocol):
         """The end of the answer."""
         self._is_complete = True
         self.is_free = not self._is_lost and self._parser.should_keep_alive()
+
+
+class Upstreams:
+    """The connections to one process that no request uses."""
+
+    def __init__(self) -> None:
+        self._free: deque[tuple[float, Upstream]] = deque()
+
+    def __repr__(self) -> str:
+        return f"<Upstreams {len(self._free)} free>"
+
+    def take(self) -> Upstream | None:
+        """One that can take a request; None: there is none."""
+        while self._free:
+            since, upstream = self._free.pop()
+            if upstream.is_free and monotonic() - since <= _IDLE_S:
+                return upstream
+            upstream.close()
+        return None
+
+    def put_back(self, upstream: Upstream) -> None:
+        """Keeps a connection for the next request, if its answer was read to the end; else closes it."""
+        if upstream.is_free:
+            self._free.append((monotonic(), upstream))
+        else:
+            upstream.close()
+
+    def close(self) -> None:
+        """Closes them: the process has ended."""
+        for _, upstream in self._free:
+            upstream.close()
+        self._free.clear()

@@ -1,0 +1,316 @@
+"""One process with a model and an engine, from its start to its end, as the process that started it sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from time import monotonic
+from typing import Any
+
+from llamapipe.fleet.link import (
+    CANCEL,
+    CONNECTION,
+    ENDED,
+    KEEP,
+    REFUSED,
+    RETIRE,
+    STOP,
+    TAKEN,
+    Messages,
+    ServedModel,
+    WorkerOptions,
+)
+from llamapipe.fleet.placement import Placement
+from llamapipe.host.cores import set_group_nice, started_on
+from llamapipe.server._metrics import Family
+
+_MOST_UNTAKEN = 32  # connections that a worker was given and has not taken: more are for the others
+_PAUSE_S = 1.0  # for a worker that has no descriptor left
+_EXIT_S = 60.0  # a process that has closed its sockets must end within this time
+
+
+class State(enum.Enum):
+    """Of a worker: it loads its model, takes connections, finishes those that it has, is no more."""
+
+    STARTING = "starting"
+    READY = "ready"
+    LEAVING = "leaving"
+    ENDED = "ended"
+
+
+class WorkerProcess:
+    """One worker from its start to its end. On the supervisor's event loop.
+
+    ``untaken``: connections on their way to it; ``refused``: those that it could not take.
+
+    ``changed``: called when connections were taken or have ended, or the state or the progress is another one.
+    ``asked``: called with this worker and the number of a question for the metrics of all; None: it serves none.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        command: Sequence[str],
+        placement: Placement,
+        changed: Callable[[], None],
+        asked: Callable[[WorkerProcess, int], None] | None = None,
+        served: ServedModel | None = None,
+    ) -> None:
+        self.index = index
+        self.progress = 0.0  # how much of its model is loaded
+        self.state = State.STARTING
+        self.failure: tuple[str, bool] | None = None  # a message, and whether it is about the command line
+        self.untaken: deque[socket.socket] = deque()
+        self.refused: deque[socket.socket] = deque()
+        self.n_given = self.n_ended = 0
+        self._is_paused = False
+        self.families: list[Family] = []  # its metrics, when it was last asked
+        self.settled = asyncio.Event()  # it is ready or has ended
+        self.ended = asyncio.Event()
+        self._changed = changed
+        self._asked = asked
+        self._ready_at: float | None = None
+        self._served_s: float | None = None
+        self._snapshots: dict[int, asyncio.Future[None]] = {}
+        self._n_asked = 0
+        self._connections, theirs = socket.socketpair()
+        messages, their_messages = socket.socketpair()
+        with theirs, their_messages:
+            options = WorkerOptions(
+                index,
+                theirs.fileno(),
+                their_messages.fileno(),
+                placement.share.n_threads,
+                placement.devices,
+                placement.own_weights,
+                served,
+            )
+            try:
+                with started_on(placement.share.cores):
+                    self._process = subprocess.Popen(
+                        [*command, "--worker", options.text()],
+                        stdin=subprocess.DEVNULL,
+                        pass_fds=(options.connections, options.messages),
+                        start_new_session=True,  # Ctrl-C is for the supervisor
+                    )
+            except BaseException:
+                self._connections.close()
+                messages.close()
+                raise
+        if served is not None and served.yields:
+            self.let_yield(True)
+        self._connections.setblocking(False)
+        messages.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._connections, self._read)
+        self._messages: Messages | None = None
+        self._task = asyncio.ensure_future(self._live(messages))
+
+    def let_yield(self, yields: bool) -> None:
+        """Whether it leaves the cores to others. When its model is loaded, it ends that itself."""
+        # Not in the loop's executor, which may be busy with downloads: it has to come before the process is ready.
+        threading.Thread(target=set_group_nice, args=(self.pid, yields), daemon=True).start()
+
+    def __repr__(self) -> str:
+        return f"<WorkerProcess {self.index} pid={self.pid} {self.state.value} n_open={self.n_open}>"
+
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return self._process.pid
+
+    @property
+    def n_open(self) -> int:
+        """Connections that it has, or will take."""
+        return self.n_given - self.n_ended
+
+    @property
+    def can_take(self) -> bool:
+        """Whether it may be given another connection now."""
+        return self.state is State.READY and len(self.untaken) < _MOST_UNTAKEN and not self._is_paused
+
+    @property
+    def served_s(self) -> float | None:
+        """Seconds that it was ready; None if it never was."""
+        return self._served_s if self._ready_at is None else monotonic() - self._ready_at
+
+    @property
+    def exit_text(self) -> str:
+        """How it ended, for the log."""
+        status = self._process.returncode
+        if status is None:
+            return "has not ended"
+        return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+
+    # ---- to the worker
+    def give(self, connection: socket.socket) -> bool:
+        """Hands over a connection. False if the worker cannot have it; the connection is then the caller's."""
+        try:
+            socket.send_fds(self._connections, [CONNECTION], [connection.fileno()])
+        except OSError:
+            return False
+        # Kept until the worker says that it has taken it: if it ends before, another worker gets the connection.
+        self.untaken.append(connection)
+        self.n_given += 1
+        return True
+
+    def connect(self) -> socket.socket:
+        """A new connection to it, for requests of this process. Raises ConnectionError if it has ended."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        if self.state is not State.READY or not self.give(theirs):
+            ours.close()
+            theirs.close()
+            raise ConnectionError(f"process {self.pid} serves no longer")
+        return ours
+
+    def retire(self) -> None:
+        """Lets it answer what it has, close its connections as they become idle, and end."""
+        self._leave(RETIRE)
+
+    def stop(self, keeps_cache: bool = False) -> None:
+        """Lets it answer the requests that it has, and end. ``keeps_cache``: in its ``cache_dir``."""
+        if keeps_cache and self.state is State.READY:
+            with suppress(OSError):
+                self._connections.send(KEEP)
+        if self.state is State.STARTING:
+            self._signal(signal.SIGTERM)
+        self._leave(STOP)
+
+    def cancel(self) -> None:
+        """Ends it without waiting for answers."""
+        if self.state is State.STARTING:
+            self._signal(signal.SIGTERM)
+        self._leave(CANCEL)
+
+    def kill(self) -> None:
+        """Kills it."""
+        self._signal(signal.SIGKILL)
+
+    def tell_counts(self, n_ready: int, n_workers: int) -> None:
+        """Tells it how many workers there are, for ``/health``."""
+        if self._messages is not None and self.state in (State.READY, State.LEAVING):
+            self._messages.send("workers", n_ready=n_ready, n_workers=n_workers)
+
+    async def refresh(self, timeout_s: float) -> None:
+        """Brings ``families`` up to date, unless the worker is too busy to answer within the time."""
+        if self._messages is None or self.state not in (State.READY, State.LEAVING):
+            return
+        self._n_asked += 1
+        number = self._n_asked
+        answer = self._snapshots[number] = asyncio.get_running_loop().create_future()
+        self._messages.send("snapshot", number=number)
+        try:
+            await asyncio.wait([answer], timeout=timeout_s)
+        finally:
+            del self._snapshots[number]
+
+    def answer(self, number: int, families: list[Family]) -> None:
+        """Answers its question for the metrics of all workers."""
+        if self._messages is not None:
+            self._messages.send("metrics", number=number, families=families)
+
+    def _leave(self, how: bytes) -> None:
+        if self.state is State.ENDED:
+            return
+        with suppress(OSError):
+            self._connections.send(how)
+        if self.state is State.READY:
+            self._set(State.LEAVING)
+
+    def _signal(self, number: int) -> None:
+        if self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def _set(self, state: State) -> None:
+        self.state = state
+        if state in (State.READY, State.ENDED):
+            self.settled.set()
+        self._changed()
+
+    # ---- from the worker
+    def _read(self) -> None:
+        try:
+            data = self._connections.recv(4096)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        if not data:
+            asyncio.get_running_loop().remove_reader(self._connections)
+            return
+        self._note(data)
+        self._changed()
+
+    def _note(self, data: bytes) -> None:
+        for i in range(len(data)):
+            one = data[i : i + 1]
+            if one == ENDED:
+                self.n_ended += 1
+            elif one == TAKEN:
+                self.untaken.popleft().close()
+            elif one == REFUSED:
+                self.refused.append(self.untaken.popleft())
+                self.n_given -= 1
+                if not self._is_paused:
+                    self._is_paused = True
+                    asyncio.get_running_loop().call_later(_PAUSE_S, self._go_on)
+
+    def _go_on(self) -> None:
+        self._is_paused = False
+        self._changed()
+
+    async def _live(self, sock: socket.socket) -> None:
+        self._messages = messages = await Messages.open(sock)
+        while (message := await messages.receive()) is not None:
+            self._handle(message)
+        deadline = monotonic() + _EXIT_S
+        while self._process.poll() is None:
+            if monotonic() > deadline:
+                self.kill()
+            await asyncio.sleep(0.01)
+        if self._connections.fileno() >= 0:
+            self._read_all()
+            asyncio.get_running_loop().remove_reader(self._connections)
+            self._connections.close()
+        self._served_s, self._ready_at = self.served_s, None
+        for answer in self._snapshots.values():
+            if not answer.done():
+                answer.set_result(None)
+        await messages.close()
+        self._set(State.ENDED)
+        self.ended.set()
+
+    def _read_all(self) -> None:
+        """Reads which connections it still took before it ended."""
+        with suppress(OSError):
+            while data := self._connections.recv(4096):
+                self._note(data)
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        kind = message["kind"]
+        if kind == "ready" and self.state is State.STARTING:
+            self._ready_at = monotonic()
+            self._set(State.READY)
+        elif kind == "progress":
+            self.progress = message["fraction"]
+            self._changed()
+        elif kind == "failed":
+            self.failure = message["message"], message["is_usage"]
+        elif kind == "leaving":  # a signal told it to
+            self.retire()
+        elif kind == "snapshot":
+            self.families = [Family(*family) for family in message["families"]]
+            answer = self._snapshots.get(message["number"])
+            if answer is not None and not answer.done():
+                answer.set_result(None)
+        elif kind == "ask" and self._asked is not None:
+            self._asked(self, message["number"])

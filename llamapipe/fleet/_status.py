@@ -1,0 +1,99 @@
+"""What clients are told about the models of a pool: lists, and events for what changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llamapipe.fleet.pool import ModelState, Pool, PooledModel
+
+
+def entry_of(model: PooledModel, name: str, created: int, can_delete: bool) -> dict[str, Any]:
+    """A model by one of its names, for ``/v1/models``. What counts for the model stands at its first name only.
+
+    ``created``: when the server started. ``can_delete``: clients may delete files.
+    """
+    status: dict[str, Any] = {"value": model.state.value}
+    if model.state is ModelState.LOADING:
+        status["progress"] = model.progress
+    elif model.state is ModelState.UNLOADED and model.failure is not None:
+        status |= {"failed": True, "exit_code": 1, "error": model.failure}
+    facts = model.facts
+    made: dict[str, Any] = {
+        "id": name,
+        "object": "model",
+        "type": "model",
+        "display_name": name,
+        "created": created,
+        "owned_by": "llamapipe",
+        "status": status,
+        "architecture": {
+            "input_modalities": ["text"] if facts is None else list(facts.takes),
+            "output_modalities": ["text"],
+        },
+        **({} if facts is None else {"capabilities": ["embedding" if facts.embeds else "completion"]}),
+    }
+    if name in model.entry.adapters:
+        return {**made, "root": model.name, "parent": model.name}
+    if name != model.name:
+        return {**made, "root": model.name}
+    return {
+        **made,
+        "aliases": list(model.names[1:]),
+        "adapters": list(model.entry.adapters),
+        "tags": [],
+        "can_remove": can_delete and model.entry.reference is not None,
+        "pinned": model.entry.keep,
+        "n_requests": model.n_users,
+        **(
+            {}
+            if facts is None
+            else {"memory_bytes": model.memory.n_bytes or facts.n_bytes, "context_length": facts.n_ctx}
+        ),
+    }
+
+
+class Watch:
+    """What one client of ``/models/sse`` knows about the models. Its events are those of llama-server's router."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._names, self._states = self._now()
+
+    def __repr__(self) -> str:
+        return f"<Watch {len(self._states)} models>"
+
+    def _now(self) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[Any, ...]]]:
+        models = self._pool.models
+        names = {model.name: (*model.names, *model.entry.adapters) for model in models}
+        # With the time of a failure, so that a repeated one is a change.
+        return names, {
+            model.name: (model.state, model.progress, model.failure, model.failed_at) for model in models
+        }
+
+    def changes(self) -> list[dict[str, Any]]:
+        """The events for what has changed since the last call."""
+        (names, states), (old_names, old_states) = self._now(), (self._names, self._states)
+        self._names, self._states = names, states
+        found: list[dict[str, Any]] = [
+            {"model": name, "event": "model_remove"} for name in old_states if name not in states
+        ]
+        if names != old_names:
+            found.append({"model": "*", "event": "models_reload"})
+        for model in self._pool.models:
+            before = old_states.get(model.name)
+            if before is not None and before != states[model.name]:
+                found.append({"model": model.name, "event": "model_status", "data": _status_event(model)})
+        return found
+
+
+def _status_event(model: PooledModel) -> dict[str, Any]:
+    """A model's state, in the form of llama-server's router. A load has stages there; ours has one."""
+    made: dict[str, Any] = {"status": model.state.value}
+    if model.state is ModelState.LOADING:
+        stage = "text_model"
+        made["progress"] = {"stages": [stage], "current": stage, "value": model.progress}
+    elif model.state is ModelState.UNLOADED:
+        made["exit_code"] = 0 if model.failure is None else 1
+        if model.failure is not None:
+            made["error"] = model.failure
+    return made

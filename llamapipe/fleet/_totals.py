@@ -1,0 +1,68 @@
+"""The metrics of several processes as those of one server. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from llamapipe.server._metrics import Family
+
+_RATIOS = {"vllm:kv_cache_usage_perc"}
+
+
+class Totals:
+    """What all processes of a server have counted, those that have ended included: no counter of the server falls."""
+
+    def __init__(self) -> None:
+        self._ended: list[Family] = []
+
+    def __repr__(self) -> str:
+        return f"<Totals of {len(self._ended)} metrics>"
+
+    def keep(self, families: Sequence[Family]) -> None:
+        """Adds the last metrics of a process that has ended. Its gauges count no longer."""
+        self._ended = add_families([], [self._ended, families])
+
+    def with_live(self, live: Iterable[Sequence[Family]]) -> list[Family]:
+        """The metrics of all. ``live``: those of each process that runs."""
+        return add_families(live, [self._ended])
+
+
+def add_families(live: Iterable[Sequence[Family]], ended: Iterable[Sequence[Family]] = ()) -> list[Family]:
+    """One family for each name: counters, histograms and gauges are added up, ratios averaged; ``ended``: no gauges."""
+    texts: dict[str, tuple[str, str]] = {}
+    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], list[float]]] = {}
+    counted = [family for families in live for family in families]
+    counted += [family for families in ended for family in families if family.kind != "gauge"]
+    for family in counted:
+        texts.setdefault(family.name, (family.text, family.kind))
+        found = values.setdefault(family.name, {})
+        for sample, labels, value in family.samples:
+            found.setdefault((sample, tuple(sorted(labels.items()))), []).append(value)
+    return [
+        Family(
+            name,
+            text,
+            kind,
+            [
+                (sample, dict(labels), _joined(sample, given))
+                for (sample, labels), given in values[name].items()
+            ],
+        )
+        for name, (text, kind) in texts.items()
+    ]
+
+
+def labelled(families: Iterable[Family], **labels: str) -> list[Family]:
+    """The families with these labels at each sample."""
+    return [
+        family._replace(samples=[(sample, {**own, **labels}, value) for sample, own, value in family.samples])
+        for family in families
+    ]
+
+
+def _joined(name: str, values: list[float]) -> float:
+    if name in _RATIOS:
+        return sum(values) / len(values)
+    if name.endswith("_created"):  # the time since which a counter counts
+        return min(values)
+    return sum(values)

@@ -1,0 +1,110 @@
+"""The models that a server may load: their names, their files, and what the files say before they are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from llamapipe import hub
+from llamapipe._messages import quoted, readable
+
+
+class FileFacts(NamedTuple):
+    """What a model's file says before the model is loaded.
+
+    ``n_bytes``: the memory that its process will take, and ``gpu_bytes`` that of GPUs. ``options``: with which it takes
+    no more. ``n_ctx``: tokens of a request. ``takes``: ``"text"``, and ``"image"`` and ``"audio"`` where messages may
+    have them. ``details``: as in Ollama's lists. ``size_bytes``, ``modified_s``, ``digest``: of the file.
+    """
+
+    file: str
+    embeds: bool
+    n_bytes: int
+    options: Mapping[str, Any]
+    n_ctx: int
+    takes: tuple[str, ...]
+    details: Mapping[str, Any]
+    size_bytes: int
+    modified_s: float
+    digest: str
+    gpu_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """A model that a pool may load.
+
+    ``file``: as ``--model`` takes it. ``options``: of the command line, by the names of their arguments. ``embeds``: it
+    embeds or ranks texts; None: the file tells. ``keep``: it is never ended for another model. ``preload``: it is
+    loaded at the start. ``ttl_s``: seconds without a request after which it is ended; None: never. ``adapters``: their
+    names, which clients use as a model's. ``reference``: what ``-m`` takes for a file of the hub's cache, which clients
+    may delete if the operator allows it.
+    """
+
+    name: str
+    file: str
+    aliases: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    embeds: bool | None = None
+    keep: bool = False
+    preload: bool = False
+    ttl_s: float | None = None
+    adapters: tuple[str, ...] = ()
+    reference: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", readable(self.name))
+        object.__setattr__(self, "aliases", tuple(map(readable, self.aliases)))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether its file is on this machine, so that to look at it downloads nothing."""
+        return not self.file.startswith(hub.PREFIX)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that clients may use."""
+        return (self.name, *self.aliases)
+
+    @property
+    def taken_names(self) -> tuple[str, ...]:
+        """The names that no other model may have: its adapters' as well."""
+        return (*self.names, *self.adapters)
+
+    def is_same_process(self, other: ModelEntry) -> bool:
+        """Whether one process does for both: they differ at most in what the front process alone decides."""
+        return (
+            replace(self, aliases=other.aliases, keep=other.keep, preload=other.preload, ttl_s=other.ttl_s)
+            == other
+        )
+
+
+def hub_entries(cached: Sequence[hub.CachedModel]) -> list[ModelEntry]:
+    """The entries of models in the hub's cache, named as Ollama's clients do: ``hf.co/OWNER/REPO:QUANT``.
+
+    Where the file's name has no quantization, or one that another file has, the name is ``hf.co/OWNER/REPO/FILE``.
+    """
+    made: dict[str, ModelEntry] = {}
+    for model in cached:
+        repo_id, filename = hub.parse(model.reference)
+        assert filename is not None
+        quantization = hub.quantization_of(filename)
+        name = f"hf.co/{repo_id}:{quantization}"
+        if quantization is None or name in made:
+            name = f"hf.co/{repo_id}/{filename}"
+        made[name] = ModelEntry(name, str(model.path), reference=model.reference)
+    return list(made.values())
+
+
+def taken_names(entries: Sequence[ModelEntry]) -> set[str]:
+    """The names of all models. Raises ValueError for a name that two of them have."""
+    owners: dict[str, ModelEntry] = {}
+    for entry in entries:
+        for name in set(entry.taken_names):
+            if name in owners:
+                raise ValueError(
+                    f"two models have the name {quoted(name)}: {owners[name].name} and {entry.name}"
+                )
+            owners[name] = entry
+    return set(owners)

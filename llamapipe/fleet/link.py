@@ -1,0 +1,125 @@
+"""What a process of a fleet and the one that started it say to each other.
+
+They talk over two socket pairs. Connections go over the first: one byte for each, with the socket attached, then one
+byte back when the process has taken it, or could not, and one when it has ended. Retiring and stopping are also bytes
+there, so that they come after all connections that were sent before. Everything else goes over the second, a line of
+JSON for each message. If one side ends, the other reads the end of both.
+
+``_process`` has the side that starts, ``worker`` the side that is started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+CONNECTION, RETIRE, STOP, CANCEL, KEEP = b"c", b"r", b"s", b"k", b"p"  # to the process
+TAKEN, REFUSED, ENDED = b"t", b"f", b"e"  # from it
+_LINE_LIMIT = 2**24
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The model of one process of several that have different ones; see ``pool``.
+
+    ``file``: as ``--model`` takes it. ``names``: for clients, the first in answers. ``embeds``: it embeds or ranks
+    texts instead of generating them. ``options``: of the command line, by the names of their arguments.
+    ``cache_dir``: a folder of its own, where it finds cached prefixes, and keeps them at its end if it is asked to; the
+    option of the command line comes first. ``yields``: it leaves the cores to others while it loads.
+    """
+
+    file: str
+    names: tuple[str, ...]
+    embeds: bool
+    options: dict[str, Any]
+    cache_dir: str | None = None
+    yields: bool = False
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What a worker is told on its command line.
+
+    ``connections``, ``messages``: descriptors of its ends of the socket pairs. ``devices``: names of the devices that
+    its model may use; None: all. ``own_weights``: it reads the model into memory of its NUMA node, instead of mapping a
+    file whose pages are on the node that read them first. ``served``: its model, if the command line names several.
+    """
+
+    index: int
+    connections: int
+    messages: int
+    n_threads: int
+    devices: tuple[str, ...] | None = None
+    own_weights: bool = False
+    served: ServedModel | None = None
+
+    def text(self) -> str:
+        """The options as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, text: str) -> WorkerOptions:
+        """The options from JSON. Raises ValueError."""
+        try:
+            fields = json.loads(text)
+            devices, served = fields.pop("devices"), fields.pop("served")
+            if served is not None:
+                served = ServedModel(**{**served, "names": tuple(served["names"])})
+            return cls(**fields, devices=None if devices is None else tuple(devices), served=served)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"no options of a worker: {text}") from error
+
+    def report_progress(self, fraction: float) -> None:
+        """Tells the supervisor how much of the model is loaded; before ``Worker.start``."""
+        with socket.socket(fileno=os.dup(self.messages)) as sock, suppress(OSError):
+            sock.sendall(_encoded("progress", {"fraction": fraction}))
+
+    def report_failure(self, message: str, is_usage: bool) -> None:
+        """Tells the supervisor why this worker cannot serve. Raises OSError if there is none."""
+        line = _encoded("failed", {"message": message, "is_usage": is_usage})
+        with socket.socket(fileno=self.messages) as sock:
+            sock.sendall(line)
+
+
+class Messages:
+    """The second socket. On an event loop's thread."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def open(cls, sock: socket.socket) -> Messages:
+        """Takes over a socket."""
+        return cls(*await asyncio.open_connection(sock=sock, limit=_LINE_LIMIT))
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Sends a message without waiting; does nothing if the other side is gone."""
+        if not self._writer.is_closing():
+            self._writer.write(_encoded(kind, fields))
+
+    async def receive(self) -> dict[str, Any] | None:
+        """The next message; None at the end."""
+        try:
+            line = await self._reader.readline()
+        except (ConnectionError, ValueError):
+            return None
+        if not line.endswith(b"\n"):
+            return None
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    async def close(self) -> None:
+        """Closes the socket after what was sent has gone out."""
+        self._writer.close()
+        with suppress(ConnectionError):
+            await self._writer.wait_closed()
+
+
+def _encoded(kind: str, fields: dict[str, Any]) -> bytes:
+    return json.dumps({"kind": kind, **fields}).encode() + b"\n"

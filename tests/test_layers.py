@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -118,15 +119,33 @@ def test_a_package_says_what_it_is_for(folder: Path) -> None:
     assert text.count(".") >= 2, f"{folder.name}/__init__.py must say in a few sentences what lives there"
 
 
-@pytest.mark.parametrize("inside", ["llamapipe._engine.", "llamapipe."])
+def circle(names: Collection[str], only_at_run_time: bool = False) -> dict[str, set[str]]:
+    """The modules that import themselves by a detour, each with what leads it back."""
+    needs = {name: ours(imported(name, only_at_run_time)) & set(names) - {name} for name in names}
+    while True:
+        needed = set().union(*needs.values())
+        kept = {name: those & needs.keys() for name, those in needs.items() if those and name in needed}
+        if kept == needs:
+            return kept
+        needs = kept
+
+
+@pytest.mark.parametrize("inside", ["_engine", "server", "fleet", ""])
 def test_no_module_imports_itself_by_a_detour(inside: str) -> None:
-    """Inside the engine not even for types."""
-    at_run_time = inside == "llamapipe."
-    names = [name for name in MODULES if f"{name}.".startswith(inside)]
-    waiting = {name: ours(imported(name, at_run_time)) & set(names) for name in names}
-    while free := {name for name, needs in waiting.items() if not needs & waiting.keys() - {name}}:
-        waiting = {name: needs for name, needs in waiting.items() if name not in free}
-    assert not waiting
+    """Inside these packages not even for types; everywhere else at least not at run time."""
+    package = f"llamapipe.{inside}".rstrip(".")
+    names = [name for name in MODULES if f"{name}.".startswith(f"{package}.")]
+    found = circle(names, only_at_run_time=not inside)
+    assert not found, "\n".join(f"{name} -> {', '.join(sorted(those))}" for name, those in found.items())
+
+
+@pytest.mark.parametrize("name", ["state", "_gate", "_limits"])
+def test_what_requests_share_knows_no_route(name: str) -> None:
+    known, new = set[str](), {f"llamapipe.server.{name}"}
+    while new:
+        known |= new
+        new = {n for name in new & MODULES.keys() for n in imported(name) if ".server." in n} - known
+    assert "llamapipe.server.endpoint" not in known
 
 
 # Modules there have the names of commands, and of llama-cpp-python's modules.

@@ -34,11 +34,12 @@ from llamapipe.fleet.link import (
     WorkerOptions,
 )
 from llamapipe.host.cores import limit_cores
-from llamapipe.server._application import ServerState, app
+from llamapipe.server._application import app
 from llamapipe.server._connections import Connection
 from llamapipe.server._metrics import Family, Metrics, rendered
 from llamapipe.server.run import HttpServer
 from llamapipe.server.settings import ServerSettings
+from llamapipe.server.state import ServerState
 
 _ANSWER_S = 5.0  # the supervisor waits less for a busy worker
 _RETIRE_IDLE_S = 5  # a retiring worker waits this long for a request on a connection

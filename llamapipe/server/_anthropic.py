@@ -14,7 +14,8 @@ from llamapipe._messages import did_you_mean, quoted
 from llamapipe.chat.options import ChatOptions
 from llamapipe.results import ChatChoice, ChatDelta
 from llamapipe.server._fields import Only, Unused
-from llamapipe.server._generation import ChatJob, check_n_messages, n_prompt_tokens, template_args
+from llamapipe.server._generation import ChatJob, n_prompt_tokens, template_args
+from llamapipe.server._limits import check_n_messages
 from llamapipe.server._media import PlacedPart
 from llamapipe.server._sampling import Sampling
 from llamapipe.server._tools import check_number

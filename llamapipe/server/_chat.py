@@ -22,16 +22,9 @@ from llamapipe.server._completions import (
     usage,
 )
 from llamapipe.server._fields import Only, Unused
-from llamapipe.server._generation import (
-    ChatJob,
-    chat_logprobs,
-    check_n_messages,
-    check_top,
-    input_tokens,
-    n_prompt_tokens,
-    template_args,
-)
-from llamapipe.server._sampling import chosen_samplers, predicted
+from llamapipe.server._generation import ChatJob, chat_logprobs, input_tokens, n_prompt_tokens, template_args
+from llamapipe.server._limits import check_n_messages, check_top
+from llamapipe.server._sampling import adapters_of, chosen_samplers, predicted
 from llamapipe.server._tools import Tools, custom_arguments, custom_input, tools_of
 from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse, encode_json
 from llamapipe.server.errors import ApiError
@@ -148,7 +141,7 @@ def _job(exchange: Exchange, request: ChatRequest, tools: Tools) -> ChatJob:
     if request.top_logprobs is not None and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
     more: dict[str, Any] = {"max_tokens": None if limit is None else max(limit, 1)}
-    more.update(exchange.server.adapters_of(request.model, request.lora))
+    more.update(adapters_of(exchange.server, request.model, request.lora))
     if request.logprobs:
         more["logprobs"] = check_top("top_logprobs", request.top_logprobs or 0, _MAX_TOP)
     elif request.n_probs:

@@ -24,14 +24,21 @@ from llamapipe.server._fields import Only, Unused
 from llamapipe.server._generation import (
     CompletionLogprobs,
     Prompt,
-    check_top,
     given_prompts,
     n_prompts,
     prompt_logprobs,
     prompts_of,
-    total_choices,
 )
-from llamapipe.server._sampling import LoraScale, Prediction, Sampling, chosen_samplers, predicted, with_field
+from llamapipe.server._limits import check_top, total_choices
+from llamapipe.server._sampling import (
+    LoraScale,
+    Prediction,
+    Sampling,
+    adapters_of,
+    chosen_samplers,
+    predicted,
+    with_field,
+)
 from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse, encode_json, event
 from llamapipe.server.errors import ApiError
 from llamapipe.streams import AsyncStream, PromptProgress
@@ -39,7 +46,7 @@ from llamapipe.text.stream import TextOffsets, prompt_offsets
 from llamapipe.work.long_work import takes_long
 
 if TYPE_CHECKING:
-    from llamapipe.server._application import ServerState
+    from llamapipe.server.state import ServerState
 
 
 _MOST_TOKENS = 2**31 - 1
@@ -375,7 +382,7 @@ class _Job:
             more["prompt_logprobs"] = asked
         total_choices(exchange.server, n_prompts(request.prompt) * best_of)
         more.update(predicted(request.prediction))
-        more.update(exchange.server.adapters_of(request.model, request.lora))
+        more.update(adapters_of(exchange.server, request.model, request.lora))
         if request.samplers is not None:
             more |= chosen_samplers(exchange, request, request.samplers)
         params = request.params(exchange.server, **more)

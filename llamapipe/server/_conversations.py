@@ -13,8 +13,8 @@ import msgspec
 from starlette.responses import Response
 
 from llamapipe._messages import did_you_mean, quoted
-from llamapipe.server._generation import check_n_messages
 from llamapipe.server._kept import read, resolved, store_of, write
+from llamapipe.server._limits import check_n_messages
 from llamapipe.server._responses import check_include, check_items
 from llamapipe.server._store import Item, Page
 from llamapipe.server.endpoint import Exchange, JsonResponse

@@ -23,10 +23,10 @@ from llamapipe.server.errors import ApiError, shutting_down
 from llamapipe.work.tenant import Tenant, tenant
 
 if TYPE_CHECKING:
-    from llamapipe.server._guard import BodyBudget
+    from llamapipe.server._body_budget import BodyBudget
+    from llamapipe.server._client_request import ClientRequest
     from llamapipe.server._metrics import Metrics
     from llamapipe.server._times import RequestTimes
-    from llamapipe.server.endpoint import Exchange
     from llamapipe.server.settings import ServerSettings
 
 T = TypeVar("T")
@@ -75,9 +75,9 @@ class Gate:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} n_requests={self.n_requests}{' draining' if self.draining else ''}>"
 
-    def check(self, exchange: Exchange) -> bytes | None:
+    def check(self, request: ClientRequest) -> bytes | None:
         """Checks a request before its body is read. Returns the digest of its key, None without keys."""
-        key = self._check_key(exchange)
+        key = self._check_key(request)
         if self.draining:
             raise shutting_down()
         self._check_room()
@@ -93,56 +93,56 @@ class Gate:
             )
 
     @contextmanager
-    def admitted(self, exchange: Exchange, counted: bool) -> Iterator[None]:
+    def admitted(self, request: ClientRequest, counted: bool) -> Iterator[None]:
         """Counts a request, whose body has arrived, while it is served. Raises ApiError if there are too many.
 
         Whatever is asked of the engine meanwhile is asked for this client: see ``Tenant``.
         """
         if counted:
             self._check_room()
-        exchange.n_others = self.n_requests
+        request.n_others = self.n_requests
         self.n_requests += counted
-        token = tenant.set(self.tenant_of(exchange))
+        token = tenant.set(self.tenant_of(request))
         try:
             yield
         finally:
             tenant.reset(token)
             self.n_requests -= counted
 
-    def tenant_of(self, exchange: Exchange) -> Tenant:
+    def tenant_of(self, request: ClientRequest) -> Tenant:
         """The client: its key if there are several, with a prefix cache for each; else its address."""
         if self.is_behind_front:
-            return self._tenant(exchange.headers.get(CLIENT, ""), exchange.headers.get(CACHE) or None)
-        key = exchange.key
+            return self._tenant(request.headers.get(CLIENT, ""), request.headers.get(CACHE) or None)
+        key = request.key
         if key is not None and len(self._keys) > 1:
             return self._tenant(key, key.hex())
-        return self._tenant(exchange.client.host if exchange.client else "no address", None)
+        return self._tenant(request.client.host if request.client else "no address", None)
 
     def _tenant(self, share: Hashable, cache: str | None) -> Tenant:
         return Tenant(share, cache, self.settings.grammar_timeout_s, self.settings.max_sound_s)
 
-    def owner_of(self, exchange: Exchange) -> str:
+    def owner_of(self, request: ClientRequest) -> str:
         """Whose the stored answers of this request are: its key's; without keys, everybody's."""
         if self.is_behind_front:
-            return exchange.headers.get(OWNER, "")
+            return request.headers.get(OWNER, "")
         # The file does not tell the key, nor the digest that is compared.
-        return "" if exchange.key is None else hashlib.sha256(b"owner of answers" + exchange.key).hexdigest()
+        return "" if request.key is None else hashlib.sha256(b"owner of answers" + request.key).hexdigest()
 
-    def answer_id(self, exchange: Exchange) -> str:
+    def answer_id(self, request: ClientRequest) -> str:
         """The id of a stored answer, without its prefix.
 
-        Not that of the exchange, which a client may send twice. The front process chooses it, because it asks the next
+        Not that of the request, which a client may send twice. The front process chooses it, because it asks the next
         process if one dies: what that one has stored is replaced.
         """
-        given = exchange.headers.get(ANSWER) if self.is_behind_front else None
+        given = request.headers.get(ANSWER) if self.is_behind_front else None
         return uuid.uuid4().hex if given is None else given
 
-    def _check_key(self, exchange: Exchange) -> bytes | None:
+    def _check_key(self, request: ClientRequest) -> bytes | None:
         """The digest of the client's key; None if no key is needed. Raises ApiError."""
-        if not self._keys or (self.settings.open_metrics and exchange.route == "/metrics"):
+        if not self._keys or (self.settings.open_metrics and request.route == "/metrics"):
             return None
-        given = exchange.headers.get("x-api-key", "")
-        scheme, _, token = exchange.headers.get("authorization", "").partition(" ")
+        given = request.headers.get("x-api-key", "")
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer":
             given = token.strip()
         # Digests have the same length and all keys are compared, so the time reveals nothing about the keys.
@@ -179,27 +179,27 @@ class Gate:
         self._trims = False
         self.freed(0)  # counts what was freed since
 
-    def finished(self, exchange: Exchange) -> None:
+    def finished(self, request: ClientRequest) -> None:
         """Counts and logs an answered request.
 
         What programs ask for every second is logged at the level DEBUG, and so is what a model's process logs.
         """
-        times = exchange.times
+        times = request.times
         seconds = perf_counter() - times.arrived_at
-        self.metrics.answered(exchange, seconds)
-        self.recent.add(exchange, seconds)
-        is_quiet = exchange.is_forwarded or (exchange.status < 400 and exchange.path in _POLLED)
+        self.metrics.answered(request, seconds)
+        self.recent.add(request, seconds)
+        is_quiet = request.is_forwarded or (request.status < 400 and request.path in _POLLED)
         _log.log(
             logging.DEBUG if is_quiet else logging.INFO,
             "%s %s %d %.0f ms n_prompt_tokens=%s n_completion_tokens=%s%s id=%s",
-            exchange.method,
-            quote(exchange.path, _PATH_CHARACTERS),
-            exchange.status,
+            request.method,
+            quote(request.path, _PATH_CHARACTERS),
+            request.status,
             seconds * 1e3,
-            "-" if exchange.n_prompt_tokens is None else exchange.n_prompt_tokens,
-            "-" if exchange.n_completion_tokens is None else exchange.n_completion_tokens,
+            "-" if request.n_prompt_tokens is None else request.n_prompt_tokens,
+            "-" if request.n_completion_tokens is None else request.n_completion_tokens,
             _where(times) if times.was_computed else "",
-            exchange.id,
+            request.id,
         )
 
 

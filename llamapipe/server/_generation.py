@@ -21,6 +21,7 @@ from llamapipe.llama.fim import FimPrompt, FimText, fim_prompt
 from llamapipe.llama.vocab import Vocab
 from llamapipe.params import SamplingParams
 from llamapipe.results import ChatChoice, ChatCompletion, ChatDelta, TokenLogprob
+from llamapipe.server._limits import refuse_long, refuse_long_chat, total_choices
 from llamapipe.server._media import in_request, place_of, with_media
 from llamapipe.server._sampling import with_field
 from llamapipe.server.endpoint import Exchange
@@ -31,8 +32,7 @@ from llamapipe.text.stream import TextOffsets
 from llamapipe.work.long_work import size_of
 
 if TYPE_CHECKING:
-    from llamapipe.server._application import ServerState
-    from llamapipe.server._gate import Gate
+    from llamapipe.server.state import ServerState
 
 # Text or token ids, one or several. As in llama-server, a list with ids is one prompt, which may have texts, too.
 Prompt = str | list[str | int | list[int | str]]
@@ -58,24 +58,6 @@ async def tokenized(
     return tokens[1:] if vocab.bos is not None and tokens[:2] == [vocab.bos] * 2 else tokens
 
 
-def refuse_long(state: ServerState, what: str, n_characters: int) -> None:
-    """Raises InvalidRequestError for a text that cannot fit the context, if it is longer than the server allows."""
-    most, n_ctx = state.settings.max_text_characters, state.engine.n_ctx
-    if n_characters <= most:
-        return
-    n_least = state.engine.model.vocab.least_tokens(n_characters)
-    if n_least >= n_ctx:
-        raise InvalidRequestError(
-            f"the {what} has {n_characters} characters, at least {n_least} tokens; n_ctx is {n_ctx}, and the limit of "
-            f"this server for a text that cannot fit is {most} (--max-text-characters): shorten it"
-        )
-
-
-def refuse_long_chat(state: ServerState, messages: Sequence[Mapping[str, Any]]) -> None:
-    """The same for the contents of a conversation, before it is rendered."""
-    refuse_long(state, "conversation", sum(_n_characters(message.get("content")) for message in messages))
-
-
 def _refuse_paths(messages: Sequence[Mapping[str, Any]]) -> None:
     """Refuses parts in the engine's own form, in which a text is the path of a file. Raises ApiError 400."""
     for index, message in enumerate(messages):
@@ -89,58 +71,6 @@ def _refuse_paths(messages: Sequence[Mapping[str, Any]]) -> None:
                     "and input_audio",
                     place,
                 )
-
-
-def _n_characters(content: object) -> int:
-    """The characters of a message's content: text, or parts with text."""
-    if isinstance(content, list):
-        content = [part.get("text") if isinstance(part, dict) else part for part in content]
-        return sum(len(text) for text in content if isinstance(text, str))
-    return len(content) if isinstance(content, str) else 0
-
-
-def check_n_messages(state: Gate, given: object, name: str) -> None:
-    """Raises ApiError 400 for a conversation of more messages than the server allows, before any is looked at.
-
-    A message of several parts counts as many: what looks at each of them holds up the event loop.
-    """
-    most = state.settings.max_messages
-    if not isinstance(given, list):
-        return
-    if len(given) > most:
-        raise ApiError(
-            400,
-            f"{name} has {len(given)} items; the limit of this server is {most} (--max-messages): send the last ones",
-            name,
-        )
-    if _has_more_parts(given, most):
-        raise ApiError(
-            400,
-            f"{name} has over {most} messages and parts of them, the limit of this server (--max-messages): send the "
-            "last ones, or fewer parts with longer texts",
-            name,
-        )
-
-
-# What messages, or results of tools in them, may have several of.
-_PARTS = ("content", "output", "images", "tool_calls")
-
-
-def _has_more_parts(messages: list[Any], most: int) -> bool:
-    """Whether messages have more than so many parts; one without a list is a single part."""
-    n = 0
-    stack = [messages]
-    while stack and n <= most:
-        values = stack.pop()
-        n += len(values)
-        if n > most:
-            break
-        for value in values:
-            if isinstance(value, dict):
-                lists = [parts for key in _PARTS if isinstance(parts := value.get(key), list) and parts]
-                n -= bool(lists)  # its parts count instead
-                stack += lists
-    return n > most
 
 
 async def prompts_of(
@@ -259,15 +189,6 @@ def n_prompts(given: Prompt) -> int:
     return len(given_prompts(given))
 
 
-def total_choices(state: ServerState, n: int) -> None:
-    """Raises ApiError 400 if a request asks for more choices than the server allows."""
-    most = state.settings.max_n
-    if n > most:
-        raise ApiError(
-            400, f"the request asks for {n} choices in all; the limit of this server is {most} (--max-n)", "n"
-        )
-
-
 async def n_prompt_tokens(
     exchange: Exchange,
     messages: Sequence[Mapping[str, Any]],
@@ -282,12 +203,35 @@ async def n_prompt_tokens(
         args = await with_default_args(exchange.server, args)
         conversation = with_system(exchange.server, messages)
         try:
-            return len(await exchange.server.tokenize_chat(conversation, tools, True, args))
+            return len(await tokenize_chat(exchange.server, conversation, tools, True, args))
         except InvalidRequestError as e:
             raise _as_sent(e, len(conversation) - len(messages)) from None
     options = ChatOptions(tools=tools, template_args=args)
     job = ChatJob(exchange, messages, SamplingParams(max_tokens=None), options)
     return len(await job.tokens())
+
+
+async def tokenize_chat(
+    state: ServerState,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    add_generation_prompt: bool,
+    template_args: Mapping[str, Any],
+) -> list[int]:
+    """The tokens of a conversation, computed in a worker thread.
+
+    Raises ApiError 400 for reserved arguments, InvalidRequestError for a conversation that is too long.
+    """
+    check_template_args(template_args)
+    refuse_long_chat(state, messages)
+    tokenize = partial(
+        state.engine.model.tokenize_chat,
+        messages,
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        **template_args,
+    )
+    return await state.in_thread(tokenize, size=size_of(messages))
 
 
 def with_system(state: ServerState, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -542,9 +486,6 @@ def _emptied(choice: ChatChoice) -> ChatChoice:
     )
 
 
-MAX_TOP = 100
-
-
 def token_text(piece: bytes) -> str:
     """A token's text. Bytes that are not complete characters are written in hexadecimal, so that texts are unique."""
     try:
@@ -644,10 +585,3 @@ def id_text(token: int) -> str:
 def _finite(logprob: float) -> float:
     """Replaces infinity, which JSON does not have, with the lowest value of OpenAI's API."""
     return max(logprob, -9999.0)
-
-
-def check_top(name: str, value: int | None, most: int = MAX_TOP) -> int | None:
-    """Checks a number of alternatives. Raises ApiError 400 outside 0 to ``most``."""
-    if value is not None and not 0 <= value <= most:
-        raise ApiError(400, f"{name} is {value}; it must be from 0 to {most}", name)
-    return value

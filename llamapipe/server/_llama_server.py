@@ -29,21 +29,20 @@ from llamapipe.server._completions import check_params, merge_streams, progress_
 from llamapipe.server._generation import (
     Prompt,
     chat_logprobs,
-    check_top,
     fim_prompt_of,
     n_prompts,
     prompts_of,
     token_text,
-    total_choices,
 )
-from llamapipe.server._sampling import LoraScale, Sampling, chosen_samplers, token_biases
+from llamapipe.server._limits import check_top, total_choices
+from llamapipe.server._sampling import LoraScale, Sampling, adapters_of, chosen_samplers, token_biases
 from llamapipe.server._times import timings
 from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse, event
 from llamapipe.server.errors import ApiError
 from llamapipe.streams import AsyncStream
 
 if TYPE_CHECKING:
-    from llamapipe.server._application import ServerState
+    from llamapipe.server.state import ServerState
 
 
 class LlamaServerRequest(Sampling, kw_only=True):
@@ -181,7 +180,7 @@ def _params(exchange: Exchange, request: LlamaServerRequest) -> SamplingParams:
             raise ApiError(
                 400, f"{name} is {shown(value)}; it must be from {least} to {_MOST_OF_A_LIMIT}", name
             )
-    more.update(exchange.server.adapters_of(request.model or None, request.lora))
+    more.update(adapters_of(exchange.server, request.model or None, request.lora))
     params = request.params(exchange.server, **more)
     return params if params.seed is not None else replace(params, seed=secrets.randbelow(2**32))
 

@@ -18,7 +18,7 @@ from llamapipe.kv_events import BLOCK_SIZE
 if TYPE_CHECKING:
     from llamapipe.engine import Engine
     from llamapipe.results import TimeHistogram
-    from llamapipe.server.endpoint import Exchange
+    from llamapipe.server._client_request import ClientRequest
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -78,18 +78,18 @@ class Metrics:
     def __repr__(self) -> str:
         return "<Metrics>"
 
-    def answered(self, exchange: Exchange, seconds: float) -> None:
+    def answered(self, request: ClientRequest, seconds: float) -> None:
         """Counts a request that was answered, refused or abandoned by the client."""
-        self._requests.labels(exchange.route, str(exchange.status)).inc()
-        self._total.labels(exchange.route).observe(seconds)
-        if exchange.n_prompt_tokens:
-            self._prompt.inc(exchange.n_prompt_tokens)
-        if exchange.n_completion_tokens:
-            self._completion.inc(exchange.n_completion_tokens)
-        times = exchange.times
+        self._requests.labels(request.route, str(request.status)).inc()
+        self._total.labels(request.route).observe(seconds)
+        if request.n_prompt_tokens:
+            self._prompt.inc(request.n_prompt_tokens)
+        if request.n_completion_tokens:
+            self._completion.inc(request.n_completion_tokens)
+        times = request.times
         if times.first_at is not None:
             self._ttft.observe(times.first_at - times.arrived_at)
-        for interval_s in exchange.intervals_s:
+        for interval_s in request.intervals_s:
             self._itl.observe(interval_s)
 
     def text(self) -> bytes:

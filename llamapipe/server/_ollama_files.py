@@ -28,8 +28,8 @@ from llamapipe.server.errors import ApiError
 from llamapipe.server.ollama import adapter_of, check_chat_model, is_named
 
 if TYPE_CHECKING:
-    from llamapipe.server._application import ServerState
     from llamapipe.server._gate import Gate
+    from llamapipe.server.state import ServerState
 
 _MOST_PULLS = 2  # at once
 _MOST_COPIES = 100

@@ -7,7 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from llamapipe.server.endpoint import Exchange
+    from llamapipe.server._client_request import ClientRequest
 
 _MOST_OF_PATH = 200  # characters; so that an entry has about a kilobyte at most
 
@@ -25,21 +25,21 @@ class Recent:
     def __repr__(self) -> str:
         return f"<Recent {len(self._kept)} of {self._kept.maxlen}>"
 
-    def add(self, exchange: Exchange, seconds: float) -> None:
+    def add(self, request: ClientRequest, seconds: float) -> None:
         """An answered request; those that ask the engine for nothing are left out, but for what it refused."""
-        times, status = exchange.times, exchange.status
-        is_refused = exchange.method == "POST" and status >= 400 and status not in (401, 403, 404, 405)
-        if not (times.was_computed or is_refused) or exchange.is_forwarded:
+        times, status = request.times, request.status
+        is_refused = request.method == "POST" and status >= 400 and status not in (401, 403, 404, 405)
+        if not (times.was_computed or is_refused) or request.is_forwarded:
             return
         entry: dict[str, Any] = {
-            "id": exchange.id,
-            "path": exchange.path[:_MOST_OF_PATH],
+            "id": request.id,
+            "path": request.path[:_MOST_OF_PATH],
             "status": status,
             "ended_at": round(time.time(), 3),
             "total_ms": round(seconds * 1e3, 3),
-            "n_others": exchange.n_others,
-            "n_prompt_tokens": exchange.n_prompt_tokens,
-            "n_completion_tokens": exchange.n_completion_tokens,
+            "n_others": request.n_others,
+            "n_prompt_tokens": request.n_prompt_tokens,
+            "n_completion_tokens": request.n_completion_tokens,
             "n_cached_tokens": times.n_cached,
         }
         if self.model is not None:
@@ -49,7 +49,7 @@ class Recent:
             entry |= {
                 "n_drafted_tokens": times.n_drafted,
                 "n_accepted_tokens": times.n_accepted,
-                "n_steps": max((exchange.n_completion_tokens or 0) - times.n_accepted, 0),
+                "n_steps": max((request.n_completion_tokens or 0) - times.n_accepted, 0),
                 "phases_ms": phases,
                 "slowest": max(phases, key=lambda name: phases[name]),
             }

@@ -16,16 +16,9 @@ from llamapipe.chat.results import ToolCallDelta
 from llamapipe.media.decode import is_media
 from llamapipe.results import ChatDelta
 from llamapipe.server._fields import Only, Unused
-from llamapipe.server._generation import (
-    ChatJob,
-    chat_logprobs,
-    check_n_messages,
-    check_top,
-    input_tokens,
-    n_prompt_tokens,
-    template_args,
-)
+from llamapipe.server._generation import ChatJob, chat_logprobs, input_tokens, n_prompt_tokens, template_args
 from llamapipe.server._kept import Kept, kept_of, resolved
+from llamapipe.server._limits import check_n_messages, check_top
 from llamapipe.server._media import PlacedPart
 from llamapipe.server._sampling import Sampling
 from llamapipe.server._store import Item

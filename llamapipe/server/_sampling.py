@@ -24,8 +24,9 @@ from llamapipe.server.errors import ApiError
 from llamapipe.work.tenant import conversation
 
 if TYPE_CHECKING:
-    from llamapipe.server._application import ServerState
+    from llamapipe.llama.adapter import Adapter
     from llamapipe.server.endpoint import Exchange
+    from llamapipe.server.state import ServerState
 
 _ID_DIGITS = 10  # of a token id, which has 32 bits
 _MOST_CHARACTERS = 65_536  # of all texts of one option
@@ -494,3 +495,27 @@ def with_field(error: InvalidRequestError, field: str) -> ApiError | InvalidRequ
     if word == field or word in SamplingParams.__dataclass_fields__:
         return ApiError(400, text, word)
     return ApiError(400, text, "tools") if word in ("tool", "tools") else error
+
+
+def adapters_of(state: ServerState, name: str | None, chosen: Sequence[LoraScale] | None) -> dict[str, Any]:
+    """The field of ``SamplingParams`` that a model's name or ``lora`` asks for. Raises ApiError 400."""
+    named = state.adapter_of(name)
+    if chosen is None:
+        return dict(named)
+    if named:
+        raise ApiError(400, "model is the name of an adapter, and lora chooses others; give one", "lora")
+    there = state.loras
+    found: dict[Adapter, float] = {}
+    for lora in chosen:
+        numbers = range(len(there)) if isinstance(lora.id, int) else (adapter.name for adapter in there)
+        at = next((i for i, known in enumerate(numbers) if known == lora.id), None)
+        if at is None:
+            raise ApiError(
+                400,
+                f"there is no adapter {quoted(lora.id)}; GET /lora-adapters lists {len(there)}",
+                "lora",
+            )
+        if there[at] in found:
+            raise ApiError(400, f"lora names the adapter {quoted(lora.id)} twice", "lora")
+        found[there[at]] = lora.scale
+    return {"adapter": found or None}

@@ -16,7 +16,7 @@ from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError, shutting_down
 
 if TYPE_CHECKING:
-    from llamapipe.server._application import ServerState
+    from llamapipe.server.state import ServerState
 
 
 async def health(exchange: Exchange) -> Response:

@@ -13,20 +13,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from starlette.responses import Response
 
-from llamapipe.server._generation import (
-    check_n_messages,
-    check_template_args,
-    refuse_long_chat,
-    token_text,
-    tokenized,
-)
+from llamapipe.server._generation import check_template_args, token_text, tokenize_chat, tokenized
+from llamapipe.server._limits import check_n_messages, refuse_long_chat
 from llamapipe.server._tools import check_functions
 from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 from llamapipe.work.long_work import size_of
 
 if TYPE_CHECKING:
-    from llamapipe.server._application import ServerState
+    from llamapipe.server.state import ServerState
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -102,8 +97,12 @@ async def tokenize(exchange: Exchange, request: TokenizeRequest) -> Response:
         return JsonResponse(await _made(state, pieces, tokens))
     if request.messages is not None:
         check_functions(request.tools)
-        tokens = await state.tokenize_chat(
-            request.messages, request.tools, request.add_generation_prompt, request.chat_template_kwargs or {}
+        tokens = await tokenize_chat(
+            state,
+            request.messages,
+            request.tools,
+            request.add_generation_prompt,
+            request.chat_template_kwargs or {},
         )
     else:
         assert request.prompt is not None

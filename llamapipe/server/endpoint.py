@@ -14,9 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import re
 import traceback
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from copy import copy
@@ -25,72 +23,52 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import msgspec
 import numpy as np
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 from llamapipe.chat.halves import whole_json_bytes, whole_values
 from llamapipe.results import ChatCompletion, Completion
 from llamapipe.server._body import accepted, check_transfer, decoded, encodings_of
+from llamapipe.server._client_request import ClientRequest
 from llamapipe.server._fields import as_taken, mismatch, unused
 from llamapipe.server._gate import LOADED_NS
-from llamapipe.server._times import RequestTimes
-from llamapipe.server.errors import BUSY, ApiError, Dialect, api_error, dialect_of, log_unexpected
+from llamapipe.server.errors import BUSY, ApiError, Dialect, api_error, log_unexpected
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from llamapipe.server._application import ServerState
+    from llamapipe.server._body_budget import Held
     from llamapipe.server._gate import Gate
-    from llamapipe.server._guard import Held
+    from llamapipe.server.state import ServerState
 
 T = TypeVar("T")
 Answers = TypeVar("Answers", bound=Completion | ChatCompletion | Sequence[Completion])
 Body = TypeVar("Body", bound=msgspec.Struct)
 _log = logging.getLogger("llamapipe.server")
 _encoder = msgspec.json.Encoder()
-_SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _LARGE_BODY = 2**20  # bytes; the C library keeps what such requests free
 _SIGN_S = 0.25  # how often a stream looks whether it can tell something new
 PING = b": ping\n\n"  # a comment, which clients skip
 SUBMITTED = b""  # no event: the requests are checked and in the queue, so the answer's headers can be sent
 
 
-class Exchange(Request):
+class Exchange(ClientRequest):
     """One HTTP request and its answer, used by one task. ``gate``: what all requests pass.
 
-    ``raw``: the body, until it is decoded. ``key``: the digest of its API key; None: none is needed.
-    ``has_body``: whether all of it has arrived, or there is none.
-    ``id``: from the header ``x-request-id``, or random. ``path``: of the request, inside of this application.
-    ``route``: the path of its route, a label of the metrics. ``dialect``: the format of errors.
-    ``status``: of the answer, once its first byte is sent; 0 before. ``answer_headers``: what any answer to it has.
-    ``n_prompt_tokens``, ``n_completion_tokens``: for the log and the metrics; None: not known.
-    ``times``: where its time went; ``n_others``: the requests that were served when it came. ``intervals_s``: seconds
-    between the tokens of a stream. ``is_forwarded``: a model's process has answered, and logs it.
+    ``raw``: the body, until it is decoded. ``has_body``: whether all of it has arrived, or there is none.
+    ``answer_headers``: what any answer to it has.
     """
 
     def __init__(self, gate: Gate, scope: Scope, receive: Receive, send: Send) -> None:
         super().__init__(scope, receive, send)
         self.gate = gate
-        given = self.headers.get("x-request-id", "")
-        self.id = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
-        self.path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
-        self.dialect: Dialect = dialect_of(self.path, self.headers)
-        self.route = "other"
-        self.times = RequestTimes()
-        self.n_others = 0
-        self.is_forwarded = False
-        self.status = 0
         self.answer_headers = [(b"x-request-id", self.id.encode())]
         self.raw = b""
-        self.key: bytes | None = None
         self.has_body = not (
             self.method in ("POST", "PUT", "PATCH")
             or "transfer-encoding" in self.headers
             or self.headers.get("content-length", "0") != "0"
         )
-        self.n_prompt_tokens: int | None = 0
-        self.n_completion_tokens: int | None = 0
-        self.intervals_s: list[float] = []
         self.times.load_s = self.loaded_ns / 1e9
         self._unused: tuple[str, ...] = ()
         self._held: Held | None = None

@@ -23,6 +23,7 @@ from difflib import get_close_matches
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import msgspec
 from starlette.responses import PlainTextResponse, Response
@@ -39,14 +40,8 @@ from llamapipe.params import SamplingParams
 from llamapipe.results import ChatDelta, TokenLogprob
 from llamapipe.server._embeddings import embedded
 from llamapipe.server._fields import Lenient, Only, Unused
-from llamapipe.server._generation import (
-    ChatJob,
-    chat_logprobs,
-    check_n_messages,
-    check_top,
-    fim_prompt_of,
-    prompts_of,
-)
+from llamapipe.server._generation import ChatJob, chat_logprobs, fim_prompt_of, prompts_of
+from llamapipe.server._limits import check_n_messages, check_top
 from llamapipe.server._media import PlacedPart
 from llamapipe.server._page import page
 from llamapipe.server._sampling import FROM_TABLE, Formats, Sampling, Tokenize
@@ -61,7 +56,7 @@ if TYPE_CHECKING:
     from llamapipe.engine import Engine
     from llamapipe.llama.adapter import Adapter, ControlVector
     from llamapipe.llama.model import Model
-    from llamapipe.server._application import ServerState
+    from llamapipe.server.state import ServerState
 
 # Of Ollama's API as it is here: its clients ask for the version before they use newer fields.
 _API_VERSION = "0.13.0"
@@ -191,6 +186,15 @@ class Modelfile(NamedTuple):
 _NO_MODELFILE = Modelfile(Options(), "", "", "", "")
 
 
+_MODELFILES: WeakKeyDictionary[ServerState, Mapping[str, Modelfile]] = WeakKeyDictionary()
+
+
+def read_modelfiles(state: ServerState) -> None:
+    """Reads what Ollama's store says about the model of a server, before it serves."""
+    if state.has_engine:
+        _MODELFILES[state] = modelfiles(state.engine.model.path)
+
+
 def modelfiles(path: Path) -> dict[str, Modelfile]:
     """The Modelfiles of a model's file, by name; none for a file that is not in Ollama's store."""
     return {stored.name: _modelfile(stored) for stored in names_of(path)}
@@ -225,7 +229,7 @@ def modelfile_of(files: Mapping[str, Modelfile], *names: str) -> Modelfile:
 
 def _modelfile_of(state: ServerState, name: str) -> Modelfile:
     """That of a name; for another name of the same model, that of the model as it was loaded."""
-    return modelfile_of(state.modelfiles, name, state.engine.model.name)
+    return modelfile_of(_MODELFILES.get(state, {}), name, state.engine.model.name)
 
 
 class OllamaRequest(Lenient, kw_only=True):

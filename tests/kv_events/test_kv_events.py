@@ -20,8 +20,8 @@ from support.run_script import run_script
 
 import llamapipe as lp
 from llamapipe._engine.policy.prefix_tree import PrefixTree
-from llamapipe.server._application import ServerState
 from llamapipe.server.settings import ServerSettings
+from llamapipe.server.state import ServerState
 
 WITHOUT_ZMQ = """
 sys.modules["zmq"] = None

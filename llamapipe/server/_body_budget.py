@@ -1,0 +1,94 @@
+"""One budget limits the memory of all request bodies, from their first byte to their answer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from llamapipe.server.errors import ApiError
+
+_FREE_BYTES = 64 * 2**10  # of each body: ordinary requests pass while others use up the budget
+
+
+class BodyBudget:
+    """Bounds the bytes of all bodies, beyond the first 64 KiB of each. On the event loop's thread.
+
+    A body counts while it is read, and until its request has an answer: what was decoded from it is kept so long. When
+    they are too many, the largest body of the client that has the most of them is refused. So a client that sends many
+    large bodies, and never ends them or asks for long answers, keeps out nobody else.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._n_bytes = 0
+        self._of: Counter[str] = Counter()  # by client
+        self._held: dict[Held, None] = {}
+
+    def __repr__(self) -> str:
+        return f"<BodyBudget {self._n_bytes} of {self._most_bytes} bytes>"
+
+    def hold(self, client: str, refuse: Callable[[], object]) -> Held:
+        """Begins a body. ``refuse``: called at most once, when it must end for the sake of others."""
+        return Held(self, client, refuse)
+
+    def _changed(self, held: Held, n_bytes: int) -> None:
+        self._n_bytes += n_bytes - held.n_bytes
+        self._of[held.client] += n_bytes - held.n_bytes
+        held.n_bytes = n_bytes
+        if n_bytes:
+            self._held[held] = None
+        else:
+            self._held.pop(held, None)
+            if not self._of[held.client]:
+                del self._of[held.client]
+
+    def _make_room(self) -> None:
+        while self._n_bytes > self._most_bytes:
+            ((client, _),) = self._of.most_common(1)
+            largest = max(
+                (body for body in self._held if body.client == client), key=lambda body: body.n_bytes
+            )
+            largest.release()
+            largest.refused = True
+            largest.refuse()
+
+    def error(self) -> ApiError:
+        """The answer to a body that is refused."""
+        return ApiError(
+            503,
+            f"the bodies of requests without an answer have more than {self._most_bytes} bytes together, which is the "
+            "limit of this server (--max-bodies-bytes); try again later",
+            code="too_many_bytes",
+        )
+
+
+class Held:
+    """The part of the budget that one body has.
+
+    ``refuse``: ends its request, for the sake of others. ``refused``: whether it was called.
+    """
+
+    def __init__(self, budget: BodyBudget, client: str, refuse: Callable[[], object]) -> None:
+        self.client = client
+        self.refuse = refuse
+        self.refused = False
+        self.n_bytes = 0
+        self._budget = budget
+
+    def __repr__(self) -> str:
+        return f"<Held {self.n_bytes} bytes of {self.client}>"
+
+    def grow(self, n_bytes: int) -> None:
+        """The body has this many bytes now. It, or another one, may be refused."""
+        if n_bytes > _FREE_BYTES:
+            self._budget._changed(self, n_bytes - _FREE_BYTES)
+            self._budget._make_room()
+
+    def add(self, n_bytes: int) -> None:
+        """As many more bytes belong to it. It, or another one, may be refused."""
+        self._budget._changed(self, self.n_bytes + n_bytes)
+        self._budget._make_room()
+
+    def release(self) -> None:
+        """The bytes are no longer needed; a second call does nothing."""
+        self._budget._changed(self, 0)

@@ -1,0 +1,45 @@
+"""What the limits, the log and the metrics know of a request."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+
+from llamapipe.server._times import RequestTimes
+from llamapipe.server.errors import Dialect, dialect_of
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+_SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class ClientRequest(Request):
+    """Who asks for what, and what is counted of it.
+
+    ``id``: from the header ``x-request-id``, or random. ``path``: of the request, inside of this application.
+    ``route``: the path of its route, a label of the metrics. ``dialect``: the format of errors. ``key``: the digest of
+    its API key; None: none is needed. ``status``: of the answer, once its first byte is sent; 0 before.
+    ``n_prompt_tokens``, ``n_completion_tokens``: None: not known. ``times``: where its time went; ``n_others``: the
+    requests that were served when it came. ``intervals_s``: seconds between the tokens of a stream. ``is_forwarded``: a
+    model's process has answered, and logs it.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        super().__init__(scope, receive, send)
+        given = self.headers.get("x-request-id", "")
+        self.id = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
+        self.path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
+        self.dialect: Dialect = dialect_of(self.path, self.headers)
+        self.route = "other"
+        self.key: bytes | None = None
+        self.times = RequestTimes()
+        self.n_others = 0
+        self.is_forwarded = False
+        self.status = 0
+        self.n_prompt_tokens: int | None = 0
+        self.n_completion_tokens: int | None = 0
+        self.intervals_s: list[float] = []

@@ -1,0 +1,104 @@
+"""The limits of what a request may ask for. Open it to add one that more than one route has; it knows no route.
+
+The numbers are fields of ``ServerSettings``. A limit is checked before what it limits is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from llamapipe.errors import InvalidRequestError
+from llamapipe.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from llamapipe.server._gate import Gate
+    from llamapipe.server.state import ServerState
+
+MAX_TOP = 100
+
+
+def refuse_long(state: ServerState, what: str, n_characters: int) -> None:
+    """Raises InvalidRequestError for a text that cannot fit the context, if it is longer than the server allows."""
+    most, n_ctx = state.settings.max_text_characters, state.engine.n_ctx
+    if n_characters <= most:
+        return
+    n_least = state.engine.model.vocab.least_tokens(n_characters)
+    if n_least >= n_ctx:
+        raise InvalidRequestError(
+            f"the {what} has {n_characters} characters, at least {n_least} tokens; n_ctx is {n_ctx}, and the limit of "
+            f"this server for a text that cannot fit is {most} (--max-text-characters): shorten it"
+        )
+
+
+def refuse_long_chat(state: ServerState, messages: Sequence[Mapping[str, Any]]) -> None:
+    """The same for the contents of a conversation, before it is rendered."""
+    refuse_long(state, "conversation", sum(_n_characters(message.get("content")) for message in messages))
+
+
+def _n_characters(content: object) -> int:
+    """The characters of a message's content: text, or parts with text."""
+    if isinstance(content, list):
+        content = [part.get("text") if isinstance(part, dict) else part for part in content]
+        return sum(len(text) for text in content if isinstance(text, str))
+    return len(content) if isinstance(content, str) else 0
+
+
+def check_n_messages(state: Gate, given: object, name: str) -> None:
+    """Raises ApiError 400 for a conversation of more messages than the server allows, before any is looked at.
+
+    A message of several parts counts as many: what looks at each of them holds up the event loop.
+    """
+    most = state.settings.max_messages
+    if not isinstance(given, list):
+        return
+    if len(given) > most:
+        raise ApiError(
+            400,
+            f"{name} has {len(given)} items; the limit of this server is {most} (--max-messages): send the last ones",
+            name,
+        )
+    if _has_more_parts(given, most):
+        raise ApiError(
+            400,
+            f"{name} has over {most} messages and parts of them, the limit of this server (--max-messages): send the "
+            "last ones, or fewer parts with longer texts",
+            name,
+        )
+
+
+# What messages, or results of tools in them, may have several of.
+_PARTS = ("content", "output", "images", "tool_calls")
+
+
+def _has_more_parts(messages: list[Any], most: int) -> bool:
+    """Whether messages have more than so many parts; one without a list is a single part."""
+    n = 0
+    stack = [messages]
+    while stack and n <= most:
+        values = stack.pop()
+        n += len(values)
+        if n > most:
+            break
+        for value in values:
+            if isinstance(value, dict):
+                lists = [parts for key in _PARTS if isinstance(parts := value.get(key), list) and parts]
+                n -= bool(lists)  # its parts count instead
+                stack += lists
+    return n > most
+
+
+def total_choices(state: ServerState, n: int) -> None:
+    """Raises ApiError 400 if a request asks for more choices than the server allows."""
+    most = state.settings.max_n
+    if n > most:
+        raise ApiError(
+            400, f"the request asks for {n} choices in all; the limit of this server is {most} (--max-n)", "n"
+        )
+
+
+def check_top(name: str, value: int | None, most: int = MAX_TOP) -> int | None:
+    """Checks a number of alternatives. Raises ApiError 400 outside 0 to ``most``."""
+    if value is not None and not 0 <= value <= most:
+        raise ApiError(400, f"{name} is {value}; it must be from 0 to {most}", name)
+    return value

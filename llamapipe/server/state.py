@@ -1,0 +1,202 @@
+"""What all requests of a server share: its engine, its embedder, the names of its models.
+
+It knows no route.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from llamapipe._messages import listed, quoted
+from llamapipe.embedding import Embedder
+from llamapipe.engine import Engine
+from llamapipe.errors import BackendError
+from llamapipe.llama.adapter import Adapter
+from llamapipe.server._body_budget import BodyBudget
+from llamapipe.server._gate import Gate
+from llamapipe.server._metrics import Metrics
+from llamapipe.server._timeline import Timeline
+from llamapipe.server.errors import ApiError
+from llamapipe.server.settings import ServerSettings
+from llamapipe.wanted import time_limit
+
+if TYPE_CHECKING:
+    from llamapipe.llama.adapter import ControlVector
+    from llamapipe.llama.model import Model
+    from llamapipe.server._client_request import ClientRequest
+
+T = TypeVar("T")
+_log = logging.getLogger("llamapipe.server")
+
+
+class WorkerLink(Protocol):
+    """What a server knows of the others, if it is one of several on a port.
+
+    ``n_ready``, ``n_workers``: how many there are.
+    """
+
+    n_ready: int
+    n_workers: int
+
+    async def text(self) -> bytes:
+        """The metrics of all of them."""
+
+    def fail(self, message: str) -> None:
+        """Ends this one, which can answer nothing any longer."""
+
+
+class ServerState(Gate):
+    """One server's engine, embedder or both, and settings. Use it on the event loop's thread.
+
+    ``model_names``: the names clients may use for the model; answers contain the first. ``worker``: the link to the
+    other processes, if this is one of several.
+    """
+
+    def __init__(
+        self, engine: Engine | None, settings: ServerSettings, embedder: Embedder | None = None
+    ) -> None:
+        owner = embedder if engine is None else engine
+        assert owner is not None
+        self.model_names = (
+            settings.model_names if engine is None else settings.model_names or (engine.model.name,)
+        )
+        metrics = Metrics(engine, *self.model_names[:1])
+        super().__init__(settings, metrics, BodyBudget(settings.max_bodies_bytes))
+        self.recent.model = next(iter(self.model_names), None)
+        self._engine = engine
+        self.embedder = embedder
+        self._offload = owner.offload
+        self.worker: WorkerLink | None = None
+        self.embedding_names = settings.embedding_names
+        if embedder is not None and not self.embedding_names:
+            self.embedding_names = (embedder.model.name,)
+        self.created = int(time.time())
+        self.copies: list[str] = []  # further names of the model, that clients made
+        self.loaded_adapters: dict[str, Adapter] = {}  # by clients
+        if engine is not None and engine.kv_events is not None and len(settings.api_keys) > 1:
+            _log.warning(
+                "no KV events are published: each of the %d API keys has a prefix cache",
+                len(settings.api_keys),
+            )
+
+    async def in_thread(self, function: Callable[..., T], *arguments: Any, size: int = 0) -> T:
+        """``function(*arguments)`` in a thread: for what would hold up the event loop. Fair to clients.
+
+        ``size``: the characters that it converts. Raises TimeoutError after ``timeout_s``.
+        """
+        with time_limit(self.settings.timeout_s):
+            return await self._offload(function, *arguments, size=size)
+
+    async def convert(self, function: Callable[..., T], *arguments: Any, size: int) -> T:
+        """As ``Gate.convert``, in the queue of all conversions."""
+        return await self.in_thread(function, *arguments, size=size)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine. Raises ApiError 404 for a server that only embeds."""
+        if self._engine is None:
+            raise ApiError(404, "no model that generates is loaded here", "model", "model_not_found")
+        return self._engine
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether it generates."""
+        return self._engine is not None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its engine, or the embedder of a server that only embeds, is closed."""
+        owner = self.embedder if self._engine is None else self._engine
+        return owner is None or owner.closed
+
+    @property
+    def failure(self) -> BackendError | None:
+        """Why its engine answers nothing any longer; None while it works."""
+        return None if self._engine is None else self._engine.failure
+
+    def finished(self, request: ClientRequest) -> None:
+        """As ``Gate.finished``. A worker whose engine has failed ends, so that the next one takes its place."""
+        super().finished(request)
+        if self.worker is not None and (failure := self.failure) is not None:
+            self.worker.fail(str(failure))
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Its engine's last steps. Raises as ``engine``."""
+        return Timeline(self.engine)
+
+    @property
+    def chat_names(self) -> tuple[str, ...]:
+        """The names of the model that generates, those that clients made included."""
+        return (*self.model_names, *self.copies)
+
+    @property
+    def adapters(self) -> tuple[Adapter | ControlVector, ...]:
+        """Those that requests may name."""
+        return () if self._engine is None else self._engine.adapters
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """The names of the adapters, which clients use as those of models."""
+        return tuple(adapter.name for adapter in self.adapters if adapter.name not in self.chat_names)
+
+    def adapter_of(self, name: str | None) -> dict[str, str]:
+        """The field of ``SamplingParams`` that a model's name asks for: none unless it is that of an adapter."""
+        return {"adapter": name} if name is not None and name in self.adapter_names else {}
+
+    @property
+    def loras(self) -> list[Adapter]:
+        """The LoRAs in the order of their numbers, which llama-server's clients use."""
+        return [adapter for adapter in self.adapters if isinstance(adapter, Adapter)]
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """The names of all models that are served."""
+        return (
+            self.chat_names + self.adapter_names + (self.embedding_names if self.embedder is not None else ())
+        )
+
+    @property
+    def models(self) -> list[Model]:
+        """The models that are served."""
+        return [owner.model for owner in (self._engine, self.embedder) if owner is not None]
+
+    def check_model(self, name: str | None) -> str:
+        """The model's name for the answer. Raises ApiError 404 for a model that is not served."""
+        if self._engine is None:
+            raise ApiError(404, "no model that generates is loaded here", "model", "model_not_found")
+        return self._served(name, self.chat_names + self.adapter_names)
+
+    def check_name(self, name: str | None) -> str:
+        """The name of a model or an adapter, whatever it does. Raises ApiError 404 if there is none."""
+        return self._served(name, self.all_names)
+
+    def check_embedder(self, name: str | None) -> tuple[Embedder, str]:
+        """The embedding model and its name for the answer. Raises ApiError 404."""
+        if self.embedder is None:
+            raise ApiError(
+                404,
+                "no embedding model is loaded; start with --embeddings FILE",
+                "model",
+                "model_not_found",
+            )
+        return self.embedder, self._served(name, self.embedding_names)
+
+    def _served(self, name: str | None, names: tuple[str, ...]) -> str:
+        if name is None:
+            return names[0]
+        # The front process chose this one: it also knows names that came after the start.
+        if name not in names and self.settings.any_model_name:
+            return names[0]
+        if name not in names and not self.is_behind_front:
+            raise ApiError(
+                404,
+                f"the model {quoted(name)} is not served here; there is {listed(names)} (--alias gives it other names)",
+                "model",
+                "model_not_found",
+            )
+        return name

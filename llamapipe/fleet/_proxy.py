@@ -16,9 +16,10 @@ from llamapipe._messages import quoted
 from llamapipe.fleet._upstream import Upstream, UpstreamLostError
 from llamapipe.fleet.pool import Pool, PooledModel
 from llamapipe.server._gate import ANSWER, CACHE, CLIENT, LOADED_NS, OWNER, Gate
-from llamapipe.server.endpoint import Exchange, LateResponse, ModelKind, error_event, line
+from llamapipe.server._json import line
+from llamapipe.server.dialects.ollama import empty_part
+from llamapipe.server.endpoint import Exchange, LateResponse, ModelKind, error_event
 from llamapipe.server.errors import ApiError, Dialect, shutting_down
-from llamapipe.server.ollama import empty_part
 
 if TYPE_CHECKING:
     from types import EllipsisType

@@ -35,6 +35,7 @@ from llamapipe.server import _page, _system
 from llamapipe.server._application import OLLAMA_ROUTES, ROUTES, STORE_ROUTES, application_of
 from llamapipe.server._body_budget import BodyBudget
 from llamapipe.server._gate import Gate
+from llamapipe.server._json import event
 from llamapipe.server._metrics import CONTENT_TYPE, Family, Metrics, Sample, rendered
 from llamapipe.server._transcriptions import form_model
 from llamapipe.server.endpoint import (
@@ -44,7 +45,6 @@ from llamapipe.server.endpoint import (
     Exchange,
     JsonResponse,
     ModelKind,
-    event,
     get,
     post,
 )

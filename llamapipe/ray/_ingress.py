@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from llamapipe.ray._costs import HttpRequest
-from llamapipe.server.endpoint import event
+from llamapipe.server._json import event
 from llamapipe.server.errors import BUSY, ApiError, Dialect
 from llamapipe.server.settings import ServerSettings
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -12,14 +11,16 @@ from starlette.responses import Response
 
 from llamapipe._messages import did_you_mean, quoted
 from llamapipe.chat.options import ChatOptions
-from llamapipe.results import ChatChoice, ChatDelta
 from llamapipe.server._fields import Only, Unused
 from llamapipe.server._generation import ChatJob, n_prompt_tokens, template_args
+from llamapipe.server._job import counts_of, encoded
+from llamapipe.server._json import event
 from llamapipe.server._limits import check_n_messages
 from llamapipe.server._media import PlacedPart
 from llamapipe.server._sampling import Sampling
 from llamapipe.server._tools import check_number
-from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse, event
+from llamapipe.server.dialects.anthropic import AnthropicEncoder
+from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 
 # Tools that Anthropic's service runs, or whose definition only its models know; a date follows the name.
@@ -199,22 +200,19 @@ class CountTokensRequest(CountRequest, kw_only=True):
 
 _PING = event({"type": "ping"}, "ping")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "cache_salt")
-_STOP_REASONS = {
-    "stop": "end_turn",
-    "length": "max_tokens",
-    "tool_calls": "tool_use",
-    "timeout": "max_tokens",
-}
 
 
 async def messages(exchange: Exchange, request: MessagesRequest) -> Response:
     """Answers a conversation, as a whole or as a stream."""
     model = exchange.server.check_model(request.model)
     exchange.note_unused(request.unused())
-    answer = _Message(exchange, model, _job(exchange, request))
+    job, encoder = _job(exchange, request), AnthropicEncoder(f"msg_{exchange.id}", model)
     if request.stream:
-        return EventStream(exchange, answer.events(), ping=_PING)
-    return JsonResponse(await answer.complete())
+        return EventStream(exchange, encoded(exchange, job, encoder), ping=_PING)
+    done = await job.complete()
+    counts = counts_of(done)
+    exchange.count(counts.n_prompt, counts.n_completion)
+    return JsonResponse(encoder.whole(done.choices[0], counts))
 
 
 async def count_tokens(exchange: Exchange, request: CountTokensRequest) -> Response:
@@ -292,131 +290,6 @@ def _template_args(request: CountRequest) -> dict[str, Any]:
         args["enable_thinking"] = request.thinking.type == "enabled"
     effort = None if request.output_config is None else request.output_config.effort
     return args | template_args(request.chat_template_kwargs, effort, "output_config.effort")
-
-
-class _Message:
-    """The answer to one request, complete or streamed."""
-
-    def __init__(self, exchange: Exchange, model: str, job: ChatJob) -> None:
-        self.exchange = exchange
-        self.model = model
-        self.job = job
-
-    def _message(self, content: list[dict[str, Any]], n_prompt: int, n_cached: int) -> dict[str, Any]:
-        return {
-            "id": f"msg_{self.exchange.id}",
-            "type": "message",
-            "role": "assistant",
-            "model": self.model,
-            "content": content,
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": {
-                "input_tokens": n_prompt - n_cached,
-                "output_tokens": 0,
-                "cache_creation_input_tokens": 0,
-                "cache_read_input_tokens": n_cached,
-            },
-        }
-
-    async def complete(self) -> dict[str, Any]:
-        """The answer, when it is complete."""
-        done = await self.job.complete()
-        choice = done.choices[0]
-        self.exchange.count(done.n_prompt_tokens, done.n_completion_tokens)
-        message = self._message(_content(choice), done.n_prompt_tokens, done.n_cached_tokens)
-        message["usage"]["output_tokens"] = done.n_completion_tokens
-        return message | _stop(choice)
-
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events of the stream."""
-        n_completion = 0
-        (stream,) = self.job.streams()
-        blocks = _Blocks()
-        try:
-            async with aclosing(stream) as deltas:
-                begun = False
-                async for delta in deltas:
-                    if delta is None:
-                        yield SUBMITTED
-                        continue
-                    self.exchange.token_arrived(0)
-                    n_completion += len(delta.token_ids)
-                    if not begun:
-                        begun = True
-                        message = self._message([], self.job.n_prompt_tokens, self.job.n_cached_tokens)
-                        yield _named("message_start", message=message)
-                    for data in blocks.events(delta):
-                        yield data
-                    if delta.finish_reason is not None:
-                        usage = {"output_tokens": n_completion}
-                        yield _named("message_delta", delta=_stop(delta), usage=usage)
-            yield _named("message_stop")
-        finally:
-            self.exchange.count(self.job.n_prompt_tokens, n_completion)
-
-
-class _Blocks:
-    """The content blocks of a stream: one is open at a time."""
-
-    def __init__(self) -> None:
-        self._index = -1
-        self._open: object = None  # "text", "thinking", or the index of a tool call
-
-    def __repr__(self) -> str:
-        return f"<_Blocks open={self._open!r}>"
-
-    def events(self, delta: ChatDelta) -> list[bytes]:
-        """The events for a part of the answer."""
-        made: list[bytes] = []
-        if delta.reasoning:
-            made += self._switched("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            made.append(self._delta({"type": "thinking_delta", "thinking": delta.reasoning}))
-        if delta.content:
-            made += self._switched("text", {"type": "text", "text": ""})
-            made.append(self._delta({"type": "text_delta", "text": delta.content}))
-        for part in delta.tool_calls:
-            block: dict[str, Any] = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
-            made += self._switched(part.index, block)
-            if part.arguments:
-                made.append(self._delta({"type": "input_json_delta", "partial_json": part.arguments}))
-        if delta.finish_reason is not None:
-            if self._index < 0:
-                made += self._switched("text", {"type": "text", "text": ""})
-            made.append(_named("content_block_stop", index=self._index))
-        return made
-
-    def _switched(self, what: object, block: dict[str, Any]) -> list[bytes]:
-        if self._open == what:
-            return []
-        made = [] if self._open is None else [_named("content_block_stop", index=self._index)]
-        self._open = what
-        self._index += 1
-        return [*made, _named("content_block_start", index=self._index, content_block=block)]
-
-    def _delta(self, delta: dict[str, Any]) -> bytes:
-        return _named("content_block_delta", index=self._index, delta=delta)
-
-
-def _named(kind: str, **fields: Any) -> bytes:
-    return event({"type": kind, **fields}, kind)
-
-
-def _content(choice: ChatChoice) -> list[dict[str, Any]]:
-    blocks: list[dict[str, Any]] = []
-    if choice.reasoning:
-        blocks.append({"type": "thinking", "thinking": choice.reasoning, "signature": ""})
-    if choice.content or not choice.tool_calls:
-        blocks.append({"type": "text", "text": choice.content})
-    return blocks + [
-        {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
-        for call in choice.tool_calls
-    ]
-
-
-def _stop(end: ChatChoice | ChatDelta) -> dict[str, Any]:
-    reason = "stop_sequence" if end.stop_string is not None else _STOP_REASONS[str(end.finish_reason)]
-    return {"stop_reason": reason, "stop_sequence": end.stop_string}
 
 
 Message = dict[str, Any]

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from starlette.responses import Response
 
 from llamapipe.chat.options import ChatOptions
-from llamapipe.chat.results import ToolCallDelta
-from llamapipe.results import ChatChoice, ChatDelta, TokenLogprob, call_message
-from llamapipe.server._completions import (
-    DONE,
-    ChunkWriter,
-    Progress,
-    Streamed,
-    merge_streams,
-    token_limit,
-    usage,
-)
+from llamapipe.server._completions import Streamed, token_limit
 from llamapipe.server._fields import Only, Unused
-from llamapipe.server._generation import ChatJob, chat_logprobs, input_tokens, n_prompt_tokens, template_args
+from llamapipe.server._generation import ChatJob, input_tokens, n_prompt_tokens, template_args
+from llamapipe.server._job import counts_of, encoded
 from llamapipe.server._limits import check_n_messages, check_top
 from llamapipe.server._sampling import adapters_of, chosen_samplers, predicted
-from llamapipe.server._tools import Tools, custom_arguments, custom_input, tools_of
-from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse, encode_json
+from llamapipe.server._tools import Tools, custom_arguments, tools_of
+from llamapipe.server.dialects.chat import ChatEncoder
+from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 
 _NO_AUDIO = "this server answers in text"
@@ -93,7 +84,6 @@ class ChatRequest(Streamed, kw_only=True):
 
 
 _MAX_TOP = 20  # the API's limit
-_PROGRESS = b'{"index":%d,"delta":{"role":"assistant","content":null},"finish_reason":null}'
 
 
 async def chat_completions(exchange: Exchange, request: ChatRequest) -> Response:
@@ -102,11 +92,26 @@ async def chat_completions(exchange: Exchange, request: ChatRequest) -> Response
     model = exchange.server.check_model(request.model)
     tools = _tools(request)
     exchange.note_unused(tools.unused)
-    answer = _ChatCompletion(exchange, request, model, _job(exchange, request, tools), tools)
-    if not request.stream:
-        return JsonResponse(await answer.complete())
-    sign = answer.progress.news if request.return_progress else None
-    return EventStream(exchange, answer.events(), sign=sign)
+    job = _job(exchange, request, tools)
+    encoder = ChatEncoder(
+        f"chatcmpl-{exchange.id}",
+        model,
+        int(time.time()),
+        request.format(),
+        exchange.server.engine.model.vocab,
+        exchange.times,
+        tools,
+        request.include_reasoning is not False,
+        job.running,
+    )
+    if request.stream:
+        return EventStream(exchange, encoded(exchange, job, encoder), sign=encoder.news)
+    done = await job.complete()
+    counts = counts_of(done, job.is_empty)
+    exchange.count(counts.n_prompt, counts.n_completion)
+    return JsonResponse(
+        encoder.whole(done, counts, await job.prompt_tokens() if request.return_token_ids else ())
+    )
 
 
 async def count_tokens(exchange: Exchange, request: ChatRequest) -> Response:
@@ -240,188 +245,6 @@ def _signatures(tools: Sequence[dict[str, Any]]) -> list[tuple[Any, Any]]:
     """The name and the parameters of each function among ``tools``; None stands for what is missing."""
     functions = [tool.get("function") for tool in tools]
     return [(f.get("name"), f.get("parameters")) if isinstance(f, dict) else (None, f) for f in functions]
-
-
-class _ChatCompletion:
-    """The answer to one request, complete or streamed."""
-
-    def __init__(
-        self, exchange: Exchange, request: ChatRequest, model: str, job: ChatJob, tools: Tools
-    ) -> None:
-        self.exchange = exchange
-        self.request = request
-        self.model = model
-        self.job = job
-        self.tools = tools
-        self.id = f"chatcmpl-{exchange.id}"
-        self.created = int(time.time())
-        self.writer = ChunkWriter(
-            self.id, "chat.completion.chunk", self.created, model, request.wants_usage, request.is_padded
-        )
-        self.progress = Progress(self.writer, _PROGRESS, job.running)
-        # Of each choice, the call of a custom tool that is not complete: its index, id, name and arguments.
-        self._held: dict[int, tuple[int, str, str, list[str]]] = {}
-
-    async def complete(self) -> dict[str, Any]:
-        """The answer, when all choices are complete."""
-        done = await self.job.complete()
-        n_completion = 0 if self.job.is_empty else done.n_completion_tokens
-        predicted = self.request.prediction is not None
-        guesses = (done.n_drafted_tokens, done.n_accepted_tokens) if predicted else None
-        self.exchange.count(done.n_prompt_tokens, n_completion)
-        answer = {
-            "id": self.id,
-            "object": "chat.completion",
-            "created": self.created,
-            "model": self.model,
-            "choices": [self._choice(choice) for choice in done.choices],
-            "usage": usage(done.n_prompt_tokens, n_completion, done.n_cached_tokens, guesses),
-            "timings": self.exchange.times.timings(done.n_prompt_tokens, n_completion),
-        }
-        if self.request.return_token_ids:
-            answer["prompt_token_ids"] = await self.job.prompt_tokens()
-        return answer
-
-    def _choice(self, choice: ChatChoice) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
-        if choice.reasoning and self.request.include_reasoning is not False:
-            message["reasoning_content"] = choice.reasoning
-        if choice.tool_calls:
-            message["content"] = choice.content or None
-            message["tool_calls"] = [
-                self._tool_call(call_message(call, as_written=True)) for call in choice.tool_calls
-            ]
-        made = {
-            "index": choice.index,
-            "message": message,
-            "logprobs": self._logprobs(choice.logprobs),
-            "finish_reason": choice.finish_reason,
-        }
-        if self.request.return_token_ids:
-            made["token_ids"] = choice.token_ids
-        return made
-
-    def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
-        if entries is None:
-            return None
-        as_ids = bool(self.request.return_tokens_as_token_ids)
-        return chat_logprobs(entries, self.exchange.server.engine.model.vocab, as_ids)
-
-    def _tool_call(self, call: dict[str, Any]) -> dict[str, Any]:
-        """A call in the form that the client defined the tool in."""
-        function = call["function"]
-        known = self.tools.known(function["name"])
-        if not known.is_custom:
-            return call
-        custom = {"name": known.name, "input": custom_input(function["arguments"])}
-        return {"id": call["id"], "type": "custom", "custom": custom}
-
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events of the stream."""
-        request, job, writer = self.request, self.job, self.writer
-        n_completion = n_submitted = 0
-        streams = job.streams()
-        try:
-            async with aclosing(merge_streams(streams)) as items:  # type: ignore[type-var]
-                begun: set[int] = set()
-                async for index, delta in items:
-                    if delta is None:
-                        n_submitted += 1
-                        if n_submitted == len(streams):
-                            yield SUBMITTED
-                        continue
-                    self.exchange.token_arrived(index)
-                    n_completion += len(delta.token_ids)
-                    if request.wants_continuous_usage:
-                        writer.set_usage(usage(job.n_prompt_tokens, n_completion, job.n_cached_tokens))
-                    if index not in begun:
-                        begun.add(index)
-                        if request.return_progress:
-                            yield self.progress.last(index)
-                        yield writer.chunk(await self._first_choice(index))
-                    timings = None
-                    if request.timings_per_token or delta.finish_reason is not None:
-                        timings = self.exchange.times.timings(job.n_prompt_tokens, n_completion)
-                    yield writer.chunk(self._stream_choice(index, delta), delta.content, timings)
-        finally:
-            self.exchange.count(job.n_prompt_tokens, n_completion)
-        if request.wants_usage:
-            running = [stream for stream in job.running if stream is not None]
-            drafted = sum(stream.n_drafted_tokens for stream in running)
-            accepted = sum(stream.n_accepted_tokens for stream in running)
-            guesses = (drafted, accepted) if request.prediction is not None else None
-            yield writer.usage(usage(job.n_prompt_tokens, n_completion, job.n_cached_tokens, guesses))
-        yield DONE
-
-    async def _first_choice(self, index: int) -> bytes:
-        """The choice of the first event, which has the role and no text."""
-        if not self.request.return_token_ids:
-            return (
-                b'{"index":%d,"delta":{"role":"assistant","content":"","refusal":null},'
-                b'"logprobs":null,"finish_reason":null}' % index
-            )
-        delta = {"role": "assistant", "content": "", "refusal": None}
-        made = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, "token_ids": []}
-        return encode_json({**made, "prompt_token_ids": await self.job.prompt_tokens()})
-
-    def _stream_choice(self, index: int, delta: ChatDelta) -> bytes:
-        request = self.request
-        if (
-            delta.logprobs is None
-            and delta.finish_reason is None
-            and not (delta.reasoning or delta.tool_calls or request.return_token_ids)
-        ):
-            return b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (
-                index,
-                encode_json(delta.content),
-            )
-        parts: dict[str, Any] = {}
-        if delta.content:
-            parts["content"] = delta.content
-        if delta.reasoning and request.include_reasoning is not False:
-            parts["reasoning_content"] = delta.reasoning
-        calls = self._call_parts(index, delta)
-        if calls:
-            parts["tool_calls"] = calls
-        made = {
-            "index": index,
-            "delta": parts,
-            "logprobs": self._logprobs(delta.logprobs),
-            "finish_reason": delta.finish_reason,
-        }
-        if request.return_token_ids:
-            made["token_ids"] = delta.token_ids
-        return encode_json(made)
-
-    def _call_parts(self, index: int, delta: ChatDelta) -> list[dict[str, Any]]:
-        """The parts of calls. The input of a custom tool is text in a JSON string: it is sent when it is complete."""
-        made: list[dict[str, Any]] = []
-        for part in delta.tool_calls:
-            held = self._held.get(index)
-            if held is not None and held[0] != part.index:
-                made.append(self._released(index))
-            if part.id is not None and self.tools.known(str(part.name)).is_custom:
-                self._held[index] = (part.index, part.id, str(part.name), [part.arguments])
-            elif index in self._held:
-                self._held[index][3].append(part.arguments)
-            else:
-                made.append(_call_part(part))
-        if delta.finish_reason is not None and index in self._held:
-            made.append(self._released(index))
-        return made
-
-    def _released(self, choice: int) -> dict[str, Any]:
-        """The call of a custom tool that was held back."""
-        index, call_id, name, arguments = self._held.pop(choice)
-        custom = {"name": name, "input": custom_input("".join(arguments))}
-        return {"index": index, "id": call_id, "type": "custom", "custom": custom}
-
-
-def _call_part(part: ToolCallDelta) -> dict[str, Any]:
-    if part.id is None:
-        return {"index": part.index, "function": {"arguments": part.arguments}}
-    function = {"name": part.name, "arguments": part.arguments}
-    return {"index": part.index, "id": part.id, "type": "function", "function": function}
 
 
 Message = Mapping[str, Any]

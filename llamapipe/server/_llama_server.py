@@ -25,19 +25,21 @@ from llamapipe.llama.fim import FimText, fim_room
 from llamapipe.llama.vocab import Vocab
 from llamapipe.params import SamplingParams
 from llamapipe.results import Delta, TokenLogprob
-from llamapipe.server._completions import check_params, merge_streams, progress_fields, token_limit
+from llamapipe.server._completions import check_params, token_limit
 from llamapipe.server._generation import (
     Prompt,
-    chat_logprobs,
     fim_prompt_of,
     n_prompts,
     prompts_of,
-    token_text,
 )
+from llamapipe.server._job import merge_streams
+from llamapipe.server._json import event
 from llamapipe.server._limits import check_top, total_choices
 from llamapipe.server._sampling import LoraScale, Sampling, adapters_of, chosen_samplers, token_biases
 from llamapipe.server._times import timings
-from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse, event
+from llamapipe.server.dialects.logprobs import chat_logprobs, token_text
+from llamapipe.server.dialects.openai_stream import progress_fields
+from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 from llamapipe.streams import AsyncStream
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Annotated, Any
 
 from starlette.responses import Response
 
 from llamapipe.llama.fim import FimText, fim_room
 from llamapipe.params import SamplingParams
-from llamapipe.server._completions import DONE, ChunkWriter, check_params, token_limit, usage
+from llamapipe.server._completions import check_params, token_limit
 from llamapipe.server._fields import Unused
 from llamapipe.server._generation import fim_prompt_of
+from llamapipe.server._job import TextJob, encoded
 from llamapipe.server._sampling import Sampling
-from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse, encode_json
+from llamapipe.server.dialects.mistral import FimEncoder
+from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 
 
@@ -35,9 +38,7 @@ async def fim_completions(exchange: Exchange, request: FimRequest) -> Response:
     """Fills in one text, as a whole or as a stream."""
     state = exchange.server
     model = state.check_model(request.model)
-    created, call_id = int(time.time()), f"fim-{exchange.id}"
     params = _params(exchange, request)
-    timeout = state.settings.timeout_s
 
     async def prompt() -> list[int]:
         constraint = request.constraint()
@@ -47,46 +48,19 @@ async def fim_completions(exchange: Exchange, request: FimRequest) -> Response:
             await fim_prompt_of(state, text, fim_room(state.engine.n_ctx, params.max_tokens), "prompt")
         ).tokens
 
+    encoder = FimEncoder(f"fim-{exchange.id}", model, int(time.time()))
     if not request.stream:
-        answer = state.engine.agenerate(await prompt(), params, timeout=timeout, block=False)
-        done = await exchange.await_engine(answer)
-        exchange.count(done.n_prompt_tokens, done.n_completion_tokens)
-        message = {"role": "assistant", "content": done.text, "tool_calls": None, "prefix": False}
-        choice = {"index": 0, "message": message, "finish_reason": done.finish_reason}
-        return JsonResponse(
-            {
-                "id": call_id,
-                "object": "chat.completion",
-                "created": created,
-                "model": model,
-                "choices": [choice],
-                "usage": usage(done.n_prompt_tokens, done.n_completion_tokens, done.n_cached_tokens),
-            }
-        )
-    writer = ChunkWriter(call_id, "chat.completion.chunk", created, model, False, False)
+        job = TextJob(exchange, [await prompt()], params)
+        done = await job.complete()
+        counts = job.counts_of(done)
+        exchange.count(counts.n_prompt, counts.n_completion)
+        return JsonResponse(encoder.whole(done[0], counts))
 
     async def events() -> AsyncGenerator[bytes, None]:
-        tokens = await prompt()
-        n = 0
-        try:
-            async with state.engine.astream(tokens, params, timeout=timeout, block=False) as stream:
-                await stream.submit()
-                exchange.times.follow(stream)
-                yield SUBMITTED
-                async for delta in stream:
-                    exchange.token_arrived(0)
-                    content = {"content": delta.text} if n else {"role": "assistant", "content": delta.text}
-                    n += len(delta.token_ids)
-                    if delta.finish_reason is not None:  # the last one has the usage
-                        writer.set_usage(usage(len(tokens), n, stream.n_cached_tokens))
-                    elif not delta.text:
-                        continue
-                    yield writer.chunk(
-                        encode_json({"index": 0, "delta": content, "finish_reason": delta.finish_reason})
-                    )
-        finally:
-            exchange.count(len(tokens), n)
-        yield DONE
+        job = TextJob(exchange, [await prompt()], params)
+        async with aclosing(encoded(exchange, job, encoder)) as made:
+            async for data in made:
+                yield data
 
     return EventStream(exchange, events())
 

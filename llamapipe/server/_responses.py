@@ -16,14 +16,16 @@ from llamapipe.chat.results import ToolCallDelta
 from llamapipe.media.decode import is_media
 from llamapipe.results import ChatDelta
 from llamapipe.server._fields import Only, Unused
-from llamapipe.server._generation import ChatJob, chat_logprobs, input_tokens, n_prompt_tokens, template_args
+from llamapipe.server._generation import ChatJob, input_tokens, n_prompt_tokens, template_args
+from llamapipe.server._json import event
 from llamapipe.server._kept import Kept, kept_of, resolved
 from llamapipe.server._limits import check_n_messages, check_top
 from llamapipe.server._media import PlacedPart
 from llamapipe.server._sampling import Sampling
 from llamapipe.server._store import Item
 from llamapipe.server._tools import ClientName, Tools, custom_arguments, custom_input, qualified, tools_of
-from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse, event
+from llamapipe.server.dialects.logprobs import chat_logprobs
+from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError, api_error, shutting_down
 
 Message = dict[str, Any]

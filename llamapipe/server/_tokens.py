@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from starlette.responses import Response
 
-from llamapipe.server._generation import check_template_args, token_text, tokenize_chat, tokenized
+from llamapipe.server._generation import check_template_args, tokenize_chat, tokenized
 from llamapipe.server._limits import check_n_messages, refuse_long_chat
 from llamapipe.server._tools import check_functions
+from llamapipe.server.dialects.logprobs import token_text
 from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 from llamapipe.work.long_work import size_of

@@ -26,12 +26,13 @@ import numpy as np
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
-from llamapipe.chat.halves import whole_json_bytes, whole_values
+from llamapipe.chat.halves import whole_json_bytes
 from llamapipe.results import ChatCompletion, Completion
 from llamapipe.server._body import accepted, check_transfer, decoded, encodings_of
 from llamapipe.server._client_request import ClientRequest
 from llamapipe.server._fields import as_taken, mismatch, unused
 from llamapipe.server._gate import LOADED_NS
+from llamapipe.server._json import encode_json, event, line
 from llamapipe.server.errors import BUSY, ApiError, Dialect, api_error, log_unexpected
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ T = TypeVar("T")
 Answers = TypeVar("Answers", bound=Completion | ChatCompletion | Sequence[Completion])
 Body = TypeVar("Body", bound=msgspec.Struct)
 _log = logging.getLogger("llamapipe.server")
-_encoder = msgspec.json.Encoder()
 _LARGE_BODY = 2**20  # bytes; the C library keeps what such requests free
 _SIGN_S = 0.25  # how often a stream looks whether it can tell something new
 PING = b": ping\n\n"  # a comment, which clients skip
@@ -329,14 +329,6 @@ class Exchange(ClientRequest):
         await self.prepare(response)(self.scope, self._receive, self._send)
 
 
-def encode_json(value: object) -> bytes:
-    """A value as JSON. What a model writes in JSON may have halves of characters."""
-    try:
-        return _encoder.encode(value)
-    except UnicodeEncodeError:
-        return _encoder.encode(whole_values(msgspec.to_builtins(value)))
-
-
 class LateResponse(Response):
     """A response whose status is known when its first byte is sent; it sets that of the exchange."""
 
@@ -352,17 +344,6 @@ class JsonResponse(Response):
 
 
 # ---- streams
-def event(value: object, name: str | None = None) -> bytes:
-    """A value as an event, with a name for APIs that name their events."""
-    data = b"data: " + encode_json(value) + b"\n\n"
-    return data if name is None else b"event: " + name.encode() + b"\n" + data
-
-
-def line(value: object) -> bytes:
-    """A value as a line of a stream of JSON."""
-    return encode_json(value) + b"\n"
-
-
 def error_event(error: BaseException, dialect: Dialect) -> bytes:
     """The event, or Ollama's line, for an error that occurs after the stream has begun."""
     answer = api_error(error)

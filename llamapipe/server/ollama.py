@@ -16,7 +16,7 @@ import logging
 import math
 import re
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from datetime import datetime, timezone
 from difflib import get_close_matches
@@ -32,21 +32,21 @@ import llamapipe
 from llamapipe._messages import quoted, shown
 from llamapipe.arguments import check_tokens
 from llamapipe.chat.options import ChatOptions
-from llamapipe.chat.results import ToolCall, ToolCallDelta
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.fim import FimText, fim_room
 from llamapipe.ollama_models import StoredModel, names_of
 from llamapipe.params import SamplingParams
-from llamapipe.results import ChatDelta, TokenLogprob
 from llamapipe.server._embeddings import embedded
 from llamapipe.server._fields import Lenient, Only, Unused
-from llamapipe.server._generation import ChatJob, chat_logprobs, fim_prompt_of, prompts_of
+from llamapipe.server._generation import ChatJob, fim_prompt_of, prompts_of
+from llamapipe.server._job import Job, Part, TextJob, encoded
 from llamapipe.server._limits import check_n_messages, check_top
 from llamapipe.server._media import PlacedPart
 from llamapipe.server._page import page
 from llamapipe.server._sampling import FROM_TABLE, Formats, Sampling, Tokenize
 from llamapipe.server._tools import check_functions
-from llamapipe.server.endpoint import SUBMITTED, Exchange, JsonResponse, LineStream, line
+from llamapipe.server.dialects.ollama import OllamaEncoder, date_of, empty_part, nanoseconds
+from llamapipe.server.endpoint import Exchange, JsonResponse, LineStream
 from llamapipe.server.errors import ApiError
 
 if TYPE_CHECKING:
@@ -428,189 +428,6 @@ def _embedder(state: ServerState, name: str) -> Embedder:
 
 
 # ---- answers
-def _now() -> str:
-    return _date(datetime.now(timezone.utc))
-
-
-def _date(moment: datetime) -> str:
-    return moment.astimezone(timezone.utc).isoformat().replace("+00:00", "Z")
-
-
-def empty_part(model: str, is_chat: bool) -> dict[str, Any]:
-    """A part of an answer without text, to which clients add nothing."""
-    empty = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
-    return {"model": model, "created_at": _now(), **empty, "done": False}
-
-
-def _ns(seconds: float) -> int:
-    """Nanoseconds, at least one: clients divide by them."""
-    return max(round(seconds * 1e9), 1)
-
-
-class _Answer:
-    """The answer to a chat or a prompt, as lines or as one object.
-
-    ``deltas``: what the engine generates; its first item is None, as of ``ChatJob.streams``. ``job``: where they come
-    from, if a template wrote the prompt; else ``n_prompt_tokens`` is known.
-    """
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        request: OllamaChatRequest | GenerateRequest,
-        deltas: AsyncGenerator[ChatDelta | None, None],
-    ) -> None:
-        self._exchange = exchange
-        self._model = request.model
-        self._is_chat = isinstance(request, OllamaChatRequest)
-        self._is_empty = request.is_empty
-        self._deltas = deltas
-        self._calls = _Calls()
-        self._token_ids: list[int] = []
-        self._submitted_at = self._first_at = exchange.times.arrived_at
-        self.job: ChatJob | None = None
-        self.n_prompt_tokens = 0
-
-    def __repr__(self) -> str:
-        return f"<_Answer of {self._exchange!r}>"
-
-    def part(
-        self,
-        content: str = "",
-        thinking: str = "",
-        calls: Sequence[Mapping[str, Any]] = (),
-        logprobs: Sequence[Mapping[str, Any]] | None = None,
-    ) -> dict[str, Any]:
-        """A part of the answer."""
-        made: dict[str, Any] = {"model": self._model, "created_at": _now()}
-        if self._is_chat:
-            message: dict[str, Any] = {"role": "assistant", "content": content}
-            made["message"] = message
-        else:
-            made["response"] = content
-            message = made
-        if thinking:
-            message["thinking"] = thinking
-        if calls:
-            message["tool_calls"] = calls
-        if logprobs:
-            made["logprobs"] = logprobs
-        made["done"] = False
-        return made
-
-    async def parts(self) -> AsyncGenerator[dict[str, Any] | None, None]:
-        """The parts that are not empty, the last one with the counts; None: the request is in the queue."""
-        try:
-            async with aclosing(self._deltas) as deltas:
-                async for delta in deltas:
-                    if delta is None:
-                        self._submitted_at = perf_counter()
-                        yield None
-                        continue
-                    if not self._token_ids:
-                        self._first_at = perf_counter()
-                    self._exchange.token_arrived(0)
-                    self._token_ids += delta.token_ids
-                    is_last = delta.finish_reason is not None
-                    if not self._is_empty:
-                        calls = [*self._calls.complete(delta.tool_calls, is_last)]
-                        logprobs = self._logprobs(delta.logprobs)
-                        if delta.content or delta.reasoning or calls or logprobs:
-                            yield self.part(delta.content, delta.reasoning, calls, logprobs)
-                    if is_last:
-                        yield await self._last(delta)
-        finally:
-            self._exchange.count(self._n_prompt, len(self._token_ids))
-
-    @property
-    def _n_prompt(self) -> int:
-        return self.n_prompt_tokens if self.job is None else self.job.n_prompt_tokens
-
-    def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> list[dict[str, Any]] | None:
-        if entries is None:
-            return None
-        found = chat_logprobs(entries, self._exchange.server.engine.model.vocab)
-        content: list[dict[str, Any]] = found["content"]
-        return content
-
-    async def _last(self, delta: ChatDelta) -> dict[str, Any]:
-        ended = perf_counter()
-        made = self.part()
-        is_cut = self._is_empty or delta.finish_reason in ("length", "timeout")
-        made["done"], made["done_reason"] = True, "length" if is_cut else "stop"
-        if not self._is_chat and self.job is not None:
-            made["context"] = [*await self.job.prompt_tokens(), *self._token_ids]
-        first = self._first_at if self._token_ids else ended
-        return made | {
-            "total_duration": _ns(ended - self._exchange.times.arrived_at) + self._exchange.loaded_ns,
-            "load_duration": self._exchange.loaded_ns,
-            "prompt_eval_count": self._n_prompt,
-            "prompt_eval_duration": _ns(first - self._submitted_at),
-            "eval_count": 0 if self._is_empty else len(self._token_ids),
-            "eval_duration": _ns(ended - first),
-        }
-
-    async def lines(self) -> AsyncGenerator[bytes, None]:
-        """The lines of the stream."""
-        async with aclosing(self.parts()) as parts:
-            async for part in parts:
-                yield SUBMITTED if part is None else line(part)
-
-    async def whole(self) -> dict[str, Any]:
-        """The answer, when it is complete."""
-        contents: list[str] = []
-        thinking: list[str] = []
-        calls: list[Mapping[str, Any]] = []
-        logprobs: list[Mapping[str, Any]] = []
-        last: dict[str, Any] = {}
-        async with aclosing(self.parts()) as parts:
-            async for part in parts:
-                if part is None:
-                    continue
-                message = part["message"] if self._is_chat else part
-                contents.append(message["content" if self._is_chat else "response"])
-                thinking.append(message.get("thinking", ""))
-                calls += message.get("tool_calls", ())
-                logprobs += part.get("logprobs", ())
-                last = part
-        return last | self.part("".join(contents), "".join(thinking), calls, logprobs) | {"done": True}
-
-    async def response(self, stream: bool | None) -> Response:
-        """The answer as the client wants it."""
-        if stream is False:
-            return JsonResponse(await self.whole())
-        return LineStream(self._exchange, self.lines(), ping=line(self.part()))
-
-
-class _Calls:
-    """Joins the pieces of tool calls: a line of this API has whole ones."""
-
-    def __init__(self) -> None:
-        self._open: tuple[ToolCallDelta, list[str]] | None = None
-
-    def __repr__(self) -> str:
-        return f"<_Calls {self._open}>"
-
-    def complete(self, pieces: Sequence[ToolCallDelta], is_last: bool) -> Iterator[dict[str, Any]]:
-        """The calls that are complete with these pieces. ``is_last``: there are no more."""
-        for piece in pieces:
-            if piece.id is not None:
-                yield from self._closed()
-                self._open = piece, []
-            if self._open is not None:
-                self._open[1].append(piece.arguments)
-        if is_last:
-            yield from self._closed()
-
-    def _closed(self) -> Iterator[dict[str, Any]]:
-        if self._open is None:
-            return
-        (first, texts), self._open = self._open, None
-        call = ToolCall.of(str(first.id), str(first.name), "".join(texts))
-        function = {"index": first.index, "name": call.name, "arguments": call.arguments}
-        yield {"id": call.id, "function": function}
-
-
 # ---- chat
 async def chat(exchange: Exchange, request: OllamaChatRequest) -> Response:
     """``POST /api/chat``: answers a conversation. Without messages: the model is loaded."""
@@ -644,10 +461,32 @@ async def _conversation(
         truncation="error" if request.truncate is False else "auto",
     )
     job = ChatJob(exchange, messages, params, options, "format", request.is_empty, before)
-    (deltas,) = job.streams()
-    answer = _Answer(exchange, request, deltas)
-    answer.job = job
-    return await answer.response(request.stream)
+    is_chat = isinstance(request, OllamaChatRequest)
+    return await _answered(exchange, request, job, with_context=not is_chat)
+
+
+async def _answered(
+    exchange: Exchange,
+    request: OllamaChatRequest | GenerateRequest,
+    job: Job[Part],
+    with_context: bool = False,
+) -> Response:
+    """The answer as the client wants it."""
+    encoder = OllamaEncoder(
+        request.model,
+        isinstance(request, OllamaChatRequest),
+        exchange.server.engine.model.vocab,
+        exchange.times,
+        request.stream is False,
+        request.is_empty,
+        with_context,
+        exchange.loaded_ns,
+    )
+    parts = encoded(exchange, job, encoder)
+    if request.stream is not False:
+        return LineStream(exchange, parts, ping=encoder.ping())
+    async with aclosing(parts):
+        return JsonResponse(b"".join([part async for part in parts]))
 
 
 async def _thinking(state: ServerState, request: Generates) -> dict[str, Any]:
@@ -787,21 +626,7 @@ async def _text(exchange: Exchange, request: GenerateRequest, text: str, before:
     else:
         (tokens,) = await prompts_of(state, text, "prompt", suffix=request.suffix or None)
     tokens = [*before, *tokens]
-    answer = _Answer(exchange, request, _text_deltas(exchange, tokens, params))
-    answer.n_prompt_tokens = len(tokens)
-    return await answer.response(request.stream)
-
-
-async def _text_deltas(
-    exchange: Exchange, tokens: list[int], params: SamplingParams
-) -> AsyncGenerator[ChatDelta | None, None]:
-    state = exchange.server
-    async with state.engine.astream(tokens, params, timeout=state.settings.timeout_s, block=False) as stream:
-        await stream.submit()
-        exchange.times.follow(stream)
-        yield None
-        async for delta in stream:
-            yield ChatDelta(delta.text, "", (), delta.token_ids, delta.logprobs, delta.finish_reason)
+    return await _answered(exchange, request, TextJob(exchange, [tokens], params, is_empty=request.is_empty))
 
 
 # ---- embeddings
@@ -821,7 +646,7 @@ async def embed(exchange: Exchange, request: EmbedRequest) -> Response:
         {
             "model": request.model,
             "embeddings": rows,
-            "total_duration": _ns(perf_counter() - exchange.times.arrived_at) + exchange.loaded_ns,
+            "total_duration": nanoseconds(perf_counter() - exchange.times.arrived_at) + exchange.loaded_ns,
             "load_duration": exchange.loaded_ns,
             "prompt_eval_count": n_tokens,
         }
@@ -862,7 +687,7 @@ async def tags(exchange: Exchange) -> Response:
 async def loaded_models(exchange: Exchange) -> Response:
     """``GET /api/ps``: the same, with the memory they take. They stay loaded."""
     state = exchange.server
-    expires_at = _date(datetime.fromtimestamp(state.created, timezone.utc).replace(year=_last_year(state)))
+    expires_at = date_of(datetime.fromtimestamp(state.created, timezone.utc).replace(year=_last_year(state)))
     found = []
     for entry in await state.in_thread(_listed, state):
         embedder = state.embedder
@@ -913,7 +738,7 @@ def _modified(model: Model) -> str:
         seconds = model.path.stat().st_mtime_ns / 1e9
     except OSError:  # it was deleted after the start
         seconds = 0.0
-    return _date(datetime.fromtimestamp(seconds, timezone.utc))
+    return date_of(datetime.fromtimestamp(seconds, timezone.utc))
 
 
 def _digest(model: Model) -> str:

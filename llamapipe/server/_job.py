@@ -1,0 +1,225 @@
+"""Runs a request in the engine and gives the parts of its answer to an encoder.
+
+Open it for what every streamed answer does, whatever API it came by: when its headers are sent, what is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+from llamapipe.params import SamplingParams
+from llamapipe.results import ChatCompletion, ChatDelta, Completion, Delta, TokenLogprob
+from llamapipe.server.dialects.encoder import Counts, Encoder
+from llamapipe.server.endpoint import SUBMITTED, Exchange
+from llamapipe.streams import AsyncChatStream, AsyncStream
+
+T = TypeVar("T")
+Part = TypeVar("Part", ChatDelta, Delta)
+Part_co = TypeVar("Part_co", ChatDelta, Delta, covariant=True)
+
+
+class Job(Protocol[Part_co]):
+    """A request of the engine, as one stream for each choice.
+
+    ``n_prompt_tokens``, ``n_cached_tokens``: of all prompts, once their streams have begun. ``running``: the streams,
+    None before they are submitted.
+    """
+
+    @property
+    def n_prompt_tokens(self) -> int: ...
+
+    @property
+    def n_cached_tokens(self) -> int: ...
+
+    @property
+    def running(self) -> Sequence[AsyncStream | AsyncChatStream | None]: ...
+
+    def streams(self) -> Sequence[AsyncGenerator[Part_co | None, None]]:
+        """One for each choice. The first item is None: the request was checked and is in the queue."""
+
+    async def prompt_tokens(self) -> list[int]:
+        """The tokens of the prompt, without those of images."""
+
+
+class TextJob:
+    """Prompts of tokens with their params: ``n`` choices of each.
+
+    ``is_empty``: no tokens are asked for. The engine computes the prompt and one token, which is not returned.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        n: int = 1,
+        is_empty: bool = False,
+    ) -> None:
+        self._exchange = exchange
+        self._engine = exchange.server.engine
+        self._timeout = exchange.server.settings.timeout_s
+        self._prompts = prompts
+        self._params = params
+        self._is_empty = is_empty
+        self._n_cached = [0] * len(prompts)
+        self.n = n
+        self.n_prompt_tokens = sum(map(len, prompts))
+        self.running: list[AsyncStream | None] = [None] * (len(prompts) * n)
+
+    def __repr__(self) -> str:
+        return f"<TextJob n_prompts={len(self._prompts)} n={self.n}>"
+
+    @property
+    def n_cached_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(self._n_cached)
+
+    async def prompt_tokens(self) -> list[int]:
+        """The tokens of the first prompt."""
+        return self._prompts[0]
+
+    async def complete(self) -> list[Completion]:
+        """The answers, when all choices are complete; ``params.n`` choices of each prompt."""
+        return await self._exchange.await_engine(
+            self._engine.agenerate(self._prompts, self._params, timeout=self._timeout, block=False)
+        )
+
+    def counts_of(self, done: Sequence[Completion]) -> Counts:
+        """The tokens of whole answers."""
+        return Counts(
+            sum(completion.n_prompt_tokens for completion in done),
+            sum(completion.n_cached_tokens for completion in done),
+            0 if self._is_empty else sum(completion.n_completion_tokens for completion in done),
+            sum(completion.n_drafted_tokens for completion in done),
+            sum(completion.n_accepted_tokens for completion in done),
+        )
+
+    async def prompt_logprobs(self) -> list[list[TokenLogprob]] | None:
+        """The log-probabilities of each prompt's tokens, for a stream that shows them first; None: not asked for."""
+        given = self._params
+        if given.prompt_logprobs is None:
+            return None
+        # Whose cells these are, and whether others may use them, is the same as for the answer.
+        params = SamplingParams(
+            max_tokens=1,
+            prompt_logprobs=given.prompt_logprobs,
+            cache=given.cache,
+            cache_salt=given.cache_salt,
+            adapter=given.adapter,
+            priority=given.priority,
+        )
+        done = await self._engine.agenerate(self._prompts, params, timeout=self._timeout, block=False)
+        return [list(completion.prompt_logprobs or ()) for completion in done]
+
+    def streams(self) -> list[AsyncGenerator[Delta | None, None]]:
+        """One for each choice, those of the first prompt first."""
+        return [self._stream(p, i) for p in range(len(self._prompts)) for i in range(self.n)]
+
+    async def _stream(self, p: int, i: int) -> AsyncGenerator[Delta | None, None]:
+        params = replace(self._params, n=1, prompt_logprobs=None)
+        if params.seed is not None:
+            params = replace(params, seed=(params.seed + i) % 2**64)
+        stream = self._engine.astream(self._prompts[p], params, timeout=self._timeout, block=False)
+        async with stream:
+            await stream.submit()
+            self._exchange.times.follow(stream)
+            self.running[p * self.n + i] = stream
+            yield None
+            async for delta in stream:
+                if i == 0:  # the first of a prompt's choices computes it for the others
+                    self._n_cached[p] = stream.n_cached_tokens
+                if self._is_empty:
+                    yield delta._replace(text="", token_ids=(), finish_reason="length")
+                    return
+                yield delta
+
+
+def counts_of(done: ChatCompletion, is_empty: bool = False) -> Counts:
+    """The tokens of a whole answer. ``is_empty``: the request asked for none."""
+    return Counts(
+        done.n_prompt_tokens,
+        done.n_cached_tokens,
+        0 if is_empty else done.n_completion_tokens,
+        done.n_drafted_tokens,
+        done.n_accepted_tokens,
+    )
+
+
+async def encoded(exchange: Exchange, job: Job[Part], encoder: Encoder[Part]) -> AsyncGenerator[bytes, None]:
+    """The bytes of a streamed answer, as they come. Counts its tokens for the log and the metrics."""
+    streams = job.streams()
+    n_completion = n_submitted = 0
+    begun: set[int] = set()
+    try:
+        async with aclosing(merge_streams(streams)) as items:  # type: ignore[type-var]
+            async for index, part in items:
+                if part is None:
+                    n_submitted += 1
+                    if n_submitted == len(streams):
+                        yield SUBMITTED
+                    continue
+                exchange.token_arrived(index)
+                n_completion += len(part.token_ids)
+                counts = Counts(job.n_prompt_tokens, job.n_cached_tokens, n_completion)
+                if index not in begun:
+                    begun.add(index)
+                    prompt = await job.prompt_tokens() if encoder.prompt_at == "begin" else ()
+                    if data := encoder.begin(index, counts, prompt):
+                        yield data
+                if data := encoder.part(index, part, counts):
+                    yield data
+    finally:
+        exchange.count(job.n_prompt_tokens, n_completion)
+    running = [stream for stream in job.running if stream is not None]
+    counts = Counts(
+        job.n_prompt_tokens,
+        job.n_cached_tokens,
+        n_completion,
+        sum(stream.n_drafted_tokens for stream in running),
+        sum(stream.n_accepted_tokens for stream in running),
+    )
+    prompt = await job.prompt_tokens() if encoder.prompt_at == "end" else ()
+    if data := encoder.end(counts, prompt):
+        yield data
+
+
+async def merge_streams(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncIterator[tuple[int, T]]:
+    """Yields the items of several streams as they arrive, each with the index of its stream.
+
+    Closing the iterator closes the streams. An exception of a stream is raised here.
+    """
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
+    queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue(2 * len(streams))
+
+    async def pump(index: int, stream: AsyncGenerator[T, None]) -> None:
+        try:
+            async with aclosing(stream) as items:
+                async for item in items:
+                    await queue.put((index, item))
+            await queue.put(None)
+        except Exception as e:
+            await queue.put(e)
+
+    tasks = [asyncio.ensure_future(pump(i, stream)) for i, stream in enumerate(streams)]
+    try:
+        n_left = len(streams)
+        while n_left:
+            got = await queue.get()
+            if isinstance(got, BaseException):
+                raise got
+            if got is None:
+                n_left -= 1
+            else:
+                yield got
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)

@@ -1,0 +1,28 @@
+"""Values as bytes: JSON, server-sent events, lines."""
+
+from __future__ import annotations
+
+import msgspec
+
+from llamapipe.chat.halves import whole_values
+
+_encoder = msgspec.json.Encoder()
+
+
+def encode_json(value: object) -> bytes:
+    """A value as JSON. What a model writes in JSON may have halves of characters."""
+    try:
+        return _encoder.encode(value)
+    except UnicodeEncodeError:
+        return _encoder.encode(whole_values(msgspec.to_builtins(value)))
+
+
+def event(value: object, name: str | None = None) -> bytes:
+    """A value as an event, with a name for APIs that name their events."""
+    data = b"data: " + encode_json(value) + b"\n\n"
+    return data if name is None else b"event: " + name.encode() + b"\n" + data
+
+
+def line(value: object) -> bytes:
+    """A value as a line of a stream of JSON."""
+    return encode_json(value) + b"\n"

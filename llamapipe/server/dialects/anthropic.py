@@ -1,0 +1,116 @@
+"""Answers of ``/v1/messages``, in Anthropic's format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llamapipe.results import ChatChoice, ChatDelta
+from llamapipe.server._json import event
+from llamapipe.server.dialects.encoder import Counts, PromptAt
+
+_STOP_REASONS = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "timeout": "max_tokens",
+}
+
+
+class AnthropicEncoder:
+    """The answer to one request, complete or streamed. A stream has content blocks, of which one is open at a time."""
+
+    prompt_at: PromptAt = None
+
+    def __init__(self, call_id: str, model: str) -> None:
+        self._id = call_id
+        self._model = model
+        self._index = -1
+        self._open: object = None  # "text", "thinking", or the index of a tool call
+
+    def __repr__(self) -> str:
+        return f"<AnthropicEncoder {self._id} open={self._open!r}>"
+
+    def whole(self, choice: ChatChoice, counts: Counts) -> dict[str, Any]:
+        """The complete answer."""
+        return self._message(_content(choice), counts) | _stop(choice)
+
+    def _message(self, content: list[dict[str, Any]], counts: Counts) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {
+                "input_tokens": counts.n_prompt - counts.n_cached,
+                "output_tokens": counts.n_completion,
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": counts.n_cached,
+            },
+        }
+
+    # ---- streamed
+    def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
+        """The message without content."""
+        return _named("message_start", message=self._message([], counts._replace(n_completion=0)))
+
+    def part(self, index: int, part: ChatDelta, counts: Counts) -> bytes:
+        """The events for a part."""
+        made: list[bytes] = []
+        if part.reasoning:
+            made += self._switched("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            made.append(self._delta({"type": "thinking_delta", "thinking": part.reasoning}))
+        if part.content:
+            made += self._switched("text", {"type": "text", "text": ""})
+            made.append(self._delta({"type": "text_delta", "text": part.content}))
+        for piece in part.tool_calls:
+            block: dict[str, Any] = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
+            made += self._switched(piece.index, block)
+            if piece.arguments:
+                made.append(self._delta({"type": "input_json_delta", "partial_json": piece.arguments}))
+        if part.finish_reason is not None:
+            if self._index < 0:
+                made += self._switched("text", {"type": "text", "text": ""})
+            made.append(_named("content_block_stop", index=self._index))
+            usage = {"output_tokens": counts.n_completion}
+            made.append(_named("message_delta", delta=_stop(part), usage=usage))
+        return b"".join(made)
+
+    def _switched(self, what: object, block: dict[str, Any]) -> list[bytes]:
+        if self._open == what:
+            return []
+        made = [] if self._open is None else [_named("content_block_stop", index=self._index)]
+        self._open = what
+        self._index += 1
+        return [*made, _named("content_block_start", index=self._index, content_block=block)]
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _named("content_block_delta", index=self._index, delta=delta)
+
+    def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
+        """The end of the stream."""
+        return _named("message_stop")
+
+
+def _named(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, kind)
+
+
+def _content(choice: ChatChoice) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if choice.reasoning:
+        blocks.append({"type": "thinking", "thinking": choice.reasoning, "signature": ""})
+    if choice.content or not choice.tool_calls:
+        blocks.append({"type": "text", "text": choice.content})
+    return blocks + [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
+        for call in choice.tool_calls
+    ]
+
+
+def _stop(end: ChatChoice | ChatDelta) -> dict[str, Any]:
+    reason = "stop_sequence" if end.stop_string is not None else _STOP_REASONS[str(end.finish_reason)]
+    return {"stop_reason": reason, "stop_sequence": end.stop_string}

@@ -1,0 +1,191 @@
+"""Answers of ``/v1/chat/completions``, in OpenAI's format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llamapipe.chat.results import ToolCallDelta
+from llamapipe.llama.vocab import Vocab
+from llamapipe.results import ChatChoice, ChatCompletion, ChatDelta, TokenLogprob, call_message
+from llamapipe.server._json import encode_json
+from llamapipe.server._times import RequestTimes
+from llamapipe.server._tools import Tools, custom_input
+from llamapipe.server.dialects.encoder import Counts, PromptAt
+from llamapipe.server.dialects.logprobs import chat_logprobs
+from llamapipe.server.dialects.openai_stream import DONE, ChunkWriter, Computing, Format, Progress, usage
+
+_PROGRESS = b'{"index":%d,"delta":{"role":"assistant","content":null},"finish_reason":null}'
+_BEGIN = (
+    b'{"index":%d,"delta":{"role":"assistant","content":"","refusal":null},'
+    b'"logprobs":null,"finish_reason":null}'
+)
+
+
+class ChatEncoder:
+    """The answer to one request, complete or streamed.
+
+    ``vocab``: of the model, for log-probabilities. ``tools``: how the client knows those that the model calls.
+    ``with_reasoning``: the answer has the reasoning. ``running``: the streams, whose progress ``news`` tells.
+    """
+
+    def __init__(
+        self,
+        call_id: str,
+        model: str,
+        created: int,
+        form: Format,
+        vocab: Vocab,
+        times: RequestTimes,
+        tools: Tools,
+        with_reasoning: bool = True,
+        running: Sequence[Computing | None] = (),
+    ) -> None:
+        self.prompt_at: PromptAt = "begin" if form.token_ids else None
+        self._common = {"id": call_id, "object": "chat.completion", "created": created, "model": model}
+        self._form = form
+        self._vocab = vocab
+        self._times = times
+        self._tools = tools
+        self._with_reasoning = with_reasoning
+        self._writer = ChunkWriter(
+            call_id, "chat.completion.chunk", created, model, form.with_usage, form.padded
+        )
+        self._progress = Progress(self._writer, _PROGRESS, running) if form.with_progress else None
+        # Of each choice, the call of a custom tool that is not complete: its index, id, name and arguments.
+        self._held: dict[int, tuple[int, str, str, list[str]]] = {}
+
+    def __repr__(self) -> str:
+        return f"<ChatEncoder {self._common['id']}>"
+
+    # ---- complete
+    def whole(self, done: ChatCompletion, counts: Counts, prompt: Sequence[int] = ()) -> dict[str, Any]:
+        """The complete answer. ``prompt``: its tokens, for a client that wants token ids."""
+        answer = {
+            **self._common,
+            "choices": [self._choice(choice) for choice in done.choices],
+            "usage": usage(counts, self._form.predicted),
+            "timings": self._times.timings(counts.n_prompt, counts.n_completion),
+        }
+        if self._form.token_ids:
+            answer["prompt_token_ids"] = prompt
+        return answer
+
+    def _choice(self, choice: ChatChoice) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
+        if choice.reasoning and self._with_reasoning:
+            message["reasoning_content"] = choice.reasoning
+        if choice.tool_calls:
+            message["content"] = choice.content or None
+            message["tool_calls"] = [
+                self._call(call_message(call, as_written=True)) for call in choice.tool_calls
+            ]
+        made = {
+            "index": choice.index,
+            "message": message,
+            "logprobs": self._logprobs(choice.logprobs),
+            "finish_reason": choice.finish_reason,
+        }
+        if self._form.token_ids:
+            made["token_ids"] = choice.token_ids
+        return made
+
+    def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+        return None if entries is None else chat_logprobs(entries, self._vocab, self._form.tokens_as_ids)
+
+    def _call(self, call: dict[str, Any]) -> dict[str, Any]:
+        """A call in the form that the client defined the tool in."""
+        function = call["function"]
+        known = self._tools.known(function["name"])
+        if not known.is_custom:
+            return call
+        custom = {"name": known.name, "input": custom_input(function["arguments"])}
+        return {"id": call["id"], "type": "custom", "custom": custom}
+
+    # ---- streamed
+    def news(self) -> bytes:
+        """How much of the prompt is computed, if that has changed."""
+        return b"" if self._progress is None else self._progress.news()
+
+    def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
+        """The first event of a choice, which has the role and no text."""
+        if self._form.continuous_usage:
+            self._writer.set_usage(usage(counts))
+        last = b"" if self._progress is None else self._progress.last(index)
+        if not self._form.token_ids:
+            return last + self._writer.chunk(_BEGIN % index)
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        made = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, "token_ids": []}
+        return last + self._writer.chunk(encode_json({**made, "prompt_token_ids": prompt}))
+
+    def part(self, index: int, part: ChatDelta, counts: Counts) -> bytes:
+        """The event for a part."""
+        form, timings = self._form, None
+        if form.continuous_usage:
+            self._writer.set_usage(usage(counts))
+        if form.timings_per_token or part.finish_reason is not None:
+            timings = self._times.timings(counts.n_prompt, counts.n_completion)
+        return self._writer.chunk(self._part(index, part), part.content, timings)
+
+    def _part(self, index: int, part: ChatDelta) -> bytes:
+        if (
+            part.logprobs is None
+            and part.finish_reason is None
+            and not (part.reasoning or part.tool_calls or self._form.token_ids)
+        ):
+            return b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (
+                index,
+                encode_json(part.content),
+            )
+        delta: dict[str, Any] = {}
+        if part.content:
+            delta["content"] = part.content
+        if part.reasoning and self._with_reasoning:
+            delta["reasoning_content"] = part.reasoning
+        if calls := self._call_parts(index, part):
+            delta["tool_calls"] = calls
+        made = {
+            "index": index,
+            "delta": delta,
+            "logprobs": self._logprobs(part.logprobs),
+            "finish_reason": part.finish_reason,
+        }
+        if self._form.token_ids:
+            made["token_ids"] = part.token_ids
+        return encode_json(made)
+
+    def _call_parts(self, index: int, part: ChatDelta) -> list[dict[str, Any]]:
+        """The parts of calls. The input of a custom tool is text in a JSON string: it is sent when it is complete."""
+        made: list[dict[str, Any]] = []
+        for piece in part.tool_calls:
+            held = self._held.get(index)
+            if held is not None and held[0] != piece.index:
+                made.append(self._released(index))
+            if piece.id is not None and self._tools.known(str(piece.name)).is_custom:
+                self._held[index] = (piece.index, piece.id, str(piece.name), [piece.arguments])
+            elif index in self._held:
+                self._held[index][3].append(piece.arguments)
+            else:
+                made.append(_call_part(piece))
+        if part.finish_reason is not None and index in self._held:
+            made.append(self._released(index))
+        return made
+
+    def _released(self, choice: int) -> dict[str, Any]:
+        """The call of a custom tool that was held back."""
+        index, call_id, name, arguments = self._held.pop(choice)
+        custom = {"name": name, "input": custom_input("".join(arguments))}
+        return {"index": index, "id": call_id, "type": "custom", "custom": custom}
+
+    def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
+        """The usage, if the client wants it, and the end of the stream."""
+        if not self._form.with_usage:
+            return DONE
+        return self._writer.usage(usage(counts, self._form.predicted)) + DONE
+
+
+def _call_part(piece: ToolCallDelta) -> dict[str, Any]:
+    if piece.id is None:
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    function = {"name": piece.name, "arguments": piece.arguments}
+    return {"index": piece.index, "id": piece.id, "type": "function", "function": function}

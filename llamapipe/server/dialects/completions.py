@@ -1,0 +1,219 @@
+"""Answers of ``/v1/completions``, in OpenAI's format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from llamapipe.llama.vocab import Vocab
+from llamapipe.results import Choice, Completion, Delta, TokenLogprob
+from llamapipe.server._json import encode_json
+from llamapipe.server._times import RequestTimes
+from llamapipe.server.dialects.encoder import Counts, PromptAt
+from llamapipe.server.dialects.logprobs import CompletionLogprobs, prompt_logprobs
+from llamapipe.server.dialects.openai_stream import DONE, ChunkWriter, Computing, Format, Progress, usage
+from llamapipe.text.stream import TextOffsets, prompt_offsets
+
+_PROGRESS = b'{"index":%d,"text":"","logprobs":null,"finish_reason":null}'
+
+
+class Prompts(NamedTuple):
+    """The prompts of a request: as ``given``, and as ``tokens``; ``n`` choices are returned for each."""
+
+    given: Sequence[str | list[int | str]]
+    tokens: Sequence[list[int]]
+    n: int = 1
+
+
+class Shown(NamedTuple):
+    """What an answer of this API has besides that of ``Format``.
+
+    ``echo``: the prompt before each text. ``logprobs``, ``prompt_logprobs``: how many alternatives; None: no
+    log-probabilities. ``skips_space``: texts begin with a space that is not shown. ``is_empty``: no tokens are asked
+    for.
+    """
+
+    echo: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skips_space: bool = False
+    is_empty: bool = False
+
+
+class CompletionEncoder:
+    """The answer to one request, complete or streamed. Choice ``index`` is one of prompt ``index // n``."""
+
+    prompt_at: PromptAt = None
+
+    def __init__(
+        self,
+        call_id: str,
+        model: str,
+        created: int,
+        form: Format,
+        shown: Shown,
+        prompts: Prompts,
+        vocab: Vocab,
+        times: RequestTimes,
+        running: Sequence[Computing | None] = (),
+    ) -> None:
+        self._common = {"id": call_id, "object": "text_completion", "created": created, "model": model}
+        self._form = form
+        self._shown = shown
+        self._prompts = prompts
+        self._vocab = vocab
+        self._times = times
+        self._writer = ChunkWriter(call_id, "text_completion", created, model, form.with_usage, form.padded)
+        self._progress = Progress(self._writer, _PROGRESS, running) if form.with_progress else None
+        self._offsets: dict[int, list[int]] = {}  # of the tokens that logprobs show, by prompt
+        self._logprobs: dict[int, CompletionLogprobs] = {}  # of each streamed choice
+        self._begun: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"<CompletionEncoder {self._common['id']}>"
+
+    # ---- complete
+    def whole(self, done: Sequence[Completion], counts: Counts) -> dict[str, Any]:
+        """The complete answer. ``done``: of each prompt; of more than ``n`` choices, the best are shown."""
+        n = self._prompts.n
+        choices = [
+            self._choice(completion, choice, i * n + j)
+            for i, completion in enumerate(done)
+            for j, choice in enumerate(_best(completion, n))
+        ]
+        return {
+            **self._common,
+            "choices": choices,
+            "usage": usage(counts, self._form.predicted),
+            "timings": self._times.timings(counts.n_prompt, counts.n_completion),
+        }
+
+    def _choice(self, completion: Completion, choice: Choice, index: int) -> dict[str, Any]:
+        shown, i = self._shown, index // self._prompts.n
+        if shown.is_empty:
+            choice = replace(
+                choice, text="", token_ids=[], finish_reason="length", logprobs=choice.logprobs and []
+            )
+        made: dict[str, Any] = {"text": choice.text, "index": index, "logprobs": None}
+        if shown.echo:
+            made["text"] = self._echo(i) + choice.text
+        if shown.logprobs is not None:
+            entries = list(choice.logprobs or ())
+            first = None
+            if shown.echo:
+                scores = _narrowed(completion.prompt_logprobs or (), shown.logprobs)
+                entries = [*scores, *entries]
+                if choice.stop_logprob is not None and not shown.is_empty:
+                    entries.append(choice.stop_logprob)  # clients that score prompts drop the last entry
+                first = self._first(i)
+            made["logprobs"] = self._logprobs_of(i).of(entries, first)
+        if shown.prompt_logprobs is not None:
+            scores = _narrowed(completion.prompt_logprobs or (), shown.prompt_logprobs)
+            made["prompt_logprobs"] = prompt_logprobs(self._prompts.tokens[i], scores, self._vocab)
+        if self._form.token_ids:
+            made |= {"token_ids": choice.token_ids, "prompt_token_ids": self._prompts.tokens[i]}
+        made["finish_reason"] = choice.finish_reason
+        return made
+
+    def _logprobs_of(self, i: int) -> CompletionLogprobs:
+        """Writes the log-probabilities of a choice for prompt ``i``."""
+        vocab, tokens = self._vocab, self._prompts.tokens[i]
+        text = self._echo(i) if self._shown.echo else ""
+        if text and i not in self._offsets:
+            pieces = ((vocab.piece(token), vocab.written_piece(token)) for token in tokens)
+            self._offsets[i] = prompt_offsets(text, pieces)[self._first(i) is None :]
+        offsets = TextOffsets(len(text), self._shown.skips_space, self._offsets.get(i, ()))
+        return CompletionLogprobs(vocab, offsets, self._form.tokens_as_ids)
+
+    def _first(self, i: int) -> int | None:
+        """The first token of prompt ``i``, which has no log-probability; None if it is a BOS token that was added."""
+        given, token = self._prompts.given[i], self._prompts.tokens[i][0]
+        is_text = isinstance(given, str) or isinstance(given[0], str)
+        return None if is_text and token == self._vocab.bos else token
+
+    def _echo(self, i: int) -> str:
+        """The text of prompt ``i``."""
+        given = self._prompts.given[i]
+        if isinstance(given, str):
+            return given
+        return self._vocab.detokenize(self._prompts.tokens[i], remove_special=True)
+
+    # ---- streamed
+    def news(self) -> bytes:
+        """How much of the prompts is computed, if that has changed."""
+        return b"" if self._progress is None else self._progress.news()
+
+    def echo(self, index: int, scores: list[TokenLogprob] | None) -> bytes:
+        """The prompt of a choice, with the log-probabilities of its tokens, before anything else."""
+        i = index // self._prompts.n
+        logprobs = None if scores is None else self._streamed(index).of(scores, self._first(i))
+        text = self._echo(i)
+        return self._writer.chunk(_stream_choice(index, text, logprobs, None), text)
+
+    def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
+        """How much of the prompt was computed, if the client wants that."""
+        return b"" if self._progress is None else self._progress.last(index)
+
+    def part(self, index: int, part: Delta, counts: Counts) -> bytes:
+        """The event for a part; none for an incomplete character."""
+        form = self._form
+        if self._shown.is_empty:
+            return self._writer.chunk(_stream_choice(index, "", None, "length"))
+        if not (part.text or part.finish_reason is not None or part.logprobs is not None or form.token_ids):
+            return b""
+        if form.continuous_usage:
+            self._writer.set_usage(usage(counts))
+        logprobs = ids = timings = None
+        if part.logprobs is not None and self._shown.logprobs is not None:
+            logprobs = self._streamed(index).of(part.logprobs)
+        if form.token_ids:
+            ids = {"token_ids": part.token_ids}
+            if index not in self._begun:
+                self._begun.add(index)
+                ids["prompt_token_ids"] = tuple(self._prompts.tokens[index // self._prompts.n])
+        if form.timings_per_token or part.finish_reason is not None:
+            timings = self._times.timings(counts.n_prompt, counts.n_completion)
+        choice = _stream_choice(index, part.text, logprobs, part.finish_reason, ids)
+        return self._writer.chunk(choice, part.text, timings)
+
+    def _streamed(self, index: int) -> CompletionLogprobs:
+        if index not in self._logprobs:
+            self._logprobs[index] = self._logprobs_of(index // self._prompts.n)
+        return self._logprobs[index]
+
+    def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
+        """The usage, if the client wants it, and the end of the stream."""
+        if not self._form.with_usage:
+            return DONE
+        return self._writer.usage(usage(counts, self._form.predicted)) + DONE
+
+
+def _stream_choice(
+    index: int,
+    text: str,
+    logprobs: dict[str, Any] | None,
+    reason: str | None,
+    ids: dict[str, tuple[int, ...]] | None = None,
+) -> bytes:
+    if logprobs is None and reason is None and ids is None:
+        return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (index, encode_json(text))
+    choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+    return encode_json(choice | (ids or {}))
+
+
+def _best(completion: Completion, n: int) -> Sequence[Choice]:
+    """Of more choices, the ``n`` with the highest mean log-probability."""
+    if len(completion.choices) == n:
+        return completion.choices
+    return sorted(completion.choices, key=_mean_logprob, reverse=True)[:n]
+
+
+def _mean_logprob(choice: Choice) -> float:
+    total = choice.cumulative_logprob
+    return total / len(choice.token_ids) if total is not None and choice.token_ids else float("-inf")
+
+
+def _narrowed(entries: Iterable[TokenLogprob], n_top: int) -> list[TokenLogprob]:
+    """The entries with at most ``n_top`` alternatives."""
+    return [TokenLogprob(entry.id, entry.logprob, entry.top[:n_top], entry.piece) for entry in entries]

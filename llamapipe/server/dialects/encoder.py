@@ -1,0 +1,42 @@
+"""What an encoder of answers gets, and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol, TypeVar
+
+from llamapipe.results import ChatDelta, Delta
+
+Part_contra = TypeVar("Part_contra", ChatDelta, Delta, contravariant=True)
+PromptAt = Literal["begin", "end"] | None
+
+
+class Counts(NamedTuple):
+    """Tokens so far, of all prompts and choices.
+
+    ``n_prompt``: with the ``n_cached`` ones. ``n_drafted``, ``n_accepted``: guesses that were computed, and right ones.
+    """
+
+    n_prompt: int
+    n_cached: int = 0
+    n_completion: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
+
+
+class Encoder(Protocol[Part_contra]):
+    """Writes one streamed answer. Each method returns the bytes to send; none if there is nothing to tell.
+
+    ``prompt_at``: when it gets the prompt's tokens, if at all.
+    """
+
+    prompt_at: PromptAt
+
+    def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
+        """Choice ``index`` has its first token: its role, before the first part."""
+
+    def part(self, index: int, part: Part_contra, counts: Counts) -> bytes:
+        """A part of a choice: text, reasoning, calls, log-probabilities; the last has a finish reason."""
+
+    def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
+        """All choices are complete."""

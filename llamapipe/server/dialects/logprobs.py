@@ -1,0 +1,111 @@
+"""Log-probabilities as the APIs write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from llamapipe.llama.vocab import Vocab
+from llamapipe.results import TokenLogprob
+from llamapipe.text.stream import TextOffsets
+
+
+def token_text(piece: bytes) -> str:
+    """A token's text. Bytes that are not complete characters are written in hexadecimal, so that texts are unique."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+class CompletionLogprobs:
+    """The ``logprobs`` of ``/v1/completions``, whose ``text_offset`` counts through the text of one choice.
+
+    A token's offset is the index of the character that holds its first byte. ``as_ids``: tokens are
+    written as ``token_id:5``.
+    """
+
+    def __init__(self, vocab: Vocab, offsets: TextOffsets, as_ids: bool = False) -> None:
+        self._vocab = vocab
+        self._as_ids = as_ids
+        self._offsets = offsets
+
+    def __repr__(self) -> str:
+        return f"CompletionLogprobs({self._offsets})"
+
+    def of(self, entries: Iterable[TokenLogprob], first: int | None = None) -> dict[str, Any]:
+        """The next tokens of the choice. ``first``: a token before them that has no log-probability."""
+        tokens: list[str] = []
+        logprobs: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        offsets: list[int] = []
+        if first is not None:
+            self._add(first, tokens, offsets)
+            logprobs.append(None)
+            tops.append(None)
+        for entry in entries:
+            self._add(entry.id, tokens, offsets)
+            logprobs.append(_finite(entry.logprob))
+            top = {self._text(t.id): _finite(t.logprob) for t in reversed(entry.top)}
+            top.setdefault(tokens[-1], _finite(entry.logprob))
+            tops.append(top)
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+    def _text(self, token: int) -> str:
+        return id_text(token) if self._as_ids else token_text(self._vocab.written_piece(token))
+
+    def _add(self, token: int, tokens: list[str], offsets: list[int]) -> None:
+        tokens.append(self._text(token))
+        offsets.append(self._offsets.next(self._vocab.piece(token)))
+
+
+def chat_logprobs(entries: Sequence[TokenLogprob], vocab: Vocab, as_ids: bool = False) -> dict[str, Any]:
+    """The ``logprobs`` of ``/v1/chat/completions``. ``as_ids``: tokens are written as ``token_id:5``."""
+
+    def written(token: int, logprob: float) -> dict[str, Any]:
+        piece = vocab.written_piece(token)
+        text = id_text(token) if as_ids else token_text(piece)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(piece)}
+
+    content = [
+        {
+            **written(entry.id, entry.logprob),
+            "top_logprobs": [written(top.id, top.logprob) for top in entry.top],
+        }
+        for entry in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def prompt_logprobs(
+    tokens: Sequence[int], entries: Sequence[TokenLogprob], vocab: Vocab
+) -> list[dict[str, Any] | None]:
+    """VLLM's ``prompt_logprobs``: for each token of the prompt, the most probable tokens and itself, by their ids.
+
+    The first has none. ``rank`` is None for a token that is not among the most probable ones.
+    """
+    made: list[dict[str, Any] | None] = [None] * (len(tokens) - len(entries))
+    for entry in entries:
+        ranked = {top.id: (rank, top.logprob) for rank, top in enumerate(entry.top, 1)}
+        ranked.setdefault(entry.id, (0, entry.logprob))
+        made.append(
+            {
+                str(token): {
+                    "logprob": _finite(logprob),
+                    "rank": rank or None,
+                    "decoded_token": token_text(vocab.written_piece(token)),
+                }
+                for token, (rank, logprob) in ranked.items()
+            }
+        )
+    return made
+
+
+def id_text(token: int) -> str:
+    """A token as vLLM writes it where the client asks for ids."""
+    return f"token_id:{token}"
+
+
+def _finite(logprob: float) -> float:
+    """Replaces infinity, which JSON does not have, with the lowest value of OpenAI's API."""
+    return max(logprob, -9999.0)

@@ -1,0 +1,51 @@
+"""Answers of ``/v1/fim/completions``, in Mistral's format: like those of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llamapipe.results import Completion, Delta
+from llamapipe.server._json import encode_json
+from llamapipe.server.dialects.encoder import Counts, PromptAt
+from llamapipe.server.dialects.openai_stream import DONE, ChunkWriter, usage
+
+
+class FimEncoder:
+    """The answer to one request, complete or streamed."""
+
+    prompt_at: PromptAt = None
+
+    def __init__(self, call_id: str, model: str, created: int) -> None:
+        self._common = {"id": call_id, "object": "chat.completion", "created": created, "model": model}
+        self._writer = ChunkWriter(call_id, "chat.completion.chunk", created, model, False, False)
+        self._has_role = False
+
+    def __repr__(self) -> str:
+        return f"<FimEncoder {self._common['id']}>"
+
+    def whole(self, done: Completion, counts: Counts) -> dict[str, Any]:
+        """The complete answer."""
+        message = {"role": "assistant", "content": done.text, "tool_calls": None, "prefix": False}
+        choice = {"index": 0, "message": message, "finish_reason": done.finish_reason}
+        return {**self._common, "choices": [choice], "usage": usage(counts)}
+
+    def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
+        """Nothing: the first event with text has the role."""
+        return b""
+
+    def part(self, index: int, part: Delta, counts: Counts) -> bytes:
+        """The event for a part; the last one has the usage."""
+        if part.finish_reason is not None:
+            self._writer.set_usage(usage(counts))
+        elif not part.text:
+            return b""
+        delta = {"content": part.text} if self._has_role else {"role": "assistant", "content": part.text}
+        self._has_role = True
+        return self._writer.chunk(
+            encode_json({"index": 0, "delta": delta, "finish_reason": part.finish_reason})
+        )
+
+    def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
+        """The end of the stream."""
+        return DONE

@@ -1,0 +1,178 @@
+"""Answers of ``/api/chat`` and ``/api/generate``, in Ollama's format: lines of JSON, or one object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from llamapipe.chat.results import ToolCall, ToolCallDelta
+from llamapipe.llama.vocab import Vocab
+from llamapipe.results import ChatDelta, Delta, TokenLogprob
+from llamapipe.server._json import encode_json, line
+from llamapipe.server._times import RequestTimes
+from llamapipe.server.dialects.encoder import Counts, PromptAt
+from llamapipe.server.dialects.logprobs import chat_logprobs
+
+
+class OllamaEncoder:
+    """The answer to one request: a line for each part, or with ``is_whole`` one object at the end.
+
+    ``is_chat``: of ``/api/chat``, else of ``/api/generate``. ``is_empty``: no tokens are asked for. ``with_context``:
+    the answer ends with the tokens so far, from which a client can continue. ``loaded_ns``: how long the request waited
+    for its model.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        is_chat: bool,
+        vocab: Vocab,
+        times: RequestTimes,
+        is_whole: bool = False,
+        is_empty: bool = False,
+        with_context: bool = False,
+        loaded_ns: int = 0,
+    ) -> None:
+        self.prompt_at: PromptAt = "end" if with_context else None
+        self._model = model
+        self._is_chat = is_chat
+        self._vocab = vocab
+        self._times = times
+        self._is_whole = is_whole
+        self._is_empty = is_empty
+        self._loaded_ns = loaded_ns
+        self._calls = _Calls()
+        self._token_ids: list[int] = []
+        self._done_reason = "stop"
+        # Of an answer that is one object.
+        self._contents: list[str] = []
+        self._thinking: list[str] = []
+        self._all_calls: list[dict[str, Any]] = []
+        self._logprobs: list[dict[str, Any]] = []
+
+    def __repr__(self) -> str:
+        return f"<OllamaEncoder {self._model} n_tokens={len(self._token_ids)}>"
+
+    def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
+        """Nothing: each line has the role."""
+        return b""
+
+    def part(self, index: int, part: ChatDelta | Delta, counts: Counts) -> bytes:
+        """The line for a part; none for one without text, or that is not complete."""
+        if isinstance(part, Delta):
+            part = ChatDelta(part.text, "", (), part.token_ids, part.logprobs, part.finish_reason)
+        self._token_ids += part.token_ids
+        is_last = part.finish_reason is not None
+        if self._is_empty or part.finish_reason in ("length", "timeout"):
+            self._done_reason = "length"
+        if self._is_empty:
+            return b""
+        calls = [*self._calls.complete(part.tool_calls, is_last)]
+        logprobs = self._written(part.logprobs)
+        if self._is_whole:
+            self._contents.append(part.content)
+            self._thinking.append(part.reasoning)
+            self._all_calls += calls
+            self._logprobs += logprobs
+        elif part.content or part.reasoning or calls or logprobs:
+            return line(self._object(part.content, part.reasoning, calls, logprobs))
+        return b""
+
+    def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
+        """The last line, with the counts; or the whole answer."""
+        texts = "".join(self._contents), "".join(self._thinking)
+        made = self._object(*texts, self._all_calls, self._logprobs)
+        made |= {"done": True, "done_reason": self._done_reason}
+        if self.prompt_at is not None:
+            made["context"] = [*prompt, *self._token_ids]
+        arrived, ended = self._times.arrived_at, self._times.last_at or self._times.arrived_at
+        first = self._times.first_at if self._token_ids and self._times.first_at is not None else ended
+        submitted = arrived if self._times.submitted_at is None else self._times.submitted_at
+        made |= {
+            "total_duration": nanoseconds(ended - arrived) + self._loaded_ns,
+            "load_duration": self._loaded_ns,
+            "prompt_eval_count": counts.n_prompt,
+            "prompt_eval_duration": nanoseconds(first - submitted),
+            "eval_count": 0 if self._is_empty else len(self._token_ids),
+            "eval_duration": nanoseconds(ended - first),
+        }
+        return encode_json(made) if self._is_whole else line(made)
+
+    def ping(self) -> bytes:
+        """A line without text, to which clients add nothing."""
+        return line(self._object())
+
+    def _object(
+        self,
+        content: str = "",
+        thinking: str = "",
+        calls: Sequence[Mapping[str, Any]] = (),
+        logprobs: Sequence[Mapping[str, Any]] = (),
+    ) -> dict[str, Any]:
+        made = empty_part(self._model, self._is_chat)
+        message = made["message"] if self._is_chat else made
+        message["content" if self._is_chat else "response"] = content
+        if thinking:
+            message["thinking"] = thinking
+        if calls:
+            message["tool_calls"] = calls
+        if logprobs:
+            made["logprobs"] = logprobs
+        return made
+
+    def _written(self, entries: Sequence[TokenLogprob] | None) -> list[dict[str, Any]]:
+        if entries is None:
+            return []
+        content: list[dict[str, Any]] = chat_logprobs(entries, self._vocab)["content"]
+        return content
+
+
+class _Calls:
+    """Joins the pieces of tool calls: a line of this API has whole ones."""
+
+    def __init__(self) -> None:
+        self._open: tuple[ToolCallDelta, list[str]] | None = None
+
+    def __repr__(self) -> str:
+        return f"<_Calls {self._open}>"
+
+    def complete(self, pieces: Sequence[ToolCallDelta], is_last: bool) -> Iterator[dict[str, Any]]:
+        """The calls that are complete with these pieces. ``is_last``: there are no more."""
+        for piece in pieces:
+            if piece.id is not None:
+                yield from self._closed()
+                self._open = piece, []
+            if self._open is not None:
+                self._open[1].append(piece.arguments)
+        if is_last:
+            yield from self._closed()
+
+    def _closed(self) -> Iterator[dict[str, Any]]:
+        if self._open is None:
+            return
+        (first, texts), self._open = self._open, None
+        call = ToolCall.of(str(first.id), str(first.name), "".join(texts))
+        function = {"index": first.index, "name": call.name, "arguments": call.arguments}
+        yield {"id": call.id, "function": function}
+
+
+def empty_part(model: str, is_chat: bool) -> dict[str, Any]:
+    """A part of an answer without text, to which clients add nothing."""
+    empty = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
+    return {"model": model, "created_at": now(), **empty, "done": False}
+
+
+def now() -> str:
+    """The time, as this API writes it."""
+    return date_of(datetime.now(timezone.utc))
+
+
+def date_of(moment: datetime) -> str:
+    """A time, as this API writes it."""
+    return moment.astimezone(timezone.utc).isoformat().replace("+00:00", "Z")
+
+
+def nanoseconds(seconds: float) -> int:
+    """At least one: clients divide by them."""
+    return max(round(seconds * 1e9), 1)

@@ -1,0 +1,152 @@
+"""What the two older APIs of OpenAI share: the chunks of a stream, usage, progress."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from llamapipe.server._json import encode_json, event
+from llamapipe.server.dialects.encoder import Counts
+from llamapipe.streams import PromptProgress
+
+DONE = b"data: [DONE]\n\n"
+_PAD_TO = 32  # characters; padding extends an event's text to the next multiple of this
+
+
+class Format(NamedTuple):
+    """What a request asks of its answer, besides text.
+
+    ``with_usage``, ``continuous_usage``: the stream ends with the usage; each event has it. ``padded``: see
+    ``ChunkWriter``. ``token_ids``: tokens by their ids, those of the prompt too. ``tokens_as_ids``: in logprobs.
+    ``timings_per_token``: each event has them. ``predicted``: a text was predicted, of which the usage tells.
+    ``with_progress``: events tell how much of the prompt is computed.
+    """
+
+    with_usage: bool = False
+    continuous_usage: bool = False
+    padded: bool = False
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+    timings_per_token: bool = False
+    predicted: bool = False
+    with_progress: bool = False
+
+
+class ChunkWriter:
+    """Writes the events of one stream of OpenAI's API.
+
+    The parts that are the same in each event are encoded once. ``kind``: the ``object`` field. ``with_usage``: each
+    event has a ``usage``, null in all but the last. ``padded``: a field ``obfuscation`` hides the length of texts.
+    """
+
+    def __init__(
+        self, call_id: str, kind: str, created: int, model: str, with_usage: bool, padded: bool
+    ) -> None:
+        self._common = {"id": call_id, "object": kind, "created": created, "model": model}
+        self._head = b"data: " + encode_json(self._common)[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+        self._padded = padded
+
+    def __repr__(self) -> str:
+        return f"ChunkWriter({self._common})"
+
+    def chunk(self, choice: bytes, text: str = "", timings: dict[str, Any] | None = None) -> bytes:
+        """An event with one choice, given as encoded JSON. ``text``: the text whose length the padding hides."""
+        if not self._padded and timings is None:
+            return self._head + choice + self._tail
+        more = b"]"
+        if self._padded:
+            padding = secrets.token_hex(_PAD_TO)[: _PAD_TO - len(text) % _PAD_TO]
+            more += b',"obfuscation":"' + padding.encode() + b'"'
+        if timings is not None:
+            more += b',"timings":' + encode_json(timings)
+        return self._head + choice + more + self._tail[1:]
+
+    def progress(self, choice: bytes, progress: PromptProgress) -> bytes:
+        """An event with ``prompt_progress``."""
+        fields = encode_json(progress_fields(progress))
+        return self._head + choice + b'],"prompt_progress":' + fields + self._tail[1:]
+
+    def set_usage(self, usage: dict[str, Any]) -> None:
+        """The usage of the next events."""
+        self._tail = b'],"usage":' + encode_json(usage) + b"}\n\n"
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The event that ends a stream with usage."""
+        return event({**self._common, "choices": [], "usage": usage})
+
+
+def progress_fields(progress: PromptProgress) -> dict[str, int]:
+    """llama-server's ``prompt_progress``: tokens, and milliseconds since the prompt was begun."""
+    return {
+        "total": progress.n_prompt_tokens,
+        "cache": progress.n_cached_tokens,
+        "processed": progress.n_done,
+        "time_ms": round(progress.seconds * 1e3),
+    }
+
+
+class Computing(Protocol):
+    """A stream whose prompt may still be computed."""
+
+    @property
+    def prompt_progress(self) -> PromptProgress | None:
+        """How much of the prompt is computed; None while it waits for a slot."""
+
+
+class Progress:
+    """Tells how much of the prompts of a stream's choices is computed.
+
+    ``choice``: the JSON of a choice without text, with ``%d`` for its index. ``running``: the streams, None before they
+    are submitted.
+    """
+
+    def __init__(self, writer: ChunkWriter, choice: bytes, running: Sequence[Computing | None]) -> None:
+        self._writer = writer
+        self._choice = choice
+        self._running = running
+        self._told: dict[int, int] = {}  # tokens, by the index of the choice
+
+    def __repr__(self) -> str:
+        return f"<Progress {self._told}>"
+
+    def news(self) -> bytes:
+        """The events for the choices that have come further; the first has what was cached."""
+        made = b""
+        for index, stream in enumerate(self._running):
+            found = None if stream is None else stream.prompt_progress
+            if found is not None:
+                made += self._upto(index, found)
+        return made
+
+    def _upto(self, index: int, found: PromptProgress) -> bytes:
+        made = b""
+        for n_done in sorted({found.n_cached_tokens, found.n_done}):
+            if self._told.get(index, -1) < n_done:
+                self._told[index] = n_done
+                made += self._writer.progress(self._choice % index, found._replace(n_done=n_done))
+        return made
+
+    def last(self, index: int) -> bytes:
+        """The event for a choice whose whole prompt is computed."""
+        stream = self._running[index]
+        found = None if stream is None else stream.prompt_progress
+        return b"" if found is None else self._upto(index, found._replace(n_done=found.n_prompt_tokens))
+
+
+def usage(counts: Counts, predicted: bool = False) -> dict[str, Any]:
+    """The tokens of all prompts and choices. ``predicted``: the request predicts its text."""
+    details = {}
+    if predicted:
+        details["completion_tokens_details"] = {
+            "accepted_prediction_tokens": counts.n_accepted,
+            "rejected_prediction_tokens": counts.n_drafted - counts.n_accepted,
+        }
+    return {
+        "prompt_tokens": counts.n_prompt,
+        "completion_tokens": counts.n_completion,
+        "total_tokens": counts.n_prompt + counts.n_completion,
+        "prompt_tokens_details": {"cached_tokens": counts.n_cached},
+        **details,
+    }

@@ -1,0 +1,256 @@
+"""What each API's clients read, from parts of an answer: no engine computes them and no server sends them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+import llamapipe as lp
+from llamapipe.chat.results import ToolCall, ToolCallDelta
+from llamapipe.results import ChatChoice, ChatDelta, Delta, TokenLogprob
+from llamapipe.server._times import RequestTimes
+from llamapipe.server._tools import ClientName, Tools, tools_of
+from llamapipe.server.dialects.anthropic import AnthropicEncoder
+from llamapipe.server.dialects.chat import ChatEncoder
+from llamapipe.server.dialects.completions import CompletionEncoder, Prompts, Shown
+from llamapipe.server.dialects.encoder import Counts, Encoder
+from llamapipe.server.dialects.mistral import FimEncoder
+from llamapipe.server.dialects.ollama import OllamaEncoder
+from llamapipe.server.dialects.openai_stream import DONE, Format
+
+CALL = (
+    ToolCallDelta(0, "call_1", "add", '{"a":'),
+    ToolCallDelta(0, None, None, " 1}"),
+)
+
+
+def chat_part(
+    content: str = "",
+    reasoning: str = "",
+    calls: Sequence[ToolCallDelta] = (),
+    reason: Any = None,
+    stop: str | None = None,
+    logprobs: Any = None,
+) -> ChatDelta:
+    return ChatDelta(content, reasoning, tuple(calls), (7,), logprobs, reason, stop)
+
+
+def text_part(text: str, reason: Any = None) -> Delta:
+    return Delta(text, (7,), None, reason, None)
+
+
+def sent(encoder: Encoder[Any], parts: Sequence[Any], index: int = 0, n_cached: int = 2) -> bytes:
+    """What a stream of one choice has: a token for each part, after a prompt of five."""
+    made = encoder.begin(index, Counts(5, n_cached, 1), [1, 2, 3, 4, 5])
+    for n, part in enumerate(parts, 1):
+        made += encoder.part(index, part, Counts(5, n_cached, n))
+    return made + encoder.end(Counts(5, n_cached, len(parts), 4, 3), [1, 2, 3, 4, 5])
+
+
+def events(data: bytes) -> list[Any]:
+    """The values of server-sent events, without the last one that says that it is the last."""
+    blocks = data.removesuffix(DONE).decode().split("\n\n")
+    return [json.loads(block.partition("data: ")[2]) for block in blocks if block]
+
+
+def chat(demo: lp.Model, tools: Tools | None = None, reasoning: bool = True, **form: bool) -> ChatEncoder:
+    known = tools or tools_of(None, None, is_flat=False)
+    return ChatEncoder("chatcmpl-1", "m", 9, Format(**form), demo.vocab, RequestTimes(), known, reasoning)
+
+
+class TestChat:
+    def test_a_stream_begins_with_the_role_and_ends_with_a_reason(self, demo: lp.Model) -> None:
+        data = sent(chat(demo), [chat_part("Hel"), chat_part("lo", reason="stop")])
+        assert data.endswith(DONE)
+        first, middle, last = events(data)
+        assert {key: first[key] for key in ("id", "object", "created", "model")} == {
+            "id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 9, "model": "m"
+        }  # fmt: skip
+        assert first["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
+        assert middle["choices"] == [
+            {"index": 0, "delta": {"content": "Hel"}, "logprobs": None, "finish_reason": None}
+        ]
+        assert last["choices"][0]["finish_reason"] == "stop" and last["timings"]["predicted_n"] == 2
+        assert "usage" not in last
+
+    def test_usage_ends_the_stream(self, demo: lp.Model) -> None:
+        made = events(sent(chat(demo, with_usage=True, predicted=True), [chat_part("a", reason="stop")]))
+        assert [one["usage"] for one in made[:-1]] == [None, None]
+        assert made[-1]["choices"] == []
+        assert made[-1]["usage"] == {
+            "prompt_tokens": 5,
+            "completion_tokens": 1,
+            "total_tokens": 6,
+            "prompt_tokens_details": {"cached_tokens": 2},
+            "completion_tokens_details": {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 1},
+        }
+
+    def test_each_event_has_the_usage_so_far(self, demo: lp.Model) -> None:
+        parts = [chat_part("a"), chat_part("b", reason="stop")]
+        made = events(sent(chat(demo, with_usage=True, continuous_usage=True), parts))
+        assert [one["usage"]["completion_tokens"] for one in made] == [1, 1, 2, 2]
+
+    def test_reasoning_and_calls(self, demo: lp.Model) -> None:
+        parts = [chat_part(reasoning="hm"), chat_part(calls=CALL), chat_part(reason="tool_calls")]
+        _, thought, called, _ = events(sent(chat(demo), parts))
+        assert thought["choices"][0]["delta"] == {"reasoning_content": "hm"}
+        assert called["choices"][0]["delta"]["tool_calls"] == [
+            {"index": 0, "id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a":'}},
+            {"index": 0, "function": {"arguments": " 1}"}},
+        ]  # fmt: skip
+        hidden = events(sent(chat(demo, reasoning=False), parts))
+        assert hidden[1]["choices"][0]["delta"] == {}
+
+    def test_the_input_of_a_custom_tool_comes_whole(self, demo: lp.Model) -> None:
+        tools = Tools([], "auto", {"run": ClientName("run", None, is_custom=True)}, (), {})
+        parts = [
+            chat_part(calls=[ToolCallDelta(0, "call_1", "run", '{"input":')]),
+            chat_part(calls=[ToolCallDelta(0, None, None, '"ls"}')]),
+            chat_part(reason="tool_calls"),
+        ]
+        made = events(sent(chat(demo, tools), parts))
+        calls = [one["choices"][0]["delta"].get("tool_calls") for one in made]
+        custom = {"index": 0, "id": "call_1", "type": "custom", "custom": {"name": "run", "input": "ls"}}
+        assert calls == [None, None, None, [custom]]
+
+    def test_token_ids_and_logprobs(self, demo: lp.Model) -> None:
+        entry = TokenLogprob(7, -0.5, (), demo.vocab.piece(7))
+        encoder = chat(demo, token_ids=True, tokens_as_ids=True)
+        assert encoder.prompt_at == "begin"
+        first, last = events(sent(encoder, [chat_part("a", reason="stop", logprobs=(entry,))]))
+        assert first["choices"][0]["prompt_token_ids"] == [1, 2, 3, 4, 5]
+        assert last["choices"][0]["token_ids"] == [7]
+        (written,) = last["choices"][0]["logprobs"]["content"]
+        assert (written["token"], written["logprob"]) == ("token_id:7", -0.5)
+
+
+class TestCompletions:
+    def encoder(self, demo: lp.Model, shown: Shown = Shown(), **form: bool) -> CompletionEncoder:  # noqa: B008
+        prompts = Prompts(["Once"], [demo.tokenize("Once")], 2)
+        return CompletionEncoder("cmpl-1", "m", 9, Format(**form), shown, prompts, demo.vocab, RequestTimes())
+
+    def test_an_incomplete_character_has_no_event(self, demo: lp.Model) -> None:
+        made = events(sent(self.encoder(demo), [text_part(""), text_part("é", "stop")], index=1))
+        assert [one["choices"][0] for one in made] == [
+            {"index": 1, "text": "é", "logprobs": None, "finish_reason": "stop"}
+        ]
+
+    def test_no_tokens(self, demo: lp.Model) -> None:
+        (only,) = events(sent(self.encoder(demo, Shown(is_empty=True)), [text_part("x", "stop")]))
+        assert only["choices"][0]["text"] == "" and only["choices"][0]["finish_reason"] == "length"
+
+    def test_the_prompt_comes_first(self, demo: lp.Model) -> None:
+        encoder = self.encoder(demo, Shown(echo=True, logprobs=0))
+        tokens = demo.tokenize("Once")
+        scores = [TokenLogprob(token, -1.0, (), demo.vocab.piece(token)) for token in tokens[1:]]
+        data = encoder.echo(0, scores) + encoder.part(
+            0, Delta(" a", (7,), (TokenLogprob(7, -2.0, (), b" a"),), "stop", None), Counts(5)
+        )
+        prompt, text = (one["choices"][0] for one in events(data))
+        assert prompt["text"] == "Once" and text["text"] == " a"
+        assert text["logprobs"]["text_offset"] == [len("Once")]
+
+    def test_padding_hides_the_length(self, demo: lp.Model) -> None:
+        lengths = {
+            len(self.encoder(demo, padded=True).part(0, text_part(text), Counts(5)))
+            for text in ("a", "abc", "abcdefgh")
+        }
+        assert len(lengths) == 1
+
+
+class TestAnthropic:
+    def test_one_block_is_open_at_a_time(self) -> None:
+        parts = [
+            chat_part(reasoning="hm"),
+            chat_part("Hi"),
+            chat_part(" you"),
+            chat_part(calls=CALL),
+            chat_part(reason="tool_calls"),
+        ]
+        made = events(sent(AnthropicEncoder("msg_1", "m"), parts))
+        assert [(one["type"], one.get("index")) for one in made] == [
+            ("message_start", None),
+            ("content_block_start", 0),
+            ("content_block_delta", 0),
+            ("content_block_stop", 0),
+            ("content_block_start", 1),
+            ("content_block_delta", 1),
+            ("content_block_delta", 1),
+            ("content_block_stop", 1),
+            ("content_block_start", 2),
+            ("content_block_delta", 2),
+            ("content_block_delta", 2),
+            ("content_block_stop", 2),
+            ("message_delta", None),
+            ("message_stop", None),
+        ]
+        usage = made[0]["message"]["usage"]
+        assert (usage["input_tokens"], usage["cache_read_input_tokens"], usage["output_tokens"]) == (3, 2, 0)
+        assert made[-2]["delta"]["stop_reason"] == "tool_use" and made[-2]["usage"] == {"output_tokens": 5}
+
+    def test_events_are_named(self) -> None:
+        data = sent(AnthropicEncoder("msg_1", "m"), [chat_part(reason="stop", stop="END")])
+        names = [
+            row.removeprefix("event: ") for row in data.decode().splitlines() if row.startswith("event: ")
+        ]
+        assert names == [one["type"] for one in events(data)]
+        assert events(data)[-2]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "END"}
+
+    def test_the_whole_answer(self) -> None:
+        call = ToolCall.of("call_1", "add", '{"a": 1}')
+        choice = ChatChoice(0, "Hi", "hm", (call,), "tool_calls", 1, [7])
+        made = AnthropicEncoder("msg_1", "m").whole(choice, Counts(5, 2, 3))
+        assert [block["type"] for block in made["content"]] == ["thinking", "text", "tool_use"]
+        assert made["content"][2]["input"] == {"a": 1} and made["usage"]["output_tokens"] == 3
+
+
+class TestOllama:
+    def encoder(self, demo: lp.Model, **options: bool) -> OllamaEncoder:
+        return OllamaEncoder("m", options.pop("is_chat", True), demo.vocab, RequestTimes(), **options)
+
+    def lines(self, data: bytes) -> list[Any]:
+        return [json.loads(row) for row in data.splitlines()]
+
+    def test_a_line_for_each_part_and_one_with_the_counts(self, demo: lp.Model) -> None:
+        parts = [chat_part(reasoning="hm"), chat_part("Hi"), chat_part("", reason="length")]
+        thought, text, last = self.lines(sent(self.encoder(demo), parts))
+        assert thought["message"] == {"role": "assistant", "content": "", "thinking": "hm"}
+        assert text["message"]["content"] == "Hi" and not text["done"]
+        assert last["done"] and last["done_reason"] == "length" and "context" not in last
+        assert (last["prompt_eval_count"], last["eval_count"]) == (5, 3)
+
+    def test_calls_come_whole(self, demo: lp.Model) -> None:
+        parts = [chat_part(calls=CALL[:1]), chat_part(calls=CALL[1:]), chat_part(reason="tool_calls")]
+        called, last = self.lines(sent(self.encoder(demo), parts))
+        function = {"index": 0, "name": "add", "arguments": {"a": 1}}
+        assert called["message"]["tool_calls"] == [{"id": "call_1", "function": function}]
+        assert last["done_reason"] == "stop"
+
+    @pytest.mark.parametrize("is_chat", [True, False])
+    def test_one_object_has_what_the_lines_have(self, demo: lp.Model, is_chat: bool) -> None:
+        parts = [chat_part(reasoning="hm"), chat_part("Hi"), chat_part(" you", reason="stop")]
+        whole = json.loads(sent(self.encoder(demo, is_chat=is_chat, is_whole=True), parts))
+        message = whole["message"] if is_chat else whole
+        assert message["content" if is_chat else "response"] == "Hi you" and message["thinking"] == "hm"
+        assert whole["done"] and whole["eval_count"] == 3
+
+    def test_texts_and_the_context(self, demo: lp.Model) -> None:
+        encoder = self.encoder(demo, is_chat=False, with_context=True)
+        assert encoder.prompt_at == "end"
+        text, last = self.lines(sent(encoder, [text_part("a"), text_part("", "stop")]))
+        assert text["response"] == "a" and last["context"] == [1, 2, 3, 4, 5, 7, 7]
+
+    def test_no_tokens(self, demo: lp.Model) -> None:
+        (last,) = self.lines(sent(self.encoder(demo, is_empty=True), [chat_part("x", reason="stop")]))
+        assert last["eval_count"] == 0 and last["done_reason"] == "length"
+
+
+def test_filling_in_tells_the_role_once_and_the_usage_at_the_end() -> None:
+    parts = [text_part(""), text_part("a"), text_part("b"), text_part("", "stop")]
+    first, second, last = events(sent(FimEncoder("fim-1", "m", 9), parts))
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": "a"}
+    assert second["choices"][0]["delta"] == {"content": "b"} and "usage" not in second
+    assert last["usage"]["completion_tokens"] == 4 and last["choices"][0]["finish_reason"] == "stop"

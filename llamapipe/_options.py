@@ -93,8 +93,8 @@ ENGINE: Final = (
     _flag("batch_invariant",
         "give the same text for a request whatever else runs; refuse models whose texts could differ"),
     _text("draft", "what guesses several tokens for each step, where that saves time: a smaller model of the same "
-        "family, mtp (the model's own MTP layer), or auto (that layer, if it has one)", optional=True, metavar="FILE",
-        aliases=("-md", "--model-draft")),
+        "family, an EAGLE-3 draft, mtp (the model's own MTP layer), or auto (that layer, if it has one)",
+        optional=True, metavar="FILE", aliases=("-md", "--model-draft")),
     _text("rope_scaling", "how positions are scaled for contexts longer than the model's (default: as the file says)",
         optional=True, choices=("none", "linear", "yarn", "longrope"), metavar=""),
     _float("rope_freq_base", "base of the rotations of positions (default: the file's)", 1.5, 1e15, optional=True),

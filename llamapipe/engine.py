@@ -40,7 +40,8 @@ from llamapipe._engine.policy.scheduler import Scheduler
 from llamapipe._engine.policy.speculation import MOST_GUESSED, Drafter, Gate
 from llamapipe._engine.runtime.compute_threads import make_tuner
 from llamapipe._engine.runtime.disk_cache import DiskCache, Writes, read_sequence, write_sequence
-from llamapipe._engine.runtime.draft import make_drafter, make_mtp_drafter, mtp_problem
+from llamapipe._engine.runtime.draft import make_drafter, make_mtp_drafter
+from llamapipe._engine.runtime.draft_checks import check_draft_file, mtp_problem
 from llamapipe._engine.runtime.encoder import MediaEncoder
 from llamapipe._engine.runtime.executor import StepExecutor
 from llamapipe._engine.runtime.invariance import check_invariance
@@ -57,7 +58,7 @@ from llamapipe.chat.options import ChatOptions, Conversation, ReasoningFormat, T
 from llamapipe.errors import BackendError, InvalidRequestError
 from llamapipe.host.memory import free_memory, return_freed_memory
 from llamapipe.kv_events import KvEvents
-from llamapipe.llama.adapter import Adapter, AdapterChoice, ControlVector, carries
+from llamapipe.llama.adapter import Adapter, AdapterChoice, ControlVector, carries, local_file
 from llamapipe.llama.context import Context
 from llamapipe.llama.fim import FimExtra, FimOrder, fim_text
 from llamapipe.llama.kv_memory import MemorySizes, kv_bytes, model_sizes, stores_values
@@ -73,6 +74,7 @@ from llamapipe.llama.native_pipeline import (
 from llamapipe.llama.rope import Rope, Scaling
 from llamapipe.locks import check_threads
 from llamapipe.native.owner import AsyncOwner
+from llamapipe.ollama_models import model_of
 from llamapipe.params import SamplingParams, check_salt
 from llamapipe.pipeline.trace import Trace, check_trace_path
 from llamapipe.results import ChatCompletion, Completion, EngineStats, Score
@@ -198,10 +200,11 @@ class Engine(BlockingCalls, AsyncOwner):
       it needs a separate KV cache for each request (no ``n_cells``) and a model whose positions can be shifted.
     - ``max_queue``: maximum number of requests that wait for a slot; None: no limit.
     - ``draft``: what guesses several tokens for each step (``docs/guides/performance.md``): a smaller model of the same
-      family, or its path; ``"mtp"``: the layer of the model itself that predicts the token after the next; ``"auto"``:
-      that layer, if the file has one. It changes the number of steps, never the text, and is used only where it saves
-      time. A path is loaded with the model's ``kernels`` and ``packed_cache``, and closed with the engine; close a
-      ``Model`` yourself, after the engine.
+      family, an EAGLE-3 draft that was trained for the model, or the path of one; ``"mtp"``: the layer of the model
+      itself that predicts the token after the next; ``"auto"``: that layer, if the file has one. It changes the number
+      of steps, never the text, and is used only where it saves time. A path is loaded with the model's ``kernels`` and
+      ``packed_cache``, and closed with the engine; close a ``Model`` yourself, after the engine. A draft that does not
+      belong to the model is refused with what differs.
     - ``batch_invariant``: the same request gives the same text whatever else runs (``docs/sampling.md``). Raises
       ValueError, with the reason, for a model whose texts could differ.
     - ``adapters``: the adapters that requests may name (``SamplingParams.adapter``), or their names; empty: all that
@@ -318,7 +321,16 @@ class Engine(BlockingCalls, AsyncOwner):
                 has_mtp, n_states = draft == "mtp", _N_MTP_STATES * (draft == "mtp")
             if draft in MTP_CHOICES:
                 draft = None
-            if has_mtp:
+            self._draft_model: Model | None = None  # if the engine loaded it
+            if draft is not None and not isinstance(draft, Model):
+                draft = self._draft_model = undo.enter_context(closing(_draft_model(draft, model)))
+            has_eagle3 = draft is not None and draft.architecture == "eagle3"
+            if has_eagle3 and depth is not None and depth > 1:
+                raise ValueError(
+                    f"pipeline_depth is {depth}, and EAGLE-3 drafts read the states of one step before the next; "
+                    "leave it out, or use 1"
+                )
+            if has_mtp or has_eagle3:
                 depth = 1  # the states of a step are read when it is computed
             swa_full = _swa_full(model, tuning.swa_full, sizes, n_ctx, n_seq_max, n_cells)
             keeps_windows = swa_full and not unified
@@ -364,9 +376,6 @@ class Engine(BlockingCalls, AsyncOwner):
 
                 publisher = undo.enter_context(closing(Publisher(kv_events, model.name)))
                 tracker = publisher.tracker
-            self._draft_model: Model | None = None  # if the engine loaded it
-            if draft is not None and not isinstance(draft, Model):
-                draft = self._draft_model = undo.enter_context(closing(_draft_model(draft, model)))
             drafter: Drafter | None = None
             # As for chunks of prompts: streams wait while the draft model computes one.
             n_room = context.n_ubatch if max_itl_s is None else min(LEAST_CHUNK, context.n_ubatch)
@@ -1541,7 +1550,12 @@ def prefill_cutoff(context: Context) -> int | None:
 
 
 def _draft_model(path: str | os.PathLike[str], model: Model) -> Model:
-    """Loads a draft model as the model it drafts for was loaded."""
+    """Loads a draft model as the model it drafts for was loaded. Raises ValueError if its metadata says it cannot."""
+    from llamapipe.gguf.check import check_gguf
+
+    stored = model_of(path)
+    file = local_file(path) if stored is None else stored[0]
+    check_draft_file(model, check_gguf(file))
     return Model(
         path,
         n_gpu_layers=-1 if on_gpu(model) else 0,

@@ -334,6 +334,13 @@ _ROTATED = re.compile(r"^(token_embd|output)\.weight$|nextn\.eh_proj\.")
 _SMALL, _SMALL_GAIN = re.compile(r"(attn_output|ssm_out|ffn_down)\.weight$"), 0.05
 
 
+def rotation(width: int) -> npt.NDArray[np.float64]:
+    """The rotation of `_rotated`, as a matrix."""
+    angles = np.random.default_rng(5).uniform(0, 2 * np.pi, width // 2)
+    cos, sin = np.diag(np.cos(angles)), np.diag(np.sin(angles))
+    return np.block([[cos, -sin], [sin, cos]])
+
+
 def _rotated(name: str, dims: tuple[int, ...], n_vocab: int, noise: float) -> npt.NDArray[np.float32]:
     """Embeddings that are powers of one rotation: token n + 1 has that of token n, turned once more.
 
@@ -344,8 +351,7 @@ def _rotated(name: str, dims: tuple[int, ...], n_vocab: int, noise: float) -> np
     rng = np.random.default_rng(5)
     angles = rng.uniform(0, 2 * np.pi, width // 2)
     if "eh_proj" in name:
-        cos, sin = np.diag(np.cos(angles)), np.diag(np.sin(angles))
-        turn = np.block([[cos, -sin], [sin, cos]])
+        turn = rotation(width)
         turn += noise * rng.standard_normal((width, width)) / np.sqrt(width)
         both: npt.NDArray[np.float32] = np.concatenate([np.zeros_like(turn), turn], axis=1).astype(np.float32)
         return both

@@ -42,7 +42,8 @@ def look_at(path: Path) -> dict[str, Any]:
     """The facts about a file, for JSON. Raises ModelLoadError."""
     import llamapipe as lp
     from llamapipe.gguf.check import check_gguf
-    from llamapipe.llama.kv_memory import memory_sizes
+    from llamapipe.gguf.draft_file import DRAFT_KINDS, target_layers
+    from llamapipe.llama.kv_memory import draft_cell_bytes, memory_sizes
     from llamapipe.native.load import native
 
     info = check_gguf(path)
@@ -65,11 +66,13 @@ def look_at(path: Path) -> dict[str, Any]:
             "n_vocab": info.n_vocab,
             "n_parts": info.n_parts,
             "size_bytes": info.size_bytes,
-            "is_served": not (has_encoder and has_decoder),
+            "is_served": not (has_encoder and has_decoder) and info.architecture not in DRAFT_KINDS,
             "generates": info.is_causal and not info.has_rank_head and not has_encoder,
             "is_recurrent": model.is_recurrent,
             "n_mtp_layers": (n_mtp := int(info.metadata.get(f"{info.architecture}.nextn_predict_layers", 0))),
             "mtp_bytes": _mtp_bytes(info, n_mtp),
+            "mtp_bytes_per_token": draft_cell_bytes(info.metadata, info.n_layer, info.n_embd),
+            "drafts_for_layers": target_layers(info.metadata),
             "weights": _weights(info),
             "kernels": None if level == ffi.NULL else ffi.string(level).decode(),
             **_template(model),
@@ -203,7 +206,17 @@ def findings_of(found: dict[str, Any], name: str) -> Iterator[Finding]:
         "context", True, f"trained with {found['n_ctx_train']:,} tokens; vocabulary of {found['n_vocab']:,}"
     )
     yield _weights_finding(found)
-    if not found["is_served"]:
+    from llamapipe.gguf.draft_file import DRAFT_KINDS, not_supported
+
+    if kind := DRAFT_KINDS.get(found["architecture"]):
+        reason = not_supported(found["architecture"])
+        yield Finding(
+            "use",
+            not reason,
+            f"{kind}: it guesses what the model that it was trained for writes, and is no model itself",
+            f"it {reason}" if reason else "llamapipe serve MODEL --draft FILE",
+        )
+    elif not found["is_served"]:
         yield Finding(
             "use",
             False,
@@ -223,7 +236,13 @@ def findings_of(found: dict[str, Any], name: str) -> Iterator[Finding]:
                 else "llamapipe guesses with one only, so not with these"
             )
             size = size_text(found["mtp_bytes"])
-            yield Finding("MTP", True, f"{layers} the token after the next, {size}, loaded on demand; {use}")
+            cells = size_text(found["mtp_bytes_per_token"] * 1024)
+            yield Finding(
+                "MTP",
+                True,
+                f"{layers} the token after the next, {size} and {cells} for 1024 tokens of context, loaded on demand; "
+                f"{use}",
+            )
     command = suggestion(found, name)
     if found["generates"]:
         yield from _memory_findings(found, command is not None)

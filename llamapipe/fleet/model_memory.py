@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from llamapipe._options import MTP_CHOICES
 from llamapipe.gguf.check import GgufInfo, check_gguf, tensor_bytes
-from llamapipe.llama.kv_memory import TYPE_BYTES, memory_sizes
+from llamapipe.gguf.draft_file import target_layers
+from llamapipe.llama.kv_memory import TYPE_BYTES, draft_cell_bytes, draft_state_bytes, memory_sizes
 from llamapipe.ollama_models import model_of
 
 # Besides weights and cells: compute buffers, which grow with the vocabulary. Measured with SmolLM2 135M and
@@ -21,6 +22,7 @@ _STEP_ROWS = 256
 _CACHE_SHARE = 0.1  # of weights and cells, for cached prefixes that have lost their slot
 _USUAL_CONTEXT, _USUAL_SLOTS = 4096, 8
 _USUAL_TEXT = 2048  # tokens of a text to embed
+_DRAFT_STATES = 2  # earlier recurrent states, at least, that an engine keeps for an MTP layer
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 _TOKENS = "token_embd.weight"
 _INPUT = re.compile(r"token_embd|token_types|position_embd|per_layer_token_embd")
@@ -57,12 +59,20 @@ def need_of(info: GgufInfo, embeds: bool, options: Mapping[str, Any], has_gpus: 
         n_cache_bytes = options.get("cache_bytes", int((info.size_bytes + cells) * _CACHE_SHARE))
         share = max(n_on_gpu - 1, 0) / max(info.n_layer, 1)
         weights, held = weights + cells * (1 - share), held + cells * share
-        # The cells of an MTP layer are those of one layer.
-        if (draft := options.get("draft")) is not None and draft not in MTP_CHOICES:
+        n_seq_max = options.get("n_seq_max") or _USUAL_SLOTS
+        n_cells = options.get("n_cells") or n_ctx * n_seq_max
+        if (draft := options.get("draft")) in MTP_CHOICES:
+            of_cell = draft_cell_bytes(info.metadata, info.n_layer, info.n_embd)
+            if of_cell:
+                weights += n_cells * of_cell + draft_state_bytes(n_ctx, n_seq_max, info.n_embd)
+        elif draft is not None:
             stored = model_of(draft)
             of_draft = {"n_ctx": n_ctx, "n_seq_max": options.get("n_seq_max"), "cache_bytes": 0}
-            found = need_of(check_gguf(draft if stored is None else stored[0]), False, of_draft, n_on_gpu > 0)
+            of_file = check_gguf(draft if stored is None else stored[0])
+            found = need_of(of_file, False, of_draft, n_on_gpu > 0)
             beside, more = found.n_bytes, found.gpu_bytes
+            if layers := target_layers(of_file.metadata):
+                beside += draft_state_bytes(n_ctx, n_seq_max, info.n_embd * len(layers))
     steps = 4 * info.n_vocab * _STEP_ROWS
     return Need(
         int(weights + n_cache_bytes + steps) + beside,
@@ -102,6 +112,6 @@ def _cells_bytes(info: GgufInfo, n_ctx: int, options: Mapping[str, Any]) -> floa
     k, v = (kind if kind in TYPE_BYTES else "f16" for kind in types)  # the engine refuses others
     sizes = memory_sizes(info.metadata, info.n_layer, info.n_embd, k, v)
     n_seq_max = options.get("n_seq_max") or _USUAL_SLOTS
-    return (
-        0.0 if sizes is None else float(sizes.total(options.get("n_cells") or n_ctx * n_seq_max, n_seq_max))
-    )
+    n_earlier = _DRAFT_STATES if options.get("draft") == "mtp" else 0
+    n_cells = options.get("n_cells") or n_ctx * n_seq_max
+    return 0.0 if sizes is None else float(sizes.total(n_cells, n_seq_max, n_rs_seq=n_earlier))

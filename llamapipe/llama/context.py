@@ -18,6 +18,7 @@ from llamapipe.errors import (
     EngineClosedError,
     InvalidRequestError,
 )
+from llamapipe.gguf.draft_file import DRAFT_KINDS
 from llamapipe.host.at_exit import awaited_at_exit
 from llamapipe.host.cores import usable_cores
 from llamapipe.llama.adapter import AdapterSet, assign_adapters, set_adapters
@@ -64,8 +65,8 @@ class Context(Owner):
     ``swa_full``: layers with a sliding window keep all cells, not only those of the last window; the attribute is None
     without such layers. ``needs_states``:
     whether a sequence is continued only where its state is, its recurrent one or the cells of its last window.
-    ``mtp_of``: computes the model's MTP layers, with the hidden states that this context keeps (``keep_states``); its
-    only entry is ``draft`` then.
+    ``drafts_for``: computes a model that drafts with the hidden states that this context keeps (``keep_states``): the
+    MTP layers of its own model, or an EAGLE-3 file that belongs to it. Its only entry is ``draft`` then.
     ``n_ring_slots``: stage output rows in a ring of so many times ``n_outputs_max`` rows, for a pipeline (``has_ring``
     is False where that cannot be); ``logits`` has nothing then.
     ``graph_sampling``: with a ring, the graph samples as well; the attribute tells whether it does, and
@@ -99,7 +100,7 @@ class Context(Owner):
         n_states: int = 0,
         swa_full: bool = True,
         rope: Rope = FROM_FILE,
-        mtp_of: Context | None = None,
+        drafts_for: Context | None = None,
     ) -> None:
         self._handle: Any = None
         self._llama: Any = None
@@ -118,7 +119,13 @@ class Context(Owner):
             raise InvalidRequestError(
                 f"{model.path} was loaded with vocab_only=True; a context needs its weights"
             )
-        if lib.llama_model_has_encoder(handle) or not lib.llama_model_has_decoder(handle):
+        self._drafts_for = drafts_for
+        is_head = model.architecture in DRAFT_KINDS
+        if is_head and drafts_for is None:
+            raise InvalidRequestError(
+                f"{model.path} is not a whole model: it drafts for another one; give it as lp.Engine(MODEL, draft=...)"
+            )
+        if not is_head and (lib.llama_model_has_encoder(handle) or not lib.llama_model_has_decoder(handle)):
             raise InvalidRequestError(
                 f"{model.path} is not a decoder-only model; llamapipe generates with decoders only"
             )
@@ -137,7 +144,6 @@ class Context(Owner):
         self.n_threads_batch = int_of(
             "n_threads_batch", self.n_threads if n_threads_batch is None else n_threads_batch
         )
-        self._mtp_of = mtp_of
         flash_attn = self._checked_types(type_k, type_v, flash_attn)
         self.type_k = type_k
         rope.check(model)
@@ -146,11 +152,13 @@ class Context(Owner):
         rope.apply(params)
         # llama.cpp aborts if a ubatch has no room for the tokens whose states are kept.
         params.swa_full = check_flag("swa_full", swa_full)
-        self.is_recurrent = model.is_recurrent and mtp_of is None
+        self.is_recurrent = model.is_recurrent and drafts_for is None
         self.swa_full = swa_full if model.n_swa else None
         self.needs_states = self.is_recurrent or (model.n_swa > 0 and not swa_full)
-        if mtp_of is not None:
-            params.ctx_type, params.ctx_other = self._native.lib.LLAMA_CONTEXT_TYPE_MTP, mtp_of.llama
+        if drafts_for is not None:
+            params.ctx_other = drafts_for.llama
+            if not is_head:
+                params.ctx_type = lib.LLAMA_CONTEXT_TYPE_MTP
         params.n_rs_seq = max(min(check_int("n_states", n_states, 0, 2**16), self.n_ubatch - 2), 0)
         self._pid = os.getpid()
         self._owner: int | None = None
@@ -218,7 +226,7 @@ class Context(Owner):
                 f"type_k is {type_k!r}, which packs 32 numbers, and a head of this model has {head_size(self.model)}; "
                 "use type_k='f16'"
             )
-        if self._mtp_of is None:  # else one layer has cells
+        if self._drafts_for is None:  # else one layer has cells
             check_kv_memory(self.model, self.n_cells, type_k, type_v)
         software = next((device for device in self.model.devices if device.is_software), None)
         if software is not None and flash_attn != "off":
@@ -366,15 +374,15 @@ class Context(Owner):
         return self._native.lib.lp_decode(self._handle, n_tokens, tokens, positions, seq_ids, outputs)  # type: ignore[no-any-return]
 
     # ---- hidden states
-    def keep_states(self, n_most: int) -> None:
-        """Keeps the hidden states of the last ``n_most`` tokens of each sequence, as long as their cells are kept.
+    def keep_states(self, n_most: int, layers: Sequence[int] = ()) -> None:
+        """Keeps hidden states of the last ``n_most`` tokens of each sequence, as long as their cells are kept.
 
-        For tokens that are decoded from now on: call it before the first one. Raises BackendError.
+        A state is the last one of the token, or the inputs of these ``layers``, one after the other (llama.cpp ends the
+        process if the graph of the architecture does not give them out: ask ``eagle3_problem`` first). For tokens that
+        are decoded from now on: call it before the first one. Raises BackendError.
         """
-        if (
-            self._native.lib.lp_context_keep_states(self.handle, check_int("n_most", n_most, 1, _INT32_MAX))
-            < 0
-        ):
+        n, given = check_int("n_most", n_most, 1, _INT32_MAX), self._native.ffi.new("int32_t[]", [*layers])
+        if self._native.lib.lp_context_keep_states(self.handle, n, len(given), given) < 0:
             raise BackendError(f"hidden states cannot be kept ({last_error(self._native)})")
 
     def kept_states(self, seq_id: int) -> tuple[int, int]:
@@ -383,18 +391,28 @@ class Context(Owner):
         begin: int = self._native.lib.lp_context_states(self.handle, seq_id, end)
         return begin, int(end[0])
 
-    def draft(self, batch: DecodeBatch, before: Sequence[int]) -> None:
-        """``decode`` for a context of MTP layers. Each entry reads the state of the token before it.
+    def states(self, seq_id: int) -> npt.NDArray[np.float32]:
+        """A copy of the states of a sequence that are kept: float32 ``(n, width)``, from the first kept position on."""
+        ffi, lib = self._native.ffi, self._native.lib
+        begin, end = self.kept_states(seq_id)
+        out = np.empty((end - begin, lib.lp_context_state_width(self.handle)), dtype=np.float32)
+        for i, row in enumerate(out):
+            ffi.memmove(row, lib.lp_context_state(self.handle, seq_id, begin + i), row.nbytes)
+        return out
 
-        That is the state of the entry ``before[i]``, an output of the batch before, or (-1) one that ``mtp_of`` keeps.
-        Positions may begin anywhere. Raises ContextFullError and DecodeError.
+    def draft(self, batch: DecodeBatch, before: Sequence[int]) -> None:
+        """``decode`` for a context that drafts for another. Each entry reads the state of the token before it.
+
+        That is the state of the entry ``before[i]``, an output of the batch before, or (-1) one that ``drafts_for``
+        keeps. Positions may begin anywhere. With EAGLE-3 all entries are outputs, or none. Raises ContextFullError and
+        DecodeError.
         """
         self.claim()
-        assert self._mtp_of is not None
+        assert self._drafts_for is not None
         ffi, flat = self._native.ffi, batch
         code = self._native.lib.lp_draft(
             self.handle,
-            self._mtp_of.handle,
+            self._drafts_for.handle,
             len(flat),
             *(ffi.from_buffer("int32_t[]", values) for values in (flat.tokens, flat.positions, flat.seq_ids)),
             ffi.from_buffer("int8_t[]", flat.outputs),
@@ -404,6 +422,19 @@ class Context(Owner):
             raise ContextFullError(f"no KV cells are left for a draft of {len(flat)} tokens")
         if code != 0:
             raise self.decode_error(code)
+
+    def best(self, row: int) -> tuple[int, float]:
+        """The most probable token of entry ``row`` of the last batch, and its probability. Raises ValueError.
+
+        -1 if no logit is a number. The entry must be an output.
+        """
+        share = self._native.ffi.new("float *")
+        token: int = self._native.lib.lp_best(self.handle, row, share)
+        if token < -1:
+            raise ValueError(
+                f"entry {row} of the last batch is not an output; set its outputs flag before decoding"
+            )
+        return token, float(share[0])
 
     def decode_error(self, code: int) -> DecodeError:
         """An error for a negative or abnormal result of ``decode_arrays``, with what llama.cpp logged."""

@@ -41,6 +41,8 @@ _UNKNOWN = frozenset(
      "gemma4-assistant", "hrm-text", "nanbeige", "exaone4"}
 )  # fmt: skip
 _STATE_BYTES = 4  # of a value of a recurrent state: always float32
+_DRAFT_STATE_BYTES = 16 * 2**20  # of hidden states that are kept of a sequence for drafts
+_LEAST_STATES = 256
 _WINDOW_PAD = 256  # llama.cpp rounds the cells of window layers up to a multiple of it
 
 
@@ -99,6 +101,31 @@ def memory_sizes(
         return None  # an array that is too short: llama.cpp refuses the file
 
 
+def draft_cell_bytes(metadata: Mapping[str, Any], n_layer: int, n_embd: int) -> int:
+    """Bytes of one KV cell of the layer that predicts the token after the next (MTP), the first if there are several.
+
+    For ``metadata`` see ``memory_sizes``; their cells are 16-bit floats. 0 where the size is not known. Any thread.
+    """
+    arch = str(metadata.get("general.architecture", ""))
+    try:
+        return _Sizes(metadata, arch, n_layer, n_embd).of_draft_layer()
+    except (IndexError, ValueError, TypeError):
+        return 0
+
+
+def draft_state_bytes(n_ctx: int, n_seq_max: int, width: int) -> int:
+    """Bytes of the hidden states, at most, that a context keeps for a layer that drafts.
+
+    ``width``: numbers of a state.
+    """
+    return n_seq_max * 2 * 4 * width * n_draft_states(n_ctx, width)
+
+
+def n_draft_states(n_ctx: int, width: int) -> int:
+    """How many of a sequence's last states are kept at least; at most twice as many are."""
+    return min(max(_DRAFT_STATE_BYTES // (2 * 4 * width), _LEAST_STATES), n_ctx)
+
+
 class _Sizes:
     """Reads llama.cpp's hyperparameters (llama-hparams.cpp and the files of ``src/models``) from the metadata."""
 
@@ -134,6 +161,17 @@ class _Sizes:
             cells[windows[i]] += heads_kv[i] * (key * bytes_k + value * bytes_v * has_values)
         state = len(recurrent) * _STATE_BYTES * self._state(heads[0])
         return MemorySizes(cells[False], cells[True], n_window if cells[True] else 0, state)
+
+    def of_draft_layer(self) -> int:
+        """Bytes of a cell of the first layer that is for drafts."""
+        i = self._n_own
+        if i == self._n_all:
+            return 0
+        heads = self._each("attention.head_count")
+        heads_kv = self._each("attention.head_count_kv") if self._has("attention.head_count_kv") else heads
+        head = self._n_embd // heads[i] if heads[i] else 0
+        lengths = (self._one(f"attention.{name}_length", head) for name in ("key", "value"))
+        return int(heads_kv[i] * sum(lengths) * TYPE_BYTES["f16"])
 
     def _has(self, key: str) -> bool:
         return f"{self._arch}.{key}" in self._metadata

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.bert_model import bert_model
+from support.eagle3_models import eagle3_draft, eagle3_target
 from support.gguf_models import (
     damaged_model,
     encoder_decoder_model,
@@ -152,10 +153,22 @@ class TestFacts:
                 if name.startswith("blk.4.")
             ]
             assert model.n_layer == 4 and found["mtp_bytes"] == sum(sizes) > 0
-        assert words_of(found)["MTP"].detail.endswith("loaded on demand; --draft mtp guesses with it")
+        assert words_of(found)["MTP"].detail.endswith(
+            "and 256.0 KiB for 1024 tokens of context, loaded on demand; --draft mtp guesses with it"
+        )
         two = look_at(mtp_model(tmp_path / "two.gguf", None, n_layers=2))
         assert words_of(two)["MTP"].detail.startswith("2 layers that predict the token after the next, ")
         assert "MTP" not in words_of(look_at(tiny_architecture(tmp_path / "no.gguf", "qwen3.5-0.8b")))
+
+    def test_a_draft_file(self, tmp_path: Path) -> None:
+        target = eagle3_target(tmp_path / "model.gguf")
+        found = look_at(eagle3_draft(tmp_path / "draft.gguf", target))
+        assert found["drafts_for_layers"] == [1, 2, 3]
+        words = words_of(found)
+        assert words["use"].ok and words["use"].detail.startswith(
+            "an EAGLE-3 draft: it guesses what the model"
+        )
+        assert "serve it with" not in words
 
     def test_a_recurrent_model(self, tmp_path: Path) -> None:
         found = look_at(recurrent_model(tmp_path / "mamba.gguf"))

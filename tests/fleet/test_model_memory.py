@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.eagle3_models import eagle3_draft, eagle3_target
 from support.gguf_models import tiny_model
+from support.mtp_models import mtp_model
 
 import llamapipe as lp
 from llamapipe.fleet.model_memory import Need, need_of
 from llamapipe.gguf.check import check_gguf, tensor_bytes
-from llamapipe.llama.kv_memory import kv_bytes
+from llamapipe.llama.kv_memory import kv_bytes, memory_sizes
 
 OPTIONS: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 2, "cache_bytes": 2**22}
 
@@ -59,3 +61,26 @@ def test_a_draft_model_is_where_the_model_is(file: Path) -> None:
         )
         assert both.n_bytes > alone.n_bytes
         assert both.gpu_bytes == (1 + share) * alone.gpu_bytes
+
+
+def test_layers_that_draft_have_cells_and_states(tmp_path: Path) -> None:
+    """The KV cells of the MTP layer (2 heads of 32 keys and values), its model's states, and two more of each slot."""
+    file = mtp_model(tmp_path / "m.gguf", 0.0)
+    info = check_gguf(file)
+    none, auto, mtp = (
+        need_of(info, False, OPTIONS | {"draft": draft}).n_bytes for draft in (None, "auto", "mtp")
+    )
+    n_cells, width = 2 * 256, info.n_embd
+    assert auto - none == n_cells * 2 * (2 * 32) * 2 + 2 * 2 * 256 * 4 * width
+    sizes = memory_sizes(info.metadata, info.n_layer, info.n_embd, "f16", "f16")
+    assert sizes is not None
+    assert mtp - auto == 2 * 2 * sizes.state > 0
+
+
+def test_an_eagle3_draft_takes_states_of_its_model(tmp_path: Path) -> None:
+    model = eagle3_target(tmp_path / "m.gguf")
+    draft = eagle3_draft(tmp_path / "d.gguf", model)
+    info, of_draft = check_gguf(model), check_gguf(draft)
+    none, both = (need_of(info, False, OPTIONS | {"draft": one}).n_bytes for one in (None, str(draft)))
+    alone = need_of(of_draft, False, OPTIONS | {"cache_bytes": 0}).n_bytes
+    assert both - none == alone + 2 * 2 * 256 * 4 * 3 * info.n_embd

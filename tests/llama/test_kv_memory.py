@@ -14,7 +14,14 @@ from support.mtp_models import mtp_model
 import llamapipe as lp
 from llamapipe.errors import BackendError
 from llamapipe.llama import Context, kv_memory
-from llamapipe.llama.kv_memory import MemorySizes, check_kv_memory, kv_bytes, memory_sizes, model_sizes
+from llamapipe.llama.kv_memory import (
+    MemorySizes,
+    check_kv_memory,
+    draft_cell_bytes,
+    kv_bytes,
+    memory_sizes,
+    model_sizes,
+)
 from llamapipe.native.load import drain_log, native
 
 _LOGGED = re.compile(r"(?:KV|RS) buffer size = +([\d.]+) MiB")
@@ -68,6 +75,23 @@ def test_layers_that_draft_have_no_cells(tmp_path: Path) -> None:
         sizes = model_sizes(model, "f16", "f16")
         assert sizes == model_sizes(without, "f16", "f16")
         assert sizes == memory_sizes(model.metadata, model.n_layer + 1, model.n_embd, "f16", "f16")
+
+
+def test_cells_of_a_layer_that_drafts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = mtp_model(tmp_path / "mtp.gguf", None)
+    drain_log(native())
+    with lp.Model(path, load_mtp=True) as model, Context(model, n_ctx=1024) as context:
+        drain_log(native())
+        with (
+            caplog.at_level(logging.DEBUG, "llamapipe.native"),
+            Context(model, n_ctx=4096, n_seq_max=2, flash_attn="on", drafts_for=context) as drafting,
+        ):
+            drain_log(native())
+            logged = sum(float(size) for size in _LOGGED.findall(caplog.text))
+            of_cell = draft_cell_bytes(model.file_metadata, model.n_layer + 1, model.n_embd)
+            assert drafting.n_cells * of_cell / 2**20 == pytest.approx(logged, abs=0.02)
+        without = {key: value for key, value in model.file_metadata.items() if "nextn" not in key}
+        assert draft_cell_bytes(without, model.n_layer + 1, model.n_embd) == 0
 
 
 def test_the_parts_of_a_published_model() -> None:

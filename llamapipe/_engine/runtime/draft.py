@@ -20,24 +20,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Mapping, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any, TypeVar
 
 from llamapipe._engine.policy.core import Request
 from llamapipe._engine.policy.prefix_tree import n_common
 from llamapipe._engine.policy.speculation import Guess, StepTimes
+from llamapipe._engine.runtime.draft_checks import check_draft, check_eagle3
 from llamapipe.errors import BackendError, ContextFullError, DecodeError
+from llamapipe.gguf.draft_file import target_layers
 from llamapipe.llama.batch import DecodeBatch
 from llamapipe.llama.context import Context
+from llamapipe.llama.kv_memory import n_draft_states
 from llamapipe.llama.model import Model
 from llamapipe.llama.native_pipeline import on_gpu
-from llamapipe.native.load import native
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Row = tuple[Request, npt.NDArray[np.float32]]
 
 _LEAST_PROBABILITY = 0.4  # of a drafted token, by the draft model
 _USUAL_SHARE = 0.8  # of drafted tokens that are right, until some were seen
@@ -46,11 +41,8 @@ _FORGOTTEN = 0.05  # of what is known of all requests, with each token and each 
 _LEAST_COPY = 16  # tokens of a prefix that is worth a copy
 _LONGEST = 256  # tokens that a request is expected to generate at most
 _ROUNDED = 16  # times of decodes with more tokens are kept for multiples of this
-# llama.cpp's rule for a draft model: first tokens, which are special in many vocabularies, and sizes may differ.
-_FIRST_COMPARED, _MOST_MORE = 5, 128
-_MTP_ARCHITECTURES = ("qwen35", "qwen35moe")  # those that were tried
-_STATE_BYTES = 16 * 2**20  # of hidden states that are kept of a sequence
-_LEAST_STATES = 256
+_EAGLE3_ROWS = 32  # entries of a decode that may be outputs, besides one for each sequence
+_Drafting = TypeVar("_Drafting", bound="MtpLayer")
 
 
 class _Held:
@@ -208,10 +200,11 @@ class DraftModel:
         while entries:
             ends = self._decode(entries)
             entries = []
-            for request, row in ends:
-                best = int(row.argmax())
+            for request, best, probability in ends:
                 draft = drafts.setdefault(request, [])
-                if best in request.stop_tokens or not _is_sure(row, best):
+                if best in request.stop_tokens or probability < _LEAST_PROBABILITY:
+                    continue
+                if not 0 <= best < self._target.model.n_vocab:
                     continue
                 draft.append(best)
                 held = self._held[request.slot]
@@ -226,8 +219,11 @@ class DraftModel:
                 self._observe(held, 0.0)
         return {request: draft for request, draft in drafts.items() if draft}
 
-    def _decode(self, entries: Sequence[tuple[Request, Sequence[int]]]) -> list[Row]:
-        """Computes tokens after those that are held. Returns the rows of the requests that then miss none."""
+    def _decode(self, entries: Sequence[tuple[Request, Sequence[int]]]) -> list[tuple[Request, int, float]]:
+        """Computes tokens after those that are held.
+
+        Returns, for each of the requests that then miss none, the most probable next token and its probability.
+        """
         tokens: list[int] = []
         positions: list[int] = []
         seq_ids: list[int] = []
@@ -250,7 +246,7 @@ class DraftModel:
         began_s = perf_counter()
         self._compute(DecodeBatch(tokens, positions, seq_ids, outputs), before)
         self._ends = dict(ends)
-        rows = [(request, self._context.logits(i)) for request, i in ends]
+        rows = [(request, *self._context.best(i)) for request, i in ends]
         n = len(tokens)
         self.times.observe(n if n <= _ROUNDED else -(-n // _ROUNDED) * _ROUNDED, perf_counter() - began_s)
         for request, new in entries:
@@ -294,19 +290,21 @@ class MtpLayer(DraftModel):
     the model's when the tokens were right.
     """
 
+    _skips_first = False  # the first token of all, which has no state before it, is not computed
+
     def guess(self, request: Request, n: int) -> Guess | None:
         guess = super().guess(request, n)
         if guess is None:
             return None
         held, n_tokens = self._held[request.slot], len(request.tokens)
         begin, end = self._target.kept_states(request.slot)
-        if end < n_tokens - 1 or (begin > 0 and begin > n_tokens - 2):
+        first = begin + 1 if begin or self._skips_first else 0  # tokens before it are not computed
+        if end < n_tokens - 1 or first > n_tokens - 1:
             return None
-        n_kept = n_tokens - held.n_missing
-        if begin > max(n_kept - 1, 0):
+        if n_tokens - held.n_missing < first:
             self._cut(request.slot, 0)
-            held.tokens, held.n_equal = list(request.tokens[: begin + 1]), begin + 1
-            held.n_missing = n_tokens - begin - 1
+            held.tokens, held.n_equal = list(request.tokens[:first]), first
+            held.n_missing = n_tokens - first
         return guess
 
     def _draft(self, chosen: Mapping[Request, int]) -> dict[Request, Sequence[int]]:
@@ -320,37 +318,55 @@ class MtpLayer(DraftModel):
         self._context.draft(batch, before)
 
 
+class Eagle3Draft(MtpLayer):
+    """Drafts with an EAGLE-3 file: one layer that reads a token and inputs of three of the model's layers before it.
+
+    These inputs become a state when a draft is chosen, so that a step costs no more than their copies. The first token
+    of a request is not computed, since nothing comes before it.
+    """
+
+    _skips_first = True
+
+    def _decode(self, entries: Sequence[tuple[Request, Sequence[int]]]) -> list[tuple[Request, int, float]]:
+        if sum(len(new) for _, new in entries) > self._context.n_outputs_max:
+            # All entries of a decode are outputs, or none.
+            super()._decode([(request, new[:-1]) for request, new in entries if len(new) > 1])
+            entries = [(request, new[-1:]) for request, new in entries]
+        return super()._decode(entries)
+
+    def _compute(self, batch: DecodeBatch, before: Sequence[int]) -> None:
+        outputs = [bool(batch.outputs.any())] * len(batch)
+        super()._compute(DecodeBatch(batch.tokens, batch.positions, batch.seq_ids, outputs), before)
+
+
 def make_mtp_drafter(target: Context, n_room: int) -> MtpLayer:
     """The same with the MTP layer of the context's own model, for which ``mtp_problem`` has found nothing.
 
     Raises BackendError without memory for its cells. The context keeps hidden states from then on.
     """
-    context = _context_beside(target, target.model, rope=target.rope, mtp_of=target)
+    context = _context_beside(target, target.model, rope=target.rope, drafts_for=target)
+    return _with_states(MtpLayer(context, target, n_room), target, ())
+
+
+def make_eagle3_drafter(target: Context, draft: Model, n_room: int) -> Eagle3Draft:
+    """The same with an EAGLE-3 draft, for which ``check_eagle3`` has found nothing."""
+    # Its graph has a logit of each token of the model's vocabulary for each row, wanted or not.
+    context = _context_beside(
+        target, draft, drafts_for=target, n_ubatch=_EAGLE3_ROWS, n_more_outputs=_EAGLE3_ROWS
+    )
+    layers = target_layers(draft.file_metadata)
+    return _with_states(Eagle3Draft(context, target, n_room), target, layers)
+
+
+def _with_states(drafter: _Drafting, target: Context, layers: Sequence[int]) -> _Drafting:
+    """Lets the engine's context keep the states that a drafter reads."""
     try:
-        n_most = _STATE_BYTES // (2 * 4 * target.model.n_embd)  # up to twice as many are kept
-        target.keep_states(min(max(n_most, _LEAST_STATES), target.n_ctx))
+        width = target.model.n_embd * max(len(layers), 1)
+        target.keep_states(n_draft_states(target.n_ctx, width), layers)
     except BaseException:
-        context.close()
+        drafter.close()
         raise
-    return MtpLayer(context, target, n_room)
-
-
-def mtp_problem(model: Model) -> str:
-    """Why a model cannot draft with its own MTP layers; empty if it can."""
-    name, module = model.path.name, native()
-    if not model.n_mtp_layers:
-        return f"{name} has no MTP layers ({model.architecture}.nextn_predict_layers in its metadata)"
-    if not model.load_mtp:
-        return f"{name} was loaded without its MTP layers: use lp.Model(path, load_mtp=True)"
-    if model.n_mtp_layers > 1:
-        return f"{name} has {model.n_mtp_layers} MTP layers, and llamapipe drafts with one"
-    if model.architecture not in _MTP_ARCHITECTURES:
-        known = ", ".join(_MTP_ARCHITECTURES)
-        return f"{name} is a {model.architecture}; llamapipe drafts with the MTP layers of {known}"
-    if model.on_workers:
-        return f"{name} is on RPC workers"
-    problem = module.lib.lp_states_problem()
-    return "" if problem == module.ffi.NULL else f"{module.ffi.string(problem).decode()}"
+    return drafter
 
 
 def make_drafter(target: Context, draft: Model, n_room: int) -> DraftModel:
@@ -358,6 +374,9 @@ def make_drafter(target: Context, draft: Model, n_room: int) -> DraftModel:
 
     Raises ValueError unless its model can draft for the context's, BackendError without memory for its cells.
     """
+    if draft.architecture == "eagle3":
+        check_eagle3(target.model, draft)
+        return make_eagle3_drafter(target, draft, n_room)
     check_draft(target.model, draft)
     return DraftModel(_context_beside(target, draft), target, n_room)
 
@@ -375,41 +394,3 @@ def _context_beside(target: Context, model: Model, **options: Any) -> Context:
         kv_unified=True,
         **options,
     )
-
-
-def _is_sure(row: npt.NDArray[np.float32], token: int) -> bool:
-    """Whether a row's most probable token has at least ``_LEAST_PROBABILITY``."""
-    return _LEAST_PROBABILITY * float(np.exp(row - row[token]).sum()) <= 1.0
-
-
-def check_draft(model: Model, draft: Model) -> None:
-    """Raises ValueError unless a model can draft for another: the same vocabulary, and cells that can be removed."""
-    for part, role in ((model, "whose texts are generated"), (draft, "that drafts")):
-        if part.is_recurrent or (part.n_swa and part is draft):  # tokens are drafted one after the other
-            kind = "is recurrent" if part.is_recurrent else "has a sliding window"
-            raise ValueError(
-                f"draft: the model {role}, {part.path.name}, {kind}, so cells of wrong guesses cannot be removed; "
-                "leave draft out"
-            )
-    if not draft.is_causal:
-        raise ValueError(f"draft: {draft.path.name} is not causal, so it cannot generate text")
-    problem = _vocabulary_difference(model, draft)
-    if problem:
-        raise ValueError(
-            f"draft: the vocabularies of {model.path.name} and {draft.path.name} differ ({problem}); "
-            "give a smaller model of the same family"
-        )
-
-
-def _vocabulary_difference(model: Model, draft: Model) -> str:
-    ours, theirs = model.vocab, draft.vocab
-    if abs(model.n_vocab - draft.n_vocab) > _MOST_MORE:
-        return f"{model.n_vocab} and {draft.n_vocab} tokens"
-    if (ours.add_bos, ours.add_eos) != (theirs.add_bos, theirs.add_eos):
-        return "one of them adds a BOS or EOS token, the other does not"
-    if (ours.add_bos and ours.bos != theirs.bos) or (ours.add_eos and ours.eos != theirs.eos):
-        return "their BOS or EOS tokens"
-    for token in range(_FIRST_COMPARED, min(model.n_vocab, draft.n_vocab)):
-        if ours.piece(token) != theirs.piece(token):
-            return f"token {token} is {ours.piece(token)!r} and {theirs.piece(token)!r}"
-    return ""

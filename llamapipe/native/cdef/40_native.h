@@ -162,14 +162,20 @@ int lp_context_memory(lp_context * context, enum lp_memory_op op, int seq_id, in
 
 // ---- hidden states, for the layers of a model that draft (hidden_states.cpp)
 const char * lp_states_problem(void);  // why llama.cpp does not give them out; NULL if it does
-// Keeps the states of the tokens that are decoded from now on, of the last `n_most` of each sequence.
-int lp_context_keep_states(lp_context * context, int n_most);
+// Keeps states of the tokens that are decoded from now on, of the last `n_most` of each sequence: the inputs of `n_layers`
+// layers, one after the other, or with 0 the last hidden state. llama.cpp ends the process if its graph has no such inputs.
+int lp_context_keep_states(lp_context * context, int n_most, int n_layers, const int32_t * layers);
+int lp_context_state_width(const lp_context * context);  // numbers of a state; of a context that keeps states, as the next
+// The state of a position, as long as nothing is decoded or removed; NULL if it is not kept.
+const float * lp_context_state(const lp_context * context, int seq_id, int32_t position);
 // The first position of a sequence whose state is kept, and the one after the last; of a context that keeps states.
 int lp_context_states(const lp_context * context, int seq_id, int32_t * end);
 // lp_decode for a context of drafting layers: each entry reads the state of the token before it. That is the one of the
 // entry `before[i]`, an output of this context's last batch, or (-1) the one that `target` has kept.
 int lp_draft(lp_context * context, const lp_context * target, int n_tokens, const int32_t * tokens, const int32_t * positions,
              const int32_t * seq_ids, const int8_t * outputs, const int32_t * before);
+// The most probable token of an output of the last batch, and its probability; -1 if no logit is finite, or LP_ERROR.
+int lp_best(lp_context * context, int entry, float * share);
 
 // ---- readers that wait for results (wake_queue_api.cpp; wake_queue.hpp says what each entry does)
 typedef struct lp_waiter lp_waiter;

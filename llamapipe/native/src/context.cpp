@@ -6,10 +6,12 @@
 #include "handles.hpp"
 #include "llama-adapter.h"
 #include "llama-context.h"
+#include "scan.hpp"
 #include "step.hpp"
 #include "weight_buffer.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <vector>
@@ -150,7 +152,8 @@ Context::Context(llama_model * model, const llama_context_params & params, const
     if (!llama_) {
         throw std::runtime_error("llama.cpp could not create the context");
     }
-    threads_ = std::make_unique<ComputeThreads>(llama_.get(), params.n_threads, params.n_threads_batch, options.poll);
+    threads_   = std::make_unique<ComputeThreads>(llama_.get(), params.n_threads, params.n_threads_batch, options.poll);
+    n_encoded_ = (int) std::min(llama_n_ubatch(llama_.get()), std::max(params.n_outputs_max, 1u));
 }
 
 int Context::decode(const BatchArrays & batch) {
@@ -159,6 +162,31 @@ int Context::decode(const BatchArrays & batch) {
         states_->take(batch);
     }
     return code;
+}
+
+template <typename Body> int Context::compute(const BatchArrays * mixed, Body && body) {
+    if (is_broken_) {
+        throw std::runtime_error("llama.cpp failed inside an earlier step; close this engine and make another");
+    }
+    threads_->apply();
+    set_error("see the log llamapipe.native");
+    const DecodeAssertionsThrow throwing;
+    const bool                  is_mixed = mixed && row_adapters_.is_on();
+    if (is_mixed) {
+        row_adapters_.prepare(mixed->n, mixed->seq_ids, mixed->outputs);
+    }
+    const llamapipe::kernels::ComputeScope scope(attends_, multiplies_, is_mixed ? &row_adapters_ : nullptr);
+    std::unique_lock<std::mutex>           lock(adapters_mutex(), std::defer_lock);
+    if (reserves_) {
+        lock.lock();
+        reserves_ = false;
+    }
+    try {
+        return body();
+    } catch (...) {
+        is_broken_ = throwing.happened();
+        throw;
+    }
 }
 
 int Context::decode(const BatchArrays & batch, const std::vector<const float *> & states) {
@@ -178,31 +206,12 @@ int Context::decode(const BatchArrays & batch, const std::vector<const float *> 
     given.n_seq_id    = n_seq_id_.data();
     given.seq_id      = seq_id_.data();
     given.logits      = const_cast<int8_t *>(batch.outputs);
-    if (is_broken_) {
-        throw std::runtime_error("llama.cpp failed inside an earlier step; close this engine and make another");
-    }
-    threads_->apply();
-    set_error("see the log llamapipe.native");
-    const DecodeAssertionsThrow throwing;
-    const bool                  is_mixed = row_adapters_.is_on();
-    if (is_mixed) {
-        row_adapters_.prepare(batch.n, batch.seq_ids, batch.outputs);
-    }
-    const llamapipe::kernels::ComputeScope scope(attends_, multiplies_, is_mixed ? &row_adapters_ : nullptr);
-    std::unique_lock<std::mutex>           lock(adapters_mutex(), std::defer_lock);
-    if (reserves_) {
-        lock.lock();
-        reserves_ = false;
-    }
-    try {
+    return compute(&batch, [&] {
         if (batch.embeddings || !states.empty()) {
             return decode_rows(batch, states);
         }
         return (int) llama_decode(llama_.get(), given);
-    } catch (...) {
-        is_broken_ = throwing.happened();
-        throw;
-    }
+    });
 }
 
 int Context::set_adapters(const lp_adapter_set & set) {
@@ -271,8 +280,11 @@ int Context::decode_rows(const BatchArrays & batch, const std::vector<const floa
     }
     llama_batch_ext * const rows = rows_.get();
     llama_batch_ext_clear(rows);
-    const size_t n_embd  = (size_t) llama_model_n_embd_inp(llama_get_model(llama));
-    const size_t n_state = (size_t) llama_model_n_embd_out(llama_get_model(llama));
+    const llama_model * const model   = llama_get_model(llama);
+    const size_t              n_embd  = (size_t) llama_model_n_embd_inp(model);
+    const size_t              n_state = (size_t) llama_model_n_embd_out(model);
+    // EAGLE-3 takes the state in place of the token's embedding.
+    const auto set_state = llama_model_has_encoder(model) ? llama_batch_ext_set_embd_token : llama_batch_ext_set_embd_state;
     for (int i = 0; i < batch.n; i++) {
         const float * const row = batch.embeddings ? batch.embeddings[i] : nullptr;
         const int           at  = row ? llama_batch_ext_add_embd(rows, batch.seq_ids[i], { row, 1, n_embd })
@@ -284,7 +296,7 @@ int Context::decode_rows(const BatchArrays & batch, const std::vector<const floa
         if (at != i || !llama_batch_ext_set_pos(rows, i, position)) {
             throw std::runtime_error("llama.cpp refused an entry of a batch");
         }
-        if (!states.empty() && !llama_batch_ext_set_embd_state(rows, i, { states[(size_t) i], 1, n_state })) {
+        if (!states.empty() && !set_state(rows, i, { states[(size_t) i], 1, n_state })) {
             throw std::runtime_error("llama.cpp refused the state of an entry");
         }
         llama_batch_ext_set_output_logits(rows, i, batch.outputs[i] != 0);
@@ -329,8 +341,41 @@ int Context::copy(int from, int to, int n, SavedCells & scratch, const SavedCell
     return done;
 }
 
+int Context::encode(const std::vector<const float *> & states, size_t width, float * out) {
+    llama_context * const llama = llama_.get();
+    if (!rows_) {
+        rows_.reset(llama_batch_ext_init(llama));
+    }
+    const size_t n_embd = (size_t) llama_model_n_embd_out(llama_get_model(llama));
+    for (size_t begin = 0; begin < states.size(); begin += (size_t) n_encoded_) {
+        const size_t end = std::min(states.size(), begin + (size_t) n_encoded_);
+        llama_batch_ext_clear(rows_.get());
+        int32_t position = llama_memory_seq_pos_max(llama_get_memory(llama), 0);  // not used, but llama.cpp checks it
+        for (size_t i = begin; i < end; i++) {
+            const int at = llama_batch_ext_add_embd(rows_.get(), 0, { states[i], 1, width });
+            position++;
+            if (at < 0 || !llama_batch_ext_set_pos(rows_.get(), at, &position)) {
+                throw std::runtime_error("llama.cpp refused the state of an entry");
+            }
+            llama_batch_ext_set_output_logits(rows_.get(), at, true);
+        }
+        const int code = compute(nullptr, [&] { return (int) llama_process(llama, LLAMA_PROCESS_TYPE_ENCODE, rows_.get()); });
+        if (code != 0) {
+            return code;
+        }
+        const float * const encoded = given_states(llama);
+        if (!encoded) {
+            throw std::runtime_error("llama.cpp gave out no encoded states");
+        }
+        memcpy(out + begin * n_embd, encoded, (end - begin) * n_embd * sizeof(float));
+    }
+    return 0;
+}
+
 int Context::draft(const BatchArrays & batch, const int32_t * before, const HiddenStates & target) {
-    const size_t width = (size_t) target.width(), n = (size_t) batch.n;
+    const llama_model * const model   = llama_get_model(llama_.get());
+    const bool                encodes = llama_model_has_encoder(model);  // what is kept of the target is not yet a state
+    const size_t              width = (size_t) llama_model_n_embd_out(model), n = (size_t) batch.n;
     if (!gives_states_) {
         give_out_states(llama_.get());
         gives_states_ = true;
@@ -338,23 +383,51 @@ int Context::draft(const BatchArrays & batch, const int32_t * before, const Hidd
     // The first token of all has a state of zeros before it; the rest of `own_states_` are copies, because the batch may
     // overwrite those of the last one.
     own_states_.assign((n + 1) * width, 0.0f);
-    std::vector<const float *> states(n, own_states_.data());
+    std::vector<const float *> states(n, own_states_.data()), kept;
     for (size_t i = 0; i < n; i++) {
+        float * const own = own_states_.data() + (i + 1) * width;
         if (before[i] >= 0) {
             const float * const row = given_state(llama_.get(), before[i]);
             if (!row) {
                 throw std::runtime_error("an entry of the last batch is not an output");
             }
-            states[i] = own_states_.data() + (i + 1) * width;
-            memcpy(own_states_.data() + (i + 1) * width, row, width * sizeof(float));
+            states[i] = own;
+            memcpy(own, row, width * sizeof(float));
         } else if (batch.positions[i] > 0) {
             states[i] = target.of(batch.seq_ids[i], batch.positions[i] - 1);
             if (!states[i]) {
                 throw std::runtime_error("a hidden state is not kept any more");
             }
+            if (encodes) {
+                kept.push_back(states[i]);
+            }
+        }
+    }
+    if (!kept.empty()) {
+        encoded_.resize(kept.size() * width);
+        if (const int code = encode(kept, (size_t) target.width(), encoded_.data())) {
+            return code;
+        }
+        const float * next = encoded_.data();
+        for (size_t i = 0; i < n; i++) {
+            if (before[i] < 0 && batch.positions[i] > 0) {
+                states[i] = next;
+                next += width;
+            }
         }
     }
     return decode(batch, states);
+}
+
+int Context::best(int entry, float * share) const {
+    const float * const row = llama_get_logits_ith(llama_.get(), entry);
+    if (!row) {
+        throw std::runtime_error("this entry of the last batch is not an output");
+    }
+    const int     n    = llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(llama_.get())));
+    const int32_t best = argmax(row, n);
+    *share             = best < 0 ? 0.0f : (float) std::exp((double) row[best] - log_sum_exp(row, n));
+    return best;
 }
 
 Context::~Context() {
@@ -475,11 +548,21 @@ int lp_context_memory(lp_context * context, enum lp_memory_op op, int seq_id, in
 
 const char * lp_states_problem(void) { return lp::states_problem(); }
 
-int lp_context_keep_states(lp_context * context, int n_most) {
+int lp_context_keep_states(lp_context * context, int n_most, int n_layers, const int32_t * layers) {
     return lp::guard(LP_ERROR, [&] {
-        context->shared->keep_states(n_most);
+        context->shared->keep_states(n_most, { layers, layers + n_layers });
         return 0;
     });
+}
+
+int lp_context_state_width(const lp_context * context) { return context->shared->states()->width(); }
+
+const float * lp_context_state(const lp_context * context, int seq_id, int32_t position) {
+    return context->shared->states()->of(seq_id, position);
+}
+
+int lp_best(lp_context * context, int entry, float * share) {
+    return lp::guard(LP_ERROR, [&] { return context->shared->best(entry, share); });
 }
 
 int lp_context_states(const lp_context * context, int seq_id, int32_t * end) {

@@ -86,13 +86,20 @@ public:
     int load(int seq_id, int n, const SavedCells * cells, const SavedCells * state);
     int copy(int from, int to, int n, SavedCells & scratch, const SavedCells * state);
 
-    // Keeps the hidden states of the tokens that are decoded from now on, of the last `n_most` of each sequence.
-    void                 keep_states(int n_most) { states_ = std::make_unique<HiddenStates>(llama_.get(), n_most); }
+    // Keeps states of the tokens that are decoded from now on, of the last `n_most` of each sequence (see HiddenStates).
+    void keep_states(int n_most, const std::vector<int32_t> & layers) {
+        states_ = std::make_unique<HiddenStates>(llama_.get(), n_most, layers);
+    }
     const HiddenStates * states() const { return states_.get(); }  // null: none are kept
 
     // `decode` for a context of drafting layers, which take a token and the state of the one before it. That is the state
-    // of `before[i]`, an output of this context's last batch, or (-1) the one that `target` has kept.
+    // of `before[i]`, an output of this context's last batch, or (-1) the one that `target` has kept, which a model with an
+    // encoder (EAGLE-3) encodes first. Such a model needs an output of each entry, or none: its graph computes all rows, and
+    // llama.cpp takes the first ones for those of the outputs.
     int draft(const BatchArrays & batch, const int32_t * before, const HiddenStates & target);
+
+    // The most probable token of an output of the last batch, or -1, and its probability.
+    int best(int entry, float * share) const;
 
 private:
     struct Free {
@@ -102,6 +109,10 @@ private:
 
     int decode(const BatchArrays & batch, const std::vector<const float *> & states);
     int decode_rows(const BatchArrays & batch, const std::vector<const float *> & states = {});
+    // Encodes states of `width` numbers, some at a time. `out`: a state of the model's own for each. llama_process' code.
+    int encode(const std::vector<const float *> & states, size_t width, float * out);
+    // Computes on the context's threads, with our kernels. `mixed`: the batch whose rows may have adapters of their own.
+    template <typename Body> int compute(const BatchArrays * mixed, Body && body);
 
     llamapipe::kernels::RowAdapters        row_adapters_;
     std::vector<std::string>               changed_matrices_;  // by the carrier
@@ -115,7 +126,8 @@ private:
     bool                                   reserves_ = false;  // the next decode does: the adapters were changed
     std::unique_ptr<HiddenStates>          states_;
     bool                                   gives_states_ = false;
-    std::vector<float>                     own_states_;  // scratch of `draft`
+    int                                    n_encoded_    = 1;    // most states that are encoded at a time
+    std::vector<float>                     own_states_, encoded_;  // scratch of `draft`
     std::unique_ptr<llama_batch_ext, Free> rows_;        // scratch of `decode_rows`
     std::unique_ptr<llama_context, Free>   llama_;     // the last member, so the first to end
 };

@@ -16,16 +16,24 @@ static_assert(std::is_same<decltype(&llama_set_embeddings_nextn), void (*)(llama
 static_assert(std::is_same<decltype(&llama_get_embeddings_nextn), float * (*)(llama_context *)>::value, "llama-ext.h");
 static_assert(std::is_same<decltype(&llama_get_embeddings_nextn_ith), float * (*)(llama_context *, int32_t)>::value,
               "llama-ext.h");
+static_assert(std::is_same<decltype(&llama_set_embeddings_layer_inp), void (*)(llama_context *, uint32_t, bool)>::value,
+              "llama-ext.h");
+static_assert(std::is_same<decltype(&llama_get_embeddings_layer_inp), float * (*)(llama_context *, uint32_t)>::value,
+              "llama-ext.h");
 #if defined(__ELF__)
 extern decltype(llama_set_embeddings_nextn)     llama_set_embeddings_nextn __attribute__((weak));
 extern decltype(llama_get_embeddings_nextn)     llama_get_embeddings_nextn __attribute__((weak));
 extern decltype(llama_get_embeddings_nextn_ith) llama_get_embeddings_nextn_ith __attribute__((weak));
+extern decltype(llama_set_embeddings_layer_inp) llama_set_embeddings_layer_inp __attribute__((weak));
+extern decltype(llama_get_embeddings_layer_inp) llama_get_embeddings_layer_inp __attribute__((weak));
 #endif
 #else
 #define LP_HAS_STATES 0
 static void    llama_set_embeddings_nextn(llama_context *, bool, bool) {}
 static float * llama_get_embeddings_nextn(llama_context *) { return nullptr; }
 static float * llama_get_embeddings_nextn_ith(llama_context *, int32_t) { return nullptr; }
+static void    llama_set_embeddings_layer_inp(llama_context *, uint32_t, bool) {}
+static float * llama_get_embeddings_layer_inp(llama_context *, uint32_t) { return nullptr; }
 #endif
 
 namespace lp {
@@ -38,6 +46,9 @@ const char * states_problem() {
     if (!&llama_set_embeddings_nextn || !&llama_get_embeddings_nextn || !&llama_get_embeddings_nextn_ith) {
         return "the llama.cpp that was loaded does not export llama_get_embeddings_nextn";
     }
+    if (!&llama_set_embeddings_layer_inp || !&llama_get_embeddings_layer_inp) {
+        return "the llama.cpp that was loaded does not export llama_get_embeddings_layer_inp";
+    }
 #endif
     return nullptr;
 }
@@ -48,10 +59,17 @@ static void check_states() {
     }
 }
 
-HiddenStates::HiddenStates(llama_context * llama, int n_most)
-    : llama_(llama), width_(llama_model_n_embd_out(llama_get_model(llama))), n_most_(n_most), sequences_(llama_n_seq_max(llama)) {
+HiddenStates::HiddenStates(llama_context * llama, int n_most, const std::vector<int32_t> & layers)
+    : llama_(llama), layers_(layers),
+      n_embd_(layers.empty() ? llama_model_n_embd_out(llama_get_model(llama)) : llama_model_n_embd(llama_get_model(llama))),
+      width_(n_embd_ * std::max((int) layers.size(), 1)), n_most_(n_most), sequences_(llama_n_seq_max(llama)) {
     check_states();
-    llama_set_embeddings_nextn(llama, true, false);
+    if (layers.empty()) {
+        llama_set_embeddings_nextn(llama, true, false);
+    }
+    for (const int32_t layer : layers) {
+        llama_set_embeddings_layer_inp(llama, (uint32_t) layer, true);
+    }
 }
 
 int HiddenStates::end(int seq_id) const {
@@ -66,16 +84,22 @@ const float * HiddenStates::of(int seq_id, int position) const {
 }
 
 void HiddenStates::take(const BatchArrays & batch) {
-    const float * rows = llama_get_embeddings_nextn(llama_);
-    if (!rows) {
+    std::vector<const float *> parts;
+    if (layers_.empty()) {
+        parts.push_back(llama_get_embeddings_nextn(llama_));
+    }
+    for (const int32_t layer : layers_) {
+        parts.push_back(llama_get_embeddings_layer_inp(llama_, (uint32_t) layer));
+    }
+    if (std::find(parts.begin(), parts.end(), nullptr) != parts.end()) {
         throw std::runtime_error("llama.cpp gave out no hidden states");
     }
     for (int i = 0; i < batch.n; i++) {
-        put(batch.seq_ids[i], batch.positions[i], rows + (size_t) i * (size_t) width_);
+        put(batch.seq_ids[i], batch.positions[i], parts, (size_t) i);
     }
 }
 
-void HiddenStates::put(int seq_id, int position, const float * row) {
+void HiddenStates::put(int seq_id, int position, const std::vector<const float *> & parts, size_t i) {
     Sequence & sequence = sequences_[(size_t) seq_id];
     cut(seq_id, position);
     if (position != end(seq_id)) {
@@ -90,8 +114,11 @@ void HiddenStates::put(int seq_id, int position, const float * row) {
         sequence.rows.erase(sequence.rows.begin(), sequence.rows.begin() + (ptrdiff_t) (n_dropped * width));
         sequence.begin += (int) n_dropped;
     }
+    const size_t n_embd = (size_t) n_embd_;
     try {
-        sequence.rows.insert(sequence.rows.end(), row, row + width);
+        for (const float * const part : parts) {
+            sequence.rows.insert(sequence.rows.end(), part + i * n_embd, part + (i + 1) * n_embd);
+        }
     } catch (const std::bad_alloc &) {  // the step was computed: only a draft is lost
         sequence.rows = {};
     }
@@ -144,6 +171,8 @@ void give_out_states(llama_context * llama) {
     // Not only those of outputs: the graphs of MTP layers keep all rows, and llama.cpp would take the first ones.
     llama_set_embeddings_nextn(llama, true, false);
 }
+
+const float * given_states(llama_context * llama) { return llama_get_embeddings_nextn(llama); }
 
 const float * given_state(llama_context * llama, int entry) { return llama_get_embeddings_nextn_ith(llama, entry); }
 

@@ -1,4 +1,5 @@
-// The states that a model's drafting layers (MTP) read: the last hidden state of each token, as long as its cell is kept.
+// The states that drafting layers read, of each token as long as its cell is kept: the last hidden state (MTP), or the
+// inputs of some layers (EAGLE-3).
 //
 // llama.cpp gives them out through llama-ext.h, which promises nothing: hidden_states.cpp is the only file that uses it.
 #pragma once
@@ -7,6 +8,7 @@
 #include "step.hpp"
 
 #include <cstddef>
+#include <cstdint>
 #include <vector>
 
 namespace lp {
@@ -18,8 +20,10 @@ const char * states_problem();
 // cells does the same here, so a state always belongs to the cell of its position. Not thread-safe.
 class HiddenStates {
 public:
-    // Asks `llama` for the state of each token. `n_most`: of a sequence; up to twice as many are kept.
-    HiddenStates(llama_context * llama, int n_most);
+    // Asks `llama` for the state of each token: the inputs of `layers`, one after the other, or without any its last hidden
+    // state. `n_most`: of a sequence; up to twice as many are kept. llama.cpp ends the process if the graph of its
+    // architecture does not give out these inputs.
+    HiddenStates(llama_context * llama, int n_most, const std::vector<int32_t> & layers);
 
     int width() const { return width_; }
 
@@ -41,15 +45,18 @@ private:
         std::vector<float> rows;
     };
 
-    void put(int seq_id, int position, const float * row);
+    void put(int seq_id, int position, const std::vector<const float *> & parts, size_t i);
 
     llama_context *       llama_;
-    int                   width_, n_most_;
+    std::vector<int32_t>  layers_;
+    int                   n_embd_, width_, n_most_;  // of one layer, of all
     std::vector<Sequence> sequences_;
 };
 
 // Lets a context of drafting layers give out its own states.
 void give_out_states(llama_context * llama);
+// The states of all entries that it computed last; null if it has none.
+const float * given_states(llama_context * llama);
 // The state of an entry of its last batch; null if it had none.
 const float * given_state(llama_context * llama, int entry);
 

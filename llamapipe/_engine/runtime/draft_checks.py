@@ -1,0 +1,102 @@
+"""Which models and layers can draft for a model.
+
+Open this file when ``Engine(draft=...)`` refuses a draft, or takes one that it should not. What the files themselves
+say is read in ``gguf/draft_file.py``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llamapipe.gguf.draft_file import eagle3_problem, not_supported
+from llamapipe.llama.model import Model
+from llamapipe.native.load import native
+
+if TYPE_CHECKING:
+    from llamapipe.gguf.check import GgufInfo
+
+# llama.cpp's rule for a draft model: first tokens, which are special in many vocabularies, and sizes may differ.
+_FIRST_COMPARED, _MOST_MORE = 5, 128
+_MTP_ARCHITECTURES = ("qwen35", "qwen35moe")  # those that were tried
+
+
+def mtp_problem(model: Model) -> str:
+    """Why a model cannot draft with its own MTP layers; empty if it can."""
+    name = model.path.name
+    if not model.n_mtp_layers:
+        return f"{name} has no MTP layers ({model.architecture}.nextn_predict_layers in its metadata)"
+    if not model.load_mtp:
+        return f"{name} was loaded without its MTP layers: use lp.Model(path, load_mtp=True)"
+    if model.n_mtp_layers > 1:
+        return f"{name} has {model.n_mtp_layers} MTP layers, and llamapipe drafts with one"
+    if model.architecture not in _MTP_ARCHITECTURES:
+        known = ", ".join(_MTP_ARCHITECTURES)
+        return f"{name} is a {model.architecture}; llamapipe drafts with the MTP layers of {known}"
+    return _states_problem(model)
+
+
+def _states_problem(model: Model) -> str:
+    """Why no hidden states of a model can be had; empty if they can."""
+    if model.on_workers:
+        return f"{model.path.name} is on RPC workers"
+    module = native()
+    problem = module.lib.lp_states_problem()
+    return "" if problem == module.ffi.NULL else f"{module.ffi.string(problem).decode()}"
+
+
+def check_draft_file(model: Model, info: GgufInfo) -> None:
+    """Raises ValueError unless a file may draft for a model, as far as its metadata says."""
+    problem = ""
+    if reason := not_supported(info.architecture):
+        raise ValueError(f"draft: {info.path.name} {reason}")
+    if info.architecture == "eagle3":
+        sizes = (model.architecture, model.n_layer, model.n_embd, model.n_vocab)
+        problem = _states_problem(model) or eagle3_problem(info, *sizes)
+    if problem:
+        raise ValueError(f"draft: {info.path.name} does not draft for {model.path.name}: {problem}")
+
+
+def check_eagle3(model: Model, draft: Model) -> None:
+    """Raises ValueError unless an EAGLE-3 draft belongs to a model."""
+    from llamapipe.gguf.check import check_gguf
+
+    check_draft_file(model, check_gguf(draft.path))
+    if problem := _vocabulary_difference(model, draft):
+        raise ValueError(
+            f"draft: {draft.path.name} does not draft for {model.path.name}: their vocabularies differ ({problem})"
+        )
+
+
+def check_draft(model: Model, draft: Model) -> None:
+    """Raises ValueError unless a model can draft for another: the same vocabulary, and cells that can be removed."""
+    if reason := not_supported(draft.architecture):
+        raise ValueError(f"draft: {draft.path.name} {reason}")
+    for part, role in ((model, "whose texts are generated"), (draft, "that drafts")):
+        if part.is_recurrent or (part.n_swa and part is draft):  # tokens are drafted one after the other
+            kind = "is recurrent" if part.is_recurrent else "has a sliding window"
+            raise ValueError(
+                f"draft: the model {role}, {part.path.name}, {kind}, so cells of wrong guesses cannot be removed; "
+                "leave draft out"
+            )
+    if not draft.is_causal:
+        raise ValueError(f"draft: {draft.path.name} is not causal, so it cannot generate text")
+    problem = _vocabulary_difference(model, draft)
+    if problem:
+        raise ValueError(
+            f"draft: the vocabularies of {model.path.name} and {draft.path.name} differ ({problem}); "
+            "give a smaller model of the same family"
+        )
+
+
+def _vocabulary_difference(model: Model, draft: Model) -> str:
+    ours, theirs = model.vocab, draft.vocab
+    if abs(model.n_vocab - draft.n_vocab) > _MOST_MORE:
+        return f"{model.n_vocab} and {draft.n_vocab} tokens"
+    if (ours.add_bos, ours.add_eos) != (theirs.add_bos, theirs.add_eos):
+        return "one of them adds a BOS or EOS token, the other does not"
+    if (ours.add_bos and ours.bos != theirs.bos) or (ours.add_eos and ours.eos != theirs.eos):
+        return "their BOS or EOS tokens"
+    for token in range(_FIRST_COMPARED, min(model.n_vocab, draft.n_vocab)):
+        if ours.piece(token) != theirs.piece(token):
+            return f"token {token} is {ours.piece(token)!r} and {theirs.piece(token)!r}"
+    return ""

@@ -1,0 +1,655 @@
+"""The MCP servers of an operator's file: child processes and addresses, what they list, and calls of their tools.
+
+Open it to change how a server of ``--mcp`` starts, is called, fails and ends.
+
+The principle: a server is somebody else's program. It may be slow, hang, die, or write without an end, and costs its
+own call only. So all of them live on the event loop of a thread, and whatever they send is limited before it is parsed.
+There is one set for all requests. A server that ended starts again when it is needed. A caller that goes away cancels
+its call. ``close`` ends the children: first by closing their input, then by signals to their process groups.
+
+The protocol is that of the official package ``mcp``, which is imported when the first server starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import msgspec
+
+import llamapipe
+from llamapipe._messages import quoted
+from llamapipe.server._mcp_file import HttpServer, McpEntry, StdioServer
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp.client._transport import Transport, TransportStreams
+
+T = TypeVar("T")
+MOST_TOOLS = 1024  # of a server: a grammar holds no more
+_MOST_PAGES = 64
+_MOST_LINE = 2**23  # bytes of a message
+_MOST_UNASKED = 2**26  # bytes that a server may send between two requests
+_MOST_GARBAGE = 100  # lines that are no messages, such as banners
+_MOST_ERROR = 300  # characters
+_MOST_STDERR = 2000  # bytes of its last words, for the log
+_GRACE_S = 2.0  # after its input is closed, and again after SIGTERM
+_MOST_END_S = 10.0
+_LATER_S = 1.0  # the package ends a request itself, a moment earlier
+# As other clients: a child sees these, and what its entry says. Keys of this server, for example, stay here.
+_INHERITED = ("HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR")
+TIMED_OUT, CLOSED = -32001, -32000  # the package's codes
+_LOST = (CLOSED, -32600, -32603)  # those with which it says that an address is of no use, or knows no session
+_log = logging.getLogger("llamapipe.server")
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A tool that a server lists. ``input_schema``: a JSON schema. ``is_read_only``: as the server says."""
+
+    name: str
+    description: str
+    input_schema: dict[str, Any]
+    annotations: dict[str, Any] | None = None
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether the server says that it changes nothing."""
+        return (self.annotations or {}).get("readOnlyHint") is True
+
+
+class Image(msgspec.Struct, frozen=True):
+    """An image of a result, in base64."""
+
+    mime_type: str
+    data: str
+
+
+class Result(msgspec.Struct, frozen=True):
+    """What a call gave: texts and images in their order. ``is_error``: the tool says that it failed."""
+
+    parts: list[str | Image]
+    is_error: bool
+
+
+class McpError(Exception):
+    """A server that cannot be used, or answered with an error. ``code``: that of JSON-RPC."""
+
+    def __init__(self, message: str, code: int = CLOSED) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+
+
+class McpServers(Protocol):
+    """The servers of a file, in this process or in another one. On an event loop's thread."""
+
+    @property
+    def labels(self) -> Mapping[str, str | None]:
+        """The servers: the address of each, or None for a child process."""
+
+    async def tools(self, label: str) -> Sequence[Tool]:
+        """What a server lists. Raises McpError, KeyError."""
+
+    async def call(self, label: str, tool: str, arguments: Mapping[str, Any]) -> Result:
+        """Calls a tool; a task that is cancelled cancels the call. Raises McpError, KeyError."""
+
+    def close(self) -> None:
+        """Ends what is owned; any thread. A second call does nothing."""
+
+
+def labels_of(entries: Mapping[str, McpEntry]) -> dict[str, str | None]:
+    """The address of each server; None: it is a child process."""
+    return {label: entry.url if isinstance(entry, HttpServer) else None for label, entry in entries.items()}
+
+
+class LocalServers:
+    """The servers of this process; see ``McpServers``. They start with ``start``, without waiting.
+
+    ``timeout_s``: for each call; ``start_s``: for a start, and to list the tools; None: the same. Any loop may call.
+    """
+
+    def __init__(
+        self, entries: Mapping[str, McpEntry], timeout_s: float, start_s: float | None = None
+    ) -> None:
+        self.labels = labels_of(entries)
+        self._thread = LoopThread("llamapipe-mcp")
+        self._connections = {label: Connection(entry, timeout_s, start_s) for label, entry in entries.items()}
+
+    def __repr__(self) -> str:
+        return f"<LocalServers {len(self._connections)}>"
+
+    def start(self) -> None:
+        """Starts all servers, so that the first request need not wait; the log tells which cannot."""
+        for connection in self._connections.values():
+            self._thread.begin(connection.warm())
+
+    async def tools(self, label: str) -> Sequence[Tool]:
+        """As ``McpServers.tools``."""
+        return await self._thread.run(self._connections[label].tools())
+
+    async def call(self, label: str, tool: str, arguments: Mapping[str, Any]) -> Result:
+        """As ``McpServers.call``."""
+        return await self._thread.run(self._connections[label].call(tool, arguments))
+
+    def begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Runs something else on the thread's loop until ``close``."""
+        self._thread.begin(coroutine)
+
+    def close(self) -> None:
+        """Ends all servers: waits for their processes, a few seconds at most."""
+        self._thread.close([connection.close for connection in self._connections.values()])
+
+
+class LoopThread:
+    """An event loop in a thread, which starts with the first use."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._lock = threading.Lock()
+        self._has_begun = self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<LoopThread {self._thread.name}>"
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            left = asyncio.all_tasks(self._loop)
+            for task in left:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        finally:
+            self._loop.close()
+
+    def begin(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Future[T] | Any:
+        """Runs a coroutine on the loop; returns a future of ``concurrent.futures``. Raises McpError after ``close``."""
+        with self._lock:
+            if self._is_closed:
+                coroutine.close()
+                raise McpError("the server is shutting down")
+            if not self._has_begun:
+                self._has_begun = True
+                self._thread.start()
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The coroutine's result, for a task of another loop; if that is cancelled, so is the coroutine."""
+        result: T = await asyncio.wrap_future(self.begin(coroutine))
+        return result
+
+    def close(self, endings: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()) -> None:
+        """Runs what ends, then ends the thread. A second call does nothing."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            if not self._has_begun:
+                self._loop.close()
+                return
+
+        async def end() -> None:
+            await asyncio.gather(*(ending() for ending in endings), return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+
+class Connection:
+    """One server, which starts when it is needed, and again after it ended. On one event loop."""
+
+    def __init__(
+        self,
+        entry: McpEntry,
+        timeout_s: float,
+        start_s: float | None = None,
+        transport: Callable[[], Transport] | None = None,
+    ) -> None:
+        self._entry = entry
+        self._limits_s = (timeout_s, timeout_s if start_s is None else start_s)
+        self._transport = transport
+        self._life: _Life | None = None
+        self._ending: set[_Life] = set()  # of which requests still wait for answers
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<Connection {self._entry.label}>"
+
+    async def warm(self) -> None:
+        """Starts the server; the log tells how it went."""
+        with suppress(McpError):  # which is in the log
+            n = len(await self.tools())
+            _log.info("the MCP server %s is ready: %d tools", quoted(self._entry.label), n)
+
+    async def tools(self) -> list[Tool]:
+        """What the server lists; asked again after it said that the list changed, or ended. Raises McpError."""
+        return await self._current().tools()
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Result:
+        """Calls a tool. Raises McpError."""
+        return await self._current().call(tool, arguments)
+
+    async def close(self) -> None:
+        """Ends the server."""
+        self._is_closed = True
+        lives = {*self._ending, *((self._life,) if self._life is not None else ())}
+        await asyncio.gather(*(life.end() for life in lives))
+
+    def _current(self) -> _Life:
+        if self._is_closed:
+            raise McpError("the server is shutting down")
+        life = self._life
+        if life is None or life.is_over:
+            if life is not None and life.n_running:
+                self._ending.add(life)
+            self._ending = {one for one in self._ending if one.n_running}
+            life = self._life = _Life(self._entry, self._limits_s, self._transport)
+        return life
+
+
+class _Life:
+    """A server from one start to its end.
+
+    A task owns the connection; requests run in those of their callers. ``is_over``: nothing more is to be asked.
+    ``n_running``: requests that wait for answers.
+    """
+
+    def __init__(
+        self, entry: McpEntry, limits_s: tuple[float, float], transport: Callable[[], Transport] | None
+    ) -> None:
+        self._entry = entry
+        self._timeout_s, self._start_s = limits_s
+        self._make = transport or self._new_transport
+        self._stdio: _Stdio | None = None
+        self._listing: asyncio.Task[list[Tool]] | None = None
+        self._ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self._ready.add_done_callback(_look_at)
+        self._owner = asyncio.ensure_future(self._own())
+        self.is_over = False
+        self.n_running = 0
+
+    def __repr__(self) -> str:
+        return f"<_Life {self._entry.label} n_running={self.n_running}{' over' if self.is_over else ''}>"
+
+    async def tools(self) -> list[Tool]:
+        """What the server lists. Raises McpError."""
+        if self._listing is None:
+            self._listing = asyncio.ensure_future(self._asked(self._read_tools, self._start_s))
+            self._listing.add_done_callback(self._listed)
+        return await asyncio.shield(self._listing)
+
+    def _listed(self, task: asyncio.Task[list[Tool]]) -> None:
+        if (task.cancelled() or task.exception() is not None) and self._listing is task:
+            self._listing = None
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Result:
+        """Calls a tool. Raises McpError."""
+        return _result(
+            await self._asked(
+                lambda client: client.call_tool(tool, dict(arguments), self._timeout_s), self._timeout_s
+            )
+        )
+
+    async def end(self) -> None:
+        """Ends the server, whatever waits for it."""
+        self.is_over = True
+        self._owner.cancel()
+        await asyncio.wait({self._owner}, timeout=_MOST_END_S)
+
+    # ---- its task
+    async def _own(self) -> None:
+        """Holds the connection open until the server ends, or ``end``."""
+        try:
+            from mcp import Client
+            from mcp.types import Implementation
+
+            transport = self._make()
+            self._stdio = transport if isinstance(transport, _Stdio) else None
+            async with Client(
+                transport,
+                read_timeout_seconds=self._start_s,
+                message_handler=self._notified,
+                client_info=Implementation(name="llamapipe", version=llamapipe.__version__),
+                cache=None,
+            ) as client:
+                self._ready.set_result(client)
+                await (self._stdio.ended if self._stdio is not None else asyncio.Event()).wait()
+        except asyncio.CancelledError:
+            pass
+        except Exception as e:
+            why = self._reason(e)
+            if self._ready.done():
+                self._tell(f"is gone: {why}")
+            else:
+                self._tell(f"did not start: {why}{self._last_words()}")
+                self._ready.set_exception(self._error(f"did not start: {why}"))
+        else:
+            if not self.is_over:
+                self._tell(f"{self._problem}{self._last_words()}")
+        finally:
+            self.is_over = True
+            if not self._ready.done():
+                self._ready.set_exception(self._error("ended before it was ready"))
+
+    @property
+    def _problem(self) -> str:
+        return (None if self._stdio is None else self._stdio.problem) or "ended the connection"
+
+    def _last_words(self) -> str:
+        return "" if self._stdio is None else self._stdio.last_words()
+
+    def _new_transport(self) -> Transport:
+        if isinstance(self._entry, StdioServer):
+            return _Stdio(self._entry)
+        from llamapipe.server._mcp_http import over_http
+
+        return over_http(self._entry.url, self._entry.headers)
+
+    async def _notified(self, message: object) -> None:
+        """Called with what the server sends unasked."""
+        if getattr(message, "method", None) == "notifications/tools/list_changed":
+            self._listing = None
+
+    # ---- requests
+    async def _asked(self, ask: Callable[[Client], Coroutine[Any, Any, T]], limit_s: float) -> T:
+        """The answer to a request. Raises McpError; a server that is of no use any longer is over then."""
+        self.n_running += 1
+        try:
+            client = await self._started()
+            began = monotonic()
+            task = asyncio.ensure_future(ask(client))
+            try:
+                await asyncio.wait(
+                    {task, self._owner},
+                    timeout=limit_s + _LATER_S,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if task.done():
+                    return task.result()
+                raise self._error(self._problem) if self._owner.done() else self._timed_out(began, limit_s)
+            except Exception as e:
+                raise self._explained(e, began, limit_s) from None
+            finally:
+                if not task.done():
+                    task.cancel()
+                    await asyncio.wait({task}, timeout=_GRACE_S)
+        finally:
+            self.n_running -= 1
+            if self.is_over and not self.n_running:
+                self._owner.cancel()
+
+    async def _started(self) -> Client:
+        done, _ = await asyncio.wait({self._ready}, timeout=self._start_s)
+        if not done:
+            what = f"did not start within {self._start_s:g} seconds"
+            if not self.is_over:
+                self._tell(f"{what} (--mcp-timeout){self._last_words()}")
+            self.is_over = True
+            self._owner.cancel()
+            raise self._error(what, TIMED_OUT)
+        return self._ready.result()
+
+    def _explained(self, error: Exception, began: float, limit_s: float) -> McpError:
+        if isinstance(error, McpError):
+            return error
+        code = getattr(getattr(error, "error", None), "code", None)  # of the package's MCPError
+        if code == TIMED_OUT:
+            return self._timed_out(began, limit_s)
+        if self._stdio is not None and self._stdio.ended.is_set():
+            self.is_over = True
+            return self._error(self._problem)
+        if code is None:
+            return self._error(f"answered what cannot be used: {self._reason(error)}")
+        if (
+            self._stdio is None and code in _LOST
+        ):  # its session may be gone: the next request begins another one
+            self.is_over = True
+        return McpError(_short(str(error)), int(code))
+
+    def _timed_out(self, began: float, limit_s: float) -> McpError:
+        """A child that sent nothing at all meanwhile hangs: it is ended, and the next request starts another one."""
+        if self._stdio is not None and self._stdio.read_at < began and not self.is_over:
+            self._tell("hangs, and is ended")
+            self.is_over = True
+            self._owner.cancel()
+        return self._error(f"did not answer within {limit_s:g} seconds", TIMED_OUT)
+
+    async def _read_tools(self, client: Client) -> list[Tool]:
+        """All pages of the list; of two tools with one name the first. Raises McpError."""
+        found: dict[str, Tool] = {}
+        cursor: str | None = None
+        for _ in range(_MOST_PAGES):
+            page = await client.list_tools(cursor=cursor)
+            for tool in page.tools:
+                if tool.name in found:
+                    self._tell(f"lists two tools called {quoted(tool.name)}: the first one counts")
+                    continue
+                notes = tool.annotations
+                shown = (
+                    None if notes is None else notes.model_dump(by_alias=True, mode="json", exclude_none=True)
+                )
+                found[tool.name] = Tool(tool.name, tool.description or "", dict(tool.input_schema), shown)
+            if len(found) > MOST_TOOLS:
+                raise self._error(f"lists over {MOST_TOOLS} tools, the most that a request can have")
+            cursor = page.next_cursor
+            if cursor is None:
+                return list(found.values())
+        raise self._error(f"lists its tools in over {_MOST_PAGES} pages")
+
+    def _error(self, what: str, code: int = CLOSED) -> McpError:
+        return McpError(f"the MCP server {quoted(self._entry.label)} {what}", code)
+
+    def _tell(self, what: str) -> None:
+        _log.warning("the MCP server %s %s", quoted(self._entry.label), what)
+
+    def _reason(self, error: BaseException) -> str:
+        while isinstance(inner := getattr(error, "exceptions", None), tuple) and inner:  # of a task group
+            error = inner[0]
+        if isinstance(error, FileNotFoundError) and isinstance(self._entry, StdioServer):
+            return f"there is no command {quoted(self._entry.command)}, or no folder to run it in"
+        if self._stdio is not None and self._stdio.problem is not None:
+            return self._stdio.problem
+        if isinstance(error, ImportError):
+            return f"it needs the package mcp: pip install 'llamapipe[mcp]' ({error})"
+        return _short(str(error) or type(error).__name__)
+
+
+def _look_at(future: asyncio.Future[Any]) -> None:
+    """Takes note of an exception that nobody waits for any longer."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MOST_ERROR else f"{text[:_MOST_ERROR]} …"
+
+
+# ---- results
+def _result(given: Any) -> Result:
+    """A ``CallToolResult`` of the package. What is no text and no image is named."""
+    parts: list[str | Image] = []
+    for block in given.content:
+        kind = block.type
+        if kind == "text":
+            parts.append(block.text)
+        elif kind == "image":
+            parts.append(Image(block.mime_type, block.data))
+        elif kind == "audio":
+            parts.append(f"[audio: {block.mime_type}]")
+        elif kind == "resource_link":
+            parts.append(f"[resource {block.name}: {block.uri}]")
+        elif (text := getattr(block.resource, "text", None)) is not None:
+            parts.append(text)
+        else:
+            parts.append(f"[resource {block.resource.uri}: {block.resource.mime_type or 'binary'}]")
+    if not parts and given.structured_content is not None:
+        parts.append(json.dumps(given.structured_content, ensure_ascii=False))
+    return Result(parts, given.is_error)
+
+
+# ---- child processes
+class _Stdio:
+    """A child process that speaks MCP on its standard input and output. A transport of the package ``mcp``.
+
+    ``ended``: set when the child has closed its output, or does what it may not. ``problem``: what that was.
+    ``read_at``: when its last message came.
+    """
+
+    def __init__(self, entry: StdioServer) -> None:
+        self._entry = entry
+        self.ended = asyncio.Event()
+        self.problem: str | None = None
+        self.read_at = 0.0
+        self._stderr = b""
+        self._n_unasked = self._n_garbage = 0
+        self._is_ending = False
+        self._exit = AsyncExitStack()
+
+    def __repr__(self) -> str:
+        return f"<_Stdio {self._entry.label}>"
+
+    def last_words(self) -> str:
+        """The end of what the child wrote to its standard error, for the log."""
+        text = self._stderr.decode(errors="replace").strip()
+        return f"; it wrote: {text}" if text else ""
+
+    async def __aenter__(self) -> TransportStreams:
+        return await self._exit.enter_async_context(self._running())
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._exit.aclose()
+
+    @asynccontextmanager
+    async def _running(self) -> AsyncIterator[TransportStreams]:
+        import anyio
+        from mcp.shared.message import SessionMessage
+
+        entry = self._entry
+        inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+        process = await asyncio.create_subprocess_exec(
+            entry.command,
+            *entry.args,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=inherited | dict(entry.env),
+            cwd=entry.cwd,
+            limit=_MOST_LINE,
+            start_new_session=True,
+        )
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            into, read = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+            write, out_of = anyio.create_memory_object_stream[SessionMessage](0)
+            tasks += [
+                asyncio.ensure_future(self._read(process, into)),
+                asyncio.ensure_future(self._write(process, out_of)),
+                asyncio.ensure_future(self._read_stderr(process)),
+            ]
+            async with into, read, write, out_of:
+                yield read, write
+        finally:
+            self._is_ending = True
+            # In a task, because the one that runs this may be cancelled again.
+            await asyncio.shield(asyncio.ensure_future(_stop(process, tasks)))
+
+    async def _read(self, process: asyncio.subprocess.Process, into: Any) -> None:
+        """Gives the child's messages to the session."""
+        from mcp.shared.message import SessionMessage
+        from mcp_types import jsonrpc_message_adapter
+
+        assert process.stdout is not None
+        try:
+            while line := await process.stdout.readline():
+                self._n_unasked += len(line)
+                if self._n_unasked > _MOST_UNASKED:
+                    self._is_bad(
+                        process, f"wrote {self._n_unasked} bytes that nobody asked for, and is ended"
+                    )
+                    return
+                if line.isspace():
+                    continue
+                try:
+                    message = SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
+                except ValueError:
+                    self._n_garbage += 1
+                    if self._n_garbage > _MOST_GARBAGE:
+                        self._is_bad(process, "writes lines that are no messages of MCP, and is ended")
+                        return
+                    continue
+                self.read_at = monotonic()
+                await into.send(message)
+            if not self._is_ending:
+                self.problem = "ended"
+        except ValueError:  # of readline
+            self._is_bad(process, f"wrote a message of more than {_MOST_LINE} bytes, and is ended")
+        except (OSError, *_closed()):
+            pass
+        finally:
+            self.ended.set()
+            with suppress(Exception):
+                into.close()
+
+    def _is_bad(self, process: asyncio.subprocess.Process, problem: str) -> None:
+        """Ends a child that does what it may not."""
+        self.problem = problem
+        _signal(process.pid, signal.SIGKILL)
+
+    async def _write(self, process: asyncio.subprocess.Process, out_of: Any) -> None:
+        """Gives the session's messages to the child."""
+        assert process.stdin is not None
+        with suppress(OSError, *_closed()):
+            async for item in out_of:
+                self._n_unasked = 0
+                text = item.message.model_dump_json(by_alias=True, exclude_unset=True)
+                process.stdin.write(text.encode() + b"\n")
+                await process.stdin.drain()
+
+    async def _read_stderr(self, process: asyncio.subprocess.Process) -> None:
+        """Keeps the end of what the child writes there, so that it never waits for a reader."""
+        assert process.stderr is not None
+        while part := await process.stderr.read(2**16):
+            self._stderr = (self._stderr + part)[-_MOST_STDERR:]
+
+
+def _closed() -> Any:
+    """What the package's streams raise when the other end is closed."""
+    import anyio
+
+    return (anyio.ClosedResourceError, anyio.BrokenResourceError)
+
+
+async def _stop(process: asyncio.subprocess.Process, tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Ends a child and what it has started: closes its input, waits, and sends signals to its process group."""
+    assert process.stdin is not None
+    ended = asyncio.ensure_future(process.wait())
+    with suppress(OSError):
+        process.stdin.close()
+    for number in (None, signal.SIGTERM, signal.SIGKILL):
+        if number is not None:
+            _signal(process.pid, number)
+        if (await asyncio.wait({ended}, timeout=_GRACE_S))[0]:
+            break
+    _signal(process.pid, signal.SIGKILL)  # what it has left behind
+    for task in (*tasks, ended):
+        task.cancel()
+    await asyncio.wait({*tasks, ended})
+    transport = getattr(process, "_transport", None)  # grandchildren may hold the pipes open
+    if transport is not None:
+        transport.close()
+
+
+def _signal(group: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)

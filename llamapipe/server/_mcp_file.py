@@ -1,0 +1,150 @@
+"""The MCP servers of ``serve --mcp FILE``: the JSON that MCP clients read, checked.
+
+Open it to change what such a file may hold. The form is that of other clients, so that one file can serve all::
+
+    {"mcpServers": {
+        "time": {"command": "mcp-server-time", "args": ["--local-timezone", "UTC"]},
+        "docs": {"url": "https://mcp.example.com/mcp", "headers": {"Authorization": "Bearer ${DOCS_TOKEN}"}}}}
+
+What clients need for their windows has no effect here. Any other unknown key is an error: it may be a misspelt one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from llamapipe._messages import did_you_mean, quoted
+
+_MOST_BYTES = 2**20
+_LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+_STDIO_KEYS = ("command", "args", "env", "cwd")
+_HTTP_KEYS = ("url", "headers")
+# Of other clients: what their users see, and what they approve.
+_UNUSED_KEYS = frozenset(
+    ("name", "description", "icon", "disabled", "autoApprove", "alwaysAllow", "trust", "timeout", "type")
+)
+_STDIO_TYPES = ("stdio",)
+_HTTP_TYPES = ("http", "streamable-http", "streamableHttp", "streamable_http")
+
+
+@dataclass(frozen=True)
+class StdioServer:
+    """A server that is a child process. ``env``: beside the few variables that every child has."""
+
+    label: str
+    command: str
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str | None = None
+
+    def __repr__(self) -> str:
+        return f"<StdioServer {self.label}: {self.command}>"  # arguments and variables may be secrets
+
+
+@dataclass(frozen=True)
+class HttpServer:
+    """A server at an address. ``headers``: of each request to it."""
+
+    label: str
+    url: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"<HttpServer {self.label}>"  # the address may hold a secret, as headers do
+
+
+McpEntry = StdioServer | HttpServer
+
+
+def entries_of(path: Path) -> dict[str, McpEntry]:
+    """The servers of a file, by their labels; those that are disabled are left out. Raises OSError, ValueError."""
+    with path.open("rb") as file:
+        raw = file.read(_MOST_BYTES + 1)
+    if len(raw) > _MOST_BYTES:
+        raise ValueError(f"{path} has more than {_MOST_BYTES} bytes")
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{path} is not JSON: {e}") from None
+    servers = found.get("mcpServers") if isinstance(found, dict) else None
+    if not isinstance(servers, dict):
+        raise ValueError(f'{path} must be an object with "mcpServers", an object of servers by their labels')
+    made: dict[str, McpEntry] = {}
+    for label, given in servers.items():
+        try:
+            entry = _entry(label, given)
+        except ValueError as e:
+            raise ValueError(f"{path}: the server {quoted(label)}: {e}") from None
+        if entry is not None:
+            made[label] = entry
+    return made
+
+
+def _entry(label: str, given: Any) -> McpEntry | None:
+    """One server; None if it is disabled. Raises ValueError."""
+    if not _LABEL.fullmatch(label):
+        raise ValueError("a label may have 64 of the characters A-Z, a-z, 0-9, '_', '.' and '-'")
+    if not isinstance(given, dict):
+        raise ValueError("it must be an object")
+    kind = given.get("type")
+    if kind == "sse":
+        raise ValueError('the transport "sse" is no longer part of MCP: give the address of streamable HTTP')
+    if kind is not None and kind not in (*_STDIO_TYPES, *_HTTP_TYPES):
+        raise ValueError(f'type is {quoted(kind)}; it may be "stdio" or "http"')
+    is_http = "url" in given if kind is None else kind in _HTTP_TYPES
+    known = _HTTP_KEYS if is_http else _STDIO_KEYS
+    for key in given:
+        if key not in known and key not in _UNUSED_KEYS:
+            raise ValueError(f"unknown key {quoted(key)}{did_you_mean(key, (*known, *_UNUSED_KEYS))}")
+    if given.get("disabled") is True:
+        return None
+    if is_http:
+        return HttpServer(label, _url(_text(given, "url")), _texts(given, "headers"))
+    args = given.get("args") or []
+    if not isinstance(args, list) or not all(isinstance(value, str) for value in args):
+        raise ValueError("args must be a list of texts")
+    cwd = None if given.get("cwd") is None else str(Path(_text(given, "cwd")).expanduser())
+    return StdioServer(label, _text(given, "command"), tuple(map(_expanded, args)), _texts(given, "env"), cwd)
+
+
+def _text(given: Mapping[str, Any], key: str) -> str:
+    value = given.get(key)
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{key} must be a text that is not empty")
+    return _expanded(value)
+
+
+def _texts(given: Mapping[str, Any], key: str) -> dict[str, str]:
+    value = given.get(key) or {}
+    if not isinstance(value, dict) or not all(isinstance(one, str) for one in value.values()):
+        raise ValueError(f"{key} must be an object of texts")
+    return {name: _expanded(one) for name, one in value.items()}
+
+
+def _expanded(text: str) -> str:
+    """A text with the values of ``${NAME}`` and ``${NAME:-default}``: secrets need not be in the file."""
+    if "\0" in text:
+        raise ValueError("a text holds a NUL character")
+
+    def value(found: re.Match[str]) -> str:
+        known = os.environ.get(found[1], found[2])
+        if known is None:
+            raise ValueError(f"the environment has no variable {found[1]}")
+        return known
+
+    return _VARIABLE.sub(value, text)
+
+
+def _url(text: str) -> str:
+    split = urlsplit(text)
+    if split.scheme not in ("http", "https") or not split.hostname:
+        raise ValueError("url must be http://HOST/… or https://HOST/…")
+    return text

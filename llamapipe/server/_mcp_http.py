@@ -1,0 +1,75 @@
+"""MCP over streamable HTTP, with limits on what a host may send.
+
+Open it to change how an MCP server at an address is reached. Imported when the first one is: it needs the package
+``mcp``, with whose HTTP client it works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import httpx2
+from mcp.client._transport import TransportStreams
+from mcp.client.streamable_http import streamable_http_client
+
+_MOST_BODY = 2**26  # bytes of one answer; those of a stream of events without an end are limited one by one
+_CONNECT_S = 10.0
+
+
+def over_http(
+    url: str, headers: Mapping[str, str], most: int = _MOST_BODY
+) -> AbstractAsyncContextManager[TransportStreams]:
+    """A transport to the server at an address. Redirects stay within it."""
+    return _over(url, headers, _Limited(httpx2.AsyncHTTPTransport(), most))
+
+
+@asynccontextmanager
+async def _over(
+    url: str, headers: Mapping[str, str], transport: httpx2.AsyncBaseTransport
+) -> AsyncIterator[TransportStreams]:
+    timeout = httpx2.Timeout(_CONNECT_S, read=None)  # the session has a time for each request
+    async with (
+        httpx2.AsyncClient(
+            transport=transport, headers=dict(headers), timeout=timeout, follow_redirects=False
+        ) as client,
+        streamable_http_client(url, http_client=client) as streams,
+    ):
+        yield streams
+
+
+class _Limited(httpx2.AsyncBaseTransport):
+    """Ends an answer that is too large."""
+
+    def __init__(self, inner: httpx2.AsyncBaseTransport, most: int) -> None:
+        self._inner = inner
+        self._most = most
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        """As the inner transport."""
+        response = await self._inner.handle_async_request(request)
+        if request.method != "GET":
+            assert isinstance(response.stream, httpx2.AsyncByteStream)
+            response.stream = _LimitedStream(response.stream, self._most)
+        return response
+
+    async def aclose(self) -> None:
+        """Closes the connections."""
+        await self._inner.aclose()
+
+
+class _LimitedStream(httpx2.AsyncByteStream):
+    def __init__(self, inner: httpx2.AsyncByteStream, most: int) -> None:
+        self._inner = inner
+        self._most = most
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        n = 0
+        async for part in self._inner:
+            n += len(part)
+            if n > self._most:
+                raise httpx2.ReadError(f"the host sends more than {self._most} bytes")
+            yield part
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()

@@ -198,6 +198,8 @@ SERVER: Final = (
     _text("store", "keep answers of /v1/responses and conversations in this file, which is made if there is none",
         optional=True, metavar="FILE"),
     _int("store_days", "with --store: days without use after which answers are deleted", 1, 36_500),
+    _text("mcp", "a file of MCP servers (mcpServers), whose tools requests to /v1/responses may use", optional=True,
+        metavar="FILE"),
     _flag("page", "do not serve the page at /", flag="--no-page", is_off=True),
 )  # fmt: skip
 ACCESS: Final = (
@@ -243,6 +245,10 @@ LIMITS: Final = (
         flag="--max-sound", over="400"),
     _seconds("grammar_timeout_s", "seconds of processor time that a request's schema or grammar may take", 0.001, 1e9,
         optional=True, flag="--grammar-timeout", over="400"),
+    _seconds("mcp_timeout_s", "seconds in which an MCP server must start, and answer a call", 0.001, _SECONDS,
+        flag="--mcp-timeout", over="an error in the call's item; 424 for a server that does not start"),
+    _int("max_mcp_calls", "calls of MCP tools for one answer", 1, 10_000, over="the model goes on without tools"),
+    _int("max_mcp_characters", "characters of the result of an MCP tool", 1, _INT32_MAX, over="the rest is cut off"),
     _int("retry_after_s", "seconds in the Retry-After header of answers 429 and 503", 0, 86_400, metavar=None),
 )  # fmt: skip
 BY_NAME: Final = {option.name: option for option in (*ENGINE, *TUNING, *MODEL, *SERVER, *ACCESS, *LIMITS)}

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from llamapipe.fleet.catalog import ModelEntry
     from llamapipe.fleet.link import ServedModel, WorkerOptions
     from llamapipe.server import ServerSettings
+    from llamapipe.server._mcp import McpServers
 
 USAGE = "llamapipe serve [options]"
 DESCRIPTION = (
@@ -174,6 +175,7 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         help="run N processes, each with its own model, engine and cores; 'auto': one per GPU or NUMA node",
     )
     group.add_argument("--worker", type=_worker_options, help=argparse.SUPPRESS)  # what a worker is told
+    group.add_argument("--mcp-link", type=path_of, help=argparse.SUPPRESS)  # where a worker asks MCP servers
     _add_settings(group, SERVER)
 
 
@@ -233,6 +235,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(with_option_name(str(error))) from error
     if args.worker is None and (store := settings.open_store()) is not None:
         store.close()  # its problems are told before a model is loaded
+    if settings.mcp is not None:
+        _check_mcp(path_of(settings.mcp))
     if not 0 <= args.port <= 65535:
         raise UsageError(f"--port is {args.port}; it must be from 0 to 65535")
     has_second_port = args.ollama not in (None, _SAME_PORT)
@@ -275,6 +279,17 @@ def _check_extras(args: argparse.Namespace) -> None:
         needed.append(("huggingface_hub", "hub", "--allow-pull"))
     for package, extra, what in needed:
         _check_package(package, extra, what)
+
+
+def _check_mcp(file: Path) -> None:
+    """Raises UsageError for a file of MCP servers that cannot be used."""
+    from llamapipe.server._mcp_file import entries_of
+
+    try:
+        entries_of(file)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--mcp: {error}") from error
+    _check_package("mcp", "mcp", "--mcp")
 
 
 def _check_package(package: str, extra: str, what: str) -> None:
@@ -375,14 +390,27 @@ def _supervise(args: argparse.Namespace, settings: ServerSettings) -> int:
         chats = args.chat_template is not None or has_template(path)
         announce(settings, sock, name, chats, len(where))
 
-    with listening_socket(args.host, args.port) as sock:
+    with listening_socket(args.host, args.port) as sock, _mcp_for_others(args, settings) as argv:
         try:
-            supervise(args.argv, sock, where, show)
+            supervise(argv, sock, where, show)
         except WorkerFailedError as error:
             if error.is_usage:
                 raise UsageError(str(error)) from error
             raise
     return 0
+
+
+@contextmanager
+def _mcp_for_others(args: argparse.Namespace, settings: ServerSettings) -> Iterator[list[str]]:
+    """Starts the MCP servers here; the command line of processes that ask them."""
+    servers = settings.open_mcp()
+    if servers is None:
+        yield args.argv
+        return
+    from llamapipe.server._mcp_link import listening
+
+    with closing(servers), listening(servers) as path:
+        yield [*args.argv, "--mcp-link", str(path)]
 
 
 def _run_worker(args: argparse.Namespace, settings: ServerSettings) -> int:
@@ -400,7 +428,7 @@ def _run_worker(args: argparse.Namespace, settings: ServerSettings) -> int:
                 engine.set_cache_writes("never")
             if args.worker.served is not None and args.worker.served.yields:
                 set_group_nice(os.getpid(), yields=False)
-            run_worker(engine, worker, args.host, settings, embedder)
+            run_worker(engine, worker, args.host, settings, embedder, _linked_mcp(args))
             if engine is not None and kept and worker.keeps_cache:
                 engine.set_cache_writes("at_close")
     except (UsageError, lp.errors.LlamapipeError, OSError, ValueError, ImportError) as error:
@@ -409,6 +437,15 @@ def _run_worker(args: argparse.Namespace, settings: ServerSettings) -> int:
             return 1
         raise
     return 0
+
+
+def _linked_mcp(args: argparse.Namespace) -> McpServers | None:
+    """The MCP servers of the process that started this worker. Raises OSError."""
+    if args.mcp_link is None:
+        return None
+    from llamapipe.server._mcp_link import LinkedServers
+
+    return LinkedServers(args.mcp_link)
 
 
 def _kept_cache(args: argparse.Namespace) -> dict[str, Any]:
@@ -488,7 +525,8 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
         placement = Placement(core_shares(1)[0])
         try:
             look_at = partial(look, common, has_gpus=gpu_budget is not None)
-            command, cache_dir = command_with(args.argv), common.get("cache_dir")
+            argv = stack.enter_context(_mcp_for_others(args, settings))
+            command, cache_dir = command_with(argv), common.get("cache_dir")
             pool = Pool(entries, command, placement, look_at, Budget(budget, gpu_budget), folder, cache_dir)
         except ValueError as error:
             raise UsageError(f"--models: {error}") from error
@@ -571,6 +609,8 @@ def settings_fields(args: argparse.Namespace) -> dict[str, Any]:
     if sampling := given(args, sampling_defaults()):
         values["sampling"] = sampling
     values |= given(args, from_rows(*SERVER, *ACCESS, *LIMITS))
+    if args.worker is not None:
+        values.pop("mcp", None)  # the servers are those of the process that started this one
     if "system" in values:  # also that of a models' file, which no parser has read
         try:
             values["system"] = text_or_file(values["system"]).removesuffix("\n")

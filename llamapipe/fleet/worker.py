@@ -36,6 +36,7 @@ from llamapipe.fleet.link import (
 from llamapipe.host.cores import limit_cores
 from llamapipe.server._application import app
 from llamapipe.server._connections import Connection
+from llamapipe.server._mcp import McpServers
 from llamapipe.server._metrics import Family, Metrics, rendered
 from llamapipe.server.run import HttpServer
 from llamapipe.server.settings import ServerSettings
@@ -283,13 +284,15 @@ def run_worker(
     host: str,
     settings: ServerSettings | None = None,
     embedder: Embedder | None = None,
+    mcp: McpServers | None = None,
 ) -> None:
     """Serves an engine on the connections that a supervisor gives to this worker. For the main thread.
 
-    ``host``: the address that the supervisor listens on.
+    ``host``: the address that the supervisor listens on. ``mcp``: its MCP servers.
     """
     application = app(engine, settings, embedder)
     state: ServerState = application.state.llamapipe
     state.is_behind_front = worker.options.served is not None
     state.worker = worker
+    state.mcp = mcp
     WorkerServer(application, worker, host).run_program()

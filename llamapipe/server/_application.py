@@ -244,7 +244,7 @@ ROUTES = (
         _responses.responses,
         _responses.ResponsesRequest,
         "Answer an input, stored with --store.",
-        _GENERATES,
+        ("424", *_GENERATES),
         ("/responses",),
     ),
     post(
@@ -259,6 +259,7 @@ ROUTES = (
         _responses.count_tokens,
         _responses.ResponsesRequest,
         "Count the tokens of an input.",
+        ("424",),
         aliases=("/responses/input_tokens",),
     ),
     *STORE_ROUTES,
@@ -476,6 +477,6 @@ def _lifespan(state: Gate) -> Callable[[Starlette], AbstractAsyncContextManager[
     async def lifespan(application: Starlette) -> AsyncIterator[None]:
         yield
         state.draining = True
-        await asyncio.to_thread(state.close_store)
+        await asyncio.to_thread(state.release)
 
     return lifespan

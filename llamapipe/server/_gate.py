@@ -47,7 +47,7 @@ class Gate:
 
     ``n_requests``: requests being served. ``bound_to``: the address that the server listens on; None inside of another
     server, which tells it with each request. ``is_behind_front``: only the front process of several models reaches this
-    server; it has checked the client, and says who it is. ``store``: of answers, until ``close_store``; None: none is.
+    server; it has checked the client, and says who it is. ``store``: of answers, until ``release``; None: none is.
 
     Raises OSError and StoreError for a file of stored answers that cannot be used.
     """
@@ -67,8 +67,8 @@ class Gate:
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
         self.store = settings.open_store()
 
-    def close_store(self) -> None:
-        """Closes the file of stored answers, if there is one. A second call does nothing."""
+    def release(self) -> None:
+        """Closes the file of stored answers, if there is one. A second call does nothing. Waits; any thread."""
         if self.store is not None:
             self.store.close()
 

@@ -322,8 +322,9 @@ class ChatJob:
     ``constraint_field``: the field of the request that holds the format of the answer, if one does. ``before``: tokens
     that precede the prompt of a stream. ``grammars``: the fields of the request that hold those of tools, by the tool.
     ``is_empty``: the request asks for no tokens. The engine then computes the prompt and one token, which is not
-    returned. ``has_system``: the operator's system prompt is for it, unless it has another. ``n_prompt_tokens``,
-    ``n_cached_tokens``: set when the first stream has begun.
+    returned. ``has_system``: the operator's system prompt is for it, unless it has another. ``spent_s``:
+    seconds of the request's time that are gone. ``n_prompt_tokens``, ``n_cached_tokens``: set when the first stream has
+    begun.
     """
 
     def __init__(
@@ -337,6 +338,7 @@ class ChatJob:
         before: Sequence[int] = (),
         grammars: Mapping[str, str] | None = None,
         has_system: bool = True,
+        spent_s: float = 0.0,
     ) -> None:
         total_choices(exchange.server, params.n)
         _refuse_paths(messages)
@@ -344,7 +346,8 @@ class ChatJob:
             refuse_long_chat(exchange.server, messages)
         self._exchange = exchange
         self._engine = exchange.server.engine
-        self._timeout = exchange.server.settings.timeout_s
+        timeout_s = exchange.server.settings.timeout_s
+        self._timeout = None if timeout_s is None else max(timeout_s - spent_s, 0)
         self._began = perf_counter()
         self._messages = messages
         self._preparing = asyncio.Lock()

@@ -19,6 +19,7 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -139,9 +140,9 @@ class LocalServers:
         """As ``McpServers.call``."""
         return await self._thread.run(self._connections[label].call(tool, arguments))
 
-    def begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Runs something else on the thread's loop until ``close``."""
-        self._thread.begin(coroutine)
+    def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs something else on the servers' loop, until ``close``. Raises McpError after that."""
+        return self._thread.begin(coroutine)
 
     def close(self) -> None:
         """Ends all servers: waits for their processes, a few seconds at most."""
@@ -172,8 +173,8 @@ class LoopThread:
         finally:
             self._loop.close()
 
-    def begin(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Future[T] | Any:
-        """Runs a coroutine on the loop; returns a future of ``concurrent.futures``. Raises McpError after ``close``."""
+    def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs a coroutine on the loop. Raises McpError after ``close``."""
         with self._lock:
             if self._is_closed:
                 coroutine.close()
@@ -185,8 +186,7 @@ class LoopThread:
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result, for a task of another loop; if that is cancelled, so is the coroutine."""
-        result: T = await asyncio.wrap_future(self.begin(coroutine))
-        return result
+        return await asyncio.wrap_future(self.begin(coroutine))
 
     def close(self, endings: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()) -> None:
         """Runs what ends, then ends the thread. A second call does nothing."""

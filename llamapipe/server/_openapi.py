@@ -19,6 +19,7 @@ _STATUSES = {
     "404": "There is no such model, or nothing with this id.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large.",
+    "424": "An MCP server cannot be used.",
     "429": "Too many requests; Retry-After says when to retry.",
     "500": "What is stored cannot be read.",
     "503": "The server is shutting down, or the KV cache is full.",

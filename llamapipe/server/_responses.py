@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from itertools import count
+from time import perf_counter
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -20,6 +23,8 @@ from llamapipe.server._generation import ChatJob, input_tokens, n_prompt_tokens,
 from llamapipe.server._json import event
 from llamapipe.server._kept import Kept, kept_of, resolved
 from llamapipe.server._limits import check_n_messages, check_top
+from llamapipe.server._mcp import McpError
+from llamapipe.server._mcp_tools import McpTools, Wanted, mcp_of, plain_items, shown_tools
 from llamapipe.server._media import PlacedPart
 from llamapipe.server._sampling import Sampling
 from llamapipe.server._store import Item
@@ -120,7 +125,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     access_programs: Annotated[dict[str, Any] | None, Unused({})] = None
     client_metadata: Annotated[dict[str, Any] | None, Unused({})] = None
     image: Annotated[dict[str, Any] | None, Unused({})] = None
-    max_tool_calls: Annotated[int | None, Unused()] = None
+    max_tool_calls: int | None = None  # of MCP servers
     moderation: Annotated[dict[str, Any] | None, Unused()] = None
     prompt_cache_key: Annotated[str | None, Unused()] = None
     prompt_cache_options: Annotated[dict[str, Any] | None, Unused({})] = None
@@ -141,12 +146,17 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     priority: Annotated[int | None, Only(0)] = None
     request_id: Annotated[str | None, Unused()] = None
 
-    def unused(self, has_store: bool) -> tuple[str, ...]:
+    def unused(self, has_store: bool, has_mcp: bool) -> tuple[str, ...]:
         """What the request asks for and has no effect, besides fields. Raises ApiError 400 for an unknown value."""
         aside = () if has_store else [name for name in ("metadata", "store") if getattr(self, name)]
         asked = check_include(self.include or ())
         items: Sequence[Mapping[str, Any]] = () if isinstance(self.input, str) else self.input
-        hosted = [kind for kind in _HOSTED_ITEMS if any(item.get("type") == kind for item in items)]
+        kinds = {kind for item in items if isinstance(kind := item.get("type"), str)}
+        hosted = [
+            kind for kind in _HOSTED_ITEMS if kind in kinds and not (has_mcp and kind == "mcp_list_tools")
+        ]
+        if self.max_tool_calls is not None and not has_mcp:
+            aside = (*aside, "max_tool_calls")
         return (*aside, *(f"include.{name}" for name in asked), *(f"input.{kind}" for kind in hosted))
 
     def check(self) -> None:
@@ -239,6 +249,9 @@ def _add(made: list[Message], place: str, item: Mapping[str, Any], tools: Tools)
             f"{place}.id",
             "not_found",
         )
+    elif (parts := plain_items(item)) is not None:
+        for part in parts:
+            _add(made, place, part, tools)
     elif kind not in _HOSTED_ITEMS:
         raise ApiError(
             400, f"{place} has the type {quoted(kind)}, which is not supported here", f"{place}.type"
@@ -307,7 +320,15 @@ def _string(place: str, item: Mapping[str, Any], key: str) -> str:
     return value
 
 
-_ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+_ID_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+    "mcp_list_tools": "mcpl",
+    "mcp_approval_request": "mcpr",
+    "mcp_call": "mcp",
+}
 _MAX_TOP = 20  # the API's limit
 _SAMPLING = [name for name in Sampling.__struct_fields__ if name in ResponsesRequest.__struct_fields__]
 _STATUS = {"length": "incomplete", "timeout": "incomplete"}
@@ -317,23 +338,31 @@ async def responses(exchange: Exchange, request: ResponsesRequest) -> Response:
     """Answers an input, as a whole or as a stream."""
     request.check()
     model = exchange.server.check_model(request.model)
-    tools = tools_of(request.tools, request.tool_choice, is_flat=True)
-    kept, given = await _opened(exchange, request, tools, request.store)
-    job = _job(exchange, request, tools, messages_of(request.instructions, given, tools, kept.earlier))
-    answer = _ResponseObject(exchange, request, model, job, tools, kept, given)
+    mcp = mcp_of(exchange, request.tools)
+    kept, given = await _opened(exchange, request, mcp, request.store)
+    answer = _ResponseObject(exchange, request, model, mcp, kept, given)
+    if not mcp.wanted:  # otherwise when the tools of the servers are known
+        answer.prepare()
     if request.stream:
         return EventStream(exchange, answer.events())
-    async with aclosing(answer.parts()) as parts:
-        async for _ in parts:
-            pass
+    try:
+        async with aclosing(answer.parts()) as parts:
+            async for _ in parts:
+                pass
+    except Exception as e:
+        if not mcp.n_calls or not answer.fail(e):  # what has been done is told
+            raise
     return JsonResponse(await answer.kept_response())
 
 
 async def count_tokens(exchange: Exchange, request: ResponsesRequest) -> Response:
     """Counts the tokens of an input's prompt."""
     exchange.server.check_model(request.model)
-    tools = tools_of(request.tools, request.tool_choice, is_flat=True)
-    kept, given = await _opened(exchange, request, tools, None)
+    mcp = mcp_of(exchange, request.tools)
+    for wanted in mcp.wanted:
+        await _load(mcp, wanted)
+    tools = _tools(exchange, request, mcp)
+    kept, given = await _opened(exchange, request, mcp, None)
     functions = None if tools.choice == "none" else tools.functions
     messages = messages_of(request.instructions, given, tools, kept.earlier)
     return JsonResponse(
@@ -341,11 +370,26 @@ async def count_tokens(exchange: Exchange, request: ResponsesRequest) -> Respons
     )
 
 
+def _tools(exchange: Exchange, request: ResponsesRequest, mcp: McpTools) -> Tools:
+    """The tools of the request, with those of the servers that it names. Raises ApiError."""
+    tools = tools_of(mcp.expanded(request.tools), mcp.choice(request.tool_choice), is_flat=True)
+    exchange.note_unused(tools.unused)
+    return tools
+
+
+async def _load(mcp: McpTools, wanted: Wanted) -> None:
+    """Asks an MCP server for its tools. Raises ApiError 424."""
+    try:
+        await mcp.load(wanted)
+    except McpError as e:
+        raise ApiError(424, f"{wanted.place}: {e.message}", "tools", "mcp_list_tools_failed") from None
+
+
 async def _opened(
-    exchange: Exchange, request: ResponsesRequest, tools: Tools, stores: bool | None
+    exchange: Exchange, request: ResponsesRequest, mcp: McpTools, stores: bool | None
 ) -> tuple[Kept, list[Item]]:
     """What the request continues, and its input as items. Raises ApiError."""
-    exchange.note_unused((*request.unused(exchange.gate.store is not None), *tools.unused))
+    exchange.note_unused(request.unused(exchange.gate.store is not None, bool(mcp.wanted)))
     check_n_messages(exchange.server, request.input, "input")
     kept = kept_of(exchange, stores, request.previous_response_id, request.conversation)
     given = await resolved(exchange, _items_of(request))
@@ -359,8 +403,18 @@ def _template_args(request: ResponsesRequest) -> dict[str, Any]:
     return template_args(request.chat_template_kwargs, effort, "reasoning.effort")
 
 
-def _job(exchange: Exchange, request: ResponsesRequest, tools: Tools, messages: Sequence[Message]) -> ChatJob:
-    """The request as a job of the engine. Raises ApiError."""
+def _job(
+    exchange: Exchange,
+    request: ResponsesRequest,
+    tools: Tools,
+    messages: Sequence[Message],
+    n_output: int = 0,
+    spent_s: float = 0.0,
+) -> ChatJob:
+    """The request as a job of the engine. Raises ApiError.
+
+    ``n_output``, ``spent_s``: tokens and seconds of jobs before it.
+    """
     if request.max_output_tokens is not None and request.max_output_tokens < 1:
         raise ApiError(
             400,
@@ -368,7 +422,8 @@ def _job(exchange: Exchange, request: ResponsesRequest, tools: Tools, messages: 
             "max_output_tokens",
         )
     sampling = Sampling(**{name: getattr(request, name) for name in _SAMPLING})
-    more: dict[str, Any] = {"max_tokens": request.max_output_tokens}
+    most = request.max_output_tokens
+    more: dict[str, Any] = {"max_tokens": None if most is None else most - n_output}
     more.update(exchange.server.adapter_of(request.model))
     if LOGPROBS in (request.include or ()):
         more["logprobs"] = check_top("top_logprobs", request.top_logprobs or 0, _MAX_TOP)
@@ -383,7 +438,9 @@ def _job(exchange: Exchange, request: ResponsesRequest, tools: Tools, messages: 
         truncation="auto" if request.truncation == "auto" else "error",
     )
     params = sampling.params(exchange.server, {"max_tokens": "max_output_tokens"}, **more)
-    return ChatJob(exchange, messages, params, options, "text.format", grammars=tools.grammars)
+    return ChatJob(
+        exchange, messages, params, options, "text.format", grammars=tools.grammars, spent_s=spent_s
+    )
 
 
 def _schema(request: ResponsesRequest) -> Any:
@@ -399,40 +456,90 @@ def _schema(request: ResponsesRequest) -> Any:
 
 
 class _ResponseObject:
-    """The answer to one request. ``parts`` makes it; then ``response`` is complete."""
+    """The answer to one request. ``parts`` makes it; then ``response`` is complete.
+
+    It has several jobs if the model calls tools of MCP servers: each but the last ends with calls, which are run.
+    """
 
     def __init__(
         self,
         exchange: Exchange,
         request: ResponsesRequest,
         model: str,
-        job: ChatJob,
-        tools: Tools,
+        mcp: McpTools,
         kept: Kept,
         given: Sequence[Item],
     ) -> None:
         self.exchange = exchange
         self.request = request
         self.model = model
-        self.job = job
+        self.mcp = mcp
         self.kept = kept
         self.given = given
         self.created = int(time.time())
-        self.items = _Items(exchange, tools, kept.id)
-        self.n_output = self.n_reasoning = 0
+        self.began = perf_counter()
+        self.items = _Items(exchange, mcp, kept.id)
+        self.job: ChatJob | None = None
+        self.n_input = self.n_cached = self.n_output = self.n_reasoning = 0
         self.finish_reason: str | None = None
         self.error: dict[str, Any] | None = None
 
+    def prepare(self) -> None:
+        """Makes the first job. Raises ApiError."""
+        self.items.tools = _tools(self.exchange, self.request, self.mcp)
+        self.job = self._next_job()
+
+    def _next_job(self) -> ChatJob:
+        tools = self.items.tools
+        if self.mcp.n_calls:  # what was asked for has been called
+            tools = tools._replace(choice=self.mcp.later_choice(tools.choice, self.request.max_tool_calls))
+        messages = messages_of(
+            self.request.instructions, [*self.given, *self.items.done], tools, self.kept.earlier
+        )
+        spent_s = perf_counter() - self.began if self.mcp.wanted else 0.0
+        return _job(self.exchange, self.request, tools, messages, self.n_output, spent_s)
+
     async def parts(self) -> AsyncGenerator[list[dict[str, Any]], None]:
         """The events of the output's items, as they arise."""
-        (stream,) = self.job.streams()
+        try:
+            if self.job is None:
+                async with aclosing(self._begun()) as begun:
+                    async for made in begun:
+                        yield made
+            for n_round in count():
+                async with aclosing(self._computed(n_round)) as computed:
+                    async for made in computed:
+                        yield made
+                if not (calls := self.items.take_calls()):
+                    return
+                reason, self.finish_reason = self.finish_reason, None
+                is_cut = reason in _STATUS
+                async with aclosing(self._ran(calls, is_cut)) as ran:
+                    async for made in ran:
+                        yield made
+                most = self.request.max_output_tokens
+                if is_cut or self.items.needs_client:
+                    self.finish_reason = reason
+                elif most is not None and self.n_output >= most:
+                    self.finish_reason = "length"
+                if self.finish_reason is not None:
+                    return
+                self.job = self._next_job()
+        finally:
+            self.exchange.count(self.n_input, self.n_output)
+
+    async def _computed(self, n_round: int) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """What the model writes until it ends, or calls tools."""
+        job = self.job
+        assert job is not None
+        (stream,) = job.streams()
         try:
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
                     if delta is None:
                         yield []
                         continue
-                    self.exchange.token_arrived(0)
+                    self.exchange.token_arrived(n_round)
                     self.n_output += len(delta.token_ids)
                     self.n_reasoning += len(delta.token_ids) if delta.reasoning else 0
                     made = self.items.add(delta)
@@ -443,7 +550,74 @@ class _ResponseObject:
                         made += self.items.close(self.status)
                     yield made
         finally:
-            self.exchange.count(self.job.n_prompt_tokens, self.n_output)
+            self.n_input += job.n_prompt_tokens
+            self.n_cached += job.n_cached_tokens
+
+    async def _begun(self) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """Lists the tools of MCP servers, runs the calls that the client has approved, and makes the first job."""
+        items = [*self.kept.earlier, *self.given]
+        known = {item.get("server_label") for item in items if item.get("type") == "mcp_list_tools"}
+        for wanted in self.mcp.wanted:
+            if wanted.label in known:
+                await _load(self.mcp, wanted)
+                continue
+            made, place = self.items.begin(self.mcp.list_item(wanted))
+            yield [*made, {"type": "response.mcp_list_tools.in_progress", **place}]
+            try:
+                await _load(self.mcp, wanted)
+            except ApiError:
+                yield [{"type": "response.mcp_list_tools.failed", **place}]
+                raise
+            self.items.fill(self.mcp.list_item(wanted))
+            yield [{"type": "response.mcp_list_tools.completed", **place}, *self.items.close()]
+        self.prepare()  # what is wrong with the request is found before anything is run
+        for item in self.mcp.approved(items):
+            made, _ = self.items.begin(item)
+            yield [*made, *self.items.close()]
+        calls = self.items.take_calls()
+        async with aclosing(self._ran(calls, False)) as ran:
+            async for made in ran:
+                yield made
+        if calls:
+            self.job = self._next_job()
+
+    async def _ran(
+        self, calls: Sequence[tuple[int, Item]], is_cut: bool
+    ) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """Runs calls of MCP tools. ``is_cut``: the answer ends before they are run."""
+        for index, item in calls:
+            made: list[dict[str, Any]] = []
+            if is_cut:
+                item["status"] = "incomplete"
+            else:
+                item["status"] = "incomplete"  # if it does not end
+                await self._run(item)
+                kind = "completed" if item["error"] is None else "failed"
+                made.append(
+                    {"type": f"response.mcp_call.{kind}", "item_id": item["id"], "output_index": index}
+                )
+            yield [*made, {"type": "response.output_item.done", "output_index": index, "item": item}]
+
+    async def _run(self, item: Item) -> None:
+        timeout_s = self.exchange.server.settings.timeout_s
+        running = self.mcp.run(item, self.request.max_tool_calls)
+        if timeout_s is None:
+            await running
+            return
+        try:
+            await asyncio.wait_for(running, max(timeout_s - (perf_counter() - self.began), 0))
+        except (asyncio.TimeoutError, TimeoutError):
+            raise TimeoutError(
+                f"the request took longer than {timeout_s:g} seconds, while a tool ran"
+            ) from None
+
+    def fail(self, error: Exception) -> bool:
+        """The answer ends with an error; False: with an unexpected one."""
+        answer = api_error(error)
+        if answer is None:
+            return False
+        self.error = {"code": answer.code or "server_error", "message": answer.message}
+        return True
 
     @property
     def status(self) -> str:
@@ -456,7 +630,7 @@ class _ResponseObject:
 
     def response(self) -> dict[str, Any]:
         """The response as it is now."""
-        request, n_input = self.request, self.job.n_prompt_tokens
+        request, n_input = self.request, self.n_input
         is_done = self.status != "in_progress"
         reasoning = None if request.reasoning is None else request.reasoning.effort
         text_format = None if request.text is None else request.text.format
@@ -482,13 +656,13 @@ class _ResponseObject:
             "temperature": request.temperature,
             "text": {"format": {"type": "text"} if text_format is None else msgspec.to_builtins(text_format)},
             "tool_choice": request.tool_choice or "auto",
-            "tools": request.tools or [],
+            "tools": shown_tools(request.tools),
             "top_logprobs": request.top_logprobs or 0,
             "top_p": request.top_p,
             "truncation": request.truncation or "disabled",
             "usage": {
                 "input_tokens": n_input,
-                "input_tokens_details": {"cached_tokens": self.job.n_cached_tokens, "cache_write_tokens": 0},
+                "input_tokens_details": {"cached_tokens": self.n_cached, "cache_write_tokens": 0},
                 "output_tokens": self.n_output,
                 "output_tokens_details": {"reasoning_tokens": self.n_reasoning},
                 "total_tokens": n_input + self.n_output,
@@ -518,26 +692,34 @@ class _ResponseObject:
                     if n == 0:
                         for kind in ("response.created", "response.in_progress"):
                             yield written(
-                                {"type": kind, "response": {**self.response(), "status": "in_progress"}}
+                                {
+                                    "type": kind,
+                                    "response": {**self.response(), "status": "in_progress", "output": []},
+                                }
                             )
                     for item in made:
                         yield written(item)
         except Exception as e:
-            answer = api_error(e)
-            if self.exchange.status == 0 or answer is None:  # unexpected: an event ``error`` ends the stream
+            # After an unexpected one an event ``error`` ends the stream.
+            if self.exchange.status == 0 or not self.fail(e):
                 raise
-            self.error = {"code": answer.code or "server_error", "message": answer.message}
         yield written({"type": f"response.{self.status}", "response": await self.kept_response()})
 
 
 class _Items:
-    """The items of the output: reasoning, a message, function calls. One is open at a time."""
+    """The items of the output: reasoning, a message, calls of tools. One is open at a time.
 
-    def __init__(self, exchange: Exchange, tools: Tools, answer_id: str) -> None:
+    ``needs_client``: there are calls that the client has to run, or to approve.
+    """
+
+    def __init__(self, exchange: Exchange, mcp: McpTools, answer_id: str) -> None:
         self.done: list[dict[str, Any]] = []
+        self.tools = _NO_TOOLS
+        self.needs_client = False
         self._exchange = exchange
         self._answer_id = answer_id
-        self._tools = tools
+        self._mcp = mcp
+        self._calls: list[tuple[int, Item]] = []  # of MCP tools, not run yet
         self._arguments = ""  # of the open call of a custom tool
         self._open: dict[str, Any] | None = None
         self._call_index = -1  # of the open function call
@@ -559,6 +741,25 @@ class _Items:
             made += self._function(part)
         return made
 
+    def begin(self, item: Item) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """The events for an item that the model does not write, and its place in those that follow."""
+        made = self._begin(item)
+        place = {"item_id": item["id"], "output_index": len(self.done)}
+        if item["type"] == "mcp_call":
+            made.append({"type": "response.mcp_call.in_progress", **place})
+            made.append({"type": "response.mcp_call_arguments.delta", **place, "delta": item["arguments"]})
+        return made, place
+
+    def fill(self, fields: Mapping[str, Any]) -> None:
+        """What is known of the open item now."""
+        assert self._open is not None
+        self._open |= fields
+
+    def take_calls(self) -> list[tuple[int, Item]]:
+        """The calls of MCP tools that are complete, with their indices; each once."""
+        calls, self._calls = self._calls, []
+        return calls
+
     def close(self, status: str = "completed") -> list[dict[str, Any]]:
         """The events that end the open item. ``status``: of the item."""
         item, self._open = self._open, None
@@ -575,7 +776,12 @@ class _Items:
             kind = "response.custom_tool_call_input"
             made.append({"type": f"{kind}.delta", **place, "delta": text})
             made.append({"type": f"{kind}.done", **place, "input": text})
-        else:
+        elif item["type"] == "mcp_call":  # it ends when it has been run
+            self._calls.append((len(self.done), item))
+            self.done.append(item)
+            kind = "response.mcp_call_arguments.done"
+            return [{"type": kind, **place, "arguments": item["arguments"]}]
+        elif "content" in item:
             part = item["content"][0]
             place["content_index"] = 0
             done = {"type": f"response.{part['type']}.done", **place, "text": part["text"]}
@@ -628,13 +834,22 @@ class _Items:
 
     def _function(self, part: ToolCallDelta) -> list[dict[str, Any]]:
         made: list[dict[str, Any]] = []
-        if self._open is None or not self._open["type"].endswith("_call") or self._call_index != part.index:
+        if self._open is None or "content" in self._open or self._call_index != part.index:
             self._call_index = part.index
-            known = self._tools.known(str(part.name))
+            known = self.tools.known(str(part.name))
             item: dict[str, Any] = {"call_id": part.id, "name": known.name}
             if known.namespace is not None:
                 item["namespace"] = known.namespace
-            if known.is_custom:
+            is_mcp = self._mcp.has(known)
+            if is_mcp:
+                item = self._mcp.item(known)
+            self.needs_client = self.needs_client or item.get("type") != "mcp_call"
+            if is_mcp:
+                made = self._begin(item)
+                if item["type"] == "mcp_call":
+                    place = {"item_id": item["id"], "output_index": len(self.done)}
+                    made.append({"type": "response.mcp_call.in_progress", **place})
+            elif known.is_custom:
                 made = self._begin({"type": "custom_tool_call", **item, "input": ""})
                 self._arguments = ""
             else:
@@ -645,5 +860,10 @@ class _Items:
         elif part.arguments:
             self._open["arguments"] += part.arguments
             place = {"item_id": self._open["id"], "output_index": len(self.done)}
-            made.append({"type": "response.function_call_arguments.delta", **place, "delta": part.arguments})
+            kind = {"mcp_approval_request": None, "mcp_call": "mcp_call"}.get(
+                self._open["type"], "function_call"
+            )
+            if kind is not None:
+                event_type = f"response.{kind}_arguments.delta"
+                made.append({"type": event_type, **place, "delta": part.arguments})
         return made

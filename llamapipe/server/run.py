@@ -72,9 +72,9 @@ class HttpServer(uvicorn.Server):
             sock.listen(BACKLOG)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answers the running requests, then closes what they store in."""
+        """Answers the running requests, then closes what they use."""
         await super().shutdown(sockets=sockets)
-        await asyncio.to_thread(self.state.close_store)
+        await asyncio.to_thread(self.state.release)
 
     def handle_exit(self, sig: int, frame: object) -> None:
         """Starts draining; a second signal ends the server without waiting."""
@@ -157,7 +157,7 @@ class serve:  # noqa: N801  (used like a function: ``with serve(engine) as serve
         try:
             self._socket = bound_socket(host, port)
         except BaseException:
-            application.state.llamapipe.close_store()
+            application.state.llamapipe.release()
             raise
         self.host, self.port = self._socket.getsockname()[:2]
         self._server = HttpServer(application, self.host)

@@ -18,6 +18,7 @@ from llamapipe.llama.fim import FimOrder
 from llamapipe.params import SamplingParams
 
 if TYPE_CHECKING:
+    from llamapipe.server._mcp import LocalServers
     from llamapipe.server._store import Store
 
 _ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s]*")
@@ -93,6 +94,10 @@ class ServerSettings:
     - ``store``: a file in which the answers of ``/v1/responses`` and conversations are stored, which is made if there
       is none; only its user may read it. None: nothing is stored. ``store_bytes``: its size, beyond which the least
       recently used answers are deleted. ``store_days``: after that many days without use they are, too.
+    - ``mcp``: a file of MCP servers, in the form that MCP clients read, which ``/v1/responses`` may name by their
+      labels. They are started with this server. None: there are none. ``mcp_timeout_s``: seconds in which one must
+      start, and answer a call. ``max_mcp_calls``: calls of their tools for one answer; then the model goes on without.
+      ``max_mcp_characters``: of the result of a call; the rest is cut off.
     - ``page``: serve the page at ``/``.
     - ``ollama``: also serve Ollama's API under ``/api``. ``allow_pull``, ``allow_delete``: its clients may download
       models of the Hugging Face Hub and give the model further names, and delete downloaded files.
@@ -139,6 +144,10 @@ class ServerSettings:
     store: str | os.PathLike[str] | None = None
     store_bytes: int = 2**30
     store_days: int = 30
+    mcp: str | os.PathLike[str] | None = None
+    mcp_timeout_s: float = 60.0
+    max_mcp_calls: int = 32
+    max_mcp_characters: int = 65_536
 
     def __post_init__(self) -> None:
         for name in (
@@ -190,6 +199,8 @@ class ServerSettings:
                 object.__setattr__(self, name, folder)
         if self.store is not None:
             object.__setattr__(self, "store", path_of(self.store))
+        if self.mcp is not None:
+            object.__setattr__(self, "mcp", path_of(self.mcp))
         if any(not _API_KEY.fullmatch(key) for key in self.api_keys):
             raise ValueError(
                 "api_keys: a key must be printable ASCII without spaces at its ends, and not empty: "
@@ -203,6 +214,21 @@ class ServerSettings:
         from llamapipe.server._store import Store
 
         return Store(path_of(self.store), self.store_bytes, self.store_days)
+
+    def open_mcp(self) -> LocalServers | None:
+        """The MCP servers, starting; None without a file of them. Raises OSError and ValueError for a wrong file."""
+        if self.mcp is None:
+            return None
+        from llamapipe.server._mcp import LocalServers
+        from llamapipe.server._mcp_file import entries_of
+
+        try:
+            entries = entries_of(path_of(self.mcp))
+        except ValueError as e:
+            raise ValueError(f"mcp: {e}") from None
+        servers = LocalServers(entries, self.mcp_timeout_s)
+        servers.start()
+        return servers
 
     def default_template_args(self) -> dict[str, Any]:
         """The arguments of the template where a request has no others. Raises ValueError."""

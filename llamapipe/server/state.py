@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from llamapipe.llama.adapter import ControlVector
     from llamapipe.llama.model import Model
     from llamapipe.server._client_request import ClientRequest
+    from llamapipe.server._mcp import McpServers
 
 T = TypeVar("T")
 _log = logging.getLogger("llamapipe.server")
@@ -53,7 +54,7 @@ class ServerState(Gate):
     """One server's engine, embedder or both, and settings. Use it on the event loop's thread.
 
     ``model_names``: the names clients may use for the model; answers contain the first. ``worker``: the link to the
-    other processes, if this is one of several.
+    other processes, if this is one of several. ``mcp``: the MCP servers that requests may name; None: there are none.
     """
 
     def __init__(
@@ -77,11 +78,22 @@ class ServerState(Gate):
         self.created = int(time.time())
         self.copies: list[str] = []  # further names of the model, that clients made
         self.loaded_adapters: dict[str, Adapter] = {}  # by clients
+        try:
+            self.mcp: McpServers | None = settings.open_mcp()
+        except BaseException:
+            super().release()
+            raise
         if engine is not None and engine.kv_events is not None and len(settings.api_keys) > 1:
             _log.warning(
                 "no KV events are published: each of the %d API keys has a prefix cache",
                 len(settings.api_keys),
             )
+
+    def release(self) -> None:
+        """As ``Gate.release``; ends the MCP servers, too."""
+        super().release()
+        if self.mcp is not None:
+            self.mcp.close()
 
     async def in_thread(self, function: Callable[..., T], *arguments: Any, size: int = 0) -> T:
         """``function(*arguments)`` in a thread: for what would hold up the event loop. Fair to clients.

@@ -30,7 +30,7 @@ def application(demo: lp.Model, tmp_path_factory: pytest.TempPathFactory) -> Ite
     with lp.Engine(demo, n_ctx=256, n_seq_max=2) as engine, lp.Embedder(file) as embedder:
         application = app(engine, settings, embedder=embedder)
         yield application
-        application.state.llamapipe.close_store()
+        application.state.llamapipe.release()
 
 
 @pytest.mark.parametrize(

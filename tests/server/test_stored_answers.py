@@ -450,7 +450,7 @@ def test_a_client_that_hangs_up_leaves_nothing(engine: lp.Engine, tmp_path: Path
 
     conversation = asyncio.run(create())
     asyncio.run(run())
-    application.state.llamapipe.close_store()
+    application.state.llamapipe.release()
     assert b"response.created" in made and b'"store":true' in made
     assert rows(file, "SELECT (SELECT count(*) FROM answers), (SELECT count(*) FROM items)") == [(0, 0)]
 

@@ -1,0 +1,143 @@
+"""The MCP servers of another process: a model's process asks those of the front, a worker those of its supervisor.
+
+Open it to change how a process that computes reaches the one that owns the servers: there is one set of servers for
+each ``llamapipe serve``, whatever runs the models.
+
+A question is a connection to a Unix socket in a folder that only this user may read: a line of JSON there, a line back.
+If the process that asks closes the connection, or dies, the call is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+
+from llamapipe.server._mcp import CLOSED, LocalServers, McpError, Result, Tool
+
+_MOST_LINE = 2**27  # bytes; the limits of a server's messages are lower
+
+
+class _Question(msgspec.Struct, omit_defaults=True):
+    """What is asked: the labels, the tools of a server, or a call of one."""
+
+    label: str | None = None
+    tool: str | None = None
+    arguments: dict[str, Any] = {}
+
+
+class _Answer(msgspec.Struct, omit_defaults=True):
+    """The result, or what is wrong."""
+
+    labels: dict[str, str | None] | None = None
+    tools: list[Tool] | None = None
+    result: Result | None = None
+    message: str | None = None
+    code: int = CLOSED
+
+
+class LinkedServers:
+    """The servers of the process that listens at a socket; see ``McpServers``. Raises OSError if there is none."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with socket.socket(socket.AF_UNIX) as sock, sock.makefile("rb") as answers:
+            sock.connect(str(path))
+            sock.sendall(_line(_Question()))
+            labels = msgspec.json.decode(answers.readline(), type=_Answer).labels
+        assert labels is not None
+        self.labels: Mapping[str, str | None] = labels
+
+    def __repr__(self) -> str:
+        return f"<LinkedServers {len(self.labels)}>"
+
+    async def tools(self, label: str) -> Sequence[Tool]:
+        """As ``McpServers.tools``."""
+        answer = await self._asked(_Question(label))
+        assert answer.tools is not None
+        return answer.tools
+
+    async def call(self, label: str, tool: str, arguments: Mapping[str, Any]) -> Result:
+        """As ``McpServers.call``."""
+        answer = await self._asked(_Question(label, tool, dict(arguments)))
+        assert answer.result is not None
+        return answer.result
+
+    def close(self) -> None:
+        """Does nothing: the servers are those of the other process."""
+
+    async def _asked(self, question: _Question) -> _Answer:
+        try:
+            reader, writer = await asyncio.open_unix_connection(self._path, limit=_MOST_LINE)
+            try:
+                writer.write(_line(question))
+                answer = msgspec.json.decode(await reader.readline(), type=_Answer)
+            finally:
+                writer.close()
+        except (OSError, ValueError) as e:  # that process ends
+            raise McpError(f"the MCP servers cannot be reached: {e}") from None
+        if answer.message is not None:
+            raise McpError(answer.message, answer.code)
+        return answer
+
+
+@contextmanager
+def listening(servers: LocalServers) -> Iterator[Path]:
+    """The socket at which other processes of this user ask these servers. Raises OSError."""
+    with TemporaryDirectory(prefix="llamapipe-") as folder:  # its path is short, as that of a socket must be
+        path = Path(folder) / "mcp"
+        listener = servers.begin(_listen(servers, path)).result()
+        try:
+            yield path
+        finally:
+            servers.begin(_end(listener)).result()
+
+
+async def _listen(servers: LocalServers, path: Path) -> asyncio.AbstractServer:
+    return await asyncio.start_unix_server(
+        lambda reader, writer: _serve(servers, reader, writer), path, limit=_MOST_LINE
+    )
+
+
+async def _end(listener: asyncio.AbstractServer) -> None:
+    listener.close()
+
+
+async def _serve(servers: LocalServers, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answers one question, unless who asks goes away before."""
+    with suppress(OSError, ValueError):
+        question = msgspec.json.decode(await reader.readline(), type=_Question)
+        answer = asyncio.ensure_future(_answer(servers, question))
+        gone = asyncio.ensure_future(reader.read(1))
+        try:
+            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                writer.write(_line(answer.result()))
+                await writer.drain()
+        finally:
+            answer.cancel()
+            gone.cancel()
+            await asyncio.wait({answer, gone})
+    writer.close()
+
+
+async def _answer(servers: LocalServers, question: _Question) -> _Answer:
+    label, tool = question.label, question.tool
+    if label is None:
+        return _Answer(labels=dict(servers.labels))
+    try:
+        if tool is None:
+            return _Answer(tools=list(await servers.tools(label)))
+        return _Answer(result=await servers.call(label, tool, question.arguments))
+    except McpError as e:
+        return _Answer(message=e.message, code=e.code)
+
+
+def _line(value: msgspec.Struct) -> bytes:
+    return msgspec.json.encode(value) + b"\n"

@@ -1,0 +1,457 @@
+"""The tools of MCP servers in a request to ``/v1/responses``: what the model sees of them, and how its calls are run.
+
+Open it to change what a client may ask of a server, what needs its approval, or what a call leaves in the answer.
+
+The model sees the tools of a server as a namespace of functions, whose name is the server's label; so nothing else of
+a request knows about MCP. When the model has finished, its calls are run one after another, and it goes on with their
+results, until it calls none. In a conversation a call is an item ``mcp_call``, which holds its result as well. A call
+that needs approval is an item ``mcp_approval_request``, with which the answer ends; it is run when the client sends
+``mcp_approval_response``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from llamapipe._messages import did_you_mean, listed, quoted
+from llamapipe.server._mcp import Image, McpError, McpServers, Result, Tool
+from llamapipe.server._store import Item
+from llamapipe.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from llamapipe.server._tools import ClientName
+    from llamapipe.server.endpoint import Exchange
+
+_KEYS = ("type", "server_label", "server_url", "server_description", "allowed_tools", "require_approval",
+         "headers", "authorization", "connector_id", "tunnel_id", "allowed_callers", "defer_loading")  # fmt: skip
+_FILTER_KEYS = ("tool_names", "read_only")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_NO_ADDRESS = (
+    "this server connects to no address of a client's: leave server_url out, and name one of its servers"
+)
+
+
+class Filter(NamedTuple):
+    """Some tools of a server. ``names``: None: all; ``is_read_only``: None: all."""
+
+    names: frozenset[str] | None = None
+    is_read_only: bool | None = None
+
+    def matches(self, tool: Tool) -> bool:
+        """Whether a tool is one of them."""
+        return (self.names is None or tool.name in self.names) and (
+            self.is_read_only is None or tool.is_read_only is self.is_read_only
+        )
+
+
+class Wanted(NamedTuple):
+    """A server that a request names. ``place``: in the request; ``always``, ``never``: what needs approval."""
+
+    place: str
+    label: str
+    about: str | None
+    allowed: Filter
+    always: Filter | None
+    never: Filter | None
+
+    def needs_approval(self, tool: Tool) -> bool:
+        """Whether the client must approve a call; it need not where the request says so."""
+        if self.always is not None and self.always.matches(tool):
+            return True
+        return self.never is None or not self.never.matches(tool)
+
+
+class Offered(NamedTuple):
+    """The tools of a server that a request may use."""
+
+    wanted: Wanted
+    tools: Mapping[str, Tool]
+
+
+class McpTools:
+    """The MCP tools of one request; make it with ``mcp_of``.
+
+    ``wanted``: the servers; ``offered``: those whose tools are known.
+    """
+
+    def __init__(self, exchange: Exchange, servers: McpServers | None, wanted: Sequence[Wanted]) -> None:
+        self._exchange = exchange
+        self._servers = servers
+        self.wanted = wanted
+        self.offered: dict[str, Offered] = {}
+        self.n_calls = 0
+
+    def __repr__(self) -> str:
+        return f"<McpTools {[wanted.label for wanted in self.wanted]} n_calls={self.n_calls}>"
+
+    async def load(self, wanted: Wanted) -> None:
+        """Asks a server for its tools. Raises McpError."""
+        assert self._servers is not None
+        found = {
+            tool.name: tool
+            for tool in await self._servers.tools(wanted.label)
+            if wanted.allowed.matches(tool) and _NAME.fullmatch(tool.name)
+        }
+        self.offered[wanted.label] = Offered(wanted, found)
+
+    def list_item(self, wanted: Wanted) -> Item:
+        """The item ``mcp_list_tools`` of a server whose tools are known; of others without tools."""
+        offered = self.offered.get(wanted.label)
+        return {
+            "type": "mcp_list_tools",
+            "server_label": wanted.label,
+            "tools": [
+                {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "input_schema": tool.input_schema,
+                    "annotations": tool.annotations,
+                }
+                for tool in (() if offered is None else offered.tools.values())
+            ],
+            "error": None,
+        }
+
+    def expanded(self, given: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]] | None:
+        """The tools of the request with a namespace in place of each server."""
+        if not self.wanted:
+            return None if given is None else list(given)
+        made: list[Mapping[str, Any]] = []
+        waiting = iter(self.wanted)
+        for tool in given or ():
+            if tool.get("type") != "mcp":
+                made.append(tool)
+                continue
+            offered = self.offered[next(waiting).label]
+            functions = [
+                {
+                    "type": "function",
+                    "name": found.name,
+                    "description": found.description,
+                    "parameters": found.input_schema,
+                }
+                for found in offered.tools.values()
+            ]
+            about = offered.wanted.about
+            made.append(
+                {"type": "namespace", "name": offered.wanted.label, "description": about, "tools": functions}
+            )
+        return made
+
+    def choice(self, given: Any) -> Any:
+        """The choice of the request, with namespaces in place of servers."""
+        if not self.wanted or not isinstance(given, Mapping):
+            return given
+        if given.get("type") == "mcp":
+            label, name = given.get("server_label"), given.get("name")
+            if name is not None:
+                return {"type": "function", "name": name, "namespace": label}
+            return {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [{"type": "namespace", "name": label}],
+            }
+        tools = given.get("tools")
+        if given.get("type") == "allowed_tools" and isinstance(tools, list):
+            return {**given, "tools": [_allowed(tool) for tool in tools]}
+        return given
+
+    def later_choice(self, choice: Any, most: int | None) -> Any:
+        """The engine's choice after calls have been run: none is forced again, and none is left at the limit."""
+        if choice == "none" or self.n_calls >= self._most(most):
+            return "none"
+        if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+            return {**choice, "allowed_tools": {**choice["allowed_tools"], "mode": "auto"}}
+        return "auto"
+
+    def _most(self, most: int | None) -> int:
+        limit = self._exchange.server.settings.max_mcp_calls
+        return limit if most is None else min(most, limit)
+
+    def has(self, known: ClientName) -> bool:
+        """Whether a function that the model calls is a tool of a server."""
+        return known.namespace in self.offered
+
+    def item(self, known: ClientName) -> Item:
+        """The item of a call that the model begins: one that is run, or one that asks for approval."""
+        label = str(known.namespace)
+        offered = self.offered[label]
+        item = {"server_label": label, "name": known.name, "arguments": ""}
+        if offered.wanted.needs_approval(offered.tools[known.name]):
+            return {"type": "mcp_approval_request", **item}
+        return {"type": "mcp_call", **item, "approval_request_id": None, "output": None, "error": None}
+
+    def approved(self, items: Sequence[Item]) -> list[Item]:
+        """The calls that the client has approved and that were not run yet. Raises ApiError 400."""
+        requests = {item.get("id"): item for item in items if item.get("type") == "mcp_approval_request"}
+        ran = {item.get("approval_request_id") for item in items if item.get("type") == "mcp_call"}
+        made = []
+        for item in items:
+            if item.get("type") != "mcp_approval_response":
+                continue
+            asked = item.get("approval_request_id")
+            request = requests.get(asked) if isinstance(asked, str) else None
+            if request is None:
+                raise ApiError(
+                    400,
+                    f"input: the approval of {quoted(asked)} answers no mcp_approval_request of the conversation",
+                    "input",
+                )
+            if item.get("approve") is not True or asked in ran:
+                continue
+            ran.add(asked)
+            label, name, arguments = (request.get(key) for key in ("server_label", "name", "arguments"))
+            offered = self.offered.get(str(label))
+            if offered is None or name not in offered.tools:
+                raise ApiError(
+                    400,
+                    f"input: {quoted(asked)} asks for the tool {quoted(name)} of the MCP server {quoted(label)}, which "
+                    "the request does not have in tools",
+                    "tools",
+                )
+            made.append(
+                {
+                    "type": "mcp_call",
+                    "server_label": label,
+                    "name": name,
+                    "arguments": arguments if isinstance(arguments, str) else "",
+                    "approval_request_id": asked,
+                    "output": None,
+                    "error": None,
+                }
+            )
+        return made
+
+    async def run(self, item: Item, most: int | None) -> None:
+        """Runs the call of an item, and puts its result there. ``most``: calls of the request, None: no limit."""
+        limit = self._most(most)
+        self.n_calls += 1
+        if self.n_calls > limit:
+            error = f"not run: {limit} calls of tools are the limit for one answer"
+            _put(item, None, {"type": "mcp_protocol_error", "code": -32600, "message": error})
+            return
+        try:
+            arguments = json.loads(item["arguments"] or "{}")
+            if not isinstance(arguments, dict):
+                raise ValueError("they must be an object")
+        except ValueError as e:
+            message = f"the arguments cannot be read: {e}"
+            _put(item, None, {"type": "mcp_protocol_error", "code": -32602, "message": message})
+            return
+        assert self._servers is not None
+        try:
+            result = await self._servers.call(item["server_label"], item["name"], arguments)
+        except McpError as e:
+            _put(item, None, {"type": "mcp_protocol_error", "code": e.code, "message": e.message})
+            return
+        text = _text_of(result, self._exchange.server.settings.max_mcp_characters)
+        if result.is_error:
+            content = [{"type": "text", "text": text}]
+            _put(item, None, {"type": "mcp_tool_execution_error", "content": content})
+        else:
+            _put(item, text, None)
+
+
+def mcp_of(exchange: Exchange, given: Sequence[Mapping[str, Any]] | None) -> McpTools:
+    """The servers that a request names; none if this server has none. Raises ApiError 400."""
+    servers = exchange.server.mcp
+    if servers is None:
+        return McpTools(exchange, None, ())
+    wanted: dict[str, Wanted] = {}
+    for i, tool in enumerate(given or ()):
+        if tool.get("type") == "mcp":
+            one = _wanted(f"tools.{i}", tool, servers)
+            if one.label in wanted:
+                raise ApiError(400, f"tools: there are two MCP servers called {quoted(one.label)}", "tools")
+            wanted[one.label] = one
+    for i, tool in enumerate(given or ()):
+        if tool.get("type") == "namespace" and tool.get("name") in wanted:
+            raise ApiError(
+                400, f"tools.{i}: an MCP server has the name {quoted(tool['name'])}, too", f"tools.{i}.name"
+            )
+    return McpTools(exchange, servers, list(wanted.values()))
+
+
+def plain_items(item: Mapping[str, Any]) -> list[Item] | None:
+    """A call of an MCP tool as a call of a function, and its result. None: the item is something else.
+
+    A call that was approved has its result here, and the call itself where it asked for approval.
+    """
+    kind = item.get("type")
+    if kind == "mcp_approval_request":
+        return [_call_of(item)]
+    if kind == "mcp_approval_response":
+        asked = item.get("approval_request_id")
+        if item.get("approve") is True:
+            return []
+        reason = item.get("reason")
+        why = f": {reason}" if isinstance(reason, str) and reason else ""
+        return [
+            {"type": "function_call_output", "call_id": asked, "output": f"The user refused this call{why}"}
+        ]
+    if kind != "mcp_call":
+        return None
+    asked = item.get("approval_request_id")
+    output = {
+        "type": "function_call_output",
+        "call_id": item.get("id") if asked is None else asked,
+        "output": _output_of(item),
+    }
+    return [output] if asked is not None else [_call_of(item), output]
+
+
+def shown_tools(given: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]]:
+    """The tools of a request for its answer, which is stored and shown: without what servers are told in secret."""
+    secret = ("headers", "authorization")
+    return [
+        {key: value for key, value in tool.items() if key not in secret}
+        if tool.get("type") == "mcp"
+        else tool
+        for tool in given or ()
+    ]
+
+
+# ---- the request
+def _wanted(place: str, tool: Mapping[str, Any], servers: McpServers) -> Wanted:
+    """A server of a request. Raises ApiError 400."""
+    for key in tool:
+        if key not in _KEYS:
+            raise ApiError(400, f"{place}: unknown key {quoted(key)}{did_you_mean(key, _KEYS)}", "tools")
+    label = tool.get("server_label")
+    if not isinstance(label, str):
+        raise ApiError(400, f"{place}: server_label must be text", f"{place}.server_label")
+    for key in ("connector_id", "tunnel_id"):
+        if tool.get(key) is not None:
+            raise ApiError(
+                400, f"{place}: {key} is of OpenAI's service; name a server of this one", f"{place}.{key}"
+            )
+    if label not in servers.labels:
+        hint = did_you_mean(label, servers.labels)
+        known = listed(sorted(servers.labels)) or "none"
+        if tool.get("server_url") is not None:
+            raise ApiError(400, f"{place}: {_NO_ADDRESS} ({known})", f"{place}.server_url")
+        raise ApiError(
+            400,
+            f"{place}: there is no MCP server {quoted(label)}; the servers are {known}{hint}",
+            f"{place}.server_label",
+        )
+    url = tool.get("server_url")
+    if url is not None and url != servers.labels[label]:
+        raise ApiError(
+            400,
+            f"{place}: the MCP server {quoted(label)} is one of this server's file, which says where it is: leave "
+            "server_url out",
+            f"{place}.server_url",
+        )
+    for key in ("headers", "authorization"):
+        if tool.get(key):
+            raise ApiError(
+                400,
+                f"{place}: {key}: the MCP server {quoted(label)} is one of this server's file, which says what it is "
+                "told",
+                f"{place}.{key}",
+            )
+    return wanted_of(place, label, tool)
+
+
+def wanted_of(place: str, label: str, tool: Mapping[str, Any]) -> Wanted:
+    """What a request says of a server's tools. Raises ApiError 400."""
+    about = tool.get("server_description")
+    if about is not None and not isinstance(about, str):
+        raise ApiError(400, f"{place}: server_description must be text", f"{place}.server_description")
+    allowed = Filter()
+    if (given := tool.get("allowed_tools")) is not None:
+        allowed = _filter(f"{place}.allowed_tools", given)
+    approval = tool.get("require_approval")
+    always: Filter | None = None
+    never: Filter | None = None
+    if isinstance(approval, Mapping):
+        for key in approval:
+            if key not in ("always", "never"):
+                raise ApiError(
+                    400, f"{place}.require_approval: unknown key {quoted(key)}", f"{place}.require_approval"
+                )
+        always, never = (
+            None if (one := approval.get(key)) is None else _filter(f"{place}.require_approval.{key}", one)
+            for key in ("always", "never")
+        )
+        if always is not None and never is None:
+            never = Filter()  # the others
+    elif approval == "never":
+        never = Filter()
+    elif approval not in (None, "always"):
+        raise ApiError(
+            400,
+            f"{place}: require_approval is {quoted(approval)}; it may be 'always', 'never' or an object",
+            f"{place}.require_approval",
+        )
+    return Wanted(place, label, about, allowed, always, never)
+
+
+def _filter(place: str, given: Any) -> Filter:
+    if isinstance(given, list):
+        given = {"tool_names": given}
+    if not isinstance(given, Mapping):
+        raise ApiError(400, f"{place} must be a list of names, or an object", place)
+    for key in given:
+        if key not in _FILTER_KEYS:
+            raise ApiError(400, f"{place}: unknown key {quoted(key)}{did_you_mean(key, _FILTER_KEYS)}", place)
+    names, is_read_only = given.get("tool_names"), given.get("read_only")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ApiError(400, f"{place}: tool_names must be a list of texts", place)
+    if not isinstance(is_read_only, bool | None):
+        raise ApiError(400, f"{place}: read_only must be true or false", place)
+    return Filter(None if names is None else frozenset(names), is_read_only)
+
+
+def _allowed(tool: Any) -> Any:
+    if not isinstance(tool, Mapping) or tool.get("type") != "mcp":
+        return tool
+    label, name = tool.get("server_label"), tool.get("name")
+    if name is None:
+        return {"type": "namespace", "name": label}
+    return {"type": "function", "name": name, "namespace": label}
+
+
+# ---- calls and results
+def _call_of(item: Mapping[str, Any]) -> Item:
+    return {
+        "type": "function_call",
+        "call_id": item.get("id"),
+        "name": item.get("name"),
+        "namespace": item.get("server_label"),
+        "arguments": item.get("arguments"),
+    }
+
+
+def _output_of(item: Mapping[str, Any]) -> str:
+    """What the model is told of a call's result."""
+    output, error = item.get("output"), item.get("error")
+    if isinstance(output, str):
+        return output
+    if isinstance(error, str):
+        return error
+    if not isinstance(error, Mapping):
+        return ""
+    content = error.get("content")
+    if isinstance(content, list):
+        texts = (part.get("text") for part in content if isinstance(part, Mapping))
+        return "\n".join(text for text in texts if isinstance(text, str))
+    return str(error.get("message", ""))
+
+
+def _put(item: Item, output: str | None, error: dict[str, Any] | None) -> None:
+    item |= {"output": output, "error": error, "status": "completed" if error is None else "failed"}
+
+
+def _text_of(result: Result, most: int) -> str:
+    """A result as text. Images are named: an item of this kind holds a text."""
+    text = "\n".join(
+        f"[image: {part.mime_type}]" if isinstance(part, Image) else part for part in result.parts
+    )
+    if len(text) <= most:
+        return text
+    return f"{text[:most]}\n[cut: the result has {len(text)} characters]"

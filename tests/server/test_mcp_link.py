@@ -1,0 +1,104 @@
+"""MCP servers of ``llamapipe serve`` where other processes compute: with ``--models``, with ``--workers``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from support.control import PATIENCE_S, wait_until
+from support.mcp_agent import GOOD, OPTIONS, turns_file
+from support.mcp_servers import PNG, entry, write_file
+from support.pool_server import pool_server
+from support.worker_server import has_ended, worker_server
+
+from llamapipe.server._mcp import CLOSED, Image, LocalServers, McpError, Result
+from llamapipe.server._mcp_file import entries_of
+from llamapipe.server._mcp_link import LinkedServers, listening
+
+
+@contextmanager
+def linked(folder: Path, *kinds: str) -> Iterator[tuple[LinkedServers, LocalServers]]:
+    file = write_file(folder / "mcp.json", {kind: entry(kind, str(folder)) for kind in kinds})
+    with closing(LocalServers(entries_of(file), PATIENCE_S)) as servers, listening(servers) as path:
+        assert path.parent.stat().st_mode & 0o077 == 0
+        yield LinkedServers(path), servers
+
+
+def test_another_process_has_the_same_servers(tmp_path: Path) -> None:
+    async def use(link: LinkedServers, servers: LocalServers) -> Any:
+        assert link.labels == servers.labels == {"good": None, "refusing": None}
+        assert await link.tools("good") == await servers.tools("good")
+        with pytest.raises(McpError, match=r"^not today$") as caught:
+            await link.call("refusing", "act", {})
+        assert caught.value.code == -32000
+        call = asyncio.ensure_future(link.call("good", "wait", {}))
+        await asyncio.to_thread(wait_until, (tmp_path / "waiting").exists)
+        call.cancel()
+        await asyncio.to_thread(wait_until, (tmp_path / "cancelled").exists)
+        return await asyncio.gather(
+            link.call("good", "add", {"a": 1, "b": 2}), link.call("good", "picture", {})
+        )
+
+    with linked(tmp_path, "good", "refusing") as (link, servers):
+        added, picture = asyncio.run(use(link, servers))
+    assert added == Result(["3"], False)
+    assert picture == Result(["A dot:", Image("image/png", PNG)], False)
+    assert len(list(tmp_path.glob("started-*"))) == 1
+    with pytest.raises(McpError, match="cannot be reached") as caught:
+        asyncio.run(link.tools("good"))
+    assert caught.value.code == CLOSED
+
+
+def answers(url: str, n: int) -> list[Any]:
+    """Answers on connections of their own, which workers share."""
+    made = []
+    for _ in range(n):
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+            made.append(client.responses.create(**OPTIONS, tools=[GOOD]))
+    return made
+
+
+def check(made: list[Any]) -> None:
+    for response in made:
+        calls = [item for item in response.output if item.type == "mcp_call"]
+        assert [(call.name, call.output) for call in calls] == [("add", "5")]
+        assert response.output_text.endswith("DONE.")
+
+
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    turns_file(folder, [("add", {"a": 2, "b": 3})])
+    return folder, write_file(tmp_path / "mcp.json", {"good": entry("good", str(tmp_path))})
+
+
+def started(tmp_path: Path) -> list[int]:
+    return [int(path.name.removeprefix("started-")) for path in tmp_path.glob("started-*")]
+
+
+def test_models_behind_the_front(tmp_path: Path) -> None:
+    """The model is ended and loaded again; the servers stay."""
+    folder, file = files(tmp_path)
+    with pool_server(folder, "--mcp", str(file), "--n-ctx", "8192", log=tmp_path / "log") as server:
+        check(answers(server.url, 1))
+        assert httpx.post(f"{server.url}/models/unload", json={"model": "turns"}).status_code == 200
+        server.wait_for(turns="unloaded")
+        check(answers(server.url, 1))
+        (pid,) = started(tmp_path)
+        assert not has_ended(pid)
+    wait_until(lambda: has_ended(pid))
+
+
+def test_workers_share_the_servers(tmp_path: Path) -> None:
+    folder, file = files(tmp_path)
+    options = ("-m", str(folder / "turns.gguf"), "--alias", "turns", "--n-ctx", "8192", "--mcp", str(file))
+    with worker_server(2, *options, log=tmp_path / "log") as server:
+        check(answers(server.url, 4))
+        (pid,) = started(tmp_path)
+    wait_until(lambda: has_ended(pid))

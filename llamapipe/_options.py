@@ -219,6 +219,8 @@ ACCESS: Final = (
         metavar="DIR"),
     _texts("media_urls", "images may be named by addresses of this host (HOST or HOST:PORT; repeatable), which the "
         "server fetches", metavar="HOST", flag="--media-url"),
+    _texts("mcp_urls", "requests may name MCP servers at addresses of this host (HOST or HOST:PORT; repeatable)",
+        metavar="HOST", flag="--mcp-url"),
 )  # fmt: skip
 LIMITS: Final = (
     _int("max_requests", "requests served at once; more are answered 429", 1, _INT32_MAX,

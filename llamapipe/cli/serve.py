@@ -237,6 +237,8 @@ def run(args: argparse.Namespace) -> int:
         store.close()  # its problems are told before a model is loaded
     if settings.mcp is not None:
         _check_mcp(path_of(settings.mcp))
+    if settings.mcp_urls:
+        _check_package("mcp", "mcp", "--mcp-url")
     if not 0 <= args.port <= 65535:
         raise UsageError(f"--port is {args.port}; it must be from 0 to 65535")
     has_second_port = args.ollama not in (None, _SAME_PORT)

@@ -149,6 +149,95 @@ class LocalServers:
         self._thread.close([connection.close for connection in self._connections.values()])
 
 
+class McpServer(Protocol):
+    """One server, for the requests of a client."""
+
+    async def tools(self) -> Sequence[Tool]:
+        """As ``McpServers.tools``."""
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Result:
+        """As ``McpServers.call``."""
+
+    def end(self) -> None:
+        """The client needs it no longer. Does not wait."""
+
+
+class ListedServer:
+    """A server of the operator's file, which others use, too."""
+
+    def __init__(self, servers: McpServers, label: str) -> None:
+        self._servers = servers
+        self._label = label
+
+    def __repr__(self) -> str:
+        return f"<ListedServer {self._label}>"
+
+    async def tools(self) -> Sequence[Tool]:
+        """As ``McpServers.tools``."""
+        return await self._servers.tools(self._label)
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Result:
+        """As ``McpServers.call``."""
+        return await self._servers.call(self._label, tool, arguments)
+
+    def end(self) -> None:
+        """Does nothing."""
+
+
+class RemoteServers:
+    """Servers at addresses that clients name, each for one request: what it is told is that client's secret.
+
+    ``hosts``: those that clients may name. Any loop may call; ``close`` from any thread.
+    """
+
+    def __init__(self, hosts: Sequence[str], timeout_s: float) -> None:
+        self.hosts = hosts
+        self._timeout_s = timeout_s
+        self._thread = LoopThread("llamapipe-mcp-remote")
+        self._used: set[RemoteServer] = set()
+
+    def __repr__(self) -> str:
+        return f"<RemoteServers {len(self._used)}>"
+
+    def open(self, label: str, url: str, headers: Mapping[str, str]) -> RemoteServer:
+        """A server, until its ``end``. Nothing happens before it is asked."""
+        connection = Connection(HttpServer(label, url, headers), self._timeout_s, hosts=self.hosts)
+        return RemoteServer(self._thread, connection, self._used)
+
+    def close(self) -> None:
+        """Ends all of them."""
+        self._thread.close([server.connection.close for server in tuple(self._used)])
+
+
+class RemoteServer:
+    """One of ``RemoteServers``; see ``McpServer``. It is in ``used`` from its first request to its end."""
+
+    def __init__(self, thread: LoopThread, connection: Connection, used: set[RemoteServer]) -> None:
+        self.connection = connection
+        self._thread = thread
+        self._used = used
+
+    def __repr__(self) -> str:
+        return f"<RemoteServer {self.connection!r}>"
+
+    async def tools(self) -> Sequence[Tool]:
+        """As ``McpServers.tools``."""
+        self._used.add(self)
+        return await self._thread.run(self.connection.tools())
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Result:
+        """As ``McpServers.call``."""
+        self._used.add(self)
+        return await self._thread.run(self.connection.call(tool, arguments))
+
+    def end(self) -> None:
+        """As ``McpServer.end``."""
+        if self in self._used:
+            self._used.discard(self)
+            with suppress(McpError):  # all of them have ended
+                self._thread.begin(self.connection.close())
+
+
 class LoopThread:
     """An event loop in a thread, which starts with the first use."""
 
@@ -207,18 +296,21 @@ class LoopThread:
 
 
 class Connection:
-    """One server, which starts when it is needed, and again after it ended. On one event loop."""
+    """One server, which starts when it is needed, and again after it ended. On one event loop.
+
+    ``hosts``: those that clients may name, for an address that one of them has named.
+    """
 
     def __init__(
         self,
         entry: McpEntry,
         timeout_s: float,
         start_s: float | None = None,
-        transport: Callable[[], Transport] | None = None,
+        hosts: Sequence[str] | None = None,
     ) -> None:
         self._entry = entry
         self._limits_s = (timeout_s, timeout_s if start_s is None else start_s)
-        self._transport = transport
+        self._hosts = hosts
         self._life: _Life | None = None
         self._ending: set[_Life] = set()  # of which requests still wait for answers
         self._is_closed = False
@@ -254,7 +346,7 @@ class Connection:
             if life is not None and life.n_running:
                 self._ending.add(life)
             self._ending = {one for one in self._ending if one.n_running}
-            life = self._life = _Life(self._entry, self._limits_s, self._transport)
+            life = self._life = _Life(self._entry, self._limits_s, self._hosts)
         return life
 
 
@@ -265,12 +357,10 @@ class _Life:
     ``n_running``: requests that wait for answers.
     """
 
-    def __init__(
-        self, entry: McpEntry, limits_s: tuple[float, float], transport: Callable[[], Transport] | None
-    ) -> None:
+    def __init__(self, entry: McpEntry, limits_s: tuple[float, float], hosts: Sequence[str] | None) -> None:
         self._entry = entry
         self._timeout_s, self._start_s = limits_s
-        self._make = transport or self._new_transport
+        self._hosts = hosts
         self._stdio: _Stdio | None = None
         self._listing: asyncio.Task[list[Tool]] | None = None
         self._ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
@@ -314,7 +404,7 @@ class _Life:
             from mcp import Client
             from mcp.types import Implementation
 
-            transport = self._make()
+            transport = self._new_transport()
             self._stdio = transport if isinstance(transport, _Stdio) else None
             async with Client(
                 transport,
@@ -354,7 +444,7 @@ class _Life:
             return _Stdio(self._entry)
         from llamapipe.server._mcp_http import over_http
 
-        return over_http(self._entry.url, self._entry.headers)
+        return over_http(self._entry.url, self._entry.headers, self._hosts)
 
     async def _notified(self, message: object) -> None:
         """Called with what the server sends unasked."""

@@ -6,22 +6,32 @@ Open it to change how an MCP server at an address is reached. Imported when the 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from urllib.parse import urlsplit
 
 import httpx2
 from mcp.client._transport import TransportStreams
 from mcp.client.streamable_http import streamable_http_client
+
+from llamapipe.server._addresses import Refused, address_of, allowed_host
 
 _MOST_BODY = 2**26  # bytes of one answer; those of a stream of events without an end are limited one by one
 _CONNECT_S = 10.0
 
 
 def over_http(
-    url: str, headers: Mapping[str, str], most: int = _MOST_BODY
+    url: str, headers: Mapping[str, str], hosts: Sequence[str] | None = None
 ) -> AbstractAsyncContextManager[TransportStreams]:
-    """A transport to the server at an address. Redirects stay within it."""
-    return _over(url, headers, _Limited(httpx2.AsyncHTTPTransport(), most))
+    """A transport to the server at an address. The package follows redirects within its host only.
+
+    ``hosts``: those that clients may name, for an address that one of them has named; None: the operator has.
+    """
+    inner: httpx2.AsyncBaseTransport = httpx2.AsyncHTTPTransport()
+    if hosts is not None:
+        inner = _Checked(inner, hosts)
+    return _over(url, headers, _Limited(inner, _MOST_BODY))
 
 
 @asynccontextmanager
@@ -36,6 +46,34 @@ async def _over(
         streamable_http_client(url, http_client=client) as streams,
     ):
         yield streams
+
+
+class _Checked(httpx2.AsyncBaseTransport):
+    """Connects to hosts that clients may name, at checked addresses; each request is checked, also a redirected one."""
+
+    def __init__(self, inner: httpx2.AsyncBaseTransport, hosts: Sequence[str]) -> None:
+        self._inner = inner
+        self._hosts = hosts
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        """As the inner transport. Raises ConnectError for what is refused."""
+        try:
+            host, port = allowed_host(urlsplit(str(request.url)), self._hosts, "--mcp-url HOST")
+            address = await asyncio.to_thread(address_of, host, port)
+        except (Refused, OSError, ValueError) as e:
+            raise httpx2.ConnectError(str(e) or type(e).__name__, request=request) from None
+        checked = httpx2.Request(
+            request.method,
+            request.url.copy_with(host=address),
+            headers=request.headers,  # which name the host
+            stream=request.stream,
+            extensions={**request.extensions, "sni_hostname": host},
+        )
+        return await self._inner.handle_async_request(checked)
+
+    async def aclose(self) -> None:
+        """Closes the connections."""
+        await self._inner.aclose()
 
 
 class _Limited(httpx2.AsyncBaseTransport):

@@ -15,9 +15,19 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
 
 from llamapipe._messages import did_you_mean, listed, quoted
-from llamapipe.server._mcp import Image, McpError, McpServers, Result, Tool
+from llamapipe.server._addresses import Refused, allowed_host
+from llamapipe.server._mcp import (
+    Image,
+    ListedServer,
+    McpError,
+    McpServer,
+    RemoteServers,
+    Result,
+    Tool,
+)
 from llamapipe.server._store import Item
 from llamapipe.server.errors import ApiError
 
@@ -29,6 +39,13 @@ _KEYS = ("type", "server_label", "server_url", "server_description", "allowed_to
          "headers", "authorization", "connector_id", "tunnel_id", "allowed_callers", "defer_loading")  # fmt: skip
 _FILTER_KEYS = ("tool_names", "read_only")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,256}")
+_VALUE = re.compile(r"[\x20-\x7e\x80-\xff]{0,8192}")
+# Of the connection, or of the protocol.
+_NO_HEADERS = ("host", "connection", "content-length", "content-type", "transfer-encoding", "accept", "te", "upgrade",
+               "accept-encoding", "mcp-session-id", "mcp-protocol-version", "last-event-id")  # fmt: skip
+MOST_SERVERS = 32  # of a request
 _NO_ADDRESS = (
     "this server connects to no address of a client's: leave server_url out, and name one of its servers"
 )
@@ -52,6 +69,7 @@ class Wanted(NamedTuple):
 
     place: str
     label: str
+    server: McpServer
     about: str | None
     allowed: Filter
     always: Filter | None
@@ -77,9 +95,8 @@ class McpTools:
     ``wanted``: the servers; ``offered``: those whose tools are known.
     """
 
-    def __init__(self, exchange: Exchange, servers: McpServers | None, wanted: Sequence[Wanted]) -> None:
+    def __init__(self, exchange: Exchange, wanted: Sequence[Wanted]) -> None:
         self._exchange = exchange
-        self._servers = servers
         self.wanted = wanted
         self.offered: dict[str, Offered] = {}
         self.n_calls = 0
@@ -89,13 +106,17 @@ class McpTools:
 
     async def load(self, wanted: Wanted) -> None:
         """Asks a server for its tools. Raises McpError."""
-        assert self._servers is not None
         found = {
             tool.name: tool
-            for tool in await self._servers.tools(wanted.label)
+            for tool in await wanted.server.tools()
             if wanted.allowed.matches(tool) and _NAME.fullmatch(tool.name)
         }
         self.offered[wanted.label] = Offered(wanted, found)
+
+    def end(self) -> None:
+        """The answer is complete, or the client is gone: ends what is for it alone. Does not wait."""
+        for wanted in self.wanted:
+            wanted.server.end()
 
     def list_item(self, wanted: Wanted) -> Item:
         """The item ``mcp_list_tools`` of a server whose tools are known; of others without tools."""
@@ -241,9 +262,9 @@ class McpTools:
             message = f"the arguments cannot be read: {e}"
             _put(item, None, {"type": "mcp_protocol_error", "code": -32602, "message": message})
             return
-        assert self._servers is not None
         try:
-            result = await self._servers.call(item["server_label"], item["name"], arguments)
+            server = self.offered[item["server_label"]].wanted.server
+            result = await server.call(item["name"], arguments)
         except McpError as e:
             _put(item, None, {"type": "mcp_protocol_error", "code": e.code, "message": e.message})
             return
@@ -256,23 +277,40 @@ class McpTools:
 
 
 def mcp_of(exchange: Exchange, given: Sequence[Mapping[str, Any]] | None) -> McpTools:
-    """The servers that a request names; none if this server has none. Raises ApiError 400."""
-    servers = exchange.server.mcp
-    if servers is None:
-        return McpTools(exchange, None, ())
-    wanted: dict[str, Wanted] = {}
+    """The servers that a request names; none if this server has none. Call ``end``. Raises ApiError 400."""
+    listed_ones, remote = exchange.server.mcp, exchange.server.mcp_remote
+    if listed_ones is None and remote is None:
+        return McpTools(exchange, ())
+    labels = {} if listed_ones is None else listed_ones.labels
+    places: dict[str, str] = {}
+    found: list[tuple[str, str, Mapping[str, Any]]] = []
     for i, tool in enumerate(given or ()):
-        if tool.get("type") == "mcp":
-            one = _wanted(f"tools.{i}", tool, servers)
-            if one.label in wanted:
-                raise ApiError(400, f"tools: there are two MCP servers called {quoted(one.label)}", "tools")
-            wanted[one.label] = one
+        if tool.get("type") != "mcp":
+            continue
+        label = _check(f"tools.{i}", tool, labels, remote)
+        if label in places:
+            raise ApiError(400, f"tools: there are two MCP servers called {quoted(label)}", "tools")
+        places[label] = f"tools.{i}"
+        found.append((places[label], label, tool))
+    if len(found) > MOST_SERVERS:
+        raise ApiError(
+            400, f"tools: there are {len(found)} MCP servers; the limit is {MOST_SERVERS}", "tools"
+        )
     for i, tool in enumerate(given or ()):
-        if tool.get("type") == "namespace" and tool.get("name") in wanted:
+        if tool.get("type") == "namespace" and tool.get("name") in places:
             raise ApiError(
                 400, f"tools.{i}: an MCP server has the name {quoted(tool['name'])}, too", f"tools.{i}.name"
             )
-    return McpTools(exchange, servers, list(wanted.values()))
+    rules = [_rules(place, tool) for place, _, tool in found]  # all is checked before anything is opened
+    wanted = []
+    for (place, label, tool), rule in zip(found, rules, strict=True):
+        if listed_ones is not None and label in labels:
+            server: McpServer = ListedServer(listed_ones, label)
+        else:
+            assert remote is not None
+            server = remote.open(label, tool["server_url"], _headers_of(place, tool))
+        wanted.append(Wanted(place, label, server, *rule))
+    return McpTools(exchange, wanted)
 
 
 def plain_items(item: Mapping[str, Any]) -> list[Item] | None:
@@ -315,50 +353,75 @@ def shown_tools(given: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, 
 
 
 # ---- the request
-def _wanted(place: str, tool: Mapping[str, Any], servers: McpServers) -> Wanted:
-    """A server of a request. Raises ApiError 400."""
+def _check(
+    place: str, tool: Mapping[str, Any], labels: Mapping[str, str | None], remote: RemoteServers | None
+) -> str:
+    """The label of a server that a request may use. Raises ApiError 400."""
     for key in tool:
         if key not in _KEYS:
             raise ApiError(400, f"{place}: unknown key {quoted(key)}{did_you_mean(key, _KEYS)}", "tools")
-    label = tool.get("server_label")
-    if not isinstance(label, str):
-        raise ApiError(400, f"{place}: server_label must be text", f"{place}.server_label")
+    label, url = tool.get("server_label"), tool.get("server_url")
+    if not isinstance(label, str) or not _LABEL.fullmatch(label):
+        raise ApiError(
+            400,
+            f"{place}: server_label must be text of at most 64 of the characters A-Z, a-z, 0-9, '_', '.' and '-'",
+            f"{place}.server_label",
+        )
+    if url is not None and not isinstance(url, str):
+        raise ApiError(400, f"{place}: server_url must be text", f"{place}.server_url")
     for key in ("connector_id", "tunnel_id"):
         if tool.get(key) is not None:
             raise ApiError(
                 400, f"{place}: {key} is of OpenAI's service; name a server of this one", f"{place}.{key}"
             )
-    if label not in servers.labels:
-        hint = did_you_mean(label, servers.labels)
-        known = listed(sorted(servers.labels)) or "none"
-        if tool.get("server_url") is not None:
-            raise ApiError(400, f"{place}: {_NO_ADDRESS} ({known})", f"{place}.server_url")
+    if label in labels:
+        what = f"the MCP server {quoted(label)} is one of this server's file, which"
+        if url is not None and url != labels[label]:
+            raise ApiError(
+                400, f"{place}: {what} says where it is: leave server_url out", f"{place}.server_url"
+            )
+        for key in ("headers", "authorization"):
+            if tool.get(key):
+                raise ApiError(400, f"{place}: {key}: {what} says what it is told", f"{place}.{key}")
+        return label
+    known = listed(sorted(labels)) or "none"
+    if url is None:
+        hint = did_you_mean(label, labels)
         raise ApiError(
             400,
             f"{place}: there is no MCP server {quoted(label)}; the servers are {known}{hint}",
             f"{place}.server_label",
         )
-    url = tool.get("server_url")
-    if url is not None and url != servers.labels[label]:
-        raise ApiError(
-            400,
-            f"{place}: the MCP server {quoted(label)} is one of this server's file, which says where it is: leave "
-            "server_url out",
-            f"{place}.server_url",
-        )
-    for key in ("headers", "authorization"):
-        if tool.get(key):
-            raise ApiError(
-                400,
-                f"{place}: {key}: the MCP server {quoted(label)} is one of this server's file, which says what it is "
-                "told",
-                f"{place}.{key}",
-            )
-    return wanted_of(place, label, tool)
+    if remote is None:
+        raise ApiError(400, f"{place}: {_NO_ADDRESS} ({known})", f"{place}.server_url")
+    try:
+        allowed_host(urlsplit(url), remote.hosts, "--mcp-url HOST")
+    except (Refused, ValueError) as e:
+        raise ApiError(400, f"{place}: {quoted(url[:80])}: {e}", f"{place}.server_url") from None
+    _headers_of(place, tool)
+    return label
 
 
-def wanted_of(place: str, label: str, tool: Mapping[str, Any]) -> Wanted:
-    """What a request says of a server's tools. Raises ApiError 400."""
+def _headers_of(place: str, tool: Mapping[str, Any]) -> dict[str, str]:
+    """What the client tells its server with each request. Raises ApiError 400."""
+    headers, token = tool.get("headers") or {}, tool.get("authorization")
+    if not isinstance(headers, Mapping) or not all(
+        isinstance(value, str) and _HEADER.fullmatch(name) and _VALUE.fullmatch(value)
+        for name, value in headers.items()
+    ):
+        raise ApiError(400, f"{place}: headers must be an object of names and texts", f"{place}.headers")
+    for name in headers:
+        if name.lower() in _NO_HEADERS:
+            raise ApiError(400, f"{place}: the header {quoted(name)} is not the client's", f"{place}.headers")
+    if token is None:
+        return dict(headers)
+    if not isinstance(token, str) or not _VALUE.fullmatch(token):
+        raise ApiError(400, f"{place}: authorization must be a token", f"{place}.authorization")
+    return {**headers, "authorization": f"Bearer {token}"}
+
+
+def _rules(place: str, tool: Mapping[str, Any]) -> tuple[str | None, Filter, Filter | None, Filter | None]:
+    """What a request says of a server and its tools: the last fields of ``Wanted``. Raises ApiError 400."""
     about = tool.get("server_description")
     if about is not None and not isinstance(about, str):
         raise ApiError(400, f"{place}: server_description must be text", f"{place}.server_description")
@@ -388,7 +451,7 @@ def wanted_of(place: str, label: str, tool: Mapping[str, Any]) -> Wanted:
             f"{place}: require_approval is {quoted(approval)}; it may be 'always', 'never' or an object",
             f"{place}.require_approval",
         )
-    return Wanted(place, label, about, allowed, always, never)
+    return about, allowed, always, never
 
 
 def _filter(place: str, given: Any) -> Filter:

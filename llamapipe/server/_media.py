@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import ipaddress
 import re
 import socket
 import ssl
@@ -20,11 +19,12 @@ from functools import lru_cache
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
-from urllib.parse import SplitResult, unquote, urljoin, urlsplit
+from urllib.parse import unquote, urljoin, urlsplit
 
 from llamapipe._messages import quoted
 from llamapipe.errors import InvalidRequestError
 from llamapipe.media.decode import path_below
+from llamapipe.server._addresses import Refused, address_of, allowed_host
 from llamapipe.server.errors import ApiError
 from llamapipe.wanted import time_limit
 from llamapipe.work.long_work import LongWork
@@ -37,10 +37,8 @@ MOST_HOPS = 4  # of one address, the first one included
 MOST_SECONDS = 10.0  # for one address, with its redirects
 _N_THREADS = 32  # that wait for hosts; a client gets at most four
 _CHUNK = 2**16
-_PORTS = {"http": 80, "https": 443}
 _REDIRECTS = (301, 302, 303, 307, 308)
 _ENGINE_PLACE = re.compile(r"messages\[(\d+)\]: part (\d+) of the content")
-_NAT64 = ipaddress.ip_network("64:ff9b::/32")
 
 
 class PlacedPart(dict[str, Any]):
@@ -132,7 +130,7 @@ async def _loaded(exchange: Exchange, place: str, url: str, most: int) -> bytes 
     ending = _Ending()
     try:
         return await _threads().run(fetched, url, settings.media_urls, most, ending)
-    except _Refused as e:
+    except Refused as e:
         raise ApiError(400, f"{place}: {quoted(url[:80])}: {e}", place) from None
     except (asyncio.CancelledError, TimeoutError):  # the client is gone, or its time is up
         ending.end()
@@ -143,10 +141,6 @@ async def _loaded(exchange: Exchange, place: str, url: str, most: int) -> bytes 
 def _threads() -> LongWork:
     """For fetches only, so that slow hosts hold up no other work of the server. Fair to clients."""
     return LongWork(_N_THREADS)
-
-
-class _Refused(Exception):  # noqa: N818 - becomes an ApiError
-    """Why an address is not fetched."""
 
 
 class _Ending:
@@ -175,7 +169,7 @@ class _Ending:
 
 
 def fetched(url: str, allowed: Sequence[str], most: int, ending: _Ending) -> bytes:
-    """The file at an address; waits. ``allowed``: hosts, with a port where it is not the scheme's. Raises _Refused."""
+    """The file at an address; waits. ``allowed``: hosts, with a port where it is not the scheme's. Raises Refused."""
     deadline = monotonic() + MOST_SECONDS
     timer = threading.Timer(MOST_SECONDS, ending.end)
     timer.daemon = True
@@ -186,11 +180,11 @@ def fetched(url: str, allowed: Sequence[str], most: int, ending: _Ending) -> byt
             if isinstance(found, bytes):
                 return found
             url = urljoin(url, found)
-        raise _Refused(f"it is redirected more than {MOST_HOPS - 1} times")
+        raise Refused(f"it is redirected more than {MOST_HOPS - 1} times")
     except (OSError, http.client.HTTPException, ValueError) as e:
         if ending.is_ended or isinstance(e, TimeoutError):
-            raise _Refused(f"its host did not send all of it within {MOST_SECONDS:g} s") from None
-        raise _Refused(f"it cannot be fetched: {str(e)[:200] or type(e).__name__}") from None
+            raise Refused(f"its host did not send all of it within {MOST_SECONDS:g} s") from None
+        raise Refused(f"it cannot be fetched: {str(e)[:200] or type(e).__name__}") from None
     finally:
         timer.cancel()
 
@@ -198,8 +192,8 @@ def fetched(url: str, allowed: Sequence[str], most: int, ending: _Ending) -> byt
 def _answer(url: str, allowed: Sequence[str], most: int, deadline: float, ending: _Ending) -> bytes | str:
     """The body of an answer, or the address that it redirects to."""
     split = urlsplit(url)
-    host, port = _allowed(split, allowed)
-    address = _address(host, port)
+    host, port = allowed_host(split, allowed, "--media-url HOST")
+    address = address_of(host, port)
     left_s = deadline - monotonic()
     if left_s <= 0 or ending.is_ended:
         raise TimeoutError
@@ -218,9 +212,9 @@ def _answer(url: str, allowed: Sequence[str], most: int, deadline: float, ending
         if response.status in _REDIRECTS and (place := response.getheader("location")) is not None:
             return place
         if response.status != 200:
-            raise _Refused(f"its host answers {response.status}")
+            raise Refused(f"its host answers {response.status}")
         if response.getheader("content-encoding", "identity").lower() != "identity":
-            raise _Refused("its host sends it compressed")
+            raise Refused("its host sends it compressed")
         return _body(response, most)
     finally:
         connection.close()
@@ -237,46 +231,10 @@ def _body(response: http.client.HTTPResponse, most: int) -> bytes:
             parts.append(part)
             n += len(part)
     if n > most:
-        raise _Refused(f"it has more than {most} bytes, with the request's others (--max-body-bytes)")
+        raise Refused(f"it has more than {most} bytes, with the request's others (--max-body-bytes)")
     if length.isdigit() and n != int(length):
         raise ConnectionError("the connection ended early")
     return b"".join(parts)
-
-
-def _allowed(split: SplitResult, allowed: Sequence[str]) -> tuple[str, int]:
-    """The host and the port of an address. Raises _Refused if the operator does not allow them, ValueError."""
-    host, default = split.hostname or "", _PORTS.get(split.scheme, 0)
-    port = default if split.port is None else split.port
-    if not default or not host or split.username is not None or split.password is not None:
-        raise _Refused("only http://HOST/… and https://HOST/… are fetched, without a user")
-    if any(ord(character) <= 32 or ord(character) == 127 for character in split.path + split.query):
-        raise _Refused("it has control characters or spaces")
-    shown = f"[{host}]" if ":" in host else host
-    names = {f"{shown}:{port}"} | ({shown} if port == default else set())
-    if names.isdisjoint(name.lower() for name in allowed):
-        raise _Refused(f"nothing is fetched from {quoted(f'{shown}:{port}'[:80])} (--media-url HOST)")
-    return host, port
-
-
-def _address(host: str, port: int) -> str:
-    """The address that a host has. Raises _Refused if it is one of a private network, unless ``host`` is one."""
-    with suppress(ValueError):
-        return str(ipaddress.ip_address(host))  # the operator allows it
-    addresses = [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-    if not addresses or not all(map(is_public, addresses)):
-        raise _Refused("its host has an address of a private network")
-    return addresses[0]
-
-
-def is_public(text: str) -> bool:
-    """Whether an address is one of the internet: of no private network, this machine, or a group."""
-    address = ipaddress.ip_address(text.partition("%")[0])
-    inner = None
-    if isinstance(address, ipaddress.IPv6Address):
-        inner = address.ipv4_mapped or address.sixtofour
-        if address in _NAT64 or address.teredo is not None:
-            return False
-    return address.is_global and not address.is_multicast and (inner is None or is_public(str(inner)))
 
 
 @lru_cache(maxsize=1)

@@ -359,8 +359,11 @@ async def count_tokens(exchange: Exchange, request: ResponsesRequest) -> Respons
     """Counts the tokens of an input's prompt."""
     exchange.server.check_model(request.model)
     mcp = mcp_of(exchange, request.tools)
-    for wanted in mcp.wanted:
-        await _load(mcp, wanted)
+    try:
+        for wanted in mcp.wanted:
+            await _load(mcp, wanted)
+    finally:
+        mcp.end()
     tools = _tools(exchange, request, mcp)
     kept, given = await _opened(exchange, request, mcp, None)
     functions = None if tools.choice == "none" else tools.functions
@@ -526,6 +529,7 @@ class _ResponseObject:
                     return
                 self.job = self._next_job()
         finally:
+            self.mcp.end()
             self.exchange.count(self.n_input, self.n_output)
 
     async def _computed(self, n_round: int) -> AsyncGenerator[list[dict[str, Any]], None]:

@@ -95,7 +95,8 @@ class ServerSettings:
       is none; only its user may read it. None: nothing is stored. ``store_bytes``: its size, beyond which the least
       recently used answers are deleted. ``store_days``: after that many days without use they are, too.
     - ``mcp``: a file of MCP servers, in the form that MCP clients read, which ``/v1/responses`` may name by their
-      labels. They are started with this server. None: there are none. ``mcp_timeout_s``: seconds in which one must
+      labels. They are started with this server. None: there are none. ``mcp_urls``: hosts, as in ``media_urls``, where
+      requests may name MCP servers by addresses. Empty: they may not. ``mcp_timeout_s``: seconds in which one must
       start, and answer a call. ``max_mcp_calls``: calls of their tools for one answer; then the model goes on without.
       ``max_mcp_characters``: of the result of a call; the rest is cut off.
     - ``page``: serve the page at ``/``.
@@ -145,6 +146,7 @@ class ServerSettings:
     store_bytes: int = 2**30
     store_days: int = 30
     mcp: str | os.PathLike[str] | None = None
+    mcp_urls: tuple[str, ...] = ()
     mcp_timeout_s: float = 60.0
     max_mcp_calls: int = 32
     max_mcp_characters: int = 65_536
@@ -157,6 +159,7 @@ class ServerSettings:
             "cors_origins",
             "allow_hosts",
             "media_urls",
+            "mcp_urls",
         ):
             object.__setattr__(self, name, _names(name, getattr(self, name)))
         for name in ("model_names", "embedding_names"):
@@ -188,9 +191,10 @@ class ServerSettings:
                 f"reasoning is {quoted(self.reasoning)}; it must be off, auto or a number of tokens, such as 4096"
             )
         self.default_template_args()
-        for host in self.media_urls:
-            if host == "*" or not _HOST.fullmatch(host):
-                raise ValueError(f"media_urls: {quoted(host)} is no host; write HOST or HOST:PORT")
+        for name in ("media_urls", "mcp_urls"):
+            for host in getattr(self, name):
+                if host == "*" or not _HOST.fullmatch(host):
+                    raise ValueError(f"{name}: {quoted(host)} is no host; write HOST or HOST:PORT")
         for name in ("slot_save_path", "lora_path", "media_path"):
             if (path := getattr(self, name)) is not None:
                 folder = path_of(path)

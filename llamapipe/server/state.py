@@ -18,6 +18,7 @@ from llamapipe.errors import BackendError
 from llamapipe.llama.adapter import Adapter
 from llamapipe.server._body_budget import BodyBudget
 from llamapipe.server._gate import Gate
+from llamapipe.server._mcp import McpServers, RemoteServers
 from llamapipe.server._metrics import Metrics
 from llamapipe.server._timeline import Timeline
 from llamapipe.server.errors import ApiError
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from llamapipe.llama.adapter import ControlVector
     from llamapipe.llama.model import Model
     from llamapipe.server._client_request import ClientRequest
-    from llamapipe.server._mcp import McpServers
 
 T = TypeVar("T")
 _log = logging.getLogger("llamapipe.server")
@@ -54,7 +54,8 @@ class ServerState(Gate):
     """One server's engine, embedder or both, and settings. Use it on the event loop's thread.
 
     ``model_names``: the names clients may use for the model; answers contain the first. ``worker``: the link to the
-    other processes, if this is one of several. ``mcp``: the MCP servers that requests may name; None: there are none.
+    other processes, if this is one of several. ``mcp``: the MCP servers of the operator's file,
+    ``mcp_remote``: those that clients may name by addresses; None: there are none.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class ServerState(Gate):
         except BaseException:
             super().release()
             raise
+        self.mcp_remote = RemoteServers(settings.mcp_urls, settings.mcp_timeout_s) if settings.mcp_urls else None
         if engine is not None and engine.kv_events is not None and len(settings.api_keys) > 1:
             _log.warning(
                 "no KV events are published: each of the %d API keys has a prefix cache",
@@ -92,8 +94,9 @@ class ServerState(Gate):
     def release(self) -> None:
         """As ``Gate.release``; ends the MCP servers, too."""
         super().release()
-        if self.mcp is not None:
-            self.mcp.close()
+        for servers in (self.mcp, self.mcp_remote):
+            if servers is not None:
+                servers.close()
 
     async def in_thread(self, function: Callable[..., T], *arguments: Any, size: int = 0) -> T:
         """``function(*arguments)`` in a thread: for what would hold up the event loop. Fair to clients.

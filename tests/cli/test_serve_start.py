@@ -89,6 +89,8 @@ def environment_without(folder: Path, package: str) -> dict[str, str]:
         ("httptools", "server", ()),
         ("prometheus_client", "server", ()),
         ("zmq", "kv-events", ("--kv-events", "tcp://127.0.0.1:5999")),
+        ("mcp", "mcp", ("--mcp", "MCP")),
+        ("mcp", "mcp", ("--mcp-url", "a.example")),
         ("huggingface_hub", "hub", ("-m", "hf:owner/name")),
         ("huggingface_hub", "hub", ("--models", "FILE", "--ollama", "--allow-pull")),
         ("huggingface_hub", "hub", ("--models", "HUB")),
@@ -106,8 +108,10 @@ def test_what_an_option_needs_is_asked_for_at_the_start(
         "FILE": "a.toml",
         "HUB": "b.toml",
         "IMAGES": "c.toml",
+        "MCP": "mcp.json",
     }
     files = {name: str(tmp_path / file) for name, file in files.items()}
+    Path(files["MCP"]).write_text('{"mcpServers": {}}')
     if {"MMPROJ", "IMAGES"} & set(arguments):
         model_with_tile_tokens(Path(files["TEXT"]))
         idefics3_projector(Path(files["MMPROJ"]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -15,7 +14,8 @@ from typing import Any
 
 import pytest
 from support.control import PATIENCE_S, wait_until
-from support.mcp_servers import PNG, PROGRAM, entry, write_file
+from support.mcp_agent import http_server
+from support.mcp_servers import PNG, entry, write_file
 from support.worker_server import has_ended
 
 from llamapipe.server import _mcp
@@ -238,25 +238,8 @@ def test_nothing_is_asked_after_the_end(tmp_path: Path) -> None:
 
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
-    """A server over HTTP, which may still be starting."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    log = (tmp_path / "log").open("w")
-    with (
-        log,
-        subprocess.Popen(
-            [sys.executable, PROGRAM, "http", str(tmp_path), str(port)], stdout=log, stderr=log
-        ) as process,
-    ):
-
-        def listens() -> bool:
-            with socket.socket() as sock:
-                return sock.connect_ex(("127.0.0.1", port)) == 0
-
-        wait_until(listens)
-        yield f"http://127.0.0.1:{port}/mcp"
-        process.terminate()
+    with http_server(tmp_path) as address:
+        yield address
 
 
 def test_tools_at_an_address(tmp_path: Path, address: str) -> None:

@@ -21,6 +21,7 @@ from support.media_models import idefics3_projector, model_with_tile_tokens, png
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, _media, serve
+from llamapipe.server._addresses import is_public
 
 PNG = png(200, 120)
 URL = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
@@ -295,7 +296,7 @@ def test_a_text_model_says_that_it_takes_no_images(make_engine: Any, demo: lp.Mo
     ],
 )  # fmt: skip
 def test_private_networks(address: str, expected: bool) -> None:
-    assert _media.is_public(address) is expected
+    assert is_public(address) is expected
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +17,8 @@ import llamapipe as lp
 from llamapipe.server import ServerSettings, serve
 from llamapipe.server._responses import messages_of
 from llamapipe.server._tools import tools_of
-from support.control import PATIENCE_S
-from support.mcp_servers import entry, write_file
+from support.control import PATIENCE_S, wait_until
+from support.mcp_servers import PROGRAM, entry, write_file
 from support.scripted_model import turns_model
 
 Call = tuple[str, Mapping[str, Any]]
@@ -53,3 +57,27 @@ class Agent:
     def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
         """The conversation that the model gets for an input."""
         return messages_of(None, items, tools_of(None, None, is_flat=True))
+
+
+@contextmanager
+def http_server(folder: Path) -> Iterator[str]:
+    """The address of a server over HTTP with the tools of ``good``."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+
+    def listens() -> bool:
+        with socket.socket() as sock:
+            return sock.connect_ex(("127.0.0.1", port)) == 0
+
+    with (
+        (folder / "log").open("w") as log,
+        subprocess.Popen(
+            [sys.executable, PROGRAM, "http", str(folder), str(port)], stdout=log, stderr=log
+        ) as process,
+    ):
+        try:
+            wait_until(listens)
+            yield f"http://127.0.0.1:{port}/mcp"
+        finally:
+            process.terminate()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,8 @@ class Client:
 
     ``packages`` are pinned; ``kind`` is what installs them: ``pip``, ``npm``, or ``java`` (nothing). ``calls``: the
     program talks with a scripted model that calls these tools, one a turn, instead of a real one. What a small real
-    model says after it got a tool's result is not checked: it may call the tool once more.
+    model says after it got a tool's result is not checked: it may call the tool once more. ``servers``: commands of MCP
+    servers among the packages, which the server runs.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Client:
     program: str
     packages: tuple[str, ...] = ()
     calls: tuple[Call, ...] = ()
+    servers: Mapping[str, Sequence[str]] = field(default_factory=dict)
     timeout_s: float = 420
 
     @property
@@ -121,6 +123,39 @@ CLIENTS = (
     Client("litellm proxy", "pip", "litellm_proxy.py", ("litellm[proxy]==1.108.7", "anthropic==2.14.0")),
     Client("pydantic-ai", "pip", "pydantic_ai_python.py", ("pydantic-ai-slim[openai,anthropic]==2.68.0",)),
     Client("openai-agents", "pip", "openai_agents_python.py", ("openai-agents==0.24.0",)),
+    Client(
+        "openai-agents, MCP",
+        "pip",
+        "openai_agents_mcp.py",
+        ("openai-agents==0.24.0", "mcp-server-time==2026.10.19"),
+        (
+            ("get_current_time", {"timezone": "Asia/Tokyo"}),
+            ("convert_time", {"source_timezone": "UTC", "time": "12:00", "target_timezone": "Asia/Tokyo"}),
+            ("get_current_time", {"timezone": "UTC"}),
+        ),
+        servers={"time": ("venv/bin/mcp-server-time", "--local-timezone", "UTC")},
+    ),
+    Client(
+        "openai (npm), MCP",
+        "npm",
+        "openai_mcp_node.mjs",
+        (
+            "openai@6.49.0",
+            "@modelcontextprotocol/server-everything@2026.8.31",
+            "@modelcontextprotocol/server-memory@2026.8.31",
+            "@modelcontextprotocol/server-filesystem@2026.8.31",
+        ),
+        (
+            ("get-sum", {"a": 2, "b": 3}),
+            ("read_graph", {}),
+            ("list_allowed_directories", {}),
+        ),
+        servers={
+            "everything": ("node_modules/.bin/mcp-server-everything",),
+            "memory": ("node_modules/.bin/mcp-server-memory",),
+            "files": ("node_modules/.bin/mcp-server-filesystem", "."),
+        },
+    ),
     Client("smolagents", "pip", "smolagents_python.py", ("smolagents[openai]==1.26.0",)),
     Client("instructor", "pip", "instructor_python.py", ("instructor==1.17.0",)),
     Client("aider", "pip", "aider_python.py", ("aider-chat==0.86.2",)),

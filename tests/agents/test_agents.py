@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.bert_model import bert_model
+from support.mcp_servers import write_file
 from support.scripted_model import turns_model
 from support.server_process import ServerProcess
 
@@ -52,6 +53,8 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
                     options = ["-m", str(MODEL), "--n-ctx", "8192", "--n-seq-max", "4"]
                     options += ["--embeddings", str(encoder), "--embeddings-alias", "embedder"]
                 options += ["--store", str(folder / f"{key}.db")]
+                if client.servers:
+                    options += ["--mcp", str(_mcp_file(folder / f"{key}.json", client))]
                 server = stack.enter_context(ServerProcess(*options, "--alias", "chat", cwd=folder))
                 running[key] = stack.enter_context(Recorder(server.url))
             return running[key]
@@ -127,6 +130,17 @@ def _install(client: Client) -> tuple[list[str], dict[str, str]]:
         return [sys.executable, str(program)], environment
     # Node looks for packages beside the program.
     return ["node", "--no-warnings", str(shutil.copy(program, folder))], environment
+
+
+def _mcp_file(path: Path, client: Client) -> Path:
+    """A file of the client's MCP servers, which are installed."""
+    assert FOLDER is not None
+    home = Path(FOLDER) / client.program.partition(".")[0]
+    servers = {
+        label: {"command": str(home / command), "args": arguments, "cwd": str(path.parent)}
+        for label, (command, *arguments) in client.servers.items()
+    }
+    return write_file(path, servers)
 
 
 def _plain() -> dict[str, str]:

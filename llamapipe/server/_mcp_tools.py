@@ -45,6 +45,7 @@ _VALUE = re.compile(r"[\x20-\x7e\x80-\xff]{0,8192}")
 # Of the connection, or of the protocol.
 _NO_HEADERS = ("host", "connection", "content-length", "content-type", "transfer-encoding", "accept", "te", "upgrade",
                "accept-encoding", "mcp-session-id", "mcp-protocol-version", "last-event-id")  # fmt: skip
+_DATA = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 MOST_SERVERS = 32  # of a request
 _NO_ADDRESS = (
     "this server connects to no address of a client's: leave server_url out, and name one of its servers"
@@ -100,6 +101,7 @@ class McpTools:
         self.wanted = wanted
         self.offered: dict[str, Offered] = {}
         self.n_calls = 0
+        self._images: dict[str, list[Image]] = {}  # of results, by the id of the call in the conversation
 
     def __repr__(self) -> str:
         return f"<McpTools {[wanted.label for wanted in self.wanted]} n_calls={self.n_calls}>"
@@ -268,12 +270,29 @@ class McpTools:
         except McpError as e:
             _put(item, None, {"type": "mcp_protocol_error", "code": e.code, "message": e.message})
             return
+        self._keep_images(item, result)
         text = _text_of(result, self._exchange.server.settings.max_mcp_characters)
         if result.is_error:
             content = [{"type": "text", "text": text}]
             _put(item, None, {"type": "mcp_tool_execution_error", "content": content})
         else:
             _put(item, text, None)
+
+    def _keep_images(self, item: Item, result: Result) -> None:
+        """Keeps the images of a result for the rest of the answer, if the model takes any."""
+        found = [part for part in result.parts if isinstance(part, Image) and _DATA.fullmatch(part.data)]
+        if found and self._exchange.server.engine.model.supports_images:
+            self._images[item["approval_request_id"] or item["id"]] = found
+            self._exchange.hold_more(sum(len(image.data) for image in found))
+
+    def with_images(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The conversation with the images of results of this answer."""
+        return [
+            {**message, "content": [{"type": "text", "text": message["content"]}, *map(_part_of, images)]}
+            if (images := self._images.get(message.get("tool_call_id", ""))) is not None
+            else message
+            for message in messages
+        ]
 
 
 def mcp_of(exchange: Exchange, given: Sequence[Mapping[str, Any]] | None) -> McpTools:
@@ -510,8 +529,12 @@ def _put(item: Item, output: str | None, error: dict[str, Any] | None) -> None:
     item |= {"output": output, "error": error, "status": "completed" if error is None else "failed"}
 
 
+def _part_of(image: Image) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": f"data:{image.mime_type};base64,{image.data}"}}
+
+
 def _text_of(result: Result, most: int) -> str:
-    """A result as text. Images are named: an item of this kind holds a text."""
+    """A result as text, in which images are named: an item of this kind holds no more."""
     text = "\n".join(
         f"[image: {part.mime_type}]" if isinstance(part, Image) else part for part in result.parts
     )

@@ -499,6 +499,7 @@ class _ResponseObject:
         messages = messages_of(
             self.request.instructions, [*self.given, *self.items.done], tools, self.kept.earlier
         )
+        messages = self.mcp.with_images(messages)
         spent_s = perf_counter() - self.began if self.mcp.wanted else 0.0
         return _job(self.exchange, self.request, tools, messages, self.n_output, spent_s)
 

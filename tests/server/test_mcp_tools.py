@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from agents.clients import TEMPLATE
 from openai.types.responses import Response
 from support.control import PATIENCE_S, wait_until
 from support.mcp_agent import GOOD, OPTIONS, Agent
-from support.mcp_servers import write_file
+from support.mcp_servers import entry, write_file
+from support.media_models import idefics3_projector, model_with_tile_tokens
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, serve
@@ -197,6 +201,55 @@ def test_the_time_of_a_request_is_that_of_its_tools_too(tmp_path: Path) -> None:
         answer = httpx.post(f"{agent.server.url}/v1/responses", json=body, timeout=PATIENCE_S)
         error = answer.json()["error"]  # of an answer if the call had begun by then
         assert (answer.status_code, error["code"]) in ((200, "timeout"), (504, "timeout"))
+
+
+def test_images_of_a_result(tmp_path: Path) -> None:
+    """A model that takes images sees them; to others they are named."""
+    choice = {"type": "mcp", "server_label": "seeing", "name": "act"}
+    file = write_file(tmp_path / "mcp.json", {"seeing": entry("seeing")})
+    projector = idefics3_projector(tmp_path / "mmproj.gguf")
+    path = model_with_tile_tokens(tmp_path / "text.gguf")
+    n_input = []
+    for mmproj in (None, projector):
+        with (
+            lp.Model(path, mmproj=mmproj, chat_template=TEMPLATE.read_text()) as model,
+            lp.Engine(model, n_ctx=1024, n_seq_max=2) as engine,
+            serve(engine, settings=ServerSettings(mcp=file, mcp_timeout_s=PATIENCE_S)) as server,
+        ):
+            body = {"input": "Look.", "temperature": 0, "tools": [{**GOOD, "server_label": "seeing"}],
+                    "tool_choice": choice, "max_tool_calls": 1, "max_output_tokens": 200}  # fmt: skip
+            made = httpx.post(f"{server.url}/v1/responses", json=body, timeout=PATIENCE_S).json()
+            (call,) = (item for item in made["output"] if item["type"] == "mcp_call")
+            assert call["output"] == "fine\n[image: image/png]", made["output"]
+            n_input.append(made["usage"]["input_tokens"])
+            engine.check_integrity()
+    assert n_input[1] > n_input[0] + 16
+
+
+def test_the_conversation_stays_in_the_cache_while_a_tool_runs(tmp_path: Path) -> None:
+    """Others use all slots meanwhile: its cells wait in host memory."""
+    os.mkfifo(tmp_path / "gate")
+    with Agent(tmp_path, [("gate", {})]) as agent:
+        made: list[Any] = []
+
+        def ask() -> None:
+            made.append(agent.client.responses.create(**OPTIONS, tools=[GOOD]))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        with (tmp_path / "gate").open("w") as gate:  # opens when the tool waits for it
+            for i in range(6):
+                others: Any = {**OPTIONS, "input": f"{i} other conversations.", "max_output_tokens": 4}
+                agent.client.responses.create(**others)
+            gate.write("open")
+        thread.join()
+        (response,) = made
+        call = next(item for item in response.output if item.type == "mcp_call")
+        assert call.output == "open"
+        usage = response.usage
+        n_second = usage.input_tokens - usage.input_tokens_details.cached_tokens
+        first: Any = agent.client.responses.input_tokens.count(model="turns", input="Go.", tools=[GOOD])
+        assert n_second - first.input_tokens < 160, usage  # what the result and the call's end add
 
 
 def test_servers_end_with_the_server(tmp_path: Path) -> None:

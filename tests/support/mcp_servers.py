@@ -36,34 +36,29 @@ def write_file(path: Path, servers: Mapping[str, Any]) -> Path:
 
 def good(folder: Path, **http: Any) -> None:
     """Tools that work, fail, wait and are large. What happens is told by files in a folder."""
-    import anyio
+    import anyio.to_thread
     from mcp.server.mcpserver import MCPServer
     from mcp.types import ImageContent, TextContent, ToolAnnotations
 
     server = MCPServer("good")
     (folder / f"started-{os.getpid()}").touch()
 
-    @server.tool(annotations=ToolAnnotations(read_only_hint=True))
     def add(a: int, b: int) -> str:
         """Adds two numbers."""
         return str(a + b)
 
-    @server.tool()
     def environment() -> str:
         """The names of the variables."""
         return " ".join(sorted(os.environ))
 
-    @server.tool()
     def fail() -> str:
         """Fails."""
         raise ValueError("no luck")
 
-    @server.tool()
     def large(n: int) -> str:
         """So many characters."""
         return "x" * n
 
-    @server.tool(structured_output=False)
     def picture() -> Any:
         """A text and an image."""
         return [
@@ -71,7 +66,6 @@ def good(folder: Path, **http: Any) -> None:
             ImageContent(type="image", data=PNG, mime_type="image/png"),
         ]
 
-    @server.tool()
     async def wait() -> str:
         """Waits until it is cancelled."""
         (folder / "waiting").touch()
@@ -81,11 +75,18 @@ def good(folder: Path, **http: Any) -> None:
             (folder / "cancelled").touch()
         return ""
 
-    @server.tool()
     def die() -> str:
         """Ends the server."""
         os._exit(3)
 
+    async def gate() -> str:
+        """Waits until somebody writes into the pipe."""
+        return await anyio.to_thread.run_sync((folder / "gate").read_text)
+
+    server.tool(annotations=ToolAnnotations(read_only_hint=True))(add)
+    server.tool(structured_output=False)(picture)
+    for function in (environment, fail, large, wait, gate, die):
+        server.tool()(function)
     server.run(**(http or {"transport": "stdio"}))
 
 
@@ -111,7 +112,8 @@ def bad(kind: str, folder: Path) -> None:
         message = json.loads(line)
         if "id" not in message:
             continue
-        method, result = message["method"], None
+        method = message["method"]
+        result: dict[str, Any] | None = None
         if method == "initialize":
             version = message["params"]["protocolVersion"]
             info = {"name": kind, "version": "1"}
@@ -134,6 +136,8 @@ def bad(kind: str, folder: Path) -> None:
             continue
         elif method == "tools/call":
             result = {"content": [{"type": "text", "text": "fine"}]}
+            if kind == "seeing":
+                result["content"].append({"type": "image", "data": PNG, "mimeType": "image/png"})
         if result is None:
             _send({"jsonrpc": "2.0", "id": message["id"], "error": {"code": -32601, "message": "unknown"}})
         else:
@@ -144,7 +148,7 @@ def bad(kind: str, folder: Path) -> None:
 
 
 def _tools(kind: str) -> list[dict[str, Any]]:
-    schema = {"type": "object", "properties": {}}
+    schema = {"type": "object", "properties": {}, "additionalProperties": False}
     names = [f"tool_{i}" for i in range(10_000)] if kind == "many" else ["act"]
     if kind == "twice":
         return [{"name": "act", "description": text, "inputSchema": schema} for text in ("first", "second")]

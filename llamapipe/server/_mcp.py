@@ -312,7 +312,7 @@ class Connection:
         self._limits_s = (timeout_s, timeout_s if start_s is None else start_s)
         self._hosts = hosts
         self._life: _Life | None = None
-        self._ending: set[_Life] = set()  # of which requests still wait for answers
+        self._ending: set[_Life] = set()  # earlier ones, whose processes may not have ended yet
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -343,9 +343,7 @@ class Connection:
             raise McpError("the server is shutting down")
         life = self._life
         if life is None or life.is_over:
-            if life is not None and life.n_running:
-                self._ending.add(life)
-            self._ending = {one for one in self._ending if one.n_running}
+            self._ending = {one for one in (*self._ending, life) if one is not None and not one.has_ended}
             life = self._life = _Life(self._entry, self._limits_s, self._hosts)
         return life
 
@@ -366,7 +364,7 @@ class _Life:
         self._ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._ready.add_done_callback(_look_at)
         self._owner = asyncio.ensure_future(self._own())
-        self.is_over = False
+        self.is_over = self._is_ending = False
         self.n_running = 0
 
     def __repr__(self) -> str:
@@ -392,10 +390,22 @@ class _Life:
         )
 
     async def end(self) -> None:
-        """Ends the server, whatever waits for it."""
-        self.is_over = True
-        self._owner.cancel()
+        """Ends the server, whatever waits for it, and waits until it has ended."""
+        self._finish()
         await asyncio.wait({self._owner}, timeout=_MOST_END_S)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing of it is left."""
+        return self._owner.done()
+
+    def _finish(self) -> None:
+        """Begins its end, unless it has begun: a further cancellation would cut what ends the process."""
+        self.is_over = True
+        ends_itself = self._stdio is not None and self._stdio.ended.is_set()
+        if not self._is_ending and not ends_itself:
+            self._is_ending = True
+            self._owner.cancel()
 
     # ---- its task
     async def _own(self) -> None:
@@ -477,7 +487,7 @@ class _Life:
         finally:
             self.n_running -= 1
             if self.is_over and not self.n_running:
-                self._owner.cancel()
+                self._finish()
 
     async def _started(self) -> Client:
         done, _ = await asyncio.wait({self._ready}, timeout=self._start_s)
@@ -485,8 +495,7 @@ class _Life:
             what = f"did not start within {self._start_s:g} seconds"
             if not self.is_over:
                 self._tell(f"{what} (--mcp-timeout){self._last_words()}")
-            self.is_over = True
-            self._owner.cancel()
+            self._finish()
             raise self._error(what, TIMED_OUT)
         return self._ready.result()
 
@@ -511,8 +520,7 @@ class _Life:
         """A child that sent nothing at all meanwhile hangs: it is ended, and the next request starts another one."""
         if self._stdio is not None and self._stdio.read_at < began and not self.is_over:
             self._tell("hangs, and is ended")
-            self.is_over = True
-            self._owner.cancel()
+            self._finish()
         return self._error(f"did not answer within {limit_s:g} seconds", TIMED_OUT)
 
     async def _read_tools(self, client: Client) -> list[Tool]:
@@ -724,20 +732,22 @@ async def _stop(process: asyncio.subprocess.Process, tasks: Sequence[asyncio.Tas
     """Ends a child and what it has started: closes its input, waits, and sends signals to its process group."""
     assert process.stdin is not None
     ended = asyncio.ensure_future(process.wait())
-    with suppress(OSError):
-        process.stdin.close()
-    for number in (None, signal.SIGTERM, signal.SIGKILL):
-        if number is not None:
-            _signal(process.pid, number)
-        if (await asyncio.wait({ended}, timeout=_GRACE_S))[0]:
-            break
-    _signal(process.pid, signal.SIGKILL)  # what it has left behind
-    for task in (*tasks, ended):
-        task.cancel()
+    try:
+        with suppress(OSError):
+            process.stdin.close()
+        for number in (None, signal.SIGTERM, signal.SIGKILL):
+            if number is not None:
+                _signal(process.pid, number)
+            if (await asyncio.wait({ended}, timeout=_GRACE_S))[0]:
+                break
+    finally:
+        _signal(process.pid, signal.SIGKILL)  # what it has left behind
+        for task in (*tasks, ended):
+            task.cancel()
+        transport = getattr(process, "_transport", None)  # grandchildren may hold the pipes open
+        if transport is not None:
+            transport.close()
     await asyncio.wait({*tasks, ended})
-    transport = getattr(process, "_transport", None)  # grandchildren may hold the pipes open
-    if transport is not None:
-        transport.close()
 
 
 def _signal(group: int, number: signal.Signals) -> None:

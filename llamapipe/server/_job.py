@@ -187,6 +187,12 @@ async def encoded(exchange: Exchange, job: Job[Part], encoder: Encoder[Part]) ->
         yield data
 
 
+async def joined(parts: AsyncGenerator[bytes, None]) -> bytes:
+    """All of an answer that is no stream."""
+    async with aclosing(parts):
+        return b"".join([part async for part in parts])
+
+
 async def merge_streams(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncIterator[tuple[int, T]]:
     """Yields the items of several streams as they arrive, each with the index of its stream.
 

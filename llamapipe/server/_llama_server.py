@@ -9,39 +9,30 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.responses import Response
 
 import llamapipe
 from llamapipe._messages import shown
-from llamapipe._sampling_table import OPTIONS, SAMPLER_ORDER, Kind
 from llamapipe.llama.fim import FimText, fim_room
 from llamapipe.llama.vocab import Vocab
 from llamapipe.params import SamplingParams
-from llamapipe.results import Delta, TokenLogprob
+from llamapipe.results import Delta
 from llamapipe.server._completions import check_params, token_limit
-from llamapipe.server._generation import (
-    Prompt,
-    fim_prompt_of,
-    n_prompts,
-    prompts_of,
-)
-from llamapipe.server._job import merge_streams
-from llamapipe.server._json import event
+from llamapipe.server._generation import Prompt, fim_prompt_of, n_prompts, prompts_of
+from llamapipe.server._job import TextJob, encoded, joined
 from llamapipe.server._limits import check_top, total_choices
 from llamapipe.server._sampling import LoraScale, Sampling, adapters_of, chosen_samplers, token_biases
-from llamapipe.server._times import timings
-from llamapipe.server.dialects.logprobs import chat_logprobs, token_text
-from llamapipe.server.dialects.openai_stream import progress_fields
-from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse
+from llamapipe.server.dialects.llama_server import CUT, Form, LlamaServerEncoder, generation_settings
+from llamapipe.server.dialects.logprobs import token_text
+from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
-from llamapipe.streams import AsyncStream
 
 if TYPE_CHECKING:
     from llamapipe.server.state import ServerState
@@ -124,22 +115,57 @@ async def infill(exchange: Exchange, request: InfillRequest) -> Response:
     return await _answer(exchange, request, prompts)
 
 
-async def _answer(exchange: Exchange, request: LlamaServerRequest, prompts: Any) -> Response:
+async def _answer(exchange: Exchange, request: LlamaServerRequest, prompts: Prompts) -> Response:
     if not request.stream:
-        job = await _Job.of(exchange, request, prompts)
-        return JsonResponse(await exchange.await_streams(job.answer()))
-    jobs: list[_Job] = []
+        job, encoder = await _prepared(exchange, request, prompts)
+        return JsonResponse(await exchange.await_streams(joined(encoded(exchange, job, encoder))))
+    encoders: list[LlamaServerEncoder] = []
 
     async def events() -> AsyncGenerator[bytes, None]:
-        jobs.append(await _Job.of(exchange, request, prompts))
-        async with aclosing(jobs[0].events()) as made:
+        job, encoder = await _prepared(exchange, request, prompts)
+        encoders.append(encoder)
+        async with aclosing(encoded(exchange, job, encoder)) as made:
             async for data in made:
                 yield data
 
     def news() -> bytes:
-        return jobs[0].progress() if jobs else b""
+        return encoders[0].news() if encoders else b""
 
     return EventStream(exchange, events(), sign=news if request.return_progress else None)
+
+
+async def _prepared(
+    exchange: Exchange, request: LlamaServerRequest, prompts: Prompts
+) -> tuple[_Job, LlamaServerEncoder]:
+    """The request as a job of the engine, and what writes its answer. Raises ApiError."""
+    model = exchange.server.check_model(request.model or None)
+    params = _params(exchange, request)
+    constraint = request.constraint()
+    await check_params(exchange.server, params, "" if constraint is None else constraint.field)
+    tokens, is_cut = await prompts()
+    wanted = tuple(request.response_fields or ())
+    job = _Job(
+        exchange, request, tokens, params, not wanted or any(_root(path) == "prompt" for path in wanted)
+    )
+    form = Form(
+        bool(request.stream),
+        bool(request.return_tokens),
+        bool(request.timings_per_token),
+        bool(request.return_progress),
+        wanted,
+        is_cut,
+        _limit(request) == 0,
+    )
+    vocab = exchange.server.engine.model.vocab
+    return job, LlamaServerEncoder(model, form, params, job.prompts, job.texts, vocab, job.running)
+
+
+def _root(path: str) -> str:
+    return path.partition("/")[0]
+
+
+# The prompts as tokens, and whether they were cut.
+Prompts = Callable[[], Awaitable[tuple[list[list[int]], bool]]]
 
 
 # ---- options
@@ -200,27 +226,6 @@ async def lora_adapters(exchange: Exchange) -> Response:
     return JsonResponse(found)
 
 
-def generation_settings(params: SamplingParams) -> dict[str, Any]:
-    """Options with llama-server's names, as its answers have them."""
-    made: dict[str, Any] = {
-        option.name: getattr(params, option.name)
-        for option in OPTIONS
-        if option.kind in (Kind.INT, Kind.FLOAT, Kind.FLAG) and option.fields != ()
-    }
-    del made["infill"], made["cache"], made["n"], made["min_tokens"]
-    limit = -1 if params.max_tokens is None else params.max_tokens
-    order = SAMPLER_ORDER if params.sampler_order is None else params.sampler_order
-    return made | {
-        "seed": -1 if params.seed is None else params.seed,
-        "n_predict": limit,
-        "max_tokens": limit,
-        "n_probs": params.logprobs or 0,
-        "stop": list(params.stop or ()),
-        "dry_sequence_breakers": list(params.dry_sequence_breakers),
-        "samplers": ["typ_p" if name == "typical_p" else name for name in order],
-    }
-
-
 # ---- the text of a choice
 class TextLimits:
     """Ends a text where ``n_indent`` or ``t_max_predict_ms`` end it. Text is held back while it may still be cut."""
@@ -274,249 +279,55 @@ class TextLimits:
         return self._text[start:end]
 
 
-class _Part(NamedTuple):
-    """What is new of a choice."""
-
-    text: str
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...] | None
-
-
-class _Choice:
-    """One text, as far as it has come. ``stop_type``: why it ended, ``"none"`` until then."""
-
-    def __init__(self, tokens: list[int]) -> None:
-        self.prompt = tokens
-        self.text: list[str] = []
-        self.tokens: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.stop_type = "none"
-        self.stopping_word = ""
-        self.is_full = False  # the context
-        self.n_cached = 0
-        self.began_at = perf_counter()
-        self.first_at: float | None = None
-        self.prompt_s = 0.0
-        self.last_at = 0.0
-        self.stream: AsyncStream | None = None
-        self.n_told = -1  # tokens of the prompt, in events of progress
-
-    def take(self, part: _Part) -> None:
-        self.text.append(part.text)
-        self.tokens += part.tokens
-        self.logprobs += part.logprobs or ()
-
-    def timings(self) -> dict[str, Any]:
-        predicted_ms = 0.0 if self.first_at is None else (self.last_at - self.first_at) * 1e3
-        return timings(self.n_cached, len(self.prompt), self.prompt_s * 1e3, len(self.tokens), predicted_ms)
-
-
-class _Job:
-    """One request: its prompts as tokens, its params, and the answer."""
+class _Job(TextJob):
+    """The choices, each of which may end before the engine ends it; ``texts``: their prompts, once they have ended."""
 
     def __init__(
         self,
         exchange: Exchange,
         request: LlamaServerRequest,
         prompts: Sequence[list[int]],
-        is_cut: bool,
         params: SamplingParams,
+        with_texts: bool,
     ) -> None:
-        self._exchange = exchange
+        n = _n_choices(request)
+        super().__init__(exchange, prompts, params, n, is_empty=_limit(request) == 0)
+        self.prompts = [tokens for tokens in prompts for _ in range(n)]
+        self.texts = [""] * len(self.prompts)
         self._request = request
-        self._params = params
-        self._is_cut = is_cut
-        self._is_empty = _limit(request) == 0
-        self._model = exchange.server.check_model(request.model or None)
-        self._n = _n_choices(request)
-        self._choices = [_Choice(tokens) for tokens in prompts for _ in range(self._n)]
-        self._n_prompt = sum(map(len, prompts))
+        self._state = exchange.server
+        self._with_texts = with_texts
 
-    @classmethod
-    async def of(cls, exchange: Exchange, request: LlamaServerRequest, prompts: Any) -> _Job:
-        """Checks the request. Raises ApiError."""
-        exchange.server.check_model(request.model or None)
-        params = _params(exchange, request)
-        constraint = request.constraint()
-        await check_params(exchange.server, params, "" if constraint is None else constraint.field)
-        tokens, is_cut = await prompts()
-        return cls(exchange, request, tokens, is_cut, params)
+    def streams(self) -> list[AsyncGenerator[Delta | None, None]]:
+        """One for each choice."""
+        return [self._limited(index, parts) for index, parts in enumerate(super().streams())]
 
-    async def answer(self) -> Any:
-        """The answer: an object, or a list of them for several prompts or choices."""
-        try:
-            async with aclosing(merge_streams(self._streams())) as items:  # type: ignore[type-var]
-                async for index, part in items:
-                    if part is not None:
-                        self._exchange.token_arrived(index)
-        finally:
-            self._exchange.count(self._n_prompt, sum(len(c.tokens) for c in self._choices))
-        answers = [await self._last(i) for i in range(len(self._choices))]
-        return answers if len(answers) > 1 else answers[0]
-
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events of the stream; the last of each choice has everything but the text."""
-        request, n_submitted = self._request, 0
-        try:
-            async with aclosing(merge_streams(self._streams())) as items:  # type: ignore[type-var]
-                async for index, part in items:
-                    if part is None:
-                        n_submitted += 1
-                        if n_submitted == len(self._choices):
-                            yield SUBMITTED
-                        continue
-                    choice = self._choices[index]
-                    self._exchange.token_arrived(index)
-                    if request.return_progress:
-                        yield self.progress()
-                    if part.text or part.tokens:
-                        yield event(self._partial(index, part))
-                    if choice.stop_type != "none":
-                        yield event(await self._last(index))
-        finally:
-            self._exchange.count(self._n_prompt, sum(len(c.tokens) for c in self._choices))
-
-    def _streams(self) -> list[AsyncGenerator[_Part | None, None]]:
-        return [self._stream(i) for i in range(len(self._choices))]
-
-    async def _stream(self, index: int) -> AsyncGenerator[_Part | None, None]:
-        """The parts of a choice. The first item is None: the request is in the queue."""
-        choice, state = self._choices[index], self._exchange.server
-        assert self._params.seed is not None
-        params = replace(self._params, seed=(self._params.seed + index % self._n) % 2**64)
+    async def _limited(
+        self, index: int, parts: AsyncGenerator[Delta | None, None]
+    ) -> AsyncGenerator[Delta | None, None]:
         limits = TextLimits(self._request.n_indent, self._request.t_max_predict_ms)
-        stream = state.engine.astream(choice.prompt, params, timeout=state.settings.timeout_s, block=False)
-        async with stream:
-            await stream.submit()
-            self._exchange.times.follow(stream)
-            choice.stream = stream
-            yield None
-            async for delta in stream:
-                part = self._part(choice, stream, limits, delta)
-                choice.take(part)
-                yield part
-                if choice.stop_type != "none":
+        first_at: float | None = None
+        async with aclosing(parts):
+            async for part in parts:
+                if part is None:
+                    yield None
+                    continue
+                now = perf_counter()
+                first_at = now if first_at is None else first_at
+                text = limits.push(part.text, now - first_at)
+                reason = CUT if limits.is_over else part.finish_reason
+                if reason is not None and not limits.is_over:
+                    text += limits.finish()
+                if reason is not None and self._with_texts:
+                    tokens = self.prompts[index]
+                    detokenize = self._state.engine.model.vocab.detokenize
+                    self.texts[index] = await self._state.in_thread(
+                        detokenize, tokens, False, True, size=len(tokens)
+                    )
+                stop = None if limits.is_over else part.stop_string
+                yield part._replace(text=text, finish_reason=reason, stop_string=stop)
+                if limits.is_over:
                     return
-
-    def _part(self, choice: _Choice, stream: AsyncStream, limits: TextLimits, delta: Delta) -> _Part:
-        choice.last_at = perf_counter()
-        if choice.first_at is None:
-            choice.first_at = choice.last_at
-            choice.n_cached = stream.n_cached_tokens
-            progress = stream.prompt_progress
-            choice.prompt_s = choice.last_at - choice.began_at if progress is None else progress.seconds
-        if self._is_empty:
-            choice.stop_type = "limit"
-            return _Part("", (), None)
-        text = limits.push(delta.text, choice.last_at - choice.first_at)
-        if limits.is_over:
-            choice.stop_type = "limit"
-        elif delta.finish_reason is not None:
-            text += limits.finish()
-            choice.stop_type = (
-                "limit" if delta.finish_reason != "stop" else "word" if delta.stop_string else "eos"
-            )
-            choice.stopping_word = delta.stop_string or ""
-            most = self._params.max_tokens
-            n = len(choice.tokens) + len(delta.token_ids)
-            choice.is_full = delta.finish_reason == "length" and (most is None or n < most)
-        return _Part(text, delta.token_ids, delta.logprobs)
-
-    # ---- objects
-    def progress(self) -> bytes:
-        """Events that tell how much of the prompts is computed, for those that have come further."""
-        made = b""
-        for index, choice in enumerate(self._choices):
-            found = None if choice.stream is None else choice.stream.prompt_progress
-            if found is None:
-                continue
-            for n_done in sorted({found.n_cached_tokens, found.n_done}):
-                if choice.n_told < n_done:
-                    choice.n_told = n_done
-                    fields = progress_fields(found._replace(n_done=n_done))
-                    made += event(self._partial(index, _Part("", (), None)) | {"prompt_progress": fields})
-        return made
-
-    def _partial(self, index: int, part: _Part) -> dict[str, Any]:
-        choice = self._choices[index]
-        made: dict[str, Any] = {
-            "index": index,
-            "content": part.text,
-            "tokens": part.tokens,
-            "stop": False,
-            "id_slot": -1,
-            "tokens_predicted": len(choice.tokens),
-            "tokens_evaluated": len(choice.prompt),
-        }
-        if self._request.timings_per_token:
-            made["timings"] = choice.timings()
-        if part.logprobs:
-            made["completion_probabilities"] = _probabilities(part.logprobs, self._vocab)
-        return made
-
-    @property
-    def _vocab(self) -> Vocab:
-        return self._exchange.server.engine.model.vocab
-
-    async def _last(self, index: int) -> dict[str, Any]:
-        """The last object of a choice, with the fields that the client asks for."""
-        choice, request = self._choices[index], self._request
-        wanted = request.response_fields
-        roots = None if not wanted else {path.partition("/")[0] for path in wanted}
-        text = "".join(choice.text)
-        made: dict[str, Any] = {
-            "index": index,
-            "content": "" if request.stream else text,
-            "tokens": [] if request.stream or not request.return_tokens else choice.tokens,
-            "id_slot": -1,
-            "stop": True,
-            "model": self._model,
-            "tokens_predicted": len(choice.tokens),
-            "tokens_evaluated": len(choice.prompt),
-            "has_new_line": "\n" in text,
-            "truncated": self._is_cut or choice.is_full,
-            "stop_type": choice.stop_type,
-            "stopping_word": choice.stopping_word,
-            "tokens_cached": len(choice.prompt) + len(choice.tokens),
-            "timings": choice.timings(),
-        }
-        if roots is None or "generation_settings" in roots:
-            made["generation_settings"] = generation_settings(self._params)
-            made["generation_settings"] |= {"stream": bool(request.stream)}
-            if self._is_empty:
-                made["generation_settings"] |= {"n_predict": 0, "max_tokens": 0}
-        if roots is None or "prompt" in roots:
-            made["prompt"] = await self._exchange.server.in_thread(
-                self._vocab.detokenize, choice.prompt, False, True, size=len(choice.prompt)
-            )
-        if choice.logprobs and not request.stream:
-            made["completion_probabilities"] = _probabilities(choice.logprobs, self._vocab)
-        return made if not wanted else _at_paths(made, wanted)
-
-
-def _probabilities(entries: Iterable[TokenLogprob], vocab: Vocab) -> list[dict[str, Any]]:
-    """``completion_probabilities``: as OpenAI's ``logprobs`` of chats, with ids."""
-    entries = list(entries)
-    made: list[dict[str, Any]] = chat_logprobs(entries, vocab)["content"]
-    for entry, record in zip(entries, made, strict=True):
-        record["id"] = entry.id
-        for top, its in zip(entry.top, record["top_logprobs"], strict=True):
-            its["id"] = top.id
-    return made
-
-
-def _at_paths(value: dict[str, Any], paths: Iterable[str]) -> dict[str, Any]:
-    """The values at these paths, by path, as llama-server's ``response_fields``; what is not there is left out."""
-    made: dict[str, Any] = {}
-    for path in paths:
-        found: Any = value
-        for key in path.split("/"):
-            if not isinstance(found, dict) or key not in found:
-                break
-            found = found[key]
-        else:
-            made[path] = found
-    return made
 
 
 # ---- the server

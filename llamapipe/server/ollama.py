@@ -17,7 +17,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from datetime import datetime, timezone
 from difflib import get_close_matches
 from functools import partial
@@ -39,7 +39,7 @@ from llamapipe.params import SamplingParams
 from llamapipe.server._embeddings import embedded
 from llamapipe.server._fields import Lenient, Only, Unused
 from llamapipe.server._generation import ChatJob, fim_prompt_of, prompts_of
-from llamapipe.server._job import Job, Part, TextJob, encoded
+from llamapipe.server._job import Job, Part, TextJob, encoded, joined
 from llamapipe.server._limits import check_n_messages, check_top
 from llamapipe.server._media import PlacedPart
 from llamapipe.server._page import page
@@ -485,8 +485,7 @@ async def _answered(
     parts = encoded(exchange, job, encoder)
     if request.stream is not False:
         return LineStream(exchange, parts, ping=encoder.ping())
-    async with aclosing(parts):
-        return JsonResponse(b"".join([part async for part in parts]))
+    return JsonResponse(await joined(parts))
 
 
 async def _thinking(state: ServerState, request: Generates) -> dict[str, Any]:

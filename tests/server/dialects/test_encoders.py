@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -17,9 +17,11 @@ from llamapipe.server.dialects.anthropic import AnthropicEncoder
 from llamapipe.server.dialects.chat import ChatEncoder
 from llamapipe.server.dialects.completions import CompletionEncoder, Prompts, Shown
 from llamapipe.server.dialects.encoder import Counts, Encoder
+from llamapipe.server.dialects.llama_server import CUT, Form, LlamaServerEncoder
 from llamapipe.server.dialects.mistral import FimEncoder
 from llamapipe.server.dialects.ollama import OllamaEncoder
 from llamapipe.server.dialects.openai_stream import DONE, Format
+from llamapipe.streams import PromptProgress
 
 CALL = (
     ToolCallDelta(0, "call_1", "add", '{"a":'),
@@ -246,6 +248,86 @@ class TestOllama:
     def test_no_tokens(self, demo: lp.Model) -> None:
         (last,) = self.lines(sent(self.encoder(demo, is_empty=True), [chat_part("x", reason="stop")]))
         assert last["eval_count"] == 0 and last["done_reason"] == "length"
+
+
+class Clock:
+    """A second passes with each look at it."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+class Running(NamedTuple):
+    prompt_progress: PromptProgress | None = PromptProgress(5, 2, 5, 0.25)
+    n_cached_tokens: int = 2
+
+
+class TestLlamaServer:
+    def encoder(self, demo: lp.Model, n: int = 1, max_tokens: int = 4, **form: Any) -> LlamaServerEncoder:
+        params = lp.SamplingParams(max_tokens=max_tokens)
+        prompts, texts = [[1, 2, 3, 4, 5]] * n, ["Once"] * n
+        running = [Running()] * n
+        return LlamaServerEncoder("m", Form(**form), params, prompts, texts, demo.vocab, running, Clock())
+
+    def test_the_last_event_has_everything_but_the_text(self, demo: lp.Model) -> None:
+        data = sent(
+            self.encoder(demo, is_stream=True), [text_part("a"), text_part("b\n"), text_part("", "stop")]
+        )
+        first, second, third, last = events(data)
+        assert [one["content"] for one in (first, second, third, last)] == ["a", "b\n", "", ""]
+        assert [one["tokens_predicted"] for one in (first, second, third)] == [1, 2, 3]
+        assert last["stop"] and last["stop_type"] == "eos" and last["has_new_line"]
+        assert last["prompt"] == "Once" and last["generation_settings"]["n_predict"] == 4
+        times = last["timings"]
+        assert (times["cache_n"], times["prompt_n"], times["prompt_ms"]) == (2, 3, 250)
+        assert times["predicted_ms"] == 2000 and not last["truncated"]  # from the first token to the last
+
+    @pytest.mark.parametrize(
+        ("reason", "stop", "n_max", "expected"),
+        [
+            ("stop", None, 4, ("eos", "", False)),
+            ("stop", "END", 4, ("word", "END", False)),
+            ("length", None, 1, ("limit", "", False)),
+            ("length", None, 4, ("limit", "", True)),  # the context is full
+            (CUT, None, 4, ("limit", "", False)),
+        ],
+    )
+    def test_why_a_text_ended(
+        self, demo: lp.Model, reason: Any, stop: str | None, n_max: int, expected: tuple[str, str, bool]
+    ) -> None:
+        part = Delta("a", (7,), None, reason, stop)
+        whole = json.loads(sent(self.encoder(demo, max_tokens=n_max), [part]))
+        assert (whole["stop_type"], whole["stopping_word"], whole["truncated"]) == expected
+
+    def test_several_choices_are_a_list(self, demo: lp.Model) -> None:
+        encoder = self.encoder(demo, n=2, with_tokens=True)
+        made = b""
+        for index in (1, 0):
+            made += encoder.begin(index, Counts(10), ()) + encoder.part(
+                index, text_part("ab"[index], "stop"), Counts(10)
+            )
+        assert made == b""
+        answers = json.loads(encoder.end(Counts(10), ()))
+        assert [(one["index"], one["content"], one["tokens"]) for one in answers] == [
+            (0, "a", [7]),
+            (1, "b", [7]),
+        ]
+
+    def test_only_the_wanted_fields(self, demo: lp.Model) -> None:
+        wanted = ("content", "timings/cache_n", "no/such")
+        assert json.loads(sent(self.encoder(demo, wanted=wanted), [text_part("a", "stop")])) == {
+            "content": "a",
+            "timings/cache_n": 2,
+        }
+
+    def test_progress_is_told_once(self, demo: lp.Model) -> None:
+        encoder = self.encoder(demo, is_stream=True, with_progress=True)
+        told = [one["prompt_progress"]["processed"] for one in events(encoder.news())]
+        assert told == [2, 5] and encoder.news() == b""
 
 
 def test_filling_in_tells_the_role_once_and_the_usage_at_the_end() -> None:

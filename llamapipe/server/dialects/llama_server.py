@@ -1,0 +1,255 @@
+"""Answers of ``/completion`` and ``/infill``, in llama-server's format: events, or objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol
+
+from llamapipe._sampling_table import OPTIONS, SAMPLER_ORDER, Kind
+from llamapipe.llama.vocab import Vocab
+from llamapipe.params import SamplingParams
+from llamapipe.results import Delta, FinishReason, TokenLogprob
+from llamapipe.server._json import encode_json, event
+from llamapipe.server._times import timings
+from llamapipe.server.dialects.encoder import Counts, PromptAt
+from llamapipe.server.dialects.logprobs import chat_logprobs
+from llamapipe.server.dialects.openai_stream import progress_fields
+from llamapipe.streams import PromptProgress
+
+CUT: FinishReason = "cancelled"  # of a text that one of this API's limits ended
+
+
+class Form(NamedTuple):
+    """What a request asks of its answer.
+
+    ``is_stream``: events. ``with_tokens``: an answer that is no stream has them. ``wanted``: paths of the fields that
+    the last object has; none: all. ``is_cut``: the prompt was. ``is_empty``: no tokens are asked for.
+    """
+
+    is_stream: bool = False
+    with_tokens: bool = False
+    timings_per_token: bool = False
+    with_progress: bool = False
+    wanted: Sequence[str] = ()
+    is_cut: bool = False
+    is_empty: bool = False
+
+
+class Running(Protocol):
+    """A stream of the engine."""
+
+    @property
+    def prompt_progress(self) -> PromptProgress | None:
+        """How much of the prompt is computed."""
+
+    @property
+    def n_cached_tokens(self) -> int:
+        """Of its prompt."""
+
+
+class LlamaServerEncoder:
+    """The answer to one request. ``prompts``, ``texts``: of each choice; a text is read when its choice ends."""
+
+    prompt_at: PromptAt = None
+
+    def __init__(
+        self,
+        model: str,
+        form: Form,
+        params: SamplingParams,
+        prompts: Sequence[list[int]],
+        texts: Sequence[str],
+        vocab: Vocab,
+        running: Sequence[Running | None],
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self._model = model
+        self._form = form
+        self._params = params
+        self._texts = texts
+        self._vocab = vocab
+        self._running = running
+        self._clock = clock
+        began_at = clock()
+        self._choices = [_Choice(tokens, began_at) for tokens in prompts]
+
+    def __repr__(self) -> str:
+        return f"<LlamaServerEncoder {self._model} n={len(self._choices)}>"
+
+    def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
+        """Nothing: no event has a role."""
+        choice, stream = self._choices[index], self._running[index]
+        choice.first_at = self._clock()
+        choice.prompt_s = choice.first_at - choice.began_at
+        if stream is not None:
+            choice.n_cached = stream.n_cached_tokens
+            if (progress := stream.prompt_progress) is not None:
+                choice.prompt_s = progress.seconds
+        return b""
+
+    def part(self, index: int, part: Delta, counts: Counts) -> bytes:
+        """The event for a part, and the last one of a choice, which has everything but the text."""
+        choice, form = self._choices[index], self._form
+        if form.is_empty:
+            part = part._replace(logprobs=None)
+        choice.last_at = choice.first_at if choice.last_at is None else self._clock()
+        choice.take(part)
+        if part.finish_reason is not None:
+            choice.end(part, self._params.max_tokens, form.is_empty)
+        if not form.is_stream:
+            return b""
+        made = self.news()
+        if part.text or part.token_ids:
+            made += event(self._partial(index, part.text, part.token_ids, part.logprobs))
+        return made + event(self._last(index)) if part.finish_reason is not None else made
+
+    def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
+        """The answer that is no stream: an object, or a list of them for several prompts or choices."""
+        if self._form.is_stream:
+            return b""
+        answers = [self._last(index) for index in range(len(self._choices))]
+        return encode_json(answers if len(answers) > 1 else answers[0])
+
+    def news(self) -> bytes:
+        """Events that tell how much of the prompts is computed, for those that have come further."""
+        made = b""
+        for index, choice in enumerate(self._choices if self._form.with_progress else ()):
+            stream = self._running[index]
+            found = None if stream is None else stream.prompt_progress
+            for n_done in () if found is None else sorted({found.n_cached_tokens, found.n_done}):
+                if found is not None and choice.n_told < n_done:
+                    choice.n_told = n_done
+                    fields = progress_fields(found._replace(n_done=n_done))
+                    made += event(self._partial(index) | {"prompt_progress": fields})
+        return made
+
+    def _partial(
+        self,
+        index: int,
+        text: str = "",
+        tokens: Sequence[int] = (),
+        logprobs: Sequence[TokenLogprob] | None = None,
+    ) -> dict[str, Any]:
+        choice = self._choices[index]
+        made: dict[str, Any] = {
+            "index": index,
+            "content": text,
+            "tokens": tokens,
+            "stop": False,
+            "id_slot": -1,
+            "tokens_predicted": len(choice.tokens),
+            "tokens_evaluated": len(choice.prompt),
+        }
+        if self._form.timings_per_token:
+            made["timings"] = choice.timings()
+        if logprobs:
+            made["completion_probabilities"] = _probabilities(logprobs, self._vocab)
+        return made
+
+    def _last(self, index: int) -> dict[str, Any]:
+        """The last object of a choice, with the fields that the client asks for."""
+        choice, form = self._choices[index], self._form
+        text = "".join(choice.text)
+        made: dict[str, Any] = {
+            "index": index,
+            "content": "" if form.is_stream else text,
+            "tokens": choice.tokens if form.with_tokens and not form.is_stream else [],
+            "id_slot": -1,
+            "stop": True,
+            "model": self._model,
+            "tokens_predicted": len(choice.tokens),
+            "tokens_evaluated": len(choice.prompt),
+            "has_new_line": "\n" in text,
+            "truncated": form.is_cut or choice.is_full,
+            "stop_type": choice.stop_type,
+            "stopping_word": choice.stopping_word,
+            "tokens_cached": len(choice.prompt) + len(choice.tokens),
+            "timings": choice.timings(),
+            "generation_settings": generation_settings(self._params) | {"stream": form.is_stream},
+            "prompt": self._texts[index],
+        }
+        if form.is_empty:
+            made["generation_settings"] |= {"n_predict": 0, "max_tokens": 0}
+        if choice.logprobs and not form.is_stream:
+            made["completion_probabilities"] = _probabilities(choice.logprobs, self._vocab)
+        return _at_paths(made, form.wanted) if form.wanted else made
+
+
+class _Choice:
+    """One text, as far as it has come. ``stop_type``: why it ended, ``"none"`` until then."""
+
+    def __init__(self, prompt: list[int], began_at: float) -> None:
+        self.prompt = prompt
+        self.text: list[str] = []
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.stop_type = "none"
+        self.stopping_word = ""
+        self.is_full = False  # the context
+        self.n_cached = 0
+        self.began_at = began_at
+        self.first_at = self.prompt_s = 0.0
+        self.last_at: float | None = None
+        self.n_told = -1  # tokens of the prompt, in events of progress
+
+    def take(self, part: Delta) -> None:
+        self.text.append(part.text)
+        self.tokens += part.token_ids
+        self.logprobs += part.logprobs or ()
+
+    def end(self, part: Delta, most: int | None, is_empty: bool) -> None:
+        self.stop_type = "limit" if part.finish_reason != "stop" else "word" if part.stop_string else "eos"
+        self.stopping_word = part.stop_string or ""
+        has_room = most is None or len(self.tokens) < most
+        self.is_full = part.finish_reason == "length" and has_room and not is_empty
+
+    def timings(self) -> dict[str, Any]:
+        predicted_ms = 0.0 if self.last_at is None else (self.last_at - self.first_at) * 1e3
+        return timings(self.n_cached, len(self.prompt), self.prompt_s * 1e3, len(self.tokens), predicted_ms)
+
+
+def generation_settings(params: SamplingParams) -> dict[str, Any]:
+    """Options with llama-server's names, as its answers have them."""
+    made: dict[str, Any] = {
+        option.name: getattr(params, option.name)
+        for option in OPTIONS
+        if option.kind in (Kind.INT, Kind.FLOAT, Kind.FLAG) and option.fields != ()
+    }
+    del made["infill"], made["cache"], made["n"], made["min_tokens"]
+    limit = -1 if params.max_tokens is None else params.max_tokens
+    order = SAMPLER_ORDER if params.sampler_order is None else params.sampler_order
+    return made | {
+        "seed": -1 if params.seed is None else params.seed,
+        "n_predict": limit,
+        "max_tokens": limit,
+        "n_probs": params.logprobs or 0,
+        "stop": list(params.stop or ()),
+        "dry_sequence_breakers": list(params.dry_sequence_breakers),
+        "samplers": ["typ_p" if name == "typical_p" else name for name in order],
+    }
+
+
+def _probabilities(entries: Iterable[TokenLogprob], vocab: Vocab) -> list[dict[str, Any]]:
+    """``completion_probabilities``: as OpenAI's ``logprobs`` of chats, with ids."""
+    entries = list(entries)
+    made: list[dict[str, Any]] = chat_logprobs(entries, vocab)["content"]
+    for entry, record in zip(entries, made, strict=True):
+        record["id"] = entry.id
+        for top, its in zip(entry.top, record["top_logprobs"], strict=True):
+            its["id"] = top.id
+    return made
+
+
+def _at_paths(value: dict[str, Any], paths: Iterable[str]) -> dict[str, Any]:
+    """The values at these paths, by path, as llama-server's ``response_fields``; what is not there is left out."""
+    made: dict[str, Any] = {}
+    for path in paths:
+        found: Any = value
+        for key in path.split("/"):
+            if not isinstance(found, dict) or key not in found:
+                break
+            found = found[key]
+        else:
+            made[path] = found
+    return made

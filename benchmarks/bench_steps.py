@@ -3,17 +3,20 @@
     python benchmarks/bench_steps.py qwen2.5-coder.gguf
     python benchmarks/bench_steps.py qwen2.5-coder.gguf --works json prediction --at-once 1 8 --rounds 5
     python benchmarks/bench_steps.py qwen2.5-coder-1.5b.gguf --draft qwen2.5-coder-0.5b.gguf --works draft draft-prose
+    python benchmarks/bench_steps.py smollm2.gguf --against trained.gguf random.gguf --at-once 1 4 8 16
     python benchmarks/bench_steps.py qwen2.5-coder.gguf --llama-server PATH --at-once 1 4
 
 With and without in turns in one process; medians. The number of steps hardly depends on the machine, the time does.
 The model is one that follows instructions in ChatML. With ``--llama-server``, code is rewritten by servers instead:
-`llamapipe serve`, and llama-server without drafts and with each of its n-gram drafts, in turns.
+`llamapipe serve`, and llama-server without drafts and with each of its n-gram drafts, in turns. With ``--against``,
+engines with these drafts write answers of 256 tokens, in turns with an engine that has none; ``mtp`` is one of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import re
 import statistics
@@ -22,6 +25,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,9 @@ sys.path[0:0] = [str(Path(__file__).resolve().parent.parent)]
 from local_server import free_port, process  # noqa: E402
 
 import llamapipe as lp  # noqa: E402
+from llamapipe.gguf.draft_file import target_layers  # noqa: E402
+from llamapipe.llama.batch import DecodeBatch  # noqa: E402
+from llamapipe.llama.context import Context  # noqa: E402
 
 CODE = """def total_price(items, tax_rate):
     subtotal = 0
@@ -91,6 +98,11 @@ TOPICS = (
     "rivers", "winter", "bread", "old maps", "trains", "gardens", "the moon", "wool",
     "clocks", "islands", "paper", "bees", "bridges", "salt", "lighthouses", "rain",
 )  # fmt: skip
+# Nothing that train_eagle3.py asks about.
+NEW_TOPICS = (
+    "lighthouses", "pottery", "a talking fox", "soap", "railway stations", "solar panels", "owls", "harbours",
+)  # fmt: skip
+TASKS = ("Tell me a story about", "What should a beginner know about", "Explain how people use")
 
 
 def chat(text: str) -> str:
@@ -156,11 +168,22 @@ def main() -> None:
     parser.add_argument("--at-once", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kernels", choices=("auto", "ggml"), default="auto")
+    parser.add_argument(
+        "--against", nargs="+", metavar="DRAFT", help="compare engines with and without these"
+    )
     parser.add_argument("--llama-server", type=Path, help="rewrite code by servers; this is llama-server")
     args = parser.parse_args()
     if args.llama_server:
         for n in args.at_once:
             compare_servers(args.model, args.llama_server, n, args.rounds)
+        return
+    if args.against:
+        with lp.Model(args.model, kernels=args.kernels, load_mtp="mtp" in args.against) as model:
+            for draft in args.against:
+                if draft != "mtp":
+                    print_costs(model, Path(draft))
+            for n in args.at_once:
+                compare_drafts(model, args.against, n, args.rounds)
         return
     print(
         "work        at once   tokens  steps without, with, ratio    seconds without, with; speed  right guesses  equal"
@@ -204,6 +227,99 @@ def compare(model: lp.Model, name: str, n: int, rounds: int, draft: Path | None)
         f"{off_s:>14.2f}{on_s:>8.2f}{ratio:>9.2f}{stats.n_accepted:>12} of {stats.n_drafted:<6}{n_equal} of {n}",
         flush=True,
     )
+
+
+def compare_drafts(model: lp.Model, drafts: list[str], n: int, rounds: int) -> None:
+    """Prints a line for each draft: its engine's speed over that of an engine without, medians of rounds in turns.
+
+    Times are of the process, so that others on the machine count less. Each round has other questions.
+    """
+    ways: list[str | None] = [None, *drafts]
+    asked = itertools.cycle(f"{task} {topic}." for task in TASKS for topic in NEW_TOPICS)
+    steps, seconds = dict.fromkeys(ways, 0), {way: [] for way in ways}  # type: dict[Any, int], dict[Any, list[float]]
+    n_equal = dict.fromkeys(ways, 0)
+    with contextlib.ExitStack() as stack:
+        engines = {
+            way: stack.enter_context(
+                lp.Engine(model, n_ctx=512, n_seq_max=n, draft=way, n_threads=1, cache_bytes=0)
+            )
+            for way in ways
+        }
+        for i in range(rounds + 1):  # the first one warms up
+            prompts = [model.tokenize(chat(next(asked)), parse_special=True) for _ in range(n)]
+            plain = lp.SamplingParams(temperature=0, max_tokens=256, ignore_eos=True, speculate="off")
+            drafted = replace(plain, speculate="draft")
+            texts: dict[str | None, list[tuple[int, ...]]] = {}
+            for way in ways[:: -1 if i % 2 else 1]:
+                before, began_s = engines[way].stats(), time.process_time()
+                done = engines[way].generate(prompts, plain if way is None else drafted)
+                seconds[way].append(time.process_time() - began_s)
+                steps[way] += engines[way].stats().steps - before.steps
+                texts[way] = [tuple(completion.token_ids) for completion in done]
+            for way in ways:
+                n_equal[way] += sum(a == b for a, b in zip(texts[None], texts[way], strict=True))
+        for way in drafts:
+            stats = engines[way].stats()
+            ratios = [a / b for a, b in zip(seconds[None][1:], seconds[way][1:], strict=True)]
+            right = stats.n_accepted_by_model / max(stats.n_drafted_by_model, 1)
+            speed = n * 256 / statistics.median(seconds[None][1:])
+            print(
+                f"{Path(way).name:<20}{n:>3} at once: {statistics.median(ratios):.3f} times as fast "
+                f"({min(ratios):.2f} to {max(ratios):.2f}), {speed:.0f} tokens/s without, "
+                f"{steps[way] / steps[None]:.2f} of the steps, {right:.2f} of {stats.n_drafted_by_model} right, "
+                f"{n_equal[way]} of {n * (rounds + 1)} texts equal",
+                flush=True,
+            )
+
+
+def print_costs(model: lp.Model, draft: Path) -> None:
+    """Prints what a step of several rows and a step of an EAGLE-3 draft take, and what right guesses then bring.
+
+    Least seconds of the process, one thread. The first guess of a step also computes the tokens since the last one.
+    """
+    with (
+        lp.Model(draft) as head,
+        Context(model, n_ctx=512, n_threads=1, n_states=4) as target,
+        Context(head, n_ctx=512, n_threads=1, n_ubatch=64, drafts_for=target) as drafting,
+    ):
+        target.keep_states(512, target_layers(head.file_metadata))
+        prompt = [i % 5000 + 100 for i in range(200)]
+        target.decode(DecodeBatch.of_tokens(prompt, 0))
+
+        def least(compute: Callable[[], None], after: Callable[[], object]) -> float:
+            found = []
+            for _ in range(40):
+                began_s = time.process_time()
+                compute()
+                found.append(time.process_time() - began_s)
+                after()
+            return min(found)
+
+        def steps(n: int) -> float:
+            batch = DecodeBatch(prompt[:n], range(200, 200 + n), [0] * n, [True] * n)
+            return least(lambda: target.decode(batch), lambda: target.seq_remove(0, 200))
+
+        rows = [steps(n) for n in range(1, 6)]
+        target.decode(DecodeBatch.of_tokens(prompt[:4], 200))
+
+        def drafts(n: int, before: int) -> float:
+            first = 1 if before < 0 else 150
+            batch = DecodeBatch(prompt[:n], range(first, first + n), [0] * n, [True] * n)
+            return least(lambda: drafting.draft(batch, [before] * n), lambda: drafting.seq_remove(0, first))
+
+        first_s, again_s = drafts(2, -1), drafts(1, 0)
+    print("rows of a step, milliseconds:", *(f"{1e3 * seconds:.2f}" for seconds in rows))
+    print(
+        f"a draft step: {1e3 * first_s:.2f} for the first guess (two tokens), {1e3 * again_s:.2f} for each other"
+    )
+    for n in range(1, 5):
+        took = rows[n] + first_s + (n - 1) * again_s
+        shares = [i / 100 for i in range(101)]
+        even = next((a for a in shares if sum(a**k for k in range(n + 1)) * rows[0] >= took), None)
+        gains = ", ".join(
+            f"{a}: {sum(a**k for k in range(n + 1)) * rows[0] / took:.2f}" for a in (0.4, 0.6, 0.8)
+        )
+        print(f"{n} guesses pay from a share of right ones of {even} on; speed by share {gains}")
 
 
 def compare_servers(model: Path, llama_server: Path, n: int, rounds: int) -> None:

@@ -1,0 +1,383 @@
+"""Trains an EAGLE-3 draft for a model, on text that the model itself writes.
+
+Needs `pip install torch==2.13.0 gguf` (the CPU build is enough), llamapipe installed or built, and about an hour on one
+core for a model of 135M weights:
+
+    python tools/train_eagle3.py MODEL.gguf --out draft.gguf --work folder
+
+The model answers made-up questions (``write``), computes its answers again, which gives the hidden states that the
+draft will read (``read``), and the draft learns from them (``train``). ``folder`` keeps what was done; a part that is
+done is not repeated. Quantization, kernels and their rounding are those of the engine that will use the draft.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+sys.path[0:0] = [str(Path(__file__).resolve().parent.parent)]
+
+import gguf  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from make_eagle3 import Eagle3Shape, shape_for, write_eagle3  # noqa: E402
+
+import llamapipe as lp  # noqa: E402
+from llamapipe.llama.batch import DecodeBatch  # noqa: E402
+from llamapipe.llama.context import Context  # noqa: E402
+
+TASKS = (
+    "Explain {} to a child.",
+    "Write a short story about {}.",
+    "List five facts about {}.",
+    "What are the advantages and disadvantages of {}?",
+    "Write a letter to a friend about {}.",
+    "How does one learn about {}? Give steps.",
+    "Write a poem about {}.",
+    "Compare {} with something similar.",
+    "Write a dialogue between two people about {}.",
+    "Give me advice about {}.",
+    "What is the history of {}?",
+    "Summarize what everyone should know about {}.",
+    "Write a news article about {}.",
+    "Why is {} important?",
+    "Write a plan for a day that is about {}.",
+    "Describe {} in one paragraph.",
+)
+TOPICS = (
+    "the moon", "bread", "bicycles", "a small village", "rivers", "the human heart", "computers", "music", "winter",
+    "trees", "a lost dog", "money", "the ocean", "volcanoes", "libraries", "cooking", "ancient Rome", "football",
+    "bees", "electricity", "a birthday party", "mountains", "gardens", "trains", "painting", "sleep", "friendship",
+    "deserts", "the internet", "elephants", "schools", "rain", "space travel", "photography", "chess", "coffee",
+    "vaccines", "a magic forest", "recycling", "airplanes", "the alphabet", "markets", "islands", "robots",
+    "the first day of work", "honesty", "whales", "bridges", "theatre", "dinosaurs", "maps", "healthy food", "clouds",
+    "a brave knight", "languages", "democracy", "the sun", "houses", "running", "cats", "democratic elections",
+    "a journey by ship", "glass", "insects", "Python programs", "fractions", "gravity", "the brain", "camping",
+    "a haunted house", "climate", "clocks", "farms", "jazz", "tea", "bridges of stone", "saving energy", "birds",
+)  # fmt: skip
+HELD_OUT = (
+    "lighthouses",
+    "pottery",
+    "a talking fox",
+    "soap",
+    "railway stations",
+    "solar panels",
+    "owls",
+    "harbours",
+)
+N_LABELLED = 512  # most positions of a decode with logits
+
+
+def questions(seed: int) -> list[str]:
+    """The questions that the model answers, in random order."""
+    found = [task.format(topic) for task, topic in product(TASKS, TOPICS)]
+    random.Random(seed).shuffle(found)
+    return found
+
+
+# ---- text and states, from the engine
+def write(model: lp.Model, n_texts: int, n_tokens: int, n_threads: int, seed: int) -> list[list[int]]:
+    """Token ids of questions with their answers."""
+    prompts = [model.tokenize_chat([{"role": "user", "content": text}]) for text in questions(seed)[:n_texts]]
+    # Half of the answers are greedy: drafts are for both.
+    each = [
+        lp.SamplingParams(temperature=0.0 if i % 2 else 0.7, max_tokens=n_tokens, seed=i, speculate="off")
+        for i in range(len(prompts))
+    ]
+    with lp.Engine(model, n_ctx=1024, n_seq_max=16, n_threads=n_threads, prefix_cache=False) as engine:
+        done = engine.generate(prompts, each, progress=False)
+    return [[*prompt, *found.token_ids] for prompt, found in zip(prompts, done, strict=True)]
+
+
+def read(
+    model: lp.Model, texts: list[list[int]], layers: tuple[int, ...], n_threads: int
+) -> Iterator[tuple[list[int], np.ndarray[Any, Any], list[int]]]:
+    """Of each text its tokens, the states of their positions, and the most probable token after each."""
+    with Context(
+        model, n_ctx=1024, n_outputs_max=N_LABELLED, n_ubatch=N_LABELLED, n_threads=n_threads
+    ) as context:
+        context.keep_states(1024, layers)
+        for given in texts:
+            text, after = given[:1024], []
+            for first in range(0, len(text), N_LABELLED):
+                part = text[first : first + N_LABELLED]
+                n = len(part)
+                context.decode(DecodeBatch(part, range(first, first + n), [0] * n, [True] * n))
+                after += [context.best(i)[0] for i in range(n)]
+            yield text, context.states(0).astype(np.float16), after
+            context.seq_remove(0, 0)
+
+
+# ---- the draft
+class Draft(torch.nn.Module):  # type: ignore[misc]
+    """The layer of llama.cpp's ``eagle3``, and several guesses in a row, as it will make them."""
+
+    def __init__(self, shape: Eagle3Shape, output: torch.Tensor) -> None:
+        super().__init__()
+        self.shape = shape
+        width, head = shape.width, shape.head
+
+        def linear(n_in: int, n_out: int) -> Any:
+            return torch.nn.Linear(n_in, n_out, bias=False)
+
+        self.fc = linear(len(shape.layers) * shape.target_width, width)
+        self.q, self.k = linear(2 * width, shape.heads * head), linear(2 * width, shape.heads_kv * head)
+        self.v, self.o = linear(2 * width, shape.heads_kv * head), linear(shape.heads * head, width)
+        self.gate, self.up, self.down = (
+            linear(width, shape.ffn),
+            linear(width, shape.ffn),
+            linear(shape.ffn, width),
+        )
+        self.output = linear(width, len(output))
+        self.output.weight.data.copy_(output)
+        norms = ("attn_norm", "attn_norm_2", "ffn_norm", "output_norm")
+        self.norms = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.ones(width)) for name in norms})
+        for module in (self.o, self.down):
+            module.weight.data *= 0.1
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """The root-mean-square norm of this name."""
+        return F.rms_norm(x, (x.shape[-1],), self.norms[name], self.shape.eps)
+
+    def turn(self, x: torch.Tensor) -> torch.Tensor:
+        """Positions as rotations of neighbouring values."""
+        n, half = x.shape[-2], x.shape[-1] // 2
+        speeds = self.shape.freq_base ** (-torch.arange(half) / half)
+        angles = torch.arange(n)[:, None] * speeds
+        cos, sin = angles.cos(), angles.sin()
+        a, b = x[..., 0::2], x[..., 1::2]
+        return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+
+    def forward(self, embedded: torch.Tensor, states: torch.Tensor, n_guesses: int) -> list[torch.Tensor]:
+        """Logits of each of ``n_guesses`` guesses in a row, of ``(texts, positions, tokens of d2t)``.
+
+        ``embedded``: the tokens after the states. Guess ``k`` at a position reads the state that guess ``k - 1`` made
+        at the one before. It attends to the keys of the model's states up to ``k`` positions before, then to its own.
+        """
+        shape, (n_texts, n, _) = self.shape, embedded.shape
+        state, found = self.fc(states), []
+        keys: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        places = torch.arange(n)
+        for guess in range(n_guesses):
+            if guess:
+                state = F.pad(state, (0, 0, 1, -1))
+            both = torch.cat([self.norm(embedded, "attn_norm"), self.norm(state, "attn_norm_2")], -1)
+
+            def heads(x: torch.Tensor, n_heads: int) -> torch.Tensor:
+                return x.view(n_texts, n, n_heads, shape.head).transpose(1, 2)
+
+            q = self.turn(heads(self.q(both), shape.heads))
+            n_same = shape.heads // shape.heads_kv
+            keys.append(self.turn(heads(self.k(both), shape.heads_kv)).repeat_interleave(n_same, 1))
+            values.append(heads(self.v(both), shape.heads_kv).repeat_interleave(n_same, 1))
+            scores = q @ keys[0].transpose(-1, -2)
+            scores = scores.masked_fill(places[None, :] > places[:, None] - guess, -torch.inf)
+            # The keys that this guess and those before it made: guess j, `guess - j` positions before.
+            own_k = [F.pad(keys[j], (0, 0, guess - j, j - guess)) for j in range(1, guess + 1)]
+            own_v = [F.pad(values[j], (0, 0, guess - j, j - guess)) for j in range(1, guess + 1)]
+            own = [(q * k).sum(-1, keepdim=True) for k in own_k]
+            shares = torch.softmax(torch.cat([scores, *own], -1) / math.sqrt(shape.head), -1)
+            attended = shares[..., :n] @ values[0]
+            for j, value in enumerate(own_v):
+                attended = attended + shares[..., n + j : n + j + 1] * value
+            x = state + self.o(attended.transpose(1, 2).reshape(n_texts, n, -1))
+            normed = self.norm(x, "ffn_norm")
+            state = x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+            found.append(self.output(self.norm(state, "output_norm")))
+        return found
+
+    def tensors(self) -> dict[str, np.ndarray[Any, Any]]:
+        """By the names of the file."""
+        names = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "gate": "ffn_gate", "up": "ffn_up",
+                 "down": "ffn_down"}  # fmt: skip
+        found = {"fc.weight": self.fc.weight, "output.weight": self.output.weight}
+        found |= {f"blk.0.{theirs}.weight": getattr(self, ours).weight for ours, theirs in names.items()}
+        for name, norm in self.norms.items():
+            found["output_norm.weight" if name == "output_norm" else f"blk.0.{name}.weight"] = norm
+        return {name: tensor.detach().float().numpy() for name, tensor in found.items()}
+
+
+@dataclass
+class Texts:
+    """Batches of texts of similar length. ``chosen``: the tokens that the draft can guess."""
+
+    tokens: list[list[int]]
+    states: list[np.ndarray[Any, Any]]
+    after: list[list[int]]
+    embeddings: torch.Tensor
+    chosen: list[int]
+
+    def batches(
+        self, which: list[int], n_each: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Embedded tokens, states and places of the right guesses in ``chosen`` (-100: none) for a few texts each."""
+        place = torch.full((len(self.embeddings),), -100)
+        place[self.chosen] = torch.arange(len(self.chosen))
+        for first in range(0, len(which), n_each):
+            each = which[first : first + n_each]
+            n = min(len(self.tokens[i]) for i in each) - 1
+            tokens = torch.tensor([self.tokens[i][1 : n + 1] for i in each])
+            states = torch.from_numpy(np.stack([self.states[i][:n] for i in each])).float()
+            yield (
+                self.embeddings[tokens],
+                states,
+                place[torch.tensor([self.after[i][1 : n + 1] for i in each])],
+            )
+
+
+def train(
+    draft: Draft,
+    texts: Texts,
+    n_guesses: int,
+    n_epochs: int,
+    minutes: float,
+    rate: float,
+    is_half: bool,
+    save: Callable[[], None],
+) -> None:
+    """Trains until all epochs or the minutes are over. The last sixteenth of the texts tells how good it is."""
+    order = sorted(range(len(texts.tokens)), key=lambda i: len(texts.tokens[i]))
+    held_out = order[::16]
+    order = [i for i in order if i not in set(held_out)]
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
+    n_each, began, rng, step = 8, time.monotonic(), random.Random(1), 0
+    groups = [order[i : i + n_each] for i in range(0, len(order), n_each)]
+    n_steps = n_epochs * len(groups)
+    for epoch in range(n_epochs):
+        rng.shuffle(groups)
+        for which in groups:
+            # The rate follows what is over first, the epochs or the time.
+            done = min(max(step / n_steps, (time.monotonic() - began) / 60 / minutes), 1.0)
+            now = rate * min(1.0, (step + 1) / 50) * max(0.5 + 0.5 * math.cos(math.pi * done), 0.02)
+            for group in optimizer.param_groups:
+                group["lr"] = now
+            embedded, states, right = next(texts.batches(which, n_each))
+            optimizer.zero_grad()
+            loss = torch.zeros(())
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_half):
+                made = draft(embedded, states, n_guesses)
+            for k, logits in enumerate(made):
+                # The first few positions of guesses in a row have no state.
+                part = F.cross_entropy(logits[:, k:].float().flatten(0, 1), right[:, k:].flatten())
+                loss = loss + 0.8**k * part
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
+            optimizer.step()
+            step += 1
+            if step % 50 == 0:
+                spent = (time.monotonic() - began) / 60
+                print(f"step {step} of {n_steps}, loss {loss.item():.3f}, {spent:.1f} min", flush=True)
+            if done >= 1.0:
+                break
+        found = shares(draft, texts, held_out, n_guesses)
+        print(f"epoch {epoch + 1}: right guesses, the first, the second…: {found}", flush=True)
+        save()
+        if (time.monotonic() - began) / 60 > minutes:
+            return
+
+
+def shares(draft: Draft, texts: Texts, which: list[int], n_guesses: int) -> list[float]:
+    """The share of right guesses in other texts, if those before in the row were right."""
+    n_right, n_all = [0] * n_guesses, [0] * n_guesses
+    for embedded, states, right in texts.batches(which, 4):
+        so_far = torch.ones_like(right, dtype=torch.bool)
+        with torch.no_grad():
+            made = draft(embedded, states, n_guesses)
+        for k, logits in enumerate(made):
+            is_right = logits.argmax(-1) == right
+            if k:
+                so_far = F.pad(so_far, (1, -1))
+            n_all[k] += int(so_far[:, k:].sum())
+            so_far = so_far & is_right
+            n_right[k] += int(so_far[:, k:].sum())
+    return [round(n / max(m, 1), 3) for n, m in zip(n_right, n_all, strict=True)]
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("draft.gguf"))
+    parser.add_argument("--work", type=Path, required=True, help="folder for what is done so far")
+    parser.add_argument("--texts", type=int, default=1200, help="questions that the model answers (1200)")
+    parser.add_argument("--tokens", type=int, default=220, help="most tokens of an answer (220)")
+    parser.add_argument("--vocab", type=int, default=4096, help="tokens that the draft can guess (4096)")
+    parser.add_argument("--guesses", type=int, default=2, help="guesses in a row that it learns (2)")
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--minutes", type=float, default=40.0, help="most minutes of training (40)")
+    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument(
+        "--bf16", action="store_true", help="products of 16 bits, for processors that have them"
+    )
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--type", dest="type_name", default="q8_0")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    args.work.mkdir(parents=True, exist_ok=True)
+    shape = shape_for(args.model)
+    texts_file, states_file, weights_file = (
+        args.work / name for name in ("texts.npz", "states.npz", "draft.pt")
+    )
+    began = time.monotonic()
+    if not texts_file.exists():
+        with lp.Model(args.model) as model:
+            written = write(model, args.texts, args.tokens, args.threads, args.seed)
+        np.savez(texts_file, tokens=np.concatenate(written), ends=np.cumsum([len(text) for text in written]))
+    stored = np.load(texts_file)
+    written = [part.tolist() for part in np.split(stored["tokens"], stored["ends"][:-1])]
+    print(
+        f"{len(written)} texts, {len(stored['tokens'])} tokens, {time.monotonic() - began:.0f} s", flush=True
+    )
+    if not states_file.exists():
+        with lp.Model(args.model) as model:
+            parts = list(read(model, written, shape.layers, args.threads))
+        np.savez(
+            states_file,
+            states=np.concatenate([states for _, states, _ in parts]),
+            after=np.concatenate([np.array(after) for _, _, after in parts]),
+            ends=np.cumsum([len(text) for text, _, _ in parts]),
+        )
+    stored = np.load(states_file)
+    ends, after = stored["ends"][:-1], stored["after"]
+    print(f"states: {time.monotonic() - began:.0f} s", flush=True)
+    counts = np.bincount(after)
+    chosen = sorted(np.argsort(-counts, kind="stable")[: args.vocab].tolist())
+    print(f"{len(chosen)} tokens are {counts[chosen].sum() / counts.sum():.4f} of the text", flush=True)
+    embedded = next(t for t in gguf.GGUFReader(args.model).tensors if t.name == "token_embd.weight")
+    embeddings = torch.from_numpy(
+        gguf.quants.dequantize(embedded.data, embedded.tensor_type).reshape(-1, shape.target_width).copy()
+    )
+    texts = Texts(
+        written,
+        np.split(stored["states"], ends),
+        [part.tolist() for part in np.split(after, ends)],
+        embeddings,
+        chosen,
+    )
+    draft = Draft(shape, embeddings[chosen])
+    print(f"{shape}, {sum(p.numel() for p in draft.parameters())} parameters", flush=True)
+    if weights_file.exists():
+        draft.load_state_dict(torch.load(weights_file))
+
+    def save() -> None:
+        torch.save(draft.state_dict(), weights_file)
+        write_eagle3(args.out, args.model, shape, draft.tensors(), chosen, args.type_name)
+
+    train(draft, texts, args.guesses, args.epochs, args.minutes, args.rate, args.bf16, save)
+    print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()

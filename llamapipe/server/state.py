@@ -84,7 +84,9 @@ class ServerState(Gate):
         except BaseException:
             super().release()
             raise
-        self.mcp_remote = RemoteServers(settings.mcp_urls, settings.mcp_timeout_s) if settings.mcp_urls else None
+        self.mcp_remote = (
+            RemoteServers(settings.mcp_urls, settings.mcp_timeout_s) if settings.mcp_urls else None
+        )
         if engine is not None and engine.kv_events is not None and len(settings.api_keys) > 1:
             _log.warning(
                 "no KV events are published: each of the %d API keys has a prefix cache",

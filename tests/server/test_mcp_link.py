@@ -21,6 +21,8 @@ from llamapipe.server._mcp import CLOSED, Image, LocalServers, McpError, Result
 from llamapipe.server._mcp_file import entries_of
 from llamapipe.server._mcp_link import LinkedServers, listening
 
+LIMITS = ("--n-ctx", "8192", "--mcp-timeout", f"{PATIENCE_S:g}")
+
 
 @contextmanager
 def linked(folder: Path, *kinds: str) -> Iterator[tuple[LinkedServers, LocalServers]]:
@@ -85,7 +87,7 @@ def started(tmp_path: Path) -> list[int]:
 def test_models_behind_the_front(tmp_path: Path) -> None:
     """The model is ended and loaded again; the servers stay."""
     folder, file = files(tmp_path)
-    with pool_server(folder, "--mcp", str(file), "--n-ctx", "8192", log=tmp_path / "log") as server:
+    with pool_server(folder, "--mcp", str(file), *LIMITS, log=tmp_path / "log") as server:
         check(answers(server.url, 1))
         assert httpx.post(f"{server.url}/models/unload", json={"model": "turns"}).status_code == 200
         server.wait_for(turns="unloaded")
@@ -97,7 +99,7 @@ def test_models_behind_the_front(tmp_path: Path) -> None:
 
 def test_workers_share_the_servers(tmp_path: Path) -> None:
     folder, file = files(tmp_path)
-    options = ("-m", str(folder / "turns.gguf"), "--alias", "turns", "--n-ctx", "8192", "--mcp", str(file))
+    options = ("-m", str(folder / "turns.gguf"), "--alias", "turns", *LIMITS, "--mcp", str(file))
     with worker_server(2, *options, log=tmp_path / "log") as server:
         check(answers(server.url, 4))
         (pid,) = started(tmp_path)

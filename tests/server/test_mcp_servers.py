@@ -212,7 +212,7 @@ def test_a_server_that_hangs_is_replaced(tmp_path: Path) -> None:
             with pytest.raises(McpError, match="did not answer within 1 seconds") as caught:
                 await made.call("hanging", "act", {})
             assert caught.value.code == _mcp.TIMED_OUT
-            assert len(list(tmp_path.glob("hangs-*"))) == n
+            assert len(list(tmp_path.glob("pid-*"))) == n
 
     used(tmp_path, {"hanging": entry("hanging", str(tmp_path))}, use, 1, PATIENCE_S)
 

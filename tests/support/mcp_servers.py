@@ -99,6 +99,8 @@ def bad(kind: str, folder: Path) -> None:
         if child == 0:
             while True:
                 time.sleep(60)
+    elif kind == "hanging":
+        (folder / f"pid-{os.getpid()}").touch()
     elif kind == "garbage":
         while True:
             sys.stdout.write("no JSON\n")
@@ -123,7 +125,6 @@ def bad(kind: str, folder: Path) -> None:
             if kind == "pages":
                 result["nextCursor"] = "more"
         elif method == "tools/call" and kind == "hanging":
-            (folder / f"hangs-{os.getpid()}").touch()
             signal.pause()
         elif method == "tools/call" and kind == "flood":
             note = {"jsonrpc": "2.0", "method": "notifications/message",

@@ -874,7 +874,10 @@ class ChatParser:
         reasoning = markers.reasoning
         thinks = reasoning.start if reasoning is not None and markers.has_control(reasoning.start) else ""
         others = (m for m in (*markers.text_starts, markers.text_end) if markers.has_control(m))
-        stops = (*openings, thinks, text_end, markers.turn_end, *others, *markers.control)
+        # Where prompts begin a call, text may follow calls: the same beginning, then the marker of text.
+        begun = form.prompted if form is not None else ""
+        again = tuple(f"{begun}{start}" for start in markers.text_starts) if begun else ()
+        stops = (*openings, *again, thinks, text_end, markers.turn_end, *others, *markers.control)
         stops = tuple(dict.fromkeys(filter(None, stops)))
         while True:
             found = yield from until(buffer, stops, output.content)
@@ -888,7 +891,7 @@ class ChatParser:
             elif found == thinks and reasoning is not None:
                 output.mark(found)
                 yield from self._reasoning_text(reasoning)
-            elif found in (text_end, markers.text_end):
+            elif found in (text_end, markers.text_end, *again):
                 output.end_text()
             elif found == markers.turn_end and not markers.has_control(found):
                 before = yield from spaces(buffer)

@@ -345,3 +345,16 @@ def test_what_begins_a_call_after_a_marker_in_a_text(text: str, allowed: str) ->
     grammar = form_of("functionary 3.2").grammar(TOOLS, "auto", True, prompt_tail=family.tail)
     assert grammar is not None
     assert ByteVocabulary(family.specials).accepted(grammar, text)[0] == allowed
+
+
+def test_text_after_calls_where_prompts_begin_a_call() -> None:
+    """functionary's prompts end in ``>>>``; the model writes it again before a name, or "all" before text."""
+    call = 'get_weather\n{"city": "Paris"}'
+    for text, content, calls in (
+        (f"{call}>>>all\nDone", "Done", [WEATHER]),
+        (f"{call}>>>all\nOnce more.>>>{call}", "Once more.", [WEATHER, WEATHER]),
+        (">>>all\nHello", "Hello", []),
+        ("all\nHello >>> you", "Hello >>> you", []),
+    ):
+        answer = parsed("functionary 3.2", text)
+        assert (answer.content, calls_of(answer)) == (content, calls)

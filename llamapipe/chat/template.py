@@ -129,6 +129,7 @@ class ChatTemplate:
         template_args: Mapping[str, Any] | None = None,
         change_text: Callable[[str], str] | None = None,
         write_calls: WriteCalls | None = None,
+        is_probe: bool = False,
     ) -> str:
         """The prompt for a conversation.
 
@@ -136,7 +137,8 @@ class ChatTemplate:
         "reasoning", or (True) the last of these that it has. ``reasoning_opening``: the marker before reasoning, for
         templates that do not show the reasoning of the last message. ``change_text``: applied to every text of the
         caller, including keys of objects but not the names of roles. ``write_calls``: writes tool calls as part of a
-        message's text, for a template that omits them.
+        message's text, for a template that omits them. ``is_probe``: messages that the template refuses or omits
+        are not changed, so that the text shows what the template knows.
 
         Raises TypeError and InvalidRequestError for bad messages and for messages that the template refuses.
         """
@@ -169,7 +171,7 @@ class ChatTemplate:
             if continued_part(chat[-1], continue_last) == "reasoning":
                 return self._in_reasoning(chat, names, reasoning_opening)
             chat[-1] = {**chat[-1], "content": chat[-1]["content"] + _HERE}
-        text = self._placed(chat, add_generation_prompt and not continue_last, names)
+        text = self._placed(chat, add_generation_prompt and not continue_last, names, is_probe)
         if continue_last:
             text, found, _ = text.rpartition(_HERE)
             if not found:
@@ -256,13 +258,16 @@ class ChatTemplate:
         except InvalidRequestError:  # it wants something else there, so it looks at it
             return True
 
-    def _placed(self, chat: list[Message], add_generation_prompt: bool, names: Mapping[str, Any]) -> str:
+    def _placed(
+        self,
+        chat: list[Message],
+        add_generation_prompt: bool,
+        names: Mapping[str, Any],
+        is_probe: bool = False,
+    ) -> str:
         """The rendering with system messages in their places, some as text of the user."""
-        others = {message["role"] for message in chat} - {*_SYSTEM, "user", "assistant"}
-        if hidden := {role for role in others if not self._shows_role(role, names)}:
-            chat = [{**one, "role": "user"} if one["role"] in hidden else one for one in chat]
-        if (called := with_called_results(chat)) != chat and not self._shows_role(_UNCALLED, names):
-            chat = called
+        if not is_probe:
+            chat = self._with_shown_roles(chat, names)
         n = next((i for i, message in enumerate(chat) if message["role"] not in _SYSTEM), len(chat))
         if n and self._drops_system and chat[0]["role"] == "system":
             chat = [*with_merged_system(chat[: n + 1]), *chat[n + 1 :]]
@@ -270,7 +275,16 @@ class ChatTemplate:
         placed = with_users_text(chat, places)
         beside = with_users_text(chat, places, after_tools=False)
         options = [placed] if len(beside) == len(placed) else [placed, beside]
-        return self._first_accepted(options, add_generation_prompt, names)
+        return self._first_accepted(options, add_generation_prompt, names, () if is_probe else _CHANGES)
+
+    def _with_shown_roles(self, chat: list[Message], names: Mapping[str, Any]) -> list[Message]:
+        """The messages with those that the template omits for their role as text of the user."""
+        others = {message["role"] for message in chat} - {*_SYSTEM, "user", "assistant"}
+        if hidden := {role for role in others if not self._shows_role(role, names)}:
+            chat = [{**one, "role": "user"} if one["role"] in hidden else one for one in chat]
+        if (called := with_called_results(chat)) != chat and not self._shows_role(_UNCALLED, names):
+            chat = called
+        return chat
 
     def _shows_role(self, role: str, names: Mapping[str, Any]) -> bool:
         """False if the template omits messages of a role other than the usual ones, or results of tools."""
@@ -336,11 +350,15 @@ class ChatTemplate:
         return wrong
 
     def _first_accepted(
-        self, options: Sequence[Sequence[Message]], add_generation_prompt: bool, names: Mapping[str, Any]
+        self,
+        options: Sequence[Sequence[Message]],
+        add_generation_prompt: bool,
+        names: Mapping[str, Any],
+        changes: Sequence[_Form],
     ) -> str:
         """The rendering of the first of several ways to write the messages that the template accepts.
 
-        If it accepts none, the messages are changed, more and more. Raises the error about the last of ``options``.
+        If it accepts none, the ``changes`` are made one after the other. Raises the error about the last option.
         """
         refused: InvalidRequestError | None = None
         for messages in options:
@@ -351,7 +369,7 @@ class ChatTemplate:
             except InvalidRequestError as error:
                 refused = error
         for messages in options:
-            for change in _CHANGES:
+            for change in changes:
                 changed = change(messages)
                 if changed != messages:
                     messages = changed  # noqa: PLW2901

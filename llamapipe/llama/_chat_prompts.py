@@ -118,6 +118,7 @@ class ChatPrompts:
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             template_args={**(given_args or {}), **template_args},
+            is_probe=True,
         )
 
     def _call_writer(self, messages: object, template_args: Mapping[str, Any]) -> WriteCalls | None:

@@ -89,7 +89,7 @@ def template(name: str) -> ChatTemplate:
 
 
 def renderer(name: str, given_args: Mapping[str, Any] | None = None) -> Render:
-    """Renders conversations with one of the templates. ``given_args``: template arguments of the caller."""
+    """Renders conversations as probes do. ``given_args``: template arguments of the caller."""
 
     def render(
         messages: list[dict[str, Any]],
@@ -103,6 +103,7 @@ def renderer(name: str, given_args: Mapping[str, Any] | None = None) -> Render:
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             template_args={**(given_args or {}), **template_args},
+            is_probe=True,
         )
 
     return render

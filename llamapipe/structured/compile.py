@@ -416,6 +416,14 @@ _TOLD: Final = (
         r"'allOf' or '$ref' combines too many schemas, or one with itself; write what they say in one schema",
     ),
     (
+        r"(?s)^regex parse error:\n(.*)\nerror: ([^\n]*)(?:\n.*)?$",  # the reason first: some places show one line
+        r"'pattern' is not a regular expression that can be followed: \2:\n\1",
+    ),
+    (
+        r"^lookarounds not supported yet; (?:Word|NotWord|Start|End)\w* in regex (/.*)",
+        r"'pattern' has '\\b', '\\B', or '^' or '$' between other characters, in \1; leave it out",
+    ),
+    (
         r"^Unable to determine if regex is empty",
         r"'pattern' is too complex beside 'format', a length or another pattern; leave one of them out",
     ),

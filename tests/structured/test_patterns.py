@@ -240,6 +240,24 @@ def test_what_cannot_be_expressed_is_refused(demo: lp.Model, pattern: str) -> No
         compile_guide(demo, json_schema={"type": "string", "pattern": pattern})
 
 
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("^(a", "unclosed group"),
+        (r"^(a)\1$", "backreferences are not supported"),
+        ("a{2,1}", "invalid repetition count range"),
+        (r"\bfoo", r"has '\b', '\B', or '^' or '$' between other characters, in /\bfoo/"),
+        ("^[a-z]+$\n", "between other characters"),
+    ],
+)
+def test_a_refusal_says_its_reason_in_the_first_line(demo: lp.Model, pattern: str, reason: str) -> None:
+    """Errors about tools and fields of requests show the first line only."""
+    with pytest.raises(InvalidRequestError) as refused:
+        compile_guide(demo, json_schema={"properties": {"a": {"type": "string", "pattern": pattern}}})
+    line = str(refused.value).splitlines()[0]
+    assert reason in line and "#/properties/a" in line
+
+
 def test_lengths_are_those_of_characters(demo: lp.Model) -> None:
     for more in ({}, {"pattern": "(?!x)"}, {"pattern": "."}):
         factory = compile_guide(demo, json_schema={"type": "string", "minLength": 2, "maxLength": 3, **more})

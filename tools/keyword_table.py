@@ -45,7 +45,8 @@ CASES = (
     Case("minimum, maximum", {"type": "number", "maximum": 6.93}, ("6.93", "-1.5", "6.9"), ("6.94", "7")),
     Case("minimum, maximum", {"type": "number", "minimum": 0}, ("0", "0.5", "1e-06"), ("-1", "-1e3")),
     Case("multipleOf", {"type": "integer", "multipleOf": 3}, ("0", "9", "-3"), ("1", "10")),
-    Case("multipleOf", {"type": "number", "multipleOf": 0.01}, ("0.25", "7", "1.10"), ("0.255",)),
+    Case("multipleOf", {"type": "number", "multipleOf": 0.01}, ("0.25", "7", "1.10", "1.1"), ("0.255",)),
+    Case("multipleOf", {"type": "number", "multipleOf": 0.25}, ("0.25", "7", "1.50", "1.5"), ("0.3",)),
     Case(
         "minLength, maxLength",
         {"type": "string", "minLength": 2, "maxLength": 3},

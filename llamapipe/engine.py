@@ -319,6 +319,13 @@ class Engine(BlockingCalls, AsyncOwner):
             if has_mtp and model.is_recurrent and not n_states:
                 # Keeping states makes each step slower: unasked, that is done only where slots are few.
                 has_mtp, n_states = draft == "mtp", _N_MTP_STATES * (draft == "mtp")
+                if has_mtp:
+                    _log.warning(
+                        "draft is 'mtp': keeping states of %d slots of %s makes each step slower, with or without "
+                        "drafts; give fewer slots (n_seq_max), or draft='auto', which leaves the layer out here",
+                        n_seq_max,
+                        model.path.name,
+                    )
             if draft in MTP_CHOICES:
                 draft = None
             self._draft_model: Model | None = None  # if the engine loaded it

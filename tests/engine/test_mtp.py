@@ -153,13 +153,17 @@ def test_a_bad_layer_is_given_up(
         assert 5 < len(drafted) < 40
 
 
-def test_auto_keeps_no_states_of_many_slots(make_engine: MakeEngine, tmp_path: Path) -> None:
-    """They would take memory and time of each step."""
+def test_auto_keeps_no_states_of_many_slots(
+    make_engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They would take memory and time of each step; who asks for them is told."""
     with lp.Model(mtp_model(tmp_path / "m.gguf", 0.0, type_name="q8_0"), load_mtp=True) as model:
         for draft, n_slots, has_drafter in (("auto", 1, True), ("auto", 64, False), ("mtp", 64, True)):
             with make_engine(model, n_ctx=64, n_seq_max=n_slots, draft=draft) as engine:
                 gate = scheduler_of(engine).gate
                 assert (gate.drafter is not None) == has_drafter == (gate.n_most > 0)
+            assert ("keeping states of 64 slots" in caplog.text) == (draft == "mtp")
+            caplog.clear()
 
 
 def test_other_guesses_are_counted_apart(make_engine: MakeEngine, models: dict[str, lp.Model]) -> None:

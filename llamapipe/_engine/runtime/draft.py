@@ -35,6 +35,9 @@ from llamapipe.llama.model import Model
 from llamapipe.llama.native_pipeline import on_gpu
 
 _LEAST_PROBABILITY = 0.4  # of a drafted token, by the draft model
+_LEAST_BY_LAYER = (
+    0.15  # the same where a draft is one layer: it costs little, and the gate knows how often it is right
+)
 _USUAL_SHARE = 0.8  # of drafted tokens that are right, until some were seen
 _KEPT = 0.9  # weight of what was seen before
 _FORGOTTEN = 0.05  # of what is known of all requests, with each token and each new request
@@ -202,7 +205,7 @@ class DraftModel:
             entries = []
             for request, best, probability in ends:
                 draft = drafts.setdefault(request, [])
-                if best in request.stop_tokens or probability < _LEAST_PROBABILITY:
+                if best in request.stop_tokens or probability < self._least_probability():
                     continue
                 if not 0 <= best < self._target.model.n_vocab:
                     continue
@@ -255,6 +258,9 @@ class DraftModel:
 
     def _compute(self, batch: DecodeBatch, before: Sequence[int]) -> None:
         self._context.decode(batch)
+
+    def _least_probability(self) -> float:
+        return _LEAST_PROBABILITY
 
     def _cut(self, slot: int, n: int) -> None:
         """Keeps the first ``n`` tokens of a sequence."""
@@ -326,6 +332,9 @@ class Eagle3Draft(MtpLayer):
     """
 
     _skips_first = True
+
+    def _least_probability(self) -> float:
+        return min(_LEAST_PROBABILITY, _LEAST_BY_LAYER)
 
     def _decode(self, entries: Sequence[tuple[Request, Sequence[int]]]) -> list[tuple[Request, int, float]]:
         if sum(len(new) for _, new in entries) > self._context.n_outputs_max:

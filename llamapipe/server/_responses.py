@@ -529,6 +529,7 @@ class _ResponseObject:
                 if self.finish_reason is not None:
                     return
                 self.job = self._next_job()
+                self.exchange.times.next_prompt()
         finally:
             self.mcp.end()
             self.exchange.count(self.n_input, self.n_output)

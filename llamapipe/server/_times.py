@@ -52,9 +52,18 @@ class RequestTimes:
         self._slot_at: float | None = None
         self._counts = [0, 0, 0]  # cached, drafted and accepted tokens, of answers that are complete
         self._streams: list[Followed] = []
+        self._n_earlier = 0  # of the streams, those of earlier prompts
 
     def __repr__(self) -> str:
         return f"<RequestTimes {self.phases_ms()}>"
+
+    def next_prompt(self) -> None:
+        """The streams that follow have a prompt of their own; those of one prompt share its cached tokens."""
+        self._counts[0] += self._cached_of_prompt()
+        self._n_earlier = len(self._streams)
+
+    def _cached_of_prompt(self) -> int:
+        return min((stream.n_cached_tokens for stream in self._streams[self._n_earlier :]), default=0)
 
     def follow(self, stream: Followed) -> None:
         """A stream of the engine was submitted."""
@@ -98,7 +107,7 @@ class RequestTimes:
     @property
     def n_cached(self) -> int:
         """Tokens of its prompts that were cached; of several choices, those of the one that computed the prompt."""
-        return self._counts[0] + min((stream.n_cached_tokens for stream in self._streams), default=0)
+        return self._counts[0] + self._cached_of_prompt()
 
     @property
     def n_drafted(self) -> int:

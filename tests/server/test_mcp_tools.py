@@ -72,6 +72,12 @@ def test_the_next_request_has_the_same_conversation(client: Any, agent: Agent) -
     again: Any = client.responses.create(**{**OPTIONS, "input": given}, tools=[GOOD])
     assert kinds(again) == ["message"]  # the list of tools is there already
     assert again.usage.input_tokens_details.cached_tokens > again.usage.input_tokens - 120
+    shown = httpx.get(f"{agent.server.url}/requests", timeout=PATIENCE_S).json()["data"][1]
+    usage = first.usage
+    assert (shown["n_prompt_tokens"], shown["n_cached_tokens"]) == (
+        usage.input_tokens,
+        usage.input_tokens_details.cached_tokens,
+    )
     counted = client.responses.input_tokens.count(model="turns", input=given, tools=[GOOD])
     assert counted.input_tokens == again.usage.input_tokens
 

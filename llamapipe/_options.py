@@ -235,6 +235,8 @@ LIMITS: Final = (
         over="503 with `Retry-After`"),
     _size("store_bytes", "size of the file of --store", 2**20, 2**62,
         over="the least recently used answers are deleted"),
+    _int("max_background", "answers in the background that one API key may have waiting and computed", 0, _INT32_MAX,
+        over="429 with `Retry-After`"),
     _int("max_connections_per_address", "connections of one address; the next one replaces an idle one; 0: any number",
         0, _INT32_MAX, over="the oldest without a running request is closed; 503 if all have one"),
     _seconds("timeout_s", "seconds a request may take, with fetching and decoding images", 0.001, _SECONDS,

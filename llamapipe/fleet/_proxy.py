@@ -15,7 +15,7 @@ from urllib.parse import quote
 from llamapipe._messages import quoted
 from llamapipe.fleet._upstream import Upstream, UpstreamLostError
 from llamapipe.fleet.pool import Pool, PooledModel
-from llamapipe.server._gate import ANSWER, CACHE, CLIENT, LOADED_NS, OWNER, Gate
+from llamapipe.server._gate import ANSWER, CACHE, CLIENT, LOADED_NS, OWNER, PRIORITY, WORKER, Gate
 from llamapipe.server._json import line
 from llamapipe.server.dialects.ollama import empty_part
 from llamapipe.server.endpoint import Exchange, LateResponse, ModelKind, error_event
@@ -101,6 +101,9 @@ class Proxy:
         if self.gate.store is not None:
             yield f"{OWNER}: {self.gate.owner_of(exchange)}".encode()
             yield f"{ANSWER}: {scope.setdefault('llamapipe.answer', uuid.uuid4().hex)}".encode()
+        if (inside := exchange.inside) is not None:
+            yield f"{WORKER}: {inside.worker or ''}".encode()
+            yield f"{PRIORITY}: {inside.priority}".encode()
         yield f"{LOADED_NS}: {round(waited_s * 1e9)}".encode()
 
 

@@ -22,6 +22,7 @@ from llamapipe.engine import Engine
 from llamapipe.server import (
     _adapters,
     _anthropic,
+    _background,
     _chat,
     _completions,
     _conversations,
@@ -93,6 +94,8 @@ def application_of(gate: Gate, endpoints: Iterable[Endpoint]) -> Starlette:
     # A redirect would lose the scheme behind a proxy, and clients the body.
     application.router.redirect_slashes = False
     application.state.llamapipe = gate
+    if gate.store is not None:
+        gate.background = _background.Background(gate, gate.store, application)
     return application
 
 
@@ -129,6 +132,14 @@ STORE_ROUTES = (
         "Delete a stored answer.",
         _CHANGES_STORE,
         aliases=("/responses/{id}",),
+    ),
+    Endpoint(
+        "POST",
+        "/v1/responses/{id}/cancel",
+        _background.cancel,
+        "Cancel an answer in the background.",
+        _CHANGES_STORE,
+        aliases=("/responses/{id}/cancel",),
     ),
     get(
         "/v1/responses/{id}/input_items",
@@ -244,7 +255,7 @@ ROUTES = (
         _responses.responses,
         _responses.ResponsesRequest,
         "Answer an input, stored with --store.",
-        ("424", *_GENERATES),
+        ("424", *_GENERATES, "404", "500", "507"),
         ("/responses",),
     ),
     post(
@@ -475,8 +486,10 @@ def _path_hint(path: str, routes: Iterable[Route]) -> str | None:
 def _lifespan(state: Gate) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(application: Starlette) -> AsyncIterator[None]:
+        state.start_background()
         yield
         state.draining = True
+        await state.stop_background()
         await asyncio.to_thread(state.release)
 
     return lifespan

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
+from llamapipe.server._inside import INSIDE, Inside
 from llamapipe.server._times import RequestTimes
 from llamapipe.server.errors import Dialect, dialect_of
 
@@ -25,7 +26,7 @@ class ClientRequest(Request):
     its API key; None: none is needed. ``status``: of the answer, once its first byte is sent; 0 before.
     ``n_prompt_tokens``, ``n_completion_tokens``: None: not known. ``times``: where its time went; ``n_others``: the
     requests that were served when it came. ``intervals_s``: seconds between the tokens of a stream. ``is_forwarded``: a
-    model's process has answered, and logs it.
+    model's process has answered, and logs it. ``inside``: for whom the server made it itself; None: a client did.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -36,6 +37,7 @@ class ClientRequest(Request):
         self.dialect: Dialect = dialect_of(self.path, self.headers)
         self.route = "other"
         self.key: bytes | None = None
+        self.inside: Inside | None = scope.get(INSIDE)
         self.times = RequestTimes()
         self.n_others = 0
         self.is_forwarded = False

@@ -13,13 +13,15 @@ import msgspec
 from starlette.responses import Response
 
 from llamapipe._messages import did_you_mean, quoted
+from llamapipe.server._background import follow
 from llamapipe.server._kept import read, resolved, store_of, write
 from llamapipe.server._limits import check_n_messages
 from llamapipe.server._responses import check_include, check_items
 from llamapipe.server._store import Item, Page
-from llamapipe.server.endpoint import Exchange, JsonResponse
+from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 
+_MOST_DIGITS = 16  # of the number of an event
 _MOST_LISTED = 100  # the API's limits
 _MOST_PAIRS, _MOST_OF_KEY, _MOST_OF_VALUE = 16, 64, 512
 
@@ -45,11 +47,19 @@ class ItemsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 # ---- answers
 async def get_response(exchange: Exchange) -> Response:
-    """``GET /v1/responses/{id}``."""
+    """``GET /v1/responses/{id}``; with ``stream``, the events of one in the background."""
     store = store_of(exchange)
     given = _query(exchange, "include", "stream", "include_obfuscation", "starting_after")
-    if given.get("stream", ["false"])[-1].lower() not in ("false", "0") or "starting_after" in given:
-        raise ApiError(400, "the answer is complete: leave stream and starting_after out", "stream")
+    after = given.get("starting_after", [None])[-1]
+    if given.get("stream", ["false"])[-1].lower() not in ("false", "0"):
+        if after is not None and not (after.isascii() and after.isdigit() and len(after) < _MOST_DIGITS):
+            raise ApiError(
+                400, f"starting_after is {quoted(after)}; it must be the number of an event", "starting_after"
+            )
+        answer_id = exchange.path_params["id"]
+        return EventStream(exchange, follow(exchange, answer_id, -1 if after is None else int(after)))
+    if after is not None:
+        raise ApiError(400, "starting_after needs stream=true", "starting_after")
     return JsonResponse(await read(exchange, store.answer, exchange.path_params["id"]))
 
 

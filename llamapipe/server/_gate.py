@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from llamapipe.host.memory import return_freed_memory
+from llamapipe.server._inside import Inside, LaterWork
 from llamapipe.server._recent import Recent
 from llamapipe.server.errors import ApiError, shutting_down
 from llamapipe.work.tenant import Tenant, tenant
@@ -39,6 +40,9 @@ _SMALL_BYTES = 2**16  # so large bodies come all the time
 CLIENT, CACHE, LOADED_NS = "x-llamapipe-client", "x-llamapipe-cache", "x-llamapipe-loaded-ns"
 # Also from there: the owner of stored answers, and the id of this one.
 OWNER, ANSWER = "x-llamapipe-owner", "x-llamapipe-answer"
+# And what ``Inside`` has of a request that the front process made itself.
+WORKER, PRIORITY = "x-llamapipe-run-by", "x-llamapipe-priority"
+_OF_CLIENT = Inside()
 _log = logging.getLogger("llamapipe.server")
 
 
@@ -48,6 +52,7 @@ class Gate:
     ``n_requests``: requests being served. ``bound_to``: the address that the server listens on; None inside of another
     server, which tells it with each request. ``is_behind_front``: only the front process of several models reaches this
     server; it has checked the client, and says who it is. ``store``: of answers, until ``release``; None: none is.
+    ``background``: what computes answers after their clients are gone; None: without a store.
 
     Raises OSError and StoreError for a file of stored answers that cannot be used.
     """
@@ -66,20 +71,39 @@ class Gate:
         self._n_freed = 0  # bytes, since the last time
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
         self.store = settings.open_store()
+        self.background: LaterWork | None = None
 
     def release(self) -> None:
         """Closes the file of stored answers, if there is one. A second call does nothing. Waits; any thread."""
         if self.store is not None:
             self.store.close()
 
+    @property
+    def n_slots(self) -> int | None:
+        """Requests that its engine computes at once; None: it has none."""
+        return None
+
+    def start_background(self) -> None:
+        """Begins to compute what the store has for it. A second call does nothing."""
+        if self.background is not None:
+            self.background.start()
+
+    async def stop_background(self) -> None:
+        """Leaves it to the next server, or to other processes of this one."""
+        if self.background is not None:
+            await self.background.stop()
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} n_requests={self.n_requests}{' draining' if self.draining else ''}>"
 
     def check(self, request: ClientRequest) -> bytes | None:
         """Checks a request before its body is read. Returns the digest of its key, None without keys."""
-        key = self._check_key(request)
+        inside = request.inside
+        key = self._check_key(request) if inside is None else inside.key
         if self.draining:
             raise shutting_down()
+        if inside is not None:
+            return key
         self._check_room()
         return key
 
@@ -98,6 +122,7 @@ class Gate:
 
         Whatever is asked of the engine meanwhile is asked for this client: see ``Tenant``.
         """
+        counted = counted and request.inside is None
         if counted:
             self._check_room()
         request.n_others = self.n_requests
@@ -111,22 +136,40 @@ class Gate:
 
     def tenant_of(self, request: ClientRequest) -> Tenant:
         """The client: its key if there are several, with a prefix cache for each; else its address."""
+        priority = self.inside_of(request).priority
         if self.is_behind_front:
-            return self._tenant(request.headers.get(CLIENT, ""), request.headers.get(CACHE) or None)
+            cache = request.headers.get(CACHE) or None
+            return self._tenant(request.headers.get(CLIENT, ""), cache, priority)
         key = request.key
         if key is not None and len(self._keys) > 1:
-            return self._tenant(key, key.hex())
-        return self._tenant(request.client.host if request.client else "no address", None)
+            return self._tenant(key, key.hex(), priority)
+        return self._tenant(request.client.host if request.client else "no address", None, priority)
 
-    def _tenant(self, share: Hashable, cache: str | None) -> Tenant:
-        return Tenant(share, cache, self.settings.grammar_timeout_s, self.settings.max_sound_s)
+    def _tenant(self, share: Hashable, cache: str | None, priority: int) -> Tenant:
+        return Tenant(share, cache, self.settings.grammar_timeout_s, self.settings.max_sound_s, priority)
+
+    def inside_of(self, request: ClientRequest) -> Inside:
+        """What a request that the server made itself asks for; nothing for one of a client."""
+        if self.is_behind_front and WORKER in request.headers:
+            headers = request.headers
+            return Inside(worker=headers[WORKER] or None, priority=int(headers.get(PRIORITY, "0")))
+        return request.inside or _OF_CLIENT
 
     def owner_of(self, request: ClientRequest) -> str:
         """Whose the stored answers of this request are: its key's; without keys, everybody's."""
         if self.is_behind_front:
             return request.headers.get(OWNER, "")
         # The file does not tell the key, nor the digest that is compared.
-        return "" if request.key is None else hashlib.sha256(b"owner of answers" + request.key).hexdigest()
+        return "" if request.key is None else _owner(request.key)
+
+    def key_of(self, owner: str) -> bytes | None:
+        """The digest of an owner's key; None without keys. Raises LookupError if the server has no such key now."""
+        if not self._keys and not owner:
+            return None
+        for key in self._keys:
+            if _owner(key) == owner:
+                return key
+        raise LookupError("its API key is none of this server's any longer")
 
     def answer_id(self, request: ClientRequest) -> str:
         """The id of a stored answer, without its prefix.
@@ -134,7 +177,9 @@ class Gate:
         Not that of the request, which a client may send twice. The front process chooses it, because it asks the next
         process if one dies: what that one has stored is replaced.
         """
-        given = request.headers.get(ANSWER) if self.is_behind_front else None
+        given: str | None = request.scope.get("llamapipe.answer")
+        if self.is_behind_front:
+            given = request.headers.get(ANSWER)
         return uuid.uuid4().hex if given is None else given
 
     def _check_key(self, request: ClientRequest) -> bytes | None:
@@ -188,6 +233,8 @@ class Gate:
         seconds = perf_counter() - times.arrived_at
         self.metrics.answered(request, seconds)
         self.recent.add(request, seconds)
+        if self.background is not None and request.is_forwarded and request.route == "/v1/responses":
+            self.background.wake()  # the process of a model may have been given an answer for later
         is_quiet = request.is_forwarded or (request.status < 400 and request.path in _POLLED)
         _log.log(
             logging.DEBUG if is_quiet else logging.INFO,
@@ -201,6 +248,10 @@ class Gate:
             _where(times) if times.was_computed else "",
             request.id,
         )
+
+
+def _owner(key: bytes) -> str:
+    return hashlib.sha256(b"owner of answers" + key).hexdigest()
 
 
 def _where(times: RequestTimes) -> str:

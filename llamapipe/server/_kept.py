@@ -4,7 +4,7 @@ Open it to change which answers are stored, and what a request sees of earlier o
 
 The principle: an answer is stored when it ends, before the client is told that it did. So the next request, by any
 process, finds it. If it cannot be stored it is sent all the same, and says so. If the client hangs up first, nothing is
-stored.
+stored. An answer in the background is stored before it begins, and changed when it ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from llamapipe._messages import quoted
-from llamapipe.server._store import Item, MissingError, NewAnswer, Store, StoreError, TooMuchError
+from llamapipe.server._runs import FullError, Runs
+from llamapipe.server._store import (
+    Item,
+    MissingError,
+    NewAnswer,
+    Store,
+    StoreError,
+    TooMuchError,
+    UnfinishedError,
+)
 from llamapipe.server.errors import ApiError
 
 if TYPE_CHECKING:
@@ -42,6 +51,8 @@ async def read(
         return await exchange.gate.convert(store.read, function, owner, *arguments, size=0)
     except MissingError as e:
         raise missing(e, param) from None
+    except UnfinishedError as e:
+        raise ApiError(400, f"{e}: wait until its status is completed", param) from None
     except StoreError as e:
         store.tell(e)
         raise ApiError(500, f"what is stored cannot be read: {e}", code="store_failed") from None
@@ -127,11 +138,10 @@ class Kept:
             return
         exchange, store = self._exchange, self._exchange.gate.store
         assert store is not None
-        is_listed = self.conversation is not None and response["status"] != "failed"
-        body = {name: value for name, value in response.items() if name != "output"}
-        answer = NewAnswer(
-            response["id"], body, given, output, self.previous, self.conversation, self._after, is_listed
-        )
+        answer = self._new(response, given, output)
+        if answer.worker is not None:
+            await write(exchange, store.add_answer, answer)
+            return
         try:
             await store.write(store.add_answer, exchange.gate.owner_of(exchange), answer)
         except MissingError as e:
@@ -139,6 +149,39 @@ class Kept:
         except StoreError as e:
             store.tell(e)
             self._was_not(str(e))
+
+    async def keep_for_later(
+        self, response: Mapping[str, Any], given: Sequence[Item], body: bytes, events: Sequence[bytes]
+    ) -> None:
+        """Stores an answer that is to be computed from a request's body. Raises ApiError.
+
+        ``events``: see ``Runs.add``.
+        """
+        settings = self._exchange.gate.settings
+        answer = self._new(response, given, ())._replace(is_listed=False)
+        runs = Runs(store_of(self._exchange))
+        try:
+            await write(
+                self._exchange, runs.add, answer, body, events, settings.max_background, settings.store_bytes
+            )
+        except FullError as e:
+            raise ApiError(429, f"{e}; try again later", code="too_many_requests") from None
+
+    def _new(self, response: Mapping[str, Any], given: Sequence[Item], output: Sequence[Item]) -> NewAnswer:
+        is_listed = self.conversation is not None and response["status"] != "failed"
+        body = {name: value for name, value in response.items() if name != "output"}
+        worker = self._exchange.gate.inside_of(self._exchange).worker
+        return NewAnswer(
+            response["id"],
+            body,
+            given,
+            output,
+            self.previous,
+            self.conversation,
+            self._after,
+            is_listed,
+            worker,
+        )
 
     def _was_not(self, why: str) -> None:
         self.is_stored = False

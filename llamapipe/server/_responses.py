@@ -18,9 +18,10 @@ from llamapipe.chat.options import ChatOptions
 from llamapipe.chat.results import ToolCallDelta
 from llamapipe.media.decode import is_media
 from llamapipe.results import ChatDelta
+from llamapipe.server import _background
 from llamapipe.server._fields import Only, Unused
 from llamapipe.server._generation import ChatJob, input_tokens, n_prompt_tokens, template_args
-from llamapipe.server._json import event
+from llamapipe.server._json import encode_json, event
 from llamapipe.server._kept import Kept, kept_of, resolved
 from llamapipe.server._limits import check_n_messages, check_top
 from llamapipe.server._mcp import McpError
@@ -31,7 +32,7 @@ from llamapipe.server._store import Item
 from llamapipe.server._tools import ClientName, Tools, custom_arguments, custom_input, qualified, tools_of
 from llamapipe.server.dialects.logprobs import chat_logprobs
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
-from llamapipe.server.errors import ApiError, api_error, shutting_down
+from llamapipe.server.errors import BUSY, ApiError, api_error, shutting_down
 
 Message = dict[str, Any]
 LOGPROBS = "message.output_text.logprobs"
@@ -115,11 +116,11 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
+    background: bool | None = None
     # OpenAI's, for what a hosted service does: jobs, billing, moderation.
     prompt: Annotated[
         dict[str, Any] | None, Only(instead="this server stores no prompts; send the input")
     ] = None
-    background: Annotated[bool | None, Only(False, instead="this server answers at once")] = None
     background_options: Annotated[dict[str, Any] | None, Unused({})] = None
     context_management: Annotated[list[dict[str, Any]] | None, Unused([])] = None
     access_programs: Annotated[dict[str, Any] | None, Unused({})] = None
@@ -335,14 +336,18 @@ _STATUS = {"length": "incomplete", "timeout": "incomplete"}
 
 
 async def responses(exchange: Exchange, request: ResponsesRequest) -> Response:
-    """Answers an input, as a whole or as a stream."""
+    """Answers an input, as a whole, as a stream, or later."""
     request.check()
+    if is_later := request.background and exchange.gate.inside_of(exchange).worker is None:
+        _background.check(exchange, request.store)
     model = exchange.server.check_model(request.model)
     mcp = mcp_of(exchange, request.tools)
     kept, given = await _opened(exchange, request, mcp, request.store)
     answer = _ResponseObject(exchange, request, model, mcp, kept, given)
     if not mcp.wanted:  # otherwise when the tools of the servers are known
         answer.prepare()
+    if is_later:
+        return await answer.later()
     if request.stream:
         return EventStream(exchange, answer.events())
     try:
@@ -350,7 +355,7 @@ async def responses(exchange: Exchange, request: ResponsesRequest) -> Response:
             async for _ in parts:
                 pass
     except Exception as e:
-        if not mcp.n_calls or not answer.fail(e):  # what has been done is told
+        if not mcp.n_calls or answer.is_again(e) or not answer.fail(e):  # what has been done is told
             raise
     return JsonResponse(await answer.kept_response())
 
@@ -617,6 +622,12 @@ class _ResponseObject:
                 f"the request took longer than {timeout_s:g} seconds, while a tool ran"
             ) from None
 
+    def is_again(self, error: Exception) -> bool:
+        """Whether the answer is one in the background that is tried again after this error."""
+        answer = api_error(error)
+        is_busy = answer is not None and answer.status in BUSY
+        return is_busy and self.exchange.gate.inside_of(self.exchange).worker is not None
+
     def fail(self, error: Exception) -> bool:
         """The answer ends with an error; False: with an unexpected one."""
         answer = api_error(error)
@@ -646,7 +657,7 @@ class _ResponseObject:
             "created_at": self.created,
             "completed_at": int(time.time()) if is_done else None,
             "status": self.status,
-            "background": False,
+            "background": bool(request.background),
             "error": self.error,
             "incomplete_details": {"reason": "max_output_tokens"} if self.status == "incomplete" else None,
             "instructions": request.instructions,
@@ -676,6 +687,20 @@ class _ResponseObject:
             if is_done
             else None,
         }
+
+    async def later(self) -> Response:
+        """Stores the request, to be answered in the background."""
+        made = {**self.response(), "status": "queued"}
+        is_stream = bool(self.request.stream)
+        asked = {
+            name: value for name, value in msgspec.to_builtins(self.request).items() if value is not None
+        }
+        events = [
+            _background.frame_of({"type": kind, "response": made, "sequence_number": n})
+            for n, kind in enumerate(("response.created", "response.queued"))
+        ]
+        await self.kept.keep_for_later(made, self.given, encode_json(asked), events if is_stream else ())
+        return await _background.later(self.exchange, made["id"], made, is_stream)
 
     async def kept_response(self) -> dict[str, Any]:
         """The response that has ended, stored if it is to be stored."""
@@ -707,7 +732,7 @@ class _ResponseObject:
                         yield written(item)
         except Exception as e:
             # After an unexpected one an event ``error`` ends the stream.
-            if self.exchange.status == 0 or not self.fail(e):
+            if self.exchange.status == 0 or self.is_again(e) or not self.fail(e):
                 raise
         yield written({"type": f"response.{self.status}", "response": await self.kept_response()})
 

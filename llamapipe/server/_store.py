@@ -36,7 +36,7 @@ from llamapipe.work.long_work import settle
 
 T = TypeVar("T")
 _log = logging.getLogger("llamapipe.server")
-_APPLICATION, _VERSION = 0x6C6C7061, 1
+_APPLICATION, _VERSION = 0x6C6C7061, 2
 _BUSY_S = 5.0  # that another process may write
 _OPEN_S = 30.0  # the same at the start, when many processes may make the file
 _WAIT_S = 10.0  # that a request waits for its transaction
@@ -47,10 +47,12 @@ _UNSEEN = 1 / 64  # of the limit, that may be written between two looks at the s
 _DAY_S = 86_400
 _QUICK_BYTES = 2**28  # a file up to this size is checked as a whole at the start
 _ROW_BYTES = 256  # about what a row takes besides its contents
+_EVENT_BYTES = 64  # the same of an event
 _LEFT = 0.95  # of the limit, after rows went to make room: the next ones need not
 _ROOM_S = 1.0  # in which that much room is made; after it, no more than is needed
 # ``after``: of an answer in a conversation, the last item that the conversation had when it was asked for.
-# ``is_listed``: the item is one of the conversation's.
+# ``is_listed``: the item is one of the conversation's. ``runs``: answers that are to be computed, see ``_runs.py``, and
+# ``events``: what streams of these tell. Both go with their answer.
 _SCHEMA = f"""
 CREATE TABLE threads (number INTEGER PRIMARY KEY, owner TEXT NOT NULL, used_at INTEGER NOT NULL,
     n_bytes INTEGER NOT NULL DEFAULT {_ROW_BYTES}, conversation TEXT, created_at INTEGER, metadata BLOB);
@@ -58,20 +60,39 @@ CREATE TABLE answers (id TEXT NOT NULL UNIQUE, thread INTEGER NOT NULL, previous
     body BLOB NOT NULL);
 CREATE TABLE items (number INTEGER PRIMARY KEY AUTOINCREMENT, thread INTEGER NOT NULL, id TEXT NOT NULL, answer TEXT,
     is_output INTEGER NOT NULL, is_listed INTEGER NOT NULL, body BLOB NOT NULL);
+CREATE TABLE runs (number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, thread INTEGER NOT NULL,
+    owner TEXT NOT NULL, worker TEXT, n_attempts INTEGER NOT NULL DEFAULT 0, not_before INTEGER NOT NULL DEFAULT 0,
+    is_stream INTEGER NOT NULL, is_done INTEGER NOT NULL DEFAULT 0, n_first INTEGER NOT NULL DEFAULT 0,
+    body BLOB NOT NULL);
+CREATE TABLE events (answer TEXT NOT NULL, number INTEGER NOT NULL, thread INTEGER NOT NULL, body BLOB NOT NULL,
+    PRIMARY KEY (answer, number)) WITHOUT ROWID;
 CREATE UNIQUE INDEX conversations ON threads (conversation) WHERE conversation IS NOT NULL;
 CREATE INDEX threads_by_age ON threads (used_at);
 CREATE INDEX answers_by_thread ON answers (thread);
 CREATE INDEX items_by_thread ON items (thread, is_listed, number);
 CREATE INDEX items_by_answer ON items (answer) WHERE answer IS NOT NULL;
 CREATE INDEX items_by_id ON items (id);
+CREATE INDEX runs_by_owner ON runs (owner);
+CREATE INDEX runs_by_thread ON runs (thread);
 CREATE TRIGGER item_added AFTER INSERT ON items BEGIN
     UPDATE threads SET n_bytes = n_bytes + {_ROW_BYTES} + length(NEW.body) WHERE number = NEW.thread; END;
 CREATE TRIGGER item_deleted AFTER DELETE ON items BEGIN
     UPDATE threads SET n_bytes = n_bytes - {_ROW_BYTES} - length(OLD.body) WHERE number = OLD.thread; END;
 CREATE TRIGGER answer_added AFTER INSERT ON answers BEGIN
     UPDATE threads SET n_bytes = n_bytes + {_ROW_BYTES} + length(NEW.body) WHERE number = NEW.thread; END;
+CREATE TRIGGER answer_changed AFTER UPDATE OF body ON answers BEGIN
+    UPDATE threads SET n_bytes = n_bytes + length(NEW.body) - length(OLD.body) WHERE number = OLD.thread; END;
 CREATE TRIGGER answer_deleted AFTER DELETE ON answers BEGIN
+    UPDATE threads SET n_bytes = n_bytes - {_ROW_BYTES} - length(OLD.body) WHERE number = OLD.thread;
+    DELETE FROM runs WHERE id = OLD.id; DELETE FROM events WHERE answer = OLD.id; END;
+CREATE TRIGGER run_added AFTER INSERT ON runs BEGIN
+    UPDATE threads SET n_bytes = n_bytes + {_ROW_BYTES} + length(NEW.body) WHERE number = NEW.thread; END;
+CREATE TRIGGER run_deleted AFTER DELETE ON runs BEGIN
     UPDATE threads SET n_bytes = n_bytes - {_ROW_BYTES} - length(OLD.body) WHERE number = OLD.thread; END;
+CREATE TRIGGER event_added AFTER INSERT ON events BEGIN
+    UPDATE threads SET n_bytes = n_bytes + {_EVENT_BYTES} + length(NEW.body) WHERE number = NEW.thread; END;
+CREATE TRIGGER event_deleted AFTER DELETE ON events BEGIN
+    UPDATE threads SET n_bytes = n_bytes - {_EVENT_BYTES} - length(OLD.body) WHERE number = OLD.thread; END;
 """
 # UNION, not UNION ALL: no file makes a read endless.
 _CHAIN = """
@@ -121,10 +142,19 @@ class TooMuchError(Exception):
         self.n_bytes = n_bytes
 
 
+class UnfinishedError(Exception):
+    """The answer that is to be continued has not ended."""
+
+    def __init__(self, answer_id: str) -> None:
+        super().__init__(f"the answer {answer_id} has not ended yet")
+        self.id = answer_id
+
+
 class NewAnswer(NamedTuple):
     """An answer to store. ``body``: without its output. ``after``: of the ``Earlier`` that it continues.
 
-    ``is_listed``: its items become those of the conversation.
+    ``is_listed``: its items become those of the conversation. ``worker``: who computed it in the background; the answer
+    is there already.
     """
 
     id: str
@@ -135,6 +165,7 @@ class NewAnswer(NamedTuple):
     conversation: str | None = None
     after: int | None = None
     is_listed: bool = False
+    worker: str | None = None
 
 
 class Earlier(NamedTuple):
@@ -242,8 +273,12 @@ class Store:
     def add_answer(self, owner: str, answer: NewAnswer) -> None:
         """Stores an answer with its items, in place of one with this id that the client was never told of.
 
-        Raises StoreError if it does not fit, MissingError.
+        Raises StoreError if it does not fit, MissingError; of an answer in the background also if the worker is no
+        longer the one that computes it.
         """
+        if answer.worker is not None:
+            self._finish(owner, answer, answer.worker)
+            return
         thread = self._thread_of(self._writer, owner, answer.previous, answer.conversation)
         if thread is None:
             thread = self._new_thread(owner)
@@ -262,6 +297,55 @@ class Store:
         self._n_unseen += _ROW_BYTES + len(body)
         self._add_items(owner, thread, answer.input, answer.id, is_listed=answer.is_listed)
         self._add_items(owner, thread, answer.output, answer.id, is_output=True, is_listed=answer.is_listed)
+
+    def _finish(self, owner: str, answer: NewAnswer, worker: str) -> None:
+        row = self._writer.execute(
+            "SELECT thread FROM runs WHERE id = ? AND owner = ? AND worker = ? AND NOT is_done",
+            (answer.id, owner, worker),
+        ).fetchone()
+        if row is None:
+            raise MissingError("answer", answer.id)
+        thread: int = row[0]
+        given = self._writer.execute(
+            "SELECT body FROM items WHERE answer = ? AND NOT is_output ORDER BY number", (answer.id,)
+        ).fetchall()
+        self._writer.execute("DELETE FROM items WHERE answer = ?", (answer.id,))
+        # In a conversation they come after what was added meanwhile.
+        items = [msgspec.json.decode(body) for (body,) in given]
+        self._add_items(owner, thread, items, answer.id, is_listed=answer.is_listed)
+        self._add_items(owner, thread, answer.output, answer.id, is_output=True, is_listed=answer.is_listed)
+        self.change_answer(answer.id, {**answer.body, "created_at": None}, answer.after)
+        self._writer.execute("UPDATE runs SET is_done = 1 WHERE id = ?", (answer.id,))
+
+    def change_answer(
+        self, answer_id: str, changes: Mapping[str, Any], after: int | None = None
+    ) -> dict[str, Any]:
+        """Changes fields of an answer's body, those that are not None; for ``_runs.py``, inside of ``write``."""
+        thread, old = self._writer.execute(
+            "SELECT thread, body FROM answers WHERE id = ?", (answer_id,)
+        ).fetchone()
+        self._touch(thread)
+        given = {name: value for name, value in changes.items() if value is not None}
+        changed: dict[str, Any] = {**msgspec.json.decode(old), **given}
+        body = _encoded(changed)
+        self.will_write(len(body))
+        self._writer.execute(
+            "UPDATE answers SET body = ?, after = coalesce(?, after) WHERE id = ?", (body, after, answer_id)
+        )
+        return changed
+
+    @property
+    def writer(self) -> sqlite3.Connection:
+        """The connection of the thread that writes; for ``_runs.py``, inside of ``write``."""
+        return self._writer
+
+    def will_write(self, n_bytes: int) -> None:
+        """Counts bytes until the next look at the file's size; for ``_runs.py``, inside of ``write``."""
+        self._n_unseen += _ROW_BYTES + n_bytes
+
+    def thread_of(self, owner: str, answer_id: str, connection: sqlite3.Connection) -> int:
+        """The thread of an answer; for ``_runs.py``. Raises MissingError."""
+        return self._answer(connection, owner, answer_id)[0]
 
     def delete_answer(self, owner: str, answer_id: str) -> None:
         """Deletes an answer for good; its items stay in the conversation, if it was one's. Raises MissingError."""
@@ -344,7 +428,13 @@ class Store:
         rows = connection.execute(
             "SELECT body FROM items WHERE answer = ? AND is_output ORDER BY number", (answer_id,)
         )
-        return {**body, "output": [msgspec.json.decode(row[0]) for row in rows]}
+        body["output"] = [msgspec.json.decode(row[0]) for row in rows]
+        run = connection.execute(
+            "SELECT worker FROM runs WHERE id = ? AND NOT is_done", (answer_id,)
+        ).fetchone()
+        if run is not None and run[0] is not None:
+            body["status"] = "in_progress"
+        return body
 
     def input_items(
         self, owner: str, answer_id: str, page: Page, connection: sqlite3.Connection
@@ -368,11 +458,13 @@ class Store:
     ) -> Earlier:
         """What an answer continues: another answer, or a conversation. ``without``: its own id, see ``add_answer``.
 
-        Raises MissingError, TooMuchError.
+        Raises MissingError, UnfinishedError, TooMuchError.
         """
         after = None
         if previous is not None:
             self._answer(connection, owner, previous)
+            if connection.execute("SELECT 1 FROM runs WHERE id = ? AND NOT is_done", (previous,)).fetchone():
+                raise UnfinishedError(previous)
             values: dict[str, Any] = {"id": previous, "without_output": 0}
             gone = f"{_CHAIN} SELECT previous FROM chain WHERE previous NOT IN (SELECT id FROM chain)"
             if (row := connection.execute(gone, values).fetchone()) is not None:
@@ -536,7 +628,8 @@ class Store:
             fits = n_used <= self._most_bytes
             owner = max(sizes, key=sizes.__getitem__)
             row = self._writer.execute(
-                "SELECT number, n_bytes FROM threads WHERE owner = ? ORDER BY used_at, number LIMIT 1",
+                "SELECT number, n_bytes FROM threads WHERE owner = ? AND number NOT IN (SELECT thread FROM runs) "
+                "ORDER BY used_at, number LIMIT 1",
                 (owner,),
             ).fetchone()
             if row is None:
@@ -551,6 +644,10 @@ class Store:
                 )
             self._delete_thread(row[0])
             sizes[owner] -= row[1]
+        if not at_start and self._used_bytes() > self._most_bytes:  # answers that have not ended never go
+            raise StoreError(
+                f"it needs more than {self._most_bytes} bytes with the answers that have not ended (--store-bytes)"
+            )
 
     def _used_bytes(self) -> int:
         pages, free, size = (

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from llamapipe._messages import quoted
@@ -15,9 +14,9 @@ from llamapipe.jobs.records import Record
 from llamapipe.jobs.results import request_id
 from llamapipe.media.decode import MOST_SECONDS
 from llamapipe.server._application import app
+from llamapipe.server._inside import post
 from llamapipe.server.settings import ServerSettings
 
-_Message = MutableMapping[str, Any]
 _NO_LIMIT = 2**31 - 1  # requests and bytes: the job has its own bound
 
 
@@ -73,38 +72,10 @@ class BatchRequests:
 
     async def _post(self, path: str, body: bytes) -> tuple[int, Any]:
         """The status and the JSON body of an answer."""
-        status, parts = 0, []
-        requests: list[_Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        parts: list[bytes] = []
 
-        async def receive() -> _Message:
-            if requests:
-                return requests.pop()
-            await asyncio.Event().wait()  # the client stays
-            raise AssertionError
+        async def take(part: bytes) -> None:
+            parts.append(part)
 
-        async def send(message: _Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            else:
-                parts.append(message.get("body", b""))
-
-        scope: _Message = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "http",
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "root_path": "",
-            "headers": [
-                (b"content-type", b"application/json"),
-                (b"content-length", str(len(body)).encode()),
-            ],
-            "client": None,
-            "server": None,
-        }
-        await self._application(scope, receive, send)
-        return status, json.loads(b"".join(parts))
+        answer = await post(self._application, path, body, take)
+        return answer.status, json.loads(b"".join(parts))

@@ -70,9 +70,11 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets=sockets)
         for sock in sockets or ():
             sock.listen(BACKLOG)
+        self.state.start_background()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answers the running requests, then closes what they use."""
+        await self.state.stop_background()
         await super().shutdown(sockets=sockets)
         await asyncio.to_thread(self.state.release)
 

@@ -99,6 +99,8 @@ class ServerSettings:
       requests may name MCP servers by addresses. Empty: they may not. ``mcp_timeout_s``: seconds in which one must
       start, and answer a call. ``max_mcp_calls``: calls of their tools for one answer; then the model goes on without.
       ``max_mcp_characters``: of the result of a call; the rest is cut off.
+    - ``max_background``: answers with ``background: true`` that one key may have waiting and computed; further ones are
+      answered 429.
     - ``page``: serve the page at ``/``.
     - ``ollama``: also serve Ollama's API under ``/api``. ``allow_pull``, ``allow_delete``: its clients may download
       models of the Hugging Face Hub and give the model further names, and delete downloaded files.
@@ -150,6 +152,7 @@ class ServerSettings:
     mcp_timeout_s: float = 60.0
     max_mcp_calls: int = 32
     max_mcp_characters: int = 65_536
+    max_background: int = 100
 
     def __post_init__(self) -> None:
         for name in (

@@ -120,6 +120,11 @@ class ServerState(Gate):
         return self._engine
 
     @property
+    def n_slots(self) -> int | None:
+        """As ``Gate.n_slots``."""
+        return None if self._engine is None else self._engine.n_seq_max
+
+    @property
     def has_engine(self) -> bool:
         """Whether it generates."""
         return self._engine is not None

@@ -19,12 +19,14 @@ class Tenant(NamedTuple):
     ``share``: requests of different shares take turns, however many each has. ``cache``: names its own prefix cache;
     None: the common one. ``grammar_timeout``: seconds of processor time that the constraint of a request may take, also
     where its params allow more; None: no such limit. ``max_sound_s``: most seconds of a sound; None: all of it.
+    ``priority``: added to that of its requests.
     """
 
     share: Hashable = None
     cache: str | None = None
     grammar_timeout: float | None = None
     max_sound_s: float | None = None
+    priority: int = 0
 
 
 NOBODY = Tenant()

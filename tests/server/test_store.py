@@ -120,8 +120,8 @@ def test_a_file_of_another_program_is_refused(file: Path) -> None:
 def test_a_newer_version_is_refused(file: Path) -> None:
     Store(file, BIG, 30).close()
     with closing(sqlite3.connect(file)) as connection:
-        connection.execute("PRAGMA user_version = 2")
-    with pytest.raises(StoreError, match="has version 2, this llamapipe reads 1"):
+        connection.execute("PRAGMA user_version = 3")
+    with pytest.raises(StoreError, match="has version 3, this llamapipe reads 2"):
         Store(file, BIG, 30)
 
 

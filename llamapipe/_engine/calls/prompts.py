@@ -408,7 +408,7 @@ class RequestBuilder:
             adapters=adapters,
             activation=activation,
             wants_logprobs=params.logprobs is not None,
-            priority=params.priority,
+            priority=params.priority + tenant.get().priority,
             share=tenant.get().share,
             speculates=speculates,
             unguessed=unguessed if self._speculates else "",

@@ -1,0 +1,363 @@
+"""Answers that are computed in the background: ``background: true`` of ``/v1/responses``.
+
+Open it to change when they are computed, how many at once, and what their streams tell.
+
+The principle: every process that clients reach computes them, as requests that it makes to itself; the front process of
+several models asks theirs. ``_runs.py`` sees to it that each is computed by one process. A process that ends in peace
+gives its runs back; one that dies leaves a file without its lock, so the others see at once that it is gone.
+
+A run that fails because the server is busy, or because the process of a model ended, is tried again later. Any other
+error is its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.responses import Response
+
+from llamapipe.cache_file import locked, remove_if_dead
+from llamapipe.server._inside import Inside, post
+from llamapipe.server._json import encode_json
+from llamapipe.server._kept import read, store_of, write
+from llamapipe.server._runs import MOST_ATTEMPTS, Place, Run, Runs
+from llamapipe.server._store import Store, StoreError
+from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse
+from llamapipe.server.errors import ApiError, shutting_down
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from llamapipe.server._gate import Gate
+
+_POLL_S = 1.0  # between two looks at what other processes have given or taken
+_FOLLOW_S = 0.1  # the same of a stream
+_AT_ONCE = 8  # of a process that has no engine
+_LATER_S = 2  # before the next attempt, where this one found the server busy
+_MOST_LATER_S = 30
+_FRAME = b"\n\n"
+_ENDS = ("response.completed", "response.incomplete", "response.failed")  # told from what is stored
+_log = logging.getLogger("llamapipe.server")
+
+
+class Background:
+    """Computes what waits in the store, from ``start`` to ``stop``. On the event loop's thread.
+
+    ``application``: of this process.
+    """
+
+    def __init__(self, gate: Gate, store: Store, application: ASGIApp) -> None:
+        self.runs = Runs(store)
+        self._gate = gate
+        self._store = store
+        self._application = application
+        self._worker = ""
+        self._lock: int | None = None  # the descriptor that shows that this process lives
+        self._main: asyncio.Task[None] | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._wanted = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._is_stopping = False
+
+    def __repr__(self) -> str:
+        return f"<Background n_running={len(self._tasks)}>"
+
+    def start(self) -> None:
+        """Begins, also with what a server before this one left. A second call does nothing."""
+        if self._main is None and not self._is_stopping and not self._gate.is_behind_front:
+            self._main = asyncio.ensure_future(self._compute())
+
+    async def stop(self) -> None:
+        """Leaves what is not complete to the next server, or to other processes of this one."""
+        self._is_stopping = True
+        self.tell()
+        if self._main is None:
+            return
+        for task in (self._main, *self._tasks.values()):
+            task.cancel()
+        await asyncio.wait([self._main, *self._tasks.values()])
+        if self._lock is not None:
+            with suppress(StoreError):  # others see that this process has ended
+                await self._store.write(self.runs.release, self._worker, None, 0, False)
+            self._path(self._worker).unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = None
+
+    def wake(self) -> None:
+        """There may be something to compute, or to end."""
+        self._wanted.set()
+
+    def tell(self) -> None:
+        """Streams have something new."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def news(self) -> bool:
+        """Waits until a stream may have something new. False: the server ends."""
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), _FOLLOW_S)
+        return not (self._is_stopping or self._gate.draining)
+
+    # ---- who computes what
+    def _path(self, worker: str) -> Path:
+        return Path(f"{self._store.path}-at-{worker}")
+
+    async def _compute(self) -> None:
+        while True:
+            self._wanted.clear()
+            try:
+                await self._look()
+            except StoreError as e:
+                self._store.tell(e)
+            except OSError as e:
+                _log.warning("nothing is computed in the background: %s", e)
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._wanted.wait(), _POLL_S)
+
+    async def _look(self) -> None:
+        """Takes what may be taken, and ends what was cancelled."""
+        if self._lock is None:
+            await asyncio.to_thread(self._sign_in)
+        places, dead = await asyncio.to_thread(self._places)
+        mine = {place.id for place in places if place.worker == self._worker}
+        for answer_id, task in self._tasks.items():
+            if answer_id not in mine:
+                task.cancel()
+        n_free = self._n_at_once() - len(self._tasks)
+        waits = any(place.is_due and (place.worker is None or place.worker in dead) for place in places)
+        if n_free <= 0 or not waits:
+            return
+        for run in await self._store.write(self.runs.claim, self._worker, dead, n_free):
+            task = self._tasks[run.id] = asyncio.ensure_future(self._answer(run))
+            task.add_done_callback(partial(self._ended, run.id))
+
+    def _ended(self, answer_id: str, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(answer_id, None)
+        self.tell()
+        self.wake()
+
+    def _sign_in(self) -> None:
+        """Makes the file whose lock shows that this process lives; removes those of dead ones. In a thread."""
+        self._worker = f"{os.getpid()}-{uuid.uuid4().hex}"
+        for old in self._store.path.parent.glob(f"{self._store.path.name}-at-*"):
+            remove_if_dead(old)
+        self._lock = locked(self._path(self._worker))
+
+    def _places(self) -> tuple[list[Place], list[str]]:
+        """Where all runs are, and the workers that have ended. In a thread."""
+        places = self._store.read(self.runs.look)
+        others = {place.worker for place in places if place.worker is not None} - {self._worker}
+        for worker in others:
+            remove_if_dead(self._path(worker))
+        return places, [worker for worker in others if not self._path(worker).exists()]
+
+    def _n_at_once(self) -> int:
+        n_slots = self._gate.n_slots
+        return _AT_ONCE if n_slots is None else max(n_slots // 2, 1)
+
+    # ---- one answer
+    async def _answer(self, run: Run) -> None:
+        try:
+            error, counts = await self._outcome(run)
+        except StoreError as e:
+            self._store.tell(e)
+            error, counts = {"code": "store_failed", "message": str(e)}, True
+        except Exception as e:
+            _log.error("%s failed", run.id, exc_info=e)
+            error, counts = (
+                {"code": "server_error", "message": f"the server failed: {type(e).__name__}"},
+                True,
+            )
+        try:
+            if error is None or counts is None or (counts and run.n_attempts >= MOST_ATTEMPTS):
+                await self._store.write(self.runs.end, self._worker, run.id, error or _NOT_STORED)
+            else:
+                after_s = min(_LATER_S**run.n_attempts, _MOST_LATER_S) if counts else _LATER_S
+                await self._store.write(self.runs.release, self._worker, run.id, after_s, counts)
+        except StoreError as e:  # the lease stands until this process ends
+            self._store.tell(e)
+
+    async def _outcome(self, run: Run) -> tuple[dict[str, Any] | None, bool | None]:
+        """The error of a run, if it has one, and whether the attempt counts; None: there is to be no other."""
+        try:
+            key = self._gate.key_of(run.owner)
+        except LookupError as e:
+            return {"code": "invalid_api_key", "message": str(e)}, None
+        told = _Events(self, run) if run.is_stream else _Whole()
+        inside = Inside(key, run.id.removeprefix("resp_"), self._worker)
+        try:
+            answer = await post(self._application, "/v1/responses", run.body, told.take, inside)
+        finally:
+            await told.finish()
+        error = told.error(answer.status)
+        if error is None and answer.status == 200 and answer.is_whole:
+            return None, None
+        code = None if error is None else error.get("code")
+        if self._gate.draining or code in _BUSY or answer.status == 429:
+            return error or _LOST, False
+        if error is None or code == "model_ended" or answer.status in (500, 503, 507):
+            return error or _LOST, True
+        return error, None
+
+
+_LOST = {"code": "server_error", "message": "the process that computed this answer ended"}
+_NOT_STORED = {"code": "server_error", "message": "the answer was not stored"}
+_BUSY = ("shutting_down", "queue_full", "kv_cache_full", "too_many_requests", "too_many_bytes")
+
+
+class _Whole:
+    """Takes an answer that is no stream; only its error is looked at."""
+
+    def __init__(self) -> None:
+        self._body = b""
+
+    async def take(self, part: bytes) -> None:
+        self._body += part
+
+    async def finish(self) -> None:
+        """There is nothing to wait for."""
+
+    def error(self, status: int) -> dict[str, Any] | None:
+        """What the answer says, if it is an error."""
+        if status == 200:
+            return None
+        try:
+            found = msgspec.json.decode(self._body)["error"]
+        except (msgspec.DecodeError, KeyError, TypeError):
+            return None
+        return {"code": found.get("code") or "server_error", "message": found.get("message")}
+
+
+class _Events(_Whole):
+    """Stores what a stream tells, as it comes: what arrives while a transaction is on its way is the next one."""
+
+    def __init__(self, background: Background, run: Run) -> None:
+        super().__init__()
+        self._background = background
+        self._run = run
+        self._n_next = self._n_stored = run.n_next
+        self._waiting: list[bytes] = []
+        self._storing: asyncio.Task[None] | None = None
+        self._error: dict[str, Any] | None = None
+        self._has_begun = False
+
+    async def take(self, part: bytes) -> None:
+        if self._storing is not None and self._storing.done():
+            self._storing.result()  # raises
+        self._body += part
+        *frames, self._body = self._body.split(_FRAME)
+        for frame in frames:
+            data = frame.partition(b"data: ")[2]
+            if data:  # else it is a comment
+                self._add(msgspec.json.decode(data))
+        if self._waiting and self._storing is None:
+            self._storing = asyncio.ensure_future(self._store())
+
+    def _add(self, event: dict[str, Any]) -> None:
+        kind = event.get("type")
+        if kind is None or "error" in event:
+            found = event.get("error") or {}
+            self._error = {"code": found.get("code") or "server_error", "message": found.get("message")}
+        elif kind in _ENDS or (kind == "response.created" and self._run.n_attempts == 1):
+            return
+        else:
+            self._waiting.append(frame_of({**event, "sequence_number": self._n_next}))
+            self._n_next += 1
+
+    async def _store(self) -> None:
+        background, run = self._background, self._run
+        while self._waiting:
+            events, self._waiting = self._waiting, []
+            await background._store.write(
+                background.runs.add_events, background._worker, run.id, self._n_stored, events
+            )
+            self._n_stored += len(events)
+            background.tell()
+        self._storing = None
+
+    async def finish(self) -> None:
+        """Waits until all is stored. Raises StoreError."""
+        if self._storing is not None:
+            await self._storing
+
+    def error(self, status: int) -> dict[str, Any] | None:
+        return self._error if status == 200 else super().error(status)
+
+
+def frame_of(event: Mapping[str, Any]) -> bytes:
+    """An event as it is sent."""
+    return b"event: " + str(event["type"]).encode() + b"\ndata: " + encode_json(event) + _FRAME
+
+
+# ---- what clients ask for
+def check(exchange: Exchange, stores: bool | None) -> None:
+    """Raises ApiError 400 for a request for later that this server cannot keep."""
+    if exchange.gate.store is None:
+        raise ApiError(
+            400,
+            "background needs a server that stores answers (llamapipe serve --store FILE); leave it out, and wait for "
+            "the answer",
+            "background",
+        )
+    if stores is False:
+        raise ApiError(400, "background needs store: the answer is fetched later", "store")
+
+
+async def later(exchange: Exchange, answer_id: str, response: Mapping[str, Any], is_stream: bool) -> Response:
+    """The answer to a request whose run is stored: what it is now, or its stream."""
+    background = exchange.gate.background
+    if background is not None:
+        background.start()
+        background.wake()
+    if is_stream:
+        return EventStream(exchange, follow(exchange, answer_id, -1))
+    return JsonResponse(response)
+
+
+async def cancel(exchange: Exchange) -> Response:
+    """``POST /v1/responses/{id}/cancel``: ends an answer in the background. One that has ended stays as it is."""
+    answer_id = exchange.path_params["id"]
+    body, is_background = await write(exchange, Runs(store_of(exchange)).cancel, answer_id)
+    if not is_background:
+        raise ApiError(400, "only an answer with background: true can be cancelled", "id")
+    background = exchange.gate.background
+    if background is not None:
+        background.tell()
+        background.wake()
+    return JsonResponse(body)
+
+
+async def follow(exchange: Exchange, answer_id: str, after: int) -> AsyncGenerator[bytes, None]:
+    """The events of an answer's stream after the event ``after``, until it ends or the server does."""
+    runs, background = Runs(store_of(exchange)), exchange.gate.background
+    goes_on = True
+    while True:
+        told = await read(exchange, runs.told, answer_id, after)
+        if told is None:
+            raise ApiError(400, "the answer has no stream: it was asked for without stream: true", "stream")
+        yield SUBMITTED  # there may be nothing else to tell
+        for number, event in told.events:
+            yield event
+            after = number
+        if told.final is not None:
+            if told.n_final > after and told.final["status"] != "cancelled":
+                kind = f"response.{told.final['status']}"
+                yield frame_of({"type": kind, "response": told.final, "sequence_number": told.n_final})
+            return
+        if not goes_on:
+            raise shutting_down()
+        if not told.events:
+            if background is None:
+                await asyncio.sleep(_FOLLOW_S)
+                goes_on = not exchange.gate.draining
+            else:
+                goes_on = await background.news()

@@ -1,0 +1,201 @@
+"""Answers that are computed in the background: the part of the store that says which, by whom, and what was told.
+
+Open it to change what waits, who takes it, or how often it is tried. ``_background.py`` computes them.
+
+The principle: a *run* is a row beside its answer, which is stored from the beginning. A process that takes a run writes
+its name there; a run whose process has ended is anybody's again. So each is computed by one process, and none is lost.
+What a process writes about a run counts only while its name stands there: whoever was taken for dead, or whose run was
+cancelled, changes nothing. The answer and the end of its run are one transaction.
+
+What a stream tells is stored, with numbers that never return: an attempt that begins anew goes on counting.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from llamapipe.server._store import NewAnswer, Store
+
+MOST_ATTEMPTS = 5
+_OF_OWNER, _OF_ALL = 16, 4  # the parts of the store that the bodies of waiting runs may take
+_MOST_EVENTS = 1000  # that are read at once
+
+
+class FullError(Exception):
+    """Too many answers wait. The message says whose, and how many."""
+
+
+class Run(NamedTuple):
+    """An answer to compute. ``n_next``: the number of its next event. ``n_attempts``: with this one."""
+
+    id: str
+    owner: str
+    is_stream: bool
+    n_attempts: int
+    n_next: int
+    body: bytes
+
+
+class Place(NamedTuple):
+    """Where a run is. ``worker``: who computes it. ``is_due``: it need not wait before its next attempt."""
+
+    id: str
+    worker: str | None
+    is_due: bool
+
+
+class Told(NamedTuple):
+    """What a stream tells after an event. ``final``: the answer, if it has ended and there is nothing more."""
+
+    events: list[tuple[int, bytes]]
+    final: dict[str, Any] | None
+    n_final: int
+
+
+class Runs:
+    """The runs of a store. Its methods are for ``Store.write``, but for those with a connection: ``Store.read``."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __repr__(self) -> str:
+        return f"<Runs of {self._store}>"
+
+    @property
+    def _writer(self) -> sqlite3.Connection:
+        return self._store.writer
+
+    # ---- of clients
+    def add(
+        self, owner: str, answer: NewAnswer, body: bytes, events: Sequence[bytes], most: int, most_bytes: int
+    ) -> None:
+        """Stores an answer that is to be computed from a request's ``body``. ``events``: of its stream, if it has one.
+
+        ``most``: that one owner may have; ``most_bytes``: of the store. Raises FullError, StoreError, MissingError.
+        """
+        counted = "SELECT count(*), coalesce(sum(length(body)), 0) FROM runs WHERE NOT is_done"
+        n, n_bytes = self._writer.execute(f"{counted} AND owner = ?", (owner,)).fetchone()
+        if n >= most:
+            raise FullError(
+                f"{n} answers are computed in the background or wait, the limit (--max-background)"
+            )
+        n_all = self._writer.execute(counted).fetchone()[1]
+        if n_bytes + len(body) > most_bytes // _OF_OWNER or n_all + len(body) > most_bytes // _OF_ALL:
+            raise FullError(f"the {n} answers that wait take too much of the store (--store-bytes)")
+        self._store.add_answer(owner, answer)
+        thread = self._store.thread_of(owner, answer.id, self._writer)
+        self._store.will_write(len(body))
+        self._writer.execute(
+            "INSERT INTO runs (id, thread, owner, is_stream, body) VALUES (?, ?, ?, ?, ?)",
+            (answer.id, thread, owner, bool(events), body),
+        )
+        self._insert(answer.id, thread, 0, events)
+
+    def cancel(self, owner: str, answer_id: str) -> tuple[dict[str, Any], bool]:
+        """Ends a run. Returns the answer, and whether it was one in the background. Raises MissingError."""
+        body = self._store.answer(owner, answer_id, self._writer)
+        ended = self._writer.execute("DELETE FROM runs WHERE id = ? AND NOT is_done", (answer_id,)).rowcount
+        if ended:
+            body["status"] = "cancelled"
+            self._store.change_answer(answer_id, {"status": "cancelled"})
+        return body, bool(body.get("background"))
+
+    def told(self, owner: str, answer_id: str, after: int, connection: sqlite3.Connection) -> Told | None:
+        """What a stream tells after the event ``after``. None: the answer has none. Raises MissingError."""
+        answer = self._store.answer(owner, answer_id, connection)
+        last = connection.execute("SELECT max(number) FROM events WHERE answer = ?", (answer_id,)).fetchone()[
+            0
+        ]
+        if last is None:
+            return None
+        events = connection.execute(
+            "SELECT number, body FROM events WHERE answer = ? AND number > ? ORDER BY number LIMIT ?",
+            (answer_id, after, _MOST_EVENTS),
+        ).fetchall()
+        runs = connection.execute("SELECT 1 FROM runs WHERE id = ?", (answer_id,)).fetchone() is not None
+        is_last = not runs and (events[-1][0] if events else after) >= last
+        return Told(events, answer if is_last else None, last + 1)
+
+    # ---- of those who compute
+    def look(self, connection: sqlite3.Connection) -> list[Place]:
+        """Where all runs are."""
+        rows = connection.execute("SELECT id, worker, not_before <= ? FROM runs", (int(time.time()),))
+        return [Place(answer_id, worker, bool(is_due)) for answer_id, worker, is_due in rows]
+
+    def claim(self, worker: str, dead: Sequence[str], n: int) -> list[Run]:
+        """Takes at most ``n`` runs, of those who have the fewest first. ``dead``: workers that have ended."""
+        writer = self._writer
+        writer.executemany("UPDATE runs SET worker = NULL WHERE worker = ?", [(name,) for name in dead])
+        writer.execute("DELETE FROM runs WHERE is_done AND worker IS NULL")
+        made: list[Run] = []
+        while len(made) < n:
+            row = writer.execute(
+                "SELECT id, owner, is_stream, n_attempts, n_first, body FROM runs r "
+                "WHERE worker IS NULL AND not_before <= ? ORDER BY "
+                "(SELECT count(*) FROM runs b WHERE b.owner = r.owner AND b.worker IS NOT NULL), number LIMIT 1",
+                (int(time.time()),),
+            ).fetchone()
+            if row is None:
+                break
+            answer_id, owner, is_stream, n_attempts, n_first, body = row
+            if n_attempts >= MOST_ATTEMPTS:
+                message = f"the server ended {n_attempts} times while it computed this answer"
+                self._end(answer_id, {"code": "server_error", "message": message})
+                continue
+            last = writer.execute("SELECT max(number) FROM events WHERE answer = ?", (answer_id,)).fetchone()[
+                0
+            ]
+            n_next = max(n_first, 0 if last is None else last + 1)
+            writer.execute(
+                "UPDATE runs SET worker = ?, n_attempts = n_attempts + 1, n_first = ? WHERE id = ?",
+                (worker, n_next, answer_id),
+            )
+            made.append(Run(answer_id, owner, bool(is_stream), n_attempts + 1, n_next, body))
+        return made
+
+    def add_events(self, worker: str, answer_id: str, first: int, events: Sequence[bytes]) -> bool:
+        """Stores what a stream tells, from the number ``first``. False: the run is not this worker's."""
+        row = self._writer.execute(
+            "SELECT thread, n_first FROM runs WHERE id = ? AND worker = ?", (answer_id, worker)
+        ).fetchone()
+        if row is not None:
+            if (
+                first == row[1]
+            ):  # what an earlier attempt told, but for the two events that say it was asked for
+                self._writer.execute("DELETE FROM events WHERE answer = ? AND number > 1", (answer_id,))
+            self._insert(answer_id, row[0], first, events)
+        return row is not None
+
+    def release(self, worker: str, answer_id: str | None, after_s: int, counts: bool) -> None:
+        """Gives a run back, or all of this worker: for a later attempt. ``counts``: whether this one did."""
+        self._writer.execute(
+            "UPDATE runs SET worker = NULL, not_before = ?, n_attempts = n_attempts - ? "
+            "WHERE worker = ? AND id = coalesce(?, id)",
+            (int(time.time()) + after_s, int(not counts), worker, answer_id),
+        )
+
+    def end(self, worker: str, answer_id: str, error: Mapping[str, Any]) -> None:
+        """Ends a run of this worker: with the answer that it has stored, or as failed."""
+        row = self._writer.execute(
+            "SELECT is_done FROM runs WHERE id = ? AND worker = ?", (answer_id, worker)
+        ).fetchone()
+        if row is not None and row[0]:
+            self._writer.execute("DELETE FROM runs WHERE id = ?", (answer_id,))
+        elif row is not None:
+            self._end(answer_id, error)
+
+    def _end(self, answer_id: str, error: Mapping[str, Any]) -> None:
+        self._store.change_answer(
+            answer_id, {"status": "failed", "error": dict(error), "completed_at": int(time.time())}
+        )
+        self._writer.execute("DELETE FROM runs WHERE id = ?", (answer_id,))
+
+    def _insert(self, answer_id: str, thread: int, first: int, events: Sequence[bytes]) -> None:
+        self._store.will_write(sum(map(len, events)))
+        self._writer.executemany(
+            "INSERT INTO events (answer, number, thread, body) VALUES (?, ?, ?, ?)",
+            [(answer_id, number, thread, event) for number, event in enumerate(events, first)],
+        )

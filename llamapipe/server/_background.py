@@ -26,11 +26,12 @@ import msgspec
 from starlette.responses import Response
 
 from llamapipe.cache_file import locked, remove_if_dead
+from llamapipe.server._database import StoreError
 from llamapipe.server._inside import Inside, post
 from llamapipe.server._json import encode_json
 from llamapipe.server._kept import read, store_of, write
 from llamapipe.server._runs import MOST_ATTEMPTS, Place, Run, Runs
-from llamapipe.server._store import Store, StoreError
+from llamapipe.server._store import Store
 from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError, shutting_down
 

@@ -13,16 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from llamapipe._messages import quoted
+from llamapipe.server._database import MissingError, StoreError
 from llamapipe.server._runs import FullError, Runs
-from llamapipe.server._store import (
-    Item,
-    MissingError,
-    NewAnswer,
-    Store,
-    StoreError,
-    TooMuchError,
-    UnfinishedError,
-)
+from llamapipe.server._store import Item, NewAnswer, Store, TooMuchError, UnfinishedError
 from llamapipe.server.errors import ApiError
 
 if TYPE_CHECKING:

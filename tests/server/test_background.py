@@ -399,7 +399,7 @@ def test_an_answer_that_ends_servers_fails(engine: lp.Engine, file: Path) -> Non
 
 def test_a_disk_that_fails(engine: lp.Engine, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot be stored is not promised; what was promised is computed when the disk takes it."""
-    monkeypatch.setattr("llamapipe.server._store._BUSY_S", 0.01)
+    monkeypatch.setattr("llamapipe.server._database._BUSY_S", 0.01)
     monkeypatch.setattr("llamapipe.server._background._LATER_S", 1)
     with served(engine, file) as client, Gate(engine) as gate:
         made = client.responses.create(**LATER)

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from support.run_script import Script, command, environment
 
-from llamapipe.server._store import MissingError, NewAnswer, Page, Store, StoreError
+from llamapipe.server._database import MissingError, StoreError
+from llamapipe.server._store import NewAnswer, Page, Store
 
 BIG = 2**30
 ALL = (10_000, BIG, "")  # items and bytes that may be read at once, and an answer that is not there

@@ -21,7 +21,7 @@ from support.pool_server import pool_server
 from support.worker_server import worker_server
 
 import llamapipe as lp
-from llamapipe.server import ServerSettings, _store, app, serve
+from llamapipe.server import ServerSettings, _database, app, serve
 from llamapipe.server._kept import NOT_STORED
 
 OPTIONS: Any = {"model": "demo", "max_output_tokens": 12, "temperature": 0}
@@ -459,8 +459,8 @@ def test_others_do_not_wait_for_a_slow_disk(
     engine: lp.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While another program holds the file, an answer waits for it; what stores nothing does not."""
-    monkeypatch.setattr(_store, "_BUSY_S", PATIENCE_S)
-    monkeypatch.setattr(_store, "_WAIT_S", PATIENCE_S)
+    monkeypatch.setattr(_database, "_BUSY_S", PATIENCE_S)
+    monkeypatch.setattr(_database, "_WAIT_S", PATIENCE_S)
     file = tmp_path / "answers.db"
     with (
         serve(engine, settings=ServerSettings(**NAMES, store=file)) as server,
@@ -492,7 +492,7 @@ def test_others_do_not_wait_for_a_slow_disk(
 def test_an_answer_that_cannot_be_stored_is_sent(
     engine: lp.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_store, "_BUSY_S", 0.01)
+    monkeypatch.setattr(_database, "_BUSY_S", 0.01)
     file = tmp_path / "answers.db"
     settings = ServerSettings(**NAMES, store=file)
     with (

@@ -1,0 +1,390 @@
+"""A SQLite file of the server, which all of its processes share: one thread writes, others read.
+
+Open it to change how a file is opened, checked, written and read. ``_store.py`` and ``_files.py`` say what is in them.
+
+Writes are transactions of one thread of this process; a kill leaves all of one or nothing. Reads use further
+connections, and never wait for writers (WAL). Neither belongs on an event loop's thread: call ``read`` in a thread,
+``write`` is awaited. What is deleted is overwritten in the file (``secure_delete``), and the file shrinks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sqlite3
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import msgspec
+
+from llamapipe.chat.halves import whole_values
+from llamapipe.host.at_exit import close_at_exit, forget
+from llamapipe.work.long_work import settle
+
+T = TypeVar("T")
+_log = logging.getLogger("llamapipe.server")
+_BUSY_S = 5.0  # that another process may write
+_OPEN_S = 30.0  # the same at the start, when many processes may make the file
+_WAIT_S = 10.0  # that a request waits for its transaction
+_TIDY_S = 600.0  # between two looks for what is too old
+_TELL_S = 60.0  # between two warnings
+_QUICK_BYTES = 2**28  # a file up to this size is checked as a whole at the start
+
+
+class StoreError(OSError):
+    """The file cannot be used. The message says why, for logs and clients."""
+
+
+class MissingError(LookupError):
+    """There is nothing with this id, or it is another owner's. ``kind``: what was looked for."""
+
+    def __init__(self, kind: str, wanted: str) -> None:
+        super().__init__(f"no {kind} has the id {wanted}")
+        self.kind = kind
+        self.id = wanted
+
+
+class Database:
+    """One file, open until ``close``. Any thread.
+
+    ``schema``, ``application``, ``version``: of a kind of files. Raises OSError if the file cannot be used or others
+    may read it, StoreError if it is damaged or none of its kind.
+    """
+
+    schema: ClassVar[str]
+    application: ClassVar[int]
+    version: ClassVar[int]
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._told_at = -_TELL_S
+        self._readers: list[sqlite3.Connection] = []  # that nobody uses
+        self._is_closed = False
+        self._checkpoint_is_due = False
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._lock = threading.Lock()  # of ``_readers`` and ``_is_closed``
+        _check_file(path)
+        self._file = _identity(path)
+        try:
+            self._writer = _connected(path, _OPEN_S)
+            try:
+                for pragma in ("auto_vacuum = INCREMENTAL", "journal_mode = WAL", "secure_delete = ON",
+                               "synchronous = NORMAL", "journal_size_limit = 16777216"):  # fmt: skip
+                    _execute_soon(self._writer, f"PRAGMA {pragma}")
+                self._prepare()
+                with self._transaction():
+                    self._tidy(at_start=True)
+                self._shrink()
+            except BaseException:
+                self._writer.close()
+                raise
+        except sqlite3.Error as e:
+            raise StoreError(f"--store: {path}: {_problem(e)}") from e
+        self._writer.execute(f"PRAGMA busy_timeout = {int(_BUSY_S * 1000)}")
+        self._thread = threading.Thread(target=self._run, name="llamapipe-store", daemon=True)
+        self._thread.start()
+        close_at_exit(self)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.path}>"
+
+    def close(self, drain: bool = False) -> None:
+        """Ends the thread after the transactions that wait, and closes the file. A second call does nothing."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            readers, self._readers = self._readers, []
+        forget(self)
+        self._jobs.put(None)
+        self._thread.join(_WAIT_S)
+        for reader in readers:
+            reader.close()
+
+    # ---- writes
+    async def write(self, function: Callable[..., T], *arguments: Any) -> T:
+        """``function(*arguments)``, as a transaction of the thread that writes.
+
+        Raises StoreError if the disk is full, too slow or failed, MissingError. Cancelled or late, nothing is stored,
+        unless the transaction has ended already.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        if self._is_closed:
+            raise StoreError("the server is shutting down")
+        timer = loop.call_later(_WAIT_S, _expire, future)
+        self._jobs.put(_Job(lambda: function(*arguments), loop, future))
+        try:
+            return await future
+        finally:
+            timer.cancel()
+            future.cancel()
+
+    @property
+    def writer(self) -> sqlite3.Connection:
+        """The connection of the thread that writes; inside of ``write``."""
+        return self._writer
+
+    def tell(self, error: StoreError) -> None:
+        """Logs a failure, not more than once a minute."""
+        now = time.monotonic()
+        if now - self._told_at >= _TELL_S:
+            self._told_at = now
+            _log.warning("%s: %s", self.path, error)
+
+    def read(self, function: Callable[..., T], *arguments: Any) -> T:
+        """``function(*arguments, connection)``, with a connection for this call.
+
+        Raises StoreError, MissingError.
+        """
+        connection = None
+        try:
+            with self._lock:
+                if self._is_closed:
+                    raise StoreError("the server is shutting down")
+                connection = self._readers.pop() if self._readers else None
+            if connection is None:
+                connection = _connected(self.path, _BUSY_S)
+            connection.execute("BEGIN")  # all statements see the same state
+            try:
+                return function(*arguments, connection)
+            finally:
+                connection.execute("COMMIT")
+        except sqlite3.Error as e:
+            raise StoreError(_problem(e)) from e
+        finally:
+            if connection is not None:
+                with self._lock:
+                    keeps = not self._is_closed
+                    if keeps:
+                        self._readers.append(connection)
+                if not keeps:
+                    connection.close()
+
+    # ---- of a kind of files
+    def _tidy(self, at_start: bool = False) -> None:
+        """Called at the end of each transaction, and now and then: deletes what is too old or too much.
+
+        Raises StoreError if what was written does not fit.
+        """
+        raise NotImplementedError
+
+    def _look_again(self) -> None:
+        """Other processes may have written."""
+
+    # ---- inside
+    def _prepare(self) -> None:
+        """Makes the tables of a new file, and looks whether an old one is sound. Raises StoreError."""
+        writer = self._writer
+        with _exclusive(writer):
+            n_tables = writer.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+            marks = (writer.execute("PRAGMA application_id").fetchone()[0],
+                     writer.execute("PRAGMA user_version").fetchone()[0])  # fmt: skip
+            if not n_tables and marks == (0, 0):
+                for statement in _statements(self.schema):
+                    writer.execute(statement)
+                writer.execute(f"PRAGMA application_id = {self.application}")
+                writer.execute(f"PRAGMA user_version = {self.version}")
+            elif marks[0] != self.application:
+                raise StoreError(f"--store: {self.path} is a database of another program; give another file")
+            elif marks[1] != self.version:
+                raise StoreError(
+                    f"--store: {self.path} has version {marks[1]}, this llamapipe reads {self.version}; give another "
+                    "file"
+                )
+        if self.path.stat().st_size <= _QUICK_BYTES:
+            found = writer.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if found != "ok":
+                raise StoreError(
+                    f"--store: {self.path} is damaged ({found}): restore a copy, or give another file"
+                )
+
+    def _run(self) -> None:
+        """The thread that writes."""
+        writer = self._writer
+        try:
+            while True:
+                try:
+                    job = self._jobs.get(timeout=_TIDY_S)
+                except Empty:
+                    self._look_again()
+                    job = _Job(lambda: None, None, None)
+                if job is None:
+                    return
+                if job.is_unwanted():
+                    continue
+                result, error = None, None  # type: Any, Exception | None
+                try:
+                    if _identity(self.path) != self._file:  # what is written would be lost
+                        raise StoreError("the file was deleted or replaced while the server runs: restart it")
+                    with self._transaction():
+                        result = job.function()
+                        self._tidy()
+                        if job.is_unwanted():
+                            raise StoreError("nobody waits for it")
+                except sqlite3.Error as e:
+                    error = StoreError(_problem(e))
+                except Exception as e:
+                    error = e
+                job.settle(result, error)
+                with suppress(sqlite3.Error):  # the next time, then
+                    self._shrink()
+        finally:
+            writer.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with _exclusive(self._writer):
+            yield
+
+    def _used_bytes(self) -> int:
+        pages, free, size = (
+            self._writer.execute(f"PRAGMA {name}").fetchone()[0]
+            for name in ("page_count", "freelist_count", "page_size")
+        )
+        return int((pages - free) * size)
+
+    def _shrink(self) -> None:
+        """Gives free pages back, and overwrites the log of what was deleted on request."""
+        if not self._checkpoint_is_due:
+            return
+        self._writer.executescript("PRAGMA incremental_vacuum")  # execute() would free a single page
+        is_busy = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+        self._checkpoint_is_due = bool(is_busy)  # somebody reads: after the next transaction
+
+
+class _Job(NamedTuple):
+    """A transaction that waits; without ``future`` nobody waits for it."""
+
+    function: Callable[[], Any]
+    loop: asyncio.AbstractEventLoop | None
+    future: asyncio.Future[Any] | None
+
+    def is_unwanted(self) -> bool:
+        """Whether the one who asked for it is gone, or was told that it takes too long."""
+        return self.future is not None and self.future.done()
+
+    def settle(self, result: Any, error: Exception | None) -> None:
+        """Tells how it ended."""
+        if self.loop is not None and self.future is not None:
+            with suppress(RuntimeError):  # the loop is closed
+                self.loop.call_soon_threadsafe(settle, self.future, result, error)
+
+
+def _expire(future: asyncio.Future[Any]) -> None:
+    if not future.done():
+        future.set_exception(StoreError(f"the disk did not take it within {_WAIT_S:g} seconds"))
+
+
+def encoded(value: object) -> bytes:
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:  # what a model writes in JSON may have halves of characters
+        return msgspec.json.encode(whole_values(msgspec.to_builtins(value)))
+
+
+# ---- the file
+def _check_file(path: Path) -> None:
+    """Makes a file that only its user may read, or looks whether it is one. Raises OSError."""
+    # It is never opened here: closing it would give up the locks that SQLite holds for this process.
+    with suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+    for name in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
+        try:
+            status = name.lstat()
+        except FileNotFoundError:
+            continue
+        if (problem := _distrust(status)) is not None:
+            raise PermissionError(f"--store: {name} cannot hold stored answers: {problem}")
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which file has this name; None: there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _distrust(status: os.stat_result) -> str | None:
+    if not stat.S_ISREG(status.st_mode):
+        return "it is not a regular file"
+    if status.st_uid != os.geteuid():
+        return f"it belongs to user {status.st_uid}, and this is user {os.geteuid()}"
+    if status.st_mode & 0o077:
+        return f"other users may use it (mode {stat.S_IMODE(status.st_mode):o}): chmod 600"
+    return None
+
+
+def _connected(path: Path, timeout_s: float) -> sqlite3.Connection:
+    """A connection to the file."""
+    connection = sqlite3.connect(
+        f"{path.absolute().as_uri()}?mode=rw",
+        uri=True,
+        timeout=timeout_s,
+        isolation_level=None,
+        check_same_thread=False,
+    )
+    for pragma in ("trusted_schema = OFF", "cell_size_check = ON"):
+        connection.execute(f"PRAGMA {pragma}")
+    return connection
+
+
+def _execute_soon(connection: sqlite3.Connection, statement: str) -> None:
+    """Executes a statement at the start, when several processes may change the journal's mode at the same time."""
+    until = time.monotonic() + _OPEN_S
+    while True:
+        try:
+            connection.execute(statement).fetchall()
+            return
+        except sqlite3.OperationalError as e:
+            if "locked" not in str(e) or time.monotonic() > until:
+                raise
+        time.sleep(0.01)
+
+
+@contextmanager
+def _exclusive(connection: sqlite3.Connection) -> Iterator[None]:
+    """A transaction: all of it, or nothing after an exception."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        with suppress(sqlite3.Error):  # SQLite has done so already after some errors
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _statements(script: str) -> Iterator[str]:
+    statement = ""
+    for line in script.splitlines():
+        statement += f"{line}\n"
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""
+
+
+_ADVICE = {
+    "readonly": "make the file and its folder writable",
+    "unable to open": "its folder must be there, and writable",
+    "full": "free some space",
+    "locked": "another program holds it",
+    "not a database": "give another file",
+    "malformed": "restore a copy, or give another file",
+}
+
+
+def _problem(error: sqlite3.Error) -> str:
+    """What SQLite says, with what to do about it."""
+    text = str(error)
+    advice = next((advice for words, advice in _ADVICE.items() if words in text), None)
+    return text if advice is None else f"{text} ({advice})"

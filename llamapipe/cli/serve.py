@@ -235,6 +235,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(with_option_name(str(error))) from error
     if args.worker is None and (store := settings.open_store()) is not None:
         store.close()  # its problems are told before a model is loaded
+        if (files := settings.open_files()) is not None:
+            files.close()
     if settings.mcp is not None:
         _check_mcp(path_of(settings.mcp))
     if settings.mcp_urls:

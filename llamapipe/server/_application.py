@@ -27,6 +27,7 @@ from llamapipe.server import (
     _completions,
     _conversations,
     _embeddings,
+    _file_routes,
     _llama_server,
     _mistral,
     _ollama_files,
@@ -116,8 +117,7 @@ def _of_model(handler: Handler) -> Handler:
 _GENERATES = ("504",)
 _OF_STORE = ("400", "404", "500")
 _CHANGES_STORE = ("400", "404", "500", "507")
-# About what is stored. No model is needed, and any process can answer.
-STORE_ROUTES = (
+_ANSWER_ROUTES = (
     get(
         "/v1/responses/{id}",
         _conversations.get_response,
@@ -210,6 +210,55 @@ STORE_ROUTES = (
         aliases=("/conversations/{id}/items/{item}",),
     ),
 )
+_FILE_ROUTES = (
+    Endpoint(
+        "POST",
+        "/v1/files",
+        _file_routes.upload,
+        "Upload a file of requests for a batch.",
+        _CHANGES_STORE,
+        aliases=("/files",),
+        form=_file_routes.FORM,
+    ),
+    get("/v1/files", _file_routes.list_files, "The files.", _OF_STORE, aliases=("/files",)),
+    get("/v1/files/{id}", _file_routes.get_file, "A file.", _OF_STORE, aliases=("/files/{id}",)),
+    get(
+        "/v1/files/{id}/content",
+        _file_routes.content,
+        "The bytes of a file.",
+        _OF_STORE,
+        "application/octet-stream",
+        aliases=("/files/{id}/content",),
+    ),
+    Endpoint(
+        "DELETE",
+        "/v1/files/{id}",
+        _file_routes.delete_file,
+        "Delete a file.",
+        _CHANGES_STORE,
+        aliases=("/files/{id}",),
+    ),
+    post(
+        "/v1/batches",
+        _file_routes.create_batch,
+        _file_routes.BatchRequest,
+        "Answer the requests in a file.",
+        _CHANGES_STORE,
+        ("/batches",),
+    ),
+    get("/v1/batches", _file_routes.list_batches, "The batches.", _OF_STORE, aliases=("/batches",)),
+    get("/v1/batches/{id}", _file_routes.get_batch, "A batch.", _OF_STORE, aliases=("/batches/{id}",)),
+    Endpoint(
+        "POST",
+        "/v1/batches/{id}/cancel",
+        _file_routes.cancel_batch,
+        "Cancel a batch.",
+        _CHANGES_STORE,
+        aliases=("/batches/{id}/cancel",),
+    ),
+)
+# About what is stored. No model is needed, and any process can answer.
+STORE_ROUTES = (*_ANSWER_ROUTES, *_FILE_ROUTES)
 ROUTES = (
     post(
         "/v1/chat/completions",

@@ -14,22 +14,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.responses import Response
 
-from llamapipe.cache_file import locked, remove_if_dead
+from llamapipe.server._batches import Batches
 from llamapipe.server._database import StoreError
 from llamapipe.server._inside import Inside, post
 from llamapipe.server._json import encode_json
 from llamapipe.server._kept import read, store_of, write
+from llamapipe.server._presence import Presence
 from llamapipe.server._runs import MOST_ATTEMPTS, Place, Run, Runs
 from llamapipe.server._store import Store
 from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse
@@ -61,8 +59,8 @@ class Background:
         self._gate = gate
         self._store = store
         self._application = application
-        self._worker = ""
-        self._lock: int | None = None  # the descriptor that shows that this process lives
+        self._presence = Presence(store.path)
+        self._batches = None if gate.files is None else Batches(gate, gate.files, application, self._presence)
         self._main: asyncio.Task[None] | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._wanted = asyncio.Event()
@@ -71,6 +69,11 @@ class Background:
 
     def __repr__(self) -> str:
         return f"<Background n_running={len(self._tasks)}>"
+
+    @property
+    def worker(self) -> str:
+        """The name of this process in the rows of what it computes."""
+        return self._presence.name
 
     def start(self) -> None:
         """Begins, also with what a server before this one left. A second call does nothing."""
@@ -86,12 +89,12 @@ class Background:
         for task in (self._main, *self._tasks.values()):
             task.cancel()
         await asyncio.wait([self._main, *self._tasks.values()])
-        if self._lock is not None:
+        if self._batches is not None:
+            await self._batches.stop()
+        if self._presence.name:
             with suppress(StoreError):  # others see that this process has ended
-                await self._store.write(self.runs.release, self._worker, None, 0, False)
-            self._path(self._worker).unlink(missing_ok=True)
-            os.close(self._lock)
-            self._lock = None
+                await self._store.write(self.runs.release, self._presence.name, None, 0, False)
+            self._presence.sign_out()
 
     def wake(self) -> None:
         """There may be something to compute, or to end."""
@@ -109,14 +112,14 @@ class Background:
         return not (self._is_stopping or self._gate.draining)
 
     # ---- who computes what
-    def _path(self, worker: str) -> Path:
-        return Path(f"{self._store.path}-at-{worker}")
-
     async def _compute(self) -> None:
         while True:
             self._wanted.clear()
             try:
+                await asyncio.to_thread(self._presence.sign_in)
                 await self._look()
+                if self._batches is not None:
+                    await self._batches.look()
             except StoreError as e:
                 self._store.tell(e)
             except OSError as e:
@@ -126,10 +129,8 @@ class Background:
 
     async def _look(self) -> None:
         """Takes what may be taken, and ends what was cancelled."""
-        if self._lock is None:
-            await asyncio.to_thread(self._sign_in)
         places, dead = await asyncio.to_thread(self._places)
-        mine = {place.id for place in places if place.worker == self._worker}
+        mine = {place.id for place in places if place.worker == self.worker}
         for answer_id, task in self._tasks.items():
             if answer_id not in mine:
                 task.cancel()
@@ -137,7 +138,7 @@ class Background:
         waits = any(place.is_due and (place.worker is None or place.worker in dead) for place in places)
         if n_free <= 0 or not waits:
             return
-        for run in await self._store.write(self.runs.claim, self._worker, dead, n_free):
+        for run in await self._store.write(self.runs.claim, self.worker, dead, n_free):
             task = self._tasks[run.id] = asyncio.ensure_future(self._answer(run))
             task.add_done_callback(partial(self._ended, run.id))
 
@@ -146,20 +147,10 @@ class Background:
         self.tell()
         self.wake()
 
-    def _sign_in(self) -> None:
-        """Makes the file whose lock shows that this process lives; removes those of dead ones. In a thread."""
-        self._worker = f"{os.getpid()}-{uuid.uuid4().hex}"
-        for old in self._store.path.parent.glob(f"{self._store.path.name}-at-*"):
-            remove_if_dead(old)
-        self._lock = locked(self._path(self._worker))
-
     def _places(self) -> tuple[list[Place], list[str]]:
         """Where all runs are, and the workers that have ended. In a thread."""
         places = self._store.read(self.runs.look)
-        others = {place.worker for place in places if place.worker is not None} - {self._worker}
-        for worker in others:
-            remove_if_dead(self._path(worker))
-        return places, [worker for worker in others if not self._path(worker).exists()]
+        return places, self._presence.dead(place.worker for place in places)
 
     def _n_at_once(self) -> int:
         n_slots = self._gate.n_slots
@@ -180,10 +171,10 @@ class Background:
             )
         try:
             if error is None or counts is None or (counts and run.n_attempts >= MOST_ATTEMPTS):
-                await self._store.write(self.runs.end, self._worker, run.id, error or _NOT_STORED)
+                await self._store.write(self.runs.end, self.worker, run.id, error or _NOT_STORED)
             else:
                 after_s = min(_LATER_S**run.n_attempts, _MOST_LATER_S) if counts else _LATER_S
-                await self._store.write(self.runs.release, self._worker, run.id, after_s, counts)
+                await self._store.write(self.runs.release, self.worker, run.id, after_s, counts)
         except StoreError as e:  # the lease stands until this process ends
             self._store.tell(e)
 
@@ -194,7 +185,7 @@ class Background:
         except LookupError as e:
             return {"code": "invalid_api_key", "message": str(e)}, None
         told = _Events(self, run) if run.is_stream else _Whole()
-        inside = Inside(key, run.id.removeprefix("resp_"), self._worker)
+        inside = Inside(key, run.id.removeprefix("resp_"), self.worker)
         try:
             answer = await post(self._application, "/v1/responses", run.body, told.take, inside)
         finally:
@@ -279,7 +270,7 @@ class _Events(_Whole):
         while self._waiting:
             events, self._waiting = self._waiting, []
             await background._store.write(
-                background.runs.add_events, background._worker, run.id, self._n_stored, events
+                background.runs.add_events, background.worker, run.id, self._n_stored, events
             )
             self._n_stored += len(events)
             background.tell()

@@ -49,7 +49,7 @@ class ItemsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 async def get_response(exchange: Exchange) -> Response:
     """``GET /v1/responses/{id}``; with ``stream``, the events of one in the background."""
     store = store_of(exchange)
-    given = _query(exchange, "include", "stream", "include_obfuscation", "starting_after")
+    given = query(exchange, "include", "stream", "include_obfuscation", "starting_after")
     after = given.get("starting_after", [None])[-1]
     if given.get("stream", ["false"])[-1].lower() not in ("false", "0"):
         if after is not None and not (after.isascii() and after.isdigit() and len(after) < _MOST_DIGITS):
@@ -80,7 +80,7 @@ async def input_items(exchange: Exchange) -> Response:
 async def create(exchange: Exchange, request: ConversationRequest) -> Response:
     """``POST /v1/conversations``."""
     store = store_of(exchange)
-    _check_metadata(request.metadata)
+    check_metadata(request.metadata)
     items = await _checked(exchange, request.items or [])
     return JsonResponse(await write(exchange, store.add_conversation, request.metadata or {}, items))
 
@@ -93,7 +93,7 @@ async def get_conversation(exchange: Exchange) -> Response:
 async def update(exchange: Exchange, request: MetadataRequest) -> Response:
     """``POST /v1/conversations/{id}``: other metadata."""
     store = store_of(exchange)
-    _check_metadata(request.metadata)
+    check_metadata(request.metadata)
     conversation_id = exchange.path_params["id"]
     return JsonResponse(await write(exchange, store.change_conversation, conversation_id, request.metadata))
 
@@ -108,7 +108,7 @@ async def delete_conversation(exchange: Exchange) -> Response:
 async def add_items(exchange: Exchange, request: ItemsRequest) -> Response:
     """``POST /v1/conversations/{id}/items``."""
     store = store_of(exchange)
-    _query(exchange, "include")
+    query(exchange, "include")
     if not request.items:
         raise ApiError(400, "items is empty; give at least one", "items")
     items = await _checked(exchange, request.items)
@@ -126,7 +126,7 @@ async def list_items(exchange: Exchange) -> Response:
 async def get_item(exchange: Exchange) -> Response:
     """``GET /v1/conversations/{id}/items/{item}``."""
     store = store_of(exchange)
-    _query(exchange, "include")
+    query(exchange, "include")
     ids = exchange.path_params["id"], exchange.path_params["item"]
     return JsonResponse(await read(exchange, store.item, *ids))
 
@@ -140,7 +140,7 @@ async def delete_item(exchange: Exchange) -> Response:
 # ---- what they share
 async def _listed(exchange: Exchange, function: Any) -> Response:
     page = _page(
-        _query(exchange, "include", "order", "after", "limit", "before"),
+        query(exchange, "include", "order", "after", "limit", "before"),
         exchange.gate.settings.max_body_bytes,
     )
     items, has_more = await read(exchange, function, exchange.path_params["id"], page, param="after")
@@ -157,7 +157,7 @@ def _list_of(items: Sequence[Item], has_more: bool) -> dict[str, Any]:
     }
 
 
-def _query(exchange: Exchange, *known: str) -> dict[str, list[str]]:
+def query(exchange: Exchange, *known: str) -> dict[str, list[str]]:
     """The parameters of the query. Raises ApiError 400 for an unknown one; notes what ``include`` asks for in vain."""
     given: dict[str, list[str]] = {}
     for written, value in exchange.query_params.multi_items():
@@ -190,7 +190,7 @@ async def _checked(exchange: Exchange, items: list[Item]) -> list[Item]:
     return items
 
 
-def _check_metadata(given: Mapping[str, str] | None) -> None:
+def check_metadata(given: Mapping[str, str] | None) -> None:
     """Raises ApiError 400 for metadata beyond the API's limits."""
     pairs: Iterable[tuple[str, str]] = (given or {}).items()
     if len(given or ()) > _MOST_PAIRS:

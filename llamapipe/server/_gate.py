@@ -51,8 +51,9 @@ class Gate:
 
     ``n_requests``: requests being served. ``bound_to``: the address that the server listens on; None inside of another
     server, which tells it with each request. ``is_behind_front``: only the front process of several models reaches this
-    server; it has checked the client, and says who it is. ``store``: of answers, until ``release``; None: none is.
-    ``background``: what computes answers after their clients are gone; None: without a store.
+    server; it has checked the client, and says who it is. ``store``: of answers, ``files``: of clients and their
+    batches, both until ``release``; None: there is none. ``background``: what computes answers and batches after their
+    clients are gone; None: without a store.
 
     Raises OSError and StoreError for a file of stored answers that cannot be used.
     """
@@ -71,12 +72,14 @@ class Gate:
         self._n_freed = 0  # bytes, since the last time
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
         self.store = settings.open_store()
+        self.files = settings.open_files()
         self.background: LaterWork | None = None
 
     def release(self) -> None:
-        """Closes the file of stored answers, if there is one. A second call does nothing. Waits; any thread."""
-        if self.store is not None:
-            self.store.close()
+        """Closes the files of what is stored, if there are any. A second call does nothing. Waits; any thread."""
+        for database in (self.store, self.files):
+            if database is not None:
+                database.close()
 
     @property
     def n_slots(self) -> int | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from llamapipe._messages import quoted
-from llamapipe.server._database import MissingError, StoreError
+from llamapipe.server._database import Database, MissingError, StoreError
 from llamapipe.server._runs import FullError, Runs
 from llamapipe.server._store import Item, NewAnswer, Store, TooMuchError, UnfinishedError
 from llamapipe.server.errors import ApiError
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 NOT_STORED = b"x-llamapipe-not-stored"
-_NO_STORE = "this server stores no answers (llamapipe serve --store FILE does)"
+NO_STORE = "this server stores no answers (llamapipe serve --store FILE does)"
 
 
 def store_of(exchange: Exchange) -> Store:
     """The server's store. Raises ApiError 404 if it has none."""
     store = exchange.gate.store
     if store is None:
-        raise ApiError(404, _NO_STORE, code="not_found")
+        raise ApiError(404, NO_STORE, code="not_found")
     return store
 
 
@@ -38,7 +38,13 @@ async def read(
     exchange: Exchange, function: Callable[..., T], *arguments: Any, param: str | None = None
 ) -> T:
     """``function(owner, *arguments)`` of the store, one that reads, in a thread. Raises ApiError."""
-    store = store_of(exchange)
+    return await read_of(exchange, store_of(exchange), function, *arguments, param=param)
+
+
+async def read_of(
+    exchange: Exchange, store: Database, function: Callable[..., T], *arguments: Any, param: str | None = None
+) -> T:
+    """The same of a file. Raises ApiError."""
     owner = exchange.gate.owner_of(exchange)
     try:
         return await exchange.gate.convert(store.read, function, owner, *arguments, size=0)
@@ -53,11 +59,17 @@ async def read(
 
 async def write(exchange: Exchange, function: Callable[..., T], *arguments: Any) -> T:
     """``function(owner, *arguments)`` of the store, one that writes. Raises ApiError."""
-    store = store_of(exchange)
+    return await write_of(exchange, store_of(exchange), function, *arguments)
+
+
+async def write_of(
+    exchange: Exchange, store: Database, function: Callable[..., T], *arguments: Any, param: str | None = None
+) -> T:
+    """The same of a file. Raises ApiError."""
     try:
         return await store.write(function, exchange.gate.owner_of(exchange), *arguments)
     except MissingError as e:
-        raise missing(e) from None
+        raise missing(e, param) from None
     except StoreError as e:
         store.tell(e)
         raise ApiError(507, f"it cannot be stored: {e}", code="store_failed") from None
@@ -73,7 +85,7 @@ def missing(error: MissingError, param: str | None = None) -> ApiError:
             param,
             "previous_response_not_found",
         )
-    kind = {"answer": "Response", "conversation": "Conversation", "item": "Item"}[error.kind]
+    kind = "Response" if error.kind == "answer" else error.kind.capitalize()
     return ApiError(404, f"{kind} with id {quoted(error.id)} not found", param, "not_found")
 
 
@@ -200,7 +212,7 @@ def kept_of(
     if exchange.gate.store is None:
         for name, given in (("previous_response_id", previous), ("conversation", conversation)):
             if given is not None:
-                raise ApiError(400, f"{name} is not supported: {_NO_STORE}; send the whole input", name)
+                raise ApiError(400, f"{name} is not supported: {NO_STORE}; send the whole input", name)
         return Kept(exchange, None, None, False)
     if stores is False and conversation is not None:
         raise ApiError(

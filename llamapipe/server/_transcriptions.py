@@ -34,6 +34,10 @@ _NAME = re.compile(
     rb"""^content-disposition:\s*form-data\s*;[^\r\n]*?\bname="([^"\r\n]{1,200})\"""",
     re.IGNORECASE | re.MULTILINE,
 )
+_FILENAME = re.compile(
+    rb"""^content-disposition:\s*form-data\s*;[^\r\n]*?\bfilename="([^"\r\n]{1,255})\"""",
+    re.IGNORECASE | re.MULTILINE,
+)
 FIELDS = (
     "file",
     "model",
@@ -52,6 +56,7 @@ _PROMPT = "Transcribe audio to text"
 class _Part(NamedTuple):
     name: str
     value: bytes
+    filename: str | None
 
 
 def form_parts(content_type: str, body: bytes) -> list[_Part]:
@@ -80,7 +85,14 @@ def form_parts(content_type: str, body: bytes) -> list[_Part]:
         name = _NAME.search(body[at + 2 : head_end])
         if name is None:
             raise ApiError(400, f"part {len(parts)} of the body has no name")
-        parts.append(_Part(name[1].decode("utf-8", "replace"), body[head_end + 4 : end]))
+        filename = _FILENAME.search(body[at + 2 : head_end])
+        parts.append(
+            _Part(
+                name[1].decode("utf-8", "replace"),
+                body[head_end + 4 : end],
+                None if filename is None else filename[1].decode("utf-8", "replace"),
+            )
+        )
         at = end + 2 + len(mark)
     return parts
 
@@ -101,7 +113,7 @@ def _fields(exchange: Exchange) -> dict[str, bytes]:
     raw, exchange.raw = exchange.raw, b""
     fields: dict[str, bytes] = {}
     unused = []
-    for name, value in form_parts(exchange.headers.get("content-type", ""), raw):
+    for name, value, _ in form_parts(exchange.headers.get("content-type", ""), raw):
         if name in _WITHOUT_EFFECT:
             unused.append(name)
         elif name not in FIELDS:

@@ -18,6 +18,7 @@ from llamapipe.llama.fim import FimOrder
 from llamapipe.params import SamplingParams
 
 if TYPE_CHECKING:
+    from llamapipe.server._files import Files
     from llamapipe.server._mcp import LocalServers
     from llamapipe.server._store import Store
 
@@ -101,6 +102,8 @@ class ServerSettings:
       ``max_mcp_characters``: of the result of a call; the rest is cut off.
     - ``max_background``: answers with ``background: true`` that one key may have waiting and computed; further ones are
       answered 429.
+    - ``files_bytes``: files that clients upload, and results of their batches, of which each key has an equal part.
+      They are in a second file beside the store, for ``store_days`` unless the client says otherwise.
     - ``page``: serve the page at ``/``.
     - ``ollama``: also serve Ollama's API under ``/api``. ``allow_pull``, ``allow_delete``: its clients may download
       models of the Hugging Face Hub and give the model further names, and delete downloaded files.
@@ -153,6 +156,7 @@ class ServerSettings:
     max_mcp_calls: int = 32
     max_mcp_characters: int = 65_536
     max_background: int = 100
+    files_bytes: int = 2**30
 
     def __post_init__(self) -> None:
         for name in (
@@ -236,6 +240,17 @@ class ServerSettings:
         servers = LocalServers(entries, self.mcp_timeout_s)
         servers.start()
         return servers
+
+    def open_files(self) -> Files | None:
+        """The file beside it, for clients' files and batches; None without a store. Raises as ``open_store``."""
+        if self.store is None:
+            return None
+        from llamapipe.server._files import Files
+
+        path = path_of(self.store)
+        return Files(
+            path.with_name(f"{path.name}-files"), self.files_bytes, len(self.api_keys), self.store_days
+        )
 
     def default_template_args(self) -> dict[str, Any]:
         """The arguments of the template where a request has no others. Raises ValueError."""

@@ -1,0 +1,321 @@
+"""Computes the batches of clients: files of requests, each answered as a client's would be.
+
+Open it to change in which order and how many requests are computed, and what becomes of one that fails.
+
+The principle: a request of a batch is one that the server makes to itself, with a lower priority than all of clients:
+it waits for them, and is preempted by them. Its result and the counts of the batch are one transaction (``_files.py``).
+So a server that was killed computes again only what had no result.
+
+What a busy server refuses is asked again. A request that fails five times because its process ended, or the server
+failed, has that error as its result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from functools import partial
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from llamapipe._messages import quoted
+from llamapipe.server._database import StoreError
+from llamapipe.server._files import MOST_ATTEMPTS, Claim, Files, FullError, LostError, Place, Result
+from llamapipe.server._inside import Inside, post
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from llamapipe.server._gate import Gate
+    from llamapipe.server._presence import Presence
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+MOST_REQUESTS = 50_000  # the API's limit
+_MOST_ERRORS = 100  # of a file, that are told
+_MOST_ID = 512  # characters of a custom_id
+_BATCHES = 4  # that a process computes at once
+_AT_ONCE = 8  # requests of a process that has no engine
+_PRIORITY = -1
+_AGAIN_S = 1.0  # before a request is asked again
+_DISK_S = 30  # before a batch is tried again whose results the disk did not take
+_WRITTEN_AT_ONCE = 100  # results of requests that were not made
+_BUSY = (429, 503)
+_log = logging.getLogger("llamapipe.server")
+
+
+class _Line(msgspec.Struct):
+    """A request of a batch."""
+
+    custom_id: str
+    url: str
+    body: msgspec.Raw
+    method: str = "POST"
+
+
+class _Streams(msgspec.Struct):
+    """What no request of a batch may ask for."""
+
+    stream: Any = None
+    background: Any = None
+
+
+_LINES = msgspec.json.Decoder(_Line)
+_STREAMS = msgspec.json.Decoder(_Streams)
+
+
+class Batches:
+    """Computes the batches of the file ``files``. ``look`` is called now and then. On the event loop's thread."""
+
+    def __init__(self, gate: Gate, files: Files, application: ASGIApp, presence: Presence) -> None:
+        self._gate = gate
+        self._files = files
+        self._application = application
+        self._presence = presence
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._places: asyncio.Semaphore | None = None  # of requests
+
+    def __repr__(self) -> str:
+        return f"<Batches n_running={len(self._tasks)}>"
+
+    async def look(self) -> None:
+        """Takes what may be taken, and ends what was cancelled. Raises StoreError."""
+        places, dead = await asyncio.to_thread(self._look)
+        going_on = {
+            place.id
+            for place in places
+            if place.worker == self._presence.name and place.status != "cancelling"
+        }
+        ending = [task for batch_id, task in self._tasks.items() if batch_id not in going_on]
+        for task in ending:
+            task.cancel()
+        if ending:
+            await asyncio.wait(ending)
+            await asyncio.sleep(0)  # they leave the table
+            places, dead = await asyncio.to_thread(self._look)
+        waits = any(place.is_due and (place.worker is None or place.worker in dead) for place in places)
+        n_free = _BATCHES - len(self._tasks)
+        if waits and n_free > 0:
+            claims = await self._files.write(self._files.claim, self._presence.name, dead, n_free)
+            for claim in claims:
+                task = self._tasks[claim.id] = asyncio.ensure_future(self._run(claim))
+                task.add_done_callback(partial(self._ended, claim.id))
+
+    def _ended(self, batch_id: str, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(batch_id, None)
+
+    def _look(self) -> tuple[list[Place], list[str]]:
+        places = self._files.read(self._files.look)
+        return places, self._presence.dead(place.worker for place in places)
+
+    async def stop(self) -> None:
+        """Leaves what is not complete to the next server, or to other processes of this one."""
+        for task in self._tasks.values():
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks.values())
+        if self._presence.name:
+            with suppress(StoreError):  # others see that this process has ended
+                await self._files.write(self._files.release, self._presence.name, None)
+
+    # ---- one batch
+    async def _run(self, claim: Claim) -> None:
+        files, worker = self._files, self._presence.name
+        try:
+            status, errors = await self._outcome(claim)
+            await files.write(files.end, worker, claim.number, status, errors)
+        except LostError:  # it is another process's, or was cancelled meanwhile
+            with suppress(StoreError):
+                await files.write(files.release, worker, claim.number)
+        except asyncio.CancelledError:  # by its client, or for the end of the server
+            with suppress(StoreError):
+                await asyncio.shield(files.write(files.release, worker, claim.number))
+            raise
+        except StoreError as e:
+            files.tell(e)
+            with suppress(StoreError):
+                await files.write(files.release, worker, claim.number, _DISK_S)
+        except Exception as e:
+            _log.error("%s failed", claim.id, exc_info=e)
+            problem = _problem("server_error", f"the server failed: {type(e).__name__}")
+            with suppress(StoreError, LostError):
+                await files.write(files.end, worker, claim.number, "failed", [problem])
+
+    async def _outcome(self, claim: Claim) -> tuple[str, Sequence[dict[str, Any]]]:
+        """The status with which a batch ends, and its errors. Raises LostError, StoreError."""
+        if claim.status == "cancelling":
+            return "cancelled", ()
+        if claim.n_attempts > MOST_ATTEMPTS:
+            message = f"the server ended {MOST_ATTEMPTS} times while it computed this batch, without a result"
+            return "failed", [_problem("server_error", message)]
+        try:
+            key = self._gate.key_of(claim.owner)
+        except LookupError as e:
+            return "failed", [_problem("invalid_api_key", str(e))]
+        if claim.status == "validating":
+            n_total, errors = await asyncio.to_thread(self._checked, claim)
+            if errors:
+                return "failed", errors
+            await self._files.write(self._files.begin, self._presence.name, claim.number, n_total)
+        try:
+            try:
+                await asyncio.wait_for(self._compute(claim, key), max(claim.expires_at - time.time(), 0))
+            except asyncio.TimeoutError:
+                await self._expire(claim)
+                return "expired", ()
+        except FullError as e:
+            return "failed", [_problem("files_full", str(e))]
+        return "completed", ()
+
+    def _checked(self, claim: Claim) -> tuple[int, list[dict[str, Any]]]:
+        """The number of requests in a batch's file, and what is wrong with them. In a thread."""
+        errors: list[dict[str, Any]] = []
+        seen: set[str] = set()
+        n = 0
+        for number, line in self._files.lines(claim.input):
+            n += 1
+            problem = _problem_of(line, claim.endpoint, seen)
+            if problem is not None:
+                errors.append({**problem, "line": number + 1})
+            if n > MOST_REQUESTS:
+                return n, [_problem("too_many_requests", f"the file has more than {MOST_REQUESTS} requests")]
+            if len(errors) == _MOST_ERRORS:
+                break
+        if not n:
+            errors.append(_problem("empty_file", "the file has no requests"))
+        return n, errors
+
+    async def _left(self, claim: Claim) -> AsyncIterator[tuple[int, _Line]]:
+        """The requests of a batch that have no result."""
+        done = await asyncio.to_thread(self._files.read, self._files.done, claim.number)
+        lines = self._files.lines(claim.input)
+        while (found := await asyncio.to_thread(next, lines, None)) is not None:
+            if found[0] not in done:
+                yield found[0], _LINES.decode(found[1])
+
+    async def _compute(self, claim: Claim, key: bytes | None) -> None:
+        if self._places is None:
+            n_slots = self._gate.n_slots
+            self._places = asyncio.Semaphore(_AT_ONCE if n_slots is None else n_slots)
+        running: set[asyncio.Task[None]] = set()
+        try:
+            async for number, line in self._left(claim):
+                await self._places.acquire()
+                task = asyncio.ensure_future(self._answer(claim, key, number, line))
+                task.add_done_callback(self._left_place)
+                running.add(task)
+                for ended in [task for task in running if task.done()]:
+                    running.discard(ended)
+                    ended.result()  # raises
+            if running:
+                await asyncio.gather(*running)
+        finally:
+            for task in running:
+                task.cancel()
+            if running:
+                await asyncio.wait(running)
+
+    def _left_place(self, task: asyncio.Task[None]) -> None:
+        assert self._places is not None
+        self._places.release()
+
+    async def _answer(self, claim: Claim, key: bytes | None, number: int, line: _Line) -> None:
+        """Makes one request, and stores what it came to."""
+        name = f"{claim.id}_{number}"
+        # The same in each attempt: an answer that is stored takes the place of that of the attempt before.
+        answer = sha256(name.encode()).hexdigest()[:32] if claim.endpoint == "/v1/responses" else None
+        inside = Inside(key, answer, priority=_PRIORITY)
+        n_attempts = 0
+        while True:
+            parts: list[bytes] = []
+
+            async def take(part: bytes, parts: list[bytes] = parts) -> None:
+                parts.append(part)
+
+            made = await post(self._application, claim.endpoint, bytes(line.body), take, inside)
+            body = b"".join(parts)
+            if self._gate.draining:
+                raise asyncio.CancelledError
+            is_lost = not made.is_whole or made.status in (0, 500) or _code(body) == "model_ended"
+            n_attempts += is_lost
+            if (made.status not in _BUSY and not is_lost) or n_attempts >= MOST_ATTEMPTS:
+                break
+            await asyncio.sleep(_AGAIN_S)
+        if made.is_whole and made.status:
+            response = {"status_code": made.status, "request_id": name, "body": msgspec.Raw(body)}
+            result = _result(number, name, line.custom_id, made.status >= 400, response, None)
+        else:
+            error = {"code": "server_error", "message": "the process that computed it ended"}
+            result = _result(number, name, line.custom_id, True, None, error)
+        await self._files.write(self._files.add_results, self._presence.name, claim.number, [result])
+
+    async def _expire(self, claim: Claim) -> None:
+        """The requests without a result get an error as theirs."""
+        error = {"code": "batch_expired", "message": "the completion window was over before it was computed"}
+        results: list[Result] = []
+        files, worker = self._files, self._presence.name
+        async for number, line in self._left(claim):
+            results.append(_result(number, f"{claim.id}_{number}", line.custom_id, True, None, error))
+            if len(results) == _WRITTEN_AT_ONCE:
+                await files.write(files.add_results, worker, claim.number, results)
+                results = []
+        if results:
+            await files.write(files.add_results, worker, claim.number, results)
+
+
+def _problem(code: str, message: str, param: str | None = None) -> dict[str, Any]:
+    return {"code": code, "message": message, "param": param, "line": None}
+
+
+def _problem_of(line: bytes, endpoint: str, seen: set[str]) -> dict[str, Any] | None:
+    """What is wrong with a line of a batch's file. ``seen``: the ids of those before it."""
+    try:
+        request = _LINES.decode(line)
+        body = _STREAMS.decode(request.body)
+    except msgspec.ValidationError as e:
+        return _problem("invalid_request", str(e))
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        return _problem("invalid_json_line", f"the line is not valid JSON: {e}")
+    name = request.custom_id
+    if not 0 < len(name) <= _MOST_ID:
+        return _problem(
+            "invalid_request", f"custom_id must have from 1 to {_MOST_ID} characters", "custom_id"
+        )
+    if name in seen:
+        return _problem("duplicate_custom_id", f"the custom_id {quoted(name)} is there twice", "custom_id")
+    seen.add(name)
+    if request.method != "POST":
+        return _problem("invalid_method", f"method is {quoted(request.method)}; it must be POST", "method")
+    if request.url != endpoint:
+        return _problem("mismatched_url", f"url is {quoted(request.url)}; the batch is for {endpoint}", "url")
+    for field in ("stream", "background"):
+        if getattr(body, field):
+            return _problem("invalid_request", f"{field} is on; a batch has whole answers", f"body.{field}")
+    return None
+
+
+def _result(
+    number: int,
+    name: str,
+    custom_id: str,
+    is_error: bool,
+    response: dict[str, Any] | None,
+    error: dict[str, Any] | None,
+) -> Result:
+    line = {"id": f"batch_req_{name}", "custom_id": custom_id, "response": response, "error": error}
+    return Result(number, is_error, msgspec.json.encode(line) + b"\n")
+
+
+def _code(body: bytes) -> str | None:
+    """The code of an error."""
+    if len(body) > 2**16:
+        return None
+    try:
+        found = msgspec.json.decode(body)["error"]["code"]
+    except (msgspec.DecodeError, LookupError, TypeError):
+        return None
+    return found if isinstance(found, str) else None

@@ -1,0 +1,470 @@
+"""Files of clients and their batches, in a SQLite file beside that of the stored answers.
+
+Open it to change what a batch keeps, or how much a client may. ``_file_routes.py`` has the routes, ``_batches.py``
+computes batches.
+
+The principle: a file is rows, its *parts*, and the results of a batch are the parts of two files that grow: one result
+a part, whose number is that of the request's line. So a result, the counts of its batch and the size of its file are
+one transaction, and what a killed server had done is what is there. A batch belongs to the process whose name stands in
+its row, as an answer in the background does (``_runs.py``); what another one writes about it does not count.
+
+Each API key has an equal part of the space. Nothing is deleted to make room: an upload that does not fit is refused,
+and a batch whose results do not fit fails with those that do. Files go when they expire, batches some time after their
+end.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from llamapipe.server._database import Database, MissingError, encoded
+
+MOST_ATTEMPTS = 5  # that bring no result
+MOST_WAITING = 100  # batches of an owner that have not ended
+_PART_BYTES = 2**18
+_READ_BYTES = 2**22  # of parts that are read at once
+_ROW_BYTES = 256  # that a file counts besides its contents
+_AGE_S = 60.0  # between two looks for what has expired
+_DAY_S = 86_400
+ACTIVE = ("validating", "in_progress", "cancelling")
+_ACTIVE = ", ".join(f"'{status}'" for status in ACTIVE)
+_SCHEMA = """
+CREATE TABLE files (number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL,
+    purpose TEXT NOT NULL, name TEXT NOT NULL, n_bytes INTEGER NOT NULL DEFAULT 0, created_at INTEGER NOT NULL,
+    expires_at INTEGER NOT NULL, is_ready INTEGER NOT NULL);
+CREATE TABLE parts (file INTEGER NOT NULL, number INTEGER NOT NULL, body BLOB NOT NULL, UNIQUE (file, number));
+CREATE TABLE batches (number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL,
+    input INTEGER NOT NULL, output INTEGER, errors INTEGER, endpoint TEXT NOT NULL, status TEXT NOT NULL,
+    expires_at INTEGER NOT NULL, ended_at INTEGER, worker TEXT, not_before INTEGER NOT NULL DEFAULT 0,
+    n_attempts INTEGER NOT NULL DEFAULT 0, n_total INTEGER NOT NULL DEFAULT 0, n_completed INTEGER NOT NULL DEFAULT 0,
+    n_failed INTEGER NOT NULL DEFAULT 0, body BLOB NOT NULL);
+CREATE INDEX files_by_owner ON files (owner, number);
+CREATE INDEX files_by_end ON files (expires_at);
+CREATE INDEX batches_by_owner ON batches (owner, number);
+CREATE INDEX batches_by_status ON batches (status);
+CREATE TRIGGER file_deleted AFTER DELETE ON files BEGIN DELETE FROM parts WHERE file = OLD.number; END;
+"""
+
+
+class FullError(Exception):
+    """The owner has no more room, or too many batches. The message says so."""
+
+
+class InUseError(Exception):
+    """The file is the input of a batch that has not ended."""
+
+
+class LostError(Exception):
+    """The batch is no longer this worker's."""
+
+
+class Claim(NamedTuple):
+    """A batch to compute. ``input``: the number of its file. ``n_attempts``: since its last result, with this one."""
+
+    number: int
+    id: str
+    owner: str
+    endpoint: str
+    status: str
+    input: int
+    expires_at: int
+    n_attempts: int
+
+
+class Place(NamedTuple):
+    """Where a batch is. ``is_due``: it need not wait before its next attempt."""
+
+    id: str
+    worker: str | None
+    status: str
+    is_due: bool
+
+
+class Result(NamedTuple):
+    """What a request of a batch came to: a line of its output, or of its errors."""
+
+    number: int
+    is_error: bool
+    line: bytes
+
+
+class Files(Database):
+    """Files and batches; see ``Database``. Methods are for ``write``, those with a connection for ``read``.
+
+    ``most_bytes``: of all files; each of ``n_owners`` has an equal part. ``days``: after which files expire that say
+    nothing else, and batches after their end.
+    """
+
+    schema = _SCHEMA
+    application = 0x6C6C7066
+    version = 1
+
+    def __init__(self, path: Path, most_bytes: int, n_owners: int, days: int) -> None:
+        self.share_bytes = most_bytes // max(n_owners, 1)
+        self._lifetime_s = days * _DAY_S
+        self._aged_at = -_AGE_S
+        super().__init__(path)
+
+    # ---- files
+    def add_file(
+        self, owner: str, name: str, purpose: str, body: bytes, lifetime_s: int | None
+    ) -> dict[str, Any]:
+        """A new file. Raises FullError."""
+        self._check_room(owner, len(body) + _ROW_BYTES)
+        number = self._new_file(owner, name, purpose, lifetime_s, is_ready=True)
+        parts = [body[i : i + _PART_BYTES] for i in range(0, len(body), _PART_BYTES)]
+        self.writer.executemany(
+            "INSERT INTO parts (file, number, body) VALUES (?, ?, ?)",
+            [(number, i, part) for i, part in enumerate(parts)],
+        )
+        self.writer.execute("UPDATE files SET n_bytes = ? WHERE number = ?", (len(body), number))
+        return _file(self._row(self.writer, owner, number=number))
+
+    def delete_file(self, owner: str, file_id: str) -> None:
+        """Deletes a file for good. Raises MissingError, InUseError."""
+        number = self._row(self.writer, owner, file_id)["number"]
+        used = f"SELECT 1 FROM batches WHERE input = ? AND status IN ({_ACTIVE})"
+        if self.writer.execute(used, (number,)).fetchone() is not None:
+            raise InUseError(file_id)
+        self.writer.execute("DELETE FROM files WHERE number = ?", (number,))
+        self._checkpoint_is_due = True
+
+    def file(self, owner: str, file_id: str, connection: sqlite3.Connection) -> dict[str, Any]:
+        """A file, as the API has it. Raises MissingError."""
+        return _file(self._row(connection, owner, file_id))
+
+    def files(
+        self, owner: str, purpose: str | None, after: str | None, limit: int, is_ascending: bool,
+        connection: sqlite3.Connection,
+    ) -> tuple[list[dict[str, Any]], bool]:  # fmt: skip
+        """The files of an owner; whether there are more. Raises MissingError."""
+        start = None if after is None else self._row(connection, owner, after)["number"]
+        where = "is_ready AND expires_at > :now AND (:purpose IS NULL OR purpose = :purpose)"
+        values = {"now": int(time.time()), "purpose": purpose}
+        rows = _page(connection, "files", where, values, owner, start, limit, is_ascending)
+        return [_file(row) for row in rows[:limit]], len(rows) > limit
+
+    def content(
+        self, owner: str, file_id: str, after: int, connection: sqlite3.Connection
+    ) -> list[tuple[int, bytes]]:
+        """Parts of a file after the number ``after``, none at its end. Raises MissingError."""
+        return self.parts(self._row(connection, owner, file_id)["number"], after, connection)
+
+    def parts(self, number: int, after: int, connection: sqlite3.Connection) -> list[tuple[int, bytes]]:
+        """The same by the number of a file."""
+        found: list[tuple[int, bytes]] = []
+        n_bytes = 0
+        for part, body in connection.execute(
+            "SELECT number, body FROM parts WHERE file = ? AND number > ? ORDER BY number", (number, after)
+        ):
+            found.append((part, body))
+            n_bytes += len(body)
+            if n_bytes >= _READ_BYTES:
+                break
+        return found
+
+    def lines(self, number: int) -> Iterator[tuple[int, bytes]]:
+        """The lines of a file that are not blank, with their numbers from 0. In a thread; raises StoreError."""
+        rest, n, after = b"", 0, -1
+        while parts := self.read(self.parts, number, after):
+            after = parts[-1][0]
+            *lines, rest = (rest + b"".join(body for _, body in parts)).split(b"\n")
+            for line in lines:
+                if line.strip():
+                    yield n, line
+                n += 1
+        if rest.strip():
+            yield n, rest
+
+    # ---- batches
+    def add_batch(
+        self, owner: str, input_id: str, endpoint: str, window: str, window_s: int, metadata: Mapping[str, str],
+        results_s: int | None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """A new batch; ``results_s``: after which its results expire. Raises MissingError, FullError."""
+        row = self._row(self.writer, owner, input_id)
+        waiting = f"SELECT count(*) FROM batches WHERE owner = ? AND status IN ({_ACTIVE})"
+        if (n := self.writer.execute(waiting, (owner,)).fetchone()[0]) >= MOST_WAITING:
+            raise FullError(f"{n} batches have not ended, the limit")
+        now = int(time.time())
+        body = {
+            "id": f"batch_{uuid.uuid4().hex}",
+            "object": "batch",
+            "endpoint": endpoint,
+            "model": None,
+            "errors": None,
+            "input_file_id": input_id,
+            "completion_window": window,
+            "status": "validating",
+            "output_file_id": None,
+            "error_file_id": None,
+            "created_at": now,
+            "in_progress_at": None,
+            "expires_at": now + window_s,
+            "finalizing_at": None,
+            "completed_at": None,
+            "failed_at": None,
+            "expired_at": None,
+            "cancelling_at": None,
+            "cancelled_at": None,
+            "metadata": dict(metadata),
+        }
+        output, errors = (
+            self._new_file(owner, f"{body['id']}_{kind}.jsonl", "batch_output", results_s, is_ready=False)
+            for kind in ("output", "errors")
+        )
+        self.writer.execute(
+            "INSERT INTO batches (id, owner, input, output, errors, endpoint, status, expires_at, body) "
+            "VALUES (?, ?, ?, ?, ?, ?, 'validating', ?, ?)",
+            (body["id"], owner, row["number"], output, errors, endpoint, body["expires_at"], encoded(body)),
+        )
+        return self.batch(owner, str(body["id"]), self.writer)
+
+    def cancel_batch(self, owner: str, batch_id: str) -> dict[str, Any]:
+        """Begins to cancel a batch; one that has ended stays as it is. Raises MissingError."""
+        row = self._batch(self.writer, owner, batch_id)
+        if row["status"] in ("validating", "in_progress"):
+            self._set(row, "cancelling")
+        return self.batch(owner, batch_id, self.writer)
+
+    def batch(self, owner: str, batch_id: str, connection: sqlite3.Connection) -> dict[str, Any]:
+        """A batch, as the API has it. Raises MissingError."""
+        return _shown(self._batch(connection, owner, batch_id))
+
+    def batches(
+        self, owner: str, after: str | None, limit: int, connection: sqlite3.Connection
+    ) -> tuple[list[dict[str, Any]], bool]:
+        """The batches of an owner, the newest first; whether there are more. Raises MissingError."""
+        start = None if after is None else self._batch(connection, owner, after)["number"]
+        rows = _page(connection, "batches", "1", {}, owner, start, limit, False)
+        return [_shown(row) for row in rows[:limit]], len(rows) > limit
+
+    # ---- of those who compute
+    def look(self, connection: sqlite3.Connection) -> list[Place]:
+        """Where the batches are that have not ended."""
+        rows = connection.execute(
+            f"SELECT id, worker, status, not_before <= ? FROM batches WHERE status IN ({_ACTIVE})",
+            (int(time.time()),),
+        )
+        return [Place(batch_id, worker, status, bool(is_due)) for batch_id, worker, status, is_due in rows]
+
+    def claim(self, worker: str, dead: Sequence[str], n: int) -> list[Claim]:
+        """Takes at most ``n`` batches, of those who have the fewest first. ``dead``: workers that have ended."""
+        writer = self.writer
+        writer.executemany("UPDATE batches SET worker = NULL WHERE worker = ?", [(name,) for name in dead])
+        made: list[Claim] = []
+        while len(made) < n:
+            row = writer.execute(
+                "SELECT number, id, owner, endpoint, status, input, expires_at, n_attempts + 1 FROM batches b "
+                f"WHERE status IN ({_ACTIVE}) AND worker IS NULL AND not_before <= ? ORDER BY "
+                f"(SELECT count(*) FROM batches o WHERE o.owner = b.owner AND o.worker IS NOT NULL), number LIMIT 1",
+                (int(time.time()),),
+            ).fetchone()
+            if row is None:
+                break
+            claim = Claim(*row)
+            writer.execute(
+                "UPDATE batches SET worker = ?, n_attempts = n_attempts + 1 WHERE number = ?",
+                (worker, claim.number),
+            )
+            made.append(claim)
+        return made
+
+    def begin(self, worker: str, number: int, n_total: int) -> None:
+        """The requests of a batch are sound. Raises LostError."""
+        row = self._mine(worker, number, "validating")
+        self.writer.execute("UPDATE batches SET n_total = ? WHERE number = ?", (n_total, number))
+        self._set(row, "in_progress")
+
+    def done(self, number: int, connection: sqlite3.Connection) -> set[int]:
+        """The lines of a batch that have results."""
+        rows = connection.execute(
+            "SELECT p.number FROM batches b JOIN parts p ON p.file IN (b.output, b.errors) WHERE b.number = ?",
+            (number,),
+        )
+        return {line for (line,) in rows}
+
+    def add_results(self, worker: str, number: int, results: Sequence[Result]) -> None:
+        """Stores what requests came to. Raises LostError, FullError."""
+        row = self._mine(worker, number, "in_progress")
+        there = "SELECT 1 FROM parts WHERE file IN (?, ?) AND number = ?"
+        files = row["output"], row["errors"]
+        # One whose transaction was on its way when its request was cancelled is there.
+        results = [one for one in results if not self.writer.execute(there, (*files, one.number)).fetchone()]
+        self._check_room(row["owner"], sum(len(result.line) for result in results))
+        for result in results:
+            file = row["errors"] if result.is_error else row["output"]
+            self.writer.execute(
+                "INSERT INTO parts (file, number, body) VALUES (?, ?, ?)", (file, result.number, result.line)
+            )
+            self.writer.execute(
+                "UPDATE files SET n_bytes = n_bytes + ? WHERE number = ?", (len(result.line), file)
+            )
+        n_failed = sum(result.is_error for result in results)
+        self.writer.execute(
+            "UPDATE batches SET n_completed = n_completed + ?, n_failed = n_failed + ?, n_attempts = 0 "
+            "WHERE number = ?",
+            (len(results) - n_failed, n_failed, number),
+        )
+
+    def end(self, worker: str, number: int, status: str, errors: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Ends a batch: its results are files of its owner from now on. Raises LostError."""
+        row = self._mine(worker, number)
+        now = int(time.time())
+        changes: dict[str, Any] = {"finalizing_at": now}
+        if errors:
+            changes["errors"] = {"object": "list", "data": list(errors)}
+        for field, file in (("output_file_id", row["output"]), ("error_file_id", row["errors"])):
+            self.writer.execute("DELETE FROM files WHERE number = ? AND NOT n_bytes", (file,))
+            self.writer.execute(
+                "UPDATE files SET is_ready = 1, created_at = ?, expires_at = expires_at + ? - created_at "
+                "WHERE number = ?",
+                (now, now, file),
+            )
+            found = self.writer.execute("SELECT id FROM files WHERE number = ?", (file,)).fetchone()
+            changes[field] = None if found is None else found[0]
+        self.writer.execute("UPDATE batches SET ended_at = ?, worker = NULL WHERE number = ?", (now, number))
+        self._set(row, status, changes)
+
+    def release(self, worker: str, number: int | None, after_s: int = 0) -> None:
+        """Gives a batch back, or all of this worker; the attempt does not count."""
+        self.writer.execute(
+            "UPDATE batches SET worker = NULL, not_before = ?, n_attempts = max(n_attempts - 1, 0) "
+            "WHERE worker = ? AND number = coalesce(?, number)",
+            (int(time.time()) + after_s, worker, number),
+        )
+
+    # ---- inside
+    def _tidy(self, at_start: bool = False) -> None:
+        now = time.monotonic()
+        if now - self._aged_at < _AGE_S:
+            return
+        self._aged_at = now
+        used = f"SELECT input FROM batches WHERE status IN ({_ACTIVE})"
+        gone = self.writer.execute(
+            f"DELETE FROM files WHERE is_ready AND expires_at < ? AND number NOT IN ({used})",
+            (int(time.time()),),
+        ).rowcount
+        self.writer.execute("DELETE FROM batches WHERE ended_at < ?", (int(time.time()) - self._lifetime_s,))
+        self._checkpoint_is_due |= gone > 0
+
+    def _check_room(self, owner: str, n_bytes: int) -> None:
+        used = self.writer.execute(
+            f"SELECT coalesce(sum(n_bytes + {_ROW_BYTES}), 0) FROM files WHERE owner = ?", (owner,)
+        ).fetchone()[0]
+        if used + n_bytes > self.share_bytes:
+            raise FullError(
+                f"there are {used} bytes in your files, and {n_bytes} more would be over {self.share_bytes} "
+                "(--files-bytes, divided by the keys): delete some"
+            )
+
+    def _new_file(self, owner: str, name: str, purpose: str, lifetime_s: int | None, is_ready: bool) -> int:
+        now = int(time.time())
+        made = self.writer.execute(
+            "INSERT INTO files (id, owner, purpose, name, created_at, expires_at, is_ready) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (
+                f"file-{uuid.uuid4().hex}",
+                owner,
+                purpose,
+                name,
+                now,
+                now + (lifetime_s or self._lifetime_s),
+                is_ready,
+            ),
+        )
+        assert made.lastrowid is not None
+        return made.lastrowid
+
+    def _row(
+        self,
+        connection: sqlite3.Connection,
+        owner: str,
+        file_id: str | None = None,
+        number: int | None = None,
+    ) -> sqlite3.Row:
+        found = _rows(
+            connection,
+            "SELECT * FROM files WHERE (id = ? OR number = ?) AND owner = ? AND is_ready AND expires_at > ?",
+            (file_id, number, owner, int(time.time())),
+        )
+        if not found:
+            raise MissingError("file", str(file_id))
+        return found[0]
+
+    def _batch(self, connection: sqlite3.Connection, owner: str, batch_id: str) -> sqlite3.Row:
+        found = _rows(connection, "SELECT * FROM batches WHERE id = ? AND owner = ?", (batch_id, owner))
+        if not found:
+            raise MissingError("batch", batch_id)
+        return found[0]
+
+    def _mine(self, worker: str, number: int, status: str | None = None) -> sqlite3.Row:
+        found = _rows(
+            self.writer,
+            f"SELECT * FROM batches WHERE number = ? AND worker = ? AND status IN ({_ACTIVE}) "
+            "AND status = coalesce(?, status)",
+            (number, worker, status),
+        )
+        if not found:
+            raise LostError
+        return found[0]
+
+    def _set(self, row: sqlite3.Row, status: str, changes: Mapping[str, Any] | None = None) -> None:
+        body = {
+            **json.loads(row["body"]),
+            **(changes or {}),
+            "status": status,
+            f"{status}_at": int(time.time()),
+        }
+        self.writer.execute(
+            "UPDATE batches SET status = ?, body = ? WHERE number = ?", (status, encoded(body), row["number"])
+        )
+
+
+def _rows(connection: sqlite3.Connection, statement: str, values: Any) -> list[sqlite3.Row]:
+    cursor = connection.cursor()
+    cursor.row_factory = sqlite3.Row
+    return cursor.execute(statement, values).fetchall()
+
+
+def _page(
+    connection: sqlite3.Connection, table: str, where: str, values: Mapping[str, Any], owner: str, start: int | None,
+    limit: int, is_ascending: bool,
+) -> list[sqlite3.Row]:  # fmt: skip
+    """The rows of an owner after the number ``start``, one more than ``limit``."""
+    if start is not None:
+        where += f" AND number {'>' if is_ascending else '<'} :start"
+    return _rows(
+        connection,
+        f"SELECT * FROM {table} WHERE owner = :owner AND {where} ORDER BY number "
+        f"{'ASC' if is_ascending else 'DESC'} LIMIT :limit",
+        {**values, "owner": owner, "start": start, "limit": limit + 1},
+    )
+
+
+def _file(row: sqlite3.Row) -> dict[str, Any]:
+    return {
+        "id": row["id"],
+        "object": "file",
+        "bytes": row["n_bytes"],
+        "created_at": row["created_at"],
+        "expires_at": row["expires_at"],
+        "filename": row["name"],
+        "purpose": row["purpose"],
+        "status": "processed",
+        "status_details": None,
+    }
+
+
+def _shown(row: sqlite3.Row) -> dict[str, Any]:
+    body: dict[str, Any] = msgspec.json.decode(row["body"])
+    counts = {"total": row["n_total"], "completed": row["n_completed"], "failed": row["n_failed"]}
+    return {**body, "request_counts": counts}

@@ -1,0 +1,54 @@
+"""Shows other processes that this one lives: a file whose lock the system frees when the process ends, however it does.
+
+Nobody waits until a process that was killed is taken for dead, and one that is slow is never taken for dead.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+
+from llamapipe.cache_file import locked, remove_if_dead
+
+
+class Presence:
+    """The sign of this process for others that use a file. ``name``: empty until ``sign_in``. Not on an event loop."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.name = ""
+        self._lock: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<Presence {self.name}>"
+
+    def sign_in(self) -> None:
+        """Makes the file; removes those of processes that have ended. A second call does nothing. Raises OSError."""
+        if self._lock is not None:
+            return
+        for old in self._path.parent.glob(f"{self._path.name}-at-*"):
+            remove_if_dead(old)
+        name = f"{os.getpid()}-{uuid.uuid4().hex}"
+        self._lock = locked(self._file(name))
+        self.name = name
+
+    def sign_out(self) -> None:
+        """Removes the file. A second call does nothing."""
+        if self._lock is not None:
+            self._file(self.name).unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = None
+
+    def dead(self, names: Iterable[str | None]) -> list[str]:
+        """Those of other processes that have ended."""
+        found = []
+        for name in {name for name in names if name is not None} - {self.name}:
+            remove_if_dead(self._file(name))
+            if not self._file(name).exists():
+                found.append(name)
+        return found
+
+    def _file(self, name: str) -> Path:
+        return Path(f"{self._path}-at-{name}")

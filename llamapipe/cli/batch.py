@@ -12,6 +12,7 @@ from pathlib import Path
 import llamapipe as lp
 from llamapipe._messages import with_flags
 from llamapipe.arguments import path_of
+from llamapipe.cli._follow import follow
 from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.options import (
     ENGINE,
@@ -28,6 +29,7 @@ from llamapipe.cli.options import (
     open_model,
 )
 from llamapipe.cli.parser import UsageError
+from llamapipe.cli.ps import add_server_arguments
 from llamapipe.jobs.answers import Answerer, AnswerRequest, check_template
 from llamapipe.jobs.batch import AHEAD
 from llamapipe.jobs.records import STDIN, check_columns, count_records, format_of, read_records
@@ -45,7 +47,9 @@ EPILOG = """\
 examples:
   llamapipe batch prompts.jsonl -o answers.jsonl --max-tokens 64
   llamapipe batch -m model.gguf reviews.csv -o labels.jsonl --template "Positive or negative? {text}" --temperature 0
-  llamapipe batch -m model.gguf requests.jsonl -o responses.jsonl"""
+  llamapipe batch -m model.gguf requests.jsonl -o responses.jsonl
+  llamapipe batch --follow prompts.jsonl -o answers.jsonl
+  llamapipe batch --follow batch_0123 --url http://127.0.0.1:8080"""
 _EVERY_S = 0.5  # the line of progress
 _EVERY_S_IN_LOGS = 60.0
 _MOST_REASONS = 3
@@ -56,12 +60,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "input",
         type=path_of,
+        nargs="?",
         metavar="IN",
         help="a file of records: .jsonl, .csv (both also with .gz) or .parquet; - for JSON lines on standard input",
     )
     parser.add_argument(
-        "-o", "--output", type=path_of, metavar="OUT", required=True, help="results: .jsonl, .csv or .parquet"
+        "-o", "--output", type=path_of, metavar="OUT", help="results: .jsonl, .csv or .parquet"
     )
+    parser.add_argument(
+        "--follow",
+        action="store_true",
+        help="compute nothing: show the progress of the job that writes OUT, or, with the id of a batch as IN, of a "
+        "running server's batch",
+    )
+    add_server_arguments(parser)
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument(
         "--template", metavar="TEXT", help="make the prompt from columns: 'Translate: {text}'"
@@ -108,6 +120,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status: 1 if a result has an error."""
+    if args.follow:
+        return follow(args)
+    if missing := [name for name, given in (("IN", args.input), ("-o OUT", args.output)) if given is None]:
+        raise UsageError(f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing")
     try:
         params = lp.SamplingParams(**given(args, [*TEXTS, *SAMPLING]))
         format_of(args.input)

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import struct
+import time
 from array import array
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ except ImportError:  # Windows
 _ID = "batch_req_"  # before the index, in OpenAI's format
 _STARTS = (b'{"index": ', f'{{"id": "{_ID}'.encode())  # of lines of results
 _FAILED = 2
+_TRIES, _TRY_S = 5, 0.01  # to lock a file
 
 
 class ResultFile:
@@ -188,8 +190,15 @@ def _has_failed(result: Mapping[str, Any]) -> bool:
 def _locked(path: Path) -> BinaryIO:
     file: BinaryIO = path.open("a+b", buffering=0)
     try:
-        if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for left in reversed(range(_TRIES)):
+            try:
+                if fcntl is not None:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not left:
+                    raise
+                time.sleep(_TRY_S)  # somebody may only look, see ``is_written``
     except BlockingIOError:
         file.close()
         raise BlockingIOError(f"{path} is being written by another process") from None
@@ -204,6 +213,19 @@ def lines_of(path: Path) -> Path:
     if path == STDIN or path.suffix.lower() == ".gz":
         raise ValueError(f"the output is {path}; its name must end with .jsonl, .csv or .parquet")
     return path if format_of(path) == "jsonl" else path.with_name(path.name + ".jsonl")
+
+
+def is_written(lines: Path) -> bool:
+    """Whether a process writes results to ``lines``, the file of ``lines_of``. Raises OSError."""
+    try:
+        with lines.open("rb") as file:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 def is_complete(path: Path) -> bool:

@@ -1,6 +1,6 @@
 // openai (npm): chat, a stream, a runner of tools, an object by schema, the newer API, embeddings.
 import assert from "node:assert/strict";
-import OpenAI from "openai";
+import OpenAI, { toFile } from "openai";
 
 const { AGENT_URL, AGENT_MODEL: model } = process.env;
 const client = new OpenAI({ baseURL: `${AGENT_URL}/v1`, apiKey: "none", maxRetries: 0 });
@@ -65,6 +65,35 @@ await client.conversations.items.delete(kept[0].id, { conversation_id: conversat
 assert.equal((await client.conversations.update(conversation.id, { metadata: { c: "d" } })).metadata.c, "d");
 assert((await client.conversations.delete(conversation.id)).deleted);
 
+const later = { model, input: "Name one animal.", max_output_tokens: 16, temperature: 0, background: true };
+let waiting = await client.responses.create(later);
+assert(waiting.background);
+while (["queued", "in_progress"].includes(waiting.status)) waiting = await client.responses.retrieve(waiting.id);
+assert(waiting.output_text);
+const told = [];
+for await (const event of await client.responses.create({ ...later, stream: true })) told.push(event);
+const again = [];
+const { id } = told[0].response;
+for await (const event of await client.responses.retrieve(id, { stream: true, starting_after: 3 })) again.push(event);
+assert.deepEqual(again, told.slice(4));
+const long = await client.responses.create({ ...later, max_output_tokens: 4000 });
+assert.equal((await client.responses.cancel(long.id)).status, "cancelled");
+
+const lines = ["red", "blue", "green"].map((word) => JSON.stringify({
+  custom_id: word, method: "POST", url: "/v1/chat/completions",
+  body: { model, messages: [{ role: "user", content: `A rhyme with ${word}.` }], max_tokens: 8 },
+}));
+const file = await client.files.create({ file: await toFile(Buffer.from(lines.join("\n")), "in.jsonl"), purpose: "batch" });
+let batch = await client.batches.create({ input_file_id: file.id, endpoint: "/v1/chat/completions", completion_window: "24h" });
+while (!["completed", "failed"].includes(batch.status)) batch = await client.batches.retrieve(batch.id);
+const results = (await (await client.files.content(batch.output_file_id)).text()).trim().split("\n").map(JSON.parse);
+assert.deepEqual(results.map((one) => one.custom_id), ["red", "blue", "green"]);
+assert(results.every((one) => one.response.body.choices[0].message.content));
+const files = [];
+for await (const one of client.files.list({ limit: 1 })) files.push(one.id);
+assert(files.includes(file.id) && files.includes(batch.output_file_id));
+assert((await client.files.delete(file.id)).deleted);
+
 const vectors = await client.embeddings.create({ model: "embedder", input: ["red", "blue"] });
 assert.equal(vectors.data.length, 2);
-console.log("did: chat, stream, a streamed runner of tools, schema, responses, stored ones, conversations, embeddings");
+console.log("did: chat, stream, a streamed runner of tools, schema, responses, stored ones, conversations, background, batches, embeddings");

@@ -74,6 +74,46 @@ item = client.responses.parse(
 )
 assert "Ital" in item.output_parsed.country, item.output_text
 
+later = {
+    "model": MODEL,
+    "input": "Name one animal.",
+    "max_output_tokens": 16,
+    "temperature": 0,
+    "background": True,
+}
+waiting = client.responses.create(**later)
+while waiting.status in ("queued", "in_progress"):
+    waiting = client.responses.retrieve(waiting.id)
+assert waiting.background and waiting.output_text, waiting
+told = list(client.responses.create(**later, stream=True))
+again = list(client.responses.retrieve(told[0].response.id, stream=True, starting_after=3))
+assert again == told[4:], (again, told)
+long = client.responses.create(**{**later, "max_output_tokens": 4000})
+assert client.responses.cancel(long.id).status == "cancelled"
+
+lines = [
+    {
+        "custom_id": word,
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": f"A rhyme with {word}."}],
+            "max_tokens": 8,
+        },
+    }
+    for word in ("red", "blue", "green")
+]
+file = client.files.create(file=("in.jsonl", "\n".join(map(json.dumps, lines)).encode()), purpose="batch")
+batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+while batch.status not in ("completed", "failed"):
+    batch = client.batches.retrieve(batch.id)
+results = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+assert [one["custom_id"] for one in results] == ["red", "blue", "green"], results
+assert all(one["response"]["body"]["choices"][0]["message"]["content"] for one in results)
+assert {file.id, batch.output_file_id} <= {one.id for one in client.files.list(limit=1)}
+assert client.files.delete(file.id).deleted
+
 vectors = client.embeddings.create(model="embedder", input=["red", "blue"]).data
 assert len(vectors) == 2
-print("did: chat, stream, tools, schema, responses, embeddings")
+print("did: chat, stream, tools, schema, responses, background, batches, embeddings")

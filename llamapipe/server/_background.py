@@ -116,7 +116,8 @@ class Background:
         while True:
             self._wanted.clear()
             try:
-                await asyncio.to_thread(self._presence.sign_in)
+                if not self._presence.name:
+                    await asyncio.to_thread(self._presence.sign_in)
                 await self._look()
                 if self._batches is not None:
                     await self._batches.look()
@@ -124,6 +125,8 @@ class Background:
                 self._store.tell(e)
             except OSError as e:
                 _log.warning("nothing is computed in the background: %s", e)
+            except Exception as e:  # a defect; what waits stays
+                _log.error("nothing is computed in the background", exc_info=e)
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._wanted.wait(), _POLL_S)
 
@@ -134,6 +137,8 @@ class Background:
         for answer_id, task in self._tasks.items():
             if answer_id not in mine:
                 task.cancel()
+        for answer_id in mine - self._tasks.keys():  # which could not be given back when its attempt failed
+            await self._store.write(self.runs.release, self.worker, answer_id, 0, True)
         n_free = self._n_at_once() - len(self._tasks)
         waits = any(place.is_due and (place.worker is None or place.worker in dead) for place in places)
         if n_free <= 0 or not waits:
@@ -175,7 +180,7 @@ class Background:
             else:
                 after_s = min(_LATER_S**run.n_attempts, _MOST_LATER_S) if counts else _LATER_S
                 await self._store.write(self.runs.release, self.worker, run.id, after_s, counts)
-        except StoreError as e:  # the lease stands until this process ends
+        except StoreError as e:  # it is given back later
             self._store.tell(e)
 
     async def _outcome(self, run: Run) -> tuple[dict[str, Any] | None, bool | None]:

@@ -97,6 +97,9 @@ class Batches:
             await asyncio.wait(ending)
             await asyncio.sleep(0)  # they leave the table
             places, dead = await asyncio.to_thread(self._look)
+        for place in places:  # which could not be given back when it failed
+            if place.worker == self._presence.name and place.id not in self._tasks:
+                await self._files.write(self._files.release, self._presence.name, place.number)
         waits = any(place.is_due and (place.worker is None or place.worker in dead) for place in places)
         n_free = _BATCHES - len(self._tasks)
         if waits and n_free > 0:

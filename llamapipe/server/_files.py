@@ -82,6 +82,7 @@ class Claim(NamedTuple):
 class Place(NamedTuple):
     """Where a batch is. ``is_due``: it need not wait before its next attempt."""
 
+    number: int
     id: str
     worker: str | None
     status: str
@@ -251,10 +252,10 @@ class Files(Database):
     def look(self, connection: sqlite3.Connection) -> list[Place]:
         """Where the batches are that have not ended."""
         rows = connection.execute(
-            f"SELECT id, worker, status, not_before <= ? FROM batches WHERE status IN ({_ACTIVE})",
+            f"SELECT number, id, worker, status, not_before <= ? FROM batches WHERE status IN ({_ACTIVE})",
             (int(time.time()),),
         )
-        return [Place(batch_id, worker, status, bool(is_due)) for batch_id, worker, status, is_due in rows]
+        return [Place(number, name, worker, status, bool(due)) for number, name, worker, status, due in rows]
 
     def claim(self, worker: str, dead: Sequence[str], n: int) -> list[Claim]:
         """Takes at most ``n`` batches, of those who have the fewest first. ``dead``: workers that have ended."""

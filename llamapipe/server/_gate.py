@@ -72,7 +72,12 @@ class Gate:
         self._n_freed = 0  # bytes, since the last time
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
         self.store = settings.open_store()
-        self.files = settings.open_files()
+        try:
+            self.files = settings.open_files()
+        except BaseException:
+            if self.store is not None:
+                self.store.close()
+            raise
         self.background: LaterWork | None = None
 
     def release(self) -> None:

@@ -409,8 +409,9 @@ def test_a_disk_that_fails(engine: lp.Engine, file: Path, monkeypatch: pytest.Mo
             with pytest.raises(openai.InternalServerError) as caught:
                 client.responses.create(**LATER)
             assert caught.value.status_code == 507
+            gate.open()  # and the answer cannot be stored, nor given back
+            wait_until(lambda: engine.stats().n_active == engine.stats().n_queued == 0)
             connection.execute("ROLLBACK")
-        gate.open()
         assert ended(client, made.id).status == "incomplete"
         assert rows(file, "SELECT count(*) FROM answers") == [(1,)]
 

@@ -7,6 +7,7 @@ import os
 import signal
 import sqlite3
 import subprocess
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -366,6 +367,20 @@ def test_too_many_batches(engine: lp.Engine, store: Path, monkeypatch: pytest.Mo
             begun(client, lines_of([chat("a")]))
         gate.open()
         assert {ended(client, batch.id).status for batch in batches} == {"completed"}
+
+
+def test_a_file_that_cannot_be_used(engine: lp.Engine, store: Path) -> None:
+    """The server does not start, and says so: as for the file of answers, which it closes."""
+    file = Path(f"{store}-files")
+    file.touch(mode=0o600)
+    file.chmod(0o644)
+    with pytest.raises(PermissionError, match=r"answers\.db-files cannot hold"):
+        serve(engine, settings=ServerSettings(**NAMES, store=store))
+    file.chmod(0o600)
+    file.write_bytes(b"Dear diary, " * 1000)
+    with pytest.raises(OSError, match="not a database"):
+        serve(engine, settings=ServerSettings(**NAMES, store=store))
+    assert not [thread for thread in threading.enumerate() if thread.name == "llamapipe-store"]
 
 
 def test_without_a_store(engine: lp.Engine) -> None:

@@ -238,7 +238,7 @@ def times_of_process() -> None:
     last = [0.0, 0.0]  # processor time: of the process at the last step, of drafts since
     observe, draft = Gate.observe, DraftModel.draft
 
-    def observed(self: Gate, n_decoding: int, n_guessed: int, _seconds: float) -> None:
+    def observed(self: Gate, n_decoding: int, n_guessed: int, seconds: float) -> None:
         now = time.process_time()
         observe(self, n_decoding, n_guessed, now - last[0] - last[1])
         last[:] = [now, 0.0]
@@ -274,7 +274,7 @@ def compare_drafts(model: lp.Model, drafts: list[str], n: int, rounds: int) -> N
             for way in ways
         }
         for i in range(rounds + 1):  # the first one warms up
-            prompts = [model.tokenize(chat(next(asked)), parse_special=True) for _ in range(n)]
+            prompts = [model.tokenize_chat([{"role": "user", "content": next(asked)}]) for _ in range(n)]
             plain = lp.SamplingParams(temperature=0, max_tokens=256, ignore_eos=True, speculate="off")
             drafted = replace(plain, speculate="draft")
             texts: dict[str | None, list[tuple[int, ...]]] = {}

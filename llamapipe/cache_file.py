@@ -11,7 +11,6 @@ written, read and deleted; ``forget`` is for programs that have no engine.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import stat
@@ -26,6 +25,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
+
+from llamapipe.host import files
 
 BLOCK = 64  # tokens
 SUFFIX, PARTIAL = ".kv", ".part"
@@ -110,13 +111,12 @@ def _checked(fields: Any) -> Head:
 @contextmanager
 def opened(path: Path) -> Iterator[FileIO]:
     """A file to be read, of this user and with one name. Raises OSError; ValueError for one that others could write."""
-    # O_NONBLOCK: a pipe would be waited for.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    fd = files.open_file(path, os.O_RDONLY)
     with FileIO(fd) as file:
         status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        if not stat.S_ISREG(status.st_mode) or not files.is_ours(status):
             raise ValueError("it is not a file of this user")
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        if files.may_be_written_by_others(status):
             raise ValueError("other users may write to it")
         yield file
 
@@ -124,8 +124,8 @@ def opened(path: Path) -> Iterator[FileIO]:
 def locked(path: Path) -> int:
     """A descriptor of a new file that ``remove_if_dead`` lets live until it is closed. Raises OSError."""
     while True:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX)  # another process holds it for a moment at most
+        fd = files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        files.lock(fd)  # another process holds it for a moment at most
         if os.fstat(fd).st_nlink:
             return fd
         os.close(fd)  # it took the file for one whose writer has ended, before it was locked
@@ -134,9 +134,9 @@ def locked(path: Path) -> int:
 def remove_if_dead(path: str | Path) -> None:
     """Removes an unfinished file whose writer has ended."""
     with suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = files.open_file(path, os.O_RDONLY)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            files.lock(fd, wait=False)
             Path(path).unlink()
         finally:
             os.close(fd)

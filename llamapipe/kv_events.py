@@ -20,8 +20,8 @@ Needs the extra ``kv-events``.
 from __future__ import annotations
 
 import logging
-import os
 import re
+import socket
 import threading
 import time
 from collections import deque
@@ -241,7 +241,7 @@ class Publisher:
         self._replay: Any = None
         topic = options.topic
         if topic is None:
-            topic = f"kv@{os.uname().nodename}@{model_name}"
+            topic = f"kv@{socket.gethostname()}@{model_name}"
         self._topic = topic.encode()
         self._n_kept = options.n_replay
         try:

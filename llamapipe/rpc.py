@@ -186,8 +186,8 @@ _open: dict[str, Any] = {}  # the native connections, by address
 
 def library() -> Path:
     """The path of ggml-rpc's library. Raises BackendError if this build has none."""
-    path = LIB_DIR / "libllamapipe-rpc.so"
-    if not path.is_file():
+    path = next(LIB_DIR.glob("libllamapipe-rpc.*"), None)
+    if path is None:
         raise BackendError(
             "this build has no RPC backend; build it: `python build_native.py` or `pip install .`, without "
             "`--no-rpc` or `-C rpc=off`"

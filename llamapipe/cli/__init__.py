@@ -64,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
             return main(argv)
     with suppress(AttributeError):  # a replaced stdout may not have it
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+        # Windows' own encoding lacks most of what models write.
+        encoding = "utf-8" if sys.platform == "win32" else None
+        sys.stdout.reconfigure(encoding=encoding, errors="replace")  # type: ignore[union-attr]
     args = argparse.Namespace(verbose=False, argv=list(sys.argv[1:] if argv is None else argv))
     # A server that ends because it was told to has succeeded.
     is_server = args.argv[:1] == ["serve"] and "--worker" not in args.argv

@@ -202,9 +202,12 @@ def _probe(files: list[str]) -> dict[str, dict[str, Any]]:
     return results or {"native module": {"ok": False, "error": trouble}}
 
 
+_ILLEGAL_INSTRUCTION = 0xC000001D  # how a process of Windows ends that ran one
+
+
 def _ending(status: int, errors: str) -> str:
     """Describe the end of a probe process that did not report its own failure."""
-    if status == -signal.SIGILL:
+    if status in (-signal.SIGILL, _ILLEGAL_INSTRUCTION):
         return "the probe was killed by SIGILL: the library was built for another processor"
     if status < 0:
         return f"the probe was killed by {signal.Signals(-status).name}"

@@ -8,13 +8,14 @@ import logging
 import mmap
 import os
 import re
+import socket as socket_module
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from socket import gaierror
+from socket import gaierror, gethostname
 from typing import TYPE_CHECKING, Any
 
 import llamapipe as lp
@@ -248,6 +249,11 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--ollama is {args.ollama}; a port is from 0 to 65535")
     if has_second_port and args.workers is not None:
         raise UsageError(f"--ollama PORT and --workers do not go together: use --ollama --port {args.ollama}")
+    if (args.workers, args.models) != (None, None) and not hasattr(socket_module, "send_fds"):
+        raise UsageError(
+            "--workers and --models start processes that are given open connections, which this system does not do: "
+            "start a server for each model, with its own port"
+        )
     events = _kv_events(args, settings)
     if events and (args.worker is not None or args.workers is not None):
         raise UsageError(
@@ -584,7 +590,7 @@ def _kv_events(args: argparse.Namespace, settings: ServerSettings) -> dict[str, 
             raise UsageError("options for KV events need --kv-events ADDRESS")
         return {}
     if settings.model_names and args.kv_events_topic is None:
-        fields["topic"] = f"kv@{os.uname().nodename}@{settings.model_names[0]}"
+        fields["topic"] = f"kv@{gethostname()}@{settings.model_names[0]}"
     try:
         return {"kv_events": lp.KvEvents(args.kv_events, **fields)}
     except ValueError as error:

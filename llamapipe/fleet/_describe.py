@@ -73,7 +73,8 @@ async def _run(asked: Sequence[Asked]) -> list[dict[str, Any] | None]:
 
 def main() -> None:
     """The other process: reads what is asked as JSON, and writes a line for each file."""
-    os.nice(10)
+    if hasattr(os, "nice"):
+        os.nice(10)
     for given in json.load(sys.stdin):
         one = Asked(*given)
         try:

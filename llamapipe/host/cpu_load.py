@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from llamapipe.host import files
 from llamapipe.host._control_group import limit_files
 from llamapipe.host.cores import cpu_quota, usable_cores
 from llamapipe.locks import Lock
@@ -34,7 +35,7 @@ class RunDelay:
         self._files: list[int] = []
         try:
             for thread_id in thread_ids:
-                self._files.append(os.open(tasks / str(thread_id) / "schedstat", os.O_RDONLY | os.O_CLOEXEC))
+                self._files.append(files.open_file(tasks / str(thread_id) / "schedstat", os.O_RDONLY))
         except BaseException:
             self.close()
             raise
@@ -43,7 +44,7 @@ class RunDelay:
         """Seconds that the threads ran, and seconds that they waited for a core, added up since they began."""
         run_ns = delay_ns = 0
         for file in self._files:
-            fields = os.pread(file, 80, 0).split()
+            fields = files.read_at(file, 80, 0).split()
             run_ns += int(fields[0])
             delay_ns += int(fields[1])
         return run_ns * 1e-9, delay_ns * 1e-9
@@ -62,7 +63,9 @@ class IdleCores:
     """
 
     def __init__(self, stat: Path = _STAT) -> None:
-        self._file = os.open(stat, os.O_RDONLY | os.O_CLOEXEC)
+        if not hasattr(os, "sysconf"):  # Wine shows Linux' files to programs for Windows
+            raise OSError("this system does not tell how often it counts")
+        self._file = files.open_file(stat, os.O_RDONLY)
         cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
         self._names = {f"cpu{core}".encode() for core in cores}
         self._n_bytes = 200 * (os.cpu_count() or 1) + 400
@@ -72,7 +75,7 @@ class IdleCores:
     def read(self) -> float:
         """Seconds that the cores were idle, added up since the machine started."""
         ticks = 0
-        for line in os.pread(self._file, self._n_bytes, 0).splitlines():
+        for line in files.read_at(self._file, self._n_bytes, 0).splitlines():
             if not line.startswith(b"cpu"):
                 break
             name, _user, nice, _system, idle, iowait, *_ = line.split()
@@ -99,7 +102,7 @@ class Throttling:
             return
         for path in limit_files("cpu", "cpu.stat", "cpu.stat"):
             try:
-                self._files.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+                self._files.append(files.open_file(path, os.O_RDONLY))
             except OSError:
                 continue  # a container does not see the groups around it
 
@@ -107,7 +110,7 @@ class Throttling:
         """The number of periods with throttling since the groups were made."""
         n = 0
         for file in self._files:
-            for line in os.pread(file, 1024, 0).splitlines():
+            for line in files.read_at(file, 1024, 0).splitlines():
                 if line.startswith(b"nr_throttled "):
                     n += int(line.split()[1])
         return n

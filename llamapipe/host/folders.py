@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import sys
@@ -11,12 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from llamapipe.host import files
+
 
 def cache_folder() -> Path:
     """The folder in the user's cache that is llamapipe's, which may not exist yet. It may be deleted at any time.
 
     ``LLAMAPIPE_CACHE_DIR`` sets it; else it is ``llamapipe`` in ``XDG_CACHE_HOME``, ``~/Library/Caches`` on macOS,
-    ``~/.cache`` elsewhere. Raises RuntimeError if there is no home folder.
+    ``%LOCALAPPDATA%`` on Windows, ``~/.cache`` elsewhere. Raises RuntimeError if there is no home folder.
     """
     if own := os.environ.get("LLAMAPIPE_CACHE_DIR"):
         return Path(own).expanduser().absolute()
@@ -25,6 +26,8 @@ def cache_folder() -> Path:
         return Path(xdg) / "llamapipe"
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "llamapipe"
+    if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
+        return Path(local) / "llamapipe"
     return Path.home() / ".cache" / "llamapipe"
 
 
@@ -39,24 +42,24 @@ def private_folder(kind: str) -> Iterator[Path]:
     parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (parent / "lock").open("w") as everyone:
         # Held until the new folder is locked: another process would take it for one that was left behind.
-        fcntl.flock(everyone, fcntl.LOCK_EX)
+        files.lock(everyone.fileno())
         for old in parent.iterdir():
             if old.is_dir() and not _is_in_use(old):
                 shutil.rmtree(old, ignore_errors=True)
         made = Path(tempfile.mkdtemp(dir=parent))
         own = (made / "lock").open("w")
-        fcntl.flock(own, fcntl.LOCK_EX)
-    with own:
-        try:
+        files.lock(own.fileno())
+    try:
+        with own:
             yield made
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
+    finally:  # once the lock's file is closed: Windows deletes none that is open
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def _is_in_use(folder: Path) -> bool:
     with suppress(FileNotFoundError), (folder / "lock").open("w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            files.lock(lock.fileno(), wait=False)
         except BlockingIOError:
             return True
     return False

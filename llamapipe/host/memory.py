@@ -54,7 +54,7 @@ def resident_bytes(pid: int) -> int:
     """Bytes of a process that are in memory; 0 where that is not known. Any thread."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
+    except (OSError, ValueError, IndexError, AttributeError):  # Windows has no sysconf
         return 0
 
 

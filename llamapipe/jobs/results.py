@@ -17,13 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from llamapipe.host import files
 from llamapipe.jobs import _tables
 from llamapipe.jobs.records import STDIN, format_of
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 _ID = "batch_req_"  # before the index, in OpenAI's format
 _STARTS = (b'{"index": ', f'{{"id": "{_ID}'.encode())  # of lines of results
 _FAILED = 2
@@ -192,8 +189,7 @@ def _locked(path: Path) -> BinaryIO:
     try:
         for left in reversed(range(_TRIES)):
             try:
-                if fcntl is not None:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                files.lock(file.fileno(), wait=False)
                 break
             except BlockingIOError:
                 if not left:
@@ -219,8 +215,9 @@ def is_written(lines: Path) -> bool:
     """Whether a process writes results to ``lines``, the file of ``lines_of``. Raises OSError."""
     try:
         with lines.open("rb") as file:
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            files.lock(
+                file.fileno(), wait=False
+            )  # for a moment: another look at that moment takes this one for a writer
     except FileNotFoundError:
         return False
     except BlockingIOError:

@@ -13,7 +13,6 @@ trusted as a model's file is, so it must belong to this user or root, and nobody
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import stat
@@ -27,6 +26,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from llamapipe.gguf.reader import fingerprint
+from llamapipe.host import files
 from llamapipe.host.at_exit import end_thread_at_exit
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ _CHUNK_BYTES = 8 * 2**20
 _STEM_BYTES = 150
 _POLL_S = 0.05
 _WAIT_S = 120.0
+_ROOT = 0
 _log = logging.getLogger("llamapipe")
 
 
@@ -121,17 +122,16 @@ class PackedFile:
     def _open(self) -> bool:
         """Opens the file if it fits the model."""
         try:
-            # O_NONBLOCK: a pipe would be waited for.
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            fd = files.open_file(self.path, os.O_RDONLY)
         except FileNotFoundError:
             return False
         self.fd = fd
         status = os.fstat(fd)
-        if problem := _distrust(status, (os.geteuid(), 0)):
+        if problem := _distrust(status, _ROOT):
             self._tell(f"is not used: {problem}")
             self._close()
             return False
-        head = os.pread(fd, _HEADER.size + _CHECKSUM_BYTES, 0)
+        head = files.read_at(fd, _HEADER.size + _CHECKSUM_BYTES, 0)
         if problem := self._misfit(head, status.st_size):
             self._tell(f"is not used, and written again: {problem}")
             self._close()
@@ -148,7 +148,7 @@ class PackedFile:
             return "it has another format"
         if n_in_file != _OFFSET + n_bytes or not n_bytes:
             return f"it has {n_in_file} bytes instead of {_OFFSET + n_bytes}"
-        sample = lambda at: os.pread(self.fd, _SAMPLE_BYTES, _OFFSET + at)  # noqa: E731
+        sample = lambda at: files.read_at(self.fd, _SAMPLE_BYTES, _OFFSET + at)  # noqa: E731
         if head[_HEADER.size :] != _checksum(head[: _HEADER.size], sample, n_bytes):
             return "it is damaged"
         if key != self._key:
@@ -173,7 +173,7 @@ class PackedFile:
             time.sleep(_POLL_S)
             end_thread_at_exit()
         status = os.fstat(fd)
-        problem = _distrust(status, (os.geteuid(),))
+        problem = _distrust(status)
         if status.st_nlink > 1:  # emptying it would empty another file
             problem = "it has several names"
         if problem is not None:
@@ -205,21 +205,23 @@ class PackedFile:
         n_written = 0
         with memoryview(weights) as view:
             while n_written < n_bytes:
-                n_written += os.pwrite(fd, view[n_written : n_written + _CHUNK_BYTES], _OFFSET + n_written)
+                n_written += files.write_at(
+                    fd, view[n_written : n_written + _CHUNK_BYTES], _OFFSET + n_written
+                )
             header = _HEADER.pack(_MAGIC, self._key, layout, n_bytes)
             checksum = _checksum(header, lambda at: view[at : at + _SAMPLE_BYTES], n_bytes)
-        os.pwrite(fd, header + checksum, 0)
+        files.write_at(fd, header + checksum, 0)
         os.fsync(fd)  # else the name could outlive a crash, and the weights not
-        if not _is_at(fd, self._partial):  # the name may be another load's by now
+        if not files.has_name(fd, self._partial):  # the name may be another load's by now
             raise FileNotFoundError(errno.ENOENT, "it was deleted meanwhile", str(self._partial))
-        self._partial.rename(self.path)
+        self._partial.replace(self.path)
         self._partial = None
-        fcntl.flock(fd, fcntl.LOCK_UN)  # a process that was forked meanwhile holds the lock, too
+        files.unlock(fd)  # a process that was forked meanwhile holds the lock, too
 
     def _close(self) -> None:
         if self._partial is not None:
             with suppress(OSError):
-                if _is_at(self.fd, self._partial):
+                if files.has_name(self.fd, self._partial):
                     self._partial.unlink()
             self._partial = None
         if self.fd >= 0:
@@ -235,13 +237,13 @@ class PackedFile:
             _log.warning("packed_cache: %s %s", name, what)
 
 
-def _distrust(status: os.stat_result, owners: tuple[int, ...]) -> str | None:
-    """Why a file's content could be anybody's; None if only these users could write it."""
+def _distrust(status: os.stat_result, *others: int) -> str | None:
+    """Why a file's content could be anybody's; None if only this user and these could write it."""
     if not stat.S_ISREG(status.st_mode):
         return "it is not a regular file"
-    if status.st_uid not in owners:
+    if not files.is_ours(status, *others):
         return f"it belongs to user {status.st_uid}"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if files.may_be_written_by_others(status):
         return "other users may write to it"
     return None
 
@@ -254,20 +256,12 @@ def _checksum(header: bytes, sample: Callable[[int], bytes | memoryview], n_byte
     return digest.digest()
 
 
-def _is_at(fd: int, path: Path) -> bool:
-    """Whether an open file has this name: it may have been deleted, and another one made."""
-    try:
-        return os.path.samestat(os.fstat(fd), path.lstat())
-    except FileNotFoundError:
-        return False
-
-
 def _open_locked(path: Path, mode: int) -> int | None:
     """Makes or opens a file and locks it; None if another load holds the lock, or the file has lost its name."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+    fd = files.open_file(path, os.O_RDWR | os.O_CREAT, mode)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is_at(fd, path):
+        files.lock(fd, wait=False)
+        if files.has_name(fd, path):
             return fd
     except BlockingIOError:
         pass

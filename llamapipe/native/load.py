@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,11 @@ def _listed(cpuinfo: str) -> set[str] | None:
     return None
 
 
+def has_module(folder: Path) -> bool:
+    """Whether a native module was built into a folder."""
+    return any(found.suffix in (".so", ".pyd") for found in folder.glob("_native*"))
+
+
 def _is_sub_interpreter() -> bool:
     """Whether another interpreter of this process is the main one. There callbacks from C would not reach us."""
     for name in ("_interpreters", "_xxsubinterpreters"):  # since Python 3.13, and before
@@ -136,7 +142,8 @@ def _load() -> Any:
             "that runs on every processor of this kind, add `--config-settings=all-variants=on` or `--all-variants`"
         )
     try:
-        _native: Any = import_module("llamapipe.native._native")
+        with _library_folder():
+            _native: Any = import_module("llamapipe.native._native")
     except ImportError as e:
         if (installed := _shadowed()) is not None:
             raise BackendError(
@@ -163,6 +170,13 @@ def _load() -> Any:
     return _native
 
 
+def _library_folder() -> AbstractContextManager[object]:
+    """Where the module's libraries are found. Elsewhere than on Windows it says so itself."""
+    if sys.platform == "win32":
+        return os.add_dll_directory(str(LIB_DIR))
+    return nullcontext()
+
+
 def _load_package(module: Any, package: BackendPackage) -> None:
     """Register a package's backend. If its driver is missing, log a warning; ``llamapipe doctor`` also reports it."""
     if module.lib.lp_load_backend(str(package.module).encode()):
@@ -177,7 +191,7 @@ def _shadowed() -> Path | None:
     """The folder of an installed llamapipe with a native module that this package hides; None: there is none."""
     for entry in sys.path:
         package = Path(entry or ".").resolve() / "llamapipe"
-        if package != _PACKAGE.resolve() and any((package / "native").glob("_native*.so")):
+        if package != _PACKAGE.resolve() and has_module(package / "native"):
             return package.parent
     return None
 

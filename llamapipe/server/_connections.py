@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -107,6 +106,10 @@ def _close_one(connections: dict[Connection, None]) -> bool:
 
 
 def _descriptors() -> int:
+    try:
+        import resource
+    except ImportError:  # Windows, where the limit is memory
+        return _MOST_CONNECTIONS
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
         return _MOST_CONNECTIONS

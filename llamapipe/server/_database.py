@@ -25,6 +25,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import msgspec
 
 from llamapipe.chat.halves import whole_values
+from llamapipe.host import files
 from llamapipe.host.at_exit import close_at_exit, forget
 from llamapipe.work.long_work import settle
 
@@ -295,7 +296,7 @@ def _check_file(path: Path) -> None:
     """Makes a file that only its user may read, or looks whether it is one. Raises OSError."""
     # It is never opened here: closing it would give up the locks that SQLite holds for this process.
     with suppress(FileExistsError):
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        os.close(files.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
     for name in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
         try:
             status = name.lstat()
@@ -317,9 +318,9 @@ def _identity(path: Path) -> tuple[int, int] | None:
 def _distrust(status: os.stat_result) -> str | None:
     if not stat.S_ISREG(status.st_mode):
         return "it is not a regular file"
-    if status.st_uid != os.geteuid():
+    if not files.is_ours(status):
         return f"it belongs to user {status.st_uid}, and this is user {os.geteuid()}"
-    if status.st_mode & 0o077:
+    if files.may_be_used_by_others(status):
         return f"other users may use it (mode {stat.S_IMODE(status.st_mode):o}): chmod 600"
     return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import random
 import shutil
@@ -29,6 +28,7 @@ from llamapipe._engine.policy.prefix_tree import n_common
 from llamapipe._engine.runtime import disk_cache, loop
 from llamapipe._engine.runtime.disk_cache import CachedSequence, DiskCache
 from llamapipe._engine.runtime.snapshot import SnapshotFormat
+from llamapipe.host import files
 from llamapipe.llama.native_pipeline import SavedCells
 from llamapipe.work.tenant import Tenant, is_of, tenant
 
@@ -664,15 +664,15 @@ def test_a_file_that_is_taken_for_a_dead_one_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process looks at it between its creation and its lock."""
-    path, lock = tmp_path / "a.part", fcntl.flock
+    path, lock = tmp_path / "a.part", files.lock
     looks: Iterator[Callable[[Path], None]] = iter([cache_file.remove_if_dead])
 
-    def late(descriptor: int, operation: int) -> None:
+    def late(descriptor: int, wait: bool = True) -> None:
         for look in looks:
             look(path)
-        lock(descriptor, operation)
+        lock(descriptor, wait)
 
-    monkeypatch.setattr(fcntl, "flock", late)
+    monkeypatch.setattr(files, "lock", late)
     descriptor = cache_file.locked(path)
     cache_file.remove_if_dead(path)
     assert path.stat().st_ino == os.fstat(descriptor).st_ino

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import shutil
@@ -30,6 +29,7 @@ from support.server_process import ServerProcess
 
 import llamapipe as lp
 from llamapipe.errors import ModelLoadError
+from llamapipe.host import files
 from llamapipe.llama._packed_cache import _checksum
 from llamapipe.native.load import native
 
@@ -315,7 +315,7 @@ lp.Model(path, packed_cache=folder)
 """
 
 
-@pytest.mark.parametrize("call", ["pwrite", "fsync", "rename"])
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "replace"])
 def test_a_load_that_is_killed_while_it_writes(
     path: Path, folder: Path, expected: np.ndarray, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
@@ -547,7 +547,7 @@ def test_a_load_that_hangs_is_not_waited_for_without_end(
     file_in(folder).rename(partial)
     monkeypatch.setattr("llamapipe.llama._packed_cache._WAIT_S", 0.1)
     with partial.open("r+b") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
+        files.lock(other.fileno())
         found, file = load(path, folder)
     assert file is None and "another load" in caplog.text
     np.testing.assert_array_equal(found, expected)

@@ -50,6 +50,7 @@ from llamapipe.cache_file import (
     subfolders,
     tail_of,
 )
+from llamapipe.host import files
 from llamapipe.llama.native_pipeline import SavedCells
 from llamapipe.locks import Lock
 
@@ -417,9 +418,9 @@ class DiskCache:
             problem = None
             if not stat.S_ISDIR(status.st_mode):
                 problem = "is a symbolic link" if stat.S_ISLNK(status.st_mode) else "is no folder"
-            elif status.st_uid != os.geteuid():
+            elif not files.is_ours(status):
                 problem = f"belongs to user {status.st_uid}"
-            elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            elif files.may_be_written_by_others(status):
                 problem = "can be written to by other users"
             if problem is not None:
                 raise ValueError(f"cache_dir: {folder} {problem}; give a folder of your own, with mode 700")

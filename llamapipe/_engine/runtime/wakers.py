@@ -11,6 +11,7 @@ turn (``WakeQueue``). A wake without a waiting thread is kept for the next wait,
 from __future__ import annotations
 
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -155,6 +156,8 @@ class LoopWaker(Generic[T]):
         self._take = take
         self._items: deque[T] = deque()
         self._rung = False  # a ring is due, or was not answered yet
+        if sys.platform == "win32":  # where loops watch sockets at most
+            raise NotImplementedError
         self._read_end, self.fd = os.pipe()
         self._open = True
         try:

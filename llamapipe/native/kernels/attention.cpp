@@ -1,6 +1,8 @@
 // Attention: which rows and heads are computed together, and which cells they see.
 #include "attention.hpp"
 
+#include "processor.hpp"
+
 #include "ggml-backend-impl.h"
 #include "ggml-cpu/traits.h"
 
@@ -17,11 +19,7 @@ extern const AttentionLevel kAttentionAvx2, kAttentionAvx512;
 
 const AttentionLevel * attention_level() {
 #if defined(__x86_64__)
-    static const bool has_avx2 =
-            __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    static const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-                                   __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-    return !has_avx2 ? nullptr : has_avx512 ? &kAttentionAvx512 : &kAttentionAvx2;
+    return !processor().avx2 ? nullptr : processor().avx512 ? &kAttentionAvx512 : &kAttentionAvx2;
 #else
     return nullptr;
 #endif

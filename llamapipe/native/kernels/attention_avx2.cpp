@@ -1,9 +1,9 @@
 // Attention on AVX2: eight cells a vector for scores, eight dimensions for values.
 #if defined(__x86_64__)
 #include "attention.hpp"
+#include "target.hpp"
 
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
+LP_TARGET("avx2,fma,f16c")
 #include "attention_tiles.hpp"
 
 namespace llamapipe::kernels {
@@ -11,5 +11,5 @@ namespace llamapipe::kernels {
 extern const AttentionLevel kAttentionAvx2 = level_of<Vector8>();
 
 }  // namespace llamapipe::kernels
-#pragma GCC pop_options
+LP_TARGET_END
 #endif

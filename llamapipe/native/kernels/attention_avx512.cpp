@@ -1,12 +1,14 @@
 // Attention on AVX-512: sixteen cells a vector for scores, sixteen dimensions for values.
 #if defined(__x86_64__)
 #include "attention.hpp"
+#include "target.hpp"
 
-#pragma GCC push_options
 // GCC 12 warns about its intrinsics, which begin with undefined vectors.
+#ifndef __clang__
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")
+#endif
+LP_TARGET("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")
 #include "attention_tiles.hpp"
 
 namespace llamapipe::kernels {
@@ -80,5 +82,5 @@ struct Vector16 {
 extern const AttentionLevel kAttentionAvx512 = level_of<Vector16>();
 
 }  // namespace llamapipe::kernels
-#pragma GCC pop_options
+LP_TARGET_END
 #endif

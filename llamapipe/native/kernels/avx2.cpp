@@ -8,10 +8,9 @@
 #include <type_traits>
 
 #include "panels.hpp"
+#include "target.hpp"
 
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#include <immintrin.h>
+LP_TARGET("avx2,fma,f16c")
 
 #include "products.hpp"
 #include "unpack.hpp"
@@ -357,5 +356,5 @@ struct Avx2 {
 extern const Kernel kAvx2[] = { KERNELS(Avx2, "avx2") };
 
 }  // namespace llamapipe::kernels
-#pragma GCC pop_options
+LP_TARGET_END
 #endif

@@ -4,13 +4,14 @@
 #include <type_traits>
 
 #include "panels.hpp"
+#include "target.hpp"
 
-#pragma GCC push_options
 // GCC 12 warns about its intrinsics, which begin with undefined vectors.
+#ifndef __clang__
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")
-#include <immintrin.h>
+#endif
+LP_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")
 
 #include "vector32.hpp"
 #include "vnni.hpp"
@@ -116,5 +117,5 @@ using Avx512 = Vnni<Vector, Tiles>;
 extern const Kernel kAvx512Vnni[] = { KERNELS(Avx512, "avx512-vnni") };
 
 }  // namespace llamapipe::kernels
-#pragma GCC pop_options
+LP_TARGET_END
 #endif

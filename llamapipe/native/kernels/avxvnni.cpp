@@ -4,10 +4,9 @@
 #include <type_traits>
 
 #include "panels.hpp"
+#include "target.hpp"
 
-#pragma GCC push_options
-#pragma GCC target("avxvnni,avx2,fma,f16c")
-#include <immintrin.h>
+LP_TARGET("avxvnni,avx2,fma,f16c")
 
 #include "vector32.hpp"
 #include "vnni.hpp"
@@ -49,5 +48,5 @@ using AvxVnni = Vnni<Vector, Tiles>;
 extern const Kernel kAvxVnni[] = { KERNELS(AvxVnni, "avx-vnni") };
 
 }  // namespace llamapipe::kernels
-#pragma GCC pop_options
+LP_TARGET_END
 #endif

@@ -1,6 +1,8 @@
 // Which operations are products of floats, and how ggml's threads share one.
 #include "float_products.hpp"
 
+#include "processor.hpp"
+
 #include "ggml-backend-impl.h"
 #include "ggml-cpu/traits.h"
 
@@ -24,12 +26,7 @@ constexpr size_t  alignment     = 64;
 
 const FloatLevel * find_level() {
 #if defined(__x86_64__)
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) {
-        return nullptr;
-    }
-    const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-                            __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-    return has_avx512 ? &kFloatsAvx512 : &kFloatsAvx2;
+    return processor().avx512 ? &kFloatsAvx512 : processor().avx2 ? &kFloatsAvx2 : nullptr;
 #else
     return nullptr;
 #endif

@@ -3,9 +3,9 @@
 #include <algorithm>
 
 #include "float_products.hpp"
+#include "target.hpp"
 
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
+LP_TARGET("avx2,fma,f16c")
 #include "float_tiles.hpp"
 
 namespace llamapipe::kernels {
@@ -29,5 +29,5 @@ struct Avx2 {
 extern const FloatLevel kFloatsAvx2 = { "avx2", multiply<Avx2> };
 
 }  // namespace llamapipe::kernels
-#pragma GCC pop_options
+LP_TARGET_END
 #endif

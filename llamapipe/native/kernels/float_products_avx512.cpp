@@ -3,12 +3,14 @@
 #include <algorithm>
 
 #include "float_products.hpp"
+#include "target.hpp"
 
-#pragma GCC push_options
 // GCC 12 warns about its intrinsics, which begin with undefined vectors.
+#ifndef __clang__
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")
+#endif
+LP_TARGET("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")
 #include "float_tiles.hpp"
 
 namespace llamapipe::kernels {
@@ -103,5 +105,5 @@ struct Avx512 {
 extern const FloatLevel kFloatsAvx512 = { "avx512", multiply<Avx512> };
 
 }  // namespace llamapipe::kernels
-#pragma GCC pop_options
+LP_TARGET_END
 #endif

@@ -1,17 +1,16 @@
 #include "kernels.hpp"
 
+#include "processor.hpp"
+
 namespace llamapipe::kernels {
 
 #if defined(__x86_64__)
 extern const Kernel kAvx2[], kAvxVnni[], kAvx512Vnni[];
 
 static const Kernel * level() {
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return nullptr;
-    if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq"))
-        return kAvx512Vnni;
-    if (__builtin_cpu_supports("avxvnni")) return kAvxVnni;
-    return kAvx2;
+    if (processor().avx512_vnni) return kAvx512Vnni;
+    if (processor().avx_vnni) return kAvxVnni;
+    return processor().avx2 ? kAvx2 : nullptr;
 }
 #endif
 

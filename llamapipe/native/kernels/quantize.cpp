@@ -5,10 +5,9 @@
 #include <cstring>
 
 #include "panels.hpp"
+#include "target.hpp"
 
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#include <immintrin.h>
+LP_TARGET("avx2,fma,f16c")
 
 namespace llamapipe::kernels {
 
@@ -101,5 +100,5 @@ void quantize_32(const float * row, int64_t, int64_t first, int64_t last, void *
 }
 
 }  // namespace llamapipe::kernels
-#pragma GCC pop_options
+LP_TARGET_END
 #endif

@@ -21,15 +21,11 @@
 #include "attention.hpp"
 #include "float_products.hpp"
 #include "kernels.hpp"
-#include "mappings.hpp"
 #include "row_adapters.hpp"
+#include "system.hpp"
 
 #include "ggml-backend-impl.h"
 #include "ggml-cpu/traits.h"
-
-#include <dlfcn.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -456,26 +452,9 @@ struct Memory {
 
 Memory * memory_of(ggml_backend_buffer_t buffer) { return (Memory *) buffer->context; }
 
-// Anonymous memory; where it is large, it begins at a huge page, as a file that is mapped over it can have them. It asks for
-// none itself: virtual machines may have to get them from their host, which took several times as long as packing.
-void * map_memory(size_t size) {
-    const size_t spare = size >= 8 * huge_page_bytes ? huge_page_bytes : 0;
-    void *       found = mmap(nullptr, size + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (found == MAP_FAILED) {
-        return nullptr;
-    }
-    if (spare) {
-        const size_t begin = (size_t) found, base = padded(begin, huge_page_bytes);
-        if (base > begin) {
-            munmap(found, base - begin);
-        }
-        if (base < begin + spare) {
-            munmap((void *) (base + size), begin + spare - base);
-        }
-        found = (void *) base;
-    }
-    return found;
-}
+// Where it is large, it begins at a huge page, as a file that is mapped over it can have them. It asks for none itself: virtual
+// machines may have to get them from their host, which took several times as long as packing.
+void * map_memory(size_t size) { return lp::system::reserve(size, size >= 8 * huge_page_bytes ? huge_page_bytes : alignment); }
 
 ggml_status init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor) {
     if (!tensor->view_src) {
@@ -503,24 +482,11 @@ void use_file(Memory & memory) {
 }
 
 void free_buffer(ggml_backend_buffer_t buffer) {
-    munmap(memory_of(buffer)->base, memory_of(buffer)->size);
+    lp::system::release(memory_of(buffer)->base, memory_of(buffer)->size);
     delete memory_of(buffer);
 }
 
 void * get_base(ggml_backend_buffer_t buffer) { return memory_of(buffer)->base; }
-
-// Lets go of pages of a file that were read. The kernel keeps them in its cache, as long as it likes.
-void release_pages(const void * data, size_t size) {
-    const auto  page = (uintptr_t) sysconf(_SC_PAGESIZE);
-    lp::Mapping mapping;
-    if (!lp::find_mapping((uintptr_t) data, mapping) || mapping.is_writable || mapping.path[0] != '/') {
-        return;  // a copy in memory, which would be lost
-    }
-    const uintptr_t begin = padded((uintptr_t) data, page), end = std::min((uintptr_t) data + size, mapping.end) / page * page;
-    if (begin < end) {
-        madvise((void *) begin, end - begin, MADV_DONTNEED);
-    }
-}
 
 // Packs on this thread and others, which read the pages of the file, too.
 void pack(const Weights & weights, const ggml_tensor * tensor, const char * data, int n_threads) {
@@ -578,7 +544,7 @@ void set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void *
     if (!memory.is_mapped) {
         pack(weights, tensor, (const char *) data, t_packing ? t_packing->n_threads : 1);
     }
-    release_pages(data, size);
+    lp::system::let_go(data, size);  // the kernel keeps them in its cache, as long as it likes
     if (t_packing) {
         t_packing->n_tensors++;
         t_packing->n_bytes += (int64_t) weights.bytes();
@@ -660,10 +626,10 @@ std::string put_into_list() {
     using get_types = std::vector<ggml_backend_buffer_type_t> & (*)();
     const auto listed =
             (ggml_backend_dev_get_extra_bufts_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_dev_get_extra_bufts");
-    Dl_info    info    = {};
-    void *     library = listed && dladdr((void *) listed, &info) ? dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD) : nullptr;
-    const auto types   = library ? (get_types) dlsym(library, "_Z39ggml_backend_cpu_get_extra_buffer_typesv") : nullptr;
-    barrier            = library ? (void (*)(ggml_threadpool *)) dlsym(library, "ggml_barrier") : nullptr;
+    void *     library = listed ? lp::system::library_of((void *) listed) : nullptr;
+    const auto find    = [&](const char * name) { return library ? lp::system::find_function(library, name) : nullptr; };
+    const auto types   = (get_types) find("_Z39ggml_backend_cpu_get_extra_buffer_typesv");
+    barrier            = (void (*)(ggml_threadpool *)) find("ggml_barrier");
     if (!types || !barrier) {
         return "ggml's CPU backend has no list of buffer types";
     }
@@ -698,21 +664,7 @@ bool have(ggml_type type, int64_t n_columns, int64_t n_rows) { return !install()
 const char * level() { return install() ? nullptr : find_level(); }
 
 bool map_file(void * data, int64_t n_bytes, int fd, int64_t offset) {
-    const size_t n = (size_t) n_bytes;
-    // Elsewhere first: a mapping that fails may leave a hole in place of the weights.
-    void * found = mmap(nullptr, n, PROT_READ, MAP_SHARED, fd, (off_t) offset);
-    if (found == MAP_FAILED) {
-        return false;
-    }
-    munmap(found, n);
-    if (mmap(data, n, PROT_READ, MAP_SHARED | MAP_FIXED, fd, (off_t) offset) != data) {
-        GGML_ABORT("packed weights cannot be mapped: %s", strerror(errno));
-    }
-#ifdef MADV_POPULATE_READ
-    madvise(data, n, MADV_HUGEPAGE);  // if the file has to be read
-    madvise(data, n, MADV_POPULATE_READ);
-#endif
-    return true;
+    return lp::system::put_file(data, (size_t) n_bytes, fd, offset);
 }
 
 PackingScope::PackingScope(Packing * packing) noexcept : outer_(t_packing) { t_packing = packing; }

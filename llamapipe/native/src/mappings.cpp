@@ -1,8 +1,8 @@
 
 #include "mappings.hpp"
 
-#include "faults.hpp"
 #include "native.h"
+#include "signals.hpp"
 
 #include <algorithm>
 #include <atomic>

@@ -5,10 +5,10 @@
 #include "faults.hpp"
 #include "ggml-backend-impl.h"
 #include "mtmd.h"
+#include "system.hpp"
 #include "weight_buffer.hpp"
 
 #include <cstring>
-#include <dlfcn.h>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -20,11 +20,7 @@ namespace {
 struct Library {
     void * handle = nullptr;
 
-    explicit Library(const char * path) : handle(dlopen(path, RTLD_NOW | RTLD_LOCAL)) {
-        if (handle == nullptr) {
-            throw std::runtime_error(std::string("the library cannot be loaded: ") + dlerror());
-        }
-    }
+    explicit Library(const char * path) : handle(lp::system::open_library(path)) {}
 
 #define LP_FUNCTION(name) decltype(&::mtmd_##name) name = find<decltype(&::mtmd_##name)>("mtmd_" #name)
     LP_FUNCTION(log_set);
@@ -55,7 +51,7 @@ struct Library {
 
 private:
     template <typename Function> Function find(const char * name) {
-        auto * const found = (Function) dlsym(handle, name);
+        auto * const found = (Function) lp::system::find_function(handle, name);
         if (found == nullptr) {
             throw std::runtime_error(std::string("libmtmd has no function ") + name);
         }

@@ -1,9 +1,9 @@
 // Backends, models and vocabularies: llama.cpp's calls that allocate or throw, inside the guard.
 #include "faults.hpp"
+#include "system.hpp"
 #include "weight_buffer.hpp"
 
 #include <algorithm>
-#include <pthread.h>
 #include <stdexcept>
 #include <string>
 
@@ -33,14 +33,13 @@ struct tokenize_job {
     }
 };
 
-void * tokenize_on_thread(void * data) {
+void tokenize_on_thread(void * data) {
     auto * job = (tokenize_job *) data;
     job->run();
     lp::guard(0, [&] {
         job->error = lp_last_error();
         return 0;
     });
-    return nullptr;
 }
 
 }  // namespace
@@ -113,18 +112,12 @@ int lp_tokenize(const llama_vocab * vocab, const char * text, int n_bytes, int32
         job.run();
         return job.result;
     }
-    // The stack is only reserved: pages that are not touched cost no memory.
-    pthread_attr_t attributes;
-    pthread_attr_init(&attributes);
-    pthread_attr_setstacksize(&attributes, bytes_at_least + bytes_each_char * (size_t) n_bytes);
-    pthread_t  thread;
-    const bool started = pthread_create(&thread, &attributes, tokenize_on_thread, &job) == 0;
-    pthread_attr_destroy(&attributes);
+    const size_t n_stack = bytes_at_least + bytes_each_char * (size_t) n_bytes;
+    const bool   started = lp::system::run_with_stack(n_stack, tokenize_on_thread, &job);
     if (!started) {
         lp::set_error("no thread with a stack for a text of this length could be started; split the text");
         return INT32_MIN;
     }
-    pthread_join(thread, nullptr);
     lp::set_error(job.error.c_str());
     return job.result;
 }

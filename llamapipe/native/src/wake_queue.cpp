@@ -4,14 +4,15 @@
 #include "clock.hpp"
 #include "faults.hpp"
 #include "handles.hpp"
+#include "system.hpp"
 
 #include <algorithm>
-#include <time.h>
-#include <unistd.h>
 
 #ifdef __linux__
 #include <linux/futex.h>
 #include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
 #endif
 
 namespace lp {
@@ -142,13 +143,9 @@ void lp_wake_queue_wake_all_if_stalled(lp_wake_queue * queue) { queue->shared->w
 
 // ---- the list that a launch wakes
 void lp_wake_list_begin(lp_wake_list * wakes) {
-#ifndef _WIN32
     for (int i = 0; i < wakes->n_fds; i++) {
-        if (write(wakes->fds[i], "", 1) < 0) {
-            continue;  // the pipe is full, so its reader has not seen an earlier byte yet and will wake anyway
-        }
+        lp::system::wake_reader(wakes->fds[i]);
     }
-#endif
     wakes->n_fds = 0;
     if (wakes->n_waiters > 0 && lp_wake_queue_add(wakes->queue, wakes->waiters, wakes->n_waiters) == 0) {
         wakes->n_waiters = 0;  // else there was no memory: the next launch tries again

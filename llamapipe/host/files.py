@@ -1,0 +1,148 @@
+"""Files that processes share: how one is opened, whose it is, locks, and reads and writes at a place.
+
+Open this file for what POSIX and Windows do differently with files. Windows tells neither the owner of a file nor who
+else may write to it where Python looks, so there only its kind is checked: give folders of the user's own.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import sys
+from pathlib import Path
+
+if sys.platform == "win32":
+    import ctypes
+    import msvcrt
+
+    _kernel = ctypes.WinDLL("kernel32", use_last_error=True)
+    _kernel.CreateFileW.restype = ctypes.c_void_p
+    _NOBODY = ctypes.c_void_p(-1).value  # INVALID_HANDLE_VALUE
+    _SHARE_ALL, _NORMAL = 7, 0x80
+    _WAIT, _AT_ONCE = 2, 3  # an exclusive lock, which LockFileEx waits for or not
+    _LOCK_VIOLATION = 33
+
+    class _Place(ctypes.Structure):
+        """OVERLAPPED. A lock keeps others from the bytes that it is on, so it is on one that no file has."""
+
+        _fields_ = (
+            ("internal", ctypes.c_void_p),
+            ("internal_high", ctypes.c_void_p),
+            ("offset", ctypes.c_uint32),
+            ("offset_high", ctypes.c_uint32),
+            ("event", ctypes.c_void_p),
+        )
+
+    _PLACE = (None, None, 0, 2**30, None)
+
+    def open_file(path: str | Path, flags: int, mode: int = 0o600) -> int:
+        """A descriptor of a file that is no symbolic link; programs that are started do not get it. Raises OSError.
+
+        ``flags``: those of ``os.open`` that say how it is used, and whether it is made. ``mode``: of a new one.
+        """
+        if Path(path).is_symlink():
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        access = {os.O_RDONLY: 0x80000000, os.O_WRONLY: 0x40000000}.get(flags & 3, 0xC0000000)
+        how = (
+            1 if flags & os.O_EXCL else 4 if flags & os.O_CREAT else 3
+        )  # CREATE_NEW, OPEN_ALWAYS, OPEN_EXISTING
+        # Unlike os.open it lets the file be renamed and deleted while it is open.
+        handle = _kernel.CreateFileW(str(path), access, _SHARE_ALL, None, how, _NORMAL, None)
+        if handle == _NOBODY:
+            error = ctypes.WinError(ctypes.get_last_error())
+            error.filename = str(path)
+            raise error
+        return msvcrt.open_osfhandle(handle, flags | os.O_NOINHERIT)
+
+    def lock(fd: int, wait: bool = True) -> None:
+        """Takes the one lock of an open file. Raises BlockingIOError if another has it and ``wait`` is false.
+
+        It is given back by ``unlock``, when the descriptor is closed, and when the process ends.
+        """
+        handle = ctypes.c_void_p(msvcrt.get_osfhandle(fd))
+        if not _kernel.LockFileEx(
+            handle, _WAIT if wait else _AT_ONCE, 0, 1, 0, ctypes.byref(_Place(*_PLACE))
+        ):
+            if ctypes.get_last_error() == _LOCK_VIOLATION:
+                raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK))
+            raise ctypes.WinError(ctypes.get_last_error())
+
+    def unlock(fd: int) -> None:
+        """Gives back the lock of an open file."""
+        _kernel.UnlockFileEx(
+            ctypes.c_void_p(msvcrt.get_osfhandle(fd)), 0, 1, 0, ctypes.byref(_Place(*_PLACE))
+        )
+
+    def read_at(fd: int, n: int, offset: int) -> bytes:
+        """At most ``n`` bytes of an open file from ``offset`` on. One thread at a time."""
+        os.lseek(fd, offset, os.SEEK_SET)
+        return os.read(fd, n)
+
+    def write_at(fd: int, data: bytes | memoryview, offset: int) -> int:
+        """Writes to an open file from ``offset`` on, and returns how many bytes. One thread at a time."""
+        os.lseek(fd, offset, os.SEEK_SET)
+        return os.write(fd, data)
+
+    def has_name(fd: int, path: Path) -> bool:
+        """Whether an open file has this name: it may have been deleted, and another one made."""
+        try:
+            return os.fstat(fd).st_ino == path.lstat().st_ino  # the device is not always told
+        except FileNotFoundError:
+            return False
+
+    def is_ours(status: os.stat_result, *others: int) -> bool:
+        """Whether a file or folder belongs to this user, or to one of ``others``."""
+        return True
+
+    def may_be_written_by_others(status: os.stat_result) -> bool:
+        """Whether other users may write to a file or folder."""
+        return False
+
+    def may_be_used_by_others(status: os.stat_result) -> bool:
+        """Whether other users may read a file or folder, write to it or run it."""
+        return False
+
+else:
+    import fcntl
+
+    read_at = os.pread
+    write_at = os.pwrite
+
+    def open_file(path: str | Path, flags: int, mode: int = 0o600) -> int:
+        """A descriptor of a file that is no symbolic link; programs that are started do not get it. Raises OSError.
+
+        ``flags``: those of ``os.open`` that say how it is used, and whether it is made. ``mode``: of a new one.
+        """
+        # O_NONBLOCK: a pipe would be waited for.
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
+
+    def lock(fd: int, wait: bool = True) -> None:
+        """Takes the one lock of an open file. Raises BlockingIOError if another has it and ``wait`` is false.
+
+        It is given back by ``unlock``, when the descriptor is closed, and when the process ends.
+        """
+        fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def unlock(fd: int) -> None:
+        """Gives back the lock of an open file, also where a process that was forked holds it, too."""
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
+    def has_name(fd: int, path: Path) -> bool:
+        """Whether an open file has this name: it may have been deleted, and another one made."""
+        try:
+            return os.path.samestat(os.fstat(fd), path.lstat())
+        except FileNotFoundError:
+            return False
+
+    def is_ours(status: os.stat_result, *others: int) -> bool:
+        """Whether a file or folder belongs to this user, or to one of ``others``."""
+        return status.st_uid in (os.geteuid(), *others)
+
+    def may_be_written_by_others(status: os.stat_result) -> bool:
+        """Whether other users may write to a file or folder."""
+        return bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+
+    def may_be_used_by_others(status: os.stat_result) -> bool:
+        """Whether other users may read a file or folder, write to it or run it."""
+        return bool(status.st_mode & 0o077)

@@ -1,0 +1,47 @@
+// What this processor has. __builtin_cpu_supports would do, but with zig's run-time library it says that there is nothing.
+#pragma once
+
+#if defined(__x86_64__)
+#include <array>
+#include <cstdint>
+
+namespace llamapipe::kernels {
+
+// avx2: with FMA and F16C. avx512: F, DQ, BW and VL, with avx2. Also whether the system saves the registers.
+struct Processor {
+    bool avx2 = false, avx512 = false, avx512_vnni = false, avx_vnni = false;
+};
+
+// The registers A, B, C and D; zeros if the processor does not have the leaf. Not <cpuid.h>: Windows' headers have other
+// functions of the same names.
+inline std::array<uint32_t, 4> cpuid(uint32_t leaf, uint32_t part = 0) {
+    const auto ask = [](uint32_t a, uint32_t c) {
+        std::array<uint32_t, 4> r = {};
+        __asm__ volatile("cpuid" : "=a"(r[0]), "=b"(r[1]), "=c"(r[2]), "=d"(r[3]) : "a"(a), "c"(c));
+        return r;
+    };
+    return leaf <= ask(0, 0)[0] ? ask(leaf, part) : std::array<uint32_t, 4>{};
+}
+
+inline const Processor & processor() {
+    static const Processor found = [] {
+        Processor      mine;
+        const uint32_t basic = cpuid(1)[2], fma = 1u << 12, xsave = 1u << 27, avx = 1u << 28, f16c = 1u << 29;
+        if ((~basic & (fma | xsave | avx | f16c)) != 0) {
+            return mine;
+        }
+        uint32_t saved = 0, high = 0;
+        __asm__ volatile("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+        const auto     extended = cpuid(7);
+        const uint32_t avx512   = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
+        mine.avx2               = (saved & 0x06) == 0x06 && (extended[1] & 1u << 5);
+        mine.avx512             = mine.avx2 && (saved & 0xe6) == 0xe6 && (~extended[1] & avx512) == 0;
+        mine.avx512_vnni        = mine.avx512 && (extended[2] & 1u << 11);
+        mine.avx_vnni           = mine.avx2 && extended[0] >= 1 && (cpuid(7, 1)[0] & 1u << 4);
+        return mine;
+    }();
+    return found;
+}
+
+}  // namespace llamapipe::kernels
+#endif

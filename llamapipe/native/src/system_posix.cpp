@@ -1,0 +1,128 @@
+// Linux and macOS.
+#include "system.hpp"
+
+#include "ggml.h"
+#include "mappings.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <dlfcn.h>
+#include <execinfo.h>
+#include <pthread.h>
+#include <stdexcept>
+#include <string>
+#include <sys/mman.h>
+#include <unistd.h>
+
+namespace lp::system {
+
+void * open_library(const char * path) {
+    void * library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) {
+        throw std::runtime_error(std::string("the library cannot be loaded: ") + dlerror());
+    }
+    return library;
+}
+
+void * find_function(void * library, const char * name) { return dlsym(library, name); }
+
+void * library_of(const void * address) {
+    Dl_info info = {};
+    return dladdr(address, &info) != 0 ? dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD) : nullptr;
+}
+
+bool is_in_library(const void * address, const char * part) {
+    Dl_info info;
+    return dladdr(address, &info) != 0 && info.dli_fname != nullptr && strstr(info.dli_fname, part) != nullptr;
+}
+
+int call_stack(void ** addresses, int n) { return backtrace(addresses, n); }
+
+static size_t padded(size_t n, size_t to) { return (n + to - 1) / to * to; }
+
+static size_t page_bytes() { return (size_t) sysconf(_SC_PAGESIZE); }
+
+void * reserve(size_t size, size_t alignment) {
+    const size_t spare = alignment > page_bytes() ? alignment : 0;
+    void *       found = mmap(nullptr, size + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (found == MAP_FAILED) {
+        return nullptr;
+    }
+    if (spare) {
+        const size_t begin = (size_t) found, base = padded(begin, alignment);
+        if (base > begin) {
+            munmap(found, base - begin);
+        }
+        if (base < begin + spare) {
+            munmap((void *) (base + size), begin + spare - base);
+        }
+        found = (void *) base;
+    }
+    return found;
+}
+
+void release(void * data, size_t size) { munmap(data, size); }
+
+bool put_file(void * data, size_t size, int fd, int64_t offset) {
+    // Elsewhere first: a mapping that fails may leave a hole in place of the memory.
+    void * found = mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, (off_t) offset);
+    if (found == MAP_FAILED) {
+        return false;
+    }
+    munmap(found, size);
+    if (mmap(data, size, PROT_READ, MAP_SHARED | MAP_FIXED, fd, (off_t) offset) != data) {
+        GGML_ABORT("a file cannot be mapped: %s", strerror(errno));
+    }
+#ifdef MADV_POPULATE_READ
+    madvise(data, size, MADV_HUGEPAGE);  // if the file has to be read
+    madvise(data, size, MADV_POPULATE_READ);
+#endif
+    return true;
+}
+
+void let_go(const void * data, size_t size) {
+    const auto page = (uintptr_t) page_bytes();
+    Mapping    mapping;
+    if (!find_mapping((uintptr_t) data, mapping) || mapping.is_writable || mapping.path[0] != '/') {
+        return;  // a copy in memory, which would be lost
+    }
+    const uintptr_t begin = padded((uintptr_t) data, page), end = std::min((uintptr_t) data + size, mapping.end) / page * page;
+    if (begin < end) {
+        madvise((void *) begin, end - begin, MADV_DONTNEED);
+    }
+}
+
+namespace {
+struct Job {
+    void (*work)(void *);
+    void * data;
+};
+void * run(void * job) {
+    ((Job *) job)->work(((Job *) job)->data);
+    return nullptr;
+}
+}  // namespace
+
+bool run_with_stack(size_t bytes, void (*work)(void * data), void * data) {
+    // The stack is only reserved: pages that are not touched cost no memory.
+    Job            job = { work, data };
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, bytes);
+    pthread_t  thread;
+    const bool started = pthread_create(&thread, &attributes, run, &job) == 0;
+    pthread_attr_destroy(&attributes);
+    if (started) {
+        pthread_join(thread, nullptr);
+    }
+    return started;
+}
+
+void wake_reader(int fd) {
+    if (write(fd, "", 1) < 0) {
+        return;  // the pipe is full, so its reader has not seen an earlier byte yet and will wake anyway
+    }
+}
+
+}  // namespace lp::system

@@ -18,12 +18,13 @@ from native_build.cpu_features import required_features
 from native_build.errors import BuildError
 from native_build.libraries import Libraries, build_libraries
 from native_build.licences import llama_cpp_licence
-from native_build.module import build_module, check_cffi, file_name, module_headers
+from native_build.module import build_module, check_cffi, module_headers
 from native_build.options import BuildOptions
 from native_build.paths import cache_dir
 from native_build.recipe import Recipe
 from native_build.sources import find_source
 from native_build.store import MANIFEST
+from native_build.systems import is_program
 from native_build.toolchain import Compilers, find_cmake, find_compilers, find_ninja, macros
 
 # A full disk, or a folder without write permission: the user has to fix these.
@@ -58,7 +59,7 @@ def _build(options: BuildOptions, target: Path, say: Callable[[str], None]) -> N
     files = [path for built in libraries.folders for path in built.iterdir() if path.name != MANIFEST]
     for path in files:
         _replace(path, folder / path.name)
-    _replace(module, target / file_name())
+    _replace(module, target / module.name)
     with tempfile.TemporaryDirectory() as scratch:
         about = Path(scratch) / "build.json"
         about.write_text(json.dumps(_facts(recipe, libraries), indent=1) + "\n", encoding="utf-8")
@@ -83,7 +84,10 @@ def check(options: BuildOptions) -> None:
 
 def _requirements(options: BuildOptions) -> tuple[Compilers, tuple[Accelerator, ...]]:
     if sys.platform == "win32":
-        raise BuildError("Windows is not supported yet", "build inside WSL (wsl --install)")
+        raise BuildError(
+            "llamapipe is not built on Windows, but for it, on Linux",
+            "build_native.py --target x86_64-windows-gnu on Linux, or inside WSL (wsl --install)",
+        )
     compilers = find_compilers(options.target)
     accelerators = find_accelerators(options, compilers)
     check_cffi()
@@ -115,7 +119,7 @@ def _facts(recipe: Recipe, libraries: Libraries) -> dict[str, object]:
         "rpc": recipe.options.rpc,
         "media": recipe.options.media,
         "python": platform.python_version(),
-        "platform": f"{platform.system()} {recipe.options.machine}",
+        "platform": f"{recipe.options.system.cmake_name} {recipe.options.machine}",
         "date": time.strftime("%Y-%m-%d", time.gmtime(source_date())),
     }
 
@@ -124,5 +128,5 @@ def _replace(path: Path, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".new-") as scratch:
         copy = Path(scratch) / target.name
         shutil.copyfile(path, copy)
-        copy.chmod(0o755 if ".so" in target.suffixes or target.suffix == ".dylib" else 0o644)
+        copy.chmod(0o755 if is_program(target.name) else 0o644)
         copy.replace(target)

@@ -15,6 +15,7 @@ from native_build.errors import BuildError
 from native_build.options import BACKENDS
 from native_build.paths import cache_dir
 from native_build.recipe import Recipe, core_libraries, versioned
+from native_build.systems import System
 from native_build.toolchain import find_cmake, find_ninja
 
 _TITLES = {
@@ -108,7 +109,9 @@ def _compile(
         progress.run(make, file, _environment(recipe), "compiling llama.cpp", say)
     for name, target in targets.items():
         openmp = _cmake_variable(tree, "GGML_OPENMP_ENABLED") == "ON"
-        store.publish(_outputs(tree / "bin", name), {"component": name, "openmp": openmp}, target)
+        store.publish(
+            _outputs(tree / "bin", name, recipe.options.system), {"component": name, "openmp": openmp}, target
+        )
 
 
 def _environment(recipe: Recipe) -> dict[str, str]:
@@ -128,11 +131,12 @@ def _cmake_variable(tree: Path, name: str) -> str:
     return found[1] if found else ""
 
 
-def _outputs(folder: Path, component: str) -> dict[str, Path]:
+def _outputs(folder: Path, component: str, system: System) -> dict[str, Path]:
     if component == "rpc":  # not under ggml's name: its loader would open it with the other backends
-        return {"libllamapipe-rpc.so": folder / "libggml-rpc.so"}
+        built = folder / system.backend.format("rpc")
+        return {f"libllamapipe-rpc{built.suffix}": built}
     if component == "media":
-        return versioned(folder, "mtmd")
-    pattern = "libggml-cpu*.so" if component == "core" else f"libggml-{component}.so"
+        return versioned(folder, system, "mtmd")
+    pattern = system.backend.format("cpu*" if component == "core" else component)
     files = {path.name: path for path in folder.glob(pattern)}
-    return {**files, **core_libraries(folder)} if component == "core" else files
+    return {**files, **core_libraries(folder, system)} if component == "core" else files

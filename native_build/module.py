@@ -20,6 +20,7 @@ from native_build.libraries import Libraries
 from native_build.options import BuildOptions
 from native_build.paths import PACKAGE_NATIVE, PROJECT, cache_dir
 from native_build.recipe import Recipe, core_libraries
+from native_build.systems import LINUX, WINDOWS
 from native_build.toolchain import check_python_headers, find_cmake, find_ninja, target_python_headers
 
 # Increase this when equal inputs give a different result.
@@ -38,14 +39,15 @@ def free_threaded() -> bool:
     return bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 
 
-def file_name() -> str:
+def file_name(options: BuildOptions) -> str:
     """The module's file name; the same for every version of Python if the stable ABI can be used."""
-    return f"_native{sysconfig.get_config_var('EXT_SUFFIX')}" if free_threaded() else "_native.abi3.so"
+    return f"_native{sysconfig.get_config_var('EXT_SUFFIX')}" if free_threaded() else options.system.module
 
 
 def build_module(recipe: Recipe, libraries: Libraries, say: Callable[[str], None]) -> Path:
     """The compiled module, in the cache. Raises BuildError with the compiler's first errors."""
     cffi_version = check_cffi()
+    name = file_name(recipe.options)
     headers = module_headers(recipe.options)
     headers_of_cdef = sorted((PACKAGE_NATIVE / "cdef").glob("*.h"))
     declarations = _read(p for p in headers_of_cdef if recipe.options.testing or p.name != _TESTING)
@@ -54,7 +56,7 @@ def build_module(recipe: Recipe, libraries: Libraries, say: Callable[[str], None
     surroundings = {
         "version": VERSION,
         "libraries": recipe.key,
-        "python": [sys.version, str(headers), file_name()],
+        "python": [sys.version, str(headers), name],
         "cffi": cffi_version,
         "options": [recipe.options.all_variants, recipe.options.testing],
     }
@@ -66,7 +68,7 @@ def build_module(recipe: Recipe, libraries: Libraries, say: Callable[[str], None
     with store.locked(tree.with_suffix(".lock"), say):
         if not recipe.options.clean and store.lookup(target) is not None:
             say("the cffi module: cached")
-            return target / file_name()
+            return target / name
         if recipe.options.clean or is_stale(tree, paths):
             shutil.rmtree(tree, ignore_errors=True)
         tree.mkdir(parents=True, exist_ok=True)
@@ -75,9 +77,9 @@ def build_module(recipe: Recipe, libraries: Libraries, say: Callable[[str], None
         # Before compiling: objects from before a compiler's error are of use.
         remember(tree, paths)
         _compile(recipe, libraries, headers, tree)
-        store.publish({file_name(): tree / file_name()}, {}, target)
+        store.publish({name: tree / name}, {}, target)
     _prune(trees)
-    return target / file_name()
+    return target / name
 
 
 def is_stale(tree: Path, paths: Iterable[Path]) -> bool:
@@ -163,8 +165,11 @@ def _generate(declarations: str, target: Path) -> None:
 
 def _compile(recipe: Recipe, libraries: Libraries, headers: Path, tree: Path) -> None:
     cmake, ninja = find_cmake(), find_ninja()
+    system = recipe.options.system
     flags = _path_maps(recipe, tree)
-    if recipe.options.target:  # Debian's pyconfig.h includes <aarch64-linux-gnu/python3.x/pyconfig.h>
+    if (
+        recipe.options.target and system is LINUX
+    ):  # Debian's pyconfig.h includes <aarch64-linux-gnu/python3.x/pyconfig.h>
         flags += ["-idirafter", str(headers.parent)]
     configure = [
         cmake,
@@ -176,10 +181,10 @@ def _compile(recipe: Recipe, libraries: Libraries, headers: Path, tree: Path) ->
         f"-DCMAKE_CXX_FLAGS={shlex.join([*recipe.compiler_flags('CXX'), *flags])}",
         *recipe.target_arguments,
         f"-DLLAMAPIPE_GENERATED={tree / '_native.c'}",
-        f"-DLLAMAPIPE_FILE_NAME={file_name()}",
+        f"-DLLAMAPIPE_FILE_NAME={file_name(recipe.options)}",
         f"-DLLAMAPIPE_LLAMA_SOURCE={recipe.source.path}",
         f"-DLLAMAPIPE_PYTHON_INCLUDE={headers}",
-        f"-DLLAMAPIPE_LIBRARIES={';'.join(map(str, core_libraries(libraries.folders[0]).values()))}",
+        f"-DLLAMAPIPE_LIBRARIES={';'.join(map(str, _linked(recipe, libraries, headers)))}",
         f"-DLLAMAPIPE_TESTING={'ON' if recipe.options.testing else 'OFF'}",
     ]
     # Flags are given as arguments; from the environment CMake would take them a second time.
@@ -193,6 +198,12 @@ def _compile(recipe: Recipe, libraries: Libraries, headers: Path, tree: Path) ->
     ]
     if warnings:
         print("\n".join(warnings), file=sys.stderr)
+
+
+def _linked(recipe: Recipe, libraries: Libraries, headers: Path) -> list[Path]:
+    """What the module is linked to: llama.cpp's libraries, and on Windows the one of Python's stable ABI."""
+    linked = list(core_libraries(libraries.folders[0], recipe.options.system).values())
+    return [*linked, headers / "python3.lib"] if recipe.options.system is WINDOWS else linked
 
 
 def _path_maps(recipe: Recipe, tree: Path) -> list[str]:

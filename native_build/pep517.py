@@ -65,7 +65,7 @@ def build_wheel(
         build(options, Path(native), say)
         settings: dict[str, list[str] | str] = {f"wheel.force-include.{native}": "llamapipe/native"}
         if options.target:
-            settings["wheel.tags"] = f"cp310-abi3-linux_{options.machine}"
+            settings["wheel.tags"] = f"cp310-abi3-{options.system.wheel_tag.format(options.machine)}"
         return backend.build_wheel(wheel_directory, settings, metadata_directory)
 
 

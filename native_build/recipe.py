@@ -11,6 +11,7 @@ from pathlib import Path
 from native_build.options import BuildOptions
 from native_build.sources import Source
 from native_build.store import key_of
+from native_build.systems import WINDOWS, System
 from native_build.toolchain import Compilers
 
 # Increase this when equal inputs give a different result: all cached results are then rebuilt.
@@ -44,6 +45,26 @@ _ARM_VARIANTS = """if(PROJECT_NAME STREQUAL "ggml" AND CMAKE_SYSTEM_NAME STREQUA
   endfunction()
 endif()
 """
+# ggml gives its libraries other names on Windows. There they export all that they have, which must not include what the
+# linker puts into each library: the next one would have it twice.
+_WINDOWS_LIBRARIES = r"""if(PROJECT_NAME STREQUAL "llama.cpp")
+  file(WRITE "${CMAKE_BINARY_DIR}/llamapipe_own.cpp" [[
+__asm__(".section .drectve,\"yn\"\n"
+        ".ascii \" -exclude-symbols:_CRT_INIT,__mingw_module_is_dll,__unw_getcontext,atexit,unw_getcontext\"\n"
+        ".text\n");
+]])
+  function(llamapipe_library target)
+    if(TARGET ${target})
+      set_target_properties(${target} PROPERTIES PREFIX "libllamapipe-")
+      target_sources(${target} PRIVATE "${CMAKE_BINARY_DIR}/llamapipe_own.cpp")
+    endif()
+  endfunction()
+  cmake_language(DEFER CALL llamapipe_library ggml-base)
+  cmake_language(DEFER CALL llamapipe_library ggml)
+  cmake_language(DEFER CALL llamapipe_library llama)
+  cmake_language(DEFER CALL llamapipe_library mtmd)
+endif()
+"""
 # Environment variables with compiler flags. CMake reads the last three by itself.
 _VARIABLES = ("CPPFLAGS", "CFLAGS", "CXXFLAGS", "LDFLAGS", "MACOSX_DEPLOYMENT_TARGET", "SDKROOT")
 _LEFT_OUT = ("COMMON", "TESTS", "TOOLS", "EXAMPLES", "SERVER", "APP", "UI")
@@ -73,7 +94,6 @@ class Recipe:
     @property
     def cmake_arguments(self) -> tuple[str, ...]:
         """The arguments that all backends share. Another backend changes none of them, so the core is not rebuilt."""
-        origin = "@loader_path" if sys.platform == "darwin" else "$ORIGIN"
         return (
             # A list: a compiler command may have fixed arguments (CXX="ccache g++").
             f"-DCMAKE_C_COMPILER={';'.join(self.compilers.c)}",
@@ -82,7 +102,7 @@ class Recipe:
             f"-DCMAKE_CXX_FLAGS={shlex.join(self.compiler_flags('CXX'))}",
             *self.target_arguments,
             "-DCMAKE_BUILD_TYPE=Release",
-            f"-DCMAKE_INSTALL_RPATH={origin}",
+            f"-DCMAKE_INSTALL_RPATH={self.options.system.origin}",
             "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",
             "-DBUILD_SHARED_LIBS=ON",
             "-DGGML_BACKEND_DL=ON",
@@ -103,7 +123,7 @@ class Recipe:
         # Libraries and headers of this machine are not for the other one.
         modes = (f"-DCMAKE_FIND_ROOT_PATH_MODE_{kind}=ONLY" for kind in ("LIBRARY", "INCLUDE", "PACKAGE"))
         return (
-            "-DCMAKE_SYSTEM_NAME=Linux",
+            f"-DCMAKE_SYSTEM_NAME={self.options.system.cmake_name}",
             f"-DCMAKE_SYSTEM_PROCESSOR={self.options.machine}",
             f"-DCMAKE_FIND_ROOT_PATH=/usr/{self.options.target}",
             "-DCMAKE_FIND_ROOT_PATH_MODE_PROGRAM=NEVER",
@@ -113,9 +133,13 @@ class Recipe:
     @property
     def injected(self) -> str:
         """The CMake code that is run inside llama.cpp's build."""
-        if not self.options.all_variants:
-            return _NAMES
-        return _NAMES + _PATHS + (_ARM_VARIANTS if self.options.machine in ("aarch64", "arm64") else "")
+        parts = [_NAMES]
+        if self.options.all_variants:
+            parts.append(_PATHS)
+            parts += [_ARM_VARIANTS] if self.options.machine in ("aarch64", "arm64") else []
+        if self.options.system is WINDOWS:
+            parts.append(_WINDOWS_LIBRARIES)
+        return "".join(parts)
 
     @property
     def key(self) -> str:
@@ -143,20 +167,19 @@ class Recipe:
         }
 
 
-def core_libraries(folder: Path) -> dict[str, Path]:
+def core_libraries(folder: Path, system: System) -> dict[str, Path]:
     """File name to ship → file, for the libraries that every backend and the cffi module link to."""
-    return versioned(folder, "llama", "ggml", "ggml-base")
+    return versioned(folder, system, "llama", "ggml", "ggml-base")
 
 
-def versioned(folder: Path, *names: str) -> dict[str, Path]:
+def versioned(folder: Path, system: System, *names: str) -> dict[str, Path]:
     """File name to ship → file, for these libraries.
 
     Only the name that dependents ask for, with the ABI's number alone: a wheel cannot hold the links beside it.
     """
     files = {}
     for name in names:
-        pattern = f"libllamapipe-{name}.*.dylib" if sys.platform == "darwin" else f"libllamapipe-{name}.so.*"
-        path = min(folder.glob(pattern), key=lambda found: len(found.name))
+        path = min(folder.glob(system.library.format(name)), key=lambda found: len(found.name))
         files[path.name] = path
     return files
 

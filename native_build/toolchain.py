@@ -9,8 +9,10 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from native_build.errors import BuildError
@@ -25,9 +27,17 @@ MIN_CMAKE = (3, 21)
 # which is every value of an attention head of 64. Without them it processes 64 at a time, in single precision.
 _HALF_PRECISION = "#define __AVX512FP16__ 1"
 
-# Installs what `--target` needs.
-CROSS_SETUP = "sudo ci/setup_arm64_debian.sh    (elsewhere a cross compiler: CC=... CXX=...)"
 
+def cross_setup(target: str) -> str:
+    """What installs the needs of ``--target``."""
+    script = "windows" if "-windows-" in target else "arm64"
+    return f"sudo ci/setup_{script}_debian.sh    (elsewhere a cross compiler: CC=... CXX=...)"
+
+
+# Without them zig compiles in checks of undefined behaviour, unless it is told to optimize.
+_ZIG_FLAGS = ("-fno-sanitize=undefined",)
+# What a build for one processor needs on Windows, where nobody asks for the one at hand: AVX2 and FMA, in zig's words.
+_WINDOWS_LEVEL = ("-march=x86_64_v3",)
 _CXX17 = "#include <filesystem>\n#include <string_view>\nint main() { return std::string_view().empty() ? 0 : 1; }\n"
 
 
@@ -50,11 +60,16 @@ class Compilers:
 def find_compilers(target: str = "") -> Compilers:
     """The compilers from ``CC``/``CXX``, else the system's; raises BuildError if they are missing or too old.
 
-    With a ``target`` (``aarch64-linux-gnu``) those for it, which then use none of this machine's instructions.
+    With a ``target`` (``aarch64-linux-gnu``) those for it, which then use none of this machine's instructions. For
+    Windows that is zig's clang: GCC stores 32-byte vectors on a stack that Windows aligns to 16 bytes (GCC bug 54412).
     """
     if target:
-        cxx = _command("CXX", (f"{target}-g++",), f"C++ compiler for {target}", CROSS_SETUP)
-        c = _command("CC", (f"{target}-gcc",), f"C compiler for {target}", CROSS_SETUP)
+        fix = cross_setup(target)
+        if "-windows-" in target and not {"CC", "CXX"} & set(os.environ):
+            cxx, c = _zig("c++", target), _zig("cc", target)
+        else:
+            cxx = _command("CXX", (f"{target}-g++",), f"C++ compiler for {target}", fix)
+            c = _command("CC", (f"{target}-gcc",), f"C compiler for {target}", fix)
         found = _first_line([*cxx, "-dumpmachine"])
         if found.partition("-")[0] != target.partition("-")[0]:
             raise BuildError(
@@ -64,20 +79,31 @@ def find_compilers(target: str = "") -> Compilers:
     else:
         cxx = _command("CXX", ("c++", "g++", "clang++"), "C++ compiler")
         c = _command("CC", ("cc", "gcc", "clang"), "C compiler")
-    if (done := _try(cxx, ["-std=c++17", "-x", "c++", "-fsyntax-only", "-"], _CXX17)).returncode != 0:
+    if (done := _compile(cxx, ["-std=c++17", "-x", "c++"], _CXX17)).returncode != 0:
         raise BuildError(
             f"the C++ compiler ({shlex.join(cxx)}) cannot compile a C++17 program: {_first_error(done.stderr)}",
             f"{install_command('compiler')}    (GCC 9 or Clang 9 at least; CXX=... chooses another)",
         )
-    if (done := _try(c, ["-x", "c", "-fsyntax-only", "-"], "#include <stdlib.h>\n")).returncode != 0:
+    if (done := _compile(c, ["-x", "c"], "#include <stdlib.h>\n")).returncode != 0:
         raise BuildError(
             f"the C compiler ({shlex.join(c)}) cannot compile a C program: {_first_error(done.stderr)}",
             f"{install_command('compiler')}    (CC=... chooses another)",
         )
     version = " / ".join(_first_line([*command, "--version"]) for command in (c, cxx))
     version += " / " + _first_line([*cxx, "-dumpmachine"])
+    if "-windows-" in target:
+        return Compilers(c, cxx, version, _WINDOWS_LEVEL, " ".join(_WINDOWS_LEVEL))
     flags, identity = ((), "") if target else _native(cxx)
     return Compilers(c, cxx, version, flags, identity, workaround_flags(cxx))
+
+
+def _zig(compiler: str, target: str) -> tuple[str, ...]:
+    """A compiler of the package ``ziglang``; raises BuildError if that is not installed."""
+    if (spec := find_spec("ziglang")) is None or spec.origin is None:
+        raise BuildError(
+            "zig, which compiles for Windows, is missing", f"{sys.executable} -m pip install ziglang"
+        )
+    return (str(Path(spec.origin).parent / "zig"), compiler, "-target", target, *_ZIG_FLAGS)
 
 
 def _command(variable: str, names: Sequence[str], what: str, fix: str = "") -> tuple[str, ...]:
@@ -124,7 +150,9 @@ def target_python_headers(target: str) -> Path:
     """
     include = target_root(target) / "usr" / "include"
     if not (found := sorted(include.glob("python3.*/Python.h"))):
-        raise BuildError(f"Python's C headers for {target} are missing (none in {include})", CROSS_SETUP)
+        raise BuildError(
+            f"Python's C headers for {target} are missing (none in {include})", cross_setup(target)
+        )
     return found[-1].parent
 
 
@@ -191,6 +219,13 @@ def _first_error(text: str) -> str:
 
 def _first_line(command: Sequence[str]) -> str:
     return next(iter(_run(command).stdout.splitlines()), "?")
+
+
+def _compile(
+    command: Sequence[str], arguments: Sequence[str], program: str
+) -> subprocess.CompletedProcess[str]:
+    with tempfile.TemporaryDirectory() as folder:  # zig must have a file: it knows no -fsyntax-only
+        return _try(command, [*arguments, "-S", "-o", str(Path(folder) / "program.s"), "-"], program)
 
 
 def _try(command: Sequence[str], arguments: Sequence[str], program: str) -> subprocess.CompletedProcess[str]:

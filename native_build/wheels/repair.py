@@ -27,8 +27,10 @@ def repair(wheel: Path, folder: Path) -> Path:
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         excluded = [text for pattern in _excluded(wheel) for text in ("--exclude", pattern)]
-        _tool("auditwheel", "repair", str(wheel), *excluded, "--wheel-dir", str(scratch / "repaired"))
-        repaired = next((scratch / "repaired").glob("*.whl"))
+        repaired = wheel
+        if "-win_" not in wheel.name:  # there a wheel that is built has its tag, and nothing to be bundled
+            _tool("auditwheel", "repair", str(wheel), *excluded, "--wheel-dir", str(scratch / "repaired"))
+            repaired = next((scratch / "repaired").glob("*.whl"))
         _tool("wheel", "unpack", str(repaired), "--dest", str(scratch / "tree"))
         tree = next((scratch / "tree").iterdir())
         (llama_cpp,) = tree.rglob("lib/LICENSE.llama.cpp")
@@ -53,7 +55,7 @@ def _excluded(wheel: Path) -> tuple[str, ...]:
 
 def _check_modules(lib: Path) -> None:
     # auditwheel must not rename the modules that llama.cpp's loader finds by name.
-    if not list(lib.glob("libggml-cpu-*.so")) and lib.parent.name == "native":
+    if lib.parent.name == "native" and not [*lib.glob("libggml-cpu-*.so"), *lib.glob("ggml-cpu-*.dll")]:
         raise BuildError(
             f"the wheel lacks backend modules for all CPUs in {lib.parent.name}/{lib.name}",
             "build it with --config-setting=all-variants=on",

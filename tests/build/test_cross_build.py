@@ -6,6 +6,7 @@ import platform
 import shutil
 import struct
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,23 @@ def machine_of(path: Path) -> str:
 
 def recipe_for(tree: Path, options: BuildOptions = OPTIONS) -> Recipe:
     return Recipe(options, sources.find_source(tree, print), toolchain.find_compilers(options.target))
+
+
+@pytest.mark.skipif(find_spec("ziglang") is None, reason="the package ziglang is missing")
+def test_libraries_for_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By zig, under the names that they are loaded by; each exports its functions, and not what zig puts into all."""
+    monkeypatch.setenv("ZIG_GLOBAL_CACHE_DIR", str(Path.home() / ".cache" / "zig"))
+    options = BuildOptions(target="x86_64-windows-gnu", rpc=False, media=False)
+    tree = make_tree(tmp_path / "llama.cpp")
+    (core,) = build_libraries(recipe_for(tree, options), (), lambda text: None).folders
+    libraries = list(core.glob("*.dll"))
+    names = {"ggml-cpu.dll", *(f"libllamapipe-{name}.dll" for name in ("llama", "ggml", "ggml-base"))}
+    assert {path.name for path in libraries} == names
+    for path in libraries:
+        data = path.read_bytes()
+        assert data[(at := struct.unpack_from("<I", data, 0x3C)[0]) : at + 6] == b"PE\0\0\x64\x86"
+    base = (core / "libllamapipe-ggml-base.dll").read_bytes()
+    assert b"\0base\0" in base and b"\0atexit\0" not in base
 
 
 @needs_compiler
@@ -160,8 +178,8 @@ def test_a_free_threaded_python_builds_for_its_own_machine_only(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"target": "aarch64"}, "'aarch64' is not a Linux system with GNU's C library"),
-        ({"target": "aarch64-apple-darwin"}, "is not a Linux system"),
+        ({"target": "aarch64"}, "'aarch64' is neither a Linux system with GNU's C library nor Windows"),
+        ({"target": "aarch64-apple-darwin"}, "is neither a Linux system"),
         ({"target": TARGET, "backend": "vulkan"}, "the vulkan backend cannot be built for another machine"),
     ],
 )

@@ -43,6 +43,10 @@ ARM64_TESTS = (
     "tests/embedding",
     "tests/server/test_server.py",
 )
+WINDOWS, WINDOWS_PYTHON = "x86_64-windows-gnu", "3.13"
+# What passes under Wine 8, whose C library lacks what newer versions of numpy call.
+WINDOWS_NUMPY = "numpy<2.2"
+WINDOWS_TESTS = ("tests/host/test_files.py", "tests/engine/test_stream.py")
 DYNAMO = ("ai-dynamo==1.6.1", "ai-dynamo-runtime==1.6.1")
 VLLM = "vllm==0.33.0"
 JSONSCHEMA = "jsonschema==4.26.0"  # whose source archive holds the JSON-Schema-Test-Suite
@@ -522,6 +526,60 @@ def arm64(session: nox.Session) -> None:
     configuration = ["-c", str(HERE / "pyproject.toml"), "--rootdir", str(HERE), "--timeout=3600"]
     with session.chdir(scratch):
         session.run(python, "-m", "pytest", *configuration, *_selected(session, ARM64_TESTS), external=True)
+
+
+@nox.session
+def windows(session: nox.Session) -> None:
+    """Build a wheel for Windows with zig; run it, and tests, with a CPython for Windows under Wine.
+
+    ``ci/setup_windows_debian.sh`` installs what that needs. The wheel is for processors with AVX2, and has the entries
+    that only tests call. Arguments are pytest's.
+    """
+    root = target_root(WINDOWS)
+    python = ("wine", str(root / "python.exe"))
+    session.env.update(WINEPREFIX=str(root / "wine"), WINEDEBUG="-all")
+    os.environ["WINEPREFIX"] = session.env["WINEPREFIX"] or ""
+    if "AMD64" not in _output([*python, "-c", "import platform; print(platform.machine())"]):
+        session.skip(
+            f"no Python for Windows runs here ({python[1]}); on Debian: sudo ci/setup_windows_debian.sh"
+        )
+    session.install(
+        "build", "scikit-build-core>=1.0", "cffi>=1.17", "pip", "ziglang", *package_requirements()
+    )
+    scratch = Path(session.create_tmp()).resolve()
+    shutil.rmtree(scratch / "wheel", ignore_errors=True)
+    settings = [f"--config-setting={text}" for text in (f"target={WINDOWS}", "testing=on")]
+    # In this environment, for zig to be found.
+    build = ("python", "-m", "build", "--wheel", "--no-isolation", "--skip-dependency-check", *settings)
+    session.run(*build, "--outdir", str(scratch / "wheel"), str(HERE))
+    (wheel,) = (scratch / "wheel").glob("*.whl")
+    packages = scratch / "packages"
+    shutil.rmtree(packages, ignore_errors=True)
+    session.run(
+        "pip",
+        "install",
+        "--quiet",
+        f"--target={packages}",
+        "--only-binary=:all:",
+        f"--python-version={WINDOWS_PYTHON}",
+        "--platform=win_amd64",
+        str(wheel),
+        WINDOWS_NUMPY,
+        "colorama",  # pip asks this system, not Windows, what the tests need
+        *nox.project.dependency_groups(GROUPS, "test"),
+    )
+    session.env["PYTHONPATH"] = f"Z:{packages};Z:{HERE / 'tests'}".replace("/", "\\")
+    source = session.run("python", str(HERE / "build_native.py"), "--print-source", silent=True)
+    session.env["LLAMAPIPE_LLAMA_CPP_DIR"] = (
+        f"Z:{str(source).strip().splitlines()[-1]}"  # tests read its vocabularies
+    )
+    configuration = ["-c", str(HERE / "pyproject.toml"), "--rootdir", str(HERE), "--timeout=3600"]
+    with session.chdir(scratch):
+        session.run(*python, "-m", "llamapipe", "doctor", external=True)
+        session.run(*python, "-m", "llamapipe", "demo", external=True)
+        session.run(
+            *python, "-m", "pytest", *configuration, *_selected(session, WINDOWS_TESTS), external=True
+        )
 
 
 @nox.session

@@ -48,7 +48,6 @@ _AT_START = "the model is chosen when the server starts, with -m"
 _N_CTX = "leave it out: --n-ctx sets it when the server starts"
 _OURS = "use /model_info"
 _OLLAMA = "start the server with --ollama"
-_BATCHES = "use llamapipe batch, which reads the same files"
 
 # By the place of a name: advice, or names here, the first of which that the place knows is meant.
 INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
@@ -199,8 +198,6 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "/api/push": "upload files with the program of the Hugging Face Hub",
         "/models/load": "start the server with --models for several models",
         "/models/unload": "start the server with --models for several models",
-        "/v1/files": _BATCHES,
-        "/v1/batches": _BATCHES,
         "/generate": "use /v1/completions",
     },
     # Fields of requests to other servers.

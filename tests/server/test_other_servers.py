@@ -53,7 +53,6 @@ class TestPaths:
             ("GET", "/api/tags", "use /v1/models"),
             ("POST", "/api/pull", "with -m"),
             ("GET", "/v1", "/v1/models lists the models"),
-            ("POST", "/v1/batches", "use llamapipe batch"),
             ("POST", "/v1/chat/completion", "did you mean /v1/chat/completions?"),
             ("POST", "/v1/chat", "did you mean /v1/chat/completions?"),
             ("POST", "/v1/Completions", "did you mean /v1/completions?"),

@@ -299,7 +299,7 @@ def test_errors_beside_what_is_written_here_have_their_place(demo: lp.Model) -> 
         with pytest.raises(InvalidRequestError) as caught:
             compile_guide(demo, **given)
         assert str(caught.value).startswith(
-            "json_schema cannot be compiled at #/properties/b/items: regex parse"
+            "json_schema cannot be compiled at #/properties/b/items: 'pattern' is not a regular expression"
         )
 
 

@@ -283,6 +283,8 @@ def _problem_of(line: bytes, endpoint: str, seen: set[str]) -> dict[str, Any] | 
         return _problem("invalid_request", str(e))
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         return _problem("invalid_json_line", f"the line is not valid JSON: {e}")
+    except RecursionError:
+        return _problem("invalid_json_line", "the line is nested too deeply")
     name = request.custom_id
     if not 0 < len(name) <= _MOST_ID:
         return _problem(

@@ -21,7 +21,7 @@ from llamapipe.server._store import Item, Page
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 
-_MOST_DIGITS = 16  # of the number of an event
+_MOST_DIGITS = 15  # of a number in a query
 _MOST_LISTED = 100  # the API's limits
 _MOST_PAIRS, _MOST_OF_KEY, _MOST_OF_VALUE = 16, 64, 512
 
@@ -52,7 +52,7 @@ async def get_response(exchange: Exchange) -> Response:
     given = query(exchange, "include", "stream", "include_obfuscation", "starting_after")
     after = given.get("starting_after", [None])[-1]
     if given.get("stream", ["false"])[-1].lower() not in ("false", "0"):
-        if after is not None and not (after.isascii() and after.isdigit() and len(after) < _MOST_DIGITS):
+        if after is not None and not (after.isascii() and after.isdigit() and len(after) <= _MOST_DIGITS):
             raise ApiError(
                 400, f"starting_after is {quoted(after)}; it must be the number of an event", "starting_after"
             )
@@ -173,14 +173,21 @@ def query(exchange: Exchange, *known: str) -> dict[str, list[str]]:
 
 def _page(given: Mapping[str, Sequence[str]], most_bytes: int) -> Page:
     """Which items are wanted. Raises ApiError 400."""
-    order, limit = given.get("order", ["desc"])[-1], given.get("limit", ["20"])[-1]
+    order = given.get("order", ["desc"])[-1]
     if order not in ("asc", "desc"):
         raise ApiError(400, f"order is {quoted(order)}; it may be asc or desc", "order")
-    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:9]) <= _MOST_LISTED:
-        raise ApiError(400, f"limit is {quoted(limit)}; it must be from 1 to {_MOST_LISTED}", "limit")
+    limit = limit_of(given, 20, _MOST_LISTED)
     if "before" in given:
         raise ApiError(400, "before is not supported: turn the order around, and give after", "before")
-    return Page(order == "asc", given.get("after", [None])[-1], int(limit), most_bytes)
+    return Page(order == "asc", given.get("after", [None])[-1], limit, most_bytes)
+
+
+def limit_of(given: Mapping[str, Sequence[str]], default: int, most: int) -> int:
+    """How many things a list may have. Raises ApiError 400."""
+    text = given.get("limit", [str(default)])[-1]
+    if not text.isascii() or not text.isdigit() or len(text) > _MOST_DIGITS or not 1 <= int(text) <= most:
+        raise ApiError(400, f"limit is {quoted(text)}; it must be from 1 to {most}", "limit")
+    return int(text)
 
 
 async def _checked(exchange: Exchange, items: list[Item]) -> list[Item]:

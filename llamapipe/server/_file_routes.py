@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 
 from llamapipe._messages import listed, quoted
 from llamapipe.server._batches import ENDPOINTS
-from llamapipe.server._conversations import check_metadata, query
+from llamapipe.server._conversations import check_metadata, limit_of, query
 from llamapipe.server._files import Files, FullError, InUseError
 from llamapipe.server._kept import NO_STORE, read_of, write_of
 from llamapipe.server._transcriptions import form_parts
@@ -95,7 +95,7 @@ async def list_files(exchange: Exchange) -> Response:
     order, purpose = given.get("order", ["desc"])[-1], given.get("purpose", [None])[-1]
     if order not in ("asc", "desc"):
         raise ApiError(400, f"order is {quoted(order)}; it may be asc or desc", "order")
-    limit = _limit(given, _MOST_FILES, _MOST_FILES)
+    limit = limit_of(given, _MOST_FILES, _MOST_FILES)
     after = given.get("after", [None])[-1]
     found = await _read(exchange, files.files, purpose, after, limit, order == "asc", param="after")
     return JsonResponse(_list_of(*found))
@@ -179,7 +179,7 @@ async def list_batches(exchange: Exchange) -> Response:
     """``GET /v1/batches``: the newest first."""
     files = _files_of(exchange)
     given = query(exchange, "after", "limit")
-    limit = _limit(given, 20, _MOST_BATCHES)
+    limit = limit_of(given, 20, _MOST_BATCHES)
     return JsonResponse(
         _list_of(*await _read(exchange, files.batches, given.get("after", [None])[-1], limit, param="after"))
     )
@@ -239,13 +239,6 @@ def _list_of(found: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
         "last_id": found[-1]["id"] if found else None,
         "has_more": has_more,
     }
-
-
-def _limit(given: dict[str, list[str]], default: int, most: int) -> int:
-    text = given.get("limit", [str(default)])[-1]
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= most:
-        raise ApiError(400, f"limit is {quoted(text)}; it must be from 1 to {most}", "limit")
-    return int(text)
 
 
 def _text(given: dict[str, bytes], name: str) -> str:

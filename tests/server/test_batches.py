@@ -184,6 +184,7 @@ LINE: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": CHAT, "body":
     ("lines", "code", "line"),
     [
         (["not JSON"], "invalid_json_line", 1),
+        ([LINE, '{"custom_id": "b", "body": ' + "[" * 100_000], "invalid_json_line", 2),
         ([LINE, [1]], "invalid_request", 2),
         ([{**LINE, "custom_id": 5}], "invalid_request", 1),
         ([{**LINE, "custom_id": ""}], "invalid_request", 1),
@@ -284,7 +285,7 @@ def test_files(engine: lp.Engine, store: Path) -> None:
         for use in (client.files.retrieve, client.files.content, client.files.delete):
             with pytest.raises(openai.NotFoundError, match=f"File with id '{made[1].id}' not found"):
                 use(made[1].id)
-        for query in ("limit=0", "limit=10001", "order=up", "page=1"):
+        for query in ("limit=0", "limit=10001", "limit=00000000199999999999999999999", "order=up", "page=1"):
             with pytest.raises(openai.BadRequestError):
                 client.get(f"/files?{query}", cast_to=object)
         with pytest.raises(openai.NotFoundError):

@@ -183,6 +183,8 @@ def test_items_in_pages(client: openai.OpenAI) -> None:
         ("limit=101", "limit"),
         ("limit=-1", "limit"),
         ("limit=9999999999999999999999", "limit"),
+        ("limit=0000000019999999999999999999", "limit"),
+        ("limit=00000000101", "limit"),
         ("limit=%C2%B2", "limit"),
         ("order=up", "order"),
         ("include=nothing", "include"),

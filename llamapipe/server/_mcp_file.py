@@ -24,6 +24,9 @@ from llamapipe._messages import did_you_mean, quoted
 
 _MOST_BYTES = 2**20
 _LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+# Of the headers of requests over HTTP.
+HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,256}")
+VALUE = re.compile(r"[\x20-\x7e\x80-\xff]{0,8192}")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _STDIO_KEYS = ("command", "args", "env", "cwd")
 _HTTP_KEYS = ("url", "headers")
@@ -104,15 +107,25 @@ def _entry(label: str, given: Any) -> McpEntry | None:
     for key in given:
         if key not in known and key not in _UNUSED_KEYS:
             raise ValueError(f"unknown key {quoted(key)}{did_you_mean(key, (*known, *_UNUSED_KEYS))}")
-    if given.get("disabled") is True:
+    disabled = given.get("disabled", False)
+    if not isinstance(disabled, bool):
+        raise ValueError(f"disabled is {quoted(disabled)}; it must be true or false")
+    if disabled:
         return None
     if is_http:
-        return HttpServer(label, _url(_text(given, "url")), _texts(given, "headers"))
+        return HttpServer(label, _url(_text(given, "url")), _headers(given))
     args = given.get("args") or []
     if not isinstance(args, list) or not all(isinstance(value, str) for value in args):
         raise ValueError("args must be a list of texts")
-    cwd = None if given.get("cwd") is None else str(Path(_text(given, "cwd")).expanduser())
-    return StdioServer(label, _text(given, "command"), tuple(map(_expanded, args)), _texts(given, "env"), cwd)
+    try:
+        cwd = None if given.get("cwd") is None else str(Path(_text(given, "cwd")).expanduser())
+    except RuntimeError as e:
+        raise ValueError(f"cwd is {quoted(given['cwd'])}: {e}") from None
+    env = _texts(given, "env")
+    for name in env:
+        if not name or "=" in name or "\0" in name:
+            raise ValueError(f"env has {quoted(name)}, which is no name of a variable")
+    return StdioServer(label, _text(given, "command"), tuple(map(_expanded, args)), env, cwd)
 
 
 def _text(given: Mapping[str, Any], key: str) -> str:
@@ -129,8 +142,17 @@ def _texts(given: Mapping[str, Any], key: str) -> dict[str, str]:
     return {name: _expanded(one) for name, one in value.items()}
 
 
+def _headers(given: Mapping[str, Any]) -> dict[str, str]:
+    found = _texts(given, "headers")
+    for name, value in found.items():
+        if not HEADER.fullmatch(name) or not VALUE.fullmatch(value):
+            raise ValueError(f"the header {quoted(name)} has characters that no header has, or too many")
+    return found
+
+
 def _expanded(text: str) -> str:
     """A text with the values of ``${NAME}`` and ``${NAME:-default}``: secrets need not be in the file."""
+    text.encode()  # JSON may hold halves of characters
     if "\0" in text:
         raise ValueError("a text holds a NUL character")
 
@@ -147,4 +169,6 @@ def _url(text: str) -> str:
     split = urlsplit(text)
     if split.scheme not in ("http", "https") or not split.hostname:
         raise ValueError("url must be http://HOST/… or https://HOST/…")
+    if split.port == 0 or any(ord(character) <= 32 or ord(character) == 127 for character in text):
+        raise ValueError("url has the port 0, or spaces or control characters")
     return text

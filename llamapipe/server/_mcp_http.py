@@ -38,10 +38,11 @@ def over_http(
 async def _over(
     url: str, headers: Mapping[str, str], transport: httpx2.AsyncBaseTransport
 ) -> AsyncIterator[TransportStreams]:
+    written = {name.encode(): value.encode("latin-1") for name, value in headers.items()}
     timeout = httpx2.Timeout(_CONNECT_S, read=None)  # the session has a time for each request
     async with (
         httpx2.AsyncClient(
-            transport=transport, headers=dict(headers), timeout=timeout, follow_redirects=False
+            transport=transport, headers=written, timeout=timeout, follow_redirects=False
         ) as client,
         streamable_http_client(url, http_client=client) as streams,
     ):

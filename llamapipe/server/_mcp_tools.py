@@ -11,11 +11,12 @@ that needs approval is an item ``mcp_approval_request``, with which the answer e
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
+
+import msgspec
 
 from llamapipe._messages import did_you_mean, listed, quoted
 from llamapipe.server._addresses import Refused, allowed_host
@@ -28,6 +29,7 @@ from llamapipe.server._mcp import (
     Result,
     Tool,
 )
+from llamapipe.server._mcp_file import HEADER, VALUE
 from llamapipe.server._store import Item
 from llamapipe.server.errors import ApiError
 
@@ -40,8 +42,6 @@ _KEYS = ("type", "server_label", "server_url", "server_description", "allowed_to
 _FILTER_KEYS = ("tool_names", "read_only")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,256}")
-_VALUE = re.compile(r"[\x20-\x7e\x80-\xff]{0,8192}")
 # Of the connection, or of the protocol.
 _NO_HEADERS = ("host", "connection", "content-length", "content-type", "transfer-encoding", "accept", "te", "upgrade",
                "accept-encoding", "mcp-session-id", "mcp-protocol-version", "last-event-id")  # fmt: skip
@@ -211,6 +211,7 @@ class McpTools:
         """The calls that the client has approved and that were not run yet. Raises ApiError 400."""
         requests = {item.get("id"): item for item in items if item.get("type") == "mcp_approval_request"}
         ran = {item.get("approval_request_id") for item in items if item.get("type") == "mcp_call"}
+        answers: dict[str, bool] = {}
         made = []
         for item in items:
             if item.get("type") != "mcp_approval_response":
@@ -223,7 +224,10 @@ class McpTools:
                     f"input: the approval of {quoted(asked)} answers no mcp_approval_request of the conversation",
                     "input",
                 )
-            if item.get("approve") is not True or asked in ran:
+            is_approved = item.get("approve") is True
+            if answers.setdefault(str(asked), is_approved) is not is_approved:
+                raise ApiError(400, f"input: {quoted(asked)} is both approved and refused", "input")
+            if not is_approved or asked in ran:
                 continue
             ran.add(asked)
             label, name, arguments = (request.get(key) for key in ("server_label", "name", "arguments"))
@@ -257,10 +261,9 @@ class McpTools:
             _put(item, None, {"type": "mcp_protocol_error", "code": -32600, "message": error})
             return
         try:
-            arguments = json.loads(item["arguments"] or "{}")
-            if not isinstance(arguments, dict):
-                raise ValueError("they must be an object")
-        except ValueError as e:
+            # What JSON cannot say, such as NaN and halves of characters, would end the connection of all clients.
+            arguments = msgspec.json.decode(item["arguments"] or "{}", type=dict[str, Any])
+        except (ValueError, RecursionError) as e:
             message = f"the arguments cannot be read: {e}"
             _put(item, None, {"type": "mcp_protocol_error", "code": -32602, "message": message})
             return
@@ -316,7 +319,7 @@ def mcp_of(exchange: Exchange, given: Sequence[Mapping[str, Any]] | None) -> Mcp
             400, f"tools: there are {len(found)} MCP servers; the limit is {MOST_SERVERS}", "tools"
         )
     for i, tool in enumerate(given or ()):
-        if tool.get("type") == "namespace" and tool.get("name") in places:
+        if tool.get("type") == "namespace" and tool.get("name") in tuple(places):
             raise ApiError(
                 400, f"tools.{i}: an MCP server has the name {quoted(tool['name'])}, too", f"tools.{i}.name"
             )
@@ -414,6 +417,8 @@ def _check(
     if remote is None:
         raise ApiError(400, f"{place}: {_NO_ADDRESS} ({known})", f"{place}.server_url")
     try:
+        if not url.isprintable():  # urlsplit leaves out line ends
+            raise Refused("it has control characters or spaces")
         allowed_host(urlsplit(url), remote.hosts, "--mcp-url HOST")
     except (Refused, ValueError) as e:
         raise ApiError(400, f"{place}: {quoted(url[:80])}: {e}", f"{place}.server_url") from None
@@ -425,7 +430,7 @@ def _headers_of(place: str, tool: Mapping[str, Any]) -> dict[str, str]:
     """What the client tells its server with each request. Raises ApiError 400."""
     headers, token = tool.get("headers") or {}, tool.get("authorization")
     if not isinstance(headers, Mapping) or not all(
-        isinstance(value, str) and _HEADER.fullmatch(name) and _VALUE.fullmatch(value)
+        isinstance(value, str) and HEADER.fullmatch(name) and VALUE.fullmatch(value)
         for name, value in headers.items()
     ):
         raise ApiError(400, f"{place}: headers must be an object of names and texts", f"{place}.headers")
@@ -434,7 +439,7 @@ def _headers_of(place: str, tool: Mapping[str, Any]) -> dict[str, str]:
             raise ApiError(400, f"{place}: the header {quoted(name)} is not the client's", f"{place}.headers")
     if token is None:
         return dict(headers)
-    if not isinstance(token, str) or not _VALUE.fullmatch(token):
+    if not isinstance(token, str) or not VALUE.fullmatch(token):
         raise ApiError(400, f"{place}: authorization must be a token", f"{place}.authorization")
     return {**headers, "authorization": f"Bearer {token}"}
 

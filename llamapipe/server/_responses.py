@@ -567,7 +567,7 @@ class _ResponseObject:
     async def _begun(self) -> AsyncGenerator[list[dict[str, Any]], None]:
         """Lists the tools of MCP servers, runs the calls that the client has approved, and makes the first job."""
         items = [*self.kept.earlier, *self.given]
-        known = {item.get("server_label") for item in items if item.get("type") == "mcp_list_tools"}
+        known = [item.get("server_label") for item in items if item.get("type") == "mcp_list_tools"]
         for wanted in self.mcp.wanted:
             if wanted.label in known:
                 await _load(self.mcp, wanted)

@@ -104,11 +104,11 @@ def test_a_server_at_an_address(agent: Agent, address: str) -> None:
 def test_what_a_client_tells_its_server_is_not_shown(agent: Agent, host: str) -> None:
     """Not in the answer, not in what is stored, not in the events."""
     Host.asked.clear()
-    tool = remote(f"http://{host}/mcp", authorization=TOKEN, headers={"x-more": "yes"})
+    tool = remote(f"http://{host}/mcp", authorization=TOKEN, headers={"x-more": "yés"})
     error = refused(agent, tool)
     assert error.status_code == 424
     assert {(asked["authorization"], asked["x-more"]) for _, _, asked in Host.asked} == {
-        (f"Bearer {TOKEN}", "yes")
+        (f"Bearer {TOKEN}", "yés")
     }
     assert all(asked["host"] == host for _, _, asked in Host.asked)
     options = {**OPTIONS, "store": True, "stream": True}
@@ -127,6 +127,7 @@ def test_what_a_client_tells_its_server_is_not_shown(agent: Agent, host: str) ->
         ("ftp://{host}/mcp", "only http://HOST/… and https://HOST/…"),
         ("http://me:secret@{host}/mcp", "without a user"),
         ("http://{host}/a b", "control characters or spaces"),
+        ("http://{host}/mcp\n", "control characters or spaces"),
         ("http://[/mcp", "Invalid IPv6 URL"),
     ],
 )

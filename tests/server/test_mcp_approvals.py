@@ -128,6 +128,11 @@ def test_wrong_approvals(client: Any) -> None:
             [{**ASKS, "allowed_tools": ["fail"]}],
             "asks for the tool",
         ),
+        (
+            [USER, *items, approval(first.output[-1]), approval(first.output[-1], False)],
+            [ASKS],
+            "both approved and refused",
+        ),
     ):
         with pytest.raises(openai.BadRequestError, match=problem):
             client.responses.create(**{**OPTIONS, "input": given}, tools=tools)
@@ -137,6 +142,41 @@ def test_wrong_approvals(client: Any) -> None:
     given += sent_back(second)
     third: Any = client.responses.create(**{**OPTIONS, "input": given}, tools=[ASKS], max_output_tokens=1)
     assert "mcp_call" in kinds(second) and "mcp_call" not in kinds(third)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"a": "\\ud800"}', '{"a": NaN}', "[]", '{"a":' * 100_000],
+    ids=["half a character", "no number", "no object", "deep"],
+)
+def test_arguments_that_cannot_be_sent_cost_their_call_only(
+    client: Any, arguments: str, agent: Agent
+) -> None:
+    """The same process of the server answers the next client."""
+    started = {path.name for path in agent.folder.glob("started-*")}
+    asked = {"type": "mcp_approval_request", "id": "mcpr_1", "server_label": "good", "name": "fail"}
+    given = [
+        USER,
+        {**asked, "arguments": arguments},
+        {"type": "mcp_approval_response", "approval_request_id": "mcpr_1", "approve": True},
+    ]
+    options = {**OPTIONS, "input": given, "max_output_tokens": 1}
+    response: Any = client.responses.create(**options, tools=[ASKS])
+    (call,) = (item.to_dict() for item in response.output if item.type == "mcp_call")
+    assert (call["status"], call["error"]["code"]) == ("failed", -32602)
+    whole: Any = client.responses.create(**OPTIONS, tools=[GOOD])
+    assert [item.output for item in whole.output if item.type == "mcp_call"] == ["5", None]
+    assert {path.name for path in agent.folder.glob("started-*")} == started
+
+
+def test_odd_fields_are_named(client: Any) -> None:
+    listed = {"type": "mcp_list_tools", "server_label": ["good"], "tools": []}
+    options = {**OPTIONS, "max_output_tokens": 1}
+    response: Any = client.responses.create(**{**options, "input": [listed, USER]}, tools=[GOOD])
+    assert kinds(response)[0] == "mcp_list_tools"
+    with pytest.raises(openai.BadRequestError, match=r"namespace.*name|name must be") as caught:
+        client.responses.create(**options, tools=[GOOD, {"type": "namespace", "name": ["good"], "tools": []}])
+    assert "unhashable" not in str(caught.value)
 
 
 def test_a_stream_tells_each_step(client: Any) -> None:

@@ -78,6 +78,17 @@ def test_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (json.dumps({"mcpServers": {"a": {"url": "file:///etc/passwd"}}}), "url must be"),
         (json.dumps({"mcpServers": {"a": {"url": "http://a", "type": "sse"}}}), "streamable HTTP"),
         (json.dumps({"mcpServers": {"a": {"url": "http://a", "type": "ws"}}}), "type is 'ws'"),
+        (
+            json.dumps({"mcpServers": {"a": {"command": "x", "cwd": "~no.such.user/"}}}),
+            "cwd is '~no.such.user/'",
+        ),
+        (json.dumps({"mcpServers": {"a": {"command": "x", "env": {"A=B": "c"}}}}), "no name of a variable"),
+        (json.dumps({"mcpServers": {"a": {"command": "x", "disabled": "yes"}}}), "disabled is 'yes'"),
+        (json.dumps({"mcpServers": {"a": {"command": "x", "args": ["\ud800"]}}}), "surrogates not allowed"),
+        (json.dumps({"mcpServers": {"a": {"url": "http://a:99999/"}}}), "Port out of range"),
+        (json.dumps({"mcpServers": {"a": {"url": "http://a/ b"}}}), "url has"),
+        (json.dumps({"mcpServers": {"a": {"url": "http://a", "headers": {"x y": "z"}}}}), "the header 'x y'"),
+        (json.dumps({"mcpServers": {"a": {"url": "http://a", "headers": {"x": "\r\n"}}}}), "the header 'x'"),
         ("x" * (2**20 + 1), "more than 1048576 bytes"),
     ],
 )

@@ -38,6 +38,7 @@ class Agent:
     """A server with such a model, and the MCP servers of ``KINDS``. ``client``: OpenAI's, for it."""
 
     def __init__(self, folder: Path, calls: Sequence[Call], **settings: Any) -> None:
+        self.folder = folder
         file = write_file(folder / "mcp.json", {kind: entry(kind, str(folder)) for kind in KINDS})
         options: dict[str, Any] = {"model_names": ("turns",), "mcp": file, "mcp_timeout_s": PATIENCE_S}
         self.engine = lp.Engine(turns_file(folder, calls), n_ctx=16384, n_seq_max=2)

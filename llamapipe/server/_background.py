@@ -28,7 +28,7 @@ from llamapipe.server._inside import Inside, post
 from llamapipe.server._json import encode_json
 from llamapipe.server._kept import read, store_of, write
 from llamapipe.server._presence import Presence
-from llamapipe.server._runs import MOST_ATTEMPTS, Place, Run, Runs
+from llamapipe.server._runs import MOST_ATTEMPTS, MOST_LATER_S, Place, Run, Runs
 from llamapipe.server._store import Store
 from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError, shutting_down
@@ -42,7 +42,6 @@ _POLL_S = 1.0  # between two looks at what other processes have given or taken
 _FOLLOW_S = 0.1  # the same of a stream
 _AT_ONCE = 8  # of a process that has no engine
 _LATER_S = 2  # before the next attempt, where this one found the server busy
-_MOST_LATER_S = 30
 _FRAME = b"\n\n"
 _ENDS = ("response.completed", "response.incomplete", "response.failed")  # told from what is stored
 _log = logging.getLogger("llamapipe.server")
@@ -124,7 +123,7 @@ class Background:
             except StoreError as e:
                 self._store.tell(e)
             except OSError as e:
-                _log.warning("nothing is computed in the background: %s", e)
+                self._store.tell(StoreError(f"nothing is computed in the background: {e}"))
             except Exception as e:  # a defect; what waits stays
                 _log.error("nothing is computed in the background", exc_info=e)
             with suppress(asyncio.TimeoutError):
@@ -178,7 +177,7 @@ class Background:
             if error is None or counts is None or (counts and run.n_attempts >= MOST_ATTEMPTS):
                 await self._store.write(self.runs.end, self.worker, run.id, error or _NOT_STORED)
             else:
-                after_s = min(_LATER_S**run.n_attempts, _MOST_LATER_S) if counts else _LATER_S
+                after_s = min(_LATER_S**run.n_attempts, MOST_LATER_S) if counts else _LATER_S
                 await self._store.write(self.runs.release, self.worker, run.id, after_s, counts)
         except StoreError as e:  # it is given back later
             self._store.tell(e)

@@ -27,6 +27,7 @@ from llamapipe._messages import quoted
 from llamapipe.server._database import StoreError
 from llamapipe.server._files import MOST_ATTEMPTS, Claim, Files, FullError, LostError, Place, Result
 from llamapipe.server._inside import Inside, post
+from llamapipe.server._runs import MOST_LATER_S
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -42,7 +43,6 @@ _BATCHES = 4  # that a process computes at once
 _AT_ONCE = 8  # requests of a process that has no engine
 _PRIORITY = -1
 _AGAIN_S = 1.0  # before a request is asked again
-_DISK_S = 30  # before a batch is tried again whose results the disk did not take
 _WRITTEN_AT_ONCE = 100  # results of requests that were not made
 _BUSY = (429, 503)
 _log = logging.getLogger("llamapipe.server")
@@ -141,7 +141,7 @@ class Batches:
         except StoreError as e:
             files.tell(e)
             with suppress(StoreError):
-                await files.write(files.release, worker, claim.number, _DISK_S)
+                await files.write(files.release, worker, claim.number, MOST_LATER_S)
         except Exception as e:
             _log.error("%s failed", claim.id, exc_info=e)
             problem = _problem("server_error", f"the server failed: {type(e).__name__}")

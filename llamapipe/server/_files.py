@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from llamapipe.server._database import Database, MissingError, encoded
+from llamapipe.server._runs import IS_DUE
 
 MOST_ATTEMPTS = 5  # that bring no result
 MOST_WAITING = 100  # batches of an owner that have not ended
@@ -252,8 +253,8 @@ class Files(Database):
     def look(self, connection: sqlite3.Connection) -> list[Place]:
         """Where the batches are that have not ended."""
         rows = connection.execute(
-            f"SELECT number, id, worker, status, not_before <= ? FROM batches WHERE status IN ({_ACTIVE})",
-            (int(time.time()),),
+            f"SELECT number, id, worker, status, {IS_DUE} FROM batches WHERE status IN ({_ACTIVE})",
+            {"now": int(time.time())},
         )
         return [Place(number, name, worker, status, bool(due)) for number, name, worker, status, due in rows]
 
@@ -265,9 +266,9 @@ class Files(Database):
         while len(made) < n:
             row = writer.execute(
                 "SELECT number, id, owner, endpoint, status, input, expires_at, n_attempts + 1 FROM batches b "
-                f"WHERE status IN ({_ACTIVE}) AND worker IS NULL AND not_before <= ? ORDER BY "
+                f"WHERE status IN ({_ACTIVE}) AND worker IS NULL AND {IS_DUE} ORDER BY "
                 f"(SELECT count(*) FROM batches o WHERE o.owner = b.owner AND o.worker IS NOT NULL), number LIMIT 1",
-                (int(time.time()),),
+                {"now": int(time.time())},
             ).fetchone()
             if row is None:
                 break

@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 from llamapipe.server._store import NewAnswer, Store
 
 MOST_ATTEMPTS = 5
+MOST_LATER_S = 30  # before the next attempt
 _OF_OWNER, _OF_ALL = 16, 4  # the parts of the store that the bodies of waiting runs may take
+IS_DUE = f"(not_before NOT BETWEEN :now + 1 AND :now + {MOST_LATER_S})"
 _MOST_EVENTS = 1000  # that are read at once
 
 
@@ -40,7 +42,10 @@ class Run(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a run is. ``worker``: who computes it. ``is_due``: it need not wait before its next attempt."""
+    """Where a run is. ``worker``: who computes it. ``is_due``: it need not wait before its next attempt.
+
+    One that would have to wait longer than it ever has to is due: the clock was put back.
+    """
 
     id: str
     worker: str | None
@@ -122,7 +127,7 @@ class Runs:
     # ---- of those who compute
     def look(self, connection: sqlite3.Connection) -> list[Place]:
         """Where all runs are."""
-        rows = connection.execute("SELECT id, worker, not_before <= ? FROM runs", (int(time.time()),))
+        rows = connection.execute(f"SELECT id, worker, {IS_DUE} FROM runs", {"now": int(time.time())})
         return [Place(answer_id, worker, bool(is_due)) for answer_id, worker, is_due in rows]
 
     def claim(self, worker: str, dead: Sequence[str], n: int) -> list[Run]:
@@ -134,9 +139,9 @@ class Runs:
         while len(made) < n:
             row = writer.execute(
                 "SELECT id, owner, is_stream, n_attempts, n_first, body FROM runs r "
-                "WHERE worker IS NULL AND not_before <= ? ORDER BY "
+                f"WHERE worker IS NULL AND {IS_DUE} ORDER BY "
                 "(SELECT count(*) FROM runs b WHERE b.owner = r.owner AND b.worker IS NOT NULL), number LIMIT 1",
-                (int(time.time()),),
+                {"now": int(time.time())},
             ).fetchone()
             if row is None:
                 break

@@ -21,7 +21,7 @@ from support.run_script import command, environment
 from support.worker_server import worker_server
 
 import llamapipe as lp
-from llamapipe.server import ServerSettings, _runs, serve
+from llamapipe.server import ServerSettings, _presence, _runs, serve
 
 NAMES: Any = {"model_names": ("demo",)}
 OPTIONS: Any = {"model": "demo", "input": "A story about a fox.", "max_output_tokens": 12, "temperature": 0}
@@ -300,6 +300,8 @@ def test_a_server_that_ends_leaves_it_to_the_next(engine: lp.Engine, file: Path)
         answer_id = json.loads(told[0])["response"]["id"]
         assert rows(file, "SELECT worker, n_attempts FROM runs") == [(None, 0)] * 2
         assert list(file.parent.glob("*-at-*")) == []
+    with closing(sqlite3.connect(file)) as connection, connection:  # then the clock was put back
+        connection.execute("UPDATE runs SET not_before = not_before + 86400")
     with served(engine, file) as client:
         done = ended(client, answer_id)
         assert done.output_text == client.responses.create(**OPTIONS).output_text
@@ -414,6 +416,27 @@ def test_a_disk_that_fails(engine: lp.Engine, file: Path, monkeypatch: pytest.Mo
             connection.execute("ROLLBACK")
         assert ended(client, made.id).status == "incomplete"
         assert rows(file, "SELECT count(*) FROM answers") == [(1,)]
+
+
+def test_a_folder_that_takes_no_file_is_told_once(
+    engine: lp.Engine, file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And what waits is computed when it does."""
+    monkeypatch.setattr("llamapipe.server._background._POLL_S", 0.01)
+    sign_in, n_tries = _presence.Presence.sign_in, 0
+
+    def fails_at_first(self: _presence.Presence) -> None:
+        nonlocal n_tries
+        n_tries += 1
+        if n_tries < 5:
+            raise OSError("No space left on device")
+        sign_in(self)
+
+    monkeypatch.setattr(_presence.Presence, "sign_in", fails_at_first)
+    with served(engine, file) as client:
+        assert ended(client, client.responses.create(**LATER).id).status == "incomplete"
+    told = [record.message for record in caplog.records if "No space left" in record.message]
+    assert len(told) == 1 and "nothing is computed in the background" in told[0]
 
 
 # ---- several processes

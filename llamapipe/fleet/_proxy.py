@@ -120,7 +120,8 @@ class Forwarded(LateResponse):
     """The answer of a model's process, passed on as it comes.
 
     If the process ends before any of its answer has come, such as when it was killed and nobody has noticed yet, the
-    next one is asked, once: a request that ends processes ends no more than two.
+    next one is asked, once: a request that ends processes ends no more than two. One with MCP tools is not: they may
+    have been called.
     """
 
     def __init__(
@@ -147,8 +148,9 @@ class Forwarded(LateResponse):
         """Asks the process and sends its answer. Raises ApiError before the answer has begun."""
         began = monotonic()
         self._body, self._exchange.raw = self._exchange.raw, b""
+        has_tools = self._exchange.route == "/v1/responses" and b'"mcp"' in self._body
         try:
-            if not await self._answered(send, began):
+            if not await self._answered(send, began, is_last=has_tools):
                 await self._answered(send, began, is_last=True)
         except (UpstreamLostError, ConnectionError):
             error = ApiError(

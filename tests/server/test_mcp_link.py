@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,6 +98,28 @@ def test_models_behind_the_front(tmp_path: Path) -> None:
         (pid,) = started(tmp_path)
         assert not has_ended(pid)
     wait_until(lambda: has_ended(pid))
+
+
+def test_tools_that_were_called_are_not_called_again(tmp_path: Path) -> None:
+    """The model's process is killed while a tool runs. Other requests would be sent to the next one."""
+    folder = tmp_path / "models"
+    folder.mkdir()
+    turns_file(folder, [("wait", {})])
+    file = write_file(tmp_path / "mcp.json", {"good": entry("good", str(tmp_path))})
+    with (
+        pool_server(folder, "--mcp", str(file), *LIMITS, log=tmp_path / "log") as server,
+        ThreadPoolExecutor() as threads,
+    ):
+        asked = threads.submit(
+            httpx.post, f"{server.url}/v1/responses", json={**OPTIONS, "tools": [GOOD]}, timeout=PATIENCE_S
+        )
+        wait_until((tmp_path / "waiting").exists)
+        (tmp_path / "waiting").unlink()
+        os.kill(server.pids("turns")[0], signal.SIGKILL)
+        answer = asked.result()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_ended")
+        wait_until((tmp_path / "cancelled").exists)
+        assert not (tmp_path / "waiting").exists() and len(server.pids("turns")) == 1
 
 
 def test_workers_share_the_servers(tmp_path: Path) -> None:

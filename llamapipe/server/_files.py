@@ -10,7 +10,7 @@ its row, as an answer in the background does (``_runs.py``); what another one wr
 
 Each API key has an equal part of the space. Nothing is deleted to make room: an upload that does not fit is refused,
 and a batch whose results do not fit fails with those that do. Files go when they expire, batches some time after their
-end.
+end, or when their key has had many others since.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from llamapipe.server._runs import IS_DUE
 
 MOST_ATTEMPTS = 5  # that bring no result
 MOST_WAITING = 100  # batches of an owner that have not ended
+MOST_KEPT = 10_000  # that have: their rows, with up to a hundred errors each, count for no space
 _PART_BYTES = 2**18
 _READ_BYTES = 2**22  # of parts that are read at once
 _ROW_BYTES = 256  # that a file counts besides its contents
@@ -196,6 +197,12 @@ class Files(Database):
         waiting = f"SELECT count(*) FROM batches WHERE owner = ? AND status IN ({_ACTIVE})"
         if (n := self.writer.execute(waiting, (owner,)).fetchone()[0]) >= MOST_WAITING:
             raise FullError(f"{n} batches have not ended, the limit")
+        ended = f"owner = :owner AND status NOT IN ({_ACTIVE})"
+        self.writer.execute(
+            f"DELETE FROM batches WHERE {ended} AND number <= "
+            f"(SELECT number FROM batches WHERE {ended} ORDER BY number DESC LIMIT 1 OFFSET :most)",
+            {"owner": owner, "most": MOST_KEPT},
+        )
         now = int(time.time())
         body = {
             "id": f"batch_{uuid.uuid4().hex}",

@@ -370,6 +370,18 @@ def test_too_many_batches(engine: lp.Engine, store: Path, monkeypatch: pytest.Mo
         assert {ended(client, batch.id).status for batch in batches} == {"completed"}
 
 
+def test_batches_that_ended_are_kept_up_to_a_number(
+    engine: lp.Engine, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_files, "MOST_KEPT", 2)
+    with served(engine, store, "mine", api_keys=("mine", "other")) as client:
+        other = client.with_options(api_key="other")
+        theirs = ended(other, begun(other, "").id)
+        made = [ended(client, begun(client, "").id).id for _ in range(4)]
+        assert [batch.id for batch in client.batches.list()] == made[:0:-1]
+        assert other.batches.retrieve(theirs.id).status == "failed"
+
+
 def test_a_file_that_cannot_be_used(engine: lp.Engine, store: Path) -> None:
     """The server does not start, and says so: as for the file of answers, which it closes."""
     file = Path(f"{store}-files")

@@ -24,7 +24,7 @@ from starlette.responses import Response
 
 from llamapipe.server._batches import Batches
 from llamapipe.server._database import StoreError
-from llamapipe.server._inside import Inside, post
+from llamapipe.server._inside import BUSY, Inside, post
 from llamapipe.server._json import encode_json
 from llamapipe.server._kept import read, store_of, write
 from llamapipe.server._presence import Presence
@@ -198,7 +198,7 @@ class Background:
         if error is None and answer.status == 200 and answer.is_whole:
             return None, None
         code = None if error is None else error.get("code")
-        if self._gate.draining or code in _BUSY or answer.status == 429:
+        if self._gate.draining or code in BUSY or answer.status == 429:
             return error or _LOST, False
         if error is None or code == "model_ended" or answer.status in (500, 503, 507):
             return error or _LOST, True
@@ -207,7 +207,6 @@ class Background:
 
 _LOST = {"code": "server_error", "message": "the process that computed this answer ended"}
 _NOT_STORED = {"code": "server_error", "message": "the answer was not stored"}
-_BUSY = ("shutting_down", "queue_full", "kv_cache_full", "too_many_requests", "too_many_bytes")
 
 
 class _Whole:

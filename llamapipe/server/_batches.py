@@ -6,8 +6,8 @@ The principle: a request of a batch is one that the server makes to itself, with
 it waits for them, and is preempted by them. Its result and the counts of the batch are one transaction (``_files.py``).
 So a server that was killed computes again only what had no result.
 
-What a busy server refuses is asked again. A request that fails five times because its process ended, or the server
-failed, has that error as its result.
+What a busy server refuses is asked again. A request that fails five times because its process ended, its model cannot
+be loaded, or the server failed, has that error as its result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import msgspec
 from llamapipe._messages import quoted
 from llamapipe.server._database import StoreError
 from llamapipe.server._files import MOST_ATTEMPTS, Claim, Files, FullError, LostError, Place, Result
-from llamapipe.server._inside import Inside, post
+from llamapipe.server._inside import BUSY, Inside, post
 from llamapipe.server._runs import MOST_LATER_S
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ _AT_ONCE = 8  # requests of a process that has no engine
 _PRIORITY = -1
 _AGAIN_S = 1.0  # before a request is asked again
 _WRITTEN_AT_ONCE = 100  # results of requests that were not made
-_BUSY = (429, 503)
 _log = logging.getLogger("llamapipe.server")
 
 
@@ -243,9 +242,10 @@ class Batches:
             body = b"".join(parts)
             if self._gate.draining:
                 raise asyncio.CancelledError
-            is_lost = not made.is_whole or made.status in (0, 500) or _code(body) == "model_ended"
-            n_attempts += is_lost
-            if (made.status not in _BUSY and not is_lost) or n_attempts >= MOST_ATTEMPTS:
+            is_busy = made.status == 429 or (made.status == 503 and _code(body) in BUSY)
+            is_lost = not made.is_whole or made.status in (0, 500, 503)
+            n_attempts += is_lost and not is_busy
+            if not (is_busy or is_lost) or n_attempts >= MOST_ATTEMPTS:
                 break
             await asyncio.sleep(_AGAIN_S)
         if made.is_whole and made.status:

@@ -18,6 +18,7 @@ import openai
 import pytest
 from support.bert_model import bert_model
 from support.control import PATIENCE_S, Gate, Worker, wait_until
+from support.gguf_models import encoder_decoder_model
 from support.inside import inbox_of
 from support.pool_server import pool_server
 from support.run_script import command, environment
@@ -601,6 +602,22 @@ def test_a_worker_that_is_killed(tmp_path: Path, store: Path) -> None:
         done = ended(client, batch.id)
         assert (done.status, done.request_counts.completed) == ("completed", len(LONG))
         assert len(results_of(client, done.output_file_id)) == len(LONG)
+
+
+def test_a_model_that_cannot_be_loaded(tmp_path: Path, store: Path) -> None:
+    """Its requests fail, and hold up no others."""
+    models = tmp_path / "models.toml"
+    head = encoder_decoder_model(tmp_path / "broken.gguf")
+    models.write_text(f'[models.broken]\nfile = "{head}"\n[models.a]\nfile = "{lp.demo_model_path()}"\n')
+    bodies = [chat("a", model=name) for name in ("broken", "a")]
+    with (
+        pool_server(models, "--store", str(store), "--n-ctx", "512", log=tmp_path / "log") as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client,
+    ):
+        done = ended(client, begun(client, lines_of(bodies)).id)
+        assert (done.status, done.request_counts.completed, done.request_counts.failed) == ("completed", 1, 1)
+        (bad,) = results_of(client, done.error_file_id).values()
+        assert bad["response"]["body"]["error"]["code"] == "model_load_failed"
 
 
 def test_several_models_and_a_server_that_is_killed(tmp_path: Path, store: Path) -> None:

@@ -339,6 +339,10 @@ async def follow(exchange: Exchange, answer_id: str, after: int) -> AsyncGenerat
         told = await read(exchange, runs.told, answer_id, after)
         if told is None:
             raise ApiError(400, "the answer has no stream: it was asked for without stream: true", "stream")
+        if after > told.n_final:
+            raise ApiError(
+                400, f"starting_after is {after}; its events go to {told.n_final}", "starting_after"
+            )
         yield SUBMITTED  # there may be nothing else to tell
         for number, event in told.events:
             yield event

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterable
+from glob import escape
 from pathlib import Path
 
 from llamapipe.cache_file import locked, remove_if_dead
@@ -28,7 +29,7 @@ class Presence:
         """Makes the file; removes those of processes that have ended. A second call does nothing. Raises OSError."""
         if self._lock is not None:
             return
-        for old in self._path.parent.glob(f"{self._path.name}-at-*"):
+        for old in self._path.parent.glob(f"{escape(self._path.name)}-at-*"):
             remove_if_dead(old)
         name = f"{os.getpid()}-{uuid.uuid4().hex}"
         self._lock = locked(self._file(name))

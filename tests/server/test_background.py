@@ -115,6 +115,9 @@ def test_a_stream_can_be_followed_again(engine: lp.Engine, file: Path) -> None:
         last = len(events) - 1
         assert list(client.responses.retrieve(made.response.id, stream=True, starting_after=last)) == []
         assert events[-1].response == client.responses.retrieve(made.response.id)
+        with pytest.raises(openai.BadRequestError, match=f"its events go to {last}") as caught:
+            list(client.responses.retrieve(made.response.id, stream=True, starting_after=last + 1))
+        assert caught.value.param == "starting_after"
 
 
 def test_openais_helper_takes_the_stream(engine: lp.Engine, file: Path) -> None:
@@ -416,6 +419,22 @@ def test_a_disk_that_fails(engine: lp.Engine, file: Path, monkeypatch: pytest.Mo
             connection.execute("ROLLBACK")
         assert ended(client, made.id).status == "incomplete"
         assert rows(file, "SELECT count(*) FROM answers") == [(1,)]
+
+
+def test_the_sign_of_a_process_that_has_ended_goes(tmp_path: Path) -> None:
+    """Whatever characters the name of the file has."""
+    file = tmp_path / "a[1]*.db"
+    left = tmp_path / f"{file.name}-at-1-0"
+    left.touch()
+    there, other = _presence.Presence(file), _presence.Presence(file)
+    there.sign_in()
+    other.sign_in()
+    assert not left.exists() and len(list(tmp_path.iterdir())) == 2
+    assert other.dead([there.name, "1-0"]) == ["1-0"]
+    there.sign_out()
+    assert other.dead([there.name]) == [there.name]
+    other.sign_out()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_takes_no_file_is_told_once(

@@ -33,7 +33,7 @@ from llamapipe.server._client_request import ClientRequest
 from llamapipe.server._fields import as_taken, mismatch, unused
 from llamapipe.server._gate import LOADED_NS
 from llamapipe.server._json import encode_json, event, line
-from llamapipe.server.errors import BUSY, ApiError, Dialect, api_error, log_unexpected
+from llamapipe.server.errors import BUSY, ApiError, Dialect, api_error, log_unexpected, shutting_down
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -569,6 +569,10 @@ class Endpoint:
             exchange.status = exchange.status or 499
             _clear(e)
         except asyncio.CancelledError:
+            if (
+                gate.draining and exchange.inside is None and not exchange.status
+            ):  # the server waits no longer
+                raise shutting_down() from None
             exchange.status = exchange.status or 499
             raise
         except Exception as e:

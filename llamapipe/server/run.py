@@ -117,8 +117,9 @@ def host_of(sock: socket.socket) -> str:
 
 
 def _until_exit(record: logging.LogRecord) -> bool:
-    """Requests that the end of the interpreter cuts are no errors of the application, as uvicorn says."""
-    return not is_exiting()
+    """Requests that the end of the server or the interpreter cuts are no errors of the application, as uvicorn says."""
+    is_cut = record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
+    return not is_cut and not is_exiting()
 
 
 def run_server(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +15,15 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from support.control import PATIENCE_S, wait_until
+from support.control import PATIENCE_S, Gate, wait_until
 from support.server_process import ServerProcess
 from support.worker_server import LONG, LongStream, worker_server
 
 import llamapipe as lp
 from llamapipe.server import serve
+from llamapipe.server._application import app
+from llamapipe.server._inside import InsideAnswer, post
+from llamapipe.server.run import _until_exit
 
 OPTIONS = ("--n-ctx", "2048", "--n-seq-max", "2")
 
@@ -64,6 +69,31 @@ def test_closing_in_python() -> None:
         assert not closed.done()
         assert list(lines)[-2] == "data: [DONE]"
         closed.result()
+
+
+def test_who_is_cut_off_is_told(demo: lp.Model) -> None:
+    """After a second signal uvicorn cancels what runs, and would answer 500 and log an error for each."""
+    parts: list[bytes] = []
+
+    async def take(part: bytes) -> None:
+        parts.append(part)
+
+    async def cut(engine: lp.Engine, gate: Gate) -> InsideAnswer:
+        application = app(engine)
+        asked = asyncio.ensure_future(
+            post(application, "/v1/completions", json.dumps({**LONG, "stream": False}).encode(), take)
+        )
+        await asyncio.to_thread(gate.wait)
+        application.state.llamapipe.draining = True
+        asked.cancel()
+        return await asked
+
+    with lp.Engine(demo, n_ctx=2048, n_seq_max=2) as engine, Gate(engine) as gate:
+        assert asyncio.run(cut(engine, gate)) == InsideAnswer(503, True)
+    assert json.loads(b"".join(parts))["error"]["code"] == "shutting_down"
+    for error, is_shown in ((asyncio.CancelledError(), False), (ValueError(), True)):
+        record = logging.makeLogRecord({"exc_info": (type(error), error, None)})
+        assert _until_exit(record) is is_shown
 
 
 def test_sigterm(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     attention.add_argument("--types", nargs="+", default=["F16", "Q8_0"])
     attention.add_argument("--rows", type=int, nargs="+", default=[1, 4, 256])
     attention.add_argument("--cells", type=int, default=8000)
-    attention.add_argument("--layers", type=int, default=12, help="so many caches, read one after another")
+    attention.add_argument("--layers", type=int, default=12, help="caches that are read one after another")
     model = what.add_parser("model")
     model.add_argument("model", help="a GGUF file")
     model.add_argument("--callers", type=int, nargs="+", default=[1, 2, 4, 8, 16])

@@ -253,7 +253,7 @@ LIMITS: Final = (
         optional=True, flag="--grammar-timeout", over="400"),
     _seconds("mcp_timeout_s", "seconds in which an MCP server must start, and answer a call", 0.001, _SECONDS,
         flag="--mcp-timeout", over="an error in the call's item; 424 for a server that does not start"),
-    _int("max_mcp_calls", "calls of MCP tools for one answer", 1, 10_000, over="the model goes on without tools"),
+    _int("max_mcp_calls", "calls of MCP tools in one answer", 1, 10_000, over="the model continues without tools"),
     _int("max_mcp_characters", "characters of the result of an MCP tool", 1, _INT32_MAX, over="the rest is cut off"),
     _int("retry_after_s", "seconds in the Retry-After header of answers 429 and 503", 0, 86_400, metavar=None),
 )  # fmt: skip

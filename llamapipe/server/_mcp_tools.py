@@ -3,7 +3,7 @@
 Open it to change what a client may ask of a server, what needs its approval, or what a call leaves in the answer.
 
 The model sees the tools of a server as a namespace of functions, whose name is the server's label; so nothing else of
-a request knows about MCP. When the model has finished, its calls are run one after another, and it goes on with their
+a request knows about MCP. When the model has finished, its calls are run one after another, and it continues with their
 results, until it calls none. In a conversation a call is an item ``mcp_call``, which holds its result as well. A call
 that needs approval is an item ``mcp_approval_request``, with which the answer ends; it is run when the client sends
 ``mcp_approval_response``.

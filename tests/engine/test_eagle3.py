@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from gguf import GGUFReader
+from support.drafting import PROMPTS, RANDOM, Drafts, params, watch
 from support.eager_gate import EagerGate
 from support.eagle3_models import eagle3_draft, eagle3_target, n_tokens
 from support.gguf_document import STRING, unpack
 from support.plain import plain_loop
 
 import llamapipe as lp
-from llamapipe._engine.policy.core import Request
 from llamapipe._engine.runtime.draft import Eagle3Draft
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.batch import DecodeBatch
@@ -31,8 +31,6 @@ HEADS: dict[str, dict[str, Any]] = {
     "of few tokens": {"noise": 0.0, "tokens": [*range(3, 70), *range(80, 200, 2)]},
     "with the model's matrices": {"noise": 0.0, "lent": ["token_embd.weight", "output.weight"]},
 }
-RANDOM: dict[str, Any] = {"temperature": 4.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-PROMPTS = [[40 + i, 90, 60 + 3 * i, *range(50, 54 + 2 * i)] for i in range(7)]
 
 
 @pytest.fixture(autouse=True)
@@ -64,30 +62,8 @@ def heads(folder: Path, model: lp.Model) -> Iterator[dict[str, lp.Model]]:
 
 
 @pytest.fixture
-def drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The tokens of each request that something was drafted for, and the draft."""
-    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    draft = Eagle3Draft.draft
-
-    def watched(self: Eagle3Draft, chosen: Mapping[Request, int]) -> dict[Request, Sequence[int]]:
-        made = draft(self, chosen)
-        for request in chosen:  # cells of drafted tokens come from drafted states
-            assert self._context.seq_pos_max(request.slot) < len(request.tokens)
-        found.extend((tuple(request.tokens), tuple(tokens)) for request, tokens in made.items())
-        return made
-
-    monkeypatch.setattr(Eagle3Draft, "draft", watched)
-    return found
-
-
-def params(max_tokens: int = 40, **options: Any) -> lp.SamplingParams:
-    given: dict[str, Any] = {
-        "temperature": 0,
-        "max_tokens": max_tokens,
-        "ignore_eos": True,
-        "speculate": "draft",
-    }
-    return lp.SamplingParams(**given | options)
+def drafts(monkeypatch: pytest.MonkeyPatch) -> Drafts:
+    return watch(monkeypatch, Eagle3Draft)
 
 
 def share_right(before: lp.EngineStats, after: lp.EngineStats) -> float:

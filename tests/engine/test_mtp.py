@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.drafting import PROMPTS, RANDOM, Drafts, params, watch
 from support.eager_gate import EagerGate
 from support.gguf_models import tiny_architecture
 from support.inside import scheduler_of
@@ -24,9 +25,6 @@ pytestmark = pytest.mark.native
 MakeEngine = Callable[..., lp.Engine]
 # By the noise in the layer; the texts of all three are alike.
 HEADS = {"right": 0.0, "often right": 0.6, "wrong": 30.0}
-# Tokens of the made model's vocabulary that are neither special nor end a text.
-RANDOM: dict[str, Any] = {"temperature": 4.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-PROMPTS = [[40 + i, 90, 60 + 3 * i, *range(50, 54 + 2 * i)] for i in range(7)]
 
 
 @pytest.fixture(autouse=True)
@@ -48,30 +46,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, lp.Mo
 
 
 @pytest.fixture
-def drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The tokens of each request that something was drafted for, and the draft."""
-    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    draft = MtpLayer.draft
-
-    def watched(self: MtpLayer, chosen: Mapping[Request, int]) -> dict[Request, Sequence[int]]:
-        made = draft(self, chosen)
-        for request in chosen:  # cells of drafted tokens come from drafted states
-            assert self._context.seq_pos_max(request.slot) < len(request.tokens)
-        found.extend((tuple(request.tokens), tuple(tokens)) for request, tokens in made.items())
-        return made
-
-    monkeypatch.setattr(MtpLayer, "draft", watched)
-    return found
-
-
-def params(max_tokens: int = 40, **options: Any) -> lp.SamplingParams:
-    given: dict[str, Any] = {
-        "temperature": 0,
-        "max_tokens": max_tokens,
-        "ignore_eos": True,
-        "speculate": "draft",
-    }
-    return lp.SamplingParams(**given | options)
+def drafts(monkeypatch: pytest.MonkeyPatch) -> Drafts:
+    return watch(monkeypatch, MtpLayer)
 
 
 def as_alone(model: lp.Model, make_engine: MakeEngine, drafts: list[Any]) -> None:

@@ -45,7 +45,7 @@ def _states_problem(model: Model) -> str:
 
 
 def check_draft_file(model: Model, info: GgufInfo) -> None:
-    """Raises ValueError unless a file may draft for a model, as far as its metadata says."""
+    """Refuses a draft file whose metadata does not fit the model. Raises ValueError."""
     problem = ""
     if reason := not_supported(info.architecture):
         raise ValueError(f"draft: {info.path.name} {reason}")

@@ -181,7 +181,7 @@ def _serial(pipe: lp.Pipeline, batches: Sequence[DecodeBatch], passes: int) -> t
 def _pipelined(pipe: lp.Pipeline, batches: Sequence[DecodeBatch], passes: int) -> float:
     pipe.memory.clear()
     began = perf_counter()
-    waiting: list[lp.StepOutput] = []
+    waiting: list[lp.lowlevel.StepOutput] = []
     for batch in batches:
         waiting.append(pipe.submit(batch))
         if len(waiting) == pipe.depth:
@@ -244,7 +244,7 @@ def stages(model: lp.Model, args: argparse.Namespace) -> Result:
                 pipe.submit(_chunk(model, 1, rows)).wait()
                 pipe.trace.start()
                 submit_s: list[float] = []
-                outputs: list[lp.StepOutput] = []
+                outputs: list[lp.lowlevel.StepOutput] = []
                 for i in range(2, args.steps + 2):
                     if len(outputs) >= depth:
                         outputs.pop(0).wait()

@@ -9,6 +9,7 @@
 ``Model`` loads a file. ``Engine`` completes prompts and holds conversations for all threads and tasks: ``generate``,
 ``stream``, ``chat``, ``score``, and ``agenerate`` … for asyncio. ``SamplingParams`` has the options of a request.
 ``run_batch`` processes many records, ``Embedder`` makes vectors, ``llamapipe.compat`` stands in for llama-cpp-python.
+``lp.types`` has what few programs name, ``lp.lowlevel`` what drives the pipeline without an engine.
 """
 
 from importlib import import_module
@@ -17,9 +18,9 @@ from typing import TYPE_CHECKING
 from llamapipe import errors
 
 if TYPE_CHECKING:
-    from llamapipe import telemetry
+    from llamapipe import lowlevel, telemetry, types
     from llamapipe._sync.streams import ChatStream, Generation, Stream
-    from llamapipe.chat.results import ToolCall, ToolCallDelta
+    from llamapipe.chat.results import ToolCall
     from llamapipe.chat.tools import Tool
     from llamapipe.embedding import Embedder, Ranked
     from llamapipe.engine import Engine, EngineTuning
@@ -31,11 +32,8 @@ if TYPE_CHECKING:
     from llamapipe.llama.devices import Device, devices
     from llamapipe.llama.model import Model, demo_model_path
     from llamapipe.params import SamplingParams
-    from llamapipe.pipeline.output import StepOutput
-    from llamapipe.pipeline.pipeline import Pipeline, PipelineStats
-    from llamapipe.pipeline.trace import Span, Trace
+    from llamapipe.pipeline.pipeline import Pipeline
     from llamapipe.results import (
-        ChatChoice,
         ChatCompletion,
         ChatDelta,
         Choice,
@@ -43,10 +41,7 @@ if TYPE_CHECKING:
         Delta,
         EngineStats,
         Score,
-        Timings,
         Token,
-        TokenLogprob,
-        TopLogprob,
     )
     from llamapipe.streams import AsyncChatStream, AsyncGeneration, AsyncStream
 
@@ -59,7 +54,6 @@ __all__ = [
     "AsyncStream",
     "BatchResult",
     "BatchSummary",
-    "ChatChoice",
     "ChatCompletion",
     "ChatDelta",
     "ChatStream",
@@ -77,32 +71,26 @@ __all__ = [
     "KvEvents",
     "Model",
     "Pipeline",
-    "PipelineStats",
     "Ranked",
     "SamplingParams",
     "Score",
-    "Span",
-    "StepOutput",
     "Stream",
-    "Timings",
     "Token",
-    "TokenLogprob",
     "Tool",
     "ToolCall",
-    "ToolCallDelta",
-    "TopLogprob",
-    "Trace",
     "__version__",
     "demo_model_path",
     "devices",
     "errors",
+    "lowlevel",
     "run_batch",
     "telemetry",
+    "types",
 ]
 # Where public names are: each module is imported when one of its names is first used.
 _NAMES = {
     "_sync.streams": ("ChatStream", "Generation", "Stream"),
-    "chat.results": ("ToolCall", "ToolCallDelta"),
+    "chat.results": ("ToolCall",),
     "chat.tools": ("Tool",),
     "embedding": ("Embedder", "Ranked"),
     "engine": ("Engine", "EngineTuning"),
@@ -114,11 +102,8 @@ _NAMES = {
     "llama.devices": ("Device", "devices"),
     "llama.model": ("Model", "demo_model_path"),
     "params": ("SamplingParams",),
-    "pipeline.output": ("StepOutput",),
-    "pipeline.pipeline": ("Pipeline", "PipelineStats"),
-    "pipeline.trace": ("Span", "Trace"),
+    "pipeline.pipeline": ("Pipeline",),
     "results": (
-        "ChatChoice",
         "ChatCompletion",
         "ChatDelta",
         "Choice",
@@ -126,15 +111,12 @@ _NAMES = {
         "Delta",
         "EngineStats",
         "Score",
-        "Timings",
         "Token",
-        "TokenLogprob",
-        "TopLogprob",
     ),
     "streams": ("AsyncChatStream", "AsyncGeneration", "AsyncStream"),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
-_MODULES = ("telemetry", "types")  # imported on first use, too
+_MODULES = ("lowlevel", "telemetry", "types")  # imported on first use, too
 _NOT_IMPORTED = ("compat", "dynamo", "lm_eval", "ray", "server")
 
 
@@ -151,6 +133,9 @@ if not TYPE_CHECKING:  # type checkers would take every name for one of ours
 
         if name in _NOT_IMPORTED:
             raise AttributeError(f"llamapipe.{name} is not imported yet: import llamapipe.{name}", name=name)
+        for place in ("types", "lowlevel"):
+            if name in import_module(f"llamapipe.{place}").__all__:
+                raise AttributeError(f"llamapipe has no {name}: it is llamapipe.{place}.{name}", name=name)
         raise unknown_attribute("llamapipe", name, __all__, "llamapipe")
 
 

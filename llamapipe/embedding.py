@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast, overload
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -181,7 +181,7 @@ class Embedder(AsyncOwner):
             return rows
         return np.stack(rows) if rows else np.empty((0, self.n_embd), np.float32)
 
-    async def offload(self, function: Callable[..., T], *arguments: Any, size: int = 0) -> T:
+    async def offload(self, function: Callable[..., T], *arguments: object, size: int = 0) -> T:
         """``function(*arguments)`` in one of the embedder's threads for long work; see ``Engine.offload``."""
         return await self._long_work.run(function, *arguments, size=size)
 

@@ -86,7 +86,7 @@ from llamapipe.streams import (
     CachedPrefix,
     submit_at_once,
 )
-from llamapipe.types import Prompt, RequestObserver, TokenIds
+from llamapipe.types import Prompt, RequestObserver, ResponseFormat, TokenIds, ToolDefinition
 from llamapipe.work.long_work import LongWork, running_loop, size_of, takes_long, to_thread
 from llamapipe.work.progress import Progress, progress_bar
 from llamapipe.work.tenant import conversation_key, is_of, tenant
@@ -792,11 +792,11 @@ class Engine(BlockingCalls, AsyncOwner):
         messages: Conversation,
         params: SamplingParams | None = None,
         *,
-        tools: Sequence[Any] | None = None,
+        tools: Sequence[ToolDefinition] | None = None,
         tool_choice: ToolChoice = "auto",
         parallel_tool_calls: bool = True,
-        response_format: Any = None,
-        template_args: Mapping[str, Any] | None = None,
+        response_format: ResponseFormat | None = None,
+        template_args: Mapping[str, object] | None = None,
         continue_last: bool | Literal["content", "reasoning"] = False,
         truncation: Truncation = "error",
         reasoning_format: ReasoningFormat = "auto",
@@ -811,11 +811,11 @@ class Engine(BlockingCalls, AsyncOwner):
         messages: Sequence[Conversation],
         params: SamplingParams | None = None,
         *,
-        tools: Sequence[Any] | None = None,
+        tools: Sequence[ToolDefinition] | None = None,
         tool_choice: ToolChoice = "auto",
         parallel_tool_calls: bool = True,
-        response_format: Any = None,
-        template_args: Mapping[str, Any] | None = None,
+        response_format: ResponseFormat | None = None,
+        template_args: Mapping[str, object] | None = None,
         continue_last: bool | Literal["content", "reasoning"] = False,
         truncation: Truncation = "error",
         reasoning_format: ReasoningFormat = "auto",
@@ -830,11 +830,11 @@ class Engine(BlockingCalls, AsyncOwner):
         messages: Conversation | Sequence[Conversation],
         params: SamplingParams | None = None,
         *,
-        tools: Sequence[Any] | None = None,
+        tools: Sequence[ToolDefinition] | None = None,
         tool_choice: ToolChoice = "auto",
         parallel_tool_calls: bool = True,
-        response_format: Any = None,
-        template_args: Mapping[str, Any] | None = None,
+        response_format: ResponseFormat | None = None,
+        template_args: Mapping[str, object] | None = None,
         continue_last: bool | Literal["content", "reasoning"] = False,
         truncation: Truncation = "error",
         reasoning_format: ReasoningFormat = "auto",
@@ -877,11 +877,11 @@ class Engine(BlockingCalls, AsyncOwner):
         messages: Conversation,
         params: SamplingParams | None = None,
         *,
-        tools: Sequence[Any] | None = None,
+        tools: Sequence[ToolDefinition] | None = None,
         tool_choice: ToolChoice = "auto",
         parallel_tool_calls: bool = True,
-        response_format: Any = None,
-        template_args: Mapping[str, Any] | None = None,
+        response_format: ResponseFormat | None = None,
+        template_args: Mapping[str, object] | None = None,
         continue_last: bool | Literal["content", "reasoning"] = False,
         truncation: Truncation = "error",
         reasoning_format: ReasoningFormat = "auto",
@@ -1189,7 +1189,7 @@ class Engine(BlockingCalls, AsyncOwner):
         """Sets the observer, which is told of every future request; None: no observer. Any thread."""
         self._submission.observer = observer
 
-    async def offload(self, function: Callable[..., T], *arguments: Any, size: int = 0) -> T:
+    async def offload(self, function: Callable[..., T], *arguments: object, size: int = 0) -> T:
         """Runs ``function(*arguments)`` in one of the engine's threads for long work, to keep the event loop free.
 
         ``size``: the number of characters that the function converts; the amount of large work in progress is limited.
@@ -1204,11 +1204,11 @@ class Engine(BlockingCalls, AsyncOwner):
         messages: Conversation,
         params: SamplingParams | None = None,
         *,
-        tools: Sequence[Any] | None = None,
+        tools: Sequence[ToolDefinition] | None = None,
         tool_choice: ToolChoice = "auto",
         parallel_tool_calls: bool = True,
-        response_format: Any = None,
-        template_args: Mapping[str, Any] | None = None,
+        response_format: ResponseFormat | None = None,
+        template_args: Mapping[str, object] | None = None,
         continue_last: bool | Literal["content", "reasoning"] = False,
         truncation: Truncation = "error",
         reasoning_format: ReasoningFormat = "auto",
@@ -1232,7 +1232,7 @@ class Engine(BlockingCalls, AsyncOwner):
         return list(self._chat_builder.item(messages, params, asked, before).item.tokens)
 
     def count_chat_tokens(
-        self, messages: Conversation, template_args: Mapping[str, Any] | None = None
+        self, messages: Conversation, template_args: Mapping[str, object] | None = None
     ) -> int:
         """The tokens of a conversation's prompt, images included, whether or not they fit the context. Any thread.
 

@@ -1,17 +1,37 @@
-"""Types that few programs name: prompts as arguments, and the protocols for observers of an engine's requests."""
+"""Types that few programs name: of arguments, of parts of results, and the protocols for observers of requests."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from llamapipe.params import SamplingParams
+from llamapipe.chat.results import ToolCallDelta
+from llamapipe.chat.tools import ToolDefinition
+from llamapipe.params import HasJsonSchema, SamplingParams
+from llamapipe.results import ChatChoice, TimeHistogram, Timings, TokenLogprob, TopLogprob
 
+__all__ = [
+    "ChatChoice",
+    "HasJsonSchema",
+    "Observation",
+    "ObservedRequest",
+    "Prompt",
+    "RequestObserver",
+    "ResponseFormat",
+    "TimeHistogram",
+    "Timings",
+    "TokenIds",
+    "TokenLogprob",
+    "ToolCallDelta",
+    "ToolDefinition",
+    "TopLogprob",
+]
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Prompt: TypeAlias = str | TokenIds
+ResponseFormat: TypeAlias = Mapping[str, object] | str | bool | HasJsonSchema
 
 
 class ObservedRequest(Protocol):

@@ -19,7 +19,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("fleet",),
     ("server",),
     ("__init__",),
-    ("jobs", "telemetry"),
+    ("jobs", "telemetry", "lowlevel"),
     ("embedding",),
     ("engine",),
     ("_sync",),

@@ -16,12 +16,12 @@ import pytest
 
 import llamapipe as lp
 import llamapipe.compat
-from llamapipe import errors, telemetry
+from llamapipe import errors, lowlevel, telemetry, types
 
 
 def annotated() -> Iterator[tuple[str, Callable[..., Any]]]:
     """The classes and functions that callers hold, with the methods and properties of the classes."""
-    for module in (lp, llamapipe.compat, errors, telemetry):
+    for module in (lp, llamapipe.compat, errors, lowlevel, telemetry, types):
         names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
         for name in names:
             value = getattr(module, name)
@@ -53,10 +53,38 @@ def test_annotations_resolve() -> None:
     assert not unresolved
 
 
+@pytest.mark.parametrize("module", [lowlevel, types], ids=lambda module: module.__name__)
+def test_names_that_few_hold_have_one_place_each(module: ModuleType) -> None:
+    """``dir(lp)`` shows what programs hold; an error says where the other names are."""
+    for name in set(module.__all__) - {"DecodeBatch", "Pipeline"}:
+        assert name not in dir(lp)
+        with pytest.raises(AttributeError, match=f"it is {module.__name__}.{name}"):
+            getattr(lp, name)
+    assert module.__name__.rpartition(".")[2] in dir(lp) and len(lp.__all__) < 40
+
+
+JSON = ("Tool.parameters", "ToolCall.arguments")  # a program takes it apart without a check of each value
+NOT_CONSTRUCTED = ("Generation.__init__.layout", "StepOutput.__init__.native")  # by callers
+
+
+def test_callers_pass_nothing_of_any_type() -> None:
+    """A type checker must find a wrong argument."""
+    loose = [
+        place
+        for name, value in ANNOTATED.items()
+        if "compat" not in name  # has llama-cpp-python's types
+        for argument, annotation in getattr(value, "__annotations__", {}).items()
+        if argument != "return" and "Any" in str(annotation)
+        for place in [f"{name}.{argument}"]
+        if not place.replace(".__init__.", ".").endswith(JSON) and not place.endswith(NOT_CONSTRUCTED)
+    ]
+    assert not loose
+
+
 RESULTS = [
-    lp.BatchSummary, lp.ChatChoice, lp.ChatCompletion, lp.Choice, lp.Completion, lp.Delta, lp.EngineStats,
-    lp.EngineTuning, lp.KvEvents, lp.PipelineStats, lp.Ranked, lp.SamplingParams, lp.Score, lp.Timings,
-    lp.Token, lp.Tool, lp.ToolCall, lp.ToolCallDelta,
+    lp.BatchSummary, types.ChatChoice, lp.ChatCompletion, lp.Choice, lp.Completion, lp.Delta, lp.EngineStats,
+    lp.EngineTuning, lp.KvEvents, lowlevel.PipelineStats, lp.Ranked, lp.SamplingParams, lp.Score, types.Timings,
+    lp.Token, lp.Tool, lp.ToolCall, types.ToolCallDelta,
 ]  # fmt: skip
 
 

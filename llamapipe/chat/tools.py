@@ -17,7 +17,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 from llamapipe._messages import did_you_mean, listed, quoted
 from llamapipe.errors import InvalidRequestError
@@ -322,7 +322,7 @@ class Tool:
         return {"type": "function", "function": function}
 
 
-ToolDefinition = Callable[..., Any] | Mapping[str, Any] | Tool
+ToolDefinition: TypeAlias = Callable[..., object] | Mapping[str, object] | Tool
 
 
 def check_tools(tools: Iterable[ToolDefinition] | None) -> tuple[Tool, ...]:

@@ -35,6 +35,7 @@ from llamapipe.cli.options import (
 )
 from llamapipe.cli.parser import UsageError, read_texts
 from llamapipe.jobs.answers import logprob_records
+from llamapipe.types import ChatChoice
 
 USAGE = "llamapipe generate [options] [PROMPT ...]"
 DESCRIPTION = (
@@ -231,8 +232,8 @@ async def _all(asks: _Asks, prompts: list[str], *, as_json: bool) -> _Counts:
     return counts
 
 
-def _text(choice: lp.Choice | lp.ChatChoice) -> str:
-    return choice.content if isinstance(choice, lp.ChatChoice) else choice.text
+def _text(choice: lp.Choice | ChatChoice) -> str:
+    return choice.content if isinstance(choice, ChatChoice) else choice.text
 
 
 def _record(index: int, prompt: str, out: lp.Completion | lp.ChatCompletion) -> dict[str, Any]:

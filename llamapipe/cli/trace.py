@@ -28,6 +28,7 @@ from llamapipe.cli.options import (
     open_model,
 )
 from llamapipe.cli.parser import UsageError
+from llamapipe.lowlevel import Span, StepOutput, Trace
 
 USAGE = "llamapipe trace [options]"
 DESCRIPTION = (
@@ -103,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _generate(model: lp.Model, args: argparse.Namespace) -> tuple[lp.Trace, str]:
+def _generate(model: lp.Model, args: argparse.Namespace) -> tuple[Trace, str]:
     params = lp.SamplingParams(max_tokens=args.max_tokens, seed=1, ignore_eos=True)
     prompts = [f"{_PROMPT} {name}" for name in _names(args.requests)]
     options = given(args, [*ENGINE, *_DEPTH])
@@ -116,7 +117,7 @@ def _generate(model: lp.Model, args: argparse.Namespace) -> tuple[lp.Trace, str]
     return engine.trace, f"{len(prompts)} requests at once"
 
 
-def _read_rows(model: lp.Model, args: argparse.Namespace) -> tuple[lp.Trace, str]:
+def _read_rows(model: lp.Model, args: argparse.Namespace) -> tuple[Trace, str]:
     n, n_steps = args.rows, args.steps + 6
     options = {"n_ctx": n * n_steps, "n_batch": n, "n_ubatch": n}
     options |= {k: v for k, v in given(args, ENGINE).items() if k.startswith("n_threads")}
@@ -141,7 +142,7 @@ def _read_rows(model: lp.Model, args: argparse.Namespace) -> tuple[lp.Trace, str
     return pipe.trace, f"{n} rows a step, read with numpy"
 
 
-def _read(pipe: lp.Pipeline, output: lp.StepOutput) -> None:
+def _read(pipe: lp.Pipeline, output: StepOutput) -> None:
     rows = np.asarray(output.logits)
     with pipe.trace.span("read rows", output.number):
         for _ in range(8):
@@ -160,7 +161,7 @@ def _names(n: int) -> list[str]:
     return [animals[i % len(animals)] for i in range(n)]
 
 
-def _report(spans: Sequence[lp.Span], outputs: Sequence[Path]) -> None:
+def _report(spans: Sequence[Span], outputs: Sequence[Path]) -> None:
     terminal = Terminal(sys.stdout)
     terminal.line(terminal.style(f"{'stage':10}{'n':>8}{'median':>12}{'in all':>12}", "bold"))
     stages = dict.fromkeys(span.stage for span in sorted(spans, key=lambda span: span.begin_s))

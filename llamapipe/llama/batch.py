@@ -34,7 +34,9 @@ class DecodeBatch:
     seq_ids: npt.NDArray[np.int32]
     outputs: npt.NDArray[np.int8]
 
-    def __init__(self, tokens: Any, positions: Any, seq_ids: Any, outputs: Any) -> None:
+    def __init__(
+        self, tokens: npt.ArrayLike, positions: npt.ArrayLike, seq_ids: npt.ArrayLike, outputs: npt.ArrayLike
+    ) -> None:
         given: dict[str, npt.NDArray[Any]] = {
             "tokens": _integers("tokens", tokens),
             "positions": _integers("positions", positions),
@@ -85,7 +87,7 @@ class DecodeBatch:
         return [int(i) for i in np.flatnonzero(self.outputs)]
 
 
-def _array(name: str, values: Any) -> npt.NDArray[Any]:
+def _array(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
     try:
         array = np.asarray(values)
     except ValueError:  # rows of different lengths
@@ -98,7 +100,7 @@ def _array(name: str, values: Any) -> npt.NDArray[Any]:
     return array
 
 
-def _integers(name: str, values: Any) -> npt.NDArray[np.int32]:
+def _integers(name: str, values: npt.ArrayLike) -> npt.NDArray[np.int32]:
     array = _array(name, values)
     if array.dtype.kind == "O" and all(type(value) is int for value in array):
         raise ValueError(f"{name} holds values outside int32")  # and outside int64
@@ -109,7 +111,7 @@ def _integers(name: str, values: Any) -> npt.NDArray[np.int32]:
     return np.array(array, dtype=np.int32)
 
 
-def _flags(name: str, values: Any) -> npt.NDArray[np.int8]:
+def _flags(name: str, values: npt.ArrayLike) -> npt.NDArray[np.int8]:
     array = _array(name, values)
     if array.size and array.dtype.kind not in "biu":
         raise TypeError(f"{name} must hold booleans, not {array.dtype}")

@@ -614,11 +614,11 @@ class Model(Owner):
     # ---- chat
     def render_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         *,
         tools: Iterable[ToolDefinition] | None = None,
         add_generation_prompt: bool = True,
-        **template_args: Any,
+        **template_args: object,
     ) -> str:
         """The text of a conversation as the model's chat template writes it, without a BOS that tokenizing adds.
 
@@ -635,11 +635,11 @@ class Model(Owner):
 
     def tokenize_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         *,
         tools: Iterable[ToolDefinition] | None = None,
         add_generation_prompt: bool = True,
-        **template_args: Any,
+        **template_args: object,
     ) -> list[int]:
         """The tokens of a conversation. Control tokens come from the template only, never from a message.
 

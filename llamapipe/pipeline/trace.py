@@ -165,16 +165,18 @@ class Trace:
             spans = [span for span in spans if span.step in kept]
         return _draw(spans, _lanes(spans), title)
 
-    def save(self, path: str | Path, **options: Any) -> Path:
-        """Writes the trace as ``.json`` (Chrome's trace events) or ``.svg``; ``options`` are passed to ``to_svg``.
+    def save(
+        self, path: str | Path, first_step: int | None = None, n_steps: int | None = None, title: str = ""
+    ) -> Path:
+        """Writes the trace as ``.json`` (Chrome's trace events) or ``.svg``, to which the other arguments belong.
 
-        Raises ValueError for another suffix.
+        They are those of ``to_svg``. Raises ValueError for another suffix.
         """
         target = check_trace_path(path)
         if target.suffix == ".json":
             text = json.dumps(self.to_chrome(), separators=(",", ":"))
         else:
-            text = self.to_svg(**options)
+            text = self.to_svg(first_step, n_steps, title)
         target.write_text(text, encoding="utf-8")
         return target
 

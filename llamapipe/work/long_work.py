@@ -70,7 +70,7 @@ class LongWork:
     def __repr__(self) -> str:
         return f"<LongWork {self._threads!r}>"
 
-    async def run(self, function: Callable[..., T], *arguments: Any, size: int = 0) -> T:
+    async def run(self, function: Callable[..., T], *arguments: object, size: int = 0) -> T:
         """``function(*arguments)`` in a thread, with the context variables of this task.
 
         ``size``: the characters that it converts, as ``size_of`` counts them. A deadline of the context ends the wait.
@@ -229,7 +229,7 @@ def running_loop() -> asyncio.AbstractEventLoop:
         ) from None
 
 
-async def to_thread(function: Callable[..., T], *arguments: Any) -> T:
+async def to_thread(function: Callable[..., T], *arguments: object) -> T:
     """``function(*arguments)`` in a thread of asyncio's, for what waits and hardly computes."""
     import asyncio
 

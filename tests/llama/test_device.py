@@ -24,7 +24,7 @@ def pipe(demo: lp.Model) -> Iterator[lp.Pipeline]:
         yield pipe
 
 
-def chunk(pipe: lp.Pipeline, i: int) -> lp.StepOutput:
+def chunk(pipe: lp.Pipeline, i: int) -> lp.lowlevel.StepOutput:
     """The i-th chunk of a prompt, all of it outputs."""
     tokens = (7 * np.arange(32) + 3) % pipe.model.n_vocab
     return pipe.submit(

@@ -100,7 +100,7 @@ def test_rows_are_those_of_the_plain_path(steps: list[Entries], plain: Context, 
     plain.clear()
     pipe.memory.clear()
     past = [0] * N_SEQ
-    taken: list[tuple[lp.StepOutput, np.ndarray[Any, Any]]] = []
+    taken: list[tuple[lp.lowlevel.StepOutput, np.ndarray[Any, Any]]] = []
     for entries in steps:
         if all(n == 0 or p >= N_CTX for n, p in zip(entries.lengths, past, strict=True)):
             continue
@@ -119,7 +119,7 @@ def test_rows_are_those_of_the_plain_path(steps: list[Entries], plain: Context, 
         output.release()
 
 
-def compare(output: lp.StepOutput, expected: np.ndarray[Any, Any], pipe: lp.Pipeline) -> None:
+def compare(output: lp.lowlevel.StepOutput, expected: np.ndarray[Any, Any], pipe: lp.Pipeline) -> None:
     """Bit for bit where both were cut alike."""
     rows = np.asarray(output.logits)
     if pipe.few:  # type: ignore[attr-defined]

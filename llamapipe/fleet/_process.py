@@ -23,6 +23,7 @@ from llamapipe.fleet.link import (
     REFUSED,
     RETIRE,
     STOP,
+    STOP_TOOLS,
     TAKEN,
     Messages,
     ServedModel,
@@ -183,6 +184,12 @@ class WorkerProcess:
         if self.state is State.STARTING:
             self._signal(signal.SIGTERM)
         self._leave(STOP)
+
+    def stop_tools(self) -> None:
+        """Ends the calls of tools that run in it: the server will end."""
+        if self.state is State.READY:
+            with suppress(OSError):
+                self._connections.send(STOP_TOOLS)
 
     def cancel(self) -> None:
         """Ends it without waiting for answers."""

@@ -397,6 +397,7 @@ class FrontServer(HttpServer):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answers the running requests, then ends the processes."""
         self.pool.end_watches()
+        self.pool.stop_tools()
         self._tasks.cancel()
         await super().shutdown(sockets=sockets)
         if self.force_exit:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-CONNECTION, RETIRE, STOP, CANCEL, KEEP = b"c", b"r", b"s", b"k", b"p"  # to the process
+CONNECTION, RETIRE, STOP, CANCEL, KEEP, STOP_TOOLS = b"c", b"r", b"s", b"k", b"p", b"x"  # to the process
 TAKEN, REFUSED, ENDED = b"t", b"f", b"e"  # from it
 _LINE_LIMIT = 2**24
 

@@ -653,6 +653,12 @@ class Pool:
         while any(model.process is not None for model in self._all):
             await self._next_change()
 
+    def stop_tools(self) -> None:
+        """Ends the calls of tools that run in the processes."""
+        for model in self._all:
+            if model.process is not None:
+                model.process.stop_tools()
+
     def cancel(self, kill: bool = False) -> None:
         """Ends all processes without waiting for answers; who waits for a load is told that the server ends."""
         self.end_watches()

@@ -29,6 +29,7 @@ from llamapipe.fleet.link import (
     REFUSED,
     RETIRE,
     STOP,
+    STOP_TOOLS,
     TAKEN,
     Messages,
     WorkerOptions,
@@ -140,6 +141,8 @@ class Worker:
                 self._server.connect(_tcp_socket(descriptor), self._one_ended)
         elif data == KEEP:
             self.keeps_cache = True
+        elif data == STOP_TOOLS:
+            self._server.state.stop_tools()
         elif data == RETIRE:
             self._server.retire()
         elif data == STOP:

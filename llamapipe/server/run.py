@@ -75,6 +75,7 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answers the running requests, then closes what they use."""
+        self.state.stop_tools()
         await self.state.stop_background()
         await super().shutdown(sockets=sockets)
         await asyncio.to_thread(self.state.release)

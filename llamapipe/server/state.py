@@ -5,9 +5,10 @@ It knows no route.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -21,7 +22,7 @@ from llamapipe.server._gate import Gate
 from llamapipe.server._mcp import McpServers, RemoteServers
 from llamapipe.server._metrics import Metrics
 from llamapipe.server._timeline import Timeline
-from llamapipe.server.errors import ApiError
+from llamapipe.server.errors import ApiError, shutting_down
 from llamapipe.server.settings import ServerSettings
 from llamapipe.wanted import time_limit
 
@@ -79,6 +80,8 @@ class ServerState(Gate):
         self.created = int(time.time())
         self.copies: list[str] = []  # further names of the model, that clients made
         self.loaded_adapters: dict[str, Adapter] = {}  # by clients
+        self._tool_calls: set[asyncio.Future[Any]] = set()
+        self._has_stopped_tools = False
         try:
             self.mcp: McpServers | None = settings.open_mcp()
         except BaseException:
@@ -99,6 +102,27 @@ class ServerState(Gate):
         for servers in (self.mcp, self.mcp_remote):
             if servers is not None:
                 servers.close()
+
+    def stop_tools(self) -> None:
+        """As ``Gate.stop_tools``: their requests are told that the server ends, and no other call begins."""
+        self._has_stopped_tools = True
+        for call in self._tool_calls:
+            call.cancel()
+
+    async def ask_tools(self, asked: Awaitable[T]) -> T:
+        """What an MCP server answers. Raises ApiError 503 when this server ends: a tool may take minutes."""
+        call = asyncio.ensure_future(asked)
+        if self._has_stopped_tools:
+            call.cancel()
+        self._tool_calls.add(call)
+        try:
+            await asyncio.wait({call})
+            if call.cancelled():
+                raise shutting_down()
+            return call.result()
+        finally:
+            call.cancel()
+            self._tool_calls.discard(call)
 
     async def in_thread(self, function: Callable[..., T], *arguments: Any, size: int = 0) -> T:
         """``function(*arguments)`` in a thread: for what would hold up the event loop. Fair to clients.

@@ -129,3 +129,27 @@ def test_workers_share_the_servers(tmp_path: Path) -> None:
         check(answers(server.url, 4))
         (pid,) = started(tmp_path)
     wait_until(lambda: has_ended(pid))
+
+
+@pytest.mark.parametrize("how", ["--models", "--workers"])
+def test_a_server_that_ends_waits_for_no_tool(how: str, tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    turns_file(folder, [("wait", {})])
+    file = write_file(tmp_path / "mcp.json", {"good": entry("good", str(tmp_path))})
+    options = (*LIMITS, "--mcp", str(file))
+    log = tmp_path / "log"
+    model = ("-m", str(folder / "turns.gguf"), "--alias", "turns")
+    running: Any = (
+        pool_server(folder, *options, log=log)
+        if how == "--models"
+        else worker_server(1, *model, *options, log=log)
+    )
+    with running as server, ThreadPoolExecutor(1) as pool:
+        asked: Any = {**OPTIONS, "tools": [GOOD]}
+        answer = pool.submit(httpx.post, f"{server.url}/v1/responses", json=asked, timeout=PATIENCE_S)
+        wait_until((tmp_path / "waiting").exists)
+        server.process.send_signal(signal.SIGTERM)
+        assert answer.result().json()["error"]["code"] == "shutting_down"
+        assert server.process.wait(PATIENCE_S) == 0
+    assert (tmp_path / "cancelled").exists()

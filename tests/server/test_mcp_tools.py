@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,25 @@ def test_a_server_that_cannot_be_used(client: Any, agent: Agent) -> None:
             client.responses.create(**OPTIONS, tools=[{**GOOD, "server_label": label}])
         assert (caught.value.status_code, caught.value.code) == (424, "mcp_list_tools_failed")
     assert client.responses.create(**OPTIONS, tools=[GOOD]).status == "completed"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_server_that_ends_waits_for_no_tool(stream: bool, tmp_path: Path) -> None:
+    with (
+        Agent(tmp_path, [("add", {"a": 2, "b": 3}), ("wait", {})]) as agent,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        asked: Any = {**OPTIONS, "tools": [GOOD], "stream": stream}
+        answer = pool.submit(httpx.post, f"{agent.server.url}/v1/responses", json=asked, timeout=PATIENCE_S)
+        wait_until((tmp_path / "waiting").exists)
+        agent.server.close()
+        text = answer.result().text
+    assert (tmp_path / "cancelled").exists()
+    last = text.strip().rpartition("data: ")[2]
+    response = json.loads(last)["response"] if stream else json.loads(last)
+    assert (response["status"], response["error"]["code"]) == ("failed", "shutting_down")
+    calls = [item for item in response["output"] if item["type"] == "mcp_call"]
+    assert [(call["output"], call["status"]) for call in calls] == [("5", "completed"), (None, "incomplete")]
 
 
 def test_a_client_that_hangs_up_cancels_the_call(tmp_path: Path) -> None:

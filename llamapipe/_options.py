@@ -236,7 +236,7 @@ LIMITS: Final = (
     _size("store_bytes", "size of the file of --store", 2**20, 2**62,
         over="the least recently used answers are deleted"),
     _size("files_bytes", "with --store: total size of uploaded files and results of batches; each API key has an equal "
-        "part", 2**20, 2**62, over="507"),
+        "part", 2**20, 2**62, over="429 with the code `insufficient_quota`; 413 for a file that alone is larger"),
     _int("max_background", "answers in the background that one API key may have waiting and computed", 0, _INT32_MAX,
         over="429 with `Retry-After`"),
     _int("max_connections_per_address", "connections of one address; the next one replaces an idle one; 0: any number",

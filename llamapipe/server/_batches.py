@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from llamapipe._messages import quoted
-from llamapipe.server._database import StoreError
-from llamapipe.server._files import MOST_ATTEMPTS, Claim, Files, FullError, LostError, Place, Result
+from llamapipe.server._database import FullError, StoreError
+from llamapipe.server._files import MOST_ATTEMPTS, Claim, Files, LostError, Place, Result
 from llamapipe.server._inside import BUSY, Inside, post
 from llamapipe.server._runs import MOST_LATER_S
 

@@ -35,6 +35,7 @@ _BUSY_S = 5.0  # that another process may write
 _OPEN_S = 30.0  # the same at the start, when many processes may make the file
 _WAIT_S = 10.0  # that a request waits for its transaction
 _TIDY_S = 600.0  # between two looks for what is too old
+_JUMP_S = 3600.0  # of the clock, against the time that has passed
 _TELL_S = 60.0  # between two warnings
 _QUICK_BYTES = 2**28  # a file up to this size is checked as a whole at the start
 
@@ -52,6 +53,18 @@ class MissingError(LookupError):
         self.id = wanted
 
 
+class FullError(Exception):
+    """A client's part is used up. The message says of what, and how much.
+
+    ``fits_later``: it would fit once others have ended; ``is_too_large``: it would not fit into an empty part.
+    """
+
+    def __init__(self, message: str, fits_later: bool = False, is_too_large: bool = False) -> None:
+        super().__init__(message)
+        self.fits_later = fits_later
+        self.is_too_large = is_too_large
+
+
 class Database:
     """One file, open until ``close``. Any thread.
 
@@ -65,6 +78,7 @@ class Database:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._clock_s = time.time() - _passed_s()
         self._told_at = -_TELL_S
         self._readers: list[sqlite3.Connection] = []  # that nobody uses
         self._is_closed = False
@@ -177,6 +191,10 @@ class Database:
         """
         raise NotImplementedError
 
+    def _clock_has_jumped(self) -> bool:
+        """Whether ages cannot be told, because the clock was set ahead since the file was opened."""
+        return time.time() - _passed_s() - self._clock_s > _JUMP_S
+
     def _look_again(self) -> None:
         """Other processes may have written."""
 
@@ -277,6 +295,13 @@ class _Job(NamedTuple):
         if self.loop is not None and self.future is not None:
             with suppress(RuntimeError):  # the loop is closed
                 self.loop.call_soon_threadsafe(settle, self.future, result, error)
+
+
+def _passed_s() -> float:
+    """A clock that nobody sets, and that counts the time in which the machine sleeps."""
+    if not hasattr(time, "clock_gettime"):
+        return time.monotonic()
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _expire(future: asyncio.Future[Any]) -> None:

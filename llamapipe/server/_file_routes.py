@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from llamapipe._messages import listed, quoted
 from llamapipe.server._batches import ENDPOINTS
 from llamapipe.server._conversations import check_metadata, limit_of, query
-from llamapipe.server._files import Files, FullError, InUseError
+from llamapipe.server._files import Files, InUseError
 from llamapipe.server._kept import NO_STORE, read_of, write_of
 from llamapipe.server._transcriptions import form_parts
 from llamapipe.server.endpoint import Exchange, JsonResponse
@@ -216,8 +216,6 @@ async def _write(
 ) -> T:
     try:
         return await write_of(exchange, _files_of(exchange), function, *arguments, param=param)
-    except FullError as e:
-        raise ApiError(507, str(e), code="files_full") from None
     except InUseError:
         raise ApiError(
             400, "a batch that has not ended reads this file: cancel the batch first", "id"

@@ -19,13 +19,14 @@ import json
 import sqlite3
 import time
 import uuid
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from llamapipe.server._database import Database, MissingError, encoded
+from llamapipe.server._database import Database, FullError, MissingError, encoded
 from llamapipe.server._runs import IS_DUE
 
 MOST_ATTEMPTS = 5  # that bring no result
@@ -54,10 +55,6 @@ CREATE INDEX batches_by_owner ON batches (owner, number);
 CREATE INDEX batches_by_status ON batches (status);
 CREATE TRIGGER file_deleted AFTER DELETE ON files BEGIN DELETE FROM parts WHERE file = OLD.number; END;
 """
-
-
-class FullError(Exception):
-    """The owner has no more room, or too many batches. The message says so."""
 
 
 class InUseError(Exception):
@@ -121,6 +118,12 @@ class Files(Database):
         self, owner: str, name: str, purpose: str, body: bytes, lifetime_s: int | None
     ) -> dict[str, Any]:
         """A new file. Raises FullError."""
+        if len(body) + _ROW_BYTES > self.share_bytes:
+            raise FullError(
+                f"the file has {len(body)} bytes, and all of yours together may have {self.share_bytes} "
+                "(--files-bytes, divided by the keys)",
+                is_too_large=True,
+            )
         self._check_room(owner, len(body) + _ROW_BYTES)
         number = self._new_file(owner, name, purpose, lifetime_s, is_ready=True)
         parts = [body[i : i + _PART_BYTES] for i in range(0, len(body), _PART_BYTES)]
@@ -178,8 +181,11 @@ class Files(Database):
         """The lines of a file that are not blank, with their numbers from 0. In a thread; raises StoreError."""
         rest, n, after = b"", 0, -1
         while parts := self.read(self.parts, number, after):
+            text = rest + b"".join(body for _, body in parts)
+            if after < 0:
+                text = text.removeprefix(BOM_UTF8)  # as editors on Windows write
             after = parts[-1][0]
-            *lines, rest = (rest + b"".join(body for _, body in parts)).split(b"\n")
+            *lines, rest = text.split(b"\n")
             for line in lines:
                 if line.strip():
                     yield n, line
@@ -196,7 +202,7 @@ class Files(Database):
         row = self._row(self.writer, owner, input_id)
         waiting = f"SELECT count(*) FROM batches WHERE owner = ? AND status IN ({_ACTIVE})"
         if (n := self.writer.execute(waiting, (owner,)).fetchone()[0]) >= MOST_WAITING:
-            raise FullError(f"{n} batches have not ended, the limit")
+            raise FullError(f"{n} batches have not ended, the limit", fits_later=True)
         ended = f"owner = :owner AND status NOT IN ({_ACTIVE})"
         self.writer.execute(
             f"DELETE FROM batches WHERE {ended} AND number <= "
@@ -354,15 +360,21 @@ class Files(Database):
     # ---- inside
     def _tidy(self, at_start: bool = False) -> None:
         now = time.monotonic()
-        if now - self._aged_at < _AGE_S:
+        if now - self._aged_at < _AGE_S or self._clock_has_jumped():
             return
         self._aged_at = now
+        at: dict[str, int] = {"now": int(time.time())}
+        # From a time when the clock was ahead: they would stay until then.
+        self.writer.execute(
+            "UPDATE files SET expires_at = expires_at - created_at + :now, created_at = :now WHERE created_at > :now",
+            at,
+        )
+        self.writer.execute("UPDATE batches SET ended_at = :now WHERE ended_at > :now", at)
         used = f"SELECT input FROM batches WHERE status IN ({_ACTIVE})"
         gone = self.writer.execute(
-            f"DELETE FROM files WHERE is_ready AND expires_at < ? AND number NOT IN ({used})",
-            (int(time.time()),),
+            f"DELETE FROM files WHERE is_ready AND expires_at < :now AND number NOT IN ({used})", at
         ).rowcount
-        self.writer.execute("DELETE FROM batches WHERE ended_at < ?", (int(time.time()) - self._lifetime_s,))
+        self.writer.execute("DELETE FROM batches WHERE ended_at < ?", (at["now"] - self._lifetime_s,))
         self._checkpoint_is_due |= gone > 0
 
     def _check_room(self, owner: str, n_bytes: int) -> None:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from llamapipe._messages import quoted
-from llamapipe.server._database import Database, MissingError, StoreError
-from llamapipe.server._runs import FullError, Runs
+from llamapipe.server._database import Database, FullError, MissingError, StoreError
+from llamapipe.server._runs import Runs
 from llamapipe.server._store import Item, NewAnswer, Store, TooMuchError, UnfinishedError
-from llamapipe.server.errors import ApiError
+from llamapipe.server.errors import QUOTA, ApiError
 
 if TYPE_CHECKING:
     from llamapipe.server.endpoint import Exchange
@@ -70,9 +70,20 @@ async def write_of(
         return await store.write(function, exchange.gate.owner_of(exchange), *arguments)
     except MissingError as e:
         raise missing(e, param) from None
+    except FullError as e:
+        raise _full(e) from None
     except StoreError as e:
         store.tell(e)
         raise ApiError(507, f"it cannot be stored: {e}", code="store_failed") from None
+
+
+def _full(error: FullError) -> ApiError:
+    """The answer for what a client's part has no room for."""
+    if error.is_too_large:
+        return ApiError(413, str(error), code="too_large")
+    if error.fits_later:
+        return ApiError(429, f"{error}; try again later", code="too_many_requests")
+    return ApiError(429, f"You exceeded your current quota: {error}", code=QUOTA)
 
 
 def missing(error: MissingError, param: str | None = None) -> ApiError:
@@ -165,12 +176,9 @@ class Kept:
         settings = self._exchange.gate.settings
         answer = self._new(response, given, ())._replace(is_listed=False)
         runs = Runs(store_of(self._exchange))
-        try:
-            await write(
-                self._exchange, runs.add, answer, body, events, settings.max_background, settings.store_bytes
-            )
-        except FullError as e:
-            raise ApiError(429, f"{e}; try again later", code="too_many_requests") from None
+        await write(
+            self._exchange, runs.add, answer, body, events, settings.max_background, settings.store_bytes
+        )
 
     def _new(self, response: Mapping[str, Any], given: Sequence[Item], output: Sequence[Item]) -> NewAnswer:
         is_listed = self.conversation is not None and response["status"] != "failed"

@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from llamapipe.server._database import FullError
 from llamapipe.server._store import NewAnswer, Store
 
 MOST_ATTEMPTS = 5
@@ -24,10 +25,6 @@ MOST_LATER_S = 30  # before the next attempt
 _OF_OWNER, _OF_ALL = 16, 4  # the parts of the store that the bodies of waiting runs may take
 IS_DUE = f"(not_before NOT BETWEEN :now + 1 AND :now + {MOST_LATER_S})"
 _MOST_EVENTS = 1000  # that are read at once
-
-
-class FullError(Exception):
-    """Too many answers wait. The message says whose, and how many."""
 
 
 class Run(NamedTuple):
@@ -81,15 +78,25 @@ class Runs:
 
         ``most``: that one owner may have; ``most_bytes``: of the store. Raises FullError, StoreError, MissingError.
         """
+        most_of_owner, most_of_all = most_bytes // _OF_OWNER, most_bytes // _OF_ALL
+        if len(body) > most_of_owner:
+            raise FullError(
+                f"a request in the background may have {most_of_owner} bytes (a sixteenth of --store-bytes), and this "
+                f"one has {len(body)}: ask for it without background",
+                is_too_large=True,
+            )
         counted = "SELECT count(*), coalesce(sum(length(body)), 0) FROM runs WHERE NOT is_done"
         n, n_bytes = self._writer.execute(f"{counted} AND owner = ?", (owner,)).fetchone()
         if n >= most:
             raise FullError(
-                f"{n} answers are computed in the background or wait, the limit (--max-background)"
+                f"{n} answers are computed in the background or wait, the limit (--max-background)",
+                fits_later=True,
             )
         n_all = self._writer.execute(counted).fetchone()[1]
-        if n_bytes + len(body) > most_bytes // _OF_OWNER or n_all + len(body) > most_bytes // _OF_ALL:
-            raise FullError(f"the {n} answers that wait take too much of the store (--store-bytes)")
+        if n_bytes + len(body) > most_of_owner or n_all + len(body) > most_of_all:
+            raise FullError(
+                f"the {n} answers that wait take too much of the store (--store-bytes)", fits_later=True
+            )
         self._store.add_answer(owner, answer)
         thread = self._store.thread_of(owner, answer.id, self._writer)
         self._store.will_write(len(body))

@@ -33,7 +33,7 @@ from llamapipe.server._client_request import ClientRequest
 from llamapipe.server._fields import as_taken, mismatch, unused
 from llamapipe.server._gate import LOADED_NS
 from llamapipe.server._json import encode_json, event, line
-from llamapipe.server.errors import BUSY, ApiError, Dialect, api_error, log_unexpected, shutting_down
+from llamapipe.server.errors import BUSY, QUOTA, ApiError, Dialect, api_error, log_unexpected, shutting_down
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -316,7 +316,9 @@ class Exchange(ClientRequest):
         headers = dict(more or {})
         if not self.has_body:  # the rest of it may still come; it is no request
             headers["connection"] = "close"
-        if error.status in BUSY:
+        if error.code == QUOTA:
+            headers["x-should-retry"] = "false"  # OpenAI's clients would
+        elif error.status in BUSY:
             headers["retry-after"] = str(self.gate.settings.retry_after_s)
         if error.status == 415:
             headers["accept-encoding"] = accepted()

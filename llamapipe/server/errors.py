@@ -41,6 +41,7 @@ _ANTHROPIC_TYPES = {
 _log = logging.getLogger("llamapipe.server")
 _MOST_CHARACTERS = 2000  # of a message
 _MOST_OF_PARAM = 200
+QUOTA = "insufficient_quota"  # the code of a 429 that no later attempt changes; OpenAI's
 TOO_LONG = "context_length_exceeded"  # the code of an error about a prompt that does not fit
 # The numbers of such an error, which llama-server's clients read as fields.
 _SIZES = re.compile(r"(\d+) tokens; n_ctx is (\d+)(?: and (\d+) must stay free)?")

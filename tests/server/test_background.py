@@ -266,8 +266,11 @@ def test_what_waits_leaves_room_for_answers(engine: lp.Engine, file: Path) -> No
     with served(engine, file, store_bytes=2**20) as client, Gate(engine) as gate:
         client.responses.create(**LATER)
         gate.wait()
-        with pytest.raises(openai.RateLimitError, match="--store-bytes"):
+        with pytest.raises(openai.APIStatusError, match="may have 65536 bytes") as caught:
             client.responses.create(**{**LATER, "input": "a" * 70_000})
+        assert caught.value.status_code == 413
+        with pytest.raises(openai.RateLimitError, match="--store-bytes"):
+            client.responses.create(**{**LATER, "input": "a" * 65_420})
         for _ in range(3):
             client.responses.create(**LATER, metadata={"long": "a" * 15_000})
         for i in range(100):  # it is full

@@ -178,6 +178,14 @@ def test_embeddings(store: Path, tmp_path: Path) -> None:
         assert [one["embedding"] for one in made["data"]] == [one.embedding for one in once.data]
 
 
+def test_a_byte_order_mark_belongs_to_no_line(engine: lp.Engine, store: Path) -> None:
+    with served(engine, store) as client:
+        done = ended(client, begun(client, "\ufeff" + lines_of([chat("a"), chat("b")])).id)
+        assert (done.status, list(results_of(client, done.output_file_id))) == ("completed", ["r0", "r1"])
+        done = ended(client, begun(client, lines_of([chat("a")]) + "\ufeff" + lines_of([chat("b")])).id)
+        assert done.errors.data[0].line == 2
+
+
 LINE: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": CHAT, "body": chat("Hello")}
 
 
@@ -297,6 +305,21 @@ def test_files(engine: lp.Engine, store: Path) -> None:
         assert rows(store, "SELECT (SELECT count(*) FROM files), (SELECT count(*) FROM parts)") == [(0, 0)]
 
 
+def test_a_clock_that_was_ahead(engine: lp.Engine, store: Path) -> None:
+    """What was made then does not stay until that time."""
+    with served(engine, store) as client:
+        file = client.files.create(file=b"a", purpose="batch")
+    change(
+        store, "UPDATE files SET created_at = created_at + 1000000000, expires_at = expires_at + 1000000000"
+    )
+    with served(engine, store) as client:
+        found: Any = client.files.retrieve(file.id)
+        assert (found.expires_at - found.created_at, found.created_at - file.created_at < 1000) == (
+            30 * 86_400,
+            True,
+        )
+
+
 def test_a_file_that_a_batch_reads_stays(engine: lp.Engine, store: Path) -> None:
     with served(engine, store) as client, Gate(engine) as gate:
         batch = begun(client, lines_of([chat("a")]))
@@ -343,9 +366,16 @@ def test_each_key_has_its_own(engine: lp.Engine, store: Path) -> None:
             with pytest.raises(openai.NotFoundError):
                 use()
         assert other.files.list().data == [] and other.batches.list().data == []
-        with pytest.raises(openai.InternalServerError, match="--files-bytes") as caught:
+        retrying = client.with_options(max_retries=2)  # not what another attempt does not change
+        with pytest.raises(
+            openai.RateLimitError, match=r"exceeded your current quota.*--files-bytes"
+        ) as over:
+            retrying.files.create(file=b"a" * (2**19 - 500), purpose="batch")
+        assert over.value.code == "insufficient_quota" and "retry-after" not in over.value.response.headers
+        assert over.value.response.request.headers["x-stainless-retry-count"] == "0"
+        with pytest.raises(openai.APIStatusError, match="--files-bytes") as caught:
             client.files.create(file=b"a" * 2**19, purpose="batch")
-        assert caught.value.status_code == 507
+        assert caught.value.status_code == 413
         assert other.files.create(file=b"a" * (2**19 - 1000), purpose="batch").bytes == 2**19 - 1000
 
 
@@ -365,7 +395,7 @@ def test_too_many_batches(engine: lp.Engine, store: Path, monkeypatch: pytest.Mo
     with served(engine, store) as client, Gate(engine) as gate:
         batches = [begun(client, lines_of([chat("a")])) for _ in range(2)]
         gate.wait()
-        with pytest.raises(openai.InternalServerError, match="2 batches have not ended"):
+        with pytest.raises(openai.RateLimitError, match="2 batches have not ended"):
             begun(client, lines_of([chat("a")]))
         gate.open()
         assert {ended(client, batch.id).status for batch in batches} == {"completed"}

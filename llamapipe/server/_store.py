@@ -410,8 +410,12 @@ class Store(Database):
         may be lower than before.
         """
         now = time.monotonic()
-        if now - self._aged_at >= _AGE_S:  # reads look at the age themselves
+        if now - self._aged_at >= _AGE_S and not self._clock_has_jumped():  # reads look at the age themselves
             self._aged_at = now
+            # From a time when the clock was ahead: it would stay until then, and be the last to make room.
+            self._writer.execute(
+                "UPDATE threads SET used_at = :now WHERE used_at > :now", {"now": int(time.time())}
+            )
             old = self._writer.execute(
                 "SELECT number FROM threads WHERE used_at < ?", (self._oldest(),)
             ).fetchall()

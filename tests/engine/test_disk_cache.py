@@ -381,6 +381,23 @@ def test_what_is_not_for_others(make_engine: MakeEngine, demo: lp.Model, tmp_pat
         assert files_of(tmp_path) == []
 
 
+def test_a_clock_that_is_put_back(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """A file of a later time is not the last to go for ever: it counts as used when it is first seen."""
+    long = partial(prompt, n=5000)
+    options: dict[str, Any] = {"n_ctx": 5100, "n_seq_max": 1, "cache_bytes": 2**26, "cache_dir": tmp_path}
+    with make_engine(**options) as engine:
+        ask(engine, long(0))
+    (later,) = files_of(tmp_path)
+    os.utime(later, (2**32, 2**32))
+    options["cache_dir_bytes"] = int(2.5 * later.stat().st_size)
+    for i in (1, 2):
+        with make_engine(**options) as engine:
+            ask(engine, long(i))
+    with make_engine(**options) as engine:
+        assert [ask(engine, long(i)).n_cached_tokens for i in (1, 2)] == [4999] * 2
+    assert not later.exists()
+
+
 def test_the_folder_has_a_limit(make_engine: MakeEngine, tmp_path: Path) -> None:
     """The file that was used least recently goes first, also one of another model."""
     long = partial(prompt, n=5000)

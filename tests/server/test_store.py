@@ -7,6 +7,7 @@ import os
 import signal
 import sqlite3
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from support.run_script import Script, command, environment
 
+from llamapipe.server import _store
 from llamapipe.server._database import MissingError, StoreError
 from llamapipe.server._store import NewAnswer, Page, Store
 
@@ -244,6 +246,31 @@ def test_what_is_too_old_is_gone(file: Path) -> None:
         add(store, "new")
     with closing(Store(file, BIG, 30)), closing(sqlite3.connect(file)) as connection:
         assert connection.execute("SELECT count(*) FROM items").fetchone() == (2,)
+
+
+def test_a_clock_that_was_ahead(file: Path) -> None:
+    """What was stored then is neither kept until that time, nor the last to make room."""
+    with closing(Store(file, BIG, 30)) as store:
+        add(store, "ahead")
+        age(file, -4000)
+    with closing(Store(file, BIG, 30)) as store:
+        assert has(store, "ahead")
+        age(file, 29)
+        assert has(store, "ahead")
+        age(file, 2)
+        assert not has(store, "ahead")
+
+
+def test_a_clock_that_is_set_ahead_deletes_nothing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(Store(file, BIG, 30)) as store:
+        add(store, "old")
+        now = time.time
+        monkeypatch.setattr(time, "time", lambda: now() + 4000 * 86_400)
+        monkeypatch.setattr(_store, "_AGE_S", 0)
+        add(store, "ahead")
+        assert not has(store, "old")  # by this clock
+        monkeypatch.undo()
+        assert has(store, "old") and has(store, "ahead")
 
 
 @pytest.mark.parametrize("what", ["answer", "conversation", "item"])

@@ -28,7 +28,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from time import monotonic
+from time import monotonic, time_ns
 from typing import Any, Literal, NamedTuple
 
 from llamapipe._engine.policy.prefix_tree import PrefixTree
@@ -430,17 +430,21 @@ class DiskCache:
 
         False: they would not, without some that are written at the end.
         """
-        found, n_kept = [], 0
+        found, n_kept, now = [], 0, time_ns()
         for folder in subfolders(self.root):
             with suppress(OSError), os.scandir(folder) as files:
                 for file in files:
                     if file.name.endswith(SUFFIX) and file.is_file(follow_symlinks=False):
                         with suppress(OSError):
                             status = file.stat(follow_symlinks=False)
+                            if (
+                                status.st_mtime_ns > now
+                            ):  # the clock was put back: it would never be the oldest
+                                os.utime(file.path, ns=(now, now))
                             if self._rest is not None and file.name in self._rest:
                                 n_kept += status.st_size
                             else:
-                                found.append((status.st_mtime_ns, status.st_size, Path(file.path)))
+                                found.append((min(status.st_mtime_ns, now), status.st_size, Path(file.path)))
         if n_kept + n_bytes > self._max_bytes:
             return False
         n_over = sum(size for _, size, _ in found) + n_kept + n_bytes - self._max_bytes

@@ -25,7 +25,7 @@ from starlette.responses import Response
 from llamapipe.server._batches import Batches
 from llamapipe.server._database import StoreError
 from llamapipe.server._inside import BUSY, Inside, post
-from llamapipe.server._json import encode_json
+from llamapipe.server._json import typed_event
 from llamapipe.server._kept import read, store_of, write
 from llamapipe.server._presence import Presence
 from llamapipe.server._runs import MOST_ATTEMPTS, MOST_LATER_S, Place, Run, Runs
@@ -265,7 +265,7 @@ class _Events(_Whole):
         elif kind in _ENDS or (kind == "response.created" and self._run.n_attempts == 1):
             return
         else:
-            self._waiting.append(frame_of({**event, "sequence_number": self._n_next}))
+            self._waiting.append(typed_event({**event, "sequence_number": self._n_next}))
             self._n_next += 1
 
     async def _store(self) -> None:
@@ -286,11 +286,6 @@ class _Events(_Whole):
 
     def error(self, status: int) -> dict[str, Any] | None:
         return self._error if status == 200 else super().error(status)
-
-
-def frame_of(event: Mapping[str, Any]) -> bytes:
-    """An event as it is sent."""
-    return b"event: " + str(event["type"]).encode() + b"\ndata: " + encode_json(event) + _FRAME
 
 
 # ---- what clients ask for
@@ -350,7 +345,7 @@ async def follow(exchange: Exchange, answer_id: str, after: int) -> AsyncGenerat
         if told.final is not None:
             if told.n_final > after and told.final["status"] != "cancelled":
                 kind = f"response.{told.final['status']}"
-                yield frame_of({"type": kind, "response": told.final, "sequence_number": told.n_final})
+                yield typed_event({"type": kind, "response": told.final, "sequence_number": told.n_final})
             return
         if not goes_on:
             raise shutting_down()

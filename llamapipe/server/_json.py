@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
 
 from llamapipe.chat.halves import whole_values
@@ -21,6 +24,11 @@ def event(value: object, name: str | None = None) -> bytes:
     """A value as an event, with a name for APIs that name their events."""
     data = b"data: " + encode_json(value) + b"\n\n"
     return data if name is None else b"event: " + name.encode() + b"\n" + data
+
+
+def typed_event(value: Mapping[str, Any]) -> bytes:
+    """A value as an event with the name of its type."""
+    return event(value, str(value["type"]))
 
 
 def line(value: object) -> bytes:

@@ -194,14 +194,14 @@ class McpTools:
         limit = self._exchange.server.settings.max_mcp_calls
         return limit if most is None else min(most, limit)
 
-    def has(self, known: ClientName) -> bool:
-        """Whether a function that the model calls is a tool of a server."""
-        return known.namespace in self.offered
+    def item(self, known: ClientName) -> Item | None:
+        """The item of a call that the model begins: one that is run, or one that asks for approval.
 
-    def item(self, known: ClientName) -> Item:
-        """The item of a call that the model begins: one that is run, or one that asks for approval."""
+        None if the function is no tool of a server.
+        """
         label = str(known.namespace)
-        offered = self.offered[label]
+        if (offered := self.offered.get(label)) is None:
+            return None
         item = {"server_label": label, "name": known.name, "arguments": ""}
         if offered.wanted.needs_approval(offered.tools[known.name]):
             return {"type": "mcp_approval_request", **item}

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from itertools import count
 from time import perf_counter
 from typing import Annotated, Any, Literal
 
@@ -15,13 +14,12 @@ from starlette.responses import Response
 
 from llamapipe._messages import did_you_mean, quoted
 from llamapipe.chat.options import ChatOptions
-from llamapipe.chat.results import ToolCallDelta
 from llamapipe.media.decode import is_media
-from llamapipe.results import ChatDelta
 from llamapipe.server import _background
 from llamapipe.server._fields import Only, Unused
 from llamapipe.server._generation import ChatJob, input_tokens, n_prompt_tokens, template_args
-from llamapipe.server._json import encode_json, event
+from llamapipe.server._job import encoded
+from llamapipe.server._json import encode_json, typed_event
 from llamapipe.server._kept import Kept, kept_of, resolved
 from llamapipe.server._limits import check_n_messages, check_top
 from llamapipe.server._mcp import McpError
@@ -29,9 +27,10 @@ from llamapipe.server._mcp_tools import McpTools, Wanted, mcp_of, plain_items, s
 from llamapipe.server._media import PlacedPart
 from llamapipe.server._sampling import Sampling
 from llamapipe.server._store import Item
-from llamapipe.server._tools import ClientName, Tools, custom_arguments, custom_input, qualified, tools_of
-from llamapipe.server.dialects.logprobs import chat_logprobs
-from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
+from llamapipe.server._tools import ClientName, Tools, custom_arguments, qualified, tools_of
+from llamapipe.server.dialects.encoder import Counts
+from llamapipe.server.dialects.responses import ResponsesEncoder
+from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import BUSY, ApiError, api_error, shutting_down
 
 Message = dict[str, Any]
@@ -321,18 +320,8 @@ def _string(place: str, item: Mapping[str, Any], key: str) -> str:
     return value
 
 
-_ID_PREFIXES = {
-    "message": "msg",
-    "reasoning": "rs",
-    "function_call": "fc",
-    "custom_tool_call": "ctc",
-    "mcp_list_tools": "mcpl",
-    "mcp_approval_request": "mcpr",
-    "mcp_call": "mcp",
-}
 _MAX_TOP = 20  # the API's limit
 _SAMPLING = [name for name in Sampling.__struct_fields__ if name in ResponsesRequest.__struct_fields__]
-_STATUS = {"length": "incomplete", "timeout": "incomplete"}
 
 
 async def responses(exchange: Exchange, request: ResponsesRequest) -> Response:
@@ -343,7 +332,7 @@ async def responses(exchange: Exchange, request: ResponsesRequest) -> Response:
     model = exchange.server.check_model(request.model)
     mcp = mcp_of(exchange, request.tools)
     kept, given = await _opened(exchange, request, mcp, request.store)
-    answer = _ResponseObject(exchange, request, model, mcp, kept, given)
+    answer = _Answer(exchange, request, model, mcp, kept, given)
     if not mcp.wanted:  # otherwise when the tools of the servers are known
         answer.prepare()
     if is_later:
@@ -357,7 +346,7 @@ async def responses(exchange: Exchange, request: ResponsesRequest) -> Response:
     except Exception as e:
         if not mcp.n_calls or answer.is_again(e) or not answer.fail(e):  # what has been done is told
             raise
-    return JsonResponse(await answer.kept_response())
+    return JsonResponse(await answer.stored())
 
 
 async def count_tokens(exchange: Exchange, request: ResponsesRequest) -> Response:
@@ -463,8 +452,8 @@ def _schema(request: ResponsesRequest) -> Any:
     return given.schema
 
 
-class _ResponseObject:
-    """The answer to one request. ``parts`` makes it; then ``response`` is complete.
+class _Answer:
+    """The answer to one request. ``parts`` computes it; then ``stored`` returns it.
 
     It has several jobs if the model calls tools of MCP servers: each but the last ends with calls, which are run.
     """
@@ -478,145 +467,121 @@ class _ResponseObject:
         kept: Kept,
         given: Sequence[Item],
     ) -> None:
-        self.exchange = exchange
-        self.request = request
-        self.model = model
-        self.mcp = mcp
-        self.kept = kept
-        self.given = given
-        self.created = int(time.time())
-        self.began = perf_counter()
-        self.items = _Items(exchange, mcp, kept.id)
-        self.job: ChatJob | None = None
-        self.n_input = self.n_cached = self.n_output = self.n_reasoning = 0
-        self.finish_reason: str | None = None
-        self.error: dict[str, Any] | None = None
+        self._exchange = exchange
+        self._request = request
+        self._mcp = mcp
+        self._kept = kept
+        self._given = given
+        self._began = perf_counter()
+        vocab, is_stream = exchange.server.engine.model.vocab, bool(request.stream)
+        fields = _fields(request, model, kept)
+        self._encoder = ResponsesEncoder(kept.id, fields, vocab, _NO_TOOLS, mcp.item, is_stream)
+        self._job: ChatJob | None = None
+        self._n_input = self._n_cached = 0
 
     def prepare(self) -> None:
         """Makes the first job. Raises ApiError."""
-        self.items.tools = _tools(self.exchange, self.request, self.mcp)
-        self.job = self._next_job()
+        self._encoder.tools = _tools(self._exchange, self._request, self._mcp)
+        self._job = self._next_job()
 
     def _next_job(self) -> ChatJob:
-        tools = self.items.tools
-        if self.mcp.n_calls:  # what was asked for has been called
-            tools = tools._replace(choice=self.mcp.later_choice(tools.choice, self.request.max_tool_calls))
+        encoder, tools = self._encoder, self._encoder.tools
+        if self._mcp.n_calls:  # what was asked for has been called
+            tools = tools._replace(choice=self._mcp.later_choice(tools.choice, self._request.max_tool_calls))
         messages = messages_of(
-            self.request.instructions, [*self.given, *self.items.done], tools, self.kept.earlier
+            self._request.instructions, [*self._given, *encoder.output], tools, self._kept.earlier
         )
-        messages = self.mcp.with_images(messages)
-        spent_s = perf_counter() - self.began if self.mcp.wanted else 0.0
-        return _job(self.exchange, self.request, tools, messages, self.n_output, spent_s)
+        messages = self._mcp.with_images(messages)
+        spent_s = perf_counter() - self._began if self._mcp.wanted else 0.0
+        return _job(self._exchange, self._request, tools, messages, encoder.n_output, spent_s)
 
-    async def parts(self) -> AsyncGenerator[list[dict[str, Any]], None]:
+    async def parts(self) -> AsyncGenerator[bytes, None]:
         """The events of the output's items, as they arise."""
+        encoder, most = self._encoder, self._request.max_output_tokens
         try:
-            if self.job is None:
+            if self._job is None:
                 async with aclosing(self._begun()) as begun:
                     async for made in begun:
                         yield made
-            for n_round in count():
-                async with aclosing(self._computed(n_round)) as computed:
+            while True:
+                async with aclosing(self._computed()) as computed:
                     async for made in computed:
                         yield made
-                if not (calls := self.items.take_calls()):
+                if encoder.finish_reason == "cancelled":  # the engine was closed: this is no whole answer
+                    raise shutting_down()
+                if not (calls := encoder.take_calls()):
                     return
-                reason, self.finish_reason = self.finish_reason, None
-                is_cut = reason in _STATUS
-                async with aclosing(self._ran(calls, is_cut)) as ran:
+                async with aclosing(self._ran(calls)) as ran:
                     async for made in ran:
                         yield made
-                most = self.request.max_output_tokens
-                if is_cut or self.items.needs_client:
-                    self.finish_reason = reason
-                elif most is not None and self.n_output >= most:
-                    self.finish_reason = "length"
-                if self.finish_reason is not None:
+                if encoder.is_cut or encoder.needs_client:
                     return
-                self.job = self._next_job()
-                self.exchange.times.next_prompt()
+                if most is not None and encoder.n_output >= most:
+                    encoder.finish_reason = "length"
+                    return
+                self._job = self._next_job()
+                self._exchange.next_prompt()
         finally:
-            self.mcp.end()
-            self.exchange.count(self.n_input, self.n_output)
+            self._mcp.end()
+            self._exchange.count(self._n_input, encoder.n_output)
 
-    async def _computed(self, n_round: int) -> AsyncGenerator[list[dict[str, Any]], None]:
+    async def _computed(self) -> AsyncGenerator[bytes, None]:
         """What the model writes until it ends, or calls tools."""
-        job = self.job
+        job = self._job
         assert job is not None
-        (stream,) = job.streams()
         try:
-            async with aclosing(stream) as deltas:
-                async for delta in deltas:
-                    if delta is None:
-                        yield []
-                        continue
-                    self.exchange.token_arrived(n_round)
-                    self.n_output += len(delta.token_ids)
-                    self.n_reasoning += len(delta.token_ids) if delta.reasoning else 0
-                    made = self.items.add(delta)
-                    if delta.finish_reason == "cancelled":  # the engine was closed: this is no whole answer
-                        raise shutting_down()
-                    if delta.finish_reason is not None:
-                        self.finish_reason = delta.finish_reason
-                        made += self.items.close(self.status)
+            async with aclosing(encoded(self._exchange, job, self._encoder)) as parts:
+                async for made in parts:
                     yield made
         finally:
-            self.n_input += job.n_prompt_tokens
-            self.n_cached += job.n_cached_tokens
+            self._n_input += job.n_prompt_tokens
+            self._n_cached += job.n_cached_tokens
 
-    async def _begun(self) -> AsyncGenerator[list[dict[str, Any]], None]:
+    async def _begun(self) -> AsyncGenerator[bytes, None]:
         """Lists the tools of MCP servers, runs the calls that the client has approved, and makes the first job."""
-        items = [*self.kept.earlier, *self.given]
+        encoder, mcp = self._encoder, self._mcp
+        items = [*self._kept.earlier, *self._given]
         known = [item.get("server_label") for item in items if item.get("type") == "mcp_list_tools"]
-        for wanted in self.mcp.wanted:
+        for wanted in mcp.wanted:
             if wanted.label in known:
-                await _load(self.mcp, wanted)
+                await _load(mcp, wanted)
                 continue
-            made, place = self.items.begin(self.mcp.list_item(wanted))
-            yield [*made, {"type": "response.mcp_list_tools.in_progress", **place}]
+            yield SUBMITTED
+            yield encoder.open(mcp.list_item(wanted)) + encoder.progress("mcp_list_tools.in_progress")
             try:
-                await _load(self.mcp, wanted)
+                await _load(mcp, wanted)
             except ApiError:
-                yield [{"type": "response.mcp_list_tools.failed", **place}]
+                yield encoder.progress("mcp_list_tools.failed")
                 raise
-            self.items.fill(self.mcp.list_item(wanted))
-            yield [{"type": "response.mcp_list_tools.completed", **place}, *self.items.close()]
+            encoder.fill(mcp.list_item(wanted))
+            yield encoder.progress("mcp_list_tools.completed") + encoder.close()
         self.prepare()  # what is wrong with the request is found before anything is run
-        for item in self.mcp.approved(items):
-            made, _ = self.items.begin(item)
-            yield [*made, *self.items.close()]
-        calls = self.items.take_calls()
-        async with aclosing(self._ran(calls, False)) as ran:
+        for item in mcp.approved(items):
+            yield SUBMITTED
+            yield encoder.open(item) + encoder.close()
+        calls = encoder.take_calls()
+        async with aclosing(self._ran(calls)) as ran:
             async for made in ran:
                 yield made
         if calls:
-            self.job = self._next_job()
+            self._job = self._next_job()
 
-    async def _ran(
-        self, calls: Sequence[tuple[int, Item]], is_cut: bool
-    ) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """Runs calls of MCP tools. ``is_cut``: the answer ends before they are run."""
-        for index, item in calls:
-            made: list[dict[str, Any]] = []
-            if is_cut:
-                item["status"] = "incomplete"
-            else:
-                item["status"] = "incomplete"  # if it does not end
+    async def _ran(self, calls: Sequence[tuple[int, Item]]) -> AsyncGenerator[bytes, None]:
+        """Runs calls of MCP tools, unless the text ended at a limit."""
+        for place, item in calls:
+            item["status"] = "incomplete"  # if it does not end
+            if not self._encoder.is_cut:
                 await self._run(item)
-                kind = "completed" if item["error"] is None else "failed"
-                made.append(
-                    {"type": f"response.mcp_call.{kind}", "item_id": item["id"], "output_index": index}
-                )
-            yield [*made, {"type": "response.output_item.done", "output_index": index, "item": item}]
+            yield self._encoder.ran(place, item)
 
     async def _run(self, item: Item) -> None:
-        timeout_s = self.exchange.server.settings.timeout_s
-        running = self.mcp.run(item, self.request.max_tool_calls)
+        timeout_s = self._exchange.server.settings.timeout_s
+        running = self._mcp.run(item, self._request.max_tool_calls)
         if timeout_s is None:
             await running
             return
         try:
-            await asyncio.wait_for(running, max(timeout_s - (perf_counter() - self.began), 0))
+            await asyncio.wait_for(running, max(timeout_s - (perf_counter() - self._began), 0))
         except (asyncio.TimeoutError, TimeoutError):
             raise TimeoutError(
                 f"the request took longer than {timeout_s:g} seconds, while a tool ran"
@@ -626,275 +591,71 @@ class _ResponseObject:
         """Whether the answer is one in the background that is tried again after this error."""
         answer = api_error(error)
         is_busy = answer is not None and answer.status in BUSY
-        return is_busy and self.exchange.gate.inside_of(self.exchange).worker is not None
+        return is_busy and self._exchange.gate.inside_of(self._exchange).worker is not None
 
     def fail(self, error: Exception) -> bool:
         """The answer ends with an error; False: with an unexpected one."""
         answer = api_error(error)
         if answer is None:
             return False
-        self.error = {"code": answer.code or "server_error", "message": answer.message}
+        self._encoder.error = {"code": answer.code or "server_error", "message": answer.message}
         return True
-
-    @property
-    def status(self) -> str:
-        """Of the response."""
-        if self.error is not None:
-            return "failed"
-        if self.finish_reason is None:
-            return "in_progress"
-        return _STATUS.get(self.finish_reason, "completed")
-
-    def response(self) -> dict[str, Any]:
-        """The response as it is now."""
-        request, n_input = self.request, self.n_input
-        is_done = self.status != "in_progress"
-        reasoning = None if request.reasoning is None else request.reasoning.effort
-        text_format = None if request.text is None else request.text.format
-        return {
-            "id": f"resp_{self.kept.id}",
-            "object": "response",
-            "created_at": self.created,
-            "completed_at": int(time.time()) if is_done else None,
-            "status": self.status,
-            "background": bool(request.background),
-            "error": self.error,
-            "incomplete_details": {"reason": "max_output_tokens"} if self.status == "incomplete" else None,
-            "instructions": request.instructions,
-            "max_output_tokens": request.max_output_tokens,
-            "metadata": request.metadata or {},
-            "model": self.model,
-            "output": self.items.done,
-            "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "previous_response_id": self.kept.previous,
-            "conversation": None if self.kept.conversation is None else {"id": self.kept.conversation},
-            "reasoning": {"effort": reasoning, "summary": None},
-            "store": self.kept.is_stored,
-            "temperature": request.temperature,
-            "text": {"format": {"type": "text"} if text_format is None else msgspec.to_builtins(text_format)},
-            "tool_choice": request.tool_choice or "auto",
-            "tools": shown_tools(request.tools),
-            "top_logprobs": request.top_logprobs or 0,
-            "top_p": request.top_p,
-            "truncation": request.truncation or "disabled",
-            "usage": {
-                "input_tokens": n_input,
-                "input_tokens_details": {"cached_tokens": self.n_cached, "cache_write_tokens": 0},
-                "output_tokens": self.n_output,
-                "output_tokens_details": {"reasoning_tokens": self.n_reasoning},
-                "total_tokens": n_input + self.n_output,
-            }
-            if is_done
-            else None,
-        }
 
     async def later(self) -> Response:
         """Stores the request, to be answered in the background."""
-        made = {**self.response(), "status": "queued"}
-        is_stream = bool(self.request.stream)
+        made = {**self._encoder.response(), "status": "queued"}
+        is_stream = bool(self._request.stream)
         asked = {
-            name: value for name, value in msgspec.to_builtins(self.request).items() if value is not None
+            name: value for name, value in msgspec.to_builtins(self._request).items() if value is not None
         }
         events = [
-            _background.frame_of({"type": kind, "response": made, "sequence_number": n})
+            typed_event({"type": kind, "response": made, "sequence_number": n})
             for n, kind in enumerate(("response.created", "response.queued"))
         ]
-        await self.kept.keep_for_later(made, self.given, encode_json(asked), events if is_stream else ())
-        return await _background.later(self.exchange, made["id"], made, is_stream)
+        await self._kept.keep_for_later(made, self._given, encode_json(asked), events if is_stream else ())
+        return await _background.later(self._exchange, made["id"], made, is_stream)
 
-    async def kept_response(self) -> dict[str, Any]:
+    async def stored(self) -> dict[str, Any]:
         """The response that has ended, stored if it is to be stored."""
-        made = self.response()
-        await self.kept.keep(made, self.given, self.items.done)
-        return {**made, "store": self.kept.is_stored}
+        made = self._encoder.response(self._n_input, self._n_cached)
+        await self._kept.keep(made, self._given, self._encoder.output)
+        return {**made, "store": self._kept.is_stored}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of the stream."""
-        n = 0
-
-        def written(one: dict[str, Any]) -> bytes:
-            nonlocal n
-            n += 1
-            return event({**one, "sequence_number": n - 1}, one["type"])
-
         try:
             async with aclosing(self.parts()) as parts:
                 async for made in parts:
-                    if n == 0:
-                        for kind in ("response.created", "response.in_progress"):
-                            yield written(
-                                {
-                                    "type": kind,
-                                    "response": {**self.response(), "status": "in_progress", "output": []},
-                                }
-                            )
-                    for item in made:
-                        yield written(item)
+                    # The first has no bytes: the request was checked.
+                    yield made or self._encoder.begin(0, Counts(0), ())
         except Exception as e:
             # After an unexpected one an event ``error`` ends the stream.
-            if self.exchange.status == 0 or self.is_again(e) or not self.fail(e):
+            if self._exchange.status == 0 or self.is_again(e) or not self.fail(e):
                 raise
-        yield written({"type": f"response.{self.status}", "response": await self.kept_response()})
+        yield self._encoder.last(await self.stored())
 
 
-class _Items:
-    """The items of the output: reasoning, a message, calls of tools. One is open at a time.
-
-    ``needs_client``: there are calls that the client has to run, or to approve.
-    """
-
-    def __init__(self, exchange: Exchange, mcp: McpTools, answer_id: str) -> None:
-        self.done: list[dict[str, Any]] = []
-        self.tools = _NO_TOOLS
-        self.needs_client = False
-        self._exchange = exchange
-        self._answer_id = answer_id
-        self._mcp = mcp
-        self._calls: list[tuple[int, Item]] = []  # of MCP tools, not run yet
-        self._arguments = ""  # of the open call of a custom tool
-        self._open: dict[str, Any] | None = None
-        self._call_index = -1  # of the open function call
-
-    def __repr__(self) -> str:
-        return f"<_Items n_done={len(self.done)} open={self._open is not None}>"
-
-    def add(self, delta: ChatDelta) -> list[dict[str, Any]]:
-        """The events for a part of the answer."""
-        made: list[dict[str, Any]] = []
-        if delta.reasoning:
-            made += self._text("reasoning", "reasoning_text", delta.reasoning, None)
-        if delta.content:
-            logprobs = None
-            if delta.logprobs is not None:
-                logprobs = chat_logprobs(delta.logprobs, self._exchange.server.engine.model.vocab)["content"]
-            made += self._text("message", "output_text", delta.content, logprobs)
-        for part in delta.tool_calls:
-            made += self._function(part)
-        return made
-
-    def begin(self, item: Item) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """The events for an item that the model does not write, and its place in those that follow."""
-        made = self._begin(item)
-        place = {"item_id": item["id"], "output_index": len(self.done)}
-        if item["type"] == "mcp_call":
-            made.append({"type": "response.mcp_call.in_progress", **place})
-            made.append({"type": "response.mcp_call_arguments.delta", **place, "delta": item["arguments"]})
-        return made, place
-
-    def fill(self, fields: Mapping[str, Any]) -> None:
-        """What is known of the open item now."""
-        assert self._open is not None
-        self._open |= fields
-
-    def take_calls(self) -> list[tuple[int, Item]]:
-        """The calls of MCP tools that are complete, with their indices; each once."""
-        calls, self._calls = self._calls, []
-        return calls
-
-    def close(self, status: str = "completed") -> list[dict[str, Any]]:
-        """The events that end the open item. ``status``: of the item."""
-        item, self._open = self._open, None
-        if item is None:
-            return []
-        made: list[dict[str, Any]] = []
-        place = {"item_id": item["id"], "output_index": len(self.done)}
-        if item["type"] == "function_call":
-            kind = "response.function_call_arguments.done"
-            made.append({"type": kind, **place, "name": item["name"], "arguments": item["arguments"]})
-        elif item["type"] == "custom_tool_call":
-            # The model wrote the text as a JSON string, so it is sent when it is complete.
-            item["input"] = text = custom_input(self._arguments)
-            kind = "response.custom_tool_call_input"
-            made.append({"type": f"{kind}.delta", **place, "delta": text})
-            made.append({"type": f"{kind}.done", **place, "input": text})
-        elif item["type"] == "mcp_call":  # it ends when it has been run
-            self._calls.append((len(self.done), item))
-            self.done.append(item)
-            kind = "response.mcp_call_arguments.done"
-            return [{"type": kind, **place, "arguments": item["arguments"]}]
-        elif "content" in item:
-            part = item["content"][0]
-            place["content_index"] = 0
-            done = {"type": f"response.{part['type']}.done", **place, "text": part["text"]}
-            if part["type"] == "output_text":
-                done["logprobs"] = part["logprobs"]
-            made += [done, {"type": "response.content_part.done", **place, "part": part}]
-        item["status"] = status
-        self.done.append(item)
-        made.append({"type": "response.output_item.done", "output_index": len(self.done) - 1, "item": item})
-        return made
-
-    def _begin(self, item: dict[str, Any]) -> list[dict[str, Any]]:
-        made = self.close()
-        prefix = _ID_PREFIXES[item["type"]]
-        item |= {"id": f"{prefix}_{self._answer_id}_{len(self.done)}", "status": "in_progress"}
-        self._open = item
-        added = {"type": "response.output_item.added", "output_index": len(self.done), "item": {**item}}
-        return [*made, added]
-
-    def _text(
-        self, kind: str, part_kind: str, text: str, logprobs: list[dict[str, Any]] | None
-    ) -> list[dict[str, Any]]:
-        made: list[dict[str, Any]] = []
-        if self._open is None or self._open["type"] != kind:
-            item: dict[str, Any] = {"type": kind, "content": []}
-            part: dict[str, Any] = {"type": part_kind, "text": ""}
-            if kind == "message":
-                item["role"] = "assistant"
-                part |= {"annotations": [], "logprobs": []}
-            else:
-                item["summary"] = []
-            made = self._begin(item)
-            place = {"item_id": item["id"], "output_index": len(self.done), "content_index": 0}
-            made.append({"type": "response.content_part.added", **place, "part": msgspec.to_builtins(part)})
-            item["content"] = [part]
-        assert self._open is not None
-        part = self._open["content"][0]
-        part["text"] += text
-        delta = {
-            "type": f"response.{part_kind}.delta",
-            "item_id": self._open["id"],
-            "output_index": len(self.done),
-            "content_index": 0,
-            "delta": text,
-        }
-        if kind == "message":
-            part["logprobs"] += logprobs or []
-            delta["logprobs"] = logprobs or []
-        return [*made, delta]
-
-    def _function(self, part: ToolCallDelta) -> list[dict[str, Any]]:
-        made: list[dict[str, Any]] = []
-        if self._open is None or "content" in self._open or self._call_index != part.index:
-            self._call_index = part.index
-            known = self.tools.known(str(part.name))
-            item: dict[str, Any] = {"call_id": part.id, "name": known.name}
-            if known.namespace is not None:
-                item["namespace"] = known.namespace
-            is_mcp = self._mcp.has(known)
-            if is_mcp:
-                item = self._mcp.item(known)
-            self.needs_client = self.needs_client or item.get("type") != "mcp_call"
-            if is_mcp:
-                made = self._begin(item)
-                if item["type"] == "mcp_call":
-                    place = {"item_id": item["id"], "output_index": len(self.done)}
-                    made.append({"type": "response.mcp_call.in_progress", **place})
-            elif known.is_custom:
-                made = self._begin({"type": "custom_tool_call", **item, "input": ""})
-                self._arguments = ""
-            else:
-                made = self._begin({"type": "function_call", **item, "arguments": ""})
-        assert self._open is not None
-        if self._open["type"] == "custom_tool_call":
-            self._arguments += part.arguments
-        elif part.arguments:
-            self._open["arguments"] += part.arguments
-            place = {"item_id": self._open["id"], "output_index": len(self.done)}
-            kind = {"mcp_approval_request": None, "mcp_call": "mcp_call"}.get(
-                self._open["type"], "function_call"
-            )
-            if kind is not None:
-                event_type = f"response.{kind}_arguments.delta"
-                made.append({"type": event_type, **place, "delta": part.arguments})
-        return made
+def _fields(request: ResponsesRequest, model: str, kept: Kept) -> dict[str, Any]:
+    """Those of the response that say what was asked for."""
+    text_format = None if request.text is None else request.text.format
+    effort = None if request.reasoning is None else request.reasoning.effort
+    return {
+        "created_at": int(time.time()),
+        "background": bool(request.background),
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": request.metadata or {},
+        "model": model,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": kept.previous,
+        "conversation": None if kept.conversation is None else {"id": kept.conversation},
+        "reasoning": {"effort": effort, "summary": None},
+        "store": kept.is_stored,
+        "temperature": request.temperature,
+        "text": {"format": {"type": "text"} if text_format is None else msgspec.to_builtins(text_format)},
+        "tool_choice": request.tool_choice or "auto",
+        "tools": shown_tools(request.tools),
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": request.top_p,
+        "truncation": request.truncation or "disabled",
+    }

@@ -299,6 +299,11 @@ class Exchange(ClientRequest):
             self.intervals_s.append(now - before)
         self._last_token_at[stream] = now
 
+    def next_prompt(self) -> None:
+        """The streams that follow have a prompt of their own; what lies between is no interval of tokens."""
+        self.times.next_prompt()
+        self._last_token_at.clear()
+
     # ---- the answer
     def prepare(self, response: Response) -> Response:
         """The response with the headers that any answer has."""

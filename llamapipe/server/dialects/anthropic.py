@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llamapipe.results import ChatChoice, ChatDelta
-from llamapipe.server._json import event
+from llamapipe.server._json import typed_event
 from llamapipe.server.dialects.encoder import Counts, PromptAt
 
 _STOP_REASONS = {
@@ -96,7 +96,7 @@ class AnthropicEncoder:
 
 
 def _named(kind: str, **fields: Any) -> bytes:
-    return event({"type": kind, **fields}, kind)
+    return typed_event({"type": kind, **fields})
 
 
 def _content(choice: ChatChoice) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from llamapipe.server.dialects.llama_server import CUT, Form, LlamaServerEncoder
 from llamapipe.server.dialects.mistral import FimEncoder
 from llamapipe.server.dialects.ollama import OllamaEncoder
 from llamapipe.server.dialects.openai_stream import DONE, Format
+from llamapipe.server.dialects.responses import ResponsesEncoder
 from llamapipe.streams import PromptProgress
 
 CALL = (
@@ -336,3 +337,137 @@ def test_filling_in_tells_the_role_once_and_the_usage_at_the_end() -> None:
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": "a"}
     assert second["choices"][0]["delta"] == {"content": "b"} and "usage" not in second
     assert last["usage"]["completion_tokens"] == 4 and last["choices"][0]["finish_reason"] == "stop"
+
+
+def not_ours(_: ClientName) -> None:
+    """The item of a call that the client runs."""
+
+
+class TestResponses:
+    def encoder(self, demo: lp.Model, tools: Tools | None = None, **options: Any) -> ResponsesEncoder:
+        known = tools or tools_of(None, None, is_flat=True)
+        return ResponsesEncoder(
+            "1", {"model": "m"}, demo.vocab, known, options.pop("item_of", not_ours), **options
+        )
+
+    def told(self, data: bytes) -> list[tuple[str, int | None]]:
+        return [(one["type"].removeprefix("response."), one.get("output_index")) for one in events(data)]
+
+    def test_one_item_is_open_at_a_time(self, demo: lp.Model) -> None:
+        parts = [
+            chat_part(reasoning="hm"),
+            chat_part("Hi"),
+            chat_part(calls=CALL),
+            chat_part(reason="tool_calls"),
+        ]
+        encoder = self.encoder(demo)
+        data = sent(encoder, parts) + encoder.last(encoder.response(5, 2))
+        assert self.told(data) == [
+            ("created", None),
+            ("in_progress", None),
+            ("output_item.added", 0),
+            ("content_part.added", 0),
+            ("reasoning_text.delta", 0),
+            ("reasoning_text.done", 0),
+            ("content_part.done", 0),
+            ("output_item.done", 0),
+            ("output_item.added", 1),
+            ("content_part.added", 1),
+            ("output_text.delta", 1),
+            ("output_text.done", 1),
+            ("content_part.done", 1),
+            ("output_item.done", 1),
+            ("output_item.added", 2),
+            ("function_call_arguments.delta", 2),
+            ("function_call_arguments.delta", 2),
+            ("function_call_arguments.done", 2),
+            ("output_item.done", 2),
+            ("completed", None),
+        ]
+        made = events(data)
+        assert [one["sequence_number"] for one in made] == list(range(len(made)))
+        assert made[0]["response"]["status"] == "in_progress" and made[0]["response"]["usage"] is None
+        thought, message, call = made[-1]["response"]["output"]
+        assert (thought["id"], message["id"], call["id"]) == ("rs_1_0", "msg_1_1", "fc_1_2")
+        assert {thought["status"], message["status"], call["status"]} == {"completed"}
+        assert message["content"] == [
+            {"type": "output_text", "text": "Hi", "annotations": [], "logprobs": []}
+        ]
+        assert call["call_id"] == "call_1" and call["arguments"] == '{"a": 1}'
+        usage = made[-1]["response"]["usage"]
+        assert usage["input_tokens_details"]["cached_tokens"] == 2 and usage["total_tokens"] == 5 + len(parts)
+        assert usage["output_tokens_details"] == {"reasoning_tokens": 1}
+        assert encoder.needs_client
+
+    @pytest.mark.parametrize("reason", ["length", "timeout"])
+    def test_a_text_that_was_cut(self, demo: lp.Model, reason: str) -> None:
+        encoder = self.encoder(demo)
+        assert (
+            events(sent(encoder, [chat_part("Hi"), chat_part(reason=reason)]))[-1]["item"]["status"]
+            == "incomplete"
+        )
+        made = encoder.response()
+        assert made["status"] == "incomplete" and made["incomplete_details"] == {
+            "reason": "max_output_tokens"
+        }
+
+    def test_an_error_is_the_end_of_the_response(self, demo: lp.Model) -> None:
+        encoder = self.encoder(demo)
+        encoder.error = {"code": "timeout", "message": "too slow"}
+        (only,) = events(encoder.last(encoder.response()))
+        assert only["type"] == "response.failed" and only["response"]["error"]["code"] == "timeout"
+
+    def test_log_probabilities_grow_with_the_text(self, demo: lp.Model) -> None:
+        entry = TokenLogprob(7, -0.5, (), demo.vocab.piece(7))
+        encoder = self.encoder(demo)
+        sent(encoder, [chat_part("a", logprobs=(entry,)), chat_part("b", logprobs=(entry,), reason="stop")])
+        (part,) = encoder.output[0]["content"]
+        assert part["text"] == "ab" and [one["logprob"] for one in part["logprobs"]] == [-0.5, -0.5]
+
+    def test_the_input_of_a_custom_tool_comes_whole(self, demo: lp.Model) -> None:
+        tools = Tools([], "auto", {"run": ClientName("run", "shell", is_custom=True)}, (), {})
+        parts = [
+            chat_part(calls=[ToolCallDelta(0, "call_1", "run", '{"input":')]),
+            chat_part(calls=[ToolCallDelta(0, None, None, '"ls"}')]),
+            chat_part(reason="tool_calls"),
+        ]
+        made = events(sent(self.encoder(demo, tools), parts))
+        assert [one["type"].partition(".")[2] for one in made[2:]] == [
+            "output_item.added",
+            "custom_tool_call_input.delta",
+            "custom_tool_call_input.done",
+            "output_item.done",
+        ]
+        assert made[-1]["item"]["input"] == "ls" and made[-1]["item"]["namespace"] == "shell"
+
+    def test_the_server_runs_a_call_and_the_model_continues(self, demo: lp.Model) -> None:
+        def item_of(known: ClientName) -> dict[str, Any]:
+            return {"type": "mcp_call", "name": known.name, "arguments": "", "output": None, "error": None}
+
+        encoder = self.encoder(demo, item_of=item_of)
+        data = sent(encoder, [chat_part(calls=CALL), chat_part(reason="tool_calls")])
+        ((place, item),) = encoder.take_calls()
+        assert item["arguments"] == '{"a": 1}' and not encoder.take_calls() and not encoder.needs_client
+        item |= {"output": "1", "status": "completed"}
+        data += encoder.ran(place, item) + sent(encoder, [chat_part("One."), chat_part(reason="stop")])
+        assert self.told(data)[2:] == [
+            ("output_item.added", 0),
+            ("mcp_call.in_progress", 0),
+            ("mcp_call_arguments.delta", 0),
+            ("mcp_call_arguments.delta", 0),
+            ("mcp_call_arguments.done", 0),
+            ("mcp_call.completed", 0),
+            ("output_item.done", 0),
+            ("output_item.added", 1),
+            ("content_part.added", 1),
+            ("output_text.delta", 1),
+            ("output_text.done", 1),
+            ("content_part.done", 1),
+            ("output_item.done", 1),
+        ]
+        assert encoder.status == "completed" and encoder.n_output == 4
+
+    def test_a_whole_answer_has_no_events(self, demo: lp.Model) -> None:
+        encoder = self.encoder(demo, is_stream=False)
+        assert sent(encoder, [chat_part("Hi", reason="stop")]) == b""
+        assert encoder.response()["output"][0]["content"][0]["text"] == "Hi"

@@ -1,0 +1,255 @@
+"""Answers of ``/v1/responses``, in the format of OpenAI's Responses API."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from llamapipe.chat.results import ToolCallDelta
+from llamapipe.llama.vocab import Vocab
+from llamapipe.results import ChatDelta
+from llamapipe.server._json import typed_event
+from llamapipe.server._tools import ClientName, Tools, custom_input
+from llamapipe.server.dialects.encoder import Counts, PromptAt
+from llamapipe.server.dialects.logprobs import chat_logprobs
+
+Item = dict[str, Any]
+_CUT = ("length", "timeout")
+_ID_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+    "mcp_list_tools": "mcpl",
+    "mcp_approval_request": "mcpr",
+    "mcp_call": "mcp",
+}
+
+
+class ResponsesEncoder:
+    """The answer to one request, complete or streamed. Its output has items, of which one is open at a time.
+
+    The server may run tools and let the model continue: then the parts of several texts come one after another, and
+    between them the server adds items. ``answer_id``: without a prefix; ``fields``: of the response, those that the
+    request defines. ``item_of``: the item of a call that the client does not run, else None. ``is_stream``: without it
+    there are no bytes. ``tools``: how the client knows those that the model calls. ``needs_client``: the client must
+    run or approve a call. ``n_output``: tokens so far.
+    """
+
+    prompt_at: PromptAt = None
+
+    def __init__(
+        self,
+        answer_id: str,
+        fields: Mapping[str, Any],
+        vocab: Vocab,
+        tools: Tools,
+        item_of: Callable[[ClientName], Item | None] = lambda _: None,
+        is_stream: bool = True,
+    ) -> None:
+        self.tools = tools
+        self.output: list[Item] = []
+        self.needs_client = False
+        self.n_output = 0
+        self.finish_reason: str | None = None
+        self.error: dict[str, Any] | None = None
+        self._id = answer_id
+        self._fields = fields
+        self._vocab = vocab
+        self._item_of = item_of
+        self._is_stream = is_stream
+        self._n_events = self._n_reasoning = 0
+        self._open: Item | None = None
+        self._call_index = -1  # of the open call
+        self._arguments = ""  # of the open call, as the model writes them
+        self._calls: list[tuple[int, Item]] = []  # which the server is to run
+
+    def __repr__(self) -> str:
+        return f"<ResponsesEncoder {self._id} {self.status} n_items={len(self.output)}>"
+
+    # ---- the response
+    @property
+    def is_cut(self) -> bool:
+        """Whether the text ended at a limit."""
+        return self.finish_reason in _CUT
+
+    @property
+    def status(self) -> str:
+        """Of the response."""
+        if self.error is not None:
+            return "failed"
+        if self.finish_reason is None:
+            return "in_progress"
+        return "incomplete" if self.is_cut else "completed"
+
+    def response(self, n_prompt: int = 0, n_cached: int = 0) -> dict[str, Any]:
+        """The response as it is now. ``n_prompt``: tokens of all prompts, with the ``n_cached`` ones."""
+        status = self.status
+        is_done = status != "in_progress"
+        usage = {
+            "input_tokens": n_prompt,
+            "input_tokens_details": {"cached_tokens": n_cached, "cache_write_tokens": 0},
+            "output_tokens": self.n_output,
+            "output_tokens_details": {"reasoning_tokens": self._n_reasoning},
+            "total_tokens": n_prompt + self.n_output,
+        }
+        return {
+            "id": f"resp_{self._id}",
+            "object": "response",
+            **self._fields,
+            "completed_at": int(time.time()) if is_done else None,
+            "status": status,
+            "error": self.error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": self.output,
+            "usage": usage if is_done else None,
+        }
+
+    # ---- streamed
+    def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
+        """The response without output; nothing the second time."""
+        if self._n_events:
+            return b""
+        return b"".join(
+            self._told(kind, response=self.response() | {"output": []}) for kind in ("created", "in_progress")
+        )
+
+    def part(self, index: int, part: ChatDelta, counts: Counts) -> bytes:
+        """The events for a part."""
+        made = b""
+        self.n_output += len(part.token_ids)
+        if part.reasoning:
+            self._n_reasoning += len(part.token_ids)
+            made += self._text("reasoning", "reasoning_text", part.reasoning)
+        if part.content:
+            entries = part.logprobs
+            logprobs = [] if entries is None else chat_logprobs(entries, self._vocab)["content"]
+            made += self._text("message", "output_text", part.content, logprobs=logprobs)
+        for call in part.tool_calls:
+            made += self._call(call)
+        self.finish_reason = part.finish_reason
+        return made if part.finish_reason in (None, "cancelled") else made + self.close()
+
+    def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
+        """Nothing: the model may write again, and what is sent last has been stored before. See ``last``."""
+        return b""
+
+    def last(self, response: Mapping[str, Any]) -> bytes:
+        """The end of the stream, which has the whole response."""
+        return self._told(self.status, response=response)
+
+    def _text(self, kind: str, part_kind: str, text: str, **more: list[Any]) -> bytes:
+        """Text of an item with content, which is opened if it is not. ``more``: lists that grow with it."""
+        made = b""
+        if self._open is None or self._open["type"] != kind:
+            item: Item = {"type": kind, "content": []}
+            part: dict[str, Any] = {"type": part_kind, "text": ""}
+            if kind == "message":
+                item["role"] = "assistant"
+                part |= {"annotations": [], "logprobs": []}
+            else:
+                item["summary"] = []
+            made = self.open(item) + self.progress("content_part.added", content_index=0, part=part)
+            item["content"].append(part)
+        assert self._open is not None
+        part = self._open["content"][0]
+        part["text"] += text
+        for name, entries in more.items():
+            part[name] += entries
+        return made + self.progress(f"{part_kind}.delta", content_index=0, delta=text, **more)
+
+    def _call(self, part: ToolCallDelta) -> bytes:
+        made = b""
+        if self._open is None or "content" in self._open or self._call_index != part.index:
+            made = self.open(self._begun(part))
+        item = self._open
+        assert item is not None
+        self._arguments += part.arguments
+        if item["type"] == "custom_tool_call" or not part.arguments:
+            return made
+        item["arguments"] += part.arguments
+        if item["type"] == "mcp_approval_request":
+            return made
+        return made + self.progress(f"{item['type']}_arguments.delta", delta=part.arguments)
+
+    def _begun(self, part: ToolCallDelta) -> Item:
+        """The item of a call, without arguments."""
+        self._call_index, self._arguments = part.index, ""
+        known = self.tools.known(str(part.name))
+        item = self._item_of(known)
+        self.needs_client = self.needs_client or item is None or item["type"] != "mcp_call"
+        if item is not None:
+            return item
+        namespace = {} if known.namespace is None else {"namespace": known.namespace}
+        kind, filled = ("custom_tool_call", "input") if known.is_custom else ("function_call", "arguments")
+        return {"type": kind, "call_id": part.id, "name": known.name, **namespace, filled: ""}
+
+    # ---- items
+    def open(self, item: Item) -> bytes:
+        """Begins an item, and ends the open one."""
+        made = self.close()
+        place = len(self.output)
+        item |= {"id": f"{_ID_PREFIXES[item['type']]}_{self._id}_{place}", "status": "in_progress"}
+        self._open = item
+        made += self._told("output_item.added", output_index=place, item=item)
+        if item["type"] == "mcp_call":
+            made += self.progress("mcp_call.in_progress")
+            if item["arguments"]:
+                made += self.progress("mcp_call_arguments.delta", delta=item["arguments"])
+        return made
+
+    def fill(self, fields: Mapping[str, Any]) -> None:
+        """What is known of the open item now."""
+        assert self._open is not None
+        self._open |= fields
+
+    def progress(self, kind: str, **fields: Any) -> bytes:
+        """An event about the open item."""
+        assert self._open is not None
+        return self._told(kind, item_id=self._open["id"], output_index=len(self.output), **fields)
+
+    def close(self) -> bytes:
+        """Ends the open item, if there is one. A call that the server runs ends with ``ran``."""
+        item = self._open
+        if item is None:
+            return b""
+        kind, made = item["type"], b""
+        if kind in ("function_call", "mcp_call"):
+            name = {"name": item["name"]} if kind == "function_call" else {}
+            made = self.progress(f"{kind}_arguments.done", **name, arguments=item["arguments"])
+        elif kind == "custom_tool_call":
+            # The model wrote the text as a JSON string, so it is sent when it is complete.
+            item["input"] = text = custom_input(self._arguments)
+            made = self.progress(f"{kind}_input.delta", delta=text)
+            made += self.progress(f"{kind}_input.done", input=text)
+        elif "content" in item:
+            part = item["content"][0]
+            more = {"logprobs": part["logprobs"]} if kind == "message" else {}
+            made = self.progress(f"{part['type']}.done", content_index=0, text=part["text"], **more)
+            made += self.progress("content_part.done", content_index=0, part=part)
+        self._open = None
+        self.output.append(item)
+        place = len(self.output) - 1
+        if kind == "mcp_call":
+            self._calls.append((place, item))
+            return made
+        item["status"] = "incomplete" if self.is_cut else "completed"
+        return made + self._told("output_item.done", output_index=place, item=item)
+
+    def take_calls(self) -> list[tuple[int, Item]]:
+        """The calls that the server is to run, with their places; each once."""
+        calls, self._calls = self._calls, []
+        return calls
+
+    def ran(self, place: int, item: Item) -> bytes:
+        """A call has its result, or an error; neither if it was not run."""
+        made = b""
+        if item["status"] != "incomplete":
+            made = self._told(f"mcp_call.{item['status']}", item_id=item["id"], output_index=place)
+        return made + self._told("output_item.done", output_index=place, item=item)
+
+    def _told(self, kind: str, **fields: Any) -> bytes:
+        made = {"type": f"response.{kind}", **fields, "sequence_number": self._n_events}
+        self._n_events += 1
+        return typed_event(made) if self._is_stream else b""

@@ -103,7 +103,7 @@ def serve(kind: str, port: int) -> None:
 
         http: Any = kind
         if kind == "llamapipe":
-            from llamapipe.server._connections import Connection, Connections
+            from llamapipe.server.connections import Connection, Connections
 
             http = partial(Connection, limits=Connections(1024, 10.0))
         uvicorn.run(

@@ -139,7 +139,7 @@ def test_no_module_imports_itself_by_a_detour(inside: str) -> None:
     assert not found, "\n".join(f"{name} -> {', '.join(sorted(those))}" for name, those in found.items())
 
 
-@pytest.mark.parametrize("name", ["state", "_gate", "_limits"])
+@pytest.mark.parametrize("name", ["state", "gate", "_limits"])
 def test_what_requests_share_knows_no_route(name: str) -> None:
     known, new = set[str](), {f"llamapipe.server.{name}"}
     while new:
@@ -169,6 +169,18 @@ def test_modules_that_only_their_package_imports_begin_with_an_underscore() -> N
         if package not in NAMED_BY_OTHERS
         and all(f"{user}.".startswith(f"{package}.") for user in users[name])
     }
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith(CORE)])
+def test_what_begins_with_an_underscore_belongs_to_its_package(name: str) -> None:
+    """Others import what a package calls public. The core is one package in this sense."""
+    foreign = set[str]()
+    for other in imported(name) & MODULES.keys():
+        private = re.search(r"\._(?!_)", other)
+        owner = other[: private.start()] if private else "llamapipe"
+        if owner != "llamapipe" and not f"{name}.".startswith(f"{owner}."):
+            foreign.add(other)
+    assert not foreign, f"{', '.join(sorted(foreign))}: a name without underscore says that others use it"
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if room_of(name) == "_engine.policy"])

@@ -22,7 +22,6 @@ from jinja2.exceptions import TemplateError
 from jinja2.meta import find_undeclared_variables
 
 from llamapipe._messages import quoted
-from llamapipe.chat._sandbox import FixedList, JsonText, LimitError, new_limits, sandbox
 from llamapipe.chat.messages import (
     REASONING_KEYS,
     ROLE,
@@ -54,6 +53,7 @@ from llamapipe.chat.messages import (
     with_users_text,
     with_written_calls,
 )
+from llamapipe.chat.sandbox import FixedList, JsonText, LimitError, new_limits, sandbox
 from llamapipe.errors import InvalidRequestError
 
 # Marks the end of a message that is to be continued: the text that the template writes after it is cut off.

@@ -20,7 +20,7 @@ from llamapipe.fleet._describe import Asked, describe
 from llamapipe.fleet.catalog import hub_entries
 from llamapipe.fleet.pool import ModelState, Pool, PooledModel
 from llamapipe.ollama_models import PREFIX as OLLAMA
-from llamapipe.server import _ollama_files, ollama
+from llamapipe.server import ollama, ollama_files
 from llamapipe.server.endpoint import Endpoint, Exchange, JsonResponse, get, post
 from llamapipe.server.errors import ApiError
 from llamapipe.server.ollama import full_name
@@ -53,19 +53,19 @@ class OllamaModels:
             post("/api/show", self.show, ollama.ShowRequest, "What a model is and can do."),
             get("/api/ps", self.running, "The models that are loaded."),
             post(
-                "/api/pull", self.pull, _ollama_files.PullRequest, "Download a model.", ("403", "404", "429")
+                "/api/pull", self.pull, ollama_files.PullRequest, "Download a model.", ("403", "404", "429")
             ),
             post(
                 "/api/copy",
                 self.copy,
-                _ollama_files.CopyRequest,
+                ollama_files.CopyRequest,
                 "Give a model another name.",
                 ("403", "404"),
             ),
             post(
                 "/api/delete",
                 self.delete,
-                _ollama_files.DeleteRequest,
+                ollama_files.DeleteRequest,
                 "Delete a downloaded model, or a name.",
                 ("403", "404"),
                 method="DELETE",
@@ -131,11 +131,11 @@ class OllamaModels:
         for start in range(0, len(there), _AT_ONCE):
             await self.describe(there[start : start + _AT_ONCE])
 
-    async def pull(self, exchange: Exchange, request: _ollama_files.PullRequest) -> Response:
+    async def pull(self, exchange: Exchange, request: ollama_files.PullRequest) -> Response:
         """``POST /api/pull``: downloads a model and serves it; one of the list may wait for its first request."""
-        name = _ollama_files.named(request)
+        name = ollama_files.named(request)
         if self._pool.get(name) is not None:
-            return await _ollama_files.answered(exchange, request, None)
+            return await ollama_files.answered(exchange, request, None)
 
         async def serve(path: Path) -> None:
             cached = hub_entries(await asyncio.to_thread(hub.cached_models))
@@ -148,14 +148,14 @@ class OllamaModels:
             asked = name.removesuffix(":latest")
             self._pool.add(entry if asked in entry.names else replace(entry, aliases=(*entry.aliases, asked)))
 
-        return await _ollama_files.answered(exchange, request, name, serve)
+        return await ollama_files.answered(exchange, request, name, serve)
 
-    async def delete(self, exchange: Exchange, request: _ollama_files.DeleteRequest) -> Response:
+    async def delete(self, exchange: Exchange, request: ollama_files.DeleteRequest) -> Response:
         """``DELETE /api/delete``: a name made by a copy, or a file of the hub's cache, which is served no longer."""
-        name = _ollama_files.named(request)
+        name = ollama_files.named(request)
         model = self._pool.find(name)
         if name.removesuffix(":latest") in model.copies:
-            _ollama_files.check_allowed(exchange, self._settings.allow_delete, "--allow-delete")
+            ollama_files.check_allowed(exchange, self._settings.allow_delete, "--allow-delete")
             self._pool.forget(name)
             return Response()
         reference = model.entry.reference
@@ -165,7 +165,7 @@ class OllamaModels:
             raise ApiError(
                 403, f"the model {quoted(model.name)} is in the list of --models; take it out there", "model"
             )
-        _ollama_files.check_allowed(exchange, self._settings.allow_delete, "--allow-delete")
+        ollama_files.check_allowed(exchange, self._settings.allow_delete, "--allow-delete")
         self._pool.drop(model)
         try:
             await asyncio.to_thread(hub.delete, *hub.parse(reference))
@@ -173,13 +173,13 @@ class OllamaModels:
             raise ApiError(404, str(e), "model", "model_not_found") from None
         return Response()
 
-    async def copy(self, exchange: Exchange, request: _ollama_files.CopyRequest) -> Response:
+    async def copy(self, exchange: Exchange, request: ollama_files.CopyRequest) -> Response:
         """``POST /api/copy``: another name for a model, until the server ends. Loads nothing."""
-        _ollama_files.check_allowed(exchange, self._settings.allow_pull, "--allow-pull")
+        ollama_files.check_allowed(exchange, self._settings.allow_pull, "--allow-pull")
         model = self._pool.find(request.source)
         if request.source.removesuffix(":latest") in model.entry.adapters:
             raise ApiError(400, f"{quoted(request.source)} is an adapter, which has one name", "source")
-        _ollama_files.check_destination(request.destination)
+        ollama_files.check_destination(request.destination)
         self._pool.copy(model, request.destination)
         return Response()
 

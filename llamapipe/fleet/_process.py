@@ -31,7 +31,7 @@ from llamapipe.fleet.link import (
 )
 from llamapipe.fleet.placement import Placement
 from llamapipe.host.cores import set_group_nice, started_on
-from llamapipe.server._metrics import Family
+from llamapipe.server.metrics import Family
 
 _MOST_UNTAKEN = 32  # connections that a worker was given and has not taken: more are for the others
 _PAUSE_S = 1.0  # for a worker that has no descriptor left

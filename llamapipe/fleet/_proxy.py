@@ -15,11 +15,11 @@ from urllib.parse import quote
 from llamapipe._messages import quoted
 from llamapipe.fleet._upstream import Upstream, UpstreamLostError
 from llamapipe.fleet.pool import Pool, PooledModel
-from llamapipe.server._gate import ANSWER, CACHE, CLIENT, LOADED_NS, OWNER, PRIORITY, WORKER, Gate
-from llamapipe.server._json import line
 from llamapipe.server.dialects.ollama import empty_part
 from llamapipe.server.endpoint import Exchange, LateResponse, ModelKind, error_event
 from llamapipe.server.errors import ApiError, Dialect, shutting_down
+from llamapipe.server.gate import ANSWER, CACHE, CLIENT, LOADED_NS, OWNER, PRIORITY, WORKER, Gate
+from llamapipe.server.json_bytes import line
 
 if TYPE_CHECKING:
     from types import EllipsisType

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from llamapipe.server._metrics import Family
+from llamapipe.server.metrics import Family
 
 _RATIOS = {"vllm:kv_cache_usage_perc"}
 

@@ -31,13 +31,9 @@ from llamapipe.fleet._status import Watch, entry_of
 from llamapipe.fleet._tasks import Tasks
 from llamapipe.fleet.catalog import ModelEntry
 from llamapipe.fleet.pool import ModelState, Pool, PooledModel
-from llamapipe.server import _page, _system
-from llamapipe.server._application import OLLAMA_ROUTES, ROUTES, STORE_ROUTES, application_of
-from llamapipe.server._body_budget import BodyBudget
-from llamapipe.server._gate import Gate
-from llamapipe.server._json import event
-from llamapipe.server._metrics import CONTENT_TYPE, Family, Metrics, Sample, rendered
-from llamapipe.server._transcriptions import form_model
+from llamapipe.server import page, system
+from llamapipe.server.application import OLLAMA_ROUTES, ROUTES, STORE_ROUTES, application_of
+from llamapipe.server.body_budget import BodyBudget
 from llamapipe.server.endpoint import (
     SUBMITTED,
     Endpoint,
@@ -49,9 +45,13 @@ from llamapipe.server.endpoint import (
     post,
 )
 from llamapipe.server.errors import ApiError, shutting_down
+from llamapipe.server.gate import Gate
+from llamapipe.server.json_bytes import event
+from llamapipe.server.metrics import CONTENT_TYPE, Family, Metrics, Sample, rendered
 from llamapipe.server.ollama import kept_s
 from llamapipe.server.run import HttpServer, host_of
 from llamapipe.server.settings import ServerSettings
+from llamapipe.server.transcriptions import form_model
 from llamapipe.work.long_work import LongWork
 from llamapipe.work.tenant import is_of
 
@@ -257,7 +257,7 @@ class Front(Gate):
 
     async def reset_prefix_cache(self, exchange: Exchange) -> Response:
         """``POST /reset_prefix_cache``: of the model that the query names, or of all. Loads nothing."""
-        _system.refuse_resets(exchange)
+        system.refuse_resets(exchange)
         name = exchange.query_params.get("model")
         for model in self.pool.models if name is None else [self.pool.find(name)]:
             if not model.embeds:
@@ -331,18 +331,18 @@ class Front(Gate):
             get("/health", self.health, "Whether the server accepts requests.", ("503",), has_key=False,
                 aliases=("/v1/health",)),
             get("/ping", self.ping, "Whether the server accepts requests.", ("503",), has_key=False),
-            get("/version", _system.version, "The version of llamapipe."),
+            get("/version", system.version, "The version of llamapipe."),
             Endpoint("POST", "/reset_prefix_cache", self.reset_prefix_cache,
                 "Forget the cached tokens that no request uses.", ("404",)),
             get("/metrics", self.metrics_text, "Metrics for Prometheus.", media="text/plain"),
             get("/requests", self.requests, "Where the time of the last requests went."),
-            get("/openapi.json", _system.openapi),
+            get("/openapi.json", system.openapi),
             *STORE_ROUTES,  # this process reads the same file, and no model is needed
         ]  # fmt: skip
         if self.settings.page:
-            made += [get("/timeline", self.timeline), get("/page/{name}", _page.page_file, has_key=False)]
+            made += [get("/timeline", self.timeline), get("/page/{name}", page.page_file, has_key=False)]
             if not self.settings.ollama:
-                made += [get("/", _page.page, has_key=False)]
+                made += [get("/", page.page, has_key=False)]
         if self.settings.ollama:
             made += self.ollama.routes()
         here = {(endpoint.method, endpoint.path) for endpoint in made}

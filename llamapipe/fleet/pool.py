@@ -42,8 +42,8 @@ from llamapipe.fleet.catalog import FileFacts, ModelEntry, taken_names
 from llamapipe.fleet.link import ServedModel
 from llamapipe.fleet.placement import Placement
 from llamapipe.host.memory import resident_bytes
-from llamapipe.server._metrics import Family
 from llamapipe.server.errors import ApiError, shutting_down
+from llamapipe.server.metrics import Family
 
 if TYPE_CHECKING:
     from types import EllipsisType

@@ -24,7 +24,7 @@ from llamapipe.fleet._tasks import Tasks
 from llamapipe.fleet._totals import Totals
 from llamapipe.fleet.command import command_with
 from llamapipe.fleet.placement import Placement
-from llamapipe.server._metrics import Family
+from llamapipe.server.metrics import Family
 
 _log = logging.getLogger("llamapipe.server")
 _ACCEPT_AT_ONCE = 64

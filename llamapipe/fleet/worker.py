@@ -35,10 +35,10 @@ from llamapipe.fleet.link import (
     WorkerOptions,
 )
 from llamapipe.host.cores import limit_cores
-from llamapipe.server._application import app
-from llamapipe.server._connections import Connection
-from llamapipe.server._mcp import McpServers
-from llamapipe.server._metrics import Family, Metrics, rendered
+from llamapipe.server.application import app
+from llamapipe.server.connections import Connection
+from llamapipe.server.mcp import McpServers
+from llamapipe.server.metrics import Family, Metrics, rendered
 from llamapipe.server.run import HttpServer
 from llamapipe.server.settings import ServerSettings
 from llamapipe.server.state import ServerState

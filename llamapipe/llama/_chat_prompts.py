@@ -150,7 +150,7 @@ class ChatPrompts:
             if (known := self._formats.get(key)) is not None:
                 self._formats.move_to_end(key)
                 return known
-        from llamapipe.chat._sandbox import limited
+        from llamapipe.chat.sandbox import limited
 
         render = partial(self.render_probe, given_args=args)
         with limited():

@@ -17,8 +17,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from llamapipe.ray._costs import HttpRequest
-from llamapipe.server._json import event
 from llamapipe.server.errors import BUSY, ApiError, Dialect
+from llamapipe.server.json_bytes import event
 from llamapipe.server.settings import ServerSettings
 
 _log = logging.getLogger("llamapipe.ray")

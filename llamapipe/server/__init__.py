@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 from llamapipe._lazy import imported_name
 
 if TYPE_CHECKING:
-    from llamapipe.server._application import app
+    from llamapipe.server.application import app
     from llamapipe.server.run import bound_socket, run_server, serve
     from llamapipe.server.settings import ServerSettings
 
 __all__ = ["ServerSettings", "app", "bound_socket", "run_server", "serve"]
 _HOMES = {
     "ServerSettings": "settings",
-    "app": "_application",
+    "app": "application",
     "bound_socket": "run",
     "run_server": "run",
     "serve": "run",

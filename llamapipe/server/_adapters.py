@@ -17,9 +17,9 @@ from starlette.responses import PlainTextResponse, Response
 from llamapipe._messages import quoted
 from llamapipe.errors import ModelLoadError
 from llamapipe.server._fields import Only, Unused
-from llamapipe.server._ollama_files import check_allowed
 from llamapipe.server.endpoint import Exchange
 from llamapipe.server.errors import ApiError
+from llamapipe.server.ollama_files import check_allowed
 
 if TYPE_CHECKING:
     pass

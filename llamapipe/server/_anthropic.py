@@ -14,7 +14,6 @@ from llamapipe.chat.options import ChatOptions
 from llamapipe.server._fields import Only, Unused
 from llamapipe.server._generation import ChatJob, n_prompt_tokens, template_args
 from llamapipe.server._job import counts_of, encoded
-from llamapipe.server._json import event
 from llamapipe.server._limits import check_n_messages
 from llamapipe.server._media import PlacedPart
 from llamapipe.server._sampling import Sampling
@@ -22,6 +21,7 @@ from llamapipe.server._tools import check_number
 from llamapipe.server.dialects.anthropic import AnthropicEncoder
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
+from llamapipe.server.json_bytes import event
 
 # Tools that Anthropic's service runs, or whose definition only its models know; a date follows the name.
 _HOSTED = (

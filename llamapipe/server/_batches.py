@@ -32,8 +32,8 @@ from llamapipe.server._runs import MOST_LATER_S
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from llamapipe.server._gate import Gate
     from llamapipe.server._presence import Presence
+    from llamapipe.server.gate import Gate
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MOST_REQUESTS = 50_000  # the API's limit

@@ -19,9 +19,9 @@ from llamapipe.server._batches import ENDPOINTS
 from llamapipe.server._conversations import check_metadata, limit_of, query
 from llamapipe.server._files import Files, InUseError
 from llamapipe.server._kept import NO_STORE, read_of, write_of
-from llamapipe.server._transcriptions import form_parts
 from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
+from llamapipe.server.transcriptions import form_parts
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send

@@ -27,7 +27,7 @@ from llamapipe.server.errors import ApiError
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from llamapipe.server._gate import Gate
+    from llamapipe.server.gate import Gate
 
 # Pages of these schemes come from programs that the user has installed, not from a site.
 _APP_SCHEMES = frozenset(

@@ -12,7 +12,7 @@ from llamapipe.errors import InvalidRequestError
 from llamapipe.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from llamapipe.server._gate import Gate
+    from llamapipe.server.gate import Gate
     from llamapipe.server.state import ServerState
 
 MAX_TOP = 100

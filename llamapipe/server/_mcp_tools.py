@@ -20,7 +20,9 @@ import msgspec
 
 from llamapipe._messages import did_you_mean, listed, quoted
 from llamapipe.server._addresses import Refused, allowed_host
-from llamapipe.server._mcp import (
+from llamapipe.server._store import Item
+from llamapipe.server.errors import ApiError
+from llamapipe.server.mcp import (
     Image,
     ListedServer,
     McpError,
@@ -29,9 +31,7 @@ from llamapipe.server._mcp import (
     Result,
     Tool,
 )
-from llamapipe.server._mcp_file import HEADER, VALUE
-from llamapipe.server._store import Item
-from llamapipe.server.errors import ApiError
+from llamapipe.server.mcp_file import HEADER, VALUE
 
 if TYPE_CHECKING:
     from llamapipe.server._tools import ClientName

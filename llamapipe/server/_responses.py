@@ -19,10 +19,8 @@ from llamapipe.server import _background
 from llamapipe.server._fields import Only, Unused
 from llamapipe.server._generation import ChatJob, input_tokens, n_prompt_tokens, template_args
 from llamapipe.server._job import encoded
-from llamapipe.server._json import encode_json, typed_event
 from llamapipe.server._kept import Kept, kept_of, resolved
 from llamapipe.server._limits import check_n_messages, check_top
-from llamapipe.server._mcp import McpError
 from llamapipe.server._mcp_tools import McpTools, Wanted, mcp_of, plain_items, shown_tools
 from llamapipe.server._media import PlacedPart
 from llamapipe.server._sampling import Sampling
@@ -32,6 +30,8 @@ from llamapipe.server.dialects.encoder import Counts
 from llamapipe.server.dialects.responses import ResponsesEncoder
 from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import BUSY, ApiError, api_error, shutting_down
+from llamapipe.server.json_bytes import encode_json, typed_event
+from llamapipe.server.mcp import McpError
 
 Message = dict[str, Any]
 LOGPROBS = "message.output_text.logprobs"

@@ -13,8 +13,8 @@ from llamapipe.jobs.answers import RecordResult
 from llamapipe.jobs.records import Record
 from llamapipe.jobs.results import request_id
 from llamapipe.media.decode import MOST_SECONDS
-from llamapipe.server._application import app
 from llamapipe.server._inside import post
+from llamapipe.server.application import app
 from llamapipe.server.settings import ServerSettings
 
 _NO_LIMIT = 2**31 - 1  # requests and bytes: the job has its own bound

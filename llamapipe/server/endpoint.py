@@ -31,15 +31,15 @@ from llamapipe.results import ChatCompletion, Completion
 from llamapipe.server._body import accepted, check_transfer, decoded, encodings_of
 from llamapipe.server._client_request import ClientRequest
 from llamapipe.server._fields import as_taken, mismatch, unused
-from llamapipe.server._gate import LOADED_NS
-from llamapipe.server._json import encode_json, event, line
 from llamapipe.server.errors import BUSY, QUOTA, ApiError, Dialect, api_error, log_unexpected, shutting_down
+from llamapipe.server.gate import LOADED_NS
+from llamapipe.server.json_bytes import encode_json, event, line
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from llamapipe.server._body_budget import Held
-    from llamapipe.server._gate import Gate
+    from llamapipe.server.body_budget import Held
+    from llamapipe.server.gate import Gate
     from llamapipe.server.state import ServerState
 
 T = TypeVar("T")

@@ -42,12 +42,12 @@ from llamapipe.server._generation import ChatJob, fim_prompt_of, prompts_of
 from llamapipe.server._job import Job, Part, TextJob, encoded, joined
 from llamapipe.server._limits import check_n_messages, check_top
 from llamapipe.server._media import PlacedPart
-from llamapipe.server._page import page
 from llamapipe.server._sampling import FROM_TABLE, Formats, Sampling, Tokenize
 from llamapipe.server._tools import check_functions
 from llamapipe.server.dialects.ollama import OllamaEncoder, date_of, empty_part, nanoseconds
 from llamapipe.server.endpoint import Exchange, JsonResponse, LineStream
 from llamapipe.server.errors import ApiError
+from llamapipe.server.page import page
 
 if TYPE_CHECKING:
     from pathlib import Path

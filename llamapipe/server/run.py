@@ -21,9 +21,9 @@ from starlette.applications import Starlette
 from llamapipe.embedding import Embedder
 from llamapipe.engine import Engine
 from llamapipe.host.at_exit import is_exiting
-from llamapipe.server._application import app
-from llamapipe.server._connections import Connection, Connections
-from llamapipe.server._gate import Gate
+from llamapipe.server.application import app
+from llamapipe.server.connections import Connection, Connections
+from llamapipe.server.gate import Gate
 from llamapipe.server.settings import ServerSettings
 from llamapipe.structured.compile import prepare_vocabulary
 

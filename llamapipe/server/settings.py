@@ -19,8 +19,8 @@ from llamapipe.params import SamplingParams
 
 if TYPE_CHECKING:
     from llamapipe.server._files import Files
-    from llamapipe.server._mcp import LocalServers
     from llamapipe.server._store import Store
+    from llamapipe.server.mcp import LocalServers
 
 _ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s]*")
 _HOST = re.compile(r"\*|\[[0-9A-Fa-f:.]+\](:\d+)?|[^/\s:\[\]]+(:\d+)?|[0-9A-Fa-f:.]+")
@@ -230,8 +230,8 @@ class ServerSettings:
         """The MCP servers, starting; None without a file of them. Raises OSError and ValueError for a wrong file."""
         if self.mcp is None:
             return None
-        from llamapipe.server._mcp import LocalServers
-        from llamapipe.server._mcp_file import entries_of
+        from llamapipe.server.mcp import LocalServers
+        from llamapipe.server.mcp_file import entries_of
 
         try:
             entries = entries_of(path_of(self.mcp))

@@ -17,12 +17,12 @@ from llamapipe.embedding import Embedder
 from llamapipe.engine import Engine
 from llamapipe.errors import BackendError
 from llamapipe.llama.adapter import Adapter
-from llamapipe.server._body_budget import BodyBudget
-from llamapipe.server._gate import Gate
-from llamapipe.server._mcp import McpServers, RemoteServers
-from llamapipe.server._metrics import Metrics
 from llamapipe.server._timeline import Timeline
+from llamapipe.server.body_budget import BodyBudget
 from llamapipe.server.errors import ApiError, shutting_down
+from llamapipe.server.gate import Gate
+from llamapipe.server.mcp import McpServers, RemoteServers
+from llamapipe.server.metrics import Metrics
 from llamapipe.server.settings import ServerSettings
 from llamapipe.wanted import time_limit
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from llamapipe.chat._sandbox import sandbox
+from llamapipe.chat.sandbox import sandbox
 from llamapipe.chat.template import ChatTemplate
 from llamapipe.errors import InvalidRequestError
 

@@ -198,6 +198,6 @@ def test_nobody_waits_for_the_probe_of_another_set(
 def test_all_probes_share_the_time_of_one_rendering(
     engine: lp.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llamapipe.chat._sandbox.MAX_SECONDS", 0.05)
+    monkeypatch.setattr("llamapipe.chat.sandbox.MAX_SECONDS", 0.05)
     with pytest.raises(InvalidRequestError, match=r"the chat template was stopped: .* 0\.05 seconds"):
         engine.model.chat_prompts.chat_format({"rounds": 100_000})

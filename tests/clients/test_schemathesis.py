@@ -9,7 +9,7 @@ import pytest
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, serve
-from llamapipe.server._application import OLLAMA_ROUTES, ROUTES
+from llamapipe.server.application import OLLAMA_ROUTES, ROUTES
 
 pytest.importorskip("schemathesis", reason="needs schemathesis: nox -s clients")
 

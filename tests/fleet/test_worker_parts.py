@@ -13,7 +13,7 @@ from llamapipe.fleet.placement import free_gpu_memory, gpu_names, placed
 from llamapipe.fleet.supervisor import Backoff
 from llamapipe.host.cores import CoreShare
 from llamapipe.native.load import has_gpu_backend
-from llamapipe.server._metrics import Family, rendered
+from llamapipe.server.metrics import Family, rendered
 
 
 class TestBackoff:

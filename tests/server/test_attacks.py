@@ -22,7 +22,7 @@ from support.front_server import KINDS, Served, Starter, starter
 
 import llamapipe as lp
 from llamapipe.host.memory import resident_bytes
-from llamapipe.server._body_budget import BodyBudget
+from llamapipe.server.body_budget import BodyBudget
 
 KEY = "secret"
 CHUNKED = "Transfer-Encoding: chunked"

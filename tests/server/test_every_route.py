@@ -16,7 +16,7 @@ from support.pool_server import pool_server
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, serve
-from llamapipe.server._application import OLLAMA_ROUTES, ROUTES
+from llamapipe.server.application import OLLAMA_ROUTES, ROUTES
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "server.md"
 TURNS = [{"role": "user", "content": "Hello"}]

@@ -20,9 +20,9 @@ from support.mcp_servers import PNG, entry, write_file
 from support.pool_server import pool_server
 from support.worker_server import has_ended, worker_server
 
-from llamapipe.server._mcp import CLOSED, Image, LocalServers, McpError, Result
-from llamapipe.server._mcp_file import entries_of
-from llamapipe.server._mcp_link import LinkedServers, listening
+from llamapipe.server.mcp import CLOSED, Image, LocalServers, McpError, Result
+from llamapipe.server.mcp_file import entries_of
+from llamapipe.server.mcp_link import LinkedServers, listening
 
 LIMITS = ("--n-ctx", "8192", "--mcp-timeout", f"{PATIENCE_S:g}")
 

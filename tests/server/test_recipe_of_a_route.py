@@ -19,8 +19,8 @@ from support.loop_hold import longest_hold_s
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings
-from llamapipe.server._application import application_of
 from llamapipe.server._limits import refuse_long
+from llamapipe.server.application import application_of
 from llamapipe.server.endpoint import Exchange, JsonResponse, post
 from llamapipe.server.state import ServerState
 from llamapipe.work.long_work import size_of

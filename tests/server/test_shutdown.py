@@ -21,8 +21,8 @@ from support.worker_server import LONG, LongStream, worker_server
 
 import llamapipe as lp
 from llamapipe.server import serve
-from llamapipe.server._application import app
 from llamapipe.server._inside import InsideAnswer, post
+from llamapipe.server.application import app
 from llamapipe.server.run import _until_exit
 
 OPTIONS = ("--n-ctx", "2048", "--n-seq-max", "2")

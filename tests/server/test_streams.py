@@ -21,7 +21,7 @@ from support.control import PATIENCE_S, Gate
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, serve
-from llamapipe.server._connections import Connection, Connections
+from llamapipe.server.connections import Connection, Connections
 from llamapipe.server.endpoint import EventStream
 from llamapipe.server.errors import ApiError
 

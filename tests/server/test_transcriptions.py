@@ -22,8 +22,8 @@ from support.pool_server import pool_server
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, serve
-from llamapipe.server._transcriptions import form_parts
 from llamapipe.server.errors import ApiError
+from llamapipe.server.transcriptions import form_parts
 
 TYPE = "multipart/form-data; boundary=xYz"
 

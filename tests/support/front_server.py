@@ -24,9 +24,9 @@ from llamapipe.fleet.placement import Placement
 from llamapipe.fleet.pool import ModelState, Pool
 from llamapipe.host.cores import core_shares
 from llamapipe.server import ServerSettings, app, serve
-from llamapipe.server._application import application_of
-from llamapipe.server._connections import Connections
-from llamapipe.server._gate import Gate
+from llamapipe.server.application import application_of
+from llamapipe.server.connections import Connections
+from llamapipe.server.gate import Gate
 from llamapipe.server.run import bound_socket
 from support.control import PATIENCE_S, wait_until
 

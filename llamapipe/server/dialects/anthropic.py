@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from llamapipe.results import ChatChoice, ChatDelta
-from llamapipe.server._json import typed_event
 from llamapipe.server.dialects.encoder import Counts, PromptAt
+from llamapipe.server.json_bytes import typed_event
 
 _STOP_REASONS = {
     "stop": "end_turn",

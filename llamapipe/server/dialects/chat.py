@@ -8,12 +8,12 @@ from typing import Any
 from llamapipe.chat.results import ToolCallDelta
 from llamapipe.llama.vocab import Vocab
 from llamapipe.results import ChatChoice, ChatCompletion, ChatDelta, TokenLogprob, call_message
-from llamapipe.server._json import encode_json
 from llamapipe.server._times import RequestTimes
 from llamapipe.server._tools import Tools, custom_input
 from llamapipe.server.dialects.encoder import Counts, PromptAt
 from llamapipe.server.dialects.logprobs import chat_logprobs
 from llamapipe.server.dialects.openai_stream import DONE, ChunkWriter, Computing, Format, Progress, usage
+from llamapipe.server.json_bytes import encode_json
 
 _PROGRESS = b'{"index":%d,"delta":{"role":"assistant","content":null},"finish_reason":null}'
 _BEGIN = (

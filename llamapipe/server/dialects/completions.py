@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from llamapipe.llama.vocab import Vocab
 from llamapipe.results import Choice, Completion, Delta, TokenLogprob
-from llamapipe.server._json import encode_json
 from llamapipe.server._times import RequestTimes
 from llamapipe.server.dialects.encoder import Counts, PromptAt
 from llamapipe.server.dialects.logprobs import CompletionLogprobs, prompt_logprobs
 from llamapipe.server.dialects.openai_stream import DONE, ChunkWriter, Computing, Format, Progress, usage
+from llamapipe.server.json_bytes import encode_json
 from llamapipe.text.stream import TextOffsets, prompt_offsets
 
 _PROGRESS = b'{"index":%d,"text":"","logprobs":null,"finish_reason":null}'

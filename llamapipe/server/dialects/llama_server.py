@@ -10,11 +10,11 @@ from llamapipe._sampling_table import OPTIONS, SAMPLER_ORDER, Kind
 from llamapipe.llama.vocab import Vocab
 from llamapipe.params import SamplingParams
 from llamapipe.results import Delta, FinishReason, TokenLogprob
-from llamapipe.server._json import encode_json, event
 from llamapipe.server._times import timings
 from llamapipe.server.dialects.encoder import Counts, PromptAt
 from llamapipe.server.dialects.logprobs import chat_logprobs
 from llamapipe.server.dialects.openai_stream import progress_fields
+from llamapipe.server.json_bytes import encode_json, event
 from llamapipe.streams import PromptProgress
 
 CUT: FinishReason = "cancelled"  # of a text that one of this API's limits ended

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from llamapipe.results import Completion, Delta
-from llamapipe.server._json import encode_json
 from llamapipe.server.dialects.encoder import Counts, PromptAt
 from llamapipe.server.dialects.openai_stream import DONE, ChunkWriter, usage
+from llamapipe.server.json_bytes import encode_json
 
 
 class FimEncoder:

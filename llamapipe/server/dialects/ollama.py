@@ -9,10 +9,10 @@ from typing import Any
 from llamapipe.chat.results import ToolCall, ToolCallDelta
 from llamapipe.llama.vocab import Vocab
 from llamapipe.results import ChatDelta, Delta, TokenLogprob
-from llamapipe.server._json import encode_json, line
 from llamapipe.server._times import RequestTimes
 from llamapipe.server.dialects.encoder import Counts, PromptAt
 from llamapipe.server.dialects.logprobs import chat_logprobs
+from llamapipe.server.json_bytes import encode_json, line
 
 
 class OllamaEncoder:

@@ -6,8 +6,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from llamapipe.server._json import encode_json, event
 from llamapipe.server.dialects.encoder import Counts
+from llamapipe.server.json_bytes import encode_json, event
 from llamapipe.streams import PromptProgress
 
 DONE = b"data: [DONE]\n\n"

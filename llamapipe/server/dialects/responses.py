@@ -9,10 +9,10 @@ from typing import Any
 from llamapipe.chat.results import ToolCallDelta
 from llamapipe.llama.vocab import Vocab
 from llamapipe.results import ChatDelta
-from llamapipe.server._json import typed_event
 from llamapipe.server._tools import ClientName, Tools, custom_input
 from llamapipe.server.dialects.encoder import Counts, PromptAt
 from llamapipe.server.dialects.logprobs import chat_logprobs
+from llamapipe.server.json_bytes import typed_event
 
 Item = dict[str, Any]
 _CUT = ("length", "timeout")

@@ -28,7 +28,7 @@ import msgspec
 
 import llamapipe
 from llamapipe._messages import quoted
-from llamapipe.server._mcp_file import HttpServer, McpEntry, StdioServer
+from llamapipe.server.mcp_file import HttpServer, McpEntry, StdioServer
 
 if TYPE_CHECKING:
     from mcp import Client

@@ -30,19 +30,19 @@ from llamapipe.server import (
     _file_routes,
     _llama_server,
     _mistral,
-    _ollama_files,
-    _page,
     _responses,
     _slots,
-    _system,
     _tokens,
-    _transcriptions,
     ollama,
+    ollama_files,
+    page,
+    system,
+    transcriptions,
 )
-from llamapipe.server._gate import Gate
 from llamapipe.server._guard import Guard
 from llamapipe.server.endpoint import Endpoint, Exchange, Handler, LineStream, get, post
 from llamapipe.server.errors import ApiError
+from llamapipe.server.gate import Gate
 from llamapipe.server.settings import ServerSettings
 from llamapipe.server.state import ServerState
 
@@ -339,11 +339,11 @@ ROUTES = (
     Endpoint(
         "POST",
         "/v1/audio/transcriptions",
-        _transcriptions.transcriptions,
+        transcriptions.transcriptions,
         "The text of a sound, which is a file of a form.",
         _GENERATES,
         aliases=("/audio/transcriptions",),
-        form=_transcriptions.FIELDS,
+        form=transcriptions.FIELDS,
     ),
     post(
         "/v1/embeddings",
@@ -376,12 +376,12 @@ ROUTES = (
         aliases=("/score",),
         model="embedding",
     ),
-    get("/v1/models", _system.list_models, "The models that are served.", aliases=("/models",)),
-    get("/v1/models/{id:path}", _system.get_model, "One model.", ("404",)),
+    get("/v1/models", system.list_models, "The models that are served.", aliases=("/models",)),
+    get("/v1/models/{id:path}", system.get_model, "One model.", ("404",)),
     Endpoint(
         "DELETE",
         "/v1/models/{id:path}",
-        _system.delete_model,
+        system.delete_model,
         "Refused for a model that is served.",
         ("403", "404"),
     ),
@@ -415,27 +415,27 @@ ROUTES = (
         "Delete a saved conversation.",
         ("400", "403", "404", "413", "507"),
     ),
-    get("/model_info", _of_model(_system.model_info), "Sizes of the model and of the engine.", model="any"),
+    get("/model_info", _of_model(system.model_info), "Sizes of the model and of the engine.", model="any"),
     get(
         "/health",
-        _system.health,
+        system.health,
         "Whether the server accepts requests.",
         ("503",),
         has_key=False,
         aliases=("/v1/health",),
     ),
-    get("/ping", _system.ping, "Whether the server accepts requests.", ("503",), has_key=False),
-    get("/version", _system.version, "The version of llamapipe."),
+    get("/ping", system.ping, "Whether the server accepts requests.", ("503",), has_key=False),
+    get("/version", system.version, "The version of llamapipe."),
     Endpoint(
         "POST",
         "/reset_prefix_cache",
-        _of_model(_system.reset_prefix_cache),
+        _of_model(system.reset_prefix_cache),
         "Forget the cached tokens that no request uses.",
         ("404",),
     ),
-    get("/metrics", _system.metrics, "Metrics for Prometheus.", media="text/plain"),
-    get("/requests", _system.requests, "Where the time of the last requests went."),
-    get("/openapi.json", _system.openapi),
+    get("/metrics", system.metrics, "Metrics for Prometheus.", media="text/plain"),
+    get("/requests", system.requests, "Where the time of the last requests went."),
+    get("/openapi.json", system.openapi),
 )
 _LINES = LineStream.media_type
 OLLAMA_ROUTES = (
@@ -461,20 +461,18 @@ OLLAMA_ROUTES = (
     get("/api/version", ollama.version, "The version of this API."),
     post(
         "/api/pull",
-        _ollama_files.pull,
-        _ollama_files.PullRequest,
+        ollama_files.pull,
+        ollama_files.PullRequest,
         "Download a model.",
         ("403", "507"),
         (),
         _LINES,
     ),
-    post(
-        "/api/copy", _ollama_files.copy, _ollama_files.CopyRequest, "Give the model another name.", ("403",)
-    ),
+    post("/api/copy", ollama_files.copy, ollama_files.CopyRequest, "Give the model another name.", ("403",)),
     post(
         "/api/delete",
-        _ollama_files.delete,
-        _ollama_files.DeleteRequest,
+        ollama_files.delete,
+        ollama_files.DeleteRequest,
         "Delete a file.",
         ("403",),
         method="DELETE",
@@ -482,9 +480,9 @@ OLLAMA_ROUTES = (
     get("/", ollama.root, has_key=False),
 )
 PAGE_ROUTES = (
-    get("/", _page.page, has_key=False),
-    get("/page/{name}", _page.page_file, has_key=False),
-    get("/timeline", _of_model(_page.timeline)),
+    get("/", page.page, has_key=False),
+    get("/page/{name}", page.page_file, has_key=False),
+    get("/timeline", _of_model(page.timeline)),
 )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from llamapipe.server._mcp import CLOSED, LocalServers, McpError, Result, Tool
+from llamapipe.server.mcp import CLOSED, LocalServers, McpError, Result, Tool
 
 _MOST_LINE = 2**27  # bytes; the limits of a server's messages are lower
 

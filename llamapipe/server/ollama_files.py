@@ -23,13 +23,13 @@ from llamapipe.errors import ModelLoadError
 from llamapipe.ollama_models import find_stored
 from llamapipe.server._fields import Only, Unused
 from llamapipe.server._guard import listens_on_loopback
-from llamapipe.server._json import line
 from llamapipe.server.endpoint import Exchange, JsonResponse, LineStream
 from llamapipe.server.errors import ApiError
+from llamapipe.server.json_bytes import line
 from llamapipe.server.ollama import adapter_of, check_chat_model, is_named
 
 if TYPE_CHECKING:
-    from llamapipe.server._gate import Gate
+    from llamapipe.server.gate import Gate
     from llamapipe.server.state import ServerState
 
 _MOST_PULLS = 2  # at once

@@ -10,10 +10,10 @@ from starlette.responses import Response
 
 import llamapipe
 from llamapipe._messages import quoted
-from llamapipe.server._metrics import CONTENT_TYPE
 from llamapipe.server._openapi import document
 from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError, shutting_down
+from llamapipe.server.metrics import CONTENT_TYPE
 
 if TYPE_CHECKING:
     from llamapipe.server.state import ServerState

@@ -24,10 +24,10 @@ from llamapipe.server.errors import ApiError, shutting_down
 from llamapipe.work.tenant import Tenant, tenant
 
 if TYPE_CHECKING:
-    from llamapipe.server._body_budget import BodyBudget
     from llamapipe.server._client_request import ClientRequest
-    from llamapipe.server._metrics import Metrics
     from llamapipe.server._times import RequestTimes
+    from llamapipe.server.body_budget import BodyBudget
+    from llamapipe.server.metrics import Metrics
     from llamapipe.server.settings import ServerSettings
 
 T = TypeVar("T")

@@ -27,6 +27,7 @@ from llamapipe.fleet.link import (
     TAKEN,
     Messages,
     ServedModel,
+    Subject,
     WorkerOptions,
 )
 from llamapipe.fleet.placement import Placement
@@ -53,7 +54,8 @@ class WorkerProcess:
     ``untaken``: connections on their way to it; ``refused``: those that it could not take.
 
     ``changed``: called when connections were taken or have ended, or the state or the progress is another one.
-    ``asked``: called with this worker and the number of a question for the metrics of all; None: it serves none.
+    ``asked``: called with this worker, and the number, the subject and the most entries of a question about all; None:
+    it asks none.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class WorkerProcess:
         command: Sequence[str],
         placement: Placement,
         changed: Callable[[], None],
-        asked: Callable[[WorkerProcess, int], None] | None = None,
+        asked: Callable[[WorkerProcess, int, Subject, int], None] | None = None,
         served: ServedModel | None = None,
     ) -> None:
         self.index = index
@@ -73,7 +75,9 @@ class WorkerProcess:
         self.refused: deque[socket.socket] = deque()
         self.n_given = self.n_ended = 0
         self._is_paused = False
-        self.families: list[Family] = []  # its metrics, when it was last asked
+        # When it was last asked: its metrics, and where the time of its last requests went.
+        self.families: list[Family] = []
+        self.requests: list[dict[str, Any]] = []
         self.settled = asyncio.Event()  # it is ready or has ended
         self.ended = asyncio.Event()
         self._changed = changed
@@ -206,23 +210,23 @@ class WorkerProcess:
         if self._messages is not None and self.state in (State.READY, State.LEAVING):
             self._messages.send("workers", n_ready=n_ready, n_workers=n_workers)
 
-    async def refresh(self, timeout_s: float) -> None:
-        """Brings ``families`` up to date, unless the worker is too busy to answer within the time."""
+    async def refresh(self, timeout_s: float, about: Subject = "families") -> None:
+        """Brings ``families`` or ``requests`` up to date, unless the worker is too busy to answer within the time."""
         if self._messages is None or self.state not in (State.READY, State.LEAVING):
             return
         self._n_asked += 1
         number = self._n_asked
         answer = self._snapshots[number] = asyncio.get_running_loop().create_future()
-        self._messages.send("snapshot", number=number)
+        self._messages.send("snapshot", number=number, about=about)
         try:
             await asyncio.wait([answer], timeout=timeout_s)
         finally:
             del self._snapshots[number]
 
-    def answer(self, number: int, families: list[Family]) -> None:
-        """Answers its question for the metrics of all workers."""
+    def answer(self, number: int, found: Sequence[Any]) -> None:
+        """Answers its question about all workers."""
         if self._messages is not None:
-            self._messages.send("metrics", number=number, families=families)
+            self._messages.send("answer", number=number, found=found)
 
     def _leave(self, how: bytes) -> None:
         if self.state is State.ENDED:
@@ -315,9 +319,12 @@ class WorkerProcess:
         elif kind == "leaving":  # a signal told it to
             self.retire()
         elif kind == "snapshot":
-            self.families = [Family(*family) for family in message["families"]]
+            if message["about"] == "requests":
+                self.requests = message["found"]
+            else:
+                self.families = [Family(*family) for family in message["found"]]
             answer = self._snapshots.get(message["number"])
             if answer is not None and not answer.done():
                 answer.set_result(None)
         elif kind == "ask" and self._asked is not None:
-            self._asked(self, message["number"])
+            self._asked(self, message["number"], message["about"], message["most"])

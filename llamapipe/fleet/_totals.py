@@ -1,8 +1,9 @@
-"""The metrics of several processes as those of one server. Pure."""
+"""What several processes tell, as what one server tells: metrics, and where the time of requests went. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from llamapipe.server.metrics import Family
 
@@ -50,6 +51,12 @@ def add_families(live: Iterable[Sequence[Family]], ended: Iterable[Sequence[Fami
         )
         for name, (text, kind) in texts.items()
     ]
+
+
+def newest(told: Iterable[Sequence[dict[str, Any]]], most: int) -> list[dict[str, Any]]:
+    """The entries of ``GET /requests`` of several processes, the newest first, at most so many."""
+    entries = [entry for entries in told for entry in entries]
+    return sorted(entries, key=lambda entry: -entry["ended_at"])[:most]
 
 
 def labelled(families: Iterable[Family], **labels: str) -> list[Family]:

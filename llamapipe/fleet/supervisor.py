@@ -21,8 +21,9 @@ from llamapipe.errors import LlamapipeError
 from llamapipe.fleet._hang_up import on_hang_up
 from llamapipe.fleet._process import State, WorkerProcess
 from llamapipe.fleet._tasks import Tasks
-from llamapipe.fleet._totals import Totals
+from llamapipe.fleet._totals import Totals, newest
 from llamapipe.fleet.command import command_with
+from llamapipe.fleet.link import Subject
 from llamapipe.fleet.placement import Placement
 from llamapipe.server.metrics import Family
 
@@ -320,15 +321,22 @@ class Supervisor:
         self._paused = False
         self._accept_or_not()
 
-    # ---- metrics
-    def _asked(self, worker: WorkerProcess, number: int) -> None:
-        self._tasks.start(self._answer(worker, number))
+    # ---- questions about all workers
+    def _asked(self, worker: WorkerProcess, number: int, about: Subject, most: int) -> None:
+        self._tasks.start(self._answer(worker, number, about, most))
 
-    async def _answer(self, asker: WorkerProcess, number: int) -> None:
+    async def _answer(self, asker: WorkerProcess, number: int, about: Subject, most: int) -> None:
         workers = sorted(self._alive, key=lambda worker: worker.pid)
-        await asyncio.gather(*(worker.refresh(_SCRAPE_S) for worker in workers))
+        await asyncio.gather(*(worker.refresh(_SCRAPE_S, about) for worker in workers))
+        if about == "requests":
+            found = newest([worker.requests for worker in workers], most)
+            asker.answer(number, found)
+        else:
+            asker.answer(number, self._families(workers))
+
+    def _families(self, workers: Sequence[WorkerProcess]) -> list[Family]:
         # One that ended meanwhile is among the ended.
-        families = self._totals.with_live(w.families for w in workers if w.state is not State.ENDED)
+        counted = self._totals.with_live(w.families for w in workers if w.state is not State.ENDED)
         connections = [
             (
                 "llamapipe_worker_connections",
@@ -338,7 +346,8 @@ class Supervisor:
             for worker in self._alive
         ]
         n_ready, n_restarts = float(self._counts[0]), float(self._n_restarts)
-        families += [
+        return [
+            *counted,
             Family(
                 "llamapipe_workers", "Workers that are ready.", "gauge", [("llamapipe_workers", {}, n_ready)]
             ),
@@ -350,7 +359,6 @@ class Supervisor:
                 [("llamapipe_worker_restarts_total", {}, n_restarts)],
             ),
         ]
-        asker.answer(number, families)
 
 
 def supervise(

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -32,6 +33,7 @@ from llamapipe.fleet.link import (
     STOP_TOOLS,
     TAKEN,
     Messages,
+    Subject,
     WorkerOptions,
 )
 from llamapipe.host.cores import limit_cores
@@ -65,7 +67,7 @@ class Worker:
         self._connections.setblocking(False)
         self.is_serving = False
         self._unsent = b""
-        self._questions: dict[int, asyncio.Future[list[Family]]] = {}
+        self._questions: dict[int, asyncio.Future[list[Any]]] = {}
         self._n_questions = 0
         watch = threading.Thread(target=self._watch, name="llamapipe-supervisor-watch", daemon=True)
         watch.start()
@@ -96,7 +98,7 @@ class Worker:
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._connections)
         loop.remove_writer(self._connections)
-        await self._tell_metrics(0)
+        await self._tell(0, "families")
         await self._messages.close()
         self._task.cancel()
 
@@ -114,14 +116,29 @@ class Worker:
 
     async def text(self) -> bytes:
         """The metrics of all workers; those of this one if the supervisor does not answer."""
+        found = await self._ask("families", 0)
+        if found is None:
+            return await asyncio.to_thread(self._metrics.text)
+        return rendered(Family(*family) for family in found)
+
+    async def requests(self, most: int) -> list[dict[str, Any]]:
+        """Where the time of the last requests to all workers went; to this one if the supervisor does not answer."""
+        found = await self._ask("requests", most)
+        return self._recent() if found is None else found
+
+    def _recent(self) -> list[dict[str, Any]]:
+        return [{**entry, "worker": self.options.index} for entry in self._server.state.recent.entries()]
+
+    async def _ask(self, about: Subject, most: int) -> list[Any] | None:
+        """What all workers tell about a subject, at most so many entries; None: the supervisor does not answer."""
         self._n_questions += 1
         number = self._n_questions
         answer = self._questions[number] = asyncio.get_running_loop().create_future()
-        self._messages.send("ask", number=number)
+        self._messages.send("ask", number=number, about=about, most=most)
         try:
-            return rendered(await asyncio.wait_for(answer, _ANSWER_S))
+            return await asyncio.wait_for(answer, _ANSWER_S)
         except (asyncio.TimeoutError, ConnectionError):
-            return await asyncio.to_thread(self._metrics.text)
+            return None
         finally:
             del self._questions[number]
 
@@ -176,19 +193,19 @@ class Worker:
             if message["kind"] == "workers":
                 self.n_ready, self.n_workers = message["n_ready"], message["n_workers"]
             elif message["kind"] == "snapshot":
-                told.start(self._tell_metrics(message["number"]))
-            elif message["kind"] == "metrics":
+                told.start(self._tell(message["number"], message["about"]))
+            elif message["kind"] == "answer":
                 answer = self._questions.get(message["number"])
                 if answer is not None and not answer.done():
-                    answer.set_result([Family(*family) for family in message["families"]])
+                    answer.set_result(message["found"])
         for answer in self._questions.values():
             if not answer.done():
                 answer.set_exception(ConnectionError("the supervisor has ended"))
 
-    async def _tell_metrics(self, number: int) -> None:
+    async def _tell(self, number: int, about: Subject) -> None:
         with suppress(Exception):  # the engine may be closed
-            families = await asyncio.to_thread(self._metrics.families)
-            self._messages.send("snapshot", number=number, families=families)
+            found = self._recent() if about == "requests" else await asyncio.to_thread(self._metrics.families)
+            self._messages.send("snapshot", number=number, about=about, found=found)
 
 
 def _tcp_socket(descriptor: int) -> socket.socket:

@@ -206,7 +206,7 @@ async def messages(exchange: Exchange, request: MessagesRequest) -> Response:
     """Answers a conversation, as a whole or as a stream."""
     model = exchange.server.check_model(request.model)
     exchange.note_unused(request.unused())
-    job, encoder = _job(exchange, request), AnthropicEncoder(f"msg_{exchange.id}", model)
+    job, encoder = _job(exchange, request), AnthropicEncoder(f"msg_{exchange.id}", model, exchange.times)
     if request.stream:
         return EventStream(exchange, encoded(exchange, job, encoder), ping=_PING)
     done = await job.complete()

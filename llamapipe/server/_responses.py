@@ -475,7 +475,9 @@ class _Answer:
         self._began = perf_counter()
         vocab, is_stream = exchange.server.engine.model.vocab, bool(request.stream)
         fields = _fields(request, model, kept)
-        self._encoder = ResponsesEncoder(kept.id, fields, vocab, _NO_TOOLS, mcp.item, is_stream)
+        self._encoder = ResponsesEncoder(
+            kept.id, fields, vocab, _NO_TOOLS, exchange.times, mcp.item, is_stream
+        )
         self._job: ChatJob | None = None
         self._n_input = self._n_cached = 0
 

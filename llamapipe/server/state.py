@@ -47,6 +47,9 @@ class WorkerLink(Protocol):
     async def text(self) -> bytes:
         """The metrics of all of them."""
 
+    async def requests(self, most: int) -> list[dict[str, Any]]:
+        """Where the time of their last requests went, the newest first, at most so many."""
+
     def fail(self, message: str) -> None:
         """Ends this one, which can answer nothing any longer."""
 

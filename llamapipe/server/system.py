@@ -70,8 +70,13 @@ async def metrics(exchange: Exchange) -> Response:
 
 
 async def requests(exchange: Exchange) -> Response:
-    """``GET /requests``: where the time of the last requests went, the newest first; of this worker."""
-    return JsonResponse({"object": "list", "data": exchange.gate.recent.entries()})
+    """``GET /requests``: where the time of the last requests went, the newest first; of all workers."""
+    state = exchange.server
+    if state.worker is None or state.is_behind_front:
+        entries = state.recent.entries()
+    else:
+        entries = await state.worker.requests(state.settings.keep_requests)
+    return JsonResponse({"object": "list", "data": entries})
 
 
 async def openapi(exchange: Exchange) -> Response:

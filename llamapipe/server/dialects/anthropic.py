@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llamapipe.results import ChatChoice, ChatDelta
+from llamapipe.server._times import RequestTimes
 from llamapipe.server.dialects.encoder import Counts, PromptAt
 from llamapipe.server.json_bytes import typed_event
 
@@ -22,9 +23,10 @@ class AnthropicEncoder:
 
     prompt_at: PromptAt = None
 
-    def __init__(self, call_id: str, model: str) -> None:
+    def __init__(self, call_id: str, model: str, times: RequestTimes) -> None:
         self._id = call_id
         self._model = model
+        self._times = times
         self._index = -1
         self._open: object = None  # "text", "thinking", or the index of a tool call
 
@@ -91,8 +93,8 @@ class AnthropicEncoder:
         return _named("content_block_delta", index=self._index, delta=delta)
 
     def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """The end of the stream."""
-        return _named("message_stop")
+        """The end of the stream, with llama-server's ``timings``."""
+        return _named("message_stop", timings=self._times.timings(counts.n_prompt, counts.n_completion))
 
 
 def _named(kind: str, **fields: Any) -> bytes:

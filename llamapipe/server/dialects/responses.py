@@ -9,6 +9,7 @@ from typing import Any
 from llamapipe.chat.results import ToolCallDelta
 from llamapipe.llama.vocab import Vocab
 from llamapipe.results import ChatDelta
+from llamapipe.server._times import RequestTimes
 from llamapipe.server._tools import ClientName, Tools, custom_input
 from llamapipe.server.dialects.encoder import Counts, PromptAt
 from llamapipe.server.dialects.logprobs import chat_logprobs
@@ -45,6 +46,7 @@ class ResponsesEncoder:
         fields: Mapping[str, Any],
         vocab: Vocab,
         tools: Tools,
+        times: RequestTimes,
         item_of: Callable[[ClientName], Item | None] = lambda _: None,
         is_stream: bool = True,
     ) -> None:
@@ -57,6 +59,7 @@ class ResponsesEncoder:
         self._id = answer_id
         self._fields = fields
         self._vocab = vocab
+        self._times = times
         self._item_of = item_of
         self._is_stream = is_stream
         self._n_events = self._n_reasoning = 0
@@ -136,8 +139,11 @@ class ResponsesEncoder:
         return b""
 
     def last(self, response: Mapping[str, Any]) -> bytes:
-        """The end of the stream, which has the whole response."""
-        return self._told(self.status, response=response)
+        """The end of the stream, which has the whole response, and llama-server's ``timings``."""
+        times = {}
+        if self._times.was_computed:
+            times["timings"] = self._times.timings(response["usage"]["input_tokens"], self.n_output)
+        return self._told(self.status, response=response, **times)
 
     def _text(self, kind: str, part_kind: str, text: str, **more: list[Any]) -> bytes:
         """Text of an item with content, which is opened if it is not. ``more``: lists that grow with it."""

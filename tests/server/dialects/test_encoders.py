@@ -173,7 +173,7 @@ class TestAnthropic:
             chat_part(calls=CALL),
             chat_part(reason="tool_calls"),
         ]
-        made = events(sent(AnthropicEncoder("msg_1", "m"), parts))
+        made = events(sent(AnthropicEncoder("msg_1", "m", RequestTimes()), parts))
         assert [(one["type"], one.get("index")) for one in made] == [
             ("message_start", None),
             ("content_block_start", 0),
@@ -193,9 +193,10 @@ class TestAnthropic:
         usage = made[0]["message"]["usage"]
         assert (usage["input_tokens"], usage["cache_read_input_tokens"], usage["output_tokens"]) == (3, 2, 0)
         assert made[-2]["delta"]["stop_reason"] == "tool_use" and made[-2]["usage"] == {"output_tokens": 5}
+        assert made[-1]["timings"]["predicted_n"] == 5
 
     def test_events_are_named(self) -> None:
-        data = sent(AnthropicEncoder("msg_1", "m"), [chat_part(reason="stop", stop="END")])
+        data = sent(AnthropicEncoder("msg_1", "m", RequestTimes()), [chat_part(reason="stop", stop="END")])
         names = [
             row.removeprefix("event: ") for row in data.decode().splitlines() if row.startswith("event: ")
         ]
@@ -205,7 +206,7 @@ class TestAnthropic:
     def test_the_whole_answer(self) -> None:
         call = ToolCall.of("call_1", "add", '{"a": 1}')
         choice = ChatChoice(0, "Hi", "hm", (call,), "tool_calls", 1, [7])
-        made = AnthropicEncoder("msg_1", "m").whole(choice, Counts(5, 2, 3))
+        made = AnthropicEncoder("msg_1", "m", RequestTimes()).whole(choice, Counts(5, 2, 3))
         assert [block["type"] for block in made["content"]] == ["thinking", "text", "tool_use"]
         assert made["content"][2]["input"] == {"a": 1} and made["usage"]["output_tokens"] == 3
 
@@ -347,7 +348,13 @@ class TestResponses:
     def encoder(self, demo: lp.Model, tools: Tools | None = None, **options: Any) -> ResponsesEncoder:
         known = tools or tools_of(None, None, is_flat=True)
         return ResponsesEncoder(
-            "1", {"model": "m"}, demo.vocab, known, options.pop("item_of", not_ours), **options
+            "1",
+            {"model": "m"},
+            demo.vocab,
+            known,
+            RequestTimes(),
+            options.pop("item_of", not_ours),
+            **options,
         )
 
     def told(self, data: bytes) -> list[tuple[str, int | None]]:

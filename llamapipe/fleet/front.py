@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -33,7 +34,7 @@ from llamapipe.fleet._totals import newest
 from llamapipe.fleet.catalog import ModelEntry
 from llamapipe.fleet.pool import ModelState, Pool, PooledModel
 from llamapipe.server import page, system
-from llamapipe.server.application import OLLAMA_ROUTES, ROUTES, STORE_ROUTES, application_of
+from llamapipe.server.application import OLLAMA_ROUTES, PAGE_ROUTES, ROUTES, STORE_ROUTES, application_of
 from llamapipe.server.body_budget import BodyBudget
 from llamapipe.server.endpoint import (
     SUBMITTED,
@@ -48,6 +49,7 @@ from llamapipe.server.endpoint import (
 from llamapipe.server.errors import ApiError, shutting_down
 from llamapipe.server.gate import Gate
 from llamapipe.server.json_bytes import event
+from llamapipe.server.mcp_file import entries_of
 from llamapipe.server.metrics import CONTENT_TYPE, Family, Metrics, Sample, rendered
 from llamapipe.server.ollama import kept_s
 from llamapipe.server.run import HttpServer, host_of
@@ -99,6 +101,11 @@ class Front(Gate):
         self.ollama = OllamaModels(pool, settings)
         self._proxy = Proxy(self, pool)
         self._work = LongWork()
+        self._mcp_labels = () if settings.mcp is None else tuple(entries_of(Path(settings.mcp)))
+
+    def mcp_labels(self) -> Sequence[str]:
+        """As ``Gate.mcp_labels``: the processes of the models share them."""
+        return self._mcp_labels
 
     async def convert(self, function: Callable[..., T], *arguments: Any, size: int) -> T:
         """As ``Gate.convert``."""
@@ -340,7 +347,7 @@ class Front(Gate):
             *STORE_ROUTES,  # this process reads the same file, and no model is needed
         ]  # fmt: skip
         if self.settings.page:
-            made += [get("/timeline", self.timeline), get("/page/{name}", page.page_file, has_key=False)]
+            made += [get("/timeline", self.timeline), *PAGE_ROUTES]
             if not self.settings.ollama:
                 made += [get("/", page.page, has_key=False)]
         if self.settings.ollama:

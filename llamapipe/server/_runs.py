@@ -17,6 +17,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from llamapipe.server._database import FullError
 from llamapipe.server._store import NewAnswer, Store
 
@@ -130,6 +132,29 @@ class Runs:
         runs = connection.execute("SELECT 1 FROM runs WHERE id = ?", (answer_id,)).fetchone() is not None
         is_last = not runs and (events[-1][0] if events else after) >= last
         return Told(events, answer if is_last else None, last + 1)
+
+    def listed(self, owner: str, limit: int, connection: sqlite3.Connection) -> list[dict[str, Any]]:
+        """The runs of an owner that have not ended, the newest first. ``n_events``: that their streams have told."""
+        rows = connection.execute(
+            "SELECT r.id, r.worker, r.n_attempts, a.body, "
+            "(SELECT count(*) FROM events e WHERE e.answer = r.id) FROM runs r JOIN answers a USING (id) "
+            "WHERE r.owner = ? AND NOT r.is_done ORDER BY r.number DESC LIMIT ?",
+            (owner, limit),
+        )
+        made = []
+        for answer_id, worker, n_attempts, body, n_events in rows:
+            told = msgspec.json.decode(body)
+            made.append(
+                {
+                    "id": answer_id,
+                    "status": "queued" if worker is None else "in_progress",
+                    "model": told.get("model"),
+                    "created_at": told.get("created_at"),
+                    "n_attempts": n_attempts,
+                    "n_events": n_events,
+                }
+            )
+        return made
 
     # ---- of those who compute
     def look(self, connection: sqlite3.Connection) -> list[Place]:

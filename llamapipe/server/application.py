@@ -75,7 +75,7 @@ def app(
     endpoints = (
         *ROUTES,
         *(OLLAMA_ROUTES if state.settings.ollama else ()),
-        *(PAGE_ROUTES if state.settings.page else ()),
+        *((*_PAGE_ROUTES, *PAGE_ROUTES) if state.settings.page else ()),
     )
     return application_of(state, endpoints)
 
@@ -479,10 +479,11 @@ OLLAMA_ROUTES = (
     ),
     get("/", ollama.root, has_key=False),
 )
-PAGE_ROUTES = (
-    get("/", page.page, has_key=False),
+_PAGE_ROUTES = (get("/", page.page, has_key=False), get("/timeline", _of_model(page.timeline)))
+PAGE_ROUTES = (  # those that need no model
     get("/page/{name}", page.page_file, has_key=False),
-    get("/timeline", _of_model(page.timeline)),
+    get("/jobs", page.jobs, "Batches, and answers in the background that have not ended.", ("500",)),
+    get("/mcp", page.mcp_servers, "The MCP servers that requests may name."),
 )
 
 

@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import logging
 import uuid
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _PATH_CHARACTERS = "/:@!$&'()*+,;=-._~"  # the others are escaped in the log: a path may hold line breaks
-_POLLED = ("/timeline", "/requests", "/ping", "/health", "/v1/health", "/metrics")
+_POLLED = ("/timeline", "/requests", "/jobs", "/ping", "/health", "/v1/health", "/metrics")
 _TRIM_AFTER_S = 1.0
 _TRIM_BYTES = 2**20
 _SMALL_BYTES = 2**16  # so large bodies come all the time
@@ -100,6 +100,10 @@ class Gate:
         """Leaves it to the next server, or to other processes of this one."""
         if self.background is not None:
             await self.background.stop()
+
+    def mcp_labels(self) -> Sequence[str]:
+        """The MCP servers that requests may name."""
+        return ()
 
     def stop_tools(self) -> None:
         """Ends the calls of tools that run for requests, because the server ends."""

@@ -1,4 +1,4 @@
-"""The page at ``/``, its files, and the route it reads: ``/timeline``, the engine's last steps."""
+"""The page at ``/``, its files, and the routes it reads: ``/timeline``, the engine's last steps, ``/jobs``, ``/mcp``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from importlib.resources import files
 from starlette.responses import Response
 
 from llamapipe._messages import quoted
+from llamapipe.server._kept import read, read_of
+from llamapipe.server._runs import Runs
 from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 
@@ -19,6 +21,7 @@ _POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
+_MOST_JOBS = 50  # of each kind
 _HEADERS = {
     "content-security-policy": _POLICY,
     "x-frame-options": "DENY",
@@ -65,3 +68,18 @@ async def timeline(exchange: Exchange) -> Response:
     except ValueError:
         raise ApiError(400, "after must be a number of seconds", "after") from None
     return JsonResponse(await exchange.server.timeline.since(after_s))
+
+
+async def jobs(exchange: Exchange) -> Response:
+    """``GET /jobs``: the last batches of the client, and its answers in the background that have not ended."""
+    store, files = exchange.gate.store, exchange.gate.files
+    if store is None or files is None:
+        return JsonResponse({"is_stored": False, "batches": [], "answers": []})
+    batches, _ = await read_of(exchange, files, files.batches, None, _MOST_JOBS)
+    answers = await read(exchange, Runs(store).listed, _MOST_JOBS)
+    return JsonResponse({"is_stored": True, "batches": batches, "answers": answers})
+
+
+async def mcp_servers(exchange: Exchange) -> Response:
+    """``GET /mcp``: the labels of the MCP servers that requests may name."""
+    return JsonResponse({"servers": [{"server_label": label} for label in exchange.gate.mcp_labels()]})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -105,6 +105,10 @@ class ServerState(Gate):
         for servers in (self.mcp, self.mcp_remote):
             if servers is not None:
                 servers.close()
+
+    def mcp_labels(self) -> Sequence[str]:
+        """As ``Gate.mcp_labels``."""
+        return () if self.mcp is None else tuple(self.mcp.labels)
 
     def stop_tools(self) -> None:
         """As ``Gate.stop_tools``: their requests are told that the server ends, and no other call begins."""

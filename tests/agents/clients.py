@@ -103,7 +103,7 @@ CLIENTS = (
         "langchain_node.mjs",
         ("@langchain/openai@1.5.8", "@langchain/core@1.4.0", "zod@4.6.7"),
     ),
-    Client("codex", "npm", "codex_cli.py", ("@openai/codex@0.169.0",), _commands("exec_command", "cmd")),
+    Client("codex", "npm", "codex_cli.py", ("@openai/codex@0.171.0",), _commands("exec_command", "cmd")),
     Client(
         "opencode",
         "npm",

@@ -12,8 +12,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 from support.bert_model import bert_model
+from support.control import PATIENCE_S, Gate
+from support.mcp_agent import Agent
 from support.pool_server import PoolServer, pool_server
 
 import llamapipe as lp
@@ -828,3 +831,107 @@ def test_a_page_of_another_site_computes_and_reads_nothing(
     assert answer is not None and answer.status == 403
     assert other_site.evaluate(SEND, ["/v1/completions", "application/json", "cors"]) == ["basic", 403]
     assert engine.stats().n_prompt_tokens == before
+
+
+# ---- jobs and tools
+
+
+def test_jobs_are_listed_and_cancelled(browser: Browser, engine: lp.Engine, tmp_path: Path) -> None:
+    line = {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "Once", "max_tokens": 4}}
+    lines = "".join(json.dumps({**line, "custom_id": f"{i}"}) + "\n" for i in range(5))
+    with (
+        serve(engine, settings=ServerSettings(store=tmp_path / "answers.db")) as server,
+        httpx.Client(base_url=f"{server.url}/v1", timeout=PATIENCE_S) as client,
+    ):
+        page = browser.new_page(viewport={"width": 1100, "height": 760})
+        page.goto(server.url)
+        page.locator("#tab-jobs").click()
+        page.locator("#jobs-problem", has_text="There are no batches").wait_for()
+        with Gate(engine) as gate:
+            form = {"purpose": "batch"}
+            file = client.post("/files", data=form, files={"file": lines.encode()}).json()["id"]
+            asked = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+            first, second = (client.post("/batches", json=asked).json()["id"] for _ in range(2))
+            later = {"input": "Hello", "max_output_tokens": 4, "background": True}
+            answers = [client.post("/responses", json=later).json()["id"] for _ in range(2)]
+            gate.wait()
+            page.locator("#answers tr").nth(1).wait_for()
+            assert page.locator("#answers th").all_text_contents() == answers[::-1]
+            page.locator("#batches tr").nth(1).get_by_text("0 of 5").wait_for()
+            shot(page, "jobs")
+            page.get_by_label(f"Cancel {answers[1]}").click()
+            page.get_by_label(f"Cancel {second}").click()
+            page.locator("#batches tr", has_text=second).get_by_text("cancelled").wait_for()
+            gate.open()
+        page.locator("#batches tr", has_text=first).get_by_text("5 of 5").wait_for()
+        page.locator("#answers").wait_for(state="hidden")
+        assert client.get(f"/responses/{answers[1]}").json()["status"] == "cancelled"
+        assert client.get(f"/responses/{answers[0]}").json()["status"] == "incomplete"
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        page.close()
+
+
+def test_without_a_store_there_are_no_jobs(page: Page) -> None:
+    page.locator("#figures b").first.wait_for()
+    assert page.locator("#tab-jobs").is_hidden() and page.locator("#tools").is_hidden()
+
+
+@pytest.fixture
+def tools_page(browser: Browser, tmp_path: Path) -> Iterator[Page]:
+    """The model calls ``add``, then ``fail``, then says that it is done."""
+    with Agent(tmp_path, [("add", {"a": 2, "b": 3}), ("fail", {})]) as agent:
+        page = browser.new_page(viewport={"width": 1100, "height": 760})
+        problems: list[str] = []
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto(agent.server.url)
+        page.locator(".settings summary").click()
+        page.fill("#temperature", "0")
+        page.get_by_label("good", exact=True).check()
+        page.keyboard.press("Escape")
+        yield page
+        page.close()
+        assert not problems
+
+
+def test_tools_run_when_the_reader_allows_them(tools_page: Page) -> None:
+    page = tools_page
+    say(page, "Go.")
+    call = page.locator(".call", has_text="asks to call add")
+    assert '{"a":2,"b":3}' in call.inner_text().replace(" ", "")
+    shot(page, "tools-question")
+    page.reload()  # the question is kept
+    page.locator(".call button", has_text="Always allow add").click()
+    page.locator(".call", has_text="asks to call fail").wait_for()
+    page.locator("#stop").wait_for(state="hidden")
+    done = page.locator(".call summary", has_text="good · add")
+    done.click()
+    assert page.locator(".call pre", has_text="5").count() >= 1
+    page.locator(".call button", has_text="Refuse").click()
+    page.locator(".message.assistant", has_text="DONE.").wait_for()
+    assert page.locator(".call button").count() == 0
+    assert page.locator(".call", has_text="was allowed to call add").is_visible()
+    assert page.locator(".call", has_text="was not allowed to call fail").is_visible()
+    shot(page, "tools")
+    with page.expect_request("**/v1/responses") as sent:
+        say(page, "Again.")
+    body = sent.value.post_data_json
+    assert body["tools"][0]["require_approval"] == {"never": {"tool_names": ["add"]}}
+    kinds = [item.get("type") for item in body["input"]]
+    assert kinds.count("mcp_approval_response") == 2 and kinds.count("mcp_call") == 1
+    before = page.locator(".message").all_inner_texts()
+    page.reload()
+    assert page.locator(".message").all_inner_texts() == before
+
+
+def test_a_conversation_continues_without_tools(tools_page: Page) -> None:
+    page = tools_page
+    say(page, "Go.")
+    page.locator(".call button", has_text="Refuse").wait_for()
+    page.locator(".settings summary").click()
+    page.get_by_label("good", exact=True).uncheck()
+    page.keyboard.press("Escape")
+    say(page, "Never mind.")
+    assert page.locator(".call button").count() == 0
+    assert (
+        page.locator(".message.assistant").nth(1).inner_text() and not page.locator(".message .error").count()
+    )

@@ -3,6 +3,9 @@
 const UNREACHABLE = "The server cannot be reached.";
 const LOST = "The connection to the server was lost; the answer is incomplete.";
 
+const DATA = /^(?:event: .*\n)?data: (.*)$/;
+const LAST = ["response.completed", "response.incomplete", "response.failed"];  // of the API that sends no [DONE]
+
 export function headers(key) {
   return { "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) };
 }
@@ -35,16 +38,17 @@ export async function* events(path, body, key, signal) {
   let left = "";
   for (;;) {
     const { done, value } = await reader.read().catch((error) => { throw explained(error, LOST); });
-    if (done) throw new Error(LOST);  // [DONE] did not come
+    if (done) throw new Error(LOST);  // the last event did not come
     const parts = (left + value).split("\n\n");
     left = parts.pop();
     for (const part of parts) {
-      if (!part.startsWith("data: ")) continue;  // a comment: the server is still there
-      const data = part.slice(6);
+      const data = part.match(DATA)?.[1];
+      if (data === undefined) continue;  // a comment: the server is still there
       if (data === "[DONE]") return;
       const event = JSON.parse(data);
       if (event.error) throw new Error(event.error.message);
       yield event;
+      if (LAST.includes(event.type)) return;
     }
   }
 }

@@ -1,28 +1,31 @@
 // A conversation: its messages on the page, in the browser's store and in requests.
 
-import { events } from "./api.js";
+import { plain, withTools } from "./answers.js";
 import { isImage, pictures } from "./images.js";
 import { Markdown, appendText, made } from "./markdown.js";
 import { store, stored } from "./store.js";
+import { isCall, showCall } from "./tools.js";
 
 const NAME = "conversation";  // in the store
 
-// The messages that are sent: those that were answered, and the last one.
+// The messages that are sent: those that were answered, and the last one. Calls of tools are an answer, too.
 function answered(messages) {
+  const isThere = ({ content, items }) => content || items?.some(isCall);
   return messages.filter((one, i) => (
-    one.role === "user" ? i === messages.length - 1 || messages[i + 1].content : one.content
-  )).map(({ role, content, images }) => ({ role, content: images?.length ? parts(content, images) : content }));
+    one.role === "user" ? i === messages.length - 1 || isThere(messages[i + 1]) : isThere(one)
+  ));
 }
 
-function parts(text, images) {
-  const shown = images.map((url) => ({ type: "image_url", image_url: { url } }));
-  return text ? [...shown, { type: "text", text }] : shown;
+// The questions of an answer that the reader has not decided.
+function undecided({ items, approvals }) {
+  return (items ?? []).filter(({ type, id }) => type === "mcp_approval_request" && !approvals?.some((one) => one.id === id));
 }
 
 // Whether an entry of the store is a message as this page writes it.
 function isMessage(one) {
   return (one?.role === "user" || one?.role === "assistant") && typeof one.content === "string"
-    && (one.images === undefined || (Array.isArray(one.images) && one.images.every(isImage)));
+    && (one.images === undefined || (Array.isArray(one.images) && one.images.every(isImage)))
+    && (one.items === undefined || (Array.isArray(one.items) && one.items.every((item) => typeof item?.type === "string")));
 }
 
 function duration(ms) {
@@ -40,11 +43,12 @@ class Answer {
     this.summary = made("summary", "", "Reasoning");
     this.thoughts = made("div", "thoughts");
     this.reasoning.append(this.summary, this.thoughts);
+    this.calls = made("div", "calls");
     this.text = made("div", "markdown");
     this.foot = made("div", "foot");
     this.facts = made("span", "facts");
     this.foot.append(this.facts);
-    this.box.append(this.reasoning, this.text, this.foot);
+    this.box.append(this.reasoning, this.calls, this.text, this.foot);
     this.markdown = new Markdown(this.text);
     this.shown = { content: 0, reasoning: 0 };
     this.isWaiting = false;
@@ -57,6 +61,15 @@ class Answer {
       this.isWaiting = true;
       requestAnimationFrame(() => this.frame());
     }
+  }
+
+  // Shows a call, in place of what was shown of it before; `decide`: see showCall.
+  call(item, decide) {
+    const shown = showCall(item, decide, this.message.approvals?.find((one) => one.id === item.id)?.approve);
+    shown.dataset.id = item.id;
+    const before = [...this.calls.children].find((one) => one.dataset.id === item.id);
+    if (before) before.replaceWith(shown);
+    else this.calls.append(shown);
   }
 
   frame() {
@@ -150,7 +163,7 @@ class Scroller {
 }
 
 export class Chat {
-  // `ask`: {options, system, key, run, first} of the page; `note` shows a line under the conversation.
+  // `ask`: {options, system, key, tools, run, first} of the page; `note` shows a line under the conversation.
   constructor(log, latest, ask, note) {
     this.log = log;
     this.ask = ask;
@@ -178,7 +191,9 @@ export class Chat {
       if (message.content) message.facts = "interrupted by a reload";
       else message.error ??= "The page was reloaded before the answer began.";
     }
-    this.showAnswer(message).end(isLast ? () => this.again() : null);
+    const answer = this.showAnswer(message);
+    this.showCalls(answer, isLast);
+    answer.end(isLast ? () => this.again() : null);
   }
 
   welcome() {
@@ -201,6 +216,26 @@ export class Chat {
     return answer;
   }
 
+  // Shows the calls of an answer; the last one's questions wait for a decision.
+  showCalls(answer, isLast) {
+    const { message } = answer;
+    const open = undecided(message);
+    for (const item of (message.items ?? []).filter(isCall)) {
+      answer.call(item, isLast && open.includes(item) ? (how) => this.decide(answer, item, how) : null);
+    }
+  }
+
+  // What the reader says to a call. When all of an answer are decided, the model continues.
+  async decide(answer, item, how) {
+    const { message } = answer;
+    if (this.ask.isRunning() || this.messages.at(-1) !== message) return;
+    if (how === "always") this.ask.tools.allow(item);
+    (message.approvals ??= []).push({ id: item.id, approve: how !== "no" });
+    answer.call(item, null);
+    this.save();
+    if (!undecided(message).length) await this.answer();
+  }
+
   save() {
     const isKept = store(NAME, this.messages);
     if (!isKept && this.messages.length) this.note("The browser does not keep this conversation: a reload will end it.");
@@ -208,6 +243,7 @@ export class Chat {
 
   clear() {
     this.messages = [];
+    this.ask.tools.clear();
     this.save();
     this.note("");
     this.welcome();
@@ -230,10 +266,12 @@ export class Chat {
 
   async answer() {
     const { messages, ask } = this;
+    const before = this.answers.get([...this.log.querySelectorAll(".message.assistant")].at(-1));
+    if (before) this.showCalls(before, false);  // a question is past
     this.log.querySelectorAll("button.again").forEach((button) => button.remove());
     const options = ask.options();
     const sent = [...ask.system(), ...answered(messages)];
-    const body = { ...options, truncation: "auto", return_progress: true, messages: sent };
+    const tools = ask.tools.asked;
     const message = { role: "assistant", content: "", reasoning: "" };
     messages.push(message);
     const answer = this.showAnswer(message);
@@ -241,28 +279,33 @@ export class Chat {
     this.scroller.toEnd();
     this.save();
     const began = performance.now();
-    let first = null, usage = null, reason = null, ended = "";
+    let first = null, n = null, reason = null, ended = "", written = 0;
     this.log.setAttribute("aria-busy", "true");
     await ask.run(async (signal) => {
       try {
-        for await (const event of events("v1/chat/completions", body, ask.key(), signal)) {
-          usage = event.usage ?? usage;
-          const progress = event.prompt_progress;
-          if (progress && first === null) {
-            const percent = Math.floor(100 * progress.processed / progress.total);
-            answer.facts.textContent = `reading the prompt: ${percent} % of ${progress.total} tokens`;
+        const parts = tools.length ? withTools(tools, options, sent, ask.key(), signal) : plain(options, sent, ask.key(), signal);
+        for await (const part of parts) {
+          n = part.n_tokens ?? n;
+          reason = part.reason ?? reason;
+          if (part.progress && first === null) {
+            const { processed, total } = part.progress;
+            answer.facts.textContent = `reading the prompt: ${Math.floor(100 * processed / total)} % of ${total} tokens`;
           }
-          for (const { delta, finish_reason } of event.choices) {
-            reason = finish_reason ?? reason;
-            const content = delta.content ?? "", reasoning = delta.reasoning_content ?? "";
-            if (!content && !reasoning) continue;
-            if (first === null) {
-              first = performance.now();
-              ask.first(first - began);
-              answer.facts.textContent = "";
+          if (part.item) {
+            if (part.isDone) {
+              (message.items ??= []).push(part.item);
+              written = message.content.length;
             }
-            answer.add(content, reasoning);
+            if (isCall(part.item)) this.scroller.keep(() => answer.call(part.item, null));
           }
+          const content = part.content ?? "", reasoning = part.reasoning ?? "";
+          if (!content && !reasoning) continue;
+          if (first === null) {
+            first = performance.now();
+            ask.first(first - began);
+            answer.facts.textContent = "";
+          }
+          answer.add(content, reasoning);
         }
       } catch (error) {
         if (error.name === "AbortError") ended = "stopped";
@@ -271,8 +314,7 @@ export class Chat {
     });
     if (this.isLeaving) return;
     const facts = [];
-    const n = usage?.completion_tokens;
-    if (usage && first !== null) {
+    if (n !== null && first !== null) {
       const seconds = (performance.now() - first) / 1000;
       facts.push(`${n} ${n === 1 ? "token" : "tokens"}`);
       const rate = n / seconds;
@@ -285,7 +327,11 @@ export class Chat {
     }
     if (ended) facts.push(ended);
     message.facts = facts.join(" · ");
-    this.scroller.keep(() => answer.end(() => this.again()));
+    if (message.items) message.rest = message.content.slice(written).trim();
+    this.scroller.keep(() => {
+      this.showCalls(answer, true);
+      answer.end(() => this.again());
+    });
     this.log.setAttribute("aria-busy", "false");
     if (this.messages === messages) this.save();
   }

@@ -4,10 +4,12 @@ import { events } from "./api.js";
 import { Chat } from "./chat.js";
 import { Images } from "./images.js";
 import { appendText, made } from "./markdown.js";
+import { Jobs } from "./jobs.js";
 import { Models } from "./models.js";
 import { Requests } from "./requests.js";
 import { store, stored } from "./store.js";
 import { Timeline } from "./timeline.js";
+import { Tools } from "./tools.js";
 
 const $ = (id) => document.getElementById(id);
 const key = () => $("key").value.trim();
@@ -17,13 +19,16 @@ const models = new Models({
 }, key);
 const timeline = new Timeline($("timeline"), $("figures"), key, () => models.query);
 const requests = new Requests({ tab: $("tab-times"), rows: $("times-rows"), problem: $("times-problem") }, key);
+const jobs = new Jobs({
+  tab: $("tab-jobs"), batches: $("batches"), answers: $("answers"), problem: $("jobs-problem"),
+}, key);
+const tools = new Tools($("tools"), key);
 let running = null;  // the AbortController of the request that is running
 
 function options() {
   const number = (id, name) => ($(id).value === "" ? {} : { [name]: Number($(id).value) });
   return {
     ...models.options, ...number("temperature", "temperature"), ...number("max-tokens", "max_tokens"), ...number("seed", "seed"),
-    stream_options: { include_usage: true },
   };
 }
 
@@ -97,6 +102,7 @@ function select(tab) {
   tab.focus();
   if (tab.id === "tab-all") models.refresh();
   if (tab.id === "tab-times") requests.refresh();
+  if (tab.id === "tab-jobs") jobs.refresh();
 }
 tabs.forEach((tab) => {
   tab.addEventListener("click", () => select(tab));
@@ -120,12 +126,14 @@ $("key").value = stored("key") ?? "";
 $("key").addEventListener("change", () => {
   store("key", key());
   models.refresh();
+  jobs.refresh();
+  tools.refresh();
 });
 $("settings").addEventListener("submit", (event) => event.preventDefault());
 
 // ---- chat
 const chat = new Chat($("log"), $("latest"), {
-  options, system, key,
+  options, system, key, tools,
   isRunning: () => running !== null,
   run: (work) => run($("chat-form"), work),
   first: (ms) => { timeline.ttft = ms; },
@@ -165,7 +173,7 @@ async function sideBySide(prompt, n) {
   let tokens = 0;
   await run($("side-form"), async (signal) => {
     try {
-      const body = { max_tokens: -1, ...options(), prompt, n };
+      const body = { max_tokens: -1, ...options(), stream_options: { include_usage: true }, prompt, n };
       for await (const event of events("v1/completions", body, key(), signal)) {
         const now = performance.now();
         tokens = event.usage?.completion_tokens ?? tokens + event.choices.length;

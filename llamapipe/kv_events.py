@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import logging
 import re
-import socket
 import threading
 import time
 from collections import deque
@@ -241,7 +240,11 @@ class Publisher:
         self._replay: Any = None
         topic = options.topic
         if topic is None:
-            topic = f"kv@{socket.gethostname()}@{model_name}"
+            from socket import (
+                gethostname,
+            )  # every engine imports this module, and only publishers need sockets
+
+            topic = f"kv@{gethostname()}@{model_name}"
         self._topic = topic.encode()
         self._n_kept = options.n_replay
         try:

@@ -20,8 +20,7 @@ from llamapipe._messages import quoted
 from llamapipe.errors import InvalidRequestError
 from llamapipe.locks import Lock
 from llamapipe.params import SamplingParams
-from llamapipe.structured.budget import GrammarBudget
-from llamapipe.structured.compile import TooLongError
+from llamapipe.structured.budget import GrammarBudget, TooLongError
 
 if TYPE_CHECKING:
     from llamapipe.chat._call_format import CallFormat

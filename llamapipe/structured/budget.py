@@ -1,11 +1,15 @@
-"""The processor time of one prompt's constraint, and the error when it is used up.
+"""The limits of a constraint, and the errors over them: its length, and the processor time of one prompt's constraint.
 
 The code that compiles or follows the constraint adds to ``spent_s`` and asks for the ``error``.
 """
 
 from __future__ import annotations
 
-from llamapipe.errors import ConstraintError
+from llamapipe.errors import ConstraintError, InvalidRequestError
+
+
+class TooLongError(InvalidRequestError):
+    """A grammar or a schema over the limit of its length."""
 
 
 class GrammarBudget:

@@ -26,6 +26,7 @@ from llamapipe.structured._grammar import SchemaGrammar
 from llamapipe.structured._guide import DEAD_END, GrammarTokenizer, Guide, llguidance, message_of
 from llamapipe.structured._logic import WAYS, without_logic
 from llamapipe.structured._rewrite import rewritten
+from llamapipe.structured.budget import TooLongError
 from llamapipe.structured.schema import (
     Schema,
     schema_object,
@@ -133,10 +134,6 @@ def compile_guide(
     compiler = _compiler(model.vocab if isinstance(model, Model) else model, kind)
     whitespace = {"json_schema": json_whitespace, "choice": space}.get(kind, "")
     return compiler.factory(kind, text, whitespace)
-
-
-class TooLongError(InvalidRequestError):
-    """A grammar or a schema over the limit of its length."""
 
 
 def _check_length(kind: str, text: str) -> None:

@@ -7,6 +7,7 @@
 Rounds of traffic (threads, coroutines, HTTP clients) end with a quiet moment: all requests have ended, and memory,
 descriptors, threads and owners of native memory are counted. The first quarter of the rounds, 5 at least, is the
 warm-up: caches fill. After it, memory may grow by 1 MB an hour at most, beyond a 95 % interval, and nothing else may.
+The types whose objects became the most since the warm-up are printed, for who looks for a leak.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ import logging
 import sys
 import tempfile
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
 from pathlib import Path
 
 sys.path[0:0] = [str(Path(__file__).resolve().parents[1])]
 
+from support.adapters import make_adapter  # noqa: E402
+
 import llamapipe as lp  # noqa: E402
 from llamapipe.server import ServerSettings, serve  # noqa: E402
 from soak.http_clients import Clients  # noqa: E402
-from soak.levels import Level, level, slope  # noqa: E402
+from soak.levels import Level, level, slope, types  # noqa: E402
 from soak.traffic import TEMPLATE, Traffic, bert  # noqa: E402
 
 # What may grow without doubt (the lower end of the interval): by this much an hour, or by this much in all.
@@ -86,7 +90,9 @@ def run(args: argparse.Namespace, seconds: float) -> list[Level]:
         serve(engine, settings=settings) as server,
         ThreadPoolExecutor(_N_THREADS + 2) as pool,
     ):
-        traffic = Traffic(engine, small, embedder, model)
+        adapter = make_adapter(Path(folder) / "adapter.gguf", lp.demo_model_path())
+        traffic = Traffic(engine, small, embedder, model, adapter)
+        warm: Counter[str] = Counter()
         began = time.monotonic()
         n_round = 0
         n_http = 0
@@ -108,11 +114,15 @@ def run(args: argparse.Namespace, seconds: float) -> list[Level]:
             if args.leak:
                 _leak(args.leak, n - (levels[-1].n_requests if levels else 0))
             levels.append(level((time.monotonic() - began) / 3600, n))
+            if not warm and time.monotonic() - began > seconds / 4:
+                warm = types()
             sys.stdout.write(f"{levels[-1]}\n")
             sys.stdout.flush()
         faulthandler.cancel_dump_traceback_later()
         for name, n in sorted(traffic.counts.items()):
             sys.stdout.write(f"{name:40} {n:9}\n")
+        for name, n in (types() - warm).most_common(10):
+            sys.stdout.write(f"{name:60} {warm[name]:9} {n:+9}\n")
         traffic.close()
     return levels
 

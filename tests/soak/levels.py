@@ -8,6 +8,7 @@ import os
 import statistics
 import sys
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -67,6 +68,12 @@ def level(hours: float, n_requests: int) -> Level:
         sum(isinstance(each, NotCopyable) for each in objects),
         len(objects),
     )
+
+
+def types() -> Counter[str]:
+    """How many objects of each type the garbage collector knows."""
+    kinds = Counter(type(each) for each in gc.get_objects())
+    return Counter({f"{kind.__module__}.{kind.__qualname__}": n for kind, n in kinds.items()})
 
 
 @dataclass(frozen=True)

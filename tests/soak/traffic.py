@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import time
 from collections import Counter
@@ -31,13 +32,18 @@ Kind = Callable[["Traffic", random.Random], object]
 class Traffic:
     """The engines, and one method for each kind of call. Any thread."""
 
-    def __init__(self, engine: lp.Engine, small: lp.Engine, embedder: lp.Embedder, model: lp.Model) -> None:
+    def __init__(
+        self, engine: lp.Engine, small: lp.Engine, embedder: lp.Embedder, model: lp.Model, adapter: Path
+    ) -> None:
         self.engine = engine
         self.small = small  # has too few KV cells for its slots, and so preempts
         self.embedder = embedder
         self.model = model
+        self.adapter = adapter
         self.counts: Counter[str] = Counter()
         self._pin = engine.cache_prefix(list(range(400, 440)))
+        self._n_adapters = itertools.count()
+        self._kept_adapter = model.load_adapter(adapter, "kept")
 
     def run(self, seed: int, end: float, only: str) -> None:
         """Makes one call after another until ``end``, of the kinds whose names contain ``only``."""
@@ -63,8 +69,13 @@ class Traffic:
         return [*shared, *(rng.randrange(300, 2000) for _ in range(rng.randrange(2, 40)))]
 
     def close(self) -> None:
-        """Gives the pinned prefix back."""
+        """Give the pinned prefix and the adapter back."""
         self._pin.release()
+        self._kept_adapter.close()
+
+    def new_name(self) -> str:
+        """A name that no adapter has had."""
+        return f"adapter-{next(self._n_adapters)}"
 
 
 def _params(rng: random.Random, **more: Any) -> lp.SamplingParams:
@@ -164,6 +175,27 @@ def _constrained(traffic: Traffic, rng: random.Random) -> object:
     )
 
 
+def _json(traffic: Traffic, rng: random.Random) -> object:
+    return traffic.engine.generate(
+        "An object:", _single(rng, json_schema={"type": "object"}, ignore_eos=False, min_tokens=0)
+    )
+
+
+def _predicted(traffic: Traffic, rng: random.Random) -> object:
+    return traffic.engine.generate("The fox", _single(rng, prediction="sat by the tree. " * 3))
+
+
+def _adapter(traffic: Traffic, rng: random.Random) -> object:
+    return traffic.engine.generate(
+        traffic.prompt(rng), _params(rng, adapter={"kept": rng.choice((0.5, 1.0))})
+    )
+
+
+def _new_adapter(traffic: Traffic, rng: random.Random) -> None:
+    with traffic.model.load_adapter(traffic.adapter, traffic.new_name()) as adapter:
+        traffic.engine.generate(traffic.prompt(rng), _single(rng, adapter=adapter))
+
+
 def _processor(traffic: Traffic, rng: random.Random) -> object:
     def process(logits: Any) -> None:
         logits[300:400] = -np.inf
@@ -237,6 +269,10 @@ SYNC: dict[str, tuple[int, Kind]] = {  # with their shares
     "generation, fork, snapshot": (6, _generation),
     "scores": (6, _score),
     "constrained": (10, _constrained),
+    "JSON": (5, _json),
+    "predicted": (5, _predicted),
+    "adapter": (5, _adapter),
+    "adapter loaded and closed": (2, _new_adapter),
     "processor": (5, _processor),
     "broken processor": (2, _broken_processor),
     "chat": (10, _chat),

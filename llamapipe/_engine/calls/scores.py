@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import lru_cache, partial
 from typing import Any, Generic, TypeVar
@@ -41,8 +40,7 @@ from llamapipe.types import Prompt, TokenIds
 Pair = tuple[list[int], list[int]]  # a context and a continuation
 T = TypeVar("T")  # the result of a call
 _BEFORE_SPACES = tuple(":?=>")
-# Letters and digits of scripts that have spaces between words.
-_IN_WORDS = re.compile("[^\\W_\u2e80-\U0010ffff]")
+_FIRST_WITHOUT_SPACES = "\u2e80"  # from here on, scripts have no spaces between words
 _log = logging.getLogger("llamapipe")
 _N_LEAST = 8  # least continuations per request, since each request copies the context's cells
 Shaped = Score | list[Score] | list[list[Score]] | list[Score | list[Score]]
@@ -263,9 +261,14 @@ def _pairs(model: Model, prompt: Prompt, continuations: Sequence[Prompt]) -> lis
 def _warn_of_spaces(prompt: str, continuations: Sequence[Prompt]) -> None:
     """Warns of answers that running text would have a space before: each is scored as it is given."""
     if prompt[-1:] in _BEFORE_SPACES and len(continuations) > 1:
-        texts = [text for text in continuations if isinstance(text, str) and _IN_WORDS.match(text)]
+        texts = [text for text in continuations if isinstance(text, str) and _begins_a_word(text)]
         if len(texts) == len(continuations):
             _warn_once(prompt[-1], texts[0])
+
+
+def _begins_a_word(text: str) -> bool:
+    """Whether it begins with a letter or digit of a script that has spaces between words."""
+    return text[:1].isalnum() and text[0] < _FIRST_WITHOUT_SPACES
 
 
 @lru_cache(256)

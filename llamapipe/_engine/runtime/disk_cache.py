@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 import os
 import stat
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -501,7 +500,11 @@ def write_sequence(path: Path, sequence: CachedSequence, layout: SnapshotFormat)
     parts = _file_of(sequence, _head_of(sequence), layout)
     if not parts:
         raise ValueError("the form of this model's cells in a file is not known")
-    descriptor, name = tempfile.mkstemp(PARTIAL, ".", path.parent)
+    from tempfile import (
+        mkstemp,
+    )  # it imports compression, and only engines with a folder for their cells need it
+
+    descriptor, name = mkstemp(PARTIAL, ".", path.parent)
     try:
         with open(descriptor, "wb") as file:
             file.writelines(parts)

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import gguf
 import httpx
 import numpy as np
-from local_server import child_process, free_port
+from local_server import child_process, cpu_seconds, free_port
 
 sys.path.append(str(Path(__file__).resolve().parent / "compare"))
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -71,12 +71,6 @@ def write_lora(path: Path, model: Path, rank: int, seed: int) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def cpu_seconds(pid: int) -> float:
-    """Processor time that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def one(client: httpx.AsyncClient, body: dict[str, Any]) -> list[float]:

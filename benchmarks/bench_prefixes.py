@@ -1,10 +1,11 @@
-"""What prompts that begin alike cost, beside llama-server: tokens computed, and the time to the first token.
+"""What prompts that begin alike cost, beside llama-server: tokens computed, time to the first token, processor time.
 
     python benchmarks/bench_prefixes.py gemma-3-270m.gguf --llama-server PATH
 
 Both servers run on the loopback address and get the same requests, in turns, through ``/completion``: each request
 generates one token. Prompts are random tokens, so nothing is shared by chance. ``ideal``: the tokens that no earlier
-prompt of the round has.
+prompt of the round has. ``ratio``: ours to llama-server's time. On a machine where other programs compute, the
+processor time of one thread (``--threads 1``) says more than the time to the first token.
 """
 
 from __future__ import annotations
@@ -19,20 +20,23 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from local_server import free_port, process
+from local_server import child_process, cpu_seconds, free_port
 
 N_MORE = 20  # tokens after what is shared
-Post = Callable[[list[int]], "Answer"]
+Post = Callable[[list[int]], int]  # asks for a token; prompt tokens that were computed
+Work = tuple[str, int, Callable[[Post], int]]  # name, ideal, and how it is asked
 
 
-class Answer(NamedTuple):
-    """Of one or several requests: prompt tokens that were computed, and seconds until all first tokens were there."""
+class Cost(NamedTuple):
+    """What requests cost: prompt tokens computed, seconds until all first tokens were there, the server's CPU time."""
 
-    n_computed: int
+    n_computed: float
     seconds: float
+    cpu_s: float
 
 
 def main() -> None:
@@ -51,73 +55,80 @@ def main() -> None:
     n_threads = str(args.threads)
     common = ["-m", str(args.model), "-np", str(args.slots), "-t", n_threads]
     with ExitStack() as stack:
-        sides: dict[str, int] = {}
+        sides: dict[str, tuple[int, int]] = {}  # port, process
         ours = [sys.executable, "-m", "llamapipe_command", "serve", *common, "-c", str(n_ctx)]
         port = free_port()
-        sides["llamapipe"] = stack.enter_context(process([*ours, "--port", str(port)], port))
+        pid = stack.enter_context(child_process([*ours, "--port", str(port)], port))
+        sides["llamapipe"] = port, pid
         if args.llama_server is not None:
             theirs = [str(args.llama_server), *common, "-tb", n_threads, "-c", str(n_ctx * args.slots)]
             port = free_port()
-            sides["llama-server"] = stack.enter_context(
-                process([*theirs, "--port", str(port), "--no-webui"], port)
-            )
-        found: dict[tuple[str, str], list[Answer]] = {}
+            pid = stack.enter_context(child_process([*theirs, "--port", str(port), "--no-webui"], port))
+            sides["llama-server"] = port, pid
+        costs: dict[tuple[str, str], list[Cost]] = {}
         ideals: dict[str, int] = {}
         for i in range(args.rounds):
-            for side, port in sides.items():
-                for name, ideal, answer in works(random.Random(i), port, args.shared, args.slots):
-                    found.setdefault((name, side), []).append(answer)
-                    ideals[name] = ideal
-    print(f"{'work':36}{'ideal':>7}" + "".join(f"{side + ': tokens, ms':>28}" for side in sides))
+            for name, ideal, work in works(random.Random(i), args.shared, args.slots):
+                ideals[name] = ideal
+                for side in sorted(sides, reverse=bool(i % 2)):
+                    costs.setdefault((name, side), []).append(cost(work, *sides[side]))
+    print(
+        f"{'work':36}{'ideal':>7}"
+        + "".join(f"{side + ': tokens, ms, CPU ms':>37}" for side in sides)
+        + "   ratio, CPU"
+    )
     for name, ideal in ideals.items():
         row = f"{name:36}{ideal:7}"
-        for side in sides:
-            answers = found[name, side]
-            n = statistics.median(answer.n_computed for answer in answers)
-            ms = 1e3 * statistics.median(answer.seconds for answer in answers)
-            row += f"{n:18.0f}{ms:10.0f}"
+        medians = [Cost(*map(statistics.median, zip(*costs[name, side], strict=True))) for side in sides]
+        for median in medians:
+            row += f"{median.n_computed:19.0f}{1e3 * median.seconds:9.0f}{1e3 * median.cpu_s:9.0f}"
+        if len(medians) == 2:
+            our, their = medians
+            row += f"{our.seconds / their.seconds:8.2f}{our.cpu_s / max(their.cpu_s, 0.01):6.2f}"
         print(row)
 
 
-def works(rng: random.Random, port: int, n: int, n_slots: int) -> Iterator[tuple[str, int, Answer]]:
-    """The works of a round, in their order: name, ideal, answer."""
+def cost(work: Callable[[Post], int], port: int, pid: int) -> Cost:
+    """Asks a server."""
+    began, cpu_began = time.perf_counter(), cpu_seconds(pid)
+    n = work(partial(n_computed, port))
+    return Cost(n, time.perf_counter() - began, cpu_seconds(pid) - cpu_began)
+
+
+def works(rng: random.Random, n: int, n_slots: int) -> Iterator[Work]:
+    """The works of a round, in their order."""
 
     def fresh(n_tokens: int) -> list[int]:
         return [rng.randrange(300, 30_000) for _ in range(n_tokens)]
 
-    def post(prompt: list[int]) -> Answer:
-        return completion(port, prompt)
+    def alone(prompt: list[int]) -> Callable[[Post], int]:
+        return lambda post: post(prompt)
+
+    def together(prompts: list[list[int]]) -> Callable[[Post], int]:
+        def ask(post: Post) -> int:
+            with ThreadPoolExecutor(len(prompts)) as pool:
+                return sum(pool.map(post, prompts))
+
+        return ask
 
     base = fresh(n)
     first = base + fresh(N_MORE)
-    yield "a new prompt", len(first), post(first)
-    yield "the same again", 1, post(first)
-    yield "parts near its end, the second", N_MORE, post(base + fresh(N_MORE))
-    yield "parts near its end, the third", N_MORE, post(base + fresh(N_MORE))
-    yield "parts in its middle, the second", N_MORE, post(first[: n // 2] + fresh(N_MORE))
-    yield "parts in its middle, the third", N_MORE, post(first[: n // 2] + fresh(N_MORE))
-    yield "the first prompt again", 1, post(first)
+    yield "a new prompt", len(first), alone(first)
+    yield "the same again", 1, alone(first)
+    yield "parts near its end, the second", N_MORE, alone(base + fresh(N_MORE))
+    yield "parts near its end, the third", N_MORE, alone(base + fresh(N_MORE))
+    yield "parts in its middle, the second", N_MORE, alone(first[: n // 2] + fresh(N_MORE))
+    yield "parts in its middle, the third", N_MORE, alone(first[: n // 2] + fresh(N_MORE))
+    yield "the first prompt again", 1, alone(first)
     base = fresh(n)
     several = [base + fresh(N_MORE) for _ in range(n_slots)]
-    yield f"{n_slots} at once, new", n + n_slots * N_MORE, together(post, several)
+    yield f"{n_slots} at once, new", n + n_slots * N_MORE, together(several)
     several = [base + fresh(N_MORE) for _ in range(n_slots)]
-    yield f"{n_slots} at once, with the same beginning", n_slots * N_MORE, together(post, several)
-    yield (
-        f"{n_slots} at once, nothing shared",
-        n_slots * n,
-        together(post, [fresh(n) for _ in range(n_slots)]),
-    )
+    yield f"{n_slots} at once, with the same beginning", n_slots * N_MORE, together(several)
+    yield f"{n_slots} at once, nothing shared", n_slots * n, together([fresh(n) for _ in range(n_slots)])
 
 
-def together(post: Post, prompts: list[list[int]]) -> Answer:
-    """Several prompts at the same time."""
-    began = time.perf_counter()
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = list(pool.map(post, prompts))
-    return Answer(sum(answer.n_computed for answer in answers), time.perf_counter() - began)
-
-
-def completion(port: int, prompt: list[int]) -> Answer:
+def n_computed(port: int, prompt: list[int]) -> int:
     """One request for one token."""
     asked = {"prompt": prompt, "n_predict": 1, "temperature": 0, "cache_prompt": True}
     request = urllib.request.Request(
@@ -125,10 +136,8 @@ def completion(port: int, prompt: list[int]) -> Answer:
         json.dumps(asked).encode(),
         {"Content-Type": "application/json"},
     )
-    began = time.perf_counter()
     with urllib.request.urlopen(request, timeout=600) as response:
-        answer = json.load(response)
-    return Answer(int(answer["timings"]["prompt_n"]), time.perf_counter() - began)
+        return int(json.load(response)["timings"]["prompt_n"])
 
 
 if __name__ == "__main__":

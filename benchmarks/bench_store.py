@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import random
 import statistics
 import sys
@@ -24,7 +23,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from local_server import child_process, free_port
+from local_server import child_process, cpu_seconds, free_port
 
 WORDS = (
     "fox tree river house boy girl cat dog sun moon hill road cake ball king snow bird fish boat song".split()
@@ -58,12 +57,6 @@ class Rates(NamedTuple):
     cpu: float
 
 
-def cpu_s(pid: int) -> float:
-    """The processor time that a process has taken."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 async def ask_all(
     name: str, port: int, pid: int, store: bool, prompts: list[list[str]], n_generate: int
 ) -> Rates:
@@ -79,9 +72,9 @@ async def ask_all(
             n += await ask(port, json.dumps(body).encode())
         return n
 
-    began, cpu_began = time.perf_counter(), cpu_s(pid)
+    began, cpu_began = time.perf_counter(), cpu_seconds(pid)
     n_tokens = sum(await asyncio.gather(*map(stream, prompts)))
-    return Rates(n_tokens / (time.perf_counter() - began), n_tokens / (cpu_s(pid) - cpu_began))
+    return Rates(n_tokens / (time.perf_counter() - began), n_tokens / (cpu_seconds(pid) - cpu_began))
 
 
 def measure(args: argparse.Namespace, n: int) -> dict[str, list[Rates]]:

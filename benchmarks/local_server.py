@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 
 @contextlib.contextmanager
@@ -30,6 +32,12 @@ def child_process(command: list[str], port: int) -> Iterator[int]:
     finally:
         child.terminate()
         child.wait()
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def healthy(port: int) -> bool:

@@ -56,12 +56,16 @@ class ServerProcess:
         """Of the process."""
         return self._process.pid
 
+    def end(self) -> None:
+        """Ends it with SIGTERM and waits, as a restart of the service does. ``kill`` closes its pipes."""
+        self._process.terminate()
+        self._process.wait(timeout=60)
+
     def kill(self) -> None:
         """Ends it at once, as a crash does. A second call does nothing."""
-        if self._process.returncode is not None:
-            return
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
         self._reader.join()
         for pipe in (self._process.stdout, self._process.stderr):
             assert pipe is not None

@@ -33,7 +33,7 @@ from llamapipe.fleet._tasks import Tasks
 from llamapipe.fleet._totals import newest
 from llamapipe.fleet.catalog import ModelEntry
 from llamapipe.fleet.pool import ModelState, Pool, PooledModel
-from llamapipe.server import page, system
+from llamapipe.server import page_routes, system
 from llamapipe.server.application import OLLAMA_ROUTES, PAGE_ROUTES, ROUTES, STORE_ROUTES, application_of
 from llamapipe.server.body_budget import BodyBudget
 from llamapipe.server.endpoint import (
@@ -349,7 +349,7 @@ class Front(Gate):
         if self.settings.page:
             made += [get("/timeline", self.timeline), *PAGE_ROUTES]
             if not self.settings.ollama:
-                made += [get("/", page.page, has_key=False)]
+                made += [get("/", page_routes.page, has_key=False)]
         if self.settings.ollama:
             made += self.ollama.routes()
         here = {(endpoint.method, endpoint.path) for endpoint in made}

@@ -35,7 +35,7 @@ from llamapipe.server import (
     _tokens,
     ollama,
     ollama_files,
-    page,
+    page_routes,
     system,
     transcriptions,
 )
@@ -479,11 +479,11 @@ OLLAMA_ROUTES = (
     ),
     get("/", ollama.root, has_key=False),
 )
-_PAGE_ROUTES = (get("/", page.page, has_key=False), get("/timeline", _of_model(page.timeline)))
+_PAGE_ROUTES = (get("/", page_routes.page, has_key=False), get("/timeline", _of_model(page_routes.timeline)))
 PAGE_ROUTES = (  # those that need no model
-    get("/page/{name}", page.page_file, has_key=False),
-    get("/jobs", page.jobs, "Batches, and answers in the background that have not ended.", ("500",)),
-    get("/mcp", page.mcp_servers, "The MCP servers that requests may name."),
+    get("/page/{name}", page_routes.page_file, has_key=False),
+    get("/jobs", page_routes.jobs, "Batches, and answers in the background that have not ended.", ("500",)),
+    get("/mcp", page_routes.mcp_servers, "The MCP servers that requests may name."),
 )
 
 

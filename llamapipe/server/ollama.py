@@ -47,7 +47,7 @@ from llamapipe.server._tools import check_functions
 from llamapipe.server.dialects.ollama import OllamaEncoder, date_of, empty_part, nanoseconds
 from llamapipe.server.endpoint import Exchange, JsonResponse, LineStream
 from llamapipe.server.errors import ApiError
-from llamapipe.server.page import page
+from llamapipe.server.page_routes import page
 
 if TYPE_CHECKING:
     from pathlib import Path

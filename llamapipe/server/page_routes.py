@@ -1,4 +1,4 @@
-"""The page at ``/``, its files, and the routes it reads: ``/timeline``, the engine's last steps, ``/jobs``, ``/mcp``."""
+"""The page at ``/``, its files, and the routes it reads: the engine's last steps, batches, answers, MCP servers."""
 
 from __future__ import annotations
 

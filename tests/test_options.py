@@ -78,6 +78,13 @@ def test_pages_have_the_tables(page: Path) -> None:
 
 
 @pytest.mark.parametrize(("owner", "row"), ROWS, ids=names)
+def test_the_docstring_of_the_owner_tells_of_it(owner: Any, row: Option) -> None:
+    assert f"``{row.name}``" in owner.__doc__, (
+        f"{inspect.getsourcefile(owner)}: the docstring of {owner.__name__}"
+    )
+
+
+@pytest.mark.parametrize(("owner", "row"), ROWS, ids=names)
 def test_docstrings_leave_ranges_to_the_table(owner: Any, row: Option) -> None:
     """They would have to be changed with it, and errors say them."""
     words = owner.__doc__.replace("``", "").split()

@@ -17,43 +17,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamapipe import SamplingParams
-from llamapipe._sampling_table import SAMPLER_ORDER
+from llamapipe._sampling_table import OPTIONS, SAMPLER_ORDER, Kind
 
 make: Callable[..., SamplingParams] = SamplingParams
 INT32_MAX = 2**31 - 1
+ROWS = {option.name: option for option in OPTIONS}
+# At most max_tokens: has a test of its own.
 INTEGERS = {
-    "max_tokens": (1, INT32_MAX),
-    "top_k": (-1, INT32_MAX),
-    "repeat_last_n": (-1, INT32_MAX),
-    "seed": (-1, 2**64 - 1),
-    "logprobs": (0, INT32_MAX),
-    "prompt_logprobs": (0, INT32_MAX),
-    "n": (1, 10_000),
-    "reasoning_budget": (-1, INT32_MAX),
-    "dry_allowed_length": (0, INT32_MAX),
-    "dry_penalty_last_n": (-1, 2**20),
-    "mirostat": (0, 2),
+    name: (int(row.low), int(row.high))
+    for name, row in ROWS.items()
+    if row.kind is Kind.INT and name != "min_tokens"
 }
-NUMBERS = {
-    "temperature": (0.0, 1e6),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "typical_p": (0.0, 1.0),
-    "repeat_penalty": (1e-6, 1e6),
-    "presence_penalty": (-1e6, 1e6),
-    "frequency_penalty": (-1e6, 1e6),
-    "dynatemp_range": (0.0, 1e6),
-    "dynatemp_exponent": (0.0, 1e6),
-    "top_n_sigma": (-1e6, 1e6),
-    "xtc_probability": (0.0, 1.0),
-    "xtc_threshold": (0.0, 1.0),
-    "dry_multiplier": (0.0, 1e6),
-    "dry_base": (1.0, 1e6),
-    "mirostat_tau": (0.0, 1e3),
-    "mirostat_eta": (0.0, 1e3),
-    "adaptive_target": (-1e6, 1.0),
-    "adaptive_decay": (0.0, 0.99),
-}
+NUMBERS = {name: (float(row.low), float(row.high)) for name, row in ROWS.items() if row.kind is Kind.FLOAT}
 OPTIONAL = (
     "max_tokens",
     "seed",
@@ -94,9 +69,8 @@ values = {
     "adapter": st.none()
     | st.sampled_from("ab")
     | st.dictionaries(st.sampled_from("ab"), st.floats(-1000, 1000), min_size=1),
-    "priority": st.integers(-1000, 1000),
     "grammar_timeout": st.floats(1e-3, 1e9) | st.none(),
-    "min_tokens": st.just(0),  # at most max_tokens: has a test of its own
+    "min_tokens": st.just(0),
     "allowed_token_ids": st.lists(tokens, min_size=1, max_size=3).map(tuple),
     "bad_words": st.lists(st.text(min_size=1, max_size=5), max_size=3).map(tuple),
     "dry_sequence_breakers": st.lists(st.text(min_size=1, max_size=5), max_size=3).map(tuple),
@@ -113,7 +87,7 @@ options = st.fixed_dictionaries({}, optional=values)
 
 class TestLimits:
     def test_every_field_has_its_test(self) -> None:
-        assert values.keys() == FIELDS, f"{__file__}: NUMBERS, INTEGERS, or values for other kinds"
+        assert values.keys() == FIELDS, f"{__file__}: values, of kinds that are no numbers"
 
     @pytest.mark.parametrize("name", INTEGERS)
     def test_integers(self, name: str) -> None:

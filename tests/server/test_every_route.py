@@ -108,6 +108,14 @@ def test_every_route_with_a_model_is_here() -> None:
     assert not unknown, "these are in BODIES or OTHER_NAMES, but no route with a body that has a field model"
 
 
+def test_types_of_bodies_have_different_names(one_model: httpx.Client) -> None:
+    """Types of one name get longer ones in the document, which references do not follow."""
+    document = one_model.get("/openapi.json").json()
+    known = {f"#/components/schemas/{name}" for name in document["components"]["schemas"]}
+    unknown = set(re.findall(r'"\$ref": "([^"]+)"', json.dumps(document))) - known
+    assert not unknown, "several types have this name: rename one"
+
+
 def test_the_page_has_every_route() -> None:
     routes = PAGE.read_text(encoding="utf-8").partition("\n## Routes\n")[2].partition("\n## ")[0]
     named = set(re.findall(r"[` ](/[^`?]*)", routes))

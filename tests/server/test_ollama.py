@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -656,12 +655,6 @@ class TestServer:
         paths = client.get("/openapi.json").json()["paths"]
         assert "application/x-ndjson" in paths["/api/chat"]["post"]["responses"]["200"]["content"]
         assert {"/api/generate", "/api/embed", "/api/show", "/api/tags", "/api/ps"} <= set(paths)
-
-    def test_types_of_requests_have_different_names(self, client: httpx.Client) -> None:
-        document = client.get("/openapi.json").json()
-        known = {f"#/components/schemas/{name}" for name in document["components"]["schemas"]}
-        unknown = set(re.findall(r'"\$ref": "([^"]+)"', json.dumps(document))) - known
-        assert not unknown, "several types have this name: rename one"
 
 
 def test_thousands_of_results_find_their_calls() -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, overload
 
 from llamapipe._engine.calls.call_options import ERROR_MODES, CallOptions, OnError, OnTimeout, call_options
 from llamapipe._engine.calls.chat import ChatBuilder, CheckedChat
@@ -90,6 +90,9 @@ from llamapipe.types import Prompt, RequestObserver, ResponseFormat, TokenIds, T
 from llamapipe.work.long_work import LongWork, running_loop, size_of, takes_long, to_thread
 from llamapipe.work.progress import Progress, progress_bar
 from llamapipe.work.tenant import conversation_key, is_of, tenant
+
+if TYPE_CHECKING:
+    from llamapipe.kv_events import Publisher
 
 T = TypeVar("T")
 _CACHE_DIR_BYTES = 10 * 2**30
@@ -268,18 +271,9 @@ class Engine(BlockingCalls, AsyncOwner):
         adapters: Sequence[Adapter | ControlVector | str] = (),
         tuning: EngineTuning = _NO_TUNING,
     ) -> None:
+        # 1. The options, before anything is made.
         self._owns_model = isinstance(model, (str, os.PathLike))
-        if not isinstance(model, (Model, str, os.PathLike)):
-            raise TypeError(f"model must be a Model or the path of a GGUF file, not {type(model).__name__}")
-        if draft is not None and not isinstance(draft, (Model, str, os.PathLike)):
-            raise TypeError(
-                'draft must be a Model, the path of a GGUF file, "mtp", "auto" or None, not '
-                f"{type(draft).__name__}"
-            )
-        if not isinstance(tuning, EngineTuning):
-            raise TypeError(
-                f"tuning must be EngineTuning, not {type(tuning).__name__}: tuning=lp.EngineTuning(n_ubatch=1024)"
-            )
+        _check_types(model, draft, tuning)
         depth = tuning.pipeline_depth
         depth = None if depth is None else int_of("pipeline_depth", depth)
         self._trace_path = _trace_path(tuning.trace)
@@ -306,9 +300,10 @@ class Engine(BlockingCalls, AsyncOwner):
         self._queue = QueueLimit(None if max_queue is None else int_of("max_queue", max_queue))
         # Per-sequence KV is faster if no cells are shared.
         unified = n_cells is not None if tuning.kv_unified is None else tuning.kv_unified
-        # After an error or Ctrl-C the caller has no object to close: each line that creates something also stores it.
         check_threads()
+        # After an error or Ctrl-C the caller has no object to close: each line that creates something also stores it.
         with ExitStack() as undo:
+            # 2. The models: the engine's, and one that drafts.
             if not isinstance(model, Model):
                 model = undo.enter_context(closing(Model(model, load_mtp=draft in MTP_CHOICES)))
             has_mtp = draft in MTP_CHOICES and _has_mtp(model, draft == "mtp", depth)
@@ -317,28 +312,11 @@ class Engine(BlockingCalls, AsyncOwner):
                 sizes = model_sizes(model, choice_of("type_k", type_k), choice_of("type_v", type_v))
             n_states = _n_states(model, sizes, int_of("n_seq_max", n_seq_max))
             if has_mtp and model.is_recurrent and not n_states:
-                # Keeping states makes each step slower: unasked, that is done only where slots are few.
-                has_mtp, n_states = draft == "mtp", _N_MTP_STATES * (draft == "mtp")
-                if has_mtp:
-                    _log.warning(
-                        "draft is 'mtp': keeping states of %d slots of %s makes each step slower, with or without "
-                        "drafts; give fewer slots (n_seq_max), or draft='auto', which leaves the layer out here",
-                        n_seq_max,
-                        model.path.name,
-                    )
-            if draft in MTP_CHOICES:
-                draft = None
-            self._draft_model: Model | None = None  # if the engine loaded it
-            if draft is not None and not isinstance(draft, Model):
-                draft = self._draft_model = undo.enter_context(closing(_draft_model(draft, model)))
-            has_eagle3 = draft is not None and draft.architecture == "eagle3"
-            if has_eagle3 and depth is not None and depth > 1:
-                raise ValueError(
-                    f"pipeline_depth is {depth}, and EAGLE-3 drafts read the states of one step before the next; "
-                    "leave it out, or use 1"
-                )
-            if has_mtp or has_eagle3:
-                depth = 1  # the states of a step are read when it is computed
+                has_mtp, n_states = _states_for_mtp(model, draft == "mtp", n_seq_max)
+            draft = self._load_draft(undo, draft, model)
+            depth = _depth_for_drafts(depth, has_mtp, draft)
+
+            # 3. The context: the KV cells, and the buffers of a step.
             swa_full = _swa_full(model, tuning.swa_full, sizes, n_ctx, n_seq_max, n_cells)
             keeps_windows = swa_full and not unified
             new_context = partial(
@@ -370,26 +348,16 @@ class Engine(BlockingCalls, AsyncOwner):
                 check_invariance(
                     model, unified, flash_attn, partial(new_context, n_ring_slots=0, graph_sampling=False)
                 )
-            if not model.is_causal:
-                raise ValueError(
-                    f"{model.path.name} is not causal, so it cannot generate text; "
-                    "pass a generative model, or use lp.Embedder for embeddings"
-                )
+            _check_use(context, min_room)
+            self.model = model
+            self.n_ctx, self.n_seq_max, self.n_cells = context.n_ctx, context.n_seq_max, context.n_cells
             self._types, self._rope, self._n_positions = (type_k, type_v), rope, context.n_positions
             self._kv_bytes = kv_bytes(model, context.n_cells, type_k, type_v) or 0
-            publisher = tracker = None
-            if kv_events is not None:
-                from llamapipe.kv_events import Publisher
+            self._context_repr = repr(context)
 
-                publisher = undo.enter_context(closing(Publisher(kv_events, model.name)))
-                tracker = publisher.tracker
-            drafter: Drafter | None = None
-            # As for chunks of prompts: streams wait while the draft model computes one.
-            n_room = context.n_ubatch if max_itl_s is None else min(LEAST_CHUNK, context.n_ubatch)
-            if has_mtp:
-                drafter = undo.enter_context(closing(make_mtp_drafter(context, n_room)))
-            elif draft is not None:
-                drafter = undo.enter_context(closing(make_drafter(context, draft, n_room)))
+            # 4. The policy: what is cached, guessed and computed next.
+            publisher = _open_publisher(undo, kv_events, model.name)
+            drafter = _open_drafter(undo, context, draft, has_mtp, max_itl_s)
             name = "mtp" if has_mtp else "" if draft is None else draft.path.name
             self._draft_text = f" draft={name!r}" if name else ""
             cache = KvCache.for_context(
@@ -400,24 +368,14 @@ class Engine(BlockingCalls, AsyncOwner):
                 has_states=context.needs_states,
                 has_cells=not model.has_only_states,
                 window=0 if context.needs_states else model.n_swa,
-                observer=tracker,
+                observer=None if publisher is None else publisher.tracker,
                 spills=folder is not None,
             )
             scheduler = _scheduler(context, cache, drafter, _overflow(context, overflow, n_keep), max_itl_s)
-            self.model = model
-            self.n_ctx = context.n_ctx
-            self.n_seq_max = context.n_seq_max
-            if 1 < min_room >= context.n_ctx:
-                raise ValueError(
-                    f"min_room is {min_room} and n_ctx {context.n_ctx}; that leaves nothing for a prompt: "
-                    f"min_room is at most {context.n_ctx - 1}"
-                )
-            self.n_cells = context.n_cells
-            self._context_repr = repr(context)
             model.adopt(context, f"Engine(n_ctx={context.n_ctx}, n_seq_max={context.n_seq_max})")
             _warn_of_size(context, self._kv_bytes)
-            pipeline = undo.enter_context(closing(engine_pipeline(context, tuning.ring, depth)))
-            self._state_layout = _state_layout(pipeline)
+
+            # 5. The calls: from arguments to requests.
             self._request_builder = RequestBuilder(
                 model,
                 context.n_ctx,
@@ -429,6 +387,10 @@ class Engine(BlockingCalls, AsyncOwner):
                 min_room=min_room,
             )
             self._chat_builder = ChatBuilder(model, self._request_builder)
+
+            # 6. The thread that computes, and what works beside it.
+            pipeline = undo.enter_context(closing(engine_pipeline(context, tuning.ring, depth)))
+            self._state_layout = _state_layout(pipeline)
             no_guesses = scheduler.gate.no_guesses
             self.trace = Trace(pipeline, {"no_guesses": no_guesses} if no_guesses else {})
             tuner = make_tuner(
@@ -438,21 +400,8 @@ class Engine(BlockingCalls, AsyncOwner):
                 trace=self.trace,
             )
             self._long_work = LongWork()
-            disk: DiskCache | None = None
-            if folder is not None and self._state_layout is None:
-                _log.warning("cache_dir has no effect: the form of this model's cells in a file is not known")
-            elif folder is not None:
-                disk = DiskCache(
-                    folder,
-                    n_folder_bytes,
-                    self._snapshot_format(None),  # the adapters are part of the keys
-                    f"{flash_attn} {swa_full} {batch_invariant} {model.kernels}",
-                    model.n_vocab,
-                    context.n_ctx,
-                    can_cut=not context.needs_states and not model.n_swa,
-                )
-                undo.callback(disk.close)
-            self._disk_cache = disk
+            form = f"{flash_attn} {swa_full} {batch_invariant} {model.kernels}"
+            self._disk_cache = self._open_disk_cache(undo, folder, n_folder_bytes, form, context)
             loop = EngineLoop(
                 scheduler,
                 StepExecutor(pipeline, tuner),
@@ -462,7 +411,7 @@ class Engine(BlockingCalls, AsyncOwner):
                 publisher,
                 self._long_work,
                 None if model.projector is None else MediaEncoder(model.projector),
-                disk,
+                self._disk_cache,
             )
             self.kv_events = None if publisher is None else publisher.options
             engine_thread = EngineThread(loop)
@@ -473,6 +422,38 @@ class Engine(BlockingCalls, AsyncOwner):
                 self.trace.start()
             engine_thread.start()
             undo.pop_all()
+
+    def _load_draft(
+        self, undo: ExitStack, draft: Model | str | os.PathLike[str] | None, model: Model
+    ) -> Model | None:
+        """The draft model, which is loaded if it is the path of one; None: none is a model. Raises ValueError."""
+        self._draft_model: Model | None = None  # if the engine loaded it
+        if draft is None or draft in MTP_CHOICES:
+            return None
+        if not isinstance(draft, Model):
+            draft = self._draft_model = undo.enter_context(closing(_draft_model(draft, model)))
+        return draft
+
+    def _open_disk_cache(
+        self, undo: ExitStack, folder: Path | None, max_bytes: int, form: str, context: Context
+    ) -> DiskCache | None:
+        """The cells that are kept in ``folder``. ``form``: what they depend on besides the model. Raises ValueError."""
+        if folder is None:
+            return None
+        if self._state_layout is None:
+            _log.warning("cache_dir has no effect: the form of this model's cells in a file is not known")
+            return None
+        disk = DiskCache(
+            folder,
+            max_bytes,
+            self._snapshot_format(None),  # the adapters are part of the keys
+            form,
+            self.model.n_vocab,
+            self.n_ctx,
+            can_cut=not context.needs_states and not self.model.n_swa,
+        )
+        undo.callback(disk.close)
+        return disk
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"n_queued={self._queue.n}"
@@ -1415,6 +1396,21 @@ def _scheduler(
     )
 
 
+def _check_types(model: object, draft: object, tuning: object) -> None:
+    """Raises TypeError for arguments that are no options of the table."""
+    if not isinstance(model, (Model, str, os.PathLike)):
+        raise TypeError(f"model must be a Model or the path of a GGUF file, not {type(model).__name__}")
+    if draft is not None and not isinstance(draft, (Model, str, os.PathLike)):
+        raise TypeError(
+            'draft must be a Model, the path of a GGUF file, "mtp", "auto" or None, not '
+            f"{type(draft).__name__}"
+        )
+    if not isinstance(tuning, EngineTuning):
+        raise TypeError(
+            f"tuning must be EngineTuning, not {type(tuning).__name__}: tuning=lp.EngineTuning(n_ubatch=1024)"
+        )
+
+
 def _has_mtp(model: Model, must: bool, depth: int | None) -> bool:
     """Whether the model's MTP layer drafts. Raises ValueError, with the reason, if it ``must`` and cannot."""
     problem = mtp_problem(model)
@@ -1423,6 +1419,32 @@ def _has_mtp(model: Model, must: bool, depth: int | None) -> bool:
     if must and problem:
         raise ValueError(f"draft is 'mtp', but {problem}; leave draft out, or give a smaller model")
     return not problem
+
+
+def _states_for_mtp(model: Model, must: bool, n_seq_max: int) -> tuple[bool, int]:
+    """Whether an MTP layer drafts where the slots are too many to keep states, and how many states are then kept.
+
+    Keeping states makes each step slower: unasked, that is done only where slots are few.
+    """
+    if must:
+        _log.warning(
+            "draft is 'mtp': keeping states of %d slots of %s makes each step slower, with or without drafts; give "
+            "fewer slots (n_seq_max), or draft='auto', which leaves the layer out here",
+            n_seq_max,
+            model.path.name,
+        )
+    return must, _N_MTP_STATES if must else 0
+
+
+def _depth_for_drafts(depth: int | None, has_mtp: bool, draft: Model | None) -> int | None:
+    """The steps in flight: one at a time where drafts read the states of a step, which it has when it is computed."""
+    has_eagle3 = draft is not None and draft.architecture == "eagle3"
+    if has_eagle3 and depth is not None and depth > 1:
+        raise ValueError(
+            f"pipeline_depth is {depth}, and EAGLE-3 drafts read the states of one step before the next; "
+            "leave it out, or use 1"
+        )
+    return 1 if has_mtp or has_eagle3 else depth
 
 
 def _n_states(model: Model, sizes: MemorySizes | None, n_seq_max: int) -> int:
@@ -1465,6 +1487,42 @@ def _check_cache_bytes(context: Context, sizes: MemorySizes | None, n_cache_byte
             f"cache_bytes is {n_cache_bytes}; half of it is for recurrent states, of which one takes {n_least // 2} "
             f"bytes: give at least {n_least}, or 0 to keep none"
         )
+
+
+def _check_use(context: Context, min_room: int) -> None:
+    """Raises ValueError if a context's model cannot generate text, or ``min_room`` leaves nothing for a prompt."""
+    if not context.model.is_causal:
+        raise ValueError(
+            f"{context.model.path.name} is not causal, so it cannot generate text; "
+            "pass a generative model, or use lp.Embedder for embeddings"
+        )
+    if 1 < min_room >= context.n_ctx:
+        raise ValueError(
+            f"min_room is {min_room} and n_ctx {context.n_ctx}; that leaves nothing for a prompt: "
+            f"min_room is at most {context.n_ctx - 1}"
+        )
+
+
+def _open_publisher(undo: ExitStack, kv_events: KvEvents | None, name: str) -> Publisher | None:
+    """What sends KV events, if they are wanted. Raises ImportError without the extra ``kv-events``."""
+    if kv_events is None:
+        return None
+    from llamapipe.kv_events import Publisher
+
+    return undo.enter_context(closing(Publisher(kv_events, name)))
+
+
+def _open_drafter(
+    undo: ExitStack, context: Context, draft: Model | None, has_mtp: bool, max_itl_s: float | None
+) -> Drafter | None:
+    """What guesses tokens with a model or with the model's MTP layer. Raises ValueError for a draft that differs."""
+    # As for chunks of prompts: streams wait while the draft model computes one.
+    n_room = context.n_ubatch if max_itl_s is None else min(LEAST_CHUNK, context.n_ubatch)
+    if has_mtp:
+        return undo.enter_context(closing(make_mtp_drafter(context, n_room)))
+    if draft is not None:
+        return undo.enter_context(closing(make_drafter(context, draft, n_room)))
+    return None
 
 
 def _n_sharing(context: Context, cache: KvCache, max_queue: int | None) -> int:

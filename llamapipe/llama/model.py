@@ -169,6 +169,7 @@ class Model(Owner):
         kv_overrides: Mapping[str, bool | int | float | str] | None = None,
         load_mtp: bool = False,
     ) -> None:
+        # 1. What `close` needs, whenever it comes.
         self._handle: Any = None
         self.projector: Projector | None = None
         self.no_projector = "was loaded without a projector"
@@ -177,6 +178,8 @@ class Model(Owner):
         self._lock = Lock()
         self._children: dict[int, str] = {}
         self.adapters = ModelAdapters(self)
+
+        # 2. The options, before anything is read.
         try:
             self.path, self.name = model_of(path) or (local_file(path), "")
         except TypeError:
@@ -194,13 +197,7 @@ class Model(Owner):
         may_pack = choice_of("kernels", kernels) == "auto"
         folder = _packed_folder(packed_cache)
         if folder is not None:
-            for option, is_wrong in (
-                (f"kernels={kernels!r}", not may_pack),
-                (f"use_mmap={use_mmap!r}", not mapped),
-                (f"use_mlock={use_mlock!r}", locked),
-            ):
-                if is_wrong:
-                    raise ValueError(f"packed_cache maps packed weights, which {option} does not allow")
+            _check_packed_folder(kernels=kernels, use_mmap=mapped, use_mlock=locked)
         self._given_template = None if chat_template is None else template_text(chat_template)
         second = _given_mmproj(mmproj)
         if self.vocab_only and second not in ("auto", None):
@@ -211,23 +208,18 @@ class Model(Owner):
         limits = _image_limits(image_min_tokens, image_max_tokens)
         if rpc is not None:
             check_rpc(split, n_layers, self.vocab_only)
-        from llamapipe.gguf.check import check_gguf
 
+        # 3. The file, before llama.cpp reads it.
         self._native = native()
-        with mapping_guard(self._native, self.path):
-            info = check_gguf(self.path, self._kv_overrides)
-        if info.is_vocab_only and not self.vocab_only:
-            raise ModelLoadError(
-                f"{self.path} holds a vocabulary without weights; load it with vocab_only=True to tokenize, "
-                "or give the file of a whole model"
-            )
-
+        info = self._checked_file()
         self.architecture = info.architecture
         self.tensors: Mapping[str, Tensor] = {tensor.name: tensor for tensor in info.tensors}
         # With arrays, which `metadata` lacks.
         self.file_metadata = info.metadata
         self.is_causal = info.is_causal
         self.has_rank_head = info.has_rank_head
+
+        # 4. Where its tensors go, then the load.
         params = self._params(n_layers, split, gpu, mapped, locked)
         ffi, lib = self._native.ffi, self._native.lib
         overrides = native_kv(ffi, lib, {key: info.metadata[key] for key in self._kv_overrides})
@@ -235,11 +227,7 @@ class Model(Owner):
             params.kv_overrides = overrides
         shares = shares_of_devices(ffi, lib, tensor_split)
         try:
-            if rpc is not None:
-                from llamapipe.rpc import Workers
-
-                self._workers = Workers(rpc)
-            far = [] if self._workers is None else self._workers.devices
+            far = self._connect(rpc)
             # Native memory that must stay alive until load() returns.
             keep = [device_list(ffi, devices, far), shares, overrides]
             params.devices, params.tensor_split = keep[:2]
@@ -251,6 +239,8 @@ class Model(Owner):
             self.devices = used_devices(devices, n_layers, far)
             self._load(info, params, progress, may_pack, folder)
             log_placement(info, placed)
+
+            # 5. What the loaded model tells, and the projector.
             self._read_sizes()
             self._check_rope(info)
             if second is not None and not self.vocab_only:
@@ -258,6 +248,28 @@ class Model(Owner):
         except BaseException:  # Ctrl-C: the caller never gets this object, so cannot close it
             self.close()
             raise
+
+    def _checked_file(self) -> GgufInfo:
+        """What our check read of the file. Raises ModelLoadError for one that llama.cpp must not read, OSError."""
+        from llamapipe.gguf.check import check_gguf
+
+        with mapping_guard(self._native, self.path):
+            info = check_gguf(self.path, self._kv_overrides)
+        if info.is_vocab_only and not self.vocab_only:
+            raise ModelLoadError(
+                f"{self.path} holds a vocabulary without weights; load it with vocab_only=True to tokenize, "
+                "or give the file of a whole model"
+            )
+        return info
+
+    def _connect(self, rpc: Sequence[str] | None) -> Sequence[Any]:
+        """The devices of workers, which then belong to this model. Raises BackendError."""
+        if rpc is None:
+            return []
+        from llamapipe.rpc import Workers
+
+        self._workers = Workers(rpc)
+        return self._workers.devices
 
     def _params(self, n_layers: int, split_mode: str, main_gpu: int, maps: bool, locks: bool) -> Any:
         """llama.cpp's parameters, but for devices."""
@@ -792,6 +804,17 @@ def _packed_folder(value: str | os.PathLike[str] | bool | None) -> Path | None:
             error,
         )
         return None
+
+
+def _check_packed_folder(*, kernels: str, use_mmap: bool, use_mlock: bool) -> None:
+    """Raises ValueError if these options leave no packed weights that could be mapped."""
+    for option, is_wrong in (
+        (f"kernels={kernels!r}", kernels != "auto"),
+        (f"use_mmap={use_mmap!r}", not use_mmap),
+        (f"use_mlock={use_mlock!r}", use_mlock),
+    ):
+        if is_wrong:
+            raise ValueError(f"packed_cache maps packed weights, which {option} does not allow")
 
 
 def _given_mmproj(value: str | os.PathLike[str] | bool | None) -> Path | Literal["auto", True] | None:

@@ -310,7 +310,8 @@ class Engine(BlockingCalls, AsyncOwner):
             sizes = None
             if model.is_recurrent or model.n_swa:
                 sizes = model_sizes(model, choice_of("type_k", type_k), choice_of("type_v", type_v))
-            n_states = _n_states(model, sizes, int_of("n_seq_max", n_seq_max))
+            drafts = has_mtp or draft not in (None, *MTP_CHOICES)
+            n_states = _n_states(model, sizes if drafts else None, int_of("n_seq_max", n_seq_max))
             if has_mtp and model.is_recurrent and not n_states:
                 has_mtp, n_states = _states_for_mtp(model, draft == "mtp", n_seq_max)
             draft = self._load_draft(undo, draft, model)
@@ -1366,9 +1367,7 @@ def _scheduler(
 ) -> Scheduler:
     """The scheduler of a context's requests."""
     model = context.model
-    no_guesses = ""
-    if model.is_recurrent and not context.n_states:
-        no_guesses = "the model is recurrent: its state cannot go back before a wrong guess"
+    no_guesses = "" if context.n_ubatch > 1 else "n_ubatch is 1: a step has no room for guesses"
     n_score_rows = max(context.n_outputs_max - context.n_seq_max, 1)
     gate = Gate(
         0 if no_guesses else n_score_rows,
@@ -1377,6 +1376,7 @@ def _scheduler(
         no_guesses=no_guesses,
         has_window=model.n_swa > 0,
         keeps_states=context.n_states > 0,
+        copies_states=model.is_recurrent and not context.n_states,
         n_longest=min(context.n_states or MOST_GUESSED, MOST_GUESSED),
     )
     return Scheduler(
@@ -1451,8 +1451,10 @@ def _n_states(model: Model, sizes: MemorySizes | None, n_seq_max: int) -> int:
     """The number of recurrent states of a sequence that are kept besides the last one, for guesses.
 
     The states of short convolutions (LFM2) have the values of a few tokens. Others are as large as thousands of KV
-    cells: a few, if all sequences' together take at most a quarter of the weights, so where slots are few and guesses
-    gain most. Many architectures cannot keep any; llama.cpp knows which.
+    cells, and keeping them makes every step slower: a few for drafts, which are wrong more often than other guesses, if
+    all sequences' together take at most a quarter of the weights. ``sizes``: None: nothing drafts. Many architectures
+    cannot keep any; llama.cpp knows which. Where none are kept, the engine copies a state before each step with
+    guesses.
     """
     architecture = model.metadata.get("general.architecture", "")
     if f"{architecture}.shortconv.l_cache" in model.metadata:

@@ -219,6 +219,12 @@ class SavedCells(NotCopyable):
         handle = module.lib.lp_save(pipeline.handle, seq_id, max_bytes, only_state)
         return None if handle == module.ffi.NULL else cls(handle)
 
+    def replace_by_state(self, pipeline: NativePipeline, seq_id: int) -> bool:
+        """Copies the state of a sequence's end into the same memory. False on a failure: what it has is of no use."""
+        done: bool = self._lib.lp_save_state(pipeline.handle, seq_id, self.handle)
+        self.n_bytes = int(self._lib.lp_saved_bytes(self.handle))
+        return done
+
     @classmethod
     def of_bytes(cls, state: bytes | bytearray | memoryview) -> SavedCells:
         """A copy made of what ``to_bytes`` returned. Raises MemoryError."""

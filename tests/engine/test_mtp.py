@@ -137,7 +137,7 @@ def test_auto_keeps_no_states_of_many_slots(
         for draft, n_slots, has_drafter in (("auto", 1, True), ("auto", 64, False), ("mtp", 64, True)):
             with make_engine(model, n_ctx=64, n_seq_max=n_slots, draft=draft) as engine:
                 gate = scheduler_of(engine).gate
-                assert (gate.drafter is not None) == has_drafter == (gate.n_most > 0)
+                assert (gate.drafter is not None) == has_drafter == gate.keeps_states
             assert ("keeping states of 64 slots" in caplog.text) == (draft == "mtp")
             caplog.clear()
 

@@ -12,7 +12,7 @@ from support.fakes import FakeContext
 from support.simulation import SimDrafter, SimSampler, simulate
 
 from llamapipe._engine.calls.queue_limit import QueueLimit
-from llamapipe._engine.policy.core import UNLIMITED, BatchPlan, Discard, Request, State
+from llamapipe._engine.policy.core import UNLIMITED, BatchPlan, Discard, GoBack, Request, State
 from llamapipe._engine.policy.kv import KvCache, SavedState
 from llamapipe._engine.policy.planner import BatchBuilder
 from llamapipe._engine.policy.queues import Running, Waiting
@@ -298,6 +298,17 @@ def _discard_the_right_guess() -> AbstractContextManager[Any]:
     return patch.object(Scheduler, "_commit_guesses", wrong)
 
 
+def _stay_after_wrong_guesses() -> AbstractContextManager[Any]:
+    commit = Scheduler._commit_guesses
+
+    def wrong(self: Scheduler, plan: BatchPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
+        taken = commit(self, plan, sampled)
+        self.cache.memory_ops[:] = [op for op in self.cache.memory_ops if not isinstance(op, GoBack)]
+        return taken
+
+    return patch.object(Scheduler, "_commit_guesses", wrong)
+
+
 def _gate_with(**fields: Any) -> AbstractContextManager[Any]:
     init = Gate.__init__
 
@@ -380,6 +391,8 @@ PLANTED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "the cell of a right guess is removed": _discard_the_right_guess,
     "guesses beside a window are of several lengths": lambda: _gate_with(has_window=False),
     "more is guessed than a recurrent memory can take back": lambda: _gate_with(n_longest=MOST_GUESSED),
+    "no state is copied before guesses": lambda: _gate_with(copies_states=False),
+    "a sequence does not return to its copied state": _stay_after_wrong_guesses,
     "cells of an activated LoRA count as the model's": lambda: patch.object(
         Request, "cell_keys", lambda request: request.tokens
     ),

@@ -31,6 +31,7 @@ from llamapipe._engine.runtime.samplers import SamplerFactoryCache
 from llamapipe._sync.streams import Stream
 from llamapipe.errors import ConstraintError
 from llamapipe.llama import SamplerChain
+from llamapipe.llama.vocab import Vocab
 from llamapipe.native.load import native
 from llamapipe.structured._guide import Guide
 from llamapipe.structured.budget import GrammarBudget
@@ -750,6 +751,55 @@ def test_states_are_copied_saved_and_restored_between_guesses(
         engine.check_integrity()
 
 
+@pytest.fixture
+def words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets predictions be tokenized by a vocabulary of w0, w1 and so on, which has no single letters."""
+
+    def tokenize(self: Vocab, text: str, **options: Any) -> list[int]:
+        return [int(number) + 3 for number in text.split("w")[1:]]
+
+    monkeypatch.setattr(Vocab, "tokenize", tokenize)
+
+
+@pytest.mark.parametrize("n", [1, 2, 6])
+def test_states_are_copied_before_guesses(
+    often_wrong: None, words: None, make_engine: MakeEngine, recurrent: lp.Model, n: int
+) -> None:
+    """Where llama.cpp keeps none: after wrong guesses a sequence returns to the copy, also if its draw is late.
+
+    Six requests are more than the copies that a step may have.
+    """
+    each: list[dict[str, Any]] = [{}, {}, {"logits_processors": (lambda row: None,)}, {"speculate": "off"}]
+    params = [
+        lp.SamplingParams(max_tokens=100, ignore_eos=True, temperature=0, **each[i % 4]) for i in range(n)
+    ]
+    with make_engine(recurrent, n_ctx=256, n_seq_max=6) as engine, plain_loop(recurrent) as plain:
+        texts = [done.text for done in engine.generate(prompts_of(n), params)]
+        params = [replace(one, prediction=text) for one, text in zip(params, texts, strict=True)]
+        for prompt, one in zip(prompts_of(n), engine.generate(prompts_of(n), params), strict=True):
+            assert plain.agrees(prompt, one.token_ids)
+        stats = engine.stats()
+        assert 0 < stats.n_accepted < stats.n_drafted and not stats.no_guesses
+        engine.check_integrity()
+
+
+def test_a_text_that_ends_among_right_guesses_leaves_its_sequence(
+    eager: None, words: None, make_engine: MakeEngine, recurrent: lp.Model
+) -> None:
+    """Its state is after the stop string: the sequence returns to the copy, and the next request begins there."""
+    [prompt], params = prompts_of(1), lp.SamplingParams(max_tokens=60, ignore_eos=True, temperature=0)
+    with make_engine(recurrent, n_ctx=256, n_seq_max=1) as engine, plain_loop(recurrent) as plain:
+        text = engine.generate(prompt, replace(params, speculate="off")).text
+        for end in (40, 81, 122):
+            stop = text[end : end + 9]
+            done = engine.generate(prompt, replace(params, prediction=text, stop=stop))
+            assert done.text == text[: text.index(stop)] and done.n_accepted_tokens > 0
+            told = [*prompt, *done.token_ids]
+            again = engine.generate([*told, 7], replace(params, max_tokens=10, speculate="off"))
+            assert again.n_cached_tokens > 0 and plain.agrees([*told, 7], again.token_ids)
+        engine.check_integrity()
+
+
 @pytest.mark.parametrize("n_back", [1, 2, 5, 8, 9])
 def test_states_of_earlier_steps_are_not_gone_back_to(
     make_engine: MakeEngine, hybrid: lp.Model, n_back: int
@@ -771,14 +821,14 @@ def test_states_of_earlier_steps_are_not_gone_back_to(
 
 @pytest.mark.parametrize("n_ubatch", [1, 2, 3, 5])
 def test_states_need_room_in_a_ubatch(make_engine: MakeEngine, hybrid: lp.Model, n_ubatch: int) -> None:
-    """llama.cpp aborts where more would be kept."""
+    """llama.cpp aborts where more would be kept. Where none are, a state is copied before guesses."""
     with (
         make_engine(hybrid, n_ctx=64, n_seq_max=1, n_ubatch=n_ubatch) as engine,
         plain_loop(hybrid) as plain,
     ):
         params = lp.SamplingParams(max_tokens=30, ignore_eos=True, temperature=0)
         assert plain.agrees(prompts_of(1)[0], engine.generate(prompts_of(1)[0], params).token_ids)
-        assert ("recurrent" in engine.stats().no_guesses) == (n_ubatch < 3)
+        assert ("n_ubatch" in engine.stats().no_guesses) == (n_ubatch == 1)
 
 
 @pytest.mark.parametrize("kind", ["sliding window", "recurrent states"])
@@ -806,9 +856,9 @@ def test_reasons(engine: lp.Engine, make_engine: MakeEngine, recurrent: lp.Model
         generation.next()
     found = {reason.partition(":")[0]: n for reason, n in engine.stats().unguessed.items()}
     assert found == {"speculate is 'off'": 2, "engine.start": 1}
-    with make_engine(recurrent, n_ctx=64, n_seq_max=1) as other:
+    with make_engine(recurrent, n_ctx=64, n_seq_max=1, n_ubatch=1) as other:
         other.generate([5, 6], lp.SamplingParams(max_tokens=2, speculate="off"))
-        assert "recurrent" in other.stats().no_guesses
+        assert "n_ubatch" in other.stats().no_guesses
         assert other.stats().unguessed == {}
         assert other.trace.to_chrome()["otherData"] == {"no_guesses": other.stats().no_guesses}
 

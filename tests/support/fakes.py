@@ -15,6 +15,8 @@ from llamapipe._engine.policy.core import (
     Copy,
     Discard,
     Forget,
+    GoBack,
+    Keep,
     MediaRows,
     MemoryOp,
     Remove,
@@ -216,6 +218,7 @@ class FakeContext:
         self.saved: list[FakeSaved] = []  # all that there ever were
         self.kept: dict[int, FakeSaved] = {}  # those that are there, by key
         self.refuses_saves = False
+        self.before_guesses: dict[int, list[int]] = {}  # the tokens in copied states, by sequence
         self.adapters: Any = None  # a number; cells that were computed with one are others
         self.assigned: dict[int, Any] | None = None  # by slot, if ``adapters`` is a carrier
         self.n_changes = 0
@@ -257,6 +260,14 @@ class FakeContext:
                         (slot, position) in set(zip(one.seq_ids, one.positions, strict=True)) for one in last
                     )
                     done = self._remove(slot, position, is_guess=True)
+                case Keep(slot, n):
+                    assert slot not in lost and len(self.sequences[slot]) == n, (
+                        f"no state of {n} cells of {slot}"
+                    )
+                    self.before_guesses[slot] = self.sequences[slot].copy()
+                    continue
+                case GoBack(slot, n):
+                    done = self._go_back(slot, n)
                 case Shift(slot, begin, end):
                     done = slot not in lost and self._shift(slot, begin, end)
                 case Copy(source, slot, n, state):
@@ -316,6 +327,16 @@ class FakeContext:
         elif not is_guess or position == 0:
             return self._has_parts(seq_id, position, state)
         del cells[position:]
+        return True
+
+    def _go_back(self, seq_id: int, n: int) -> bool:
+        """Lets a sequence return to the copy of its state."""
+        self._claim()
+        copy = self.before_guesses[seq_id]
+        assert len(copy) == n < len(self.sequences[seq_id]), f"{n} of {self.sequences[seq_id]} from {copy}"
+        assert copy == self.sequences[seq_id][:n], f"the copy is of other tokens: {copy}"
+        del self.sequences[seq_id][n:]
+        self.seen[seq_id] = copy.copy()
         return True
 
     def _has_parts(self, seq_id: int, n: int, state: int, is_copy: bool = False) -> bool:

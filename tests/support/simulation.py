@@ -497,10 +497,11 @@ class Simulation:
             prefill_cutoff=rng.choice((None, 4, 4)),
             overflow=Overflow(self.overflow, self.n_keep),
             gate=Gate(
-                0 if self._takes_no_guesses(context) else rng.choice((3, 8)),
+                0 if rng.random() < 0.3 else rng.choice((3, 8)),
                 drafter=SimDrafter(world, N_CTX) if rng.random() < 0.4 else None,
                 has_window=context.window > 0,
-                n_longest=context.n_states if context.recurrent else MOST_GUESSED,
+                copies_states=context.recurrent and not context.n_states,
+                n_longest=context.n_states if context.recurrent and context.n_states else MOST_GUESSED,
             ),
             carries=carries if rng.random() < 0.5 else None,
         )
@@ -540,9 +541,6 @@ class Simulation:
     def can_overflow(self) -> bool:
         """Whether full sequences drop tokens."""
         return self.overflow != "stop"
-
-    def _takes_no_guesses(self, context: SimExecutor) -> bool:
-        return (context.recurrent and not context.n_states) or self.world.rng.random() < 0.3
 
     # ---- the run
     def run(self) -> None:

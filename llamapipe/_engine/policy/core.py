@@ -290,6 +290,7 @@ class Request:
         "leader",
         "left_queue_at",
         "n_cached",
+        "n_certain",
         "n_exact",
         "n_lent",
         "n_past",
@@ -341,6 +342,7 @@ class Request:
         self.batch_plan: BatchPlan | None = None  # the last plan it is part of, while it keeps its slot
         self.n_past = 0
         self.n_exact = 0  # its first cells that no other tokens were computed with, if that matters
+        self.n_certain = -1  # its cells before the guesses of its last step, if its state there was copied
         self.n_cached = 0  # tokens of the prompt that were in cells when it got its first slot
         self.n_lent = 0  # how often its slot was lent while its token was drawn
         self.late_s = 0.0  # how long its tokens were drawn after their steps, since it has its slot
@@ -510,6 +512,20 @@ class Discard(NamedTuple):
     position: int
 
 
+class Keep(NamedTuple):
+    """Copy the state of a sequence's end, at position ``n``, for ``GoBack``. The next step has guesses after it."""
+
+    slot: int
+    n: int
+
+
+class GoBack(NamedTuple):
+    """Let a sequence end at position ``n`` again, where ``Keep`` has copied its state before the last step."""
+
+    slot: int
+    n: int
+
+
 class Copy(NamedTuple):
     """Copy the first ``n`` cells of a sequence to another one, which is empty. ``state``: see ``Remove``."""
 
@@ -606,7 +622,18 @@ class CellChanges(NamedTuple):
 
 
 MemoryOp = (
-    Shift | Remove | Discard | Copy | Save | SaveState | Restore | Forget | UseAdapters | AssignAdapters
+    Shift
+    | Remove
+    | Discard
+    | Keep
+    | GoBack
+    | Copy
+    | Save
+    | SaveState
+    | Restore
+    | Forget
+    | UseAdapters
+    | AssignAdapters
 )
 
 

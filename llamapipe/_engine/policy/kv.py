@@ -38,6 +38,7 @@ from llamapipe._engine.policy.core import (
     Copy,
     Discard,
     Forget,
+    GoBack,
     MemoryOp,
     Remove,
     Request,
@@ -708,7 +709,10 @@ class KvCache:
 
     def _go_back(self, request: Request, cells: Cells, n: int, of_last_step: bool) -> None:
         """Removes a request's cells from ``n`` on, or from the last place before where it can be continued."""
-        if of_last_step:
+        if of_last_step and request.n_certain >= 0:
+            n = request.n_certain
+            self.memory_ops.append(GoBack(request.slot, n))
+        elif of_last_step:
             self.memory_ops.append(Discard(request.slot, n))
         else:
             state = None

@@ -34,6 +34,8 @@ from llamapipe._engine.policy.core import (
     BatchPlan,
     CellChanges,
     Discard,
+    GoBack,
+    Keep,
     Remove,
     Request,
     State,
@@ -44,7 +46,7 @@ from llamapipe._engine.policy.overflow import Overflow
 from llamapipe._engine.policy.planner import BatchBuilder
 from llamapipe._engine.policy.queues import Carries, Running, Waiting
 from llamapipe._engine.policy.scoring import LogprobTargets
-from llamapipe._engine.policy.speculation import Gate, Guess, undisturbed
+from llamapipe._engine.policy.speculation import MOST_COPIES, Gate, Guess, undisturbed
 from llamapipe._engine.policy.turns import SetTurns
 from llamapipe.errors import NoToken
 
@@ -445,6 +447,8 @@ class Scheduler:
                     guess = draft
             if guess is not None:
                 guesses.append(guess)
+        if gate.copies_states and len(guesses) > MOST_COPIES:
+            guesses = sorted(guesses, key=lambda guess: -guess.share * len(guess.tokens))[:MOST_COPIES]
         n = len(decoding)
         if not guesses:
             return {}
@@ -462,6 +466,10 @@ class Scheduler:
         if gate.has_window and chosen:
             shortest = min(map(len, chosen.values()))
             chosen = {request: tokens[:shortest] for request, tokens in chosen.items()}
+        if gate.copies_states:
+            for request in chosen:
+                request.n_certain = request.n_past
+                self.cache.memory_ops.append(Keep(request.slot, request.n_past))
         return chosen
 
     def commit(self, plan: BatchPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
@@ -513,6 +521,7 @@ class Scheduler:
         taken: list[tuple[Request, int]] = []
         gate, before = self.gate, None
         n_drawn: dict[Request, int] = {}
+        again: set[Request] = set()  # those that compute their tokens of this step again
         gate.n_drafted += plan.n_guessed
         begin = 0
         for request, n in plan.scheduled:
@@ -523,7 +532,11 @@ class Scheduler:
             if n_left and request.batch_plan is plan and request.slot >= 0:
                 # The cells of wrong guesses. This comes first, because a request may end below, and the cells that it
                 # then leaves in its slot must all be of use.
-                self.cache.memory_ops.append(Discard(request.slot, request.n_past + n - n_left))
+                if gate.copies_states:
+                    self.cache.memory_ops.append(GoBack(request.slot, request.n_past))
+                    again.add(request)
+                else:
+                    self.cache.memory_ops.append(Discard(request.slot, request.n_past + n - n_left))
         for i, (request, token) in enumerate(zip(plan.requests, sampled, strict=True)):
             if request.batch_plan is plan and token != NoToken.NOT_DRAWN:
                 if request is before and request.sampler is not None:  # the guessed token before it was right
@@ -533,13 +546,16 @@ class Scheduler:
                     gate.n_forced += request.sampler.is_forced
                 before = request
                 n_drawn[request] = n_drawn.get(request, 0) + 1
-                request.n_past += 1
+                request.n_past += request not in again
                 if token != _LATER:
                     taken.append((request, token))
                 # The sampler knows all of the step's tokens: whether one may follow concerns the last one.
                 is_last = plan.guessed[i] < 0 or sampled[i + 1] == NoToken.NOT_DRAWN
                 self._add_token(request, token, is_last)
         gate.n_steps_saved += min(n_drawn.values(), default=1) - 1
+        for request in [request for request in self._running.decoding if request in again]:
+            self._running.take(request)
+            self._running.add(request)
         return taken
 
     def drawn(self, request: Request, token: int) -> None:

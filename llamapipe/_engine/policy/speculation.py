@@ -18,6 +18,11 @@ Where guesses come from (``Sampler.guess``), the surest first:
 4. A draft model or the model's own MTP layer, if the engine has one (``draft.py``). Its tokens are made only when their
    number is chosen.
 
+Cells of wrong guesses are removed. A recurrent state cannot go back. So either llama.cpp keeps the states after each of
+the last tokens (``Gate.keeps_states``), which makes every step slower, or the state before the guesses is copied
+(``Gate.copies_states``): after a wrong guess the sequence returns to it, and computes the right ones again with the
+token after them.
+
 A guess costs time, so ``Gate`` learns what steps cost and how often guesses are right. It takes the number of guessed
 tokens that gives the most tokens a second, which may be none. Guesses are made only for steps in which all requests
 decode: prompts use a step better. Pure policy.
@@ -44,6 +49,7 @@ _RETRY = 100  # decisions against guesses, before one is made anyway: what steps
 # The most of them before a draft. They double with each draft in vain. After a longer pause the next one costs more.
 _MOST_RETRY = 3200
 _LONGEST_PAUSE = 32  # decisions without drafts, after several against them
+MOST_COPIES = 4  # of states, for the requests of a step: each is as large as thousands of cells
 FORCED_SHARE = 0.95  # of forced texts whose tokens are the guessed ones; most models were trained on these
 
 
@@ -142,7 +148,8 @@ class Gate:
     ``no_guesses``: why ``n_most`` is 0. ``has_window``: wrong guesses must be removed before another ubatch takes the
     cells that the window has left because of them. So all guesses of a step have as many tokens, which makes them one
     ubatch, and none is made while another step may be in flight. ``keeps_states``: kept states take wrong guesses back
-    (see ``undisturbed``). ``n_longest``: most guessed tokens of a request.
+    (see ``undisturbed``). ``copies_states``: copies of the states before them do. ``n_longest``: most guessed tokens of
+    a request.
     """
 
     def __init__(
@@ -153,11 +160,14 @@ class Gate:
         no_guesses: str = "",
         has_window: bool = False,
         keeps_states: bool = False,
+        copies_states: bool = False,
         n_longest: int = MOST_GUESSED,
     ) -> None:
         self.no_guesses = no_guesses
         self.has_window = has_window
         self.keeps_states = keeps_states
+        self.copies_states = copies_states
+        self._copy_s = 0.0  # of a state
         self.n_longest = n_longest
         self.times = StepTimes()
         self.n_most = n_most
@@ -204,6 +214,8 @@ class Gate:
             seconds = self._seconds(n_decoding, chosen)
             if drafting and self.drafter is not None:
                 seconds += self.drafter.seconds({r: n for r, n in chosen.items() if r in drafting})
+            if self.copies_states:
+                seconds += self._return_seconds(n_decoding, guesses, chosen)
             speed = (n_decoding + n_expected) / seconds
             if speed > best_speed:
                 best, n_best, best_speed = chosen, n_added, speed
@@ -246,6 +258,35 @@ class Gate:
             seconds += self.times.of(sum(n >= length for n in lengths) * (length - n_before))
             n_before = length
         return seconds * self._factor
+
+    def _return_seconds(
+        self, n_decoding: int, guesses: Sequence[Guess], chosen: Mapping[Request, int]
+    ) -> float:
+        """The expected seconds for copies of states, and for returning to them after wrong guesses."""
+        seconds = 0.0
+        for guess in guesses:
+            n = chosen.get(guess.request, 0)
+            if n:
+                share = guess.share
+                wrong = 1 - share**n
+                seconds += (1 + wrong) * self._copy_s
+                if wrong > 0:
+                    # One more than those that were right before the wrong one, on average.
+                    n_again = 1 + sum(i * share**i * (1 - share) for i in range(n)) / wrong
+                    before = 0.0 if self._splits and n_decoding > 1 else self.times.of(n_decoding)
+                    n_next = n_again + (1 if self._splits and n_decoding > 1 else n_decoding)
+                    seconds += wrong * (self.times.of(round(n_next)) - before)
+        return seconds
+
+    def observe_copies(self, n: int, seconds: float) -> None:
+        """Learns from the time in which ``n`` states were copied."""
+        each_s = seconds / n
+        if self._copy_s:
+            each_s = min(each_s, 2 * self._copy_s)
+        faster = each_s < self._copy_s or not self._copy_s
+        self._copy_s += (1.0 if not self._copy_s else _FASTER if faster else _SLOWER) * (
+            each_s - self._copy_s
+        )
 
     def observe(self, n_decoding: int, n_guessed: int, seconds: float) -> None:
         """Learns from a step in which requests only decoded."""

@@ -21,6 +21,8 @@ from llamapipe._engine.policy.core import (
     CellChanges,
     Copy,
     Discard,
+    GoBack,
+    Keep,
     MediaRows,
     MemoryOp,
     Remove,
@@ -32,6 +34,7 @@ from llamapipe._engine.policy.core import (
     UseAdapters,
 )
 from llamapipe._engine.policy.scoring import TokenScore
+from llamapipe._engine.policy.speculation import MOST_COPIES
 from llamapipe._engine.runtime.background_draws import BackgroundDraws
 from llamapipe._engine.runtime.background_sampler import BackgroundSampler
 from llamapipe._engine.runtime.compute_threads import ThreadTuner
@@ -237,6 +240,9 @@ class StepExecutor:
         self._adapters: AdapterSet | None = None
         self._assigned: dict[int, AdapterSet | None] = {}  # by slot
         self._saved: dict[int, SavedCells] = {}  # by the KV cache's keys
+        self._kept: dict[
+            int, tuple[int, SavedCells]
+        ] = {}  # the states before guesses, with their places, by sequence
         self._take: Callable[[Unused, Saved], bool] = lambda *_: False
         # The images that take fewer positions than tokens, by sequence and by key; without an entry there are none.
         self._grids: dict[int, Grids] = {}
@@ -252,6 +258,11 @@ class StepExecutor:
                 done = self._remove(op.slot, op.position, op.state)
             elif isinstance(op, Discard):
                 done = self._discard(op.slot, op.position)
+            elif isinstance(op, Keep):
+                self._keep(op.slot, op.n)
+                continue
+            elif isinstance(op, GoBack):
+                done = self._go_back(op.slot, op.n)
             elif isinstance(op, Copy):
                 done = op.source not in lost and self._copy(op.source, op.slot, op.n, op.state)
             elif isinstance(op, Restore):
@@ -304,6 +315,33 @@ class StepExecutor:
         if grids := self._grids.get(op.slot):
             self._grids_of_saved[op.key] = grids
         return copy.n_bytes
+
+    def _keep(self, seq_id: int, n: int) -> None:
+        """Copies a sequence's state, into the memory of an older copy: touching new pages is slow."""
+        _, copy = self._kept.pop(seq_id, (0, None))
+        if copy is None and len(self._kept) == MOST_COPIES:
+            _, copy = self._kept.pop(next(iter(self._kept)))
+        if copy is None:
+            copy = SavedCells.of(self.pipeline, seq_id, _ANY_SIZE, True)
+        elif not copy.replace_by_state(self.pipeline, seq_id):
+            copy.close()
+            return
+        if copy is not None:
+            self._kept[seq_id] = n, copy
+
+    def _go_back(self, seq_id: int, n: int) -> bool:
+        """Lets a sequence return to the copy of its state. False: there is none, and it is empty."""
+        place, copy = self._kept.get(seq_id, (-1, None))
+        if copy is None or place != n:
+            self._clear(seq_id)
+            return False
+        null, grids = self._native.ffi.NULL, self._grids.get(seq_id, ())
+        done: int = self._native.lib.lp_load(self._handle, seq_id, end_position(grids, n), null, copy.handle)
+        if done < 0:
+            raise RuntimeError(f"loading sequence {seq_id} failed: {last_error(self._native)}")
+        if not done:
+            self._set_grids(seq_id, ())
+        return done > 0
 
     def _remove(self, seq_id: int, position: int, state: int) -> bool:
         """Lets a sequence go back to a position, if its memory has what that needs."""
@@ -748,6 +786,8 @@ class StepExecutor:
         self.threads.close()
         while self._saved:
             self._saved.popitem()[1].close()
+        while self._kept:
+            self._kept.popitem()[1][1].close()
         if self.tuner is not None:
             self.tuner.close()
         self.pipeline.close()

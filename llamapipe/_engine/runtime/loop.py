@@ -679,7 +679,11 @@ class EngineLoop:
     # ---- one step
     def _launch(self, plan: BatchPlan, started: float) -> None:
         """Launches a plan that was begun at this time of ``perf_counter``. Handles its failure."""
+        gate, began = self._scheduler.gate, perf_counter()
         keeps_cells = not self._scheduler.cache.memory_ops or self._change_cells()
+        if plan.n_guessed and gate.copies_states:
+            n_copied = sum(n > 1 for _, n in plan.scheduled)
+            gate.observe_copies(n_copied, perf_counter() - began)
         if not keeps_cells or (not plan.repeats and not self._make_samplers(plan)):
             self._scheduler.drop(plan)  # a request of it lost its cells or failed: plan again
             return

@@ -249,6 +249,7 @@ int       lp_sequence_end(lp_pipeline * pipeline, int seq_id);  // between steps
 // wait for the steps before them.
 typedef struct lp_saved lp_saved;
 lp_saved * lp_save(lp_pipeline * pipeline, int seq_id, int64_t max_bytes, bool only_state);  // null: larger, or an error
+bool       lp_save_state(lp_pipeline * pipeline, int seq_id, lp_saved * to);  // in place of what it had, in the same memory
 lp_saved * lp_saved_new(const void * bytes, int64_t n);  // of bytes that `lp_saved_data` gave; null: no memory
 int64_t    lp_saved_bytes(const lp_saved * saved);
 const void * lp_saved_data(const lp_saved * saved);

@@ -64,6 +64,10 @@ lp_saved * lp_save(lp_pipeline * pipeline, int seq_id, int64_t max_bytes, bool o
     });
 }
 
+bool lp_save_state(lp_pipeline * pipeline, int seq_id, lp_saved * to) {
+    return lp::guard(false, [&] { return pipeline->shared->save(seq_id, -1, lp::Part::state, to->cells) == 1; });
+}
+
 lp_saved * lp_saved_new(const void * bytes, int64_t n) {
     return lp::guard((lp_saved *) nullptr, [&] {
         auto saved = std::make_unique<lp_saved>();

@@ -450,7 +450,7 @@ class KvCache:
         part from this prompt: where some have parted already, where its caller says so (messages begin), shortly before
         its end (the same prompt again, or an answer that a template renders differently), and at intervals in a long
         one, where most steps end anyway. Windows can go back without; there, a state is for copies of a sequence that
-        runs.
+        runs, and for snapshots of it.
         """
         end = len(request.tokens)
         if end - n < _LEAST_BETWEEN or not self.enabled or (self._shares_cells and not self._has_states):
@@ -463,7 +463,8 @@ class KvCache:
         most = max(int(_PROMPT_SHARE * self._states.budget) // max(self._state_bytes, 1), 1)
         interval = -(-end // (most * _INTERVAL)) * _INTERVAL
         wanted |= {*range(interval, end, interval)}
-        if self._has_states and not request.n_total:
+        goes_back = self._has_states or (request.spec.resumable and end > self._window > 0)
+        if goes_back and not request.n_total:
             wanted |= {*request.spec.places}
             if request.max_tokens:
                 wanted.add(last_one)

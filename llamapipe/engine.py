@@ -319,7 +319,8 @@ class Engine(BlockingCalls, AsyncOwner):
 
             # 3. The context: the KV cells, and the buffers of a step.
             swa_full = _swa_full(model, tuning.swa_full, sizes, n_ctx, n_seq_max, n_cells)
-            keeps_windows = swa_full and not unified
+            # With unified KV a step is one ubatch then, and all decoding requests must fit into it.
+            keeps_windows = swa_full and (not unified or int_of("n_ubatch", tuning.n_ubatch) >= n_seq_max)
             new_context = partial(
                 Context,
                 model,
@@ -1369,6 +1370,9 @@ def _scheduler(
     model = context.model
     no_guesses = "" if context.n_ubatch > 1 else "n_ubatch is 1: a step has no room for guesses"
     n_score_rows = max(context.n_outputs_max - context.n_seq_max, 1)
+    # A ubatch that finds no cells is taken back with those of its step before it. Their tokens may have got cells that
+    # a window had left, and sequences that go back need these. So where windows share cells, a step is one ubatch.
+    is_one_ubatch = context.kv_unified and model.n_swa > 0 and context.has_ring
     gate = Gate(
         0 if no_guesses else n_score_rows,
         splits=not context.kv_unified or model.is_recurrent,
@@ -1383,7 +1387,7 @@ def _scheduler(
         cache,
         context.n_ctx,
         context.n_cells,
-        context.n_batch,
+        context.n_ubatch if is_one_ubatch else context.n_batch,
         context.n_ubatch,
         padding_token=None if context.kv_unified or model.is_recurrent else 0,
         n_score_rows=n_score_rows,

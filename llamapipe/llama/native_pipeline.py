@@ -19,7 +19,7 @@ _ANY_SIZE = 2**62
 def ring_slots(model: Model, ring: str, n_slots: int, keeps_windows: bool = False) -> int:
     """How many slots a context's ring gets: ``n_slots``, or none where outputs go through llama.cpp's own buffer.
 
-    ``keeps_windows``: window layers keep all cells, separately for each sequence.
+    ``keeps_windows``: window layers keep all cells.
 
     On RPC workers there is none: slots live as long as the pipeline's object, and so would the connection. A worker
     that ends then would end this process although everything is closed. Raises ValueError for a ring that is wanted
@@ -38,8 +38,10 @@ def ring_slots(model: Model, ring: str, n_slots: int, keeps_windows: bool = Fals
 def can_stage(model: Model, keeps_windows: bool) -> bool:
     """Whether this model's batches are cut into ubatches in a way that is known here.
 
-    Recurrent memories, and windows that give cells to others, cut them otherwise or retry other ways by themselves, so
-    their rows could not be told apart.
+    Recurrent memories cut them otherwise. With unified KV, those of windows (``llama_kv_cache_iswa::init_batch``) try a
+    second way if the first finds no cells. Where windows keep all cells, they never have fewer free ones than the other
+    layers, whose number does not depend on the way: so the second one fails, too. (After a state was restored
+    beside shared cells they may have fewer; a step that is cut another way fails.)
     """
     return not model.is_recurrent and (keeps_windows or not model.n_swa)
 

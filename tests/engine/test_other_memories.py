@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.control import Worker, all_results
-from support.inside import step_executor_of
+from support.inside import pipeline_of, step_executor_of
 from support.memory_models import hybrid_model, sliding_window_model
 from support.plain import PlainLoop, greedy, plain_loop
 
@@ -171,3 +171,28 @@ def test_windows_whose_cells_others_have_taken(
         assert n_wrong == 0 and 5 < n_lost < n_back - 5
     else:
         assert n_wrong > 5
+
+
+@pytest.mark.parametrize("n_ubatch", [3, 16])
+def test_windows_in_scarce_cells(make_engine: MakeEngine, tmp_path: Path, n_ubatch: int) -> None:
+    """Their rows are staged, unless a step of all decoding requests is several ubatches."""
+    chance = random.Random(n_ubatch)
+
+    def prompt(i: int) -> list[int]:
+        begin = tokens_of(chance.randrange(30, 150), i % 2)
+        return begin + tokens_of(chance.randrange(1, 60), chance.randrange(99))
+
+    options = {"n_ctx": 250, "n_seq_max": 4, "n_cells": 256, "n_ubatch": n_ubatch, "cache_bytes": 2**20}
+    with (
+        lp.Model(sliding_window_model(tmp_path / "model.gguf")) as model,
+        make_engine(model, **options) as engine,
+        plain_loop(model) as plain,
+    ):
+        assert (pipeline_of(engine).mode == "direct") == (n_ubatch < 4)
+        for _ in range(4):
+            prompts = [prompt(i) for i in range(6)]
+            done = engine.generate(prompts, greedy(chance.randrange(2, 40)))
+            for one, out in zip(prompts, done, strict=True):
+                assert plain.agrees(one, out.token_ids)
+        assert engine.stats().n_preempted > 0 and engine.stats().n_cache_hit_tokens > 0
+        engine.check_integrity()

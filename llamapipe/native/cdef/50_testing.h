@@ -61,5 +61,29 @@ typedef struct {
     double * seconds;  // of each time, or NULL
 } lp_attention;
 int lp_attention_compute(const lp_attention * attention, float * out);
+// Operations of linear layers, as llama.cpp's graphs have them. States are float32 (n_states, n_heads, n_rows, n_columns): those of
+// n_seqs sequences, and of others whose places change, are gathered by n_ids indices, and afterwards those of sequence s are row
+// first + s, or if n_kept earlier ones are kept, row k * n_states / n_kept + first + s has the one before k tokens. Inputs, float32:
+//   delta net: queries and keys (n_seqs, n_tokens, n_groups, n_columns), values (n_seqs, n_tokens, n_heads, n_rows), gates and
+//     betas (n_seqs, n_tokens, n_heads); the state is square;
+//   scan: x (n_seqs, n_tokens, n_heads, n_rows), steps (n_seqs, n_tokens, n_heads), A (n_heads), B and C (n_seqs, n_tokens,
+//     n_groups, n_columns);
+//   wkv7: r, w, k, v, a, b (n_seqs, n_tokens, n_heads, n_columns); the state is square;
+//   convolution: inputs of earlier tokens (n_seqs, n_rows, n_columns - 1), of these (n_seqs, n_tokens, n_rows), weights (n_rows,
+//     n_columns); no states.
+// The result is float32 (n_seqs, n_tokens, n_heads, n_rows).
+enum lp_linear_kind { LP_DELTA_NET, LP_SCAN, LP_WKV7, LP_CONVOLUTION };
+typedef struct {
+    enum lp_linear_kind kind;
+    int64_t n_seqs, n_tokens, n_heads, n_groups, n_rows, n_columns;
+    int64_t n_states, n_kept, n_ids, first;
+    float * states;
+    const int32_t * ids;
+    const float * inputs[6];
+    bool is_ours;
+    int n_threads, n_times;
+    double * seconds;  // of each time, or NULL
+} lp_linear;
+int lp_linear_compute(const lp_linear * linear, float * out);
 int lp_quantize(enum ggml_type type, int64_t n_rows, int64_t n_columns, const float * values, void * out);  // bytes
 int lp_dequantize(enum ggml_type type, int64_t n, const void * quantized, float * out);

@@ -21,6 +21,7 @@
 #include "attention.hpp"
 #include "float_products.hpp"
 #include "kernels.hpp"
+#include "linear.hpp"
 #include "row_adapters.hpp"
 #include "system.hpp"
 
@@ -60,6 +61,8 @@ constexpr int    max_rows        = 256;  // the same as a number
 void (*barrier)(ggml_threadpool *) = nullptr;  // ggml_barrier
 thread_local Packing * t_packing   = nullptr;
 thread_local bool t_attends = false, t_multiplies = false;  // the graphs of this thread use our attention, our products of floats
+thread_local bool t_is_planning             = false;  // this thread plans a graph
+thread_local uint32_t            t_plan     = 0;
 thread_local const RowAdapters * t_adapters = nullptr;  // of the rows of these graphs
 
 extern ggml_backend_buffer_type buffer_type;
@@ -328,11 +331,41 @@ Traits traits;
 // there the operation gets a mark, which all of ggml's threads see. Returning false leaves it to ggml.
 struct OtherTraits : ggml::cpu::tensor_traits {
     struct Mark {
-        const RowAdapters * adapters = nullptr;  // not null: it is this part of a product with them
-        RowAdapters::Part   part     = RowAdapters::Part::none;
-        int32_t             matrix   = 0;
-        bool                is_ours  = false;
+        const RowAdapters * adapters   = nullptr;  // not null: it is this part of a product with them
+        RowAdapters::Part   part       = RowAdapters::Part::none;
+        int32_t             matrix     = 0;
+        bool                is_ours    = false;
+        bool                has_places = false;  // of an operation with states: what gathers them has written where they are
+        bool                is_done    = false;  // of what copies states: they are there
+        uint32_t            plan       = 0;
+        const ggml_tensor * copy       = nullptr;  // of an operation with states
     };
+    static_assert(sizeof(Mark) <= GGML_MAX_OP_PARAMS - 4 * sizeof(int32_t));
+
+    static Mark read(const ggml_tensor * op) {
+        Mark mark;
+        memcpy(&mark, place_of_mark(op), sizeof mark);
+        return mark;
+    }
+
+    static void write(const ggml_tensor * op, const Mark & mark) { memcpy(place_of_mark(op), &mark, sizeof mark); }
+
+    // Nobody reads the states that it would gather.
+    static void replace(const ggml_tensor * gather) {
+        Mark mark    = read(gather);
+        mark.is_ours = true;
+        write(gather, mark);
+    }
+
+    // Operations with the same number are planned, and then computed, together.
+    static uint32_t this_plan() {
+        static std::atomic<uint32_t> n_plans = 0;
+        if (!t_is_planning) {
+            t_is_planning = true;
+            t_plan        = ++n_plans;
+        }
+        return t_plan;
+    }
 
     // At the end of an operation's parameters, where ggml has none.
     static char * place_of_mark(const ggml_tensor * op) {
@@ -341,6 +374,7 @@ struct OtherTraits : ggml::cpu::tensor_traits {
 
     bool work_size(int n_threads, const ggml_tensor * op, size_t & size) override {
         Mark mark;
+        mark.plan = this_plan();
         if (t_adapters && (mark.part = t_adapters->part_of(op, mark.matrix)) != RowAdapters::Part::none) {
             mark.adapters = t_adapters;
             mark.is_ours  = true;
@@ -350,16 +384,47 @@ struct OtherTraits : ggml::cpu::tensor_traits {
         } else if (is_float_product(op)) {
             mark.is_ours = t_multiplies;
             size         = t_multiplies ? float_product_work_size(op, n_threads) : size;
+        } else if (t_attends && is_linear(op)) {
+            const ggml_tensor * gather = gather_of_states(op);
+            mark.is_ours               = true;
+            mark.has_places            = gather && read(gather).plan == mark.plan;
+            if (mark.has_places) {
+                replace(gather);
+            }
+        } else if (const ggml_tensor * gather = t_attends ? gather_of_nothing(op) : nullptr) {
+            if (read(gather).plan == mark.plan) {
+                replace(gather);
+            }
+        } else if (const ggml_tensor * source = t_attends ? source_of_copy(op) : nullptr) {
+            Mark other = read(source);
+            if (other.is_ours && other.plan == mark.plan) {
+                other.copy = op;
+                write(source, other);
+                mark.is_ours = true;
+            }
         }
-        memcpy(place_of_mark(op), &mark, sizeof mark);
+        write(op, mark);
         return mark.is_ours;
     }
 
     bool compute_forward(ggml_compute_params * params, ggml_tensor * op) override {
-        Mark mark;
-        memcpy(&mark, place_of_mark(op), sizeof mark);
+        const Mark mark = read(op);
+        t_is_planning   = false;
         if (mark.adapters) {
             mark.adapters->compute(mark.part, mark.matrix, params, op);
+        } else if (op->op == GGML_OP_CPY) {
+            return mark.is_done;
+        } else if (mark.is_ours && op->op == GGML_OP_GET_ROWS) {
+            if (params->ith == 0) {
+                write_places(op);
+            }
+        } else if (mark.is_ours && is_linear(op)) {
+            const bool is_in_place = compute_linear(params, op, mark.has_places ? gather_of_states(op) : nullptr, mark.copy);
+            if (is_in_place && params->ith == 0) {
+                Mark other    = read(mark.copy);
+                other.is_done = true;
+                write(mark.copy, other);
+            }
         } else if (mark.is_ours) {
             (is_attention(op) ? compute_attention : compute_float_product)(params, op, barrier);
         }
@@ -389,7 +454,8 @@ struct BufferType : ggml::cpu::extra_buffer_type {
     }
 
     ggml::cpu::tensor_traits * get_tensor_traits(const ggml_tensor * op) override {
-        if (is_attention(op) || is_float_product(op) || is_scaled_product(op)) {
+        if (is_attention(op) || is_float_product(op) || is_scaled_product(op) || is_linear(op) || op->op == GGML_OP_GET_ROWS ||
+            op->op == GGML_OP_CPY) {
             return &other_traits;
         }
         const bool is_product = op->op == GGML_OP_MUL_MAT || op->op == GGML_OP_MUL_MAT_ID;

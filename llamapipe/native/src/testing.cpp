@@ -237,6 +237,115 @@ void compute(const lp_attention & a, float * out) {
     ggml_backend_tensor_get(y, out, 0, ggml_nbytes(y));
 }
 
+// A linear operation in a graph like llama.cpp's.
+class LinearGraph {
+public:
+    explicit LinearGraph(const lp_linear & linear)
+        : l_(linear),
+          context_(made(ggml_init({ ggml_tensor_overhead() * 64 + ggml_graph_overhead(), nullptr, true }), "no memory")) {}
+
+    void compute(float * out) {
+        ggml_backend_dev_t cpu     = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+        const Backend      backend = backend_with(cpu, l_.n_threads);
+        if (l_.is_ours && llamapipe::kernels::install()) {
+            throw std::runtime_error("there are no kernels");
+        }
+        ggml_cgraph * graph = ggml_new_graph(context());
+        ggml_tensor * y     = l_.kind == LP_CONVOLUTION ? convolution() : with_states(graph);
+        ggml_build_forward_expand(graph, y);
+        const Buffer memory(
+                made(ggml_backend_alloc_ctx_tensors_from_buft(context(), ggml_backend_dev_buffer_type(cpu)), "no memory"));
+        for (const auto & [tensor, from] : inputs_) {
+            ggml_backend_tensor_set(tensor, from, 0, ggml_nbytes(tensor));
+        }
+        ::compute(backend, graph, l_.is_ours, l_.n_times, l_.seconds);
+        const int64_t n = l_.n_rows * l_.n_heads * l_.n_tokens * l_.n_seqs;
+        ggml_backend_tensor_get(y, out, 0, (size_t) n * sizeof(float));
+        if (states_) {
+            ggml_backend_tensor_get(states_, l_.states, 0, ggml_nbytes(states_));
+        }
+    }
+
+private:
+    ggml_context * context() const { return context_.get(); }
+
+    ggml_tensor * input(const void * from, ggml_type type, int64_t n0, int64_t n1 = 1, int64_t n2 = 1, int64_t n3 = 1) {
+        ggml_tensor * tensor = ggml_new_tensor_4d(context(), type, n0, n1, n2, n3);
+        inputs_.emplace_back(tensor, from);
+        return tensor;
+    }
+
+    // Input i of n1 vectors of n0 a token.
+    ggml_tensor * input(int i, int64_t n0, int64_t n1) {
+        return input(l_.inputs[i], GGML_TYPE_F32, n0, n1, l_.n_tokens, l_.n_seqs);
+    }
+
+    ggml_tensor * convolution() {
+        ggml_tensor * old    = input(l_.inputs[0], GGML_TYPE_F32, l_.n_columns - 1, l_.n_rows, l_.n_seqs);
+        ggml_tensor * tokens = input(l_.inputs[1], GGML_TYPE_F32, l_.n_rows, l_.n_tokens, l_.n_seqs);
+        ggml_tensor * all    = ggml_concat(context(), old, ggml_transpose(context(), tokens), 0);
+        return ggml_ssm_conv(context(), all, input(l_.inputs[2], GGML_TYPE_F32, l_.n_columns, l_.n_rows));
+    }
+
+    ggml_tensor * with_states(ggml_cgraph * graph) {
+        const int64_t n_state   = l_.n_heads * l_.n_rows * l_.n_columns,
+                      n_results = l_.n_rows * l_.n_heads * l_.n_tokens * l_.n_seqs;
+        states_                 = input(l_.states, GGML_TYPE_F32, n_state, l_.n_states);
+        ggml_tensor * rows      = ggml_reshape_2d(context(), states_, n_state, l_.n_states);
+        ggml_tensor * ids       = input(l_.ids, GGML_TYPE_I32, l_.n_ids);
+        const bool    is_scan   = l_.kind == LP_SCAN;
+        // The scan gathers only states of others.
+        const int64_t first_gathered = is_scan ? 1 : 0, n_gathered = l_.n_ids - first_gathered;
+        ggml_tensor * which = ggml_view_1d(context(), ids, n_gathered, (size_t) first_gathered * ids->nb[0]);
+        ggml_tensor * all   = ggml_get_rows(context(), rows, which);
+        ggml_tensor * y     = is_scan ? scan(rows, ids) : apply(ggml_view_2d(context(), all, n_state, l_.n_seqs, all->nb[1], 0));
+        ggml_build_forward_expand(graph, y);
+        const int64_t n_others = l_.n_ids - l_.n_seqs;
+        ggml_tensor * others =
+                ggml_view_2d(context(), all, n_state, n_others, all->nb[1], (size_t) (l_.n_seqs - first_gathered) * all->nb[1]);
+        ggml_build_forward_expand(graph, ggml_cpy(context(), others,
+                                                  ggml_view_2d(context(), states_, n_state, n_others, states_->nb[1],
+                                                               (size_t) (l_.first + l_.n_seqs) * states_->nb[1])));
+        const int64_t n_written = std::min(l_.n_kept, l_.n_tokens), group = l_.n_states / l_.n_kept;
+        const size_t  row  = states_->nb[1];
+        ggml_tensor * from = ggml_view_3d(context(), y, n_state, l_.n_seqs, n_written, row, row * (size_t) l_.n_seqs,
+                                          (size_t) n_results * sizeof(float));
+        ggml_tensor * to   = ggml_view_3d(context(), states_, n_state, l_.n_seqs, n_written, row, row * (size_t) group,
+                                          row * (size_t) l_.first);
+        ggml_build_forward_expand(graph, ggml_cpy(context(), from, to));
+        return y;
+    }
+
+    ggml_tensor * apply(ggml_tensor * states) {
+        const int64_t n = l_.n_rows, n_tokens = l_.n_tokens * l_.n_seqs;
+        if (l_.kind == LP_WKV7) {
+            ggml_tensor * in[6];
+            for (int i = 0; i < 6; i++) {
+                in[i] = input(l_.inputs[i], GGML_TYPE_F32, n, l_.n_heads, n_tokens);
+            }
+            return ggml_rwkv_wkv7(context(), in[0], in[1], in[2], in[3], in[4], in[5], states);
+        }
+        ggml_tensor *q = input(0, n, l_.n_groups), *k = input(1, n, l_.n_groups), *v = input(2, n, l_.n_heads);
+        ggml_tensor *gates = input(3, 1, l_.n_heads * 1), *betas = input(4, 1, l_.n_heads);
+        return ggml_gated_delta_net(context(), q, k, v, gates, betas,
+                                    ggml_reshape_4d(context(), states, n, n, l_.n_heads, l_.n_seqs), l_.n_kept);
+    }
+
+    ggml_tensor * scan(ggml_tensor * rows, ggml_tensor * ids) {
+        ggml_tensor * states = ggml_reshape_4d(context(), rows, l_.n_columns, l_.n_rows, l_.n_heads, l_.n_states);
+        ggml_tensor * x      = input(0, l_.n_rows, l_.n_heads);
+        ggml_tensor * steps  = input(l_.inputs[1], GGML_TYPE_F32, l_.n_heads, l_.n_tokens, l_.n_seqs);
+        ggml_tensor * a      = input(l_.inputs[2], GGML_TYPE_F32, 1, l_.n_heads);
+        ggml_tensor * b = input(3, l_.n_columns, l_.n_groups), *c = input(4, l_.n_columns, l_.n_groups);
+        return ggml_ssm_scan(context(), states, x, steps, a, b, c, ggml_view_1d(context(), ids, l_.n_seqs, 0), l_.n_kept);
+    }
+
+    const lp_linear &                                   l_;
+    const Context                                       context_;
+    std::vector<std::pair<ggml_tensor *, const void *>> inputs_;
+    ggml_tensor *                                       states_ = nullptr;
+};
+
 }  // namespace
 
 int lp_product_compute(const lp_product * product, float * out) {
@@ -249,6 +358,13 @@ int lp_product_compute(const lp_product * product, float * out) {
 int lp_attention_compute(const lp_attention * attention, float * out) {
     return lp::guard(LP_ERROR, [&] {
         compute(*attention, out);
+        return 0;
+    });
+}
+
+int lp_linear_compute(const lp_linear * linear, float * out) {
+    return lp::guard(LP_ERROR, [&] {
+        LinearGraph(*linear).compute(out);
         return 0;
     });
 }

@@ -1279,6 +1279,21 @@ class Engine(BlockingCalls, AsyncOwner):
         self._engine_thread.ask(partial(loop.take_in_conversation, conversation_key(name), found))
         return len(found.tokens)
 
+    def hold_conversation(self, name: str) -> None:
+        """Notes that a conversation continues soon, for instance when a tool has run: its cells go after all others.
+
+        Call ``release_conversation`` then. See ``save_conversation``. Does not wait. Any thread.
+        """
+        self._engine_thread.call(self._engine_thread.loop.hold_conversation, conversation_key(name))
+
+    def release_conversation(self, name: str, is_done: bool = False) -> None:
+        """Ends ``hold_conversation``. ``is_done``: nobody continues it, so its cells are the first to go.
+
+        Does not wait. Any thread.
+        """
+        release = self._engine_thread.loop.release_conversation
+        self._engine_thread.call(release, conversation_key(name), is_done)
+
     def forget_conversation(self, name: str) -> int:
         """Drops the cached cells of a conversation, unless a request uses them. Returns how many there were.
 

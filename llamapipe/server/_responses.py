@@ -32,6 +32,7 @@ from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResp
 from llamapipe.server.errors import BUSY, ApiError, api_error, shutting_down
 from llamapipe.server.json_bytes import encode_json, typed_event
 from llamapipe.server.mcp import McpError
+from llamapipe.work.tenant import conversation
 
 Message = dict[str, Any]
 LOGPROBS = "message.output_text.logprobs"
@@ -472,6 +473,7 @@ class _Answer:
         self._mcp = mcp
         self._kept = kept
         self._given = given
+        self._name = f"answer {kept.id}"  # of the conversation, which no client can choose
         self._began = perf_counter()
         vocab, is_stream = exchange.server.engine.model.vocab, bool(request.stream)
         fields = _fields(request, model, kept)
@@ -531,6 +533,8 @@ class _Answer:
         """What the model writes until it ends, or calls tools."""
         job = self._job
         assert job is not None
+        if self._mcp.wanted:
+            conversation.set(self._name)  # of what this task submits, see _ran
         try:
             async with aclosing(encoded(self._exchange, job, self._encoder)) as parts:
                 async for made in parts:
@@ -569,7 +573,23 @@ class _Answer:
             self._job = self._next_job()
 
     async def _ran(self, calls: Sequence[tuple[int, Item]]) -> AsyncGenerator[bytes, None]:
-        """Runs calls of MCP tools, unless the text ended at a limit."""
+        """Runs calls of MCP tools, unless the text ended at a limit.
+
+        Meanwhile the cells of the conversation stay. If the client goes away, they are the first to go.
+        """
+        engine, is_gone = self._exchange.server.engine, False
+        engine.hold_conversation(self._name)
+        try:
+            async with aclosing(self._ran_all(calls)) as ran:
+                async for made in ran:
+                    yield made
+        except (asyncio.CancelledError, GeneratorExit):
+            is_gone = True
+            raise
+        finally:
+            engine.release_conversation(self._name, is_done=is_gone)
+
+    async def _ran_all(self, calls: Sequence[tuple[int, Item]]) -> AsyncGenerator[bytes, None]:
         for place, item in calls:
             item["status"] = "incomplete"  # if it does not end
             if not self._encoder.is_cut:

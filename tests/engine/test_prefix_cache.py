@@ -14,7 +14,7 @@ from support.control import Worker, all_results, held, wait_until
 from support.plain import PlainLoop, greedy
 
 import llamapipe as lp
-from llamapipe.work.tenant import Tenant, tenant
+from llamapipe.work.tenant import Tenant, conversation, tenant
 
 MakeEngine = Callable[..., lp.Engine]
 
@@ -129,6 +129,52 @@ def test_what_is_cancelled_leaves_what_it_computed(make_engine: MakeEngine) -> N
         next(stream)
     wait_until(lambda: engine.stats().n_active == 0)
     assert engine.generate(SHARED, greedy(1)).n_cached_tokens == 39
+
+
+def asked_as(engine: lp.Engine, name: str | None, tokens: list[int]) -> int:
+    """How many tokens a request of this conversation did not have to compute."""
+    token = conversation.set(name)
+    try:
+        return engine.generate(tokens, greedy(1)).n_cached_tokens
+    finally:
+        conversation.reset(token)
+
+
+def test_cells_of_a_conversation_that_continues_soon_go_last(make_engine: MakeEngine) -> None:
+    other, mine, *more = (tokens_of(40, i) for i in range(5))
+    for is_held in (True, False):
+        engine = make_engine(n_seq_max=2, cache_bytes=0)
+        asked_as(engine, "mine", mine)
+        engine.hold_conversation("mine")
+        if not is_held:
+            engine.release_conversation("mine")
+        for tokens in (other, *more):  # the slots are needed for them
+            asked_as(engine, None, tokens)
+        assert asked_as(engine, "mine", mine) == (39 if is_held else 0)
+        engine.release_conversation("mine")
+        engine.check_integrity()
+
+
+def test_cells_of_a_conversation_that_nobody_continues_go_first(make_engine: MakeEngine) -> None:
+    """In the slots, and in host memory, which has room for two here."""
+    other, mine, *more = (tokens_of(40, i) for i in range(5))
+    engine = make_engine(n_seq_max=1, cache_bytes=2**20)
+    asked_as(engine, None, other)
+    asked_as(engine, None, mine)
+    n_bytes = engine.stats().cache_bytes
+    for is_done in (True, False):
+        slots = make_engine(n_seq_max=2, cache_bytes=0)
+        host = make_engine(n_seq_max=1, cache_bytes=int(2.5 * n_bytes))
+        for engine, n_between in ((slots, 0), (host, 1)):
+            asked_as(engine, None, other)
+            asked_as(engine, "mine", mine)
+            for tokens in more[:n_between]:
+                asked_as(engine, None, tokens)
+            engine.hold_conversation("mine")
+            engine.release_conversation("mine", is_done=is_done)
+            asked_as(engine, None, more[2])
+            assert asked_as(engine, None, other) == (39 if is_done else 0)
+            engine.check_integrity()
 
 
 def salted(n: int, salt: str | None) -> lp.SamplingParams:

@@ -174,6 +174,22 @@ def test_a_server_that_cannot_be_used(client: Any, agent: Agent) -> None:
     assert client.responses.create(**OPTIONS, tools=[GOOD]).status == "completed"
 
 
+def test_while_a_tool_runs_the_conversation_stays_cached(tmp_path: Path) -> None:
+    """Others need the slot meanwhile. Only what came after the call is computed."""
+    os.mkfifo(tmp_path / "gate")
+    with (
+        Agent(tmp_path, [("gate", {})], cache_bytes=0) as agent,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        answer = pool.submit(lambda: agent.client.responses.create(**OPTIONS, tools=[GOOD]))
+        with (tmp_path / "gate").open("w") as gate:  # opens when the tool reads
+            for i in range(3):
+                agent.client.responses.create(**{**OPTIONS, "input": f"{i} is another one."})
+            gate.write("open")
+        used = answer.result().usage
+    assert used.input_tokens_details.cached_tokens > 0.9 * used.input_tokens / 2
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_server_that_ends_waits_for_no_tool(stream: bool, tmp_path: Path) -> None:
     with (

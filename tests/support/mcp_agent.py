@@ -37,11 +37,13 @@ def turns_file(folder: Path, calls: Sequence[Call]) -> Path:
 class Agent:
     """A server with such a model, and the MCP servers of ``KINDS``. ``client``: OpenAI's, for it."""
 
-    def __init__(self, folder: Path, calls: Sequence[Call], **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, calls: Sequence[Call], cache_bytes: int | None = None, **settings: Any
+    ) -> None:
         self.folder = folder
         file = write_file(folder / "mcp.json", {kind: entry(kind, str(folder)) for kind in KINDS})
         options: dict[str, Any] = {"model_names": ("turns",), "mcp": file, "mcp_timeout_s": PATIENCE_S}
-        self.engine = lp.Engine(turns_file(folder, calls), n_ctx=16384, n_seq_max=2)
+        self.engine = lp.Engine(turns_file(folder, calls), n_ctx=16384, n_seq_max=2, cache_bytes=cache_bytes)
         self.server = serve(self.engine, settings=ServerSettings(**{**options, **settings}))
         self.client: Any = openai.OpenAI(base_url=f"{self.server.url}/v1", api_key="none", max_retries=0)
 

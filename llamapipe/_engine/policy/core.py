@@ -646,10 +646,12 @@ class Cells:
     computes the next one; -1: there was no shift. ``floor``: in layers with a sliding window, cells that were copied
     lack those that the window had left; the sequence can go back to this place and no further. ``is_stale``: its state
     is not of its end. ``places``: those of its request. ``n_offered``: of those that were offered to be kept elsewhere.
+    ``is_held``: its conversation continues soon.
     """
 
     __slots__ = (
         "floor",
+        "is_held",
         "is_stale",
         "key",
         "n_bytes",
@@ -674,6 +676,7 @@ class Cells:
         self.n_shifted = -1
         self.n_offered = 0
         self.floor = 0
+        self.is_held = False
         self.is_stale = False
         self.places: Sequence[int] = ()
 

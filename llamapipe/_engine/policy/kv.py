@@ -7,7 +7,7 @@ request, *parked* in the slot of one that has ended, or *saved* in host memory. 
 knows the tokens of all of them, by ``cache_key``, and where the adapters of a sequence change. A request that begins
 with the same tokens starts with these cells: in place, with a copy, or restored from host memory. When a parked slot is
 needed, its cells are saved if nothing else holds their tokens, and dropped otherwise. The least recently used slot goes
-first.
+first, but last the cells of a conversation that is known to continue soon (``KvCache.hold``).
 
 Not every memory consists of cells alone. A recurrent or hybrid model also has a *state*, which belongs to the end of a
 sequence and cannot go back. So a sequence can be continued where its cells end, and where a state was saved. States
@@ -110,6 +110,10 @@ class HostStore:
     def use(self, key: int) -> None:
         """Notes that an entry was used."""
         self._entries.move_to_end(key)
+
+    def give_up(self, key: int) -> None:
+        """Notes that an entry is of no more use: it goes first."""
+        self._entries.move_to_end(key, last=False)
 
     def drop(self, key: int) -> None:
         """Removes an entry."""
@@ -256,6 +260,7 @@ class KvCache:
         self.free = set(range(n_slots))
         self.parked: OrderedDict[int, Cells] = OrderedDict()
         self._n_parked_cells = 0
+        self._held: dict[Hashable, Cells] = {}
         self._saved: dict[int, Cells] = {}
         state_bytes = int(_STATE_SHARE * host_bytes) if has_states or (window and not exact_multiple) else 0
         self._store = HostStore(host_bytes - state_bytes)
@@ -619,6 +624,8 @@ class KvCache:
     def _choose(self, source: Cells | None) -> int:
         """A free slot next to a taken one, between two if there is one: gaps between running requests cost time."""
         free = self.free
+        if self._held:
+            free = {slot for slot in free if slot not in self.parked or not self.parked[slot].is_held} or free
         if len(free) == 1:  # most often, while requests wait for slots
             return next(iter(free))
         taken = sorted(set(range(self.n_slots)) - free)
@@ -763,7 +770,10 @@ class KvCache:
     def evict(self, n_cells: int) -> None:
         """Frees slots, the least recently used first, until at most ``n_cells`` are parked."""
         while self.parked and self._n_parked_cells > n_cells:
-            self._evict(next(iter(self.parked)))
+            slots = iter(self.parked)
+            if self._held:
+                slots = iter(sorted(self.parked, key=lambda slot: self.parked[slot].is_held))
+            self._evict(next(slots))
 
     def preempt(self, request: Request) -> None:
         """Takes a request's slot. Its cells are saved and pinned, if the budget allows that."""
@@ -814,15 +824,44 @@ class KvCache:
 
     def holder(self, tokens: Sequence[int], cache_key: Hashable) -> Unused | None:
         """The cells that no request uses, or the state, with the most of these tokens: more than half of them."""
-        for n, cells in self._tree.find(tokens, len(tokens), cache_key):
-            if cells.request is None and 2 * n > len(tokens):
-                return self._described(cells)
+        if (cells := self._unused(tokens, cache_key)) is not None:
+            return self._described(cells)
         if not self._has_cells:
             for n, state in self._state_tree.prefixes(tokens, len(tokens), cache_key):
                 if 2 * n <= len(tokens):
                     break
                 return Unused(-1, -1, [*tokens[:n]], cache_key, [(n, state.key)])
         return None
+
+    def _unused(self, tokens: Sequence[int], cache_key: Hashable) -> Cells | None:
+        for n, cells in self._tree.find(tokens, len(tokens), cache_key):
+            if cells.request is None and 2 * n > len(tokens):
+                return cells
+        return None
+
+    # ---- what is known of later requests
+    def hold(self, name: Hashable, tokens: Sequence[int], cache_key: Hashable) -> None:
+        """Keeps the cells of these tokens, which no request uses, before all others until ``release``.
+
+        It is a hint: they go when nothing else is left to go. In host memory they count as used now.
+        """
+        cells = self._unused(tokens, cache_key)
+        if cells is not None:
+            self._held[name] = cells
+            cells.is_held = True
+            if cells.slot < 0:
+                self._store.use(cells.key)
+
+    def release(self, name: Hashable, is_done: bool) -> None:
+        """Ends ``hold``. ``is_done``: nobody continues, so these cells are the first to go."""
+        cells = self._held.pop(name, None)
+        if cells is None:
+            return
+        cells.is_held = False
+        if is_done and self.parked.get(cells.slot) is cells:
+            self.parked.move_to_end(cells.slot, last=False)
+        elif is_done and self._saved.get(cells.key) is cells:
+            self._store.give_up(cells.key)
 
     def offer_unused(self, again: bool) -> Iterator[Unused]:
         """The cells that no request uses and no others begin with, with their states, the most recently used first.

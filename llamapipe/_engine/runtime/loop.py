@@ -417,6 +417,16 @@ class EngineLoop:
             n = max(n, len(found.tokens))
         return n
 
+    def hold_conversation(self, key: Hashable) -> None:
+        """Keeps the cells of a conversation that continues soon before all others; see ``KvCache.hold``."""
+        tokens, cache_key = self._conversations.get(key, ((), None))
+        if tokens:
+            self._scheduler.cache.hold(key, tokens, cache_key)
+
+    def release_conversation(self, key: Hashable, is_done: bool) -> None:
+        """Ends ``hold_conversation``; see ``KvCache.release``."""
+        self._scheduler.cache.release(key, is_done)
+
     def _copied(self, found: Unused) -> CachedSequence | None:
         """A copy of cells and their states. None: that failed."""
         cells = None

@@ -213,6 +213,8 @@ ACCESS: Final = (
     _flag("allow_delete", "with --ollama: clients may delete what was downloaded"),
     _text("slot_save_path", "clients may save conversations in this folder, as with llama-server (POST /slots/{id})",
         optional=True, metavar="DIR"),
+    _flag("slot_transfer", "with --slot-save-path: clients may download saved conversations, and upload ones that they "
+        "saved elsewhere"),
     _text("lora_path", "clients may load and unload the LoRAs in this folder (/v1/load_lora_adapter)", optional=True,
         metavar="DIR"),
     _text("media_path", "images may be named by file:// addresses of files in this folder", optional=True,

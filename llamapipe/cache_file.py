@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
-from io import FileIO
+from io import BytesIO, FileIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,15 +73,17 @@ def packed_head(head: Head, n_snapshot: int) -> tuple[bytes, bytes]:
     return _START.pack(_MAGIC, len(text), crc32(text), n_snapshot), text
 
 
-def read_head(file: FileIO) -> tuple[Head, int]:
+def read_head(file: FileIO | BytesIO) -> tuple[Head, int]:
     """The head of a file, and the bytes after it, which follow. Raises OSError, ValueError."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
     start = file.read(_START.size)
     if len(start) < _START.size:
         raise ValueError("it is cut")
     magic, n_head, checksum, n_snapshot = _START.unpack(start)
     if magic != _MAGIC:
         raise ValueError("it has another format")
-    if _START.size + n_head + n_snapshot != os.fstat(file.fileno()).st_size:
+    if _START.size + n_head + n_snapshot != size:
         raise ValueError("it is cut, or its lengths are damaged")
     text = file.read(n_head)
     if crc32(text) != checksum:

@@ -39,7 +39,7 @@ from llamapipe._engine.policy.planner import LEAST_CHUNK
 from llamapipe._engine.policy.scheduler import Scheduler
 from llamapipe._engine.policy.speculation import MOST_GUESSED, Drafter, Gate
 from llamapipe._engine.runtime.compute_threads import make_tuner
-from llamapipe._engine.runtime.disk_cache import DiskCache, Writes, read_sequence, write_sequence
+from llamapipe._engine.runtime.disk_cache import DiskCache, Writes, read_sequence, sequence_of, write_sequence
 from llamapipe._engine.runtime.draft import make_drafter, make_mtp_drafter
 from llamapipe._engine.runtime.draft_checks import check_draft_file, mtp_problem
 from llamapipe._engine.runtime.encoder import MediaEncoder
@@ -89,7 +89,7 @@ from llamapipe.streams import (
 from llamapipe.types import Prompt, RequestObserver, ResponseFormat, TokenIds, ToolDefinition
 from llamapipe.work.long_work import LongWork, running_loop, size_of, takes_long, to_thread
 from llamapipe.work.progress import Progress, progress_bar
-from llamapipe.work.tenant import conversation_key, is_of, tenant
+from llamapipe.work.tenant import cache_key, conversation_key, is_of, tenant
 
 if TYPE_CHECKING:
     from llamapipe.kv_events import Publisher
@@ -1269,15 +1269,39 @@ class Engine(BlockingCalls, AsyncOwner):
         except ValueError as error:
             raise InvalidRequestError(f"{path.name} cannot be used: {error}") from error
         loop = self._engine_thread.loop
-        if not is_of(tenant.get().cache)(found.cache_key) or len(found.tokens) > self.n_ctx:
+        try:
+            self._check_length(path, len(found.tokens))
+            if not is_of(tenant.get().cache)(found.cache_key):
+                raise InvalidRequestError(f"{path.name} is of another API key")
+        except InvalidRequestError:
             found.close()
-            raise InvalidRequestError(
-                f"{path.name} has {len(found.tokens)} tokens; n_ctx is {self.n_ctx}"
-                if len(found.tokens) > self.n_ctx
-                else f"{path.name} is of another API key"
-            )
+            raise
         self._engine_thread.ask(partial(loop.take_in_conversation, conversation_key(name), found))
         return len(found.tokens)
+
+    def import_conversation(self, data: bytes, path: Path) -> tuple[int, int]:
+        """Writes the bytes of a file of ``save_conversation`` from elsewhere to a file of this tenant.
+
+        Returns as that. All but the values of its cells is checked, before any of it reaches native code. The file may
+        be of another tenant. Any thread. Raises OSError, InvalidRequestError for what ``load_conversation`` refuses.
+        """
+        try:
+            found = sequence_of(data, self._snapshot_format(None), self.model.n_vocab)
+        except ValueError as error:
+            raise InvalidRequestError(f"{path.name} cannot be used: {error}") from error
+        try:
+            self._check_length(path, len(found.tokens))
+            _, salt, adapters = found.cache_key if isinstance(found.cache_key, tuple) else (None, None, None)
+            mine = found._replace(cache_key=cache_key(salt, adapters))
+            return len(found.tokens), write_sequence(path, mine, self._snapshot_format(None))
+        except ValueError as error:
+            raise InvalidRequestError(str(error)) from error
+        finally:
+            found.close()
+
+    def _check_length(self, path: Path, n: int) -> None:
+        if n > self.n_ctx:
+            raise InvalidRequestError(f"{path.name} has {n} tokens; n_ctx is {self.n_ctx}")
 
     def hold_conversation(self, name: str) -> None:
         """Notes that a conversation continues soon, for instance when a tool has run: its cells go after all others.

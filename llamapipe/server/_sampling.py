@@ -46,6 +46,23 @@ _COMPACT = 'json_whitespace: "flexible" allows any usual spaces between the part
 _TAGS = "give tools, whose calls are written in the model's format, or a grammar"
 
 
+_SLOT = re.compile(r"[0-9]{1,9}|[A-Za-z][A-Za-z0-9._-]{0,63}")
+
+
+def slot_name(given: int | str | None, field: str = "id_slot") -> str:
+    """The name of the conversation that ``id_slot`` means. Raises ApiError 400."""
+    if given is None or isinstance(given, int):
+        return str(max(given or 0, 0))
+    if not _SLOT.fullmatch(given):
+        raise ApiError(
+            400,
+            f"{field} is {quoted(given[:80])}; it must be a number, or a name of at most 64 letters, digits, '.', '_' "
+            "and '-' that begins with a letter",
+            field,
+        )
+    return str(int(given)) if given.isdigit() else given
+
+
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's name of the format of the answer's text; ``schema`` is llama-server's."""
 
@@ -275,7 +292,7 @@ class Sampling(_Options, kw_only=True):
     data_parallel_rank: Annotated[Any, Unused()] = None
     extra_key: Annotated[Any, Only(instead="give cache_salt")] = None
     # llama-server's, with the only value that holds here.
-    id_slot: Annotated[int | None, Unused(-1)] = None
+    id_slot: Annotated[int | str | None, Unused(-1)] = None
     timings_per_token: Annotated[bool | None, Unused(False)] = None
     t_max_prompt_ms: Annotated[float | None, Unused()] = None
     n_cache_reuse: Annotated[int | None, Unused(0)] = None
@@ -301,7 +318,7 @@ class Sampling(_Options, kw_only=True):
         vocab = state.engine.model.vocab
         tokenize = partial(vocab.tokenize, add_special=False)
         if state.settings.slot_save_path is not None:
-            conversation.set(str(max(self.id_slot or 0, 0)))  # of what this task submits
+            conversation.set(slot_name(self.id_slot))  # of what this task submits
         return self.params_with(state.settings.sampling or {}, tokenize, fields, **more)
 
     def params_with(

@@ -2,8 +2,11 @@
 
 Open it to change what clients may save, load and delete there.
 
-A slot's number names a conversation, not a place in the batch: the last request with this ``id_slot``, or for 0 without
-any. Each API key has its own conversations and files, if there are several.
+A slot is a conversation, not a place in the batch: the last request with this ``id_slot``, a number or a name, or for 0
+without any. Each API key has its own conversations and files, if there are several.
+
+With ``--slot-transfer`` clients download and upload these files. What is uploaded is read and checked as far as it can
+be, and written anew: a client that forges the values of cells decides what the model has read, but for itself alone.
 """
 
 from __future__ import annotations
@@ -11,24 +14,33 @@ from __future__ import annotations
 import asyncio
 import errno
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
+from io import FileIO
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
-from llamapipe._messages import quoted
+from llamapipe._messages import listed, quoted
+from llamapipe.cache_file import opened
 from llamapipe.errors import InvalidRequestError
+from llamapipe.server._sampling import slot_name
 from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
+from llamapipe.server.transcriptions import form_parts
 from llamapipe.work.tenant import tenant
 
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
 T = TypeVar("T")
+FORM = ("file", "model")
+_PART_BYTES = 2**18
 _NO_FILE = (errno.EISDIR, errno.ELOOP, errno.ENXIO)
 _ACTIONS = ("save", "restore", "erase")
-_NUMBER = re.compile("[0-9]{1,9}")
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 
 
@@ -46,16 +58,15 @@ async def slot_action(exchange: Exchange) -> Response:
     """``POST /slots/{id}?action=save``, ``restore`` or ``erase``."""
     folder = _folder(exchange)
     name, action = str(exchange.path_params["id"]), exchange.query_params.get("action")
-    if not _NUMBER.fullmatch(name):
-        raise ApiError(400, f"the slot {quoted(name)} is no number", "id")
-    name = str(int(name))
+    name = slot_name(name, "id")
+    shown = int(name) if name.isdigit() else name
     if action not in _ACTIONS:
         raise ApiError(400, f"action is {quoted(action)}; it must be one of {', '.join(_ACTIONS)}", "action")
     request = await exchange.decode(_decoder) if exchange.raw else SlotRequest()
     engine, began = exchange.server.engine, perf_counter()
     if action == "erase":
         n = await asyncio.to_thread(engine.forget_conversation, name)
-        return JsonResponse({"id_slot": int(name), "n_erased": n})
+        return JsonResponse({"id_slot": shown, "n_erased": n})
     path = _path(folder, request.filename)
     n_bytes = 0
     if action == "save":
@@ -67,7 +78,7 @@ async def slot_action(exchange: Exchange) -> Response:
     ms = (perf_counter() - began) * 1e3
     return JsonResponse(
         {
-            "id_slot": int(name),
+            "id_slot": shown,
             "filename": path.name,
             done: n,
             moved: n_bytes,
@@ -89,6 +100,55 @@ async def delete_file(exchange: Exchange) -> Response:
     return JsonResponse({"filename": path.name, "deleted": True})
 
 
+async def download(exchange: Exchange) -> Response:
+    """``GET /slots/files/{filename}``: with ``--slot-transfer``."""
+    folder = _transferred(exchange)
+    path = _path(folder, str(exchange.path_params["filename"]))
+    file, closing = await _done(exchange, path, _opened, path)
+    headers = {"content-disposition": "attachment", "x-content-type-options": "nosniff"}
+    return _Content(_parts(file, closing), headers=headers, media_type="application/octet-stream")
+
+
+async def upload(exchange: Exchange) -> Response:
+    """``POST /slots/files``: with ``--slot-transfer``, a form with a file of another server."""
+    folder = _transferred(exchange)
+    raw, exchange.raw = exchange.raw, b""
+    content_type = exchange.headers.get("content-type", "")
+    given = {part.name: part for part in await asyncio.to_thread(form_parts, content_type, raw)}
+    del raw
+    for name in given:
+        if name not in FORM:
+            raise ApiError(400, f"the field {quoted(name[:80])} is unknown; there is {listed(FORM)}", name)
+    if "file" not in given:
+        raise ApiError(400, "file is missing", "file")
+    path = _path(folder, given["file"].filename)
+    imported = exchange.server.engine.import_conversation
+    n, n_bytes = await _done(exchange, path, _save, folder, imported, given["file"].value, path)
+    return JsonResponse({"filename": path.name, "n_tokens": n, "n_bytes": n_bytes})
+
+
+def _opened(path: Path) -> tuple[FileIO, ExitStack]:
+    """A file, and what closes it."""
+    stack = ExitStack()
+    try:
+        return stack.enter_context(opened(path)), stack
+    except ValueError as error:
+        raise InvalidRequestError(f"{quoted(path.name)}: {error}") from error
+
+
+async def _parts(file: FileIO, closing: ExitStack) -> AsyncIterator[bytes]:
+    with closing:
+        while part := await asyncio.to_thread(file.read, _PART_BYTES):
+            yield part
+
+
+class _Content(StreamingResponse):
+    """The bytes of a file. ``Endpoint`` cancels it when the client disconnects."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.stream_response(send)
+
+
 async def _done(exchange: Exchange, path: Path, function: Callable[..., T], *arguments: Any) -> T:
     """``function(*arguments)`` in a thread. Raises ApiError for what the engine or the disk refuses."""
     try:
@@ -102,9 +162,9 @@ async def _done(exchange: Exchange, path: Path, function: Callable[..., T], *arg
         raise ApiError(status, f"{quoted(path.name)}: {error.strerror or error}", "filename") from error
 
 
-def _save(folder: Path, save: Callable[[str, Path], T], name: str, path: Path) -> T:
+def _save(folder: Path, save: Callable[[Any, Path], T], what: object, path: Path) -> T:
     folder.mkdir(mode=0o700, exist_ok=True)  # of this key
-    return save(name, path)
+    return save(what, path)
 
 
 def _files(folder: Path) -> list[dict[str, Any]]:
@@ -130,6 +190,17 @@ def _folder(exchange: Exchange) -> Path:
         raise ApiError(400, "each worker has its cache, and a request reaches one of them")
     folder, owner = Path(state.settings.slot_save_path), tenant.get().cache
     return folder if owner is None else folder / owner[:32]
+
+
+def _transferred(exchange: Exchange) -> Path:
+    """As ``_folder``. Raises ApiError 403 without ``--slot-transfer``, too."""
+    folder = _folder(exchange)
+    if not exchange.gate.settings.slot_transfer:
+        raise ApiError(
+            403, "clients of this server cannot download and upload conversations; --slot-transfer lets them",
+            code="not_allowed",
+        )  # fmt: skip
+    return folder
 
 
 def _path(folder: Path, name: str | None) -> Path:

@@ -77,6 +77,7 @@ class ServerSettings:
     - ``any_model_name``: any name of a model in a request means the one that is served, as in llama-server; names of
       adapters mean these. Answers have the model's own name.
     - ``slot_save_path``: a folder in which clients may save the cells of conversations, and load them from there.
+    - ``slot_transfer``: clients may download and upload these files.
       None: they may not.
     - ``lora_path``: a folder; clients may load the LoRAs in it, and unload them. None: they may not.
     - ``media_path``: a folder; ``file://`` addresses of images may name the files below it. None: none are read.
@@ -144,6 +145,7 @@ class ServerSettings:
     template_args: str | None = None
     system: str | None = None
     slot_save_path: str | os.PathLike[str] | None = None
+    slot_transfer: bool = False
     lora_path: str | os.PathLike[str] | None = None
     media_path: str | os.PathLike[str] | None = None
     media_urls: tuple[str, ...] = ()

@@ -6,11 +6,11 @@ import random
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forgeries import CHECK, HEAD, PLACE, forged, parts, signed
 from support.gguf_models import tiny_architecture
 from support.plain import PlainLoop, greedy, plain_loop
 
@@ -19,11 +19,6 @@ from llamapipe import cache_file
 from llamapipe.errors import DecodeError, InvalidRequestError
 
 MakeEngine = Callable[..., lp.Engine]
-HEAD, PLACE, CHECK = (
-    88,
-    12,
-    16,
-)  # bytes of a snapshot: its head, an entry of its table of states, its checksum
 WINDOW, RECURRENT, HYBRID, LATENT = "gemma3-270m", "rwkv7-0.4b", "qwen3.5-0.8b", "glm-4.7-flash"
 COMMON, PROMPT = 100, 140
 
@@ -100,64 +95,55 @@ class TestForged:
             return generation.snapshot()
 
     @staticmethod
-    def parts(snapshot: bytes) -> tuple[int, int]:
-        """Where the table of states and the first state begin."""
-        n_tokens, _, _, _, n_states = struct.unpack_from("<5I", snapshot, 44)
-        return HEAD, HEAD + PLACE * n_states + 4 * n_tokens
-
-    @staticmethod
-    def refused(engine: lp.Engine, forged: bytes, why: str) -> None:
+    def refused(engine: lp.Engine, body: bytes, why: str) -> None:
         with pytest.raises(InvalidRequestError, match=f"the snapshot is damaged: .*{why}"):
-            engine.restore(forged + blake2b(forged, digest_size=CHECK).digest())
+            engine.restore(signed(body))
 
     def test_counts_positions_and_sizes(
         self, make_engine: MakeEngine, model: lp.Model, snapshot: bytes
     ) -> None:
         engine = make_engine(model, n_seq_max=2)
         body = snapshot[:-CHECK]
-        table, state = self.parts(snapshot)
-
-        def forged(at: int, value: int) -> bytes:
-            return body[:at] + struct.pack("<I", value) + body[at + 4 :]
+        table, state = parts(snapshot)
 
         self.refused(engine, body[:-1], "lengths contradict")
         self.refused(engine, body + b"\0", "lengths contradict")
         for size in (0, 2**31, 2**32 - 1):  # of the whole state, and numbers of states and cells
-            self.refused(engine, forged(64, size), "lengths contradict")
-            self.refused(engine, forged(60, size or 7), "lengths contradict")
-        self.refused(engine, forged(52, 2**31), "lengths contradict")
+            self.refused(engine, forged(body, 64, size), "lengths contradict")
+            self.refused(engine, forged(body, 60, size or 7), "lengths contradict")
+        self.refused(engine, forged(body, 52, 2**31), "lengths contradict")
         first = state + 8  # after its magic and sequence
         if model.has_only_states:
             for count in (0, 2, 2**31, 2**32 - 1):
-                self.refused(engine, forged(first, count), "recurrent states and should have 1")
+                self.refused(engine, forged(body, first, count), "recurrent states and should have 1")
             for position in (0, PROMPT - 2, PROMPT, 2**31, 2**32 - 1):
-                self.refused(engine, forged(first + 4, position), "recurrent state is of position")
+                self.refused(engine, forged(body, first + 4, position), "recurrent state is of position")
             for place in (
                 first + 12,
                 first + 16,
                 first + 20,
                 first + 24,
             ):  # its form, layers, type and size of a row
-                self.refused(engine, forged(place, 7), "of another architecture")
+                self.refused(engine, forged(body, place, 7), "of another architecture")
         else:
             for n_streams in (0, 2, 2**31):
-                self.refused(engine, forged(first, n_streams), "streams and should have 1")
+                self.refused(engine, forged(body, first, n_streams), "streams and should have 1")
             for count in (1, 2, PROMPT - 1, PROMPT + 1, 2**31, 2**32 - 1):
-                self.refused(engine, forged(first + 4, count), "")
-            self.refused(engine, forged(first + 4, 0), "no cells for its 140 tokens")
+                self.refused(engine, forged(body, first + 4, count), "")
+            self.refused(engine, forged(body, first + 4, 0), "no cells for its 140 tokens")
             for position in (1, PROMPT, 2**20, 2**31 - 1, 2**31, 2**32 - 1):
-                self.refused(engine, forged(first + 8, position), "not those of 140 tokens")
-            self.refused(engine, forged(first + 12, 2), "several sequences")
+                self.refused(engine, forged(body, first + 8, position), "not those of 140 tokens")
+            self.refused(engine, forged(body, first + 12, 2), "several sequences")
         if model.is_recurrent:
             (n, n_bytes) = struct.unpack_from("<IQ", body, table)
             assert (n, len(body) > n_bytes > 100) == (PROMPT - 4, True)
             for place in (0, n + 1, PROMPT - 5, 2**31):  # a state of another place; none is there
-                self.refused(engine, forged(table, place), "")
+                self.refused(engine, forged(body, table, place), "")
             last = len(body) - n_bytes + 8
             for count in (0, 2, 2**32 - 1):
-                self.refused(engine, forged(last, count), "recurrent states and should have 1")
-            self.refused(engine, forged(last + 4, n), "of position")
-            self.refused(engine, forged(last + 16, 9), "of another architecture")
+                self.refused(engine, forged(body, last, count), "recurrent states and should have 1")
+            self.refused(engine, forged(body, last + 4, n), "of position")
+            self.refused(engine, forged(body, last + 16, 9), "of another architecture")
 
     def test_anything(
         self, make_engine: MakeEngine, model: lp.Model, plain: PlainLoop, snapshot: bytes
@@ -165,17 +151,16 @@ class TestForged:
         """Refused, or the cells are not taken, or they hold other numbers."""
         engine = make_engine(model, n_seq_max=2, cache_bytes=2**26)
         chance, ids = random.Random(7), prompt_of(1)
-        _, state = self.parts(snapshot)
+        _, state = parts(snapshot)
         for i in range(150):
-            forged = bytearray(snapshot[:-CHECK])
-            begin, end = ((HEAD - 44, HEAD + 36), (state, state + 400), (state, len(forged)))[i % 3]
+            changed = bytearray(snapshot[:-CHECK])
+            begin, end = ((HEAD - 44, HEAD + 36), (state, state + 400), (state, len(changed)))[i % 3]
             for _ in range(chance.choice((1, 1, 4))):
-                forged[chance.randrange(begin, end)] = chance.choice((0, 1, 127, 255, chance.randrange(256)))
+                changed[chance.randrange(begin, end)] = chance.choice((0, 1, 127, 255, chance.randrange(256)))
             if i % 9 == 0:
-                del forged[chance.randrange(60, len(forged)) :]
-            data = bytes(forged)
+                del changed[chance.randrange(60, len(changed)) :]
             try:
-                restored = engine.restore(data + blake2b(data, digest_size=CHECK).digest(), greedy(3))
+                restored = engine.restore(signed(bytes(changed)), greedy(3))
             except InvalidRequestError:
                 continue
             with restored, suppress(DecodeError):  # no logit is finite
@@ -197,7 +182,7 @@ class TestForged:
                 mine = generation.snapshot()
             body = snapshot[:-CHECK]
             tokens = bytes(4 * struct.unpack_from("<I", body, 44)[0])  # in every vocabulary
-            _, state = self.parts(snapshot)
+            _, state = parts(snapshot)
             forged = body[:8] + mine[8:24] + body[24 : state - len(tokens)] + tokens + body[state:]
             self.refused(engine, forged, "")
 
@@ -219,10 +204,9 @@ class TestForged:
         whole = snapshot_in(path)
         head = path.read_bytes()[: -len(whole)]
         body = whole[:-CHECK]
-        _, state = self.parts(whole)
+        _, state = parts(whole)
         for at in (state + 8, state + 12, 64):  # counts, positions and sizes
-            bad = body[:at] + struct.pack("<I", 7) + body[at + 4 :]
-            path.write_bytes(head + bad + blake2b(bad, digest_size=CHECK).digest())
+            path.write_bytes(head + signed(forged(body, at, 7)))
             with make_engine(model, **options) as engine:
                 assert n_computed(engine, prompt_of(1), plain) == PROMPT
                 assert not path.exists()

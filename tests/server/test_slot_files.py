@@ -6,12 +6,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import httpx
 import pytest
+from support.forgeries import forgeries
 from support.gguf_models import tiny_architecture
 
 import llamapipe as lp
+from llamapipe import cache_file
 
 pytest.importorskip("starlette")
 
@@ -37,10 +40,11 @@ class NewServer:
     """A server with an engine of its own."""
 
     def __init__(self, folder: Path, *keys: str, **options: Any) -> None:
+        limits = {name: options.pop(name) for name in ("slot_transfer", "max_body_bytes") if name in options}
         self._engine = lp.Engine(
             lp.demo_model_path(), **{"n_ctx": 512, "n_seq_max": 2, "n_threads": 1, **options}
         )
-        settings = ServerSettings(slot_save_path=folder, api_keys=keys, strict=True)
+        settings = ServerSettings(slot_save_path=folder, api_keys=keys, strict=True, **limits)
         self._server = serve(self._engine, settings=settings)
 
     def __enter__(self) -> str:
@@ -53,7 +57,9 @@ class NewServer:
         self._engine.close()
 
 
-def act(url: str, slot: int, action: str, name: str | None = None, key: str = "", status: int = 200) -> Any:
+def act(
+    url: str, slot: int | str, action: str, name: str | None = None, key: str = "", status: int = 200
+) -> Any:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     body = None if name is None else {"filename": name}
     answer = httpx.post(f"{url}/slots/{slot}?action={action}", json=body, headers=headers, timeout=60)
@@ -169,9 +175,88 @@ def test_files_that_are_no_conversations(url: str, folder: Path, tmp_path: Path)
     assert ask(url)["timings"]["cache_n"] > 60  # nothing was lost
 
 
+def test_a_slot_may_have_a_name(url: str, folder: Path) -> None:
+    ask(url, id_slot="research-1")
+    ask(url, id_slot="other", prompt="Something else, of which little is known.")
+    assert act(url, "research-1", "save", "research")["id_slot"] == "research-1"
+    act(url, "research-2", "save", "x", status=400)  # nothing is there
+    with NewServer(folder) as other:
+        act(other, "again", "restore", "research")
+        assert ask(other)["timings"]["cache_n"] > 60
+        assert act(other, "again", "erase")["n_erased"] > 60
+    for name in ("-x", "a b", "x" * 65, "ä", ""):
+        assert httpx.post(f"{url}/completion", json={**ASKED, "id_slot": name}).status_code == 400
+
+
+class TestTransfer:
+    @pytest.fixture
+    def content(self, url: str, folder: Path) -> bytes:
+        ask(url)
+        act(url, 0, "save", "story")
+        return (folder / "story").read_bytes()
+
+    def test_a_conversation_moves_to_another_server(self, content: bytes, tmp_path: Path) -> None:
+        """Also to one with other keys: there it is the uploader's."""
+        for place in ("one", "two"):
+            (tmp_path / place).mkdir()
+        with NewServer(tmp_path / "one", "mine", "other", slot_transfer=True) as first:
+            assert put(first, "story", content, key="mine").json()["n_tokens"] > 60
+            assert act(first, 0, "restore", "story", key="mine")["n_restored"] > 60
+            assert ask(first, key="mine")["timings"]["cache_n"] > 60
+            assert ask(first, key="other")["timings"]["cache_n"] == 0
+            got = httpx.get(f"{first}/slots/files/story", headers={"Authorization": "Bearer mine"})
+            assert got.headers["content-type"] == "application/octet-stream" and len(got.content) > 1000
+            missing = httpx.get(f"{first}/slots/files/story", headers={"Authorization": "Bearer other"})
+            assert missing.status_code == 404
+        with NewServer(tmp_path / "two", slot_transfer=True) as second:
+            assert put(second, "again", got.content).status_code == 200
+            act(second, 0, "restore", "again")
+            assert ask(second)["timings"]["cache_n"] > 60
+        assert (tmp_path / "two" / "again").read_bytes() == content
+
+    def test_forgeries_are_refused(self, content: bytes, tmp_path: Path) -> None:
+        """With right checksums, too. Nothing is written, and the server serves on."""
+        start = cache_file._START
+        magic, n_head, _, n_snapshot = start.unpack_from(content)
+        head, snapshot = content[start.size : start.size + n_head], content[start.size + n_head :]
+        bad = [b"", b"x" * 100, content[:-1], content + b"x", content[:50] + b"?" + content[51:]]
+        bad += [start.pack(magic, n_head, crc32(head), len(one)) + head + one for one in forgeries(snapshot)]
+        heads = (b"[]", b"{}", b"[" * 100_000, head.replace(b"null", b"[1, 2]", 1))
+        bad += [start.pack(magic, len(one), crc32(one), n_snapshot) + one + snapshot for one in heads]
+        (tmp_path / "there").mkdir()
+        with NewServer(tmp_path / "there", slot_transfer=True) as server:
+            for i, wrong in enumerate(bad):
+                answer = put(server, f"bad{i}", wrong)
+                assert answer.status_code == 400, (i, answer.text)
+            assert list((tmp_path / "there").iterdir()) == []
+            for name in ("../up", ".hidden", "a/b", ""):
+                assert put(server, name, content).status_code == 400
+            assert put(server, "good", content).status_code == 200
+            assert ask(server)["timings"]["cache_n"] == 0
+
+    def test_limits(self, content: bytes, url: str, folder: Path, tmp_path: Path) -> None:
+        assert put(url, "story", content).status_code == 403
+        assert httpx.get(f"{url}/slots/files/story").status_code == 403
+        with NewServer(folder, slot_transfer=True, max_body_bytes=len(content)) as small:
+            assert put(small, "more", content).status_code == 413
+            assert httpx.get(f"{small}/slots/files/story").content == content
+            (folder / "link").symlink_to(folder / "story")
+            os.mkfifo(folder / "pipe")
+            (folder / "dir").mkdir()
+            for name in ("link", "pipe", "dir"):
+                assert httpx.get(f"{small}/slots/files/{name}").status_code == 400
+        with NewServer(folder, slot_transfer=True, n_ctx=64) as short:
+            assert "n_ctx" in put(short, "more", content).json()["error"]["message"]
+
+
+def put(url: str, name: str, content: bytes, key: str = "") -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return httpx.post(f"{url}/slots/files", files={"file": (name, content)}, headers=headers, timeout=60)
+
+
 def test_bad_requests(url: str) -> None:
     act(url, 0, "save", "x", status=400)  # nothing is there
-    for path in ("0?action=no", "0", "x?action=erase", "-1?action=erase", f"{'9' * 30}?action=erase"):
+    for path in ("0?action=no", "0", "x+y?action=erase", "-1?action=erase", f"{'9' * 30}?action=erase"):
         assert httpx.post(f"{url}/slots/{path}").status_code == 400, path
     bodies: tuple[Any, ...] = ([], {"file": "x"}, {"filename": 3})
     for body in bodies:

@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
+from io import BytesIO, FileIO
 from pathlib import Path
 from time import monotonic, time_ns
 from typing import Any, Literal, NamedTuple
@@ -517,11 +518,21 @@ def write_sequence(path: Path, sequence: CachedSequence, layout: SnapshotFormat)
 def read_sequence(path: Path, layout: SnapshotFormat, n_vocab: int) -> CachedSequence:
     """The sequence of a file. Raises OSError, MemoryError; ValueError for one that is damaged or does not fit."""
     with opened(path) as file:
-        head, n_bytes = read_head(file)
-        data = bytearray(n_bytes)
-        if file.readinto(data) != n_bytes:
-            raise ValueError("it is cut")
+        found = _read(file, layout, n_vocab)
         os.utime(file.fileno())
+    return found
+
+
+def sequence_of(content: bytes, layout: SnapshotFormat, n_vocab: int) -> CachedSequence:
+    """The same of the bytes of a file. Raises MemoryError, ValueError."""
+    return _read(BytesIO(content), layout, n_vocab)
+
+
+def _read(file: FileIO | BytesIO, layout: SnapshotFormat, n_vocab: int) -> CachedSequence:
+    head, n_bytes = read_head(file)
+    data = bytearray(n_bytes)
+    if file.readinto(data) != n_bytes:
+        raise ValueError("it is cut")
     found = unpack(data, layout, n_vocab)
     tokens = [head.marks.get(i, token) for i, token in enumerate(found.tokens)]
     cells = SavedCells.of_bytes(found.state) if found.n_cells else None

@@ -589,6 +589,29 @@ with lp.Engine(lp.demo_model_path(), n_ctx=512, cache_dir={str(tmp_path)!r}) as 
     assert list(tmp_path.glob("*/*")) == []
 
 
+def test_a_disk_that_is_nearly_full(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The cache gives way: its oldest files go, and if that is not enough, nothing is written."""
+    kept(make_engine, tmp_path, prompt(0))
+    (first,) = files_of(tmp_path)
+    usage, taken = shutil.disk_usage(tmp_path), int(1.5 * first.stat().st_size)
+
+    def nearly_full(n_free: int) -> Any:
+        used = sum(path.stat().st_size for path in files_of(tmp_path))
+        return usage._replace(total=2**20, free=n_free + 2**14 - used)
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: nearly_full(taken))
+    kept(make_engine, tmp_path, prompt(1))
+    (second,) = files_of(tmp_path)
+    assert second != first
+    with make_engine(cache_bytes=BUDGET, cache_dir=tmp_path) as engine:
+        assert ask(engine, prompt(1)).n_cached_tokens == 149
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: nearly_full(1000))
+    kept(make_engine, tmp_path, prompt(2))
+    assert files_of(tmp_path) == [] and "nearly full" in caplog.text
+
+
 def test_a_disk_that_hangs_delays_one_request(
     make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

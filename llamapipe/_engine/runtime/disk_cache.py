@@ -10,7 +10,8 @@ cache with its own tokens, which decides what a request may use.
 
 A folder has the files of everything that computes the same cells: model, adapters of the model, types, kernels. Other
 processes may use it at the same time. None of them changes a file, so they need no locks: a file that is gone was
-deleted by another one. The file that was used least recently goes first, whichever folder of the cache it is in.
+deleted by another one. The file that was used least recently goes first, whichever folder of the cache it is in. A disk
+that is nearly full counts as one whose limit is reached: the cache gives way to what cannot be computed again.
 
 Files are read and written by one thread, so a slow disk delays only the request that waits for a file, and that one
 only for ``PATIENCE_S``. Reads come first.
@@ -18,8 +19,10 @@ only for ``PATIENCE_S``. Reads come first.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import shutil
 import stat
 import threading
 from collections import deque
@@ -62,6 +65,7 @@ GROWTH = 16  # a sequence that has grown by less than this part of it is not wri
 CLOSE_S = 10.0  # for what is written when an engine is closed
 _MOST_WAITING = 2  # sequences to be written; each takes host memory until then
 _MOST_OFFERED = 2**16
+_FREE_SHARE, _FREE_BYTES = 64, 2**28  # of the disk that stay free: this part of it, at most so much
 _RETRY_S = 60.0  # without writes after one that failed
 _RESCAN_S = 1.0  # between two looks at what other processes have written
 Writes = Literal["always", "at_close", "never"]
@@ -357,6 +361,9 @@ class DiskCache:
             if not self._has_warned:
                 self._has_warned = True
                 _log.warning("cached prefixes are not written to %s: %s", self.root, error)
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                with suppress(OSError):  # others have filled the disk meanwhile
+                    self._make_room(0)
             return
         if entry is None:
             return
@@ -428,7 +435,7 @@ class DiskCache:
     def _make_room(self, n_bytes: int) -> bool:
         """Deletes the files that were used least recently, of all folders, so that ``n_bytes`` more fit.
 
-        False: they would not, without some that are written at the end.
+        False: they would not, without some that are written at the end. Raises OSError if the disk has no room.
         """
         found, n_kept, now = [], 0, time_ns()
         for folder in subfolders(self.root):
@@ -447,7 +454,9 @@ class DiskCache:
                                 found.append((min(status.st_mtime_ns, now), status.st_size, Path(file.path)))
         if n_kept + n_bytes > self._max_bytes:
             return False
-        n_over = sum(size for _, size, _ in found) + n_kept + n_bytes - self._max_bytes
+        disk = shutil.disk_usage(self.root)
+        n_missing = n_bytes + min(disk.total // _FREE_SHARE, _FREE_BYTES) - disk.free
+        n_over = max(sum(size for _, size, _ in found) + n_kept + n_bytes - self._max_bytes, n_missing)
         for _, size, path in sorted(found):
             if n_over <= 0:
                 break
@@ -457,6 +466,8 @@ class DiskCache:
                 entry = self._entries.get(path.name)
                 if entry is not None and path.parent == self.folder:
                     self._drop(entry)
+        if n_over > 0:
+            raise OSError(errno.ENOSPC, "the disk is nearly full: free some space")
         return True
 
     # ---- the index

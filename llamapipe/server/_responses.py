@@ -28,7 +28,7 @@ from llamapipe.server._store import Item
 from llamapipe.server._tools import ClientName, Tools, custom_arguments, qualified, tools_of
 from llamapipe.server.dialects.encoder import Counts
 from llamapipe.server.dialects.responses import ResponsesEncoder
-from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse
+from llamapipe.server.endpoint import PING, SUBMITTED, EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import BUSY, ApiError, api_error, shutting_down
 from llamapipe.server.json_bytes import encode_json, typed_event
 from llamapipe.server.mcp import McpError
@@ -46,6 +46,7 @@ _INCLUDABLE = (
     "code_interpreter_call.outputs",
     "reasoning.encrypted_content",
 )
+_SIGN_S = 60.0  # of a stream without events, until one that says nothing new
 _NO_TOOLS = tools_of(None, None, is_flat=True)
 # Items of an input that say what a hosted tool did, without its result.
 _HOSTED_ITEMS = (
@@ -339,7 +340,7 @@ async def responses(exchange: Exchange, request: ResponsesRequest) -> Response:
     if is_later:
         return await answer.later()
     if request.stream:
-        return EventStream(exchange, answer.events())
+        return EventStream(exchange, answer.events(), answer.ping)
     try:
         async with aclosing(answer.parts()) as parts:
             async for _ in parts:
@@ -474,7 +475,7 @@ class _Answer:
         self._kept = kept
         self._given = given
         self._name = f"answer {kept.id}"  # of the conversation, which no client can choose
-        self._began = perf_counter()
+        self._began = self._told_at = perf_counter()
         vocab, is_stream = exchange.server.engine.model.vocab, bool(request.stream)
         fields = _fields(request, model, kept)
         self._encoder = ResponsesEncoder(
@@ -643,11 +644,23 @@ class _Answer:
         await self._kept.keep(made, self._given, self._encoder.output)
         return {**made, "store": self._kept.is_stored}
 
+    def ping(self) -> bytes:
+        """A sign of life of the stream: a comment, and now and then an event.
+
+        Codex gives up after five minutes without an event. Those of an answer in the background would be stored.
+        """
+        is_later = self._exchange.gate.inside_of(self._exchange).worker is not None
+        if is_later or perf_counter() - self._told_at < _SIGN_S:
+            return PING
+        self._told_at = perf_counter()
+        return self._encoder.sign_of_life() or PING
+
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of the stream."""
         try:
             async with aclosing(self.parts()) as parts:
                 async for made in parts:
+                    self._told_at = perf_counter()
                     # The first has no bytes: the request was checked.
                     yield made or self._encoder.begin(0, Counts(0), ())
         except Exception as e:

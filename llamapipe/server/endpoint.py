@@ -367,8 +367,8 @@ class EventStream(StreamingResponse):
     """Sends encoded server-sent events as they arrive; waits while the client reads slowly.
 
     The status is sent with the first event, empty or not: an error before it can still set the status. While there
-    is nothing to send, ``ping`` is sent every ``ping_s`` seconds, and the status with the first one; an error is
-    then an event. ``sign``: returns what else can be told meanwhile, if there is something new.
+    is nothing to send, ``ping``, or what it returns, is sent every ``ping_s`` seconds, and the status with the first
+    one; an error is then an event. ``sign``: returns what else can be told meanwhile, if there is something new.
     """
 
     media_type = "text/event-stream"
@@ -377,7 +377,7 @@ class EventStream(StreamingResponse):
         self,
         exchange: Exchange,
         events: AsyncGenerator[bytes, None],
-        ping: bytes = PING,
+        ping: bytes | Callable[[], bytes] = PING,
         sign: Callable[[], bytes] | None = None,
     ) -> None:
         # A proxy must not buffer events.
@@ -444,7 +444,7 @@ class _Heartbeat:
     def __init__(
         self,
         send: Callable[[bytes], Coroutine[Any, Any, None]],
-        ping: bytes,
+        ping: bytes | Callable[[], bytes],
         ping_s: float,
         sign: Callable[[], bytes] | None,
     ) -> None:
@@ -471,7 +471,7 @@ class _Heartbeat:
         silent_s = 0.0 if self.is_sending else self._loop.time() - self.sent_at
         data = b"" if self.is_sending or self._sign is None else self._sign()
         if not data and silent_s >= self._ping_s:
-            data = self._ping
+            data = self._ping if isinstance(self._ping, bytes) else self._ping()
         if data:
             self.sign_on_its_way = asyncio.ensure_future(self._beat(data))
         elif self._sign is None and self._every_s - silent_s > 0:

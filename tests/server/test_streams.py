@@ -20,7 +20,7 @@ import uvicorn
 from support.control import PATIENCE_S, Gate
 
 import llamapipe as lp
-from llamapipe.server import ServerSettings, serve
+from llamapipe.server import ServerSettings, _responses, serve
 from llamapipe.server.connections import Connection, Connections
 from llamapipe.server.endpoint import EventStream
 from llamapipe.server.errors import ApiError
@@ -87,6 +87,24 @@ def test_a_silent_stream_gives_signs_of_life(engine: lp.Engine, path: str) -> No
         with client.stream("POST", path, json=PATHS[path]) as answer:
             again = list(filter(None, answer.iter_lines()))
     assert n_events(rest) + (2 if path == "/v1/responses" else 0) == n_events(again)
+
+
+def test_codex_sees_signs_of_life(engine: lp.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits five minutes for an event, and no comment is one."""
+    monkeypatch.setattr(_responses, "_SIGN_S", 0.0)
+    path = "/v1/responses"
+    with (
+        served(engine, ping_s=0.02) as client,
+        Gate(engine) as gate,
+        client.stream("POST", path, json=PATHS[path]) as answer,
+    ):
+        lines = (line for line in answer.iter_lines() if line.startswith("data: "))
+        events = [json.loads(next(lines).removeprefix("data: ")) for _ in range(4)]
+        gate.open()
+        events += [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert [event["type"] for event in events[:4]] == ["response.created", *["response.in_progress"] * 3]
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    assert events[-1]["response"]["status"] == "incomplete"
 
 
 @on_all

@@ -118,6 +118,10 @@ class ResponsesEncoder:
             self._told(kind, response=self.response() | {"output": []}) for kind in ("created", "in_progress")
         )
 
+    def sign_of_life(self) -> bytes:
+        """An event that says nothing new; nothing before the first ones."""
+        return self._told("in_progress", response=self.response() | {"output": []}) if self._n_events else b""
+
     def part(self, index: int, part: ChatDelta, counts: Counts) -> bytes:
         """The events for a part."""
         made = b""

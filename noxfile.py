@@ -47,6 +47,26 @@ WINDOWS, WINDOWS_PYTHON = "x86_64-windows-gnu", "3.13"
 # What passes under Wine 8, whose C library lacks what newer versions of numpy call.
 WINDOWS_NUMPY = "numpy<2.2"
 WINDOWS_TESTS = ("tests/host/test_files.py", "tests/engine/test_stream.py")
+# The pure core, tables and walls, the parsers, and streams of the demo model from end to end: a minute.
+QUICK_TESTS = (
+    "tests/test_layers.py",
+    "tests/test_options.py",
+    "tests/test_sampling_table.py",
+    "tests/engine/test_params.py",
+    "tests/engine/test_scheduler.py",
+    "tests/engine/test_prefix_tree.py",
+    "tests/engine/test_simulation.py",
+    "tests/engine/test_inbox.py",
+    "tests/engine/test_mailbox.py",
+    "tests/engine/test_saved_states.py",
+    "tests/engine/test_row_candidates.py",
+    "tests/engine/test_stream.py",
+    "tests/text/test_text.py",
+    "tests/gguf/test_gguf_reader.py",
+    "tests/structured/test_gbnf.py",
+    "tests/structured/test_patterns.py",
+    "tests/server/dialects",
+)
 DYNAMO = ("ai-dynamo==1.6.1", "ai-dynamo-runtime==1.6.1")
 VLLM = "vllm==0.33.0"
 JSONSCHEMA = "jsonschema==4.26.0"  # whose source archive holds the JSON-Schema-Test-Suite
@@ -81,6 +101,14 @@ def tests(session: nox.Session, backend: str) -> None:
     with session.chdir(session.create_tmp()):
         session.run("llamapipe", "doctor")
     _pytest(session, "-m", "device", "--durations=20")
+
+
+@nox.session
+def quick(session: nox.Session) -> None:
+    """Build, and run the tests that fail first when something is wrong: a minute on two cores, after the build."""
+    session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")
+    _install(session, "backend=cpu")
+    _pytest(session, "-n", "2", "--dist", "worksteal", default=QUICK_TESTS)
 
 
 @nox.session(python="3.14t")

@@ -35,11 +35,13 @@ import gguf
 import numpy as np
 
 import llamapipe as lp
+from llamapipe.gguf.check import TYPES as GGML_TYPES
 from llamapipe.native.load import last_error, native
 
+# ggml's number of each type, the values and bytes of its blocks.
+TYPES = {name: (number, *block) for number, (name, *block) in GGML_TYPES.items()}
 # Types of at most 3 bits, and NVFP4; quantizing to some of them takes minutes, or a matrix of importance.
 LOW_BITS = "Q3_K Q2_K IQ3_S IQ3_XXS IQ2_S IQ2_XS IQ2_XXS IQ1_M IQ1_S TQ2_0 TQ1_0 NVFP4".split()
-TYPES = [*"Q4_K Q5_K Q6_K Q8_0 Q5_0 Q4_0 Q4_1 Q5_1 IQ4_NL IQ4_XS MXFP4".split(), *LOW_BITS]
 FLOATS = ("F32", "F16", "BF16")
 SHAPES = ("1536x8960", "8960x1536")  # columns x rows: the feed-forward layers of Qwen2.5 1.5B
 SIDES: tuple[Literal["ggml", "auto"], ...] = ("ggml", "auto")
@@ -58,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     what = parser.add_subparsers(dest="what", required=True)
     products = what.add_parser("products")
-    products.add_argument("--types", nargs="+", default=TYPES, choices=(*TYPES, *FLOATS))
+    products.add_argument("--types", nargs="+", choices=TYPES, help="default: all that have kernels here")
     products.add_argument("--shape", nargs="+", default=SHAPES, metavar="COLUMNSxROWS")
     products.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 256])
     products.add_argument(
@@ -106,11 +108,12 @@ def measure_products(args: argparse.Namespace) -> Result:
     print(", ".join(f"{name} {value:.0f}" for name, value in limits.items()))
     found: Result = {"limits": limits, "products": []}
     print("type    columns x rows    n   ggml ms   ours ms  ratio  GOP/s  GB/s")
-    for name in args.types:
+    have = native().lib.lp_kernels_have
+    for name in args.types or [name for name, (number, *_) in TYPES.items() if have(number, 1024, 1024)]:
         for shape in args.shape:
             n_columns, n_rows = (int(n) for n in shape.split("x"))
-            kind = gguf.GGMLQuantizationType[name]
-            if name not in FLOATS and not native().lib.lp_kernels_have(kind, n_columns, n_rows):
+            kind = TYPES[name][0]
+            if name not in FLOATS and not have(kind, n_columns, n_rows):
                 print(f"{name:7} {shape:>14}: no kernel of ours")
                 continue
             n_matrices, n_used = args.experts or (1, 1)
@@ -135,8 +138,7 @@ def chosen_experts(n: int, n_matrices: int, n_used: int) -> Any:
 
 def quantized(name: str, n_columns: int, n_rows: int) -> Any:
     """Random weights in a file's form."""
-    kind = gguf.GGMLQuantizationType[name]
-    block, n_bytes = gguf.GGML_QUANT_SIZES[kind]
+    kind, block, n_bytes = TYPES[name]
     ffi, lib = native().ffi, native().lib
     if name in LOW_BITS:  # any bytes are weights, and products take as long
         return ffi.new("char[]", np.random.default_rng(1).bytes(n_rows * n_columns // block * n_bytes))
@@ -166,7 +168,7 @@ def time_product(
     for _ in range(args.repeats):
         for side in SIDES:
             given = {
-                "type": int(gguf.GGMLQuantizationType[name]), "n_columns": n_columns, "n_rows": n_rows,
+                "type": TYPES[name][0], "n_columns": n_columns, "n_rows": n_rows,
                 "n_matrices": n_matrices, "weights": weights, "form": forms[side], "is_ours": side == "auto",
                 "x_stride": n_columns, "x": ffi.cast("float *", x.ctypes.data),
                 **({"nx1": 1, "nx2": n, "n_used": n_used, "ids": ffi.cast("int32_t *", ids.ctypes.data)}
@@ -215,7 +217,7 @@ def time_attention(
         for side in SIDES:
             given = {
                 "n_streams": n_layers, "n_heads": heads, "n_kv_heads": kv_heads, "n_rows": n, "n_cells": args.cells,
-                "n_dims": n_dims, "n_value_dims": n_dims, "type": int(gguf.GGMLQuantizationType[name]),
+                "n_dims": n_dims, "n_value_dims": n_dims, "type": TYPES[name][0],
                 "queries": ffi.cast("float *", queries.ctypes.data), "keys": cells, "values": cells,
                 "masks": ffi.cast("uint16_t *", masks.ctypes.data), "scale": n_dims**-0.5, "is_ours": side == "auto",
                 "n_threads": args.n_threads, "n_times": len(seconds),

@@ -42,7 +42,7 @@ from llamapipe.gguf.reader import (
 )
 
 # ggml's tensor types: name, values in a block, bytes of a block (ggml.h, ggml-common.h).
-_TYPES: Final = {
+TYPES: Final = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
     7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 36), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
     12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
@@ -95,7 +95,7 @@ def check_tensors(head: Head) -> None:
 
 def type_name(tensor: Tensor) -> str:
     """The name of a tensor's type, such as ``Q4_K``; its number if it is newer than this check."""
-    return _TYPES[tensor.kind][0] if tensor.kind in _TYPES else str(tensor.kind)
+    return TYPES[tensor.kind][0] if tensor.kind in TYPES else str(tensor.kind)
 
 
 def tensor_bytes(tensor: Tensor) -> int:
@@ -113,7 +113,7 @@ def _n_bytes(tensor: Tensor) -> int | None:
         raise Damage(
             f"tensor {tensor.name!r} has the type {tensor.kind}, which llama.cpp removed; quantize again"
         )
-    known = _TYPES.get(tensor.kind)
+    known = TYPES.get(tensor.kind)
     if known is None:
         return None
     name, block, block_bytes = known

@@ -11,7 +11,7 @@
 
 namespace llamapipe::kernels {
 
-extern const Kernel kAvx2[];
+extern const Kernel *const kAvx2;
 
 namespace {
 
@@ -138,17 +138,19 @@ template <int n> struct Vectors : Plain<n> {
 };
 
 struct ManyPanels {
+    static constexpr const char *kName = "64 bytes";
     static constexpr Tile kTile = {4, 4}, kSuperTile = {8, 2}, kLowTile = {4, 2};
     static constexpr int kDirectRows = 4, kDirectPanels = 4;
 };
 struct OnePanel {
+    static constexpr const char *kName = "32 bytes";
     static constexpr Tile kTile = {4, 1}, kSuperTile = kTile, kLowTile = kTile;
     static constexpr int kDirectRows = 2, kDirectPanels = 1;
 };
 using Wide = Vnni<Vectors<64>, ManyPanels>;
 using Narrow = Vnni<Vectors<32>, OnePanel>;
 
-const Kernel kWide[] = {KERNELS(Wide, "64 bytes")}, kNarrow[] = {KERNELS(Narrow, "32 bytes")};
+const Kernel *const kWide = kKernels<Wide>, *const kNarrow = kKernels<Narrow>;
 
 // Bit for bit, but for what a number that is none looks like.
 bool is_same(float a, float b) { return std::isnan(a) ? std::isnan(b) : memcmp(&a, &b, sizeof a) == 0; }

@@ -3,47 +3,53 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 from support.inside import lib_for_tests
+from support.kernel_types import NUMBERS, kernel_types
 
 from llamapipe.native.load import last_error, native
 
-Type = gguf.GGMLQuantizationType
 # Where the blocks of these types, whose weights may be any bytes, have their scales as 16-bit floats.
+# ggml quantizes the others.
 SCALES = {
-    Type.Q3_K: (108,), Type.Q2_K: (80, 82), Type.TQ1_0: (52,), Type.TQ2_0: (64,),
-    **dict.fromkeys((Type.IQ3_S, Type.IQ3_XXS, Type.IQ2_S, Type.IQ2_XS, Type.IQ2_XXS, Type.IQ1_S), (0,)),
-    Type.IQ1_M: (), Type.NVFP4: (),
+    "Q3_K": (108,), "Q2_K": (80, 82), "TQ1_0": (52,), "TQ2_0": (64,),
+    **dict.fromkeys(("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S"), (0,)),
+    "IQ1_M": (), "NVFP4": (),
 }  # fmt: skip
-NAMES = "Q4_K Q5_K Q6_K Q8_0 Q5_0 Q4_0 Q4_1 Q5_1 IQ4_NL IQ4_XS MXFP4".split() + [kind.name for kind in SCALES]
-TYPES: list[gguf.GGMLQuantizationType] = [gguf.GGMLQuantizationType[name] for name in NAMES]
-FLOATS = [Type.F32, Type.F16, Type.BF16]  # multiplied as they are in the file
+TYPES = kernel_types()
+FLOATS = ["F32", "F16", "BF16"]  # multiplied as they are in the file
 N_COLUMNS = 512
+PAGE = Path(__file__).parents[2] / "docs" / "sampling.md"
 
 pytestmark = pytest.mark.native
 
 
-def kernel_types() -> list[Type]:
-    return [kind for kind in TYPES if native().lib.lp_kernels_have(kind, N_COLUMNS, 32)]
+@pytest.fixture(params=TYPES)
+def kind(request: pytest.FixtureRequest) -> str:
+    """A type that this processor has a kernel for."""
+    name: str = request.param
+    return name
 
 
-@pytest.fixture(params=TYPES, ids=lambda kind: kind.name)
-def kind(request: pytest.FixtureRequest) -> Type:
-    if request.param not in kernel_types():
-        pytest.skip("this processor has no kernel for the type")
-    kind: Type = request.param
-    return kind
+@pytest.mark.skipif(not TYPES, reason="this processor has no kernels")
+def test_the_page_names_every_type() -> None:
+    text = " ".join(PAGE.read_text(encoding="utf-8").split())
+    named = text.partition("- weights in ")[2].partition(";")[0].replace(" or ", ", ").split(", ")
+    assert sorted(named) == sorted([*TYPES, *FLOATS]), (
+        f"{PAGE}: the weights of batch_invariant; the types are the rows of llamapipe/native/kernels/panels.hpp"
+    )
 
 
 @dataclass
 class Product:
     """Weights (matrices, rows, columns) and activations (tokens or matrices, rows, columns)."""
 
-    kind: Type
+    kind: str
     weights: np.ndarray
     x: np.ndarray
     ids: np.ndarray | None = None
@@ -62,17 +68,21 @@ class Product:
         n_matrices, n_rows, n_columns = self.weights.shape
         self.quantized = ffi.new("char[]", self.weights.nbytes)
         values = np.ascontiguousarray(self.weights, np.float32)
-        n = lib.lp_quantize(self.kind, n_matrices * n_rows, n_columns, _floats(values), self.quantized)
+        n = lib.lp_quantize(
+            NUMBERS[self.kind], n_matrices * n_rows, n_columns, _floats(values), self.quantized
+        )
         assert n > 0
         self.plain = values.copy()
-        if self.kind == Type.F32:
+        if self.kind == "F32":
             return
-        assert lib.lp_dequantize(self.kind, values.size, self.quantized, _floats(self.plain)) == 0
+        assert lib.lp_dequantize(NUMBERS[self.kind], values.size, self.quantized, _floats(self.plain)) == 0
 
     def set_blocks(self, blocks: np.ndarray) -> None:
         """Takes blocks in a file's form, (n, bytes), whose values numpy finds."""
         self.quantized = native().ffi.new("char[]", blocks.tobytes())
-        self.plain = gguf.quants.dequantize(blocks, self.kind).reshape(self.weights.shape)
+        self.plain = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[self.kind]).reshape(
+            self.weights.shape
+        )
 
     def compute(self, is_ours: bool = True, n_threads: int | None = None) -> np.ndarray:
         """What ggml computes, (tokens or matrices, rows of activations, rows of weights)."""
@@ -88,7 +98,7 @@ class Product:
             self.ids = np.ascontiguousarray(self.ids, np.int32)
             keep[1] = ffi.cast("int32_t *", self.ids.ctypes.data)
         given = {
-            "type": int(self.kind),
+            "type": NUMBERS[self.kind],
             "n_columns": n_columns,
             "n_rows": n_rows,
             "n_matrices": n_matrices,
@@ -129,21 +139,21 @@ class Product:
         return ours
 
 
-def random_blocks(kind: Type, n_weights: int, seed: int = 1) -> np.ndarray:
+def random_blocks(kind: str, n_weights: int, seed: int = 1) -> np.ndarray:
     """Blocks of random bytes, whose scales are small numbers of both signs."""
-    block, n_bytes = gguf.GGML_QUANT_SIZES[kind]
+    block, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     draw = np.random.default_rng(seed)
     blocks = np.frombuffer(draw.bytes(n_weights // block * n_bytes), np.uint8).reshape(-1, n_bytes).copy()
     put_scales(kind, blocks, draw.normal(size=len(blocks)) / 50)
     return blocks
 
 
-def put_scales(kind: Type, blocks: np.ndarray, values: np.ndarray | float) -> None:
+def put_scales(kind: str, blocks: np.ndarray, values: np.ndarray | float) -> None:
     """Sets the scales of the blocks, and their scales of minima."""
     halves = np.broadcast_to(values, len(blocks)).astype(np.float16)
     for at in SCALES[kind]:
         blocks[:, at : at + 2] = halves[:, None].view(np.uint8)
-    if kind == Type.IQ1_M:  # in the upper halves of every second byte of the scales of blocks
+    if kind == "IQ1_M":  # in the upper halves of every second byte of the scales of blocks
         for i in range(4):
             nibble = (halves.view(np.uint16) >> 4 * i & 15).astype(np.uint8)
             blocks[:, 49 + 2 * i] = blocks[:, 49 + 2 * i] & 15 | nibble << 4
@@ -158,38 +168,38 @@ def random(*shape: int, seed: int = 1) -> np.ndarray:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 17, 300])
-def test_rows_of_one_matrix(kind: Type, n: int) -> None:
+def test_rows_of_one_matrix(kind: str, n: int) -> None:
     Product(kind, random(1, 96, N_COLUMNS), random(1, n, N_COLUMNS, seed=n)).check()
 
 
 @pytest.mark.parametrize("n_rows", [16, 47, 48, 80, 1008, 1009, 1023])
-def test_any_number_of_rows_of_weights(kind: Type, n_rows: int) -> None:
+def test_any_number_of_rows_of_weights(kind: str, n_rows: int) -> None:
     Product(kind, random(1, n_rows, N_COLUMNS), random(1, 5, N_COLUMNS)).check()
 
 
 @pytest.mark.parametrize("n_rows", [32, 144])
 @pytest.mark.parametrize("n_columns", [32, 224, 256, 768, 2816])
-def test_any_number_of_blocks(kind: Type, n_columns: int, n_rows: int) -> None:
-    if not native().lib.lp_kernels_have(kind, n_columns, n_rows):
+def test_any_number_of_blocks(kind: str, n_columns: int, n_rows: int) -> None:
+    if not native().lib.lp_kernels_have(NUMBERS[kind], n_columns, n_rows):
         pytest.skip("the type has blocks of 256 columns")
     Product(kind, random(1, n_rows, n_columns), random(1, 3, n_columns)).check()
 
 
 @pytest.mark.parametrize("n_rows", [48, 1009])
-def test_matrices_are_repeated(kind: Type, n_rows: int) -> None:
+def test_matrices_are_repeated(kind: str, n_rows: int) -> None:
     Product(kind, random(2, n_rows, N_COLUMNS), random(6, 3, N_COLUMNS)).check()
 
 
 @pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("n_rows", [64, 1001])
-def test_experts(kind: Type, n_rows: int, each: bool) -> None:
+def test_experts(kind: str, n_rows: int, each: bool) -> None:
     """Of eight experts two are used by no token, and one by all. With ``each``, every expert has its own row."""
     ids = [[0, 1], [0, 5], [0, 3], [4, 0], [0, 7], [0, 1]]
     x = random(len(ids), 2 if each else 1, N_COLUMNS)
     Product(kind, random(8, n_rows, N_COLUMNS), x, np.array(ids)).check()
 
 
-def test_a_row_does_not_depend_on_other_rows_or_threads(kind: Type) -> None:
+def test_a_row_does_not_depend_on_other_rows_or_threads(kind: str) -> None:
     product = Product(kind, random(1, 1009, N_COLUMNS), random(1, 37, N_COLUMNS))
     together = product.compute()
     for n_threads in (1, 3):
@@ -201,7 +211,7 @@ def test_a_row_does_not_depend_on_other_rows_or_threads(kind: Type) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_row_that_is_not_finite_spoils_no_other(kind: Type, value: float) -> None:
+def test_a_row_that_is_not_finite_spoils_no_other(kind: str, value: float) -> None:
     product = Product(kind, random(1, 64, N_COLUMNS), random(1, 9, N_COLUMNS))
     expected = product.compute()
     product.x[0, 4, 100] = value
@@ -211,9 +221,9 @@ def test_a_row_that_is_not_finite_spoils_no_other(kind: Type, value: float) -> N
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("kind", [*SCALES][:-1], ids=lambda kind: kind.name)  # NVFP4 has no such scales
-def test_a_scale_that_is_not_finite_spoils_only_its_row(kind: Type, value: float) -> None:
-    if kind not in kernel_types():
+@pytest.mark.parametrize("kind", [*SCALES][:-1])  # NVFP4 has no such scales
+def test_a_scale_that_is_not_finite_spoils_only_its_row(kind: str, value: float) -> None:
+    if kind not in TYPES:
         pytest.skip("this processor has no kernel for the type")
     product = Product(kind, random(1, 64, N_COLUMNS), random(1, 9, N_COLUMNS))
     expected = product.compute()
@@ -225,36 +235,36 @@ def test_a_scale_that_is_not_finite_spoils_only_its_row(kind: Type, value: float
     np.testing.assert_array_equal(np.delete(found, 21, axis=2), np.delete(expected, 21, axis=2))
 
 
-def test_zeros(kind: Type) -> None:
+def test_zeros(kind: str) -> None:
     assert (
         not Product(kind, random(1, 64, N_COLUMNS), np.zeros((1, 2, N_COLUMNS), np.float32)).compute().any()
     )
 
 
 @pytest.mark.parametrize("view", [(0, 32), (16, 48), (48, 48), (0, 96)])
-def test_a_view_of_whole_panels(kind: Type, view: tuple[int, int]) -> None:
+def test_a_view_of_whole_panels(kind: str, view: tuple[int, int]) -> None:
     Product(kind, random(2, 96, N_COLUMNS), random(2, 3, N_COLUMNS), view=view).check()
 
 
-def test_a_view_that_is_not_made_of_panels_is_refused(kind: Type) -> None:
+def test_a_view_that_is_not_made_of_panels_is_refused(kind: str) -> None:
     for view in ((8, 16), (0, 24)):
         with pytest.raises(RuntimeError, match="refuses"):
             Product(kind, random(1, 96, N_COLUMNS), random(1, 3, N_COLUMNS), view=view).compute()
 
 
 def test_weights_without_a_kernel_are_not_packed() -> None:
-    if not kernel_types():
+    if not TYPES:
         pytest.skip("this processor has no kernels")
-    assert not native().lib.lp_kernels_have(Type.Q4_K, N_COLUMNS, 17)  # nearly half would be padding
+    assert not native().lib.lp_kernels_have(NUMBERS["Q4_K"], N_COLUMNS, 17)  # nearly half would be padding
     for shape in ((1, 17, N_COLUMNS),):
         with pytest.raises(RuntimeError, match="only whole weights can be packed"):
-            Product(Type.Q4_K, random(*shape), random(1, 1, shape[-1])).compute()
+            Product("Q4_K", random(*shape), random(1, 1, shape[-1])).compute()
 
 
-@pytest.mark.parametrize("kind", FLOATS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", FLOATS)
 @pytest.mark.parametrize("n_columns", [8, 67, 1024])
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 100])
-def test_floats(kind: Type, n_columns: int, n: int) -> None:
+def test_floats(kind: str, n_columns: int, n: int) -> None:
     """Activations stay 32-bit floats, so the error is smaller than that of ggml, which rounds them as weights are."""
     product = Product(kind, random(2, 93, n_columns), random(4, n, n_columns, seed=n))
     exact = product.exact()
@@ -263,8 +273,8 @@ def test_floats(kind: Type, n_columns: int, n: int) -> None:
     assert errors[0] <= errors[1] * 1.5 + 1e-9
 
 
-@pytest.mark.parametrize("kind", FLOATS, ids=lambda kind: kind.name)
-def test_a_row_of_floats_does_not_depend_on_other_rows_or_threads(kind: Type) -> None:
+@pytest.mark.parametrize("kind", FLOATS)
+def test_a_row_of_floats_does_not_depend_on_other_rows_or_threads(kind: str) -> None:
     product = Product(kind, random(1, 203, 1001), random(1, 37, 1001))
     together = product.compute()
     for n_threads in (1, 3):

@@ -70,7 +70,7 @@ inline Scales scales_of_pairs(const int8_t (*pairs)[16][2], int s) {
     return { { _mm256_shuffle_epi8(s0, choose), _mm256_shuffle_epi8(s1, choose) } };
 }
 
-template <> inline Scales scales(const PanelQ6K * panel, int s) { return scales_of_pairs(panel->scales, s); }
+template <> inline Scales scales(const PanelQ6_K * panel, int s) { return scales_of_pairs(panel->scales, s); }
 template <> inline Scales scales(const Expanded * w, int s) { return scales_of_pairs(w->scales, s); }
 
 // Sums in 16 bits over the lines [at, at + n) of weights, n known when compiled.
@@ -93,13 +93,21 @@ inline void sum_lines(const Lines & w, int at, const Row * const * x, int column
     }
 }
 
-// The integer sums of a super-block: a scale for each `in_block` lines, of which `in_part` are added in 16 bits.
-template <int M, int in_block, int in_part, class Panel>
-inline void sum_super_block(const Panel * panel, const Lines & w, const RowBlockK * const * x, __m256i (&sum)[M][2]) {
+// How many of the lines that have a scale in common can be added in 16 bits.
+constexpr int lines_in_16_bits(int lines, int greatest) {
+    return lines * 2 * greatest * 127 <= INT16_MAX ? lines : lines_in_16_bits(lines / 2, greatest);
+}
+template <class Panel> constexpr int kLinesIn16Bits = lines_in_16_bits(kNumbers<Panel>.lines, kNumbers<Panel>.greatest);
+
+// The integer sums of a super-block. `scaled` has the scales: the panel itself, or what it is expanded to.
+template <int M, class Panel, class Scaled>
+inline void sum_super_block(const Panel *, const Scaled * scaled, const Lines & w, const RowBlockK * const * x,
+                            __m256i (&sum)[M][2]) {
+    constexpr int in_block = kNumbers<Panel>.lines, in_part = kLinesIn16Bits<Panel>;
     for (int j = 0; j < M; j++) sum[j][0] = sum[j][1] = _mm256_setzero_si256();
     for (int b = 0; b < 64 / in_block; b++) {
         Scales scale = { { _mm256_set1_epi16(1), _mm256_set1_epi16(1) } };
-        if constexpr (in_block < 64) scale = scales(panel, b);
+        if constexpr (in_block < 64) scale = scales(scaled, b);
 #pragma GCC unroll 2
         for (int at = in_block * b; at < in_block * (b + 1); at += in_part) {
             __m256i part[M][2];
@@ -133,15 +141,10 @@ template <int n, int M, class T> inline void sum_sums(const T (*numbers)[16][2],
     for (int i = 0; i < n / 2; i++) add_pairs<M>(widened(numbers[i][0]), widened(numbers[i][8]), sums, i, sum);
 }
 
-// How many of the lines that have a scale in common can be added in 16 bits.
-constexpr int lines_in_16_bits(int lines, int greatest) {
-    return lines * 2 * greatest * 127 <= INT16_MAX ? lines : lines_in_16_bits(lines / 2, greatest);
-}
-
-template <int M, int in_part, class Panel>
+template <int M, class Panel>
 inline void accumulate_with_minima(const Panel * panel, const Lines & w, const RowBlockK * const * x, float * const * y) {
     __m256i sum[M][2], minima[M][2];
-    sum_super_block<M, 8, in_part>(panel, w, x, sum);
+    sum_super_block<M>(panel, panel, w, x, sum);
     sum_sums<8>(panel->mins, x, minima);
     for (int p = 0; p < 2; p++) {
         const __m256 d = halves(panel->d + 8 * p), dmin = halves(panel->dmin + 8 * p);
@@ -152,11 +155,6 @@ inline void accumulate_with_minima(const Panel * panel, const Lines & w, const R
         }
     }
 }
-
-template <class Panel> constexpr bool kFiveBits             = false;
-template <> constexpr bool            kFiveBits<PanelQ5_0>  = true;
-template <> constexpr bool            kFiveBits<PanelQ5_1>  = true;
-template <> constexpr bool            kFiveBits<PanelMXFP4> = true;
 
 // The integer sums of a block of 32 signed columns.
 template <int M, class Row>
@@ -179,7 +177,7 @@ inline void sum_signed(const uint8_t (*line)[64], const Row * const * x, int col
 
 inline const uint8_t (*lines(const PanelQ8_0 * panel, const Direct &, int b))[64] { return (const uint8_t (*)[64]) panel[b].q; }
 
-inline const uint8_t (*lines(const PanelIQ4_NL *, const Lines & w, int b))[64] { return w.q + 8 * b; }
+template <class Panel> inline const uint8_t (*lines(const Panel *, const Lines & w, int b))[64] { return w.q + 8 * b; }
 
 template <int M, class Panel, class Weights>
 inline void accumulate_signed(const Panel * panel, const Weights & w, int n, const RowBlock32 * const * x, float * const * y) {
@@ -197,6 +195,8 @@ inline void accumulate_signed(const Panel * panel, const Weights & w, int n, con
 }
 
 struct Avx2 {
+    static constexpr const char * kName = "avx2";
+
     static constexpr Tile kTile = { 4, 1 }, kSuperTile = kTile, kLowTile = kTile;  // whose sums fit the registers
     // None: code for both kinds of lines was measured to make tiles of four rows slower.
     static constexpr int kDirectRows = 0, kDirectPanels = 1;
@@ -212,20 +212,15 @@ struct Avx2 {
         accumulate<M>(panel[0], w[0], n, x, y);
     }
 
-    template <int M>
-    static void accumulate(const PanelQ4K * panel, const Lines & w, int, const RowBlockK * const * x, float * const * y) {
-        accumulate_with_minima<M, 8>(panel, w, x, y);  // 16 x 15 x 127 = 30,480 fits 16 bits
+    template <int M, class Panel>
+    static void accumulate(const Panel * panel, const Lines & w, int, const RowBlockK * const * x, float * const * y) {
+        accumulate_with_minima<M>(panel, w, x, y);
     }
 
     template <int M>
-    static void accumulate(const PanelQ5K * panel, const Lines & w, int, const RowBlockK * const * x, float * const * y) {
-        accumulate_with_minima<M, 4>(panel, w, x, y);  // 8 x 31 x 127 = 31,496
-    }
-
-    template <int M>
-    static void accumulate(const PanelQ6K * panel, const Lines & w, int, const RowBlockK * const * x, float * const * y) {
+    static void accumulate(const PanelQ6_K * panel, const Lines & w, int, const RowBlockK * const * x, float * const * y) {
         __m256i sum[M][2], offset[M][2];
-        sum_super_block<M, 4, 2>(panel, w, x, sum);  // 4 x 63 x 127 = 32,004
+        sum_super_block<M>(panel, panel, w, x, sum);
         // Weights are 32 less than what was multiplied.
         sum_sums<16>(panel->scales, x, offset);
         for (int p = 0; p < 2; p++) {
@@ -238,10 +233,10 @@ struct Avx2 {
     }
 
     template <int M, class Panel>
-    static void accumulate(const Panel *, const Expanded & w, int, const RowBlockK * const * x, float * const * y) {
-        constexpr Low low = kLow<Panel>;
-        __m256i       sum[M][2], rest[M][2];
-        sum_super_block<M, low.lines, lines_in_16_bits(low.lines, low.greatest)>(&w, w, x, sum);
+    static void accumulate(const Panel * panel, const Expanded & w, int, const RowBlockK * const * x, float * const * y) {
+        constexpr Numbers low = kNumbers<Panel>;
+        __m256i           sum[M][2], rest[M][2];
+        sum_super_block<M>(panel, &w, w, x, sum);
         if constexpr (low.lines == 64)
             for (int j = 0; j < M; j++) rest[j][0] = rest[j][1] = _mm256_set1_epi32(sum_of(x[j]));
         else if constexpr (low.has_mins)
@@ -291,11 +286,11 @@ struct Avx2 {
         for (int b = 0; b < n; b++) {
             for (int h = 0; h < 2; h++) {
                 __m256i part[M][2];
-                sum_lines<M, 4>(w, 8 * b + 4 * h, block, 16 * h, part);  // 8 x 24 x 127
+                sum_lines<M, 4>(w, 8 * b + 4 * h, block, 16 * h, part);
                 for (int p = 0; p < 2; p++) {
                     const __m256 d = _mm256_loadu_ps(w.d[b][h] + 8 * p);
                     for (int j = 0; j < M; j++) {
-                        const __m256i offset = _mm256_set1_epi32(kOffset<PanelNVFP4> * block[j]->sums16[h]);
+                        const __m256i offset = _mm256_set1_epi32(kNumbers<PanelNVFP4>.offset * block[j]->sums16[h]);
                         const __m256i whole  = _mm256_sub_epi32(_mm256_madd_epi16(part[j][p], ones), offset);
                         add_float(y[j] + 8 * p, whole, _mm256_mul_ps(d, _mm256_set1_ps(block[j]->d)));
                     }
@@ -307,12 +302,12 @@ struct Avx2 {
 
     template <int M, class Panel>
     static void accumulate(const Panel * panel, const Lines & w, int n, const RowBlock32 * const * x, float * const * y) {
-        if constexpr (std::is_same_v<Panel, PanelIQ4_NL>) {
+        if constexpr (kNumbers<Panel>.is_signed) {
             accumulate_signed<M>(panel, w, n, x, y);
             return;
         } else {
             const __m256i      ones    = _mm256_set1_epi16(1);
-            constexpr int      in_part = kFiveBits<Panel> ? 4 : 8;  // 8 x 31 x 127, 16 x 15 x 127
+            constexpr int      in_part = kLinesIn16Bits<Panel>;
             const RowBlock32 * block[M];
             for (int j = 0; j < M; j++) block[j] = x[j];
             for (int b = 0; b < n; b++, panel++) {
@@ -331,10 +326,10 @@ struct Avx2 {
                     const __m256 d = row_scales(panel, 8 * p);
                     for (int j = 0; j < M; j++) {
                         __m256i whole = sum[j][p];
-                        if constexpr (kOffset<Panel> != 0)
-                            whole = _mm256_sub_epi32(whole, _mm256_set1_epi32(kOffset<Panel> * block[j]->sum()));
+                        if constexpr (!kNumbers<Panel>.has_mins)
+                            whole = _mm256_sub_epi32(whole, _mm256_set1_epi32(kNumbers<Panel>.offset * block[j]->sum()));
                         add_float(y[j] + 8 * p, whole, _mm256_mul_ps(d, _mm256_set1_ps(block[j]->d)));
-                        if constexpr (kOffset<Panel> == 0) {
+                        if constexpr (kNumbers<Panel>.has_mins) {
                             const __m256 m = halves(panel->m + 8 * p), s = _mm256_set1_ps(block[j]->d_sum);
                             _mm256_storeu_ps(y[j] + 8 * p, _mm256_fmadd_ps(m, s, _mm256_loadu_ps(y[j] + 8 * p)));
                         }
@@ -353,7 +348,7 @@ struct Avx2 {
 
 }  // namespace
 
-extern const Kernel kAvx2[] = { KERNELS(Avx2, "avx2") };
+extern const Kernel * const kAvx2 = kKernels<Avx2>;
 
 }  // namespace llamapipe::kernels
 LP_TARGET_END

@@ -106,15 +106,16 @@ struct Vector {
 // Rows and panels of a tile whose sums fit the registers. Panels share the broadcasts of activations, so more of them help
 // more than further rows; blocks of 256 columns need other sums beside.
 struct Tiles {
-    static constexpr Tile kTile = { 4, 4 }, kSuperTile = { 8, 2 }, kLowTile = { 4, 2 };
-    static constexpr int  kDirectRows = 4, kDirectPanels = 4;
+    static constexpr const char * kName = "avx512-vnni";
+    static constexpr Tile         kTile = { 4, 4 }, kSuperTile = { 8, 2 }, kLowTile = { 4, 2 };
+    static constexpr int          kDirectRows = 4, kDirectPanels = 4;
 };
 
 using Avx512 = Vnni<Vector, Tiles>;
 
 }  // namespace
 
-extern const Kernel kAvx512Vnni[] = { KERNELS(Avx512, "avx512-vnni") };
+extern const Kernel * const kAvx512Vnni = kKernels<Avx512>;
 
 }  // namespace llamapipe::kernels
 LP_TARGET_END

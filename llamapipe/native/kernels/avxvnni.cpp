@@ -37,15 +37,16 @@ struct Vector : Vector32 {
 };
 
 struct Tiles {
-    static constexpr Tile kTile = { 4, 1 }, kSuperTile = kTile, kLowTile = kTile;
-    static constexpr int  kDirectRows = 2, kDirectPanels = 1;
+    static constexpr const char * kName = "avx-vnni";
+    static constexpr Tile         kTile = { 4, 1 }, kSuperTile = kTile, kLowTile = kTile;
+    static constexpr int          kDirectRows = 2, kDirectPanels = 1;
 };
 
 using AvxVnni = Vnni<Vector, Tiles>;
 
 }  // namespace
 
-extern const Kernel kAvxVnni[] = { KERNELS(AvxVnni, "avx-vnni") };
+extern const Kernel * const kAvxVnni = kKernels<AvxVnni>;
 
 }  // namespace llamapipe::kernels
 LP_TARGET_END

@@ -5,7 +5,7 @@
 namespace llamapipe::kernels {
 
 #if defined(__x86_64__)
-extern const Kernel kAvx2[], kAvxVnni[], kAvx512Vnni[];
+extern const Kernel *const kAvx2, *const kAvxVnni, *const kAvx512Vnni;
 
 static const Kernel * level() {
     if (processor().avx512_vnni) return kAvx512Vnni;

@@ -1,4 +1,4 @@
-// Products of packed weight matrices with rows of activations. Open this file to add a type or a CPU level.
+// Products of packed weight matrices with rows of activations. Open this file to add a CPU level, panels.hpp to add a type.
 //
 // Weights are packed once, at load, into panels of 16 rows. A product unpacks a panel once for a tile of activation rows, so
 // several rows cost little more than one. Activations are quantized exactly as ggml quantizes them for that type of

@@ -95,7 +95,7 @@ void put_nibbles(const uint8_t * q, int r, uint8_t (*lines)[64]) {
     put_lines(both, r, lines);
 }
 
-void put(const Plain & in, int r, PanelQ4K * out) {
+void put(const Plain & in, int r, PanelQ4_K * out) {
     for (int b = 0; b < 8; b++) {
         put_nibbles(in.q + 32 * b, r, out->q[b]);
         out->scales[b][r]          = in.scales[b];
@@ -105,7 +105,7 @@ void put(const Plain & in, int r, PanelQ4K * out) {
     out->dmin[r] = in.dmin;
 }
 
-void put(const Plain & in, int r, PanelQ5K * out) {
+void put(const Plain & in, int r, PanelQ5_K * out) {
     for (int b = 0; b < 8; b++) {
         const uint8_t * q = in.q + 32 * b;
         put_nibbles(q, r, out->q[b].low);
@@ -119,7 +119,7 @@ void put(const Plain & in, int r, PanelQ5K * out) {
     out->dmin[r] = in.dmin;
 }
 
-void put(const Plain & in, int r, PanelQ6K * out) {
+void put(const Plain & in, int r, PanelQ6_K * out) {
     for (int s = 0; s < 16; s++) {
         const uint8_t * q      = in.q + 16 * s;
         uint32_t        low[2] = {}, high = 0;
@@ -154,7 +154,7 @@ template <class Block, class Panel> void put(const Block * in, int r, Panel * ou
             out->high[4 * r + c] = (uint8_t) (bits | bits >> 12);
         }
     }
-    if constexpr (std::is_same_v<Panel, PanelQ4_1> || std::is_same_v<Panel, PanelQ5_1>) memcpy(&out->m[r], &in->m, 2);
+    if constexpr (kNumbers<Panel>.has_mins) memcpy(&out->m[r], &in->m, 2);
 }
 
 void put(const block_mxfp4 * in, int r, PanelMXFP4 * out) {
@@ -187,9 +187,9 @@ void put(const block_q8_0 * in, int r, PanelQ8_0 * out) {
     memcpy(&out->d[r], &in->d, 2);
 }
 
-void put(const block_q4_K * in, int r, PanelQ4K * out) { put_plain(in, r, out); }
-void put(const block_q5_K * in, int r, PanelQ5K * out) { put_plain(in, r, out); }
-void put(const block_q6_K * in, int r, PanelQ6K * out) { put_plain(in, r, out); }
+void put(const block_q4_K * in, int r, PanelQ4_K * out) { put_plain(in, r, out); }
+void put(const block_q5_K * in, int r, PanelQ5_K * out) { put_plain(in, r, out); }
+void put(const block_q6_K * in, int r, PanelQ6_K * out) { put_plain(in, r, out); }
 
 // ---- types of at most 3 bits
 
@@ -208,7 +208,7 @@ void two_bits(const uint8_t * bytes, uint8_t * q) {
             for (int m = 0; m < 32; m++) *q++ = bytes[32 * half + m] >> 2 * l & 3;
 }
 
-void put(const block_q3_K * in, int r, PanelQ3K * out) {
+void put(const block_q3_K * in, int r, PanelQ3_K * out) {
     uint8_t q[QK_K];
     two_bits(in->qs, q);
     put_low(q, r, out->low);
@@ -224,7 +224,7 @@ void put(const block_q3_K * in, int r, PanelQ3K * out) {
     memcpy(&out->d[r], &in->d, 2);
 }
 
-void put(const block_q2_K * in, int r, PanelQ2K * out) {
+void put(const block_q2_K * in, int r, PanelQ2_K * out) {
     uint8_t q[QK_K];
     two_bits(in->qs, q);
     put_low(q, r, out->low);
@@ -376,85 +376,31 @@ void put(const block_iq1_m * in, int r, PanelIQ1_M * out) {
     out->d[r] = (uint16_t) d;
 }
 
-// ---- the file's block, and its columns, for each form of panel
-
-template <class Panel> struct Source;
-#define SOURCE(Panel, Of, n)                \
-    template <> struct Source<Panel> {      \
-        using Block                   = Of; \
-        static constexpr int kColumns = n;  \
-    }
-SOURCE(PanelQ4K, block_q4_K, QK_K);
-SOURCE(PanelQ5K, block_q5_K, QK_K);
-SOURCE(PanelQ6K, block_q6_K, QK_K);
-SOURCE(PanelQ4_0, block_q4_0, 32);
-SOURCE(PanelQ4_1, block_q4_1, 32);
-SOURCE(PanelQ5_0, block_q5_0, 32);
-SOURCE(PanelQ5_1, block_q5_1, 32);
-SOURCE(PanelQ8_0, block_q8_0, 32);
-SOURCE(PanelIQ4_NL, block_iq4_nl, 32);
-SOURCE(PanelMXFP4, block_mxfp4, 32);
-SOURCE(PanelNVFP4, block_nvfp4, 32);  // of a panel
-SOURCE(PanelIQ4_XS, block_iq4_xs, QK_K);
-SOURCE(PanelQ3K, block_q3_K, QK_K);
-SOURCE(PanelQ2K, block_q2_K, QK_K);
-SOURCE(PanelIQ3_XXS, block_iq3_xxs, QK_K);
-SOURCE(PanelIQ3_S, block_iq3_s, QK_K);
-SOURCE(PanelIQ2_XXS, block_iq2_xxs, QK_K);
-SOURCE(PanelIQ2_XS, block_iq2_xs, QK_K);
-SOURCE(PanelIQ2_S, block_iq2_s, QK_K);
-SOURCE(PanelIQ1_S, block_iq1_s, QK_K);
-SOURCE(PanelIQ1_M, block_iq1_m, QK_K);
-SOURCE(PanelTQ1_0, block_tq1_0, QK_K);
-SOURCE(PanelTQ2_0, block_tq2_0, QK_K);
-
 }  // namespace
 
 template <class Panel> size_t panel_bytes(int64_t n_columns) {
-    return sizeof(Panel) * (size_t) (n_columns / Source<Panel>::kColumns);
+    return sizeof(Panel) * (size_t) (n_columns / PanelType<Panel>::kColumns);
 }
 
 template <class Panel> void pack(const void * rows, size_t stride, int64_t n_columns, void * panel) {
-    using From             = Source<Panel>;
-    const int64_t n_blocks = n_columns / From::kColumns;
+    using Type             = PanelType<Panel>;
+    const int64_t n_panels = n_columns / Type::kColumns;
     for (int r = 0; r < kPanelRows; r++) {
-        const auto * block = (const typename From::Block *) ((const char *) rows + (size_t) r * stride);
-        for (int64_t i = 0; i < n_blocks; i++) {
+        const auto * block = (const typename Type::Block *) ((const char *) rows + (size_t) r * stride);
+        for (int64_t i = 0; i < n_panels; i++) {
             Panel * out = (Panel *) panel + i;
-            if constexpr (std::is_same_v<Panel, PanelNVFP4>)
-                put(block + i / 2, i % 2, r, out);
+            if constexpr (Type::kParts > 1)
+                put(block + i / Type::kParts, (int) (i % Type::kParts), r, out);
             else
                 put(block + i, r, out);
         }
     }
 }
 
-#define PACKED(Panel)                                      \
-    template size_t panel_bytes<Panel>(int64_t n_columns); \
-    template void   pack<Panel>(const void * rows, size_t stride, int64_t n_columns, void * panel);
-PACKED(PanelQ4K)
-PACKED(PanelQ5K)
-PACKED(PanelQ6K)
-PACKED(PanelQ4_0)
-PACKED(PanelQ4_1)
-PACKED(PanelQ5_0)
-PACKED(PanelQ5_1)
-PACKED(PanelQ8_0)
-PACKED(PanelIQ4_NL)
-PACKED(PanelMXFP4)
-PACKED(PanelNVFP4)
-PACKED(PanelIQ4_XS)
-PACKED(PanelQ3K)
-PACKED(PanelQ2K)
-PACKED(PanelIQ3_XXS)
-PACKED(PanelIQ3_S)
-PACKED(PanelIQ2_XXS)
-PACKED(PanelIQ2_XS)
-PACKED(PanelIQ2_S)
-PACKED(PanelIQ1_S)
-PACKED(PanelIQ1_M)
-PACKED(PanelTQ1_0)
-PACKED(PanelTQ2_0)
+#define PACKED(name, block, n, weights, numbers)                 \
+    template size_t panel_bytes<Panel##name>(int64_t n_columns); \
+    template void   pack<Panel##name>(const void * rows, size_t stride, int64_t n_columns, void * panel);
+PANELS(PACKED)
 
 // Makes a grid of ggml's table, for whose bytes `place` finds places in `values`.
 template <class T, int n, class F> static void put_grid(const T (&table)[n], const int8_t * values, F && place,

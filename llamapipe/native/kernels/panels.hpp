@@ -1,4 +1,5 @@
-// The form of packed weights and of quantized activations on x86. Open it to see what a kernel reads.
+// The form of packed weights and of quantized activations on x86. Open it to see what a kernel reads, or to add a
+// type: its panel, and its row of PANELS.
 //
 // A panel has 16 rows of weights. A line is 64 bytes: for each row in turn, the bytes of four adjacent columns. So a vector
 // of 32 or 64 bytes times four broadcast activations gives one 32-bit lane a row, and no sums across lanes are needed.
@@ -7,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels.hpp"
 
@@ -16,15 +18,15 @@
 namespace llamapipe::kernels {
 
 // 16 rows x 256 columns. Line g of block b: low nibbles are columns 32 b + 4 g .. + 3, high nibbles 32 b + 16 + 4 g .. + 3.
-struct PanelQ4K {
+struct PanelQ4_K {
     uint8_t  q[8][4][64];
     uint8_t  scales[8][16];
     uint8_t  mins[4][16][2];  // of blocks 2 i and 2 i + 1
     uint16_t d[16], dmin[16];
 };
 
-// As PanelQ4K; bit g of a byte of `high` is the fifth bit of the columns 32 b + 4 g .. + 3.
-struct PanelQ5K {
+// As PanelQ4_K; bit g of a byte of `high` is the fifth bit of the columns 32 b + 4 g .. + 3.
+struct PanelQ5_K {
     struct {
         uint8_t low[4][64], high[64];
     } q[8];
@@ -35,17 +37,13 @@ struct PanelQ5K {
 
 // Sub-blocks of 16 columns. Line h of sub-block s: low nibbles are columns 16 s + 8 h .. + 3, high nibbles the next four;
 // bits 2 g and 2 g + 1 of a byte of `high` belong to the columns 16 s + 4 g .. + 3.
-struct PanelQ6K {
+struct PanelQ6_K {
     struct {
         uint8_t low[2][64], high[64];
     } q[16];
     int8_t   scales[8][16][2];  // of sub-blocks 2 i and 2 i + 1
     uint16_t d[16];
 };
-
-static_assert(sizeof(PanelQ4K) * 100 <= sizeof(block_q4_K) * 16 * 103);
-static_assert(sizeof(PanelQ5K) * 100 <= sizeof(block_q5_K) * 16 * 103);
-static_assert(sizeof(PanelQ6K) == sizeof(block_q6_K) * 16);
 
 // Line g: low nibbles are the columns 4 g .. 4 g + 3, high nibbles 16 + 4 g .. 16 + 4 g + 3.
 struct PanelQ4_0 {
@@ -99,24 +97,17 @@ struct PanelNVFP4 {
     uint8_t scales[2][16];  // of 16 columns each: 4 bits of exponent, 3 of fraction
 };
 
-static_assert(sizeof(PanelNVFP4) * 2 == 16 * sizeof(block_nvfp4));
-static_assert(sizeof(PanelMXFP4) == 16 * sizeof(block_mxfp4));
-static_assert(sizeof(PanelIQ4_XS) * 100 <= sizeof(block_iq4_xs) * 16 * 103);
-static_assert(sizeof(PanelQ4_0) == 16 * sizeof(block_q4_0) && sizeof(PanelQ4_1) == 16 * sizeof(block_q4_1));
-static_assert(sizeof(PanelQ5_0) == 16 * sizeof(block_q5_0) && sizeof(PanelQ5_1) == 16 * sizeof(block_q5_1));
-static_assert(sizeof(PanelQ8_0) == 16 * sizeof(block_q8_0) && sizeof(PanelIQ4_NL) == 16 * sizeof(block_iq4_nl));
-
 // Types of at most 3 bits. What a panel has is expanded to bytes and scales, `Expanded`, before rows are multiplied with it.
 // Bits 2 g and 2 g + 1 of a byte of `low` belong to the columns 16 s + 4 g .. + 3 of sub-block s, bit g of a byte of `high`
 // to the columns 32 b + 4 g .. + 3 of block b.
-struct PanelQ3K {
+struct PanelQ3_K {
     uint8_t  low[16][64];
     uint8_t  high[8][64];
     int8_t   scales[8][16][2];  // of sub-blocks 2 i and 2 i + 1
     uint16_t d[16];
 };
 
-struct PanelQ2K {
+struct PanelQ2_K {
     uint8_t  low[16][64];
     uint8_t  scales[8][16][2];  // the lower nibble; the higher one is the minimum
     uint16_t d[16], dmin[16];
@@ -186,16 +177,6 @@ struct PanelIQ1_M {
     uint16_t d[16];
 };
 
-static_assert(sizeof(PanelQ3K) * 100 <= sizeof(block_q3_K) * 16 * 104 && sizeof(PanelQ2K) == sizeof(block_q2_K) * 16);
-static_assert(sizeof(PanelTQ2_0) == sizeof(block_tq2_0) * 16 && sizeof(PanelTQ1_0) == sizeof(block_tq1_0) * 16);
-// Files leave out each eighth sign of these three.
-static_assert(sizeof(PanelIQ3_XXS) * 100 <= sizeof(block_iq3_xxs) * 16 * 105);
-static_assert(sizeof(PanelIQ2_XXS) * 100 <= sizeof(block_iq2_xxs) * 16 * 107);
-static_assert(sizeof(PanelIQ2_XS) * 100 <= sizeof(block_iq2_xs) * 16 * 106);
-static_assert(sizeof(PanelIQ3_S) == sizeof(block_iq3_s) * 16 && sizeof(PanelIQ2_S) == sizeof(block_iq2_s) * 16);
-static_assert(sizeof(PanelIQ1_S) == sizeof(block_iq1_s) * 16);
-static_assert(sizeof(PanelIQ1_M) * 100 <= sizeof(block_iq1_m) * 16 * 104);
-
 // ggml's tables of grids, of four or eight columns: the bytes that are multiplied, and 16 bits, of which processors with long
 // vectors look up many at once. Entries of four columns have a nibble for each, a place in the list of the type's
 // magnitudes; those of eight have columns c and 4 + c in a nibble, two bits each. The order of nibbles is 0, 2, 1, 3. pack.cpp.
@@ -244,6 +225,62 @@ struct RowBlock32 {
 
     int sum() const { return sums16[0] + sums16[1]; }
 };
+
+// What the bytes of a type's lines are, how they are scaled, and what is subtracted.
+struct Numbers {
+    int  lines;              // that have a scale in common; 64: there are none
+    int  greatest;           // byte: AVX2 adds as many products in 16 bits as fit
+    int  offset    = 0;      // what is subtracted from a byte
+    bool has_mins  = false;  // a minimum is added or subtracted instead
+    bool is_signed = false;
+    int  factor    = 1;  // of the bytes, but not of the minima
+};
+constexpr Numbers less(int lines, int greatest, int offset) { return { lines, greatest, offset }; }
+constexpr Numbers with_mins(int lines, int greatest, int factor = 1) { return { lines, greatest, 0, true, false, factor }; }
+constexpr Numbers with_signs(int lines) { return { lines, 128, 0, false, true }; }
+
+// The types of weights, a row each: ggml's name, which is that of the panel, the file's block and its columns, how a panel is
+// unpacked (unpack.hpp), its numbers. All else follows from the rows: kernels of each level, packing, tests, benchmarks.
+#define PANELS(ROW)                                                \
+    ROW(Q4_K, block_q4_K, QK_K, Lines, with_mins(8, 15))           \
+    ROW(Q5_K, block_q5_K, QK_K, Lines, with_mins(8, 31))           \
+    ROW(Q6_K, block_q6_K, QK_K, Lines, less(4, 63, 32))            \
+    ROW(Q8_0, block_q8_0, 32, Direct, with_signs(8))               \
+    ROW(Q5_0, block_q5_0, 32, Lines, less(8, 31, 16))              \
+    ROW(Q5_1, block_q5_1, 32, Lines, with_mins(8, 31))             \
+    ROW(Q4_0, block_q4_0, 32, Lines, less(8, 15, 8))               \
+    ROW(Q4_1, block_q4_1, 32, Lines, with_mins(8, 15))             \
+    ROW(IQ4_NL, block_iq4_nl, 32, Lines, with_signs(8))            \
+    ROW(MXFP4, block_mxfp4, 32, Lines, less(8, 24, 12))            \
+    ROW(NVFP4, block_nvfp4, QK_NVFP4, LinesNVFP4, less(4, 24, 12)) \
+    ROW(IQ4_XS, block_iq4_xs, QK_K, Lines, with_signs(8))          \
+    ROW(Q3_K, block_q3_K, QK_K, Expanded, less(4, 7, 4))           \
+    ROW(Q2_K, block_q2_K, QK_K, Expanded, with_mins(4, 3))         \
+    ROW(IQ3_XXS, block_iq3_xxs, QK_K, Expanded, less(8, 124, 62))  \
+    ROW(IQ3_S, block_iq3_s, QK_K, Expanded, less(8, 30, 15))       \
+    ROW(IQ2_XXS, block_iq2_xxs, QK_K, Expanded, less(8, 86, 43))   \
+    ROW(IQ2_XS, block_iq2_xs, QK_K, Expanded, less(4, 86, 43))     \
+    ROW(IQ2_S, block_iq2_s, QK_K, Expanded, less(4, 86, 43))       \
+    ROW(IQ1_S, block_iq1_s, QK_K, Expanded, with_mins(8, 2, 8))    \
+    ROW(IQ1_M, block_iq1_m, QK_K, Expanded, less(4, 18, 9))        \
+    ROW(TQ1_0, block_tq1_0, QK_K, Expanded, less(64, 2, 1))        \
+    ROW(TQ2_0, block_tq2_0, QK_K, Expanded, less(64, 3, 1))
+
+// What a row says of a panel. Activations have blocks of 256 columns if the weights have, else of 32, and so have panels: those
+// of a longer block are its parts.
+template <class Panel> struct PanelType;
+#define PANEL_TYPE(name, block, n, weights, numbers)                                                           \
+    template <> struct PanelType<Panel##name> {                                                                \
+        using Block                              = block;                                                      \
+        using RowBlock                           = std::conditional_t<n == QK_K, RowBlockK, RowBlock32>;       \
+        static constexpr ggml_type kType         = GGML_TYPE_##name;                                           \
+        static constexpr int       kBlockColumns = n, kColumns = n == QK_K ? QK_K : 32, kParts = n / kColumns; \
+        static constexpr Numbers   kNumbers = numbers;                                                         \
+    };
+PANELS(PANEL_TYPE)
+#undef PANEL_TYPE
+
+template <class Panel> constexpr Numbers kNumbers = PanelType<Panel>::kNumbers;
 
 // Packing, in plain C++ (pack.cpp), and quantizing with AVX2 (quantize.cpp).
 template <class Panel> void   pack(const void * rows, size_t stride, int64_t n_columns, void * panel);

@@ -20,12 +20,12 @@ struct Tile {
 
 // What a level multiplies: `unpack` makes weights from `n` blocks of a panel, and `accumulate` adds the products of Q
 // panels with M rows of activations to y[j][0 .. 16 Q - 1]. All M run the same instructions for a row, in the same order.
-template <class P, class Weights, class R> struct Form {
+template <class P, class Weights> struct Form {
     using Panel                    = P;
     using Unpacked                 = Weights;
-    using Row                      = R;
-    static constexpr bool kSuper   = sizeof(R) == sizeof(RowBlockK);
-    static constexpr int  kColumns = kSuper ? QK_K : 32, kAtOnce = kSuper ? 1 : kBlocksAtOnce;
+    using Row                      = typename PanelType<P>::RowBlock;
+    static constexpr bool kSuper   = kIsSuper<P>;
+    static constexpr int  kColumns = PanelType<P>::kColumns, kAtOnce = kSuper ? 1 : kBlocksAtOnce;
 };
 
 template <class Level, class F>
@@ -115,11 +115,16 @@ void multiply(const void * panels, int64_t n_panels, int64_t n_columns, const vo
     }
 }
 
-template <class Level, class P, class W, class R> constexpr Kernel kernel_of(ggml_type type, const char * level) {
-    using F = Form<P, W, R>;
-    return { type,
-             level,
-             std::is_same_v<P, PanelNVFP4> ? QK_NVFP4 : F::kColumns,
+template <class Level, class P, class W> constexpr Kernel kernel_of() {
+    using F    = Form<P, W>;
+    using Type = PanelType<P>;
+    // Types of at most 3 bits: files leave out each eighth sign of some.
+    static_assert(sizeof(P) * Type::kParts * 100 <=
+                          kPanelRows * sizeof(typename Type::Block) * (std::is_same_v<W, Expanded> ? 107 : 103),
+                  "a panel takes hardly more memory than its rows in a file");
+    return { Type::kType,
+             Level::kName,
+             Type::kBlockColumns,
              kDirectRows<Level, F> > 0 && Level::kDirectPanels > kTile<Level, F>.panels ? Level::kDirectPanels
                                                                                         : kTile<Level, F>.panels,
              std::is_same_v<W, Expanded> ? kRowsAtOnce : 16,
@@ -131,30 +136,9 @@ template <class Level, class P, class W, class R> constexpr Kernel kernel_of(ggm
 }
 
 // All of a level's kernels, ended by one without functions.
-#define KERNELS(Level, name)                                                              \
-    kernel_of<Level, PanelQ4K, Lines, RowBlockK>(GGML_TYPE_Q4_K, name),                   \
-            kernel_of<Level, PanelQ5K, Lines, RowBlockK>(GGML_TYPE_Q5_K, name),           \
-            kernel_of<Level, PanelQ6K, Lines, RowBlockK>(GGML_TYPE_Q6_K, name),           \
-            kernel_of<Level, PanelQ8_0, Direct, RowBlock32>(GGML_TYPE_Q8_0, name),        \
-            kernel_of<Level, PanelQ5_0, Lines, RowBlock32>(GGML_TYPE_Q5_0, name),         \
-            kernel_of<Level, PanelQ5_1, Lines, RowBlock32>(GGML_TYPE_Q5_1, name),         \
-            kernel_of<Level, PanelQ4_0, Lines, RowBlock32>(GGML_TYPE_Q4_0, name),         \
-            kernel_of<Level, PanelQ4_1, Lines, RowBlock32>(GGML_TYPE_Q4_1, name),         \
-            kernel_of<Level, PanelIQ4_NL, Lines, RowBlock32>(GGML_TYPE_IQ4_NL, name),     \
-            kernel_of<Level, PanelMXFP4, Lines, RowBlock32>(GGML_TYPE_MXFP4, name),       \
-            kernel_of<Level, PanelNVFP4, LinesNVFP4, RowBlock32>(GGML_TYPE_NVFP4, name),  \
-            kernel_of<Level, PanelIQ4_XS, Lines, RowBlockK>(GGML_TYPE_IQ4_XS, name),      \
-            kernel_of<Level, PanelQ3K, Expanded, RowBlockK>(GGML_TYPE_Q3_K, name),        \
-            kernel_of<Level, PanelQ2K, Expanded, RowBlockK>(GGML_TYPE_Q2_K, name),        \
-            kernel_of<Level, PanelIQ3_XXS, Expanded, RowBlockK>(GGML_TYPE_IQ3_XXS, name), \
-            kernel_of<Level, PanelIQ3_S, Expanded, RowBlockK>(GGML_TYPE_IQ3_S, name),     \
-            kernel_of<Level, PanelIQ2_XXS, Expanded, RowBlockK>(GGML_TYPE_IQ2_XXS, name), \
-            kernel_of<Level, PanelIQ2_XS, Expanded, RowBlockK>(GGML_TYPE_IQ2_XS, name),   \
-            kernel_of<Level, PanelIQ2_S, Expanded, RowBlockK>(GGML_TYPE_IQ2_S, name),     \
-            kernel_of<Level, PanelIQ1_S, Expanded, RowBlockK>(GGML_TYPE_IQ1_S, name),     \
-            kernel_of<Level, PanelIQ1_M, Expanded, RowBlockK>(GGML_TYPE_IQ1_M, name),     \
-            kernel_of<Level, PanelTQ1_0, Expanded, RowBlockK>(GGML_TYPE_TQ1_0, name),     \
-            kernel_of<Level, PanelTQ2_0, Expanded, RowBlockK>(GGML_TYPE_TQ2_0, name), {}
+#define KERNEL(name, block, n, weights, numbers) kernel_of<Level, Panel##name, weights>(),
+template <class Level> constexpr Kernel kKernels[] = { PANELS(KERNEL){} };
+#undef KERNEL
 
 }  // namespace
 }  // namespace llamapipe::kernels

@@ -17,12 +17,8 @@ alignas(16) constexpr int8_t kCodes[2][16] = { { -127, -104, -83, -65, -49, -35,
 // Those of MXFP4's codes, doubled and 12 greater, so that they are unsigned.
 alignas(16) constexpr int8_t kCodesMXFP4[16] = { 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0 };
 
-// What is subtracted from a weight's byte.
-template <class Panel> constexpr int kOffset             = 0;
-template <> constexpr int            kOffset<PanelQ4_0>  = 8;
-template <> constexpr int            kOffset<PanelQ5_0>  = 16;
-template <> constexpr int            kOffset<PanelMXFP4> = 12;
-template <> constexpr int            kOffset<PanelNVFP4> = 12;
+// What is subtracted from a weight's byte, also where the vectors V have made signed bytes unsigned.
+template <class V, class Panel> constexpr int kOffset = kNumbers<Panel>.is_signed ? -V::kFlip : kNumbers<Panel>.offset;
 
 // 256 columns: line g has the columns 4 g .. 4 g + 3. They stay in the first-level cache while all rows of activations are
 // multiplied with them.
@@ -41,33 +37,12 @@ inline typename V::Int line(const Panel *, const Lines * w, int group, int p) {
     return V::load(w->q[n * group + g] + p);
 }
 
-// Types of at most 3 bits: 256 columns with a scale for each 4 lines (pairs of 16 columns, as in PanelQ6K) or 8 (four pairs).
+// Types of at most 3 bits: 256 columns with a scale for each 4 lines (pairs of 16 columns, as in PanelQ6_K) or 8 (four pairs).
 struct Expanded : Lines {
     int8_t  scales[8][16][2];  // of sub-blocks 2 i and 2 i + 1
     uint8_t mins[8][16][2];
     float   d[16], dmin[16];
 };
-
-// How types of at most 3 bits are multiplied.
-struct Low {
-    int  lines    = 4;  // that have a scale in common; 64: there are none
-    int  greatest = 0;  // byte
-    int  offset   = 0;  // what is subtracted from it; with `has_mins`, a minimum instead
-    bool has_mins = false;
-    int  factor   = 1;  // of the bytes: minima are not multiplied by it
-};
-template <class Panel> constexpr Low kLow               = {};
-template <> constexpr Low            kLow<PanelQ2K>     = { 4, 3, 0, true };
-template <> constexpr Low            kLow<PanelQ3K>     = { 4, 7, 4 };
-template <> constexpr Low            kLow<PanelTQ2_0>   = { 64, 3, 1 };
-template <> constexpr Low            kLow<PanelTQ1_0>   = { 64, 2, 1 };
-template <> constexpr Low            kLow<PanelIQ3_XXS> = { 8, 124, 62 };
-template <> constexpr Low            kLow<PanelIQ3_S>   = { 8, 30, 15 };
-template <> constexpr Low            kLow<PanelIQ2_XXS> = { 8, 86, 43 };
-template <> constexpr Low            kLow<PanelIQ2_XS>  = { 4, 86, 43 };
-template <> constexpr Low            kLow<PanelIQ2_S>   = { 4, 86, 43 };
-template <> constexpr Low            kLow<PanelIQ1_S>   = { 8, 2, 0, true, 8 };
-template <> constexpr Low            kLow<PanelIQ1_M>   = { 4, 18, 9 };
 
 template <class V> inline typename V::Int low_nibbles(typename V::Int v) { return V::bit_and(v, V::bytes(15)); }
 template <class V> inline typename V::Int high_nibbles(typename V::Int v) {
@@ -89,15 +64,15 @@ template <class V, int g> inline typename V::Int fifth_bits(const uint8_t * high
         return V::bit_and(V::template right<g - 4>(v), V::bytes(16));
 }
 
-template <class V, int g> inline typename V::Int line_of(const PanelQ4K * panel, int b, int p) {
+template <class V, int g> inline typename V::Int line_of(const PanelQ4_K * panel, int b, int p) {
     return nibbles<V, g>(panel->q[b], p);
 }
 
-template <class V, int g> inline typename V::Int line_of(const PanelQ5K * panel, int b, int p) {
+template <class V, int g> inline typename V::Int line_of(const PanelQ5_K * panel, int b, int p) {
     return V::bit_or(nibbles<V, g>(panel->q[b].low, p), fifth_bits<V, g>(panel->q[b].high, p));
 }
 
-template <class V, int g> inline typename V::Int line_of(const PanelQ6K * panel, int s, int p) {
+template <class V, int g> inline typename V::Int line_of(const PanelQ6_K * panel, int s, int p) {
     const typename V::Int low = V::load(panel->q[s].low[g / 2] + p), high = V::load(panel->q[s].high + p);
     typename V::Int       two = high;
     if constexpr (g < 2) two = V::template left<4 - 2 * g>(high);
@@ -141,9 +116,9 @@ template <class V, int g> inline typename V::Int line_of(const PanelNVFP4 * pane
     return V::look_up(kCodesMXFP4, nibbles<V, g>(panel[b].q, p));
 }
 
-template <class Panel> constexpr int kLinesOfGroup           = 8;
-template <> constexpr int            kLinesOfGroup<PanelQ6K> = 4;
-template <class Panel> constexpr int kGroups                 = sizeof(Panel) < QK_K / 2 * 16 ? 1 : 64 / kLinesOfGroup<Panel>;
+template <class Panel> constexpr bool kIsSuper      = PanelType<Panel>::kColumns == QK_K;
+template <class Panel> constexpr int  kLinesOfGroup = kIsSuper<Panel> ? kNumbers<Panel>.lines : 8;
+template <class Panel> constexpr int  kGroups       = kIsSuper<Panel> ? 64 / kLinesOfGroup<Panel> : 1;
 
 // What follows in the panel is read while this group is multiplied, line by line: with few rows the hardware does not look far
 // enough ahead, and many requests at once wait for each other. 8-bit weights gain nothing.
@@ -206,7 +181,7 @@ template <class V> inline void unpack(const PanelNVFP4 * panel, int n, LinesNVFP
 
 // Two bits of each line, and for types with three the third.
 template <class V, class Panel> inline void expand_low(const Panel * panel, Expanded & out) {
-    constexpr bool has_high = std::is_same_v<Panel, PanelQ3K>;
+    constexpr bool has_high = std::is_same_v<Panel, PanelQ3_K>;
     const auto     three    = V::bytes(3);
     for (int s = 0; s < 16; s++) {
         for (int p = 0; p < 64; p += V::kBytes) {
@@ -227,13 +202,13 @@ template <class V, class Panel> inline void expand_low(const Panel * panel, Expa
     }
 }
 
-template <class V> inline void unpack(const PanelQ3K * panel, int, Expanded & out) {
+template <class V> inline void unpack(const PanelQ3_K * panel, int, Expanded & out) {
     expand_low<V>(panel, out);
     memcpy(out.scales, panel->scales, sizeof out.scales);
     expand_floats<V>(panel->d, 1, out.d);
 }
 
-template <class V> inline void unpack(const PanelQ2K * panel, int, Expanded & out) {
+template <class V> inline void unpack(const PanelQ2_K * panel, int, Expanded & out) {
     expand_low<V>(panel, out);
     const uint8_t * both = panel->scales[0][0];
     for (int i = 0; i < 256; i += V::kBytes) {
@@ -305,7 +280,7 @@ template <class V, int n> inline void look_up_places(const uint16_t (&table)[n],
 
 // To the bytes from `at` on: `greatest` less v where the sign is negative.
 template <class V, class Panel> inline void put_signed(const Panel * panel, int at, typename V::Int v, Expanded & out) {
-    V::store(out.q[0] + at, V::subtract_where(panel->signs[0] + at / 8, V::bytes(kLow<Panel>.greatest), v));
+    V::store(out.q[0] + at, V::subtract_where(panel->signs[0] + at / 8, V::bytes(kNumbers<Panel>.greatest), v));
 }
 
 // Writes all indices, well before they are read one by one. The compiler would take them out of the vectors instead.

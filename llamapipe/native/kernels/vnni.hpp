@@ -15,9 +15,6 @@
 namespace llamapipe::kernels {
 namespace {
 
-template <> constexpr int kOffset<PanelQ8_0>   = 128;
-template <> constexpr int kOffset<PanelIQ4_NL> = 128;
-
 inline int32_t four(const void * address) {
     int32_t bits;
     memcpy(&bits, address, 4);
@@ -76,7 +73,7 @@ template <class V, class Tiles> struct Vnni : Tiles {
     template <class Panel> static Int scale(const Panel * panel, int b, int p) {
         return V::widen_unsigned(panel->scales[b] + kRows * p);
     }
-    static Int scale(const PanelQ6K * panel, int s, int p) { return scale_of_pairs(panel->scales, s, p); }
+    static Int scale(const PanelQ6_K * panel, int s, int p) { return scale_of_pairs(panel->scales, s, p); }
     static Int scale(const Expanded * w, int s, int p) { return scale_of_pairs(w->scales, s, p); }
     static Int scale_of_pairs(const int8_t (*scales)[16][2], int s, int p) {
         const Int both = V::load_pairs_signed(scales[s / 2][kRows * p]);
@@ -104,7 +101,7 @@ template <class V, class Tiles> struct Vnni : Tiles {
     static void accumulate_with_minima(const Panel * const (&panel)[Q], const Weights * w, const RowBlockK * const * x,
                                        float * const * y) {
         Int sum[M][Q * P];
-        sum_super_block<8, M, Q>(panel, w, x, sum);
+        sum_super_block<kNumbers<Panel>.lines, M, Q>(panel, w, x, sum);
         for (int i = 0; i < Q * P; i++) {
             const Panel * const one = panel[i / P];
             const int           row = kRows * (i % P);
@@ -122,14 +119,8 @@ template <class V, class Tiles> struct Vnni : Tiles {
         }
     }
 
-    template <int M, int Q, class Weights>
-    static void accumulate(const PanelQ4K * const (&panel)[Q], const Weights * w, int, const RowBlockK * const * x,
-                           float * const * y) {
-        accumulate_with_minima<M, Q>(panel, w, x, y);
-    }
-
-    template <int M, int Q, class Weights>
-    static void accumulate(const PanelQ5K * const (&panel)[Q], const Weights * w, int, const RowBlockK * const * x,
+    template <int M, int Q, class Panel, class Weights>
+    static void accumulate(const Panel * const (&panel)[Q], const Weights * w, int, const RowBlockK * const * x,
                            float * const * y) {
         accumulate_with_minima<M, Q>(panel, w, x, y);
     }
@@ -148,13 +139,13 @@ template <class V, class Tiles> struct Vnni : Tiles {
     }
 
     template <int M, int Q, class Weights>
-    static void accumulate(const PanelQ6K * const (&panel)[Q], const Weights * w, int, const RowBlockK * const * x,
+    static void accumulate(const PanelQ6_K * const (&panel)[Q], const Weights * w, int, const RowBlockK * const * x,
                            float * const * y) {
         Int sum[M][Q * P];
-        sum_super_block<4, M, Q>(panel, w, x, sum);
+        sum_super_block<kNumbers<PanelQ6_K>.lines, M, Q>(panel, w, x, sum);
         for (int i = 0; i < Q * P; i++) {
-            const PanelQ6K * const one = panel[i / P];
-            const int              row = kRows * (i % P);
+            const PanelQ6_K * const one = panel[i / P];
+            const int               row = kRows * (i % P);
             // Weights are 32 less than what was multiplied.
             Int offset[M];
             for (int j = 0; j < M; j++) offset[j] = V::set(0);
@@ -169,8 +160,8 @@ template <class V, class Tiles> struct Vnni : Tiles {
 
     template <int M, int Q, class Panel>
     static void accumulate(const Panel * const (&)[Q], const Expanded * w, int, const RowBlockK * const * x, float * const * y) {
-        constexpr Low    low = kLow<Panel>;
-        const Expanded * one[Q];
+        constexpr Numbers low = kNumbers<Panel>;
+        const Expanded *  one[Q];
         for (int q = 0; q < Q; q++) one[q] = w + q;
         Int sum[M][Q * P];
         sum_super_block<low.lines, M, Q>(one, w, x, sum);
@@ -209,7 +200,7 @@ template <class V, class Tiles> struct Vnni : Tiles {
         for (int b = 0; b < 8; b++) {
             Int part[M][Q * P];
             for (int j = 0; j < M; j++)
-                for (int i = 0; i < Q * P; i++) part[j][i] = V::set(-128 * x[j]->sums32[b]);
+                for (int i = 0; i < Q * P; i++) part[j][i] = V::set(-kOffset<Unsigned, PanelIQ4_XS> * x[j]->sums32[b]);
             add_lines<8, M, Q>(panel, w, b, x, 32 * b, part);
             for (int i = 0; i < Q * P; i++) {
                 const Int s = V::widen_signed(panel[i / P]->scales[b] + kRows * (i % P));
@@ -231,7 +222,7 @@ template <class V, class Tiles> struct Vnni : Tiles {
             for (int h = 0; h < 2; h++) {
                 Int sum[M][Q * P];
                 for (int j = 0; j < M; j++)
-                    for (int i = 0; i < Q * P; i++) sum[j][i] = V::set(-kOffset<PanelNVFP4> * block[j]->sums16[h]);
+                    for (int i = 0; i < Q * P; i++) sum[j][i] = V::set(-kOffset<Unsigned, PanelNVFP4> * block[j]->sums16[h]);
                 add_lines<4, M, Q>(panel, w, 2 * b + h, block, 16 * h, sum);
                 for (int i = 0; i < Q * P; i++) {
                     const Float d = V::load_floats(w[i / P].d[b][h] + kRows * (i % P));
@@ -254,7 +245,7 @@ template <class V, class Tiles> struct Vnni : Tiles {
         for (int b = 0; b < n; b++) {
             Int sum[M][Q * P];
             for (int j = 0; j < M; j++)
-                for (int i = 0; i < Q * P; i++) sum[j][i] = V::set(-kOffset<Panel> * block[j]->sum());
+                for (int i = 0; i < Q * P; i++) sum[j][i] = V::set(-kOffset<Unsigned, Panel> * block[j]->sum());
             add_lines<8, M, Q>(panel, w, b, block, 0, sum);
             for (int i = 0; i < Q * P; i++) {
                 const Panel * const one = panel[i / P] + b;
@@ -264,7 +255,7 @@ template <class V, class Tiles> struct Vnni : Tiles {
                     float * const out = y[j] + kRows * i;
                     Float         all = in_registers ? result[j][i] : V::load_floats(out);
                     all               = V::multiply_add(V::to_floats(sum[j][i]), V::product(d, V::floats(block[j]->d)), all);
-                    if constexpr (kOffset<Panel> == 0)
+                    if constexpr (kNumbers<Panel>.has_mins)
                         all = V::multiply_add(V::halves(one->m + row), V::floats(block[j]->d_sum), all);
                     if (in_registers)
                         result[j][i] = all;

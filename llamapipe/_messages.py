@@ -44,6 +44,8 @@ _DEVICES = "only Python has it: lp.Model(path, devices=[...])"
 _SPLIT_MODE = "only Python has it: lp.Model(path, split_mode=...)"
 _TENSOR_SPLIT = "only Python has it: lp.Model(path, tensor_split=[...])"
 _MAIN_GPU = "only Python has it: lp.Model(path, main_gpu=N)"
+_PLACEMENT = "llamapipe.Engine(llamapipe.Model(path, tensor_placement={pattern: device})) places tensors"
+_CPU_MOE = "llamapipe.Engine(llamapipe.Model(path, n_cpu_moe=N)) keeps the experts of N layers on the CPU"
 _AT_START = "the model is chosen when the server starts, with -m"
 _N_CTX = "leave it out: --n-ctx sets it when the server starts"
 _OURS = "use /model_info"
@@ -72,6 +74,11 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "_batch": "there is no llama_cpp batch; use llamapipe.Pipeline",
         "context_params": _NO_STRUCT,
         "model_params": _NO_STRUCT,
+        # Arguments of the constructor in versions that others maintain.
+        "override_tensor": _PLACEMENT,
+        "tensor_buft_overrides": _PLACEMENT,
+        "n_cpu_moe": _CPU_MOE,
+        "cpu_moe": _CPU_MOE,
     },
     "LlamaState": {"scores": _SCORES},
     # Names and modules of llama_cpp.

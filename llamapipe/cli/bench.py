@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from statistics import median
 
 import llamapipe as lp
+from llamapipe.arguments import path_of
+from llamapipe.cli import _guesses
 from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.options import (
     ENGINE,
@@ -27,7 +29,8 @@ from llamapipe.cli.options import (
 )
 from llamapipe.cli.parser import UsageError
 from llamapipe.host.cores import usable_cores
-from llamapipe.host.cpu_load import free_cores
+from llamapipe.host.cpu_load import OtherWork, free_cores
+from llamapipe.jobs.records import read_records
 
 USAGE = "llamapipe bench [options]"
 DESCRIPTION = """\
@@ -35,7 +38,7 @@ Measure a model on this machine: the generated tokens per second of all requests
 token, for several numbers of concurrent requests. Prompts are random tokens."""
 _BAR = 32  # characters
 _LOOK_S = 0.2  # at the machine's load
-_BUSY_CORES = 0.5  # that other work uses
+BUSY_CORES = 0.5  # that other work uses
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-n", "--max-tokens", type=int, default=64, metavar="N", help="tokens to generate (default: 64)"
     )
+    parser.add_argument(
+        "--prompts",
+        type=path_of,
+        metavar="FILE",
+        help="answer a file of records as llamapipe batch reads it, without guesses and with them, and tell whether "
+        "guesses pay",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     add_engine_options(parser)
 
@@ -64,8 +74,10 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--prompt-tokens and --max-tokens must be at least 1")
     terminal = Terminal(sys.stdout)
     most = max(args.requests)
-    if (note := _busy_note()) is not None:
+    if (note := busy_note()) is not None:
         Terminal(sys.stderr).line(f"llamapipe: {note}")
+    if args.prompts is not None:
+        return _guesses_of(args, terminal)
     options = {"n_ctx": args.prompt_tokens + args.max_tokens, "n_seq_max": most, **given(args, ENGINE)}
     with open_model(args.model, given(args, MODEL)) as model, open_engine(model, options) as engine:
         if not args.json:
@@ -87,10 +99,34 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _busy_note() -> str | None:
+def _guesses_of(args: argparse.Namespace, terminal: Terminal) -> int:
+    """Answers a file of prompts without guesses and with them."""
+    try:
+        records = list(read_records(args.prompts))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if not records:
+        raise UsageError(f"{args.prompts} has no records")
+    options = {"n_seq_max": max(args.requests), **given(args, ENGINE)}
+    with open_model(args.model, given(args, MODEL)) as model, open_engine(model, options) as engine:
+        measured = []
+        for n in args.requests:
+            folder = args.prompts.parent
+            measured.append(_guesses.measure(engine, records, args.max_tokens, n, folder))
+            if args.json:
+                terminal.line(_guesses.as_json(measured[-1]))
+        if not args.json:
+            terminal.line(
+                f"{model.path.name}: {len(records):,} records, at most {args.max_tokens} tokens each"
+            )
+            _guesses.show(terminal, measured, engine.stats().no_guesses)
+    return 0
+
+
+def busy_note() -> str | None:
     """A warning if other work uses the cores now, which slows every step down; None if they are free or unknown."""
     free, n = free_cores(_LOOK_S), usable_cores()
-    if free is None or free > n - _BUSY_CORES:
+    if free is None or free > n - BUSY_CORES:
         return None
     return (
         f"the machine is busy: {max(free, 0):.1f} of {n} cores are free now, so the model is slower than it could be; "
@@ -134,11 +170,25 @@ class Speed:
     """Medians of a few rounds.
 
     ``tokens_per_s``: generated tokens of all requests, from the first's submission to the last's end.
-    ``first_token_s``: from the submission to the first token, of the median request.
+    ``first_token_s``: from the submission to the first token, of the median request. ``n_other_cores``: cores that
+    other processes used meanwhile, on average; 0 where that is unknown.
     """
 
     tokens_per_s: float
     first_token_s: float
+    n_other_cores: float = 0.0
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other work made it slower, most likely."""
+        return self.n_other_cores > BUSY_CORES
+
+
+def _other_work() -> OtherWork | None:
+    try:
+        return OtherWork()
+    except OSError:
+        return None
 
 
 class LoadRunner:
@@ -155,8 +205,16 @@ class LoadRunner:
     def measure(self, engine: lp.Engine, load: Load) -> Speed:
         """The speed of a load, after a short one that warms the engine up."""
         self._run(engine, Load(load.n, min(load.n_prompt, 4), min(load.n_tokens, 8)))
-        speeds = [self._run(engine, load) for _ in range(_ROUNDS)]
-        return Speed(median(s.tokens_per_s for s in speeds), median(s.first_token_s for s in speeds))
+        others = _other_work()
+        try:
+            speeds = [self._run(engine, load) for _ in range(_ROUNDS)]
+            n_other_cores = 0.0 if others is None else others.read()
+        finally:
+            if others is not None:
+                others.close()
+        return Speed(
+            median(s.tokens_per_s for s in speeds), median(s.first_token_s for s in speeds), n_other_cores
+        )
 
     def _run(self, engine: lp.Engine, load: Load) -> Speed:
         prompts = [self._random.choices(self._tokens, k=load.n_prompt) for _ in range(load.n)]

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from typing import Any, Final
 
-from llamapipe._messages import did_you_mean, quoted
+from llamapipe._messages import did_you_mean, instead_of, quoted
 from llamapipe.arguments import check_int
 from llamapipe.llama.model import Model
 from llamapipe.llama.rope import SCALINGS
@@ -103,9 +103,9 @@ def check_older(values: dict[str, Any], known: Iterable[str]) -> None:
     """
     for name, value in values.items():
         if name not in _OLDER:
-            raise TypeError(
-                f"Llama() got an unexpected keyword argument {quoted(name)}{did_you_mean(name, known)}"
-            )
+            instead = instead_of(name, "Llama")
+            hint = did_you_mean(name, known) if instead is None else f"; {instead}"
+            raise TypeError(f"Llama() got an unexpected keyword argument {quoted(name)}{hint}")
         accepted, instead = _OLDER[name]
         if value not in accepted:
             raise ValueError(f"{name}={quoted(value)} is not supported: {instead}")

@@ -22,6 +22,7 @@ from llamapipe.locks import Lock
 
 _TASKS = Path("/proc/self/task")
 _STAT = Path("/proc/stat")
+_RESOLVED_S = 0.1
 
 
 class RunDelay:
@@ -68,6 +69,7 @@ class IdleCores:
         self._file = files.open_file(stat, os.O_RDONLY)
         cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
         self._names = {f"cpu{core}".encode() for core in cores}
+        self.n_cores = len(self._names)
         self._n_bytes = 200 * (os.cpu_count() or 1) + 400
         self._tick_s = 1 / os.sysconf("SC_CLK_TCK")
         self._count_niced = os.getpriority(os.PRIO_PROCESS, 0) <= 0
@@ -168,6 +170,35 @@ def free_cores(seconds: float) -> float | None:
     idle_s, elapsed_s = cores.read() - idle_s, time.perf_counter() - began_s
     cores.close()
     return idle_s / elapsed_s
+
+
+class OtherWork:
+    """How many of this process's cores other processes use, on average, since it was made or last read.
+
+    Raises OSError where the system does not tell.
+    """
+
+    def __init__(self, stat: Path = _STAT) -> None:
+        self._cores = IdleCores(stat)
+        self._last = self._now()
+
+    def __repr__(self) -> str:
+        return f"<OtherWork of {self._cores.n_cores} cores>"
+
+    def _now(self) -> tuple[float, float]:
+        return time.perf_counter(), self._cores.read() + time.process_time()
+
+    def read(self) -> float:
+        """The cores; 0 for less than 100 ms, which the kernel does not resolve."""
+        (began_s, before_s), self._last = self._last, self._now()
+        elapsed_s, free_or_ours_s = self._last[0] - began_s, self._last[1] - before_s
+        if elapsed_s < _RESOLVED_S:
+            return 0.0
+        return max(self._cores.n_cores - free_or_ours_s / elapsed_s, 0.0)
+
+    def close(self) -> None:
+        """Closes the file; a second call does nothing."""
+        self._cores.close()
 
 
 def has_run_delay() -> bool:

@@ -258,6 +258,6 @@ def test_bench_tells_of_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "usable_cores", lambda: 4)
     for free, is_busy in ((4.0, False), (3.7, False), (3.2, True), (0.0, True), (None, False)):
         monkeypatch.setattr(bench, "free_cores", lambda seconds, free=free: free)
-        note = bench._busy_note()
+        note = bench.busy_note()
         assert (note is not None) is is_busy
         assert note is None or f"{free:.1f} of 4 cores are free" in note

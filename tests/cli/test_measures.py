@@ -17,6 +17,9 @@ from support.run_script import command, environment
 from support.small_hub import small_hub
 
 import llamapipe as lp
+from llamapipe.cli._guesses import Guessed, verdict
+from llamapipe.cli.bench import Speed
+from llamapipe.cli.tune import least_disturbed
 
 CLI = "import sys; from llamapipe.cli import main; sys.exit(main())"
 
@@ -114,6 +117,49 @@ class TestMeasures:
             assert engine.n_ctx == 64
             assert engine.generate("a", lp.SamplingParams(max_tokens=2)).n_completion_tokens <= 2
         assert "--n-ctx" in run("tune", "-c", "16", status=2)
+
+    def test_whether_guesses_pay(self, tmp_path: Path) -> None:
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text(
+            '{"prompt": "A cow says moo. A cow says moo. A cow says", "temperature": 0}\n{"prompt": "Once"}\n'
+        )
+        options = ("--prompts", prompts, "--requests", "1,2", "-n", "8", "-c", "128")
+        records = [json.loads(line) for line in run("bench", *options, "--json").splitlines()]
+        assert [record["n"] for record in records] == [1, 2]
+        for record in records:
+            assert record["gain"] == pytest.approx(
+                record["tokens_per_s_with"] / record["tokens_per_s_without"]
+            )
+            assert 0 <= record["n_accepted"] <= record["n_drafted"]
+        assert "Guesses" in run("bench", *options).splitlines()[-1]
+        prompts.write_text('{"prompt": "Once", "temperature": -1}\n')
+        assert "record 0: temperature" in run("bench", *options, status=1)
+        assert "no_such" in run("bench", "--prompts", tmp_path / "no_such.jsonl", status=1)
+
+    @pytest.mark.parametrize(
+        ("gains", "n_drafted", "why_none", "said"),
+        [
+            ((1.5, 1.0), 9, "", "pay for these prompts: 1.50 times as fast with 1 at once."),
+            ((1.0, 0.9), 9, "", "do not pay for these prompts"),
+            ((1.0, 1.0), 0, "", "nothing to guess from"),
+            ((1.0, 1.0), 0, "it is a hybrid", "guesses nothing: it is a hybrid"),
+        ],
+    )
+    def test_what_is_said_of_guesses(
+        self, gains: tuple[float, float], n_drafted: int, why_none: str, said: str
+    ) -> None:
+        measured = [Guessed(n, 100, 100 * gain, n_drafted, 0) for n, gain in zip((1, 4), gains, strict=True)]
+        assert said in verdict(measured, why_none)
+
+    def test_a_disturbed_measurement_is_repeated(self) -> None:
+        def measured(*others: float) -> tuple[float, int]:
+            speeds = iter([Speed(1, 1, other) for other in others])
+            best = least_disturbed(lambda: next(speeds)).n_other_cores
+            return best, len(list(speeds))
+
+        assert measured(0.1, 9) == (0.1, 1)
+        assert measured(2, 0.2, 9) == (0.2, 1)
+        assert measured(2, 1, 3, 9) == (1, 1)  # three times at most
 
 
 class TestModels:

@@ -6,6 +6,7 @@ import gc
 import inspect
 import json
 import pickle
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -460,6 +461,12 @@ def test_logprobs_of_an_echo_without_tokens(llm: Any) -> None:
 def test_a_misspelt_option_of_the_constructor() -> None:
     with pytest.raises(TypeError, match="'n_ctxx'; did you mean n_ctx"):
         Llama(lp.demo_model_path(), n_ctxx=5)
+    for name, instead in (
+        ("override_tensor", "tensor_placement="),
+        ("n_cpu_moe", "Model(path, n_cpu_moe=N)"),
+    ):
+        with pytest.raises(TypeError, match=f"'{name}'; .*{re.escape(instead)}"):
+            Llama(lp.demo_model_path(), **{name: None})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from llamapipe.host.cpu_load import IdleCores, RunDelay, cpu_load
+from llamapipe.host.cpu_load import IdleCores, OtherWork, RunDelay, cpu_load
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs Linux's schedstat")
 
@@ -60,6 +61,28 @@ def test_only_cores_of_this_process_are_idle(tmp_path: Path, monkeypatch: pytest
     assert cores.read() == pytest.approx(190 * tick_s)  # a niced process is no better than others
     cores.close()
     cores.close()
+
+
+def test_other_work_is_what_is_neither_idle_nor_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    now_s = iter([10.0, 12.0, 12.05, 14.05])
+    ours_s = iter([1.0, 2.0, 2.0, 2.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now_s))
+    monkeypatch.setattr(time, "process_time", lambda: next(ours_s))
+    hertz = os.sysconf("SC_CLK_TCK")
+    stat = tmp_path / "stat"
+
+    def idle(seconds: float) -> None:
+        stat.write_text(f"cpu0 0 0 0 {round(seconds * hertz):06} 0 0 0\ncpu1 0 0 0 000000 0 0 0\n")
+
+    idle(0)
+    others = OtherWork(stat)
+    idle(1.5)  # of four seconds of two cores we ran for one: others had the remaining one and a half
+    assert others.read() == pytest.approx(0.75)
+    assert others.read() == 0  # too soon to tell
+    idle(5.5)
+    assert others.read() == 0
+    others.close()
 
 
 def test_the_real_files() -> None:

@@ -1,0 +1,113 @@
+"""Whether guesses pay for a file of prompts: ``llamapipe bench --prompts FILE``.
+
+The same records are answered without guesses and with them, in turn, with the same seeds: so both compute the same
+texts, and what differs is time. An engine stops guessing where steps get slower; then both are as fast as each other.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+import llamapipe as lp
+from llamapipe.cli._terminal import Terminal
+from llamapipe.jobs.answers import Answerer
+from llamapipe.jobs.records import Record
+from llamapipe.jobs.run import answers
+
+_ROUNDS = 3
+_PAYS = 1.03  # times as fast; less is noise
+
+
+@dataclass(frozen=True)
+class Guessed:
+    """Medians for ``n`` requests at once: tokens per second without and with guesses, and guesses of one round."""
+
+    n: int
+    plain: float
+    guessed: float
+    n_drafted: int
+    n_accepted: int
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast guesses make it."""
+        return self.guessed / self.plain
+
+
+def measure(engine: lp.Engine, records: Sequence[Record], max_tokens: int, n: int, folder: Path) -> Guessed:
+    """Answers the records, ``n`` at once, without guesses and with them. Raises ValueError if a record fails."""
+
+    def seconds(speculate: Literal["off"] | None) -> tuple[float, int]:
+        params = lp.SamplingParams(max_tokens=max_tokens, seed=1, cache=False, speculate=speculate)
+        answerer = Answerer(engine, params, media_path=folder)
+        began = time.perf_counter()
+        n_tokens = 0
+        for record, answer in answers(records, answerer, n_ahead=n, ordered=False):
+            if answer.failed:
+                raise ValueError(f"record {record.index}: {answer.reason}")
+            n_tokens += answer.n_tokens
+        return time.perf_counter() - began, n_tokens
+
+    seconds("off")  # warms the engine up, and finds what is wrong with a record
+    plain, guessed = [], []
+    before = engine.stats()
+    for _ in range(_ROUNDS):
+        plain_s, n_tokens = seconds("off")
+        guessed_s, n_guessed = seconds(None)
+        plain.append(n_tokens / plain_s)
+        guessed.append(n_guessed / guessed_s)
+    after = engine.stats()
+    return Guessed(
+        n,
+        median(plain),
+        median(guessed),
+        (after.n_drafted - before.n_drafted) // _ROUNDS,
+        (after.n_accepted - before.n_accepted) // _ROUNDS,
+    )
+
+
+def show(terminal: Terminal, measured: Sequence[Guessed], why_none: str) -> None:
+    """The table, and what follows from it. ``why_none``: why the engine guesses nothing, if it does not."""
+    terminal.line(
+        terminal.style(" requests   without guesses      with guesses   times   right guesses", "dim")
+    )
+    for one in measured:
+        terminal.line(
+            f"{one.n:9}  {one.plain:7,.0f} tokens/s  {one.guessed:7,.0f} tokens/s  {one.gain:6.2f}"
+            f"   {one.n_accepted:,} of {one.n_drafted:,}"
+        )
+    terminal.line()
+    terminal.line(verdict(measured, why_none))
+
+
+def verdict(measured: Sequence[Guessed], why_none: str) -> str:
+    """The answer in a sentence."""
+    if why_none:
+        return f"The engine guesses nothing: {why_none}"
+    pays = [one for one in measured if one.gain >= _PAYS]
+    if pays:
+        times = ", ".join(f"{one.gain:.2f} times as fast with {one.n} at once" for one in pays)
+        return f"Guesses pay for these prompts: {times}."
+    if not any(one.n_drafted for one in measured):
+        return "Guesses do not pay: these texts repeat nothing, so there is nothing to guess from."
+    return "Guesses do not pay for these prompts; they cost nothing either, since the engine stops guessing."
+
+
+def as_json(one: Guessed) -> str:
+    """A line for programs."""
+    return json.dumps(
+        {
+            "n": one.n,
+            "tokens_per_s_without": one.plain,
+            "tokens_per_s_with": one.guessed,
+            "gain": one.gain,
+            "n_drafted": one.n_drafted,
+            "n_accepted": one.n_accepted,
+        }
+    )

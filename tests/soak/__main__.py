@@ -7,7 +7,7 @@
 Rounds of traffic (threads, coroutines, HTTP clients) end with a quiet moment: all requests have ended, and memory,
 descriptors, threads and owners of native memory are counted. The first quarter of the rounds, 5 at least, is the
 warm-up: caches fill. After it, memory may grow by 1 MB an hour at most, beyond a 95 % interval, and nothing else may.
-The types whose objects became the most since the warm-up are printed, for who looks for a leak.
+The types whose objects have grown most since the warm-up are printed: look for a leak there.
 """
 
 from __future__ import annotations

@@ -288,6 +288,16 @@ def test_grammars_do_not_keep_a_vocabulary(tmp_path: Path) -> None:
     assert guide.mask().any()
 
 
+def test_a_vocabulary_keeps_only_the_grammars_used_last(
+    own: lp.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes 0.1 MB and more, so that a server whose clients all have their own schemas must drop some."""
+    monkeypatch.setattr(compiling, "N_CACHED", 4)
+    compiled = [weakref.ref(compile_guide(own, regex=f"a{{{n}}}")) for n in range(1, 12)]
+    gc.collect()
+    assert [factory() is not None for factory in compiled] == [False] * 7 + [True] * 4
+
+
 def test_exactly_one_grammar(demo: lp.Model) -> None:
     for given in ({}, {"regex": "a", "lark": 'start: "a"'}):
         with pytest.raises(ValueError, match="give one of json_schema, regex, lark and choice"):

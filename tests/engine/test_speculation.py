@@ -780,6 +780,10 @@ def test_states_are_copied_before_guesses(
             assert plain.agrees(prompt, one.token_ids)
         stats = engine.stats()
         assert 0 < stats.n_accepted < stats.n_drafted and not stats.no_guesses
+        n_cached = stats.n_cache_hit_tokens
+        assert stats.n_prompt_tokens + n_cached == 2 * sum(
+            map(len, prompts_of(n))
+        )  # nothing that came after them
         engine.check_integrity()
 
 

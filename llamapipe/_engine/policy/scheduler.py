@@ -66,6 +66,7 @@ class Scheduler:
 
     ``dequeued``: requests that got a slot or ended since ``take_dequeued`` was called; a preempted request is listed
     again. ``awaiting_end``: those with their last token whose samplers do not know yet whether the text is complete.
+    ``n_again``: tokens that were computed again after wrong guesses.
     ``can_guess``: whether a sampler of the last step can guess what follows. ``drafts``: whether a draft model does.
     """
 
@@ -100,6 +101,7 @@ class Scheduler:
         self.drafts = self.gate.drafter is not None
         self.turns = SetTurns(max_itl_s)
         self.can_guess = False
+        self.n_again = 0
         self._scarce = n_cells < n_ctx * cache.n_slots
         self._full = False  # a step found no cells: admit no request before one has left
         self._n_arrived = 0
@@ -298,6 +300,7 @@ class Scheduler:
         request.batch_plan = None
         self.cache.preempt(request)
         request.n_past = 0
+        request.n_certain = -1
         request.late_s = 0.0
         request.move(State.WAITING)
         self._full = False
@@ -480,6 +483,10 @@ class Scheduler:
         plan.in_flight = False
         if plan.n_guessed:
             return self._commit_guesses(plan, sampled)
+        if self.gate.copies_states:
+            self.n_again += sum(
+                n for request, n in plan.scheduled[plan.n_decode :] if request.n_past == request.n_certain
+            )
         for request, n in plan.scheduled:
             if request.batch_plan is plan:
                 request.n_past += n

@@ -513,7 +513,7 @@ class EngineLoop:
             n_queued=self._scheduler.n_queued,
             n_micro_batches=self._scheduler.batch_builder.n_micro_batches,
             steps=self._n_steps,
-            n_prompt_tokens=self._n_prompt,
+            n_prompt_tokens=self._n_prompt - self._scheduler.n_again,
             n_completion_tokens=self._n_generated,
             idle_s=self._idle_s,
             plan_s=self._plan_s,

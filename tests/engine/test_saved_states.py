@@ -171,6 +171,58 @@ class TestForged:
         assert plain.agrees(ids, engine.generate(ids, greedy(6)).token_ids)
         engine.check_integrity()
 
+    def test_states_of_others(
+        self, make_engine: MakeEngine, model: lp.Model, plain: PlainLoop, snapshot: bytes
+    ) -> None:
+        """The states of another sequence, in each other's places, cut or longer: refused, or other numbers."""
+        engine = make_engine(model, n_seq_max=3, cache_bytes=2**26)
+        with engine.start(prompt_of(2, 61), greedy(6)) as generation:
+            assert next(generation)
+            others = [snapshot, generation.snapshot()]
+        engine.reset_prefix_cache()
+        chance = random.Random(11)
+        for i in range(120):
+            whole, other = others[i % 2], others[i // 2 % 2]
+            forged, table, lengths = bytearray(whole[:-CHECK]), self.parts(whole)[0], []
+            for _, begin, end in self.states(whole):
+                their = chance.choice(self.states(other))
+                lengths.append(
+                    bytearray(other[their[1] : their[2]] if chance.random() < 0.7 else whole[begin:end])
+                )
+                if chance.random() < 0.2:
+                    del lengths[-1][chance.randrange(len(lengths[-1])) :]
+                elif chance.random() < 0.2:
+                    lengths[-1] += bytes(chance.choice((1, 4, 64)))
+            struct.pack_into("<Q", forged, 64, len(lengths[0]))
+            for at, state in enumerate(lengths[1:]):
+                struct.pack_into("<Q", forged, table + PLACE * at + 4, len(state))
+            data = bytes(forged[: self.parts(whole)[1]]) + b"".join(lengths)
+            try:
+                restored = engine.restore(data + blake2b(data, digest_size=CHECK).digest(), greedy(3))
+            except InvalidRequestError:
+                continue
+            with restored, suppress(DecodeError):
+                restored.next()
+                restored.trim(chance.randrange(1, 60))
+                restored.next()
+        engine.reset_prefix_cache()
+        ids = prompt_of(1)
+        assert plain.agrees(ids, engine.generate(ids, greedy(6)).token_ids)
+        engine.check_integrity()
+
+    @classmethod
+    def states(cls, snapshot: bytes) -> list[tuple[int, int, int]]:
+        """The states of a snapshot, the whole one first: its tokens, and where it begins and ends."""
+        _, _, n_cells, _, n_states = struct.unpack_from("<5I", snapshot, 44)
+        table, end = cls.parts(snapshot)
+        sizes = [(n_cells, *struct.unpack_from("<Q", snapshot, 64))]
+        sizes += [struct.unpack_from("<IQ", snapshot, table + PLACE * i) for i in range(n_states)]
+        found = []
+        for n, n_bytes in sizes:
+            found.append((n, end, end + n_bytes))
+            end += n_bytes
+        return found
+
     def test_a_state_of_another_architecture(
         self, make_engine: MakeEngine, model: lp.Model, snapshot: bytes, recurrent: lp.Model, tiny: lp.Model
     ) -> None:

@@ -240,6 +240,7 @@ def test_a_scan_whose_states_are_not_square(dims: tuple[int, int]) -> None:
         ((5, 4, 3), 0),
         ((0, 1, 2, 4, 3), 0),
         ((1, 4, 0, 2, 3), 0),
+        ((0, 1, 2, 1, 0), 0),
     ],
     ids=[
         "in place",
@@ -250,6 +251,7 @@ def test_a_scan_whose_states_are_not_square(dims: tuple[int, int]) -> None:
         "apart",
         "two more",
         "two more in a circle",
+        "two copies",
     ],
 )
 def test_where_states_are_read_and_written(kind: str, ids: tuple[int, ...], first: int) -> None:

@@ -15,6 +15,7 @@ from llamapipe.server._generation import ChatJob, input_tokens, n_prompt_tokens,
 from llamapipe.server._job import counts_of, encoded
 from llamapipe.server._limits import check_n_messages, check_top
 from llamapipe.server._sampling import adapters_of, chosen_samplers, predicted
+from llamapipe.server._time_limit import check_time_limit
 from llamapipe.server._tools import Tools, custom_arguments, tools_of
 from llamapipe.server.dialects.chat import ChatEncoder
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
@@ -189,6 +190,7 @@ def _job(exchange: Exchange, request: ChatRequest, tools: Tools) -> ChatJob:
         field,
         is_empty=limit == 0,
         grammars=tools.grammars,
+        most_ms=check_time_limit(request.t_max_predict_ms),
     )
 
 

@@ -26,6 +26,7 @@ from llamapipe.server._sampling import (
     predicted,
     with_field,
 )
+from llamapipe.server._time_limit import check_time_limit
 from llamapipe.server.dialects.completions import CompletionEncoder, Prompts, Shown
 from llamapipe.server.dialects.openai_stream import Format
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
@@ -66,7 +67,7 @@ class Streamed(Sampling, kw_only=True):
     n_predict: int | None = None
     n_probs: int | None = None
     samplers: list[str] | str | None = None
-    t_max_predict_ms: Annotated[int | None, Only(-1, 0, instead="max_tokens limits the answer")] = None
+    t_max_predict_ms: int | None = None
     response_fields: Annotated[list[str] | None, Unused([])] = None
     user: Annotated[str | None, Unused()] = None
 
@@ -177,6 +178,9 @@ async def _prepared(exchange: Exchange, request: CompletionRequest) -> tuple[Tex
         raise ApiError(
             400, "best_of greater than n cannot be streamed: all choices must be complete", "best_of"
         )
+    most_ms = check_time_limit(request.t_max_predict_ms)
+    if most_ms and best_of > n:
+        raise ApiError(400, "best_of needs whole choices, and t_max_predict_ms may cut them", "best_of")
     max_tokens = request.limit
     if request.suffix is not None and request.parse_special:
         raise ApiError(
@@ -221,7 +225,7 @@ async def _prepared(exchange: Exchange, request: CompletionRequest) -> tuple[Tex
     # See ``SamplingParams``: its texts may follow a space that is not in the answer.
     skips_space = choice is not None and not any(text[:1].isspace() for text in choice)
     is_empty = max_tokens == 0
-    job = TextJob(exchange, prompts, params, n, is_empty)
+    job = TextJob(exchange, prompts, params, n, is_empty, most_ms)
     shown = Shown(bool(request.echo), request.logprobs, request.prompt_logprobs, skips_space, is_empty)
     encoder = CompletionEncoder(
         f"cmpl-{exchange.id}",

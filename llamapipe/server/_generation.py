@@ -19,10 +19,12 @@ from llamapipe.chat.options import ChatOptions
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.fim import FimPrompt, FimText, fim_prompt
 from llamapipe.params import SamplingParams
-from llamapipe.results import ChatChoice, ChatCompletion, ChatDelta
+from llamapipe.results import ChatChoice, ChatCompletion, ChatDelta, Timings
+from llamapipe.server._job import gathered
 from llamapipe.server._limits import refuse_long, refuse_long_chat, total_choices
 from llamapipe.server._media import in_request, place_of, with_media
 from llamapipe.server._sampling import with_field
+from llamapipe.server._time_limit import chat_choice, until_line
 from llamapipe.server.endpoint import Exchange
 from llamapipe.server.errors import TOO_LONG, ApiError
 from llamapipe.server.settings import TEMPLATE_PARAMETERS
@@ -323,8 +325,8 @@ class ChatJob:
     that precede the prompt of a stream. ``grammars``: the fields of the request that hold those of tools, by the tool.
     ``is_empty``: the request asks for no tokens. The engine then computes the prompt and one token, which is not
     returned. ``has_system``: the operator's system prompt is for it, unless it has another. ``spent_s``:
-    seconds of the request's time that are gone. ``n_prompt_tokens``, ``n_cached_tokens``: set when the first stream has
-    begun.
+    seconds of the request's time that are gone. ``most_ms``: see ``until_line``; 0: no limit.
+    ``n_prompt_tokens``, ``n_cached_tokens``: set when the first stream has begun.
     """
 
     def __init__(
@@ -339,7 +341,9 @@ class ChatJob:
         grammars: Mapping[str, str] | None = None,
         has_system: bool = True,
         spent_s: float = 0.0,
+        most_ms: int = 0,
     ) -> None:
+        self._most_ms = most_ms
         total_choices(exchange.server, params.n)
         _refuse_paths(messages)
         if options.truncation == "error":
@@ -389,6 +393,8 @@ class ChatJob:
     async def complete(self) -> ChatCompletion:
         """The answer, when all choices are complete."""
         await self._prepare()
+        if self._most_ms:
+            return await self._exchange.await_streams(self._gathered())
         answer = self._engine.achat(
             self._messages, self._params, timeout=self._timeout, block=False, **self._options._asdict()
         )
@@ -399,6 +405,18 @@ class ChatJob:
         if self.is_empty:
             done = replace(done, choices=tuple(map(_emptied, done.choices)))
         return done
+
+    async def _gathered(self) -> ChatCompletion:
+        parts = await gathered(self._exchange, self)
+        running = [stream for stream in self.running if stream is not None]
+        return ChatCompletion(
+            tuple(chat_choice(i, stream) for i, stream in enumerate(parts)),
+            self.n_prompt_tokens,
+            self.n_cached_tokens,
+            Timings(None, 0.0),
+            sum(stream.n_drafted_tokens for stream in running),
+            sum(stream.n_accepted_tokens for stream in running),
+        )
 
     async def prompt_tokens(self) -> list[int]:
         """The prompt's tokens without those of images. Raises as ``tokens``."""
@@ -424,7 +442,8 @@ class ChatJob:
 
     def streams(self) -> list[AsyncGenerator[ChatDelta | None, None]]:
         """One stream for each choice. Its first item is None: the request was checked and is in the queue."""
-        return [self._stream(i) for i in range(self._params.n)]
+        made = [self._stream(i) for i in range(self._params.n)]
+        return [until_line(stream, self._most_ms) for stream in made] if self._most_ms else made
 
     async def _stream(self, i: int) -> AsyncGenerator[ChatDelta | None, None]:
         await self._prepare()

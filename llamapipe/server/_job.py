@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from llamapipe.params import SamplingParams
-from llamapipe.results import ChatCompletion, ChatDelta, Completion, Delta, TokenLogprob
+from llamapipe.results import ChatCompletion, ChatDelta, Completion, Delta, Timings, TokenLogprob
+from llamapipe.server._time_limit import text_choice, until_line
 from llamapipe.server.dialects.encoder import Counts, Encoder
 from llamapipe.server.endpoint import SUBMITTED, Exchange
 from llamapipe.streams import AsyncChatStream, AsyncStream
@@ -49,6 +50,7 @@ class TextJob:
     """Prompts of tokens with their params: ``n`` choices of each.
 
     ``is_empty``: no tokens are asked for. The engine computes the prompt and one token, which is not returned.
+    ``most_ms``: see ``until_line``; 0: no limit.
     """
 
     def __init__(
@@ -58,7 +60,9 @@ class TextJob:
         params: SamplingParams,
         n: int = 1,
         is_empty: bool = False,
+        most_ms: int = 0,
     ) -> None:
+        self._most_ms = most_ms
         self._exchange = exchange
         self._engine = exchange.server.engine
         self._timeout = exchange.server.settings.timeout_s
@@ -83,10 +87,32 @@ class TextJob:
         return self._prompts[0]
 
     async def complete(self) -> list[Completion]:
-        """The answers, when all choices are complete; ``params.n`` choices of each prompt."""
+        """The answers, when all choices are complete; ``params.n`` choices of each prompt, or ``n`` with a limit."""
+        if self._most_ms:
+            return await self._exchange.await_streams(self._gathered())
         return await self._exchange.await_engine(
             self._engine.agenerate(self._prompts, self._params, timeout=self._timeout, block=False)
         )
+
+    async def _gathered(self) -> list[Completion]:
+        parts = await gathered(self._exchange, self)
+        scores = await self.prompt_logprobs()
+        made = []
+        for p, prompt in enumerate(self._prompts):
+            streams = parts[p * self.n : (p + 1) * self.n]
+            running = [stream for stream in self.running[p * self.n : (p + 1) * self.n] if stream is not None]
+            made.append(
+                Completion(
+                    tuple(text_choice(i, stream) for i, stream in enumerate(streams)),
+                    len(prompt),
+                    self._n_cached[p],
+                    Timings(None, 0.0),
+                    None if scores is None else scores[p],
+                    sum(stream.n_drafted_tokens for stream in running),
+                    sum(stream.n_accepted_tokens for stream in running),
+                )
+            )
+        return made
 
     def counts_of(self, done: Sequence[Completion]) -> Counts:
         """The tokens of whole answers."""
@@ -117,7 +143,8 @@ class TextJob:
 
     def streams(self) -> list[AsyncGenerator[Delta | None, None]]:
         """One for each choice, those of the first prompt first."""
-        return [self._stream(p, i) for p in range(len(self._prompts)) for i in range(self.n)]
+        made = [self._stream(p, i) for p in range(len(self._prompts)) for i in range(self.n)]
+        return [until_line(stream, self._most_ms) for stream in made] if self._most_ms else made
 
     async def _stream(self, p: int, i: int) -> AsyncGenerator[Delta | None, None]:
         params = replace(self._params, n=1, prompt_logprobs=None)
@@ -185,6 +212,18 @@ async def encoded(exchange: Exchange, job: Job[Part], encoder: Encoder[Part]) ->
     prompt = await job.prompt_tokens() if encoder.prompt_at == "end" else ()
     if data := encoder.end(counts, prompt):
         yield data
+
+
+async def gathered(exchange: Exchange, job: Job[Part]) -> list[list[Part]]:
+    """The parts of each choice of an answer that is no stream."""
+    streams = job.streams()
+    made: list[list[Part]] = [[] for _ in streams]
+    async with aclosing(merge_streams(streams)) as items:  # type: ignore[type-var]
+        async for index, part in items:
+            if part is not None:
+                exchange.token_arrived(index)
+                made[index].append(part)
+    return made
 
 
 async def joined(parts: AsyncGenerator[bytes, None]) -> bytes:

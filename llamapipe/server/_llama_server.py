@@ -12,7 +12,6 @@ import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -29,6 +28,7 @@ from llamapipe.server._generation import Prompt, fim_prompt_of, n_prompts, promp
 from llamapipe.server._job import TextJob, encoded, joined
 from llamapipe.server._limits import check_top, total_choices
 from llamapipe.server._sampling import LoraScale, Sampling, adapters_of, chosen_samplers, token_biases
+from llamapipe.server._time_limit import check_time_limit, until_line
 from llamapipe.server.dialects.llama_server import CUT, Form, LlamaServerEncoder, generation_settings
 from llamapipe.server.dialects.logprobs import token_text
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
@@ -201,13 +201,12 @@ def _params(exchange: Exchange, request: LlamaServerRequest) -> SamplingParams:
         more["logit_bias"], request.logit_bias = token_biases(request.logit_bias, tokenize), None
     if request.samplers is not None:
         more |= chosen_samplers(exchange, request, request.samplers)
-    for name in ("n_indent", "t_max_predict_ms"):
-        value = getattr(request, name)
-        least = -1 if name == "t_max_predict_ms" else 0
-        if value is not None and not least <= value <= _MOST_OF_A_LIMIT:
-            raise ApiError(
-                400, f"{name} is {shown(value)}; it must be from {least} to {_MOST_OF_A_LIMIT}", name
-            )
+    check_time_limit(request.t_max_predict_ms)
+    n_indent = request.n_indent
+    if n_indent is not None and not 0 <= n_indent <= _MOST_OF_A_LIMIT:
+        raise ApiError(
+            400, f"n_indent is {shown(n_indent)}; it must be from 0 to {_MOST_OF_A_LIMIT}", "n_indent"
+        )
     more.update(adapters_of(exchange.server, request.model or None, request.lora))
     params = request.params(exchange.server, **more)
     return params if params.seed is not None else replace(params, seed=secrets.randbelow(2**32))
@@ -228,11 +227,10 @@ async def lora_adapters(exchange: Exchange) -> Response:
 
 # ---- the text of a choice
 class TextLimits:
-    """Ends a text where ``n_indent`` or ``t_max_predict_ms`` end it. Text is held back while it may still be cut."""
+    """Ends a text where ``n_indent`` ends it. Text is held back while it may still be cut."""
 
-    def __init__(self, n_indent: int | None, most_ms: int | None) -> None:
+    def __init__(self, n_indent: int | None) -> None:
         self._n_indent = n_indent or 0
-        self._most_s = (most_ms or 0) / 1e3
         self._text = ""
         self._n_shown = 0
         self._line: int | None = None  # where a line begins whose indentation is not known yet
@@ -242,13 +240,11 @@ class TextLimits:
     def __repr__(self) -> str:
         return f"<TextLimits n_characters={len(self._text)} is_over={self.is_over}>"
 
-    def push(self, text: str, seconds: float) -> str:
-        """Takes new text, ``seconds`` after the first token. Returns what can be shown."""
+    def push(self, text: str) -> str:
+        """Takes new text. Returns what can be shown."""
         self._text += text
         if self._n_indent:
             self._follow_lines()
-        if "\n" in text and 0 < self._most_s < seconds:
-            self.is_over = True
         return self._shown(len(self._text) if self._line is None or self.is_over else self._line)
 
     def _follow_lines(self) -> None:
@@ -300,21 +296,21 @@ class _Job(TextJob):
 
     def streams(self) -> list[AsyncGenerator[Delta | None, None]]:
         """One for each choice."""
-        return [self._limited(index, parts) for index, parts in enumerate(super().streams())]
+        most_ms = check_time_limit(self._request.t_max_predict_ms)
+        made = super().streams()
+        timed = [until_line(parts, most_ms, CUT) for parts in made] if most_ms else made
+        return [self._limited(index, parts) for index, parts in enumerate(timed)]
 
     async def _limited(
         self, index: int, parts: AsyncGenerator[Delta | None, None]
     ) -> AsyncGenerator[Delta | None, None]:
-        limits = TextLimits(self._request.n_indent, self._request.t_max_predict_ms)
-        first_at: float | None = None
+        limits = TextLimits(self._request.n_indent)
         async with aclosing(parts):
             async for part in parts:
                 if part is None:
                     yield None
                     continue
-                now = perf_counter()
-                first_at = now if first_at is None else first_at
-                text = limits.push(part.text, now - first_at)
+                text = limits.push(part.text)
                 reason = CUT if limits.is_over else part.finish_reason
                 if reason is not None and not limits.is_over:
                     text += limits.finish()

@@ -347,10 +347,10 @@ class TestHostile:
 
 
 class TestLimits:
-    def pushed(self, n_indent: int | None, text: str, most_ms: int | None = None, each_s: float = 0.0) -> str:
-        limits, made = TextLimits(n_indent, most_ms), ""
-        for i, character in enumerate(text):
-            made += limits.push(character, i * each_s)
+    def pushed(self, n_indent: int | None, text: str) -> str:
+        limits, made = TextLimits(n_indent), ""
+        for character in text:
+            made += limits.push(character)
             assert not set(made) - set(text)
             if limits.is_over:
                 return made
@@ -373,14 +373,8 @@ class TestLimits:
         self, n_indent: int | None, text: str, expected: str
     ) -> None:
         assert self.pushed(n_indent, text) == expected
-        limits = TextLimits(n_indent, None)  # the same in one piece
-        assert limits.push(text, 0.0) + ("" if limits.is_over else limits.finish()) == expected
-
-    def test_time_ends_the_text_with_a_line(self) -> None:
-        assert self.pushed(None, "ab\ncd\nef\ngh\n", most_ms=50, each_s=0.01) == "ab\ncd\nef\n"
-        assert self.pushed(None, "abcdefgh", most_ms=5, each_s=0.01) == "abcdefgh"
-        assert self.pushed(None, "a\nb\n", most_ms=0, each_s=1) == "a\nb\n"
-        assert self.pushed(None, "a\nb\n", most_ms=-1, each_s=1) == "a\nb\n"
+        limits = TextLimits(n_indent)  # the same in one piece
+        assert limits.push(text) + ("" if limits.is_over else limits.finish()) == expected
 
     def test_a_request_ends_there(self, client: httpx.Client, engine: lp.Engine) -> None:
         body = {

@@ -278,7 +278,6 @@ class TestFields:
         same = {
             "n_keep": 0,
             "min_keep": 0,
-            "t_max_predict_ms": -1,
             "return_tokens": False,
             "post_sampling_probs": False,
         }

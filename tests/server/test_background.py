@@ -257,6 +257,12 @@ def test_each_key_has_its_own(engine: lp.Engine, file: Path) -> None:
         with pytest.raises(openai.RateLimitError, match="--max-background"):
             client.responses.create(**LATER)
         theirs = other.responses.create(**LATER)
+        for key, ids in (("mine", 2), ("other", 1)):
+            jobs = httpx.get(
+                str(client.base_url.join("/jobs")), headers={"Authorization": f"Bearer {key}"}
+            ).json()
+            assert (len(jobs["answers"]), jobs["batches"], jobs["is_stored"]) == (ids, [], True)
+        assert httpx.get(str(client.base_url.join("/jobs"))).status_code == 401
         gate.open()
         assert ended(other, theirs.id).output_text == ended(client, answer_id).output_text
 

@@ -91,6 +91,7 @@ def test_models_behind_the_front(tmp_path: Path) -> None:
     """The model is ended and loaded again; the servers stay."""
     folder, file = files(tmp_path)
     with pool_server(folder, "--mcp", str(file), *LIMITS, log=tmp_path / "log") as server:
+        assert httpx.get(f"{server.url}/mcp").json() == {"servers": [{"server_label": "good"}]}
         check(answers(server.url, 1))
         assert httpx.post(f"{server.url}/models/unload", json={"model": "turns"}).status_code == 200
         server.wait_for(turns="unloaded")

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
+import signal
 import sys
 import tempfile
 import threading
@@ -20,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,6 +94,7 @@ class Place:
         self._rng = rng
         self._server: ServerProcess | None = None
         self.now: tuple[str, str] | None = None  # address and model
+        self.n_reads = 0  # of files, by the servers that have ended
 
     def turn(self) -> str:
         """Ends the server and starts another one; how it ended."""
@@ -110,9 +113,17 @@ class Place:
         """Without another server."""
         self.now = None
         if self._server is not None:
+            with suppress(httpx.TransportError):
+                self.n_reads += disk_reads(httpx.get(f"{self._server.url}/metrics", timeout=60).text)
             if gently:
                 self._server.end()  # it writes what is not on disk
             self._server.kill()
+
+
+def disk_reads(metrics: str) -> int:
+    """What a server's metrics say."""
+    value = re.search(r"^llamapipe_disk_reads_total(?:{.*})? (\S+)$", metrics, re.MULTILINE)
+    return int(float(value[1])) if value else 0
 
 
 def ask(place: Place, prompts: dict[str, Prompts]) -> Answered | None:
@@ -177,14 +188,15 @@ def answers(args: argparse.Namespace, models: dict[str, lp.Model]) -> Iterator[A
             for place in places:
                 place.turn()
             turner = pool.submit(turn)
-            while time.monotonic() < end:
+            while time.monotonic() < end and not turner.done():
                 asked = [pool.submit(ask, rng.choice(places), prompts) for _ in range(2 * args.clients)]
                 yield from (done for each in asked if (done := each.result()) is not None)
             turner.result()
         finally:
             for place in places:
                 place.close()
-        sys.stdout.write(f"servers: {dict(turns)}\n")
+        n_reads = sum(place.n_reads for place in places)
+        sys.stdout.write(f"servers: {dict(turns)}; {n_reads} files were read\n")
 
 
 def main() -> int:
@@ -200,6 +212,7 @@ def main() -> int:
         "--most", type=float, default=0.05, help="difference of log-probabilities that is rounding"
     )
     parser.add_argument("--seed", type=int, default=1)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # servers are ended then, too
     args = parser.parse_args()
     n = n_cached = n_wrong = 0
     largest = dict.fromkeys(args.model, 0.0)

@@ -59,7 +59,7 @@ class ServerProcess:
     def end(self) -> None:
         """Ends it with SIGTERM and waits, as a restart of the service does. ``kill`` closes its pipes."""
         self._process.terminate()
-        self._process.wait(timeout=60)
+        self._process.wait(timeout=300)
 
     def kill(self) -> None:
         """Ends it at once, as a crash does. A second call does nothing."""

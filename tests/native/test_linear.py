@@ -164,7 +164,8 @@ def some(
     seqs = (n_seqs, n_tokens)
 
     def normal(*shape: int) -> np.ndarray:
-        return draw.standard_normal(shape, np.float32)
+        values: np.ndarray = draw.standard_normal(shape, np.float32)
+        return values
 
     def unit(*shape: int) -> np.ndarray:
         values = normal(*shape)

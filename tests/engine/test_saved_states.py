@@ -183,22 +183,21 @@ class TestForged:
         chance = random.Random(11)
         for i in range(120):
             whole, other = others[i % 2], others[i // 2 % 2]
-            forged, table, lengths = bytearray(whole[:-CHECK]), self.parts(whole)[0], []
+            changed, (table, first), states = bytearray(whole[:-CHECK]), parts(whole), []
             for _, begin, end in self.states(whole):
                 their = chance.choice(self.states(other))
-                lengths.append(
+                states.append(
                     bytearray(other[their[1] : their[2]] if chance.random() < 0.7 else whole[begin:end])
                 )
                 if chance.random() < 0.2:
-                    del lengths[-1][chance.randrange(len(lengths[-1])) :]
+                    del states[-1][chance.randrange(len(states[-1])) :]
                 elif chance.random() < 0.2:
-                    lengths[-1] += bytes(chance.choice((1, 4, 64)))
-            struct.pack_into("<Q", forged, 64, len(lengths[0]))
-            for at, state in enumerate(lengths[1:]):
-                struct.pack_into("<Q", forged, table + PLACE * at + 4, len(state))
-            data = bytes(forged[: self.parts(whole)[1]]) + b"".join(lengths)
+                    states[-1] += bytes(chance.choice((1, 4, 64)))
+            struct.pack_into("<Q", changed, 64, len(states[0]))
+            for at, state in enumerate(states[1:]):
+                struct.pack_into("<Q", changed, table + PLACE * at + 4, len(state))
             try:
-                restored = engine.restore(data + blake2b(data, digest_size=CHECK).digest(), greedy(3))
+                restored = engine.restore(signed(bytes(changed[:first]) + b"".join(states)), greedy(3))
             except InvalidRequestError:
                 continue
             with restored, suppress(DecodeError):
@@ -214,7 +213,7 @@ class TestForged:
     def states(cls, snapshot: bytes) -> list[tuple[int, int, int]]:
         """The states of a snapshot, the whole one first: its tokens, and where it begins and ends."""
         _, _, n_cells, _, n_states = struct.unpack_from("<5I", snapshot, 44)
-        table, end = cls.parts(snapshot)
+        table, end = parts(snapshot)
         sizes = [(n_cells, *struct.unpack_from("<Q", snapshot, 64))]
         sizes += [struct.unpack_from("<IQ", snapshot, table + PLACE * i) for i in range(n_states)]
         found = []

@@ -169,7 +169,8 @@ def some(
 
     def unit(*shape: int) -> np.ndarray:
         values = normal(*shape)
-        return values / np.linalg.norm(values, axis=-1, keepdims=True)
+        unit_values: np.ndarray = values / np.linalg.norm(values, axis=-1, keepdims=True)
+        return unit_values
 
     inputs = {
         "delta net": lambda: [

@@ -5,6 +5,7 @@
     python benchmarks/bench_kernels.py products --shape 576x16 16x1536 --types F16      # a LoRA of rank 16
     python benchmarks/bench_kernels.py products --shape 2048x768 --experts 128 8        # rows choose 8 of 128 matrices
     python benchmarks/bench_kernels.py attention --rows 1 4 256          # of the shapes of some models
+    python benchmarks/bench_kernels.py linear --rows 1 512               # states and convolutions of some hybrids
     python benchmarks/bench_kernels.py model MODEL.gguf                  # decoding by callers, prompts, loading
     python benchmarks/bench_kernels.py model MODEL.gguf --depth 8000 --kv-unified    # after tokens that callers share
     python benchmarks/bench_kernels.py model MODEL.gguf --batched-bench --openvino VENV/bin/python
@@ -79,6 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     attention.add_argument("--rows", type=int, nargs="+", default=[1, 4, 256])
     attention.add_argument("--cells", type=int, default=8000)
     attention.add_argument("--layers", type=int, default=12, help="caches that are read one after another")
+    linear = what.add_parser("linear")
+    linear.add_argument("--rows", type=int, nargs="+", default=[1, 16, 512], help="tokens of each sequence")
+    linear.add_argument("--seqs", type=int, default=1)
+    linear.add_argument("--layers", type=int, default=12, help="states that are read one after another")
     model = what.add_parser("model")
     model.add_argument("model", help="a GGUF file")
     model.add_argument("--callers", type=int, nargs="+", default=[1, 2, 4, 8, 16])
@@ -91,9 +96,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--openvino", type=Path, metavar="PYTHON", help="and OpenVINO GenAI, of this interpreter"
     )
     args = parser.parse_args(argv)
-    results = {"products": measure_products, "attention": measure_attention, "model": measure_model}[
-        args.what
-    ](args)
+    measures = {
+        "products": measure_products,
+        "attention": measure_attention,
+        "linear": measure_linear,
+        "model": measure_model,
+    }
+    results = measures[args.what](args)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if args.what == "products" and args.plot:
@@ -229,6 +238,62 @@ def time_attention(
                 raise RuntimeError(last_error(native()))
             times[side].append(float(np.median(seconds[1:])) * 1e3)
     return {side: median(values) for side, values in times.items()}, 2 * len(cells)
+
+
+# ---- states and convolutions
+# The number of `lp_linear_kind`, heads, groups, rows and columns of a state.
+LINEAR = {
+    "delta net, Qwen 3.5 0.8B": (0, 16, 16, 128, 128),
+    "delta net, Qwen 3.5 4B": (0, 32, 16, 128, 128),
+    "scan, Granite 4 h 1B": (1, 48, 1, 64, 128),
+    "scan, Mamba 2 1.3B": (1, 64, 1, 64, 128),
+    "wkv7, RWKV 7 0.4B": (2, 16, 16, 64, 64),
+    "convolution, Qwen 3.5 0.8B": (3, 1, 1, 6144, 4),
+}
+
+
+def measure_linear(args: argparse.Namespace) -> Result:
+    """A table of operations and tokens, gathering and copying states included; layers have their states in turns."""
+    found: Result = {"linear": []}
+    print("operation                     tokens   ggml ms   ours ms  ratio  GB/s of states")
+    for name in LINEAR:
+        for n in args.rows:
+            ms, n_bytes = time_linear(name, n, args)
+            ratio = ms["ggml"] / ms["auto"]
+            print(f"{name:28} {n:7} {ms['ggml']:9.3f} {ms['auto']:9.3f} {ratio:6.2f} "
+                  f"{n_bytes / ms['auto'] / 1e6:6.1f}", flush=True)  # fmt: skip
+            found["linear"].append({"operation": name, "n": n, "seqs": args.seqs, "ms": ms, "ratio": ratio})
+    return found
+
+
+def time_linear(name: str, n: int, args: argparse.Namespace) -> tuple[dict[str, float], int]:
+    """Milliseconds of a layer in turns, and the bytes of its states, read and written."""
+    ffi, lib = native().ffi, native().lib
+    kind, n_heads, n_groups, n_rows, n_columns = LINEAR[name]
+    n_seqs = args.seqs * (args.layers if n <= 16 and kind < 3 else 1)
+    draw = np.random.default_rng(1)
+    vectors = (n_seqs * n, max(n_heads, n_groups) * max(n_rows, n_columns))
+    inputs = [np.full(vectors, 0.05, np.float32) * draw.choice([-1, 1], vectors) for _ in range(6)]
+    if kind < 2:
+        inputs[3 if kind == 0 else 2][:] = -0.1  # gates, or A
+    states = np.zeros((n_seqs, n_heads * n_rows * n_columns), np.float32)
+    ids = np.arange(n_seqs, dtype=np.int32)
+    out, seconds = np.empty((n_seqs * n, n_heads * n_rows), np.float32), np.empty(4)
+    times: dict[str, list[float]] = {side: [] for side in SIDES}
+    for _ in range(args.repeats):
+        for side in SIDES:
+            given = {
+                "kind": kind, "n_seqs": n_seqs, "n_tokens": n, "n_heads": n_heads, "n_groups": n_groups,
+                "n_rows": n_rows, "n_columns": n_columns, "n_states": n_seqs, "n_kept": 1, "n_ids": n_seqs,
+                "states": ffi.cast("float *", states.ctypes.data), "ids": ffi.cast("int32_t *", ids.ctypes.data),
+                "inputs": [ffi.cast("float *", x.ctypes.data) for x in inputs], "is_ours": side == "auto",
+                "n_threads": args.n_threads, "n_times": len(seconds),
+                "seconds": ffi.cast("double *", seconds.ctypes.data),
+            }  # fmt: skip
+            if lib.lp_linear_compute(ffi.new("lp_linear *", given), ffi.cast("float *", out.ctypes.data)):
+                raise RuntimeError(last_error(native()))
+            times[side].append(float(np.min(seconds[1:])) * 1e3 * args.seqs / n_seqs)
+    return {side: median(values) for side, values in times.items()}, 2 * 4 * args.seqs * states.shape[1]
 
 
 # ---- the machine

@@ -48,19 +48,25 @@ inline void change_rows(const float * from, float * to, int64_t n_columns, const
     constexpr int      P = 16 / V::kLanes;
     typename V::Floats y_sum[R][P], next_sum[R][P];
     UNROLLED for (int r = 0; r < R; r++) { UNROLLED for (int p = 0; p < P; p++) y_sum[r][p] = next_sum[r][p] = V::all(0); }
-    const auto decay = V::all(by.decay);
+    // Loaded once: what is stored in between might be the same memory for all that the compiler knows.
+    const auto         decay = V::all(by.decay);
+    typename V::Floats factor[R], product[R];
+    UNROLLED for (int r = 0; r < R; r++) {
+        factor[r] = V::all(factors[r]);
+        if constexpr (rule == kWkv7) product[r] = V::all(products[r]);
+    }
     for (int64_t i = 0; i < n_columns; i += 16) {
         UNROLLED for (int p = 0; p < P; p++) {
             const int64_t at = i + p * V::kLanes;
             const auto    k = V::load(by.k + at), q = V::load(by.q + at);
+            const auto    next_by = has_next ? V::load(by.next + at) : q, b = rule == kWkv7 ? V::load(by.b + at) : q;
+            const auto    kept = rule == kWkv7 ? V::load(by.decay_row + at) : decay;
             UNROLLED for (int r = 0; r < R; r++) {
-                auto row = V::load(from + r * n_columns + at);
-                row      = V::multiply(row, rule == kWkv7 ? V::load(by.decay_row + at) : decay);
-                row      = V::add_product(V::all(factors[r]), k, row);
-                if constexpr (rule == kWkv7) row = V::add_product(V::all(products[r]), V::load(by.b + at), row);
+                auto row = V::add_product(factor[r], k, V::multiply(V::load(from + r * n_columns + at), kept));
+                if constexpr (rule == kWkv7) row = V::add_product(product[r], b, row);
                 V::store(row, to + r * n_columns + at);
                 y_sum[r][p] = V::add_product(row, q, y_sum[r][p]);
-                if constexpr (has_next) next_sum[r][p] = V::add_product(row, V::load(by.next + at), next_sum[r][p]);
+                if constexpr (has_next) next_sum[r][p] = V::add_product(row, next_by, next_sum[r][p]);
             }
         }
     }

@@ -32,6 +32,7 @@ BLOCK = 64  # tokens
 SUFFIX, PARTIAL = ".kv", ".part"
 _START = struct.Struct("<8sIIQ")  # magic, bytes of the head, their checksum, bytes of the snapshot
 _MAGIC = b"llpkv\0\0\1"
+_DEEPEST = 8  # tuples in one another, of keys: those that engines make have fewer
 
 
 class Head(NamedTuple):
@@ -105,6 +106,7 @@ def _checked(fields: Any) -> Head:
         and type(has_cells) is bool
         and len(hashes) == n // BLOCK
         and all(0 < a < b for a, b in pairwise((*dict(places), n + 1)))
+        and all(0 <= i < n and -(2**63) <= mark < 0 for i, mark in marks)
     ):
         raise ValueError("its head is damaged")
     return Head(_as_tuple(key), n, has_cells, dict(places), hashes.tolist(), tail, dict(marks))
@@ -178,9 +180,16 @@ def _bytes_as_json(value: object) -> dict[str, str]:
     return {"hex": value.hex()}
 
 
-def _as_tuple(value: Any) -> Any:
-    """Returns a value with its lists made tuples."""
-    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+def _as_tuple(value: Any, depth: int = _DEEPEST) -> Any:
+    """Returns a value with its lists made tuples.
+
+    Raises ValueError for deep ones: functions of keys call themselves, and an engine's thread must never fail at that.
+    """
+    if not isinstance(value, list):
+        return value
+    if not depth:
+        raise ValueError("its head is damaged")
+    return tuple(_as_tuple(part, depth - 1) for part in value)
 
 
 # ---- hashes

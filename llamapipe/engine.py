@@ -89,7 +89,7 @@ from llamapipe.streams import (
 from llamapipe.types import Prompt, RequestObserver, ResponseFormat, TokenIds, ToolDefinition
 from llamapipe.work.long_work import LongWork, running_loop, size_of, takes_long, to_thread
 from llamapipe.work.progress import Progress, progress_bar
-from llamapipe.work.tenant import cache_key, conversation_key, is_of, tenant
+from llamapipe.work.tenant import conversation_key, is_of, own_key, tenant
 
 if TYPE_CHECKING:
     from llamapipe.kv_events import Publisher
@@ -1291,8 +1291,7 @@ class Engine(BlockingCalls, AsyncOwner):
             raise InvalidRequestError(f"{path.name} cannot be used: {error}") from error
         try:
             self._check_length(path, len(found.tokens))
-            _, salt, adapters = found.cache_key if isinstance(found.cache_key, tuple) else (None, None, None)
-            mine = found._replace(cache_key=cache_key(salt, adapters))
+            mine = found._replace(cache_key=own_key(found.cache_key))
             return len(found.tokens), write_sequence(path, mine, self._snapshot_format(None))
         except ValueError as error:
             raise InvalidRequestError(str(error)) from error

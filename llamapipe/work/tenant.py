@@ -55,3 +55,12 @@ def cache_key(salt: str | None, adapters: Hashable = None) -> Hashable:
     """The key of the cells that a request may use: the tenant's cache, the salt and the key of the adapters."""
     own = tenant.get().cache
     return None if own is None and salt is None and adapters is None else (own, salt, adapters)
+
+
+def own_key(key: Hashable) -> Hashable:
+    """The key of this tenant for what another one's ``cache_key`` means. Raises ValueError for what is none."""
+    if key is None:
+        return cache_key(None)
+    if not isinstance(key, tuple) or len(key) != 3 or not isinstance(key[1], (str, type(None))):
+        raise ValueError("its key is no key of cells")
+    return cache_key(*key[1:])

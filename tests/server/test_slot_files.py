@@ -21,6 +21,7 @@ pytest.importorskip("starlette")
 from llamapipe.server import ServerSettings, serve
 
 STORY = "Once upon a time, in a small village by the sea, there lived a fisherman who could not swim. " * 4
+MARKS = ((0, 5), (0, 10**30), (0, -(10**30)), (-1, -1), (10**6, -1))
 ASKED: dict[str, Any] = {"prompt": STORY, "n_predict": 8, "temperature": 0}
 
 
@@ -222,6 +223,11 @@ class TestTransfer:
         bad = [b"", b"x" * 100, content[:-1], content + b"x", content[:50] + b"?" + content[51:]]
         bad += [start.pack(magic, n_head, crc32(head), len(one)) + head + one for one in forgeries(snapshot)]
         heads = (b"[]", b"{}", b"[" * 100_000, head.replace(b"null", b"[1, 2]", 1))
+        assert head.count(b"[]]") == 1  # no marks
+        heads += tuple(head.replace(b"[]]", f"[[{at}, {mark}]]]".encode()) for at, mark in MARKS)
+        for salt in (b"[1, 2]", b"[" * 500 + b"]" * 500):  # engines look into keys by recursion
+            heads += (head.replace(b"null", b"[null, " + salt + b", null]", 1),)
+        heads += (head.replace(b"null", b"[]", 1),)
         bad += [start.pack(magic, len(one), crc32(one), n_snapshot) + one + snapshot for one in heads]
         (tmp_path / "there").mkdir()
         with NewServer(tmp_path / "there", slot_transfer=True) as server:

@@ -48,7 +48,9 @@ def test_every_level_gives_the_same_bits(tmp_path: Path) -> None:
     """Of products with packed weights: loops with plain vectors against those for AVX2."""
     out = run(tmp_path, "levels", "avx2", "pack", "quantize")
     n_equal = {int(kind): int(n) for kind, n in re.findall(r"type (\d+): (\d+) numbers are equal", out)}
-    assert n_equal.keys() == {NUMBERS[name] for name in kernel_types()}
+    assert n_equal.keys() == {NUMBERS[name] for name in kernel_types()}, (
+        "PANELS has other types than the native library: run python build_native.py --backend cpu"
+    )
     assert min(n_equal.values()) > 100
 
 

@@ -71,7 +71,7 @@ class Product:
         n = lib.lp_quantize(
             NUMBERS[self.kind], n_matrices * n_rows, n_columns, _floats(values), self.quantized
         )
-        assert n > 0
+        assert n > 0, f"ggml does not quantize {self.kind}: add it to SCALES"
         self.plain = values.copy()
         if self.kind == "F32":
             return

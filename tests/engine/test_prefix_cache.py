@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,6 +176,37 @@ def test_cells_of_a_conversation_that_nobody_continues_go_first(make_engine: Mak
             asked_as(engine, None, more[2])
             assert asked_as(engine, None, other) == (39 if is_done else 0)
             engine.check_integrity()
+
+
+@pytest.mark.parametrize("names", [("mine", "mine"), ("mine", "same")])
+def test_cells_that_are_held_twice(make_engine: MakeEngine, names: tuple[str, str]) -> None:
+    """By a name, or by two: they are held until both have released them, and no longer."""
+    mine, *more = (tokens_of(40, i) for i in range(5))
+    for released in ((), names[:1], names):
+        engine = make_engine(n_seq_max=3, cache_bytes=0)
+        for name in names:
+            asked_as(engine, name, mine)
+        for name in names:
+            engine.hold_conversation(name)
+        for name in released:
+            engine.release_conversation(name)
+        asked_as(engine, "other", more[0])
+        engine.hold_conversation("other")
+        for tokens in more[1:]:
+            asked_as(engine, None, tokens)
+        is_held = bool(set(names) - set(released))
+        assert asked_as(engine, None, mine) == (39 if is_held else 0)
+
+
+def test_conversations_of_files_are_remembered_as_others(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """Those used last, so that loading files under ever new names takes no more memory."""
+    engine = make_engine(n_seq_max=1)
+    asked_as(engine, "mine", tokens_of(40, 0))
+    engine.save_conversation("mine", tmp_path / "file")
+    for i in range(256):
+        engine.load_conversation(f"name {i}", tmp_path / "file")
+    assert engine.forget_conversation("mine") == 0
+    assert engine.forget_conversation("name 0") > 0
 
 
 def salted(n: int, salt: str | None) -> lp.SamplingParams:

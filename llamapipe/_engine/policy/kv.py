@@ -845,6 +845,7 @@ class KvCache:
 
         It is a hint: they go when nothing else is left to go. In host memory they count as used now.
         """
+        self.release(name, is_done=False)
         cells = self._unused(tokens, cache_key)
         if cells is not None:
             self._held[name] = cells
@@ -857,7 +858,8 @@ class KvCache:
         cells = self._held.pop(name, None)
         if cells is None:
             return
-        cells.is_held = False
+        cells.is_held = any(cells is other for other in self._held.values())
+        is_done = is_done and not cells.is_held
         if is_done and self.parked.get(cells.slot) is cells:
             self.parked.move_to_end(cells.slot, last=False)
         elif is_done and self._saved.get(cells.key) is cells:

@@ -386,10 +386,10 @@ class EngineLoop:
         return True
 
     # ---- conversations
-    def _remember(self, request: Request) -> None:
-        """Notes the sequence of a request that has ended as that of its conversation."""
-        known, key = self._conversations, request.spec.conversation
-        known[key] = request.cell_keys()[:], request.spec.cache_key
+    def _remember(self, key: Hashable, tokens: list[int], cache_key: Hashable) -> None:
+        """Notes the sequence of a conversation."""
+        known = self._conversations
+        known[key] = tokens, cache_key
         known.move_to_end(key)
         if len(known) > _MOST_CONVERSATIONS:
             known.popitem(last=False)
@@ -405,7 +405,7 @@ class EngineLoop:
 
     def take_in_conversation(self, key: Hashable, found: CachedSequence) -> None:
         """Caches the cells of a conversation that come from elsewhere, if there is room, and remembers them."""
-        self._conversations[key] = found.tokens, found.cache_key
+        self._remember(key, found.tokens, found.cache_key)
         self._take_in(found, None)
 
     def forget_conversation(self, key: Hashable) -> int:
@@ -812,7 +812,7 @@ class EngineLoop:
         if request.state is State.FINISHED:
             spec = request.spec
             if spec.conversation is not None and request.uses_cache and not request.dropped:
-                self._remember(request)
+                self._remember(request.spec.conversation, request.cell_keys()[:], request.spec.cache_key)
             if request in self.open:
                 del self.open[request]
                 self._n_wants_logprobs -= request.wants_logprobs

@@ -534,8 +534,13 @@ class Scheduler:
         for request, n in plan.scheduled:
             request.n_drafted += n - 1
             gate.n_drafted_by_model += (n - 1) * request.is_drafted
-            n_left = sampled[begin : begin + n].count(NoToken.NOT_DRAWN)
+            drawn = sampled[begin : begin + n]
             begin += n
+            n_left = drawn.count(NoToken.NOT_DRAWN)
+            # Nothing follows a stop token, which a draft may have.
+            n_left = next(
+                (n - 1 - i for i, token in enumerate(drawn) if token in request.stop_tokens), n_left
+            )
             if n_left and request.batch_plan is plan and request.slot >= 0:
                 # The cells of wrong guesses. This comes first, because a request may end below, and the cells that it
                 # then leaves in its slot must all be of use.

@@ -259,7 +259,8 @@ class StepExecutor:
             elif isinstance(op, Discard):
                 done = self._discard(op.slot, op.position)
             elif isinstance(op, Keep):
-                self._keep(op.slot, op.n)
+                if op.slot not in lost:
+                    self._keep(op.slot, op.n)
                 continue
             elif isinstance(op, GoBack):
                 done = self._go_back(op.slot, op.n)

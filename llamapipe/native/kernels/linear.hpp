@@ -4,8 +4,8 @@
 // A head's state is a matrix that each token changes and reads. ggml goes over it four times a token. Here a few rows of it
 // stay in the processor's first-level cache for all tokens of a sequence, and a token goes over them once. Results depend on
 // nothing but the state before a token and its inputs, however a prompt is cut: sums over the columns of a row are sixteen
-// chains of additions, whose results are added in halves. A matrix form for several tokens would be no faster, as it has
-// nearly as many multiplications, and would depend on where prompts are cut.
+// chains of additions, whose results are added in halves. A matrix form for several tokens would save a fifth of the
+// multiplications at best, by count, and would depend on where prompts are cut.
 //
 // While few tokens are computed, most of the time is memory's. Graphs gather the states of a step's sequences, change the
 // copies, and copy them back; here they are read where they lie and changed in place, if no sequence reads what another writes.

@@ -246,6 +246,14 @@ def formats(session: nox.Session) -> None:
 
 
 @nox.session
+def llama_server(session: nox.Session) -> None:
+    """Run llama.cpp's tests of llama-server against ours; why those fail that fail, and how many for each reason."""
+    session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi", "requests", "openai", "filelock")
+    _install(session, extra="server")
+    session.run("python", str(HERE / "tools" / "llama_server_suite.py"), *session.posargs)
+
+
+@nox.session
 def routers(session: nox.Session) -> None:
     """Test two servers behind sglang-router, and the files in deploy/ against their schemas."""
     session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")

@@ -114,11 +114,14 @@ async def upload(exchange: Exchange) -> Response:
     folder = _transferred(exchange)
     raw, exchange.raw = exchange.raw, b""
     content_type = exchange.headers.get("content-type", "")
-    given = {part.name: part for part in await asyncio.to_thread(form_parts, content_type, raw)}
-    del raw
-    for name in given:
-        if name not in FORM:
+    given: dict[str, Any] = {}
+    for part in await asyncio.to_thread(form_parts, content_type, raw):
+        if (name := part.name) not in FORM:
             raise ApiError(400, f"the field {quoted(name[:80])} is unknown; there is {listed(FORM)}", name)
+        if name in given:
+            raise ApiError(400, f"the field {quoted(name)} is there twice", name)
+        given[name] = part
+    del raw
     if "file" not in given:
         raise ApiError(400, "file is missing", "file")
     path = _path(folder, given["file"].filename)

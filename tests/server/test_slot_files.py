@@ -237,6 +237,8 @@ class TestTransfer:
             assert list((tmp_path / "there").iterdir()) == []
             for name in ("../up", ".hidden", "a/b", ""):
                 assert put(server, name, content).status_code == 400
+            twice = [("file", ("a", content)), ("file", ("b", content))]
+            assert "twice" in httpx.post(f"{server}/slots/files", files=twice, timeout=60).text
             assert put(server, "good", content).status_code == 200
             assert ask(server)["timings"]["cache_n"] == 0
 

@@ -153,6 +153,7 @@ _INSIDE = "looks into llama-server's log, its slots or __verbose"
 _PROGRESS = "counts steps of a prompt, which are planned otherwise here"
 _TIMES = "Anthropic's last event has the times here"
 _CACHED = "a prompt of fewer tokens than a cached prefix has"
+_BEFORE = "log-probabilities are the model's own, before any sampler"
 REASONS: dict[str, str] = {
     r"_multiple_addresses|_aliases_and_tags|_mcp|test_proxy|_gcp|_tools_builtin|_router|static_assets": _OWN,
     r"test_server_props|stream_vs_non_stream": _SEED,
@@ -167,7 +168,9 @@ REASONS: dict[str, str] = {
     r"chat_completion\[|openai_library|completion_stream\[[BY]|with_timings_per_token|logprobs_stream": _AS_OPENAI,
     r"invalid_chat_completion_req|tool_result_with_image": _AS_OPENAI,
     r"test_slot_|ctx_shift|test_infill|tool_use_basic|tool_streaming|parallel_slots|cached_tokens": _MODEL,
-    r"response_format|test_completion\[|completion_stream\[|rate_excludes": _MODEL,
+    r"n_probs_post": _BEFORE,
+    r"response_format|test_completion\[|completion_stream\[|rate_excludes|unified|response_fields|n_probs": _MODEL,
+    r"prompt_cache": _MODEL,
 }
 
 

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from starlette.responses import Response
 
-from llamapipe.server._generation import check_template_args, tokenize_chat, tokenized
+from llamapipe.server._generation import (
+    check_template_args,
+    tokenize_chat,
+    tokenized,
+    with_default_args,
+    with_system,
+)
 from llamapipe.server._limits import check_n_messages, refuse_long_chat
 from llamapipe.server._tools import check_functions
 from llamapipe.server.dialects.logprobs import token_text
@@ -166,14 +172,14 @@ async def tokenizer_info(exchange: Exchange) -> Response:
 async def apply_template(exchange: Exchange, request: TemplateRequest) -> Response:
     """``POST /apply-template``: the prompt of a chat request with these messages."""
     exchange.server.check_model(request.model)
-    args = request.chat_template_kwargs or {}
-    check_template_args(args)
+    check_template_args(request.chat_template_kwargs or {})
     check_n_messages(exchange.server, request.messages, "messages")
     check_functions(request.tools)
     refuse_long_chat(exchange.server, request.messages)
+    args = await with_default_args(exchange.server, request.chat_template_kwargs)
     render = partial(
         exchange.server.engine.model.render_chat,
-        request.messages,
+        with_system(exchange.server, request.messages),
         tools=request.tools,
         add_generation_prompt=request.add_generation_prompt,
         **args,

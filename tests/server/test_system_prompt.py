@@ -48,6 +48,12 @@ def n_tokens(engine: lp.Engine, system: str) -> int:
 OTHER = "Answer in French, please."
 
 
+def test_the_prompt_that_is_shown_is_the_one_that_is_computed(engine: lp.Engine) -> None:
+    with serve(engine, settings=ServerSettings(model_names=("m",), system=SYSTEM)) as server:
+        shown = httpx.post(f"{server.url}/apply-template", json={"messages": HELLO}).json()["prompt"]
+    assert shown == f"[system]{SYSTEM}\n[user]Hello\n[assistant]"
+
+
 @pytest.mark.parametrize("own", [None, OTHER])
 def test_openai(engine: lp.Engine, url: str, own: str | None) -> None:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)

@@ -71,7 +71,7 @@ class GrammarWriter:
         self._excluded: list[str] = []  # free text must not begin with a match of these
 
     def write(self) -> str:
-        """The grammar's text."""
+        """Return the grammar's text."""
         answer = self._answer
         before = self._reasoning() if answer.reasoning else ""
         prompted = self._prompted_calls() if answer.prompted and answer.tools else ""
@@ -110,7 +110,7 @@ class GrammarWriter:
         return self._first(markers.start)
 
     def _first(self, marker: str) -> str:
-        """A marker at the start of the answer, after optional spaces.
+        """Return the elements of a marker at the start of the answer, after optional spaces.
 
         Spaces and marker are one terminal. Otherwise free text, which can also begin with spaces, is a longer match.
         """
@@ -119,7 +119,7 @@ class GrammarWriter:
         return f"{start} {self._literals.text(marker[len(text) :])}".strip()
 
     def _calls_in_reasoning(self) -> str:
-        """The option of calls that end the reasoning. Only calls that begin with a control token have it.
+        """Return the option of calls that end the reasoning. Only calls that begin with a control token have it.
 
         Reasoning may mention a marker that is text. That must not start a call, so the grammar has no such call.
         """
@@ -131,7 +131,7 @@ class GrammarWriter:
         return f" | {begin}{self._rules.terminal(f'/{ANY}/')} {calls}"
 
     def _text_in_reasoning(self) -> str:
-        """The option of text that ends the reasoning. Only text that begins with a control token has it."""
+        """Return the option of text that ends the reasoning. Only text that begins with a control token has it."""
         answer, literals = self._answer, self._literals
         starts = [start for start in answer.text_starts if literals.token(segments(start)[0]) is not None]
         if not starts or answer.required:
@@ -167,20 +167,23 @@ class GrammarWriter:
         return options[0] if len(options) == 1 else f"({' | '.join(options)})"
 
     def _marked(self, text: str, required: Sequence[str] = ()) -> str:
-        """The elements of a text and its optional markers. ``required``: the text must begin with one of these."""
+        """Return the elements of a text and its optional markers.
+
+        ``required``: the text must begin with one of these.
+        """
         literals = self._literals
         end = self._answer.text_end
         return self._text_start(required) + text + (f" ({GAP} {literals.text(end)})?" if end else "")
 
     def _text_start(self, required: Sequence[str] = ()) -> str:
-        """The elements of the markers before a text. They are required if the prompt has opened a call."""
+        """Return the elements of the markers before a text. They are required if the prompt has opened a call."""
         starts = [f"{self._first(start.strip())} {GAP}" for start in required or self._answer.text_starts]
         is_needed = required or self._answer.prompted
         return f"({' | '.join(starts)}){'' if is_needed else '?'} " if starts else ""
 
     @staticmethod
     def _plain_call(tool: ToolLike) -> str:
-        """A call as plain JSON. Models that were not trained on the template's markers write it."""
+        """Write a call as plain JSON. Models that were not trained on the template's markers call tools this way."""
         name = f'{SPACES} "\\"name\\"" {SPACES} ":" {SPACES} {json.dumps(json.dumps(tool.name))}'
         arguments = f'{SPACES} "\\"arguments\\"" {SPACES} ":" {SPACES} {json_value(tool.parameters)}'
         return f'"{{" {name} {SPACES} "," {arguments} {SPACES} "}}"'
@@ -201,7 +204,7 @@ class GrammarWriter:
         return "calls"
 
     def _free_calls(self) -> list[str]:
-        """The options for free text followed by calls; a trigger in the text always begins a call."""
+        """Return the options for free text followed by calls; a trigger in the text always begins a call."""
         form = self._form
         assert form is not None
         trigger = form.trigger
@@ -224,10 +227,10 @@ class GrammarWriter:
         return [f"{self._marked('FREE')}{end} {text.text(trigger)} calls", *alone]
 
     def _after_run(self, trigger: str) -> str:
-        """What follows a trigger such as ``>>>``, which texts contain as well: calls, or text with more triggers.
+        """Return what follows a trigger such as ``>>>``: calls, or text with more triggers.
 
-        After a trigger, the name of a tool begins a call, and a line that is a name must be one. The last characters of
-        a longer run are the trigger.
+        Texts contain it as well. After a trigger, the name of a tool begins a call, and a line that is a name must be
+        one. The last characters of a longer run are the trigger.
         """
         more = f"{regex_text(trigger[0])}*"
         names = "|".join(regex_text(tool.name) for tool in self._answer.tools)
@@ -237,7 +240,7 @@ class GrammarWriter:
         return self._rules.recursive("run", lambda name: f"calls | {text} | {again} {name}")
 
     def _bare_calls(self, form: CallFormat) -> list[str]:
-        """Calls without a marker. The whole answer is a call if it begins like one."""
+        """Write calls without a marker. The whole answer is a call if it begins like one."""
         before = regex_text(form.opening.strip())
         if form.style is Style.PYTHON:
             self._excluded.append(rf"\s*{before}\s*[a-zA-Z_][\w.\-]*\(")
@@ -258,7 +261,7 @@ class GrammarWriter:
 
     # ---- calls
     def _prompted_calls(self) -> str:
-        """Calls after a prompt that ends with the start of their opening."""
+        """Write calls after a prompt that ends with the start of their opening."""
         form, prompted = self._form, self._answer.prompted
         assert form is not None
         rest = form.opening[len(prompted) :]
@@ -271,7 +274,7 @@ class GrammarWriter:
     def _add_calls(
         self, form: CallFormat, opening: str, opened: str | None = None, rule: str = "calls"
     ) -> None:
-        """Adds the rule ``calls``: the rest of the opening, the calls, and the end of their section.
+        """Add the rule ``calls``: the rest of the opening, the calls, and the end of their section.
 
         ``opened``: the rest of the opening as a regular expression, if it must be one terminal with the text after it,
         as at the start of an answer; ``opening`` is then empty.
@@ -316,7 +319,7 @@ class GrammarWriter:
         return " ".join(part for part in parts if part)
 
     def _head(self, form: CallFormat, name: str, opened: str | None) -> list[str]:
-        """The elements of a call before its arguments. An id after the name is optional."""
+        """Return the elements of a call before its arguments. An id after the name is optional."""
         text = self._literals
         made: list[str] = []
         parts = form.head

@@ -58,7 +58,7 @@ class AnswerMarkers:
     opening: str = ""
 
     def has_control(self, marker: str) -> bool:
-        """True if a marker contains a control token, which ordinary text cannot spell."""
+        """Return whether a marker contains a control token, which ordinary text cannot spell."""
         return any(segment in self.control for segment in segments(marker))
 
     @property
@@ -81,7 +81,7 @@ class MarkerProbe:
         self._around_user = _last_tag(header, _last_tag(header, "")) + after
 
     def markers(self, calls: CallFormat | None, ends: Callable[[str], bool]) -> AnswerMarkers:
-        """All markers.
+        """Return all markers.
 
         ``calls``: the format of the template's calls. ``ends``: returns True for a text that is a token that ends
         generation. Such a token is not a marker.
@@ -104,7 +104,10 @@ class MarkerProbe:
         return AnswerMarkers(reasoning, starts, end, turn_end, frozenset(control), opening)
 
     def kept(self, usual: AnswerMarkers, found: AnswerMarkers) -> AnswerMarkers:
-        """The markers with template arguments. ``usual``: those without them; ``found``: those of this probe."""
+        """Return the markers with template arguments.
+
+        ``usual``: those without them; ``found``: those of this probe.
+        """
         control = usual.control | found.control
         reasoning = self._begun_reasoning(usual.reasoning) or self._other_reasoning(usual, found)
         if reasoning is None:
@@ -121,7 +124,7 @@ class MarkerProbe:
         )
 
     def _other_reasoning(self, usual: AnswerMarkers, found: AnswerMarkers) -> ReasoningMarkers | None:
-        """The pair that was found, if the template writes it and not the usual one."""
+        """Return the pair that was found, if the template writes it and not the usual one."""
         known, other = usual.reasoning, found.reasoning
         if other is None or other == known:
             return None
@@ -134,7 +137,7 @@ class MarkerProbe:
         return other if is_written else None
 
     def _begun_reasoning(self, usual: ReasoningMarkers | None) -> ReasoningMarkers | None:
-        """The pair whose start the prompt ends with, if its name begins as the usual one: ``<think_fast>``."""
+        """Return the pair whose start the prompt ends with, if its name begins as the usual one: ``<think_fast>``."""
         if usual is None or _closed(usual.start) != usual.end:
             return None
         tag = segments(self._probe.prompt.rstrip())[-1:]
@@ -143,7 +146,7 @@ class MarkerProbe:
         return ReasoningMarkers(tag[0], _closed(tag[0]))
 
     def reasoning_off(self) -> dict[str, Any]:
-        """Template arguments that switch reasoning off; empty if there are none."""
+        """Return template arguments that switch reasoning off; empty if there are none."""
         for name in _SWITCHES:
             on, off = (self._prompt(name, value) for value in (True, False))
             if on and off and on != off:
@@ -151,7 +154,7 @@ class MarkerProbe:
         return {}
 
     def has_efforts(self) -> bool:
-        """True if ``reasoning_effort`` changes what the template writes."""
+        """Return whether ``reasoning_effort`` changes what the template writes."""
         low, high = (self._prompt("reasoning_effort", effort) for effort in ("low", "high"))
         return bool(low and high) and low != high
 
@@ -160,7 +163,7 @@ class MarkerProbe:
 
     # ---- reasoning
     def _shown_reasoning(self) -> ReasoningMarkers | None:
-        """From an answer with reasoning, as the template writes it."""
+        """Find the markers in an answer with reasoning, as the template writes it."""
         for before, after, _ in self._written_reasoning():
             start, end = self._start(before), self._end(after)
             if start and end and start != end:
@@ -168,7 +171,7 @@ class MarkerProbe:
         return None
 
     def _written_reasoning(self) -> Iterator[tuple[str, str, bool]]:
-        """The text before reasoning, the text between reasoning and the next part, and True if that part is no call."""
+        """Yield the texts before reasoning and between it and the next part, and whether that part is no call."""
         for key in _REASONING_KEYS:
             for calls in (False, True):
                 message: dict[str, Any] = {"role": "assistant", "content": CONTENT, key: _REASONING}
@@ -181,7 +184,7 @@ class MarkerProbe:
                     yield before, between, not calls
 
     def _start(self, before: str) -> str:
-        """The marker at the end of a text; empty if there is none."""
+        """Return the marker at the end of a text; empty if there is none."""
         marker = ""
         while not marker or self._is_around_user(marker):
             longer = _last_tag(before, marker)
@@ -199,7 +202,7 @@ class MarkerProbe:
         return marker[overlap:].strip()  # a prompt may end inside it
 
     def _end(self, after: str) -> str:
-        """The marker at the beginning of a text; empty if there is none."""
+        """Return the marker at the beginning of a text; empty if there is none."""
         marker = ""
         while not marker or self._is_around_user(marker):
             longer = _first_tag(after, marker)
@@ -209,7 +212,7 @@ class MarkerProbe:
         return marker if marker[0] in "<[" else ""
 
     def _opening(self, markers: ReasoningMarkers) -> str:
-        """The start of reasoning as the template writes it, with the newline after it, if any."""
+        """Return the start of reasoning as the template writes it, with the newline after it, if any."""
         texts = [self._probe.prompt, *(before for before, _, _ in self._written_reasoning()), self._head]
         texts += [self._prompt(name, False) for name in _SWITCHES]
         for text in texts:
@@ -219,11 +222,11 @@ class MarkerProbe:
         return markers.start
 
     def _is_around_user(self, marker: str) -> bool:
-        """True if a marker also stands beside a user's message, so that it does not identify reasoning."""
+        """Return whether a marker also stands beside a user's message, so that it does not identify reasoning."""
         return marker in self._around_user
 
     def _empty_reasoning(self) -> ReasoningMarkers | None:
-        """From a prompt with reasoning switched off, which may end with empty reasoning."""
+        """Find the markers in a prompt with reasoning switched off, which may end with empty reasoning."""
         prompt = self._probe.prompt
         for name in _SWITCHES:
             off = self._prompt(name, False)
@@ -234,7 +237,7 @@ class MarkerProbe:
         return None
 
     def _known_reasoning(self) -> ReasoningMarkers | None:
-        """A pair that many models use, if the template hints at it."""
+        """Return a pair that many models use, if the template hints at it."""
         call = self._probe.calls(1) or ""
         prompts = [self._probe.prompt, *(self._prompt(name, True) for name in _SWITCHES)]
         for known in KNOWN_REASONING:
@@ -246,7 +249,7 @@ class MarkerProbe:
         return _SENTENCES if asked else None
 
     def _takes_off(self, content: str, part: str) -> bool:
-        """True if the template drops ``part`` of an earlier answer with this content."""
+        """Return whether the template drops ``part`` of an earlier answer with this content."""
         messages = [USER, {"role": "assistant", "content": content}, USER]
         rendered = self._probe.rendered(messages, prompt=False)
         return CONTENT in rendered and part not in rendered
@@ -255,7 +258,7 @@ class MarkerProbe:
     def _text(
         self, reasoning: ReasoningMarkers | None, ends: Callable[[str], bool]
     ) -> tuple[tuple[str, ...], str]:
-        """The markers before and after the text of an answer, without those of reasoning and of the turn's end."""
+        """Return the markers around the text of an answer, without those of reasoning and of the turn's end."""
         written = self._head[len(common_start(self._head, self._probe.prompt)) :]
         if reasoning is not None:
             for marker in (reasoning.end, reasoning.start):
@@ -275,7 +278,7 @@ class MarkerProbe:
 
     @staticmethod
     def _tags(text: str, n: int, ends: Callable[[str], bool] | None = None) -> str:
-        """The beginning of a text, up to its ``n``-th tag, without a tag that ends generation."""
+        """Return the beginning of a text, up to its ``n``-th tag, without a tag that ends generation."""
         found = ""
         for segment in segments(text.lstrip()):
             if not n or (ends is not None and ends(segment)):
@@ -285,14 +288,14 @@ class MarkerProbe:
         return found.rstrip()
 
     def _text_start(self, written: str) -> str:
-        """The marker before the text. If it has no control token, it includes the spaces after it."""
+        """Return the marker before the text. If it has no control token, it includes the spaces after it."""
         start = written.lstrip()
         if len(start) > MAX_MARKER:
             return ""
         return start.rstrip() if any(map(self._is_control, segments(start))) else start
 
     def _known_text(self) -> tuple[tuple[str, ...], str]:
-        """A pair that the template removes from the text of earlier answers."""
+        """Return a pair that the template removes from the text of earlier answers."""
         for start, end in _KNOWN_TEXT:
             if self._takes_off(start + CONTENT + end, start):
                 return (start,), end
@@ -300,12 +303,15 @@ class MarkerProbe:
 
 
 def _closed(tag: str) -> str:
-    """The tag that closes ``tag``."""
+    """Return the tag that closes ``tag``."""
     return f"{tag[0]}/{tag[1:]}"
 
 
 def _last_tag(text: str, found: str) -> str:
-    """The last tag of a text and the text after it. ``found``: a result, which is extended by the tag before it."""
+    """Return the last tag of a text and the text after it.
+
+    ``found``: a result, which is extended by the tag before it.
+    """
     parts = segments(text.rstrip())
     n = len(segments(found)) + 1
     while n < len(parts) and len(parts[-n]) == 1:
@@ -314,7 +320,10 @@ def _last_tag(text: str, found: str) -> str:
 
 
 def _first_tag(text: str, found: str) -> str:
-    """The first tag of a text and the text before it, or all text. ``found``: a result, extended by the next tag."""
+    """Return the first tag of a text and the text before it, or all text.
+
+    ``found``: a result, extended by the next tag.
+    """
     parts = segments(text.strip())
     n = len(segments(found)) + 1
     while n < len(parts) and len(parts[n - 1]) == 1:

@@ -25,7 +25,7 @@ _OF_ARRAY = NOTES | {"type", "items", "prefixItems", "minItems", "maxItems", "un
 
 
 def argument_grammar(arguments: TaggedArguments, literals: Literals, rules: Rules) -> str:
-    """The elements that match the arguments, in any order, from the end of the head to the end of the call."""
+    """Return the elements that match the arguments, in any order, from the end of the head to the call's end."""
     writer = _ArgumentWriter(arguments, literals, rules)
     style = arguments.form.style
     join = f'"," {SPACES}' if style in (Style.PYTHON, Style.QUOTED) else ""
@@ -56,7 +56,7 @@ class _ArgumentWriter:
         self._rules = rules
 
     def member(self, name: str | None, schema: dict[str, Any]) -> str:
-        """An argument, or a member of an object. ``name`` None: with any name."""
+        """Write an argument, or a member of an object. ``name`` None: with any name."""
         form, text = self._form, self._literals
         if name is not None:
             self._arguments.check_name(name)
@@ -76,7 +76,7 @@ class _ArgumentWriter:
 
     # ---- <key>value</key>
     def _tagged(self, schema: dict[str, Any]) -> str:
-        """The rest of an argument after its key, up to the end marker without its spaces."""
+        """Write the rest of an argument after its key, up to the end marker without its spaces."""
         form, text = self._form, self._literals
         end = form.value_end.rstrip()
         options: dict[str, list[str]] = {}  # values by the text between key and value
@@ -103,7 +103,7 @@ class _ArgumentWriter:
         return f"({' | '.join(parts)})"
 
     def _values(self, schema: dict[str, Any], kinds: set[str]) -> list[str]:
-        """The JSON of values of these types."""
+        """Write the JSON of values of these types."""
         arguments = self._arguments
         types = arguments.types(schema)
         if types <= kinds | ({"integer"} if "number" in kinds else set()) and "any" not in types:
@@ -123,7 +123,7 @@ class _ArgumentWriter:
         return found
 
     def _string(self, schema: dict[str, Any], end: str) -> str:
-        """An unquoted string, up to and including ``end``; not one that is read as another type."""
+        """Write an unquoted string, up to and including ``end``; not one that is read as another type."""
         form, text = self._form, self._literals
         marker = end.strip()
         limit = form.key_start.strip() if form.style is Style.NESTED else marker
@@ -148,7 +148,7 @@ class _ArgumentWriter:
         return f"({plain} | {wrapped})" if wrapped else plain
 
     def _is_free(self, schema: dict[str, Any]) -> bool:
-        """True if every string is a valid value."""
+        """Return whether every string is a valid value."""
         arguments = self._arguments
         return any(
             _is_free(option) and "string" in arguments.types(option)
@@ -157,7 +157,7 @@ class _ArgumentWriter:
 
     # ---- key=value
     def _python(self, schema: dict[str, Any]) -> str:
-        """A value as JSON; strings and constants also as in Python."""
+        """Write a value as JSON; strings and constants also as in Python."""
         arguments = self._arguments
         chosen = choices(schema)
         if chosen is not None:
@@ -175,7 +175,7 @@ class _ArgumentWriter:
 
     # ---- values whose parts are not JSON either
     def _deep(self, schema: dict[str, Any], end: str) -> str:
-        """A value in the style QUOTED or NESTED, then ``end``."""
+        """Write a value in the style QUOTED or NESTED, then ``end``."""
         key = (id(self._arguments), end, json.dumps(schema, sort_keys=True))
         return self._rules.recursive(key, lambda _: self._deep_body(schema, end))
 
@@ -259,7 +259,7 @@ class _ArgumentWriter:
         return inner or NOTHING if nested else f'"{{" {inner} "}}"'
 
     def _any(self) -> str:
-        """Any value in the style QUOTED."""
+        """Write any value in the style QUOTED."""
 
         def body(name: str) -> str:
             quote = self._literals.text(self._form.quote)
@@ -273,13 +273,13 @@ class _ArgumentWriter:
         return self._rules.recursive("any", body)
 
     def _any_members(self) -> str:
-        """Any members of an object or an array in the style NESTED."""
+        """Write any members of an object or an array in the style NESTED."""
         form, text = self._form, self._literals
         start = f"{text.text(form.key_start)} {_ANY_NAME} {text.text(form.key_end)}"
         return self._rules.recursive("members", lambda _: f"({start} {self._any_nested()})+")
 
     def _any_nested(self) -> str:
-        """Any value in the style NESTED, and its end."""
+        """Write any value in the style NESTED, and its end."""
         form, text = self._form, self._literals
         end = f"{_ANY_NAME} {text.text(form.value_close)}"
 
@@ -298,7 +298,7 @@ def _refuse_others(schema: dict[str, Any], known: frozenset[str]) -> None:
 
 
 def _sequence(first: list[str], rest: str, least: int, most: int | None, join: str) -> str:
-    """Items with ``join`` between them: each of ``first`` once, then any number of ``rest``."""
+    """Write items with ``join`` between them: each of ``first`` once, then any number of ``rest``."""
     n = len(first)
     low, high = max(0, least - max(n, 1)), None if most is None else most - max(n, 1)
     after = f"{join} {rest}".strip()
@@ -319,7 +319,7 @@ def _sequence(first: list[str], rest: str, least: int, most: int | None, join: s
 
 
 def _strings(arguments: TaggedArguments, schema: dict[str, Any], with_null: bool) -> list[str]:
-    """Terms of a terminal: the strings of each alternative of a schema, and null."""
+    """Return terms of a terminal: the strings of each alternative of a schema, and null."""
     found = ['"null"'] if with_null and "null" in arguments.types(schema) else []
     for option in arguments.alternatives(schema):
         chosen = choices(option)
@@ -331,12 +331,12 @@ def _strings(arguments: TaggedArguments, schema: dict[str, Any], with_null: bool
 
 
 def _is_free(schema: dict[str, Any]) -> bool:
-    """True if a schema does not restrict strings."""
+    """Return whether a schema does not restrict strings."""
     return not schema.keys() & {"pattern", "format", "minLength", "maxLength", "enum", "const"}
 
 
 def _python_texts(value: Any) -> list[str]:
-    """The spellings of a value as JSON and in Python."""
+    """Return the spellings of a value as JSON and in Python."""
     texts = [json.dumps(value), json.dumps(value, ensure_ascii=False), python_text(value)]
     if isinstance(value, str) and not re.search(r"['\\\x00-\x1f]", value):
         texts.append(f"'{value}'")
@@ -344,12 +344,12 @@ def _python_texts(value: Any) -> list[str]:
 
 
 def _between_tags(form: CallFormat) -> str:
-    """The elements between two arguments: spaces, if the template writes any there or at the end of calls."""
+    """Return the elements between two arguments: spaces, if the template writes any there or at the end of calls."""
     return GAP if form.value_end.rstrip() != form.value_end or form.call_end.lstrip() != form.call_end else ""
 
 
 def _patterns(schema: dict[str, Any]) -> list[str]:
-    """Regular expressions, all of which a string must match."""
+    """Return regular expressions, all of which a string must match."""
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     found = [f"/(?s:.{{{least},{most}}})/" if least or most != "" else f"/{ANY}/"]
     if schema.get("format") in FORMATS:

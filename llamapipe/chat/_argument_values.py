@@ -37,7 +37,7 @@ _HEX = {"x": 2, "u": 4, "U": 8}
 
 
 def python_value(buffer: TextBuffer, show: Show | None = None, depth: int = 0) -> Reading[Any]:
-    """A Python literal, or JSON: strings, numbers, lists, tuples, dicts, True, false, None."""
+    """Read a Python literal, or JSON: strings, numbers, lists, tuples, dicts, True, false, None."""
     if depth > _MAX_DEPTH or not (yield from some(buffer)):
         raise Malformed
     if buffer.next_is("\"'"):
@@ -67,7 +67,7 @@ def python_value(buffer: TextBuffer, show: Show | None = None, depth: int = 0) -
 
 
 def next_item(buffer: TextBuffer, end: str) -> Reading[None]:
-    """Reads the comma after an item and the spaces around it; no comma if ``end`` follows."""
+    """Read the comma after an item and the spaces around it; no comma if ``end`` follows."""
     yield from spaces(buffer)
     if not (yield from skip(buffer, ",")) and not (yield from ahead(buffer, end)):
         raise Malformed
@@ -75,7 +75,7 @@ def next_item(buffer: TextBuffer, end: str) -> Reading[None]:
 
 
 def _scalar(buffer: TextBuffer) -> Reading[Any]:
-    """A number, or the name of a constant in Python or JSON."""
+    """Read a number, or the name of a constant in Python or JSON."""
     yield from some(buffer)
     if buffer.next_is("-0123456789"):
         return (yield from json_value(buffer))
@@ -86,7 +86,7 @@ def _scalar(buffer: TextBuffer) -> Reading[Any]:
 
 
 def _python_string(buffer: TextBuffer, show: Show | None) -> Reading[str]:
-    """A string in single, double, or three quotes."""
+    """Read a string in single, double, or three quotes."""
     quote = buffer.take(1)
     is_long = False
     if (yield from skip(buffer, quote)):
@@ -123,7 +123,7 @@ def _python_string(buffer: TextBuffer, show: Show | None) -> Reading[str]:
 
 
 def _escape(buffer: TextBuffer) -> Reading[str]:
-    """The text of a backslash escape. The first half of a surrogate pair waits for the second."""
+    """Read the text of a backslash escape. The first half of a surrogate pair waits for the second."""
     buffer.take(1)
     if not (yield from some(buffer)):
         raise Malformed
@@ -151,7 +151,7 @@ def _digits(buffer: TextBuffer, n: int) -> Reading[int]:
 
 
 def quoted_value(buffer: TextBuffer, quote: str, show: Show | None = None, depth: int = 0) -> Reading[Any]:
-    """A value in Gemma's syntax: strings between ``quote``, keys without quotes."""
+    """Read a value in Gemma's syntax: strings between ``quote``, keys without quotes."""
     if depth > _MAX_DEPTH or not (yield from some(buffer)):
         raise Malformed
     if (yield from skip(buffer, quote)):
@@ -182,7 +182,7 @@ def quoted_value(buffer: TextBuffer, quote: str, show: Show | None = None, depth
 
 
 def quoted_key(buffer: TextBuffer, quote: str) -> Reading[str]:
-    """A key, including the colon and the spaces after it. Models may quote it."""
+    """Read a key, including the colon and the spaces after it. Models may quote it."""
     if (yield from skip(buffer, quote)):
         parts: list[str] = []
         if (yield from until(buffer, (quote,), parts.append)) is None:
@@ -199,7 +199,7 @@ def quoted_key(buffer: TextBuffer, quote: str) -> Reading[str]:
 
 
 def nested_value(form: CallFormat, buffer: TextBuffer, depth: int = 0) -> Reading[Any]:
-    """A value in MiniMax's syntax, before ``value_end``: its text, or its members as pairs of key and value."""
+    """Read a value in MiniMax's syntax, before ``value_end``: its text, or its members as pairs of key and value."""
     if depth > _MAX_DEPTH:
         raise Malformed
     parts: list[str] = []
@@ -220,7 +220,7 @@ def nested_value(form: CallFormat, buffer: TextBuffer, depth: int = 0) -> Readin
 
 
 def nested_key(form: CallFormat, buffer: TextBuffer) -> Reading[str]:
-    """The key of a member, up to and including ``key_end``."""
+    """Read the key of a member, up to and including ``key_end``."""
     parts: list[str] = []
     ends = (form.key_end.strip(), form.key_start.strip(), "\n")
     found = yield from until(buffer, ends, parts.append, takes_marker=False)

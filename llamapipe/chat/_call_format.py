@@ -129,7 +129,7 @@ class CallFormat:
         return parts if is_word and (not before or before.endswith((">", "]"))) else ()
 
     def written(self, calls: Sequence[tuple[str, str, Mapping[str, Any]]], number: str | None = None) -> str:
-        """Calls (id, name, arguments) as the template writes them. ``number``: replaces the number of each call."""
+        """Write calls (id, name, arguments) as the template does. ``number``: replaces the number of each call."""
         parts = [
             self.call_start
             + self._written(*call, str(self.first_number + i) if number is None else number)
@@ -167,11 +167,11 @@ class CallFormat:
         return self.key_start + key + self.key_end_of(json_type(value)) + text + self.value_end
 
     def key_end_of(self, kind: str) -> str:
-        """The text between a key and a value of a JSON type."""
+        """Return the text between a key and a value of a JSON type."""
         return dict(self.key_ends).get(kind, self.key_end)
 
     def quoted_text(self, value: Any) -> str:
-        """A value in the style QUOTED."""
+        """Write a value in the style QUOTED."""
         if isinstance(value, Mapping):
             return f"{{{','.join(f'{key}:{self.quoted_text(item)}' for key, item in value.items())}}}"
         if isinstance(value, list):
@@ -179,7 +179,7 @@ class CallFormat:
         return f"{self.quote}{value}{self.quote}" if isinstance(value, str) else _json(value)
 
     def nested_text(self, value: Any) -> str:
-        """A value in the style NESTED."""
+        """Write a value in the style NESTED."""
         if isinstance(value, Mapping):
             return "".join(self.nested_member(key, self.nested_text(item)) for key, item in value.items())
         if isinstance(value, list):
@@ -187,7 +187,7 @@ class CallFormat:
         return value if isinstance(value, str) else _json(value)
 
     def nested_member(self, key: str, text: str) -> str:
-        """A member in the style NESTED with a value's text."""
+        """Write a member in the style NESTED with a value's text."""
         return self.key_start + key + self.key_end + text + self.value_end + key + self.value_close
 
     @property
@@ -201,7 +201,7 @@ class CallFormat:
 
 
 def json_type(value: object) -> str:
-    """The JSON type of a decoded value; a number is "number"."""
+    """Return the JSON type of a decoded value; a number is "number"."""
     if isinstance(value, bool):
         return "boolean"
     known = {str: "string", type(None): "null", list: "array"}
@@ -209,7 +209,7 @@ def json_type(value: object) -> str:
 
 
 def python_text(value: Any) -> str:
-    """A JSON value as a Python literal, with strings as in JSON, which Python reads as well."""
+    """Write a JSON value as a Python literal, with strings as in JSON, which Python reads as well."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{_json(key)}: {python_text(item)}' for key, item in value.items())}}}"
     if isinstance(value, list):
@@ -220,7 +220,7 @@ def python_text(value: Any) -> str:
 
 
 def _numbered(constant: str, number: str) -> str:
-    """The JSON text of a number, a string if ``constant`` is one."""
+    """Return the JSON text of a number, a string if ``constant`` is one."""
     return f'"{number}"' if constant.startswith('"') else number
 
 
@@ -233,12 +233,12 @@ class ReasoningMarkers:
 
 
 def segments(text: str) -> list[str]:
-    """``text`` cut into tags and single characters; joined they are the text again."""
+    """Cut ``text`` into tags and single characters; joined they are the text again."""
     return _SEGMENT.findall(text)
 
 
 def common_start(a: str, b: str) -> str:
-    """The longest common start of both that does not cut a tag."""
+    """Return the longest common start of both that does not cut a tag."""
     n = 0
     for left, right in zip(segments(a), segments(b), strict=False):
         if left != right:
@@ -248,7 +248,7 @@ def common_start(a: str, b: str) -> str:
 
 
 def common_end(a: str, b: str) -> str:
-    """The longest common end of both that does not cut a tag."""
+    """Return the longest common end of both that does not cut a tag."""
     n = 0
     for left, right in zip(reversed(segments(a)), reversed(segments(b)), strict=False):
         if left != right:
@@ -258,7 +258,7 @@ def common_end(a: str, b: str) -> str:
 
 
 def n_tags(text: str) -> int:
-    """The number of tags in a text."""
+    """Return the number of tags in a text."""
     return sum(len(segment) > 1 for segment in segments(text))
 
 
@@ -316,7 +316,7 @@ class Render(Protocol):
         add_generation_prompt: bool = True,
         **template_args: Any,
     ) -> str:
-        """The text. Raises any exception if the template refuses the conversation."""
+        """Return the text. Raises any exception if the template refuses the conversation."""
 
 
 class TemplateProbe:
@@ -352,7 +352,7 @@ class TemplateProbe:
         with_tool: bool = False,
         switches: Mapping[str, Any] | None = None,
     ) -> str:
-        """A rendered conversation, optionally with a tool; empty if the template refuses it."""
+        """Render a conversation, optionally with a tool; return an empty text if the template refuses it."""
         tools = [_TOOL] if with_tool else None
         return self._rendered(messages, prompt=prompt, tools=tools, switches=switches) or ""
 
@@ -367,7 +367,7 @@ class TemplateProbe:
         return self._rendered([USER], prompt=True, tools=[_TOOL]) or ""
 
     def calls(self, n: int) -> str | None:
-        """The assistant's text with ``n`` calls and no content, as the template writes it; None if it shows none."""
+        """Return the assistant's text with ``n`` calls and no content; None if the template shows none."""
         return next((sample.one if n == 1 else sample.both for sample in self._samples), None)
 
     @cached_property
@@ -392,9 +392,10 @@ class TemplateProbe:
     def _calls(
         self, form: _Form, n: int, arguments: Mapping[str, Any], later: bool = False, prompted: bool = False
     ) -> str | None:
-        """The text of ``n`` calls; ``later``: after another call in the conversation. None if it lacks a part.
+        """Return the text of ``n`` calls; None if it lacks a part.
 
-        ``prompted``: after the prompt, otherwise without what also stands before the text of an answer.
+        ``later``: after another call in the conversation. ``prompted``: after the prompt, otherwise without what also
+        stands before the text of an answer.
         """
         given = json.dumps(arguments) if form.as_text else arguments
         tools = [*([_TOOL] if not form.is_listed else (_defined(name, arguments) for name in _NAMES))]
@@ -437,7 +438,7 @@ class TemplateProbe:
         return text if n_tags(common) < 2 and common in rest else rest
 
     def _without_header(self, text: str) -> str:
-        """The text without the end of the prompt, which some templates repeat before calls."""
+        """Return the text without the end of the prompt, which some templates repeat before calls."""
         start, prompt = text.lstrip(), self.prompt[-MAX_MARKER:]
         for found in re.finditer("<", prompt):
             header = prompt[found.start() :].rstrip()
@@ -460,7 +461,7 @@ class TemplateProbe:
         return found
 
     def call_format(self, is_token: Callable[[str], bool]) -> CallFormat | None:
-        """The format of calls; None if the template shows none, or an unknown one.
+        """Return the format of calls; None if the template shows none, or an unknown one.
 
         ``is_token``: whether a text is one control token of the vocabulary.
         """
@@ -473,12 +474,12 @@ class TemplateProbe:
         return found
 
     def shows(self, form: CallFormat) -> bool:
-        """True if the template writes calls as this format does."""
+        """Return whether the template writes calls as this format does."""
         whole = replace(form, section_start="", section_end="")
         return any(_writes(whole, sample.one, is_whole=False) for sample in self._samples)
 
     def _formats(self, samples: Sequence[_Sample]) -> Iterator[CallFormat]:
-        """The formats found in samples."""
+        """Yield the formats found in samples."""
         for find in (_json_format, _named_format, _tagged_format, _quoted_format, _python_format):
             for sample in samples:
                 found = find(sample)
@@ -489,7 +490,10 @@ class TemplateProbe:
                     yield confirmed if confirmed.section_start else replace(confirmed, section_end="")
 
     def _confirmed(self, form: CallFormat, sample: _Sample) -> CallFormat | None:
-        """The format if it reproduces the template's text, for single calls only if it fails for two; else None."""
+        """Return the format if it reproduces the template's text; else None.
+
+        A format that fails only for two calls is returned for single calls.
+        """
         if not form.trigger and form.style not in (Style.JSON, Style.PYTHON):
             return None
         markers = (form.section_start, form.call_start, form.call_end, form.section_end, *form.head)
@@ -518,7 +522,10 @@ class TemplateProbe:
         return form
 
     def _with_types(self, form: CallFormat, given: _Form) -> CallFormat | None:
-        """The format with the markers for each type of argument; None if strings are written in an unknown way."""
+        """Return the format with the markers for each type of argument.
+
+        None: strings are written in an unknown way.
+        """
         hard = self._calls(given, 1, {"qxhard": _HARD})
         if hard is not None and "qxhard" in hard:
             text = hard.partition("qxhard")[2].removeprefix(form.key_end)
@@ -551,7 +558,7 @@ def _spellings(value: object) -> tuple[str, ...]:
 
 
 def _defined(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The definition of a tool with these arguments, for templates that write the types of its definition."""
+    """Define a tool with these arguments, for templates that write the types of its definition."""
     properties = {key: _type_of(value) for key, value in arguments.items()}
     parameters = {"type": "object", "properties": properties}
     return {"type": "function", "function": {"name": name, "description": "Qx.", "parameters": parameters}}
@@ -607,14 +614,14 @@ def _json_format(sample: _Sample) -> CallFormat | None:
 
 
 def _varying(one: Member, other: Member) -> Member:
-    """The member, given the same one of another call, where it may have another value."""
+    """Return the member, given the same one of another call, where it may have another value."""
     if one.role != "constant" or one.constant == other.constant:
         return one
     return replace(one, role="number" if one.constant.strip('"').isdecimal() else "id")
 
 
 def _call_object(text: str, name: str) -> tuple[int, int, tuple[Member, ...]] | None:
-    """The innermost JSON object that holds the name and the arguments: its start, its end, its members."""
+    """Find the innermost JSON object that holds the name and the arguments: its start, its end, its members."""
     at = text.find(name)
     start = text.rfind("{", 0, max(at, 0))
     while start >= 0:
@@ -659,7 +666,7 @@ def _named_format(sample: _Sample) -> CallFormat | None:
 
 
 def _argument_places(text: str, n: int) -> list[int] | None:
-    """The starts of the name and of both keys and values, in order, and the end of the second value."""
+    """Find the starts of the name and of both keys and values, in order, and the end of the second value."""
     places = [text.find(_NAMES[n])]
     for part in (part for item in _ARGUMENTS.items() for part in item):
         places.append(text.find(part, max(places[-1], 0)))
@@ -714,7 +721,7 @@ def _tagged_format(sample: _Sample) -> CallFormat | None:
 
 
 def _quoted_format(sample: _Sample) -> CallFormat | None:
-    """NAME{KEY:VALUE,KEY:…}, with a marker before and after each string."""
+    """Find the format NAME{KEY:VALUE,KEY:…}, with a marker before and after each string."""
     one = sample.one
     places = _argument_places(one, 0)
     if places is None:
@@ -734,7 +741,7 @@ def _quoted_format(sample: _Sample) -> CallFormat | None:
 
 
 def _python_format(sample: _Sample) -> CallFormat | None:
-    """NAME(KEY=VALUE, …). The quotes of strings are ignored: templates omit them."""
+    """Find the format NAME(KEY=VALUE, …). The quotes of strings are ignored: templates omit them."""
     (key_1, value_1), (key_2, value_2) = _ARGUMENTS.items()
 
     def find(text: str, n: int) -> _Place | None:
@@ -751,7 +758,7 @@ _DIGITS = re.compile("([0-9]+)")
 
 
 def _with_numbers(texts: list[str]) -> tuple[list[str], list[str]]:
-    """Texts with the same end, with a mark for each number in which they differ, and these numbers in the first."""
+    """Return texts with the same end, with a mark for each number in which they differ, and the first's numbers."""
     split = [_DIGITS.split(text) for text in texts]
     found: list[str] = []
     for at in range(1, min(map(len, split)) + 1):
@@ -766,13 +773,13 @@ def _with_numbers(texts: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _cut(text: str) -> tuple[str, str]:
-    """The text before the first mark, and the text from it on."""
+    """Return the text before the first mark, and the text from it on."""
     at = min((n for mark in (_ID_MARK, _NUMBER_MARK) if (n := text.find(mark)) >= 0), default=len(text))
     return text[:at], text[at:]
 
 
 def _laid_out(form: CallFormat, sample: _Sample, find: _Locate) -> CallFormat | None:
-    """The format with the head of calls, and the text around them."""
+    """Return the format with the head of calls, and the text around them."""
     place = find(sample.one, 0)
     if place is None:
         return None
@@ -816,7 +823,7 @@ class _Edges(TypedDict, total=False):
 
 
 def _edges(before: str, between: str | None, after: str) -> _Edges:
-    """Cuts the text before, between and after calls into the parts that belong to a call and those of a section."""
+    """Cut the text before, between and after calls into the parts that belong to a call and those of a section."""
     if between is None:
         return {"call_start": _without_reasoning(before.lstrip()), "call_end": after.rstrip()}
     call_start = common_end(before, between)
@@ -844,7 +851,7 @@ def _edges(before: str, between: str | None, after: str) -> _Edges:
 
 
 def _without_reasoning(text: str) -> str:
-    """The text without the empty reasoning that some templates write before calls."""
+    """Return the text without the empty reasoning that some templates write before calls."""
     for known in KNOWN_REASONING:
         if text.startswith((known.start, known.end)) and known.end in text:
             return text.partition(known.end)[2].lstrip()
@@ -854,7 +861,7 @@ def _without_reasoning(text: str) -> str:
 def _writes(
     form: CallFormat, text: str, arguments: Mapping[str, Any] = _ARGUMENTS, n: int = 1, is_whole: bool = True
 ) -> bool:
-    """True if the format writes the probe's calls as ``text``, except for spaces and the numbers of calls.
+    """Return whether the format writes the probe's calls as ``text``, except for spaces and the numbers of calls.
 
     ``is_whole`` False: ``text`` may contain more.
     """
@@ -874,7 +881,7 @@ def _decoded(text: str, start: int) -> tuple[Any, int]:
 
 # ---- formats that templates do not show
 def _known_formats(is_token: Callable[[str], bool]) -> Iterator[tuple[tuple[str, ...], CallFormat]]:
-    """Pairs of marks and a format. The format applies if the vocabulary or the prompt with tools has a mark."""
+    """Yield pairs of marks and a format. The format applies if the vocabulary or the prompt with tools has a mark."""
     members = (Member("name", "name"), Member("arguments", "arguments"))
     objects = CallFormat(Style.JSON, separator=", ", members=members)
     yield (

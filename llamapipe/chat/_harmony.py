@@ -49,14 +49,17 @@ _NOT_TOOLS = (_AUTHOR, "user")
 
 
 def is_harmony(prompt: str, calls: str | None) -> bool:
-    """True if a template writes this format: from a rendered prompt, and the text of a call."""
+    """Return whether a template writes this format: from a rendered prompt, and the text of a call."""
     return prompt.rstrip().endswith(START + _AUTHOR) and (
         calls is None or (CHANNEL in calls and MESSAGE in calls)
     )
 
 
 def harmony_grammar(answer: AnswerGrammar, literals: Literals) -> str:
-    """The Lark grammar of an answer: analysis, then text or calls. Some tokenizers put a space before names."""
+    """Return the Lark grammar of an answer: analysis, then text or calls.
+
+    Some tokenizers put a space before names.
+    """
     rules = Rules(literals)
     text = literals.text
     channel, message = f"{text(CHANNEL)} {SPACES}", f"{text(MESSAGE)} {SPACES}"
@@ -96,7 +99,7 @@ class HarmonyReader:
         self._tools = tools
 
     def answer(self, reasoning_open: bool) -> Reading[None]:
-        """Reads until the text ends. Text outside of messages is content."""
+        """Read until the text ends. Text outside of messages is content."""
         buffer, output = self._buffer, self._output
         if reasoning_open:
             output.mark((yield from until(buffer, _ENDS, output.reasoning)) or "")
@@ -118,7 +121,7 @@ class HarmonyReader:
                     buffer.unread(found)
 
     def _author(self) -> Reading[None]:
-        """Reads the author in a header. A message of another author is left out."""
+        """Read the author in a header. A message of another author is left out."""
         buffer = self._buffer
         yield from spaces(buffer)
         for ours in (_AUTHOR, CHANNEL, MESSAGE):
@@ -129,7 +132,7 @@ class HarmonyReader:
             buffer.unread(START)
 
     def _recipient(self, before: str) -> Reading[str]:
-        """Reads a recipient at the start of a header. Other text is content, and the result is empty."""
+        """Read a recipient at the start of a header. Other text is content, and the result is empty."""
         buffer, output = self._buffer, self._output
         buffer.record(before)
         if (yield from skip(buffer, "to=")):
@@ -142,7 +145,7 @@ class HarmonyReader:
         return ""
 
     def _message(self, start: str) -> Reading[None]:
-        """Reads the rest of a header, which begins with ``start``, and the message after it."""
+        """Read the rest of a header, which begins with ``start``, and the message after it."""
         buffer, output = self._buffer, self._output
         parts = [start]
         found = yield from until(buffer, (MESSAGE, START, *_ENDS), parts.append)

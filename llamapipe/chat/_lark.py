@@ -32,16 +32,16 @@ class Literals:
         self._special_id = special_id
 
     def token(self, marker: str) -> str | None:
-        """The control token of a marker, ``<[id]>``; None if it is text."""
+        """Return the control token of a marker, ``<[id]>``; None if it is text."""
         found = self._special_id(marker) if len(marker) > 1 else None
         return None if found is None else f"<[{found}]>"
 
     def has_token(self, text: str) -> bool:
-        """True if ``text`` contains a control token, which ordinary text cannot spell."""
+        """Return whether ``text`` contains a control token, which ordinary text cannot spell."""
         return any(self.token(segment) is not None for segment in segments(text))
 
     def text(self, text: str) -> str:
-        """The elements that match ``text`` exactly; empty for empty text."""
+        """Return the elements that match ``text`` exactly; empty for empty text."""
         parts: list[str] = []
         plain = ""
         for segment in segments(text):
@@ -54,12 +54,12 @@ class Literals:
         return " ".join(parts + [json.dumps(plain)] * bool(plain))
 
     def tags(self, text: str) -> str:
-        """Like ``text``, but the newline between two tags is optional."""
+        """Return elements as ``text`` does, but the newline between two tags is optional."""
         first, newline, rest = text.partition(">\n<")
         return f"{self.text(f'{first}>')} {GAP} {self.text(f'<{rest}')}" if newline else self.text(text)
 
     def edge(self, text: str) -> str:
-        """Like ``text``, but the spaces and newlines at its start and its end may vary.
+        """Return elements as ``text`` does, but the spaces and newlines at the text's start and end may vary.
 
         If one option begins with a newline and another does not, both can be tried only with such freedom.
         """
@@ -81,38 +81,38 @@ class Rules:
         self._recursive: dict[object, str] = {}
 
     def add(self, name: str, body: str) -> str:
-        """Adds a rule, or a terminal if its name is in capitals; returns the name."""
+        """Add a rule, or a terminal if its name is in capitals; return the name."""
         self._lines.append(f"{name}: {body}")
         return name
 
     def terminal(self, body: str) -> str:
-        """Adds a terminal; returns its name."""
+        """Add a terminal; return its name."""
         if body not in self._terminals:
             self._terminals[body] = self.add(f"TEXT_{len(self._terminals) + 1}", body)
         return self._terminals[body]
 
     def lazy(self, body: str) -> str:
-        """Adds a rule whose text ends where it first matches; returns its name."""
+        """Add a rule whose text ends where it first matches; return its name."""
         if body not in self._lazy:
             self._lazy[body] = f"lazy_{len(self._lazy) + 1}"
             self._lines.append(f"{self._lazy[body]}[lazy]: {body}")
         return self._lazy[body]
 
     def named(self, kind: str, body: str) -> str:
-        """Adds a rule with this body; returns its name, which begins with ``kind``."""
+        """Add a rule with this body; return its name, which begins with ``kind``."""
         if body not in self._named:
             self._named[body] = self.add(f"{kind}_{len(self._named) + 1}", body)
         return self._named[body]
 
     def recursive(self, key: object, body: Callable[[str], str]) -> str:
-        """Adds a rule that may refer to itself, once for each ``key``; ``body`` gets its name. Returns the name."""
+        """Add a rule that may refer to itself, once for each ``key``, and return its name; ``body`` gets the name."""
         if key not in self._recursive:
             name = self._recursive[key] = f"value_{len(self._recursive) + 1}"
             self.add(name, body(name))
         return self._recursive[key]
 
     def in_any_order(self, members: Sequence[tuple[bool, str]], join: str = "") -> str:
-        """The elements that match members in any order, each at most once, with ``join`` between them.
+        """Return the elements that match members in any order, each at most once, with ``join`` between them.
 
         A member is a pair: True if it is required, and its elements.
         """
@@ -140,7 +140,7 @@ class Rules:
         return self._recursive[key]
 
     def _in_order(self, members: Sequence[tuple[bool, str]], join: str) -> str:
-        """Like ``in_any_order``, for too many members: they keep their order."""
+        """Return elements as ``in_any_order`` does, for too many members: they keep their order."""
         if not join:
             return " ".join(body if required else f"({body})?" for required, body in members)
         after = ""  # of the members that follow one
@@ -156,24 +156,25 @@ class Rules:
         return whole
 
     def up_to(self, marker: str, text: str = f"/{ANY}/") -> str:
-        """The elements that match text up to and including the first ``marker``."""
+        """Return the elements that match text up to and including the first ``marker``."""
         if self._literals.has_token(segments(marker)[0]):
             return f"{text} {self._literals.text(marker)}"
         return self.lazy(f"{text} {json.dumps(marker)}")
 
     def write(self, start: str) -> str:
-        """The grammar's text."""
+        """Return the grammar's text."""
         return "\n".join([f"start: {start}", *self._lines, TERMINALS]) + "\n"
 
 
 def json_value(schema: dict[str, Any], whitespace: str = "flexible") -> str:
-    """The element that matches JSON of a schema. ``whitespace``: see ``SamplingParams.json_whitespace``.
+    """Return the element that matches JSON of a schema.
 
-    Models write the arguments of calls as they were trained to, mostly with spaces.
+    ``whitespace``: see ``SamplingParams.json_whitespace``. Models write the arguments of calls as they were trained to,
+    mostly with spaces.
     """
     return f"%json {json.dumps(with_options(schema, whitespace))}"
 
 
 def regex_text(text: str) -> str:
-    """``text`` as a part of a regular expression between slashes."""
+    """Return ``text`` as a part of a regular expression between slashes."""
     return re.sub(r"([][.^$*+?(){}|\\/&~])", r"\\\1", text).replace("\n", r"\n")

@@ -41,7 +41,7 @@ class TextBuffer:
         self._recorded: list[str] | None = None
 
     def feed(self, text: str) -> None:
-        """Appends text, and drops consumed text."""
+        """Append text, and drop consumed text."""
         self.text = self.text[self.at :] + text
         self.at = 0
 
@@ -56,11 +56,11 @@ class TextBuffer:
         return len(self.text) - self.at
 
     def next_is(self, characters: str) -> bool:
-        """True if there is a next character and it is one of these."""
+        """Return whether there is a next character and it is one of these."""
         return self.at < len(self.text) and self.text[self.at] in characters
 
     def take(self, n: int) -> str:
-        """Consumes ``n`` characters."""
+        """Consume ``n`` characters."""
         found = self.text[self.at : self.at + n]
         self.at += n
         if self._recorded is not None:
@@ -68,19 +68,19 @@ class TextBuffer:
         return found
 
     def unread(self, text: str) -> None:
-        """Puts consumed text back before the rest."""
+        """Put consumed text back before the rest."""
         self.text, self.at = text + self.rest, 0
 
     def record(self, start: str = "") -> None:
-        """Starts recording consumed text."""
+        """Start recording consumed text."""
         self._recorded = [start]
 
     def recorded_so_far(self) -> str:
-        """The text consumed since ``record``."""
+        """Return the text consumed since ``record``."""
         return "".join(self._recorded or ())
 
     def recorded(self) -> str:
-        """The text consumed since ``record``; stops recording."""
+        """Return the text consumed since ``record``; stop recording."""
         text = "".join(self._recorded or ())
         self._recorded = None
         return text
@@ -93,7 +93,7 @@ def until(
     shows_partial: bool = True,
     takes_marker: bool = True,
 ) -> Reading[str | None]:
-    """Consumes text up to and including the first marker, and passes the text before it to ``show``.
+    """Consume text up to and including the first marker, and pass the text before it to ``show``.
 
     Returns the marker; None if the text ended first. Text that may be the start of a marker is held back until this is
     decided; ``shows_partial``: if the text ends there, it was none, unless the text was cut off. ``takes_marker``:
@@ -125,7 +125,7 @@ _PART_OF_MARKER = re.compile(r"\W\S")
 
 
 def _start_of_marker(buffer: TextBuffer, markers: tuple[str, ...], end: int) -> int:
-    """The index of the first incomplete marker at the text's end; the text's length if there is none."""
+    """Return the index of the first incomplete marker at the text's end; the text's length if there is none."""
     text = buffer.text
     longest = max(map(len, markers), default=1)
     for at in range(max(buffer.at, len(text) - longest + 1), min(len(text), end + 1)):
@@ -146,12 +146,12 @@ def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def is_run(marker: str) -> bool:
-    """True if a marker repeats one character, as ``>>>``."""
+    """Return whether a marker repeats one character, as ``>>>``."""
     return len(marker) > 1 and len(set(marker)) == 1
 
 
 def spaces(buffer: TextBuffer) -> Reading[str]:
-    """Consumes spaces and newlines."""
+    """Consume spaces and newlines."""
     taken = ""
     while True:
         found = _SPACE_RUN.match(buffer.text, buffer.at)
@@ -162,7 +162,7 @@ def spaces(buffer: TextBuffer) -> Reading[str]:
 
 
 def ahead(buffer: TextBuffer, text: str) -> Reading[bool]:
-    """True if ``text`` follows; consumes nothing."""
+    """Return whether ``text`` follows; consume nothing."""
     while True:
         if buffer.text.startswith(text, buffer.at):
             return True
@@ -172,7 +172,7 @@ def ahead(buffer: TextBuffer, text: str) -> Reading[bool]:
 
 
 def skip(buffer: TextBuffer, text: str) -> Reading[bool]:
-    """Consumes ``text`` if it follows; returns whether it did."""
+    """Consume ``text`` if it follows; return whether it did."""
     found = yield from ahead(buffer, text)
     if found:
         buffer.take(len(text))
@@ -180,7 +180,7 @@ def skip(buffer: TextBuffer, text: str) -> Reading[bool]:
 
 
 def expect(buffer: TextBuffer, text: str) -> Reading[None]:
-    """Consumes ``text``; ignores spaces at its ends, and at these places in the buffer. Raises Malformed."""
+    """Consume ``text``; ignore spaces at its ends, and at these places in the buffer. Raises Malformed."""
     yield from spaces(buffer)
     inner = text.strip(_SPACES)
     if inner:
@@ -191,7 +191,7 @@ def expect(buffer: TextBuffer, text: str) -> Reading[None]:
 
 
 def take_while(buffer: TextBuffer, pattern: re.Pattern[str]) -> Reading[str]:
-    """Consumes the longest text that matches ``pattern``, a repetition of single characters."""
+    """Consume the longest text that matches ``pattern``, a repetition of single characters."""
     taken = ""
     while True:
         found = pattern.match(buffer.text, buffer.at)
@@ -202,7 +202,7 @@ def take_while(buffer: TextBuffer, pattern: re.Pattern[str]) -> Reading[str]:
 
 
 def one_of(buffer: TextBuffer, texts: Iterable[str]) -> Reading[str]:
-    """Consumes one of ``texts``, none of which begins another one. Raises Malformed as soon as none can follow."""
+    """Consume one of ``texts``, none of which begins another one. Raises Malformed as soon as none can follow."""
     while True:
         for text in texts:
             if buffer.text.startswith(text, buffer.at):
@@ -217,7 +217,7 @@ def _ignore(_: str) -> None: ...
 
 
 def json_value(buffer: TextBuffer, show: Callable[[str], None] = _ignore) -> Reading[Any]:
-    """Consumes one JSON value, and passes the text of an object, an array or a string to ``show`` as it arrives.
+    """Consume one JSON value, and pass the text of an object, an array or a string to ``show`` as it arrives.
 
     Returns the decoded value. Values of other types are passed on when they are complete. Raises Malformed at the first
     character that cannot be a part of JSON.
@@ -248,7 +248,7 @@ def json_value(buffer: TextBuffer, show: Callable[[str], None] = _ignore) -> Rea
 
 
 def some(buffer: TextBuffer) -> Reading[bool]:
-    """Waits for text; False if it has ended."""
+    """Wait for text; return False if it has ended."""
     while not buffer.n and not buffer.ended:
         yield
     return buffer.n > 0
@@ -280,7 +280,10 @@ class _JsonScanner:
         self._token = ""  # of an escape, a number or a literal
 
     def scan(self, text: str, at: int) -> int:
-        """The end of the value's characters from ``at``. Sets ``failed`` if a different character was required."""
+        """Return the end of the value's characters from ``at``.
+
+        Sets ``failed`` if a different character was required.
+        """
         while at < len(text) and not self.done:
             if self._expect is _Expect.STRING:
                 found = _PLAIN.match(text, at)
@@ -300,7 +303,7 @@ class _JsonScanner:
         return at
 
     def _accepts(self, character: str) -> bool:
-        """Takes one character; False if it cannot follow."""
+        """Take one character; return False if it cannot follow."""
         expect = self._expect
         if expect is _Expect.STRING:
             if character == "\\":
@@ -423,7 +426,7 @@ class AnswerOutput:
         )
 
     def piece(self) -> ChatPiece:
-        """The output added since ``piece`` was last called."""
+        """Return the output added since ``piece`` was last called."""
         deltas: list[ToolCallDelta] = []
         for delta in self._deltas:  # joins the pieces of one call
             if deltas and deltas[-1].index == delta.index:
@@ -436,7 +439,7 @@ class AnswerOutput:
         return piece
 
     def content(self, text: str) -> None:
-        """Adds text of the answer."""
+        """Add text of the answer."""
         if self._after_call and not self._any_content:
             text = text.lstrip()
         visible = text.rstrip()
@@ -449,7 +452,7 @@ class AnswerOutput:
             self._spaces += text
 
     def reasoning(self, text: str) -> None:
-        """Adds text of the reasoning."""
+        """Add text of the reasoning."""
         self.mark(text)
         if not self._separates:
             return
@@ -462,27 +465,27 @@ class AnswerOutput:
             self._reasoning_spaces += text
 
     def mark(self, text: str) -> None:
-        """Adds a marker of reasoning or spaces around it. They are content only if reasoning is."""
+        """Add a marker of reasoning or spaces around it. They are content only if reasoning is."""
         if self._shows_marks and text:
             self.content(self.opened + text)
             self.opened = ""
 
     def thought(self) -> None:
-        """Begins reasoning, separated from earlier reasoning by an empty line."""
+        """Begin reasoning, separated from earlier reasoning by an empty line."""
         self._reasoning_spaces = "\n\n" if self._any_reasoning else ""
 
     def paragraph(self) -> None:
-        """Begins another message, separated from the one before by an empty line."""
+        """Begin another message, separated from the one before by an empty line."""
         if not self._shows_marks:
             self._spaces = "\n\n" if self._any_content else ""
         self._reasoning_spaces = "\n\n" if self._any_reasoning else ""
 
     def end_text(self) -> None:
-        """Marks the place of a marker: spaces before it are not part of the text."""
+        """Mark the place of a marker: spaces before it are not part of the text."""
         self._spaces = ""
 
     def finish(self) -> None:
-        """Ends the text."""
+        """End the text."""
         if self._spaces and not self._after_call:
             self._content.append(self._spaces)
         self._spaces = ""
@@ -494,25 +497,25 @@ class AnswerOutput:
         return self._n_calls
 
     def hold(self) -> bool:
-        """Holds back the pieces of the next calls until each is complete. Returns the value for ``release``."""
+        """Hold back the pieces of the next calls until each is complete. Return the value for ``release``."""
         before, self._stream_calls = self._stream_calls, False
         return before
 
     def release(self, before: bool) -> None:
-        """Ends ``hold``."""
+        """End ``hold``."""
         self._stream_calls = before
 
     def begin(self, name: str, id_: str | None) -> None:
-        """A call begins. ``id_``: the model's own id, if it is known already."""
+        """Begin a call. ``id_``: the model's own id, if it is known already."""
         self._add(ToolCallDelta(self._n_calls, id_ or new_call_id(), name, ""))
 
     def identify(self, id_: str) -> None:
-        """Sets the model's id of the current call. It has no effect after a part of the call was returned."""
+        """Set the model's id of the current call. It has no effect after a part of the call was returned."""
         if self._held:
             self._held[0] = replace(self._held[0], id=id_)
 
     def more(self, text: str) -> None:
-        """The next piece of the JSON text of the call's arguments."""
+        """Add the next piece of the JSON text of the call's arguments."""
         self._add(ToolCallDelta(self._n_calls, None, None, text))
 
     def _add(self, delta: ToolCallDelta) -> None:
@@ -529,7 +532,7 @@ class AnswerOutput:
         self._buffer.record()
 
     def end(self) -> None:
-        """The call is complete."""
+        """Complete the call."""
         for delta in self._held:
             self._called(delta)
         self._held = []
@@ -538,7 +541,7 @@ class AnswerOutput:
         self._buffer.record()
 
     def give_back(self) -> None:
-        """Turns text that was read as a call, but is not one, into content."""
+        """Turn text that was read as a call, but is not one, into content."""
         if self._begun:  # it stays unfinished
             self._begun = False
             self._n_calls += 1
@@ -553,11 +556,11 @@ class AnswerOutput:
             self.content(self.without_control(self._buffer.recorded()))
 
     def without_control(self, text: str) -> str:
-        """The text without control tokens."""
+        """Return the text without control tokens."""
         return self._control.sub("", text)
 
     def _drop(self) -> None:
-        """Drops what was read of an incomplete call, and the rest of the text, which belongs to it."""
+        """Drop what was read of an incomplete call, and the rest of the text, which belongs to it."""
         self._buffer.recorded()
         self._buffer.take(self._buffer.n)
 

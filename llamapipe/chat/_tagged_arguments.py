@@ -44,7 +44,7 @@ class TaggedArguments:
     """The arguments of one tool: their schemas, and their values from text."""
 
     def __init__(self, form: CallFormat, parameters: dict[str, Any]) -> None:
-        """Raises InvalidRequestError for parameters that cannot be written separately."""
+        """Check the schemas. Raises InvalidRequestError for parameters that cannot be written separately."""
         self.form = form
         self._root = parameters
         whole = self.resolved(parameters)
@@ -76,7 +76,7 @@ class TaggedArguments:
         self._check("additionalProperties", self.open_schema)
 
     def _check(self, name: str, schema: dict[str, Any]) -> None:
-        """Raises InvalidRequestError for what the text of an argument cannot express or enforce."""
+        """Raise InvalidRequestError for what the text of an argument cannot express or enforce."""
         form = self.form
         self.check_name(name)
         if form.style is Style.PYTHON or "string" not in self.types(schema):
@@ -94,7 +94,7 @@ class TaggedArguments:
                 )
 
     def check_name(self, name: str) -> None:
-        """Raises InvalidRequestError if calls cannot contain this name of an argument or a member."""
+        """Raise InvalidRequestError if calls cannot contain this name of an argument or a member."""
         form = self.form
         if form.style is Style.PYTHON:
             is_wrong = not re.fullmatch(r"[\w\-$.]+", name)
@@ -109,7 +109,7 @@ class TaggedArguments:
             raise InvalidRequestError(f"an argument must not be called {quoted(name)} in this model's calls")
 
     def resolved(self, schema: Any) -> dict[str, Any]:
-        """The schema that a chain of local references ends in; ``allOf`` with one member is that member."""
+        """Return the schema that a chain of local references ends in; ``allOf`` with one member is that member."""
         for _ in range(20):
             if schema is True:
                 return {}
@@ -138,7 +138,7 @@ class TaggedArguments:
         raise InvalidRequestError("parameters: a reference refers to itself")
 
     def _at(self, target: str) -> Any:
-        """The target of a local reference; None if there is none."""
+        """Return the target of a local reference; None if there is none."""
         found: Any = self._root
         if target == "#":
             return found
@@ -155,7 +155,7 @@ class TaggedArguments:
         return found
 
     def with_shared(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """The schema of a part of the parameters, with the definitions that it can refer to."""
+        """Return the schema of a part of the parameters, with the definitions that it can refer to."""
         return {**{key: self._root[key] for key in _SHARED if key in self._root}, **schema}
 
     # ---- what a schema allows
@@ -166,7 +166,7 @@ class TaggedArguments:
         return [schema]
 
     def types(self, schema: dict[str, Any]) -> set[str]:
-        """The types that a schema allows; "string", "any" and "null" if it names none."""
+        """Return the types that a schema allows; "string", "any" and "null" if it names none."""
         found: set[str] = set()
         for option in self.alternatives(schema):
             named = option.get("type")
@@ -189,22 +189,22 @@ class TaggedArguments:
         return self.properties.get(key, self.open_schema)
 
     def is_text(self, key: str) -> bool:
-        """True if an argument's text is always its value. Such text can be returned while it arrives."""
+        """Return whether an argument's text is always its value. Such text can be returned while it arrives."""
         schema = self._schema(key)
         return choices(schema) is None and self.types(schema) == {"string"}
 
     def may_be_text(self, key: str) -> bool:
-        """True if every string is a valid argument."""
+        """Return whether every string is a valid argument."""
         schema = self._schema(key)
         return choices(schema) is None and "string" in self.types(schema)
 
     def is_json(self, key: str) -> bool:
-        """True if an argument is an object or an array, or something else that is no string."""
+        """Return whether an argument is an object or an array, or something else that is no string."""
         schema = self._schema(key)
         return choices(schema) is None and "string" not in self.types(schema)
 
     def value(self, key: str, text: str, is_text: bool | None = None) -> Any:
-        """The value of an argument from the text between its markers.
+        """Return the value of an argument from the text between its markers.
 
         ``is_text``: True if the markers say that it is a string, False if they deny it, else None. Raises
         ValueError for a text that is neither JSON nor a string that the schema allows.
@@ -220,7 +220,7 @@ class TaggedArguments:
         return self._read(self._schema(key), text, is_text)
 
     def _read(self, schema: dict[str, Any], text: str, is_text: bool | None = None) -> Any:
-        """A value of a schema from its text."""
+        """Read a value of a schema from its text."""
         chosen = choices(schema)
         if chosen is not None:
             for value in chosen:
@@ -246,7 +246,7 @@ class TaggedArguments:
         return text
 
     def _fits(self, schema: dict[str, Any], value: Any, depth: int = 0) -> bool:
-        """True if a schema that also allows strings allows this value: its type, its members and its size."""
+        """Return whether a schema that also allows strings allows this value: its type, its members and its size."""
         return any(self._fits_option(option, value, depth) for option in self.alternatives(schema))
 
     def _fits_option(self, schema: dict[str, Any], value: Any, depth: int) -> bool:
@@ -277,7 +277,10 @@ class TaggedArguments:
         return True
 
     def typed(self, key: str, value: Any) -> Any:
-        """A value that was read in the syntax of the calls, in which models also quote values other than strings."""
+        """Return a value that was read in the syntax of the calls, with the types of its schema.
+
+        In calls, models also quote values other than strings.
+        """
         return self._typed(self._schema(key), value)
 
     def _typed(self, schema: dict[str, Any], value: Any) -> Any:
@@ -294,7 +297,7 @@ class TaggedArguments:
         return value
 
     def _object_option(self, schema: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
-        """The alternative of a schema that fits an object with these members."""
+        """Return the alternative of a schema that fits an object with these members."""
         objects = [option for option in self.alternatives(schema) if "object" in self.types(option)]
         return next((option for option in objects if _names(option).issuperset(keys)), (objects or [{}])[0])
 
@@ -304,14 +307,14 @@ class TaggedArguments:
         return self.resolved(members.get(key, others if isinstance(others, dict) else {}))
 
     def _item(self, schema: dict[str, Any], index: int) -> dict[str, Any]:
-        """The schema of an item of an array."""
+        """Return the schema of an item of an array."""
         arrays = [option for option in self.alternatives(schema) if "array" in self.types(option)]
         option = (arrays or [{}])[0]
         first = option.get("prefixItems", [])
         return self.resolved(first[index] if index < len(first) else option.get("items") or {})
 
     def shaped(self, key: str, value: Any) -> Any:
-        """A value from its text or members in the style NESTED. Raises ValueError."""
+        """Return a value from its text or members in the style NESTED. Raises ValueError."""
         return self._shaped(self._schema(key), value)
 
     def _shaped(self, schema: dict[str, Any], value: Any) -> Any:
@@ -332,7 +335,7 @@ class TaggedArguments:
         return {key: self._shaped(self._member(option, key), item) for key, item in value}
 
     def _node(self, value: Any) -> Any:
-        """A value as its text or its members in the style NESTED."""
+        """Return a value as its text or its members in the style NESTED."""
         if isinstance(value, dict) and value:
             return [(key, self._node(item)) for key, item in value.items()]
         if isinstance(value, list) and value:
@@ -341,7 +344,7 @@ class TaggedArguments:
 
 
 def _in_range(schema: dict[str, Any], value: float) -> bool:
-    """True if a number is within the bounds of a schema, and a multiple of its step."""
+    """Return whether a number is within the bounds of a schema, and a multiple of its step."""
     step = schema.get("multipleOf")
     return (
         schema.get("minimum", value) <= value <= schema.get("maximum", value)
@@ -357,7 +360,7 @@ def _names(schema: dict[str, Any]) -> set[str]:
 
 
 def _literal(text: str) -> Any:
-    """A value from JSON, or from a literal of Python, which some templates show. Raises ValueError."""
+    """Read a value from JSON, or from a literal of Python, which some templates show. Raises ValueError."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -396,7 +399,7 @@ _PYTHON = (
 
 
 def choices(schema: dict[str, Any]) -> list[Any] | None:
-    """The values of ``enum`` or ``const``, without those that ``type`` excludes; None if there is neither."""
+    """Return the values of ``enum`` or ``const``, without those that ``type`` excludes; None if there is neither."""
     if "const" in schema:
         return [schema["const"]]
     values = schema.get("enum")
@@ -408,7 +411,7 @@ def choices(schema: dict[str, Any]) -> list[Any] | None:
 
 
 def _is_of(value: Any, names: set[str]) -> bool:
-    """True if a value has one of these JSON types."""
+    """Return whether a value has one of these JSON types."""
     if isinstance(value, bool):
         return "boolean" in names
     if isinstance(value, (int, float)):
@@ -418,5 +421,5 @@ def _is_of(value: Any, names: set[str]) -> bool:
 
 
 def as_text(value: Any) -> str:
-    """A string as it is, any other value as JSON."""
+    """Return a string as it is, any other value as JSON."""
     return value if isinstance(value, str) else json.dumps(value)

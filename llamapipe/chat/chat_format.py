@@ -63,7 +63,7 @@ class ChatFormat:
         is_eog: Callable[[int], bool] | None = None,
         usual: ChatFormat | None = None,
     ) -> ChatFormat:
-        """Probes a template: about forty renders of short conversations.
+        """Probe a template: about forty renders of short conversations.
 
         ``special_id`` returns the token's id if the text is one control token of the vocabulary, else None. ``is_eog``
         returns whether a token ends generation. Such a token is never part of a call, although templates write it
@@ -156,7 +156,7 @@ class ChatFormat:
         whitespace: str = "compact",
         plain: bool = False,
     ) -> str | None:
-        """A Lark grammar, for llguidance, of the answers that a request allows; None if any text is allowed.
+        """Return a Lark grammar, for llguidance, of the answers that a request allows; None if any text is allowed.
 
         - ``choice``: "auto" (text, then valid calls), "none", "required" (calls only), or the name of the one tool to
           call. ``parallel``: several calls are allowed, where the template can write several.
@@ -197,7 +197,7 @@ class ChatFormat:
         return GrammarWriter(self.calls, answer, self._literals).write()
 
     def relaxed(self, tool: Tool, keeps_types: bool = True) -> Tool:
-        """The tool with arguments that are any JSON object, for a schema that no grammar can express.
+        """Return the tool with arguments that are any JSON object, for a schema that no grammar can express.
 
         ``keeps_types``: of arguments whose text says only with its type whether it is a string.
         """
@@ -228,7 +228,7 @@ class ChatFormat:
         reasoning_format: str = "auto",
         continues: bool = False,
     ) -> ChatParser:
-        """A parser for one answer to a prompt that ends with ``prompt_tail``.
+        """Return a parser for one answer to a prompt that ends with ``prompt_tail``.
 
         ``stream_calls``: return a call's arguments while they arrive. Use it only if the grammar constrains the answer.
         ``lenient``: with "auto", an answer that consists of calls as plain JSON is read as these, of several calls only
@@ -253,7 +253,10 @@ class ChatFormat:
         )
 
     def limited_reasoning(self, prompt_tail: str) -> LimitedReasoning | None:
-        """What surrounds the reasoning of an answer to a prompt that ends with ``prompt_tail``; None: it has none."""
+        """Return what surrounds the reasoning of an answer to a prompt that ends with ``prompt_tail``.
+
+        None: the answer has none.
+        """
         if self.reasoning is None:
             return None
         close = HARMONY_FINAL if self._harmony else self.reasoning.end
@@ -262,9 +265,10 @@ class ChatFormat:
     def continued_tail(
         self, prompt_tail: str, messages: Any, is_constrained: bool, part: str = "content"
     ) -> str:
-        """The ``prompt_tail`` for a prompt that ends inside its last message; ``part``: "content" or "reasoning".
+        """Return the ``prompt_tail`` for a prompt that ends inside its last message.
 
-        Raises InvalidRequestError if the template's messages cannot be continued by a constrained answer.
+        ``part``: "content" or "reasoning". Raises InvalidRequestError if the template's messages cannot be continued by
+        a constrained answer.
         """
         if part == "reasoning" and self.reasoning is not None:
             return self.reasoning.start
@@ -280,7 +284,7 @@ class ChatFormat:
         return prompt_tail
 
     def _prompted(self, prompt_tail: str) -> str:
-        """The start of a call's opening at the end of the prompt; empty if there is none."""
+        """Return the start of a call's opening at the end of the prompt; empty if there is none."""
         start = "" if self.calls is None else self.calls.prompted
         return start if prompt_tail.endswith(start) else ""
 
@@ -292,7 +296,7 @@ class ChatFormat:
 
 
 def _without_eog(form: CallFormat, ends: Callable[[str], bool]) -> CallFormat:
-    """The format without tokens that end generation: they are not part of the text."""
+    """Return the format without tokens that end generation: they are not part of the text."""
 
     def cut(text: str) -> tuple[str, bool]:
         kept = list(takewhile(lambda one: not ends(one), segments(text)))
@@ -308,7 +312,7 @@ _NOTES = ("title", "description", "$comment", "default", "examples", "deprecated
 
 
 def _without_notes(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without annotations, which make up most of the text of many tools. Changes it in place."""
+    """Remove a schema's annotations in place, and return it. They make up most of the text of many tools."""
     for _, part in subschemas(schema):
         for name in _NOTES:
             part.pop(name, None)
@@ -316,7 +320,7 @@ def _without_notes(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def differs_from_calls(schema: Schema) -> bool:
-    """True unless a schema lists both members of a call, ``name`` and ``arguments``."""
+    """Return whether a schema does not list both members of a call, ``name`` and ``arguments``."""
     return not {"name", "arguments"} <= {
         name
         for _, part in subschemas(schema_object(schema))

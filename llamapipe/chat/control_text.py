@@ -61,12 +61,12 @@ class ControlTexts:
         return f"<ControlTexts n={len(self._tokens)}>"
 
     def first_in(self, text: str) -> str | None:
-        """The first text of a control token that ``text`` contains; None if there is none."""
+        """Return the first text of a control token that ``text`` contains; None if there is none."""
         found = self._pattern.search(text) if self._pattern is not None else None
         return None if found is None else found.group()
 
     def marked(self, text: str, mark: Mark) -> str:
-        """``text`` with a mark in each control token's text, and at an end that the template could complete to one."""
+        """Mark each control token's text in ``text``, and an end that the template could complete to one."""
         if self._pattern is None or not text:
             return text
         # A mark in one text may leave another that overlaps with it.
@@ -89,13 +89,13 @@ class ControlTexts:
         return text[0] + mark.character + text[1:]
 
     def unmarked(self, text: str, mark: Mark) -> str:
-        """Reverses ``marked``."""
+        """Reverse ``marked``."""
         for i, single in reversed(list(enumerate(sorted(self._single), 1))):
             text = text.replace(mark.character + mark.stand_in * i + mark.character, single)
         return text.replace(mark.character, "")
 
     def split(self, text: str) -> list[str | int]:
-        """Splits a text, as llama.cpp does, into ids of special tokens and the text between them."""
+        """Split a text, as llama.cpp does, into ids of special tokens and the text between them."""
         parts: list[str | int] = [text]
         for token in self._tokens:
             if token.text in text:
@@ -106,7 +106,7 @@ class ControlTexts:
 
 
 def _cut(text: str, token: SpecialToken) -> Iterator[str | int]:
-    """The parts of a text around a token."""
+    """Yield the parts of a text around a token."""
     pieces = text.split(token.text)
     for i, piece in enumerate(pieces):
         if i > 0:
@@ -118,7 +118,7 @@ def _cut(text: str, token: SpecialToken) -> Iterator[str | int]:
 
 
 def unused_mark(values: Any) -> Mark:
-    """A mark of private-use characters that no text of a JSON value contains, literally or escaped."""
+    """Return a mark of private-use characters that no text of a JSON value contains, literally or escaped."""
     texts = list(_texts(values))
     used = {character for text in texts if not text.isascii() for character in _PRIVATE_TEXT.findall(text)}
     escaped = "".join(text.lower() for text in texts if "\\u" in text)
@@ -149,7 +149,7 @@ def tokenized(
     added: tuple[Sequence[int], Sequence[int]],
     media_mark: str = "",
 ) -> list[int]:
-    """The tokens of a rendered conversation in which the callers' texts are marked.
+    """Tokenize a rendered conversation in which the callers' texts are marked.
 
     ``tokenize``: takes a text, and whether to add and to parse special tokens. ``added``: the tokens that it adds
     before and after a text. ``media_mark``: that of images and sounds, whose tokens are negative; or empty.

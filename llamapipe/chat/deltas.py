@@ -27,7 +27,7 @@ class DeltaParser:
         return f"<DeltaParser n_prompt_tokens={self.n_prompt_tokens}>"
 
     def read(self, delta: Delta) -> ChatDelta | None:
-        """The next part of the answer; None if there is nothing to show yet."""
+        """Return the next part of the answer; None if there is nothing to show yet."""
         reason: ChatFinishReason | None = delta.finish_reason
         parser = self._parser
         if parser is None:
@@ -57,7 +57,7 @@ class DeltaParser:
         )
 
     def _with_tokens(self, delta: ChatDelta) -> ChatDelta:
-        """The delta with the tokens that were kept before it."""
+        """Return the delta with the tokens that were kept before it."""
         if not self._token_ids:
             return delta
         ids, logprobs = (*self._token_ids, *delta.token_ids), delta.logprobs

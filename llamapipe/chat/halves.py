@@ -22,12 +22,12 @@ _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 def whole(text: str) -> str:
-    """The text with U+FFFD for lone surrogates. A pair becomes its character."""
+    """Return the text with U+FFFD for lone surrogates. A pair becomes its character."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def whole_values(value: Any) -> Any:
-    """A value of JSON with ``whole`` applied to all its texts."""
+    """Return a value of JSON with ``whole`` applied to all its texts."""
     if isinstance(value, str):
         return value if value.isascii() else whole(value)
     if isinstance(value, Mapping):
@@ -38,14 +38,15 @@ def whole_values(value: Any) -> Any:
 
 
 def whole_json(text: str) -> str:
-    """JSON text with U+FFFD for escaped lone surrogates."""
+    """Return JSON text with U+FFFD for escaped lone surrogates."""
     return _IN_TEXT.sub(lambda found: found[0] if found[2] else found[1] + _UNKNOWN, text)
 
 
 def whole_json_bytes(body: bytes) -> bytes:
-    """Like ``whole_json``, for bytes, which may also encode a lone surrogate as three bytes, or have a mark in front.
+    """Return bytes of JSON with U+FFFD for lone surrogates, as ``whole_json`` does for text.
 
-    Programs on Windows write the byte order mark of UTF-8 at the start of a text.
+    The bytes may also encode a lone surrogate as three bytes, or have a mark in front. Programs on Windows write the
+    byte order mark of UTF-8 at the start of a text.
     """
     unknown = _UNKNOWN.encode()
     made = _IN_BYTES.sub(lambda found: found[0] if found[2] else (found[1] or b"") + unknown, body)

@@ -23,7 +23,7 @@ def _place(index: int, i: int) -> str:
 
 
 def first_media(messages: Any) -> tuple[str, str] | None:
-    """The place of the first image or sound in messages, and its type; None if there are none."""
+    """Return the place of the first image or sound in messages, and its type; None if there are none."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         return None
     for index, message in enumerate(messages):
@@ -35,7 +35,7 @@ def first_media(messages: Any) -> tuple[str, str] | None:
 
 
 def with_paths_below(messages: Any, folder: Path | None) -> Any:
-    """Messages of a stranger in which each path of an image or a sound was found below ``folder``.
+    """Return messages of a stranger in which each path of an image or a sound was found below ``folder``.
 
     Raises as ``path_below``; what is otherwise wrong with messages is left for their checks.
     """
@@ -57,7 +57,7 @@ def with_paths_below(messages: Any, folder: Path | None) -> Any:
 
 
 def taken_media(messages: Any) -> tuple[Any, str, list[Given]]:
-    """The messages with text in the places of images and sounds, the mark around their numbers, and what they are.
+    """Return the messages with text for images and sounds, the mark around their numbers, and what they are.
 
     There is at least one. Raises InvalidRequestError and TypeError, which name the place.
     """
@@ -96,7 +96,7 @@ def taken_media(messages: Any) -> tuple[Any, str, list[Given]]:
 
 
 def check_shown(messages: Any, mark: str, tokens: Sequence[int], places: Sequence[str]) -> None:
-    """Raises InvalidRequestError if a template left out an image or a sound of the messages, or wrote it twice.
+    """Raise InvalidRequestError if a template left out an image or a sound of the messages, or wrote it twice.
 
     ``places``: the places of all media of the call, including media of other messages.
     """
@@ -113,7 +113,7 @@ def check_shown(messages: Any, mark: str, tokens: Sequence[int], places: Sequenc
 
 
 def _texts(content: Any) -> list[str]:
-    """The texts of a message's content."""
+    """Return the texts of a message's content."""
     if isinstance(content, str):
         return [content]
     parts = content if isinstance(content, (list, tuple)) else ()

@@ -30,7 +30,7 @@ _EXAMPLE = 'engine.chat([{"role": "user", "content": "Hello"}])'
 
 
 def check_messages(messages: object) -> list[Message]:
-    """The messages as plain dicts whose ``content`` is text.
+    """Return the messages as plain dicts whose ``content`` is text.
 
     ``content`` may be None, text, or a list of parts with text. The arguments of tool calls become dicts.
     Arguments that are not a JSON object, such as those of a call that was cut off, stay text.
@@ -44,7 +44,7 @@ def check_messages(messages: object) -> list[Message]:
 
 
 def plain(name: str, value: Any) -> Any:
-    """A copy of a value as plain JSON: templates never see the caller's objects. Raises InvalidRequestError."""
+    """Copy a value as plain JSON: templates never see the caller's objects. Raises InvalidRequestError."""
     try:
         return json.loads(whole_json(json.dumps(value)))
     except (TypeError, ValueError, RecursionError) as e:
@@ -80,7 +80,7 @@ def _checked(index: int, message: object) -> Message:
 
 
 def _misspelt(field: str, given: Mapping[str, Any]) -> str:
-    """A suggestion to append to a message about a missing field: the given field that is probably a misspelling."""
+    """Return what to append to a message about a missing field: the given field that is probably a misspelling."""
     wrong = next((key for key in given if nearest(str(key), [field]) is not None), None)
     return "" if wrong is None else f"; is {quoted(wrong)} meant to be {quoted(field)}?"
 
@@ -135,7 +135,7 @@ def _calls(place: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _arguments(given: Any) -> dict[str, Any] | str:
-    """The arguments of a call as an object; anything else as text.
+    """Return the arguments of a call as an object; anything else as text.
 
     Callers also send back answers that ``max_tokens`` ended within a call. Their arguments are not JSON.
     """
@@ -155,12 +155,12 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str:
-    """The reasoning in a message; empty if there is none."""
+    """Return the reasoning in a message; empty if there is none."""
     return next((text for key in REASONING_KEYS if isinstance(text := message.get(key), str) and text), "")
 
 
 def continued_part(message: Mapping[str, Any], asked: bool | str) -> str:
-    """The part of the last message that an answer continues: "content", "reasoning", or empty for none.
+    """Return the part of the last message that an answer continues: "content", "reasoning", or empty for none.
 
     ``asked``: the part, or True for the last one that the message has.
     """
@@ -171,7 +171,7 @@ def continued_part(message: Mapping[str, Any], asked: bool | str) -> str:
 
 # ---- the forms that some templates expect
 def with_reasoning_names(messages: Sequence[Message]) -> list[Message]:
-    """The messages with an assistant's reasoning under every name that templates use.
+    """Return the messages with an assistant's reasoning under every name that templates use.
 
     gpt-oss uses ``thinking``. Its template refuses it beside content and shows it only before calls.
     """
@@ -186,7 +186,7 @@ def with_reasoning_names(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_arguments(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
-    """The messages with the arguments of tool calls changed."""
+    """Return the messages with the arguments of tool calls changed."""
     made = []
     for message in messages:
         if message.get("tool_calls"):
@@ -201,19 +201,22 @@ def with_arguments(messages: Sequence[Message], change: Callable[[Any], Any]) ->
 
 
 def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
-    """The messages with the arguments of tool calls as JSON text."""
+    """Return the messages with the arguments of tool calls as JSON text."""
     return with_arguments(
         messages, lambda given: given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
     )
 
 
 def with_object_arguments(messages: Sequence[Message]) -> list[Message]:
-    """The messages with the arguments of all tool calls as objects. Other text becomes the only member."""
+    """Return the messages with the arguments of all tool calls as objects.
+
+    Other text becomes the only member.
+    """
     return with_arguments(messages, lambda given: {"arguments": given} if isinstance(given, str) else given)
 
 
 def text_arguments(messages: Sequence[Message]) -> list[str]:
-    """The arguments that are not objects."""
+    """Return the arguments that are not objects."""
     return [
         call["function"]["arguments"]
         for message in messages
@@ -223,7 +226,7 @@ def text_arguments(messages: Sequence[Message]) -> list[str]:
 
 
 def with_merged_system(messages: Sequence[Message]) -> list[Message]:
-    """The messages without a system message: its text is put before the text of the first user message."""
+    """Return the messages without a system message: its text is put before the text of the first user message."""
     texts = [message["content"] for message in messages if message["role"] in _SYSTEM]
     others = [message for message in messages if message["role"] not in _SYSTEM]
     for i, message in enumerate(others):
@@ -236,7 +239,7 @@ def with_merged_system(messages: Sequence[Message]) -> list[Message]:
 def with_users_text(
     messages: Sequence[Message], places: Container[int], after_tools: bool = True
 ) -> list[Message]:
-    """The messages with the system messages at ``places`` changed so that a template shows them there.
+    """Return the messages with the system messages at ``places`` changed so that a template shows them there.
 
     System messages directly after the first one are added to it. The others become text of the user. ``after_tools``:
     the template accepts such text after the result of a tool; otherwise it is added to that result.
@@ -255,7 +258,7 @@ def with_users_text(
 
 
 def with_joined_users(messages: Sequence[Message]) -> list[Message]:
-    """The messages with consecutive messages of the user joined."""
+    """Return the messages with consecutive messages of the user joined."""
     made: list[Message] = []
     for message in messages:
         if message["role"] == "user" and made and made[-1]["role"] == "user":
@@ -266,7 +269,7 @@ def with_joined_users(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_short_ids(messages: Sequence[Message]) -> list[Message]:
-    """The messages with ids of nine letters and digits, as Mistral's templates want them, for the ids of others.
+    """Return the messages with ids of nine letters and digits, as Mistral's templates want them, for other ids.
 
     Histories come from other models, or have no ids. The same id becomes the same text in every request, and an id that
     a call lacks is that of the result in its place.
@@ -300,7 +303,7 @@ def with_short_ids(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_joined_answers(messages: Sequence[Message]) -> list[Message]:
-    """The messages with consecutive messages of the assistant joined, the text before the calls."""
+    """Return the messages with consecutive messages of the assistant joined, the text before the calls."""
     made: list[Message] = []
     for message in messages:
         before = made[-1] if made else {}
@@ -313,7 +316,7 @@ def with_joined_answers(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_single_calls(messages: Sequence[Message]) -> list[Message]:
-    """The messages with one call in each message of the assistant, before its result."""
+    """Return the messages with one call in each message of the assistant, before its result."""
     made: list[Message] = []
     results: list[Message] = []
     for i, message in enumerate(messages):
@@ -340,7 +343,10 @@ def with_single_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_called_results(messages: Sequence[Message]) -> list[Message]:
-    """The messages with results of tools that follow no call, which a program has cut off, as text of the user."""
+    """Return the messages; results of tools that follow no call become text of the user.
+
+    A program has cut off their calls.
+    """
     made: list[Message] = []
     follows_call = False
     for message in messages:
@@ -351,7 +357,7 @@ def with_called_results(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_answered_calls(messages: Sequence[Message]) -> list[Message]:
-    """The messages with calls that have no result, such as those that ``max_tokens`` ended, as text."""
+    """Return the messages; calls that have no result, such as those that ``max_tokens`` ended, become text."""
     made: list[Message] = []
     for message, after in zip(messages, [*messages[1:], {}], strict=True):
         if message.get("tool_calls") and after.get("role", "tool") != "tool":
@@ -364,7 +370,7 @@ def with_answered_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_first_user(messages: Sequence[Message]) -> list[Message]:
-    """The messages with an empty one of the user before an answer that begins the conversation, such as a greeting."""
+    """Return the messages with an empty one of the user before an answer at the start, such as a greeting."""
     n = next((i for i, message in enumerate(messages) if message["role"] not in _SYSTEM), len(messages))
     if n == len(messages) or messages[n]["role"] != "assistant":
         return list(messages)
@@ -372,7 +378,7 @@ def with_first_user(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_null_content(messages: Sequence[Message]) -> list[Message]:
-    """The messages with None as the content of those that hold tool calls and no text."""
+    """Return the messages with None as the content of those that hold tool calls and no text."""
     return [
         {**message, "content": None} if message.get("tool_calls") and not message["content"] else message
         for message in messages
@@ -382,7 +388,10 @@ def with_null_content(messages: Sequence[Message]) -> list[Message]:
 def with_written_calls(
     messages: Sequence[Message], written: Callable[[Sequence[tuple[str, str, dict[str, Any]]]], str]
 ) -> list[Message]:
-    """The messages with tool calls as part of their text. ``written``: writes calls of id, name and arguments."""
+    """Return the messages with tool calls as part of their text.
+
+    ``written``: writes calls of id, name and arguments.
+    """
     made = []
     for message in messages:
         if calls := message.get("tool_calls"):
@@ -398,7 +407,7 @@ def with_written_calls(
 
 
 def with_reasoning(messages: Sequence[Message]) -> list[Message]:
-    """The messages with empty reasoning in answers without reasoning."""
+    """Return the messages with empty reasoning in answers without reasoning."""
     return [
         {"reasoning_content": "", **message} if message["role"] == "assistant" else message
         for message in messages
@@ -406,14 +415,14 @@ def with_reasoning(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_parts(messages: Sequence[Message]) -> list[Message]:
-    """The messages with contents as lists of parts."""
+    """Return the messages with contents as lists of parts."""
     return [
         {**message, "content": [{"type": "text", "text": message["content"] or ""}]} for message in messages
     ]
 
 
 def with_tools_in_system(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """The messages with the tools as JSON in the first system message, which is added if there is none."""
+    """Return the messages with the tools as JSON in the first system message, which is added if there is none."""
     text = json.dumps([tool.get("function", tool) for tool in tools], ensure_ascii=False)
     if messages and messages[0]["role"] == "system":
         return [{**messages[0], "tools": text}, *messages[1:]]
@@ -421,14 +430,14 @@ def with_tools_in_system(messages: Sequence[Message], tools: Sequence[Mapping[st
 
 
 def with_system_role(messages: Sequence[Message]) -> list[Message]:
-    """The messages with the role ``developer`` replaced by its older name, ``system``."""
+    """Return the messages with the role ``developer`` replaced by its older name, ``system``."""
     return [
         {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
     ]
 
 
 def with_descriptions(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Tools with a description for every parameter, empty where it was missing."""
+    """Return tools with a description for every parameter, empty where it was missing."""
     made = []
     for tool in tools:
         function = tool["function"]
@@ -445,9 +454,10 @@ def with_descriptions(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def with_plain_schemas(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Tools whose parameters are written as most templates expect them: each an object with one type, or none.
+    """Return tools whose parameters are written as most templates expect them.
 
-    Some templates convert types with a macro that calls itself for what it does not know, such as ``"null"``.
+    Each is an object with one type, or none. Some templates convert types with a macro that calls itself for what it
+    does not know, such as ``"null"``.
     """
     return [
         {**tool, "function": {**function, "parameters": _plain_schema(function.get("parameters") or {})}}
@@ -494,7 +504,7 @@ def kept_messages(
     max_tokens: int | None,
     room: int = 1,
 ) -> list[MessageT]:
-    """The conversation, without its oldest turns if its prompt leaves too little room for the answer.
+    """Return the conversation, without its oldest turns if its prompt leaves too little room for the answer.
 
     Room is needed for ``max_tokens``, at most a quarter of ``n_ctx``, and at least ``room`` tokens. The system messages
     at the beginning and the last turn stay; if they alone fill the context, nothing is dropped. ``n_tokens``: counts
@@ -528,7 +538,7 @@ def kept_messages(
 def kept_tokens(
     before: Sequence[int], n_prompt: int, n_ctx: int, max_tokens: int | None, room: int = 1
 ) -> Sequence[int]:
-    """The tokens before a prompt, without the oldest ones if they leave too little room: as ``kept_messages``."""
+    """Return the tokens before a prompt, without the oldest if they leave too little room (``kept_messages``)."""
     if len(before) + n_prompt + _room(n_ctx, max_tokens, room) <= n_ctx:
         return before
     n_kept = max(n_ctx // 2 - n_prompt, 0)
@@ -536,12 +546,12 @@ def kept_tokens(
 
 
 def _room(n_ctx: int, max_tokens: int | None, least: int) -> int:
-    """The tokens that are kept free for an answer."""
+    """Return the number of tokens that are kept free for an answer."""
     return max(n_ctx // 4 if max_tokens is None else min(max_tokens, n_ctx // 4), least)
 
 
 def _turns(messages: list[MessageT]) -> list[list[MessageT]]:
-    """The messages in groups, each of which begins with a user's message after one of another role.
+    """Return the messages in groups, each of which begins with a user's message after one of another role.
 
     A tool call and its result are in one group.
 
@@ -567,7 +577,7 @@ def _first_after_growing(
     n_ctx: int,
     n_free: int,
 ) -> int:
-    """The first turn that is kept if the turns come one after the other."""
+    """Return the first turn that is kept if the turns come one after the other."""
     if len(turns) == 1:
         return 0
     sizes = [n_tokens(turn) for turn in turns]

@@ -75,7 +75,7 @@ class _Read:
 
 
 def _parts(marker: str) -> list[str]:
-    """The parts of the end of a call or a section. Spaces may separate them."""
+    """Return the parts of the end of a call or a section. Spaces may separate them."""
     text = marker.strip()
     if segments(text)[:1] == ["]"]:
         return ["]", *filter(None, [text[1:].strip()])]
@@ -121,7 +121,7 @@ class CallReader:
         return self._form.opening
 
     def section(self, buffer: TextBuffer, opening: str, is_whole: bool = True) -> Reading[None]:
-        """Reads the rest of the opening after the trigger, calls, and the end of their section.
+        """Read the rest of the opening after the trigger, calls, and the end of their section.
 
         ``is_whole`` False: the outer markers are optional.
         """
@@ -161,7 +161,7 @@ class CallReader:
             yield from self._one_by_one(buffer, style)
 
     def _end(self, buffer: TextBuffer, following: str, is_whole: bool) -> Reading[None]:
-        """Reads the end of a call. After JSON, it is optional at the end of the text and before another call.
+        """Read the end of a call. After JSON, it is optional at the end of the text and before another call.
 
         Of several markers, only the first is required at the end of the text, or if the outer ones are optional.
         """
@@ -192,7 +192,7 @@ class CallReader:
             self._output.more("{}" if call.arguments is None else call.arguments)
 
     def _members(self, buffer: TextBuffer, call: _Read, is_inner: bool = False) -> Reading[None]:
-        """Reads an object. In OpenAI's form, which some models write, the member "function" is another object."""
+        """Read an object. In OpenAI's form, which some models write, the member "function" is another object."""
         yield from expect(buffer, "{")
         yield from spaces(buffer)
         while not (yield from skip(buffer, "}")):
@@ -229,7 +229,7 @@ class CallReader:
 
     # ---- NAME, perhaps with an id and a number
     def _head(self, buffer: TextBuffer) -> Reading[tuple[str, str | None]]:
-        """Reads the text before the arguments. The text before an id or a number after the name is optional."""
+        """Read the text before the arguments. The text before an id or a number after the name is optional."""
         parts = self._form.head
         found: dict[str | Slot, str] = {}
         at = 0
@@ -286,7 +286,7 @@ class CallReader:
             return TaggedArguments(self._form, {"type": "object", "additionalProperties": True})
 
     def _argument(self, key: str, keys: list[str]) -> str:
-        """The JSON text before the value of another argument."""
+        """Return the JSON text before the value of another argument."""
         keys.append(key)
         return f"{'{' if len(keys) == 1 else ', '}{json.dumps(key, ensure_ascii=False)}: "
 
@@ -323,7 +323,7 @@ class CallReader:
             yield from next_item(buffer, end)
 
     def _show(self, text: str) -> None:
-        """Returns a part of a string to the caller."""
+        """Pass a part of a string to the caller."""
         self._output.more(json.dumps(text, ensure_ascii=False)[1:-1])
 
     # ---- <key>value</key> …
@@ -401,7 +401,7 @@ class CallReader:
     def _text(
         self, buffer: TextBuffer, key: str, arguments: TaggedArguments, keys: list[str]
     ) -> Reading[None]:
-        """Reads a string up to its end, as ``TaggedArguments.value`` does, and passes it on in JSON as it comes."""
+        """Read a string up to its end, as ``TaggedArguments.value`` does, and pass it on in JSON as it comes."""
         form = self._form
         begins, ends = form.key_end.endswith("\n"), form.value_end.startswith("\n")
         held = ""  # a line's end that may be the last
@@ -437,7 +437,10 @@ class CallReader:
         keys: Collection[str],
         show: Callable[[str], None],
     ) -> Reading[None]:
-        """Reads a value up to its end, which stays. If that is missing, the next argument or the call's end ends it."""
+        """Read a value up to its end, which stays.
+
+        If that is missing, the next argument or the call's end ends it.
+        """
         form = self._form
         markers = [form.value_end.strip()]
         if self._lenient and "\n" in form.value_end:
@@ -488,7 +491,7 @@ def _string(buffer: TextBuffer) -> Reading[str]:
 
 
 def _held_object(buffer: TextBuffer) -> Reading[str]:
-    """A JSON object, or a string that holds the text of one."""
+    """Read a JSON object, or a string that holds the text of one."""
     value = yield from json_value(buffer)
     if isinstance(value, str):
         try:
@@ -512,7 +515,7 @@ class PlainCall(NamedTuple):
 
 
 def plain_calls(buffer: TextBuffer, tools: Collection[str], parallel: bool) -> Reading[list[PlainCall]]:
-    """Reads a whole answer that consists of calls of ``tools``; one call, unless ``parallel``.
+    """Read a whole answer that consists of calls of ``tools``; one call, unless ``parallel``.
 
     Raises Malformed as soon as the answer cannot consist of calls.
     """
@@ -532,7 +535,7 @@ def plain_calls(buffer: TextBuffer, tools: Collection[str], parallel: bool) -> R
 
 
 def _calls(buffer: TextBuffer, names: dict[str, str], parallel: bool) -> Reading[list[PlainCall]]:
-    """Reads calls and the spaces around them: a list, or objects one after the other."""
+    """Read calls and the spaces around them: a list, or objects one after the other."""
     yield from spaces(buffer)
     is_marked = yield from skip(buffer, "functools")  # models of Phi 4
     is_list = yield from skip(buffer, "[")
@@ -562,7 +565,7 @@ def _call(buffer: TextBuffer, names: dict[str, str]) -> Reading[PlainCall]:
 
 
 def _call_members(buffer: TextBuffer, names: dict[str, str], is_inner: bool) -> Reading[PlainCall]:
-    """Reads a call after its brace. ``is_inner``: the object is a member "function", as in OpenAI's API."""
+    """Read a call after its brace. ``is_inner``: the object is a member "function", as in OpenAI's API."""
     name = arguments = None
     keys = {'"name"', '"id"', *(json.dumps(key) for key in _ARGUMENTS_KEYS)}
     keys |= {'"type"', '"function"'} if not is_inner else set()
@@ -595,7 +598,7 @@ def _call_members(buffer: TextBuffer, names: dict[str, str], is_inner: bool) -> 
 
 
 def _arguments(buffer: TextBuffer) -> Reading[str]:
-    """The text of a JSON object, or of a string that holds one."""
+    """Read the text of a JSON object, or of a string that holds one."""
     if (yield from ahead(buffer, '"')):
         text: str = yield from json_value(buffer)
         try:
@@ -680,7 +683,7 @@ class ChatParser:
         return self._output.ended_in_call
 
     def feed(self, text: str) -> ChatPiece:
-        """Parses the next text; returns the parts that later text cannot change. Raises ValueError after ``finish``."""
+        """Parse the next text; return the parts that later text cannot change. Raises ValueError after ``finish``."""
         if self._finished:
             raise ValueError("the parser is finished; use a new one for another answer")
         if text:
@@ -689,7 +692,7 @@ class ChatParser:
         return self._output.piece()
 
     def finish(self, cut_off: bool = False) -> ChatPiece:
-        """Ends the text; returns the parts that were held back. A second call returns nothing.
+        """End the text; return the parts that were held back. A second call returns nothing.
 
         ``cut_off``: the model had more to say.
         """
@@ -723,7 +726,7 @@ class ChatParser:
 
     # ---- reasoning
     def _read_reasoning(self) -> Reading[bool]:
-        """Reads reasoning at the start of the answer, and repeated markers that close it.
+        """Read reasoning at the start of the answer, and repeated markers that close it.
 
         Returns whether there was any.
         """
@@ -747,7 +750,7 @@ class ChatParser:
             found = True
 
     def _reasoning_text(self, markers: ReasoningMarkers, before: str = "") -> Reading[None]:
-        """Reads reasoning after its start, up to its end or to calls that end it, and then spaces."""
+        """Read reasoning after its start, up to its end or to calls that end it, and then spaces."""
         buffer, output = self._buffer, self._output
         output.thought()
         form = self._form if self._calls is not None else None
@@ -772,7 +775,7 @@ class ChatParser:
     def _calls_in_reasoning(
         self, form: CallFormat, end: str, trigger: str, openings: Mapping[str, str]
     ) -> Reading[bool]:
-        """Reads calls after a trigger in reasoning. Returns True if the calls or the end marker ended the reasoning.
+        """Read calls after a trigger in reasoning; return whether the calls or the end marker ended the reasoning.
 
         Other text, and calls that were drafts, are reasoning.
         """
@@ -816,7 +819,7 @@ class ChatParser:
         return True
 
     def _read_before(self, end: str, reading: Reading[None]) -> Reading[bool]:
-        """Returns True if a call precedes the marker ``end``. The buffer records the consumed text."""
+        """Return whether a call precedes the marker ``end``. The buffer records the consumed text."""
         try:
             while next(reading, "done") is None:
                 if end in self._buffer.recorded_so_far() + self._buffer.rest:
@@ -828,7 +831,7 @@ class ChatParser:
 
     # ---- text and calls
     def _text_start(self) -> Reading[str | None]:
-        """Consumes a marker before the text. Returns None if there is none.
+        """Consume a marker before the text. Return None if there is none.
 
         Otherwise returns the marker after the text if it has no control token, else an empty text.
         """
@@ -845,7 +848,7 @@ class ChatParser:
         return None
 
     def _plain_calls(self, form: CallFormat) -> Reading[bool]:
-        """Reads an answer that consists of calls as plain JSON; otherwise consumes nothing and returns False."""
+        """Read an answer that consists of calls as plain JSON; otherwise consume nothing and return False."""
         buffer, output = self._buffer, self._output
         buffer.record()
         try:
@@ -867,7 +870,7 @@ class ChatParser:
         return True
 
     def _content_and_calls(self, text_end: str = "") -> Reading[None]:
-        """Reads text, calls after a trigger, and reasoning after a marker that is a control token."""
+        """Read text, calls after a trigger, and reasoning after a marker that is a control token."""
         buffer, output, markers = self._buffer, self._output, self._markers
         calls, form = self._calls, self._form
         openings = calls.openings if calls is not None else {}
@@ -899,7 +902,7 @@ class ChatParser:
                     output.content(found + before)
 
     def _bare_call_in_text(self, calls: CallReader, first: str) -> Reading[None]:
-        """Reads possible calls after text, separated by semicolons. No grammar limits them."""
+        """Read possible calls after text, separated by semicolons. No grammar limits them."""
         buffer, output = self._buffer, self._output
         buffer.unread(first)
         while (yield from self._section(calls, "", calls.opening, False)):
@@ -909,7 +912,7 @@ class ChatParser:
                 return
 
     def _between_bare(self) -> Reading[str]:
-        """Consumes spaces, and after a call the semicolon that Llama models may write."""
+        """Consume spaces, and after a call the semicolon that Llama models may write."""
         buffer = self._buffer
         before = yield from spaces(buffer)
         if self._output.n_calls and self._lenient and (yield from skip(buffer, ";")):
@@ -917,7 +920,7 @@ class ChatParser:
         return before
 
     def _bare_calls(self, calls: CallReader, form: CallFormat) -> Reading[None]:
-        """Reads a text of calls or content. Only calls follow a call; with ``lenient``, also text."""
+        """Read a text of calls or content. Only calls follow a call; with ``lenient``, also text."""
         buffer = self._buffer
         first = form.opening[:1] or "{"
         while True:
@@ -938,9 +941,9 @@ class ChatParser:
     def _section(
         self, calls: CallReader, start: str, opening: str, is_constrained: bool = True
     ) -> Reading[bool]:
-        """Reads calls. ``start``: the text consumed already. Returns False if there is no call; the text is content.
+        """Read calls; return False if there is no call, and the text is content.
 
-        ``is_constrained`` False: each call is returned when it is complete.
+        ``start``: the text consumed already. ``is_constrained`` False: each call is returned when it is complete.
         """
         self._buffer.record(start)
         streams = self._output.hold() if not is_constrained else None

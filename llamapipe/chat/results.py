@@ -40,7 +40,7 @@ class ToolCall:
 
     @classmethod
     def of(cls, id_: str, name: str, text: str) -> ToolCall:
-        """A call from the text of its arguments, which may be incomplete."""
+        """Make a call from the text of its arguments, which may be incomplete."""
         value = _object(text)
         if value is not None:
             return cls(id_, name, value, text)
@@ -98,7 +98,7 @@ class ChatMessage:
         return f"<ChatMessage content={self.content!r} n_calls={len(self._calls)}>"
 
     def add(self, piece: ChatPiece) -> None:
-        """Appends the next piece."""
+        """Append the next piece."""
         self._content.append(piece.content)
         self._reasoning.append(piece.reasoning)
         for delta in piece.tool_calls:
@@ -123,7 +123,7 @@ class ChatMessage:
 
 
 def new_call_id() -> str:
-    """A random id of nine letters and digits: the form that Mistral's templates demand and all others accept."""
+    """Return a random id of nine letters and digits: the form that Mistral's templates demand and all others accept."""
     import secrets
 
     return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
@@ -138,7 +138,7 @@ def _object(text: str) -> dict[str, Any] | None:
 
 
 def _complete_members(text: str) -> dict[str, Any]:
-    """The members of a JSON object that are certainly complete where its text breaks off."""
+    """Return the members of a JSON object that are certainly complete where its text breaks off."""
     depth, end = 0, 0
     for found in _TOKEN.finditer(text):
         depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(found[0], 0)

@@ -65,31 +65,34 @@ class Limits:
         self._end: float = monotonic() + MAX_SECONDS if within is None else within._end
 
     def iterate(self, n: int = 1) -> None:
-        """Counts iterations of loops and calls of macros, and checks the time."""
+        """Count iterations of loops and calls of macros, and check the time."""
         self._n_iterations += n
         if self._n_iterations > MAX_ITERATIONS:
             raise LimitError(f"the template made more than {MAX_ITERATIONS} iterations")
         self.check_time()
 
     def check_time(self) -> None:
-        """Raises LimitError if the rendering has taken too long."""
+        """Raise LimitError if the rendering has taken too long."""
         if monotonic() > self._end:
             raise LimitError(f"the template ran for more than {MAX_SECONDS:g} seconds")
 
     def use(self, size: int) -> None:
-        """Counts characters and items of values that the template makes."""
+        """Count characters and items of values that the template makes."""
         self._size += size
         if self._size > MAX_SIZE:
             raise LimitError(f"the template made more than {MAX_SIZE} characters")
         self.check_time()
 
     def may_use(self, size: int) -> None:
-        """Raises LimitError if a value of this size would be over the limit, without counting it: it may be smaller."""
+        """Raise LimitError if a value of this size would be over the limit.
+
+        The value may be smaller, so it is not counted.
+        """
         if self._size + size > MAX_SIZE:
             raise LimitError(f"the template made more than {MAX_SIZE} characters")
 
     def visit(self, value: Any) -> None:
-        """Counts the items of a value, or the characters of a text, as iterations: each becomes an object of Python.
+        """Count the items of a value, or the characters of a text, as iterations: each becomes an object of Python.
 
         Lazy values are counted as they are read.
         """
@@ -97,7 +100,7 @@ class Limits:
             self.iterate(len(value))
 
     def use_text(self, *values: Any) -> None:
-        """Counts the text that shows these values. Python writes up to ten characters for one inside a container."""
+        """Count the text that shows these values. Python writes up to ten characters for one inside a container."""
         for value in values:
             before = self._size
             self.use_deep(value)
@@ -109,7 +112,7 @@ class Limits:
                     self.may_use(_REPR * (self._size - before))
 
     def use_deep(self, *values: Any) -> None:
-        """Counts all characters and items in nested values; a value that occurs twice counts twice."""
+        """Count all characters and items in nested values; a value that occurs twice counts twice."""
         n = n_seen = 0
         stack = list(values)
         while stack:
@@ -127,7 +130,7 @@ class Limits:
         self.use(n + len(stack))
 
     def use_made(self, value: Any) -> None:
-        """Counts a value that a call returned."""
+        """Count a value that a call returned."""
         if isinstance(value, dict):  # in dict(a=x, b=x), x counts twice: its text repeats it
             self.use_deep(value)
             return
@@ -137,7 +140,7 @@ class Limits:
 
     # ---- operators and methods, before they run
     def check_operator(self, operator: str, left: Any, right: Any) -> None:
-        """Counts the result of an operator."""
+        """Count the result of an operator."""
         if operator == "+":
             if isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
                 self.use(_size_of(left) + _size_of(right))
@@ -157,7 +160,7 @@ class Limits:
                 raise LimitError("templates cannot compute with bytes")
 
     def check_format(self, form: str, values: Iterable[Any]) -> None:
-        """Counts the text that a format makes: each of its fields may show each value."""
+        """Count the text that a format makes: each of its fields may show each value."""
         self.may_use(_SCAN * len(form))
         if _FIELD_WIDTH.search(form):
             raise LimitError(f"the format {quoted(form)} has a field that may be too wide")
@@ -168,12 +171,12 @@ class Limits:
         self.use(len(form) + n_fields * (self._size - before + _MAX_ARGUMENT // 100))
 
     def check_replace(self, text: str, old: Any, new: Any) -> None:
-        """Counts the text that a replacement makes."""
+        """Count the text that a replacement makes."""
         if isinstance(old, str) and isinstance(new, str):
             self.use(len(text) + text.count(old) * len(new))
 
     def check_json(self, value: Any, indent: Any) -> None:
-        """Counts the JSON of a value, whose lines are indented by the depth."""
+        """Count the JSON of a value, whose lines are indented by the depth."""
         before = self._size
         self.use_deep(value)
         self.may_use(_JSON * (self._size - before))
@@ -194,17 +197,17 @@ class Limits:
             level = inner
 
     def check_number(self, value: Any) -> None:
-        """Refuses to convert a long text to a number: the time grows with the square of its length."""
+        """Refuse to convert a long text to a number: the time grows with the square of its length."""
         if isinstance(value, str) and len(value) > _MAX_DIGITS:
             raise LimitError(f"a number of {len(value)} characters; the limit is {_MAX_DIGITS}")
 
     def check_join(self, separator: str, values: list[Any]) -> None:
-        """Counts a joined text."""
+        """Count a joined text."""
         self.use(len(separator) * len(values))
         self.use_text(*values)
 
     def check_split(self, text: str, name: str, separator: Any, most: Any) -> None:
-        """Counts the parts into which a method splits a text."""
+        """Count the parts into which a method splits a text."""
         if name == "splitlines":
             n = sum(map(text.count, _LINE_BREAKS))
         elif isinstance(separator, str) and separator:
@@ -219,7 +222,7 @@ def _size_of(value: Any) -> int:
 
 
 def check_arguments(arguments: Iterable[Any]) -> None:
-    """Refuses widths and counts that no template needs. Raises LimitError."""
+    """Refuse widths and counts that no template needs. Raises LimitError."""
     for value in arguments:
         if isinstance(value, int) and abs(value) > _MAX_ARGUMENT:
             raise LimitError(f"the argument {value} is over the limit of {_MAX_ARGUMENT}")
@@ -234,13 +237,13 @@ _current: ContextVar[Limits | None] = ContextVar("limits", default=None)
 
 
 def current() -> Limits:
-    """The limits of the rendering that runs on this thread; new ones outside a rendering."""
+    """Return the limits of the rendering that runs on this thread; new ones outside a rendering."""
     return _current.get() or Limits()
 
 
 @contextmanager
 def new_limits() -> Iterator[Limits]:
-    """Starts the counts of one rendering, or the time of several renderings."""
+    """Start the counts of one rendering, or the time of several renderings."""
     limits = Limits(_current.get())
     token = _current.set(limits)
     try:
@@ -251,7 +254,7 @@ def new_limits() -> Iterator[Limits]:
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Several renderings that share the time of one. Raises InvalidRequestError at the end if they took longer."""
+    """Share the time of one rendering among several. Raises InvalidRequestError at the end if they took longer."""
     with new_limits() as limits:
         yield
         try:
@@ -307,7 +310,7 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012  (jinja2's)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The statements between the tags."""
+        """Return the statements between the tags."""
         next(parser.stream)
         body: list[nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return body
@@ -335,13 +338,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _raise, "strftime_now": _now, "range": _range}
 
     def compiled(self, source: str) -> Template:
-        """Compiles a template. Raises the exceptions of jinja2 and of Python's compiler."""
+        """Compile a template. Raises the exceptions of jinja2 and of Python's compiler."""
         tree = self.parse(source)
         _Counting(self).visit(tree)
         return self.from_string(tree)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Whether a template may use an attribute."""
+        """Return whether a template may use an attribute."""
         if type(obj) is list and attr in ("append", "pop"):
             return True
         if attr in _FORBIDDEN and isinstance(obj, (str, int, dict, type)):
@@ -349,12 +352,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """An operator that could make a huge value."""
+        """Apply an operator that could make a huge value."""
         current().check_operator(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, function: Any, *arguments: Any, **keywords: Any) -> Any:
-        """A call from a template."""
+        """Call a function for a template."""
         limits = current()
         limits.check_time()
         method = getattr(function, "__wrapped__", function)
@@ -387,28 +390,28 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     # ---- called by the nodes that _Counting adds
     def count_iteration(self, n_characters: int) -> None:
-        """Counts one run of a loop's or a macro's body, and the literal text in it."""
+        """Count one run of a loop's or a macro's body, and the literal text in it."""
         limits = current()
         limits.iterate()
         limits.use(n_characters)
 
     def count_literal(self, value: Any) -> Any:
-        """Counts a list, tuple or dict literal of the template."""
+        """Count a list, tuple or dict literal of the template."""
         current().use_deep(value)
         return value
 
     def count_slice(self, value: Any) -> Any:
-        """Counts a part of a value, which is a copy."""
+        """Count a part of a value, which is a copy."""
         current().use_made(value)
         return value
 
     def count_compared(self, value: Any) -> Any:
-        """Checks the time before a comparison."""
+        """Check the time before a comparison."""
         current().check_time()
         return value
 
     def count_concat(self, *values: Any) -> str:
-        """The operator ``~``."""
+        """Apply the operator ``~``."""
         current().use_text(*values)
         return "".join(map(str, values))
 
@@ -450,18 +453,18 @@ class _Counting(NodeTransformer):
     visit_List = visit_Tuple = visit_Dict = _literal  # noqa: N815
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
-        """Counts slices."""
+        """Count slices."""
         self.generic_visit(node)
         return self._call("count_slice", [node], node.lineno) if isinstance(node.arg, nodes.Slice) else node
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
-        """Checks the time before comparisons."""
+        """Check the time before comparisons."""
         self.generic_visit(node)
         node.expr = self._call("count_compared", [node.expr], node.lineno)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
-        """Replaces the operator ``~``."""
+        """Replace the operator ``~``."""
         self.generic_visit(node)
         return self._call("count_concat", node.nodes, node.lineno)
 
@@ -522,7 +525,7 @@ def _counted_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
 
 def _counted_items(items: Iterator[Any]) -> Iterator[Any]:
-    """Counts the items of a lazy filter, such as ``map``, as they are read."""
+    """Count the items of a lazy filter, such as ``map``, as they are read."""
     for item in items:
         current().iterate()
         yield item
@@ -539,7 +542,7 @@ def _counted_test(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pass_context
 def _shown(context: Context, value: Any) -> Any:
-    """Counts a value before it is written into the text."""
+    """Count a value before it is written into the text."""
     current().use_text(value)
     return value
 
@@ -571,7 +574,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Writes plain JSON; jinja2's own filter escapes it for HTML."""
+    """Write plain JSON; jinja2's own filter escapes it for HTML."""
     made = json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -586,7 +589,7 @@ def _tojson(
 
 
 def _json_texts(value: Any) -> Iterator[JsonText]:
-    """Those within a value."""
+    """Yield the JSON texts within a value."""
     if isinstance(value, JsonText):
         yield value
     elif isinstance(value, (Mapping, list)):
@@ -595,7 +598,7 @@ def _json_texts(value: Any) -> Iterator[JsonText]:
 
 
 def _as_list(value: Any) -> list[Any]:
-    """The items of a lazy filter, such as ``map``."""
+    """Return the items of a lazy filter, such as ``map``."""
     if not hasattr(value, "__next__"):
         raise TypeError(f"{type(value).__name__} cannot be written as JSON")
     items = list(value)

@@ -110,7 +110,7 @@ class ChatTemplate:
         return frozenset(find_undeclared_variables(sandbox.parse(self.text))) - _RESERVED
 
     def probed_arguments(self, template_args: Mapping[str, Any]) -> dict[str, Any]:
-        """The template arguments on which the markers of an answer may depend, in a short form.
+        """Return the template arguments on which the markers of an answer may depend, in a short form.
 
         What templates compare is short. The rest of long texts and lists is cut off: each probe would render it again.
         """
@@ -131,7 +131,7 @@ class ChatTemplate:
         write_calls: WriteCalls | None = None,
         is_probe: bool = False,
     ) -> str:
-        """The prompt for a conversation.
+        """Return the prompt for a conversation.
 
         ``continue_last``: the prompt ends inside the last message, and the model continues its "content", its
         "reasoning", or (True) the last of these that it has. ``reasoning_opening``: the marker before reasoning, for
@@ -184,7 +184,7 @@ class ChatTemplate:
         return text[len(self._bos) :] if self._strips_bos and text.startswith(self._bos) else text
 
     def _in_reasoning(self, chat: list[Message], names: Mapping[str, Any], opening: str) -> str:
-        """A prompt that ends inside the reasoning of the last message.
+        """Return a prompt that ends inside the reasoning of the last message.
 
         If the template does not show it there, the prompt asks for a new answer and begins it with the reasoning.
         """
@@ -214,7 +214,7 @@ class ChatTemplate:
         template_args: Mapping[str, Any],
         write_calls: WriteCalls | None = None,
     ) -> list[str]:
-        """The parts of accepted messages that the template omits, in words: tool calls, messages of a role.
+        """Return the parts of accepted messages that the template omits, in words: tool calls, messages of a role.
 
         Each kind is checked once, in the first conversation that has it.
         """
@@ -265,7 +265,7 @@ class ChatTemplate:
         names: Mapping[str, Any],
         is_probe: bool = False,
     ) -> str:
-        """The rendering with system messages in their places, some as text of the user."""
+        """Return the rendering with system messages in their places, some as text of the user."""
         if not is_probe:
             chat = self._with_shown_roles(chat, names)
         n = next((i for i, message in enumerate(chat) if message["role"] not in _SYSTEM), len(chat))
@@ -278,7 +278,7 @@ class ChatTemplate:
         return self._first_accepted(options, add_generation_prompt, names, () if is_probe else _CHANGES)
 
     def _with_shown_roles(self, chat: list[Message], names: Mapping[str, Any]) -> list[Message]:
-        """The messages with those that the template omits for their role as text of the user."""
+        """Return the messages; those that the template omits for their role become text of the user."""
         others = {message["role"] for message in chat} - {*_SYSTEM, "user", "assistant"}
         if hidden := {role for role in others if not self._shows_role(role, names)}:
             chat = [{**one, "role": "user"} if one["role"] in hidden else one for one in chat]
@@ -287,7 +287,7 @@ class ChatTemplate:
         return chat
 
     def _shows_role(self, role: str, names: Mapping[str, Any]) -> bool:
-        """False if the template omits messages of a role other than the usual ones, or results of tools."""
+        """Return False if the template omits messages of a role other than the usual ones, or results of tools."""
         if role not in self._shown:
             user: Message = {"role": "user", "content": _PROBE}
             answer: Message = {"role": "assistant", "content": _PROBE}
@@ -311,7 +311,7 @@ class ChatTemplate:
         return self._shown[role]
 
     def _misplaced(self, chat: Sequence[Message], names: Mapping[str, Any]) -> set[int]:
-        """System messages that the template omits or moves.
+        """Return system messages that the template omits or moves.
 
         The first message is not checked: the constructor has found out if the template shows it.
         """
@@ -356,7 +356,7 @@ class ChatTemplate:
         names: Mapping[str, Any],
         changes: Sequence[_Form],
     ) -> str:
-        """The rendering of the first of several ways to write the messages that the template accepts.
+        """Return the rendering of the first of several ways to write the messages that the template accepts.
 
         If it accepts none, the ``changes`` are made one after the other. Raises the error about the last option.
         """
@@ -383,7 +383,7 @@ class ChatTemplate:
     def _first_form(
         self, messages: Sequence[Message], add_generation_prompt: bool, names: Mapping[str, Any]
     ) -> str:
-        """The rendering of the first form of the messages that the template accepts."""
+        """Return the rendering of the first form of the messages that the template accepts."""
         forms: list[_Form] = [_as_given]
         if any(message.get("tool_calls") for message in messages):
             forms.insert(0 if self._takes_text_arguments else 1, with_text_arguments)
@@ -418,7 +418,7 @@ class ChatTemplate:
     def _refused_parameter(
         self, messages: Sequence[Message], forms: Sequence[_Form], names: Mapping[str, Any]
     ) -> tuple[str, str] | None:
-        """The names of a tool and of its first parameter that the template refuses; None if that is not the cause."""
+        """Return the names of a tool and of its first parameter that the template refuses, if that is the cause."""
 
         def accepts(function: Mapping[str, Any], properties: Mapping[str, Any]) -> bool:
             parameters = {**function["parameters"], "properties": properties, "required": []}
@@ -446,7 +446,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         names: Mapping[str, Any],
     ) -> str:
-        """The rendering of the first form that the template accepts and that shows all arguments."""
+        """Return the rendering of the first form that the template accepts and that shows all arguments."""
         written = [text.strip() for text in text_arguments(messages)]
         made: str | None = None
         error: Exception | None = None
@@ -490,12 +490,12 @@ class ChatTemplate:
             )
 
     def _wants_parts(self) -> bool:
-        """True if the template shows contents that are lists of parts, but not text."""
+        """Return whether the template shows contents that are lists of parts, but not text."""
         chat: list[Message] = [{"role": "user", "content": _PROBE}]
         return not self._shows(chat, True) and self._shows(with_parts(chat), True)
 
     def _wants_null(self) -> bool:
-        """True if the template shows tool calls only in messages whose content is None."""
+        """Return whether the template shows tool calls only in messages whose content is None."""
         function = {"name": _PROBE, "arguments": "{}"}
         calls = [{"id": "call00000", "type": "function", "function": function}]
         message: Message = {"role": "assistant", "content": "", "tool_calls": calls}
@@ -503,7 +503,7 @@ class ChatTemplate:
         return not self._shows(chat, False) and self._shows(with_null_content(chat), False)
 
     def _shows_tools_of_system(self) -> bool:
-        """True if the template shows tools only as JSON in a system message, like Phi-4 mini."""
+        """Return whether the template shows tools only as JSON in a system message, like Phi-4 mini."""
         if not _OF_MESSAGE.search(self.text):
             return False
         user = {"role": "user", "content": _WORD}
@@ -518,7 +518,7 @@ class ChatTemplate:
             return False
 
     def _shows_first(self, role: str) -> bool | None:
-        """True if the template shows a message of this role before one of the user; None if it refuses it."""
+        """Return whether the template shows a message of this role before one of the user; None if it refuses it."""
         chat: list[Message] = [{"role": role, "content": _PROBE}, {"role": "user", "content": _WORD}]
         try:
             return _PROBE in self._render(with_parts(chat) if self._takes_parts else chat, True, {})
@@ -528,7 +528,7 @@ class ChatTemplate:
             return None
 
     def _wants_text_arguments(self) -> bool:
-        """True if the template writes dict arguments in Python's syntax, and text arguments unchanged."""
+        """Return whether the template writes dict arguments in Python's syntax, and text arguments unchanged."""
         arguments = {"name": _PROBE}
 
         def written(given: dict[str, str] | str) -> str:
@@ -546,7 +546,7 @@ class ChatTemplate:
         )
 
     def _shows(self, messages: Sequence[Message], add_generation_prompt: bool) -> bool:
-        """True if the rendered text contains the probe."""
+        """Return whether the rendered text contains the probe."""
         try:
             return _PROBE in self._render(messages, add_generation_prompt, {})
         except LimitError as e:
@@ -596,7 +596,7 @@ def _is_name(value: Any) -> bool:
 
 
 def _shortened(value: Any, levels: int = _SHALLOW) -> Any:
-    """A JSON value with the start of its texts, lists and objects."""
+    """Return a JSON value with the start of its texts, lists and objects."""
     if isinstance(value, str):
         return value[:_SHORT]
     n = _FEW if levels else 0
@@ -608,7 +608,7 @@ def _shortened(value: Any, levels: int = _SHALLOW) -> Any:
 
 
 def _fixed(value: Any) -> Any:
-    """A JSON value whose lists a template cannot change. It cannot change dicts in any case."""
+    """Return a JSON value whose lists a template cannot change. It cannot change dicts in any case."""
     if isinstance(value, list):
         return FixedList(map(_fixed, value))
     if isinstance(value, dict):
@@ -617,7 +617,7 @@ def _fixed(value: Any) -> Any:
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value with all of its texts changed."""
+    """Return a JSON value with all of its texts changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):

@@ -59,7 +59,7 @@ class ToolSchemas:
         compiled: Compile,
         limit_s: float | None = None,
     ) -> tuple[SamplingParams, Sequence[Tool]]:
-        """The params that ``compiled`` makes of the tools, and the tools with the schemas that are in their grammar.
+        """Return the params that ``compiled`` makes of the tools, and the tools with the schemas in their grammar.
 
         ``limit_s``: processor time that it may take to find those that cannot be followed.
 
@@ -136,7 +136,7 @@ class ToolSchemas:
         return compiled(made), made
 
     def _fault(self, chat_format: ChatFormat, tool: Tool) -> str | None:
-        """Why the schema of a tool cannot be compiled alone; None if it can."""
+        """Return why the schema of a tool cannot be compiled alone; None if it can."""
         from llamapipe.structured.schema import closed_objects, schema_object
 
         try:
@@ -167,7 +167,7 @@ class ToolSchemas:
 
 
 def _short(message: str) -> str:
-    """The first line of a message, in which the schema is not called by the name of an option."""
+    """Return the first line of a message, in which the schema is not called by the name of an option."""
     line = message.partition("\n")[0]
     if line.startswith("json_schema"):
         line = f"the JSON schema{line.removeprefix('json_schema')}"

@@ -46,14 +46,14 @@ _OF_ARGUMENTS = re.compile(r"(arg|param)\w*$")
 
 
 def named(function: Callable[..., Any]) -> str:
-    """The name of a function, of the function in a ``functools.partial``, or of a callable object's class."""
+    """Return the name of a function, of the function in a ``functools.partial``, or of a callable object's class."""
     if isinstance(function, functools.partial):
         return named(function.func)
     return str(getattr(function, "__name__", type(function).__name__))
 
 
 def described(function: Callable[..., Any]) -> str:
-    """The docstring up to its list of arguments, without lines that describe one."""
+    """Return the docstring up to its list of arguments, without lines that describe one."""
     if isinstance(function, functools.partial):
         return described(function.func)
     return _documented(function, _names(function))[0]
@@ -67,7 +67,7 @@ def _names(function: Callable[..., Any]) -> set[str]:
 
 
 def parameters_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """The JSON schema of a function's arguments.
+    """Return the JSON schema of a function's arguments.
 
     An argument without an annotation may be any JSON value; one without a default is required. Supported are the
     types of JSON, ``Literal``, ``Optional`` and other unions, ``list``, ``dict``, ``tuple``, enums, ``TypedDict``,
@@ -108,7 +108,7 @@ def parameters_schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _annotated(function: Callable[..., Any]) -> Any:
-    """The object with the annotations: the function, or the method that makes an object callable."""
+    """Return the object with the annotations: the function, or the method that makes an object callable."""
     if inspect.isroutine(function) or inspect.isclass(function):
         return function.__init__ if inspect.isclass(function) else function
     return getattr(function, "func", None) or type(function).__call__
@@ -122,7 +122,7 @@ class _Writer:
         self._classes: dict[str, type] = {}
 
     def schema(self, kind: Any) -> dict[str, Any]:
-        """The schema of one annotation."""
+        """Return the schema of one annotation."""
         if kind is Any or kind is inspect.Parameter.empty:
             return {}
         if kind is None:
@@ -226,7 +226,7 @@ class _Writer:
 
 
 def _documented(thing: Any, names: set[str]) -> tuple[str, dict[str, str]]:
-    """The text of a docstring before its lists, and the description of each argument.
+    """Return the text of a docstring before its lists, and the description of each argument.
 
     In Google's, numpy's or Sphinx's style, or in lines such as ``name: text`` without a heading.
     """
@@ -317,7 +317,7 @@ class Tool:
         object.__setattr__(self, "parameters", _parameters(self.name, self.parameters))
 
     def as_openai(self) -> dict[str, Any]:
-        """The definition as templates and OpenAI's API expect it."""
+        """Return the definition as templates and OpenAI's API expect it."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
@@ -326,9 +326,10 @@ ToolDefinition: TypeAlias = Callable[..., object] | Mapping[str, object] | Tool
 
 
 def check_tools(tools: Iterable[ToolDefinition] | None) -> tuple[Tool, ...]:
-    """The tools as ``Tool`` objects: Python functions, ``{"type": "function", "function": {…}}``, or ``Tool``.
+    """Return the tools as ``Tool`` objects.
 
-    A function's schema comes from its signature and docstring; see ``function_schema``.
+    Each is a Python function, ``{"type": "function", "function": {…}}``, or a ``Tool``. A function's schema comes from
+    its signature and docstring; see ``function_schema``.
 
     Raises InvalidRequestError for more than ``MAX_TOOLS``, duplicate names, unknown keys and bad schemas, TypeError for
     other types.
@@ -349,7 +350,7 @@ def check_tools(tools: Iterable[ToolDefinition] | None) -> tuple[Tool, ...]:
 
 
 def check_n_tools(n: int) -> None:
-    """Raises InvalidRequestError for more tools than a grammar can hold, before any is looked at."""
+    """Raise InvalidRequestError for more tools than a grammar can hold, before any is looked at."""
     if n > MAX_TOOLS:
         raise InvalidRequestError(
             f"there are {n} tools; the limit is {MAX_TOOLS}: give those that this conversation needs"
@@ -357,7 +358,7 @@ def check_n_tools(n: int) -> None:
 
 
 def check_tool_choice(tool_choice: Any, tools: Iterable[Tool]) -> str:
-    """``tool_choice`` as "auto", "none", "required", or a tool's name.
+    """Return ``tool_choice`` as "auto", "none", "required", or a tool's name.
 
     OpenAI's ``{"type": "function", "function": {"name": …}}`` is accepted, and None, which is "auto".
 
@@ -391,7 +392,7 @@ def check_tool_choice(tool_choice: Any, tools: Iterable[Tool]) -> str:
 
 
 def allowed_tools(tool_choice: Any, tools: tuple[Tool, ...]) -> tuple[Any, tuple[Tool, ...]]:
-    """The choice, and the tools that may be called.
+    """Return the choice, and the tools that may be called.
 
     They are fewer than ``tools``, all of which the model sees, if OpenAI's
     ``{"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required", "tools": […]}}`` is given.

@@ -35,7 +35,7 @@ from llamapipe.structured.schema import COUNTED, SPACE, WHITESPACE, subschemas, 
 
 
 def integer_range(low: int | None, high: int | None) -> str:
-    """A regular expression of the integers from ``low`` to ``high``, both included; None: without a bound."""
+    """Return a regular expression of the integers from ``low`` to ``high``, both included; None: without a bound."""
     parts = []
     if low is None or low < 0:
         parts.append(
@@ -52,7 +52,7 @@ _FRACTION = r"(?:\.[0-9]+)?"
 
 
 def number_bound(bound: Fraction, keyword: str) -> str:
-    """A regular expression of the decimal numbers, without exponents, that one bound allows.
+    """Return a regular expression of the decimal numbers, without exponents, that one bound allows.
 
     ``bound`` has finitely many digits. ``keyword``: ``minimum``, ``maximum``, ``exclusiveMinimum`` or
     ``exclusiveMaximum``.
@@ -72,7 +72,7 @@ def number_bound(bound: Fraction, keyword: str) -> str:
 
 
 def _digits(size: Fraction) -> tuple[int, str]:
-    """The whole part, and the digits after the point."""
+    """Return the whole part, and the digits after the point."""
     whole, rest = divmod(size, 1)
     digits = ""
     while rest:
@@ -82,7 +82,7 @@ def _digits(size: Fraction) -> tuple[int, str]:
 
 
 def _far_from(size: Fraction, is_exclusive: bool) -> str:
-    """Numbers of at least ``size``, or of more than it."""
+    """Return an expression of numbers of at least ``size``, or of more than it."""
     whole, digits = _digits(size)
     above = r"[0-9]*[1-9][0-9]*" if is_exclusive else "[0-9]*"
     parts = [f"(?:{_natural_range(whole + 1, None)}){_FRACTION}"]
@@ -97,7 +97,7 @@ def _far_from(size: Fraction, is_exclusive: bool) -> str:
 
 
 def _up_to(size: Fraction, is_exclusive: bool) -> str:
-    """Numbers from 0 up to ``size``, or below it."""
+    """Return an expression of numbers from 0 up to ``size``, or below it."""
     whole, digits = _digits(size)
     parts = [] if whole == 0 else [f"(?:{integer_range(0, whole - 1)}){_FRACTION}"]
     if not digits:
@@ -114,7 +114,7 @@ def _up_to(size: Fraction, is_exclusive: bool) -> str:
 
 
 def _natural_range(low: int, high: int | None) -> str:
-    """The same from ``low``, which is 1 or more."""
+    """Return a regular expression as ``integer_range`` does, from a ``low`` of 1 or more."""
     n_low = len(str(low))
     if high is None:
         return f"{_same_length(str(low), '9' * n_low)}|[1-9][0-9]{{{n_low},}}"
@@ -180,7 +180,7 @@ class SchemaGrammar:
         return "#" in self.hard
 
     def text(self) -> str:
-        """The grammar. Raises InvalidRequestError, with keyword and pointer, for what cannot be written."""
+        """Return the grammar. Raises InvalidRequestError, with keyword and pointer, for what cannot be written."""
         start = self._rule("#")
         options = f'%llguidance {{"ignore_once": true}}\n%ignore /{SPACE}/\n'
         head = options if self._whitespace == "flexible" else ""
@@ -188,7 +188,7 @@ class SchemaGrammar:
 
     # ---- which parts are written here
     def _find_hard(self) -> set[str]:
-        """The pointers of parts that are hard themselves, and of all that contain or refer to them."""
+        """Return the pointers of parts that are hard themselves, and of all that contain or refer to them."""
         users: dict[str, list[str]] = {}
         for pointer, part in self._parts.items():
             parent = pointer
@@ -225,7 +225,7 @@ class SchemaGrammar:
 
     # ---- rules
     def _rule(self, pointer: str) -> str:
-        """The rule of a part; written once."""
+        """Return the rule of a part; it is written once."""
         if pointer in self._names:
             return self._names[pointer]
         part = self._parts[pointer]
@@ -239,7 +239,7 @@ class SchemaGrammar:
         return name
 
     def _element(self, pointer: str, node: Any) -> str | None:
-        """The element for a subschema; None if it is ``false``."""
+        """Return the element for a subschema; None if it is ``false``."""
         if node is False:
             return None
         if pointer in self._parts:
@@ -260,7 +260,7 @@ class SchemaGrammar:
         return f"%json {json.dumps(with_options(node, self._whitespace))}"
 
     def _plain(self, pointer: str, node: Node) -> str:
-        """A part that llguidance's compiler reads, with the definitions that it refers to."""
+        """Write a part that llguidance's compiler reads, with the definitions that it refers to."""
         definitions: dict[str, Node] = {}
         waiting: list[Any] = [node]
         while waiting:
@@ -320,7 +320,7 @@ class SchemaGrammar:
             )
 
     def _options(self, pointer: str, keyword: str, node: Node) -> str:
-        """Treats ``oneOf`` as ``anyOf``: ``_logic`` has made its schemas exclusive."""
+        """Treat ``oneOf`` as ``anyOf``: ``_logic`` has made its schemas exclusive."""
         options = node[keyword]
         elements = [self._element(f"{pointer}/{keyword}/{i}", option) for i, option in enumerate(options)]
         return " | ".join(element for element in elements if element is not None) or self._nothing(
@@ -389,7 +389,7 @@ class SchemaGrammar:
         return self._terminal(" & ".join(texts))
 
     def _bounds(self, pointer: str, node: Node) -> list[tuple[str, Fraction]]:
-        """The keywords of bounds with their values."""
+        """Return the keywords of bounds with their values."""
         bounds = []
         for name in BOUNDS:
             bound = node.get(name)
@@ -416,7 +416,7 @@ class SchemaGrammar:
         return self._terminal(f'"\\"" ({body}) "\\""')
 
     def _text(self, value: Any) -> str:
-        """A value as JSON."""
+        """Return a value as JSON."""
         return json.dumps(value, ensure_ascii=False, separators=self._separators)
 
     def _values(self, pointer: str, node: Node, keywords: set[str]) -> str:
@@ -468,17 +468,17 @@ class SchemaGrammar:
         return f'"[" {rest} "]"'
 
     def _more(self, item: str, low: int, high: int | None, is_after: bool) -> str:
-        """``low`` to ``high`` items with commas between them, and before the first if items precede."""
+        """Write ``low`` to ``high`` items with commas between them, and before the first if items precede."""
         if is_after:
             return f"({self._comma} {item}){{{low},{'' if high is None else high}}}"
         tail = f"({self._comma} {item}){{{max(low - 1, 0)},{'' if high is None else high - 1}}}"
         return f"({item} {tail})" + ("" if low else "?")
 
     def _counted(self, pointer: str, node: Node, least: int, most: Any) -> str:
-        """An automaton: a state is the number of items, and how many of them ``contains`` counts, each up to a bound.
+        """Write an automaton whose state is a number of items and how many of them ``contains`` counts.
 
-        A rule holds the texts that lead to its state. It begins with the rule of the state before, so the parser's work
-        for an item does not grow with the array.
+        Each number is counted up to a bound. A rule holds the texts that lead to its state. It begins with the rule of
+        the state before, so the parser's work for an item does not grow with the array.
         """
         first, counted = node.get("prefixItems", []), node[COUNTED]
         fewest, n_max = node.get("minContains", 1), node.get("maxContains")
@@ -489,7 +489,7 @@ class SchemaGrammar:
             return self._element(f"{pointer}/{place}", schema)
 
         def items(i: int, n: int) -> list[tuple[int, str]]:
-            """For the item at ``i`` after ``n`` counted ones: the new count, with the element."""
+            """Return, for the item at ``i`` after ``n`` counted ones, the new counts, each with its element."""
             at = str(i) if i < len(first) else "rest"
             place, schema = (
                 (f"prefixItems/{i}", first[i]) if i < len(first) else ("items", node.get("items", True))
@@ -522,7 +522,7 @@ class SchemaGrammar:
         return f'"[" ({" | ".join(ends)}) "]"'
 
     def _unique(self, pointer: str, node: Node, least: int, most: Any) -> str:
-        """Each value at most once, in any order: the parameter of the rule holds a bit for each value written."""
+        """Write each value at most once, in any order: the rule's parameter holds a bit for each value written."""
         values = listed_values(self.root, node["items"])
         assert values is not None
         item = target(self.root, node["items"])
@@ -599,7 +599,7 @@ class SchemaGrammar:
         return '"{" ' + self._members(pointer, fields) + ' "}"'
 
     def _members(self, pointer: str, fields: Sequence[tuple[str, bool]]) -> str:
-        """The members in their order, each optional one with or without: rules in number linear in theirs."""
+        """Write the members in their order, each optional one with or without: rules in number linear in theirs."""
         after = first = '""'
         for field, is_required in reversed(fields):
             one = self._new_rule(pointer, field)
@@ -626,7 +626,7 @@ _NOT_COMBINED = (
 
 
 def unquoted(reference: str) -> list[str]:
-    """The steps of a reference."""
+    """Return the steps of a reference."""
     from urllib.parse import unquote
 
     return [step.replace("~1", "/").replace("~0", "~") for step in unquote(reference).split("/")]
@@ -643,7 +643,7 @@ def _is_hard(part: Node) -> bool:
 
 
 def _is_inexact(part: Node) -> bool:
-    """True if llguidance would not enforce the bounds exactly."""
+    """Return whether llguidance would not enforce the bounds exactly."""
     kinds = part.get("type", list(OF_TYPE))
     if "number" in kinds and _bound_leaks(part):
         return True
@@ -651,7 +651,7 @@ def _is_inexact(part: Node) -> bool:
 
 
 def _bound_leaks(part: Node) -> bool:
-    """True if llguidance (1.9.1) would accept an exclusive bound, such as 7 for "above 7, at most 7.5"."""
+    """Return whether llguidance (1.9.1) would accept an exclusive bound, such as 7 for "above 7, at most 7.5"."""
     bounds: list[Any] = []
     whole = False
     for inclusive, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
@@ -681,7 +681,7 @@ def _has_large(value: Any) -> bool:
 
 
 def _fraction(value: Any) -> Fraction | None:
-    """The number as it is written in JSON, which a double may not hold exactly."""
+    """Return the number as it is written in JSON, which a double may not hold exactly."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return Fraction(value) if isinstance(value, int) else Fraction(Decimal(repr(value)))
@@ -696,7 +696,7 @@ def _kind(value: Any) -> str:
 
 
 def _fits(value: Any, node: Node) -> bool:
-    """True if a listed value has the type and the bounds that stand beside the list."""
+    """Return whether a listed value has the type and the bounds that stand beside the list."""
     kinds = node.get("type")
     kinds = [kinds] if isinstance(kinds, str) else kinds
     number = _fraction(value)

@@ -24,7 +24,7 @@ from llamapipe.llama.vocab import Vocab
 
 
 def llguidance(field: str) -> Any:
-    """The llguidance module. Any thread.
+    """Return the llguidance module. Any thread.
 
     Raises ImportError if it is not installed; the message names ``field``, the option that needs it, and the fix.
     """
@@ -68,7 +68,7 @@ class GrammarTokenizer:
         return f"<GrammarTokenizer n_vocab={self.n_vocab}>"
 
     def tokens_of(self, text: bytes) -> list[int]:
-        """The tokens that a text in the middle of another one usually has. Empty if these bytes have none."""
+        """Return the tokens that a text in the middle of another one usually has. Empty if these bytes have none."""
         try:
             decoded = text.decode()
         except UnicodeDecodeError:
@@ -88,7 +88,7 @@ class GrammarTokenizer:
 
 
 def token_bytes(vocab: Vocab) -> tuple[list[bytes], list[int]]:
-    """The bytes of every token, and the ids of special tokens, which never represent text.
+    """Return the bytes of every token, and the ids of special tokens, which never represent text.
 
     The bytes of a control token are its name, by which a Lark grammar can ask for it (``<|end|>``). End-of-generation
     tokens are special even if they have text, because one inside a string would end the request there. Tokens without
@@ -115,7 +115,7 @@ class _Source:
         self._vocab = weakref.ref(vocab)
 
     def __call__(self, text: str) -> list[int]:
-        """Token ids of ``text``. TypeError for bytes makes llguidance pass valid UTF-8 as str only.
+        """Return the token ids of ``text``. TypeError for bytes makes llguidance pass valid UTF-8 as str only.
 
         Masks do not depend on it: grammars are compiled with ``no_forcing``.
         """
@@ -194,7 +194,7 @@ class Guide:
 
     # ---- the next token
     def prepare(self) -> None:
-        """Computes the mask of the next token, unless it is computed already.
+        """Compute the mask of the next token, unless it is computed already.
 
         Raises ConstraintError if the grammar allows no token here or exceeds llguidance's limits.
         """
@@ -220,10 +220,10 @@ class Guide:
         self._prepared = True
 
     def mask(self) -> npt.NDArray[np.uint32]:
-        """The tokens allowed next: uint32 ``(ceil(n_vocab / 32),)``, token ``i`` at bit ``i % 32`` of word ``i // 32``.
+        """Return the tokens allowed next as a mask: uint32 ``(ceil(n_vocab / 32),)``.
 
-        A read-only view of the guide's buffer, valid until the next call of any other method. Bits from ``n_vocab``
-        upwards are 0. Raises as ``prepare`` does.
+        Token ``i`` is at bit ``i % 32`` of word ``i // 32``. A read-only view of the guide's buffer, valid until the
+        next call of any other method. Bits from ``n_vocab`` upwards are 0. Raises as ``prepare`` does.
         """
         self.prepare()
         return self._mask
@@ -243,7 +243,7 @@ class Guide:
         return self._finished or self._ended
 
     def accept(self, token: int) -> None:
-        """Appends a token to the output. Raises DecodeError, without a change, if the grammar does not allow it."""
+        """Append a token to the output. Raises DecodeError, without a change, if the grammar does not allow it."""
         matcher = self._open()
         if len(self._tokens) - self._n_at_mask >= _MOST_WITHOUT_MASK:
             self.prepare()
@@ -268,7 +268,7 @@ class Guide:
         return ConstraintError(f"{what}: {message}")
 
     def accept_any(self) -> None:
-        """Accepts the first allowed token that represents text. Raises DecodeError as ``accept`` does."""
+        """Accept the first allowed token that represents text. Raises DecodeError as ``accept`` does."""
         (words,) = np.nonzero(self.mask() & self._tokenizer.not_eog)
         if len(words):
             word = int(words[0])
@@ -277,7 +277,7 @@ class Guide:
 
     # ---- looking ahead
     def forced(self, n: int) -> list[int]:
-        """At most ``n`` tokens of the text that every continuation has. Computes no mask, and accepts nothing.
+        """Return at most ``n`` tokens of the text that every continuation has. Computes no mask; accepts nothing.
 
         The text is certain, its tokens are the usual ones: ``mask`` also allows others.
         """
@@ -310,7 +310,7 @@ class Guide:
         self._ahead, self._forced = None, (0, [])
 
     def follow(self, tokens: Sequence[int], n_known: int = 0) -> Iterator[npt.NDArray[np.uint32]]:
-        """The mask after each of these tokens but the first ``n_known``, up to one that is not allowed.
+        """Yield the mask after each of these tokens but the first ``n_known``, up to one that is not allowed.
 
         A mask without words: the text is finished. Nothing is accepted.
         """
@@ -326,7 +326,7 @@ class Guide:
                     yield mask[:0] if ahead.finished else mask.copy()
 
     def n_allowed(self, tokens: Sequence[int], limit_s: float) -> int:
-        """How many of these tokens may follow, one after the other, as far as ``limit_s`` seconds suffice to tell.
+        """Count how many of these tokens may follow, one after the other, as far as ``limit_s`` seconds suffice.
 
         Nothing is accepted, and no mask is computed: an allowed token takes a few microseconds in most grammars.
         """
@@ -344,7 +344,7 @@ class Guide:
 
     # ---- going back
     def rollback(self, n_tokens: int) -> None:
-        """Removes the last ``n_tokens`` accepted tokens; an end of generation counts as one.
+        """Remove the last ``n_tokens`` accepted tokens; an end of generation counts as one.
 
         Raises ValueError if fewer were accepted, DecodeError if llguidance cannot go back (use ``reset`` then).
         """
@@ -364,7 +364,7 @@ class Guide:
         self._prepared = self._prepared and n == 0
 
     def reset(self, tokens: Iterable[int] = ()) -> None:
-        """Restarts the grammar, also after an error, and accepts ``tokens``. Raises DecodeError as ``accept`` does."""
+        """Restart the grammar, also after an error, and accept ``tokens``. Raises DecodeError as ``accept`` does."""
         self._open()
         self._matcher = self._start.deep_copy()
         self._tokens.clear()
@@ -381,7 +381,7 @@ class Guide:
         return self._matcher
 
     def close(self) -> None:
-        """Frees the matcher; a second call does nothing. Dropping the last reference frees it as well."""
+        """Free the matcher; a second call does nothing. Dropping the last reference frees it as well."""
         self._matcher = self._start = self._ahead = self._other = None
 
     def __enter__(self) -> Guide:
@@ -394,7 +394,7 @@ class Guide:
 
 
 def message_of(matcher: Any) -> str:
-    """The message of a matcher's error, in llguidance's words and without its internal state."""
+    """Return the message of a matcher's error, in llguidance's words and without its internal state."""
     text: str = matcher.get_error()
     for mark in ("\n<state>", "<non-verbose/>", "\n<backtrace>", "\n<grammar>"):
         text = text.partition(mark)[0]

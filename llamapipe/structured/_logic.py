@@ -67,7 +67,7 @@ _NOTHING: Final[Node] = {"enum": []}
 def without_logic(
     schema: Node, max_ways: int = WAYS[0], counts_items: bool = False
 ) -> tuple[Node, list[str]]:
-    """A copy that a grammar can express, and a warning for each keyword that allows more than the schema.
+    """Return a copy that a grammar can express, and a warning for each keyword that allows more than the schema.
 
     ``counts_items``: ``contains`` stays, with ``COUNTED`` beside it, where ``SchemaGrammar`` can count the items.
 
@@ -82,9 +82,10 @@ _NO_URI = re.compile(r"[^!#-;=?-\[\]_a-z~]|%(?![0-9A-Fa-f]{2})|^(?![A-Za-z][A-Za
 
 
 def _with_definitions(schema: Node) -> Node:
-    """The schema with every target of ``$ref`` in ``$defs`` or another subschema, and without invalid identifiers.
+    """Return the schema with every target of ``$ref`` in ``$defs`` or another subschema.
 
-    A reference may name any place of the document. Targets outside subschemas are copied to ``$defs``.
+    Invalid identifiers are removed. A reference may name any place of the document. Targets outside subschemas are
+    copied to ``$defs``.
     """
     schema = _without_dynamic(_with_nulls(schema))
     parts = list(subschemas(schema, logic=True))
@@ -122,7 +123,10 @@ def _with_definitions(schema: Node) -> Node:
 
 
 def _with_nulls(schema: Node) -> Node:
-    """The schema without ``nullable`` of OpenAPI 3.0. JSON Schema does not know it, so null is allowed in addition."""
+    """Return the schema without ``nullable`` of OpenAPI 3.0.
+
+    JSON Schema does not know it, so null is allowed in addition.
+    """
     if not any(part.get("nullable") is True for _, part in subschemas(schema, logic=True)):
         return schema
     copy: Node = json.loads(json.dumps(schema))
@@ -141,7 +145,10 @@ _DYNAMIC = {"$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"
 
 
 def _without_dynamic(schema: Node) -> Node:
-    """The schema with plain references for dynamic ones. They mean the same if only one schema has the anchor."""
+    """Return the schema with plain references for dynamic ones.
+
+    They mean the same if only one schema has the anchor.
+    """
     parts = list(subschemas(schema, logic=True))
     if not any(part.keys() & _DYNAMIC for _, part in parts):
         return schema
@@ -179,7 +186,7 @@ def _without_dynamic(schema: Node) -> Node:
 
 
 def _identifiers(part: Node, references: set[str]) -> list[str]:
-    """The identifiers of a schema, without anchors that references name."""
+    """Return the identifiers of a schema, without anchors that references name."""
     return [
         part[keyword]
         for keyword in ("$id", "id")
@@ -294,7 +301,7 @@ class _Rewriter:
         return out
 
     def _evaluated(self, node: Node, pointer: str) -> Node:
-        """Writes ``unevaluatedProperties`` and ``unevaluatedItems`` as other keywords of members and items.
+        """Write ``unevaluatedProperties`` and ``unevaluatedItems`` as other keywords of members and items.
 
         Members and items that a subschema evaluates only for some values are allowed for all.
         """
@@ -343,7 +350,7 @@ class _Rewriter:
         return out
 
     def _all_parts(self, node: Any) -> list[Node]:
-        """The schemas that may hold for a value of this one, including conditions and alternatives."""
+        """Return the schemas that may hold for a value of this one, including conditions and alternatives."""
         parts: list[Node] = []
         waiting = [node]
         while waiting and len(parts) < 500:
@@ -359,7 +366,10 @@ class _Rewriter:
         return parts
 
     def _clauses(self, node: Node, pointer: str, around: tuple[Any, ...]) -> Iterator[tuple[str, Ways]]:
-        """The keywords that are replaced, each with its alternatives. Warns of keywords that cannot be enforced."""
+        """Yield the keywords that are replaced, each with its alternatives.
+
+        Warns of keywords that cannot be enforced.
+        """
         if "not" in node:
             ways, exact = self._denied(node["not"], around)
             if not exact:
@@ -418,7 +428,7 @@ class _Rewriter:
             )
 
     def _counted(self, node: Node, pointer: str, within: tuple[Any, ...]) -> Node | None:
-        """``contains`` with the schemas of the items that it counts, and of those that it does not.
+        """Return ``contains`` with the schemas of the items that it counts, and of those that it does not.
 
         None where the items cannot be counted: beside keywords with which other schemas are combined, or with too many
         positions and counts. The schemas may allow more than they should, never less, and so does the result.
@@ -464,7 +474,7 @@ class _Rewriter:
         return {"contains": node["contains"], **limits, COUNTED: counted}
 
     def _counts(self, node: Node, pointer: str, around: tuple[Any, ...]) -> Ways | None:
-        """Alternatives for ``minProperties`` and ``maxProperties``, by the listed members that are present."""
+        """Return alternatives for ``minProperties`` and ``maxProperties``, by the listed members that are present."""
         listed: dict[str, bool] = {}  # True if it may occur
         required: dict[str, None] = {}
         is_open = True
@@ -512,7 +522,7 @@ class _Rewriter:
     def _subsets(
         self, names: Sequence[str], sizes: Iterable[int], more: str, *, rest: bool = True, sign: str = "+"
     ) -> Ways | None:
-        """An alternative for each choice of names that are present; with ``rest``, the others are absent."""
+        """Return an alternative for each choice of names that are present; with ``rest``, the others are absent."""
         sizes = list(sizes)
         if sum(math.comb(len(names), size) for size in sizes) > self._max_ways:
             return None
@@ -524,7 +534,7 @@ class _Rewriter:
 
     # ---- oneOf
     def _one_of(self, options: list[Any], pointer: str, around: tuple[Any, ...]) -> list[Any]:
-        """The schemas, each without the values that another allows; unchanged if these are unknown."""
+        """Return the schemas, each without the values that another allows; unchanged if these are unknown."""
         out = [self._positive(one, f"{pointer}/oneOf/{i}", around) for i, one in enumerate(options)]
         self._place = pointer
         pairs = self._overlaps(options, around)
@@ -556,7 +566,7 @@ class _Rewriter:
         return out
 
     def _overlaps(self, options: list[Any], around: tuple[Any, ...]) -> list[tuple[int, int]] | None:
-        """Pairs that may allow the same value; None if there are too many schemas."""
+        """Return pairs that may allow the same value; None if there are too many schemas."""
         pairs = []
         values = [self._values_alone(one) for one in options]
         seen: dict[str, int] = {}
@@ -586,7 +596,7 @@ class _Rewriter:
 
     # ---- denied schemas
     def _denied(self, node: Any, within: tuple[Any, ...]) -> tuple[Ways, bool]:
-        """The alternatives of values that a schema does not allow, and True if they allow exactly these."""
+        """Return the alternatives of values that a schema does not allow, and True if they allow exactly these."""
         self._n_steps += 1
         if node is True or node == {}:
             return [], True
@@ -608,7 +618,7 @@ class _Rewriter:
             self._depth -= 1
 
     def _denials(self, node: Node, within: tuple[Any, ...]) -> Iterator[tuple[Ways, bool]]:
-        """Like ``_denied``, for each keyword."""
+        """Yield alternatives as ``_denied`` returns them, for each keyword."""
         if "$ref" in node:
             found = self._target(node["$ref"])
             yield ([()], False) if found is None else self._denied(found[1], within)
@@ -651,7 +661,7 @@ class _Rewriter:
     def _denial(
         self, keyword: str, value: Any, node: Node, within: tuple[Any, ...]
     ) -> tuple[Ways, bool] | None:
-        """The alternatives of values that one keyword excludes; None if it excludes none alone."""
+        """Return the alternatives of values that one keyword excludes; None if it excludes none alone."""
         is_object, is_array = _text({"type": "object"}), {"type": "array"}
         match keyword:
             case "required":
@@ -741,7 +751,7 @@ class _Rewriter:
         return ways, exact
 
     def _denied_others(self, node: Node, within: tuple[Any, ...]) -> tuple[Ways, bool]:
-        """Alternatives with a member that is not listed, matches no pattern and violates its schema."""
+        """Return alternatives with a member that is not listed, matches no pattern and violates its schema."""
         schema = node["additionalProperties"]
         for whole in within:
             for part in self._parts(whole):
@@ -774,7 +784,7 @@ class _Rewriter:
         return [(_text({"type": "number", other[0] if is_exclusive else other[1]: value}),)], True
 
     def _denied_all(self, options: list[Any], within: tuple[Any, ...]) -> tuple[Ways, bool]:
-        """Values that none of the schemas allows."""
+        """Return the alternatives of values that none of the schemas allows."""
         ways: Ways = [()]
         exact = True
         for one in options:
@@ -829,7 +839,7 @@ class _Rewriter:
 
     # ---- alternatives
     def _literal(self, node: Any) -> str:
-        """A schema as a literal, with its keywords replaced."""
+        """Return a schema as a literal, with its keywords replaced."""
         found = self._literals.get(id(node))
         if found is None and (self._n_chars > _MAX_CHARS or id(node) in self._begun):
             self._warn(self._place, "allOf", "it takes too many alternatives")
@@ -844,7 +854,7 @@ class _Rewriter:
         return found[1]
 
     def _product(self, ways: Ways, others: Ways, within: tuple[Any, ...]) -> Ways | None:
-        """The combinations of both lists; None if there are too many."""
+        """Return the combinations of both lists; None if there are too many."""
         if len(ways) * len(others) > self._max_ways**2 or self._n_chars > _MAX_CHARS:
             return None
         both = [tuple(dict.fromkeys((*way, *other))) for way in ways for other in others]
@@ -855,7 +865,7 @@ class _Rewriter:
         return product if len(product) <= self._max_ways and self._n_chars <= _MAX_CHARS else None
 
     def _pruned(self, ways: Ways, within: tuple[Any, ...]) -> Ways:
-        """The alternatives without impossible ones and without redundant literals."""
+        """Return the alternatives without impossible ones and without redundant literals."""
         kinds = self._kinds_of(within)
         required = {name for one in within for part in self._parts(one) for name in part.get("required", ())}
         out = []
@@ -885,7 +895,7 @@ class _Rewriter:
         return self._nodes[literal]
 
     def _schema_of(self, ways: Ways) -> Any:
-        """Alternatives as a schema."""
+        """Return alternatives as a schema."""
         if not ways:
             return False
         if () in ways:
@@ -895,7 +905,7 @@ class _Rewriter:
 
     # ---- common values of two schemas
     def _are_disjoint(self, these: Sequence[Any], those: Sequence[Any]) -> bool:
-        """True if certainly no value satisfies all of these schemas and all of those."""
+        """Return whether certainly no value satisfies all of these schemas and all of those."""
         key = (*map(id, these), 0, *map(id, those))
         known = self._known.get(key)
         if known is not None:
@@ -927,7 +937,7 @@ class _Rewriter:
         )
 
     def _parts_are_disjoint(self, one: Node, other: Node, kinds: frozenset[str]) -> bool:
-        """True if certainly no value of these kinds satisfies both."""
+        """Return whether certainly no value of these kinds satisfies both."""
         pair = (id(one), id(other), kinds)
         found = self._disjoint.get(pair)
         if found is None:
@@ -973,7 +983,7 @@ class _Rewriter:
         return False
 
     def _excludes(self, node: Any, value: Any, depth: int) -> bool:
-        """True if a schema certainly excludes a value."""
+        """Return whether a schema certainly excludes a value."""
         self._n_steps += 1
         if depth > _MAX_DEPTH or self._n_steps > _MAX_STEPS:
             return False
@@ -1017,7 +1027,10 @@ class _Rewriter:
         return False
 
     def _allows(self, node: Any, value: Any) -> bool:
-        """True if a schema certainly allows a value: one of types and listed values, or a combination of such."""
+        """Return whether a schema certainly allows a value.
+
+        It tells for types and listed values, and for combinations of such.
+        """
         if not isinstance(node, dict):
             return node is True
         for part in self._parts(node):
@@ -1035,7 +1048,10 @@ class _Rewriter:
         return True
 
     def _parts(self, node: Any) -> list[Node]:
-        """The schemas whose keywords all hold for a value of this one: references followed, ``allOf`` taken apart."""
+        """Return the schemas whose keywords all hold for a value of this one.
+
+        References are followed, ``allOf`` is taken apart.
+        """
         found = self._flat.get(id(node))
         if found is not None:
             return found[1]
@@ -1078,14 +1094,14 @@ class _Rewriter:
         return found[1]
 
     def _identities(self, part: Node, listed: list[Any]) -> frozenset[str]:
-        """What ``identity`` says of the values that a part lists."""
+        """Return what ``identity`` says of the values that a part lists."""
         found = self._listed.get(id(part))
         if found is None:
             found = self._listed[id(part)] = part, frozenset(map(identity, listed))
         return found[1]
 
     def _same(self, one: Any, other: Any) -> bool:
-        """True if two schemas are the same object, or short and equal."""
+        """Return whether two schemas are the same object, or short and equal."""
         return one is other or (one == other and identity(one) == identity(other))
 
     # ---- messages
@@ -1118,7 +1134,7 @@ _OF_KIND: dict[str, frozenset[str]] = {
 
 
 def _without(node: Node, keyword: str = "") -> Node:
-    """The keywords that remain, without one."""
+    """Return the keywords that remain, without one."""
     return {key: value for key, value in node.items() if key not in _LOGIC and key != keyword}
 
 
@@ -1159,7 +1175,7 @@ def _schema_of_way(way: Way) -> Node:
 
 
 def _merged(node: Node, way: Way) -> Way:
-    """Writes the only alternative into the schema itself. Returns the parts that must stand beside it."""
+    """Write the only alternative into the schema itself. Return the parts that must stand beside it."""
     left = []
     for literal in way:
         name = literal[1:]
@@ -1177,7 +1193,7 @@ def _merged(node: Node, way: Way) -> Way:
 
 
 def _shortest(ways: Ways) -> Ways:
-    """The alternatives without those that another one covers."""
+    """Return the alternatives without those that another one covers."""
     unique = list(dict.fromkeys(ways))
     sets = [frozenset(way) for way in unique]
     by_size = sorted(set(sets), key=len)
@@ -1229,7 +1245,7 @@ def _no_count(one: Node, other: Node, least: str, most: str) -> bool:
 
 
 def _no_number(low: Node, high: Node) -> bool:
-    """True if the lower bound of one is above the upper bound of the other."""
+    """Return whether the lower bound of one is above the upper bound of the other."""
     least, most = low.get("minimum"), high.get("maximum")
     above, below = low.get("exclusiveMinimum"), high.get("exclusiveMaximum")
     if isinstance(above, bool):  # draft 4
@@ -1250,7 +1266,7 @@ def _n_first(node: Node) -> int:
 
 
 def _item(node: Node, i: int) -> Any:
-    """The schema of an item."""
+    """Return the schema of an item."""
     items, first = node.get("items", True), node.get("prefixItems", [])
     if isinstance(items, list):
         items, first = node.get("additionalItems", True), items
@@ -1258,7 +1274,7 @@ def _item(node: Node, i: int) -> Any:
 
 
 def _schemas_of(node: Node, name: str) -> list[Any]:
-    """The schemas that certainly hold for a member of this name."""
+    """Return the schemas that certainly hold for a member of this name."""
     if name in node.get("properties", {}):
         return [node["properties"][name]]
     if node.get("patternProperties") or "additionalProperties" not in node:
@@ -1267,7 +1283,7 @@ def _schemas_of(node: Node, name: str) -> list[Any]:
 
 
 def _other_values(values: list[Any], kinds: frozenset[str]) -> tuple[Ways, bool]:
-    """All values of these kinds except some, as alternatives by type."""
+    """Return all values of these kinds except some, as alternatives by type."""
     by_kind: dict[str, list[Any]] = {}
     for value in values:
         kind = _kind_of(value)
@@ -1297,7 +1313,7 @@ def _other_values(values: list[Any], kinds: frozenset[str]) -> tuple[Ways, bool]
 
 
 def _other_numbers(values: list[Any], kind: str) -> Ways:
-    """The ranges of numbers between, below and above some numbers."""
+    """Return the ranges of numbers between, below and above some numbers."""
     numbers = sorted({value for value in values if kind == "number" or _kind_of(value) == "integer"})
     if not numbers:
         return [(_text({"type": kind}),)]
@@ -1316,7 +1332,7 @@ def _other_numbers(values: list[Any], kind: str) -> Ways:
 
 
 def others_than(texts: Iterable[str]) -> str | None:
-    """A regular expression for all strings except these; None if it would be too long.
+    """Return a regular expression for all strings except these; None if it would be too long.
 
     Any other string leaves the trie of these strings: at some node it ends, or has another character.
     """
@@ -1342,5 +1358,5 @@ def others_than(texts: Iterable[str]) -> str | None:
 
 
 def _escaped(character: str) -> str:
-    """A character, escaped for a class of a regular expression."""
+    """Escape a character for a class of a regular expression."""
     return f"\\{character}" if character in "\\]^[-&~" else character

@@ -48,7 +48,7 @@ _OTHER_ASSERTIONS = {
 
 
 def rewritten(schema: Node) -> tuple[Node, list[str]]:
-    """A copy with the same meaning, and warnings.
+    """Return a copy with the same meaning, and warnings.
 
     Raises InvalidRequestError, with keyword and pointer, if there is none. ``uniqueItems`` stays where the items are a
     list of values; elsewhere it is left out, with a warning.
@@ -68,7 +68,7 @@ def rewritten(schema: Node) -> tuple[Node, list[str]]:
 
 
 def resolved(root: Node, reference: Any) -> tuple[str, Any] | None:
-    """The pointer and the value that a ``$ref`` into the same schema names; None if it names something else."""
+    """Return the pointer and the value that a ``$ref`` into the same schema names; None if it names something else."""
     if not isinstance(reference, str) or not reference.startswith("#") or reference[1:2] not in ("", "/"):
         return None
     value: Any = root
@@ -84,7 +84,7 @@ def resolved(root: Node, reference: Any) -> tuple[str, Any] | None:
 
 
 def target(root: Node, node: Any) -> Any:
-    """The target of a schema that is only a reference; otherwise the schema itself."""
+    """Return the target of a schema that is only a reference; otherwise the schema itself."""
     for _ in range(100):
         if not isinstance(node, dict) or "$ref" not in node:
             return node
@@ -96,7 +96,7 @@ def target(root: Node, node: Any) -> Any:
 
 
 def _plain_target(root: Node, node: Any) -> Any:
-    """The same, up to a reference beside which something else restricts the value."""
+    """Follow references as ``target`` does, up to one beside which something else restricts the value."""
     for _ in range(100):
         if not isinstance(node, dict) or node.keys() & ASSERTIONS != {"$ref"}:
             return node
@@ -108,7 +108,7 @@ def _plain_target(root: Node, node: Any) -> Any:
 
 
 def identity(value: Any) -> str:
-    """A text that equal values of JSON share: 1 and 1.0 are equal, 1 and true are not."""
+    """Return a text that equal values of JSON share: 1 and 1.0 are equal, 1 and true are not."""
 
     def plain(one: Any) -> Any:
         if isinstance(one, dict):
@@ -121,7 +121,7 @@ def identity(value: Any) -> str:
 
 
 def listed_values(root: Node, node: Any) -> list[Any] | None:
-    """The values that a schema lists by ``enum``, ``const``, ``boolean`` or ``null``; None if it lists none.
+    """Return the values that a schema lists by ``enum``, ``const``, ``boolean`` or ``null``; None if it lists none.
 
     What else it says may exclude some of them.
     """
@@ -143,7 +143,7 @@ def listed_values(root: Node, node: Any) -> list[Any] | None:
 
 
 def _lists_exactly(root: Node, node: Any) -> bool:
-    """True if a schema allows only values that it lists, within its type and bounds."""
+    """Return whether a schema allows only values that it lists, within its type and bounds."""
     node = _plain_target(root, node)
     if not isinstance(node, dict):
         return False
@@ -163,7 +163,7 @@ _ALONE = {
 
 
 def _simplify(part: Node) -> None:
-    """Leaves out what says nothing, and writes counts as integers."""
+    """Leave out what says nothing, and write counts as integers."""
     for keyword, others in _ALONE.items():
         if keyword in part and not others & part.keys():
             del part[keyword]
@@ -179,7 +179,7 @@ def _simplify(part: Node) -> None:
 
 
 def _rewrite_format(part: Node) -> str | None:
-    """Replaces ``format`` by a pattern. Returns the reason if it is not enforced although it should be."""
+    """Replace ``format`` by a pattern. Return the reason if it is not enforced although it should be."""
     name = part.pop("format", None)
     if not isinstance(name, str) or name in ANY_STRING or not _may_be_text(part):
         return None
@@ -195,7 +195,7 @@ def _rewrite_format(part: Node) -> str | None:
 
 
 def _may_be_text(part: Node) -> bool:
-    """True if a part allows strings that it does not list."""
+    """Return whether a part allows strings that it does not list."""
     kinds = part.get("type", "string")
     return "string" in ([kinds] if isinstance(kinds, str) else kinds) and not part.keys() & {"enum", "const"}
 
@@ -224,7 +224,7 @@ def _add_pattern(part: Node, pattern: str) -> None:
 
 
 def _rewrite_unique_items(root: Node, pointer: str, part: Node) -> Iterator[str]:
-    """Removes keywords that cannot be enforced. Yields the warning, if any."""
+    """Remove keywords that cannot be enforced. Yield the warning, if any."""
     if "uniqueItems" not in part:
         return
     unique = part["uniqueItems"]
@@ -251,7 +251,7 @@ MAX_UNIQUE = 63  # values that the parameter of a rule in llguidance can count, 
 
 
 def _rewrite_property_names(root: Node, pointer: str, part: Node) -> Iterator[str]:
-    """Replaces the keyword by listed names or a pattern of names. Yields the warning, if any."""
+    """Replace the keyword by listed names or a pattern of names. Yield the warning, if any."""
     names = _plain_target(root, part.pop("propertyNames"))
     if names is True or names == {}:
         return
@@ -331,12 +331,12 @@ def _may_be_combined(pointer: str, part: Node) -> bool:
 
 
 def _literally(text: str) -> str:
-    """A pattern of this text."""
+    """Return a pattern of this text."""
     return "".join(one if one.isalnum() else f"\\x{{{ord(one):X}}}" for one in text)
 
 
 def _name_patterns(names: Node) -> Iterator[tuple[str, str]]:
-    """Each keyword that restricts names, and its pattern, without those that the one before implies."""
+    """Yield each keyword that restricts names, and its pattern, without those that the one before implies."""
     if isinstance(names.get("pattern"), str):
         yield "pattern", names["pattern"]
     form = FORMATS.get(names["format"]) if isinstance(names.get("format"), str) else None

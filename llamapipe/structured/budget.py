@@ -25,7 +25,7 @@ class GrammarBudget:
         self.spent_s = 0.0
 
     def error(self) -> ConstraintError | None:
-        """Why the request must end; None while time is left."""
+        """Return why the request must end; None while time is left."""
         if self.limit_s is None or self.spent_s <= self.limit_s:
             return None
         return ConstraintError(

@@ -77,7 +77,7 @@ class GuideFactory:
         self._second: Any = None
 
     def new(self) -> Guide:
-        """A guide at the beginning of the grammar; takes microseconds."""
+        """Return a guide at the beginning of the grammar; takes microseconds."""
         return Guide(self._start, self._tokenizer, self._other, self._exhausted)
 
     def _exhausted(self) -> None:
@@ -100,7 +100,7 @@ def compile_guide(
     json_whitespace: str = "compact",
     space: str = "",
 ) -> GuideFactory:
-    """Compiles a JSON schema (dict, bool or JSON text), a regular expression, a Lark grammar or texts. Any thread.
+    """Compile a JSON schema (dict, bool or JSON text), a regular expression, a Lark grammar or texts. Any thread.
 
     The same text is compiled once per vocabulary, without the GIL. The first grammar of a vocabulary also builds its
     tokenizer. A regular expression must match the whole output, so it needs no ``^`` and ``$``. ``choice``: the
@@ -137,7 +137,7 @@ def compile_guide(
 
 
 def _check_length(kind: str, text: str) -> None:
-    """Raises TooLongError for a text over its limit.
+    """Raise TooLongError for a text over its limit.
 
     The grammar of a chat with tools holds their schemas, for which the limit of schemas is meant.
     """
@@ -151,7 +151,7 @@ def _check_length(kind: str, text: str) -> None:
 
 
 def prepare_vocabulary(vocab: Vocab) -> None:
-    """Reads a vocabulary for grammars before requests come; a second call does nothing. Any thread.
+    """Read a vocabulary for grammars before requests come; a second call does nothing. Any thread.
 
     llguidance holds the interpreter's lock for 0.1 s (32,000 tokens). Without llguidance this does nothing. A
     failure is logged: only requests with a constraint need the vocabulary, and they raise the error.
@@ -268,7 +268,10 @@ class _Compiler:
             return library.LLMatcher(self._tokenizer.native, grammar, log_level=0, limits=limits)
 
     def _schema(self, schema: dict[str, Any], whitespace: str) -> tuple[_Written, Any]:
-        """A checked schema, rewritten with as many alternatives as the grammar can have, and its matcher, if any."""
+        """Check a schema and rewrite it with as many alternatives as the grammar can have.
+
+        Returns it with its matcher, if any.
+        """
         made: _Written | None = None
         start = None
         attempts = [(max_ways, False) for max_ways in WAYS]
@@ -297,7 +300,7 @@ class _Compiler:
         return made, start
 
     def _with_rewritten_schemas(self, lark: str) -> tuple[str, list[_Written]]:
-        """A Lark grammar with its schemas (those of ``with_options``) rewritten, and the result for each schema.
+        """Return a Lark grammar with its schemas (those of ``with_options``) rewritten, and each schema's result.
 
         The grammar refers to the Lark of the i-th schema, if there is one, as ``@json_i``.
         """
@@ -313,7 +316,10 @@ class _Compiler:
         return "".join([*parts, lark[at:]]), schemas
 
     def _schema_error(self, grammar: SchemaGrammar, message: str) -> str:
-        """The error message with a JSON pointer. llguidance names no place, so each subschema is compiled alone."""
+        """Return the error message with a JSON pointer.
+
+        llguidance names no place, so each subschema is compiled alone.
+        """
         schema = grammar.root
         shared: dict[str, Any] = {
             key: schema[key] for key in ("$schema", "$id", "$defs", "definitions") if key in schema
@@ -340,7 +346,10 @@ class _Compiler:
 
 
 def _choice_grammar(texts: list[str], space: str) -> str:
-    """Texts as one terminal, whose automaton shares their prefixes. ``space``: an optional text before them."""
+    """Write texts as one terminal, whose automaton shares their prefixes.
+
+    ``space``: an optional text before them.
+    """
     choices = " | ".join(map(json.dumps, dict.fromkeys(texts)))
     return (
         f"start: CHOICE\nCHOICE: {json.dumps(space)}? ({choices})"
@@ -350,12 +359,12 @@ def _choice_grammar(texts: list[str], space: str) -> str:
 
 
 def _json_grammar(schema: dict[str, Any], whitespace: str) -> str:
-    """A schema inside a Lark grammar: only there can forcing be turned off."""
+    """Write a schema inside a Lark grammar: only there can forcing be turned off."""
     return _grammar(f"start: %json {json.dumps(with_options(schema, whitespace))}")
 
 
 def _bare_json_grammar(schema: dict[str, Any]) -> str:
-    """A schema without a Lark grammar around it, which error messages would quote."""
+    """Write a schema without a Lark grammar around it, which error messages would quote."""
     return json.dumps({"grammars": [{"json_schema": with_options(schema, "compact")}]})
 
 
@@ -382,7 +391,7 @@ class _Written:
     is_plain: bool  # True if it has no alternatives, which may be too many
 
     def alone(self) -> str:
-        """The grammar of this schema only."""
+        """Return the grammar of this schema only."""
         return _json_grammar(self.grammar.root, self.whitespace) if self.lark is None else _grammar(self.lark)
 
 
@@ -452,7 +461,7 @@ def _written(schema: dict[str, Any], whitespace: str, max_ways: int, counts_item
 
 
 def _schemas_in(lark: str) -> Iterator[tuple[int, int, dict[str, Any], str]]:
-    """The elements of a Lark grammar that ``with_options`` made: start, end, schema and kind of spaces."""
+    """Yield the elements of a Lark grammar that ``with_options`` made: start, end, schema and kind of spaces."""
     at = 0
     for found in re.finditer(r"%json (?=\{)", lark):
         if found.start() < at:
@@ -468,7 +477,7 @@ def _schemas_in(lark: str) -> Iterator[tuple[int, int, dict[str, Any], str]]:
 
 
 def _without_ours(message: str, kind: str) -> str:
-    """The message without quotes of the lines that were added to the caller's text."""
+    """Return the message without quotes of the lines that were added to the caller's text."""
     if kind != "lark":  # the one-line Lark grammar is ours; the message about the text precedes it
         message = message.partition("\n   1 | start: ")[0]
     return "\n".join(line for line in message.splitlines() if not line.endswith(_NO_FORCING.strip()))

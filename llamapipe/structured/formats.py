@@ -65,7 +65,7 @@ _NET6 = rf"{_ZONED}(?:/{_BITS6})?"
 
 
 def _labels(letters: str, dots: str = ".", most: str = "*") -> str:
-    """A name of labels with hyphens between their letters."""
+    """Return a pattern of a name that consists of labels with hyphens between their letters."""
     label = f"[{letters}](?:[{letters}-]{most}[{letters}])?"
     return rf"{label}(?:[{dots}]{label})*"
 
@@ -124,7 +124,10 @@ def _uuid(version: str = _HEX, variant: str = _HEX) -> str:
 
 
 def _base64(more: str, padding: str = "") -> str:
-    """Groups of four; MIME, and with it Python, begins a new line after some of them and at the end."""
+    """Return a pattern of groups of four.
+
+    MIME, and with it Python, begins a new line after some of them and at the end.
+    """
     one = f"[A-Za-z0-9{more}]"
     last = rf"(?:{one}{{2}}(?:==){padding}|{one}{{3}}={padding})"
     return rf"(?:{one}{{4}}(?:\r?\n)?)*(?:{last}(?:\r?\n)?)?"

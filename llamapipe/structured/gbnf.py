@@ -29,14 +29,14 @@ class Rules:
     n_symbols: int = 0
 
     def symbol(self, name: str, at: int) -> int:
-        """The id of a named rule, which is created at its first use."""
+        """Return the id of a named rule, which is created at its first use."""
         if name not in self.names:
             self.names[name] = self.new()
             self.first_used[name] = at
         return self.names[name]
 
     def new(self) -> int:
-        """The id of a new rule without a name."""
+        """Return the id of a new rule without a name."""
         self.n_symbols += 1
         return self.n_symbols - 1
 
@@ -81,14 +81,17 @@ class GbnfReader:
         self._rules = Rules()
 
     def error(self, what: str, at: int | None = None) -> InvalidRequestError:
-        """An error with the line and column of ``at`` (default: the current place)."""
+        """Return an error with the line and column of ``at`` (default: the current place)."""
         at = self._at if at is None else at
         line = self._text.count("\n", 0, at) + 1
         column = at - (self._text.rfind("\n", 0, at) + 1) + 1
         return InvalidRequestError(f"grammar: {what} at line {line} column {column}")
 
     def read(self) -> Rules:
-        """The rules of the text. Raises InvalidRequestError, with line and column, if llama.cpp must not get it."""
+        """Return the rules of the text.
+
+        Raises InvalidRequestError, with line and column, if llama.cpp must not get it.
+        """
         self._space(True)
         while self._text[self._at] != "\0":
             self._rule()
@@ -150,7 +153,7 @@ class GbnfReader:
 
     # ---- symbols
     def _symbol(self, top: _Open, nested: bool) -> bool:
-        """Reads one symbol or repetition; returns False if none begins here."""
+        """Read one symbol or repetition; return False if none begins here."""
         char = self._text[self._at]
         if char == '"':
             self._literal(top)
@@ -332,7 +335,7 @@ MAX_CHAIN = 1000  # rules that begin with each other; llama.cpp recurses through
 
 
 def check_gbnf(text: str, vocab: Vocab | None = None) -> None:
-    r"""Refuses a GBNF text that llama.cpp's parser cannot handle safely. Any thread, pure Python.
+    r"""Refuse a GBNF text that llama.cpp's parser cannot handle safely. Any thread, pure Python.
 
     llama.cpp crashes on deep brackets and long chains of rules (stack overflow). It never returns from ``{3,1}``, from
     left recursion after rules that may be empty, or from rules whose alternatives double with each level. It reads
@@ -376,7 +379,7 @@ def _check_tokens(rules: Rules, reader: GbnfReader, vocab: Vocab) -> None:
 
 
 def _check_beginnings(rules: Rules) -> None:
-    """Refuses left recursion, long chains of rules, and too many ways to begin."""
+    """Refuse left recursion, long chains of rules, and too many ways to begin."""
     empty = _nullable(rules)
     edges = {
         rule: [edge for alternative in alternatives for edge in _first(alternative, empty)]
@@ -417,7 +420,7 @@ def _check_beginnings(rules: Rules) -> None:
 
 
 def _nullable(rules: Rules) -> set[int]:
-    """Rules that may be empty, directly or through other rules."""
+    """Return rules that may be empty, directly or through other rules."""
     users: dict[int, list[tuple[int, int]]] = {}
     missing: dict[tuple[int, int], int] = {}
     found: list[int] = []
@@ -444,7 +447,7 @@ def _nullable(rules: Rules) -> set[int]:
 
 
 def _first(one: Alternative, empty: set[int]) -> Iterator[tuple[int, bool]]:
-    """The rules that an alternative can begin with; True if the rule is its last symbol."""
+    """Yield the rules that an alternative can begin with; True if the rule is its last symbol."""
     for i, to in enumerate(one):
         if to == TERMINAL:
             return
@@ -454,7 +457,10 @@ def _first(one: Alternative, empty: set[int]) -> Iterator[tuple[int, bool]]:
 
 
 def _cycle_for_llama(rules: Rules, members: set[int], direct: set[int]) -> bool:
-    """True if llama.cpp's own search finds a cycle here. It skips only rules that have an empty alternative."""
+    """Return whether llama.cpp's own search finds a cycle here.
+
+    It skips only rules that have an empty alternative.
+    """
     edges = {
         rule: [
             to
@@ -468,7 +474,7 @@ def _cycle_for_llama(rules: Rules, members: set[int], direct: set[int]) -> bool:
 
 
 def _components(edges: dict[int, list[int]]) -> Iterator[list[int]]:
-    """The strongly connected components, each after all it leads to: Tarjan's algorithm without recursion."""
+    """Yield the strongly connected components, each after all it leads to: Tarjan's algorithm without recursion."""
     index: dict[int, int] = {}
     low: dict[int, int] = {}
     held: list[int] = []

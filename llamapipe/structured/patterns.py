@@ -37,9 +37,10 @@ _MEMBER = re.compile(rf"{_ESCAPE}|\[:\^?[a-z]+:\]|.", re.DOTALL)
 
 # ---- other dialects
 def translated(pattern: str) -> str:
-    r"""The pattern in Rust's dialect. It matches the same texts as in ECMAScript, and more if it has ``\w``.
+    r"""Return the pattern in Rust's dialect.
 
-    In patterns with look-around, a wider ``\w`` may match fewer texts. There ``as_lark`` decides where to widen it.
+    It matches the same texts as in ECMAScript, and more if it has ``\w``. In patterns with look-around, a wider ``\w``
+    may match fewer texts. There ``as_lark`` decides where to widen it.
     """
     plain = _without_look_at_one(pattern)
     if LOOK_AROUND.search(plain) is None:
@@ -81,7 +82,7 @@ _LOOK_AT_ONE = re.compile(
 
 
 def _without_look_at_one(pattern: str) -> str:
-    """The pattern with look-around at one character, as host names have it, as a smaller class of this character."""
+    """Write look-around at one character, as host names have it, as a smaller class of this character."""
 
     def smaller(one: str, sign: str | None, other: str) -> str:
         if sign is None:
@@ -126,7 +127,7 @@ def _escape(pattern: str, escape: re.Match[str]) -> str:
 
 
 def _end_of_class(pattern: str, start: int) -> int:
-    """The place after the bracket that closes a class, for ECMAScript and Python, which nest none."""
+    """Return the place after the bracket that closes a class, for ECMAScript and Python, which nest none."""
     at = start + 1 + pattern.startswith("^", start + 1)
     at += pattern.startswith("]", at)
     while at < len(pattern) and pattern[at] != "]":
@@ -185,7 +186,7 @@ _ESCAPED: Final = ['"', "\\", *map(chr, range(32))]
 
 
 def as_lark(pattern: str, is_json: bool = False) -> str | None:
-    """A term of Lark for the texts that contain a match; None if the pattern has look-around that Lark lacks.
+    """Return a term of Lark for the texts that contain a match; None for look-around that Lark lacks.
 
     Look-ahead may stand outside repetitions, and at each character of the last one, as in ``^((?!x).)*$``. Look-behind
     may stand at the end. ``is_json``: the text is the inside of a JSON string, with escapes and without the quotation
@@ -202,13 +203,13 @@ def as_lark(pattern: str, is_json: bool = False) -> str | None:
 
 
 def length_as_lark(least: int, most: int | None, is_json: bool = False) -> str:
-    """A term for texts with these numbers of characters."""
+    """Return a term for texts with these numbers of characters."""
     one = CHARACTER if is_json else "(?s:.)"
     return f"/{one}{{{least},{'' if most is None else most}}}/"
 
 
 def _close(pattern: str, start: int) -> int:
-    """The place of the bracket that closes a group whose content begins at ``start``."""
+    """Return the place of the bracket that closes a group whose content begins at ``start``."""
     depth, at = 1, start
     while depth:
         found = _ATOM.match(pattern, at)
@@ -224,7 +225,7 @@ def _close(pattern: str, start: int) -> int:
 
 
 def _split(pattern: str) -> list[str]:
-    """The options of a pattern, separated by ``|``."""
+    """Return the options of a pattern, separated by ``|``."""
     options, start, at = [], 0, 0
     while at < len(pattern):
         if pattern[at] == "|":
@@ -241,7 +242,7 @@ def _split(pattern: str) -> list[str]:
 
 
 def _without_look_behind(option: str) -> str:
-    """The option of a pattern with look-behind at the end of the text as look-ahead at its begin."""
+    """Write an option's look-behind at the end of the text as look-ahead at the option's beginning."""
     found = re.fullmatch(r"\^(.*)\(\?<([=!])([^()^$]*)\)\$", option, re.DOTALL)
     if found is None or found[3].endswith("\\"):
         return option
@@ -250,7 +251,7 @@ def _without_look_behind(option: str) -> str:
 
 
 def _tempered(inner: str, times: str) -> tuple[str, str] | None:
-    """Look-ahead at each character of a repetition that ends the text, before it: ``(?!x).`` becomes ``.*x``."""
+    """Put look-ahead at each character of a final repetition before the repetition: ``(?!x).`` becomes ``.*x``."""
     if not inner.startswith("(?!") or re.fullmatch(r"[*+]|\{[0-9,]+\}", times) is None:
         return None
     end = _close(inner, 3)
@@ -284,10 +285,11 @@ class _Writer:
         is_wide: bool = True,
         is_first: bool = False,
     ) -> str | None:
-        r"""One option of a pattern and the text after it. ``is_inner``: ``after`` is the rest of the pattern.
+        r"""Write one option of a pattern and the text after it.
 
-        ``is_start``: the match may begin later. ``is_first``: it begins at the start of the text, where "^" is true.
-        ``is_wide``: more matches here mean more matches in all, so ``\w`` may be wider.
+        ``is_inner``: ``after`` is the rest of the pattern. ``is_start``: the match may begin later. ``is_first``: it
+        begins at the start of the text, where "^" is true. ``is_wide``: more matches here mean more matches in all, so
+        ``\w`` may be wider.
         """
         parts: list[tuple[str, str]] = []  # kind and text
         at = 0
@@ -372,7 +374,7 @@ class _Writer:
         return tail if begins or not is_start else f"{self._any} ({tail})"
 
     def _expression(self, text: str, is_wide: bool) -> str:
-        """A part of a pattern without look-around, as a regular expression between slashes."""
+        """Write a part of a pattern without look-around, as a regular expression between slashes."""
         return "".join(self._atoms(text, is_wide))
 
     def _atoms(self, text: str, is_wide: bool) -> Iterator[str]:
@@ -394,7 +396,7 @@ class _Writer:
 
 
 def _single(one: str, is_wide: bool) -> str:
-    r"""An atom with the classes of ASCII, but for a wide ``\w``."""
+    r"""Return an atom with the classes of ASCII, but for a wide ``\w``."""
     word = _WORD if is_wide else _ASCII_WORD
     if one[0] != "[":
         classes = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": f"[{word}]", r"\W": f"[^{_ASCII_WORD}]"}
@@ -407,7 +409,7 @@ def _single(one: str, is_wide: bool) -> str:
 
 @lru_cache(1000)
 def _in_json(written: str, one: str) -> str:
-    """An atom for one character, ``one``, as a string of JSON writes that character; ``written``: as ``_single``."""
+    """Return an atom for one character, ``one``, as a string of JSON writes it; ``written``: as ``_single``."""
     special = [character for character in _ESCAPED if _matches(one, character)]
     if not special:
         return written

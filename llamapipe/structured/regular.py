@@ -98,7 +98,7 @@ class _Token(NamedTuple):
 
 
 def regular(lark: str) -> str:
-    """A regular expression for the texts of a Lark grammar. Takes time in proportion to the text.
+    """Return a regular expression for the texts of a Lark grammar. Takes time in proportion to the text.
 
     Raises InvalidRequestError, with the line, if the text is not a grammar, has no regular expression, or is too long.
     """
@@ -111,7 +111,7 @@ def regular(lark: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """A text as a regular expression."""
+    """Return a text as a regular expression."""
     return _ESCAPE.sub(r"\\\g<0>", text).replace("\n", r"\n").replace("\r", r"\r").replace("\t", r"\t")
 
 
@@ -140,7 +140,7 @@ class _Parser:
         return self._tokens[self._at - 1]
 
     def _takes(self, text: str) -> bool:
-        """Takes an operator if it is the next token."""
+        """Take an operator if it is the next token."""
         found = self._next.kind == "op" and self._next.text == text
         self._at += found
         return found
@@ -215,7 +215,7 @@ class _Parser:
         return nodes[0] if len(nodes) == 1 else _Either(tuple(nodes))
 
     def _follows_bar(self) -> bool:
-        """Takes a bar, which may be on the next line."""
+        """Take a bar, which may be on the next line."""
         if self._next.kind == "newline" and self._tokens[self._at + 1].text == "|":
             self._take()
         return self._takes("|")

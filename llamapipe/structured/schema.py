@@ -51,7 +51,7 @@ Schema = Mapping[str, Any] | bool | str
 
 
 def schema_object(schema: Any) -> dict[str, Any]:
-    """A checked copy of the schema, made of plain JSON values; ``true`` becomes ``{}``.
+    """Return a checked copy of the schema, made of plain JSON values; ``true`` becomes ``{}``.
 
     Raises TypeError for other types, InvalidRequestError for invalid JSON and for schemas that llguidance would not
     follow exactly.
@@ -71,18 +71,18 @@ def schema_object(schema: Any) -> dict[str, Any]:
 
 
 def ref_stands_alone(root: dict[str, Any]) -> bool:
-    """True for drafts 4, 6 and 7, in which keywords beside ``$ref`` have no effect."""
+    """Return whether a schema is of draft 4, 6 or 7, in which keywords beside ``$ref`` have no effect."""
     draft = root.get("$schema")
     return isinstance(draft, str) and re.search(r"json-schema\.org/draft-0[3-7]/", draft) is not None
 
 
 def pointer_to(pointer: str, name: str) -> str:
-    """The pointer to a member."""
+    """Return the pointer to a member."""
     return f"{pointer}/{name.replace('~', '~0').replace('/', '~1')}"
 
 
 def schema_text(schema: Any) -> str:
-    """The schema as JSON text, with keys in their given order. Raises as ``schema_object`` does."""
+    """Return the schema as JSON text, with keys in their given order. Raises as ``schema_object`` does."""
     try:
         if isinstance(schema, str):
             schema = json.loads(schema, parse_constant=_no_number)
@@ -100,25 +100,28 @@ def schema_text(schema: Any) -> str:
 
 
 def with_options(schema: dict[str, Any], whitespace: str) -> dict[str, Any]:
-    """The schema with options for llguidance: the spaces it allows (a key of ``WHITESPACE``), and strictness."""
+    """Return the schema with options for llguidance.
+
+    The options are the spaces it allows (a key of ``WHITESPACE``), and strictness.
+    """
     return {**schema, "x-guidance": WHITESPACE[whitespace]}
 
 
 def without_options(schema: dict[str, Any]) -> dict[str, Any] | None:
-    """The schema that ``with_options`` was given; None if this is no result of it."""
+    """Return the schema that ``with_options`` was given; None if this is no result of it."""
     if whitespace_of(schema) is None:
         return None
     return {key: value for key, value in schema.items() if key != "x-guidance"}
 
 
 def whitespace_of(schema: Any) -> str | None:
-    """The spaces that ``with_options`` was given; None if this is no result of it."""
+    """Return the spaces that ``with_options`` was given; None if this is no result of it."""
     options = schema.get("x-guidance") if isinstance(schema, dict) else None
     return next((name for name, given in WHITESPACE.items() if options == given), None)
 
 
 def closed_objects(schema: dict[str, Any]) -> dict[str, Any]:
-    """A copy in which objects with listed names or patterns allow no others, unless the schema says so.
+    """Return a copy in which objects with listed names or patterns allow no others, unless the schema says so.
 
     Parts of an ``allOf``, and objects that combine with other schemas, are left as they are: none of them lists all
     properties.
@@ -149,14 +152,14 @@ def closed_objects(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def takes_nothing(schema: dict[str, Any]) -> bool:
-    """True if ``closed_objects`` allows no object except ``{}``."""
+    """Return whether ``closed_objects`` allows no object except ``{}``."""
     closed = closed_objects(schema)
     is_closed = closed.get("additionalProperties") is False
     return is_closed and not closed.get("properties") and not closed.get("patternProperties")
 
 
 def subschemas(schema: dict[str, Any], *, logic: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The schema and its subschemas, each with its JSON pointer; parents first.
+    """Yield the schema and its subschemas, each with its JSON pointer; parents first.
 
     ``logic``: including subschemas of keywords that deny or combine, such as ``not`` and ``if``.
     """
@@ -274,7 +277,7 @@ def _refuse(pointer: str, part: dict[str, Any]) -> None:
 
 
 def _check_costs(parts: list[dict[str, Any]]) -> None:
-    """Limits for the whole schema, because llguidance may merge any of its parts."""
+    """Limit the costs of the whole schema, because llguidance may merge any of its parts."""
     n_patterns = sum(
         len(p["patternProperties"]) for p in parts if isinstance(p.get("patternProperties"), dict)
     )
@@ -295,7 +298,7 @@ def _check_costs(parts: list[dict[str, Any]]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Converts mappings other than dict for json. Raises TypeError for any other type."""
+    """Convert mappings other than dict for json. Raises TypeError for any other type."""
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"json_schema holds a {type(value).__name__}, which JSON cannot represent")

@@ -21,7 +21,7 @@ from llamapipe.gguf.reader import ARRAY, BOOL, F32, I32, TYPE_NAMES, U32, Array,
 
 
 def text(entries: dict[str, Entry], key: str) -> str | None:
-    """The value of a string key; None if it is missing."""
+    """Return the value of a string key; None if it is missing."""
     entry = entries.get(key)
     if entry is None:
         return None
@@ -38,11 +38,11 @@ class Keys:
     architecture: str
 
     def name(self, key: str) -> str:
-        """The full key, with the architecture's name."""
+        """Return the full key, with the architecture's name."""
         return f"{self.architecture}.{key}"
 
     def get(self, key: str, kind: int) -> int | None:
-        """The value of a key of type `kind` (an integer type or bool); None if it is missing."""
+        """Return the value of a key of type `kind` (an integer type or bool); None if it is missing."""
         entry = self.entries.get(self.name(key))
         if entry is None:
             return None
@@ -53,7 +53,7 @@ class Keys:
     def integer(
         self, key: str, low: int, high: int, *, required: bool = False, besides: int | None = None
     ) -> int:
-        """The value of a u32 key; 0 if it is missing."""
+        """Return the value of a u32 key; 0 if it is missing."""
         value = self.get(key, U32)
         if value is None:
             if required:
@@ -64,7 +64,7 @@ class Keys:
         return value
 
     def per_layer(self, key: str, n_layer: int) -> npt.NDArray[np.int64] | None:
-        """The values `(n_layer,)` of a key that holds one number per layer, or one for all layers."""
+        """Return the values `(n_layer,)` of a key that holds one number per layer, or one for all layers."""
         entry = self.entries.get(self.name(key))
         if entry is None:
             return None
@@ -157,7 +157,7 @@ def check_heads(keys: Keys, head: Head, n_layer: int, n_embd: int) -> None:
 
 
 def _rows(matrix: str, n_heads: int, n_groups: int, n_key: int, n_value: int) -> tuple[int, ...]:
-    """The row counts that a projection may have."""
+    """Return the row counts that a projection may have."""
     if matrix == "q":
         return n_heads * n_key, 2 * n_heads * n_key  # twice the rows with a gate
     if matrix == "k":
@@ -256,7 +256,10 @@ def check_shapes(head: Head) -> Shapes:
 
 
 def _has_sections(keys: Keys) -> bool:
-    """Whether one of the three kinds of positions rotates anything; llama.cpp takes one number for all of them."""
+    """Return whether one of the three kinds of positions rotates anything.
+
+    llama.cpp takes one number for all of them.
+    """
     entry = keys.entries.get(keys.name("rope.dimension_sections"))
     if entry is None:
         return False

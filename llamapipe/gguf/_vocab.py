@@ -42,7 +42,7 @@ _MAX_CUBES: Final = 2e10
 
 
 def check_vocabulary(head: Head) -> tuple[str | None, int]:
-    """The tokenizer's name (None without a vocabulary) and the number of its pieces. Raises Damage."""
+    """Return the tokenizer's name (None without a vocabulary) and the number of its pieces. Raises Damage."""
     entries = head.entries
     tokenizer = _string(entries, "tokenizer.ggml.model")
     if tokenizer is None:
@@ -135,7 +135,10 @@ def _check_kinds(tokenizer: str, pieces: list[bytes], kinds: Array) -> None:
 
 
 def _check_ids(entries: dict[str, Entry], tokenizer: str, n_pieces: int) -> None:
-    """The special tokens that tokenizing adds or falls back to must exist; llama.cpp asserts it while tokenizing."""
+    """Check that the special tokens that tokenizing adds or falls back to exist.
+
+    llama.cpp asserts it while tokenizing.
+    """
     pre = _string(entries, "tokenizer.ggml.pre") or ""
     defaults: tuple[int | None, ...] = _DEFAULTS.get(tokenizer, (None,) * 4)
     if tokenizer in _BPE and pre in _BPE_WITHOUT_BOS:
@@ -178,7 +181,7 @@ def _flag(entries: dict[str, Entry], name: str, default: bool) -> bool:
 
 
 def _check_bytes(pieces: list[bytes]) -> None:
-    """A vocabulary with byte pieces must have all 256; llama.cpp throws at text that it cannot spell."""
+    """Check that a vocabulary with byte pieces has all 256; llama.cpp throws at text that it cannot spell."""
     known = set(pieces)
     missing = [i for i in range(256) if b"<0x%02X>" % i not in known]
     if 0 < len(missing) < 256:
@@ -211,7 +214,10 @@ def _check_bpe(head: Head, tokenizer: str) -> None:
 
 
 def _check_rwkv(pieces: list[bytes]) -> None:
-    """Every byte that begins a piece must be a piece; otherwise llama.cpp restarts at the text's first byte."""
+    """Check that every byte that begins a piece is a piece.
+
+    Otherwise llama.cpp restarts at the text's first byte.
+    """
     decoded = [_unescaped(piece) for piece in pieces]
     single = {piece for piece in decoded if len(piece) == 1}
     for i, piece in enumerate(decoded):

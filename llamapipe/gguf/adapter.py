@@ -173,7 +173,7 @@ def _check_keys(head: Head, architecture: str) -> float:
 
 
 def _rows_matrices(head: Head, architecture: str) -> frozenset[str]:
-    """The matrices that it changes, if our kernels compute all of its products."""
+    """Return the matrices that it changes, if our kernels compute all of its products."""
     plain = all(
         type_name(tensor) in _PLAIN_TYPES
         and len(_plain(tensor.dims)) <= 2
@@ -186,7 +186,10 @@ def _rows_matrices(head: Head, architecture: str) -> frozenset[str]:
 
 
 def is_activated(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is an activated LoRA; False if it is missing or damaged. Its model need not be known."""
+    """Return whether a file is an activated LoRA; False if it is missing or damaged.
+
+    Its model need not be known.
+    """
     try:
         return _INVOCATION in open_gguf(Path(path), _CONVERTER).head.entries
     except ModelLoadError:
@@ -194,7 +197,7 @@ def is_activated(path: str | os.PathLike[str]) -> bool:
 
 
 def _invocation(head: Head, n_vocab: int) -> tuple[int, ...]:
-    """The tokens that activate the adapter; none if it always computes."""
+    """Return the tokens that activate the adapter; none if it always computes."""
     entry = head.entries.get(_INVOCATION)
     if entry is None:
         return ()
@@ -251,7 +254,7 @@ def check_control_vector(
 
 
 def _directions(head: Head, n_layer: int, n_embd: int) -> tuple[npt.NDArray[np.float32], tuple[int, int]]:
-    """The array of a control vector, and its first and last layer."""
+    """Return the array of a control vector, and its first and last layer."""
     found = np.zeros((n_layer - 1, n_embd), np.float32)
     layers = []
     for tensor in head.tensors:
@@ -353,7 +356,7 @@ def _check_pair(name: str, base: Tensor, a: Tensor, b: Tensor, tensors: Mapping[
 
 
 def _plain(dims: tuple[int, ...]) -> tuple[int, ...]:
-    """Without the last dimensions of one."""
+    """Return the dimensions without the last dimensions of one."""
     n = len(dims)
     while n > 2 and dims[n - 1] == 1:
         n -= 1

@@ -94,17 +94,17 @@ def check_tensors(head: Head) -> None:
 
 
 def type_name(tensor: Tensor) -> str:
-    """The name of a tensor's type, such as ``Q4_K``; its number if it is newer than this check."""
+    """Return the name of a tensor's type, such as ``Q4_K``; its number if it is newer than this check."""
     return TYPES[tensor.kind][0] if tensor.kind in TYPES else str(tensor.kind)
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Bytes of a checked tensor's data; 0 if its type is newer than this check."""
+    """Return the number of bytes of a checked tensor's data; 0 if its type is newer than this check."""
     return _n_bytes(tensor) or 0
 
 
 def _n_bytes(tensor: Tensor) -> int | None:
-    """Bytes of the tensor's data; None for an unknown type."""
+    """Return the number of bytes of the tensor's data; None for an unknown type."""
     shape = " × ".join(map(str, tensor.dims))
     n_values = math.prod(tensor.dims)
     if not 0 < n_values < 1 << 63:
@@ -168,11 +168,11 @@ class Stamp:
 
     @classmethod
     def of(cls, path: Path, status: os.stat_result) -> Stamp:
-        """The stamp of the file with this status."""
+        """Return the stamp of the file with this status."""
         return cls(path, status.st_size, status.st_dev, status.st_ino, status.st_mtime_ns)
 
     def change(self) -> str | None:
-        """What happened to the file since; None if it is the same."""
+        """Return what happened to the file since; None if it is the same."""
         try:
             now = Stamp.of(self.path, self.path.stat())
         except OSError as error:
@@ -226,7 +226,7 @@ class GgufInfo:
     stamps: tuple[Stamp, ...]
 
     def change(self) -> str | None:
-        """What happened to the files since they were checked; None if they are the same."""
+        """Return what happened to the files since they were checked; None if they are the same."""
         return next((change for stamp in self.stamps if (change := stamp.change())), None)
 
 
@@ -278,9 +278,10 @@ def check_gguf(
 
 
 def overridden(entries: Mapping[str, Entry], overrides: Mapping[str, bool | float | str]) -> dict[str, Entry]:
-    """The entries that stand in for a file's, of its types. ``overrides``: bools, ints, floats or strs by key.
+    """Return the entries that stand in for a file's, of its types.
 
-    Raises Damage for a value of another type than the file's, which llama.cpp would ignore.
+    ``overrides``: bools, ints, floats or strs by key. Raises Damage for a value of another type than the file's, which
+    llama.cpp would ignore.
     """
     made = {}
     for key, value in overrides.items():
@@ -304,7 +305,7 @@ def overridden(entries: Mapping[str, Entry], overrides: Mapping[str, bool | floa
 
 
 def _kind_of(value: bool | int | float | str) -> int:
-    """The type that llama.cpp has for a value of which the file has none."""
+    """Return the type that llama.cpp has for a value of which the file has none."""
     if isinstance(value, bool):
         return BOOL
     if isinstance(value, int):
@@ -375,7 +376,7 @@ def _stranger(path: Path, first: bytes) -> str:
 
 
 def _parts(path: Path, head: Head) -> tuple[int, list[OpenFile]]:
-    """The number of tensors in all parts, and the other parts of a split model."""
+    """Return the number of tensors in all parts, and the other parts of a split model."""
     n_parts = _split_value(head, "split.count")
     if n_parts is None or n_parts <= 1:
         return len(head.tensors), []
@@ -427,7 +428,7 @@ def _split_value(head: Head, key: str) -> int | None:
 
 
 def head_texts(path: Path) -> dict[str, str]:
-    """The single values of a checked file's metadata as texts, as ``Model.metadata`` has them.
+    """Return the single values of a checked file's metadata as texts, as ``Model.metadata`` has them.
 
     Raises ModelLoadError.
     """

@@ -38,13 +38,13 @@ _N_INPUTS = 3  # layers of the model that an EAGLE-3 draft reads
 
 
 def not_supported(architecture: str) -> str:
-    """Why llamapipe cannot draft with a file of this architecture; empty if it may."""
+    """Return why llamapipe cannot draft with a file of this architecture; empty if it may."""
     kind = _NOT_SUPPORTED.get(architecture)
     return "" if kind is None else f"is {kind}; llamapipe drafts with whole models, MTP layers and EAGLE-3"
 
 
 def target_layers(metadata: Mapping[str, Any]) -> list[int]:
-    """The layers whose inputs an EAGLE-3 draft reads; empty if the file does not say."""
+    """Return the layers whose inputs an EAGLE-3 draft reads; empty if the file does not say."""
     found = metadata.get("eagle3.target_layers", ())
     return (
         [int(layer) for layer in found] if isinstance(found, Sequence) and not isinstance(found, str) else []
@@ -52,7 +52,7 @@ def target_layers(metadata: Mapping[str, Any]) -> list[int]:
 
 
 def eagle3_problem(draft: GgufInfo, architecture: str, n_layer: int, n_embd: int, n_vocab: int) -> str:
-    """Why an EAGLE-3 draft does not belong to a model of these sizes; empty if it does. Any thread.
+    """Return why an EAGLE-3 draft does not belong to a model of these sizes; empty if it does. Any thread.
 
     Each reason is one that llama.cpp meets by ending the process, or by drafts that are always wrong.
     """
@@ -101,7 +101,7 @@ def _tensor_problem(draft: GgufInfo, n_embd: int, n_vocab: int) -> str:
 
 
 def _numbers(path: str | os.PathLike[str], name: str) -> npt.NDArray[np.int64]:
-    """A tensor of 64-bit integers of a file that was checked."""
+    """Return a tensor of 64-bit integers of a file that was checked."""
     from llamapipe.gguf.check import open_gguf
 
     head = open_gguf(Path(path)).head

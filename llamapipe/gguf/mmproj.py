@@ -78,7 +78,7 @@ class ImageTokens(NamedTuple):
     takes_least: bool
 
     def check(self, least: int | None, most: int | None) -> None:
-        """Raises ValueError for limits that libmtmd cannot have. None: the file's own."""
+        """Raise ValueError for limits that libmtmd cannot have. None: the file's own."""
         if least is not None and not self.takes_least:
             raise ValueError(
                 f"image_min_tokens is {least}, and this kind of projector has a maximum only: leave it out"
@@ -122,7 +122,7 @@ class MmprojInfo:
 
 
 def check_mmproj(path: str | os.PathLike[str]) -> MmprojInfo:
-    """Checks a projector's file. Raises ModelLoadError, which names the problem."""
+    """Check a projector's file. Raises ModelLoadError, which names the problem."""
     file = Path(path)
     opened = open_gguf(file)
     try:
@@ -141,16 +141,16 @@ def check_mmproj(path: str | os.PathLike[str]) -> MmprojInfo:
 
 
 def is_mmproj(name: str) -> bool:
-    """Whether a file's name says that it is a projector's."""
+    """Return whether a file's name says that it is a projector's."""
     return name.lower().startswith("mmproj") and name.lower().endswith(".gguf")
 
 
 def mmproj_beside(model: Path, n_embd: int, title: Callable[[], str]) -> list[MmprojInfo]:
-    """The projectors in a model's folder that belong to it. ``n_embd``, ``title``: the model's width and name.
+    """Return the projectors in a model's folder that belong to it.
 
-    Rows of another width are another model's. In a folder of several models the name must agree too, the one in the
-    file or the file's: the width of a text model is often that of a model which takes images. In Ollama's store the
-    manifests say which projector a model has.
+    ``n_embd``, ``title``: the model's width and name. Rows of another width are another model's. In a folder of several
+    models the name must agree too, the one in the file or the file's: the width of a text model is often that of a
+    model which takes images. In Ollama's store the manifests say which projector a model has.
     """
     stored = {named.texts["projector"] for named in names_of(model) if "projector" in named.texts}
     if stored:
@@ -172,7 +172,7 @@ def mmproj_beside(model: Path, n_embd: int, title: Callable[[], str]) -> list[Mm
 
 
 def _fitting(path: Path, n_embd: int) -> MmprojInfo | None:
-    """A projector for models of this width; None if it is for others, or damaged."""
+    """Return a projector for models of this width; None if it is for others, or damaged."""
     try:
         info = check_mmproj(path)
     except ModelLoadError:
@@ -181,7 +181,7 @@ def _fitting(path: Path, n_embd: int) -> MmprojInfo | None:
 
 
 def _plain(name: str) -> str:
-    """What a file's name says about the model: without its part, its role and its types of weights."""
+    """Return what a file's name says about the model, without its part, its role and its types of weights."""
     stem, quantization = split_quantization(read_name(name.lower()).stem)
     while quantization is not None:  # that of the projector may follow that of the model
         stem, quantization = split_quantization(stem)
@@ -198,7 +198,7 @@ def _text(head: Head, key: str) -> str:
 
 
 def _value(head: Head, key: str, kind: int) -> Any:
-    """A value of this type; None if there is none. libmtmd asserts the types."""
+    """Return a value of this type; None if there is none. libmtmd asserts the types."""
     entry = head.entries.get(key)
     if entry is not None and entry.kind != kind:
         raise Damage(f"{key} has the type {entry.kind} of GGUF, not {kind}")
@@ -206,7 +206,7 @@ def _value(head: Head, key: str, kind: int) -> Any:
 
 
 def _checked(head: Head) -> tuple[list[str], tuple[str, ...]]:
-    """The modalities, and the kinds of their projectors."""
+    """Return the modalities, and the kinds of their projectors."""
     architecture = _text(head, "general.architecture")
     if architecture != "clip":
         raise Damage(

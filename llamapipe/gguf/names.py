@@ -21,7 +21,7 @@ class FileName(NamedTuple):
 
 
 def read_name(name: str) -> FileName:
-    """Splits a file's name into the model and the numbers of its part."""
+    """Split a file's name into the model and the numbers of its part."""
     found = _PART.search(name)
     if found is None:
         return FileName(name.removesuffix(".gguf"), 1, 0)
@@ -29,11 +29,11 @@ def read_name(name: str) -> FileName:
 
 
 def part_name(stem: str, part: int, n_parts: int) -> str:
-    """The name of a part of a model, from 1."""
+    """Return the name of a part of a model, from 1."""
     return f"{stem}-{part:05}-of-{n_parts:05}.gguf"
 
 
 def split_quantization(stem: str) -> tuple[str, str | None]:
-    """A stem such as ``model-Q4_K_M`` without the quantization at its end, and that quantization or None."""
+    """Split a stem such as ``model-Q4_K_M`` into the part before its quantization, and that quantization or None."""
     found = _QUANTIZATION.search(stem)
     return (stem, None) if found is None else (stem[: found.start()], found[1].upper())

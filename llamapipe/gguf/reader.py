@@ -118,7 +118,7 @@ class Head:
     buffer: mmap.mmap
 
     def strings(self, array: Array) -> list[bytes]:
-        """The strings of an array, each up to its first NUL, as C code reads them."""
+        """Return the strings of an array, each up to its first NUL, as C code reads them."""
         if array.count == 0:
             return []
         first = int(array.starts[0])
@@ -180,7 +180,7 @@ class _Parser:
         return Head(version, entries, tensors, alignment, start, self._buffer)
 
     def _need(self, n_bytes: int, what: str) -> int:
-        """Returns the current position and advances it by `n_bytes`."""
+        """Return the current position and advance it by `n_bytes`."""
         pos = self._pos
         if n_bytes > self._size - pos:
             raise Damage(
@@ -238,7 +238,7 @@ class _Parser:
         return Array(kind, count, data, nothing, nothing)
 
     def _string_array(self, key: str, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Starts and lengths of `count` strings; each is a u64 length followed by that many bytes.
+        """Return starts and lengths of `count` strings; each is a u64 length followed by that many bytes.
 
         Where a string starts is known only once the one before it is read, which in Python is slow for half a million
         strings. So candidates are found all at once (a length below 65,536 ends in six zero bytes, which text hardly
@@ -266,7 +266,7 @@ class _Parser:
         return np.concatenate(starts), np.concatenate(lengths)
 
     def _chain(self, most: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
-        """Up to `most` strings from here that are certain to follow each other, or None."""
+        """Return up to `most` strings from here that are certain to follow each other, or None."""
         # Words of four bytes from the aligned place at or before here; strings are rarely longer than 40 bytes.
         base = self._pos & ~3
         n_words = min(_SCAN_BYTES, 48 * most + 64, self._size - base) // 4
@@ -340,9 +340,9 @@ def _alignment(entries: dict[str, Entry]) -> int:
 
 
 def first_texts(path: Path) -> dict[str, str]:
-    """The texts of a file's metadata before the first array, such as ``general.type``; of any file, without an error.
+    """Return the texts of a file's metadata before the first array, such as ``general.type``.
 
-    Reads 64 KiB: a whole head has a vocabulary.
+    Takes any file, without an error. Reads 64 KiB: a whole head has a vocabulary.
     """
     found: dict[str, str] = {}
     try:
@@ -376,7 +376,7 @@ _SAMPLE_BYTES = 4096
 
 
 def fingerprint(path: Path) -> bytes:
-    """16 bytes that differ for files with other metadata, another vocabulary or other weights.
+    """Return 16 bytes that differ for files with other metadata, another vocabulary or other weights.
 
     A BLAKE2b hash of the file's size, its first 16 MiB and 64 samples of 4 KiB, evenly spread. Files whose weights
     differ only between the samples are not told apart. Raises OSError.

@@ -31,7 +31,10 @@ _GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s
 
 
 def _words(letters: str, digits: str) -> str:
-    """The expression of GPT-4 and its descendants. ``letters``: a class without brackets; ``digits``: a number."""
+    """Return the expression of GPT-4 and its descendants.
+
+    ``letters``: a class without brackets; ``digits``: a number.
+    """
     return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|{digits}| ?[^\s{letters}\p{{N}}]+[\r\n]*|{_ENDS}"
 
 
@@ -83,7 +86,7 @@ class CannotExportError(ValueError):
 def tokenizer_json(
     path: Path, added: Sequence[AddedToken], first: int | None, last: int | None
 ) -> dict[str, Any]:
-    """The content of ``tokenizer.json`` for the vocabulary of a checked GGUF file.
+    """Return the content of ``tokenizer.json`` for the vocabulary of a checked GGUF file.
 
     ``added``: the special tokens that llama.cpp found. ``first``, ``last``: ids of the tokens that are added before
     and after a text, if any. Raises CannotExportError, and OSError if the file cannot be read.
@@ -144,7 +147,7 @@ def _strings(head: Head, name: str) -> list[bytes]:
 
 
 def _check_overlaps(added: Sequence[AddedToken]) -> None:
-    """Refuses special tokens if one can begin inside another.
+    """Refuse special tokens if one can begin inside another.
 
     llama.cpp matches the longest token first, anywhere in the text; ``tokenizers`` matches from left to right.
     """
@@ -190,11 +193,11 @@ def _sentencepiece(head: Head, pieces: list[str], added: Sequence[AddedToken]) -
 
 
 def _merges_by_score(head: Head, pieces: list[str], added: Sequence[AddedToken]) -> list[tuple[str, str]]:
-    """Every pair of pieces that merges into a third; merges into the pieces with the best scores come first.
+    """Return every pair of pieces that merges into a third.
 
-    Merges with equal scores are refused: llama.cpp applies them from left to right, ``tokenizers`` in the order of this
-    list. Among the pairs of one piece, those with the longer left half come first; where two of them overlap in a text,
-    that is the order from left to right.
+    Merges into the pieces with the best scores come first. Merges with equal scores are refused: llama.cpp applies them
+    from left to right, ``tokenizers`` in the order of this list. Among the pairs of one piece, those with the longer
+    left half come first; where two of them overlap in a text, that is the order from left to right.
 
     Pieces with characters that are not pieces are also refused, unless they are special tokens: llama.cpp merges such
     characters, ``tokenizers`` splits them into bytes.
@@ -288,7 +291,7 @@ def _bpe(pieces: list[str], merges: Iterable[tuple[str, str]], **options: bool) 
 
 
 def _template(pieces: list[str], first: int | None, last: int | None) -> dict[str, Any] | None:
-    """The post-processor that adds the tokens before and after a text, for readers that ask for them."""
+    """Return the post-processor that adds the tokens before and after a text, for readers that ask for them."""
     if first is None and last is None:
         return None
 
@@ -324,7 +327,7 @@ def write_tokenizer(
     n_ctx_train: int,
     chat_template: str | None,
 ) -> Path:
-    """Writes the three files for the checked GGUF file ``source`` and returns the folder.
+    """Write the three files for the checked GGUF file ``source`` and return the folder.
 
     ``bos``, ``eos``: the special tokens that templates refer to; ``ends``: all tokens that end generation. For
     other arguments see ``tokenizer_json``. Output is deterministic. Raises CannotExportError, OSError.

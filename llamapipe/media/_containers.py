@@ -39,7 +39,7 @@ class Picture(NamedTuple):
 
 
 def picture_in(data: bytes) -> Picture | None:
-    """The first picture of a file; None: it is of no format that is read. Raises ContainerError."""
+    """Return the first picture of a file; None: it is of no format that is read. Raises ContainerError."""
     for magic, name, reduced in _READERS:
         if magic.match(data):
             parts, exif = reduced(data)
@@ -51,7 +51,7 @@ _Reduced = tuple[list[bytes], bytes]
 
 
 def _orientation(exif: bytes) -> int:
-    """The orientation in the first directory of EXIF data; 1 where there is none."""
+    """Return the orientation in the first directory of EXIF data; 1 where there is none."""
     order = {b"II": "<", b"MM": ">"}.get(exif[:2])
     if order is None or len(exif) < 8:
         return 1
@@ -77,7 +77,7 @@ _JPEG_KEPT = _FRAMES | {0xC4, 0xCC, 0xDB, 0xDD}  # with tables and the restart i
 
 
 def _jpeg(data: bytes) -> _Reduced:
-    """Without previews, profiles and comments; those that say how colours are stored stay."""
+    """Return the file without previews, profiles and comments; those that say how colours are stored stay."""
     kept, exif = [data[:2]], b""
     at, n_pixels, n_scans = 2, 0, 0
     for _ in range(MOST_SEGMENTS):
@@ -117,7 +117,7 @@ def _jpeg(data: bytes) -> _Reduced:
 
 # ---- PNG
 def _png(data: bytes) -> _Reduced:
-    """Without texts, profiles and the frames of an animation."""
+    """Return the file without texts, profiles and the frames of an animation."""
     kept, exif = [data[:8]], b""
     for name, begin, end in _chunks(data, 8, "big"):
         if name in (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"):
@@ -130,7 +130,7 @@ def _png(data: bytes) -> _Reduced:
 
 
 def _chunks(data: bytes, at: int, order: str) -> Iterator[tuple[bytes, int, int]]:
-    """The names, beginnings and ends of a PNG's or a WebP's chunks, up to one that is not whole."""
+    """Yield the names, beginnings and ends of a PNG's or a WebP's chunks, up to one that is not whole."""
     for _ in range(MOST_PARTS):
         if order == "big":
             name, n = data[at + 4 : at + 8], int.from_bytes(data[at : at + 4], "big") + 12
@@ -149,7 +149,7 @@ _WEBP_FLAGS = 0b10010  # alpha and animation, of those that say what further chu
 
 
 def _webp(data: bytes) -> _Reduced:
-    """The first frame of an animation, without profiles."""
+    """Return the first frame of an animation, without profiles."""
     kept, exif, n_frames = [b""], b"", 0
     for name, begin, end in _chunks(data, 12, "little"):
         if name == b"VP8X" and end - begin == 18:
@@ -168,7 +168,7 @@ def _webp(data: bytes) -> _Reduced:
 
 # ---- GIF
 def _gif(data: bytes) -> _Reduced:
-    """The first frame, without comments."""
+    """Return the first frame, without comments."""
     at = 13 + _table_bytes(data[10:11])
     kept, control = [data[:at]], b""
     for _ in range(MOST_PARTS):
@@ -193,12 +193,12 @@ def _gif(data: bytes) -> _Reduced:
 
 
 def _table_bytes(flags: bytes) -> int:
-    """Of the colours that a head announces."""
+    """Return the number of bytes of the colour table that a head announces."""
     return 3 << ((flags[0] & 7) + 1) if flags and flags[0] & 0x80 else 0
 
 
 def _after_blocks(data: bytes, at: int) -> int:
-    """Where blocks of up to 255 bytes end: after an empty one."""
+    """Return where blocks of up to 255 bytes end: after an empty one."""
     for _ in range(MOST_BLOCKS):
         if at >= len(data) or data[at] == 0:
             return min(at + 1, len(data))

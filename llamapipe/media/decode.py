@@ -64,7 +64,7 @@ class Given(NamedTuple):
     rate: int | None = None
 
     def digest(self) -> bytes:
-        """32 bytes that differ between different contents. Reads a file. Raises as ``pixels``."""
+        """Return 32 bytes that differ between different contents. Reads a file. Raises as ``pixels``."""
         head = f"{self.kind} {self.rate} ".encode()
         content = self.content()
         if isinstance(content, bytes):
@@ -73,7 +73,7 @@ class Given(NamedTuple):
         return sha256(head + f"{array.dtype} {array.shape} ".encode() + array.tobytes()).digest()
 
     def content(self) -> bytes | npt.NDArray[Any]:
-        """The bytes of the file, or an array."""
+        """Return the bytes of the file, or an array."""
         value = self.value
         if isinstance(value, (str, os.PathLike)):
             return self._read(Path(value))
@@ -108,14 +108,17 @@ class Given(NamedTuple):
         )
 
     def pixels(self) -> npt.NDArray[np.uint8]:
-        """An image, (height, width, 3), uint8. Raises InvalidRequestError, TypeError, ImportError without Pillow."""
+        """Decode an image: (height, width, 3), uint8.
+
+        Raises InvalidRequestError, TypeError, ImportError without Pillow.
+        """
         content = self.content()
         image = _decoded(self.place, content) if isinstance(content, bytes) else _as_rgb(self.place, content)
         _check_size(self.place, image.shape[1], image.shape[0])
         return np.ascontiguousarray(image)
 
     def samples(self, rate: int, max_s: float | None = None) -> npt.NDArray[np.float32]:
-        """A sound at ``rate`` Hz: mono, float32. ``max_s``: the most seconds, if fewer than ``MOST_SECONDS``.
+        """Decode a sound at ``rate`` Hz: mono, float32. ``max_s``: the most seconds, if under ``MOST_SECONDS``.
 
         Raises InvalidRequestError, TypeError.
         """
@@ -228,7 +231,7 @@ def _as_mono(place: str, array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
 
 
 def _wave(place: str, data: bytes) -> tuple[npt.NDArray[np.float32], int]:
-    """The samples of a WAV file, the mean of its channels, and their rate.
+    """Return the samples of a WAV file, the mean of its channels, and their rate.
 
     The standard library's reader knows neither floats nor, before Python 3.12, the form with more than 16 bits or two
     channels that many programs write.
@@ -281,7 +284,10 @@ def _wave(place: str, data: bytes) -> tuple[npt.NDArray[np.float32], int]:
 
 
 def _resampled(samples: npt.NDArray[np.float32], step: float, n: int) -> npt.NDArray[np.float32]:
-    """``n`` values between the samples, at multiples of ``step``; in blocks, because numpy computes with float64."""
+    """Return ``n`` values between the samples, at multiples of ``step``.
+
+    Computes in blocks, because numpy computes with float64.
+    """
     made = np.empty(n, np.float32)
     for begin in range(0, n, _BLOCK):
         check_wanted()
@@ -293,7 +299,7 @@ def _resampled(samples: npt.NDArray[np.float32], step: float, n: int) -> npt.NDA
 
 
 def _sound_format(data: bytes) -> str:
-    """What a file is that is no WAV, for messages."""
+    """Return what a file is that is no WAV, for messages."""
     if data[4:8] == b"ftyp":
         return "MP4 or M4A"
     if data[:1] == b"\xff" and data[1:2] >= b"\xe0":
@@ -302,9 +308,10 @@ def _sound_format(data: bytes) -> str:
 
 
 def path_below(place: str, name: str, folder: Path | None) -> Path:
-    """The file that a stranger's text names in ``folder``, or below it; None: none may be read.
+    """Return the file that a stranger's text names in ``folder``, or below it.
 
-    Raises InvalidRequestError if it is elsewhere, also by a link, or is a pipe or a device.
+    ``folder`` None: none may be read. Raises InvalidRequestError if it is elsewhere, also by a link, or is a pipe or a
+    device.
     """
     if folder is None:
         raise InvalidRequestError(
@@ -324,9 +331,10 @@ def path_below(place: str, name: str, folder: Path | None) -> Path:
 
 # ---- the parts of messages
 def given_in(part: Mapping[str, Any], place: str, reads_files: bool = True) -> Given | None:
-    """The image or sound of a message's part, in our form or OpenAI's; None: the part is of another kind.
+    """Return the image or sound of a message's part, in our form or OpenAI's.
 
-    ``reads_files``: a text is a path; else only data URLs and base64 are taken. Raises InvalidRequestError, TypeError.
+    None: the part is of another kind. ``reads_files``: a text is a path; else only data URLs and base64 are taken.
+    Raises InvalidRequestError, TypeError.
     """
     kind = part.get("type")
     if kind in ("image_url", "input_image"):
@@ -361,7 +369,7 @@ def given_in(part: Mapping[str, Any], place: str, reads_files: bool = True) -> G
 
 
 def is_media(part: Any) -> bool:
-    """Whether a part of a message is an image or a sound, right or wrong."""
+    """Return whether a part of a message is an image or a sound, right or wrong."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     return isinstance(kind, str) and kind in KINDS
 

@@ -33,7 +33,7 @@ class Turns:
 
     @contextmanager
     def turn(self, share: Hashable) -> Iterator[None]:
-        """Waits for a turn of the share, and holds it. Raises as ``check_wanted``."""
+        """Wait for a turn of the share, and hold it. Raises as ``check_wanted``."""
         entered = Event()
         try:
             with self._lock:
@@ -52,7 +52,7 @@ class Turns:
                 self._admit()
 
     def _admit(self) -> None:
-        """Admits the next shares. The caller holds the lock."""
+        """Admit the next shares. The caller holds the lock."""
         for share in list(self._waiting):
             if not self._waiting[share]:
                 del self._waiting[share]

@@ -73,7 +73,7 @@ class TextOffsets:
         return f"TextOffsets(offset={self._offset})"
 
     def next(self, piece: bytes) -> int:
-        """The offset of the next token."""
+        """Return the offset of the next token."""
         if self._known:
             return self._known.popleft()
         offset = self._offset
@@ -85,7 +85,7 @@ class TextOffsets:
 
 
 def prompt_offsets(text: str, pieces: Iterable[tuple[bytes, bytes]]) -> list[int]:
-    """Where in a text each of its tokens begins, as ``TextOffsets`` counts.
+    """Return where in a text each of its tokens begins, as ``TextOffsets`` counts.
 
     ``pieces``: for each token its bytes, and its name if it is a control token, else its bytes again. Tokenizing adds a
     space before a text or after a control token, adds control tokens, and may drop spaces beside them.
@@ -114,7 +114,7 @@ def prompt_offsets(text: str, pieces: Iterable[tuple[bytes, bytes]]) -> list[int
 
 
 def _n_begun(data: bytes) -> int:
-    """The characters that begin in these bytes."""
+    """Return the number of characters that begin in these bytes."""
     return sum(not 0x80 <= byte < 0xC0 for byte in data)
 
 
@@ -289,7 +289,7 @@ class TextStream:
         return "" if self._checker is None else self._checker.held
 
     def copy(self) -> TextStream:
-        """An independent stream in the same state."""
+        """Return an independent stream in the same state."""
         new = copy(self)
         new._assembler = copy(self._assembler)
         new._checker = copy(self._checker)

@@ -46,7 +46,7 @@ class WordPiece:
         return f"<WordPiece of {len(self._first) + len(self._later)} pieces>"
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of a text, without special tokens."""
+        """Return the ids of a text, without special tokens."""
         tokens: list[int] = []
         words = self._words
         for word in self._normalized(text).split(" "):

@@ -46,56 +46,56 @@ class Sampler(Protocol):
         """Whether another thread works on its next token."""
 
     def guess(self, n: int) -> tuple[Sequence[int], float]:
-        """At most ``n`` tokens that may follow the last one, and the share of such guesses that were right."""
+        """Return at most ``n`` tokens that may follow the last one, and the share of such guesses that were right."""
 
     def expect(self, tokens: Sequence[int]) -> int:
-        """Prepares for guessed tokens that the next step may have after the last one.
+        """Prepare for guessed tokens that the next step may have after the last one.
 
         Returns how many of them a constraint allows, as far as that is known by now.
         """
 
     def logprobs(self, i: int = 0) -> tuple[float, Sequence[tuple[int, float]]]:
-        """The log-probability of the ``i``-th token that it drew last, and the most probable tokens with theirs."""
+        """Return the log-probability of the ``i``-th token drawn last, and the most probable tokens with theirs."""
 
     def close(self) -> None:
-        """Frees its native memory."""
+        """Free its native memory."""
 
 
 class SamplerFactory(Protocol):
     """Makes the sampler of a request."""
 
     def make(self, request: Request) -> Sampler:
-        """A sampler that has accepted the request's tokens."""
+        """Make a sampler that has accepted the request's tokens."""
 
     def rebuild(self, sampler: Any, request: Request) -> None:
-        """Lets a sampler that ``make`` returned accept the request's tokens anew."""
+        """Let a sampler that ``make`` returned accept the request's tokens anew."""
 
 
 class ResultSink(Protocol):
     """Turns a request's tokens into results for its caller."""
 
     def token(self, request: Request, token: int) -> bool:
-        """Accepts a generated token. True when it completed a stop string."""
+        """Accept a generated token. Return whether it completed a stop string."""
 
     def finish(self, request: Request) -> None:
-        """Delivers the end: ``finish_reason`` or ``error`` says how."""
+        """Deliver the end: ``finish_reason`` or ``error`` says how."""
 
     def restart_text(self, at_start: bool) -> None:
-        """Forgets text that is not delivered yet: the sequence was changed. ``at_start``: to its prompt."""
+        """Forget text that is not delivered yet: the sequence was changed. ``at_start``: to its prompt."""
 
 
 class _Discard:
     """The sink of a request whose tokens nothing reads."""
 
     def token(self, request: Request, token: int) -> bool:
-        """Discards the token."""
+        """Discard the token."""
         return False
 
     def finish(self, request: Request) -> None:
-        """Delivers nothing."""
+        """Deliver nothing."""
 
     def restart_text(self, at_start: bool) -> None:
-        """Holds no text."""
+        """Do nothing: no text is held."""
 
 
 class Embeddings(Protocol):
@@ -154,7 +154,7 @@ class Activation(NamedTuple):
     invocation: tuple[int, ...]
 
     def begin(self, tokens: Sequence[int]) -> int:
-        """Where that occurrence begins; UNLIMITED if there is none."""
+        """Return where that occurrence begins; UNLIMITED if there is none."""
         backwards, wanted = list(tokens[::-1]), list(self.invocation[::-1])
         n, i = len(wanted), -1
         try:
@@ -361,7 +361,7 @@ class Request:
         )
 
     def fork(self, seed: int, sink: ResultSink) -> Request:
-        """A new request with the same options, for the same sequence, which ``Scheduler.fork`` gives it.
+        """Make a request with the same options, for the same sequence, which ``Scheduler.fork`` gives it.
 
         For its consumer's thread, while it does not run.
         """
@@ -405,11 +405,11 @@ class Request:
         return [token for token in self.tokens if token >= 0] if self.spans else self.tokens
 
     def adapters_at(self, position: int) -> Hashable:
-        """The adapters that the token at a position is computed with."""
+        """Return the adapters that the token at a position is computed with."""
         return self.spec.adapters if position < self.active_from else self.spec.all_adapters
 
     def find_activation(self) -> int:
-        """Looks for the invocation again after a change of the tokens. Returns how many are computed as before."""
+        """Look for the invocation again after a change of the tokens. Return how many are computed as before."""
         if self.spec.activation is None:
             return UNLIMITED
         before, begin = self.active_from, self.spec.activation.begin(self.full_sequence)
@@ -417,7 +417,7 @@ class Request:
         return UNLIMITED if self.active_from == before else min(self.active_from, before)
 
     def cell_keys(self) -> list[int]:
-        """The keys that identify its cells in the prefix tree: its tokens.
+        """Return the keys that identify its cells in the prefix tree: its tokens.
 
         Where other adapters begin to compute, a number below ``MEDIA_FROM`` stands for them and the token. So the
         prefix tree needs no notion of adapters: the cells before this number are shared, and those after it only if the
@@ -430,21 +430,24 @@ class Request:
         return [*self.tokens[:begin], mark, *self.tokens[begin + 1 :]]
 
     def next_block(self) -> Span | None:
-        """The next span without cells whose rows see each other. Its rows are computed in a separate step."""
+        """Return the next span without cells whose rows see each other. Its rows are computed in a separate step."""
         for span in self.spans:
             if span.end > self.n_past and not span.source.is_causal:
                 return span
         return None
 
     def prefix_end(self, n: int) -> int:
-        """Where a prefix of at most ``n`` tokens may end: in no span whose rows see each other or share a position."""
+        """Return where a prefix of at most ``n`` tokens may end.
+
+        That is in no span whose rows see each other or share a position.
+        """
         for span in self.spans:
             if span.begin < n < span.end and (not span.source.is_causal or span.source.grid is not None):
                 return span.begin
         return n
 
     def drop_between(self, begin: int, end: int) -> tuple[int, int]:
-        """Drops the tokens from ``begin`` to before ``end``, and spans only whole. Returns what was dropped."""
+        """Drop the tokens from ``begin`` to before ``end``, and spans only whole. Return what was dropped."""
         for span in self.spans:
             if span.begin < begin < span.end:
                 begin = span.begin
@@ -470,11 +473,11 @@ class Request:
         return self.max_tokens > 0 and self.token_budget < UNLIMITED
 
     def reopen(self) -> None:
-        """Lets the request continue after a change. Also for its consumer's thread, ahead of the change."""
+        """Let the request continue after a change. Also for its consumer's thread, ahead of the change."""
         self.finish_reason = None
 
     def sampling_error(self, code: int) -> Exception:
-        """The error of a request that got no token; for the codes see ``Executor.sample``."""
+        """Return the error of a request that got no token; for the codes see ``Executor.sample``."""
         if code == NoToken.NO_ALLOWED_TOKEN:
             return ConstraintError(
                 "the request's constraints (grammar, allowed_token_ids, bad_words …) leave no token to sample, and the "
@@ -486,7 +489,7 @@ class Request:
         return DecodeError("no logit of this request's row is finite; the model or its weights are damaged")
 
     def move(self, state: State) -> None:
-        """Changes the state. No other code does."""
+        """Change the state. No other code does."""
         before = self.state
         if before is State.FINISHED or (state is not State.FINISHED and (before, state) not in _ALLOWED):
             raise AssertionError(f"{self!r} cannot become {state.value}")

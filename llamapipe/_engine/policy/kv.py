@@ -53,7 +53,7 @@ from llamapipe._engine.policy.prefix_tree import ObservedTree, PrefixTree, TreeO
 
 
 def has_media(keys: Sequence[int]) -> bool:
-    """Whether some cells are of images or sounds. The rows that their tokens stand for depend on the projector."""
+    """Return whether some cells are of images or sounds. The rows of their tokens depend on the projector."""
     return any(MEDIA_FROM <= key < 0 for key in keys)
 
 
@@ -79,7 +79,7 @@ class HostStore:
         return len(self._entries)
 
     def make_room(self, n_bytes: int) -> list[int] | None:
-        """The keys of entries to drop, so that ``n_bytes`` more fit; None if that is impossible."""
+        """Return the keys of entries to drop, so that ``n_bytes`` more fit; None if that is impossible."""
         missing = self.n_bytes + n_bytes - self.budget
         if missing <= 0:
             return []
@@ -93,34 +93,34 @@ class HostStore:
         return None
 
     def __iter__(self) -> Iterator[int]:
-        """The keys, the least recently used first."""
+        """Iterate over the keys, the least recently used first."""
         return iter(self._entries)
 
     def add(self, key: int, entry: StoreEntry) -> None:
-        """Adds an entry, as the one used last."""
+        """Add an entry, as the one used last."""
         self._entries[key] = entry
         self.n_bytes += entry.n_bytes
 
     def resize(self, key: int, n_bytes: int) -> None:
-        """Corrects the size of an entry."""
+        """Correct the size of an entry."""
         entry = self._entries[key]
         self.n_bytes += n_bytes - entry.n_bytes
         entry.n_bytes = n_bytes
 
     def use(self, key: int) -> None:
-        """Notes that an entry was used."""
+        """Note that an entry was used."""
         self._entries.move_to_end(key)
 
     def give_up(self, key: int) -> None:
-        """Notes that an entry is of no more use: it goes first."""
+        """Note that an entry is of no more use: it goes first."""
         self._entries.move_to_end(key, last=False)
 
     def drop(self, key: int) -> None:
-        """Removes an entry."""
+        """Remove an entry."""
         self.n_bytes -= self._entries.pop(key).n_bytes
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the bytes are miscounted."""
+        """Raise AssertionError if the bytes are miscounted."""
         assert self.n_bytes == sum(entry.n_bytes for entry in self._entries.values())
         assert self.n_bytes <= self.budget or not self._entries
 
@@ -288,7 +288,7 @@ class KvCache:
         observer: TreeObserver | None = None,
         spills: bool = False,
     ) -> KvCache:
-        """The cache of a context, with the sharing that it supports. ``mode``: True, ``"exact"`` or False.
+        """Make the cache of a context, with the sharing that it supports. ``mode``: True, ``"exact"`` or False.
 
         ``kv_bytes``: size of the context's cells, 0 if it is not known. For the others see KvCache. Raises ValueError
         for options that do not go together.
@@ -345,25 +345,25 @@ class KvCache:
         return self._store.budget + self._states.budget
 
     def n_bytes_of(self, n: int) -> int:
-        """About how many bytes ``n`` saved cells take."""
+        """Return about how many bytes ``n`` saved cells take."""
         return int(n * self._cell_bytes) + self._fixed_bytes
 
     def n_saved_cells(self, key: int) -> int:
-        """The number of cells that are saved under a key; 0 if they were dropped."""
+        """Return the number of cells that are saved under a key; 0 if they were dropped."""
         return self._saved[key].n if key in self._saved else 0
 
     def has(self, cells: Cells) -> bool:
-        """Whether saved cells are still there."""
+        """Return whether saved cells are still there."""
         return cells.key in self._saved
 
     def take_memory_ops(self) -> list[MemoryOp]:
-        """Removes and returns ``memory_ops``."""
+        """Remove and return ``memory_ops``."""
         ops, self.memory_ops = self.memory_ops, []
         return ops
 
     # ---- prefixes
     def find(self, request: Request) -> PrefixMatch:
-        """The longest prefix of a request's tokens that is in cells, or will be soon."""
+        """Find the longest prefix of a request's tokens that is in cells, or will be soon."""
         limit = len(request.tokens) - 1  # all but those whose rows it needs
         if request.logprob_targets is not None:
             limit = min(limit, request.logprob_targets.wanted_from)
@@ -400,7 +400,7 @@ class KvCache:
         return PrefixMatch(n_best, n_exact, best, None, state, needs_slot, n_known, marks)
 
     def _marks(self, request: Request, keys: Sequence[int], limit: int) -> list[SavedState]:
-        """The saved states of the first tokens of a request, that of the most tokens first."""
+        """Return the saved states of the first tokens of a request, that of the most tokens first."""
         found = self._state_tree.prefixes(keys, limit, request.spec.cache_key)
         return [
             mark for n, mark in found if self._n_exact_of(request.prefix_end(n), request, mark.n_exact) == n
@@ -409,7 +409,7 @@ class KvCache:
     def _ready(
         self, cells: Cells, n: int, request: Request, marks: Sequence[SavedState]
     ) -> tuple[int, SavedState | None, bool]:
-        """How many tokens a request may start with, of the ``n`` that it shares with these cells.
+        """Return how many tokens a request may start with, of the ``n`` that it shares with these cells.
 
         With the state that it needs, and whether it needs the cells' slot.
         """
@@ -434,14 +434,14 @@ class KvCache:
         return n, None, needs_slot
 
     def _n_ready(self, cells: Cells, n: int, request: Request) -> int:
-        """The number of the first ``n`` cells that a request may start with, if its memory is there."""
+        """Count those of the first ``n`` cells that a request may start with, if its memory is there."""
         n = request.prefix_end(n)
         if cells is request.saved_cells:
             return n
         return self._n_exact_of(n, request, cells.n_exact if cells.request is None else cells.request.n_exact)
 
     def _n_exact_of(self, n: int, request: Request, n_exact: int) -> int:
-        """Those of ``n`` cells that a request may start with, of which the first ``n_exact`` were computed alone."""
+        """Count those of ``n`` cells that a request may start with; the first ``n_exact`` were computed alone."""
         if self.exact_multiple is None:
             return n
         n = min(n, n_exact) // self.exact_multiple * self.exact_multiple
@@ -449,7 +449,7 @@ class KvCache:
 
     # ---- states
     def _choose_places(self, request: Request, n: int, found: PrefixMatch) -> list[int]:
-        """Where the steps of a request end, so that its state is saved there; in order.
+        """Choose where the steps of a request end, so that its state is saved there; in order.
 
         A state costs a step that is smaller than it could be, and memory. So there is one where others are likely to
         part from this prompt: where some have parted already, where its caller says so (messages begin), shortly before
@@ -488,7 +488,7 @@ class KvCache:
         return chosen
 
     def place_for_follower(self, leader: Request, n: int) -> int:
-        """Where a request may start that shares ``n`` tokens with a running one; the running one saves its state there.
+        """Return where a request that shares ``n`` tokens with a running one may start; that one saves its state there.
 
         A place that is planned already will do, if it is near.
         """
@@ -503,7 +503,7 @@ class KvCache:
         return n
 
     def reached(self, request: Request) -> None:
-        """Saves the state of a request whose cells have come to one of its places."""
+        """Save the state of a request whose cells have come to one of its places."""
         while request.places and request.places[0] <= request.n_past:
             place = request.places.pop(0)
             if place == request.n_past and request.slot >= 0 and request.uses_cache:
@@ -511,14 +511,14 @@ class KvCache:
                 self._save_state(request.slot, keys, request.spec.cache_key, request.n_exact)
 
     def _save_state(self, slot: int, keys: Sequence[int], cache_key: Hashable, n_exact: int) -> None:
-        """Saves the state of a slot, whose cells are those of these tokens."""
+        """Save the state of a slot, whose cells are those of these tokens."""
         key = self._add_state(keys, cache_key, n_exact, self._state_bytes)
         if key is not None:
             room = self._states.budget - self._states.n_bytes + self._state_bytes
             self.memory_ops.append(SaveState(slot, len(keys), key, room))
 
     def _add_state(self, keys: Sequence[int], cache_key: Hashable, n_exact: int, n_bytes: int) -> int | None:
-        """The key for a state of these tokens. None: it is there already, or there is no room."""
+        """Return the key for a state of these tokens. None: it is there already, or there is no room."""
         n = len(keys)
         n_have, have = next(self._state_tree.prefixes(keys, n, cache_key), (0, None))
         if have is not None and n_have == n:
@@ -548,12 +548,12 @@ class KvCache:
         self.memory_ops.append(Forget(key, evicted))
 
     def computed_alone(self, request: Request, n: int) -> None:
-        """Notes that a step computed a request's last ``n`` cells and nothing else."""
+        """Note that a step computed a request's last ``n`` cells and nothing else."""
         if self.exact_multiple is not None and request.n_exact == request.n_past - n:
             request.n_exact += n // self.exact_multiple * self.exact_multiple
 
     def learn(self, request: Request) -> None:
-        """Adds to the tree all tokens in the cells of a request with a slot, also the generated ones."""
+        """Add to the tree all tokens in the cells of a request with a slot, also the generated ones."""
         cells, n = request.cells, request.n_past
         if cells is not None and cells in self._tree and cells.n_known < n:
             self._tree.extend(cells, request.cell_keys()[:n], cells.n_known)
@@ -561,7 +561,7 @@ class KvCache:
 
     # ---- slots
     def place(self, request: Request, found: PrefixMatch) -> None:
-        """Gives a request a free slot that has the found prefix."""
+        """Give a request a free slot that has the found prefix."""
         source, n, state = found.cells, found.n, found.state
         if (
             (source is not None and source not in self._tree)
@@ -618,11 +618,11 @@ class KvCache:
             self._tree.insert(cells, request.cell_keys(), request.spec.cache_key)
 
     def _floor(self, n: int) -> int:
-        """How far a sequence can go back whose window has only the cells before ``n``."""
+        """Return how far a sequence can go back whose window has only the cells before ``n``."""
         return n if n > self._window > 0 else 0
 
     def _choose(self, source: Cells | None) -> int:
-        """A free slot next to a taken one, between two if there is one: gaps between running requests cost time."""
+        """Choose a free slot next to a taken one, if possible between two: gaps between running requests cost time."""
         free = self.free
         if self._held:
             free = {slot for slot in free if slot not in self.parked or not self.parked[slot].is_held} or free
@@ -640,14 +640,14 @@ class KvCache:
 
     @staticmethod
     def is_rotated(request: Request) -> bool:
-        """Whether a step has rotated the keys of a running request since its last shift.
+        """Return whether a step has rotated the keys of a running request since its last shift.
 
         Until then a copy of its cells, here or in host memory, would have new positions and old keys.
         """
         return request.cells is not None and request.n_past > request.cells.n_shifted
 
     def move(self, request: Request, slot: int) -> None:
-        """Moves a running request, which ``is_rotated``, and its cells to a free slot.
+        """Move a running request, which ``is_rotated``, and its cells to a free slot.
 
         What is parked there is saved or dropped.
         """
@@ -662,7 +662,7 @@ class KvCache:
             request.cells.floor = self._floor(request.n_past)
 
     def leave(self, request: Request) -> None:
-        """Releases the request's slot. Its cells stay parked, are saved if pinned, or are cleared if useless."""
+        """Release the request's slot. Its cells stay parked, are saved if pinned, or are cleared if useless."""
         slot = request.slot
         self._park(request)
         if request.spec.keeps_cells and slot in self.parked:
@@ -694,12 +694,12 @@ class KvCache:
         self._n_parked_cells += n
 
     def touch(self, cells: Cells | None) -> None:
-        """Notes that cells are about to be used."""
+        """Note that cells are about to be used."""
         if cells is not None and cells.slot in self.parked:
             self.parked.move_to_end(cells.slot)
 
     def truncate(self, request: Request, n: int, of_last_step: bool = False) -> None:
-        """Removes a request's cells from ``n`` on, because its tokens from there on were changed.
+        """Remove a request's cells from ``n`` on, because its tokens from there on were changed.
 
         ``of_last_step``: the last step has computed all of these cells, in one ubatch.
         """
@@ -716,7 +716,7 @@ class KvCache:
             self._tree.insert(cells, request.cell_keys()[: cells.n_known], request.spec.cache_key)
 
     def _go_back(self, request: Request, cells: Cells, n: int, of_last_step: bool) -> None:
-        """Removes a request's cells from ``n`` on, or from the last place before where it can be continued."""
+        """Remove a request's cells from ``n`` on, or from the last place before where it can be continued."""
         if of_last_step and request.n_certain >= 0:
             n = request.n_certain
             self.memory_ops.append(GoBack(request.slot, n))
@@ -737,7 +737,7 @@ class KvCache:
         request.places = [place for place in request.places if place > n]
 
     def shift(self, request: Request, begin: int, end: int) -> None:
-        """Closes the gap between ``begin`` and ``end``, whose tokens were dropped: the cells after it move there.
+        """Close the gap between ``begin`` and ``end``, whose tokens were dropped: the cells after it move there.
 
         From then on only ``move`` copies these cells. No other request finds them, and ``leave`` and ``preempt`` drop
         them.
@@ -753,7 +753,7 @@ class KvCache:
         request.cells.n_shifted = request.n_past
 
     def lost(self, slot: int, request: Request | None) -> None:
-        """Notes that a slot has lost its cells. Its request, if it has one, computes them again."""
+        """Note that a slot has lost its cells. Its request, if it has one, computes them again."""
         cells = None if request is None else request.cells
         if slot in self.parked:
             self._tree.remove(self._unpark(slot))
@@ -763,12 +763,12 @@ class KvCache:
             self._tree.insert(cells, request.cell_keys()[: cells.n_known], request.spec.cache_key)
 
     def became_stale(self, slot: int) -> None:
-        """Notes that the state of a parked sequence is not of its end; other states still continue its cells."""
+        """Note that the state of a parked sequence is not of its end; other states still continue its cells."""
         if slot in self.parked:
             self.parked[slot].is_stale = True
 
     def evict(self, n_cells: int) -> None:
-        """Frees slots, the least recently used first, until at most ``n_cells`` are parked."""
+        """Free slots, the least recently used first, until at most ``n_cells`` are parked."""
         while self.parked and self._n_parked_cells > n_cells:
             slots = iter(self.parked)
             if self._held:
@@ -776,7 +776,7 @@ class KvCache:
             self._evict(next(slots))
 
     def preempt(self, request: Request) -> None:
-        """Takes a request's slot. Its cells are saved and pinned, if the budget allows that."""
+        """Take a request's slot. Its cells are saved and pinned, if the budget allows that."""
         slot, n = request.slot, request.n_past
         self._park(request)
         if slot in self.parked:
@@ -790,7 +790,7 @@ class KvCache:
         pinned_by: Request | None = None,
         is_stale: bool = False,
     ) -> int | None:
-        """The key for the cells of tokens, which come from elsewhere. None: no room. ``is_stale``: see Cells."""
+        """Return the key for the cells of tokens, which come from elsewhere. None: no room. ``is_stale``: see Cells."""
         dropped = self._store.make_room(n_bytes) if self.enabled else None
         if dropped is None:
             return None
@@ -802,18 +802,18 @@ class KvCache:
         return self._keep(cells, n_bytes, pinned_by)
 
     def take_in_state(self, tokens: Sequence[int], cache_key: Hashable, n_bytes: int) -> int | None:
-        """The key for the state of tokens, which comes from elsewhere. None: it is there, or there is no room."""
+        """Return the key for the state of tokens, which comes from elsewhere. None: it is there, or has no room."""
         if not self.enabled:
             return None
         return self._add_state(tokens, cache_key, 0, n_bytes)
 
     def states_of(self, tokens: Sequence[int], cache_key: Hashable) -> list[tuple[int, int]]:
-        """The saved states of beginnings of tokens, the shortest first: numbers of tokens, and keys."""
+        """Return the saved states of beginnings of tokens, the shortest first: numbers of tokens, and keys."""
         found = self._state_tree.prefixes(tokens, len(tokens), cache_key)
         return [(n, state.key) for n, state in found][::-1]
 
     def save_parked_windows(self) -> None:
-        """Moves parked sequences to host memory if windows would lack cells in what is read of them.
+        """Move parked sequences to host memory if windows would lack cells in what is read of them.
 
         In their slots they can go back to their places; elsewhere they need the states that are saved on the way.
         """
@@ -823,7 +823,7 @@ class KvCache:
                     self._evict(slot)
 
     def holder(self, tokens: Sequence[int], cache_key: Hashable) -> Unused | None:
-        """The cells that no request uses, or the state, with the most of these tokens: more than half of them."""
+        """Return the unused cells, or the state, with the most of these tokens: more than half of them."""
         if (cells := self._unused(tokens, cache_key)) is not None:
             return self._described(cells)
         if not self._has_cells:
@@ -841,7 +841,7 @@ class KvCache:
 
     # ---- what is known of later requests
     def hold(self, name: Hashable, tokens: Sequence[int], cache_key: Hashable) -> None:
-        """Keeps the cells of these tokens, which no request uses, before all others until ``release``.
+        """Keep the cells of these tokens, which no request uses, before all others until ``release``.
 
         It is a hint: they go when nothing else is left to go. In host memory they count as used now.
         """
@@ -854,7 +854,7 @@ class KvCache:
                 self._store.use(cells.key)
 
     def release(self, name: Hashable, is_done: bool) -> None:
-        """Ends ``hold``. ``is_done``: nobody continues, so these cells are the first to go."""
+        """End ``hold``. ``is_done``: nobody continues, so these cells are the first to go."""
         cells = self._held.pop(name, None)
         if cells is None:
             return
@@ -866,7 +866,7 @@ class KvCache:
             self._store.give_up(cells.key)
 
     def offer_unused(self, again: bool) -> Iterator[Unused]:
-        """The cells that no request uses and no others begin with, with their states, the most recently used first.
+        """Yield the cells that no request uses and no others begin with, with their states, most recently used first.
 
         Each is offered once, unless it was used since; ``again``: all of them. Those with images and sounds are not.
         Nothing may change between two of them.
@@ -900,7 +900,7 @@ class KvCache:
             state.n_offered = state.n
 
     def drop(self, found: Unused) -> None:
-        """Drops cells that no request uses, and the states of their beginnings that no others begin with."""
+        """Drop cells that no request uses, and the states of their beginnings that no others begin with."""
         if found.slot >= 0:
             self._tree.remove(self._unpark(found.slot))
             self.memory_ops.append(Remove(found.slot, 0))
@@ -914,7 +914,7 @@ class KvCache:
         return next(self._tree.find(found.tokens, n, found.cache_key), (0, None))[0] >= n
 
     def reset(self, is_wanted: Callable[[Hashable], bool]) -> None:
-        """Drops the cells of the wanted keys that no request uses and that are not pinned."""
+        """Drop the cells of the wanted keys that no request uses and that are not pinned."""
         for slot, cells in list(self.parked.items()):
             if is_wanted(self._tree.key_of(cells)):
                 self._tree.remove(self._unpark(slot))
@@ -927,7 +927,7 @@ class KvCache:
                 self._forget_state(key)
 
     def unpin(self, request: Request) -> None:
-        """Unpins the saved cells of a preempted request that continues or has ended: they are like all others."""
+        """Unpin the saved cells of a preempted request that continues or has ended: they are like all others."""
         cells, request.saved_cells = request.saved_cells, None
         if cells is not None:
             cells.pinned = False
@@ -945,7 +945,7 @@ class KvCache:
         keeps: Cells | None = None,
         state: int = -1,
     ) -> None:
-        """Saves or drops parked cells. The slot keeps the first ``n_keep``, with a state.
+        """Save or drop parked cells. The slot keeps the first ``n_keep``, with a state.
 
         ``keeps``: cells that are not dropped to make room.
         """
@@ -964,7 +964,7 @@ class KvCache:
         self.memory_ops.append(Remove(slot, n_keep, state))
 
     def _save_windows(self, slot: int, cells: Cells, n_keep: int) -> None:
-        """Saves states at places of a sequence whose slot is needed: what was saved of it can go back to them.
+        """Save states at places of a sequence whose slot is needed: what was saved of it can go back to them.
 
         The slot can still go back in place, so they cost no step.
         """
@@ -1022,13 +1022,13 @@ class KvCache:
         self.memory_ops.append(Forget(key, evicted))
 
     def _described(self, cells: Cells) -> Unused:
-        """What cells hold, with the states of their beginnings."""
+        """Return what cells hold, with the states of their beginnings."""
         tokens, cache_key = self._tree.tokens_of(cells)[: cells.n], self._tree.key_of(cells)
         states = self.states_of(tokens, cache_key)
         return Unused(cells.slot, cells.key, tokens, cache_key, states, cells.is_stale)
 
     def saved(self, key: int, n_bytes: int | None) -> None:
-        """Notes the size of a sequence or a state that was saved; None: it could not be saved."""
+        """Note the size of a sequence or a state that was saved; None: it could not be saved."""
         state = self._states_by_key.get(key)
         if state is not None:
             if n_bytes is None:
@@ -1054,7 +1054,7 @@ class KvCache:
         self._store.drop(key)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if slots, cells and tree disagree. For tests and debugging."""
+        """Raise AssertionError if slots, cells and tree disagree. For tests and debugging."""
         assert self.parked.keys() <= self.free, (self.parked, self.free)
         assert self._n_parked_cells == sum(cells.n for cells in self.parked.values())
         for slot, cells in self.parked.items():

@@ -29,7 +29,7 @@ class Overflow:
         return f"<Overflow {self._mode} n_keep={self._n_keep}>"
 
     def drop(self, request: Request, cache: KvCache) -> bool:
-        """Drops old tokens of a full request, which is then no longer in order among those that run. False: it ends."""
+        """Drop old tokens of a full request, which is then no longer in order among those that run. False: it ends."""
         if self._mode == "stop":
             return False
         n_keep = self._n_keep

@@ -87,7 +87,7 @@ class PrefillBudget:
         return f"<PrefillBudget {self.n_tokens(0) if self.is_on else 'unlimited'}>"
 
     def n_tokens(self, position: int, n_turns: int = 1) -> int:
-        """The most prompt tokens of a step in which requests decode, if the prompt begins at this position.
+        """Return the most prompt tokens of a step in which requests decode, if the prompt begins at this position.
 
         ``n_turns``: how many such steps may come between two tokens of a stream. They divide the time.
         """
@@ -110,7 +110,7 @@ class PrefillBudget:
         return max(int(n) // LEAST_CHUNK, 1) * LEAST_CHUNK
 
     def n_rows(self) -> int:
-        """The limit on scored tokens in a step with decoding requests."""
+        """Return the limit on scored tokens in a step with decoding requests."""
         if not self.is_on:
             return UNLIMITED
         left_s = self._limit_s - (self._decode_s or 0.0)
@@ -122,7 +122,7 @@ class PrefillBudget:
     def observe(
         self, n_prompt: int, position: float, seconds: float, n_rows: int = 0, decodes: bool = True
     ) -> None:
-        """Learns from the time of a step; ``position``: the mean of its ``n_prompt`` tokens.
+        """Learn from the time of a step; ``position``: the mean of its ``n_prompt`` tokens.
 
         ``n_rows``: how many of the prompt tokens were scored. ``decodes``: whether requests decode in it.
         """
@@ -148,7 +148,7 @@ class PrefillBudget:
             self._xy = _KEPT * self._xy + position * token_s
 
     def _observe_rows(self, n_rows: int, n_others: int, seconds: float) -> None:
-        """Learns what scored tokens cost, from a step with ``n_others`` other prompt tokens."""
+        """Learn what scored tokens cost, from a step with ``n_others`` other prompt tokens."""
         if self._row_s is not None and 3 * n_rows < n_others:  # too few to tell more
             self._row_s = min(self._row_s, seconds / n_rows)
             return
@@ -198,7 +198,7 @@ class BatchBuilder:
         parked: Mapping[int, Cells],
         guesses: Mapping[Request, Sequence[int]] | None = None,
     ) -> BatchPlan:
-        """The plan of the next step, from requests that are in no step in flight. Without tokens if there are none.
+        """Plan the next step, from requests that are in no step in flight. The plan has no tokens if there are none.
 
         ``parked``: cells in slots without a request. ``guesses``: tokens to compute after the last ones of requests.
         """
@@ -225,7 +225,7 @@ class BatchBuilder:
         return plan
 
     def _next_block(self, running: Running) -> Chunk | None:
-        """The rows of an image that see each other, if it is the turn of such a step."""
+        """Return the rows of an image that see each other, if it is the turn of such a step."""
         if self._was_block and running.decoding:
             return None
         for request in running.prefilling:
@@ -236,7 +236,7 @@ class BatchBuilder:
         return None
 
     def _decoding_waits(self, running: Running) -> bool:
-        """Whether decoding yields: the next step has only prompts, a stream's first.
+        """Return whether decoding yields: the next step has only prompts, a stream's first.
 
         Prefill and decode would be separate passes. Their order makes little difference to decoding requests, but much
         to the first tokens of the prompts.
@@ -268,13 +268,13 @@ class BatchBuilder:
         return self._n_waited + n_step + n_next <= min(self.n_ubatch, self._n_beside(running))
 
     def _n_beside(self, running: Running) -> int:
-        """The most prompt tokens in a step with requests that decode, or between two of their turns."""
+        """Return the most prompt tokens in a step with requests that decode, or between two of their turns."""
         if not self.budget.is_on:
             return UNLIMITED
         return self.budget.n_tokens(running.prefilling[0].n_past, max(len(running.others), 1))
 
     def part(self, decoding: list[Request]) -> list[Request]:
-        """The decoding requests of the next step, without those in flight if there are micro-batches.
+        """Return the decoding requests of the next step, without those in flight if there are micro-batches.
 
         They are split by slot, the lower half first, so that there are no gaps to pad.
         """
@@ -308,7 +308,7 @@ class BatchBuilder:
     def _decode_with_guesses(
         self, plan: BatchPlan, decoding: Sequence[Request], guesses: Mapping[Request, Sequence[int]]
     ) -> None:
-        """Each request's last token, and the guessed ones after it. Nothing prefills, and no gap is padded."""
+        """Decode each request's last token, and the guessed ones after it. Nothing prefills, and no gap is padded."""
         plan.n_decode = len(decoding)
         guessed: list[int] = []
         for request in decoding:
@@ -329,7 +329,7 @@ class BatchBuilder:
     def _pad_gaps(
         self, plan: BatchPlan, running: Running, parked: Mapping[int, Cells], padding_token: int
     ) -> None:
-        """Adds a padding token for each sequence in a gap, if that is cheaper than splitting the batch at the gaps."""
+        """Add a padding token for each sequence in a gap, if that is cheaper than splitting the batch at the gaps."""
         prefilling = {r.slot for r in running.prefilling}  # most of them have tokens in this step
         resting = (running.paused, running.drawing, *running.others.values())
         held = {r.slot: r.n_past for requests in resting for r in requests}
@@ -408,7 +408,7 @@ class BatchBuilder:
 
 
 def _add(plan: BatchPlan, chunk: Chunk) -> None:
-    """Adds a part of a prompt to a plan."""
+    """Add a part of a prompt to a plan."""
     request, first, n, scored = chunk
     is_last = first + n == len(request.tokens)
     begin = len(plan.tokens)
@@ -434,7 +434,7 @@ def _add(plan: BatchPlan, chunk: Chunk) -> None:
 
 
 def _reserved(prefilling: Sequence[Request], budget: int) -> int:
-    """The tokens that a long first prompt leaves to the short ones after it: at most half of the budget."""
+    """Return the tokens that a long first prompt leaves to the short ones after it: at most half of the budget."""
     n_reserved = 0
     if prefilling[0].n_uncomputed > budget:
         for request in prefilling[1:]:
@@ -444,7 +444,7 @@ def _reserved(prefilling: Sequence[Request], budget: int) -> int:
 
 
 def _scored(targets: LogprobTargets, first: int, n: int, n_rows: int) -> tuple[int, range]:
-    """The number of tokens to schedule, of ``n`` from position ``first``, and the positions whose rows are wanted.
+    """Return how many of ``n`` tokens from ``first`` on to schedule, and the positions whose rows are wanted.
 
     There are at most ``n_rows`` of these, so fewer tokens may be scheduled.
     """

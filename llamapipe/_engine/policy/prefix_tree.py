@@ -65,7 +65,7 @@ class PrefixTree(Generic[H]):
         return holder in self._ends
 
     def insert(self, holder: H, tokens: Sequence[int], key: Hashable = None) -> None:
-        """Adds a holder, which must not be in the tree, with its tokens, among those of a key."""
+        """Add a holder, which must not be in the tree, with its tokens, among those of a key."""
         root = self._roots.get(key)
         if root is None:
             root = self._roots[key] = _Root(key)
@@ -73,7 +73,7 @@ class PrefixTree(Generic[H]):
         self._insert_below(root, holder, tokens, 0)
 
     def extend(self, holder: H, tokens: Sequence[int], n: int) -> None:
-        """Adds the tokens after the first ``n``, with which the holder is in the tree."""
+        """Add the tokens after the first ``n``, with which the holder is in the tree."""
         end = self._ends[holder]
         end.ends.remove(holder)
         self._insert_below(end, holder, tokens, n)
@@ -99,7 +99,7 @@ class PrefixTree(Generic[H]):
         node.ends.append(holder)
 
     def remove(self, holder: H) -> None:
-        """Removes a holder; does nothing if it is not in the tree."""
+        """Remove a holder; do nothing if it is not in the tree."""
         node = self._ends.pop(holder, None)
         if node is not None:
             node.ends.remove(holder)
@@ -117,7 +117,7 @@ class PrefixTree(Generic[H]):
             node = parent
 
     def find(self, tokens: Sequence[int], limit: int, key: Hashable = None) -> Iterator[tuple[int, H]]:
-        """Holders of a key that share tokens with a prompt, and how many, at most ``limit``; the most first.
+        """Yield holders of a key that share tokens with a prompt, and how many, at most ``limit``; the most first.
 
         Of holders that share equally many, the newest few.
         """
@@ -126,7 +126,7 @@ class PrefixTree(Generic[H]):
                 yield n, holder
 
     def prefixes(self, tokens: Sequence[int], limit: int, key: Hashable = None) -> Iterator[tuple[int, H]]:
-        """Holders of a key that have no other tokens than a prompt begins with, at most ``limit``; the longest first.
+        """Yield holders of a key whose tokens a prompt begins with, at most ``limit``; the longest first.
 
         With the number of their tokens. Of holders with the same tokens, the newest.
         """
@@ -135,7 +135,7 @@ class PrefixTree(Generic[H]):
                 yield n, node.ends[-1]
 
     def _path(self, tokens: Sequence[int], limit: int, key: Hashable) -> list[tuple[int, _Node[H], bool]]:
-        """The nodes along a prompt, with the tokens up to there, and whether these are all of the node's."""
+        """Return the nodes along a prompt, with the tokens up to there, and whether these are all of the node's."""
         path: list[tuple[int, _Node[H], bool]] = []
         node: _Node[H] | None = self._roots.get(key)
         i = 0
@@ -152,7 +152,7 @@ class PrefixTree(Generic[H]):
         return path
 
     def sharing(self, holder: H, n: int) -> tuple[int, list[H]]:
-        """The number of a holder's ``n`` tokens that another one begins with, and the newest few that do."""
+        """Return how many of a holder's ``n`` tokens another one begins with, and the newest few that do."""
         node: _Node[H] | None = self._ends[holder]
         while node is not None and node.parent is not None and len(node.holders) == 1:
             n -= len(node.tokens)
@@ -163,7 +163,7 @@ class PrefixTree(Generic[H]):
         return n, [other for other in found if other != holder]
 
     def key_of(self, holder: H) -> Hashable:
-        """The key with which a holder is in the tree."""
+        """Return the key with which a holder is in the tree."""
         node = self._ends[holder]
         while node.parent is not None:
             node = node.parent
@@ -171,7 +171,7 @@ class PrefixTree(Generic[H]):
         return node.key
 
     def tokens_of(self, holder: H) -> list[int]:
-        """The tokens with which a holder is in the tree."""
+        """Return the tokens with which a holder is in the tree."""
         parts = []
         node: _Node[H] | None = self._ends[holder]
         while node is not None:
@@ -180,7 +180,7 @@ class PrefixTree(Generic[H]):
         return [token for part in reversed(parts) for token in part]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if nodes and holders disagree."""
+        """Raise AssertionError if nodes and holders disagree."""
         stack: list[_Node[H]] = list(self._roots.values())
         assert sum(len(root.holders) for root in stack) == len(self._ends)
         assert all(root.holders and root.key == key for key, root in self._roots.items())
@@ -203,13 +203,13 @@ class TreeObserver(Protocol):
     """Hears of the changes in a tree."""
 
     def inserted(self, holder: Any, tokens: Sequence[int]) -> None:
-        """Called when a holder was added with these tokens."""
+        """Learn that a holder was added with these tokens."""
 
     def extended(self, holder: Any, tokens: Sequence[int]) -> None:
-        """Called when a holder has grown to these tokens, which begin with those that it had."""
+        """Learn that a holder has grown to these tokens, which begin with those that it had."""
 
     def removed(self, holder: Any) -> None:
-        """Called when a holder was removed."""
+        """Learn that a holder was removed."""
 
 
 class ObservedTree(PrefixTree[H]):
@@ -221,20 +221,20 @@ class ObservedTree(PrefixTree[H]):
         self._told: set[H] = set()
 
     def insert(self, holder: H, tokens: Sequence[int], key: Hashable = None) -> None:
-        """Adds a holder, which must not be in the tree, with its tokens, among those of a key."""
+        """Add a holder, which must not be in the tree, with its tokens, among those of a key."""
         super().insert(holder, tokens, key)
         if key is None:
             self._told.add(holder)
             self._observer.inserted(holder, _before_marks(tokens))
 
     def extend(self, holder: H, tokens: Sequence[int], n: int) -> None:
-        """Adds the tokens after the first ``n``, with which the holder is in the tree."""
+        """Add the tokens after the first ``n``, with which the holder is in the tree."""
         super().extend(holder, tokens, n)
         if holder in self._told:
             self._observer.extended(holder, _before_marks(tokens))
 
     def remove(self, holder: H) -> None:
-        """Removes a holder; does nothing if it is not in the tree."""
+        """Remove a holder; do nothing if it is not in the tree."""
         super().remove(holder)
         if holder in self._told:
             self._told.remove(holder)
@@ -242,7 +242,7 @@ class ObservedTree(PrefixTree[H]):
 
 
 def n_common(tokens: Sequence[int], others: Sequence[int], begin: int = 0) -> int:
-    """The number of tokens that both have in common: the first from ``begin`` on, and the first of the others."""
+    """Count the tokens that both have in common: the first from ``begin`` on, and the first of the others."""
     n = min(len(tokens) - begin, len(others))
     if tokens[begin : begin + n] == others[:n]:
         return n
@@ -257,12 +257,15 @@ def n_common(tokens: Sequence[int], others: Sequence[int], begin: int = 0) -> in
 
 
 def _before_marks(tokens: Sequence[int]) -> Sequence[int]:
-    """The tokens before the first that stands for an image, a sound or other adapters: others know no such numbers."""
+    """Return the tokens before the first that stands for an image, a sound or other adapters.
+
+    Observers do not know such numbers.
+    """
     return next((tokens[:i] for i, token in enumerate(tokens) if token < 0), tokens)
 
 
 def _split(node: _Node[H], k: int) -> _Node[H]:
-    """Splits a node after its first ``k`` tokens. Returns the new node, which has these."""
+    """Split a node after its first ``k`` tokens. Return the new node, which has these."""
     parent = node.parent
     assert parent is not None
     upper = _Node[H](node.tokens[:k], parent)
@@ -275,7 +278,7 @@ def _split(node: _Node[H], k: int) -> _Node[H]:
 
 
 def _merge(node: _Node[H]) -> None:
-    """Makes a node one with its only child if no holder ends between them."""
+    """Merge a node with its only child if no holder ends between them."""
     (child,) = node.children.values()
     if len(child.holders) != len(node.holders):
         return

@@ -88,7 +88,7 @@ class Waiting:
         return len(self.queued) + self.n_followers + len(self.preparing)
 
     def next(self) -> Request:
-        """The request to admit first."""
+        """Return the request to admit first."""
         if self._next is not None:
             return self._next
         if len(self._shares) == 1:
@@ -102,7 +102,7 @@ class Waiting:
         return found
 
     def lends_much(self, share: Hashable) -> bool:
-        """Whether requests that have lent their slots hold more of them than ``most_lent``."""
+        """Return whether requests that have lent their slots hold more of them than ``most_lent``."""
         return self._n_lent(share) > self._most_lent
 
     def _n_lent(self, share: Hashable) -> int:
@@ -112,7 +112,7 @@ class Waiting:
         return (share for share in self._shares.values() if share.n_queued)
 
     def _first_of(self, share: _Share) -> tuple[int, int, tuple[int, int, int], Request]:
-        """The first request of a share, after what decides between shares."""
+        """Return the first request of a share, after what decides between shares."""
         turn, request = self._first_in(share)
         return turn[0], max(share.end, self._share_now), turn, request
 
@@ -131,7 +131,7 @@ class Waiting:
         return lent if self._n_lent(lent[1].spec.share) < self._most_lent else new
 
     def add(self, request: Request) -> None:
-        """Adds a new request and gives it its turn."""
+        """Add a new request and give it its turn."""
         caller = request.caller
         start = max(self._now, self._ends.get(caller, 0))
         self._ends[caller] = start + _cost(request)
@@ -146,7 +146,7 @@ class Waiting:
             self.paused.add(request)
 
     def add_ready(self, request: Request) -> None:
-        """Adds a request that had a slot, was paused, or followed another one. It keeps its turn."""
+        """Add a request that had a slot, was paused, or followed another one. It keeps its turn."""
         self.queued[request] = self._next = None
         share = self._shares[request.spec.share]
         share.n_queued += 1
@@ -157,7 +157,7 @@ class Waiting:
             heappush(share.heap, (request.turn, request))
 
     def remove(self, request: Request) -> None:
-        """Removes a request from its list."""
+        """Remove a request from its list."""
         if request.leader is not None:
             followers = self._followers[request.leader]
             del followers[request]
@@ -181,7 +181,7 @@ class Waiting:
             self.paused.remove(request)
 
     def admitted(self, request: Request) -> None:
-        """Notes that a request has got a slot, or ended without one. A second call for a request does nothing."""
+        """Note that a request has got a slot, or ended without one. A second call for a request does nothing."""
         self._now = max(self._now, request.turn[1])
         caller, request.caller = request.caller, None
         if caller is None:
@@ -199,13 +199,13 @@ class Waiting:
             del self._n_of[caller], self._ends[caller]
 
     def follow(self, request: Request, leader: Request, n: int) -> None:
-        """Makes a request wait until ``leader`` has computed the first ``n`` tokens of both."""
+        """Make a request wait until ``leader`` has computed the first ``n`` tokens of both."""
         self._followers.setdefault(leader, {})[request] = n
         request.leader = leader
         self.n_followers += 1
 
     def release(self, leader: Request) -> None:
-        """Makes the followers ready whose cells the leader has computed; all of them if it computes nothing now."""
+        """Make the followers ready whose cells the leader has computed; all of them if it computes nothing now."""
         followers = self._followers.get(leader)
         if followers is None:
             return
@@ -215,7 +215,7 @@ class Waiting:
             self.add_ready(request)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the lists are inconsistent."""
+        """Raise AssertionError if the lists are inconsistent."""
         shares = self._shares.values()
         assert self.queued.keys() <= {r for share in shares for _, r in (*share.heap, *share.lent)}
         assert sum(share.n_queued for share in shares) == len(self.queued)
@@ -226,7 +226,7 @@ class Waiting:
 
 
 def _cost(request: Request) -> int:
-    """The tokens that a request is expected to compute."""
+    """Return the number of tokens that a request is expected to compute."""
     return len(request.tokens) + min(request.max_tokens, _MAX_COUNTED)
 
 
@@ -235,7 +235,7 @@ _by_turn = attrgetter("turn")
 
 
 def _claim(requests: Iterable[Request]) -> Claim:
-    """The claim of a set with these requests."""
+    """Return the claim of a set with these requests."""
     priority, awaits_first, streams = -(2**31), False, False
     for request in requests:
         priority = max(priority, request.spec.priority)
@@ -311,7 +311,7 @@ class Running:
         return running + sum(r.n_past for r in self.paused)
 
     def add(self, request: Request) -> None:
-        """Adds a request that has a slot."""
+        """Add a request that has a slot."""
         self.n_moves += 1
         if request.spec.activation is not None:
             request.adapters = request.adapters_at(request.n_past)
@@ -324,7 +324,7 @@ class Running:
             insort(self.prefilling, request, key=_by_turn)
 
     def take(self, request: Request) -> None:
-        """Removes a request that has a slot."""
+        """Remove a request that has a slot."""
         if request.state is State.PAUSED:
             del self.paused[request]
             return
@@ -342,13 +342,13 @@ class Running:
             self.prefilling.remove(request)
 
     def can_have(self, adapters: Hashable) -> bool:
-        """Whether requests with these adapters can be part of the steps now."""
+        """Return whether requests with these adapters can be part of the steps now."""
         if adapters == self.adapters:
             return True
         return self._carries is not None and self._carries(self.adapters, adapters)
 
     def use(self, adapters: Hashable) -> None:
-        """Changes the adapters of the next steps. Only requests with these adapters, or that they carry, take part."""
+        """Change the adapters of the next steps. Only requests with these adapters, or that they carry, take part."""
         requests = [*self.decoding, *self.prefilling]
         for others in self.others.values():
             requests += others
@@ -358,7 +358,7 @@ class Running:
             self.add(request)
 
     def carrier(self) -> Hashable:
-        """Returns a set that every runnable request can share, or the current one."""
+        """Return a set that every runnable request can share, or the current one."""
         if self._carries is None or not self.others:
             return self.adapters
         sets = {request.adapters for request in (*self.decoding, *self.prefilling)}.union(self.others)
@@ -368,33 +368,33 @@ class Running:
         return self.adapters
 
     def carrier_of(self, adapters: Hashable) -> Hashable:
-        """Returns a set that carries these adapters, so that others can join their steps, or these adapters."""
+        """Return a set that carries these adapters, so that others can join their steps, or these adapters."""
         if self._carries is None or self._carries(adapters, adapters):
             return adapters
         return next((other for other in self.others if self._carries(other, adapters)), adapters)
 
     def claims(self) -> dict[Hashable, Claim]:
-        """The claims of all sets of adapters with requests that could compute."""
+        """Return the claims of all sets of adapters with requests that could compute."""
         found = {adapters: _claim(requests) for adapters, requests in self.others.items()}
         if self.decoding or self.prefilling:
             found[self.adapters] = _claim((*self.decoding, *self.prefilling))
         return found
 
     def sort(self) -> None:
-        """Moves requests whose prompt is in the KV cache from ``prefilling`` to ``decoding``."""
+        """Move requests whose prompt is in the KV cache from ``prefilling`` to ``decoding``."""
         prefilling, self.prefilling = self.prefilling, []
         for request in prefilling:
             self.add(request)
 
     def recompute(self, request: Request) -> None:
-        """Notes that a request lost its cells: all of its tokens have to be computed again."""
+        """Note that a request lost its cells: all of its tokens have to be computed again."""
         request.n_past = request.n_exact = 0
         if request.state is State.RUNNING and request not in self.drawing:
             self.take(request)
             self.add(request)
 
     def least(self) -> Request | None:
-        """The request to preempt first: the one that paused first, else the newest of the lowest priority.
+        """Return the request to preempt first: the one that paused first, else the newest of the lowest priority.
 
         None if there is only one.
         """
@@ -403,11 +403,11 @@ class Running:
         return next(iter(self.paused)) if self.paused else self.newest_of_lowest()
 
     def newest_of_lowest(self) -> Request:
-        """The request that arrived last, of those with the lowest priority."""
+        """Return the request that arrived last, of those with the lowest priority."""
         return max(self, key=lambda request: (-request.spec.priority, request.arrival))
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the lists are inconsistent."""
+        """Raise AssertionError if the lists are inconsistent."""
         assert self.decoding == sorted(self.decoding, key=_by_slot)
         for request in self.decoding:
             assert len(request.tokens) - request.n_past == 1, request

@@ -163,32 +163,32 @@ class Scheduler:
         return builder.depth
 
     def live(self) -> list[Request]:
-        """Every unfinished request."""
+        """Return every unfinished request."""
         return [*self._running, *self._waiting]
 
     def take_dequeued(self) -> list[Request]:
-        """Removes and returns ``dequeued``."""
+        """Remove and return ``dequeued``."""
         dequeued, self.dequeued = self.dequeued, []
         return dequeued
 
     def set_depth(self, depth: int) -> None:
-        """Sets how many steps of scores may be in flight. Call it before the first step."""
+        """Set how many steps of scores may be in flight. Call it before the first step."""
         self.batch_builder.depth = depth
 
     def split_decoding(self, n_micro_batches: int) -> None:
-        """Splits the decoding requests into so many parts, each a step, from the next step on."""
+        """Split the decoding requests into so many parts, each a step, from the next step on."""
         self.batch_builder.n_micro_batches = n_micro_batches
 
     # ---- events
     def add(self, request: Request) -> None:
-        """Queues a new request."""
+        """Queue a new request."""
         request.arrival = self._n_arrived
         self._n_arrived += 1
         self._lowest_priority = min(self._lowest_priority, request.spec.priority)
         self._waiting.add(request)
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Gives a new request the sequence of a resumable one that is not running; it will find its cells."""
+        """Give a new request the sequence of a resumable one that is not running; it will find its cells."""
         child.tokens = parent.tokens.copy()
         child.dropped = parent.dropped.copy()
         child.n_kept = parent.n_kept
@@ -198,14 +198,14 @@ class Scheduler:
         self.cache.learn(parent)
 
     def prepared(self, request: Request) -> None:
-        """Notes that the images and sounds of a request are encoded, or its prefix was read, so it may get a slot."""
+        """Note that the images and sounds of a request are encoded, or its prefix was read, so it may get a slot."""
         if request in self._waiting.preparing:
             request.awaits_prefix = False
             self._waiting.remove(request)
             self._waiting.add_ready(request)
 
     def resume(self, request: Request) -> None:
-        """Continues a request whose ``token_budget`` was raised or whose tokens changed; otherwise does nothing."""
+        """Continue a request whose ``token_budget`` was raised or whose tokens changed; otherwise do nothing."""
         if request.finish_reason is not None or request.n_total >= request.token_budget or request.is_drawing:
             return
         if request in self._running.paused:
@@ -217,7 +217,7 @@ class Scheduler:
             self._waiting.add_ready(request)
 
     def trim(self, request: Request, n_keep: int) -> None:
-        """Keeps the first ``n_keep`` tokens of a resumable request that is not running."""
+        """Keep the first ``n_keep`` tokens of a resumable request that is not running."""
         del request.tokens[n_keep:]
         if n_keep <= request.n_kept:
             request.dropped.clear()
@@ -228,7 +228,7 @@ class Scheduler:
         self._reopen(request)
 
     def append(self, request: Request, tokens: Sequence[int]) -> None:
-        """Appends tokens to a resumable request that is not running."""
+        """Append tokens to a resumable request that is not running."""
         request.tokens.extend(tokens)
         if request.n_total == 0:  # nothing was generated yet: these are part of the prompt
             request.n_prompt = len(request.tokens)
@@ -245,7 +245,7 @@ class Scheduler:
         request.n_generated = 0
 
     def finish(self, request: Request, reason: str) -> None:
-        """Ends a request and frees its slot. A resumable request keeps slot and cells, unless it is cancelled."""
+        """End a request and free its slot. A resumable request keeps slot and cells, unless it is cancelled."""
         if request.state is State.FINISHED:
             return
         request.finish_reason = reason
@@ -268,7 +268,7 @@ class Scheduler:
         request.move(State.FINISHED)
 
     def stop(self, request: Request, n_after: int = 0) -> None:
-        """Ends a request whose text completed a stop string, also if its last token had ended it already.
+        """End a request whose text completed a stop string, also if its last token had ended it already.
 
         ``n_after``: tokens of the sequence after that string, which are dropped.
         """
@@ -284,17 +284,17 @@ class Scheduler:
         request.stop_token = None  # after a right guess it may have been drawn with what the string completed
 
     def cancel(self, request: Request) -> None:
-        """Ends a request in any state."""
+        """End a request in any state."""
         self.finish(request, "cancelled")
 
     def fail(self, request: Request, error: BaseException) -> None:
-        """Ends a request with an error."""
+        """End a request with an error."""
         if request.state is not State.FINISHED:
             request.error = error
             self.finish(request, "cancelled")
 
     def preempt(self, request: Request) -> None:
-        """Takes a request's slot and cells. It computes its tokens again when it gets a slot."""
+        """Take a request's slot and cells. It computes its tokens again when it gets a slot."""
         paused = request.state is State.PAUSED
         self._running.take(request)
         request.batch_plan = None
@@ -314,7 +314,7 @@ class Scheduler:
             self._waiting.add_ready(request)
 
     def lend(self, request: Request, lateness: float) -> bool:
-        """Gives the slot of a request whose token is late to one that waits. The request returns with its token.
+        """Give the slot of a request whose token is late to one that waits. The request returns with its token.
 
         The request may then wait for a slot as long as another answer takes, so within a share its grace period doubles
         each time. Otherwise a constraint that takes long for every token would wait before each of them. If the waiting
@@ -343,7 +343,7 @@ class Scheduler:
         return self.gate.considers_drafts and bool(self._running.decoding) and not self._running.prefilling
 
     def plan(self) -> BatchPlan | None:
-        """The plan of the next step. None if nothing can be computed now."""
+        """Plan the next step. None if nothing can be computed now."""
         if self._waiting.queued:
             self._admit()
         running = self._running
@@ -376,7 +376,7 @@ class Scheduler:
         return plan if plan.tokens else None  # none: all requests are in steps in flight
 
     def _choose_adapters(self) -> bool:
-        """Changes the adapters if it is the turn of others. False: the steps in flight must be committed first."""
+        """Change the adapters if it is the turn of others. False: the steps in flight must be committed first."""
         running = self._running
         chosen = running.carrier()
         if running.others and chosen == running.adapters:
@@ -403,7 +403,7 @@ class Scheduler:
         return True
 
     def _assign_adapters(self, plan: BatchPlan) -> None:
-        """Gives the slots of a plan the adapters of their requests, and takes those of ended ones away."""
+        """Give the slots of a plan the adapters of their requests, and take those of ended ones away."""
         for slot in [slot for slot in self._assigned if slot in self.cache.free]:
             if self._assigned.pop(slot) is not None:
                 self.cache.memory_ops.append(AssignAdapters(slot, None))
@@ -413,7 +413,7 @@ class Scheduler:
                 self.cache.memory_ops.append(AssignAdapters(request.slot, request.adapters))
 
     def _guesses(self) -> Mapping[Request, Sequence[int]]:
-        """The guessed tokens to compute in the next step."""
+        """Return the guessed tokens to compute in the next step."""
         asks_samplers, self.can_guess = self.can_guess, False
         running, gate = self._running, self.gate
         if (
@@ -476,7 +476,7 @@ class Scheduler:
         return chosen
 
     def commit(self, plan: BatchPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
-        """Records a step: its KV cells, and the token of each of ``plan.requests`` (or a NoToken).
+        """Record a step: its KV cells, and the token of each of ``plan.requests`` (or a NoToken).
 
         Returns the requests that are still part of the step, with their tokens.
         """
@@ -524,7 +524,7 @@ class Scheduler:
         return [pair for pair in taken if pair[1] != _LATER] if _LATER in sampled else taken
 
     def _commit_guesses(self, plan: BatchPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
-        """Commits a step with guessed tokens: each row that was drawn from follows a right token."""
+        """Commit a step with guessed tokens: each row that was drawn from follows a right token."""
         taken: list[tuple[Request, int]] = []
         gate, before = self.gate, None
         n_drawn: dict[Request, int] = {}
@@ -571,7 +571,7 @@ class Scheduler:
         return taken
 
     def drawn(self, request: Request, token: int) -> None:
-        """Records a token that was drawn after its step (or a NoToken), for a request that ``is_drawing``."""
+        """Record a token that was drawn after its step (or a NoToken), for a request that ``is_drawing``."""
         request.is_drawing = False
         if token == NoToken.SETTLED:
             self.finish(
@@ -586,7 +586,7 @@ class Scheduler:
             self.resume(request)
 
     def _add_token(self, request: Request, token: int, is_last: bool = True) -> None:
-        """Continues a request with a token, or ends it. ``is_last``: of its tokens of the step."""
+        """Continue a request with a token, or end it. ``is_last``: of its tokens of the step."""
         if token in request.stop_tokens:
             request.stop_token = token
             self.finish(request, "stop")
@@ -624,7 +624,7 @@ class Scheduler:
             self.fail(request, request.sampling_error(code))
 
     def _draw_later(self, request: Request) -> None:
-        """Leaves a request out of the steps until ``drawn`` is called."""
+        """Leave a request out of the steps until ``drawn`` is called."""
         request.is_drawing = True
         if request.state is State.RUNNING and request not in self._running.drawing:
             self._running.take(request)
@@ -639,7 +639,7 @@ class Scheduler:
         return True
 
     def observe(self, plan: BatchPlan, seconds: float) -> None:
-        """Learns the time of a step, from its launch to its tokens."""
+        """Learn the time of a step, from its launch to its tokens."""
         only_decodes = plan.n_decode == len(plan.tokens) or plan.n_guessed > 0
         if self.turns.observe(len(plan.tokens), only_decodes, seconds):
             return  # it says little about others
@@ -653,7 +653,7 @@ class Scheduler:
             budget.observe(n, position, seconds, n_rows, decodes=plan.n_decode > 0)
 
     def _score_next(self, request: Request, targets: LogprobTargets) -> None:
-        """Continues with the next text to score after the same context. Ends the request if there is none."""
+        """Continue with the next text to score after the same context. End the request if there is none."""
         following = targets.following()
         if following is None:
             self.finish(request, "stop")
@@ -662,20 +662,20 @@ class Scheduler:
         self.cache.truncate(request, n_kept)
 
     def abort(self, plan: BatchPlan, error: BaseException) -> list[Request]:
-        """Ends the requests of a step that failed, and no others. Returns them."""
+        """End the requests of a step that failed, and no others. Return them."""
         requests = self.drop(plan)
         for request in requests:
             self.fail(request, error)
         return requests
 
     def drop(self, plan: BatchPlan) -> list[Request]:
-        """Discards a step that was not computed. Returns the requests that are still part of it."""
+        """Discard a step that was not computed. Return the requests that are still part of it."""
         plan.in_flight = False
         self.cache.memory_ops += plan.padding
         return [request for request, _ in plan.scheduled if request.batch_plan is plan]
 
     def cells_changed(self, changes: CellChanges) -> bool:
-        """Notes the outcome of ``cache.memory_ops``. False if a sequence lost its cells: it is computed again."""
+        """Note the outcome of ``cache.memory_ops``. False if a sequence lost its cells: it is computed again."""
         for key, n_bytes in changes.saved:
             self.cache.saved(key, n_bytes)
         lost = set(changes.lost)
@@ -693,7 +693,7 @@ class Scheduler:
         return not lost
 
     def free_cells_after(self, plan: BatchPlan) -> bool:
-        """Discards a step that found no cells and frees some. False if only one request has any."""
+        """Discard a step that found no cells and free some. False if only one request has any."""
         self.drop(plan)
         if self.cache.n_parked_cells:
             self.cache.evict(0)
@@ -706,7 +706,7 @@ class Scheduler:
 
     # ---- slots and cells
     def _count_gaps(self, plan: BatchPlan) -> None:
-        """Counts what gaps between the slots of decoding requests cost; padded or not."""
+        """Count what gaps between the slots of decoding requests cost; padded or not."""
         if plan.n_decode and self.batch_builder.n_micro_batches == 1:
             first, last = plan.seq_ids[0], self._running.decoding[-1].slot
             n = last - first + 1 - plan.n_decode
@@ -715,7 +715,7 @@ class Scheduler:
             self._n_gaps = self._n_gaps + n if n else 0
 
     def _close_gaps(self) -> None:
-        """Moves decoding requests to neighbouring slots, when the gaps have cost about as much as that."""
+        """Move decoding requests to neighbouring slots, when the gaps have cost about as much as that."""
         running, cache = self._running, self.cache
         decoding = running.decoding
         if (
@@ -746,7 +746,7 @@ class Scheduler:
             running.add(request)
 
     def _preempt_least(self) -> Request | None:
-        """Preempts the request that paused first, else the newest. None if only one has a slot."""
+        """Preempt the request that paused first, else the newest. None if only one has a slot."""
         least = self._running.least()
         if least is not None:
             self.preempt(least)
@@ -790,7 +790,7 @@ class Scheduler:
             self._running.add(request)
 
     def _preempt_below(self, request: Request) -> bool:
-        """Preempts a request of a lower priority than this one. False if there is none."""
+        """Preempt a request of a lower priority than this one. False if there is none."""
         if request.spec.priority <= self._lowest_priority or not len(self._running):
             return False
         least = self._running.newest_of_lowest()
@@ -814,7 +814,7 @@ class Scheduler:
             self._waiting.release(request)
 
     def n_cells_by_slot(self) -> dict[int, int]:
-        """The number of cells in each slot, once all memory operations are done and no step is in flight.
+        """Return the number of cells in each slot, once all memory operations are done and no step is in flight.
 
         Without those that have more because their state could not go back.
         """
@@ -824,7 +824,7 @@ class Scheduler:
         return {slot: n for slot, n in cells.items() if slot not in parked or not parked[slot].is_stale}
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if slots, states and lists disagree. For tests and debugging."""
+        """Raise AssertionError if slots, states and lists disagree. For tests and debugging."""
         taken = sorted(request.slot for request in self._running)
         assert len(set(taken)) == len(taken), f"two requests in one slot: {taken}"
         assert self.cache.free.isdisjoint(taken), f"a used slot counts as free: {taken} {self.cache.free}"

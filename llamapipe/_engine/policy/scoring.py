@@ -37,11 +37,11 @@ class LogprobTargets:
         self.n_top = n_top
 
     def targets(self, position: int) -> list[int]:
-        """The tokens to score in the row of ``position``."""
+        """Return the tokens to score in the row of ``position``."""
         raise NotImplementedError
 
     def take(self, position: int, scores: Sequence[TokenScore]) -> None:
-        """Stores the scores of ``targets(position)``. Called once for each position, in order."""
+        """Store the scores of ``targets(position)``. The caller calls it once for each position, in order."""
         raise NotImplementedError
 
     @property
@@ -50,7 +50,7 @@ class LogprobTargets:
         return 0
 
     def following(self) -> tuple[list[int], int] | None:
-        """After all wanted positions: the next tokens to score, and how many are in KV cells. None at the end."""
+        """Return the tokens to score after all wanted positions, and how many are in KV cells. None at the end."""
         return None
 
 
@@ -63,11 +63,11 @@ class PromptTargets(LogprobTargets):
         self.scores: list[TokenScore] = []
 
     def targets(self, position: int) -> list[int]:
-        """The prompt's next token."""
+        """Return the prompt's next token."""
         return [self._prompt[position + 1]]
 
     def take(self, position: int, scores: Sequence[TokenScore]) -> None:
-        """Stores the score of the prompt's next token."""
+        """Store the score of the prompt's next token."""
         self.scores += scores
         self.wanted_from = position + 1
 
@@ -89,18 +89,18 @@ class ContinuationTargets(LogprobTargets):
         super().__init__(len(context) - 1, len(self.first()), n_top)
 
     def first(self) -> list[int]:
-        """The first tokens to compute: the context, and the first continuation of more than one token."""
+        """Return the first tokens to compute: the context, and the first continuation of more than one token."""
         return self._context + (self._continuations[self._now][:-1] if self._now >= 0 else [])
 
     def targets(self, position: int) -> list[int]:
-        """At the context's last position: every continuation's first token. Later: the current one's next token."""
+        """Return every continuation's first token at the context's last position, later the current one's next."""
         i = position - len(self._context) + 1
         if i == 0:
             return [c[0] for c in self._continuations]
         return [self._continuations[self._now][i]]
 
     def take(self, position: int, scores: Sequence[TokenScore]) -> None:
-        """Stores the scores with their continuations."""
+        """Store the scores with their continuations."""
         if position == len(self._context) - 1:
             for mine, score in zip(self.scores, scores, strict=True):
                 mine.append(score)
@@ -114,7 +114,7 @@ class ContinuationTargets(LogprobTargets):
         return len(self._context) if self._left else 0
 
     def following(self) -> tuple[list[int], int] | None:
-        """The context with the next continuation. None at the end."""
+        """Return the context with the next continuation. None at the end."""
         if not self._left:
             return None
         self._now = self._left.pop(0)

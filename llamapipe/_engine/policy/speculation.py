@@ -69,16 +69,16 @@ class Drafter(Protocol):
     """A source of guesses whose tokens take time to make. The engine thread."""
 
     def guess(self, request: Request, n: int) -> Guess | None:
-        """A guess of at most ``n`` tokens that are still to be drafted; None if there can be none."""
+        """Return a guess of at most ``n`` tokens that are still to be drafted; None if there can be none."""
 
     def seconds(self, chosen: Mapping[Request, int]) -> float:
-        """The seconds that ``draft`` will take."""
+        """Return the seconds that ``draft`` will take."""
 
     def draft(self, chosen: Mapping[Request, int]) -> Mapping[Request, Sequence[int]]:
-        """The drafted tokens of each request: at most the chosen number, or none. Raises nothing."""
+        """Return the drafted tokens of each request: at most the chosen number, or none. Raises nothing."""
 
     def close(self) -> None:
-        """Frees what it has."""
+        """Free its resources."""
 
 
 class StepTimes:
@@ -92,7 +92,7 @@ class StepTimes:
         return f"<StepTimes { {n: round(self._seconds[n], 5) for n in self._ns} }>"
 
     def observe(self, n: int, seconds: float) -> None:
-        """Learns from one step."""
+        """Learn from one step."""
         before = self._seconds.get(n)
         expected = self.of(n) if before is None else before
         if expected:
@@ -105,7 +105,7 @@ class StepTimes:
             self._seconds[n] = before + (_FASTER if seconds < before else _SLOWER) * (seconds - before)
 
     def of(self, n: int) -> float:
-        """The expected seconds of a step with ``n`` tokens; 0 if nothing is known."""
+        """Return the expected seconds of a step with ``n`` tokens; 0 if nothing is known."""
         ns, seconds = self._ns, self._seconds
         if not ns:
             return 0.0
@@ -125,7 +125,7 @@ class StepTimes:
 
 
 def undisturbed(slots: Sequence[int], n_guessed: Sequence[int]) -> list[int]:
-    """How many guessed tokens each request may have in a step, where wrong ones are taken back by kept states.
+    """Return how many guessed tokens each request may have in a step, if kept states take back wrong ones.
 
     llama.cpp computes rows of several sequences together only if they are as many and the sequences' numbers follow
     each other. Before each such ubatch it moves states, so that those of its sequences lie side by side, but it leaves
@@ -190,7 +190,7 @@ class Gate:
         return self.drafter is not None and self._n_paused >= self._pause
 
     def next_drafter(self) -> Drafter | None:
-        """The drafter for the next decision, if that is about drafts."""
+        """Return the drafter for the next decision, if that is about drafts."""
         if self.considers_drafts:
             self._n_paused = 0
             return self.drafter
@@ -198,7 +198,7 @@ class Gate:
         return None
 
     def choose(self, n_decoding: int, guesses: Sequence[Guess], n_room: int) -> dict[Request, Sequence[int]]:
-        """The guessed tokens, at most ``n_room``, to compute after the last tokens of ``n_decoding`` requests."""
+        """Choose the guesses, at most ``n_room`` tokens, to compute after the last ones of ``n_decoding`` requests."""
         plain_s = self.times.of(n_decoding)
         if plain_s <= 0:
             return {}
@@ -245,11 +245,11 @@ class Gate:
         return {request: tokens[request][:n] for request, n in best.items()}
 
     def _is_split(self, n_decoding: int, chosen: Mapping[Request, int]) -> bool:
-        """Whether the step is several passes, because its sequences have different numbers of tokens."""
+        """Return whether the step is several passes, because its sequences have different numbers of tokens."""
         return self._splits and (len(chosen) < n_decoding or len(set(chosen.values())) > 1)
 
     def _seconds(self, n_decoding: int, chosen: Mapping[Request, int]) -> float:
-        """The expected seconds of a step with these guesses."""
+        """Return the expected seconds of a step with these guesses."""
         if not self._is_split(n_decoding, chosen):
             return self.times.of(n_decoding + sum(chosen.values()))
         lengths = [*chosen.values(), *repeat(0, n_decoding - len(chosen))]
@@ -262,7 +262,7 @@ class Gate:
     def _return_seconds(
         self, n_decoding: int, guesses: Sequence[Guess], chosen: Mapping[Request, int]
     ) -> float:
-        """The expected seconds for copies of states, and for returning to them after wrong guesses."""
+        """Return the expected seconds for copies of states, and for returning to them after wrong guesses."""
         seconds = 0.0
         for guess in guesses:
             n = chosen.get(guess.request, 0)
@@ -279,7 +279,7 @@ class Gate:
         return seconds
 
     def observe_copies(self, n: int, seconds: float) -> None:
-        """Learns from the time in which ``n`` states were copied."""
+        """Learn from the time in which ``n`` states were copied."""
         each_s = seconds / n
         if self._copy_s:
             each_s = min(each_s, 2 * self._copy_s)
@@ -289,7 +289,7 @@ class Gate:
         )
 
     def observe(self, n_decoding: int, n_guessed: int, seconds: float) -> None:
-        """Learns from a step in which requests only decoded."""
+        """Learn from a step in which requests only decoded."""
         if not n_guessed or not self._expected_s:
             self.times.observe(n_decoding + n_guessed, seconds)
         else:
@@ -298,7 +298,7 @@ class Gate:
 
 
 def _cut(guesses: Sequence[Guess], length: int) -> tuple[dict[Request, int], float]:
-    """Cuts each guess to ``length`` tokens at most. Returns the numbers, and how many are expected to be right."""
+    """Cut each guess to ``length`` tokens at most. Return the numbers, and how many are expected to be right."""
     chosen: dict[Request, int] = {}
     n_expected = 0.0
     for request, tokens, share, _ in guesses:

@@ -82,7 +82,7 @@ class SetTurns:
         )
 
     def stay_s(self, n_sets: int) -> float:
-        """The seconds that a set stays if ``n_sets`` have requests."""
+        """Return the seconds that a set stays if ``n_sets`` have requests."""
         stay_s = _WORTH * self.change_s
         if self._max_itl_s is not None and n_sets > 1:
             others_s = self._max_itl_s - self.change_s - self._step_s[True]
@@ -90,7 +90,7 @@ class SetTurns:
         return stay_s
 
     def choose(self, current: Hashable, ready: Mapping[Hashable, Claim]) -> Hashable:
-        """The set of the next step. ``ready``: the sets with requests to compute."""
+        """Choose the set of the next step. ``ready``: the sets with requests to compute."""
         others = [other for other in ready if other != current]
         self._since = {other: self._since.get(other, self._now_s) for other in others}
         self._credit_s = {other: self._credit_s.get(other, 0.0) for other in others}
@@ -135,7 +135,7 @@ class SetTurns:
     def _before_late(
         self, chosen: Hashable, current: Hashable, others: Sequence[Hashable], ready: Mapping[Hashable, Claim]
     ) -> Hashable:
-        """The set whose streams would wait too long if the chosen one came first; else the chosen one."""
+        """Return the set whose streams would wait too long if the chosen one came first; else the chosen one."""
         assert self._max_itl_s is not None
         claim = ready[chosen]
         streams = [
@@ -153,22 +153,22 @@ class SetTurns:
         return latest
 
     def _waited_s(self, other: Hashable) -> float:
-        """How long a set has waited for its turn."""
+        """Return how long a set has waited for its turn."""
         return self._now_s - self._since[other] + self._credit_s[other]
 
     def is_idle(self, is_used: bool) -> bool:
-        """Whether no request of the steps now uses adapters, and none has for as long as a change is worth."""
+        """Return whether no request of the steps now uses adapters, nor has for as long as a change is worth."""
         if is_used:
             self._idle_s = 0.0
         return self._idle_s > _WORTH * self.change_s
 
     def changed(self) -> None:
-        """Notes that the next step is the first with another set."""
+        """Note that the next step is the first with another set."""
         self.n_changes += 1
         self._spent_s, self._n_steps, self._first, self._idle_s = 0.0, 0, None, 0.0
 
     def observe(self, n_tokens: int, only_decodes: bool, seconds: float) -> bool:
-        """Learns the time of a step. Returns whether it was the first after a change, which takes longer."""
+        """Learn the time of a step. Return whether it was the first after a change, which takes longer."""
         is_first = self._n_steps == 0 and self.n_changes > 0
         self._now_s += seconds
         self._spent_s += seconds

@@ -61,7 +61,7 @@ class BackgroundDraws:
         patience_s: float,
         guessed: Sequence[int] = (),
     ) -> list[int]:
-        """A token or NoToken for each row. Begins the draws that may take long, makes the others, and waits a moment.
+        """Draw a token or NoToken for each row. Begin draws that may take long, make the others, and wait a moment.
 
         ``copied``: a copy of a row's logits. ``draw_native``: draws from rows whose samplers need no Python.
         ``patience_s``: longest wait. Samplers whose last draw took longer are not waited for. ``guessed``: as
@@ -124,14 +124,14 @@ class BackgroundDraws:
         pending: dict[tuple[BackgroundSampler, int], int],
         continues: bool = False,
     ) -> None:
-        """Begins to draw, in other threads, from the rows of a sampler at these places."""
+        """Begin to draw, in other threads, from the rows of a sampler at these places."""
         copies = [copied(rows[i]) for i in places]
         expected = [guessed[i] if guessed else -1 for i in places]
         numbers = sampler.draw(copies, expected, self._put, continues)
         pending.update(((sampler, number), i) for number, i in zip(numbers, places, strict=True))
 
     def _await_looks(self, samplers: Sequence[BackgroundSampler], patience_s: float) -> None:
-        """Waits a moment for what may follow: with that, the next step may take several tokens."""
+        """Wait a moment for what may follow: with that, the next step may take several tokens."""
         deadline_s = perf_counter() + patience_s
         with suppress(Empty):
             while not all(sampler.has_looked for sampler in samplers):
@@ -146,7 +146,7 @@ class BackgroundDraws:
         self._looked.put(None)
 
     def _put(self, sampler: BackgroundSampler, number: int, token: int) -> None:
-        """Adds a token. Threads of samplers."""
+        """Add a token. Threads of samplers."""
         self._tokens.put((sampler, number, token))
         if self._n_late:
             self.notify()
@@ -158,7 +158,7 @@ class BackgroundDraws:
         patience_s: float,
         guessed: Sequence[int],
     ) -> None:
-        """Moves the tokens that arrive in time from ``pending`` to ``drawn``. At most one of a sampler stays there."""
+        """Move the tokens that arrive in time from ``pending`` to ``drawn``. At most one of a sampler stays there."""
         deadline_s = perf_counter() + patience_s
         while any(sampler.draw_s <= patience_s for sampler, _ in pending):
             left_s = deadline_s - perf_counter()
@@ -184,7 +184,7 @@ class BackgroundDraws:
         drawn: list[int],
         guessed: Sequence[int],
     ) -> bool:
-        """Uses a token of this step, or keeps one of an earlier step. Returns whether it was of this step."""
+        """Use a token of this step, or keep one of an earlier step. Return whether it was of this step."""
         sampler, number, found = token
         i = pending.pop((sampler, number), None)
         if i is None:
@@ -197,7 +197,7 @@ class BackgroundDraws:
         return True
 
     def take(self) -> list[Drawn]:
-        """The tokens that were drawn after their steps."""
+        """Return the tokens that were drawn after their steps."""
         taken, self._kept = self._kept, []
         with suppress(Empty):
             while True:
@@ -206,6 +206,6 @@ class BackgroundDraws:
         return taken
 
     def await_end_state(self, sampler: BackgroundSampler) -> None:
-        """Makes ``take`` return this sampler, with ``NoToken.SETTLED``, once its end state is known."""
+        """Make ``take`` return this sampler, with ``NoToken.SETTLED``, once its end state is known."""
         self._n_late += 1
         sampler.await_end_state(self._put)

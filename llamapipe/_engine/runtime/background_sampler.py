@@ -117,7 +117,7 @@ class BackgroundSampler:
 
     # ---- jobs
     def start(self, threads: FairThreads) -> None:
-        """Begins with the jobs so far. Later calls do nothing."""
+        """Begin with the jobs so far. Later calls do nothing."""
         if self._threads is None:
             self._threads = threads
             threads.run(self._run_jobs, self._share, self._is_python, place=self._place)
@@ -129,7 +129,7 @@ class BackgroundSampler:
             self._threads.run(self._run_jobs, self._share, self._is_python, place=self._place)
 
     def _run_jobs(self) -> None:
-        """Runs jobs until there are none, unless another thread does. That one looks again after it let go.
+        """Run jobs until there are none, unless another thread does. That one looks again after it let go.
 
         A mask is computed without the interpreter's lock, a token accepted with it, for 30 ms in bad grammars. So what
         follows a long mask is left to a thread whose priority was not lowered: others wait for that lock.
@@ -189,7 +189,7 @@ class BackgroundSampler:
         return self._chain.handle
 
     def ask(self) -> bool:
-        """Gives the native sampler the mask of a sampler that is ready; False, with ``error`` set, if that fails."""
+        """Give the native sampler the mask of a sampler that is ready; False, with ``error`` set, if that fails."""
         assert self._chain is not None
         self._noted = []
         if self._chain.ask_guide():
@@ -198,7 +198,7 @@ class BackgroundSampler:
         return False
 
     def expect(self, tokens: Sequence[int]) -> int:
-        """Begins with the masks of the rows after guessed tokens, unless they are known.
+        """Begin with the masks of the rows after guessed tokens, unless they are known.
 
         Returns how many of the tokens may follow, as far as that is known by now. If the tokens come one by one, while
         they are drafted, almost all of that is known. GBNF has no masks, but it is asked, too.
@@ -220,18 +220,18 @@ class BackgroundSampler:
         return len(tokens) if expected.n_allowed is None else min(len(tokens), expected.n_allowed)
 
     def _allows(self, token: int) -> bool:
-        """Whether a token may be the next one. Only while the sampler is ready: its mask is there then."""
+        """Return whether a token may be the next one. Only while the sampler is ready: its mask is there then."""
         assert self._chain is not None and self._chain.guide is not None
         return bool(int(self._chain.guide.mask()[token >> 5]) >> (token & 31) & 1)
 
     def took(self, *tokens: int) -> None:
-        """Notes that these tokens were drawn from native rows. Begins with the next mask."""
+        """Note that these tokens were drawn from native rows, and begin with the next mask."""
         self._expected.stopped = True
         self._has_looked = False
         self._add(*(partial(self._accept, token) for token in tokens), self._look_ahead, self._advance)
 
     def expects(self, guessed: Sequence[int]) -> bool:
-        """Whether the masks along a guess are computed, or will soon be."""
+        """Return whether the masks along a guess are computed, or will soon be."""
         expected = self._expected.tokens[: len(guessed)]
         return self.is_ready and self.error is None and expected == list(guessed)
 
@@ -241,7 +241,7 @@ class BackgroundSampler:
         guessed: Sequence[int],
         draw_native: Callable[[Sequence[int], Sequence[Any], Sequence[int]], list[int]],
     ) -> list[int]:
-        """Draws from native rows, each with its mask, until a token is not the guessed one. After ``ask``.
+        """Draw from native rows, each with its mask, until a token is not the guessed one. After ``ask``.
 
         Also ends before the first row whose mask is not there yet: ``draw`` may continue there.
         """
@@ -278,7 +278,7 @@ class BackgroundSampler:
         drawn: PutToken,
         continues: bool = False,
     ) -> Sequence[int]:
-        """Begins to draw from rows of the caller's, after the jobs so far, until a token is not the guessed one.
+        """Begin to draw from rows of the caller's, after the jobs so far, until a token is not the guessed one.
 
         Returns a number for each row. ``drawn`` is called in another thread, with this sampler, the number, and the
         token or a NoToken. ``guessed``: for each row the token after it, or -1. ``continues``: after ``draw_along``.
@@ -297,7 +297,7 @@ class BackgroundSampler:
         return numbers
 
     def give_up_guess(self) -> int:
-        """Ends the last ``draw`` after its current row. Returns how many rows it leaves out."""
+        """End the last ``draw`` after its current row. Return how many rows it leaves out."""
         n = 0
         with suppress(IndexError):
             while True:
@@ -307,20 +307,20 @@ class BackgroundSampler:
         return n
 
     def await_end_state(self, drawn: PutToken) -> int:
-        """Calls ``drawn`` as ``draw`` does, with ``NoToken.SETTLED``, when ``finished`` is known."""
+        """Call ``drawn`` as ``draw`` does, with ``NoToken.SETTLED``, when ``finished`` is known."""
         self.n_draws += 1
         number = self.n_draws
         self._add(lambda: drawn(self, number, NoToken.SETTLED))
         return number
 
     def rebuild(self, change: Callable[[SamplerChain], object]) -> None:
-        """Starts over: ``change`` resets the chain and accepts another sequence."""
+        """Start over: ``change`` resets the chain and accepts another sequence."""
         self._expected.stopped = True
         self._has_looked = False
         self._add(lambda: self._rebuild(change))
 
     def guess(self, n: int) -> tuple[Sequence[int], float]:
-        """The tokens of the text that its guide forces, or that its chain guesses, if that is known by now."""
+        """Return the tokens of the text that its guide forces, or that its chain guesses, if that is known by now."""
         if not self.guesses or not self.has_looked or self.error is not None or self._chain is None:
             return (), 0.0
         if self._forced:
@@ -330,7 +330,7 @@ class BackgroundSampler:
         return self._guessed[0][:n], self._guessed[1]
 
     def logprobs(self, i: int = 0) -> tuple[float, Sequence[tuple[int, float]]]:
-        """The log-probabilities of the last draw, or of the ``i``-th token that it drew along a guess."""
+        """Return the log-probabilities of the last draw, or of the ``i``-th token that it drew along a guess."""
         assert self._chain is not None
         return self._noted[i] if self._noted else self._chain.logprobs()
 
@@ -355,7 +355,7 @@ class BackgroundSampler:
             self.error = InvalidRequestError(str(e))
 
     def _prepare(self) -> None:
-        """Computes the mask of the next token."""
+        """Compute the mask of the next token."""
         self._look_ahead()
         chain = self._chain
         if chain is not None and chain.guide is not None:
@@ -369,7 +369,7 @@ class BackgroundSampler:
             self.error = chain.error
 
     def _advance(self) -> None:
-        """Computes the mask after an accepted token."""
+        """Compute the mask after an accepted token."""
         chain = self._chain
         if self._closing or self.error is not None or chain is None:
             return
@@ -379,7 +379,7 @@ class BackgroundSampler:
             self.error = chain.error
 
     def _follow(self, expected: _Expected) -> None:
-        """Computes the masks along a guess. It is not counted as a job, and its time is not charged to the budget."""
+        """Compute the masks along a guess. It is not counted as a job, and its time is not charged to the budget."""
         began_s, chain = thread_time(), self._chain
         try:
             if chain is None or expected.stopped or self._closing or self.error:
@@ -401,7 +401,7 @@ class BackgroundSampler:
                 self._budget.spent_s -= thread_time() - began_s
 
     def _look_ahead(self) -> None:
-        """Guesses what follows: text that the guide forces, or what the chain guesses and a constraint allows."""
+        """Guess what follows: text that the guide forces, or what the chain guesses and a constraint allows."""
         chain = self._chain
         self._forced, self._guessed = (), ((), 0.0)
         if self.guesses and chain is not None and not self._closing and self.error is None:
@@ -418,7 +418,7 @@ class BackgroundSampler:
     def _allowed(
         self, chain: SamplerChain, tokens: Sequence[int], share: float
     ) -> tuple[Sequence[int], float]:
-        """The first tokens of a guess that may follow. The time for this is not charged to the budget."""
+        """Return the first tokens of a guess that may follow. The time for this is not charged to the budget."""
         if not tokens:
             return tokens, share
         began_s, guide = thread_time(), chain.guide
@@ -465,7 +465,7 @@ class BackgroundSampler:
 
     # ---- lifetime
     def close(self) -> None:
-        """Frees the chain, after the job that runs."""
+        """Free the chain, after the job that runs."""
         self._closing = True
         if self._threads is None or not self.is_busy:
             self._jobs.clear()

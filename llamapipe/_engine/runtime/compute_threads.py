@@ -56,12 +56,12 @@ class RunDelayPolicy:
         return f"<RunDelayPolicy n={self.n} of {self.n_max} limit={self.limit}>"
 
     def set_limit(self, n: int) -> None:
-        """At most ``n`` threads from now on, at once; more than before only when cores turn out to be idle."""
+        """Use at most ``n`` threads from now on, at once; more than before only when cores turn out to be idle."""
         self.limit = max(n, 1)
         self._use(min(self.n, self.limit))
 
     def computed(self, now_s: float, seconds: float, delay_s: float) -> None:
-        """Learns that ``n`` threads computed for ``seconds`` and waited for cores for ``delay_s``, all together."""
+        """Learn that ``n`` threads computed for ``seconds`` and waited for cores for ``delay_s``, all together."""
         if self.n == 1:
             return
         tolerated = max(_TOLERATED / self.n, _NOISE * self.n) * seconds
@@ -83,7 +83,7 @@ class RunDelayPolicy:
         self._use(self.n - max(n_missing, 1))
 
     def free(self, now_s: float, n_cores: float, was_idle: bool = False) -> None:
-        """Learns that ``n_cores`` were idle or ran these threads since the last change.
+        """Learn that ``n_cores`` were idle or ran these threads since the last change.
 
         ``was_idle``: the threads mostly slept.
         """
@@ -95,7 +95,7 @@ class RunDelayPolicy:
             self._use(fewer)
 
     def _use(self, n: int) -> bool:
-        """Changes ``self.n`` to the largest number in use that is not above ``n``. Returns whether it changed."""
+        """Change ``self.n`` to the largest number in use that is not above ``n``. Return whether it changed."""
         before, n = self.n, max(n, 1)
         if 1 < n < self.n_max:
             step = -(-self.n_max // _N_STEPS)
@@ -140,14 +140,14 @@ class StepTimePolicy:
         return f"<StepTimePolicy n={self.n} of {self.n_max} limit={self.limit}>"
 
     def set_limit(self, n: int) -> None:
-        """At most ``n`` threads from now on, at once; more than before only by tries."""
+        """Use at most ``n`` threads from now on, at once; more than before only by tries."""
         self.limit = max(n, 1)
         if self.n > self.limit:
             self._tried_from = None
             self._use(self.limit)
 
     def stepped(self, now_s: float, n_tokens: int, seconds: float) -> None:
-        """Learns that a step of ``n_tokens`` took ``seconds`` with ``n`` threads."""
+        """Learn that a step of ``n_tokens`` took ``seconds`` with ``n`` threads."""
         recent = self._recent.setdefault(n_tokens, deque(maxlen=_N_LIKE))
         recent.append(seconds)
         if self._tried_from is not None:
@@ -197,7 +197,7 @@ class StepTimePolicy:
 
 
 def _median(values: Iterable[float]) -> float:
-    """The median. Importing ``statistics`` for it would take some milliseconds."""
+    """Return the median. Importing ``statistics`` for it would take some milliseconds."""
     ordered = sorted(values)
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
@@ -215,32 +215,32 @@ class ComputeThreads(Protocol):
         """The number of threads that compute."""
 
     def set_threads(self, n_threads: int) -> None:
-        """Computes with another number of threads from the next decode on. Raises BackendError."""
+        """Compute with another number of threads from the next decode on. Raises BackendError."""
 
     def compute_thread_ids(self) -> list[int]:
-        """The kernel's ids of the threads that compute; empty before the first decode."""
+        """Return the kernel's ids of the threads that compute; empty before the first decode."""
 
 
 class LoadCounters(Protocol):
     """Counters of the machine's load; see ``llamapipe.host.cpu_load.CpuLoad``."""
 
     def watch(self, thread_ids: Iterable[int]) -> None:
-        """Reads these threads from now on."""
+        """Read these threads from now on."""
 
     def run_and_delay_s(self) -> tuple[float, float]:
-        """Seconds that the threads ran, and seconds that they waited for a core."""
+        """Return the seconds that the threads ran, and the seconds that they waited for a core."""
 
     def idle_s(self) -> float:
-        """Seconds that the cores were idle."""
+        """Return the seconds that the cores were idle."""
 
     def n_throttled(self) -> int:
-        """The number of times that the control group had used up its time."""
+        """Return how many times the control group had used up its time."""
 
     def process_s(self) -> float:
-        """Seconds that all threads of this process ran."""
+        """Return the seconds that all threads of this process ran."""
 
     def close(self) -> None:
-        """Closes the files that it reads."""
+        """Close the files that it reads."""
 
 
 class ThreadTuner:
@@ -293,7 +293,7 @@ class ThreadTuner:
         return self._threads.n_threads
 
     def begin(self) -> None:
-        """Takes a share of the process's threads as work begins, and reads which cores were idle until now."""
+        """Take a share of the process's threads as work begins, and read which cores were idle until now."""
         now_s = self._computing_s = self._launched_s = perf_counter()
         self.member.enter()
         if self._by_delay is not None and self._load is not None:
@@ -308,7 +308,7 @@ class ThreadTuner:
         self._follow(now_s)
 
     def yield_cores(self) -> None:
-        """Leaves the cores to the other engines of the process, as no work is left."""
+        """Leave the cores to the other engines of the process, as no work is left."""
         if not self.member.is_computing:
             return
         self.member.leave()
@@ -319,7 +319,7 @@ class ThreadTuner:
             self._restart_cores(self._load, now_s)
 
     def launched(self, n_tokens: int) -> None:
-        """Notes that a step of ``n_tokens`` was launched. Where launches compute, it is computed by now."""
+        """Note that a step of ``n_tokens`` was launched. Where launches compute, it is computed by now."""
         now_s = perf_counter()
         if self._by_time is not None:
             self._by_time.stepped(now_s, n_tokens, now_s - self._launched_s)
@@ -331,7 +331,7 @@ class ThreadTuner:
         self._follow(now_s)
 
     def close(self) -> None:
-        """Returns the share and closes the files that it reads."""
+        """Give the share back and close the files that it reads."""
         self.member.leave()
         if self._load is not None:
             self._load.close()
@@ -353,7 +353,7 @@ class ThreadTuner:
             self._restart_cores(load, now_s)
 
     def _follow(self, now_s: float) -> None:
-        """Uses the number of threads that the policy and the other engines leave."""
+        """Use the number of threads that the policy and the other engines leave."""
         policy = self._by_delay or self._by_time
         if policy is None:
             return
@@ -397,7 +397,7 @@ class ThreadTuner:
         self._cores_began_s = now_s
 
     def _record(self, now_s: float) -> None:
-        """Notes a stretch of time with the same number of threads."""
+        """Note a stretch of time with the same number of threads."""
         if self._trace is not None and self._trace.on:
             n = self._threads.n_threads
             self._trace.add(f"{n} threads" if n > 1 else "1 thread", -1, self._computing_s, now_s)
@@ -407,7 +407,7 @@ class ThreadTuner:
 def make_tuner(
     context: Context | EmbeddingContext, is_threaded: bool, is_fixed: bool, trace: Trace | None = None
 ) -> ThreadTuner | None:
-    """Builds the thread tuner for a context; None where a GPU computes, whose steps need few threads.
+    """Build the thread tuner for a context; None where a GPU computes, whose steps need few threads.
 
     ``is_threaded``: launches return before their step is computed. ``is_fixed``: the caller chose the number.
     """

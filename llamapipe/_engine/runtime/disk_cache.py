@@ -85,11 +85,11 @@ class CachedSequence(NamedTuple):
     is_stale: bool = False
 
     def copies(self) -> list[Saved]:
-        """The cells and the states."""
+        """Return the cells and the states."""
         return [*([] if self.cells is None else [self.cells]), *(state for _, state in self.states)]
 
     def close(self) -> None:
-        """Frees the memory."""
+        """Free the memory."""
         for copy in self.copies():
             copy.close()
 
@@ -172,7 +172,7 @@ class DiskCache:
 
     # ---- lookups: the engine thread
     def find(self, keys: Sequence[int], cache_key: Hashable, limit: int) -> tuple[int, Entry] | None:
-        """How many of the first ``limit`` cells a file has for these keys, and the file. None: too few."""
+        """Return how many of the first ``limit`` cells a file has for these keys, and the file. None: too few."""
         if limit < MIN_GAIN:
             return None
         hashes = hashes_of(keys, limit - limit % BLOCK)
@@ -204,7 +204,7 @@ class DiskCache:
         return max((place for place, tail in entry.places.items() if has(place, tail)), default=0)
 
     def read(self, entry: Entry, done: Callable[[CachedSequence | None], object]) -> None:
-        """Reads a file in the thread, then calls ``done`` with its sequence; None if it cannot be read."""
+        """Read a file in the thread, then call ``done`` with its sequence; None if it cannot be read."""
         self._put(self._reads, (entry, done))
 
     # ---- writing: the engine thread
@@ -214,7 +214,7 @@ class DiskCache:
         return self.writes == "always" and len(self._writes) < _MOST_WAITING and monotonic() >= self._retry_at
 
     def wants(self, keys: Sequence[int], cache_key: Hashable, at_end: bool = False) -> bool:
-        """Whether writing a sequence would keep enough tokens that no file has.
+        """Return whether writing a sequence would keep enough tokens that no file has.
 
         ``at_end``: it will not grow any more.
         """
@@ -227,18 +227,18 @@ class DiskCache:
         return n_new >= least and name_of(keys, cache_key) not in self._offered
 
     def write(self, sequence: CachedSequence) -> None:
-        """Writes a sequence in the thread, which frees its memory."""
+        """Write a sequence in the thread, which frees its memory."""
         if len(self._offered) > _MOST_OFFERED:
             self._offered.clear()
         self._offered.add(name_of(sequence.tokens, sequence.cache_key))
         self._put(self._writes, sequence)
 
     def begin_rest(self) -> None:
-        """Lets what is written from now on delete no other that was: each was used less recently than those before."""
+        """Protect the files written from now on from each other: each was used less recently than those before."""
         self._rest = set()
 
     def wait_for_room(self, deadline: float) -> bool:
-        """Waits until all is written, at most to a time of ``monotonic``. Returns whether more may be.
+        """Wait until all is written, at most to a time of ``monotonic``. Return whether more may be.
 
         So ``wants`` knows of all files, and what is written does not depend on the speed of the disk.
         """
@@ -250,7 +250,7 @@ class DiskCache:
 
     # ---- any thread
     def forget(self, is_wanted: Callable[[Hashable], bool]) -> None:
-        """Deletes the files of the wanted keys, and drops what waits to be written. Raises OSError."""
+        """Delete the files of the wanted keys, and drop what waits to be written. Raises OSError."""
         with self._queues:  # not by the condition, which Ctrl-C could leave locked
             self._n_forgotten += 1
             self._offered.clear()
@@ -275,7 +275,7 @@ class DiskCache:
             raise failed
 
     def close(self, deadline: float | None = None) -> None:
-        """Writes what waits, at most to a time of ``monotonic``, and ends the thread."""
+        """Write what waits, at most to a time of ``monotonic``, and end the thread."""
         with self._changed:
             while deadline is not None and (self._writes or self._written is not None):
                 if not self._changed.wait(max(deadline - monotonic(), 0)):
@@ -324,7 +324,7 @@ class DiskCache:
                     self._scan()
 
     def _look_again(self) -> None:
-        """Lets the thread look at what other processes have written, unless it has done so just now."""
+        """Let the thread look at what other processes have written, unless it has done so just now."""
         if 0 <= self._rescan_at <= monotonic():
             with self._changed:
                 self._rescan_at = -1.0
@@ -405,7 +405,7 @@ class DiskCache:
         return Entry(path.name, head)
 
     def _replaced_by(self, new: Entry, blocks: list[int], tokens: Sequence[int]) -> list[Entry]:
-        """The files of which a new one has all that could be used."""
+        """Return the files of which a new one has all that could be used."""
         return [
             old
             for _, old in self._tree.prefixes(blocks, len(blocks), new.cache_key)
@@ -416,7 +416,7 @@ class DiskCache:
         ]
 
     def _make_folders(self) -> None:
-        """Makes the folders, if they are missing. Raises OSError; ValueError if others could write to them."""
+        """Make the folders, if they are missing. Raises OSError; ValueError if others could write to them."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         for folder in (self.root, self.folder):
             with suppress(FileExistsError):
@@ -433,7 +433,7 @@ class DiskCache:
                 raise ValueError(f"cache_dir: {folder} {problem}; give a folder of your own, with mode 700")
 
     def _make_room(self, n_bytes: int) -> bool:
-        """Deletes the files that were used least recently, of all folders, so that ``n_bytes`` more fit.
+        """Delete the files that were used least recently, of all folders, so that ``n_bytes`` more fit.
 
         False: they would not, without some that are written at the end. Raises OSError if the disk has no room.
         """
@@ -472,7 +472,7 @@ class DiskCache:
 
     # ---- the index
     def _scan(self) -> None:
-        """Learns what the folder has: new files of other processes, and which are gone."""
+        """Learn what the folder has: new files of other processes, and which are gone."""
         names = set()
         with os.scandir(self.folder) as found:
             for one in found:
@@ -505,7 +505,7 @@ class DiskCache:
 
 
 def write_sequence(path: Path, sequence: CachedSequence, layout: SnapshotFormat) -> int:
-    """Writes a file that appears only when it is whole, and that only its user may read. Returns its bytes.
+    """Write a file that appears only when it is whole, and that only its user may read. Return its bytes.
 
     Raises OSError; ValueError if the cells are of a form that cannot be stored.
     """
@@ -527,7 +527,7 @@ def write_sequence(path: Path, sequence: CachedSequence, layout: SnapshotFormat)
 
 
 def read_sequence(path: Path, layout: SnapshotFormat, n_vocab: int) -> CachedSequence:
-    """The sequence of a file. Raises OSError, MemoryError; ValueError for one that is damaged or does not fit."""
+    """Read the sequence of a file. Raises OSError, MemoryError; ValueError for one that is damaged or does not fit."""
     with opened(path) as file:
         found = _read(file, layout, n_vocab)
         os.utime(file.fileno())
@@ -535,7 +535,7 @@ def read_sequence(path: Path, layout: SnapshotFormat, n_vocab: int) -> CachedSeq
 
 
 def sequence_of(content: bytes, layout: SnapshotFormat, n_vocab: int) -> CachedSequence:
-    """The same of the bytes of a file. Raises MemoryError, ValueError."""
+    """Return the sequence in the bytes of a file. Raises MemoryError, ValueError."""
     return _read(BytesIO(content), layout, n_vocab)
 
 
@@ -552,7 +552,7 @@ def _read(file: FileIO | BytesIO, layout: SnapshotFormat, n_vocab: int) -> Cache
 
 
 def _file_of(sequence: CachedSequence, head: Head, layout: SnapshotFormat) -> list[Bytes]:
-    """The parts of a file. Empty for cells of another form than those of an empty context: only tokens are left."""
+    """Return the parts of a file. Empty for cells of another form than an empty context's: only tokens are left."""
     cells = sequence.cells
     snapshot = Snapshot(
         [max(token, 0) for token in sequence.tokens],

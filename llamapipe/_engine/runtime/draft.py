@@ -94,7 +94,7 @@ class DraftModel:
 
     # ---- what a draft would bring and cost
     def guess(self, request: Request, n: int) -> Guess | None:
-        """A guess whose tokens are still to be drafted; None if there can be none."""
+        """Return a guess whose tokens are still to be drafted; None if there can be none."""
         held = self._held[request.slot]
         if held.arrival != request.arrival:
             self._begin(held, request)
@@ -113,7 +113,7 @@ class DraftModel:
         return Guess(request, range(n), held.share, is_draft=True)
 
     def _begin(self, held: _Held, request: Request) -> None:
-        """Prepares the slot's sequence for a request that is new in it."""
+        """Prepare the slot's sequence for a request that is new in it."""
         key = (request.spec.cache_key,) if request.uses_cache else None
         if key is None or key != held.key:
             self._cut(request.slot, 0)
@@ -132,7 +132,7 @@ class DraftModel:
             held.tokens = self._held[best].tokens[:n]
 
     def _learn(self, held: _Held, request: Request) -> None:
-        """Counts how many tokens of the last draft were right."""
+        """Count how many tokens of the last draft were right."""
         followed = request.tokens[held.n :]
         n_right = n_common(held.draft, followed)
         for _ in range(n_right):
@@ -146,7 +146,7 @@ class DraftModel:
         self._share += _FORGOTTEN * (right - self._share)
 
     def seconds(self, chosen: Mapping[Request, int]) -> float:
-        """The seconds to draft these numbers of tokens, with a share of the time for missing cells."""
+        """Return the seconds to draft these numbers of tokens, with a share of the time for missing cells."""
         n_longest = max(chosen.values(), default=0)
         if not n_longest:
             return 0.0
@@ -166,7 +166,7 @@ class DraftModel:
 
     # ---- drafting
     def draft(self, chosen: Mapping[Request, int]) -> dict[Request, Sequence[int]]:
-        """The drafted tokens, at most the chosen number. A request whose prompt is not computed yet has none."""
+        """Return the drafted tokens, at most the chosen number. A request whose prompt is not computed yet has none."""
         if not chosen:
             return {}
         context, target = self._context, self._target
@@ -223,7 +223,7 @@ class DraftModel:
         return {request: draft for request, draft in drafts.items() if draft}
 
     def _decode(self, entries: Sequence[tuple[Request, Sequence[int]]]) -> list[tuple[Request, int, float]]:
-        """Computes tokens after those that are held.
+        """Compute tokens after those that are held.
 
         Returns, for each of the requests that then miss none, the most probable next token and its probability.
         """
@@ -263,7 +263,7 @@ class DraftModel:
         return _LEAST_PROBABILITY
 
     def _cut(self, slot: int, n: int) -> None:
-        """Keeps the first ``n`` tokens of a sequence."""
+        """Keep the first ``n`` tokens of a sequence."""
         held = self._held[slot]
         if n < len(held.tokens):
             self._context.seq_remove(slot, n)
@@ -271,7 +271,7 @@ class DraftModel:
             held.n_equal = min(held.n_equal, n)
 
     def _make_room(self, chosen: Mapping[Request, int]) -> bool:
-        """Removes the sequences that nothing is drafted for. False if there are none."""
+        """Remove the sequences that nothing is drafted for. False if there are none."""
         kept = {request.slot for request in chosen}
         idle = [i for i, held in enumerate(self._held) if held.tokens and i not in kept]
         for slot in idle:
@@ -280,7 +280,7 @@ class DraftModel:
         return bool(idle)
 
     def close(self) -> None:
-        """Frees the context."""
+        """Free the context."""
         self._context.close()
 
 
@@ -349,7 +349,7 @@ class Eagle3Draft(MtpLayer):
 
 
 def make_mtp_drafter(target: Context, n_room: int) -> MtpLayer:
-    """The same with the MTP layer of the context's own model, for which ``mtp_problem`` has found nothing.
+    """Make a drafter of the MTP layer of the context's model, for which ``mtp_problem`` has found nothing.
 
     Raises BackendError without memory for its cells. The context keeps hidden states from then on.
     """
@@ -358,7 +358,7 @@ def make_mtp_drafter(target: Context, n_room: int) -> MtpLayer:
 
 
 def make_eagle3_drafter(target: Context, draft: Model, n_room: int) -> Eagle3Draft:
-    """The same with an EAGLE-3 draft, for which ``check_eagle3`` has found nothing."""
+    """Make a drafter of an EAGLE-3 draft, for which ``check_eagle3`` has found nothing."""
     # Its graph has a logit of each token of the model's vocabulary for each row, wanted or not.
     context = _context_beside(
         target, draft, drafts_for=target, n_ubatch=_EAGLE3_ROWS, n_more_outputs=_EAGLE3_ROWS
@@ -368,7 +368,7 @@ def make_eagle3_drafter(target: Context, draft: Model, n_room: int) -> Eagle3Dra
 
 
 def _with_states(drafter: _Drafting, target: Context, layers: Sequence[int]) -> _Drafting:
-    """Lets the engine's context keep the states that a drafter reads."""
+    """Let the engine's context keep the states that a drafter reads."""
     try:
         width = target.model.n_embd * max(len(layers), 1)
         target.keep_states(n_draft_states(target.n_ctx, width), layers)
@@ -379,7 +379,7 @@ def _with_states(drafter: _Drafting, target: Context, layers: Sequence[int]) -> 
 
 
 def make_drafter(target: Context, draft: Model, n_room: int) -> DraftModel:
-    """A drafter for the engine of a context; for ``n_room`` see DraftModel.
+    """Make a drafter for the engine of a context; for ``n_room`` see DraftModel.
 
     Raises ValueError unless its model can draft for the context's, BackendError without memory for its cells.
     """
@@ -391,7 +391,7 @@ def make_drafter(target: Context, draft: Model, n_room: int) -> DraftModel:
 
 
 def _context_beside(target: Context, model: Model, **options: Any) -> Context:
-    """A context with as many sequences and cells as the engine's."""
+    """Make a context with as many sequences and cells as the engine's."""
     return Context(
         model,
         n_ctx=target.n_ctx,

@@ -21,7 +21,7 @@ _MTP_ARCHITECTURES = ("qwen35", "qwen35moe")  # those that were tried
 
 
 def mtp_problem(model: Model) -> str:
-    """Why a model cannot draft with its own MTP layers; empty if it can."""
+    """Return why a model cannot draft with its own MTP layers; empty if it can."""
     name = model.path.name
     if not model.n_mtp_layers:
         return f"{name} has no MTP layers ({model.architecture}.nextn_predict_layers in its metadata)"
@@ -36,7 +36,7 @@ def mtp_problem(model: Model) -> str:
 
 
 def _states_problem(model: Model) -> str:
-    """Why no hidden states of a model can be had; empty if they can."""
+    """Return why no hidden states of a model can be had; empty if they can."""
     if model.on_workers:
         return f"{model.path.name} is on RPC workers"
     module = native()
@@ -45,7 +45,7 @@ def _states_problem(model: Model) -> str:
 
 
 def check_draft_file(model: Model, info: GgufInfo) -> None:
-    """Refuses a draft file whose metadata does not fit the model. Raises ValueError."""
+    """Refuse a draft file whose metadata does not fit the model. Raises ValueError."""
     problem = ""
     if reason := not_supported(info.architecture):
         raise ValueError(f"draft: {info.path.name} {reason}")
@@ -57,7 +57,7 @@ def check_draft_file(model: Model, info: GgufInfo) -> None:
 
 
 def check_eagle3(model: Model, draft: Model) -> None:
-    """Raises ValueError unless an EAGLE-3 draft belongs to a model."""
+    """Raise ValueError unless an EAGLE-3 draft belongs to a model."""
     from llamapipe.gguf.check import check_gguf
 
     check_draft_file(model, check_gguf(draft.path))
@@ -68,7 +68,7 @@ def check_eagle3(model: Model, draft: Model) -> None:
 
 
 def check_draft(model: Model, draft: Model) -> None:
-    """Raises ValueError unless a model can draft for another: the same vocabulary, and cells that can be removed."""
+    """Raise ValueError unless a model can draft for another: the same vocabulary, and cells that can be removed."""
     if reason := not_supported(draft.architecture):
         raise ValueError(f"draft: {draft.path.name} {reason}")
     for part, role in ((model, "whose texts are generated"), (draft, "that drafts")):

@@ -31,7 +31,7 @@ class Encoder(Protocol):
     """Computes the rows of images and sounds."""
 
     def encode(self, media: Embeddings, n_threads: int) -> bool:
-        """Encodes one image, sound, or part of one. False if that was done before. Raises DecodeError."""
+        """Encode one image, sound, or part of one. False if that was done before. Raises DecodeError."""
 
 
 class _Job:
@@ -63,7 +63,7 @@ class MediaEncoder:
         return f"<MediaEncoder n_turns={self._wakes.qsize()} n_encoded={self.n_encoded}>"
 
     def put(self, request: Request, done: Done) -> None:
-        """Encodes the images and sounds of a request, then calls ``done`` with it and None, or an error."""
+        """Encode the images and sounds of a request, then call ``done`` with it and None, or an error."""
         with self._lock:
             shares = self._jobs.setdefault(request.spec.priority, OrderedDict())
             shares.setdefault(request.spec.share, deque()).append(_Job(request, done))
@@ -80,13 +80,13 @@ class MediaEncoder:
             self._take_turn(self._next())
 
     def _next(self) -> _Job:
-        """The job whose turn it is."""
+        """Return the job whose turn it is."""
         with self._lock:
             shares = self._jobs[max(self._jobs)]
             return next(iter(shares.values()))[0]
 
     def _take_turn(self, job: _Job) -> None:
-        """Encodes the next part of a job; after the last one, tells its owner."""
+        """Encode the next part of a job; after the last one, tell its owner."""
         request, error = job.request, None
         if job.n_encoded < len(request.spans) and request.state is not State.FINISHED:
             try:
@@ -114,7 +114,7 @@ class MediaEncoder:
             job.done(request, error)
 
     def close(self) -> None:
-        """Ends the thread, after the part that it encodes just now."""
+        """End the thread, after the part that it encodes just now."""
         with self._lock:
             self._is_closed = True
             thread = self._thread

@@ -78,34 +78,34 @@ class Executor(Protocol):
     n_guessing: int
 
     def change_cells(self, ops: Sequence[MemoryOp]) -> CellChanges:
-        """Performs these operations in order, after the steps launched before; keeps saved cells by their keys.
+        """Perform these operations in order, after the steps launched before; keep saved cells by their keys.
 
         An operation that is not possible leaves its sequence empty.
         """
 
     def read_cells(self, seq_id: int) -> bytes | None:
-        """A copy of the cells of a sequence, for ``keep_saved``; waits for the steps before. None on a failure."""
+        """Copy the cells of a sequence, for ``keep_saved``; waits for the steps before. None on a failure."""
 
     def copy_cells(self, seq_id: int) -> Saved | None:
-        """As ``read_cells``, in native memory that the caller closes."""
+        """Copy as ``read_cells`` does, to native memory that the caller closes."""
 
     def read_saved(self, key: int) -> bytes | None:
-        """A copy of saved cells. None if they were not saved."""
+        """Copy saved cells. None if they were not saved."""
 
     def copy_saved(self, key: int) -> Saved | None:
-        """As ``read_saved``, in native memory that the caller closes."""
+        """Copy as ``read_saved`` does, to native memory that the caller closes."""
 
     def saved_of(self, state: Bytes) -> Saved | None:
-        """A copy made of bytes; None: no memory is left."""
+        """Make a copy of bytes; None: no memory is left."""
 
     def keep_saved(self, key: int, cells: Saved) -> None:
-        """Keeps cells that come from elsewhere. Loading refuses those that do not fit this context."""
+        """Keep cells that come from elsewhere. Loading refuses those that do not fit this context."""
 
     def offer_evicted(self, take: Callable[[Unused, Saved], bool]) -> None:
-        """Calls ``take`` with cells that were evicted from host memory; True: they are its own from then on."""
+        """Call ``take`` with cells that were evicted from host memory. True: they are its own from then on."""
 
     def sequence_end(self, seq_id: int) -> int:
-        """The position after a sequence's last cell; waits for the steps before."""
+        """Return the position after a sequence's last cell; waits for the steps before."""
 
     def launch(
         self,
@@ -120,7 +120,7 @@ class Executor(Protocol):
         media: Sequence[MediaRows] = (),
         is_causal: bool = True,
     ) -> int:
-        """Starts computing a batch and returns the step's number.
+        """Start computing a batch and return the step's number.
 
         ``positions``: places in the sequences, which the executor translates where llama.cpp's positions differ.
         ``media``: runs of entries that are rows, not tokens, which the caller keeps until the step is done.
@@ -133,7 +133,7 @@ class Executor(Protocol):
         """
 
     def launch_repeat(self) -> int:
-        """Launches the last batch, every entry one position further and with the token that was sampled from it.
+        """Launch the last batch, every entry one position further and with the token that was sampled from it.
 
         Only after a ``sample`` of all its entries in their order. Returns and raises as ``launch`` does.
         """
@@ -141,7 +141,7 @@ class Executor(Protocol):
     def sample(
         self, step_id: int, rows: Sequence[int], samplers: Sequence[Any], guessed: Sequence[int] = ()
     ) -> list[int]:
-        """Draws and accepts a token for each output entry of a step; a NoToken where none can be drawn.
+        """Draw and accept a token for each output entry of a step; a NoToken where none can be drawn.
 
         ``guessed``: for each row the token that was computed after it, or -1; empty: none. Rows of one sampler that
         follow one another are drawn from until a token differs; the others get ``NoToken.NOT_DRAWN``.
@@ -150,54 +150,54 @@ class Executor(Protocol):
         """
 
     def take_drawn(self) -> list[tuple[Any, int, int]]:
-        """The samplers that have drawn after their step, with the numbers of their draws and the tokens."""
+        """Return the samplers that have drawn after their step, with the numbers of their draws and the tokens."""
 
     def await_end_state(self, sampler: Any) -> None:
-        """Makes ``take_drawn`` return this sampler, with ``NoToken.SETTLED``, once its end state is known."""
+        """Make ``take_drawn`` return this sampler, with ``NoToken.SETTLED``, once its end state is known."""
 
     def notify_drawn(self, notify: Callable[[], object]) -> None:
-        """Sets what is called, in any thread, when ``take_drawn`` has something."""
+        """Set what is called, in any thread, when ``take_drawn`` has something."""
 
     def add_spare_thread(self) -> None:
-        """Starts another thread for draws if some hang. The loop calls it now and then while draws are outstanding."""
+        """Start another thread for draws if some hang. The loop calls it now and then while draws are outstanding."""
 
     def sample_repeat(self, step_id: int) -> list[int]:
-        """``sample`` with the rows and samplers of the last one."""
+        """Call ``sample`` with the rows and samplers of the last one."""
 
     def score(
         self, step_id: int, rows: Sequence[int], targets: Sequence[int], n_top: int
     ) -> list[TokenScore]:
-        """Scores tokens in the rows of a step's output entries, each with the ``n_top`` most probable tokens.
+        """Score tokens in the rows of a step's output entries, each with the ``n_top`` most probable tokens.
 
         An entry may be repeated, for several tokens. Raises as ``sample`` does.
         """
 
     def wake_at_launch(self, wakes: LaunchWakeList) -> None:
-        """Lets each launch wake the callers that are in this list then, threads one by one while it computes.
+        """Let each launch wake the callers that are in this list then, threads one by one while it computes.
 
         A launch does not hold the GIL, so a woken thread can work at once.
         """
 
     def park_threads(self) -> None:
-        """Parks the compute threads: nothing is launched until a command arrives."""
+        """Park the compute threads: nothing is launched until a command arrives."""
 
     def yield_cores(self) -> None:
-        """Leaves the cores to other engines: nothing is launched until a caller asks for it."""
+        """Leave the cores to other engines: nothing is launched until a caller asks for it."""
 
     def compute_s(self) -> float:
-        """Seconds spent computing steps so far; without those of steps that the device has not reported."""
+        """Return the seconds spent computing steps so far, without those of steps that the device has not reported."""
 
     def stats(self) -> dict[str, Any]:
-        """Counters for EngineStats; any thread."""
+        """Return counters for EngineStats; any thread."""
 
     def launching(self) -> int:
-        """The number of the step that is being computed by a call of ``launch``; any thread."""
+        """Return the number of the step that a call of ``launch`` is computing; any thread."""
 
     def abort(self, step_id: int) -> None:
-        """Ends a step early if it is still being computed, and where that is possible; any thread."""
+        """End a step early if it is still being computed, and where that is possible; any thread."""
 
     def close(self) -> None:
-        """Frees the context."""
+        """Free the context."""
 
 
 class StepExecutor:
@@ -305,7 +305,7 @@ class StepExecutor:
         return CellChanges(lost, saved, stale)
 
     def _save(self, op: Save | SaveState) -> int | None:
-        """Copies a sequence or its state to host memory. Returns the bytes; None: not done."""
+        """Copy a sequence or its state to host memory. Return the bytes; None: not done."""
         only_state = isinstance(op, SaveState)
         if isinstance(op, SaveState) and self.sequence_end(op.slot) != op.n:
             return None
@@ -318,7 +318,7 @@ class StepExecutor:
         return copy.n_bytes
 
     def _keep(self, seq_id: int, n: int) -> None:
-        """Copies a sequence's state, into the memory of an older copy: touching new pages is slow."""
+        """Copy a sequence's state, into the memory of an older copy: touching new pages is slow."""
         _, copy = self._kept.pop(seq_id, (0, None))
         if copy is None and len(self._kept) == MOST_COPIES:
             _, copy = self._kept.pop(next(iter(self._kept)))
@@ -331,7 +331,7 @@ class StepExecutor:
             self._kept[seq_id] = n, copy
 
     def _go_back(self, seq_id: int, n: int) -> bool:
-        """Lets a sequence return to the copy of its state. False: there is none, and it is empty."""
+        """Let a sequence return to the copy of its state. False: there is none, and it is empty."""
         place, copy = self._kept.get(seq_id, (-1, None))
         if copy is None or place != n:
             self._clear(seq_id)
@@ -345,7 +345,7 @@ class StepExecutor:
         return done > 0
 
     def _remove(self, seq_id: int, position: int, state: int) -> bool:
-        """Lets a sequence go back to a position, if its memory has what that needs."""
+        """Let a sequence go back to a position, if its memory has what that needs."""
         if state < 0 and (not self._is_checked or position == 0):
             return self._discard(seq_id, position)
         kept = self._grids_of_saved.get(state, ()) if state >= 0 else self._grids.get(seq_id, ())
@@ -355,7 +355,7 @@ class StepExecutor:
         return done
 
     def _discard(self, seq_id: int, position: int) -> bool:
-        """Removes cells without a check: those of guesses, which the last step has computed, or any without states."""
+        """Remove cells without a check: those of guesses, which the last step has computed, or any without states."""
         lib, begin = self._native.lib, position
         kept: Grids | None = ()
         if grids := self._grids.get(seq_id):
@@ -374,7 +374,7 @@ class StepExecutor:
     def _load_parts(
         self, seq_id: int, n: int, cells: SavedCells | None, state: int, grids: Grids | None
     ) -> bool:
-        """Lets a sequence have the first ``n`` of its cells, or of other ones, and a saved state, if it is not -1."""
+        """Let a sequence have the first ``n`` of its cells, or of other ones, and a saved state, if it is not -1."""
         null, saved = self._native.ffi.NULL, self._saved.get(state)
         if grids is None or (state >= 0 and saved is None):
             if cells is not None:
@@ -399,14 +399,14 @@ class StepExecutor:
         self._set_grids(seq_id, ())
 
     def _set_grids(self, seq_id: int, grids: Grids) -> None:
-        """Notes the images in the new cells of a sequence."""
+        """Note the images in the new cells of a sequence."""
         if grids:
             self._grids[seq_id] = grids
         else:
             self._grids.pop(seq_id, None)
 
     def _shift(self, seq_id: int, begin: int, end: int) -> bool:
-        """Removes positions from ``begin`` to before ``end``. The next step rotates the keys of those after them."""
+        """Remove positions from ``begin`` to before ``end``. The next step rotates the keys of those after them."""
         lib = self._native.lib
         removed = lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, begin, end, 0)
         if removed > 0 and lib.lp_memory(self._handle, lib.LP_SHIFT, seq_id, 0, end, -1, begin - end) > 0:
@@ -435,7 +435,7 @@ class StepExecutor:
         return bool(done > 0)
 
     def _load(self, key: int, seq_id: int, n: int, state: int) -> bool:
-        """Replaces a sequence's cells by the first ``n`` of saved ones."""
+        """Replace a sequence's cells by the first ``n`` of saved ones."""
         cells = self._saved.get(key)
         if cells is None:
             return False
@@ -497,7 +497,7 @@ class StepExecutor:
         media: Sequence[MediaRows] = (),
         is_causal: bool = True,
     ) -> int:
-        """Starts computing a batch of at most ``n_batch`` entries. Returns the step's number.
+        """Start computing a batch of at most ``n_batch`` entries. Return the step's number.
 
         ``samplers`` of ``rows``, and ``targets`` and ``n_top`` of other output entries: for the graph, if it samples.
 
@@ -550,7 +550,7 @@ class StepExecutor:
     def _inputs_of(
         self, media: Sequence[MediaRows], positions: Sequence[int], seq_ids: Sequence[int]
     ) -> tuple[Any, Any]:
-        """For each entry the address of its row, NULL for a token; and its height and width, where any have those."""
+        """Return each entry's row address, NULL for a token; and its height and width, where any have those."""
         ffi, n = self._native.ffi, len(positions)
         addresses, grid = ffi.new("float *[]", n), None
         for first, n_rows, source, begin in media:
@@ -576,7 +576,7 @@ class StepExecutor:
         samplers: Sequence[AnySampler],
         targets: Mapping[int, Sequence[int]],
     ) -> tuple[Any, Any]:
-        """Samplers (or NULL) and targets (-1: none, or too many) of each output, in the order of the batch."""
+        """Return samplers (or NULL) and targets (-1: none, or too many) of each output, in the order of the batch."""
         ffi, n_targets = self._native.ffi, self._native.lib.LP_TARGETS
         # Of several samplers of one row, one. The rows after guessed tokens are drawn from with later numbers.
         by_entry = {
@@ -616,7 +616,7 @@ class StepExecutor:
     def sample(
         self, step_id: int, rows: Sequence[int], samplers: Sequence[AnySampler], guessed: Sequence[int] = ()
     ) -> list[int]:
-        """Draws and accepts a token for each output entry of a step; see ``Executor.sample``.
+        """Draw and accept a token for each output entry of a step; see ``Executor.sample``.
 
         Its rows stay until ``depth`` more steps are launched.
         """
@@ -631,7 +631,7 @@ class StepExecutor:
         return self.sample_repeat(step_id)
 
     def _set_rows(self, rows: Sequence[int], samplers: Sequence[AnySampler] = ()) -> None:
-        """Writes what native code draws from. There may be more rows than slots: guesses have some, too."""
+        """Write what native code draws from. There may be more rows than slots: guesses have some, too."""
         n = len(rows)
         if n > len(self._rows):
             new = self._native.ffi.new
@@ -653,7 +653,7 @@ class StepExecutor:
         return native.ffi.unpack(self._sampled, n)  # type: ignore[no-any-return]
 
     def _sample_in_background(self, step_id: int) -> list[int]:
-        """``sample`` where draws may take long."""
+        """Sample as ``sample`` does, where draws may take long."""
         rows, samplers = self._asked
         patience_s = (perf_counter() - self._launched_s) / 2
         self.n_guessing = 0
@@ -675,7 +675,7 @@ class StepExecutor:
     def _sample_native(
         self, step_id: int, rows: Sequence[int], samplers: Sequence[AnySampler], guessed: Sequence[int] = ()
     ) -> list[int]:
-        """Draws and accepts a token, or a NoToken, for each of these output entries."""
+        """Draw and accept a token, or a NoToken, for each of these output entries."""
         native, n = self._native, len(rows)
         self._set_rows(rows, samplers)
         code = native.lib.lp_sample_rows(
@@ -697,7 +697,7 @@ class StepExecutor:
         return drawn
 
     def _row(self, step_id: int, entry: int) -> npt.NDArray[np.float32]:
-        """A copy of the logits of an output entry."""
+        """Return a copy of the logits of an output entry."""
         native = self._native
         row = native.lib.lp_step_row(self._handle, step_id, entry)
         if row == native.ffi.NULL:
@@ -748,7 +748,7 @@ class StepExecutor:
         self._fail(code)
 
     def park_threads(self) -> None:
-        """Parks the compute threads, which would spin for some milliseconds: the next caller needs a core, too."""
+        """Park the compute threads, which would spin for some milliseconds: the next caller needs a core, too."""
         self._context.park_threads()
 
     def yield_cores(self) -> None:
@@ -779,11 +779,11 @@ class StepExecutor:
         return step_id
 
     def abort(self, step_id: int) -> None:
-        """Ends a step within one node of its graph if it is still being computed, on a CPU; any thread."""
+        """End a step within one node of its graph if it is still being computed, on a CPU; any thread."""
         self._native.lib.lp_abort(self._handle, step_id)
 
     def close(self) -> None:
-        """Waits for samplers that still draw. Frees saved cells, pipeline and context."""
+        """Wait for samplers that still draw. Free saved cells, pipeline and context."""
         self.threads.close()
         while self._saved:
             self._saved.popitem()[1].close()

@@ -49,7 +49,7 @@ class StepsInFlight:
         return f"<StepsInFlight n={len(self.steps)} n_completed={self._n_completed}>"
 
     def launch(self, plan: BatchPlan, samplers: list[Any], began_s: float = 0.0) -> int:
-        """Launches a plan and returns the step's number. Raises ContextFullError and DecodeError, as the executor."""
+        """Launch a plan and return the step's number. Raises ContextFullError and DecodeError, as the executor."""
         executor = self.executor
         self._launching = plan
         try:
@@ -78,34 +78,34 @@ class StepsInFlight:
         return step_id
 
     def complete_oldest(self) -> None:
-        """Removes the oldest step, which was sampled or failed, and closes the samplers that waited for it."""
+        """Remove the oldest step, which was sampled or failed, and close the samplers that waited for it."""
         self.steps.popleft()
         self._n_completed += 1
         while self._retired and self._retired[0][0] <= self._n_completed:
             self._retired.popleft()[1].close()
 
     def retire(self, sampler: Sampler) -> None:
-        """Closes a sampler, after the steps in flight if there are any: they may draw with it."""
+        """Close a sampler, after the steps in flight if there are any: they may draw with it."""
         if self.steps:
             self._retired.append((self._n_completed + len(self.steps), sampler))
         else:
             sampler.close()
 
     def close(self) -> None:
-        """Closes the samplers that are left. No step may be sampled afterwards."""
+        """Close the samplers that are left. No step may be sampled afterwards."""
         for _, sampler in self._retired:
             sampler.close()
 
     # ---- any thread
     def abort_all(self) -> None:
-        """Cancels the requests of all steps in flight, so that the steps need not be computed."""
+        """Cancel the requests of all steps in flight, so that the steps need not be computed."""
         for plan in (self._launching, *(launched.plan for launched in self.steps.copy())):
             for request, _ in plan.scheduled if plan is not None else ():
                 request.cancelled = True
         self.abort_cancelled()
 
     def abort_cancelled(self) -> None:
-        """Aborts each step whose requests are all cancelled."""
+        """Abort each step whose requests are all cancelled."""
         plan = self._launching
         computes = plan is not None and not self.executor.late_errors  # the launch itself computes
         if plan is not None and computes and all(request.cancelled for request, _ in plan.scheduled):
@@ -118,7 +118,7 @@ class StepsInFlight:
 
 
 def draw(executor: Executor, launched: InFlightStep) -> list[int]:
-    """Draws a token for each of the plan's requests; 0 for those that left the step. Waits for the step if need be."""
+    """Draw a token for each of the plan's requests; 0 for those that left the step. Waits for the step if need be."""
     plan, requests = launched.plan, launched.plan.requests
     for request in requests:
         if request.batch_plan is not plan:
@@ -142,7 +142,7 @@ def draw(executor: Executor, launched: InFlightStep) -> list[int]:
 
 
 def record_logprobs(plan: BatchPlan, sampled: Sequence[int]) -> None:
-    """Stores the log-probabilities of the tokens, for the requests that asked for them."""
+    """Store the log-probabilities of the tokens, for the requests that asked for them."""
     before = None
     for request, token in zip(plan.requests, sampled, strict=True):
         if request.wants_logprobs and request.batch_plan is plan:
@@ -155,7 +155,7 @@ def record_logprobs(plan: BatchPlan, sampled: Sequence[int]) -> None:
 
 
 def targets_of(plan: BatchPlan) -> tuple[dict[int, list[int]], int]:
-    """The tokens whose log-probability is wanted, for each batch entry, and the most top tokens wanted with any."""
+    """Return the tokens whose log-probability is wanted, by batch entry, and the most top tokens wanted with any."""
     found: dict[int, list[int]] = {}
     n_top = 0
     for _, targets, first, entries in plan.scored:
@@ -166,7 +166,7 @@ def targets_of(plan: BatchPlan) -> tuple[dict[int, list[int]], int]:
 
 
 def score(executor: Executor, launched: InFlightStep) -> list[Request]:
-    """Gives requests the scores of their own tokens. Returns the requests with a score that is not a number."""
+    """Give requests the scores of their own tokens. Return the requests with a score that is not a number."""
     plan = launched.plan
     rows: list[int] = []
     wanted: list[int] = []

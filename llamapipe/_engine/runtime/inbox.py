@@ -37,11 +37,11 @@ class Inbox:
         return f"<Inbox n={self._commands.qsize()}>"
 
     def put(self, function: Callable[..., object], *arguments: object) -> None:
-        """Adds a call. Never blocks."""
+        """Add a call. Never blocks."""
         self._commands.put((function, arguments))
 
     def run_next(self, timeout: float | None = None) -> None:
-        """Waits for the next call and makes it. Raises queue.Empty after ``timeout`` seconds."""
+        """Wait for the next call and make it. Raises queue.Empty after ``timeout`` seconds."""
         # A get() with a timeout of about a microsecond may wait for ever (seen in CPython 3.11 and 3.12). The put()
         # before it has left the queue's lock open, so get() looks twice, and the time left is negative the second time,
         # which means no limit. A get() that does not wait closes the lock.
@@ -52,5 +52,5 @@ class Inbox:
         function(*arguments)
 
     def qsize(self) -> int:
-        """The number of calls that wait."""
+        """Return the number of calls that wait."""
         return self._commands.qsize()

@@ -26,7 +26,7 @@ _N_SEQ = 5
 def check_invariance(
     model: Model, unified: bool, flash_attn: str, new_context: Callable[..., Context]
 ) -> None:
-    """Raises ValueError if a text of this model could depend on what else runs.
+    """Raise ValueError if a text of this model could depend on what else runs.
 
     Known reasons come first. Then a token is computed in several ways, and its logits are compared. That finds a
     product or an operation that ggml computes differently for one row than for several.
@@ -81,7 +81,7 @@ def _is_invariant(new_context: Callable[..., Context]) -> bool:
 def _last_logits(
     context: Context, tokens: npt.NDArray[np.int64], parts: list[list[int]]
 ) -> npt.NDArray[np.float32]:
-    """Logits after all tokens of sequence 0. The others begin one token later each, so they differ."""
+    """Return the logits after all tokens of sequence 0. The others begin one token later each, so they differ."""
     done = 0
     for part in parts:
         entries = list(_entries(tokens, done, part))

@@ -35,13 +35,13 @@ class LateDraws:
         return f"<LateDraws n={len(self.requests)}>"
 
     def add(self, plan: BatchPlan, sampled: Sequence[int]) -> None:
-        """Adds the requests of a step whose tokens will be drawn later."""
+        """Add the requests of a step whose tokens will be drawn later."""
         for request, token in zip(plan.requests, sampled, strict=True):
             if token == NoToken.LATER and request.batch_plan is plan and request.sampler is not None:
                 self.requests[request.sampler] = request, request.sampler.n_draws, perf_counter()
 
     def await_end_states(self, requests: Sequence[Request], executor: Executor) -> None:
-        """Asks the samplers of requests that have generated their last token whether the text is complete."""
+        """Ask the samplers of requests that have generated their last token whether the text is complete."""
         for request in requests:
             sampler = request.sampler
             executor.await_end_state(sampler)
@@ -49,7 +49,7 @@ class LateDraws:
                 self.requests[sampler] = request, sampler.n_draws, perf_counter()
 
     def late_by(self, seconds: float) -> list[tuple[Request, float]]:
-        """The requests that have waited at least ``seconds`` for their tokens, with their waits; the longest first.
+        """Return the requests that have waited at least ``seconds`` for their tokens, with their waits; longest first.
 
         Half of the time that they waited for earlier tokens counts, since they have their slots.
         """
@@ -61,7 +61,7 @@ class LateDraws:
         return sorted((late for late in waits if late[1] >= seconds), key=_seconds, reverse=True)
 
     def take(self, executor: Executor, open_requests: Container[Request]) -> list[tuple[Request, int]]:
-        """The requests whose tokens have arrived, with these."""
+        """Return the requests whose tokens have arrived, with these."""
         arrived = []
         for sampler, number, token in executor.take_drawn():
             request, wanted, began_s = self.requests.get(sampler, (None, 0, 0.0))
@@ -75,5 +75,5 @@ class LateDraws:
         return arrived
 
     def forget(self, sampler: Any) -> None:
-        """Forgets a sampler whose request has ended."""
+        """Forget a sampler whose request has ended."""
         self.requests.pop(sampler, None)

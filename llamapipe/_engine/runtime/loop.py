@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 
 def _n_tokens_of(request: Request, following: Sequence[tuple[Request, int]]) -> int:
-    """The number of the next undelivered tokens that are in this request's sequence."""
+    """Count the next undelivered tokens that are in this request's sequence."""
     tokens = takewhile(lambda pair: pair[0] is request, following)
     return sum(token >= 0 and token not in request.stop_tokens for _, token in tokens)
 
@@ -84,7 +84,7 @@ class Closable(Protocol):
     """A part of the engine that is closed when the loop ends."""
 
     def close(self) -> None:
-        """Closes it."""
+        """Close it."""
 
 
 class EngineLoop:
@@ -158,7 +158,7 @@ class EngineLoop:
 
     # ---- commands
     def add(self, *requests: Request) -> None:
-        """Accepts new requests."""
+        """Accept new requests."""
         self._n_requests += len(requests)
         self.open.update(dict.fromkeys(requests))
         for request in requests:
@@ -177,7 +177,7 @@ class EngineLoop:
                 self.cancel(request)
 
     def _encoded(self, request: Request, error: Exception | None) -> None:
-        """Called by the encoder's thread when it has encoded a request's images and sounds; posts a command."""
+        """Post a command, since a request's images and sounds are encoded. The encoder's thread calls this."""
         self.inbox.put(self._continue_encoded, request, error)
 
     def _continue_encoded(self, request: Request, error: Exception | None) -> None:
@@ -189,7 +189,7 @@ class EngineLoop:
             self._fail([request], error)
 
     def _look_on_disk(self, disk: DiskCache, request: Request) -> None:
-        """Lets a new request wait for a file, if that has much more of its prefix than memory has."""
+        """Let a new request wait for a file, if that has much more of its prefix than memory has."""
         cache = self._scheduler.cache
         if request.spans or not request.uses_cache or len(request.tokens) <= MIN_GAIN or self._overdue:
             return
@@ -223,7 +223,7 @@ class EngineLoop:
         disk.read(entry, done)
 
     def _continue_read(self, entry: Entry, found: CachedSequence | None, n_resets: int) -> None:
-        """Caches what was read of a file, and continues the requests that wait for it."""
+        """Cache what was read of a file, and continue the requests that wait for it."""
         self._overdue.discard(entry)
         requests = self._reading.pop(entry, [])
         if found is not None and self.failure is None and n_resets == self._n_resets:
@@ -234,7 +234,7 @@ class EngineLoop:
         self._prepared(requests)
 
     def _give_up_read(self, entry: Entry) -> None:
-        """Continues the requests that wait for a file in vain. Until its read ends, no request waits for the disk."""
+        """Continue the requests that wait for a file in vain. Until its read ends, no request waits for the disk."""
         if entry in self._reading:
             self._overdue.add(entry)
             self._prepared(self._reading.pop(entry))
@@ -245,7 +245,7 @@ class EngineLoop:
                 self._scheduler.prepared(request)
 
     def cancel(self, request: Request) -> None:
-        """Ends a request in any state."""
+        """End a request in any state."""
         if request.arrival < 0:
             request.cancelled = True  # `add`, which comes later, looks at it
         elif request.state is not State.FINISHED:
@@ -253,12 +253,12 @@ class EngineLoop:
             self._finished(request)
 
     def resume(self, request: Request) -> None:
-        """Continues a paused request, as far as its token budget allows."""
+        """Continue a paused request, as far as its token budget allows."""
         if request.state is not State.FINISHED:
             self._scheduler.resume(request)
 
     def change(self, request: Request, n_keep: int | None, tokens: Sequence[int]) -> None:
-        """Trims a resumable request's sequence to ``n_keep`` tokens, or appends some. Its sampler starts over."""
+        """Trim a resumable request's sequence to ``n_keep`` tokens, or append some. Its sampler starts over."""
         if request.state is State.FINISHED:
             return
         if n_keep is not None:
@@ -270,7 +270,7 @@ class EngineLoop:
             request.spec.sampler_factory.rebuild(request.sampler, request)
 
     def take_drawn(self) -> None:
-        """Records the tokens that other threads have drawn."""
+        """Record the tokens that other threads have drawn."""
         for request, token in self._late.take(self._executor, self.open):
             if token >= 0 and request.wants_logprobs and request.sampler is not None:
                 request.logprobs.append(request.sampler.logprobs(-1))
@@ -285,7 +285,7 @@ class EngineLoop:
         self._deliver()
 
     def _look_after_late_draws(self) -> bool:
-        """Looks after draws that take long: others get threads and slots. Returns whether a slot came free."""
+        """Look after draws that take long: others get threads and slots. Return whether a slot came free."""
         self._executor.add_spare_thread()
         if not self._scheduler.n_queued:
             return False
@@ -297,7 +297,7 @@ class EngineLoop:
         self._scheduler.awaiting_end.clear()
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Accepts a request that continues the sequence of a resumable one. The child fails if the parent has ended."""
+        """Accept a request that continues the sequence of a resumable one. The child fails if the parent has ended."""
         self._scheduler.fork(parent, child)
         self.add(child)
         if parent.state is State.FINISHED:
@@ -305,7 +305,7 @@ class EngineLoop:
             self._finished(child)
 
     def snapshot(self, request: Request) -> Snapshot:
-        """The sequence of a resumable request that does not run."""
+        """Return the sequence of a resumable request that does not run."""
         if request.error is not None:
             raise request.error
         self._change_cells()
@@ -322,20 +322,20 @@ class EngineLoop:
         return Snapshot(request.tokens.copy(), n_prompt, n_cells, state or b"", request.active_from, states)
 
     def _states_of(self, request: Request, n: int) -> list[tuple[int, bytes]]:
-        """The last few saved states of the beginnings of a request's cells: what its snapshot can go back to."""
+        """Return the last few saved states of the beginnings of a request's cells, for its snapshot to go back to."""
         cache = self._scheduler.cache
         found = cache.states_of(request.cell_keys()[:n], request.spec.cache_key)
         states = [(n, self._executor.read_saved(key)) for n, key in found[-_MOST_STATES:]]
         return [(n, state) for n, state in states if state is not None]
 
     def restore(self, request: Request, found: Snapshot) -> None:
-        """Accepts a new request whose first cells, and states, are given."""
+        """Accept a new request whose first cells, and states, are given."""
         if request.uses_cache:
             self._take_in_snapshot(request, found)
         self.add(request)
 
     def reset_cache(self, is_wanted: Callable[[Hashable], bool]) -> None:
-        """Drops cached cells; see ``KvCache.reset``."""
+        """Drop cached cells; see ``KvCache.reset``."""
         self._change_cells()  # what is evicted already waits to be written, and is forgotten there
         self._n_resets += 1
         self._scheduler.cache.reset(is_wanted)
@@ -352,7 +352,7 @@ class EngineLoop:
         self._take_in(CachedSequence([*tokens[:n_tokens]], cache_key, cells, states, found.is_stale), request)
 
     def _take_in(self, found: CachedSequence, pinned_by: Request | None) -> None:
-        """Keeps cells and states that come from elsewhere, if there is room. ``pinned_by``: who needs them now."""
+        """Keep cells and states that come from elsewhere, if there is room. ``pinned_by``: who needs them now."""
         cache, tokens, cache_key = self._scheduler.cache, found.tokens, found.cache_key
         new = [
             (cache.take_in_state(tokens[:n], cache_key, state.n_bytes), state) for n, state in found.states
@@ -367,7 +367,7 @@ class EngineLoop:
 
     # ---- the prefix cache on disk
     def _take_evicted(self, evicted: Unused, cells: Saved) -> bool:
-        """Lets cells be written that were evicted from host memory. False: they are not worth it, or too many wait."""
+        """Let cells be written that were evicted from host memory. False: they are not worth it, or too many wait."""
         disk = self._disk
         if (
             disk is None
@@ -387,7 +387,7 @@ class EngineLoop:
 
     # ---- conversations
     def _remember(self, key: Hashable, tokens: list[int], cache_key: Hashable) -> None:
-        """Notes the sequence of a conversation."""
+        """Note the sequence of a conversation."""
         known = self._conversations
         known[key] = tokens, cache_key
         known.move_to_end(key)
@@ -395,7 +395,7 @@ class EngineLoop:
             known.popitem(last=False)
 
     def conversation(self, key: Hashable) -> CachedSequence | None:
-        """A copy of the cells of a conversation, which the caller closes. None: there are none."""
+        """Return a copy of the cells of a conversation, which the caller closes. None: there are none."""
         tokens, cache_key = self._conversations.get(key, ((), None))
         self._change_cells()
         found = self._scheduler.cache.holder(tokens, cache_key) if tokens else None
@@ -404,12 +404,12 @@ class EngineLoop:
         return self._copied(found)
 
     def take_in_conversation(self, key: Hashable, found: CachedSequence) -> None:
-        """Caches the cells of a conversation that come from elsewhere, if there is room, and remembers them."""
+        """Cache the cells of a conversation that come from elsewhere, if there is room, and remember them."""
         self._remember(key, found.tokens, found.cache_key)
         self._take_in(found, None)
 
     def forget_conversation(self, key: Hashable) -> int:
-        """Drops the cells of a conversation, wherever they are. Returns how many tokens they had."""
+        """Drop the cells of a conversation, wherever they are. Return how many tokens they had."""
         cache, n = self._scheduler.cache, 0
         tokens, cache_key = self._conversations.pop(key, ((), None))
         while tokens and (found := cache.holder(tokens, cache_key)) is not None:
@@ -418,17 +418,17 @@ class EngineLoop:
         return n
 
     def hold_conversation(self, key: Hashable) -> None:
-        """Keeps the cells of a conversation that continues soon before all others; see ``KvCache.hold``."""
+        """Keep the cells of a conversation that continues soon before all others; see ``KvCache.hold``."""
         tokens, cache_key = self._conversations.get(key, ((), None))
         if tokens:
             self._scheduler.cache.hold(key, tokens, cache_key)
 
     def release_conversation(self, key: Hashable, is_done: bool) -> None:
-        """Ends ``hold_conversation``; see ``KvCache.release``."""
+        """End ``hold_conversation``; see ``KvCache.release``."""
         self._scheduler.cache.release(key, is_done)
 
     def _copied(self, found: Unused) -> CachedSequence | None:
-        """A copy of cells and their states. None: that failed."""
+        """Return a copy of cells and their states. None: that failed."""
         cells = None
         if found.slot >= 0:
             cells = self._executor.copy_cells(found.slot)
@@ -444,7 +444,7 @@ class EngineLoop:
         return [(n, state) for n, state in states if state is not None]
 
     def _write_unused(self, disk: DiskCache, deadline: float | None = None) -> bool:
-        """Lets a sequence be written that no request uses, the most recently used first. False: there is none.
+        """Let a sequence be written that no request uses, the most recently used first. False: there is none.
 
         ``deadline``: a time of ``monotonic``; until then all of them are written, also those that have grown little.
         """
@@ -463,7 +463,7 @@ class EngineLoop:
         return False
 
     def _write_rest(self, disk: DiskCache) -> None:
-        """Writes what no request uses before the engine ends, as far as time allows."""
+        """Write what no request uses before the engine ends, as far as time allows."""
         if disk.writes == "never":
             return
         deadline = monotonic() + CLOSE_S
@@ -473,23 +473,23 @@ class EngineLoop:
         disk.close(deadline)
 
     def set_cache_writes(self, when: Writes) -> None:
-        """Changes when sequences are written to disk."""
+        """Change when sequences are written to disk."""
         if self._disk is not None:
             self._disk.writes = when
 
     def kept_bytes(self, request: Request) -> tuple[int, int, int]:
-        """The bytes of a request's cells that stay saved (0: they could not be saved), needed bytes, and the budget."""
+        """Return the bytes of a request's saved cells (0: they could not be saved), needed bytes, and the budget."""
         self._change_cells()
         kept, cache = request.saved_cells, self._scheduler.cache
         n_bytes = 0 if kept is None or not cache.has(kept) else kept.n_bytes
         return n_bytes, cache.n_bytes_of(len(request.tokens)), cache.host_budget
 
     def release(self, request: Request) -> None:
-        """Unpins the saved cells of a request that has ended: they need not be kept any more."""
+        """Unpin the saved cells of a request that has ended: they need not be kept any more."""
         self._scheduler.cache.unpin(request)
 
     def stop(self, drain: bool) -> None:
-        """Ends the loop: after the open requests are finished, or at once."""
+        """End the loop: after the open requests are finished, or at once."""
         self._stopping = True
         self._deliver()  # the tokens sampled last are part of the sequences already
         for request in list(self.open):
@@ -499,7 +499,7 @@ class EngineLoop:
                 self._run_to_end(request)
 
     def stats(self) -> EngineStats:
-        """A copy of the counters. Also for other threads, after the engine thread's end."""
+        """Return a copy of the counters. Also for other threads, after the engine thread's end."""
         return EngineStats(
             n_requests=self._n_requests,
             n_preempted=self._scheduler.n_preempted,
@@ -536,7 +536,7 @@ class EngineLoop:
         )
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the scheduler's state is inconsistent, or other than llama.cpp's memory.
+        """Raise AssertionError if the scheduler's state is inconsistent, or other than llama.cpp's memory.
 
         Threads as for ``stats``.
         """
@@ -549,7 +549,7 @@ class EngineLoop:
 
     # ---- the loop
     def run(self) -> None:
-        """Runs until a ``stop`` command. Frees the context at the end."""
+        """Run until a ``stop`` command. Free the context at the end."""
         try:
             self._loop()
         except BaseException as e:  # callers wait for this thread: it must not end without an answer
@@ -633,7 +633,7 @@ class EngineLoop:
             started = waited
 
     def _wait(self) -> None:
-        """Blocks for a command, then a moment longer for more requests, if that has paid lately."""
+        """Block for a command, then a moment longer for more requests, if that has paid lately."""
         inbox, scheduler = self.inbox, self._scheduler
         if self._kv_events is not None:
             self._kv_events.flush()
@@ -670,7 +670,7 @@ class EngineLoop:
         self._n_skipped = 0
 
     def _await_command(self) -> None:
-        """Makes the next call of another thread. After each moment without one, lets an unused sequence be written."""
+        """Make the next call of another thread. After each moment without one, let an unused sequence be written."""
         disk = self._disk
         while disk is not None and disk.writes == "always":
             try:
@@ -682,13 +682,13 @@ class EngineLoop:
         self.inbox.run_next()
 
     def _change_cells(self) -> bool:
-        """Performs the changes to KV cells that are queued. False if a sequence lost its cells by that."""
+        """Perform the changes to KV cells that are queued. False if a sequence lost its cells by that."""
         changes = self._executor.change_cells(self._scheduler.cache.take_memory_ops())
         return not any(changes) or self._scheduler.cells_changed(changes)
 
     # ---- one step
     def _launch(self, plan: BatchPlan, started: float) -> None:
-        """Launches a plan that was begun at this time of ``perf_counter``. Handles its failure."""
+        """Launch a plan that was begun at this time of ``perf_counter``. Handle its failure."""
         gate, began = self._scheduler.gate, perf_counter()
         keeps_cells = not self._scheduler.cache.memory_ops or self._change_cells()
         if plan.n_guessed and gate.copies_states:
@@ -709,7 +709,7 @@ class EngineLoop:
         self._launch_s += perf_counter() - planned
 
     def _make_samplers(self, plan: BatchPlan) -> bool:
-        """Makes the missing samplers. False if memory was missing for one: its request has failed."""
+        """Make the missing samplers. False if memory was missing for one: its request has failed."""
         for request in plan.requests:
             if request.sampler is None and request.spec.sampler_factory is not None:
                 try:
@@ -720,7 +720,7 @@ class EngineLoop:
         return True
 
     def _sample(self) -> None:
-        """Draws the tokens of the oldest step in flight and commits them. Waits for the step if need be."""
+        """Draw the tokens of the oldest step in flight and commit them. Waits for the step if need be."""
         oldest = self.in_flight.steps[0]
         plan, executor, scheduler = oldest.plan, self._executor, self._scheduler
         damaged: list[Request] = []
@@ -769,7 +769,7 @@ class EngineLoop:
             scheduler.split_decoding(self._micro_batches.n)
 
     def _deliver(self) -> None:
-        """Gives the tokens sampled last to their sinks, and notes whom to wake."""
+        """Give the tokens sampled last to their sinks, and note whom to wake."""
         if not self._undelivered and not self.dispatcher.pending:
             return
         began = perf_counter()
@@ -802,13 +802,13 @@ class EngineLoop:
         self._deliver_s += ended - began
 
     def _flush(self, together: bool = False) -> None:
-        """Wakes callers; see ``ResultDispatcher.flush``. Requests of closed event loops are cancelled."""
+        """Wake callers; see ``ResultDispatcher.flush``. Requests of closed event loops are cancelled."""
         for request in self.dispatcher.flush(together):
             self.cancel(request)
 
     # ---- ends and failures
     def _finished(self, request: Request) -> None:
-        """Delivers the end of a request. Frees its sampler unless the request may continue after a change."""
+        """Deliver the end of a request. Free its sampler unless the request may continue after a change."""
         if request.state is State.FINISHED:
             spec = request.spec
             if spec.conversation is not None and request.uses_cache and not request.dropped:
@@ -830,7 +830,7 @@ class EngineLoop:
                 self._finished(request)
 
     def _failed(self, plan: BatchPlan, error: Exception) -> None:
-        """Ends the requests of a step that failed, or makes room if it found no cells. The others continue."""
+        """End the requests of a step that failed, or make room if it found no cells. The others continue."""
         self._deliver()
         if isinstance(error, StepAbortedError):
             for request in self._scheduler.drop(plan):
@@ -841,7 +841,7 @@ class EngineLoop:
                 self._finished(request)
 
     def _end_waiting(self) -> None:
-        """Continues or ends the requests that wait for a caller while the engine closes."""
+        """Continue or end the requests that wait for a caller while the engine closes."""
         for request in list(self.open):
             if request.spec.resumable:
                 self.cancel(request)
@@ -853,7 +853,7 @@ class EngineLoop:
         self._scheduler.resume(request)
 
     def _serve_errors(self, error: BaseException) -> None:
-        """Fails all requests after a defect of the loop itself, and those still to arrive, until ``stop``."""
+        """Fail all requests after a defect of the loop itself, and those still to arrive, until ``stop``."""
         text = f"the engine thread failed ({error!r}); close this engine and make another"
         self.failure = BackendError(text)
         self.failure.__cause__ = error
@@ -866,7 +866,7 @@ class EngineLoop:
             self.inbox.run_next()
 
     def _give_up(self, request: Request, error: BaseException) -> None:
-        """Ends a request after a defect. Its caller must get an answer, whatever is broken by now."""
+        """End a request after a defect. Its caller must get an answer, whatever is broken by now."""
         with suppress(Exception):
             self._scheduler.fail(request, error)
         if request.state is not State.FINISHED:

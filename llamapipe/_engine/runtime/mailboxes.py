@@ -32,7 +32,7 @@ class Mailbox(Protocol):
     """Accepts results on the engine thread."""
 
     def put(self, item: object) -> None:
-        """Adds an item. Never blocks."""
+        """Add an item. Never blocks."""
 
 
 class ThreadMailbox:
@@ -47,12 +47,12 @@ class ThreadMailbox:
         self.waiter: Waiter | None = None
 
     def put(self, item: object) -> None:
-        """Adds an item; its reader is woken at the end of the step. Engine thread."""
+        """Add an item; its reader is woken at the end of the step. Engine thread."""
         self._items.append(item)
         self._dispatcher.add_thread(self)
 
     def get(self, deadline: float | None = None) -> Any:
-        """Waits for the next item; signals interrupt it. Raises queue.Empty after ``deadline`` (``perf_counter``)."""
+        """Wait for the next item; signals interrupt it. Raises queue.Empty after ``deadline`` (``perf_counter``)."""
         items, dispatcher = self._items, self._dispatcher
         while True:
             if items:  # checked first: the exception would cost more than the token
@@ -87,11 +87,11 @@ class AsyncMailbox:
         dispatcher.attach(loop)
 
     def put(self, item: object) -> None:
-        """Adds an item; its loop gets it at the end of the step. Engine thread."""
+        """Add an item; its loop gets it at the end of the step. Engine thread."""
         self._dispatcher.add(self, item)
 
     def receive(self, item: object) -> None:
-        """Accepts an item. The loop's thread."""
+        """Accept an item. The loop's thread."""
         self._items.append(item)
         waiter = self._waiter
         if waiter is not None and not waiter.done():  # done: cancelled, or woken already
@@ -102,7 +102,7 @@ class AsyncMailbox:
                     raise
 
     async def get(self, deadline: float | None = None) -> Any:
-        """Waits for the next item. Raises queue.Empty after ``deadline`` (``perf_counter``)."""
+        """Wait for the next item. Raises queue.Empty after ``deadline`` (``perf_counter``)."""
         items = self._items
         while not items:
             self._waiter = waiter = self.loop.create_future()
@@ -144,17 +144,17 @@ class ResultDispatcher:
         self.wakes = LaunchWakeList(self._wake_queue)
 
     def add(self, mailbox: AsyncMailbox, item: object) -> None:
-        """Notes an item until ``flush``."""
+        """Note an item until ``flush``."""
         self.pending = True
         self._loops.setdefault(mailbox.loop, deque()).append((mailbox, item))
 
     def add_thread(self, mailbox: ThreadMailbox) -> None:
-        """Notes, until ``flush``, that a mailbox has an item."""
+        """Note, until ``flush``, that a mailbox has an item."""
         self.pending = True
         self._threads.append(mailbox)
 
     def flush(self, together: bool = False) -> list[Request]:
-        """Wakes the noted callers. ``together``: all of them now, as no launch follows soon.
+        """Wake the noted callers. ``together``: all of them now, as no launch follows soon.
 
         Returns the requests of closed event loops: nothing can read their results any more.
         """
@@ -177,7 +177,7 @@ class ResultDispatcher:
         return orphans
 
     def wake(self) -> None:
-        """Wakes all callers that the next launch was to wake, because it will not happen soon."""
+        """Wake all callers that the next launch was to wake, because it will not happen soon."""
         if self._wakers:
             files = self.wakes.files
             for waker in list(self._wakers.values()):
@@ -186,7 +186,7 @@ class ResultDispatcher:
         self.wakes.now()
 
     def _hand_over(self) -> list[Request]:
-        """Gives event loops their items. Returns the requests of closed loops."""
+        """Give event loops their items. Return the requests of closed loops."""
         loops, self._loops = self._loops, {}
         orphans: list[Request] = []
         for loop, items in loops.items():
@@ -209,7 +209,7 @@ class ResultDispatcher:
         return orphans
 
     def _remove_closed(self) -> None:
-        """Closes the wakers of closed event loops. A loop dropped without ``close`` lives as long as the engine.
+        """Close the wakers of closed event loops. A loop dropped without ``close`` lives as long as the engine.
 
         It is called when a loop was attached, when a closed one was met, and when there is nothing to do, not every
         step.
@@ -221,7 +221,7 @@ class ResultDispatcher:
             waker.close()
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Gives an event loop a waker, if it can watch files. The loop's thread."""
+        """Give an event loop a waker, if it can watch files. The loop's thread."""
         if loop not in self._wakers and not self._closed:
             # A loop without a waker is woken by call_soon_threadsafe.
             with suppress(NotImplementedError, OSError, RuntimeError):
@@ -231,20 +231,20 @@ class ResultDispatcher:
                 waker.dismiss()
 
     def close(self) -> None:
-        """Wakes all callers. No step follows."""
+        """Wake all callers. No step follows."""
         self.flush(together=True)
         self._closed = True
         while self._wakers:
             self._wakers.popitem()[1].dismiss()
 
     def wait(self, waiter: Waiter, timeout: float) -> None:
-        """Wakes the next thread, then sleeps until woken, for ``timeout`` seconds, or until a signal. That thread."""
+        """Wake the next thread, then sleep until woken, for ``timeout`` seconds, or until a signal. That thread."""
         if self._wake_queue.wait(waiter, timeout) and not self._at_launch:
             self._wake_queue.next()
 
 
 def receive(items: deque[tuple[AsyncMailbox, object]]) -> None:
-    """Gives items to their mailboxes, on the loop's thread. After Ctrl-C, another call continues with the rest."""
+    """Give items to their mailboxes, on the loop's thread. After Ctrl-C, another call continues with the rest."""
     while items:
         mailbox, item = items.popleft()
         mailbox.receive(item)

@@ -39,7 +39,7 @@ class MicroBatchSwitch:
         self._pause, self._n_paused = 1, 0
 
     def stepped(self, n_tokens: int) -> bool:
-        """Counts a step that sampled ``n_tokens``. True when ``n`` has changed."""
+        """Count a step that sampled ``n_tokens``. Return whether ``n`` has changed."""
         if not self._able:
             return False
         self._n_steps += 1
@@ -74,6 +74,6 @@ class MicroBatchSwitch:
 
 
 def gain(compute_s: float, other_s: float) -> float:
-    """The predicted gain of two micro-batches over one."""
+    """Return the predicted gain of two micro-batches over one."""
     slowest = max(2 * compute_s, other_s, compute_s + other_s / 2)
     return (compute_s + other_s) / slowest if slowest > 0 else 1.0

@@ -26,7 +26,7 @@ Grids = Sequence[Grid]
 
 
 def position_of(grids: Grids, i: int) -> int:
-    """The position of token ``i``: for each row of an image that of its first one."""
+    """Return the position of token ``i``: for each row of an image that of its first one."""
     n_less = 0
     for grid in grids:
         if i < grid.begin:
@@ -38,12 +38,12 @@ def position_of(grids: Grids, i: int) -> int:
 
 
 def end_position(grids: Grids, n: int) -> int:
-    """The position after those of the first ``n`` tokens."""
+    """Return the position after those of the first ``n`` tokens."""
     return position_of(grids, n - 1) + 1 if n > 0 else 0
 
 
 def n_tokens_before(grids: Grids, end: int) -> int:
-    """The number of tokens whose positions are before ``end``."""
+    """Count the tokens whose positions are before ``end``."""
     n_less = 0
     for grid in grids:
         if end <= grid.begin - n_less:
@@ -55,6 +55,6 @@ def n_tokens_before(grids: Grids, end: int) -> int:
 
 
 def grids_before(grids: Grids, n: int) -> Grids | None:
-    """The images among the first ``n`` tokens; None if these end within one."""
+    """Return the images among the first ``n`` tokens; None if these end within one."""
     found = [grid for grid in grids if grid.begin < n]
     return None if found and found[-1].begin + found[-1].n > n else found

@@ -37,7 +37,7 @@ _MOST_OF_TOKEN = 16  # characters of a prediction for each token that fits: long
 
 
 def choose_seed(params: SamplingParams) -> int:
-    """The request's seed, drawn when none is given: below 2**52, which every reader of JSON keeps exactly."""
+    """Return the request's seed, or draw one: below 2**52, which every reader of JSON keeps exactly."""
     return int.from_bytes(os.urandom(8), "little") >> 12 if params.seed is None else params.seed
 
 
@@ -111,7 +111,7 @@ class SamplerFactory:
             self._looks_back.append(params.dry_penalty_last_n)
 
     def _allow_space(self) -> bool:
-        """Whether a space may precede the texts of ``choice``: after "Answer:", running text continues with " yes".
+        """Return whether a space may precede the texts of ``choice``: running text continues "Answer:" with " yes".
 
         Without it, a model would choose among tokens that it has hardly ever seen there. A token that is only a space
         is as rare before "yes", and ``max_tokens=1`` would end there: where no text needs it, it is forbidden.
@@ -135,12 +135,12 @@ class SamplerFactory:
         return True
 
     def history(self, tokens: list[int]) -> list[int]:
-        """The last tokens of a sequence, as many as penalties, DRY and bad words read."""
+        """Return the last tokens of a sequence, as many as penalties, DRY and bad words read."""
         n = len(tokens) if -1 in self._looks_back else max(self._looks_back, default=0)
         return list(tokens[-n:]) if n else []
 
     def make(self, request: Request) -> Sampler:
-        """The sampler of a request that gets its first slot. Engine thread.
+        """Make the sampler of a request that gets its first slot. Engine thread.
 
         If the constraint refuses tokens that the request has already generated, its first draw fails.
         """
@@ -155,7 +155,7 @@ class SamplerFactory:
         return BackgroundSampler(build, budget, spec.share, is_python, spec.speculates)
 
     def rebuild(self, sampler: Sampler, request: Request) -> None:
-        """Resets a sampler to its request's changed sequence. Engine thread."""
+        """Reset a sampler to its request's changed sequence. Engine thread."""
         change = partial(_reset, accepted=partial(self._accept, *self._accepted(request)))
         if isinstance(sampler, BackgroundSampler):
             sampler.rebuild(change)
@@ -175,7 +175,7 @@ class SamplerFactory:
         tokens: Sequence[int],
         text: Sequence[int] | None,
     ) -> SamplerChain:
-        """A chain after a sequence; see ``_accepted``. ``text``: what it guesses from; None: it does not."""
+        """Build a chain after a sequence; see ``_accepted``. ``text``: what it guesses from; None: it does not."""
         guide = None if self._guides is None else self._guides.new()
         try:
             chain = SamplerChain(self._vocab, seed, self._options, self.params.logits_processors, guide)
@@ -193,7 +193,7 @@ class SamplerFactory:
         return chain
 
     def _accepted(self, request: Request) -> tuple[list[int], list[int], list[int]]:
-        """Tokens that penalties look at, the generated ones for a constraint or limit, and all, for logits processors.
+        """Return tokens that penalties look at, those for a constraint or limit, and all, for logits processors.
 
         Copies: other threads may read them.
         """
@@ -229,7 +229,7 @@ class SamplerFactory:
             raise InvalidRequestError(f"grammar: {e}") from None
 
     def _make_options(self) -> SamplingOptions:
-        """The native options."""
+        """Make the native options."""
         p, options = self.params, SamplingOptions()
         options.set_numbers(p)
         options.set_order(SAMPLER_ORDER if p.sampler_order is None else p.sampler_order)
@@ -254,7 +254,7 @@ class SamplerFactory:
 
 
 def _check_vocab(params: SamplingParams, vocab: Vocab) -> None:
-    """Refuses what a vocabulary does not have."""
+    """Refuse what a vocabulary does not have."""
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
         bad = [token for token in getattr(params, name) or () if token >= vocab.n_vocab]
         if bad:
@@ -277,7 +277,7 @@ def _check_vocab(params: SamplingParams, vocab: Vocab) -> None:
 
 
 def _check_exclusive(params: SamplingParams) -> None:
-    """Refuses samplers that exclude each other."""
+    """Refuse samplers that exclude each other."""
     for name, without in (
         ("mirostat", "infill"),
         ("mirostat", "adaptive_target"),
@@ -318,7 +318,10 @@ class SamplerFactoryCache:
     def sampler_factory(
         self, params: SamplingParams, reasoning: LimitedReasoning | None = None
     ) -> SamplerFactory:
-        """The sampler factory for ``params``. ``reasoning``: as SamplerFactory takes it. Raises InvalidRequestError."""
+        """Return the sampler factory for ``params``. Raises InvalidRequestError.
+
+        ``reasoning``: as SamplerFactory takes it.
+        """
         most = _MOST_OF_TOKEN * self._n_ctx
         if params.prediction is not None and len(params.prediction) > most:
             params = replace(params, prediction=params.prediction[:most])

@@ -42,7 +42,7 @@ Piece = Callable[[int], bytes]  # a token's bytes
 
 
 def token_logprob(request: Request, token: int, piece: Piece) -> TokenLogprob:
-    """The log-probability of a request's next token. Each token is asked for once."""
+    """Return the log-probability of a request's next token. Ask for each token once."""
     logprob, top = request.logprobs.pop(0)
     return TokenLogprob(token, logprob, _top(top, piece), piece(token))
 
@@ -50,7 +50,7 @@ def token_logprob(request: Request, token: int, piece: Piece) -> TokenLogprob:
 def prompt_token_logprobs(
     prompt: Sequence[int], scores: Sequence[TokenScore], piece: Piece
 ) -> list[TokenLogprob]:
-    """The log-probability of each token of a prompt except the first."""
+    """Return the log-probability of each token of a prompt except the first."""
     return [
         TokenLogprob(token, score.logprob, _top(score.top, piece), piece(token))
         for token, score in zip(prompt[1:], scores, strict=False)  # a cancelled request may have fewer
@@ -67,15 +67,15 @@ class Sink:
     __slots__ = ()
 
     def token(self, request: Request, token: int) -> bool:
-        """Takes a generated token; True when it completed a stop string."""
+        """Take a generated token. Return whether it completed a stop string."""
         raise NotImplementedError
 
     def finish(self, request: Request) -> None:
-        """Delivers the end of the request: ``finish_reason`` or ``error`` says how."""
+        """Deliver the end of the request: ``finish_reason`` or ``error`` says how."""
         raise NotImplementedError
 
     def restart_text(self, at_start: bool) -> None:
-        """Forgets half characters and held text: the sequence was changed. ``at_start``: to its prompt."""
+        """Forget half characters and held text: the sequence was changed. ``at_start``: to its prompt."""
 
 
 class TextSink(Sink):
@@ -93,7 +93,7 @@ class TextSink(Sink):
         self._text = TextStream(stops, skip_space)
 
     def restart_text(self, at_start: bool) -> None:
-        """Forgets half characters and held text: the sequence was changed. ``at_start``: to its prompt."""
+        """Forget half characters and held text: the sequence was changed. ``at_start``: to its prompt."""
         self._text = TextStream(self._stops, self._skip_space and at_start)
 
 
@@ -135,19 +135,19 @@ class Choices:
         self._failed = False
 
     def note_first_token(self, request: Request) -> None:
-        """Notes the time of the first token of any choice."""
+        """Note the time of the first token of any choice."""
         self.first_at = perf_counter()
         left_queue_at = request.left_queue_at
         self._queue_s = None if left_queue_at is None else max(left_queue_at - self._started_at, 0.0)
 
     def fail(self, error: BaseException) -> None:
-        """Reports that a choice failed. Later calls do nothing."""
+        """Report that a choice failed. Later calls do nothing."""
         if not self._failed:
             self._failed = True
             self.mailbox.put((self._index, Failure(error)))
 
     def add(self, choice: Choice, request: Request, piece: Piece) -> None:
-        """Adds a complete choice. After the last one the completion is delivered."""
+        """Add a complete choice. After the last one the completion is delivered."""
         if self._choices[choice.index] is not None:  # after a defect a request may be finished twice
             return
         self._choices[choice.index] = choice
@@ -208,7 +208,7 @@ class CompletionSink(Sink):
         self._logprobs: list[TokenLogprob] = []
 
     def token(self, request: Request, token: int) -> bool:
-        """Searches for stop strings, if there are any."""
+        """Search for stop strings, if there are any."""
         if self._choices.first_at is None:
             self._choices.note_first_token(request)
         if request.wants_logprobs:
@@ -220,7 +220,7 @@ class CompletionSink(Sink):
         return text.stopped
 
     def finish(self, request: Request) -> None:
-        """Hands over the choice, or the error."""
+        """Hand over the choice, or the error."""
         if request.error is not None:
             self._choices.fail(request.error)
             return
@@ -265,11 +265,11 @@ class ScoreSink(Sink):
         self._index = index
 
     def token(self, request: Request, token: int) -> bool:
-        """Refuses a token: nothing is generated."""
+        """Refuse a token: nothing is generated."""
         raise AssertionError("a request without tokens has generated one")
 
     def finish(self, request: Request) -> None:
-        """Hands the scores over."""
+        """Hand over the scores."""
         if request.error is not None:
             self.mailbox.put((self._index, Failure(request.error)))
         elif request.finish_reason == "cancelled":  # by its caller, or because the engine was closed
@@ -293,7 +293,7 @@ class DeltaSink(TextSink):
         self._last: tuple[str, tuple[int, ...], tuple[TokenLogprob, ...] | None] = ("", (), None)
 
     def token(self, request: Request, token: int) -> bool:
-        """Hands text and token over, or keeps them for ``finish`` when it follows at once."""
+        """Hand text and token over, or keep them for ``finish`` when it follows at once."""
         text = self._text.push(self._piece(token))
         stopped = self._text.stopped
         logprobs = (token_logprob(request, token, self._piece),) if request.wants_logprobs else None
@@ -306,7 +306,7 @@ class DeltaSink(TextSink):
         return stopped
 
     def finish(self, request: Request) -> None:
-        """Hands over the last delta, or the error."""
+        """Hand over the last delta, or the error."""
         if request.error is not None:
             self.mailbox.put(Failure(request.error))
             return
@@ -330,11 +330,11 @@ class TokenSink(TextSink):
         self._last: Token | None = None
 
     def continue_character(self, generated: bytes) -> None:
-        """Continues after text that ended with these bytes, of which the last may be half a character."""
+        """Continue after text that ended with these bytes, of which the last may be half a character."""
         self._text.push_shown(generated)
 
     def fork(self, mailbox: Mailbox, keeps_text: bool) -> TokenSink:
-        """Returns another sink of this kind. ``keeps_text``: it begins with this one's half character and held text.
+        """Return another sink of this kind. ``keeps_text``: it begins with this one's half character and held text.
 
         Not while the engine thread gives this one a token.
         """
@@ -346,7 +346,7 @@ class TokenSink(TextSink):
         return sink
 
     def token(self, request: Request, token: int) -> bool:
-        """Hands the token over, or keeps it for ``finish`` when it follows at once: the end is known by then."""
+        """Hand the token over, or keep it for ``finish`` when it follows at once: the end is known by then."""
         piece = self._piece(token)
         given = Token(token, piece, self._text.push(piece))
         if request.wants_logprobs:
@@ -360,7 +360,7 @@ class TokenSink(TextSink):
         return stopped
 
     def finish(self, request: Request) -> None:
-        """Answers the ``next`` that the end came with; its caller sees the finish reason on the request."""
+        """Answer the ``next`` that the end came with; its caller sees the finish reason on the request."""
         if request.error is not None:
             self.mailbox.put(Failure(request.error))
             return

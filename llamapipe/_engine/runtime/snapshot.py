@@ -33,10 +33,10 @@ class Layout(Protocol):
     """The form of a context's states; see ``StateLayout``."""
 
     def stored(self, state: Bytes, n: int, only_state: bool = False) -> list[Bytes]:
-        """The parts of a context's state of ``n`` tokens as it is stored. Raises StateError for one of another form."""
+        """Return the parts of a context's state of ``n`` tokens as it is stored. Raises StateError for another form."""
 
     def loadable(self, stored: Bytes, n: int, only_state: bool = False) -> tuple[bytes, bool]:
-        """A stored state for this context, and whether it is of its tokens' end. Raises StateError."""
+        """Return a stored state for this context, and whether it is of its tokens' end. Raises StateError."""
 
 
 class SnapshotFormat(NamedTuple):
@@ -71,12 +71,12 @@ class Snapshot(NamedTuple):
 
 
 def pack(snapshot: Snapshot, layout: SnapshotFormat) -> bytes:
-    """The bytes of a snapshot."""
+    """Return the bytes of a snapshot."""
     return b"".join(parts_of(snapshot, layout))
 
 
 def parts_of(snapshot: Snapshot, layout: SnapshotFormat) -> list[Bytes]:
-    """The bytes of a snapshot in parts, of which some are parts of the states that it has."""
+    """Return the bytes of a snapshot in parts, of which some are parts of the states that it has."""
     n_cells = snapshot.n_cells
     state: list[Bytes] = []
     states: list[tuple[int, list[Bytes]]] = []
@@ -107,10 +107,10 @@ def parts_of(snapshot: Snapshot, layout: SnapshotFormat) -> list[Bytes]:
 
 
 def unpack(data: Bytes, layout: SnapshotFormat, n_vocab: int) -> Snapshot:
-    """The snapshot in ``data``, with states that a context of this layout can load; none if their form is not known.
+    """Return the snapshot in ``data``, with states that a context of this layout can load.
 
-    Raises InvalidRequestError for bytes that are no snapshot, or are damaged, or belong to another model or other types
-    of keys and values.
+    It has no states if their form is not known. Raises InvalidRequestError for bytes that are no snapshot, or are
+    damaged, or belong to another model or other types of keys and values.
     """
     kind, version = bytes(data[: len(_KIND)]), bytes(data[len(_KIND) : len(_MAGIC)])
     if kind == _KIND and version != _VERSION and len(data) >= _HEADER.size:

@@ -38,10 +38,10 @@ class Saved(Protocol):
     n_bytes: int
 
     def view(self) -> memoryview:
-        """It in llama.cpp's format, not copied: valid until it is closed."""
+        """Return the copy in llama.cpp's format, as a view that is valid until ``close``."""
 
     def close(self) -> None:
-        """Frees the memory."""
+        """Free the memory."""
 
 
 class StateError(ValueError):
@@ -56,7 +56,7 @@ class _Reader:
         self.at = 0
 
     def skip(self, n: int) -> int:
-        """Goes ``n`` bytes on. Returns where it was."""
+        """Skip ``n`` bytes. Return where it was."""
         begin = self.at
         if n > len(self.data) - begin:
             raise StateError(f"its state has {len(self.data)} bytes and should have at least {begin + n}")
@@ -90,7 +90,7 @@ class StateLayout:
     def of_empty(
         cls, whole: bytes, partial: bytes, n_streams: int, has_values: bool, has_grid: bool
     ) -> StateLayout | None:
-        """The layout of a context, from both states of an empty sequence. None: it has parts of other kinds."""
+        """Find the layout of a context from both states of an empty sequence. None: it has parts of other kinds."""
         try:
             n_caches, rows = _parts_of_empty(whole, n_streams)
             n_windows, rows_of_partial = _parts_of_empty(partial, n_streams)
@@ -101,11 +101,11 @@ class StateLayout:
         return cls(n_streams, n_caches, n_windows, rows, has_values, has_grid)
 
     def stored(self, state: Bytes, n: int, only_state: bool = False) -> list[Bytes]:
-        """The parts of a context's state of ``n`` tokens as it is stored. Raises StateError for one of another form."""
+        """Return the parts of a context's state of ``n`` tokens as it is stored. Raises StateError for another form."""
         return self._rewritten(state, n, only_state, self.n_streams, 1)[0]
 
     def loadable(self, stored: Bytes, n: int, only_state: bool = False) -> tuple[bytes, bool]:
-        """A stored state of ``n`` tokens for this context, and whether it is of their end.
+        """Return a stored state of ``n`` tokens for this context, and whether it is of their end.
 
         If it is not, only its cells are of use, with another state. Raises StateError.
         """
@@ -132,7 +132,7 @@ class StateLayout:
         return parts, end < 0 or end == n
 
     def _cells(self, reader: _Reader, n_streams: int, end: int, n: int) -> tuple[memoryview, int]:
-        """The cells of the only stream that has some, and the position after the last one, at least ``n``.
+        """Return the cells of the only stream that has some, and the position after the last one, at least ``n``.
 
         ``end``: that position in the part before, which has the cells from 0 on; -1: this is that part.
         """
@@ -162,7 +162,7 @@ class StateLayout:
         return found, end
 
     def _skip_values(self, reader: _Reader, count: int) -> None:
-        """Skips the keys and values of ``count`` cells."""
+        """Skip the keys and values of ``count`` cells."""
         is_transposed, n_layer, _, _ = reader.read(_VALUES)
         for _ in range(n_layer):
             _, size = reader.read(_ROWS)
@@ -176,7 +176,7 @@ class StateLayout:
                 reader.skip(count * size)
 
     def _recurrent(self, reader: _Reader) -> int:
-        """The position of the recurrent state."""
+        """Return the position of the recurrent state."""
         count, position, n_listed = reader.read(_RECURRENT)
         if count != 1 or n_listed:
             raise StateError(f"it has {count} recurrent states and should have 1")
@@ -190,7 +190,7 @@ class StateLayout:
 
 
 def _parts_of_empty(state: bytes, n_streams: int) -> tuple[int, tuple[bytes, ...]]:
-    """The parts with cells in the state of an empty sequence, and the heads of its recurrent rows.
+    """Return the parts with cells in the state of an empty sequence, and the heads of its recurrent rows.
 
     The first of these is the head of all. Raises StateError for parts of other kinds.
     """

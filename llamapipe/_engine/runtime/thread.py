@@ -69,7 +69,7 @@ class EngineThread:
 
     # ---- start, checks
     def start(self) -> None:
-        """Starts the thread. If Ctrl-C interrupts this call, close the engine thread: it may run or not."""
+        """Start the thread. If Ctrl-C interrupts this call, close the engine thread: it may run or not."""
         with self._lock:  # closing at the exit waits until the thread has begun
             close_at_exit(self)
             self._thread.start()
@@ -85,11 +85,11 @@ class EngineThread:
         return self._closing
 
     def in_child(self) -> bool:
-        """Whether the thread belongs to another process. Also true after a fork in C code, which runs no hooks."""
+        """Return whether the thread belongs to another process, also after a fork in C code, which runs no hooks."""
         return self.forked or self._pid != os.getpid()
 
     def check_caller(self) -> None:
-        """Raises EngineClosedError in a process that was forked from the engine's, RuntimeError in its threads."""
+        """Raise EngineClosedError in a process that was forked from the engine's, RuntimeError in its threads."""
         if self.forked or self._pid != os.getpid():  # as ``in_child``
             raise EngineClosedError(
                 "the engine was made before fork(); make one in the child process, or use the spawn start method"
@@ -101,7 +101,7 @@ class EngineThread:
             )
 
     def check_open(self) -> None:
-        """Raises EngineClosedError when closed, and as ``check_caller`` does."""
+        """Raise EngineClosedError when the engine is closed; raise as ``check_caller`` does, too."""
         self.check_caller()
         if self._closing:
             end_thread_at_exit()
@@ -109,7 +109,7 @@ class EngineThread:
 
     # ---- commands
     def submit(self, *requests: Request, of_list: bool = False) -> None:
-        """Queues new requests, so that one step takes them all if it can. Raises EngineClosedError.
+        """Queue new requests, so that one step takes them all if it can. Raises EngineClosedError.
 
         ``of_list``: they belong to a list that came before ``close``.
         """
@@ -119,7 +119,7 @@ class EngineThread:
             self._inbox.put(self.loop.add, *requests)
 
     def begin_list(self, key: object, submit_rest: Callable[[], None]) -> None:
-        """Notes a list that is submitted in parts. ``close`` calls ``submit_rest``, as its caller waits for all of it.
+        """Note a list that is submitted in parts. ``close`` calls ``submit_rest``, as its caller waits for all of it.
 
         Raises EngineClosedError.
         """
@@ -128,15 +128,15 @@ class EngineThread:
             self._lists[key] = submit_rest
 
     def end_list(self, key: object) -> None:
-        """Forgets a list, if it is known."""
+        """Forget a list, if it is known."""
         self._lists.pop(key, None)
 
     def call(self, function: Callable[..., object], *arguments: object) -> None:
-        """Calls a function on the engine thread, between two steps and in the order of calls. Does not wait."""
+        """Call a function on the engine thread, between two steps and in the order of calls. Does not wait."""
         self._inbox.put(function, *arguments)
 
     def note_waiting_thread(self) -> None:
-        """Notes that the calling thread is about to submit a request and to wait for it.
+        """Note that the calling thread is about to submit a request and to wait for it.
 
         If no other thread could submit before then, an idle engine starts its step at once.
         """
@@ -149,31 +149,31 @@ class EngineThread:
         self._inbox.single_caller = is_single
 
     def note_waiting_task(self) -> None:
-        """Notes that a task is about to submit: other tasks of its event loop may submit before the step."""
+        """Note that a task is about to submit: other tasks of its event loop may submit before the step."""
         self._inbox.single_caller = False
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Submits a request that continues the sequence of a resumable one that does not run."""
+        """Submit a request that continues the sequence of a resumable one that does not run."""
         self._inbox.put(self.loop.fork, parent, child)
 
     def change(self, request: Request, n_keep: int | None, tokens: Sequence[int]) -> None:
-        """Trims or lengthens the sequence of a resumable request that does not run."""
+        """Trim or lengthen the sequence of a resumable request that does not run."""
         self._inbox.put(self.loop.change, request, n_keep, tokens)
 
     def restore(self, request: Request, found: Snapshot) -> None:
-        """Submits a resumable request whose first cells are given as bytes."""
+        """Submit a resumable request whose first cells are given as bytes."""
         self._inbox.put(self.loop.restore, request, found)
 
     def release(self, request: Request) -> None:
-        """Unpins the saved cells of a request that has ended: they need not be kept any more."""
+        """Unpin the saved cells of a request that has ended: they need not be kept any more."""
         self._inbox.put(self.loop.release, request)
 
     def resume(self, request: Request) -> None:
-        """Continues a paused request, as far as its token budget allows."""
+        """Continue a paused request, as far as its token budget allows."""
         self._inbox.put(self.loop.resume, request)
 
     def cancel_soon(self, request: Request) -> None:
-        """Ends a request soon. A step that computes nothing but cancelled requests is aborted."""
+        """End a request soon. A step that computes nothing but cancelled requests is aborted."""
         if not request.spec.resumable:  # a generation's trims, forks and cancel happen in the order of calls
             self._inbox.urgent.append(request)
         self._inbox.put(self.loop.cancel, request)  # also wakes the loop
@@ -181,7 +181,7 @@ class EngineThread:
         self.loop.in_flight.abort_cancelled()
 
     def ask(self, question: Callable[[], T]) -> T:
-        """The result of a function that the engine thread calls between two steps, or this thread after its end.
+        """Return the result of a function called on the engine thread between two steps, or here after its end.
 
         Raises what the function raised, EngineClosedError in a forked process, RuntimeError on the engine thread.
         """
@@ -215,16 +215,16 @@ class EngineThread:
         return self.ask(partial(self.loop.kept_bytes, request))
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the engine's bookkeeping is inconsistent."""
+        """Raise AssertionError when the engine's bookkeeping is inconsistent."""
         self.ask(self.loop.check_integrity)
 
     def stats(self) -> EngineStats:
-        """A consistent copy of the counters. Waits for the end of the running step."""
+        """Return a consistent copy of the counters. Waits for the end of the running step."""
         return self.ask(self.loop.stats)
 
     # ---- end
     def close_soon(self) -> None:
-        """``close(drain=False)`` for destructors: takes no lock of the engine, and waits a second at most."""
+        """Close as ``close(drain=False)`` does, for destructors: take no lock of the engine, wait a second at most."""
         self._closing = self._stopped = True
         self._inbox.put(self.loop.stop, False)
         self.loop.in_flight.abort_all()
@@ -233,7 +233,7 @@ class EngineThread:
         forget(self)
 
     def close(self, drain: bool) -> None:
-        """Ends the thread and waits for it; the context is freed then. Does nothing in a forked child.
+        """End the thread and wait for it; the context is freed then. Does nothing in a forked child.
 
         ``drain``: finish the open requests first, else cancel them.
         """

@@ -40,7 +40,7 @@ class WakeQueue:
         )
 
     def waiter(self) -> Waiter:
-        """A new object for a thread to wait on."""
+        """Make an object for a thread to wait on."""
         lib = self._native.lib
         return self._own(lib.lp_waiter_new(), lib.lp_waiter_free)
 
@@ -50,30 +50,30 @@ class WakeQueue:
         return self._native.ffi.gc(handle, free)
 
     def wait(self, waiter: Waiter, timeout: float) -> bool:
-        """Wakes the next thread and sleeps. False after ``timeout`` seconds or a signal."""
+        """Wake the next thread and sleep. False after ``timeout`` seconds or a signal."""
         woken: bool = self._native.lib.lp_waiter_wait(waiter, self.handle, timeout)
         return woken
 
     def asleep(self, waiter: Waiter) -> bool:
-        """Whether a thread sleeps on it."""
+        """Return whether a thread sleeps on it."""
         sleeps: bool = self._native.lib.lp_waiter_asleep(waiter)
         return sleeps
 
     def add(self, waiters: Sequence[Waiter]) -> None:
-        """Appends waiters to the queue, without waking them."""
+        """Append waiters to the queue, without waking them."""
         if self._native.lib.lp_wake_queue_add(self.handle, waiters, len(waiters)) < 0:
             raise MemoryError("no memory is left for waking threads")
 
     def next(self) -> None:
-        """Wakes the next sleeping thread; all of them if the last one took long to wait again."""
+        """Wake the next sleeping thread; all of them if the last one took long to wait again."""
         self._native.lib.lp_wake_queue_yield_turn(self.handle)
 
     def wake_all_if_stalled(self) -> None:
-        """Wakes all threads that are left if the last one took long. CPU launches call this while they compute."""
+        """Wake all threads that are left if the last one took long. CPU launches call this while they compute."""
         self._native.lib.lp_wake_queue_wake_all_if_stalled(self.handle)
 
     def all(self) -> None:
-        """Wakes all threads that are left."""
+        """Wake all threads that are left."""
         self._native.lib.lp_wake_queue_wake_all(self.handle)
 
 
@@ -101,7 +101,7 @@ class LaunchWakeList:
         return [self._fds[i] for i in range(self.handle.n_fds)]
 
     def add_file(self, fd: int) -> None:
-        """Adds a non-blocking pipe."""
+        """Add a non-blocking pipe."""
         handle = self.handle
         n = handle.n_fds
         if n == len(self._fds):
@@ -112,13 +112,13 @@ class LaunchWakeList:
         handle.n_fds = n + 1
 
     def remove_file(self, fd: int) -> None:
-        """Removes a pipe."""
+        """Remove a pipe."""
         kept = [other for other in self.files if other != fd]
         self._fds[0 : len(kept)] = kept
         self.handle.n_fds = len(kept)
 
     def add(self, waiters: Sequence[Waiter]) -> None:
-        """Adds waiters, after those added before."""
+        """Add waiters, after those added before."""
         if self.handle.n_waiters == 0:  # a launch has taken the last ones
             self._kept.clear()
         self._kept += waiters
@@ -129,11 +129,11 @@ class LaunchWakeList:
         self.handle.n_waiters = n
 
     def begin(self) -> None:
-        """Does what a launch does first: writes the bytes and wakes the first thread."""
+        """Do what a launch does first: write the bytes and wake the first thread."""
         self._native.lib.lp_wake_list_begin(self.handle)
 
     def now(self) -> None:
-        """Wakes all of them now, and the threads left in the queue."""
+        """Wake all of them now, and the threads left in the queue."""
         self._native.lib.lp_wake_list_wake_all(self.handle)
 
 
@@ -176,7 +176,10 @@ class LoopWaker(Generic[T]):
         return bool(self._items)
 
     def put(self, item: T) -> bool:
-        """Adds an item. True if the loop's pipe must get a byte, from ``ring`` or through ``fd``. Engine thread."""
+        """Add an item. Return whether the loop's pipe must get a byte.
+
+        It gets it from ``ring`` or through ``fd``. Engine thread.
+        """
         self._items.append(item)
         if self._rung:  # checked after the append: the answer that resets it takes this item, too
             return False
@@ -184,12 +187,12 @@ class LoopWaker(Generic[T]):
         return True
 
     def ring(self) -> None:
-        """Wakes the loop. Engine thread; also the loop's own thread, if Ctrl-C interrupted it."""
+        """Wake the loop. Engine thread; also the loop's own thread, if Ctrl-C interrupted it."""
         with suppress(BlockingIOError):  # full: it has been woken often enough
             os.write(self.fd, b"\0")
 
     def _answer(self) -> None:
-        """Takes all items. The loop's thread."""
+        """Take all items. The loop's thread."""
         items, take = self._items, self._take
         try:
             try:
@@ -206,7 +209,7 @@ class LoopWaker(Generic[T]):
             raise
 
     def dismiss(self) -> None:
-        """Tells the loop to take the rest and to stop watching the pipe: no item follows. Any thread."""
+        """Tell the loop to take the rest and to stop watching the pipe: no item follows. Any thread."""
         try:
             self._loop.call_soon_threadsafe(self._leave)
         except RuntimeError:  # the loop is closed
@@ -218,7 +221,7 @@ class LoopWaker(Generic[T]):
         self.close()
 
     def close(self) -> None:
-        """Closes the pipe, which no loop may watch any more. A second call does nothing."""
+        """Close the pipe, which no loop may watch any more. A second call does nothing."""
         if self._open:
             self._open = False
             os.close(self._read_end)
@@ -231,6 +234,6 @@ class LoopWaker(Generic[T]):
 
 
 def wake_task(waiter: asyncio.Future[None]) -> None:
-    """Ends a task's wait for a future, unless it has ended. The loop's thread."""
+    """End a task's wait for a future, unless it has ended. The loop's thread."""
     if not waiter.done():
         waiter.set_result(None)

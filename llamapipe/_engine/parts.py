@@ -35,7 +35,7 @@ class EngineParts(NotCopyable):
     _state_layout: StateLayout | None
 
     def _fim_tokens(self, text: FimText, params: SamplingParams | None) -> list[int]:
-        """The prompt for a gap, with room for what ``params`` ask for."""
+        """Return the prompt for a gap, with room for the answer that ``params`` ask for."""
         if params is None:
             params = SamplingParams()
         elif not isinstance(params, SamplingParams):

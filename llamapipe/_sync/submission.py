@@ -21,7 +21,7 @@ class BlockingSubmission(Submission):
     """``Submission`` with its calls for threads."""
 
     def submit(self, *requests: Request, block: bool = True, deadline: float | None = None) -> None:
-        """Enters the queue and submits; any error cancels all requests, also Ctrl-C and that its task is cancelled.
+        """Enter the queue and submit; any error cancels all requests, also Ctrl-C and that its task is cancelled.
 
         Raises QueueFullError, TimeoutError, EngineClosedError.
         """
@@ -36,7 +36,7 @@ class BlockingSubmission(Submission):
     def collect(
         self, batches: Iterator[RequestFactory], options: CallOptions, bar: Progress | None = None
     ) -> dict[int, Any]:
-        """The results, by index, of the requests of all batches. Long lists are submitted in portions.
+        """Return the results, by index, of the requests of all batches. Long lists are submitted in portions.
 
         Any error cancels all of them, also Ctrl-C and that its task is cancelled. Raises the error of a request,
         TimeoutError, QueueFullError.

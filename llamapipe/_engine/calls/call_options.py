@@ -39,11 +39,11 @@ class CallOptions:
     operation: str = "text_completion"
 
     def expired(self) -> ExpiredError:
-        """The error for a call whose deadline passed."""
+        """Return the error for a call whose deadline has passed."""
         return ExpiredError(f"not finished within the timeout of {self.timeout} s; the rest was cancelled")
 
     def in_time(self) -> limited:
-        """Ends long work inside ``with`` at the deadline with ExpiredError, if ``on_timeout`` is ``"raise"``."""
+        """End long work inside ``with`` at the deadline with ExpiredError, if ``on_timeout`` is ``"raise"``."""
         return limited(Limit(self._check, self.deadline if self.on_timeout == "raise" else None))
 
     def _check(self) -> None:
@@ -60,7 +60,7 @@ def call_options(
     names_prompts: bool = False,
     operation: str = "text_completion",
 ) -> CallOptions:
-    """Checks the options of a call. Its time starts now."""
+    """Check the options of a call. Its time starts now."""
     deadline = None
     if timeout is not None:
         seconds = min(check_float("timeout", timeout, 0, math.inf), threading.TIMEOUT_MAX)

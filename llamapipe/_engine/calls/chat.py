@@ -51,12 +51,12 @@ class CheckedChat(NamedTuple):
     new_parser: Callable[[], ChatParser] | None
 
     def delta_parser(self) -> DeltaParser:
-        """A parser for the stream of one answer."""
+        """Return a parser for the stream of one answer."""
         parser = None if self.new_parser is None else self.new_parser()
         return DeltaParser(parser, len(self.item.tokens))
 
     def answer(self, completion: Completion) -> ChatCompletion:
-        """The completion of the prompt as an answer."""
+        """Return the completion of the prompt as an answer."""
         choices = tuple(map(self._choice, completion.choices))
         return ChatCompletion(
             choices,
@@ -106,7 +106,7 @@ class ChatBuilder:
     def items(
         self, messages: Any, params: SamplingParams | None, options: ChatOptions
     ) -> tuple[list[CheckedChat], bool]:
-        """Each conversation, checked, and whether a single one was given.
+        """Check each conversation and return it, and whether a single one was given.
 
         Raises TypeError, ValueError and InvalidRequestError; errors in a list name the conversation's index.
         """
@@ -132,7 +132,7 @@ class ChatBuilder:
         options: ChatOptions,
         before: Sequence[int] = (),
     ) -> CheckedChat:
-        """One conversation, checked. Raises TypeError, ValueError, InvalidRequestError, ImportError.
+        """Check one conversation. Raises TypeError, ValueError, InvalidRequestError, ImportError.
 
         ``before``: tokens of what was said earlier, which precede the prompt. The oldest are left out as turns are.
         """
@@ -205,7 +205,7 @@ class ChatBuilder:
         return CheckedChat(item._replace(piece=self._piece_for(chat_format)), new_parser)
 
     def _piece_for(self, chat_format: ChatFormat) -> Callable[[int], bytes]:
-        """The bytes of a token for a parser: a control token has text only if the parser looks for it."""
+        """Return the bytes of a token for a parser: a control token has text only if the parser looks for it."""
         vocab = self._model.vocab
         markers = {marker.encode() for marker in chat_format.markers.control}
 
@@ -226,7 +226,7 @@ class ChatBuilder:
         tools: Sequence[Tool],
         before: Sequence[int],
     ) -> tuple[Conversation, list[int], tuple[Span, ...]]:
-        """The messages that the prompt has, its tokens, and the images and sounds among them."""
+        """Return the messages that the prompt has, its tokens, and the images and sounds among them."""
         from llamapipe.chat.media import check_shown
         from llamapipe.chat.messages import check_messages, kept_messages, kept_tokens
 
@@ -276,7 +276,7 @@ class ChatBuilder:
         return messages, tokens, spans
 
     def n_tokens(self, messages: Conversation, template_args: Mapping[str, Any]) -> int:
-        """The tokens of a conversation's prompt, whether or not they fit. Raises as ``item``."""
+        """Count the tokens of a conversation's prompt, whether or not they fit. Raises as ``item``."""
         messages, mark, media, _ = self._taken_media(messages, True, None)
         tokens = self._model.chat_prompts.tokenize(messages, None, True, template_args, media_mark=mark)
         return len(in_prompt(tokens, media)[0]) if media else len(tokens)
@@ -284,7 +284,7 @@ class ChatBuilder:
     def _taken_media(
         self, messages: Any, may_drop: bool, salt: str | None
     ) -> tuple[Any, str, list[Media], list[str]]:
-        """The messages with marks for images and sounds, the mark, what these are in a prompt, and their places.
+        """Return the messages with marks for images and sounds, the mark, what these are in a prompt, and their places.
 
         Those that were prepared before are found for the same tenant and ``salt`` only: otherwise the time would tell
         which images others have sent. ``may_drop``: turns may be left out. Old images that cannot fit are not prepared
@@ -327,7 +327,7 @@ class ChatBuilder:
         return messages, mark, media, [part.place for part in given]
 
     def _check_spans(self, tokens: Sequence[int], spans: Sequence[Span]) -> None:
-        """Refuses what a step cannot compute."""
+        """Refuse what a step cannot compute."""
         if tokens[-1] < 0:
             raise InvalidRequestError(
                 "the prompt ends with an image or a sound, so there is no text that an answer could follow"
@@ -343,7 +343,7 @@ class ChatBuilder:
             )
 
     def chat_format(self, template_args: Mapping[str, Any] | None = None) -> ChatFormat:
-        """The format in which the model's template writes tool calls and reasoning with these arguments."""
+        """Return the format in which the model's template writes tool calls and reasoning with these arguments."""
         return self._model.chat_prompts.chat_format(template_args)
 
     def _constrained(
@@ -355,7 +355,7 @@ class ChatBuilder:
         parallel: bool,
         tail: str,
     ) -> tuple[SamplingParams, Sequence[Tool]]:
-        """The params with the grammar that tool calls need, and the tools with the schemas that are in it."""
+        """Return the params with the grammar that tool calls need, and the tools with the schemas that are in it."""
         if tools and not chat_format.supports_tools:
             if chat_format.shows_tools:
                 raise InvalidRequestError(
@@ -398,7 +398,7 @@ class ChatBuilder:
 
 
 def _places(vocab: Vocab, tokens: Sequence[int], messages: Conversation) -> tuple[int, ...]:
-    """Where a prompt with another last message would part from this one: before the text of the last message.
+    """Return where a prompt with another last message would part from this one: before the last message's text.
 
     It is looked for in the prompt's text, from its end. A template that writes it otherwise has no such place.
     """
@@ -427,7 +427,7 @@ def _places(vocab: Vocab, tokens: Sequence[int], messages: Conversation) -> tupl
 
 
 def _may_be_plain(params: SamplingParams) -> bool:
-    """Whether an answer may be a call as plain JSON although it otherwise follows a schema."""
+    """Return whether an answer may be a call as plain JSON although it otherwise follows a schema."""
     from llamapipe.chat.chat_format import differs_from_calls
 
     schema: Any = params.json_schema
@@ -435,7 +435,10 @@ def _may_be_plain(params: SamplingParams) -> bool:
 
 
 def _answer_schema(given: Any) -> Any:
-    """The JSON schema in ``response_format``, also in the forms of OpenAI's API. Raises InvalidRequestError."""
+    """Return the JSON schema in ``response_format``, also in the forms of OpenAI's API.
+
+    Raises InvalidRequestError.
+    """
     if not isinstance(given, Mapping) or given.get("type") not in ("text", "json_object", "json_schema"):
         return given
     if given["type"] == "text":
@@ -453,7 +456,7 @@ def _answer_schema(given: Any) -> Any:
 
 
 def _conversations(messages: Any) -> tuple[list[Conversation], bool]:
-    """The conversations as a list, and whether a single one was given."""
+    """Return the conversations as a list, and whether a single one was given."""
     if isinstance(messages, str):
         return [messages], True
     messages = from_column("messages", messages)

@@ -73,7 +73,7 @@ class _Observed:
 
 
 def observed(requests: Sequence[Request], operation: str) -> ObservedRequest:
-    """The requests of one prompt, as an observer sees them. Call it before they are submitted."""
+    """Return the requests of one prompt, as an observer sees them. Call it before they are submitted."""
     return _Observed(requests, operation)
 
 
@@ -88,16 +88,16 @@ class _TimedSink:
         self.ended_at: float | None = None
 
     def token(self, request: Request, token: int) -> bool:
-        """Passes the token on."""
+        """Forward the token."""
         if self.first_at is None:
             self.first_at = perf_counter()
         return self._sink.token(request, token)
 
     def finish(self, request: Request) -> None:
-        """Passes the end on."""
+        """Forward the end."""
         self.ended_at = perf_counter()
         self._sink.finish(request)
 
     def restart_text(self, at_start: bool) -> None:
-        """Passes the call on."""
+        """Forward the call."""
         self._sink.restart_text(at_start)

@@ -100,7 +100,7 @@ class RequestBuilder:
         self._factories = SamplerFactoryCache(model.vocab, n_ctx)
 
     def check_params(self, params: SamplingParams) -> None:
-        """Looks params up in the vocabulary and compiles their constraint. Raises as ``item`` does."""
+        """Look params up in the vocabulary and compile their constraint. Raises as ``item`` does."""
         self.adapters(params)
         self._compiled(params)
 
@@ -111,7 +111,7 @@ class RequestBuilder:
         return tuple(adapter for adapter in known if not adapter.closed)
 
     def adapters(self, params: SamplingParams) -> AdapterSet | None:
-        """The adapters that params name. Raises TypeError, InvalidRequestError."""
+        """Return the adapters that params name. Raises TypeError, InvalidRequestError."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
         if params.adapter is None:
@@ -119,7 +119,7 @@ class RequestBuilder:
         return self._model.adapters.choose(params.adapter, self._allowed)
 
     def chosen(self, adapter: AdapterChoice | None) -> AdapterSet | None:
-        """The adapters that the option of a call names. Raises TypeError, ValueError, InvalidRequestError."""
+        """Return the adapters that the option of a call names. Raises TypeError, ValueError, InvalidRequestError."""
         if adapter is None:
             return None
         return self._model.adapters.choose(check_choice_of_adapter(adapter), self._allowed)
@@ -127,7 +127,7 @@ class RequestBuilder:
     def _compiled(
         self, params: SamplingParams, reasoning: LimitedReasoning | None = None
     ) -> tuple[SamplerFactory, GrammarBudget | None]:
-        """The factory for params, and the time that is left for their constraint. Raises as ``item``, DecodeError."""
+        """Return the factory for params, and the time left for their constraint. Raises as ``item``, DecodeError."""
         if params.speculate == "draft" and not self._drafts:
             raise InvalidRequestError(
                 "speculate is 'draft', but the engine has no draft model; give Engine(draft=...) a smaller model of "
@@ -147,7 +147,7 @@ class RequestBuilder:
     def items(
         self, prompt: Any, params: Any, on_error: str = "raise"
     ) -> tuple[list[CheckedPrompt | Exception], bool]:
-        """Each prompt with its params, and whether a single prompt was given.
+        """Return each prompt with its params, and whether a single prompt was given.
 
         Raises TypeError, ValueError, InvalidRequestError; errors in a list name the prompt's index. With ``on_error``
         ``"return"``, an InvalidRequestError is in the place of its prompt instead.
@@ -179,7 +179,7 @@ class RequestBuilder:
     def item_or_error(
         self, prompt: Any, params: SamplingParams | None, index: int | None, on_error: str
     ) -> CheckedPrompt | Exception:
-        """``item`` for the prompt at ``index`` of a list; what it raises names the index, or is returned."""
+        """Return ``item`` for prompt ``index`` of a list; its error names the index and is raised or returned."""
         try:
             return self.item(prompt, params)
         except (TypeError, ValueError) as e:
@@ -195,7 +195,7 @@ class RequestBuilder:
         spans: tuple[Span, ...] = (),
         reasoning: LimitedReasoning | None = None,
     ) -> CheckedPrompt:
-        """One prompt as token ids, with its params. ``spans``: those of checked tokens. Raises as ``items`` does.
+        """Return one prompt as token ids, with params. ``spans``: those of checked tokens. Raises as ``items`` does.
 
         ``reasoning``: what surrounds the reasoning that params limit.
         """
@@ -235,12 +235,12 @@ class RequestBuilder:
         return CheckedPrompt(tokens, factory, vocab.piece, tuple(params.stop or ()), adapters, budget, spans)
 
     def room(self, params: SamplingParams) -> int:
-        """The tokens that a prompt must leave for its answer."""
+        """Return the number of tokens that a prompt must leave for its answer."""
         most = params.max_tokens
         return self._min_room if most is None else max(min(self._min_room, most), 1)
 
     def _refuse_long_text(self, prompt: str) -> None:
-        """Refuses a text whose length alone shows that it has too many tokens: tokenizing it would take long."""
+        """Refuse a text whose length alone shows that it has too many tokens: tokenizing it would take long."""
         n_least = self._model.vocab.least_tokens(len(prompt))
         if n_least >= self.n_ctx:
             raise InvalidRequestError(
@@ -248,7 +248,7 @@ class RequestBuilder:
             )
 
     def _refuse_long_ids(self, prompt: Any) -> None:
-        """Refuses one sequence of too many token ids before any of them is looked at, but the first."""
+        """Refuse one sequence of too many token ids before any of them is looked at, but the first."""
         if isinstance(prompt, (list, tuple)):
             first = prompt[0] if prompt else None
         elif getattr(prompt, "ndim", None) == 1:
@@ -259,7 +259,7 @@ class RequestBuilder:
             raise InvalidRequestError(too_long(f"the prompt has {len(prompt)} tokens", self.n_ctx))
 
     def completions(self, items: Sequence[CheckedPrompt | Exception]) -> Iterator[RequestFactory]:
-        """Yields functions that each create the requests of a portion of the items. Skips items that are errors."""
+        """Yield functions that each create the requests of a portion of the items. Skip items that are errors."""
         portion: dict[int, CheckedPrompt] = {}
         n = 0
         for index, item in enumerate(items):
@@ -274,7 +274,7 @@ class RequestBuilder:
             yield partial(self.make_requests, portion)
 
     def make_requests(self, items: Mapping[int, CheckedPrompt], mailbox: Mailbox) -> dict[int, list[Request]]:
-        """The ``n`` requests of each item, answered together with ``(index, Completion)``."""
+        """Make the ``n`` requests of each item, answered together with ``(index, Completion)``."""
         groups: dict[int, list[Request]] = {}
         for index, item in items.items():
             tokens, params = item.tokens, item.sampler_factory.params
@@ -301,7 +301,7 @@ class RequestBuilder:
         adapters: AdapterSet | None = None,
         active_from: int | None = None,
     ) -> Request:
-        """A request answered with ``(index, scores of each continuation)``. Raises InvalidRequestError.
+        """Make a request answered with ``(index, scores of each continuation)``. Raises InvalidRequestError.
 
         ``active_from``: where an activated LoRA begins to compute; None: where the context invokes it.
         """
@@ -325,7 +325,7 @@ class RequestBuilder:
         return request
 
     def check_scores(self, context: Sequence[int], continuations: Sequence[Sequence[int]]) -> None:
-        """Raises InvalidRequestError for texts that are too long to be scored."""
+        """Raise InvalidRequestError for texts that are too long to be scored."""
         longest = len(context) + max(map(len, continuations)) - 1
         if longest > self.n_ctx:
             raise InvalidRequestError(
@@ -334,7 +334,7 @@ class RequestBuilder:
             )
 
     def stream(self, item: CheckedPrompt, mailbox: Mailbox, n_ahead: int) -> Request:
-        """A request answered with deltas, at most ``n_ahead`` tokens ahead of its reader.
+        """Make a request answered with deltas, at most ``n_ahead`` tokens ahead of its reader.
 
         Raises InvalidRequestError for params that a stream does not support.
         """
@@ -343,7 +343,7 @@ class RequestBuilder:
         return Request(item.tokens, self._spec(item, n_ahead, sink))
 
     def generation(self, item: CheckedPrompt, mailbox: Mailbox) -> Request:
-        """A request that generates one token per ``resume``, and keeps its sequence at its end.
+        """Make a request that generates one token per ``resume``, and keeps its sequence at its end.
 
         Raises InvalidRequestError for params that a generation does not support.
         """
@@ -353,7 +353,7 @@ class RequestBuilder:
         return Request(item.tokens, spec)
 
     def restored(self, item: CheckedPrompt, mailbox: Mailbox, found: Snapshot) -> Request:
-        """``generation`` for the sequence of a snapshot."""
+        """Make a request as ``generation`` does, for the sequence of a snapshot."""
         self._check_single(item)
         n_prompt = found.n_prompt
         sink = TokenSink(mailbox, item.piece, item.stops, item.skip_space)
@@ -368,7 +368,7 @@ class RequestBuilder:
     def prefix(
         self, tokens: list[int], mailbox: Mailbox, salt: str | None, adapters: AdapterSet | None
     ) -> Request:
-        """A request that computes these tokens and keeps its cells; answered as ``scores``."""
+        """Make a request that computes these tokens and keeps its cells; answered as ``scores``."""
         return self.scores(tokens, [[0]], mailbox, 0, salt, keeps_cells=True, adapters=adapters)
 
     def _check_single(self, item: CheckedPrompt) -> None:
@@ -423,14 +423,14 @@ class RequestBuilder:
 
 
 def activation_of(adapters: AdapterSet | None) -> tuple[AdapterSet | None, Activation | None]:
-    """The adapters that a text is computed with from its first token on, and what activates others."""
+    """Return the adapters that a text is computed with from its first token on, and what activates others."""
     if adapters is None or not adapters.invocation:
         return adapters, None
     return adapters.before, Activation(adapters, adapters.invocation)
 
 
 def with_prompt_index(error: BaseException, index: int) -> BaseException:
-    """An error of one prompt of a list, with the prompt's index in its message."""
+    """Return an error of one prompt of a list, with the prompt's index in its message."""
     text = f"prompt {index} of the list"
     own = isinstance(error, LlamapipeError) or type(error) in (TypeError, ValueError)
     if own and len(error.args) == 1:
@@ -443,7 +443,7 @@ def with_prompt_index(error: BaseException, index: int) -> BaseException:
 
 
 def split_prompts(prompt: Any, name: str = "prompt", empty_ok: bool = False) -> tuple[list[Any], bool]:
-    """The prompts as a list, and whether a single prompt was given.
+    """Return the prompts as a list, and whether a single prompt was given.
 
     ``empty_ok``: an empty list is one prompt without tokens.
     """
@@ -475,7 +475,7 @@ def split_prompts(prompt: Any, name: str = "prompt", empty_ok: bool = False) -> 
 def in_order_of_prompts(
     items: Sequence[CheckedPrompt | Exception], results: dict[int, Any], single: bool
 ) -> Completion | Exception | list[Completion] | list[Completion | Exception]:
-    """Returns the completions and errors in the order of the prompts, as ``generate`` returns them."""
+    """Return the completions and errors in the order of the prompts, as ``generate`` returns them."""
     if single:
         return items[0] if isinstance(items[0], Exception) else results[0]
     return [item if isinstance(item, Exception) else results[index] for index, item in enumerate(items)]

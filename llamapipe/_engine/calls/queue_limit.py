@@ -53,11 +53,11 @@ class QueueLimit:
         return len(self._inside)
 
     def times(self) -> TimeHistogram:
-        """The times that requests have waited for a slot, or until they ended without one."""
+        """Return the times that requests have waited for a slot, or until they ended without one."""
         return self._times.copy()
 
     def try_enter(self, *requests: Request) -> bool:
-        """Enters all requests if there is room for all; returns whether there was."""
+        """Enter all requests if there is room for all; return whether there was."""
         entered = dict.fromkeys(requests, perf_counter())
         with self._entering:
             if self.limit is not None and len(self._inside) + len(entered) > self.limit:
@@ -66,7 +66,7 @@ class QueueLimit:
             return True
 
     def enter_at_once(self, *requests: Request) -> None:
-        """Enters all requests. Raises QueueFullError if there is no room for all."""
+        """Enter all requests. Raises QueueFullError if there is no room for all."""
         if not self.try_enter(*requests):
             if self.limit is not None and len(requests) > self.limit:
                 raise QueueFullError(
@@ -76,7 +76,7 @@ class QueueLimit:
             raise self._full(len(requests))
 
     def check_room(self) -> None:
-        """Raises QueueFullError if there is no room for a request."""
+        """Raise QueueFullError if there is no room for a request."""
         if self.limit is not None and self.n >= self.limit:
             raise self._full(1)
 
@@ -87,7 +87,7 @@ class QueueLimit:
         )
 
     def enter(self, request: Request, deadline: float | None) -> None:
-        """Waits for room for one request. Raises ExpiredError after ``deadline`` (``perf_counter`` seconds)."""
+        """Wait for room for one request. Raises ExpiredError after ``deadline`` (``perf_counter`` seconds)."""
         while not self.try_enter(request):
             woken = threading.Lock()
             woken.acquire()
@@ -104,7 +104,7 @@ class QueueLimit:
                     self._waiters.remove(woken.release)
 
     async def aenter(self, request: Request, deadline: float | None) -> None:
-        """Waits as ``enter`` does, for asyncio."""
+        """Wait as ``enter`` does, for asyncio."""
         loop = running_loop()
         while not self.try_enter(request):
             waiter = loop.create_future()
@@ -125,7 +125,7 @@ class QueueLimit:
                 raise ExpiredError("no room came free in the queue within the timeout")
 
     def remove(self, requests: Sequence[Request]) -> None:
-        """Notes that requests have got a slot, or ended without one, and wakes callers that wait. Engine thread."""
+        """Note that requests have got a slot, or ended without one, and wake callers that wait. Engine thread."""
         now = perf_counter()
         for request in requests:
             if request.left_queue_at is None:  # a preempted request leaves the queue again
@@ -137,7 +137,7 @@ class QueueLimit:
             self._wake_all()
 
     def discard(self, requests: Collection[Request]) -> None:
-        """Removes requests that may never reach the engine thread. For callers."""
+        """Remove requests that may never reach the engine thread. For callers."""
         for request in requests:
             self._inside.pop(request, None)
         self._wake_all()

@@ -71,7 +71,7 @@ class ScoreJob(Generic[T]):
     def batches(
         self, request_builder: RequestBuilder, adapters: AdapterSet | None = None
     ) -> Iterator[RequestFactory]:
-        """Returns functions, each of which creates a portion of the requests, to be computed with these adapters.
+        """Return functions, each of which creates a portion of the requests, to be computed with these adapters.
 
         Raises InvalidRequestError before any of them runs.
         """
@@ -106,7 +106,7 @@ class ScoreJob(Generic[T]):
         return (partial(make, jobs[i : i + PORTION]) for i in range(0, len(jobs), PORTION))
 
     def _divided(self, members: Sequence[int], n_sharing: int) -> Iterator[list[int]]:
-        """The pairs of one context, divided among requests.
+        """Divide the pairs of one context among requests.
 
         The first request has all continuations of one token: the context's last row scores any number of them.
         """
@@ -117,7 +117,7 @@ class ScoreJob(Generic[T]):
             yield long[begin : begin + n_most]
 
     def result(self, answers: Mapping[int, list[list[TokenScore]]]) -> T:
-        """The scores in the shape of the call, from the answers of the requests."""
+        """Return the scores in the shape of the call, from the answers of the requests."""
         scores: dict[int, Score] = {}
         for index, members in enumerate(self._requests):
             for i, found in zip(members, answers[index], strict=True):
@@ -130,7 +130,7 @@ class ScoreJob(Generic[T]):
 
 
 def score_job(prompt: Any, continuation: Any, model: Model) -> ScoreJob[Shaped]:
-    """The job of ``Engine.score``. Raises TypeError, ValueError, InvalidRequestError."""
+    """Make the job of ``Engine.score``. Raises TypeError, ValueError, InvalidRequestError."""
     prompts, single = split_prompts(prompt, empty_ok=True)
     if single:
         continuations, one = split_prompts(continuation, "continuation")
@@ -167,7 +167,7 @@ def score_job(prompt: Any, continuation: Any, model: Model) -> ScoreJob[Shaped]:
 
 
 def tokens_job(tokens: Any, model: Model) -> ScoreJob[Score | list[Score]]:
-    """The job of ``Engine.score_tokens``: every token but the first, given those before it."""
+    """Make the job of ``Engine.score_tokens``: every token but the first, given those before it."""
     if isinstance(tokens, str):
         raise TypeError(
             "tokens must be token ids; for text use model.tokenize(text), or score(prompt, continuation)"
@@ -185,7 +185,7 @@ def tokens_job(tokens: Any, model: Model) -> ScoreJob[Score | list[Score]]:
 
 
 def perplexity_job(text: str | TokenIds, n_window: int | None, model: Model, n_ctx: int) -> ScoreJob[float]:
-    """The job of ``Engine.perplexity``: every token, or the second halves of windows. Raises InvalidRequestError."""
+    """Make the job of ``Engine.perplexity``: every token, or second halves of windows. Raises InvalidRequestError."""
     ids = model.tokenize(text) if isinstance(text, str) else check_tokens("text", text, model.n_vocab)
     pairs = _overlapping(ids, n_ctx) if n_window is None else _windows(model, ids, n_window, n_ctx)
 
@@ -197,7 +197,7 @@ def perplexity_job(text: str | TokenIds, n_window: int | None, model: Model, n_c
 
 
 def _overlapping(ids: list[int], n_ctx: int) -> list[Pair]:
-    """Every token but the first once, given all tokens before it, or at least ``n_ctx // 2`` of them."""
+    """Return every token but the first once, given all tokens before it, or at least ``n_ctx // 2`` of them."""
     if len(ids) < 2:
         raise InvalidRequestError(f"the text has {len(ids)} tokens; perplexity needs at least 2")
     n_most = n_ctx + 1  # the last token of a pair is not fed
@@ -210,7 +210,7 @@ def _overlapping(ids: list[int], n_ctx: int) -> list[Pair]:
 
 
 def _windows(model: Model, ids: list[int], n_window: int, n_ctx: int) -> list[Pair]:
-    """The second halves of windows that do not overlap, given the first halves."""
+    """Return the second halves of windows that do not overlap, given the first halves."""
     window = check_int("n_window", n_window, 4, max(n_ctx, 4))
     if window > n_ctx:
         raise InvalidRequestError(f"n_ctx is {n_ctx} and a window needs 4 tokens; raise n_ctx")
@@ -235,7 +235,7 @@ def _tokens(model: Model, prompt: Prompt) -> list[int]:
 
 
 def _pairs(model: Model, prompt: Prompt, continuations: Sequence[Prompt]) -> list[Pair]:
-    """A prompt with each of its continuations as tokens. If both are text, they are tokenized together.
+    """Return a prompt with each of its continuations as tokens. If both are text, tokenize them together.
 
     The context is what all these texts begin with: after "Answer: ", the token of " yes" has the prompt's last space.
     """
@@ -259,7 +259,7 @@ def _pairs(model: Model, prompt: Prompt, continuations: Sequence[Prompt]) -> lis
 
 
 def _warn_of_spaces(prompt: str, continuations: Sequence[Prompt]) -> None:
-    """Warns of answers that running text would have a space before: each is scored as it is given."""
+    """Warn of answers that running text would have a space before: each is scored as it is given."""
     if prompt[-1:] in _BEFORE_SPACES and len(continuations) > 1:
         texts = [text for text in continuations if isinstance(text, str) and _begins_a_word(text)]
         if len(texts) == len(continuations):
@@ -267,7 +267,7 @@ def _warn_of_spaces(prompt: str, continuations: Sequence[Prompt]) -> None:
 
 
 def _begins_a_word(text: str) -> bool:
-    """Whether it begins with a letter or digit of a script that has spaces between words."""
+    """Return whether it begins with a letter or digit of a script that has spaces between words."""
     return text[:1].isalnum() and text[0] < _FIRST_WITHOUT_SPACES
 
 

@@ -50,7 +50,7 @@ END: Any = object()  # of an iterator whose items may be None
 
 
 async def as_async(values: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
-    """The values, for ``async for``."""
+    """Yield the values, for ``async for``."""
     if isinstance(values, AsyncIterable):
         async for value in values:
             yield value
@@ -60,7 +60,7 @@ async def as_async(values: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
 
 
 def no_requests(mailbox: Mailbox) -> dict[int, list[Request]]:
-    """The requests of a prompt that failed its checks."""
+    """Return no requests, for a prompt that failed its checks."""
     return {}
 
 
@@ -86,7 +86,7 @@ class Pending(Generic[T]):
         self.has_ended = False
 
     def add(self, groups: Groups) -> None:
-        """Adds requests that are to be submitted."""
+        """Add requests that are to be submitted."""
         self.groups.update(groups)
         for index, requests in groups.items():
             self.unsubmitted += requests
@@ -99,7 +99,7 @@ class Pending(Generic[T]):
         return [request for requests in list(self.groups.values()) for request in requests]
 
     def give_up(self, error: BaseException | None) -> None:
-        """Reports the end of all groups that have no result to the observer; ``error``: the reason, if there is one."""
+        """Report the end of all groups that have no result to the observer; ``error``: the reason, if there is one."""
         if not isinstance(error, (TimeoutError, QueueFullError, EngineClosedError)):
             error = None  # Ctrl-C, or the error of another request
         while self.observed:
@@ -132,7 +132,7 @@ class Submission:
         self.observer: RequestObserver | None = None
 
     def _entering(self, unsubmitted: deque[Request], block: bool) -> Iterator[Request]:
-        """Submits all requests together if the queue has room for them.
+        """Submit all requests together if the queue has room for them.
 
         If not, it yields each request before it submits it, and the caller waits for room. Raises QueueFullError
         instead if ``block`` is false.
@@ -149,7 +149,7 @@ class Submission:
         unsubmitted.clear()
 
     def cancel(self, requests: Collection[Request]) -> None:
-        """Ends requests, whether or not they were submitted before their caller gave up."""
+        """End requests, whether or not they were submitted before their caller gave up."""
         if not requests:
             return
         self._queue.discard(requests)
@@ -157,7 +157,7 @@ class Submission:
             self._engine_thread.cancel_soon(request)
 
     def _end(self, pending: Pending[T]) -> None:
-        """Ends the call after an error, or when its caller gives up. Cancels the requests without a result."""
+        """End the call after an error, or when its caller gives up. Cancel the requests without a result."""
         error = sys.exc_info()[1]
         with pending.lock:
             pending.has_ended = True
@@ -170,7 +170,7 @@ class Submission:
             pending.bar.close()
 
     def _stop(self, pending: Pending[T], expired: ExpiredError) -> None:
-        """After the deadline: ends the requests, so that what they generated arrives within a step, or raises."""
+        """End the requests after the deadline, so that their tokens arrive within a step; or raise."""
         if pending.options.on_timeout == "raise":
             raise expired
         with pending.lock:
@@ -179,14 +179,14 @@ class Submission:
             self._submit_cancelled(pending)
 
     def _submit_cancelled(self, pending: Pending[T]) -> None:
-        """Submits, as cancelled, the requests left at the deadline. They end at once, without a token."""
+        """Submit, as cancelled, the requests left at the deadline. They end at once, without a token."""
         if pending.unsubmitted:
             self.cancel(pending.unsubmitted)
             self._engine_thread.submit(*pending.unsubmitted, of_list=pending.is_long)
             pending.unsubmitted.clear()
 
     def _read(self, item: tuple[int, Any], pending: Pending[Any]) -> tuple[int, Any]:
-        """The index and the result in a mailbox item. Its requests, if it has any, are not pending any more.
+        """Return the index and the result in a mailbox item. Its requests, if it has any, are not pending any more.
 
         Raises the error of a failed request if the call's options say so.
         """
@@ -208,7 +208,7 @@ class Submission:
         return index, result
 
     def _make_next(self, batches: Iterator[RequestFactory], mailbox: Mailbox, pending: Pending[T]) -> bool:
-        """Makes the next requests, if there are any; submits those of a long list."""
+        """Make the next requests, if there are any; submit those of a long list."""
         with pending.lock:
             if pending.is_broken:
                 raise EngineClosedError("the engine is closed; make another")
@@ -233,7 +233,7 @@ class Submission:
     def _portions(
         self, batches: Iterator[RequestFactory], mailbox: Mailbox, pending: Pending[T]
     ) -> Iterator[RequestFactory]:
-        """The portions of a list that are submitted one after another.
+        """Return the portions of a list that are submitted one after another.
 
         It is one if all requests must enter the queue together, or none. If the queue has no limit, closing the engine
         submits the rest of a long list, as if the list had come at once.
@@ -268,7 +268,7 @@ class Submission:
         return batches
 
     def submit_paused(self, request: Request) -> None:
-        """Submits a request that computes nothing before it is resumed; it takes no place in the queue."""
+        """Submit a request that computes nothing before it is resumed; it takes no place in the queue."""
         try:
             self._engine_thread.submit(request)
         except BaseException:
@@ -277,7 +277,7 @@ class Submission:
 
     # ---- asyncio: tools/unasync.py makes the calls for threads, in llamapipe/_sync, from what follows
     async def asubmit(self, *requests: Request, block: bool = True, deadline: float | None = None) -> None:
-        """Enters the queue and submits; any error cancels all requests, also Ctrl-C and that its task is cancelled.
+        """Enter the queue and submit; any error cancels all requests, also Ctrl-C and that its task is cancelled.
 
         Raises QueueFullError, TimeoutError, EngineClosedError.
         """
@@ -292,7 +292,7 @@ class Submission:
     async def acollect(
         self, batches: Iterator[RequestFactory], options: CallOptions, bar: Progress | None = None
     ) -> dict[int, Any]:
-        """The results, by index, of the requests of all batches. Long lists are submitted in portions.
+        """Return the results, by index, of the requests of all batches. Long lists are submitted in portions.
 
         Any error cancels all of them, also Ctrl-C and that its task is cancelled. Raises the error of a request,
         TimeoutError, QueueFullError.
@@ -335,7 +335,7 @@ class Submission:
         n_ahead: int,
         pending: Pending[T],
     ) -> Iterator[tuple[int, T | Exception]]:
-        """Yields each result with its index, as requests finish. At most about ``n_ahead`` groups are without a result.
+        """Yield each result with its index, as requests finish. At most about ``n_ahead`` groups are without a result.
 
         Closing the iterator, Ctrl-C and any error cancel what is left.
         """
@@ -371,7 +371,10 @@ class Submission:
     async def aiterate(
         self, batches: AsyncIterator[RequestFactory], n_ahead: int, pending: Pending[T]
     ) -> AsyncGenerator[tuple[int, T | Exception], None]:
-        """``iterate`` for asyncio; results also arrive while ``batches`` waits. Closing it cancels the rest."""
+        """Do what ``iterate`` does, for asyncio; results also arrive while ``batches`` waits.
+
+        Closing it cancels the rest.
+        """
         import asyncio
 
         mailbox = AsyncMailbox(running_loop(), self._engine_thread.dispatcher)
@@ -402,7 +405,7 @@ class Submission:
         room: asyncio.Semaphore,
         pending: Pending[T],
     ) -> None:
-        """Submits what ``batches`` yields, while there is room."""
+        """Submit the requests that ``batches`` yields, while there is room."""
         while True:
             await room.acquire()
             make = await anext(batches, None)

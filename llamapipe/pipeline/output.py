@@ -143,7 +143,7 @@ class StepOutput(NotCopyable):
         return bool(self._pipeline.native.lib.lp_step_ready(self._held().native))
 
     def wait(self, timeout: float | None = None) -> None:
-        """Blocks until the step is computed.
+        """Block until the step is computed.
 
         Raises TimeoutError after ``timeout`` seconds, in which case the step continues, and the step's own error.
         """
@@ -163,7 +163,7 @@ class StepOutput(NotCopyable):
         return Candidates(self._read())
 
     def release(self) -> None:
-        """Frees the rows' place in the ring for later steps. Arrays that were read before stay valid."""
+        """Free the rows' place in the ring for later steps. Arrays that were read before stay valid."""
         with self._lock:
             handle, self._handle = self._handle, None
             self._rows = None

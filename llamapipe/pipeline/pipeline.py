@@ -43,7 +43,7 @@ class PipelineMemory:
         self._can_shift = context.can_shift
 
     def remove(self, seq_id: int, p0: int = 0, p1: int = -1) -> None:
-        """Removes positions ``[p0, p1)`` of a sequence.
+        """Remove positions ``[p0, p1)`` of a sequence.
 
         Raises InvalidRequestError for a part of a sequence when the model is recurrent: it keeps no history.
         """
@@ -57,7 +57,7 @@ class PipelineMemory:
         self._queue("REMOVE", seq_id, p0=first, p1=end)
 
     def copy(self, src: int, dst: int, p0: int = 0, p1: int = -1) -> None:
-        """Shares positions ``[p0, p1)`` of ``src`` with ``dst``, which should be empty.
+        """Share positions ``[p0, p1)`` of ``src`` with ``dst``, which should be empty.
 
         Raises InvalidRequestError for a part of a sequence when the model is recurrent or the KV cells are split by
         sequence (``kv_unified=False``): llama.cpp then copies whole sequences only.
@@ -75,12 +75,12 @@ class PipelineMemory:
         self._queue("COPY", src, dst, first, end)
 
     def keep(self, seq_id: int) -> None:
-        """Removes every sequence except this one."""
+        """Remove every sequence except this one."""
         self._seq("seq_id", seq_id)
         self._queue("KEEP", seq_id)
 
     def shift(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
-        """Adds ``delta`` to positions ``[p0, p1)`` of a sequence. The next step rotates its keys.
+        """Add ``delta`` to positions ``[p0, p1)`` of a sequence. The next step rotates its keys.
 
         Raises InvalidRequestError if the model's positions cannot be shifted, if they would leave the context, or if
         the sequence shares cells with another one after ``copy`` (unified KV), which would be shifted too.
@@ -99,7 +99,7 @@ class PipelineMemory:
         self._queue("SHIFT", seq_id, p0=first, p1=end, delta=delta)
 
     def clear(self) -> None:
-        """Removes every sequence."""
+        """Remove every sequence."""
         self._queue("CLEAR", 0)
 
     def _seq(self, name: str, seq_id: int) -> None:
@@ -221,7 +221,7 @@ class Pipeline(DrainingOwner):
         return f"<Pipeline {state} depth={self.depth} {self._pipeline.context!r}>"
 
     def submit(self, batch: DecodeBatch) -> StepOutput:
-        """Queues a batch after those submitted before and returns its output. Any thread.
+        """Queue a batch after those submitted before and return its output. Any thread.
 
         The positions of each sequence must continue from its last one without a gap. Blocks while ``depth`` steps are
         submitted and not yet computed.
@@ -267,7 +267,7 @@ class Pipeline(DrainingOwner):
                 raise ValueError(f"{name} holds {low if low < 0 else high}; it must be from 0 to {limit - 1}")
 
     def stats(self) -> PipelineStats:
-        """A copy of the counters. Any thread."""
+        """Return a copy of the counters. Any thread."""
         pipeline = self._pipeline
         counters = pipeline.counters()
         return PipelineStats(
@@ -289,7 +289,7 @@ class Pipeline(DrainingOwner):
         return self._pipeline.closed
 
     def close(self, drain: bool = True) -> None:
-        """Frees the native memory. Computed outputs can still be read; a second call does nothing.
+        """Free the native memory. Computed outputs can still be read; a second call does nothing.
 
         With ``drain``, submitted steps are computed first. Without it they fail, including the running step if its
         backend can abort it (CPU).

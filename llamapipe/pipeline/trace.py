@@ -42,7 +42,7 @@ ORDER = ("plan", "memory", "launch", "compute", "copy", "wait", "sample", "deliv
 
 
 def _clock_offset_s(now_ns: Callable[[], int]) -> float:
-    """What to add to the seconds of another steady clock to have those of ``perf_counter``.
+    """Return what to add to the seconds of another steady clock to have those of ``perf_counter``.
 
     The other clock is read between two reads of ours, a few times: where the thread was not interrupted, the two are
     closest.
@@ -63,7 +63,7 @@ class Trace:
     """
 
     def __init__(self, pipeline: NativePipeline, notes: Mapping[str, str] = MappingProxyType({})) -> None:
-        """``notes``: what Chrome's format has besides the events, such as why there are no guesses."""
+        """Make a trace. ``notes``: what Chrome's format has besides the events, such as why there are no guesses."""
         self._pipeline = pipeline
         self._notes = notes
         self._lock = Lock()
@@ -75,7 +75,7 @@ class Trace:
         return f"<Trace {'on' if self.on else 'off'} n_spans={len(self._spans)}>"
 
     def start(self, max_spans: int = 100_000) -> None:
-        """Starts recording; earlier spans are dropped."""
+        """Start recording; earlier spans are dropped."""
         most = check_int("max_spans", max_spans, 1, 10_000_000)
         with self._lock:
             self._drain()
@@ -85,7 +85,7 @@ class Trace:
             self._pipeline.native.lib.lp_trace(self._pipeline.handle, most)
 
     def stop(self) -> None:
-        """Stops recording; the spans recorded so far stay."""
+        """Stop recording; the spans recorded so far stay."""
         with self._lock:
             self._drain()
             self.on = False
@@ -94,7 +94,7 @@ class Trace:
     def add(
         self, stage: str, step: int, begin_s: float, end_s: float, n_drafted: int = 0, n_accepted: int = 0
     ) -> None:
-        """Records a stage measured by the caller, in seconds of ``time.perf_counter``. For the rest see ``Span``."""
+        """Record a stage measured by the caller, in seconds of ``time.perf_counter``. For the rest see ``Span``."""
         if self.on:
             self._spans.append(Span(stage, step, begin_s, end_s, n_drafted=n_drafted, n_accepted=n_accepted))
             if len(self._spans) > 2 * self._max:
@@ -103,7 +103,7 @@ class Trace:
 
     @contextmanager
     def span(self, stage: str, step: int = -1) -> Iterator[None]:
-        """Times the body and records it as ``stage``: ``with pipe.trace.span("consume", out.number)``."""
+        """Time the body and record it as ``stage``: ``with pipe.trace.span("consume", out.number)``."""
         begin_s = perf_counter()
         try:
             yield
@@ -111,13 +111,13 @@ class Trace:
             self.add(stage, step, begin_s, perf_counter())
 
     def spans(self) -> list[Span]:
-        """The recorded spans, sorted by their beginning."""
+        """Return the recorded spans, sorted by their beginning."""
         with self._lock:
             self._drain()
             return sorted(self._spans[-self._max :], key=lambda s: s.begin_s)
 
     def to_chrome(self) -> dict[str, Any]:
-        """The trace in Chrome's trace-event format, which Perfetto opens; times are in microseconds."""
+        """Return the trace in Chrome's trace-event format, which Perfetto opens; times are in microseconds."""
         spans = self.spans()
         zero_s = spans[0].begin_s if spans else 0.0
         lanes = {stage: i for i, stage in enumerate(_lanes(spans))}
@@ -152,7 +152,7 @@ class Trace:
         return {"traceEvents": events, "displayTimeUnit": "ms", **notes}
 
     def to_svg(self, first_step: int | None = None, n_steps: int | None = None, title: str = "") -> str:
-        """A timeline as a self-contained SVG document, with one line per stage.
+        """Return a timeline as a self-contained SVG document, with one line per stage.
 
         ``first_step`` and ``n_steps`` select the steps to draw; the default is all of them.
         """
@@ -168,7 +168,7 @@ class Trace:
     def save(
         self, path: str | Path, first_step: int | None = None, n_steps: int | None = None, title: str = ""
     ) -> Path:
-        """Writes the trace as ``.json`` (Chrome's trace events) or ``.svg``, to which the other arguments belong.
+        """Write the trace as ``.json`` (Chrome's trace events) or ``.svg``, to which the other arguments belong.
 
         They are those of ``to_svg``. Raises ValueError for another suffix.
         """
@@ -181,7 +181,7 @@ class Trace:
         return target
 
     def _drain(self) -> None:
-        """Fetches the spans that native code recorded and converts them to ``time.perf_counter``."""
+        """Fetch the spans that native code recorded and convert them to ``time.perf_counter``."""
         native = self._pipeline.native
         ffi, lib = native.ffi, native.lib
         offset_s = _clock_offset_s(lib.lp_now_ns)
@@ -204,7 +204,7 @@ class Trace:
 
 
 def check_trace_path(path: str | Path) -> Path:
-    """``path`` as a Path. Raises ValueError unless its suffix names a format."""
+    """Return ``path`` as a Path. Raises ValueError unless its suffix names a format."""
     target = path_of(path)
     if target.suffix not in (".json", ".svg"):
         raise ValueError(f"{target.name!r} must end in .json (for Perfetto) or .svg (a picture)")
@@ -212,7 +212,7 @@ def check_trace_path(path: str | Path) -> Path:
 
 
 def _lanes(spans: list[Span]) -> list[str]:
-    """The stages that occur, in the order they are shown."""
+    """Return the stages that occur, in the order they are shown."""
     found = {span.stage for span in spans}
     return [stage for stage in ORDER if stage in found] + sorted(found - set(ORDER))
 
@@ -232,7 +232,7 @@ _STYLE = (
 
 
 def _draw(spans: Sequence[Span], lanes: Sequence[str], title: str = "") -> str:
-    """The SVG document, for light and dark pages; ``lanes`` names the stages from top to bottom."""
+    """Draw the SVG document, for light and dark pages; ``lanes`` names the stages from top to bottom."""
     from html import escape
 
     begin_s = min((span.begin_s for span in spans), default=0.0)
@@ -282,7 +282,7 @@ def _about(span: Span) -> str:
 
 
 def _tick(length_s: float) -> float:
-    """A round distance between ticks in seconds; at most 12 fit into ``length_s``."""
+    """Return a round distance between ticks in seconds; at most 12 fit into ``length_s``."""
     step = 1e-6
     while True:
         for factor in (1, 2, 5):

@@ -71,7 +71,7 @@ class LongWork:
         return f"<LongWork {self._threads!r}>"
 
     async def run(self, function: Callable[..., T], *arguments: object, size: int = 0) -> T:
-        """``function(*arguments)`` in a thread, with the context variables of this task.
+        """Call ``function(*arguments)`` in a thread, with the context variables of this task.
 
         ``size``: the characters that it converts, as ``size_of`` counts them. A deadline of the context ends the wait.
         ``check_wanted`` ends the function itself, then, when the task is cancelled and when the engine is closed.
@@ -141,7 +141,7 @@ class LongWork:
                 del self._looks[loop]
 
     def _begun(self, share: Hashable, key: Hashable) -> bool:
-        """Counts a long constraint that waits to be compiled; False for one that was. Raises QueueFullError."""
+        """Count a long constraint that waits to be compiled; False for one that was compiled. Raises QueueFullError."""
         with self._lock:
             if key in self._compiled:
                 return False
@@ -155,7 +155,7 @@ class LongWork:
             return True
 
     def _ended(self, share: Hashable, key: Hashable) -> None:
-        """Ends what ``_begun`` counted."""
+        """End the wait that ``_begun`` counted."""
         with self._lock:
             waiting = self._compiling[share]
             waiting[key] -= 1
@@ -165,13 +165,13 @@ class LongWork:
                 del self._compiling[share]
 
     async def run_off_loop(self, build: Callable[..., T], values: Any, params: Any, *others: Any) -> T:
-        """``build(values, params, *others)``, in a thread if it may take long."""
+        """Call ``build(values, params, *others)``, in a thread if it may take long."""
         if not takes_long(values, params, *others):
             return build(values, params, *others)
         return await self.run(build, values, params, *others, size=size_of([values, params]))
 
     def close(self) -> None:
-        """Ends the threads after their jobs, of which those that look end early. Later work is done at once."""
+        """End the threads after their jobs, of which those that look end early. Later work is done at once."""
         self._is_closed = True
         self._threads.close()
 
@@ -197,7 +197,7 @@ class _Looks:
 
 
 def _expire(future: asyncio.Future[Any], loop: asyncio.AbstractEventLoop) -> None:
-    """Ends the wait for a job whose time is up."""
+    """End the wait for a job whose time is up."""
     try:
         check_wanted()
     except TimeoutError as error:
@@ -207,7 +207,7 @@ def _expire(future: asyncio.Future[Any], loop: asyncio.AbstractEventLoop) -> Non
 
 
 def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    """Ends a future, unless it has ended. Its event loop's thread."""
+    """End a future, unless it has ended. Its event loop's thread."""
     if future.done():
         return
     if error is None:
@@ -217,7 +217,7 @@ def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None
 
 
 def running_loop() -> asyncio.AbstractEventLoop:
-    """The event loop of this task. Raises RuntimeError, with what to call instead, in tasks of other libraries."""
+    """Return this task's event loop. Raises RuntimeError, with what to call instead, in tasks of other libraries."""
     import asyncio
 
     try:
@@ -230,14 +230,14 @@ def running_loop() -> asyncio.AbstractEventLoop:
 
 
 async def to_thread(function: Callable[..., T], *arguments: object) -> T:
-    """``function(*arguments)`` in a thread of asyncio's, for what waits and hardly computes."""
+    """Call ``function(*arguments)`` in a thread of asyncio's, for what waits and hardly computes."""
     import asyncio
 
     return await asyncio.to_thread(function, *arguments)
 
 
 def takes_long(values: Any, params: Any, *others: Any) -> bool:
-    """Whether texts are long, params hold a constraint, or the options of a chat ask for much."""
+    """Return whether texts are long, params hold a constraint, or the options of a chat ask for much."""
     each = params if isinstance(params, Sequence) and not isinstance(params, (str, bytes)) else (params,)
     return (
         is_long(values)
@@ -252,7 +252,7 @@ def takes_long(values: Any, params: Any, *others: Any) -> bool:
 
 
 def _constraints(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
-    """The schemas, grammars and tools in a call's arguments."""
+    """Return the schemas, grammars and tools in a call's arguments."""
     if isinstance(function, partial):
         arguments = (*function.args, *arguments)
     found: list[Any] = []
@@ -265,23 +265,26 @@ def _constraints(function: Callable[..., Any], arguments: tuple[Any, ...]) -> li
 
 
 def _measured(given: list[Any]) -> tuple[int, int]:
-    """The characters of constraints, and a number that tells them from others."""
+    """Return the characters of constraints, and a number that tells them from others."""
     n = _n_characters(given, _MOST, 0)
     return n, hash(repr(given)) if Place(n * _S_PER_CHARACTER).is_slow else 0
 
 
 def is_long(values: Any) -> bool:
-    """Whether texts, or lists and messages of texts, have so many characters that they would hold up an event loop."""
+    """Return whether texts, or lists and messages of texts, have so many characters that they hold up an event loop."""
     return _n_characters(values, _LONG, 0) > _LONG
 
 
 def size_of(values: Any) -> int:
-    """The characters of texts, or of lists and messages of texts, and of what holds them; at most about 16 million."""
+    """Count the characters of texts, of lists and messages of texts, and of what holds them.
+
+    At most about 16 million.
+    """
     return _n_characters(values, _MOST, _VALUE)
 
 
 def _n_characters(values: Any, most: int, each: int) -> int:
-    """Counts characters, and ``each`` for a value, until there are more than ``most``; an image is a long text."""
+    """Count characters, and ``each`` for a value, until there are more than ``most``; an image is a long text."""
     n = 0
     stack = [values]
     while stack and n <= most:
@@ -304,5 +307,5 @@ def _n_characters(values: Any, most: int, each: int) -> int:
 
 
 def _is_flat(value: Any) -> bool:
-    """Whether it is a text or a list of numbers."""
+    """Return whether it is a text or a list of numbers."""
     return type(value) is str or (type(value) is list and (not value or type(value[0]) is int))

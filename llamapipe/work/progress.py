@@ -12,14 +12,14 @@ class Progress(Protocol):
     """Counts finished prompts."""
 
     def update(self, n: int = 1) -> Any:
-        """``n`` more prompts are finished."""
+        """Count ``n`` more prompts as finished."""
 
     def close(self) -> Any:
-        """Ends the display."""
+        """End the display."""
 
 
 def progress_bar(total: int | None) -> Progress:
-    """Tqdm's bar on a terminal, tqdm's or a widget in a notebook, and nothing elsewhere.
+    """Make tqdm's bar on a terminal, tqdm's or a widget in a notebook, and nothing elsewhere.
 
     ``total``: the number of prompts, None if it is not known. Raises ImportError if tqdm is missing.
     """
@@ -34,5 +34,5 @@ def progress_bar(total: int | None) -> Progress:
 
 
 def _in_notebook() -> bool:
-    """Whether standard error goes to a Jupyter frontend."""
+    """Return whether standard error goes to a Jupyter frontend."""
     return type(sys.stderr).__module__.split(".")[0] == "ipykernel"

@@ -36,29 +36,29 @@ conversation: ContextVar[str | None] = ContextVar("conversation", default=None)
 
 
 def grammar_limit(timeout: float | None) -> float | None:
-    """The time for a constraint whose params allow ``timeout``."""
+    """Return the time for a constraint whose params allow ``timeout``."""
     most = tenant.get().grammar_timeout
     return timeout if most is None else most if timeout is None else min(timeout, most)
 
 
 def is_of(owner: str | None) -> Callable[[Hashable], bool]:
-    """Whether a ``cache_key`` is one of this tenant's cache, whatever the salt and the adapters."""
+    """Return a test for a ``cache_key`` of this tenant's cache, whatever the salt and the adapters."""
     return lambda key: (key[0] if isinstance(key, tuple) else None) == owner
 
 
 def conversation_key(name: str | None) -> Hashable:
-    """What names a conversation of this tenant; None for None."""
+    """Return the key of a conversation of this tenant; None for None."""
     return None if name is None else (tenant.get().cache, name)
 
 
 def cache_key(salt: str | None, adapters: Hashable = None) -> Hashable:
-    """The key of the cells that a request may use: the tenant's cache, the salt and the key of the adapters."""
+    """Return the key of the cells that a request may use: the tenant's cache, the salt and the adapters' key."""
     own = tenant.get().cache
     return None if own is None and salt is None and adapters is None else (own, salt, adapters)
 
 
 def own_key(key: Hashable) -> Hashable:
-    """The key of this tenant for what another one's ``cache_key`` means. Raises ValueError for what is none."""
+    """Return this tenant's key for what another one's ``cache_key`` means. Raises ValueError for what is none."""
     if key is None:
         return cache_key(None)
     if not isinstance(key, tuple) or len(key) != 3 or not isinstance(key[1], (str, type(None))):

@@ -66,7 +66,7 @@ class Place:
         self.is_slow = expected_s > _SLOW_S
 
     def took(self, seconds: float, together_s: float) -> None:
-        """Adds the processor time of a job, which took ``together_s`` with those that ran with it."""
+        """Add the processor time of a job, which took ``together_s`` with those that ran with it."""
         self.at_s += seconds
         self.is_slow = together_s > _LONG_S
 
@@ -100,7 +100,7 @@ class _Share:
         return self.slow if self.n_slow < self.most_slow else self.jobs
 
     def add(self, waiting: _Waiting, place: Place | None) -> None:
-        """Adds a job to its line."""
+        """Add a job to its line."""
         if waiting.size:
             self.large.append(waiting)
             return
@@ -111,7 +111,7 @@ class _Share:
         heappush(self.slow if waiting.is_slow else self.jobs, (at_s, next(self._order), waiting))
 
     def take(self, is_large: bool) -> _Waiting:
-        """The next job."""
+        """Return the next job."""
         self.was_large = is_large
         if is_large:
             return self.large.popleft()
@@ -154,7 +154,7 @@ class FairThreads:
         size: int = 0,
         place: Place | None = None,
     ) -> None:
-        """Calls ``job``, which must not raise, on one of the threads. After ``close``, calls it at once.
+        """Call ``job``, which must not raise, on one of the threads. After ``close``, call it at once.
 
         ``is_python``: it holds the interpreter's lock, so its thread keeps its priority. ``size``: of a large job, in
         characters; 0: it needs little memory. ``place``: of the jobs of one sampler; None: it has no other jobs.
@@ -177,7 +177,7 @@ class FairThreads:
         job()
 
     def add_spare_thread(self) -> None:
-        """Lowers the priority of long jobs. Starts another thread if jobs wait and all threads are busy for long."""
+        """Lower the priority of long jobs. Start another thread if jobs wait and all threads are busy for long."""
         if not self._shares:
             return
         now_s = perf_counter()
@@ -194,7 +194,7 @@ class FairThreads:
                 self._start()
 
     def _next(self) -> tuple[Hashable, bool] | None:
-        """The share whose turn it is, and whether that of its large jobs is; None if nothing may run now."""
+        """Return the share whose turn it is, and whether its large jobs have theirs; None if nothing may run now."""
         has_room = True
         for name, share in self._shares.items():
             n_most = share.most if name is None else min(share.most, self._n_max - self._n_running)
@@ -209,7 +209,7 @@ class FairThreads:
         return None
 
     def take(self) -> tuple[_Waiting, Hashable] | None:
-        """The next job, with its share; None if every share with jobs has its threads. For the threads."""
+        """Return the next job, with its share; None if every share with jobs has its threads. For the threads."""
         with self._lock:
             found = self._next()
             if found is None:
@@ -224,7 +224,7 @@ class FairThreads:
             return taken, name
 
     def done(self, name: Hashable, thread: _Thread, size: int, is_slow: bool) -> bool:
-        """Notes the end of a job. False if its thread is to end. For the threads."""
+        """Note the end of a job. False if its thread is to end. For the threads."""
         with self._lock:
             thread.began_s = None
             share = self._shares[name]
@@ -260,7 +260,7 @@ class FairThreads:
         self._threads.append(thread)
 
     def _run_rest(self) -> None:
-        """Runs the jobs that are left in this thread."""
+        """Run the jobs that are left in this thread."""
         for share in list(self._shares.values()):
             share.n_slow = 0
             while share.n_waiting:
@@ -269,7 +269,7 @@ class FairThreads:
                 job.job()
 
     def close(self) -> None:
-        """Ends the threads after the jobs that wait, and waits for them. A second call does nothing."""
+        """End the threads after the jobs that wait, and wait for them. A second call does nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -283,7 +283,7 @@ class FairThreads:
 
 
 def on_slowed_thread() -> bool:
-    """Whether the priority of this thread was lowered."""
+    """Return whether the priority of this thread was lowered."""
     thread = threading.current_thread()
     return isinstance(thread, _Thread) and thread.is_slowed
 
@@ -303,7 +303,7 @@ class _Thread(threading.Thread):
         self.is_slowed = False
 
     def run(self) -> None:
-        """Runs jobs until False comes, or until it was slowed down."""
+        """Run jobs until False comes, or until it was slowed down."""
         while True:
             self.began_s = None
             if not self._wakes.get():
@@ -319,7 +319,7 @@ class _Thread(threading.Thread):
                 return
 
     def slow_down(self) -> None:
-        """Lowers the priority of the thread, where threads have one."""
+        """Lower the priority of the thread, where threads have one."""
         if self.is_slowed or self._is_python or self.native_id is None or sys.platform != "linux":
             return
         try:

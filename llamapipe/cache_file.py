@@ -52,21 +52,21 @@ class Head(NamedTuple):
 
 
 def is_writable(key: Hashable) -> bool:
-    """Whether a key means the same in another process: it is made of texts, bytes, numbers and None."""
+    """Return whether a key means the same in another process: it is made of texts, bytes, numbers and None."""
     if isinstance(key, tuple):
         return all(map(is_writable, key))
     return key is None or isinstance(key, (str, bytes, int, float))
 
 
 def name_of(tokens: Sequence[int], cache_key: Hashable) -> str:
-    """The name of a sequence's file."""
+    """Return the name of a sequence's file."""
     digest = blake2b(repr(cache_key).encode(), digest_size=16)
     digest.update(array("q", tokens))
     return digest.hexdigest() + SUFFIX
 
 
 def packed_head(head: Head, n_snapshot: int) -> tuple[bytes, bytes]:
-    """What a file begins with."""
+    """Return the beginning of a file, in two parts."""
     blocks = array("Q", head.blocks).tobytes().hex()
     places, marks = [*head.places.items()], [*head.marks.items()]
     found = [head.cache_key, head.n, head.has_cells, places, head.tail, blocks, marks]
@@ -75,7 +75,7 @@ def packed_head(head: Head, n_snapshot: int) -> tuple[bytes, bytes]:
 
 
 def read_head(file: FileIO | BytesIO) -> tuple[Head, int]:
-    """The head of a file, and the bytes after it, which follow. Raises OSError, ValueError."""
+    """Return the head of a file, and the number of bytes after it, which follow. Raises OSError, ValueError."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     start = file.read(_START.size)
@@ -96,7 +96,7 @@ def read_head(file: FileIO | BytesIO) -> tuple[Head, int]:
 
 
 def _checked(fields: Any) -> Head:
-    """The fields of a head. Raises KeyError, TypeError, ValueError for others."""
+    """Return the fields as a head. Raises KeyError, TypeError, ValueError for others."""
     key, n, has_cells, places, tail, blocks, marks = fields
     hashes = array("Q")
     hashes.frombytes(bytes.fromhex(blocks))
@@ -114,7 +114,10 @@ def _checked(fields: Any) -> Head:
 
 @contextmanager
 def opened(path: Path) -> Iterator[FileIO]:
-    """A file to be read, of this user and with one name. Raises OSError; ValueError for one that others could write."""
+    """Open a file of this user, with one name, for reading.
+
+    Raises OSError; ValueError for one that others could write.
+    """
     fd = files.open_file(path, os.O_RDONLY)
     with FileIO(fd) as file:
         status = os.fstat(fd)
@@ -126,7 +129,7 @@ def opened(path: Path) -> Iterator[FileIO]:
 
 
 def locked(path: Path) -> int:
-    """A descriptor of a new file that ``remove_if_dead`` lets live until it is closed. Raises OSError."""
+    """Open a new file that ``remove_if_dead`` keeps until it is closed. Return its descriptor. Raises OSError."""
     while True:
         fd = files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         files.lock(fd)  # another process holds it for a moment at most
@@ -136,7 +139,7 @@ def locked(path: Path) -> int:
 
 
 def remove_if_dead(path: str | Path) -> None:
-    """Removes an unfinished file whose writer has ended."""
+    """Remove an unfinished file whose writer has ended."""
     with suppress(OSError):
         fd = files.open_file(path, os.O_RDONLY)
         try:
@@ -147,13 +150,13 @@ def remove_if_dead(path: str | Path) -> None:
 
 
 def subfolders(root: Path) -> list[str]:
-    """The folders in a folder. Raises OSError."""
+    """Return the folders in a folder. Raises OSError."""
     with os.scandir(root) as folders:
         return [folder.path for folder in folders if folder.is_dir(follow_symlinks=False)]
 
 
 def forget(root: Path, is_wanted: Callable[[Hashable], bool]) -> None:
-    """Deletes the files of the wanted keys in all subfolders of a folder. Raises OSError.
+    """Delete the files of the wanted keys in all subfolders of a folder. Raises OSError.
 
     Nobody may write there meanwhile.
     """
@@ -167,7 +170,7 @@ def forget(root: Path, is_wanted: Callable[[Hashable], bool]) -> None:
 
 
 def _is_of(path: Path, is_wanted: Callable[[Hashable], bool]) -> bool:
-    """Whether a file is of a wanted key. Those that no engine would read are of none."""
+    """Return whether a file is of a wanted key. Those that no engine would read are of none."""
     with suppress(FileNotFoundError, ValueError), opened(path) as file:
         return is_wanted(read_head(file)[0].cache_key)
     return False
@@ -175,13 +178,13 @@ def _is_of(path: Path, is_wanted: Callable[[Hashable], bool]) -> bool:
 
 # ---- keys in JSON
 def _bytes_as_json(value: object) -> dict[str, str]:
-    """The bytes of a key, in an object."""
+    """Return the bytes of a key, in an object."""
     assert isinstance(value, bytes)
     return {"hex": value.hex()}
 
 
 def _as_tuple(value: Any, depth: int = _DEEPEST) -> Any:
-    """Returns a value with its lists made tuples.
+    """Return a value with its lists made tuples.
 
     Raises ValueError for deep ones: functions of keys call themselves, and an engine's thread must never fail at that.
     """
@@ -194,14 +197,14 @@ def _as_tuple(value: Any, depth: int = _DEEPEST) -> Any:
 
 # ---- hashes
 def hashes_of(keys: Sequence[int], n: int) -> list[int]:
-    """A hash of each whole block of the first ``n`` keys."""
+    """Return a hash of each whole block of the first ``n`` keys."""
     data = memoryview(array("q", keys[:n])).cast("B")
     size = 8 * BLOCK
     return [_number(data[at : at + size]) for at in range(0, len(data) - size + 1, size)]
 
 
 def tail_of(keys: Sequence[int], n: int) -> int:
-    """A hash of those of the first ``n`` keys that come after their last whole block."""
+    """Return a hash of those of the first ``n`` keys that come after their last whole block."""
     return _hash(keys[n - n % BLOCK : n])
 
 

@@ -144,7 +144,7 @@ class Embedder(AsyncOwner):
         truncate: bool = False,
         progress: bool = False,
     ) -> Floats | list[Floats]:
-        """The embeddings: float32 ``(n_texts, n_embd)`` for a list, ``(n_embd,)`` for one text.
+        """Return the embeddings: float32 ``(n_texts, n_embd)`` for a list, ``(n_embd,)`` for one text.
 
         With pooling ``"none"``: a list of float32 arrays ``(n_tokens, n_embd)``, or one such array for one text.
 
@@ -168,7 +168,7 @@ class Embedder(AsyncOwner):
     async def aembed(
         self, texts: Text | Sequence[Text], normalize: bool = True, *, truncate: bool = False
     ) -> Floats | list[Floats]:
-        """``embed`` for asyncio. If its task is cancelled, the texts that are not computed are dropped."""
+        """Do what ``embed`` does, for asyncio. If its task is cancelled, texts not computed yet are dropped."""
         single, tokens = await self._long_work.run(self._checked, texts, truncate, size=size_of(texts))
         return self._result(await self._await(tokens), single, check_flag("normalize", normalize))
 
@@ -182,12 +182,12 @@ class Embedder(AsyncOwner):
         return np.stack(rows) if rows else np.empty((0, self.n_embd), np.float32)
 
     async def offload(self, function: Callable[..., T], *arguments: object, size: int = 0) -> T:
-        """``function(*arguments)`` in one of the embedder's threads for long work; see ``Engine.offload``."""
+        """Call ``function(*arguments)`` in one of the embedder's threads for long work; see ``Engine.offload``."""
         return await self._long_work.run(function, *arguments, size=size)
 
     # ---- reranking
     def rerank(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[Ranked]:
-        """The documents, the best match for the query first; equal scores keep the order of the list.
+        """Rank the documents, the best match for the query first; equal scores keep the order of the list.
 
         ``truncate``: cut documents that have more than ``n_ctx`` tokens together with the query, instead of refusing
         them.
@@ -199,13 +199,13 @@ class Embedder(AsyncOwner):
         return _ranked(self._wait(pairs), pairs)
 
     async def arerank(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[Ranked]:
-        """``rerank`` for asyncio. If its task is cancelled, the documents that are not computed are dropped."""
+        """Do what ``rerank`` does, for asyncio. If its task is cancelled, documents not computed yet are dropped."""
         size = size_of([query, documents])
         pairs = await self._long_work.run(self._pairs, query, documents, truncate, size=size)
         return _ranked(await self._await(pairs), pairs)
 
     def _pairs(self, query: str, documents: Sequence[str], truncate: bool) -> list[list[int]]:
-        """The tokens of the query with each document."""
+        """Return the tokens of the query with each document."""
         if self.pooling != "rank":
             raise InvalidRequestError(
                 f"{self.model.path.name} has pooling {self.pooling!r}; reranking needs a model with a rank head"
@@ -219,7 +219,7 @@ class Embedder(AsyncOwner):
         return [self._pair(before, document, after, i, truncate) for i, document in enumerate(documents)]
 
     def _around_document(self, query: str) -> tuple[list[int], list[int]]:
-        """The tokens before and after a document."""
+        """Return the tokens before and after a document."""
         vocab = self.model.vocab
         template = self.model.metadata.get("tokenizer.chat_template.rerank")
         if template is not None:
@@ -255,15 +255,18 @@ class Embedder(AsyncOwner):
 
     # ---- tokens
     def tokens(self, texts: Text | Sequence[Text], *, truncate: bool = False) -> list[list[int]]:
-        """The tokens of each text, which ``embed`` also takes. Computes no vectors. Any thread; raises as ``embed``."""
+        """Return the tokens of each text. ``embed`` takes them, too. Computes no vectors. Any thread.
+
+        Raises as ``embed``.
+        """
         return self._checked(texts, truncate)[1]
 
     def tokenize(self, text: str) -> list[int]:
-        """The tokens of a text as ``embed`` computes them, special tokens of the model included."""
+        """Return the tokens of a text as ``embed`` computes them, special tokens of the model included."""
         return self.model.vocab.tokenize(text)
 
     def _n_added(self) -> int:
-        """The number of special tokens added after a text."""
+        """Return the number of special tokens added after a text."""
         vocab = self.model.vocab
         try:
             plain, whole = vocab.tokenize("a", add_special=False), vocab.tokenize("a")
@@ -274,7 +277,7 @@ class Embedder(AsyncOwner):
         return len(whole) - n - next(starts, len(whole) - n)
 
     def _checked(self, texts: Text | Sequence[Text], truncate: bool) -> tuple[bool, list[list[int]]]:
-        """Whether one text was given, and each text as tokens."""
+        """Return whether one text was given, and each text as tokens."""
         if self.closed:
             raise EngineClosedError("the embedder is closed")
         if self.pooling == "rank":
@@ -346,7 +349,7 @@ class Embedder(AsyncOwner):
         return self._worker.closed
 
     def close(self, drain: bool = True) -> None:
-        """Frees the native memory before it returns; a second call does nothing. Any thread.
+        """Free the native memory before it returns; a second call does nothing. Any thread.
 
         ``drain``: finish waiting calls first; otherwise they raise EngineClosedError.
         """
@@ -366,7 +369,7 @@ class Embedder(AsyncOwner):
 
 
 def _normalized(row: Floats) -> Floats:
-    """Vectors of length 1; a vector of zeros stays as it is."""
+    """Return vectors of length 1; a vector of zeros stays as it is."""
     length = np.linalg.norm(row, axis=-1, keepdims=True)
     made: Floats = np.divide(row, length, out=np.zeros_like(row), where=length > 0)
     return made
@@ -450,7 +453,7 @@ class Worker:
         return self._closing or os.getpid() != self._pid
 
     def submit(self, call: EmbedCall) -> None:
-        """Queues a call. Raises EngineClosedError."""
+        """Queue a call. Raises EngineClosedError."""
         if os.getpid() != self._pid:
             raise EngineClosedError("the embedder was made in another process; make one after the fork")
         with self._submitting:
@@ -460,7 +463,7 @@ class Worker:
             self._inbox.put(call)
 
     def close(self, drain: bool) -> None:
-        """Ends the thread: with ``drain`` after all queued calls, otherwise after the batch being computed."""
+        """End the thread: with ``drain`` after all queued calls, otherwise after the batch being computed."""
         if os.getpid() != self._pid:
             return
         self.close_soon(drain)
@@ -468,7 +471,7 @@ class Worker:
             self._thread.join()
 
     def close_soon(self, drain: bool = False) -> None:
-        """``close`` without waiting."""
+        """Close without waiting."""
         with self._submitting:
             self._drain = self._drain and drain
             self._closing = True
@@ -488,7 +491,7 @@ class Worker:
             forget(self)
 
     def _next(self) -> bool:
-        """Computes a batch, or waits for one. False when the thread must end."""
+        """Compute a batch, or wait for one. False when the thread must end."""
         while not self._inbox.empty() or not (self._calls or self._closing):
             if self._inbox.empty():
                 self._context.rest()
@@ -510,7 +513,7 @@ class Worker:
         return True
 
     def _batch(self) -> list[tuple[EmbedCall, int, list[int]]]:
-        """The next texts: one of each call in turn, as many as fit."""
+        """Return the next texts: one of each call in turn, as many as fit."""
         batch: list[tuple[EmbedCall, int, list[int]]] = []
         n = 0
         while self._calls and len(batch) < self._context.n_seq_max:

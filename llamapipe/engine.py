@@ -160,7 +160,10 @@ _NO_TUNING = EngineTuning()
 
 
 def with_tuning(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of ``Engine`` made from a flat list, such as a command line: options of EngineTuning go into one."""
+    """Return arguments of ``Engine`` made from a flat list, such as a command line.
+
+    Options of EngineTuning go into one.
+    """
     tuned = {name: value for name, value in options.items() if name in EngineTuning.__dataclass_fields__}
     if not tuned:
         return dict(options)
@@ -428,7 +431,7 @@ class Engine(BlockingCalls, AsyncOwner):
     def _load_draft(
         self, undo: ExitStack, draft: Model | str | os.PathLike[str] | None, model: Model
     ) -> Model | None:
-        """The draft model, which is loaded if it is the path of one; None: none is a model. Raises ValueError."""
+        """Return the draft model, loaded if ``draft`` is its path; None if ``draft`` is no model. Raises ValueError."""
         self._draft_model: Model | None = None  # if the engine loaded it
         if draft is None or draft in MTP_CHOICES:
             return None
@@ -439,7 +442,7 @@ class Engine(BlockingCalls, AsyncOwner):
     def _open_disk_cache(
         self, undo: ExitStack, folder: Path | None, max_bytes: int, form: str, context: Context
     ) -> DiskCache | None:
-        """The cells that are kept in ``folder``. ``form``: what they depend on besides the model. Raises ValueError."""
+        """Open the cache of cells in ``folder``. ``form``: what they depend on besides the model. Raises ValueError."""
         if folder is None:
             return None
         if self._state_layout is None:
@@ -467,7 +470,7 @@ class Engine(BlockingCalls, AsyncOwner):
         )
 
     def check_params(self, params: SamplingParams) -> None:
-        """Checks params for this model, and compiles their constraint, which may take long. Any thread.
+        """Check params for this model, and compile their constraint, which may take long. Any thread.
 
         Later requests reuse the result. Call this in a worker thread before ``astream``, to keep the event loop free.
         Raises as ``generate`` does.
@@ -544,7 +547,7 @@ class Engine(BlockingCalls, AsyncOwner):
         on_error: OnError = "raise",
         on_timeout: OnTimeout = "raise",
     ) -> Completion | Exception | list[Completion] | list[Completion | Exception]:
-        """Completes a prompt, or several together, and returns when all are finished.
+        """Complete a prompt, or several together, and return when all are finished.
 
         - ``prompt``: text or token ids, for one ``Completion``; or a list of these, for a list of completions in its
           order.
@@ -613,7 +616,7 @@ class Engine(BlockingCalls, AsyncOwner):
         AsyncGenerator[tuple[int, Completion], None]
         | AsyncGenerator[tuple[int, Completion | Exception], None]
     ):
-        """Completes any number of prompts in bounded memory: yields ``(index, Completion)`` as they finish.
+        """Complete any number of prompts in bounded memory: yield ``(index, Completion)`` as they finish.
 
         - ``prompts``: any iterable, also a generator. It is read as slots become free. For asyncio it may be
           asynchronous; completions are then also yielded while it waits for its next prompt.
@@ -660,7 +663,7 @@ class Engine(BlockingCalls, AsyncOwner):
         params: SamplingParams | Iterable[SamplingParams] | None,
         pending: Pending[Completion],
     ) -> AsyncGenerator[RequestFactory, None]:
-        """Yields, for each prompt as it is read, a function that makes its requests.
+        """Yield, for each prompt as it is read, a function that makes its requests.
 
         Errors to return go to ``pending.ready``.
         """
@@ -692,7 +695,7 @@ class Engine(BlockingCalls, AsyncOwner):
         timeout: float | None = None,
         block: bool = True,
     ) -> AsyncStream:
-        """Starts a completion and returns an iterator over its deltas. Raises as ``generate`` does.
+        """Start a completion and return an iterator over its deltas. Raises as ``generate`` does.
 
         For asyncio the request starts when its first delta is awaited, or with ``submit``; bad arguments raise at once.
         With ``block=False`` it starts at once, in a task, so that a full queue raises here: a web service can still
@@ -734,7 +737,7 @@ class Engine(BlockingCalls, AsyncOwner):
         timeout: float | None = None,
         block: bool = True,
     ) -> Completion:
-        """Generates the text between ``prefix`` and ``suffix``, with a model that was trained to fill in.
+        """Generate the text between ``prefix`` and ``suffix``, with a model that was trained to fill in.
 
         - ``extra``: other files, each ``(filename, text)``, the most important last. ``filename``: the name of the file
           with the gap.
@@ -763,7 +766,7 @@ class Engine(BlockingCalls, AsyncOwner):
         timeout: float | None = None,
         block: bool = True,
     ) -> AsyncStream:
-        """Starts to fill in and returns an iterator over the deltas, as ``stream`` does; arguments of ``infill``."""
+        """Start to fill in and return an iterator over the deltas, as ``stream`` does; arguments of ``infill``."""
         self._engine_thread.check_open()
         tokens = self._fim_tokens(fim_text(prefix, suffix, extra, filename, order), params)
         return self.astream(tokens, params, timeout=timeout, block=block)
@@ -825,7 +828,7 @@ class Engine(BlockingCalls, AsyncOwner):
         block: bool = True,
         progress: bool = False,
     ) -> ChatCompletion | list[ChatCompletion]:
-        """Answers a conversation, or several together, and returns when all answers are complete.
+        """Answer a conversation, or several together, and return when all answers are complete.
 
         A list of conversations returns a list of answers, in its order. ``timeout``, ``block`` and ``progress`` are as
         for ``generate``. Raises what ``generate`` raises, InvalidRequestError also for messages that the model's
@@ -872,7 +875,7 @@ class Engine(BlockingCalls, AsyncOwner):
         timeout: float | None = None,
         block: bool = True,
     ) -> AsyncChatStream:
-        """Starts an answer and returns an iterator over its parts. Raises as ``chat`` does.
+        """Start an answer and return an iterator over its parts. Raises as ``chat`` does.
 
         ``before``: tokens of what was said earlier, which precede the prompt. With ``truncation="auto"`` the oldest are
         left out.
@@ -911,7 +914,7 @@ class Engine(BlockingCalls, AsyncOwner):
     # ---- token by token, and memory
     @explains_keywords
     async def astart(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGeneration:
-        """Starts a generation that computes one token for each call of ``next``, and nothing before the first.
+        """Start a generation that computes one token for each call of ``next``, and nothing before the first.
 
         Raises as ``generate`` does.
         """
@@ -932,7 +935,7 @@ class Engine(BlockingCalls, AsyncOwner):
 
     @explains_keywords
     async def arestore(self, snapshot: bytes, params: SamplingParams | None = None) -> AsyncGeneration:
-        """Continues a sequence from a ``Generation.snapshot`` of this engine or another one with the same model.
+        """Continue a sequence from a ``Generation.snapshot`` of this engine or another one with the same model.
 
         Its cells are loaded with the first ``next``. They are computed again if ``cache_bytes`` has no room for them,
         if there is no prefix cache, or if the other engine's memory had another layout (``flash_attn``). ``params``
@@ -961,7 +964,7 @@ class Engine(BlockingCalls, AsyncOwner):
         cache_salt: str | None = None,
         adapter: AdapterChoice | None = None,
     ) -> CachedPrefix:
-        """Computes a prompt and keeps its KV cells in host memory until they are released.
+        """Compute a prompt and keep its KV cells in host memory until they are released.
 
         Requests whose prompts begin with the same tokens load them, also long after. ``prompt``: text or token ids,
         such as those of ``Model.tokenize_chat(messages, add_generation_prompt=False)``. ``cache_salt``,
@@ -1060,7 +1063,7 @@ class Engine(BlockingCalls, AsyncOwner):
         progress: bool = False,
         adapter: AdapterChoice | None = None,
     ) -> Score | list[Score] | list[list[Score]] | list[Score | list[Score]]:
-        """Scores continuations given a prompt: the log-probability of each of their tokens.
+        """Score continuations given a prompt: the log-probability of each of their tokens.
 
         Prompt and continuation are text or token ids.
 
@@ -1115,7 +1118,7 @@ class Engine(BlockingCalls, AsyncOwner):
         progress: bool = False,
         adapter: AdapterChoice | None = None,
     ) -> Score | list[Score]:
-        """Scores a text, or several: every token but the first, given the tokens before it.
+        """Score a text, or several: every token but the first, given the tokens before it.
 
         Options and exceptions as for ``score``.
         """
@@ -1135,7 +1138,7 @@ class Engine(BlockingCalls, AsyncOwner):
         progress: bool = False,
         adapter: AdapterChoice | None = None,
     ) -> float:
-        """The perplexity of a text: the exponential of the mean negative log-probability of its tokens.
+        """Return the perplexity of a text: the exponential of the mean negative log-probability of its tokens.
 
         ``text``: text or token ids, of any length. By default every token but the first counts, given all tokens before
         it. In a text longer than ``n_ctx`` a token is given at least the ``n_ctx // 2`` tokens before it.
@@ -1169,11 +1172,11 @@ class Engine(BlockingCalls, AsyncOwner):
 
     # ---- for programs around an engine
     def observe(self, observer: RequestObserver | None) -> None:
-        """Sets the observer, which is told of every future request; None: no observer. Any thread."""
+        """Set the observer, which is told of every future request; None: no observer. Any thread."""
         self._submission.observer = observer
 
     async def offload(self, function: Callable[..., T], *arguments: object, size: int = 0) -> T:
-        """Runs ``function(*arguments)`` in one of the engine's threads for long work, to keep the event loop free.
+        """Run ``function(*arguments)`` in one of the engine's threads for long work, to keep the event loop free.
 
         ``size``: the number of characters that the function converts; the amount of large work in progress is limited.
         The function runs in a copy of this task's context, and the clients of a server take turns. For asyncio. Raises
@@ -1197,7 +1200,7 @@ class Engine(BlockingCalls, AsyncOwner):
         reasoning_format: ReasoningFormat = "auto",
         before: Sequence[int] = (),
     ) -> list[int]:
-        """The prompt that ``chat`` would compute for this conversation. Negative tokens stand for images and sounds.
+        """Return the prompt that ``chat`` would compute for this conversation. Negative tokens are images and sounds.
 
         ``before``: see ``stream_chat``. All arguments are checked as ``chat`` checks them, which may take long: in a
         coroutine, call it through ``offload``. Any thread. Raises as ``chat`` does.
@@ -1217,14 +1220,14 @@ class Engine(BlockingCalls, AsyncOwner):
     def count_chat_tokens(
         self, messages: Conversation, template_args: Mapping[str, object] | None = None
     ) -> int:
-        """The tokens of a conversation's prompt, images included, whether or not they fit the context. Any thread.
+        """Count the tokens of a conversation's prompt, images included, whether or not they fit. Any thread.
 
         Raises as ``chat`` does.
         """
         return self._chat_builder.n_tokens(messages, template_args or {})
 
     def set_cache_writes(self, when: Literal["always", "at_close", "never"]) -> None:
-        """Sets when cached prefixes are written to ``cache_dir``. They are read from there in any case.
+        """Set when cached prefixes are written to ``cache_dir``. They are read from there in any case.
 
         ``"always"``, which an engine begins with: in the background, when they lose their place in host memory, while
         the engine has no work, and when it is closed. ``"at_close"``: only when it is closed. ``"never"``: not then
@@ -1239,7 +1242,7 @@ class Engine(BlockingCalls, AsyncOwner):
         self._engine_thread.ask(partial(self._engine_thread.loop.set_cache_writes, when))
 
     def save_conversation(self, name: str, path: Path) -> tuple[int, int]:
-        """Writes the cells of a conversation to a file. Returns how many tokens it has, and the bytes of the file.
+        """Write the cells of a conversation to a file. Return how many tokens it has, and the bytes of the file.
 
         A conversation is the sequence of the last request of this tenant that was made while
         ``llamapipe.work.tenant.conversation`` was its name. The file appears only when it is whole, and only its user
@@ -1259,7 +1262,7 @@ class Engine(BlockingCalls, AsyncOwner):
             found.close()
 
     def load_conversation(self, name: str, path: Path) -> int:
-        """Caches the cells of a file of ``save_conversation``, and names them. Returns how many tokens there are.
+        """Cache the cells of a file of ``save_conversation``, and name them. Return how many tokens there are.
 
         Any later request that begins with these tokens uses them, of the same tenant, salt and adapters. Any thread.
         Raises OSError, InvalidRequestError for a file that is damaged, too long, or of another model or tenant.
@@ -1280,7 +1283,7 @@ class Engine(BlockingCalls, AsyncOwner):
         return len(found.tokens)
 
     def import_conversation(self, data: bytes, path: Path) -> tuple[int, int]:
-        """Writes the bytes of a file of ``save_conversation`` from elsewhere to a file of this tenant.
+        """Write the bytes of a file of ``save_conversation`` from elsewhere to a file of this tenant.
 
         Returns as that. All but the values of its cells is checked, before any of it reaches native code. The file may
         be of another tenant. Any thread. Raises OSError, InvalidRequestError for what ``load_conversation`` refuses.
@@ -1303,14 +1306,14 @@ class Engine(BlockingCalls, AsyncOwner):
             raise InvalidRequestError(f"{path.name} has {n} tokens; n_ctx is {self.n_ctx}")
 
     def hold_conversation(self, name: str) -> None:
-        """Notes that a conversation continues soon, for instance when a tool has run: its cells go after all others.
+        """Note that a conversation continues soon, for instance when a tool has run: its cells go after all others.
 
         Call ``release_conversation`` then. See ``save_conversation``. Does not wait. Any thread.
         """
         self._engine_thread.call(self._engine_thread.loop.hold_conversation, conversation_key(name))
 
     def release_conversation(self, name: str, is_done: bool = False) -> None:
-        """Ends ``hold_conversation``. ``is_done``: nobody continues it, so its cells are the first to go.
+        """End ``hold_conversation``. ``is_done``: nobody continues it, so its cells are the first to go.
 
         Does not wait. Any thread.
         """
@@ -1318,7 +1321,7 @@ class Engine(BlockingCalls, AsyncOwner):
         self._engine_thread.call(release, conversation_key(name), is_done)
 
     def forget_conversation(self, name: str) -> int:
-        """Drops the cached cells of a conversation, unless a request uses them. Returns how many there were.
+        """Drop the cached cells of a conversation, unless a request uses them. Return how many there were.
 
         Waits for the running step. Any thread.
         """
@@ -1327,11 +1330,11 @@ class Engine(BlockingCalls, AsyncOwner):
 
     # ---- state
     def stats(self) -> EngineStats:
-        """A consistent copy of the counters. Waits for the running step. Any thread, also after ``close``."""
+        """Return a consistent copy of the counters. Waits for the running step. Any thread, also after ``close``."""
         return replace(self._engine_thread.stats(), queue_times=self._queue.times())
 
     def reset_prefix_cache(self) -> None:
-        """Forgets the cached tokens that no request uses; those of ``cache_prefix`` stay. Waits for the running step.
+        """Forget the cached tokens that no request uses; those of ``cache_prefix`` stay. Waits for the running step.
 
         Also those in ``cache_dir``. Any thread. Raises EngineClosedError in a forked process, OSError.
         """
@@ -1343,7 +1346,7 @@ class Engine(BlockingCalls, AsyncOwner):
             self._engine_thread.ask(reset)  # what was read of these files meanwhile
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the engine's bookkeeping is inconsistent. For tests and debugging."""
+        """Raise AssertionError when the engine's bookkeeping is inconsistent. For tests and debugging."""
         self._engine_thread.check_integrity()
 
     @property
@@ -1365,7 +1368,7 @@ class Engine(BlockingCalls, AsyncOwner):
         return self._engine_thread.closing
 
     def close(self, drain: bool = True) -> None:
-        """Ends the engine and frees its native memory before it returns; a second call does nothing.
+        """End the engine and free its native memory before it returns; a second call does nothing.
 
         ``drain``: finish the requests that callers wait for; otherwise cancel them. New requests are refused. Any
         thread.
@@ -1392,7 +1395,7 @@ class Engine(BlockingCalls, AsyncOwner):
 
 
 def _state_layout(pipeline: NativePipeline) -> StateLayout | None:
-    """The form of the states of a context that has computed nothing yet. None: it is not known."""
+    """Return the form of the states of a context that has computed nothing yet. None: it is not known."""
     context, states = pipeline.context, empty_states(pipeline)
     if states is None:
         return None
@@ -1404,7 +1407,7 @@ def _state_layout(pipeline: NativePipeline) -> StateLayout | None:
 def _scheduler(
     context: Context, cache: KvCache, drafter: Drafter | None, overflow: Overflow, max_itl_s: float | None
 ) -> Scheduler:
-    """The scheduler of a context's requests."""
+    """Make the scheduler of a context's requests."""
     model = context.model
     no_guesses = "" if context.n_ubatch > 1 else "n_ubatch is 1: a step has no room for guesses"
     n_score_rows = max(context.n_outputs_max - context.n_seq_max, 1)
@@ -1439,7 +1442,7 @@ def _scheduler(
 
 
 def _check_types(model: object, draft: object, tuning: object) -> None:
-    """Raises TypeError for arguments that are no options of the table."""
+    """Raise TypeError for arguments that are no options of the table."""
     if not isinstance(model, (Model, str, os.PathLike)):
         raise TypeError(f"model must be a Model or the path of a GGUF file, not {type(model).__name__}")
     if draft is not None and not isinstance(draft, (Model, str, os.PathLike)):
@@ -1454,7 +1457,7 @@ def _check_types(model: object, draft: object, tuning: object) -> None:
 
 
 def _has_mtp(model: Model, must: bool, depth: int | None) -> bool:
-    """Whether the model's MTP layer drafts. Raises ValueError, with the reason, if it ``must`` and cannot."""
+    """Return whether the model's MTP layer drafts. Raises ValueError, with the reason, if it ``must`` and cannot."""
     problem = mtp_problem(model)
     if not problem and depth is not None and depth > 1:
         problem = f"pipeline_depth is {depth}, and MTP layers read the states of one step before the next"
@@ -1464,7 +1467,7 @@ def _has_mtp(model: Model, must: bool, depth: int | None) -> bool:
 
 
 def _states_for_mtp(model: Model, must: bool, n_seq_max: int) -> tuple[bool, int]:
-    """Whether an MTP layer drafts where the slots are too many to keep states, and how many states are then kept.
+    """Return whether an MTP layer drafts where slots are too many to keep states, and how many states are then kept.
 
     Keeping states makes each step slower: unasked, that is done only where slots are few.
     """
@@ -1479,7 +1482,7 @@ def _states_for_mtp(model: Model, must: bool, n_seq_max: int) -> tuple[bool, int
 
 
 def _depth_for_drafts(depth: int | None, has_mtp: bool, draft: Model | None) -> int | None:
-    """The steps in flight: one at a time where drafts read the states of a step, which it has when it is computed."""
+    """Return the steps in flight: one where drafts read the states of a step, known only when it is computed."""
     has_eagle3 = draft is not None and draft.architecture == "eagle3"
     if has_eagle3 and depth is not None and depth > 1:
         raise ValueError(
@@ -1490,7 +1493,7 @@ def _depth_for_drafts(depth: int | None, has_mtp: bool, draft: Model | None) -> 
 
 
 def _n_states(model: Model, sizes: MemorySizes | None, n_seq_max: int) -> int:
-    """The number of recurrent states of a sequence that are kept besides the last one, for guesses.
+    """Return the number of recurrent states of a sequence that are kept besides the last one, for guesses.
 
     The states of short convolutions (LFM2) have the values of a few tokens. Others are as large as thousands of KV
     cells, and keeping them makes every step slower: a few for drafts, which are wrong more often than other guesses, if
@@ -1515,7 +1518,7 @@ def _swa_full(
     n_seq_max: int,
     n_cells: int | None,
 ) -> bool:
-    """Whether layers with a sliding window keep all cells: as wanted, else if there is memory."""
+    """Return whether layers with a sliding window keep all cells: as wanted, else if there is memory."""
     if wanted is not None:
         return check_flag("swa_full", wanted)
     n_most = min(model.n_ctx_train, 4096) if n_ctx is None else int_of("n_ctx", n_ctx)
@@ -1524,7 +1527,7 @@ def _swa_full(
 
 
 def _check_cache_bytes(context: Context, sizes: MemorySizes | None, n_cache_bytes: int | None) -> None:
-    """Raises ValueError if no recurrent state fits."""
+    """Raise ValueError if no recurrent state fits."""
     n_least = 2 * sizes.state if sizes is not None and context.needs_states else 0
     if n_cache_bytes and n_cache_bytes < n_least:
         raise ValueError(
@@ -1534,7 +1537,7 @@ def _check_cache_bytes(context: Context, sizes: MemorySizes | None, n_cache_byte
 
 
 def _check_use(context: Context, min_room: int) -> None:
-    """Raises ValueError if a context's model cannot generate text, or ``min_room`` leaves nothing for a prompt."""
+    """Raise ValueError if a context's model cannot generate text, or ``min_room`` leaves nothing for a prompt."""
     if not context.model.is_causal:
         raise ValueError(
             f"{context.model.path.name} is not causal, so it cannot generate text; "
@@ -1548,7 +1551,7 @@ def _check_use(context: Context, min_room: int) -> None:
 
 
 def _open_publisher(undo: ExitStack, kv_events: KvEvents | None, name: str) -> Publisher | None:
-    """What sends KV events, if they are wanted. Raises ImportError without the extra ``kv-events``."""
+    """Open what sends KV events, if they are wanted. Raises ImportError without the extra ``kv-events``."""
     if kv_events is None:
         return None
     from llamapipe.kv_events import Publisher
@@ -1559,7 +1562,7 @@ def _open_publisher(undo: ExitStack, kv_events: KvEvents | None, name: str) -> P
 def _open_drafter(
     undo: ExitStack, context: Context, draft: Model | None, has_mtp: bool, max_itl_s: float | None
 ) -> Drafter | None:
-    """What guesses tokens with a model or with the model's MTP layer. Raises ValueError for a draft that differs."""
+    """Open what guesses tokens: a model, or the model's MTP layer. Raises ValueError for a draft that differs."""
     # As for chunks of prompts: streams wait while the draft model computes one.
     n_room = context.n_ubatch if max_itl_s is None else min(LEAST_CHUNK, context.n_ubatch)
     if has_mtp:
@@ -1570,7 +1573,7 @@ def _open_drafter(
 
 
 def _n_sharing(context: Context, cache: KvCache, max_queue: int | None) -> int:
-    """The number of requests of a call that may share a prompt's cells and run at the same time; 1: no sharing."""
+    """Return the number of a call's requests that may share a prompt's cells and run together; 1: no sharing."""
     shares = cache.enabled and cache.shares_running
     # Where cells are scarce, a request may cost others the cells that they share; a full queue refuses them.
     shares = shares and max_queue is None and context.n_cells >= context.n_ctx * context.n_seq_max
@@ -1578,7 +1581,7 @@ def _n_sharing(context: Context, cache: KvCache, max_queue: int | None) -> int:
 
 
 def _overflow(context: Context, mode: str, n_keep: int) -> Overflow:
-    """Checks the options for a full context."""
+    """Check the options for a full context."""
     choice_of("overflow", mode)
     n = int_of("n_keep", n_keep)
     if mode == "stop" and n:
@@ -1606,7 +1609,7 @@ def _overflow(context: Context, mode: str, n_keep: int) -> Overflow:
 
 
 def _warn_of_size(context: Context, n_bytes: int) -> None:
-    """Logs a warning about sizes that work but are rarely meant."""
+    """Log a warning about sizes that work but are rarely meant."""
     warn_of_context(context.model, context.n_ctx, context.rope)
     free = free_memory()
     on_host = all(device.type == "cpu" for device in context.model.devices)
@@ -1622,7 +1625,7 @@ def _warn_of_size(context: Context, n_bytes: int) -> None:
 def _cache_folder(
     folder: str | os.PathLike[str] | None, cache_mode: bool | Literal["exact"], n_cache_bytes: int | None
 ) -> Path | None:
-    """The folder of cached prefixes. Raises TypeError, ValueError."""
+    """Return the folder of cached prefixes. Raises TypeError, ValueError."""
     if folder is None:
         return None
     if not isinstance(folder, (str, os.PathLike)):
@@ -1642,24 +1645,24 @@ def _cache_folder(
 
 
 def _default_cache_bytes() -> int:
-    """Host memory for cells that have lost their slot: a tenth of the free memory."""
+    """Return the host memory for cells that have lost their slot: a tenth of the free memory."""
     return _free_memory() // 10
 
 
 def _free_memory() -> int:
-    """Bytes of memory that are free; 5 GiB if that is not known."""
+    """Return the bytes of memory that are free; 5 GiB if that is not known."""
     free = free_memory()
     return 5 * 2**30 if free is None else free
 
 
 def prefill_cutoff(context: Context) -> int | None:
-    """Prompt tokens after which a step is cut short to deliver a stream's first token early; None: no such limit."""
+    """Return the prompt tokens after which a step is cut short for a stream's first token; None: no such limit."""
     # A GPU reads all weights in each step, even for a few tokens.
     return None if on_gpu(context.model) else PREFILL_CUTOFF_TOKENS
 
 
 def _draft_model(path: str | os.PathLike[str], model: Model) -> Model:
-    """Loads a draft model as the model it drafts for was loaded. Raises ValueError if its metadata says it cannot."""
+    """Load a draft model as the model it drafts for was loaded. Raises ValueError if its metadata says it cannot."""
     from llamapipe.gguf.check import check_gguf
 
     stored = model_of(path)
@@ -1674,7 +1677,7 @@ def _draft_model(path: str | os.PathLike[str], model: Model) -> Model:
 
 
 def _kv_events(given: object, cache_mode: bool | str) -> KvEvents | None:
-    """Checks ``EngineTuning.kv_events``."""
+    """Check ``EngineTuning.kv_events``."""
     if given is None:
         return None
     if not isinstance(given, KvEvents):

@@ -141,15 +141,15 @@ class BlockTracker:
 
     # ---- what the tree tells
     def inserted(self, holder: Holder, tokens: Sequence[int]) -> None:
-        """A holder is in the tree with these tokens."""
+        """Note that a holder is in the tree with these tokens."""
         self._growing[holder] = tokens, len(tokens)
 
     def extended(self, holder: Holder, tokens: Sequence[int]) -> None:
-        """A holder has these tokens now, which begin with those that it had."""
+        """Note that a holder has these tokens now, which begin with those that it had."""
         self._growing[holder] = tokens, len(tokens)
 
     def removed(self, holder: Holder) -> None:
-        """A holder is not in the tree."""
+        """Note that a holder is not in the tree."""
         self._growing.pop(holder, None)
         for depth, block in enumerate(self._held.pop(holder, ())):
             n = self._n_holders[block] = self._n_holders[block] - 1
@@ -160,7 +160,7 @@ class BlockTracker:
 
     # ---- events
     def take(self) -> list[Event]:
-        """The changes since the last call: what was removed, then what was stored, parents first."""
+        """Return the changes since the last call: what was removed, then what was stored, parents first."""
         self._grow()
         events: list[Event] = []
         if self._gone:
@@ -173,7 +173,7 @@ class BlockTracker:
         return events
 
     def _grow(self) -> None:
-        """Hashes the blocks that were computed since the last call."""
+        """Hash the blocks that were computed since the last call."""
         size = self.block_size
         for holder, (tokens, n_tokens) in list(self._growing.items()):
             n = min(holder.n, n_tokens) // size
@@ -195,7 +195,7 @@ class BlockTracker:
 
 
 def chains(blocks: Iterable[tuple[int, Block]]) -> list[Stored]:
-    """As few events as store these blocks. Parents must come before their children."""
+    """Return as few events as store these blocks. Parents must come before their children."""
     events: list[Stored] = []
     by_end: dict[int | None, Stored] = {}
     for key, block in blocks:
@@ -285,7 +285,7 @@ class Publisher:
 
     # ---- the engine thread
     def flush(self) -> None:
-        """Sends what has changed since the last call. Does not wait: while many batches wait, changes are collected."""
+        """Send what has changed since the last call. Does not wait: while many batches wait, changes are collected."""
         if self._queue.qsize() < _MAX_WAITING:
             events = self.tracker.take()
             if events:
@@ -296,7 +296,7 @@ class Publisher:
         self._queue.put(events)
 
     def close(self) -> None:
-        """Sends a last batch and closes the sockets. A second call does nothing."""
+        """Send a last batch and close the sockets. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -354,7 +354,7 @@ class Publisher:
             replay.close()
 
     def _since(self, first: int) -> list[tuple[int, bytes]]:
-        """The batches from a number on; one that stores all blocks before them, if some are not kept."""
+        """Return the batches from a number on; one that stores all blocks before them, if some are not kept."""
         with self._lock:
             kept = [(number, payload) for number, payload, _ in self._kept if number >= first]
             oldest = self._kept[0][0] if self._kept else 0
@@ -366,7 +366,7 @@ class Publisher:
 
 
 def apply(blocks: dict[int, Block], events: Iterable[Event], size: int) -> None:
-    """Applies events to the blocks. Parents stay before their children."""
+    """Apply events to the blocks. Parents stay before their children."""
     for event in events:
         if isinstance(event, Stored):
             parent = event.parent

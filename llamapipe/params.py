@@ -36,7 +36,7 @@ class HasJsonSchema(Protocol):
     """A class that knows its JSON schema, such as a pydantic model."""
 
     def model_json_schema(self) -> Mapping[str, object]:
-        """The schema as a dict."""
+        """Return the schema as a dict."""
 
 
 @explains_fields
@@ -288,7 +288,7 @@ class SamplingParams:
 
 
 def check_salt(value: object) -> str | None:
-    """A ``cache_salt``. Raises TypeError, ValueError."""
+    """Check a ``cache_salt`` and return it. Raises TypeError, ValueError."""
     if value is None:
         return None
     if not isinstance(value, str):
@@ -314,7 +314,7 @@ def _items(name: str, value: Any) -> list[Any]:
 
 
 def _strings(name: str, value: Any, *_: float) -> tuple[str, ...]:
-    """Texts; none where ``value`` is None, as other libraries say it."""
+    """Return texts; none where ``value`` is None, as other libraries say it."""
     return () if value is None else _text_list(name, value)
 
 
@@ -353,7 +353,7 @@ def _biases(given: dict[Any, Any]) -> dict[int, float]:
 
 
 def _bias(name: str, value: Any) -> float:
-    """``value`` as what may be added to a logit. Raises TypeError, ValueError naming it."""
+    """Return ``value`` as what may be added to a logit. Raises TypeError, ValueError naming it."""
     if isinstance(value, float) and value == -inf:
         return -inf
     try:

@@ -45,7 +45,7 @@ class TopLogprob(_IdLogprob):
     piece: bytes
 
     def __new__(cls, id: int, logprob: float, piece: bytes = b"") -> TopLogprob:  # noqa: A002
-        """A pair of ``id`` and ``logprob`` that also has its ``piece``."""
+        """Make a pair of ``id`` and ``logprob`` that also has its ``piece``."""
         self = super().__new__(cls, id, logprob)
         self.piece = piece
         return self
@@ -363,7 +363,7 @@ class EngineStats:
 
 
 def shortened(text: str) -> str:
-    """A text as a literal, the middle left out if it is long."""
+    """Return a text as a literal, the middle left out if it is long."""
     if len(text) > _MOST_CHARACTERS:
         text = f"{text[: _MOST_CHARACTERS // 2]}…{text[-_MOST_CHARACTERS // 2 + 1 :]}"
     return repr(text)
@@ -487,7 +487,7 @@ class ChatDelta(NamedTuple):
 
 
 def call_message(call: ToolCall, as_written: bool = False) -> dict[str, object]:
-    """A tool call as messages hold it, in OpenAI's form.
+    """Return a tool call as messages hold it, in OpenAI's form.
 
     ``as_written``: with the text of the arguments that a stream has, which is not JSON where a call is not complete.
     """

@@ -49,7 +49,7 @@ class PromptProgress(NamedTuple):
 
 
 def submit_at_once(submit: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Runs the submission of a request that does not wait for room, in a task. Elsewhere its first delta starts it."""
+    """Run the submission of a request that does not wait for room, in a task. Elsewhere its first delta starts it."""
     import asyncio
 
     try:
@@ -139,13 +139,13 @@ class StreamReader(NotCopyable):
         return error
 
     def observed_end(self, error: BaseException | None = None) -> None:
-        """Notifies the observer of the end, once, if there is an observer."""
+        """Notify the observer of the end, once, if there is an observer."""
         observed, self.observed = self.observed, None
         if observed is not None:
             observed.end(error)
 
     def cancel(self) -> None:
-        """Ends the request within a step; then the stream ends. Any thread; a second call does nothing."""
+        """End the request within a step; then the stream ends. Any thread; a second call does nothing."""
         if not self._done:
             request = self._request
             if not request.cancelled and request.state is not State.FINISHED:
@@ -189,7 +189,7 @@ class SequenceHandle(NotCopyable):
         return f"<{type(self).__name__} n_tokens={self.n_tokens} {self.finish_reason or 'open'}>"
 
     def _has_next(self) -> bool:
-        """Whether the next token can be computed. Raises the error of a failed request, EngineClosedError."""
+        """Return whether the next token can be computed. Raises the error of a failed request, EngineClosedError."""
         if self._request.error is not None:
             raise self._request.error
         if self.finish_reason is not None:
@@ -198,7 +198,7 @@ class SequenceHandle(NotCopyable):
         return True
 
     def _resume(self) -> None:
-        """Lets the engine compute one token."""
+        """Let the engine compute one token."""
         self._changed = False
         self._request.token_budget = self._request.n_total + 1
         self._engine_thread.resume(self._request)
@@ -231,7 +231,7 @@ class SequenceHandle(NotCopyable):
         return self._request.finish_reason  # type: ignore[return-value]
 
     def trim(self, n_keep: SupportsIndex) -> None:
-        """Keeps the first ``n_keep`` tokens; ``next`` continues after the last of them, also if the text had ended.
+        """Keep the first ``n_keep`` tokens; ``next`` continues after the last of them, also if the text had ended.
 
         ``max_tokens`` and stop strings count from here. Raises ValueError outside ``[1, n_tokens]``,
         InvalidRequestError when the generation was cancelled or failed, or would fill the context.
@@ -253,7 +253,7 @@ class SequenceHandle(NotCopyable):
             self._change(n, [])
 
     def append(self, tokens: Iterable[SupportsIndex]) -> None:
-        """Adds tokens at the end; ``next`` continues after the last of them, also if the text had ended.
+        """Add tokens at the end; ``next`` continues after the last of them, also if the text had ended.
 
         ``max_tokens`` and stop strings count from here. Raises TypeError or ValueError for bad token ids,
         InvalidRequestError when they do not fit in the context or the generation was cancelled.
@@ -293,7 +293,7 @@ class SequenceHandle(NotCopyable):
         return pack(found, self._format(self._request.spec.all_adapters))
 
     def cancel(self) -> None:
-        """Ends the generation and frees its slot; ``next`` then returns None without a step. Any thread."""
+        """End the generation and free its slot; ``next`` then returns None without a step. Any thread."""
         request = self._request
         if not request.cancelled and request.state is not State.FINISHED:
             self._engine_thread.cancel_soon(request)
@@ -303,7 +303,7 @@ class SequenceHandle(NotCopyable):
             self.cancel()
 
     def _drop_old_tokens(self) -> None:
-        """Drops what the engine has dropped because the context was full."""
+        """Drop what the engine has dropped because the context was full."""
         request = self._request
         n = len(request.dropped) - self._n_dropped
         if n:
@@ -323,7 +323,7 @@ class SequenceHandle(NotCopyable):
 
 
 def _seed_of_fork(seed: int, index: int) -> int:
-    """A seed for the fork with this number: forks of forks must not draw what another fork draws."""
+    """Return a seed for the fork with this number: forks of forks must not draw what another fork draws."""
     from hashlib import blake2b
 
     return int.from_bytes(blake2b(f"{seed} {index}".encode(), digest_size=8).digest(), "little")
@@ -381,7 +381,7 @@ class AsyncStream(StreamReader):
         return self._read(item)
 
     async def submit(self) -> None:
-        """Submits the request, which otherwise the first ``__anext__`` does. Raises as ``Engine.agenerate`` does.
+        """Submit the request, which otherwise the first ``__anext__`` does. Raises as ``Engine.agenerate`` does.
 
         A second call does nothing.
         """
@@ -400,12 +400,12 @@ class AsyncStream(StreamReader):
             raise
 
     def cancel(self) -> None:
-        """Ends the request within a step; then the stream ends. A second call does nothing. Any thread."""
+        """End the request within a step; then the stream ends. A second call does nothing. Any thread."""
         self._make = None
         super().cancel()
 
     async def aclose(self) -> None:
-        """Cancels the request if it is not finished."""
+        """Cancel the request if it is not finished."""
         self.cancel()
 
     async def __aenter__(self) -> AsyncStream:
@@ -491,7 +491,7 @@ class AsyncChatStream(NotCopyable):
                 return delta
 
     async def submit(self) -> None:
-        """Renders the conversation and submits the request, which otherwise the first ``__anext__`` does.
+        """Render the conversation and submit the request, which otherwise the first ``__anext__`` does.
 
         Raises as ``Engine.achat`` does. A second call does nothing.
         """
@@ -506,13 +506,13 @@ class AsyncChatStream(NotCopyable):
                 self._open(item)
 
     def cancel(self) -> None:
-        """Ends the request within a step; then the stream ends. A second call does nothing. Any thread."""
+        """End the request within a step; then the stream ends. A second call does nothing. Any thread."""
         self._closed = True
         if self._stream is not None:
             self._stream.cancel()
 
     async def aclose(self) -> None:
-        """Cancels the request if it is not finished."""
+        """Cancel the request if it is not finished."""
         self.cancel()
 
     async def __aenter__(self) -> AsyncChatStream:
@@ -556,7 +556,7 @@ class AsyncGeneration(SequenceHandle):
         return token
 
     async def next(self) -> Token | None:
-        """The next token; None, without computing a step, when the generation is finished or cancelled.
+        """Return the next token; None, without computing a step, when the generation is finished or cancelled.
 
         Raises the error of a failed request, EngineClosedError after ``fork()``. Ctrl-C, or cancelling the task,
         cancels the generation.
@@ -574,7 +574,7 @@ class AsyncGeneration(SequenceHandle):
             return self._read(item)
 
     def fork(self, seed: SupportsIndex | None = None) -> AsyncGeneration:
-        """A second generation of the same sequence, independent of this one; also if the text has ended.
+        """Make a second generation of the same sequence, independent of this one; also if the text has ended.
 
         With a prefix cache it reuses this generation's KV cells; without one it computes them again. Tokens so far
         count for its ``max_tokens``. Its sampler starts again with the sequence so far, as after ``trim``. ``seed``: of
@@ -595,7 +595,7 @@ class AsyncGeneration(SequenceHandle):
             return forked
 
     async def snapshot(self) -> bytes:
-        """The sequence and its KV cells as bytes, for ``Engine.restore`` of any engine with the same model.
+        """Return the sequence and its KV cells as bytes, for ``Engine.restore`` of any engine with the same model.
 
         Their size is that of the cells and of the last four saved states. A header has the format, a fingerprint of
         the model file, the types of keys and values, and a checksum; sampling parameters are not included. The checksum
@@ -609,7 +609,7 @@ class AsyncGeneration(SequenceHandle):
             return await to_thread(self._pack)
 
     async def aclose(self) -> None:
-        """The same as ``cancel``."""
+        """Do the same as ``cancel``."""
         self.cancel()
 
     async def __aenter__(self) -> AsyncGeneration:
@@ -641,7 +641,7 @@ class CachedPrefix(NotCopyable):
         return f"<CachedPrefix n_tokens={self.n_tokens} n_bytes={self.n_bytes}>"
 
     def release(self) -> None:
-        """Lets the cache drop the prefix when it needs the memory. A second call does nothing."""
+        """Let the cache drop the prefix when it needs the memory. A second call does nothing."""
         self._engine_thread.release(self._request)
 
     def __enter__(self) -> CachedPrefix:

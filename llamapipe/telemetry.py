@@ -27,7 +27,7 @@ _dropped: deque[_RequestSpan] = deque()
 
 
 def instrument(engine: Engine, tracer_provider: TracerProvider | None = None) -> None:
-    """Creates a span for each request that is submitted to the engine from now on.
+    """Create a span for each request that is submitted to the engine from now on.
 
     ``tracer_provider``: default: the global one. A span is a child of the caller's current span, in threads and in
     asyncio tasks. It begins when the request is submitted and ends with the last token. The thread or task that reads
@@ -53,7 +53,7 @@ def instrument(engine: Engine, tracer_provider: TracerProvider | None = None) ->
 
 
 def uninstrument(engine: Engine) -> None:
-    """Creates no spans for future requests."""
+    """Create no spans for future requests."""
     engine.observe(None)
     _end_dropped()
 
@@ -76,7 +76,7 @@ class _Spans:
         self.model = model
 
     def begin(self, request: ObservedRequest) -> _RequestSpan:
-        """Starts the span of one prompt, as a child of the caller's current span."""
+        """Start the span of one prompt, as a child of the caller's current span."""
         _end_dropped()
         attributes: dict[str, Any] = {
             "gen_ai.operation.name": request.operation,
@@ -101,7 +101,7 @@ class _Spans:
         return _RequestSpan(self, span, request)
 
     def close(self) -> None:
-        """Ends the spans of dropped streams."""
+        """End the spans of dropped streams."""
         _end_dropped()
 
 
@@ -115,7 +115,7 @@ class _RequestSpan:
         self._began_ns, self._began_at = time_ns(), perf_counter()
 
     def end(self, error: BaseException | None = None, timed_out: bool = False) -> None:
-        """Ends the span at the time of the requests' end, or now."""
+        """End the span at the time of the requests' end, or now."""
         span, request = self._span, self._request
         if span.is_recording():
             for name, at in (("prefill", request.prefill_at), ("first_token", request.first_token_at)):
@@ -132,7 +132,7 @@ class _RequestSpan:
         span.end(self._ns(perf_counter() if ended_at is None else ended_at))
 
     def drop(self) -> None:
-        """Leaves the end to the next caller: a destructor may run while its thread holds an OpenTelemetry lock."""
+        """Leave the end to the next caller: a destructor may run while its thread holds an OpenTelemetry lock."""
         _dropped.append(self)
 
     def _results(self, cancelled: str) -> dict[str, Any]:

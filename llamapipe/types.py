@@ -68,17 +68,17 @@ class Observation(Protocol):
     """An observer's record of one request."""
 
     def end(self, error: BaseException | None = None, timed_out: bool = False) -> None:
-        """Called once, by the caller's thread, when the caller has the result or the error, or has given up."""
+        """Learn that the caller has the result or the error, or has given up. Its thread calls this once."""
 
     def drop(self) -> None:
-        """Called by a destructor when the caller has dropped its stream, so it must not take a lock."""
+        """Learn that the caller has dropped its stream. A destructor calls this, so it must not take a lock."""
 
 
 class RequestObserver(Protocol):
     """Is told of every prompt that is submitted to an engine. Any thread."""
 
     def begin(self, request: ObservedRequest) -> Observation:
-        """Called before the prompt's requests are submitted."""
+        """Begin to observe a prompt, before its requests are submitted."""
 
     def close(self) -> None:
-        """Called when the engine was closed."""
+        """Learn that the engine was closed."""

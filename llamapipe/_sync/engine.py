@@ -112,7 +112,7 @@ class BlockingCalls(EngineParts):
         on_error: OnError = "raise",
         on_timeout: OnTimeout = "raise",
     ) -> Completion | Exception | list[Completion] | list[Completion | Exception]:
-        """Completes a prompt, or several together, and returns when all are finished.
+        """Complete a prompt, or several together, and return when all are finished.
 
         - ``prompt``: text or token ids, for one ``Completion``; or a list of these, for a list of completions in its
           order.
@@ -176,7 +176,7 @@ class BlockingCalls(EngineParts):
         progress: bool = False,
         on_error: OnError = "raise",
     ) -> Iterator[tuple[int, Completion]] | Iterator[tuple[int, Completion | Exception]]:
-        """Completes any number of prompts in bounded memory: yields ``(index, Completion)`` as they finish.
+        """Complete any number of prompts in bounded memory: yield ``(index, Completion)`` as they finish.
 
         - ``prompts``: any iterable, also a generator. It is read as slots become free. For asyncio it may be
           asynchronous; completions are then also yielded while it waits for its next prompt.
@@ -220,7 +220,7 @@ class BlockingCalls(EngineParts):
         params: SamplingParams | Iterable[SamplingParams] | None,
         pending: Pending[Completion],
     ) -> Iterator[RequestFactory]:
-        """Yields, for each prompt as it is read, a function that makes its requests.
+        """Yield, for each prompt as it is read, a function that makes its requests.
 
         Errors to return go to ``pending.ready``.
         """
@@ -250,7 +250,7 @@ class BlockingCalls(EngineParts):
         timeout: float | None = None,
         block: bool = True,
     ) -> Stream:
-        """Starts a completion and returns an iterator over its deltas. Raises as ``generate`` does.
+        """Start a completion and return an iterator over its deltas. Raises as ``generate`` does.
 
         For asyncio the request starts when its first delta is awaited, or with ``submit``; bad arguments raise at once.
         With ``block=False`` it starts at once, in a task, so that a full queue raises here: a web service can still
@@ -289,7 +289,7 @@ class BlockingCalls(EngineParts):
         timeout: float | None = None,
         block: bool = True,
     ) -> Completion:
-        """Generates the text between ``prefix`` and ``suffix``, with a model that was trained to fill in.
+        """Generate the text between ``prefix`` and ``suffix``, with a model that was trained to fill in.
 
         - ``extra``: other files, each ``(filename, text)``, the most important last. ``filename``: the name of the file
           with the gap.
@@ -318,7 +318,7 @@ class BlockingCalls(EngineParts):
         timeout: float | None = None,
         block: bool = True,
     ) -> Stream:
-        """Starts to fill in and returns an iterator over the deltas, as ``stream`` does; arguments of ``infill``."""
+        """Start to fill in and return an iterator over the deltas, as ``stream`` does; arguments of ``infill``."""
         self._engine_thread.check_open()
         tokens = self._fim_tokens(fim_text(prefix, suffix, extra, filename, order), params)
         return self.stream(tokens, params, timeout=timeout, block=block)
@@ -380,7 +380,7 @@ class BlockingCalls(EngineParts):
         block: bool = True,
         progress: bool = False,
     ) -> ChatCompletion | list[ChatCompletion]:
-        """Answers a conversation, or several together, and returns when all answers are complete.
+        """Answer a conversation, or several together, and return when all answers are complete.
 
         A list of conversations returns a list of answers, in its order. ``timeout``, ``block`` and ``progress`` are as
         for ``generate``. Raises what ``generate`` raises, InvalidRequestError also for messages that the model's
@@ -425,7 +425,7 @@ class BlockingCalls(EngineParts):
         timeout: float | None = None,
         block: bool = True,
     ) -> ChatStream:
-        """Starts an answer and returns an iterator over its parts. Raises as ``chat`` does.
+        """Start an answer and return an iterator over its parts. Raises as ``chat`` does.
 
         ``before``: tokens of what was said earlier, which precede the prompt. With ``truncation="auto"`` the oldest are
         left out.
@@ -456,7 +456,7 @@ class BlockingCalls(EngineParts):
     # ---- token by token, and memory
     @explains_keywords
     def start(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
-        """Starts a generation that computes one token for each call of ``next``, and nothing before the first.
+        """Start a generation that computes one token for each call of ``next``, and nothing before the first.
 
         Raises as ``generate`` does.
         """
@@ -477,7 +477,7 @@ class BlockingCalls(EngineParts):
 
     @explains_keywords
     def restore(self, snapshot: bytes, params: SamplingParams | None = None) -> Generation:
-        """Continues a sequence from a ``Generation.snapshot`` of this engine or another one with the same model.
+        """Continue a sequence from a ``Generation.snapshot`` of this engine or another one with the same model.
 
         Its cells are loaded with the first ``next``. They are computed again if ``cache_bytes`` has no room for them,
         if there is no prefix cache, or if the other engine's memory had another layout (``flash_attn``). ``params``
@@ -506,7 +506,7 @@ class BlockingCalls(EngineParts):
         cache_salt: str | None = None,
         adapter: AdapterChoice | None = None,
     ) -> CachedPrefix:
-        """Computes a prompt and keeps its KV cells in host memory until they are released.
+        """Compute a prompt and keep its KV cells in host memory until they are released.
 
         Requests whose prompts begin with the same tokens load them, also long after. ``prompt``: text or token ids,
         such as those of ``Model.tokenize_chat(messages, add_generation_prompt=False)``. ``cache_salt``,
@@ -605,7 +605,7 @@ class BlockingCalls(EngineParts):
         progress: bool = False,
         adapter: AdapterChoice | None = None,
     ) -> Score | list[Score] | list[list[Score]] | list[Score | list[Score]]:
-        """Scores continuations given a prompt: the log-probability of each of their tokens.
+        """Score continuations given a prompt: the log-probability of each of their tokens.
 
         Prompt and continuation are text or token ids.
 
@@ -660,7 +660,7 @@ class BlockingCalls(EngineParts):
         progress: bool = False,
         adapter: AdapterChoice | None = None,
     ) -> Score | list[Score]:
-        """Scores a text, or several: every token but the first, given the tokens before it.
+        """Score a text, or several: every token but the first, given the tokens before it.
 
         Options and exceptions as for ``score``.
         """
@@ -680,7 +680,7 @@ class BlockingCalls(EngineParts):
         progress: bool = False,
         adapter: AdapterChoice | None = None,
     ) -> float:
-        """The perplexity of a text: the exponential of the mean negative log-probability of its tokens.
+        """Return the perplexity of a text: the exponential of the mean negative log-probability of its tokens.
 
         ``text``: text or token ids, of any length. By default every token but the first counts, given all tokens before
         it. In a text longer than ``n_ctx`` a token is given at least the ``n_ctx // 2`` tokens before it.

@@ -75,7 +75,7 @@ class Stream(StreamReader):
         return self._read(item)
 
     def submit(self) -> None:
-        """Submits the request, which otherwise the first ``__next__`` does. Raises as ``Engine.generate`` does.
+        """Submit the request, which otherwise the first ``__next__`` does. Raises as ``Engine.generate`` does.
 
         A second call does nothing.
         """
@@ -94,12 +94,12 @@ class Stream(StreamReader):
             raise
 
     def cancel(self) -> None:
-        """Ends the request within a step; then the stream ends. A second call does nothing. Any thread."""
+        """End the request within a step; then the stream ends. A second call does nothing. Any thread."""
         self._make = None
         super().cancel()
 
     def close(self) -> None:
-        """Cancels the request if it is not finished."""
+        """Cancel the request if it is not finished."""
         self.cancel()
 
     def __enter__(self) -> Stream:
@@ -185,7 +185,7 @@ class ChatStream(NotCopyable):
                 return delta
 
     def submit(self) -> None:
-        """Renders the conversation and submits the request, which otherwise the first ``__next__`` does.
+        """Render the conversation and submit the request, which otherwise the first ``__next__`` does.
 
         Raises as ``Engine.chat`` does. A second call does nothing.
         """
@@ -200,13 +200,13 @@ class ChatStream(NotCopyable):
                 self._open(item)
 
     def cancel(self) -> None:
-        """Ends the request within a step; then the stream ends. A second call does nothing. Any thread."""
+        """End the request within a step; then the stream ends. A second call does nothing. Any thread."""
         self._closed = True
         if self._stream is not None:
             self._stream.cancel()
 
     def close(self) -> None:
-        """Cancels the request if it is not finished."""
+        """Cancel the request if it is not finished."""
         self.cancel()
 
     def __enter__(self) -> ChatStream:
@@ -249,7 +249,7 @@ class Generation(SequenceHandle):
         return token
 
     def next(self) -> Token | None:
-        """The next token; None, without computing a step, when the generation is finished or cancelled.
+        """Return the next token; None, without computing a step, when the generation is finished or cancelled.
 
         Raises the error of a failed request, EngineClosedError after ``fork()``. Ctrl-C, or cancelling the task,
         cancels the generation.
@@ -267,7 +267,7 @@ class Generation(SequenceHandle):
             return self._read(item)
 
     def fork(self, seed: SupportsIndex | None = None) -> Generation:
-        """A second generation of the same sequence, independent of this one; also if the text has ended.
+        """Make a second generation of the same sequence, independent of this one; also if the text has ended.
 
         With a prefix cache it reuses this generation's KV cells; without one it computes them again. Tokens so far
         count for its ``max_tokens``. Its sampler starts again with the sequence so far, as after ``trim``. ``seed``: of
@@ -286,7 +286,7 @@ class Generation(SequenceHandle):
             return forked
 
     def snapshot(self) -> bytes:
-        """The sequence and its KV cells as bytes, for ``Engine.restore`` of any engine with the same model.
+        """Return the sequence and its KV cells as bytes, for ``Engine.restore`` of any engine with the same model.
 
         Their size is that of the cells and of the last four saved states. A header has the format, a fingerprint of
         the model file, the types of keys and values, and a checksum; sampling parameters are not included. The checksum
@@ -300,7 +300,7 @@ class Generation(SequenceHandle):
             return self._pack()
 
     def close(self) -> None:
-        """The same as ``cancel``."""
+        """Do the same as ``cancel``."""
         self.cancel()
 
     def __enter__(self) -> Generation:

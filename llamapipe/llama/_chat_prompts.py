@@ -45,13 +45,13 @@ class ChatPrompts:
         return f"<ChatPrompts of {self._model!r}>"
 
     def text(self, name: str | None = None) -> str | None:
-        """The source of the template without a name, or of a named one; None if there is none."""
+        """Return the source of the template without a name, or of a named one; None if there is none."""
         if name is None:
             return self._model.chat_template
         return self._model.metadata.get(f"tokenizer.chat_template.{name}")
 
     def template(self, name: str | None = None) -> ChatTemplate:
-        """A template, compiled. Raises InvalidRequestError if there is none, ImportError without the extra ``chat``."""
+        """Compile a template. Raises InvalidRequestError if there is none, ImportError without the extra ``chat``."""
         text = self.text(name)
         if not text:
             if name is None:
@@ -64,7 +64,7 @@ class ChatPrompts:
         return found
 
     def compiled(self, text: str, strips_bos: bool) -> ChatTemplate:
-        """A template with the vocabulary's BOS and EOS. Raises InvalidRequestError, ImportError."""
+        """Return a template with the vocabulary's BOS and EOS. Raises InvalidRequestError, ImportError."""
         try:
             from llamapipe.chat.template import ChatTemplate
         except ModuleNotFoundError as e:
@@ -80,7 +80,7 @@ class ChatPrompts:
         return "" if token is None else self._model.vocab.written_piece(token).decode(errors="replace")
 
     def _for(self, tools: object) -> ChatTemplate:
-        """The template for a conversation with these tools."""
+        """Return the template for a conversation with these tools."""
         is_own = not self._model.is_template_given
         return self.template("tool_use" if tools and is_own and self.text("tool_use") else None)
 
@@ -91,7 +91,7 @@ class ChatPrompts:
         add_generation_prompt: bool,
         template_args: Mapping[str, Any],
     ) -> str:
-        """See ``Model.render_chat``. ``tools``: in OpenAI's form."""
+        """Render a conversation; see ``Model.render_chat``. ``tools``: in OpenAI's form."""
         template = self._for(tools)
         text = template.render(
             messages,
@@ -112,7 +112,7 @@ class ChatPrompts:
         given_args: Mapping[str, Any] | None = None,
         **template_args: Any,
     ) -> str:
-        """``render`` for a look at the template: without warnings. ``template_args`` replace those of the caller."""
+        """Render to probe the template, without warnings. ``template_args`` replace those of the caller."""
         return self._for(tools).render(
             messages,
             tools=tools,
@@ -122,7 +122,7 @@ class ChatPrompts:
         )
 
     def _call_writer(self, messages: object, template_args: Mapping[str, Any]) -> WriteCalls | None:
-        """Writes the calls of messages where the template leaves them out; None where it does not, or has none."""
+        """Return what writes tool calls where the template leaves them out; None if it writes them, or has none."""
         if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
             return None
         if not any(isinstance(message, Mapping) and message.get("tool_calls") for message in messages):
@@ -131,7 +131,7 @@ class ChatPrompts:
         return calls.written if calls is not None and calls.in_content else None
 
     def chat_format(self, template_args: Mapping[str, Any] | None = None) -> ChatFormat:
-        """How the template writes tool calls and reasoning with these arguments. Raises as ``template`` does.
+        """Find how the template writes tool calls and reasoning with these arguments. Raises as ``template`` does.
 
         Found once for each set of arguments that the template reads; the sets that were used last are remembered. No
         lock is held while the template is probed with a client's arguments, so no other client waits for it.
@@ -162,14 +162,14 @@ class ChatPrompts:
         return found
 
     def _probed_arguments(self, template_args: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments that one of the model's templates reads, in a short form."""
+        """Return the arguments that one of the model's templates reads, in a short form."""
         found: dict[str, Any] = {}
         for template in dict.fromkeys((self._for(True), self._for(None))):
             found |= template.probed_arguments(template_args)
         return found
 
     def _special_id(self, text: str) -> int | None:
-        """The id of a text that is one control or user-defined token."""
+        """Return the id of a text that is one control or user-defined token."""
         vocab = self._model.vocab
         tokens = vocab.tokenize(text, add_special=False, parse_special=True)
         if len(tokens) == 1 and vocab.tokenize(text, add_special=False) != tokens:
@@ -178,7 +178,7 @@ class ChatPrompts:
 
     @staticmethod
     def definitions(tools: Iterable[ToolDefinition] | None) -> list[dict[str, Any]] | None:
-        """Tools of a caller in OpenAI's form. Raises as ``check_tools`` does."""
+        """Return the tools of a caller in OpenAI's form. Raises as ``check_tools`` does."""
         if tools is None:
             return None
         from llamapipe.chat.tools import check_tools
@@ -192,7 +192,7 @@ class ChatPrompts:
         tools: Sequence[Mapping[str, Any]] | None,
         template_args: Mapping[str, Any],
     ) -> None:
-        """Logs a warning, once for a template, about what it leaves out of the messages."""
+        """Log a warning, once for a template, about what it leaves out of the messages."""
         writer = self._call_writer(messages, template_args)
         for what in template.newly_dropped(messages, tools, template_args, writer):
             logging.getLogger("llamapipe").warning(
@@ -212,7 +212,7 @@ class ChatPrompts:
         n_ctx: int | None = None,
         media_mark: str = "",
     ) -> list[int]:
-        """See ``Model.tokenize_chat``. ``continue_last``: as ``ChatTemplate.render`` takes it.
+        """Tokenize a conversation; see ``Model.tokenize_chat``. ``continue_last``: as ``ChatTemplate.render`` takes it.
 
         ``media_mark``: see ``chat/media.py``; where the ``i``-th is written, the token is ``-1 - i``.
 
@@ -241,7 +241,7 @@ class ChatPrompts:
         return tokenized(text, mark, controls, vocab.tokenize, self._added, media_mark)
 
     def warn_of_control_text(self, text: str) -> None:
-        """Logs a warning, once for a model: a plain prompt contains ``text``, that of a control token."""
+        """Log a warning, once for a model: a plain prompt contains ``text``, that of a control token."""
         if not self._has_warned:
             self._has_warned = True
             logging.getLogger("llamapipe").warning(

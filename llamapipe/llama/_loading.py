@@ -31,7 +31,7 @@ class _Load:
 
 
 def load(module: Any, path: Path, params: Any, progress: Progress | None, packing: Any) -> Any:
-    """Loads a model on this thread and returns its native handle; calls ``progress`` with 0.0 to 1.0.
+    """Load a model on this thread and return its native handle; call ``progress`` with 0.0 to 1.0.
 
     An exception in ``progress``, or Ctrl-C, stops the load and is raised here. When the interpreter exits, loads on
     other threads are stopped as well and raise SystemExit there, because native code must not outlive the interpreter.
@@ -64,13 +64,13 @@ def load(module: Any, path: Path, params: Any, progress: Progress | None, packin
 
 
 def is_loading() -> bool:
-    """Whether this thread is in a load, so that a function for its progress is running."""
+    """Return whether this thread is in a load, so that a function for its progress is running."""
     return getattr(_current, "load", None) is not None
 
 
 @contextmanager
 def mapping_guard(module: Any, path: Path, files: Sequence[Path] = ()) -> Iterator[None]:
-    """Raises ModelLoadError at the end if a mapped file was truncated meanwhile, instead of ending the process.
+    """Raise ModelLoadError at the end if a mapped file was truncated meanwhile, instead of ending the process.
 
     Guards this thread; for ``files`` also threads that llama.cpp starts to convert weights.
     """
@@ -93,7 +93,7 @@ def mapping_guard(module: Any, path: Path, files: Sequence[Path] = ()) -> Iterat
 
 
 def _progress_callback(module: Any) -> Any:
-    """The C function that llama.cpp calls during a load; the first call connects it to Python."""
+    """Return the C function that llama.cpp calls during a load; the first call connects it to Python."""
     global _callback
     if _callback is None:
         define = module.ffi.def_extern(name="lp_on_progress", error=False, onerror=_failed)

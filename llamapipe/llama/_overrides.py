@@ -35,7 +35,7 @@ _LAYER: Final = re.compile(r"(blk\.)(\d+)(\..*)")
 
 # ---- metadata
 def checked_kv(overrides: Mapping[str, Value] | None) -> dict[str, Value]:
-    """``kv_overrides`` as llama.cpp can take them. Raises TypeError, ValueError."""
+    """Return ``kv_overrides`` as llama.cpp can take them. Raises TypeError, ValueError."""
     if overrides is None:
         return {}
     if not isinstance(overrides, Mapping):
@@ -68,7 +68,7 @@ def _check_bytes(name: str, text: str) -> None:
 
 
 def native_kv(ffi: Any, lib: Any, overrides: Mapping[str, Value]) -> Any:
-    """What llama.cpp gets; it lives as long as the result."""
+    """Return what llama.cpp gets; it lives as long as the result."""
     made = ffi.new("struct llama_model_kv_override[]", len(overrides) + 1)
     for slot, (key, value) in zip(made, overrides.items(), strict=False):
         slot.key = key.encode()
@@ -84,7 +84,7 @@ def native_kv(ffi: Any, lib: Any, overrides: Mapping[str, Value]) -> Any:
 
 
 def shown_kv(value: Value) -> str:
-    """A value as llama.cpp writes the file's."""
+    """Return a value as llama.cpp writes the file's."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -95,7 +95,7 @@ def placed_tensors(
     n_cpu_moe: int | None,
     wanted: Sequence[str | Device] | None,
 ) -> dict[str, Device]:
-    """The devices of the tensors that do not lie where llama.cpp would place them, by name.
+    """Return, by name, the devices of the tensors that do not lie where llama.cpp would place them.
 
     ``wanted``: the option ``devices``, checked. Raises TypeError, ValueError, BackendError.
     """
@@ -146,7 +146,7 @@ def placed_tensors(
 
 
 def _known(wanted: Sequence[str | Device] | None) -> dict[str, Device]:
-    """The devices of which llama.cpp has backends for the model, by name."""
+    """Return the devices of which llama.cpp has backends for the model, by name."""
     names = None if wanted is None else {item.name if isinstance(item, Device) else item for item in wanted}
     return {
         device.name: device
@@ -156,7 +156,7 @@ def _known(wanted: Sequence[str | Device] | None) -> dict[str, Device]:
 
 
 def native_placement(ffi: Any, lib: Any, placed: Mapping[str, Device]) -> tuple[Any, list[Any]]:
-    """What llama.cpp gets, and the texts that must live as long.
+    """Return what llama.cpp gets, and the texts that must live as long.
 
     llama.cpp compiles every pattern for every tensor, so that one stands for the same tensor of many layers.
     """
@@ -177,12 +177,12 @@ def native_placement(ffi: Any, lib: Any, placed: Mapping[str, Device]) -> tuple[
 
 
 def _escaped(text: str) -> str:
-    """Text of an ECMAScript pattern that stands for itself."""
+    """Return text of an ECMAScript pattern that stands for itself."""
     return re.sub(r"[^\w]", lambda found: "\\" + found[0] if found[0].isascii() else found[0], text)
 
 
 def log_placement(info: GgufInfo, placed: Mapping[str, Device]) -> None:
-    """Logs how many tensors lie where."""
+    """Log how many tensors lie where."""
     n = Counter(device.name for device in placed.values())
     for device, n_tensors in n.items():
         logging.getLogger("llamapipe").info("%s: %d tensors on %s", info.path.name, n_tensors, device)

@@ -91,7 +91,7 @@ class PackedFile:
         return self.n_bytes > 0
 
     def write(self, native: Any, packing: Any) -> None:
-        """Writes what a load has packed, and maps it in place of the memory. Logs a warning if that fails."""
+        """Write what a load has packed, and map it in place of the memory. Logs a warning if that fails."""
         try:
             if self.is_found:  # other tensors than expected, or in another form
                 self._close()
@@ -108,7 +108,7 @@ class PackedFile:
             self._tell(f"cannot be written, so the weights stay in this process's memory: {error}")
 
     def _identify(self) -> tuple[bytes, str]:
-        """The key of the model's files, and the name of the file in the cache."""
+        """Return the key of the model's files, and the name of the file in the cache."""
         key = blake2b(digest_size=32)
         content = blake2b(digest_size=8)
         for stamp in self._info.stamps:
@@ -120,7 +120,7 @@ class PackedFile:
 
     # ---- a file that is there
     def _open(self) -> bool:
-        """Opens the file if it fits the model."""
+        """Open the file if it fits the model."""
         try:
             fd = files.open_file(self.path, os.O_RDONLY)
         except FileNotFoundError:
@@ -140,7 +140,7 @@ class PackedFile:
         return True
 
     def _misfit(self, head: bytes, n_in_file: int) -> str | None:
-        """Why the open file is not the one that is wanted; None if it is."""
+        """Return why the open file is not the one that is wanted; None if it is."""
         if len(head) < _HEADER.size + _CHECKSUM_BYTES:
             return "it is damaged"
         magic, key, layout, n_bytes = _HEADER.unpack_from(head)
@@ -159,7 +159,7 @@ class PackedFile:
 
     # ---- a file to be written
     def _lock(self) -> None:
-        """Opens the partial file for this load alone, unless another load is writing it."""
+        """Open the partial file for this load alone, unless another load is writing it."""
         partial = self.path.with_name(self.path.name + ".partial")
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Who may read the model may read this.
@@ -230,7 +230,7 @@ class PackedFile:
         self.n_bytes = self.layout = 0
 
     def _tell(self, what: str) -> None:
-        """Logs one warning a load."""
+        """Log one warning a load."""
         if not self._is_told:
             self._is_told = True
             name = self.path if hasattr(self, "path") else self._folder
@@ -238,7 +238,7 @@ class PackedFile:
 
 
 def _distrust(status: os.stat_result, *others: int) -> str | None:
-    """Why a file's content could be anybody's; None if only this user and these could write it."""
+    """Return why a file's content could be anybody's; None if only this user and these could write it."""
     if not stat.S_ISREG(status.st_mode):
         return "it is not a regular file"
     if not files.is_ours(status, *others):
@@ -249,7 +249,7 @@ def _distrust(status: os.stat_result, *others: int) -> str | None:
 
 
 def _checksum(header: bytes, sample: Callable[[int], bytes | memoryview], n_bytes: int) -> bytes:
-    """Of the header and of samples of the weights, of which the last one ends with them."""
+    """Return a checksum of the header and of samples of the weights, of which the last one ends with them."""
     digest = blake2b(header, digest_size=_CHECKSUM_BYTES)
     for i in range(_N_SAMPLES + 1):
         digest.update(sample(max(n_bytes - _SAMPLE_BYTES, 0) * i // _N_SAMPLES))
@@ -257,7 +257,7 @@ def _checksum(header: bytes, sample: Callable[[int], bytes | memoryview], n_byte
 
 
 def _open_locked(path: Path, mode: int) -> int | None:
-    """Makes or opens a file and locks it; None if another load holds the lock, or the file has lost its name."""
+    """Make or open a file and lock it; None if another load holds the lock, or the file has lost its name."""
     fd = files.open_file(path, os.O_RDWR | os.O_CREAT, mode)
     try:
         files.lock(fd, wait=False)

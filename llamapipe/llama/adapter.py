@@ -48,7 +48,7 @@ class Weights(NotCopyable):
         self.matrices = info.matrices
 
     def forget(self) -> None:
-        """Its model is freed, and the adapter with it."""
+        """Forget the weights: the model is freed, and the adapter with it."""
         self.handle = None
 
     def __del__(self) -> None:
@@ -69,7 +69,7 @@ class Directions(NotCopyable):
         self.is_forgotten = False
 
     def forget(self) -> None:
-        """Its model is closed."""
+        """Forget the directions: the model is closed."""
         self.is_forgotten = True
 
 
@@ -93,13 +93,13 @@ class Named(Owner):
         return self._part is None
 
     def close(self) -> None:
-        """Frees the memory when no request uses it any more; a second call does nothing."""
+        """Free the memory when no request uses it any more; a second call does nothing."""
         self.model.adapters.remove(self)
         self._part = None
 
 
 def part_of(named: Named) -> Part:
-    """What computes for an adapter. Raises InvalidRequestError if that is closed."""
+    """Return what computes for an adapter. Raises InvalidRequestError if that is closed."""
     part = named._part
     gone = part is None or (part.handle is None if isinstance(part, Weights) else part.is_forgotten)
     if part is None or gone:
@@ -193,7 +193,7 @@ class AdapterSet:
 
 
 def carries(carrier: Hashable, adapters: Hashable) -> bool:
-    """Whether steps with this carrier can have rows with these adapters.
+    """Return whether steps with this carrier can have rows with these adapters.
 
     Both are LoRAs, one of which, the ``widest``, changes all matrices that the others of its set change; and that of
     the carrier changes all that the other one changes. Or the latter is None.
@@ -206,7 +206,7 @@ def carries(carrier: Hashable, adapters: Hashable) -> bool:
 
 
 def _widest(parts: Sequence[Part]) -> Weights | None:
-    """The one of several LoRAs that changes all matrices that the others change, if rows can have them."""
+    """Return the LoRA, of several, that changes all matrices that the others change, if rows can have them."""
     loras = [part for part in parts if isinstance(part, Weights) and part.matrices]
     if len(loras) < len(parts):
         return None
@@ -262,11 +262,11 @@ class ModelAdapters:
         return model
 
     def loaded(self) -> list[AnyAdapter]:
-        """Those that are not closed, in the order of their loads."""
+        """Return those that are not closed, in the order of their loads."""
         return list(self._by_name.values())
 
     def load(self, module: Any, path: str | os.PathLike[str], name: str | None) -> Adapter:
-        """See ``Model.load_adapter``."""
+        """Load a LoRA; see ``Model.load_adapter``."""
         model = self._model
         file, handle = self._checked(path, name)
         with mapping_guard(module, file):
@@ -292,7 +292,7 @@ class ModelAdapters:
     def load_control_vector(
         self, module: Any, path: str | os.PathLike[str], layers: tuple[int, int] | None, name: str | None
     ) -> ControlVector:
-        """See ``Model.load_control_vector``."""
+        """Load a control vector; see ``Model.load_control_vector``."""
         model = self._model
         window = (1, model.n_layer - 1) if layers is None else _check_layers(layers, model.n_layer)
         file, _ = self._checked(path, name)
@@ -314,7 +314,7 @@ class ModelAdapters:
         return vector
 
     def _checked(self, path: str | os.PathLike[str], name: str | None) -> tuple[Path, Any]:
-        """The path, and the model's handle. Raises as a load does."""
+        """Return the path, and the model's handle. Raises as a load does."""
         if name is not None:
             check_adapter_name(name)
         file = local_file(path)
@@ -326,7 +326,7 @@ class ModelAdapters:
         return file, handle
 
     def _free(self, name: str) -> str:
-        """A name that no adapter has. Raises ValueError."""
+        """Return ``name`` if no adapter has it. Raises ValueError."""
         if check_adapter_name(name) in self._by_name:
             raise ValueError(
                 f"the model has an adapter {name!r} already; give another name, or close that one"
@@ -341,12 +341,12 @@ class ModelAdapters:
         self._parts.append(weakref.ref(part))
 
     def remove(self, adapter: Named) -> None:
-        """Takes an adapter's name away."""
+        """Take an adapter's name away."""
         if self._by_name.get(adapter.name) is adapter:
             del self._by_name[adapter.name]
 
     def close(self) -> None:
-        """The model is about to be freed: so are its adapters."""
+        """Forget the adapters: the model is about to be freed, and they with it."""
         self._by_name.clear()
         for known in self._parts:
             part = known()
@@ -354,7 +354,7 @@ class ModelAdapters:
                 part.forget()
 
     def named(self, adapters: Iterable[AnyAdapter | str]) -> list[AnyAdapter]:
-        """``Engine(adapters=…)``: adapters of this model, or their names. Raises TypeError, InvalidRequestError."""
+        """Return the adapters of ``Engine(adapters=…)``, given or named. Raises TypeError, InvalidRequestError."""
         if isinstance(adapters, (str, Named)):
             raise TypeError(f"adapters must be a list of adapters or names, not {type(adapters).__name__}")
         found = []
@@ -366,7 +366,7 @@ class ModelAdapters:
         return found
 
     def choose(self, choice: AdapterChoice | None, allowed: Sequence[AnyAdapter] = ()) -> AdapterSet | None:
-        """The set that ``SamplingParams.adapter`` means. Raises InvalidRequestError.
+        """Return the set that ``SamplingParams.adapter`` means. Raises InvalidRequestError.
 
         ``allowed``: the adapters that may be named; empty: all that are loaded.
         """
@@ -400,14 +400,14 @@ class ModelAdapters:
 
 
 def float_of(scale: float) -> float:
-    """A scale as the C API takes it, so that equal ones are equal."""
+    """Return a scale as the C API takes it, so that equal ones are equal."""
     import struct
 
     return float(struct.unpack("<f", struct.pack("<f", scale))[0])
 
 
 def local_file(path: str | os.PathLike[str]) -> Path:
-    """A file, downloaded from the Hugging Face Hub if it is named ``hf:…``. Raises as ``hub.model_file``."""
+    """Return a file, downloaded from the Hugging Face Hub if it is named ``hf:…``. Raises as ``hub.model_file``."""
     if not isinstance(path, str) or not path.startswith("hf:"):
         return path_of(path)
     from llamapipe.hub import model_file, parse
@@ -416,7 +416,7 @@ def local_file(path: str | os.PathLike[str]) -> Path:
 
 
 def check_adapter_name(name: object) -> str:
-    """A name for an adapter. Raises TypeError, ValueError."""
+    """Return a name for an adapter. Raises TypeError, ValueError."""
     if not isinstance(name, str):
         raise TypeError(f"the name of an adapter must be a str, not {type(name).__name__}")
     if not 0 < len(name) <= _MOST_NAME:
@@ -427,7 +427,7 @@ def check_adapter_name(name: object) -> str:
 
 
 def check_choice_of_adapter(value: object) -> AdapterChoice:
-    """A checked ``SamplingParams.adapter``. Raises TypeError, ValueError."""
+    """Return a checked ``SamplingParams.adapter``. Raises TypeError, ValueError."""
     if isinstance(value, (Adapter, ControlVector)):
         return value
     if isinstance(value, str):
@@ -447,7 +447,7 @@ def check_choice_of_adapter(value: object) -> AdapterChoice:
 
 
 def _check_layers(layers: object, n_layer: int) -> tuple[int, int]:
-    """A checked ``layers`` of ``Model.load_control_vector``. Raises TypeError, ValueError."""
+    """Return a checked ``layers`` of ``Model.load_control_vector``. Raises TypeError, ValueError."""
     if not isinstance(layers, (tuple, list)) or len(layers) != 2:
         raise TypeError(f"layers must be the first and the last layer, not {layers!r}")
     first = check_int("the first of layers", layers[0], 1, n_layer - 1)
@@ -457,7 +457,7 @@ def _check_layers(layers: object, n_layer: int) -> tuple[int, int]:
 def set_adapters(
     module: Any, entry: Any, owner: Any, given: AdapterSet | None, carries: bool = False
 ) -> None:
-    """Calls a native entry that changes what ``owner`` computes with. Raises BackendError.
+    """Call a native entry that changes what ``owner`` computes with. Raises BackendError.
 
     ``carries``: the set is a carrier; ``assign_adapters`` says which adapters a sequence's rows have.
     """
@@ -467,7 +467,7 @@ def set_adapters(
 
 
 def assign_adapters(module: Any, entry: Any, owner: Any, seq_id: int, given: AdapterSet | None) -> None:
-    """Calls a native entry that changes what a sequence's rows are computed with. Raises BackendError."""
+    """Call a native entry that changes what a sequence's rows are computed with. Raises BackendError."""
     arguments = SetArguments(module, given)
     if entry(owner, seq_id, arguments.native) < 0:
         raise BackendError(f"the adapters of a sequence could not be changed: {last_error(module)}")

@@ -44,7 +44,7 @@ _POLL = 2
 
 
 def state_version() -> int:
-    """llama.cpp's number for the form of a sequence's state; it reads those of other versions without a check."""
+    """Return llama.cpp's version of a sequence's state; it reads those of other versions without a check."""
     version: int = native().lib.LLAMA_STATE_SEQ_VERSION
     return version
 
@@ -181,7 +181,7 @@ class Context(Owner):
         n_more_outputs: int,
         kv_unified: bool,
     ) -> None:
-        """Checks the sizes, and sets the attributes of their names."""
+        """Check the sizes, and set the attributes of their names."""
         default_n_ctx = min(self.model.n_ctx_train, 4096)
         self.n_ctx = int_of("n_ctx", default_n_ctx if n_ctx is None else n_ctx)
         self.n_seq_max = int_of("n_seq_max", n_seq_max)
@@ -209,7 +209,7 @@ class Context(Owner):
             )
 
     def _checked_types(self, type_k: str, type_v: str, flash_attn: str) -> str:
-        """Checks the types of the KV cache, and whether it fits. Returns what ``flash_attn`` is to be."""
+        """Check the types of the KV cache, and whether it fits. Return what ``flash_attn`` is to be."""
         choice_of("type_k", type_k)
         choice_of("type_v", type_v)
         choice_of("flash_attn", flash_attn)
@@ -241,7 +241,7 @@ class Context(Owner):
         return flash_attn
 
     def _params(self, type_k: str, type_v: str, flash_attn: str) -> Any:
-        """llama.cpp's parameters."""
+        """Return llama.cpp's parameters."""
         ffi, lib = self._native.ffi, self._native.lib
         params = ffi.new("struct llama_context_params *", lib.llama_context_default_params())
         # llama.cpp divides n_ctx by the sequences and pads each part to 256.
@@ -263,7 +263,7 @@ class Context(Owner):
         return -(-(self.n_cells if self.kv_unified else self.n_ctx) // 256) * 256
 
     def _create(self, params: Any) -> None:
-        """Creates the native context, with a ring for its output rows if one is wanted and rows can be staged."""
+        """Create the native context, with a ring for its output rows if one is wanted and rows can be staged."""
         ffi, lib = self._native.ffi, self._native.lib
         n_rows = max(self.n_ring_slots, 0) * self.n_outputs_max
         drain_log(self._native)
@@ -319,7 +319,7 @@ class Context(Owner):
         )
 
     def set_adapters(self, adapters: AdapterSet | None, carries: bool = False) -> None:
-        """Computes with these adapters from the next decode on; None: with the model alone. Raises BackendError.
+        """Compute with these adapters from the next decode on; None: with the model alone. Raises BackendError.
 
         ``carries``: see ``adapter.carries``; no sequence has an adapter until ``assign_adapters`` gives it some.
         """
@@ -334,7 +334,7 @@ class Context(Owner):
         return bool(self._native.lib.lp_context_mixes_adapters(self._handle))
 
     def assign_adapters(self, seq_id: int, adapters: AdapterSet | None) -> None:
-        """Computes a sequence with these adapters from the next decode on, if a carrier is set. Raises BackendError."""
+        """Compute a sequence with these adapters from the next decode on, if a carrier is set. Raises BackendError."""
         self.claim()
         assign_adapters(
             self._native, self._native.lib.lp_context_assign_adapters, self._handle, seq_id, adapters
@@ -343,7 +343,7 @@ class Context(Owner):
 
     # ---- decoding
     def decode(self, batch: DecodeBatch) -> None:
-        """Computes a batch and returns when its logits can be read.
+        """Compute a batch and return when its logits can be read.
 
         Raises ValueError for tokens, sequences or positions that do not fit (positions of a sequence continue from its
         last one without a gap), ContextFullError when no cells are left, DecodeError when the computation fails.
@@ -369,13 +369,13 @@ class Context(Owner):
             raise self.decode_error(code)
 
     def decode_arrays(self, n_tokens: int, tokens: Any, positions: Any, seq_ids: Any, outputs: Any) -> int:
-        """The unchecked core of ``decode`` on cffi arrays; returns llama_decode's code. For callers that checked."""
+        """Decode cffi arrays without the checks of ``decode``; return llama_decode's code. For callers that checked."""
         self.claim()
         return self._native.lib.lp_decode(self._handle, n_tokens, tokens, positions, seq_ids, outputs)  # type: ignore[no-any-return]
 
     # ---- hidden states
     def keep_states(self, n_most: int, layers: Sequence[int] = ()) -> None:
-        """Keeps hidden states of the last ``n_most`` tokens of each sequence, as long as their cells are kept.
+        """Keep hidden states of the last ``n_most`` tokens of each sequence, as long as their cells are kept.
 
         A state is the last one of the token, or the inputs of these ``layers``, one after the other (llama.cpp ends the
         process if the graph of the architecture does not give them out: ask ``eagle3_problem`` first). For tokens that
@@ -386,13 +386,13 @@ class Context(Owner):
             raise BackendError(f"hidden states cannot be kept ({last_error(self._native)})")
 
     def kept_states(self, seq_id: int) -> tuple[int, int]:
-        """The first position of a sequence whose state is kept, and the one after the last."""
+        """Return the first position of a sequence whose state is kept, and the one after the last."""
         end = self._native.ffi.new("int32_t *")
         begin: int = self._native.lib.lp_context_states(self.handle, seq_id, end)
         return begin, int(end[0])
 
     def states(self, seq_id: int) -> npt.NDArray[np.float32]:
-        """A copy of the states of a sequence that are kept: float32 ``(n, width)``, from the first kept position on."""
+        """Copy the states of a sequence that are kept: float32 ``(n, width)``, from the first kept position on."""
         ffi, lib = self._native.ffi, self._native.lib
         begin, end = self.kept_states(seq_id)
         out = np.empty((end - begin, lib.lp_context_state_width(self.handle)), dtype=np.float32)
@@ -401,7 +401,7 @@ class Context(Owner):
         return out
 
     def draft(self, batch: DecodeBatch, before: Sequence[int]) -> None:
-        """``decode`` for a context that drafts for another. Each entry reads the state of the token before it.
+        """Decode in a context that drafts for another. Each entry reads the state of the token before it.
 
         That is the state of the entry ``before[i]``, an output of the batch before, or (-1) one that ``drafts_for``
         keeps. Positions may begin anywhere. With EAGLE-3 all entries are outputs, or none. Raises ContextFullError and
@@ -424,7 +424,7 @@ class Context(Owner):
             raise self.decode_error(code)
 
     def best(self, row: int) -> tuple[int, float]:
-        """The most probable token of entry ``row`` of the last batch, and its probability. Raises ValueError.
+        """Return the most probable token of entry ``row`` of the last batch, and its probability. Raises ValueError.
 
         -1 if no logit is a number. The entry must be an output.
         """
@@ -437,7 +437,7 @@ class Context(Owner):
         return token, float(share[0])
 
     def decode_error(self, code: int) -> DecodeError:
-        """An error for a negative or abnormal result of ``decode_arrays``, with what llama.cpp logged."""
+        """Return an error for a negative or abnormal result of ``decode_arrays``, with what llama.cpp logged."""
         reason = "; ".join(drain_log(self._native)[-2:]) or last_error(self._native)
         return DecodeError(f"llama.cpp failed to compute this step (code {code}: {reason})")
 
@@ -471,7 +471,7 @@ class Context(Owner):
                 )
 
     def logits(self, row: int) -> npt.NDArray[np.float32]:
-        """A copy of the logits of entry ``row`` of the last batch: float32 ``(n_vocab,)``.
+        """Return a copy of the logits of entry ``row`` of the last batch: float32 ``(n_vocab,)``.
 
         Raises ValueError when that entry was not an output.
         """
@@ -498,7 +498,7 @@ class Context(Owner):
         return self._keys_rotate() and bool(lib.llama_memory_can_shift(lib.llama_get_memory(self.llama)))
 
     def _keys_rotate(self) -> bool:
-        """Whether llama.cpp can rotate the keys in cells. Where it cannot, it ends the process, or the step fails.
+        """Return whether llama.cpp can rotate the keys in cells. Where not, it ends the process, or the step fails.
 
         It has no rotation for bfloat16. Quantized keys need heads of a multiple of 64 values. And some layer must
         rotate its keys: Granite's models may have none that does.
@@ -520,7 +520,7 @@ class Context(Owner):
         return int(self._native.lib.llama_perf_context(self.llama).n_reused)
 
     def set_threads(self, n_threads: int, n_threads_batch: int | None = None) -> None:
-        """Computes with other numbers of threads from the next decode on; see ``n_threads``. Any thread, at any time.
+        """Compute with other numbers of threads from the next decode on; see ``n_threads``. Any thread, at any time.
 
         Threads that are left out sleep. Raises TypeError and ValueError for bad numbers, BackendError when threads
         cannot be started; nothing is changed then.
@@ -532,11 +532,11 @@ class Context(Owner):
         self.n_threads, self.n_threads_batch = n, n_batch
 
     def park_threads(self) -> None:
-        """Lets the compute threads sleep until the next decode. They would spin for some milliseconds before."""
+        """Let the compute threads sleep until the next decode. They would spin for some milliseconds before."""
         self._native.lib.lp_context_rest(self.handle)
 
     def compute_thread_ids(self) -> list[int]:
-        """The kernel's ids of the threads that compute: the one that decoded last, then its workers. Any thread.
+        """Return the kernel's ids of the threads that compute: the one that decoded last, then its workers. Any thread.
 
         Empty before the first decode, and where the system is not Linux. They change with ``set_threads``.
         """
@@ -546,13 +546,13 @@ class Context(Owner):
 
     # ---- memory
     def seq_pos_max(self, seq_id: int) -> int:
-        """Largest position held for a sequence, -1 when it is empty."""
+        """Return the largest position held for a sequence, -1 when it is empty."""
         lib = self._native.lib
         check_int("seq_id", seq_id, 0, self.n_seq_max - 1)
         return int(lib.llama_memory_seq_pos_max(lib.llama_get_memory(self.llama), seq_id))
 
     def seq_remove(self, seq_id: int, p0: int = 0, p1: int = -1) -> bool:
-        """Forgets positions ``[p0, p1)`` of a sequence (to the end for -1).
+        """Forget positions ``[p0, p1)`` of a sequence (to the end for -1).
 
         False when the model's memory cannot remove a part (recurrent models); nothing is changed then.
         """
@@ -566,7 +566,7 @@ class Context(Owner):
         return bool(result)
 
     def seq_copy(self, src: int, dst: int, p0: int = 0, p1: int = -1) -> None:
-        """Shares positions ``[p0, p1)`` of ``src`` with ``dst``; part of a sequence only with ``kv_unified``.
+        """Share positions ``[p0, p1)`` of ``src`` with ``dst``; part of a sequence only with ``kv_unified``.
 
         Raises ValueError for a part across per-sequence streams, which llama.cpp cannot do (it would end the process).
         """
@@ -584,7 +584,7 @@ class Context(Owner):
             raise DecodeError(f"copying sequence {src} to {dst} failed ({last_error(self._native)})")
 
     def clear(self) -> None:
-        """Forgets all sequences."""
+        """Forget all sequences."""
         self.claim()
         lib = self._native.lib
         lib.lp_context_memory(self.handle, lib.LP_CLEAR, 0, 0, 0, -1)
@@ -617,7 +617,7 @@ class Context(Owner):
     _getpid = staticmethod(os.getpid)  # modules may be gone when the interpreter ends
 
     def claim(self) -> Any:
-        """Takes the context for this thread; the native ``lp_context *``.
+        """Take the context for this thread; return the native ``lp_context *``.
 
         Raises EngineClosedError when closed, or in a forked child; RuntimeError when another thread has it.
         """
@@ -632,11 +632,11 @@ class Context(Owner):
         return handle
 
     def release_thread(self) -> None:
-        """Lets another thread take the context over."""
+        """Let another thread take the context over."""
         self._owner = None
 
     def close(self) -> None:
-        """Frees the native memory at once; a second call does nothing. Not while a decode runs."""
+        """Free the native memory at once; a second call does nothing. Not while a decode runs."""
         if self._handle is None or self._pid != os.getpid():
             return
         handle, self._handle = self._handle, None

@@ -57,14 +57,14 @@ class Device:
 
 
 def device_handles() -> list[tuple[Device, Any]]:
-    """Every device of this machine with its native handle, which is valid for the life of the process."""
+    """Return every device of this machine with its native handle, which is valid for the life of the process."""
     lib = native().lib
     handles = [lib.ggml_backend_dev_get(i) for i in range(lib.ggml_backend_dev_count())]
     return [(describe(handle), handle) for handle in handles]
 
 
 def describe(handle: Any) -> Device:
-    """What the backend says about a device. For one of another machine: while a connection is open."""
+    """Return what the backend says about a device. For one of another machine: while a connection is open."""
     module = native()
     ffi, lib = module.ffi, module.lib
     props = ffi.new("struct ggml_backend_dev_props *")
@@ -84,7 +84,7 @@ def describe(handle: Any) -> Device:
 
 
 def devices() -> list[Device]:
-    """The devices of this machine that llamapipe can use, in llama.cpp's order (GPUs before CPUs). Any thread.
+    """Return the devices of this machine that llamapipe can use, in llama.cpp's order (GPUs before CPUs). Any thread.
 
     Raises BackendError when the native libraries cannot be loaded.
     """
@@ -93,7 +93,7 @@ def devices() -> list[Device]:
 
 # ---- which of them a model is placed on; ``far``: native devices of workers
 def check_rpc(split_mode: str, n_gpu_layers: int, vocab_only: bool) -> None:
-    """Raises ValueError for options that leave nothing to workers, or that ggml-rpc cannot do."""
+    """Raise ValueError for options that leave nothing to workers, or that ggml-rpc cannot do."""
     if split_mode in ("row", "tensor"):
         raise ValueError(
             f'split_mode is {split_mode!r}, which splits each tensor; RPC workers get whole layers: use "layer", '
@@ -107,7 +107,7 @@ def check_rpc(split_mode: str, n_gpu_layers: int, vocab_only: bool) -> None:
 
 
 def device_list(ffi: Any, wanted: Sequence[str | Device] | None, far: Sequence[Any]) -> Any:
-    """What llama.cpp gets: workers' devices before those that are wanted; NULL for all of this machine.
+    """Return what llama.cpp gets: workers' devices before those that are wanted; NULL for all of this machine.
 
     Raises TypeError, and BackendError for an unknown device.
     """
@@ -137,7 +137,7 @@ def device_list(ffi: Any, wanted: Sequence[str | Device] | None, far: Sequence[A
 def used_devices(
     wanted: Sequence[str | Device] | None, n_gpu_layers: int, far: Sequence[Any]
 ) -> list[Device]:
-    """The devices llama.cpp places layers on: those of workers; the requested ones, else all GPUs, else the CPU."""
+    """Return the devices that get layers from llama.cpp: workers'; the requested ones, else all GPUs, else the CPU."""
     known = [device for device, _ in device_handles()]
     if wanted is not None:
         names = {item.name if isinstance(item, Device) else item for item in wanted}
@@ -149,7 +149,7 @@ def used_devices(
 
 
 def shares_of_devices(ffi: Any, lib: Any, shares: Sequence[float] | None) -> Any:
-    """``tensor_split`` as llama.cpp reads it; NULL for None. Raises TypeError and ValueError."""
+    """Return ``tensor_split`` as llama.cpp reads it; NULL for None. Raises TypeError and ValueError."""
     if shares is None:
         return ffi.NULL
     if isinstance(shares, (str, bytes)) or not isinstance(shares, Iterable):

@@ -106,7 +106,7 @@ class EmbeddingContext(NotCopyable):
         return f"<EmbeddingContext pooling={self.pooling!r} n_ctx={self.n_ctx}{state}>"
 
     def compute(self, texts: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
-        """The embeddings of texts, given as tokens: float32 ``(width,)`` each, or ``(n_tokens, width)`` unpooled.
+        """Compute embeddings of texts, given as tokens: float32 ``(width,)`` each, or ``(n_tokens, width)`` unpooled.
 
         At most ``n_seq_max`` texts of 1 to ``n_ctx`` tokens, and ``n_batch`` tokens in all; the caller checks that.
         Raises BackendError if llama.cpp fails.
@@ -139,24 +139,24 @@ class EmbeddingContext(NotCopyable):
         return list(rows) if pooled else np.split(rows, np.cumsum(lengths)[:-1])
 
     def set_threads(self, n_threads: int) -> None:
-        """Computes with another number of threads from the next batch on. Raises ValueError, BackendError."""
+        """Compute with another number of threads from the next batch on. Raises ValueError, BackendError."""
         n = int_of("n_threads", n_threads, ROWS)
         if self._native.lib.lp_context_set_threads(self._handle, n, n) < 0:
             raise BackendError(f"{n} threads cannot be used ({last_error(self._native)})")
         self.n_threads = n
 
     def compute_thread_ids(self) -> list[int]:
-        """The kernel's ids of the threads that compute; empty before the first batch, and where it is not Linux."""
+        """Return the kernel's ids of the threads that compute; empty before the first batch, and outside Linux."""
         ids = self._native.ffi.new("int32_t[]", 1024)
         n: int = self._native.lib.lp_context_thread_ids(self._handle, 1024, ids)
         return self._native.ffi.unpack(ids, max(n, 0))  # type: ignore[no-any-return]
 
     def rest(self) -> None:
-        """The compute threads sleep until the next batch."""
+        """Let the compute threads sleep until the next batch."""
         self._native.lib.lp_context_rest(self._handle)
 
     def close(self) -> None:
-        """Frees the context; a second call does nothing."""
+        """Free the context; a second call does nothing."""
         handle, self._handle = self._handle, None
         if handle is not None and os.getpid() == self._pid:
             self._native.lib.lp_context_free(handle)
@@ -164,7 +164,7 @@ class EmbeddingContext(NotCopyable):
 
 
 def _pooling(model: Model, wanted: str | None) -> str:
-    """The pooling to use: the wanted one, the model's own, or what suits its attention."""
+    """Return the pooling to use: the wanted one, the model's own, or what suits its attention."""
     if wanted is not None:
         pooling = choice_of("pooling", wanted, ROWS)
     else:

@@ -48,7 +48,7 @@ class FimPrompt(NamedTuple):
 
 
 def fim_text(prefix: Any, suffix: Any, extra: Any, filename: Any, order: Any) -> FimText:
-    """Checked arguments. Raises TypeError, ValueError."""
+    """Return the checked arguments. Raises TypeError, ValueError."""
     for name, value in (("prefix", prefix), ("suffix", suffix), ("filename", filename)):
         if not isinstance(value, str) and (value is not None or name != "filename"):
             raise TypeError(f"{name} must be a str, not {type(value).__name__}")
@@ -78,7 +78,7 @@ def _file(item: Any, index: int) -> tuple[str, str]:
 
 
 def fim_room(n_ctx: int, n_new: int | None) -> int:
-    """The most tokens of a prompt in a context of ``n_ctx``, if ``n_new`` are to be generated; None: some.
+    """Return the most tokens of a prompt in a context of ``n_ctx``, if ``n_new`` are to be generated; None: some.
 
     At least half of the context. Requests for a few more or fewer tokens get the same room, and so the same prefix.
     """
@@ -87,7 +87,7 @@ def fim_room(n_ctx: int, n_new: int | None) -> int:
 
 
 def fim_prompt(vocab: Vocab, text: FimText, n_max: int | None = None) -> FimPrompt:
-    """The prompt of at most ``n_max`` tokens; None: of any number. Control tokens' names in the text stay text.
+    """Make the prompt of at most ``n_max`` tokens; None: of any number. Control tokens' names in the text stay text.
 
     If not everything fits, the prefix keeps its end, and the suffix its beginning: at least a quarter of the room, or
     what the prefix leaves. What both leave is for whole files of ``extra``, from the last one back.
@@ -115,7 +115,7 @@ def fim_prompt(vocab: Vocab, text: FimText, n_max: int | None = None) -> FimProm
 
 
 def fim_tokens_of(vocab: Vocab) -> FimTokens:
-    """The tokens that mark a gap. Raises InvalidRequestError if the model has none."""
+    """Return the tokens that mark a gap. Raises InvalidRequestError if the model has none."""
     if vocab.fim_tokens is None:
         raise InvalidRequestError(
             "this model has no tokens for filling in the middle (before, after and between the texts); use one that "
@@ -125,7 +125,7 @@ def fim_tokens_of(vocab: Vocab) -> FimTokens:
 
 
 def _around_files(vocab: Vocab, fim: FimTokens, text: FimText) -> tuple[list[int], list[int]]:
-    """What stands before the other files and after them, if there are any or the file has a name."""
+    """Return what stands before the other files and after them, if there are any or the file has a name."""
     if not text.extra and text.filename is None:
         return [], []
     head = [] if fim.repository is None else [fim.repository, *vocab.tokenize(_PROJECT, add_special=False)]
@@ -144,7 +144,7 @@ def _named(vocab: Vocab, file: int, name: str) -> list[int]:
 
 # ---- what is left out
 def _step(n: int) -> int:
-    """The step of a prompt of ``n`` tokens."""
+    """Return the step of a prompt of ``n`` tokens."""
     return max(min(_STEP, n // _STEPS), 1)
 
 
@@ -155,7 +155,7 @@ def _rounded_up(n: int, step: int) -> int:
 def _cut(
     vocab: Vocab, fim: FimTokens, text: FimText, room: int, step: int
 ) -> tuple[list[int], list[int], list[list[int]], bool]:
-    """The tokens before the gap, after it and of each other file that fit into ``room``; whether some do not."""
+    """Return the tokens before the gap, after it and of other files that fit into ``room``; whether some do not."""
     most = room * _MOST_CHARACTERS
     start = _rounded_up(max(len(text.prefix) - most, 0), step * _MOST_CHARACTERS)
     before = vocab.tokenize(text.prefix[start:], add_special=False)

@@ -60,7 +60,10 @@ class MemorySizes:
     state: int
 
     def n_window_cells(self, n_cells: int, n_seq_max: int, n_ubatch: int, unified: bool) -> int:
-        """Cells that window layers have in all sequences with ``swa_full=False``, of ``n_cells`` in other layers."""
+        """Return how many cells window layers have in all sequences with ``swa_full=False``.
+
+        ``n_cells``: those of other layers.
+        """
         n_streams = 1 if unified else n_seq_max
         n_most = self.n_window * (n_seq_max if unified else 1) + n_ubatch
         return -(-min(n_cells // n_streams, n_most) // _WINDOW_PAD) * _WINDOW_PAD * n_streams
@@ -75,7 +78,7 @@ class MemorySizes:
         unified: bool = False,
         n_rs_seq: int = 0,
     ) -> int:
-        """Bytes of a context with ``n_cells`` cells in all sequences.
+        """Return the bytes of a context with ``n_cells`` cells in all sequences.
 
         ``swa_full``: window layers keep all cells. ``n_rs_seq``: earlier states kept for each sequence.
         """
@@ -86,7 +89,7 @@ class MemorySizes:
 def memory_sizes(
     metadata: Mapping[str, Any], n_layer: int, n_embd: int, type_k: str, type_v: str
 ) -> MemorySizes | None:
-    """The parts of a context's memory, from a file's metadata. Any thread.
+    """Return the parts of a context's memory, from a file's metadata. Any thread.
 
     ``metadata``: values by key, numbers or their texts, arrays as sequences (see ``GgufInfo.metadata``). ``type_k`` and
     ``type_v`` are names of ``TYPE_BYTES``. None for architectures with caches of other kinds, and where an array that
@@ -102,7 +105,7 @@ def memory_sizes(
 
 
 def draft_cell_bytes(metadata: Mapping[str, Any], n_layer: int, n_embd: int) -> int:
-    """Bytes of one KV cell of the layer that predicts the token after the next (MTP), the first if there are several.
+    """Return the bytes of a KV cell of the layer that predicts the token after the next (MTP), the first of several.
 
     For ``metadata`` see ``memory_sizes``; their cells are 16-bit floats. 0 where the size is not known. Any thread.
     """
@@ -114,7 +117,7 @@ def draft_cell_bytes(metadata: Mapping[str, Any], n_layer: int, n_embd: int) -> 
 
 
 def draft_state_bytes(n_ctx: int, n_seq_max: int, width: int) -> int:
-    """Bytes of the hidden states, at most, that a context keeps for a layer that drafts.
+    """Return the bytes of the hidden states, at most, that a context keeps for a layer that drafts.
 
     ``width``: numbers of a state.
     """
@@ -122,7 +125,7 @@ def draft_state_bytes(n_ctx: int, n_seq_max: int, width: int) -> int:
 
 
 def n_draft_states(n_ctx: int, width: int) -> int:
-    """How many of a sequence's last states are kept at least; at most twice as many are."""
+    """Return how many of a sequence's last states are kept at least; at most twice as many are."""
     return min(max(_DRAFT_STATE_BYTES // (2 * 4 * width), _LEAST_STATES), n_ctx)
 
 
@@ -138,7 +141,7 @@ class _Sizes:
         return int(value[0]) if isinstance(value, Sequence) and not isinstance(value, str) else int(value)
 
     def _each(self, key: str, default: int = 0) -> list[int]:
-        """A value for every layer: an array, or one for all."""
+        """Return a value for every layer, from an array or from one value for all."""
         value = self._metadata.get(f"{self._arch}.{key}", default)
         if isinstance(value, Sequence) and not isinstance(value, str):
             return [int(value[i]) for i in range(self._n_all)]
@@ -163,7 +166,7 @@ class _Sizes:
         return MemorySizes(cells[False], cells[True], n_window if cells[True] else 0, state)
 
     def of_draft_layer(self) -> int:
-        """Bytes of a cell of the first layer that is for drafts."""
+        """Return the bytes of a cell of the first layer that is for drafts."""
         i = self._n_own
         if i == self._n_all:
             return 0
@@ -177,7 +180,7 @@ class _Sizes:
         return f"{self._arch}.{key}" in self._metadata
 
     def _windows(self, heads_kv: list[int]) -> tuple[list[bool], int]:
-        """Which layers see a window, and of how many tokens."""
+        """Return which layers see a window, and of how many tokens."""
         arch, key = self._arch, "attention.sliding_window_pattern"
         n = self._one("attention.sliding_window", {"gemma2": 4096, "llama4": 8192}.get(arch, 0))
         if arch == "lfm2":
@@ -198,7 +201,7 @@ class _Sizes:
         return sees, n
 
     def _layers(self, heads_kv: list[int]) -> tuple[list[int], list[int]]:
-        """The layers with a recurrent state, and those with cells."""
+        """Return the layers with a recurrent state, and those with cells."""
         arch, own, whole = self._arch, range(self._n_own), range(self._n_all)
         if arch in _RECURRENT:
             return list(own), []
@@ -223,7 +226,7 @@ class _Sizes:
         return [], list(range(min(n_own, n_with_cells)))
 
     def _state(self, n_head: int) -> int:
-        """Values of a layer's state."""
+        """Return the number of values in a layer's state."""
         n_embd = self._n_embd
         if head := self._one("wkv.head_size"):
             return n_embd * (self._one("token_shift_count", 2) + head)
@@ -241,13 +244,13 @@ class _Sizes:
 
 
 def stores_values(metadata: Mapping[str, Any]) -> bool:
-    """Whether cells have values besides keys: not with latent attention (MLA). ``metadata``: see ``memory_sizes``."""
+    """Return whether cells have values, which latent attention (MLA) has not. ``metadata``: see ``memory_sizes``."""
     key = f"{metadata.get('general.architecture', '')}.attention."
     return not all(int(metadata.get(f"{key}{name}_length_mla", 0)) for name in ("key", "value"))
 
 
 def model_sizes(model: Model, type_k: str, type_v: str) -> MemorySizes | None:
-    """The parts of a context's memory for a model, on whichever devices its layers are placed. Any thread.
+    """Return the parts of a context's memory for a model, on whichever devices its layers are placed. Any thread.
 
     None where its size is not known (see ``memory_sizes``). Raises EngineClosedError when the model is closed.
     """
@@ -258,7 +261,7 @@ def model_sizes(model: Model, type_k: str, type_v: str) -> MemorySizes | None:
 
 
 def kv_bytes(model: Model, n_cells: int, type_k: str, type_v: str) -> int | None:
-    """Bytes of the keys and values of ``n_cells`` KV cells in all layers, on whichever devices they are placed.
+    """Return the bytes of the keys and values of ``n_cells`` KV cells in all layers, on whichever devices these are.
 
     ``type_k`` and ``type_v`` are names of ``TYPE_BYTES``. None where the metadata does not give the size, and for
     models with a recurrent state: see ``model_sizes``. Any thread.
@@ -272,7 +275,7 @@ def kv_bytes(model: Model, n_cells: int, type_k: str, type_v: str) -> int | None
 
 
 def check_kv_memory(model: Model, n_cells: int, type_k: str, type_v: str, n_seq_max: int = 1) -> None:
-    """Raises BackendError when ``n_cells`` KV cells can never fit in this machine's memory, with ``n_seq_max`` states.
+    """Raise BackendError when ``n_cells`` KV cells can never fit in this machine's memory, with ``n_seq_max`` states.
 
     Keys, values and states count only where no GPU may hold them; the records of cells are always in host memory.
     """
@@ -288,7 +291,7 @@ def check_kv_memory(model: Model, n_cells: int, type_k: str, type_v: str, n_seq_
 
 
 def head_size(model: Model) -> int:
-    """Values in the key of one attention head; 0 when the metadata has no single size (heads that differ by layer)."""
+    """Return how many values an attention head's key has; 0 if the metadata has no single size (differs by layer)."""
     sizes = model.metadata
     arch = sizes.get("general.architecture", "")
     n_head = _int(sizes.get(f"{arch}.attention.head_count"))

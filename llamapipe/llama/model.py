@@ -66,12 +66,12 @@ _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
 
 
 def packs_architecture(name: str) -> bool:
-    """Whether weights of an architecture are packed for llamapipe's kernels, where there are any."""
+    """Return whether weights of an architecture are packed for llamapipe's kernels, where there are any."""
     return name not in _READ_AS_ROWS
 
 
 def demo_model_path() -> Path:
-    """Path of the bundled model, a small GGUF file inside the package."""
+    """Return the path of the bundled model, a small GGUF file inside the package."""
     return Path(__file__).parent.parent / "data" / "demo.gguf"
 
 
@@ -250,7 +250,7 @@ class Model(Owner):
             raise
 
     def _checked_file(self) -> GgufInfo:
-        """What our check read of the file. Raises ModelLoadError for one that llama.cpp must not read, OSError."""
+        """Check the file and return its facts. Raises ModelLoadError for one that llama.cpp must not read, OSError."""
         from llamapipe.gguf.check import check_gguf
 
         with mapping_guard(self._native, self.path):
@@ -263,7 +263,7 @@ class Model(Owner):
         return info
 
     def _connect(self, rpc: Sequence[str] | None) -> Sequence[Any]:
-        """The devices of workers, which then belong to this model. Raises BackendError."""
+        """Return the devices of workers, which then belong to this model. Raises BackendError."""
         if rpc is None:
             return []
         from llamapipe.rpc import Workers
@@ -272,7 +272,7 @@ class Model(Owner):
         return self._workers.devices
 
     def _params(self, n_layers: int, split_mode: str, main_gpu: int, maps: bool, locks: bool) -> Any:
-        """llama.cpp's parameters, but for devices."""
+        """Return llama.cpp's parameters, but for devices."""
         ffi, lib = self._native.ffi, self._native.lib
         params = ffi.new("struct llama_model_params *", lib.llama_model_default_params())
         params.n_gpu_layers = n_layers
@@ -372,7 +372,7 @@ class Model(Owner):
         return kind != lib.LLAMA_ROPE_TYPE_NONE and bool(kind & lib.LLAMA_ROPE_TYPE_MROPE)
 
     def _check_rope(self, info: GgufInfo) -> None:
-        """Refuses what only the architecture's code tells: without these, a decode hangs or ends the process."""
+        """Refuse what only the architecture's code tells: without these, a decode hangs or ends the process."""
         lib = self._native.lib
         kind = lib.llama_model_rope_type(self._handle)
         if self.vocab_only or kind == lib.LLAMA_ROPE_TYPE_NONE:
@@ -386,7 +386,7 @@ class Model(Owner):
     def _set_projector(
         self, info: GgufInfo, given: Path | str | bool, limits: tuple[int | None, int | None]
     ) -> None:
-        """Loads the projector of ``mmproj``, or remembers the one that was found."""
+        """Load the projector of ``mmproj``, or remember the one that was found."""
         from llamapipe.gguf.mmproj import check_mmproj, mmproj_beside
         from llamapipe.llama.projector import Projector
 
@@ -422,7 +422,7 @@ class Model(Owner):
     def _limits_of(
         self, found: MmprojInfo, limits: tuple[int | None, int | None], is_asked: bool
     ) -> tuple[int | None, int | None]:
-        """The limits of an image's tokens that a projector can have. Raises ValueError if it was asked for."""
+        """Return the limits of an image's tokens that a projector can have. Raises ValueError if it was asked for."""
         if limits == (None, None):
             return limits
         try:
@@ -451,7 +451,7 @@ class Model(Owner):
 
     @classmethod
     def demo(cls) -> Model:
-        """Loads the bundled model, which writes stories, counts and answers simple questions."""
+        """Load the bundled model, which writes stories, counts and answers simple questions."""
         return cls(demo_model_path())
 
     @classmethod
@@ -465,7 +465,7 @@ class Model(Owner):
         progress: bool = True,
         **options: Any,
     ) -> Model:
-        """Loads a model of the Hugging Face Hub (extra ``hub``), which is downloaded once and then found in its cache.
+        """Load a model of the Hugging Face Hub (extra ``hub``), which is downloaded once and then found in its cache.
 
         - ``repo_id``: ``"owner/name"``. ``filename``: a file, or a pattern such as ``"*Q4_K_M.gguf"``, that one model
           matches; None if the repository has only one. A model that is split into several files counts as one.
@@ -503,7 +503,7 @@ class Model(Owner):
         return f"<Model {self.path.name!r} {sizes}>"
 
     def __dir__(self) -> list[str]:
-        """The names for callers; those for contexts and engines are left out."""
+        """Return the names for callers; those for contexts and engines are left out."""
         hidden = {
             "adopt",
             "release",
@@ -523,7 +523,7 @@ class Model(Owner):
 
     # ---- adapters
     def load_adapter(self, path: str | os.PathLike[str], name: str | None = None) -> Adapter:
-        """Loads a LoRA of this model from a GGUF file, as llama.cpp's ``convert_lora_to_gguf.py`` writes it.
+        """Load a LoRA of this model from a GGUF file, as llama.cpp's ``convert_lora_to_gguf.py`` writes it.
 
         ``path``: a file, or ``hf:OWNER/REPO/FILE.gguf`` of the Hugging Face Hub (extra ``hub``). ``name``: what
         requests call it (``SamplingParams.adapter``); None: the name in the file, else the file's own. The model
@@ -537,7 +537,7 @@ class Model(Owner):
     def load_control_vector(
         self, path: str | os.PathLike[str], layers: tuple[int, int] | None = None, name: str | None = None
     ) -> ControlVector:
-        """Loads a control vector from a GGUF file, as llama.cpp's ``cvector-generator`` and repeng write it.
+        """Load a control vector from a GGUF file, as llama.cpp's ``cvector-generator`` and repeng write it.
 
         ``path``: as for ``load_adapter``. ``layers``: the first and the last layer, from 1 on, that are changed; None:
         all that the file has a direction for. ``name``: what requests call it, as for ``load_adapter``; adapters and
@@ -551,22 +551,22 @@ class Model(Owner):
 
     # ---- text
     def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Token ids of ``text``; see ``Vocab.tokenize``."""
+        """Return the token ids of ``text``; see ``Vocab.tokenize``."""
         self.handle  # noqa: B018  (refuses a closed model)
         return self.vocab.tokenize(text, add_special, parse_special)
 
     def detokenize(self, ids: Iterable[SupportsIndex]) -> str:
-        """Text of token ids; see ``Vocab.detokenize``."""
+        """Return the text of token ids; see ``Vocab.detokenize``."""
         self.handle  # noqa: B018
         return self.vocab.detokenize(ids)
 
     def piece(self, token: SupportsIndex) -> bytes:
-        """The bytes of a token; see ``Vocab.piece``."""
+        """Return the bytes of a token; see ``Vocab.piece``."""
         self.handle  # noqa: B018
         return self.vocab.piece(token)
 
     def is_eog(self, token: SupportsIndex) -> bool:
-        """True if the token ends generation; see ``Vocab.is_eog``."""
+        """Return whether the token ends generation; see ``Vocab.is_eog``."""
         return self.vocab.is_eog(token)
 
     def tokenize_fim(
@@ -579,7 +579,7 @@ class Model(Owner):
         order: FimOrder = "psm",
         n_max: int | None = None,
     ) -> list[int]:
-        """The tokens of a prompt that asks the model for the text between ``prefix`` and ``suffix``.
+        """Return the tokens of a prompt that asks the model for the text between ``prefix`` and ``suffix``.
 
         ``extra``: other files, ``(filename, text)``, the most important last. ``filename``: that of the text.
         ``order``: ``"psm"`` writes the prefix first, ``"spm"`` the suffix; most models were trained with the first.
@@ -632,7 +632,7 @@ class Model(Owner):
         add_generation_prompt: bool = True,
         **template_args: object,
     ) -> str:
-        """The text of a conversation as the model's chat template writes it, without a BOS that tokenizing adds.
+        """Return the text of a conversation as the model's chat template writes it, without a BOS that tokenizing adds.
 
         ``messages``: dicts with ``role`` and ``content``. ``tools``: as for ``Engine.chat``.
         ``add_generation_prompt``: end where an answer begins. ``template_args``: further variables of the template,
@@ -653,7 +653,7 @@ class Model(Owner):
         add_generation_prompt: bool = True,
         **template_args: object,
     ) -> list[int]:
-        """The tokens of a conversation. Control tokens come from the template only, never from a message.
+        """Return the tokens of a conversation. Control tokens come from the template only, never from a message.
 
         Arguments and exceptions as for ``render_chat``.
         """
@@ -661,7 +661,7 @@ class Model(Owner):
         return prompts.tokenize(messages, prompts.definitions(tools), add_generation_prompt, template_args)
 
     def save_tokenizer(self, folder: str | os.PathLike[str]) -> Path:
-        """Writes tokenizer files to a folder, for programs that tokenize themselves. Returns the folder.
+        """Write tokenizer files to a folder, for programs that tokenize themselves. Return the folder.
 
         ``tokenizer.json`` is the format of the ``tokenizers`` package. Such programs also read
         ``tokenizer_config.json``, which has the chat template, and ``config.json``. Existing files are replaced
@@ -721,7 +721,7 @@ class Model(Owner):
         return self._handle is None
 
     def adopt(self, child: object, name: str | None = None) -> None:
-        """Registers an object that uses the native model: ``close`` is refused while it lives, and shows ``name``."""
+        """Register an object that uses the native model: ``close`` is refused while it lives, and shows ``name``."""
         with self._lock:
             self.handle  # noqa: B018
             if self.on_workers and self._children.keys() - {id(child)}:
@@ -732,12 +732,12 @@ class Model(Owner):
             self._children[id(child)] = name or type(child).__name__
 
     def release(self, child: object) -> None:
-        """Removes an object registered by ``adopt``."""
+        """Remove an object registered by ``adopt``."""
         with self._lock:
             self._children.pop(id(child), None)
 
     def close(self) -> None:
-        """Frees the native memory at once; a second call does nothing.
+        """Free the native memory at once; a second call does nothing.
 
         Raises EngineClosedError while contexts or engines created from it are open.
         """
@@ -769,7 +769,7 @@ class Model(Owner):
 
 
 def warn_of_context(model: Model, n_ctx: int, rope: Rope = FROM_FILE) -> None:
-    """Logs a warning if ``n_ctx`` is more than the model was trained with, and than positions are scaled to."""
+    """Log a warning if ``n_ctx`` is more than the model was trained with, and than positions are scaled to."""
     if n_ctx <= model.n_ctx_train:
         return
     if n_ctx > (most := rope.most_tokens(model)):
@@ -782,7 +782,7 @@ def warn_of_context(model: Model, n_ctx: int, rope: Rope = FROM_FILE) -> None:
 
 
 def _packed_folder(value: str | os.PathLike[str] | bool | None) -> Path | None:
-    """The folder that ``packed_cache`` means; None for none. Raises TypeError, ValueError."""
+    """Return the folder that ``packed_cache`` means; None for none. Raises TypeError, ValueError."""
     if value is None or value is False or value == "off":
         return None
     if value is not True and value != "auto":
@@ -807,7 +807,7 @@ def _packed_folder(value: str | os.PathLike[str] | bool | None) -> Path | None:
 
 
 def _check_packed_folder(*, kernels: str, use_mmap: bool, use_mlock: bool) -> None:
-    """Raises ValueError if these options leave no packed weights that could be mapped."""
+    """Raise ValueError if these options leave no packed weights that could be mapped."""
     for option, is_wrong in (
         (f"kernels={kernels!r}", kernels != "auto"),
         (f"use_mmap={use_mmap!r}", not use_mmap),
@@ -818,7 +818,7 @@ def _check_packed_folder(*, kernels: str, use_mmap: bool, use_mlock: bool) -> No
 
 
 def _given_mmproj(value: str | os.PathLike[str] | bool | None) -> Path | Literal["auto", True] | None:
-    """What ``mmproj`` means. Raises TypeError, ValueError, and as ``hub.model_file``."""
+    """Return what ``mmproj`` means. Raises TypeError, ValueError, and as ``hub.model_file``."""
     if value is None or value is False or value == "off":
         return None
     if value is True:
@@ -837,7 +837,7 @@ def _given_mmproj(value: str | os.PathLike[str] | bool | None) -> Path | Literal
 
 
 def _image_limits(least: int | None, most: int | None) -> tuple[int | None, int | None]:
-    """Checked limits of an image's tokens. Raises TypeError, ValueError."""
+    """Return the checked limits of an image's tokens. Raises TypeError, ValueError."""
     given = {"image_min_tokens": least, "image_max_tokens": most}
     least, most = (None if n is None else int_of(name, n) for name, n in given.items())
     if least is not None and most is not None and least > most:
@@ -848,7 +848,7 @@ def _image_limits(least: int | None, most: int | None) -> tuple[int | None, int 
 
 
 def _mmproj_of_hub(model: Path) -> Path:
-    """The projector in the repository that a file of the hub's cache comes from. Raises ModelLoadError."""
+    """Return the projector in the repository that a file of the hub's cache comes from. Raises ModelLoadError."""
     from llamapipe.hub import MMPROJ, model_file, source_of
 
     source = source_of(model)
@@ -860,7 +860,7 @@ def _mmproj_of_hub(model: Path) -> Path:
 
 
 def template_text(given: str | os.PathLike[str]) -> str:
-    """A chat template: Jinja source, or the path of a file that holds it. Raises TypeError, ValueError, OSError."""
+    """Return a chat template, given as Jinja source or as a file's path. Raises TypeError, ValueError, OSError."""
     if not isinstance(given, (str, os.PathLike)):
         raise TypeError(f"chat_template must be a str or a path, not {type(given).__name__}")
     if given == "":

@@ -17,7 +17,7 @@ _ANY_SIZE = 2**62
 
 
 def ring_slots(model: Model, ring: str, n_slots: int, keeps_windows: bool = False) -> int:
-    """How many slots a context's ring gets: ``n_slots``, or none where outputs go through llama.cpp's own buffer.
+    """Return how many slots a context's ring gets: ``n_slots``, or none if outputs go through llama.cpp's own buffer.
 
     ``keeps_windows``: window layers keep all cells.
 
@@ -36,7 +36,7 @@ def ring_slots(model: Model, ring: str, n_slots: int, keeps_windows: bool = Fals
 
 
 def can_stage(model: Model, keeps_windows: bool) -> bool:
-    """Whether this model's batches are cut into ubatches in a way that is known here.
+    """Return whether this model's batches are cut into ubatches in a way that is known here.
 
     Recurrent memories cut them otherwise. With unified KV, those of windows (``llama_kv_cache_iswa::init_batch``) try a
     second way if the first finds no cells. Where windows keep all cells, they never have fewer free ones than the other
@@ -47,7 +47,7 @@ def can_stage(model: Model, keeps_windows: bool) -> bool:
 
 
 def wants_graph_sampling(model: Model, ring: str, choice: str, keeps_windows: bool = False) -> bool:
-    """Whether the graph shall sample: by itself only where a device computes that is more than software.
+    """Return whether the graph shall sample: by itself only where a device computes that is more than software.
 
     A CPU has better ways to find a row's candidates, and a software device is a CPU. Raises ValueError where the graph
     cannot sample and shall.
@@ -63,12 +63,12 @@ def wants_graph_sampling(model: Model, ring: str, choice: str, keeps_windows: bo
 
 
 def on_gpu(model: Model) -> bool:
-    """Whether some of it is computed by a device that is more than software."""
+    """Return whether some of it is computed by a device that is more than software."""
     return any(d.type in ("gpu", "igpu") and not d.is_software for d in model.devices)
 
 
 def mode_names() -> dict[int, str]:
-    """The names of native.h's modes: ``"host"``, ``"events"``, ``"sync"``, ``"direct"``."""
+    """Return the names of native.h's modes: ``"host"``, ``"events"``, ``"sync"``, ``"direct"``."""
     return {value: name.removeprefix("LP_").lower() for value, name in enum_names("lp_mode").items()}
 
 
@@ -123,7 +123,7 @@ class NativePipeline(NotCopyable):
         self._n_reused = 0
 
     def error(self, code: int, why: str | None = None, n_tokens: int | None = None) -> Exception:
-        """The exception for a negative code of a step."""
+        """Return the exception for a negative code of a step."""
         lib = self.native.lib
         why = last_error(self.native) if why is None else why
         if code == lib.LP_ERROR_FULL:
@@ -143,7 +143,7 @@ class NativePipeline(NotCopyable):
         return DecodeError(f"llama.cpp failed to compute this step (code {code}: {reason})")
 
     def counters(self) -> Any:
-        """A copy of the native counters. Any thread."""
+        """Return a copy of the native counters. Any thread."""
         counters = self.native.ffi.new("lp_counters *")
         self.native.lib.lp_get_counters(self.handle, counters)
         return counters
@@ -163,7 +163,7 @@ class NativePipeline(NotCopyable):
         return self._n_reused
 
     def next_position(self, seq_id: int) -> int:
-        """The next position of a sequence once all queued steps are done; for a pipeline with a launch thread."""
+        """Return a sequence's next position once all queued steps are done; for a pipeline with a launch thread."""
         position: int = self.native.lib.lp_next_position(self.handle, seq_id)
         return position
 
@@ -173,14 +173,14 @@ class NativePipeline(NotCopyable):
         return self._closed
 
     def check_open(self) -> None:
-        """Raises EngineClosedError when closed, or in a child process after fork()."""
+        """Raise EngineClosedError when closed, or in a child process after fork()."""
         if self.context.forked:
             raise EngineClosedError("the pipeline was made before fork(); make one in the child process")
         if self._closed:
             raise EngineClosedError("the pipeline is closed; make another")
 
     def close(self, drain: bool = True) -> None:
-        """Ends the pipeline's threads and frees its context; steps that are done can still be read. Any thread."""
+        """End the pipeline's threads and free its context; steps that are done can still be read. Any thread."""
         self._closed = True
         if self.context.forked:  # its threads are not in this process
             return
@@ -213,7 +213,7 @@ class SavedCells(NotCopyable):
     def of(
         cls, pipeline: NativePipeline, seq_id: int, max_bytes: int, only_state: bool = False
     ) -> SavedCells | None:
-        """A copy of a sequence; waits for the steps before. None if it is larger than ``max_bytes``, or fails.
+        """Copy a sequence, after the steps before it. None if the copy is larger than ``max_bytes``, or fails.
 
         ``only_state``: of what cannot go back, without the cells of other layers. The thread that launches.
         """
@@ -222,14 +222,14 @@ class SavedCells(NotCopyable):
         return None if handle == module.ffi.NULL else cls(handle)
 
     def replace_by_state(self, pipeline: NativePipeline, seq_id: int) -> bool:
-        """Copies the state of a sequence's end into the same memory. False on a failure: what it has is of no use."""
+        """Copy the state of a sequence's end into the same memory. False on a failure: what it has is of no use."""
         done: bool = self._lib.lp_save_state(pipeline.handle, seq_id, self.handle)
         self.n_bytes = int(self._lib.lp_saved_bytes(self.handle))
         return done
 
     @classmethod
     def of_bytes(cls, state: bytes | bytearray | memoryview) -> SavedCells:
-        """A copy made of what ``to_bytes`` returned. Raises MemoryError."""
+        """Make a copy of what ``to_bytes`` returned. Raises MemoryError."""
         module = native()
         handle = module.lib.lp_saved_new(module.ffi.from_buffer(state), len(state))
         if handle == module.ffi.NULL:
@@ -237,15 +237,15 @@ class SavedCells(NotCopyable):
         return cls(handle)
 
     def to_bytes(self) -> bytes:
-        """The cells in llama.cpp's format."""
+        """Return the cells in llama.cpp's format."""
         return bytes(native().ffi.buffer(self._lib.lp_saved_data(self.handle), self.n_bytes))
 
     def view(self) -> memoryview:
-        """The cells in llama.cpp's format, not copied: valid until they are closed."""
+        """Return the cells in llama.cpp's format, not copied: valid until they are closed."""
         return memoryview(native().ffi.buffer(self._lib.lp_saved_data(self.handle), self.n_bytes))
 
     def close(self) -> None:
-        """Frees the memory; a second call does nothing."""
+        """Free the memory; a second call does nothing."""
         handle, self.handle = self.handle, None
         if handle is not None:
             self._lib.lp_saved_free(handle)
@@ -259,7 +259,7 @@ class SavedCells(NotCopyable):
 
 
 def empty_states(pipeline: NativePipeline) -> tuple[bytes, bytes] | None:
-    """The states of a sequence without tokens: the whole one, and that of what cannot go back. None on a failure.
+    """Return the states of a sequence without tokens: the whole, and that of what cannot go back. None on a failure.
 
     They show which parts this memory has. Before the first step.
     """
@@ -274,7 +274,7 @@ def empty_states(pipeline: NativePipeline) -> tuple[bytes, bytes] | None:
 
 
 def engine_pipeline(context: Context, ring: str, depth: int | None) -> NativePipeline:
-    """The pipeline of an engine: on the CPU it has a launch thread only if steps shall overlap."""
+    """Make the pipeline of an engine: on the CPU it has a launch thread only if steps shall overlap."""
     lib = native().lib
     on_host = not context.has_ring or lib.lp_context_ring_in_host_memory(context.handle)
     if depth is None:

@@ -127,7 +127,7 @@ class Projector:
         self._n_embd: int = native.lib.llama_model_n_embd_inp(handle)
 
     def open(self) -> None:
-        """Loads the encoder, unless it is loaded. Raises ModelLoadError."""
+        """Load the encoder, unless it is loaded. Raises ModelLoadError."""
         with self._opening:
             self._opened()
 
@@ -136,7 +136,7 @@ class Projector:
             raise EngineClosedError("the model is closed; load it again")
 
     def _opened(self) -> Any:
-        """The native encoder. With ``_opening`` locked. Raises EngineClosedError, ModelLoadError."""
+        """Return the native encoder. With ``_opening`` locked. Raises EngineClosedError, ModelLoadError."""
         self._check_open()
         if self._handle is not None:
             return self._handle
@@ -176,7 +176,7 @@ class Projector:
     def media(
         self, given: Given, owner: bytes = b"", share: Hashable = None, max_sound_s: float | None = None
     ) -> Media:
-        """What an image or a sound is in a prompt, not encoded yet. Only calls of the same ``owner`` share it.
+        """Prepare an image or a sound for a prompt, without encoding it. Only calls of the same ``owner`` share it.
 
         ``share``: those of different ones are prepared in turn (``Turns``). ``max_sound_s``: the longest sound; None:
         what can be decoded.
@@ -209,7 +209,7 @@ class Projector:
             return found
 
     def _bytes_of(self, media: Media) -> int:
-        """The memory of rows, or of the pixels that they will be made of: a row has 32 × 32 of them, or more."""
+        """Return the memory of rows, or of the pixels that they will be made of: a row has 32 × 32 of them, or more."""
         n_bytes = 0
         for part in media.parts:
             if isinstance(part, MediaChunk):
@@ -264,7 +264,7 @@ class Projector:
         return MediaChunk(chunks, index, part.n_tokens, part.is_causal, digest, grid, n_positions)
 
     def encode(self, media: Any, n_threads: int) -> bool:
-        """Encodes a chunk, on this many threads of the CPU; False if that was done before. Raises DecodeError."""
+        """Encode a chunk, on this many threads of the CPU; False if that was done before. Raises DecodeError."""
         assert isinstance(media, MediaChunk)
         with media.lock:
             if media.rows is not None:
@@ -286,7 +286,7 @@ class Projector:
         return True
 
     def close(self) -> None:
-        """Frees the encoder, once no caller prepares an image. After every engine of the model.
+        """Free the encoder, once no caller prepares an image. After every engine of the model.
 
         Those that are prepared just now end with EngineClosedError, at their next piece.
         """
@@ -304,7 +304,7 @@ class Projector:
 def in_prompt(
     tokens: Sequence[int], media: Sequence[Media]
 ) -> tuple[list[int], list[tuple[int, MediaChunk]]]:
-    """Tokens in which ``-1 - i`` stands for ``media[i]``, with what they are; and where each chunk begins."""
+    """Return tokens in which ``-1 - i`` stands for ``media[i]``, with what they are; and where each chunk begins."""
     found: list[int] = []
     chunks: list[tuple[int, MediaChunk]] = []
     for token in tokens:

@@ -46,11 +46,11 @@ class Rope:
                 float_of(name, value)
 
     def given(self) -> dict[str, Any]:
-        """What is not the file's, by the names of the options."""
+        """Return what is not the file's, by the names of the options."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def check(self, model: Model) -> None:
-        """Raises ValueError for options that would do nothing with this model."""
+        """Raise ValueError for options that would do nothing with this model."""
         given = self.given()
         if not given:
             return
@@ -79,7 +79,7 @@ class Rope:
             )
 
     def most_tokens(self, model: Model) -> float:
-        """The longest text, in tokens, that positions are scaled for."""
+        """Return the longest text, in tokens, that positions are scaled for."""
         n_train = float(model.n_ctx_train)
         if self._scaling(model) == "none":
             return n_train
@@ -100,7 +100,7 @@ class Rope:
         return 1 / (float(model.metadata.get(f"{_prefix(model)}.factor", older)) or 1)
 
     def apply(self, params: Any) -> None:
-        """Sets the fields of llama.cpp's ``llama_context_params``."""
+        """Set the fields of llama.cpp's ``llama_context_params``."""
         for name, value in self.given().items():
             if name == "rope_scaling":
                 params.rope_scaling_type = SCALINGS[value]
@@ -108,7 +108,7 @@ class Rope:
                 setattr(params, name, value)
 
     def fingerprint(self, model: Model, n_ctx: int) -> bytes:
-        """16 bytes that tell cells apart whose values cannot be used for each other. Raises OSError.
+        """Return 16 bytes that tell cells apart whose values cannot be used for each other. Raises OSError.
 
         ``n_ctx``: positions that a sequence may have; llama.cpp chooses between two sets of factors by them, where the
         file has two (``get_rope_factors``).

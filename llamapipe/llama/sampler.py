@@ -24,7 +24,7 @@ Processor = Callable[..., object]
 
 
 def takes_tokens(processor: Processor) -> bool:
-    """Whether a processor is called with the tokens too: it has two positional parameters without defaults."""
+    """Return whether a processor is called with the tokens too: it has two positional parameters without defaults."""
     try:
         parameters = inspect.signature(processor).parameters.values()
     except (TypeError, ValueError):  # a builtin that does not say
@@ -37,29 +37,29 @@ class Guide(Protocol):
     """What may follow, decided token by token by something that is not llama.cpp's."""
 
     def mask(self) -> npt.NDArray[np.uint32]:
-        """A bit for each token, set where it may follow; ``(ceil(n_vocab / 32),)``, valid until ``accept``."""
+        """Return a bit for each token, set where it may follow; ``(ceil(n_vocab / 32),)``, valid until ``accept``."""
 
     @property
     def finished(self) -> bool:
         """Whether nothing but an end may follow."""
 
     def accept(self, token: int) -> None:
-        """Takes the token that follows."""
+        """Take the token that follows."""
 
     def forced(self, n: int) -> list[int]:
-        """At most ``n`` tokens of text that follows in any case."""
+        """Return at most ``n`` tokens of text that follows in any case."""
 
     def follow(self, tokens: Sequence[int], n_known: int = 0) -> Iterator[npt.NDArray[np.uint32]]:
-        """The masks after these tokens but the first, up to one that may not follow; without words: nothing may."""
+        """Yield masks after these tokens but the first, up to one that may not follow; without words: nothing may."""
 
     def n_allowed(self, tokens: Sequence[int], limit_s: float) -> int:
-        """How many of these tokens may follow, one after the other, as far as that can be told in this time."""
+        """Return how many of these tokens may follow, one after the other, as far as that can be told in this time."""
 
     def reset(self, tokens: Sequence[int]) -> None:
-        """Begins anew, after these tokens. Raises DecodeError where they are not allowed."""
+        """Begin anew, after these tokens. Raises DecodeError where they are not allowed."""
 
     def close(self) -> None:
-        """Frees what it holds."""
+        """Free what it holds."""
 
 
 class SamplerChain(Owner):
@@ -119,23 +119,23 @@ class SamplerChain(Owner):
 
     # ---- guesses of what follows
     def watch(self, predicted: Sequence[int], text: Sequence[int], own: bool) -> None:
-        """Begins to guess the tokens that follow ``text``: from ``predicted``, and from the text itself if ``own``."""
+        """Begin to guess the tokens that follow ``text``: from ``predicted``, and from the text itself if ``own``."""
         predicted, text = list(predicted), list(text)
         self._check(self._lib.lp_sampler_watch(self.handle, len(predicted), predicted, len(text), text, own))
 
     def expect(self, tokens: Sequence[int]) -> int:
-        """Needs no preparation for rows after guessed tokens, and forbids none."""
+        """Prepare nothing for rows after guessed tokens, and forbid none."""
         return len(tokens)
 
     def guess(self, n: int) -> tuple[list[int], float]:
-        """At most ``n`` tokens that may follow, and how many of such guesses, of 1, were right."""
+        """Return at most ``n`` tokens that may follow, and how many of such guesses, of 1, were right."""
         ffi = self._native.ffi
         tokens, share = ffi.new("int32_t[]", n), ffi.new("double *")
         found = self._lib.lp_sampler_guess(self.handle, n, tokens, share)
         return ffi.unpack(tokens, found), share[0]
 
     def n_allowed(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens the grammar of the options allows, one after the other. Nothing is accepted."""
+        """Return how many of these tokens the options' grammar allows, one after the other. Nothing is accepted."""
         code: int = self._lib.lp_sampler_n_allowed(self.handle, len(tokens), list(tokens))
         self._check(code)
         return code
@@ -146,7 +146,7 @@ class SamplerChain(Owner):
     is_forced = False
 
     def logprobs(self, i: int = 0) -> tuple[float, list[tuple[int, float]]]:
-        """Of the last draw: its token's log-probability in the unchanged row, and the most probable tokens'.
+        """Return the log-probability of the last draw's token in the unchanged row, and the most probable tokens'.
 
         ``i``: which of the tokens that were drawn together, if a guess was right. Raises ValueError if the options do
         not ask for log-probabilities.
@@ -160,12 +160,12 @@ class SamplerChain(Owner):
         return one[0], list(zip(ffi.unpack(ids, n), ffi.unpack(values, n), strict=True))
 
     def accept(self, tokens: Iterable[SupportsIndex]) -> None:
-        """Tells penalties, DRY and bad words about tokens of the sequence; ``sample`` does not do it by itself."""
+        """Tell penalties, DRY and bad words about tokens of the sequence; ``sample`` does not do it by itself."""
         ids = check_tokens("tokens", tokens, self.n_vocab)
         self._check(self._lib.lp_sampler_accept(self.handle, len(ids), ids))
 
     def accept_grammar(self, tokens: Iterable[SupportsIndex]) -> None:
-        """Tells the grammar of generated tokens. Raises ValueError where it does not allow them.
+        """Tell the grammar of generated tokens. Raises ValueError where it does not allow them.
 
         Nothing can be drawn then before ``reset``.
         """
@@ -174,23 +174,23 @@ class SamplerChain(Owner):
             self._refused()
 
     def accept_reasoning(self, tokens: Iterable[SupportsIndex]) -> None:
-        """Tells the limit of reasoning about the tokens of the answer so far."""
+        """Tell the limit of reasoning about the tokens of the answer so far."""
         ids = check_tokens("tokens", tokens, self.n_vocab)
         self._check(self._lib.lp_sampler_accept_reasoning(self.handle, len(ids), ids))
 
     def accept_drawn(self, tokens: Iterable[SupportsIndex]) -> None:
-        """All of these for tokens that were drawn, and counts them. Raises ValueError."""
+        """Tell all of these about tokens that were drawn, and count them. Raises ValueError."""
         ids = check_tokens("tokens", tokens, self.n_vocab)
         if self._lib.lp_sampler_accept_drawn(self.handle, len(ids), ids) < 0:
             self._refused()
 
     def reset(self) -> None:
-        """Forgets the accepted tokens; the generator continues."""
+        """Forget the accepted tokens; the generator continues."""
         self._check(self._lib.lp_sampler_reset(self.handle))
         self.tokens = []
 
     def sample(self, logits: npt.NDArray[np.float32]) -> int:
-        """Draws a token from logits, float32 ``(n_vocab,)``; does not accept it.
+        """Draw a token from logits, float32 ``(n_vocab,)``; do not accept it.
 
         Raises TypeError and ValueError for what is no such row, DecodeError when no logit is finite.
         """
@@ -212,14 +212,14 @@ class SamplerChain(Owner):
         raise self.error
 
     def draw(self, row: Any) -> int:
-        """``sample`` from a native ``float *``, with neither processors nor guide."""
+        """Draw as ``sample`` does from a native ``float *``, with neither processors nor guide."""
         token = self._draw(row)
         if token < 0:
             raise _no_token(token)
         return token
 
     def _draw(self, row: Any) -> int:
-        """A token, or a NoToken. Raises MemoryError."""
+        """Draw a token, or a NoToken. Raises MemoryError."""
         token = self._native.ffi.new("int32_t *")
         code = self._lib.lp_sampler_draw(self.handle, row, token)
         if code == self._lib.LP_ERROR_MASK:
@@ -230,7 +230,7 @@ class SamplerChain(Owner):
         return int(token[0])
 
     def ask_guide(self) -> bool:
-        """Takes the guide's mask for the next draw, if there is a guide; False when it failed, with ``error`` set."""
+        """Take the guide's mask for the next draw, if there is a guide; False when it failed, with ``error`` set."""
         if self.guide is None:
             return True
         try:
@@ -244,12 +244,12 @@ class SamplerChain(Owner):
         return True
 
     def show_mask(self, mask: npt.NDArray[np.uint32]) -> None:
-        """The next draw takes only tokens whose bits are set."""
+        """Allow the next draw only tokens whose bits are set."""
         self._mask = mask  # the native chain looks into it
         self._lib.lp_sampler_set_mask(self.handle, self._native.ffi.from_buffer("uint32_t[]", mask))
 
     def tell_guide(self, token: int) -> bool:
-        """Tells the guide of the token that was drawn; False when it failed, with ``error`` set."""
+        """Tell the guide of the token that was drawn; False when it failed, with ``error`` set."""
         if self.guide is None:
             return True
         try:
@@ -260,7 +260,7 @@ class SamplerChain(Owner):
         return True
 
     def advance_guide(self) -> bool:
-        """Computes the mask of the next token; False when it failed, with ``error`` set."""
+        """Compute the mask of the next token; False when it failed, with ``error`` set."""
         if self.guide is None:
             return True
         try:
@@ -271,7 +271,7 @@ class SamplerChain(Owner):
         return True
 
     def draw_row(self, logits: npt.NDArray[np.float32]) -> int:
-        """Draws from a copy of ``logits`` that the processors have changed. A token, or a NoToken.
+        """Draw from a copy of ``logits`` that the processors have changed. A token, or a NoToken.
 
         ``NoToken.SAMPLER_FAILED``, with ``error`` set, if a processor fails.
         """
@@ -296,7 +296,7 @@ class SamplerChain(Owner):
             return NoToken.SAMPLER_FAILED
 
     def draw_processed(self, logits: npt.NDArray[np.float32]) -> int:
-        """``draw_row``, and accepts the token."""
+        """Draw as ``draw_row`` does, and accept the token."""
         token = self.draw_row(logits)
         if token >= 0:
             try:
@@ -325,7 +325,7 @@ class SamplerChain(Owner):
         return self._handle
 
     def close(self) -> None:
-        """Frees the native memory; a second call does nothing."""
+        """Free the native memory; a second call does nothing."""
         handle, self._handle = self._handle, None
         if handle is not None:
             self._lib.lp_sampler_free(handle)
@@ -343,7 +343,7 @@ def _no_token(code: int) -> DecodeError:
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """What a request fails with: callers of others must not be told to exit."""
+    """Return what a request fails with: callers of others must not be told to exit."""
     if isinstance(error, Exception):
         return error
     failure = DecodeError(f"what chooses this request's tokens raised {error!r}")

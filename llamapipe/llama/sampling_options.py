@@ -57,7 +57,7 @@ class Dry(NotCopyable):
         return self._handle
 
     def close(self) -> None:
-        """Frees the native memory; a second call does nothing. Chains made with it have their own."""
+        """Free the native memory; a second call does nothing. Chains made with it have their own."""
         self._free()
 
 
@@ -78,29 +78,29 @@ class SamplingOptions(NotCopyable):
             setattr(self.struct, name, value)
 
     def set_numbers(self, params: object) -> None:
-        """Takes the numbers that native code reads as they are: ``is_native`` in the table of options."""
+        """Take the numbers that native code reads as they are: ``is_native`` in the table of options."""
         for name in NUMBERS:
             setattr(self.struct, name, getattr(params, name))
 
     def set_order(self, names: Iterable[str]) -> None:
-        """The samplers that are applied, in this order: names of ``SAMPLER_ORDER``."""
+        """Set the samplers that are applied, in this order: names of ``SAMPLER_ORDER``."""
         order = [getattr(self._lib, f"LP_SAMPLER_{name.upper()}") for name in names]
         self.struct.order[0 : len(order)] = order
         self.struct.n_order = len(order)
 
     def set_bias(self, bias: Mapping[int, float]) -> None:
-        """Numbers to add to logits; minus infinity forbids a token."""
+        """Set numbers to add to logits; minus infinity forbids a token."""
         self._set_array("bias_tokens", "int32_t[]", list(bias))
         self._set_array("biases", "float[]", list(bias.values()))
         self.struct.n_biases = len(bias)
 
     def set_allowed(self, tokens: Sequence[int] | None) -> None:
-        """The only tokens that may be drawn; None allows all."""
+        """Set the only tokens that may be drawn; None allows all."""
         self._set_array("allowed", "int32_t[]", tokens)
         self.struct.n_allowed = 0 if tokens is None else len(tokens)
 
     def set_bad_words(self, words: Sequence[Sequence[int]]) -> None:
-        """Sequences of tokens whose last one is not drawn after the others."""
+        """Set sequences of tokens whose last one is not drawn after the others."""
         tokens: list[int] = []
         ends = []
         for word in words:
@@ -111,12 +111,12 @@ class SamplingOptions(NotCopyable):
         self.struct.n_bad_words = len(ends)
 
     def set_min_tokens(self, n: int, ends: Sequence[int]) -> None:
-        """Draws none of ``ends`` before ``n`` tokens were drawn."""
+        """Draw none of ``ends`` before ``n`` tokens were drawn."""
         self._set_array("end_tokens", "int32_t[]", ends)
         self.struct.min_tokens, self.struct.n_end_tokens = n, len(ends)
 
     def set_reasoning(self, budget: int, opens: str, ends: str, close: Sequence[int], is_open: bool) -> None:
-        """Ends what is between two markers with the tokens ``close`` after ``budget`` tokens."""
+        """End what is between two markers with the tokens ``close`` after ``budget`` tokens."""
         self._set_array("reasoning_opens", "char[]", opens.encode())
         self._set_array("reasoning_ends", "char[]", ends.encode())
         self._set_array("reasoning_close", "int32_t[]", close)
@@ -124,7 +124,7 @@ class SamplingOptions(NotCopyable):
         self.struct.reasoning_budget, self.struct.reasoning_is_open = budget, is_open
 
     def set_grammar(self, text: str, root: str = "root") -> None:
-        """A grammar in llama.cpp's GBNF. Raises ValueError for text that llama.cpp would read otherwise.
+        """Set a grammar in llama.cpp's GBNF. Raises ValueError for text that llama.cpp would read otherwise.
 
         Text that llama.cpp's parser does not survive has to be refused before (``llamapipe.structured``).
         """
@@ -134,7 +134,7 @@ class SamplingOptions(NotCopyable):
         self._set_array("grammar_root", "char[]", root.encode())
 
     def set_dry(self, dry: Dry | None) -> None:
-        """DRY's options; None leaves a chain those it has. The caller keeps ``dry`` until chains are made."""
+        """Set DRY's options; None leaves a chain those it has. The caller keeps ``dry`` until chains are made."""
         self.struct.dry = self._ffi.NULL if dry is None else dry.handle
 
     def _set_array(self, name: str, kind: str, values: Any) -> None:

@@ -104,16 +104,16 @@ class Vocab(NotCopyable):
         return self._handle
 
     def forget(self) -> None:
-        """Drops the native handle; the model calls this before it frees the vocabulary."""
+        """Drop the native handle; the model calls this before it frees the vocabulary."""
         self._handle = None
         self._pieces.clear()
 
     def is_eog(self, token: SupportsIndex) -> bool:
-        """True if the token ends generation (EOS, EOT and similar tokens)."""
+        """Return whether the token ends generation (EOS, EOT and similar tokens)."""
         return check_int("token", token, 0, self.n_vocab - 1) in self.eog_tokens
 
     def special_tokens(self) -> list[SpecialToken]:
-        """The tokens whose names, such as ``<|im_end|>``, are found in a text before it is tokenized."""
+        """Return the tokens whose names, such as ``<|im_end|>``, are found in a text before it is tokenized."""
         lib, handle = self._native.lib, self.handle
         control = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
         special = control | lib.LLAMA_TOKEN_ATTR_USER_DEFINED
@@ -129,7 +129,7 @@ class Vocab(NotCopyable):
         return made
 
     def is_control(self, token: SupportsIndex) -> bool:
-        """True for a control token, which has no text."""
+        """Return whether the token is a control token, which has no text."""
         return bool(
             self._native.lib.llama_vocab_is_control(
                 self.handle, check_int("token", token, 0, self.n_vocab - 1)
@@ -137,7 +137,7 @@ class Vocab(NotCopyable):
         )
 
     def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Token ids of ``text``.
+        """Return the token ids of ``text``.
 
         ``add_special`` adds the special tokens that the model expects (BOS), but no second BOS if the text already
         begins with one. ``parse_special`` turns the names of control tokens in the text into these tokens; leave it
@@ -170,7 +170,7 @@ class Vocab(NotCopyable):
         return self._joined(parts, with_special, parse)
 
     def _parts(self, text: str) -> Iterator[str]:
-        """Parts of a text for llama.cpp's SPM tokenizer: its time is in the square of the characters without a token.
+        """Split a text for llama.cpp's SPM tokenizer: its time is in the square of the characters without a token.
 
         250,000 emoji took it 24 s with the bundled model. No token has one of the characters before which a text is cut
         behind its first character, so none spans a cut, and the parts' tokens are those of the text.
@@ -196,7 +196,7 @@ class Vocab(NotCopyable):
         return re.compile(f"(?<![\\s{after}])[^\\s{never}]")
 
     def _joined(self, parts: list[str], with_special: bool, parse: bool) -> list[int]:
-        """The tokens of a text in parts, without the space that llama.cpp may put before each."""
+        """Return the tokens of a text in parts, without the space that llama.cpp may put before each."""
         one, two = (self._tokenized((n * parts[1][0]).encode(), False, False) for n in (1, 2))
         n_before = 2 * len(one) - len(two)
         tokens = self._tokenized(parts[0].encode(), False, parse)
@@ -210,7 +210,7 @@ class Vocab(NotCopyable):
         return [*before, *tokens, *after]
 
     def _tokenized(self, data: bytes, with_special: bool, parse: bool) -> list[int]:
-        """The tokens that llama.cpp makes."""
+        """Return the tokens that llama.cpp makes."""
         ffi, lib = self._native.ffi, self._native.lib
         n_max = len(data) + 8
         with awaited_at_exit() if len(data) > _LONG_BYTES else nullcontext():
@@ -252,7 +252,7 @@ class Vocab(NotCopyable):
         return whole[:start], whole[start + len(plain) :]
 
     def least_tokens(self, n_characters: int) -> int:
-        """A number of tokens that no text of this many characters falls below, to refuse long ones without tokenizing.
+        """Return a number of tokens that no text of this many characters falls below, to refuse long texts untokenized.
 
         0 for vocabularies that may express any number of characters with one token, such as an unknown word.
         """
@@ -269,7 +269,7 @@ class Vocab(NotCopyable):
     def detokenize(
         self, ids: Iterable[SupportsIndex], remove_special: bool = False, unparse_special: bool = False
     ) -> str:
-        """Text of a sequence of token ids; bytes that are not valid UTF-8 become U+FFFD.
+        """Return the text of a sequence of token ids; bytes that are not valid UTF-8 become U+FFFD.
 
         ``remove_special`` drops the special tokens that ``add_special`` adds. ``unparse_special`` writes control tokens
         by name. Raises TypeError or ValueError for wrong ids.
@@ -292,7 +292,7 @@ class Vocab(NotCopyable):
         raise InvalidRequestError(f"these ids cannot be written as text ({last_error(self._native)})")
 
     def piece(self, token: SupportsIndex) -> bytes:
-        """The bytes of a token, which may split a UTF-8 character. Control tokens have none."""
+        """Return the bytes of a token, which may split a UTF-8 character. Control tokens have none."""
         if type(token) is not int or not 0 <= token < self.n_vocab:
             token = check_int("token", token, 0, self.n_vocab - 1)
         # Pieces are fetched in chunks: each native call releases the GIL, and the engine thread must then wait for it.
@@ -306,7 +306,7 @@ class Vocab(NotCopyable):
         return chunk[token % _CHUNK]
 
     def written_piece(self, token: SupportsIndex) -> bytes:
-        """The bytes of a token; a control token's are its name, such as ``<|im_end|>``."""
+        """Return the bytes of a token; a control token's are its name, such as ``<|im_end|>``."""
         piece = self.piece(token)
         if piece:
             return piece
@@ -317,14 +317,14 @@ class Vocab(NotCopyable):
         return written
 
     def _only_piece(self, token: int) -> bytes:
-        """The piece of one token, read alone because another token of its chunk has no piece."""
+        """Return the piece of one token, read alone because another token of its chunk has no piece."""
         one = self._read_pieces(token, 1)
         if one is None:
             raise InvalidRequestError(f"the token {token} has no piece ({last_error(self._native)})")
         return one[0]
 
     def _read_pieces(self, first: int, n: int) -> list[bytes] | None:
-        """The pieces of ``n`` tokens from ``first``; None if llama.cpp fails for one of them."""
+        """Return the pieces of ``n`` tokens from ``first``; None if llama.cpp fails for one of them."""
         ffi, lib = self._native.ffi, self._native.lib
         ends = ffi.new("int32_t[]", n)
         n_max = 16 * n

@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Adds what ``args.argv`` says to ``args`` and runs its command."""
+    """Add what ``args.argv`` says to ``args`` and run its command."""
     try:
         _parser(args.argv).parse_args(args.argv, args)
     except SystemExit as stop:  # argparse printed its help or its message
@@ -112,7 +112,7 @@ def _run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _warnings_that_name(options: Container[str]) -> Iterator[None]:
-    """Warnings of the library name the command's options, as errors do."""
+    """Let warnings of the library name the command's options, as errors do."""
 
     def name(record: logging.LogRecord) -> bool:
         record.msg, record.args = with_flags(record.getMessage(), options), ()
@@ -128,7 +128,7 @@ def _warnings_that_name(options: Container[str]) -> Iterator[None]:
 
 @contextmanager
 def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """Raises KeyboardInterrupt on SIGTERM, which the first process of a container ignores without a handler."""
+    """Raise KeyboardInterrupt on SIGTERM, which the first process of a container ignores without a handler."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -143,7 +143,7 @@ class _Parser(argparse.ArgumentParser):
     """The program's parser. Its message about an unknown command suggests the nearest one."""
 
     def error(self, message: str) -> NoReturn:
-        """Prints the message and exits."""
+        """Print the message and exit."""
         found = re.search(r"invalid choice: '([^']*)'", message)
         if found is not None:
             hint = did_you_mean(found[1], _COMMANDS, "commands") or f"; commands: {', '.join(_COMMANDS)}"
@@ -153,7 +153,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """The parser of a command line; by default, and for ``completion``, the parser that knows all commands' options."""
+    """Make the parser of a command line; by default, and for ``completion``, one that knows all commands' options."""
     parser = _Parser(
         prog="llamapipe",
         description="GGUF models through llama.cpp, in process, for many callers at once.",
@@ -191,7 +191,7 @@ def _parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
 
 
 def _text(error: Exception) -> str:
-    """The message of an error; for one of the system the file and what is wrong, without Python's number."""
+    """Return the message of an error; for one of the system the file and what is wrong, without Python's number."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return str(error) or type(error).__name__

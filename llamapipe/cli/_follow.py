@@ -24,7 +24,7 @@ _BATCH = "batch_"  # with which the ids of a server's batches begin
 
 
 def follow(args: argparse.Namespace) -> int:
-    """Shows the progress until the end. Returns the exit status: 1 if a request failed, or not all have results."""
+    """Show the progress until the end. Return the exit status: 1 if a request failed, or not all have results."""
     if args.input is None:
         raise UsageError("--follow needs the id of a batch of a server, or IN and -o OUT of a job")
     if args.output is not None:
@@ -57,7 +57,7 @@ def _follow_batch(args: argparse.Namespace) -> int:
 
 
 def _follow_job(source: Path, output: Path) -> int:
-    """The same of a job of this machine."""
+    """Follow a job of this machine in the same way."""
     lines = lines_of(output)
     n_records = None if source == STDIN else count_records(source)
     of = "" if n_records is None else f" of {n_records:,}"
@@ -85,7 +85,7 @@ class _Counted:
         self._n = self._n_bytes = 0
 
     def count(self) -> int:
-        """How many there are now; 0 if there is no file."""
+        """Return how many results there are now; 0 if there is no file."""
         try:
             with self._path.open("rb") as file:
                 if file.seek(0, 2) < self._n_bytes:  # it was begun anew
@@ -108,7 +108,7 @@ class _Line:
         self._news: str | None = None
 
     def show(self, text: str, news: str | None = None) -> None:
-        """Shows the state. Where ``news`` has changed, it is written at once."""
+        """Show the state. Where ``news`` has changed, it is written at once."""
         if self.terminal.redraws:
             self.terminal.write(f"\r\x1b[2K{text}")
         elif time.perf_counter() >= self._next_s or news != self._news:
@@ -117,7 +117,7 @@ class _Line:
         self._news = news
 
     def end(self, text: str) -> None:
-        """Shows the last state."""
+        """Show the last state."""
         if self.terminal.redraws:
             self.terminal.write("\r\x1b[2K")
         self.terminal.line(text)

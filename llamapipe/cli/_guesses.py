@@ -41,7 +41,7 @@ class Guessed:
 
 
 def measure(engine: lp.Engine, records: Sequence[Record], max_tokens: int, n: int, folder: Path) -> Guessed:
-    """Answers the records, ``n`` at once, without guesses and with them. Raises ValueError if a record fails."""
+    """Answer the records, ``n`` at once, without guesses and with them. Raises ValueError if a record fails."""
 
     def seconds(speculate: Literal["off"] | None) -> tuple[float, int]:
         params = lp.SamplingParams(max_tokens=max_tokens, seed=1, cache=False, speculate=speculate)
@@ -73,7 +73,7 @@ def measure(engine: lp.Engine, records: Sequence[Record], max_tokens: int, n: in
 
 
 def show(terminal: Terminal, measured: Sequence[Guessed], why_none: str) -> None:
-    """The table, and what follows from it. ``why_none``: why the engine guesses nothing, if it does not."""
+    """Show the table, and what follows from it. ``why_none``: why the engine guesses nothing, if it does not."""
     terminal.line(
         terminal.style(" requests   without guesses      with guesses   times   right guesses", "dim")
     )
@@ -87,7 +87,7 @@ def show(terminal: Terminal, measured: Sequence[Guessed], why_none: str) -> None
 
 
 def verdict(measured: Sequence[Guessed], why_none: str) -> str:
-    """The answer in a sentence."""
+    """Return the answer in a sentence."""
     if why_none:
         return f"The engine guesses nothing: {why_none}"
     pays = [one for one in measured if one.gain >= _PAYS]
@@ -100,7 +100,7 @@ def verdict(measured: Sequence[Guessed], why_none: str) -> str:
 
 
 def as_json(one: Guessed) -> str:
-    """A line for programs."""
+    """Return the measurement as a line for programs."""
     return json.dumps(
         {
             "n": one.n,

@@ -39,7 +39,7 @@ class Finding:
 
 
 def look_at(path: Path) -> dict[str, Any]:
-    """The facts about a file, for JSON. Raises ModelLoadError."""
+    """Return the facts about a file, for JSON. Raises ModelLoadError."""
     import llamapipe as lp
     from llamapipe.gguf.check import check_gguf
     from llamapipe.gguf.draft_file import DRAFT_KINDS, target_layers
@@ -88,7 +88,7 @@ def look_at(path: Path) -> dict[str, Any]:
 
 
 def _mtp_bytes(info: GgufInfo, n_layers: int) -> int:
-    """The bytes of the weights of the last layers, which predict the token after the next."""
+    """Return the bytes of the weights of the last layers, which predict the token after the next."""
     from llamapipe.gguf.check import tensor_bytes
 
     first = info.n_layer - n_layers
@@ -97,7 +97,7 @@ def _mtp_bytes(info: GgufInfo, n_layers: int) -> int:
 
 
 def _weights(info: GgufInfo) -> list[dict[str, Any]]:
-    """Bytes and number of the matrices of products by type, with what computes them on the CPU; the largest first."""
+    """Return bytes and number of matrices of products by type, and what computes them on the CPU; the largest first."""
     from llamapipe.gguf.check import tensor_bytes, type_name
     from llamapipe.llama.model import packs_architecture
     from llamapipe.native.load import native
@@ -123,7 +123,7 @@ def _weights(info: GgufInfo) -> list[dict[str, Any]]:
 
 
 def _template(model: lp.Model) -> dict[str, Any]:
-    """Whether the model can chat, and what its template has; None: not known."""
+    """Return whether the model can chat, and what its template has; None: not known."""
     from llamapipe.cli.options import template_problem
 
     try:
@@ -141,7 +141,7 @@ def _template(model: lp.Model) -> dict[str, Any]:
 
 
 def _projector(info: GgufInfo, model: lp.Model) -> dict[str, Any]:
-    """Whether messages may have images, and sounds; the files of projectors that were found, and their size.
+    """Return whether messages may have images, and sounds; the files of projectors that were found, and their size.
 
     ``image_tokens``: the fewest and the most that an image has, null for no limit; null where none can be set.
     """
@@ -160,7 +160,7 @@ def _projector(info: GgufInfo, model: lp.Model) -> dict[str, Any]:
 
 
 def _memory(found: dict[str, Any]) -> dict[str, Any]:
-    """Free memory, and how many slots fit beside the weights by context; on GPUs if there are any, else on the host."""
+    """Return free memory, and how many slots fit beside the weights by context; on the host if there is no GPU."""
     import llamapipe as lp
     from llamapipe.host.memory import free_memory
 
@@ -177,7 +177,7 @@ def _memory(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def suggestion(found: dict[str, Any], name: str) -> str | None:
-    """The command that serves the model on this machine; None if it does not fit, or none does."""
+    """Return the command that serves the model on this machine; None if it does not fit, or none does."""
     if not found["is_served"]:
         return None
     if not found["generates"]:
@@ -197,7 +197,7 @@ def suggestion(found: dict[str, Any], name: str) -> str | None:
 
 
 def findings_of(found: dict[str, Any], name: str) -> Iterator[Finding]:
-    """The facts in words, and what is wrong. ``name``: what the user called the model."""
+    """Yield the facts in words, and what is wrong. ``name``: what the user called the model."""
     size = f"{size_text(found['size_bytes'])}{f' in {n} files' if (n := found['n_parts']) > 1 else ''}"
     title = f"{found['title']}: " if found["title"] else ""
     about = f"{title}{found['architecture']}, {_count(found['n_params'])} parameters, {size}"
@@ -251,7 +251,7 @@ def findings_of(found: dict[str, Any], name: str) -> Iterator[Finding]:
 
 
 def _weights_finding(found: dict[str, Any]) -> Finding:
-    """The types of the weights, and what multiplies them on a CPU."""
+    """Return the types of the weights, and what multiplies them on a CPU."""
     total = sum(entry["size_bytes"] for entry in found["weights"]) or 1
     shares = [
         (f"{entry['type']} {100 * entry['size_bytes'] / total:.0f} %", entry["packed"])
@@ -341,7 +341,7 @@ def _memory_findings(found: dict[str, Any], fits: bool) -> Iterator[Finding]:
 
 
 def _cells(found: dict[str, Any]) -> str:
-    """What a token takes, and how much of it in layers that may forget it."""
+    """Return what a token takes, and how much of it in layers that may forget it."""
     kv, in_windows = found["kv_bytes_per_token"], found["kv_window_bytes_per_token"]
     if not in_windows:
         return f"{size_text(kv)} for each token of a context (f16)"

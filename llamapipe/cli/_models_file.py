@@ -50,7 +50,7 @@ _PROCESS_BYTES = 110 * 2**20  # of the interpreter and its libraries
 
 
 def entries_of(sources: Sequence[str], may_be_empty: bool = False) -> list[ModelEntry]:
-    """The models of all sources. ``may_be_empty``: clients may add some. Raises UsageError, OSError."""
+    """Return the models of all sources. ``may_be_empty``: clients may add some. Raises UsageError, OSError."""
     found = [entry for source in sources for entry in _entries(source)]
     if not found and not may_be_empty:
         raise UsageError(f"--models: there are no models in {listed(sources)}")
@@ -96,7 +96,7 @@ def _entries(source: str) -> list[ModelEntry]:
 
 
 def _in_folder(folder: Path) -> list[ModelEntry]:
-    """A model for each file in a folder and its subfolders, under the file's name."""
+    """Return a model for each file in a folder and its subfolders, under the file's name."""
     made: dict[str, ModelEntry] = {}
     for file in sorted([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")]):
         part = _PART.fullmatch(file.stem)
@@ -114,7 +114,7 @@ def _in_folder(folder: Path) -> list[ModelEntry]:
 
 
 def _accompanies(file: Path) -> bool:
-    """Whether a file is an adapter, a control vector, a projector or an importance matrix, and so no model."""
+    """Return whether a file is an adapter, a control vector, a projector or an importance matrix, and so no model."""
     texts = first_texts(file)
     architecture = texts.get("general.architecture")
     return texts.get("general.type", "model") != "model" or architecture in ("clip", "controlvector")
@@ -164,19 +164,19 @@ def _entry(path: Path, name: str, table: Any) -> ModelEntry:
 
 
 def _place(file: str, folder: Path) -> str:
-    """A file beside the list, or a name of the hub or of Ollama's store."""
+    """Return a file beside the list, or a name of the hub or of Ollama's store."""
     return file if file.startswith(("hf:", OLLAMA)) else str(folder / file)
 
 
 def _files(where: str, value: Any, folder: Path) -> list[tuple[str, str]]:
-    """A table of names and files, as the command line would have ``NAME=FILE``."""
+    """Return a table of names and files, as the command line would have ``NAME=FILE``."""
     if not isinstance(value, dict) or not all(isinstance(file, str) and file for file in value.values()):
         raise UsageError(f'{where} must be a table of names and files, such as {{ style = "style.gguf" }}')
     return [(name, str(folder / file)) for name, file in value.items()]
 
 
 def _value(where: str, name: str, value: Any, folder: Path) -> Any:
-    """An option's value, as the command line would have it."""
+    """Return an option's value, as the command line would have it."""
     if name in _FILES:
         if not isinstance(value, str):
             raise UsageError(f"{where} must be text, the name of a GGUF file")
@@ -213,7 +213,7 @@ def _value(where: str, name: str, value: Any, folder: Path) -> Any:
 
 # ---- what a load needs
 async def look(common: Mapping[str, Any], entry: ModelEntry, has_gpus: bool = False) -> FileFacts:
-    """What a load needs. ``common``: options of the command line. Raises OSError, ValueError.
+    """Find out what a load needs. ``common``: options of the command line. Raises OSError, ValueError.
 
     ``has_gpus``: there are GPUs with dedicated memory.
     """
@@ -221,7 +221,7 @@ async def look(common: Mapping[str, Any], entry: ModelEntry, has_gpus: bool = Fa
 
 
 def read_facts(common: Mapping[str, Any], entry: ModelEntry, has_gpus: bool = False) -> FileFacts:
-    """The same, waiting; a file of the hub is downloaded if need be."""
+    """Find out the same, waiting; a file of the hub is downloaded if need be."""
     placement = {name: common[name] for name in _PLACEMENT if name in common}
     options = {**(placement if entry.embeds else common), **entry.options}
     found: dict[str, Any] = {}
@@ -256,7 +256,7 @@ def read_facts(common: Mapping[str, Any], entry: ModelEntry, has_gpus: bool = Fa
 
 
 def _projector(given: str, info: GgufInfo, texts: Mapping[str, str]) -> MmprojInfo | None:
-    """The projector that the model will load, if any. Raises ValueError, ModelLoadError."""
+    """Return the projector that the model will load, if any. Raises ValueError, ModelLoadError."""
     if given == "off":
         return None
     if given == "auto":
@@ -269,7 +269,7 @@ def _projector(given: str, info: GgufInfo, texts: Mapping[str, str]) -> MmprojIn
 
 
 def sees_images(entry: ModelEntry) -> bool:
-    """Whether a model is given a projector, by its file, that takes images. What cannot be read is told by its load."""
+    """Return whether a model is given, by its file, a projector for images. A load tells what cannot be read."""
     given = entry.options.get("mmproj", "auto")
     if given in ("auto", "off") or str(given).startswith("hf:"):
         return False
@@ -280,14 +280,14 @@ def sees_images(entry: ModelEntry) -> bool:
 
 
 def _takes(projector: MmprojInfo | None) -> tuple[str, ...]:
-    """What messages for the model may have."""
+    """Return what messages for the model may have."""
     if projector is None:
         return ("text",)
     return ("text", *["image"] * projector.sees, *["audio"] * projector.hears)
 
 
 def _details(texts: dict[str, str], info: GgufInfo) -> dict[str, Any]:
-    """What Ollama's lists say about a model."""
+    """Return what Ollama's lists say about a model."""
     family = info.architecture
     return {
         "parent_model": "",

@@ -53,23 +53,23 @@ class Terminal:
         return shutil.get_terminal_size((100, 24)).lines
 
     def style(self, text: str, *names: str) -> str:
-        """`text` in the named styles (keys: bold, dim and six colours), plain where colours are off."""
+        """Return `text` in the named styles (keys: bold, dim and six colours), plain where colours are off."""
         if not self.colours or not names or not text:
             return text
         return f"\x1b[{';'.join(_CODES[name] for name in names)}m{text}\x1b[0m"
 
     def symbol(self, character: str) -> str:
-        """`character`, or its ASCII stand-in where the stream cannot write it."""
+        """Return `character`, or its ASCII stand-in where the stream cannot write it."""
         return character if self._unicode else _ASCII[character]
 
     def clip(self, text: str, n_before: int) -> str:
-        """`text` cut to fit on one line after `n_before` characters."""
+        """Return `text` cut to fit on one line after `n_before` characters."""
         width = self.columns - 1 - n_before
         dots = self.symbol("…")
         return text if len(text) <= width else text[: max(width - len(dots), 0)] + dots
 
     def text(self, text: str) -> str:
-        """Model text as it may be written: on a terminal, control characters must not drive the terminal."""
+        """Return model text as it may be written: on a terminal, control characters must not drive the terminal."""
         if not self._stream.isatty() or text.isprintable():
             return text
         return "".join(c if c in "\n\t" or not _is_control(c) else "\ufffd" for c in text)
@@ -98,7 +98,7 @@ class WordWrap:
         return f"<WordWrap column={self._column}>"
 
     def write(self, text: str, *styles: str) -> None:
-        """Writes a piece in the named styles. A change of styles ends the line."""
+        """Write a piece in the named styles. A change of styles ends the line."""
         if styles != self._styles:
             if self._written:
                 self.end()
@@ -121,7 +121,7 @@ class WordWrap:
             self._put_word()
 
     def end(self) -> None:
-        """Ends the line, if something stands in it."""
+        """End the line, if something stands in it."""
         self._put_word()
         if self._column:
             self._put("\n")
@@ -147,7 +147,7 @@ class WordWrap:
 
 
 def width(text: str) -> int:
-    """Columns that a text takes: two for each wide character, none for those that combine."""
+    """Return the columns that a text takes: two for each wide character, none for those that combine."""
     return sum(
         0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text
     )

@@ -56,7 +56,7 @@ _MOST_REASONS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command."""
+    """Add the arguments of the command."""
     parser.add_argument(
         "input",
         type=path_of,
@@ -193,7 +193,7 @@ def _folder(text: str) -> Path:
 
 @contextmanager
 def _opened(file: Path | None) -> Iterator[lp.Embedder | None]:
-    """The embedder of ``--embeddings``."""
+    """Open the embedder of ``--embeddings``."""
     if file is None:
         yield None
         return
@@ -226,7 +226,7 @@ class _Shown:
             self._next_s += _EVERY_S_IN_LOGS
 
     def show(self, progress: BatchSummary) -> None:
-        """Shows what was done: twice a second on a terminal, once a minute elsewhere."""
+        """Show what was done: twice a second on a terminal, once a minute elsewhere."""
         now_s = time.perf_counter()
         self._n_done = progress.n_done + progress.n_skipped
         if now_s < self._next_s:
@@ -246,7 +246,7 @@ class _Shown:
             self._terminal.line(line)
 
     def stopped(self, output: Path) -> None:
-        """Says, after Ctrl-C, how the job is continued."""
+        """Say, after Ctrl-C, how the job is continued."""
         if self._terminal.redraws:
             self._terminal.write("\r\x1b[2K")
         of = "" if self._n_records is None else f" of {self._n_records:,}"
@@ -256,7 +256,7 @@ class _Shown:
         )
 
     def end(self, progress: BatchSummary) -> None:
-        """Says what the job did."""
+        """Say what the job did."""
         if self._terminal.redraws:
             self._terminal.write("\r\x1b[2K")
         seconds = max(time.perf_counter() - self._began_s, 1e-9)

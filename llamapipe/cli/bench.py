@@ -42,7 +42,7 @@ BUSY_CORES = 0.5  # that other work uses
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command."""
+    """Add the arguments of the command."""
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument(
         "--requests",
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _guesses_of(args: argparse.Namespace, terminal: Terminal) -> int:
-    """Answers a file of prompts without guesses and with them."""
+    """Answer a file of prompts without guesses and with them."""
     try:
         records = list(read_records(args.prompts))
     except ValueError as error:
@@ -124,7 +124,7 @@ def _guesses_of(args: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def busy_note() -> str | None:
-    """A warning if other work uses the cores now, which slows every step down; None if they are free or unknown."""
+    """Return a warning if other work uses the cores now, which slows every step; None if they are free or unknown."""
     free, n = free_cores(_LOOK_S), usable_cores()
     if free is None or free > n - BUSY_CORES:
         return None
@@ -135,7 +135,7 @@ def busy_note() -> str | None:
 
 
 def _draw(terminal: Terminal, speeds: dict[int, float]) -> None:
-    """A bar for each number of requests; the longest is the fastest."""
+    """Draw a bar for each number of requests; the longest is the fastest."""
     terminal.line()
     for n, tokens_per_s in speeds.items():
         bar = terminal.symbol("█") * max(round(_BAR * tokens_per_s / max(speeds.values())), 1)
@@ -203,7 +203,7 @@ class LoadRunner:
         return f"<LoadRunner n_tokens={len(self._tokens)}>"
 
     def measure(self, engine: lp.Engine, load: Load) -> Speed:
-        """The speed of a load, after a short one that warms the engine up."""
+        """Measure the speed of a load, after a short one that warms the engine up."""
         self._run(engine, Load(load.n, min(load.n_prompt, 4), min(load.n_tokens, 8)))
         others = _other_work()
         try:

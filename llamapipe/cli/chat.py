@@ -57,13 +57,13 @@ answer; Ctrl-D quits."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command."""
+    """Add the arguments of the command."""
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     add_chat_arguments(parser)
 
 
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that ``chat`` and ``run`` share."""
+    """Add the arguments that ``chat`` and ``run`` share."""
     parser.add_argument(
         "message", nargs="?", metavar="MESSAGE", help="answer this and exit; - reads it from stdin"
     )
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _begun(args: argparse.Namespace) -> Conversation:
-    """The conversation that the options begin."""
+    """Return the conversation that the options begin."""
     conversation = Conversation(args.system)
     if args.load is not None:
         if args.system is not None:
@@ -129,7 +129,7 @@ def _begun(args: argparse.Namespace) -> Conversation:
 
 
 def _check_template(model: lp.Model, file: str | None) -> None:
-    """Raises UsageError for a template that was given, InvalidRequestError for a model's own."""
+    """Raise UsageError for a template that was given, InvalidRequestError for a model's own."""
     problem = template_problem(model)
     if problem is None:
         return
@@ -193,7 +193,7 @@ class Session:
         return f"<Session of {self._conversation!r}>"
 
     def talk(self) -> None:
-        """Reads messages from the terminal until the end of input."""
+        """Read messages from the terminal until the end of input."""
         terminal = self._terminal
         terminal.line(terminal.style(f"{self._engine.model.name}: /help lists commands, Ctrl-D ends", "dim"))
         while True:
@@ -216,7 +216,7 @@ class Session:
                 self._answer_here(entry.text)
 
     def read_lines(self) -> None:
-        """Answers the messages of standard input. Raises what the first failure raises, also that of a command."""
+        """Answer the messages of standard input. Raises what the first failure raises, also that of a command."""
         self._is_piped = True
         while True:
             try:
@@ -230,7 +230,7 @@ class Session:
                 self.answer(entry.text)
 
     def _answer_here(self, text: Content) -> None:
-        """Answers a message, and shows what went wrong. Ctrl-C stops the answer; what was written stays."""
+        """Answer a message, and show what went wrong. Ctrl-C stops the answer; what was written stays."""
         began = time.perf_counter()
         terminal, facts = self._terminal, _Facts()
         try:
@@ -245,7 +245,7 @@ class Session:
             _line(terminal, f" {terminal.symbol('·')} ".join(shown), "dim")
 
     def answer(self, text: Content, facts: _Facts | None = None) -> None:
-        """Streams the answer to a message. Raises as ``Engine.stream_chat``, and KeyboardInterrupt."""
+        """Stream the answer to a message. Raises as ``Engine.stream_chat``, and KeyboardInterrupt."""
         terminal, conversation = self._terminal, self._conversation
         facts = facts or _Facts()
         wrap = WordWrap(terminal)
@@ -283,7 +283,7 @@ class Session:
             self._say_why(facts)
 
     def _say_why(self, facts: _Facts) -> None:
-        """Notes what ended an answer early: for the line below it, or on stderr."""
+        """Note what ended an answer early: for the line below it, or on stderr."""
         n = self._params.max_tokens
         if facts.n_tokens == n:
             facts.note = f"ended by the limit of {n} tokens (--max-tokens)"
@@ -293,7 +293,7 @@ class Session:
             self._note(f"the answer was {facts.note}", "dim")
 
     def _make_room(self) -> None:
-        """Hides the oldest turns where the context is full. Raises InvalidRequestError if that does not help."""
+        """Hide the oldest turns where the context is full. Raises InvalidRequestError if that does not help."""
         n_ctx = self._engine.n_ctx
         n_hidden, n_tokens = self._conversation.fit(self._count, n_ctx, self._params.max_tokens)
         if n_tokens >= n_ctx:
@@ -309,7 +309,7 @@ class Session:
         return self._engine.count_chat_tokens(messages, self._args)
 
     def _command(self, text: str) -> bool:
-        """Runs a command. False if it ends the conversation."""
+        """Run a command. False if it ends the conversation."""
         conversation = self._conversation
         name, _, rest = text.partition(" ")
         rest = rest.strip()
@@ -335,7 +335,7 @@ class Session:
         return True
 
     def _regenerate(self) -> None:
-        """Answers the last message again."""
+        """Answer the last message again."""
         text = self._conversation.take_back_turn()
         if text is None:
             self._failed("/regen: there is no answer yet", "yellow")
@@ -345,7 +345,7 @@ class Session:
             self._answer_here(text)
 
     def _image(self, name: str) -> None:
-        """Takes an image for the next message."""
+        """Take an image for the next message."""
         from llamapipe.media.decode import Given
 
         projector = self._engine.model.projector
@@ -364,7 +364,7 @@ class Session:
         self._say(f"{path.name} goes with the next message.")
 
     def _file(self, command: str, name: str) -> None:
-        """Saves the conversation to a file, or loads it."""
+        """Save the conversation to a file, or load it."""
         if not name:
             self._failed(f"{command} needs the name of a file", "yellow")
             return
@@ -384,29 +384,29 @@ class Session:
             self._say(f"{n} message{'s' * (n != 1)} {done} {path}")
 
     def _say(self, text: str) -> None:
-        """Shows what a command did."""
+        """Show what a command did."""
         _line(self._terminal, text, "dim")
 
     def _failed(self, text: str, style: str) -> None:
-        """Shows why a command failed. Raises UsageError if messages come from a pipe."""
+        """Show why a command failed. Raises UsageError if messages come from a pipe."""
         if self._is_piped:
             raise UsageError(text)
         self._note(text, style)
 
     def _note(self, text: str, style: str) -> None:
-        """Shows what is no answer, on stderr."""
+        """Show what is no answer, on stderr."""
         _line(self._notes, text, style)
 
 
 def _line(terminal: Terminal, text: str, style: str) -> None:
-    """Writes a line, in several where the terminal is narrow."""
+    """Write a line, in several where the terminal is narrow."""
     wrap = WordWrap(terminal)
     wrap.write(text, style)
     wrap.end()
 
 
 def _hint(name: str) -> str:
-    """What to type instead of a command that does not exist."""
+    """Return what to type instead of a command that does not exist."""
     if (advice := instead_of(name, "conversation")) is not None:
         return advice
     if "/" in name[1:]:
@@ -424,7 +424,7 @@ class _Facts:
     note: str = ""
 
     def shown(self, seconds: float) -> list[str]:
-        """The parts of the line."""
+        """Return the parts of the line."""
         facts = [f"{self.n_tokens} tokens", f"{self.n_tokens / seconds:.0f} tokens/s"]
         if self.first_s is not None:
             facts.append(f"first after {1e3 * self.first_s:.0f} ms")
@@ -459,15 +459,15 @@ class Conversation:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def add(self, role: str, content: Content) -> None:
-        """Appends a message."""
+        """Append a message."""
         self.messages.append({"role": role, "content": content})
 
     def take_back(self) -> None:
-        """Removes the last message, which could not be answered."""
+        """Remove the last message, which could not be answered."""
         del self.messages[-1]
 
     def take_back_turn(self) -> Content | None:
-        """Removes the last turn and returns the user's message, None if there is no answer."""
+        """Remove the last turn and return the user's message, None if there is no answer."""
         if (
             len(self.messages) < 2
             or self.messages[-1]["role"] != "assistant"
@@ -480,18 +480,18 @@ class Conversation:
         return text
 
     def clear(self) -> None:
-        """Removes all messages but the system message."""
+        """Remove all messages but the system message."""
         self.messages.clear()
         self._first = 0
 
     def visible(self) -> list[Message]:
-        """What the model sees."""
+        """Return what the model sees."""
         return [*self._head, *self.messages[self._first :]]
 
     def fit(
         self, n_tokens: Callable[[list[Message]], int], n_ctx: int, max_tokens: int | None
     ) -> tuple[int, int]:
-        """Hides the oldest turns where ``kept_messages`` drops them. Returns how many, and the prompt's tokens.
+        """Hide the oldest turns where ``kept_messages`` drops them. Return how many, and the prompt's tokens.
 
         If the last message alone fills the context, nothing is hidden, and the tokens are those of it alone.
         ``n_tokens``: counts the tokens of a prompt.
@@ -506,12 +506,12 @@ class Conversation:
         return n_hidden, n if n < n_ctx else n_tokens([*self._head, self.messages[-1]])
 
     def save(self, path: Path) -> None:
-        """Writes the messages as JSON. Raises OSError."""
+        """Write the messages as JSON. Raises OSError."""
         messages = [*self._head, *self.messages]
         path.write_text(json.dumps(messages, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
     def load(self, path: Path) -> None:
-        """Replaces all messages by those of a file, as ``save`` writes it. Raises OSError, ValueError."""
+        """Replace all messages by those of a file, as ``save`` writes it. Raises OSError, ValueError."""
         try:
             messages = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
@@ -534,7 +534,7 @@ class Conversation:
 
 
 def _is_content(role: str | None, content: object) -> bool:
-    """Whether a file may have this as the content of a message: text, or a user's parts of texts and images."""
+    """Return whether a file may have this as the content of a message: text, or a user's parts of texts and images."""
     if role != "user" or not isinstance(content, list):
         return isinstance(content, str)
     kinds = (part.get("type") if isinstance(part, dict) else None for part in content)
@@ -557,7 +557,7 @@ class Entry(NamedTuple):
 
 
 def read_entry(read_line: Callable[[str], str]) -> Entry:
-    """Reads one entry: a line, those that a backslash continues, or those between triple quotes.
+    """Read one entry: a line, those that a backslash continues, or those between triple quotes.
 
     ``read_line``: reads a line after showing a prompt. Its EOFError is raised before the first line, and ends an entry
     that has begun. Raises UsageError for bytes that are not UTF-8.
@@ -580,7 +580,7 @@ def read_entry(read_line: Callable[[str], str]) -> Entry:
 
 
 def typed_line(prompt: str) -> str:
-    """A line typed at the terminal, or several that were pasted. Raises EOFError, UsageError if it is not UTF-8."""
+    """Read a line typed at the terminal, or pasted lines. Raises EOFError, UsageError if they are not UTF-8."""
     try:
         line = input(prompt)
     except UnicodeDecodeError as error:
@@ -589,7 +589,7 @@ def typed_line(prompt: str) -> str:
 
 
 def piped_line(_: str) -> str:
-    """A line of standard input. Raises EOFError, UsageError if it is not UTF-8."""
+    """Read a line of standard input. Raises EOFError, UsageError if it is not UTF-8."""
     line = sys.stdin.buffer.readline()
     if not line:
         raise EOFError

@@ -17,7 +17,7 @@ _SHELLS = ("bash", "zsh", "tcsh")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command."""
+    """Add the arguments of the command."""
     parser.add_argument("shell", choices=_SHELLS, help="bash, zsh or tcsh")
 
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """The parser and those of its commands."""
+    """Yield the parser and those of its commands."""
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -65,7 +65,7 @@ BURST = [
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command."""
+    """Add the arguments of the command."""
     parser.add_argument(
         "--pace",
         type=float,
@@ -117,7 +117,7 @@ class _Demo:
         self._pace = pace
 
     def one(self) -> None:
-        """One request, streamed."""
+        """Stream one request."""
         self._heading("1", "one request", "for delta in engine.stream(prompt, params): ...")
         with Board(self._terminal, [THREE[0].title], n_lines=5) as board:
             board.add(0, THREE[0].prompt)
@@ -133,12 +133,12 @@ class _Demo:
             board.end(0, self._ended(n_tokens))
 
     async def three(self) -> list[str]:
-        """Three requests at once, side by side; returns their texts."""
+        """Run three requests at once, side by side; return their texts."""
         self._heading("2", "three at once", "async for delta in engine.astream(prompt, params): ...")
         return await self._side_by_side(cancelled=None)
 
     async def three_less_one(self, undisturbed: list[str]) -> None:
-        """The same three, one of which is cancelled midway; `undisturbed` holds the uncancelled texts."""
+        """Run the same three, one of which is cancelled midway; `undisturbed` holds the uncancelled texts."""
         self._heading("3", "the same, the second cancelled", "break, task.cancel(), or a timeout")
         texts = await self._side_by_side(cancelled=_CANCELLED)
         same = all(a == b for i, (a, b) in enumerate(zip(texts, undisturbed, strict=True)) if i != _CANCELLED)
@@ -146,7 +146,7 @@ class _Demo:
             self._terminal.line(f"  {self._tick()} the other two texts are exactly the same as before")
 
     def burst(self) -> None:
-        """Many requests in one call."""
+        """Run many requests in one call."""
         self._heading("4", f"a burst of {len(BURST)}", "engine.generate(list_of_prompts, params)")
         before = self._engine.stats()
         start = time.perf_counter()
@@ -163,7 +163,7 @@ class _Demo:
         )
 
     def table(self, model: lp.Model, n_runs: int) -> None:
-        """One by one against concurrent, measured."""
+        """Measure one by one against concurrent."""
         self._heading("5", "one by one, or concurrently", "")
         params = replace(_GREEDY, max_tokens=_N_TOKENS, ignore_eos=True)
         n_cores, free = usable_cores(), free_cores(_LOOK_S)
@@ -230,7 +230,7 @@ class _Demo:
                     task.cancel()
 
     async def _into(self, board: Board, column: int, cancel_after: int | None) -> str:
-        """Stream a request into its column, up to `cancel_after` tokens; returns its text."""
+        """Stream a request into its column, up to `cancel_after` tokens; return its text."""
         board.add(column, THREE[column].prompt)
         text, n_tokens = "", 0
         async with aclosing(self._engine.astream(THREE[column].prompt, _GREEDY)) as deltas:
@@ -324,7 +324,7 @@ class Board:
             self._print_to(column, len(self._texts[column]))
 
     def text(self, column: int) -> str:
-        """The whole text of a column."""
+        """Return the whole text of a column."""
         return self._texts[column]
 
     def add(self, column: int, text: str) -> None:
@@ -347,7 +347,7 @@ class Board:
             self._label(column, text)
 
     def draw(self) -> None:
-        """Redraw the columns in place; does nothing if the output cannot be redrawn."""
+        """Redraw the columns in place; do nothing if the output cannot be redrawn."""
         if not self._side_by_side:
             return
         terminal, width = self._terminal, self._width
@@ -369,7 +369,7 @@ class Board:
         self._drawn = True
 
     def _wrap(self, text: str) -> list[str]:
-        """The last `n_lines` lines of `text` broken at the column's width, padded with empty ones."""
+        """Return the last `n_lines` lines of `text` broken at the column's width, padded with empty ones."""
         text = self._terminal.text(text).expandtabs(4)
         lines = [line for part in text.split("\n") for line in textwrap.wrap(part, self._width) or [""]]
         return (
@@ -443,7 +443,7 @@ def compare(
     limit_s: float,
     progress: Callable[[int, int], None],
 ) -> tuple[Measured, Measured, int]:
-    """Medians of `n_runs` runs each way, in turns so that a busy moment affects both, and the number of runs.
+    """Return medians of `n_runs` runs each way, in turns so that a busy moment affects both, and the number of runs.
 
     Each run has a new engine, warmed up before its time is taken, and no other engine beside it: OpenMP keeps threads
     for every engine thread, and slows all of them down once there are more than cores. Ends early, after at least

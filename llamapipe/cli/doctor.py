@@ -50,7 +50,7 @@ _PROBE = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command."""
+    """Add the arguments of the command."""
     parser.add_argument(
         "-m",
         "--model",
@@ -108,7 +108,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _threads() -> str:
-    """How many threads engines compute with on this machine as it is now."""
+    """Return how many threads engines compute with on this machine as it is now."""
     n = usable_cores()
     if n == 1:
         return "1: there is one core"
@@ -145,7 +145,7 @@ def _build(build: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _cpu_features(build: dict[str, Any]) -> Finding:
-    """The processor features that the build requires."""
+    """Name the processor features that the build requires."""
     if missing := missing_cpu_features(build):
         detail = f"built for another processor: this one lacks {', '.join(missing)}"
         return Finding("CPU features", False, detail, REBUILD)
@@ -156,7 +156,7 @@ def _cpu_features(build: dict[str, Any]) -> Finding:
 
 
 def _packages(build: dict[str, Any], results: dict[str, dict[str, Any]]) -> Iterator[Finding]:
-    """Installed backend packages, and whether they are used."""
+    """Name the installed backend packages, and say whether they are used."""
     native = results.get("native module", {})
     devices = results.get("devices", {}).get("devices")
     for package in installed():
@@ -234,7 +234,7 @@ def _probed(results: dict[str, dict[str, Any]]) -> Iterator[Finding]:
 
 
 def _kernels(found: dict[str, str | None]) -> str:
-    """What computes products of matrices on the CPU."""
+    """Return what computes products of matrices on the CPU."""
     if found["level"] is None:
         return f"ggml's; llamapipe's own are not used: {found['problem']}"
     return f"llamapipe's for {found['level']}, ggml's for other types of weights"
@@ -322,7 +322,7 @@ _PROBES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def run_probes(files: Sequence[str] = ()) -> int:
-    """Runs the probes in order, in the child process, then looks at model files; stops at the first failure.
+    """Run the probes in order, in the child process, then look at model files; stop at the first failure.
 
     Writes a JSON object a line, ``{"name": …, …}``, each as soon as it is known, so the parent knows which one failed.
     """

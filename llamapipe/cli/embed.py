@@ -37,7 +37,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command."""
+    """Add the arguments of the command."""
     parser.add_argument(
         "texts", nargs="*", metavar="TEXT", help="a text; - (or none, in a pipe) reads it from stdin"
     )

@@ -53,7 +53,7 @@ _N_SLOTS = defaults_of(lp.Engine)["n_seq_max"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command."""
+    """Add the arguments of the command."""
     parser.add_argument(
         "prompts",
         nargs="*",
@@ -164,7 +164,7 @@ class _Asks:
         return len(self.engine.model.tokenize(prompt))
 
     def pieces(self, prompt: str) -> Generator[tuple[str, int]]:
-        """New text, and how many tokens it has."""
+        """Yield new text, and how many tokens it has."""
         if self.images:
             with closing(self.engine.stream_chat(self.messages(prompt), self.params)) as chat:
                 for answer in chat:
@@ -237,7 +237,7 @@ def _text(choice: lp.Choice | ChatChoice) -> str:
 
 
 def _record(index: int, prompt: str, out: lp.Completion | lp.ChatCompletion) -> dict[str, Any]:
-    """The JSON record of one completion."""
+    """Return the JSON record of one completion."""
     first, *others = out.choices
     record = {
         "index": index,

@@ -49,7 +49,7 @@ class Option:
         return self.named or f"--{self.name.replace('_', '-')}"
 
     def shown_default(self, default: Any) -> str:
-        """What the help adds about the default."""
+        """Return what the help adds about the default."""
         if self.read is bool or self.repeats or (default is None and not self.none):
             return ""
         text = self.none if default is None else default
@@ -68,7 +68,7 @@ def _number_or_none(text: str) -> int | None:
 
 
 def number_or_automatic(text: str) -> int | None:
-    """A number; None for -1, with which llama.cpp's programs choose it themselves, as the library does without it."""
+    """Read a number; None for -1, with which llama.cpp's programs choose it, as the library does without it."""
     try:
         return None if text == "-1" else int(text)
     except ValueError:
@@ -80,7 +80,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
 
 def byte_count(text: str) -> int:
-    """A number of bytes, as ``6GiB`` or ``500M``. Raises ArgumentTypeError."""
+    """Read a number of bytes, as ``6GiB`` or ``500M``. Raises ArgumentTypeError."""
     found = _SIZE.fullmatch(text.strip())
     n = 0 if found is None else int(float(found[1]) * _UNITS[found[2].lower()])
     if n < 1:
@@ -89,7 +89,7 @@ def byte_count(text: str) -> int:
 
 
 def byte_count_or_zero(text: str) -> int:
-    """A number of bytes, as `byte_count` reads it, or 0."""
+    """Read a number of bytes, as `byte_count` reads it, or 0."""
     return 0 if text.strip() == "0" else byte_count(text)
 
 
@@ -108,7 +108,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def text_or_file(text: str) -> str:
-    """The text, or that of the file in ``@FILE``. Raises ArgumentTypeError."""
+    """Return the text, or that of the file in ``@FILE``. Raises ArgumentTypeError."""
     if not text.startswith("@"):
         return text
     try:
@@ -124,12 +124,12 @@ MODEL_HELP = (
 
 
 def draft_source(text: str) -> str | Path:
-    """What ``--draft`` names: a model, or ``auto`` or ``mtp``. Raises as ``model_path`` does."""
+    """Return what ``--draft`` names: a model, or ``auto`` or ``mtp``. Raises as ``model_path`` does."""
     return text if text in MTP_CHOICES else model_path(text)
 
 
 def model_path(text: str) -> Path:
-    """What ``--model`` names: a file, downloaded from the Hugging Face Hub if needed, or ``ollama:NAME``.
+    """Return what ``--model`` names: a file, downloaded from the Hugging Face Hub if needed, or ``ollama:NAME``.
 
     Raises ArgumentTypeError for a name that is no model's, ModelLoadError and ImportError if there is no such model.
     """
@@ -167,7 +167,7 @@ def model_path(text: str) -> Path:
 
 
 def template_file(text: str) -> str:
-    """The file that ``--chat-template`` names, or Jinja source. Raises ArgumentTypeError if it is neither."""
+    """Return the file that ``--chat-template`` names, or Jinja source. Raises ArgumentTypeError if it is neither."""
     if "{" not in text and "\n" not in text and not path_of(text).is_file():
         raise argparse.ArgumentTypeError(
             f"there is no file {text}; give a Jinja file (llama.cpp's names of templates are unknown here)"
@@ -176,7 +176,7 @@ def template_file(text: str) -> str:
 
 
 def mmproj_file(text: str) -> str | Path:
-    """What ``--mmproj`` names, as ``Model`` takes it. Raises ArgumentTypeError."""
+    """Return what ``--mmproj`` names, as ``Model`` takes it. Raises ArgumentTypeError."""
     if not text.startswith("hf:"):
         return text if text in ("auto", "off") else path_of(text)
     from llamapipe.hub import parse
@@ -249,7 +249,7 @@ _SEVERAL_TEXTS = ("n", "logprobs")
 
 
 def _from_table(option: SamplingOption) -> Option:
-    """The option of a command for one of ``SamplingParams``."""
+    """Make the option of a command for one of ``SamplingParams``."""
     read = _READ_OTHERWISE.get(option.name, _READ[option.kind])
     repeats = option.kind in _REPEATED or option.name == "choice"
     note = " (repeatable)" if repeats else "; @FILE reads a file" if read is text_or_file else ""
@@ -279,7 +279,7 @@ _MAPPINGS = ("logit_bias", "tensor_placement", "kv_overrides")
 
 
 def from_rows(*rows: Row) -> list[Option]:
-    """The options of a command for those of an engine, a model or a server."""
+    """Make the options of a command for those of an engine, a model or a server."""
     return [
         Option(
             row.name,
@@ -363,12 +363,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def defaults_of(call: Callable[..., Any]) -> dict[str, Any]:
-    """The defaults of a callable's arguments."""
+    """Return the defaults of a callable's arguments."""
     return {name: parameter.default for name, parameter in inspect.signature(call).parameters.items()}
 
 
 def given(args: argparse.Namespace, options: list[Option]) -> dict[str, Any]:
-    """The options that were given, as keyword arguments."""
+    """Return the options that were given, as keyword arguments."""
     values: dict[str, Any] = {}
     if options is MODEL and getattr(args, "draft", None) in MTP_CHOICES:
         values["load_mtp"] = True
@@ -394,7 +394,7 @@ def open_model(
     show_progress: bool = True,
     report: Callable[[float], None] | None = None,
 ) -> lp.Model:
-    """Loads a model; None: the bundled one. ``report``: called with the fraction that is loaded, instead of showing it.
+    """Load a model; None: the bundled one. ``report``: called with the fraction that is loaded, instead of showing it.
 
     Raises UsageError for wrong options, ModelLoadError.
     """
@@ -423,7 +423,7 @@ def open_model(
 
 
 def add_adapters(parser: argparse.ArgumentParser, more: str) -> None:
-    """Adds ``--lora`` and ``--control-vector``. ``more``: what becomes of them."""
+    """Add ``--lora`` and ``--control-vector``. ``more``: what becomes of them."""
     for option, what in (("--lora", "a LoRA"), ("--control-vector", "a control vector")):
         parser.add_argument(
             option,
@@ -443,7 +443,7 @@ def _named_file(text: str) -> tuple[str, Path | str]:
 
 
 def load_adapters(model: lp.Model, args: argparse.Namespace) -> list[lp.Adapter | lp.ControlVector]:
-    """Loads those of ``--lora`` and ``--control-vector``. Raises UsageError for a bad name, ModelLoadError."""
+    """Load those of ``--lora`` and ``--control-vector``. Raises UsageError for a bad name, ModelLoadError."""
     option = "--lora"
     try:
         loaded: list[lp.Adapter | lp.ControlVector] = [
@@ -458,7 +458,7 @@ def load_adapters(model: lp.Model, args: argparse.Namespace) -> list[lp.Adapter 
 
 
 def open_engine(model: lp.Model, options: dict[str, Any]) -> lp.Engine:
-    """Makes an engine. The option ``n_ctx`` 0 is the model's context. Raises UsageError for wrong options."""
+    """Make an engine. The option ``n_ctx`` 0 is the model's context. Raises UsageError for wrong options."""
     if options.get("n_ctx") == 0:
         options = {**options, "n_ctx": model.n_ctx_train}
     try:
@@ -470,7 +470,7 @@ def open_engine(model: lp.Model, options: dict[str, Any]) -> lp.Engine:
 
 
 def template_problem(model: lp.Model) -> str | None:
-    """Why the model cannot chat: it has no template, or the template is broken; None if it can."""
+    """Return why the model cannot chat: it has no template, or the template is broken; None if it can."""
     if not model.chat_template:
         return f"{model.path.name} has no chat template"
     try:

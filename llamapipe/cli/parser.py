@@ -53,7 +53,7 @@ class CommandParser(argparse.ArgumentParser):
         return values, []
 
     def options(self) -> dict[str, str]:
-        """The options as they are written, by the names of their arguments; llama.cpp's names come before ours."""
+        """Return the options as they are written, by their arguments' names; llama.cpp's names come before ours."""
         return {
             action.dest: action.option_strings[-1]
             for action in reversed(self._actions)
@@ -61,7 +61,7 @@ class CommandParser(argparse.ArgumentParser):
         }
 
     def _take_texts(self, values: argparse.Namespace, unknown: Sequence[str]) -> bool:
-        """Takes texts that come after options, as in ``run MODEL -n 5 MESSAGE``. False: these are no texts.
+        """Take texts that come after options, as in ``run MODEL -n 5 MESSAGE``. False: these are no texts.
 
         Argparse has then given the command's last argument what came before the options, perhaps nothing.
         """
@@ -78,7 +78,7 @@ class CommandParser(argparse.ArgumentParser):
         return False
 
     def _check_options(self, args: Sequence[str]) -> None:
-        """Refuses unknown short options, and a second model.
+        """Refuse unknown short options, and a second model.
 
         Argparse would read ``-fa on`` as ``-f a`` and ``-n`` as the beginning of ``-np``, and use the last model.
         """
@@ -111,7 +111,7 @@ class CommandParser(argparse.ArgumentParser):
 
 # ---- texts: arguments, files, standard input; UTF-8 in every locale
 def read_texts(given: list[str], files: list[Path], lines: bool) -> list[str]:
-    """All texts, in the order of the command line, files last; ``-`` is standard input. Raises UsageError, OSError.
+    """Read all texts, in the order of the command line, files last; ``-``: standard input. Raises UsageError, OSError.
 
     Without arguments and files, standard input is read if it is not a terminal. ``lines``: each line is a text.
     """
@@ -128,34 +128,34 @@ def read_texts(given: list[str], files: list[Path], lines: bool) -> list[str]:
 
 
 def given_text(text: str) -> str:
-    """A text of the command line. Raises UsageError if it is not UTF-8, or the name of a model without its -m."""
+    """Check a text of the command line. Raises UsageError if it is not UTF-8, or the name of a model without its -m."""
     if names_model(text):
         raise UsageError(f"{text} names a model: pass it with -m")
     return utf8(os.fsencode(text), "the text")
 
 
 def names_model(text: str) -> bool:
-    """Whether an argument is the name of a model, and surely no text."""
+    """Return whether an argument is the name of a model, and surely no text."""
     return text.lower().endswith(".gguf") and not any(map(str.isspace, text))
 
 
 def stdin_is_terminal() -> bool:
-    """Whether a person types; also True if there is no standard input."""
+    """Return whether a person types; also True if there is no standard input."""
     return sys.stdin is None or sys.stdin.isatty()
 
 
 def read_file(file: Path) -> str:
-    """All of a file; ``-`` is standard input. Raises OSError, UsageError if it is not UTF-8."""
+    """Read all of a file; ``-`` is standard input. Raises OSError, UsageError if it is not UTF-8."""
     return read_stdin() if str(file) == "-" else utf8(file.read_bytes(), str(file))
 
 
 def read_stdin() -> str:
-    """All of standard input. Raises UsageError if it is not UTF-8."""
+    """Read all of standard input. Raises UsageError if it is not UTF-8."""
     return "" if sys.stdin is None else utf8(sys.stdin.buffer.read(), "stdin")
 
 
 def utf8(data: bytes, name: str) -> str:
-    """Decodes a text, with the line ends of Unix. Raises UsageError, which calls it ``name``."""
+    """Decode a text, with the line ends of Unix. Raises UsageError, which calls it ``name``."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -164,7 +164,7 @@ def utf8(data: bytes, name: str) -> str:
 
 
 def _split(text: str, lines: bool) -> list[str]:
-    """One text, less the line end that editors add, or one for each line that is not blank."""
+    """Return one text, less the line end that editors add, or one for each line that is not blank."""
     if lines:
         return [line for line in text.splitlines() if line.strip()]
     return [text.removesuffix("\n")]

@@ -24,7 +24,7 @@ _TIMEOUT_S = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command."""
+    """Add the arguments of the command."""
     add_server_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
 
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what says where the server is."""
+    """Add what says where the server is."""
     parser.add_argument(
         "--url",
         default=os.environ.get(URL_VARIABLE, _URL),
@@ -65,7 +65,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def ask(args: argparse.Namespace, path: str, body: Any = None) -> Any:
-    """The answer of the server, decoded. ``body``: None for a GET request. Raises UsageError, OSError."""
+    """Ask the server and decode its answer. ``body``: None for a GET request. Raises UsageError, OSError."""
     from urllib.error import HTTPError, URLError  # large, and `serve` needs only this module's names
     from urllib.request import ProxyHandler, Request, build_opener
 

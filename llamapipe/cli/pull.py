@@ -23,14 +23,14 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command."""
+    """Add the arguments of the command."""
     parser.add_argument(
         "name", metavar="NAME", help="hf:OWNER/REPO[/FILE], hf:OWNER/REPO:QUANT or its address"
     )
 
 
 def reference_of(name: str) -> Reference:
-    """The file of the hub that a name means. Raises UsageError."""
+    """Return the file of the hub that a name means. Raises UsageError."""
     if name.startswith(OLLAMA):
         raise UsageError(f"{name} belongs to Ollama: use ollama pull or ollama rm")
     try:

@@ -16,7 +16,7 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command."""
+    """Add the arguments of the command."""
     parser.add_argument(
         "name", metavar="NAME", help="what llamapipe models shows, such as hf:OWNER/REPO/FILE"
     )

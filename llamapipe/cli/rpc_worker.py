@@ -32,7 +32,7 @@ docs/guides/rpc.md says more."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command."""
+    """Add the arguments of the command."""
     parser.add_argument(
         "--host", default="127.0.0.1", metavar="ADDRESS", help="listen at this address (127.0.0.1)"
     )
@@ -145,7 +145,7 @@ def _address(args: argparse.Namespace, networks: Sequence[ipaddress.IPv4Network]
 
 
 def _devices(wanted: list[str] | None) -> tuple[list[Any], list[str]]:
-    """Native handles and names: those that were asked for, else the GPUs, else the CPU."""
+    """Return native handles and names: those that were asked for, else the GPUs, else the CPU."""
     from llamapipe.llama.devices import device_handles
 
     known = device_handles()

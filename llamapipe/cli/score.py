@@ -32,7 +32,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command."""
+    """Add the arguments of the command."""
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="a prompt and its continuations")
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument(
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _perplexity(engine: lp.Engine, text: str, window: int | None) -> float:
-    """The perplexity of a text. Raises InvalidRequestError and UsageError, which name the options."""
+    """Return the perplexity of a text. Raises InvalidRequestError and UsageError, which name the options."""
     try:
         return engine.perplexity(text, window)
     except lp.errors.InvalidRequestError as error:

@@ -92,7 +92,7 @@ _OF_BOTH = ("use_mmap", "kernels", "packed_cache", "devices")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command."""
+    """Add the arguments of the command."""
     _add_models(parser)
     _add_server(parser.add_argument_group("server"))
     _add_access(parser.add_argument_group("what clients may do"))
@@ -201,7 +201,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_settings(group: argparse._ArgumentGroup, rows: Sequence[Row]) -> None:
-    """Adds the options of ``ServerSettings``, with its defaults in their help."""
+    """Add the options of ``ServerSettings``, with its defaults in their help."""
     from llamapipe.server.settings import ServerSettings
 
     add_to_group(group, from_rows(*rows), defaults_of(ServerSettings))
@@ -283,7 +283,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_extras(args: argparse.Namespace) -> None:
-    """Raises UsageError for a package that only requests would miss, which may come hours later."""
+    """Raise UsageError for a package that only requests would miss, which may come hours later."""
     needed = [("jinja2", "server", "chat"), ("llguidance", "server", "JSON schemas and tools")]
     if getattr(args, "allow_pull", False):
         needed.append(("huggingface_hub", "hub", "--allow-pull"))
@@ -292,7 +292,7 @@ def _check_extras(args: argparse.Namespace) -> None:
 
 
 def _check_mcp(file: Path) -> None:
-    """Raises UsageError for a file of MCP servers that cannot be used."""
+    """Raise UsageError for a file of MCP servers that cannot be used."""
     from llamapipe.server.mcp_file import entries_of
 
     try:
@@ -312,7 +312,7 @@ def _check_package(package: str, extra: str, what: str) -> None:
 
 
 def _check_media(model: lp.Model, is_asked: bool) -> None:
-    """Raises UsageError for a projector that was asked for and whose images cannot be decoded; warns of one found."""
+    """Raise UsageError for a projector that was asked for and whose images cannot be decoded; warn of one found."""
     if not model.supports_images:
         return
     try:
@@ -331,7 +331,7 @@ class _Report:
         self._percent = 0
 
     def __call__(self, fraction: float) -> None:
-        """Called while the model loads."""
+        """Report progress while the model loads."""
         if int(100 * fraction) > self._percent:
             self._percent = int(100 * fraction)
             self._worker.report_progress(fraction)
@@ -341,7 +341,7 @@ class _Report:
 def _served(
     args: argparse.Namespace, more: dict[str, Any] | None = None, **placement: Any
 ) -> Iterator[tuple[lp.Engine | None, lp.Embedder | None]]:
-    """The engine and the embedder; of several models each process has one of them.
+    """Open the engine and the embedder; of several models each process has one of them.
 
     ``more``: options of the engine, where ``args`` has no others; ``placement``: of both models.
     """
@@ -385,7 +385,7 @@ def _served(
 
 
 def _supervise(args: argparse.Namespace, settings: ServerSettings) -> int:
-    """Runs the workers. The model is theirs: nothing of llama.cpp is loaded here."""
+    """Run the workers. The model is theirs: nothing of llama.cpp is loaded here."""
     from llamapipe.fleet.placement import placements
     from llamapipe.fleet.supervisor import WorkerFailedError, supervise
 
@@ -412,7 +412,7 @@ def _supervise(args: argparse.Namespace, settings: ServerSettings) -> int:
 
 @contextmanager
 def _mcp_for_others(args: argparse.Namespace, settings: ServerSettings) -> Iterator[list[str]]:
-    """Starts the MCP servers here; the command line of processes that ask them."""
+    """Start the MCP servers here, and yield the command line of processes that ask them."""
     servers = settings.open_mcp()
     if servers is None:
         yield args.argv
@@ -424,7 +424,7 @@ def _mcp_for_others(args: argparse.Namespace, settings: ServerSettings) -> Itera
 
 
 def _run_worker(args: argparse.Namespace, settings: ServerSettings) -> int:
-    """Serves what the supervisor hands over, and leaves it to the supervisor to show errors."""
+    """Serve what the supervisor hands over, and leave it to the supervisor to show errors."""
     from llamapipe.fleet.worker import Worker, run_worker
 
     worker = Worker(args.worker)
@@ -450,7 +450,7 @@ def _run_worker(args: argparse.Namespace, settings: ServerSettings) -> int:
 
 
 def _linked_mcp(args: argparse.Namespace) -> McpServers | None:
-    """The MCP servers of the process that started this worker. Raises OSError."""
+    """Return the MCP servers of the process that started this worker. Raises OSError."""
     if args.mcp_link is None:
         return None
     from llamapipe.server.mcp_link import LinkedServers
@@ -459,7 +459,7 @@ def _linked_mcp(args: argparse.Namespace) -> McpServers | None:
 
 
 def _kept_cache(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of the engine of one model of several: the folder where it keeps cached prefixes while it is unloaded.
+    """Return the option of one of several models' engines for the folder that keeps its cached prefixes while unloaded.
 
     None of them if the operator gave another folder, or no memory for cached prefixes.
     """
@@ -477,7 +477,7 @@ def _kept_cache(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
-    """Serves several models. They run in processes of their own: nothing of llama.cpp is loaded here."""
+    """Serve several models. They run in processes of their own: nothing of llama.cpp is loaded here."""
     from llamapipe.cli._models_file import entries_of, look, sees_images
     from llamapipe.fleet.budget import Budget
     from llamapipe.fleet.command import command_with
@@ -551,7 +551,7 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
 
 
 def _take_served_model(args: argparse.Namespace, served: ServedModel) -> None:
-    """Sets the options of one model of several, in the process that runs it."""
+    """Set the options of one model of several, in the process that runs it."""
     for name, value in served.options.items():
         setattr(args, name, value)
     if served.embeds:
@@ -562,7 +562,7 @@ def _take_served_model(args: argparse.Namespace, served: ServedModel) -> None:
 
 
 def _workers(text: str) -> int:
-    """The number of workers; 0 for 'auto'."""
+    """Return the number of workers; 0 for 'auto'."""
     if text == "auto":
         return 0
     if not text.isdecimal() or int(text) < 1:
@@ -577,7 +577,7 @@ def _worker_options(text: str) -> WorkerOptions:
 
 
 def _kv_events(args: argparse.Namespace, settings: ServerSettings) -> dict[str, Any]:
-    """The engine's option ``kv_events``, if it was asked for."""
+    """Return the engine's option ``kv_events``, if it was asked for."""
     values = {
         "replay_endpoint": args.kv_events_replay,
         "topic": args.kv_events_topic,
@@ -608,7 +608,7 @@ _OPTIONS = {
 
 
 def settings_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of ``ServerSettings`` that were given."""
+    """Return the fields of ``ServerSettings`` that were given."""
     is_model = args.worker is not None and args.worker.served is not None
     values: dict[str, Any] = {
         "model_names": tuple(args.alias),
@@ -630,7 +630,7 @@ def settings_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def sampling_defaults() -> list[Option]:
-    """The options of samplers that hold where a request says nothing."""
+    """Return the options of samplers that hold where a request says nothing."""
     from llamapipe.server.settings import DEFAULTS
 
     names = {option.name for option in DEFAULTS}
@@ -638,7 +638,7 @@ def sampling_defaults() -> list[Option]:
 
 
 def with_option_name(message: str) -> str:
-    """A message of ``ServerSettings`` that begins with a field's name, with the option's name in its place."""
+    """Return a message of ``ServerSettings`` that begins with a field's name, with the option's name in its place."""
     from llamapipe.server import ServerSettings
 
     field = re.split(r"\W", message, maxsplit=1)[0]
@@ -649,7 +649,7 @@ def with_option_name(message: str) -> str:
 
 
 def _keys(path: Path | None) -> tuple[str, ...]:
-    """The keys of the file and of the environment. A misspelt variable is an error, not a server without keys."""
+    """Read the keys of the file and of the environment. A misspelt variable is an error, not a server without keys."""
     prefix = "LLAMAPIPE_"
     known = KEYS_VARIABLE.removeprefix(prefix)
     for name in os.environ.keys() - {KEY_VARIABLE}:
@@ -698,7 +698,7 @@ _COMPLETION = """\
 
 
 def listening_socket(host: str, port: int, option: str = "--port") -> socket:
-    """A socket that listens on the address. Raises OSError, which names the option to change."""
+    """Open a socket that listens on the address. Raises OSError, which names the option to change."""
     from llamapipe.server import bound_socket
 
     try:
@@ -719,7 +719,7 @@ def listening_socket(host: str, port: int, option: str = "--port") -> socket:
 
 
 def check_template(model: lp.Model, file: str | None, warns: bool) -> None:
-    """Raises UsageError for a broken template that was given; warns of a model without a template that works."""
+    """Raise UsageError for a broken template that was given; warn of a model without a template that works."""
     problem = template_problem(model)
     if problem is None:
         return
@@ -734,7 +734,7 @@ def check_template(model: lp.Model, file: str | None, warns: bool) -> None:
 
 
 def has_template(path: Path) -> bool:
-    """Whether a GGUF file, which was loaded before, has a chat template. Loads nothing of llama.cpp."""
+    """Return whether a GGUF file, which was loaded before, has a chat template. Loads nothing of llama.cpp."""
     with path.open("rb") as file:
         head = parse_head(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     return "tokenizer.chat_template" in head.entries
@@ -750,7 +750,7 @@ def announce(
     *more: socket,
     n_models: int = 1,
 ) -> None:
-    """Tells where the server is, and shows a request that it answers. ``more``: where Ollama's clients find it."""
+    """Tell where the server is, and show a request that it answers. ``more``: where Ollama's clients find it."""
     host = sock.getsockname()[0]
     url = _url(sock)
     model = (settings.model_names or (stem,))[0]
@@ -781,7 +781,7 @@ def _url(sock: socket) -> str:
 
 
 def _where(events: lp.KvEvents | None) -> str:
-    """A line about where KV events are published."""
+    """Return a line about where KV events are published."""
     if events is None:
         return ""
     replay = f", missed ones at {events.replay_endpoint}" if events.replay_endpoint else ""

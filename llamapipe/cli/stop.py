@@ -13,7 +13,7 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command."""
+    """Add the arguments of the command."""
     parser.add_argument("name", metavar="NAME", help="what llamapipe ps shows")
     add_server_arguments(parser)
 

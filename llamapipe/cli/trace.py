@@ -46,7 +46,7 @@ _DRAWN = 6  # steps in the picture
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command."""
+    """Add the arguments of the command."""
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument(
         "-o",
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Returns the exit status."""
+    """Run the command and return the exit status."""
     for name in ("requests", "max_tokens", "steps", "rows"):
         if (getattr(args, name) or 1) < 1 or getattr(args, name) == 0:
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; at least 1")

@@ -34,7 +34,7 @@ _TRIES = 3  # of a measurement that other work disturbs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command."""
+    """Add the arguments of the command."""
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument(
         "-c",
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def least_disturbed(measure: Callable[[], Speed]) -> Speed:
-    """A measurement, repeated while other work disturbs it, at most twice: the one that it disturbed least."""
+    """Repeat a measurement while other work disturbs it, at most twice. Return the one that it disturbed least."""
     tries = [measure()]
     while tries[-1].is_disturbed and len(tries) < _TRIES:
         tries.append(measure())
@@ -97,7 +97,7 @@ class _Tuning:
         self._n_other_cores = 0.0  # the most that a measurement which counts was disturbed by
 
     def choose(self, name: str, values: Sequence[int], n: int | None = None) -> None:
-        """Measures an option with ``n`` requests at the same time; None: with as many as its value."""
+        """Measure an option with ``n`` requests at the same time; None: with as many as its value."""
         self._title(name, "requests at once: " + ("as many" if n is None else str(n)))
         best: tuple[int, float] | None = None
         for value in values:
@@ -110,7 +110,7 @@ class _Tuning:
         self._options[name] = best[0]
 
     def choose_types(self) -> None:
-        """Measures the types of the KV cache at the chosen number of slots."""
+        """Measure the types of the KV cache at the chosen number of slots."""
         n = self._options["n_seq_max"]
         self._title("type_k, type_v", f"requests at once: {n}")
         speeds = {}
@@ -125,7 +125,7 @@ class _Tuning:
             self._options |= {"type_k": "q8_0", "type_v": "q8_0"}
 
     def show(self) -> None:
-        """Prints the call."""
+        """Print the call."""
         terminal = self._terminal
         tuned = {name: value for name, value in self._options.items() if name not in defaults_of(lp.Engine)}
         arguments = "".join(

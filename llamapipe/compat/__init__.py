@@ -37,7 +37,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> int:
-    """The value of a constant. Raises AttributeError with what to use instead, or the nearest public name."""
+    """Return the value of a constant. Raises AttributeError with what to use instead, or the nearest public name."""
     if name in CONSTANTS:
         return CONSTANTS[name]
     if name.startswith(("llama_", "ggml_")) and name not in INSTEAD["llama_cpp"]:  # functions of llama.cpp
@@ -47,5 +47,5 @@ def __getattr__(name: str) -> int:
 
 
 def __dir__() -> list[str]:
-    """The public names, for completion in an editor or notebook."""
+    """Return the public names, for completion in an editor or notebook."""
     return sorted([*__all__, *CONSTANTS, "__version__"])

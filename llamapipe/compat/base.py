@@ -48,7 +48,7 @@ class LlamaState:
     if not TYPE_CHECKING:  # a type checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
-            """Raises AttributeError, for ``scores`` with the reason."""
+            """Raise AttributeError, for ``scores`` with the reason."""
             raise _missing("LlamaState", name, dir(self))
 
     def __repr__(self) -> str:
@@ -64,7 +64,7 @@ class LlamaRAMCache:
     if not TYPE_CHECKING:  # a type checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
-            """Raises AttributeError, for ``cache_state`` with the reason."""
+            """Raise AttributeError, for ``cache_state`` with the reason."""
             raise _missing("LlamaRAMCache", name, dir(self))
 
     @property
@@ -111,11 +111,11 @@ class ThreadSequence:
         return self._tokens.ids
 
     def reset(self) -> None:
-        """Forgets them."""
+        """Forget the tokens."""
         self._tokens.ids = []
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Appends tokens. Raises ValueError for tokens outside the vocabulary, and if the context is too small."""
+        """Append tokens. Raises ValueError for tokens outside the vocabulary, and if the context is too small."""
         found = check_tokens("tokens", tokens, self._engine.model.n_vocab)
         n = len(self.ids) + len(found)
         if n > self._n_ctx:
@@ -123,14 +123,14 @@ class ThreadSequence:
         self.ids.extend(found)
 
     def sample(self, params: SamplingParams, n: int) -> int:
-        """The token after the first ``n``, which may be one that ends generation. Raises ValueError."""
+        """Return the token after the first ``n``, which may be one that ends generation. Raises ValueError."""
         choice = self._engine.generate(self._prompt()[:n], params).choices[0]
         if choice.stop_token is not None:
             return choice.stop_token
         return choice.token_ids[0]
 
     def generate(self, params: SamplingParams, end: int) -> Generator[int, Sequence[int] | None, None]:
-        """Tokens, one after the other, each appended; ``end`` if generation ends. Tokens sent are appended too."""
+        """Yield tokens and append each; yield ``end`` if generation ends. Tokens sent are appended too."""
         with self._engine.start(self._prompt(), params) as generation:
             while (token := generation.next()) is not None:
                 self.ids.append(token.id)
@@ -141,7 +141,7 @@ class ThreadSequence:
                 yield end
 
     def logits(self) -> npt.NDArray[np.float32]:
-        """The row of logits after the last token, float32 ``(n_vocab,)``."""
+        """Return the row of logits after the last token, float32 ``(n_vocab,)``."""
         rows: list[npt.NDArray[np.float32]] = []
 
         def keep(row: npt.NDArray[np.float32]) -> None:
@@ -151,7 +151,7 @@ class ThreadSequence:
         return rows[0]
 
     def save(self, seed: int) -> LlamaState:
-        """The sequence and its KV cells."""
+        """Return the sequence and its KV cells."""
         cells = b""
         if self.ids:
             with self._engine.start(self.ids, self._params) as generation:
@@ -160,7 +160,7 @@ class ThreadSequence:
         return LlamaState(tuple(self.ids), len(self.ids), cells, len(cells), seed)
 
     def load(self, state: LlamaState) -> None:
-        """Takes over a sequence; its cells go to the prefix cache. Raises ValueError for what another model saved."""
+        """Take over a sequence; its cells go to the prefix cache. Raises ValueError for what another model saved."""
         if state.llama_state:
             with closing(self._engine.restore(state.llama_state, self._params)):
                 pass
@@ -185,7 +185,7 @@ class SequenceMethods:
         raise NotImplementedError
 
     def token_eos(self) -> int:
-        """The token that ends a text; -1 if there is none."""
+        """Return the token that ends a text; -1 if there is none."""
         raise NotImplementedError
 
     @property
@@ -214,15 +214,15 @@ class SequenceMethods:
         raise NotImplementedError(INSTEAD["Llama"]["_scores"])
 
     def reset(self) -> None:
-        """Forgets the calling thread's tokens."""
+        """Forget the calling thread's tokens."""
         self._own().reset()
 
     def eval(self, tokens: Sequence[int]) -> None:
-        """Appends tokens to the calling thread's sequence. They are computed when a token is sampled."""
+        """Append tokens to the calling thread's sequence. They are computed when a token is sampled."""
         self._own().extend(tokens)
 
     def sample(self, *, temp: float = 0.8, idx: int | None = None, **sampling: Any) -> int:
-        """Samples the token after the calling thread's sequence, and does not append it.
+        """Sample the token after the calling thread's sequence, and do not append it.
 
         ``idx``: of a token; the one after it is sampled, as if the sequence ended there. ``sampling``: as in
         ``generate``. Raises TypeError for unknown names, and ValueError for an ``idx`` that the sequence has not.
@@ -239,7 +239,7 @@ class SequenceMethods:
     def generate(
         self, tokens: Sequence[int], *, temp: float = 0.8, reset: bool = True, **sampling: Any
     ) -> Generator[int, Sequence[int] | None, None]:
-        """Tokens after ``tokens``, one after the other; the token that ends generation, if one does, is the last.
+        """Yield tokens after ``tokens``, one after the other; the token that ends generation, if one does, is the last.
 
         ``sampling``: ``top_k``, ``top_p``, ``min_p``, ``typical_p``, ``repeat_penalty``, ``frequency_penalty``,
         ``presence_penalty``, ``mirostat_mode``, ``mirostat_tau``, ``mirostat_eta``, ``logits_processor``,
@@ -255,11 +255,11 @@ class SequenceMethods:
         return sequence.generate(params, self.token_eos())
 
     def save_state(self) -> LlamaState:
-        """The calling thread's sequence, with its KV cells."""
+        """Return the calling thread's sequence, with its KV cells."""
         return self._own().save(self._seed)
 
     def load_state(self, state: LlamaState) -> None:
-        """Makes a saved sequence the calling thread's."""
+        """Make a saved sequence the calling thread's."""
         self._own().load(state)
 
 
@@ -384,7 +384,7 @@ class LlamaBase(SequenceMethods):
     if not TYPE_CHECKING:  # a type checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
-            """Raises AttributeError: with the reason for what llama-cpp-python has, else with the nearest name."""
+            """Raise AttributeError: with the reason for what llama-cpp-python has, else with the nearest name."""
             if hasattr(type(self), name):  # a property that raised
                 return object.__getattribute__(self, name)
             raise _missing("Llama", name, dir(self))
@@ -431,19 +431,19 @@ class LlamaBase(SequenceMethods):
         return self.lp_model.metadata
 
     def n_ctx(self) -> int:
-        """Tokens that a request may have, prompt and output."""
+        """Return the tokens that a request may have, prompt and output."""
         return self._n_ctx
 
     def n_embd(self) -> int:
-        """The width of the model, and of embeddings."""
+        """Return the width of the model, and of embeddings."""
         return self.lp_model.n_embd
 
     def n_vocab(self) -> int:
-        """The number of tokens in the vocabulary."""
+        """Return the number of tokens in the vocabulary."""
         return self.lp_model.n_vocab
 
     def tokenizer(self) -> LlamaTokenizer:
-        """The model's tokenizer."""
+        """Return the model's tokenizer."""
         return self._tokenizer
 
     tokenizer_ = property(tokenizer, doc="The same as an attribute.")
@@ -454,41 +454,41 @@ class LlamaBase(SequenceMethods):
         return self._cache
 
     def token_eos(self) -> int:
-        """The token that ends a text; -1 if there is none."""
+        """Return the token that ends a text; -1 if there is none."""
         return _or_none(self.lp_model.eos)
 
     def token_bos(self) -> int:
-        """The token that begins a text; -1 if there is none."""
+        """Return the token that begins a text; -1 if there is none."""
         return _or_none(self.lp_model.bos)
 
     def token_nl(self) -> int:
-        """The token of a line end; -1 if it is not one token."""
+        """Return the token of a line end; -1 if it is not one token."""
         tokens = self.lp_model.vocab.tokenize("\n", add_special=False)
         return tokens[-1] if tokens else -1
 
     def pooling_type(self) -> int:
-        """The number of the pooling of embeddings, as in llama.h."""
+        """Return the number of the pooling of embeddings, as in llama.h."""
         return next(number for number, text in options.POOLING.items() if text == self._pooling)
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
-        """The tokens of UTF-8 text; ``special``: text of control tokens becomes those tokens."""
+        """Return the tokens of UTF-8 text; ``special``: text of control tokens becomes those tokens."""
         _ = self.lp_model  # raises if it is closed
         return self._tokenizer.tokenize(text, add_bos, special)
 
     def detokenize(
         self, tokens: Sequence[int], prev_tokens: Sequence[int] | None = None, special: bool = False
     ) -> bytes:
-        """The bytes of tokens; control tokens have none unless ``special``."""
+        """Return the bytes of tokens; control tokens have none unless ``special``."""
         _ = self.lp_model  # raises if it is closed
         return self._tokenizer.detokenize(tokens, prev_tokens, special)
 
     def set_seed(self, seed: int) -> None:
-        """Seeds calls that have no ``seed``; -1 and 0xFFFFFFFF: each gets a random one."""
+        """Seed calls that have no ``seed``; -1 and 0xFFFFFFFF: each gets a random one."""
         self._seed = check_int("seed", seed, -(2**63), 2**64 - 1)
         self._seeds = None if seed in (-1, options.NO_SEED) else random.Random(self._seed)
 
     def set_cache(self, cache: LlamaRAMCache | None) -> None:
-        """Accepts a ``LlamaRAMCache``, whose purpose the engine's prefix cache serves in any case."""
+        """Accept a ``LlamaRAMCache``, whose purpose the engine's prefix cache serves in any case."""
         if cache is not None and not isinstance(cache, LlamaRAMCache):
             raise TypeError(
                 f"cache must be a LlamaRAMCache, not {type(cache).__name__}: prefixes are kept in memory"
@@ -512,7 +512,7 @@ class LlamaBase(SequenceMethods):
 
     # ---- lifetime
     def close(self) -> None:
-        """Frees the model, after the calls that run. A second call does nothing."""
+        """Free the model, after the calls that run. A second call does nothing."""
         with self._lock:
             self._model = None
             self._free.detach()
@@ -531,7 +531,7 @@ class LlamaBase(SequenceMethods):
     def logits_to_logprobs(
         logits: npt.NDArray[np.float32] | list[float], axis: int = -1
     ) -> npt.NDArray[np.float32]:
-        """The natural logarithms of the probabilities that logits stand for."""
+        """Return the natural logarithms of the probabilities that logits stand for."""
         row = np.asarray(logits, np.float32)
         shifted = row - np.max(row, axis=axis, keepdims=True)
         found: npt.NDArray[np.float32] = shifted - np.log(np.sum(np.exp(shifted), axis=axis, keepdims=True))
@@ -539,7 +539,7 @@ class LlamaBase(SequenceMethods):
 
     @staticmethod
     def longest_token_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-        """How many tokens two sequences begin with in common."""
+        """Return how many tokens two sequences begin with in common."""
         n = 0
         for left, right in zip(a, b, strict=False):
             if left != right:
@@ -549,7 +549,7 @@ class LlamaBase(SequenceMethods):
 
 
 def _dropped(owned: ExitStack) -> None:
-    """Closes what a Llama that nobody closed has. It stays open while something else uses the model.
+    """Close what a Llama that nobody closed has. It stays open while something else uses the model.
 
     That is an engine of the caller's or, when the interpreter exits, one that another thread is making.
     """
@@ -558,7 +558,7 @@ def _dropped(owned: ExitStack) -> None:
 
 
 def _missing(owner: str, name: str, known: Iterable[str]) -> AttributeError:
-    """An error for an attribute that ``owner`` lacks: the reason if llama-cpp-python has it, else the nearest name."""
+    """Make the error for a missing attribute: with the reason if llama-cpp-python has it, else the nearest name."""
     if (reason := instead_of(name, owner)) is not None:
         return AttributeError(f"{owner} has no {quoted(name)} here: {reason}", name=name)
     if name.startswith("_"):  # Python itself asks for many of these

@@ -23,14 +23,14 @@ Messages = Sequence[Mapping[str, Any]]
 def tools_of(
     functions: Sequence[Mapping[str, Any]] | None, tools: Sequence[Mapping[str, Any]] | None
 ) -> list[Mapping[str, Any]] | None:
-    """The tools of a call; ``functions`` is their older name."""
+    """Return the tools of a call; ``functions`` is their older name."""
     if functions is not None:
         return [{"type": "function", "function": function} for function in functions]
     return None if tools is None else list(tools)
 
 
 def choice_of(function_call: Any, tool_choice: Any, has_tools: bool) -> Any:
-    """The choice of a tool; ``function_call`` is its older name. Raises ValueError with the name of the argument."""
+    """Return the choice of a tool; ``function_call`` is its older name. Raises ValueError with the argument's name."""
     if isinstance(function_call, Mapping):
         if not isinstance(function_call.get("name"), str):
             raise ValueError(
@@ -50,7 +50,7 @@ def choice_of(function_call: Any, tool_choice: Any, has_tools: bool) -> Any:
 
 
 def schema_of(response_format: Mapping[str, Any] | None) -> Any:
-    """The JSON schema that an answer must match; None: any text. Raises TypeError, ValueError for a wrong format."""
+    """Return an answer's JSON schema; None: any text. Raises TypeError and ValueError for a wrong format."""
     if response_format is not None and not isinstance(response_format, Mapping):
         raise TypeError(
             f'response_format must be a dict such as {{"type": "json_object"}}, not {type(response_format).__name__}'
@@ -117,7 +117,7 @@ class ChatCall:
         return f"<ChatCall of {len(self._messages)} messages>"
 
     def whole(self) -> ChatCompletion:
-        """The answer, when it is complete."""
+        """Return the answer, when it is complete."""
         if self._named is None:
             done = self._engine.chat(self._messages, self._params, **self._options())
         else:
@@ -142,7 +142,7 @@ class ChatCall:
         return replace(done, choices=(forced,))
 
     def deltas(self) -> Generator[ChatDelta]:
-        """The parts of the answer. Closing the iterator cancels it."""
+        """Yield the parts of the answer. Closing the iterator cancels it."""
         if self._forced is None:
             yield from self._plain_deltas()
             return
@@ -186,7 +186,7 @@ def _parameters(tools: list[Mapping[str, Any]], name: str) -> Any:
 
 
 def _arguments(text: str) -> dict[str, Any] | None:
-    """The arguments of a call; None if the text ended before they were complete."""
+    """Return the arguments of a call; None if the text ended before they were complete."""
     try:
         value = json.loads(text)
     except ValueError:

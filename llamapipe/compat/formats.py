@@ -30,7 +30,7 @@ class Format:
     stop: tuple[str, ...] = ()
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt. Raises ValueError for messages of other roles or without text."""
+        """Return the prompt. Raises ValueError for messages of other roles or without text."""
         system = (
             "\n".join(_content(message) for message in messages if message.get("role") == "system")
             or self.default
@@ -63,7 +63,7 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 def _headed(name: str) -> str:
-    """A message of Llama 3."""
+    """Return the head of a message of Llama 3."""
     return f"<|start_header_id|>{name}<|end_header_id|>\n\n"
 
 
@@ -200,7 +200,7 @@ UNSUPPORTED: Final = ("functionary", "functionary-v1", "functionary-v2")
 
 
 def template_of(name: str | None, given: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
-    """The ``chat_template`` of ``Model`` for a format and a ``chat_template`` of ``Llama``; None: the file's.
+    """Return ``Model``'s ``chat_template`` for a format and a ``chat_template`` of ``Llama``; None: the file's.
 
     Raises ValueError for a format that is not known or not supported, and if both are given.
     """

@@ -62,7 +62,7 @@ class Llama(LlamaBase):
         cache_dir: str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> Llama:
-        """A model of the Hugging Face Hub; ``filename`` may be a pattern. Needs the extra ``hub``.
+        """Load a model of the Hugging Face Hub; ``filename`` may be a pattern. Needs the extra ``hub``.
 
         Other parts of a split model are found by themselves. Raises as ``Model.from_pretrained``.
         """
@@ -81,7 +81,7 @@ class Llama(LlamaBase):
 
     # ---- completions
     def __call__(self, prompt: str, *args: Any, **kwargs: Any) -> Any:
-        """The same as ``create_completion``."""
+        """Do the same as ``create_completion``."""
         return self.create_completion(prompt, *args, **kwargs)
 
     @explains_options()
@@ -113,7 +113,7 @@ class Llama(LlamaBase):
         grammar: LlamaGrammar | None = None,
         logit_bias: Mapping[int, float] | None = None,
     ) -> Any:
-        """Continues a prompt: a dictionary in the form of OpenAI's API, or its chunks if ``stream``.
+        """Continue a prompt: return a dictionary in the form of OpenAI's API, or its chunks if ``stream``.
 
         ``max_tokens``: None or 0: until the context is full. ``suffix``: the text after the gap, for models that fill
         in the middle. ``echo``: the prompt is part of the text. Raises TypeError for unknown options, ValueError for a
@@ -194,7 +194,7 @@ class Llama(LlamaBase):
         logprobs: bool | None = None,
         top_logprobs: int | None = None,
     ) -> Any:
-        """Answers a conversation: a dictionary in the form of OpenAI's API, or its chunks if ``stream``.
+        """Answer a conversation: return a dictionary in the form of OpenAI's API, or its chunks if ``stream``.
 
         Needs the extra ``chat``. ``functions`` and ``function_call``: older names of ``tools`` and ``tool_choice``.
         Raises ValueError for a conversation that does not fit, or that the chat format cannot write.
@@ -228,7 +228,7 @@ class Llama(LlamaBase):
         }
 
     def create_chat_completion_openai_v1(self, *args: Any, **kwargs: Any) -> Any:
-        """``create_chat_completion`` with the types of the package ``openai``, which must be installed."""
+        """Do as ``create_chat_completion``, with the types of the package ``openai``, which must be installed."""
         try:
             from openai.types.chat import ChatCompletion, ChatCompletionChunk
         except ImportError:
@@ -241,7 +241,7 @@ class Llama(LlamaBase):
     # ---- embeddings
     @explains_options()
     def create_embedding(self, input: str | list[str], model: str | None = None) -> Answer:  # noqa: A002
-        """Embeddings in the form of OpenAI's API."""
+        """Return embeddings in the form of OpenAI's API."""
         vectors, n_tokens = self.embed([input] if isinstance(input, str) else input, return_count=True)
         data = [
             {"object": "embedding", "embedding": vector, "index": index}
@@ -258,7 +258,7 @@ class Llama(LlamaBase):
         truncate: bool = True,
         return_count: bool = False,
     ) -> Any:
-        """The embedding of a text, ``n_embd`` floats, or a list of embeddings for a list of texts.
+        """Return the embedding of a text, ``n_embd`` floats, or a list of embeddings for a list of texts.
 
         With pooling ``none``, which holds for models whose file names no pooling, a text's embedding is a list of
         ``n_tokens`` lists. ``truncate``: a text that is too long is cut. Raises RuntimeError without

@@ -6,5 +6,5 @@ from llamapipe._messages import missing_import
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Raises ImportError, which an import of a name shows; AttributeError for Python's own names."""
+    """Raise ImportError, which an import of a name shows; AttributeError for Python's own names."""
     raise missing_import("llama_cpp", name)

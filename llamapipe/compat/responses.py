@@ -14,12 +14,12 @@ from llamapipe.text.stream import TextOffsets
 
 
 def head(kind: str, prefix: str, model: str) -> dict[str, Any]:
-    """The fields that all answers begin with."""
+    """Return the fields that all answers begin with."""
     return {"id": f"{prefix}-{uuid.uuid4()}", "object": kind, "created": int(time.time()), "model": model}
 
 
 def usage(n_prompt: int, n_completion: int) -> dict[str, int]:
-    """The counts of tokens."""
+    """Return the counts of tokens."""
     return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_completion,
@@ -38,7 +38,7 @@ class LogprobWriter:
         return f"LogprobWriter({self._offsets})"
 
     def write(self, entries: Iterable[TokenLogprob], first: int | None = None) -> dict[str, Any]:
-        """The entries of tokens. ``first``: a token before them that has no log-probability."""
+        """Return the entries of tokens. ``first``: a token before them that has no log-probability."""
         tokens: list[str] = []
         offsets: list[int] = []
         logprobs: list[float | None] = []
@@ -62,7 +62,7 @@ class LogprobWriter:
 def completion_chunks(
     start: dict[str, Any], deltas: Iterable[Delta], writer: LogprobWriter | None
 ) -> Iterator[dict[str, Any]]:
-    """The chunks of a streamed completion; the last one has a finish reason and no text."""
+    """Yield the chunks of a streamed completion; the last one has a finish reason and no text."""
     for delta in deltas:
         logprobs = None
         if writer is not None and delta.logprobs:
@@ -74,12 +74,12 @@ def completion_chunks(
 
 
 def completion_choice(text: str, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
-    """The only choice of a completion."""
+    """Return the only choice of a completion."""
     return {"text": text, "index": 0, "logprobs": logprobs, "finish_reason": reason}
 
 
 def chat_choice(choice: ChatChoice) -> dict[str, Any]:
-    """The only choice of a chat."""
+    """Return the only choice of a chat."""
     message: dict[str, Any] = {"role": "assistant", "content": choice.content}
     if choice.reasoning:
         message["reasoning_content"] = choice.reasoning
@@ -95,7 +95,7 @@ def chat_choice(choice: ChatChoice) -> dict[str, Any]:
 
 
 def chat_chunks(start: dict[str, Any], deltas: Iterable[ChatDelta]) -> Iterator[dict[str, Any]]:
-    """The chunks of a streamed chat."""
+    """Yield the chunks of a streamed chat."""
 
     def chunk(delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
         return start | {
@@ -127,7 +127,7 @@ def chat_chunks(start: dict[str, Any], deltas: Iterable[ChatDelta]) -> Iterator[
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """The ``logprobs`` of a chat."""
+    """Return the ``logprobs`` of a chat."""
 
     def entry(piece: bytes, logprob: float) -> dict[str, Any]:
         finite = logprob if math.isfinite(logprob) else -9999.0

@@ -34,7 +34,7 @@ class LlamaGrammar:
 
     @classmethod
     def from_string(cls, grammar: str, verbose: bool = True) -> LlamaGrammar:
-        """A grammar in GBNF; it is checked when it is used."""
+        """Take a grammar in GBNF; it is checked when it is used."""
         del verbose
         if not isinstance(grammar, str):
             raise TypeError(f"grammar must be a str, not {type(grammar).__name__}")
@@ -42,12 +42,12 @@ class LlamaGrammar:
 
     @classmethod
     def from_file(cls, file: str | Path, verbose: bool = True) -> LlamaGrammar:
-        """A grammar in GBNF, from a file. Raises OSError."""
+        """Read a grammar in GBNF from a file. Raises OSError."""
         return cls.from_string(path_of(file).read_text(encoding="utf-8"), verbose)
 
     @classmethod
     def from_json_schema(cls, json_schema: str, verbose: bool = True) -> LlamaGrammar:
-        """A grammar for the values of a JSON schema, given as JSON text. Raises ValueError for other text.
+        """Make a grammar for the values of a JSON schema, given as JSON text. Raises ValueError for other text.
 
         As in llama-cpp-python, objects with ``properties`` have no others, unless ``additionalProperties`` says so.
         """
@@ -56,7 +56,7 @@ class LlamaGrammar:
 
 
 def closed(schema: Any) -> Any:
-    """A schema whose objects have the listed properties only, as llama-cpp-python reads it."""
+    """Return a schema whose objects have the listed properties only, as llama-cpp-python reads it."""
     return closed_objects(schema) if isinstance(schema, dict) else schema
 
 
@@ -76,7 +76,7 @@ class LogitsProcessorList(list[LogitsProcessor]):
     """Processors that are applied one after the other."""
 
     def __call__(self, input_ids: Ids, scores: Row) -> Row:
-        """The scores after all processors."""
+        """Return the scores after all processors."""
         for processor in self:
             scores = _scores_of(processor, input_ids, scores)
         return scores
@@ -86,7 +86,7 @@ class StoppingCriteriaList(list[StoppingCriteria]):
     """Criteria of which one is enough to stop."""
 
     def __call__(self, input_ids: Ids, logits: Row) -> bool:
-        """Whether generation stops before the next token."""
+        """Return whether generation stops before the next token."""
         return any(criterion(input_ids, logits) for criterion in self)
 
 
@@ -99,7 +99,7 @@ class MinTokensLogitsProcessor:
         self.prompt_tokens: int | None = None
 
     def __call__(self, input_ids: Ids, scores: Row) -> Row:
-        """The scores, with the token forbidden if it is too early."""
+        """Return the scores, with the token forbidden if it is too early."""
         if self.prompt_tokens is None:
             self.prompt_tokens = len(input_ids)
         if len(input_ids) - self.prompt_tokens < self.min_tokens:
@@ -108,7 +108,7 @@ class MinTokensLogitsProcessor:
 
 
 def most_tokens(max_tokens: int | None) -> int | None:
-    """``max_tokens`` of a call; None: no limit. Raises TypeError."""
+    """Return ``max_tokens`` of a call; None: no limit. Raises TypeError."""
     if max_tokens is None:
         return None
     number = check_float("max_tokens", max_tokens, -math.inf, math.inf)  # the original takes floats
@@ -144,7 +144,7 @@ def sampling_params(
     stopping_criteria: StoppingCriteria | None = None,
     adapter: Mapping[str | AnyAdapter, float] | None = None,
 ) -> SamplingParams:
-    """The params of a call. ``last_n``: tokens that penalties look at; ``end``: the token that ends generation.
+    """Return the params of a call. ``last_n``: tokens that penalties look at; ``end``: the token that ends generation.
 
     Raises TypeError and ValueError as ``SamplingParams``, and ValueError for features that llama.cpp no longer has.
     """
@@ -200,7 +200,7 @@ def sampling_params(
 def _as_ours(
     processor: LogitsProcessor | None, criterion: StoppingCriteria | None, end: int | None
 ) -> Callable[[list[int], Row], None]:
-    """A logits processor of the engine. A criterion that holds leaves only the end as the next token."""
+    """Make a logits processor of the engine. A criterion that holds leaves only the end as the next token."""
 
     def process(tokens: list[int], row: Row) -> None:
         ids = np.array(tokens, np.intc)
@@ -214,7 +214,7 @@ def _as_ours(
 
 
 def _scores_of(processor: LogitsProcessor, ids: Ids, row: Row) -> Row:
-    """What a processor returns. Raises TypeError for None, ValueError for another shape."""
+    """Return what a processor returns. Raises TypeError for None, ValueError for another shape."""
     scores: Any = processor(ids, row)
     if scores is None:  # numpy would write NaN into the row
         raise TypeError(

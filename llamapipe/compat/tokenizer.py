@@ -28,7 +28,7 @@ class LlamaTokenizer:
         return f"<LlamaTokenizer n_vocab={self._vocab.n_vocab}>"
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = True) -> list[int]:
-        """The tokens of UTF-8 text. Raises TypeError for a str, UnicodeDecodeError for other bytes."""
+        """Return the tokens of UTF-8 text. Raises TypeError for a str, UnicodeDecodeError for other bytes."""
         if not isinstance(text, bytes):
             raise TypeError(f"text must be bytes, not {type(text).__name__}: write text.encode()")
         return self._vocab.tokenize(text.decode(), add_special=add_bos, parse_special=special)
@@ -36,7 +36,7 @@ class LlamaTokenizer:
     def detokenize(
         self, tokens: Sequence[int], prev_tokens: Sequence[int] | None = None, special: bool = False
     ) -> bytes:
-        """The bytes of tokens; control tokens have none unless ``special``. ``prev_tokens`` changes nothing."""
+        """Return the bytes of tokens; control tokens have none unless ``special``. ``prev_tokens`` changes nothing."""
         del prev_tokens
         piece = self._vocab.written_piece if special else self._vocab.piece
         text = b"".join(piece(token) for token in tokens)
@@ -44,11 +44,11 @@ class LlamaTokenizer:
         return text[1:] if len(tokens) and tokens[0] == self._vocab.bos and text[:1] == b" " else text
 
     def encode(self, text: str, add_bos: bool = True, special: bool = True) -> list[int]:
-        """The tokens of a str."""
+        """Return the tokens of a str."""
         return self.tokenize(text.encode("utf-8", "ignore"), add_bos, special)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without bytes that are no characters."""
+        """Return the text of tokens, without bytes that are no characters."""
         return self.detokenize(tokens).decode("utf-8", "ignore")
 
 
@@ -66,7 +66,7 @@ class PromptMaker:
         return f"<PromptMaker fim={self._fim}>"
 
     def tokens(self, prompt: str | Sequence[int], suffix: str | None) -> list[int]:
-        """The tokens; a prompt of tokens is taken as it is. Raises TypeError and ValueError."""
+        """Return the tokens; a prompt of tokens is taken as it is. Raises TypeError and ValueError."""
         if isinstance(prompt, (bytes, bytearray)):  # would count as token ids
             raise TypeError("prompt must be a str or a list of token ids, not bytes: write prompt.decode()")
         if not isinstance(prompt, Iterable):

@@ -17,7 +17,7 @@ _MOUNTED = Path("/sys/fs/cgroup")
 def limit_files(
     controller: str, first: str, second: str, own: Path = _OWN, mounted: Path = _MOUNTED
 ) -> tuple[Path, ...]:
-    """The readable files with a limit of a controller, of all groups around this process, innermost first.
+    """Return the readable files with a limit of a controller, of all groups around this process, innermost first.
 
     ``first`` and ``second``: the file's name in version 1 and version 2. ``own``: the file that lists the groups of
     this process. ``mounted``: the folder below which the groups are.
@@ -31,7 +31,7 @@ def limit_files(
 
 @lru_cache(maxsize=16)
 def _files_of(groups: str, controller: str, first: str, second: str, mounted: Path) -> tuple[Path, ...]:
-    """Found once for the groups that a process is in: it may be moved to others."""
+    """Find the files, once for the groups that a process is in: it may be moved to others."""
     files: list[Path] = []
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)

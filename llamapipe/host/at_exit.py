@@ -23,7 +23,7 @@ class Closable(Protocol):
     """An object that owns a thread."""
 
     def close(self, drain: bool) -> None:
-        """Ends the thread and waits for it."""
+        """End the thread and wait for it."""
 
 
 _lock = Lock()
@@ -34,7 +34,7 @@ _exiting = False
 
 
 def close_at_exit(item: Closable) -> None:
-    """Registers ``item`` to be closed, without draining, when the interpreter exits. Any thread.
+    """Register ``item`` to be closed, without draining, when the interpreter exits. Any thread.
 
     Raises SystemExit on any thread but the main one if the interpreter exits already.
     """
@@ -44,14 +44,14 @@ def close_at_exit(item: Closable) -> None:
 
 
 def forget(item: Closable) -> None:
-    """Removes ``item``, which is closed. Any thread."""
+    """Remove ``item``, which is closed. Any thread."""
     with _lock:
         _open.discard(item)
 
 
 @contextmanager
 def awaited_at_exit(at_most_s: float | None = None) -> Iterator[None]:
-    """Native work that the interpreter's exit waits for, at most so long. Any thread.
+    """Let the interpreter's exit wait for native work in the block, at most so long. Any thread.
 
     Raises SystemExit on any thread but the main one if the interpreter exits already: the thread ends silently, as
     daemon threads do then.
@@ -72,12 +72,12 @@ def awaited_at_exit(at_most_s: float | None = None) -> Iterator[None]:
 
 
 def is_exiting() -> bool:
-    """Whether the interpreter exits. Any thread."""
+    """Return whether the interpreter exits. Any thread."""
     return _exiting
 
 
 def end_thread_at_exit() -> None:
-    """Raises SystemExit on any thread but the main one if the interpreter exits; otherwise does nothing."""
+    """Raise SystemExit on any thread but the main one if the interpreter exits; otherwise do nothing."""
     if _exiting and threading.current_thread() is not threading.main_thread():
         raise SystemExit
 

@@ -28,7 +28,7 @@ _most: int | None = None
 
 
 def limit_cores(n: int) -> None:
-    """Lets this process compute on at most ``n`` cores: its part of a quota that it shares with others.
+    """Let this process compute on at most ``n`` cores: its part of a quota that it shares with others.
 
     Call it before an engine is made.
     """
@@ -37,7 +37,7 @@ def limit_cores(n: int) -> None:
 
 
 def usable_cores() -> int:
-    """The number of cores this process may run on, or fewer if its control group has a smaller quota of CPU time.
+    """Return how many cores this process may run on, or fewer if its control group has a smaller quota of CPU time.
 
     At most as many as ``limit_cores`` allows.
     """
@@ -49,7 +49,7 @@ def usable_cores() -> int:
 
 
 def yielding(function: Callable[..., T], *arguments: Any) -> T:
-    """``function(*arguments)`` in a thread that leaves the cores to others while they want them.
+    """Call ``function(*arguments)`` in a thread that leaves the cores to others while they want them.
 
     So do the threads that it starts. On Linux, where threads have priorities; elsewhere it is an ordinary call.
     """
@@ -75,7 +75,7 @@ def yielding(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def set_group_nice(pid: int, yields: bool) -> None:
-    """Lets the session of a process leave the cores to others, or no longer.
+    """Let the session of a process leave the cores to others, or no longer.
 
     Linux with autogroups shares the cores among sessions, whatever the priorities inside of each. Does nothing where
     there are none, as in containers and services.
@@ -92,7 +92,7 @@ def set_group_nice(pid: int, yields: bool) -> None:
 
 
 def cpu_quota(files: Sequence[Path]) -> float | None:
-    """The smallest quota in these limit files, in cores (seconds of CPU time per second); None without a quota."""
+    """Return the smallest quota in limit files, in cores (seconds of CPU time per second); None without a quota."""
     quotas = []
     for file in files:
         try:
@@ -125,7 +125,7 @@ class CoreShare:
 
 @contextmanager
 def started_on(cores: Sequence[int]) -> Iterator[None]:
-    """Pins this thread to cores, and undoes it at the end: a process that it starts meanwhile stays pinned.
+    """Pin this thread to cores, and undo it at the end: a process that it starts meanwhile stays pinned.
 
     Does nothing for no cores. Raises OSError if the process may not use any of them.
     """
@@ -141,7 +141,7 @@ def started_on(cores: Sequence[int]) -> Iterator[None]:
 
 
 def core_shares(n: int, system: Path = _SYSTEM) -> list[CoreShare]:
-    """The cores that this process may use, divided into ``n`` shares. Raises ValueError if there are fewer cores."""
+    """Divide the cores that this process may use into ``n`` shares. Raises ValueError if there are fewer cores."""
     quota = cpu_quota(limit_files("cpu", "cpu.cfs_quota_us", "cpu.max"))
     if hasattr(os, "sched_getaffinity"):
         return divided(n, os.sched_getaffinity(0), quota, system)
@@ -151,13 +151,13 @@ def core_shares(n: int, system: Path = _SYSTEM) -> list[CoreShare]:
 
 
 def n_numa_nodes(system: Path = _SYSTEM) -> int:
-    """The number of NUMA nodes with cores that this process may use; at least 1."""
+    """Return the number of NUMA nodes with cores that this process may use; at least 1."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     return max(len(_nodes(allowed, system)), 1)
 
 
 def divided(n: int, allowed: set[int], quota: float | None, system: Path = _SYSTEM) -> list[CoreShare]:
-    """These cores, divided into ``n`` disjoint shares; see ``core_shares``. ``quota``: cores' worth of CPU time.
+    """Divide these cores into ``n`` disjoint shares; see ``core_shares``. ``quota``: cores' worth of CPU time.
 
     ``system``: the folder that has ``node`` and ``cpu``.
     """
@@ -193,12 +193,12 @@ def _check(n: int, n_cores: int) -> None:
 
 
 def _parts(n: int, n_parts: int) -> list[int]:
-    """Sizes of nearly equal parts of ``n``, the larger ones first."""
+    """Return the sizes of nearly equal parts of ``n``, the larger ones first."""
     return [n // n_parts + (i < n % n_parts) for i in range(n_parts)]
 
 
 def _nodes(allowed: set[int], system: Path) -> dict[int, tuple[int, ...]]:
-    """The allowed cores of each NUMA node; one node, number 0, where the system tells none."""
+    """Return the allowed cores of each NUMA node; one node, number 0, where the system tells none."""
     found: dict[int, tuple[int, ...]] = {}
     for folder in (system / "node").glob("node[0-9]*"):
         cores = _listed(folder / "cpulist") & allowed
@@ -210,7 +210,7 @@ def _nodes(allowed: set[int], system: Path) -> dict[int, tuple[int, ...]]:
 
 
 def _split(cores: Sequence[int], n: int, system: Path) -> list[tuple[int, ...]]:
-    """The cores of a node in ``n`` parts of whole physical cores, if there are as many."""
+    """Split the cores of a node into ``n`` parts of whole physical cores, if there are as many."""
     physical: dict[tuple[int, ...], list[int]] = {}
     for core in cores:
         topology = system / "cpu" / f"cpu{core}" / "topology"
@@ -227,7 +227,7 @@ def _split(cores: Sequence[int], n: int, system: Path) -> list[tuple[int, ...]]:
 
 
 def _listed(file: Path) -> set[int]:
-    """The numbers in a file such as ``0-3,8-11``; none if it cannot be read."""
+    """Return the numbers in a file such as ``0-3,8-11``; none if it cannot be read."""
     try:
         text = file.read_text().strip()
         numbers: set[int] = set()

@@ -42,7 +42,7 @@ class RunDelay:
             raise
 
     def read(self) -> tuple[float, float]:
-        """Seconds that the threads ran, and seconds that they waited for a core, added up since they began."""
+        """Return the seconds that the threads ran, and those that they waited for a core, added up since they began."""
         run_ns = delay_ns = 0
         for file in self._files:
             fields = files.read_at(file, 80, 0).split()
@@ -51,7 +51,7 @@ class RunDelay:
         return run_ns * 1e-9, delay_ns * 1e-9
 
     def close(self) -> None:
-        """Closes the files; a second call does nothing."""
+        """Close the files; a second call does nothing."""
         while self._files:
             os.close(self._files.pop())
 
@@ -75,7 +75,7 @@ class IdleCores:
         self._count_niced = os.getpriority(os.PRIO_PROCESS, 0) <= 0
 
     def read(self) -> float:
-        """Seconds that the cores were idle, added up since the machine started."""
+        """Return the seconds that the cores were idle, added up since the machine started."""
         ticks = 0
         for line in files.read_at(self._file, self._n_bytes, 0).splitlines():
             if not line.startswith(b"cpu"):
@@ -86,7 +86,7 @@ class IdleCores:
         return ticks * self._tick_s
 
     def close(self) -> None:
-        """Closes the file; a second call does nothing."""
+        """Close the file; a second call does nothing."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -109,7 +109,7 @@ class Throttling:
                 continue  # a container does not see the groups around it
 
     def read(self) -> int:
-        """The number of periods with throttling since the groups were made."""
+        """Return the number of periods with throttling since the groups were made."""
         n = 0
         for file in self._files:
             for line in files.read_at(file, 1024, 0).splitlines():
@@ -118,7 +118,7 @@ class Throttling:
         return n
 
     def close(self) -> None:
-        """Closes the files; a second call does nothing."""
+        """Close the files; a second call does nothing."""
         while self._files:
             os.close(self._files.pop())
 
@@ -139,20 +139,20 @@ class CpuLoad:
         self.process_s = time.process_time
 
     def watch(self, thread_ids: Iterable[int]) -> None:
-        """Reads these threads from now on."""
+        """Read these threads from now on."""
         self._delay.close()
         self._delay = RunDelay(thread_ids)
         self.run_and_delay_s = self._delay.read
 
     def close(self) -> None:
-        """Closes all files; a second call does nothing."""
+        """Close all files; a second call does nothing."""
         self._delay.close()
         self._cores.close()
         self._throttling.close()
 
 
 def cpu_load() -> CpuLoad | None:
-    """A reader of this system's load; None where it does not tell all that is needed."""
+    """Return a reader of this system's load; None where it does not tell all that is needed."""
     try:
         return CpuLoad() if has_run_delay() else None
     except OSError:
@@ -160,7 +160,7 @@ def cpu_load() -> CpuLoad | None:
 
 
 def free_cores(seconds: float) -> float | None:
-    """How many of this process's cores were idle, on average, while it waited for ``seconds``; None where unknown."""
+    """Return how many of this process's cores were idle, on average, in a wait of ``seconds``; None where unknown."""
     try:
         cores = IdleCores()
     except OSError:
@@ -189,7 +189,7 @@ class OtherWork:
         return time.perf_counter(), self._cores.read() + time.process_time()
 
     def read(self) -> float:
-        """The cores; 0 for less than 100 ms, which the kernel does not resolve."""
+        """Return the cores; 0 for less than 100 ms, which the kernel does not resolve."""
         (began_s, before_s), self._last = self._last, self._now()
         elapsed_s, free_or_ours_s = self._last[0] - began_s, self._last[1] - before_s
         if elapsed_s < _RESOLVED_S:
@@ -197,12 +197,12 @@ class OtherWork:
         return max(self._cores.n_cores - free_or_ours_s / elapsed_s, 0.0)
 
     def close(self) -> None:
-        """Closes the file; a second call does nothing."""
+        """Close the file; a second call does nothing."""
         self._cores.close()
 
 
 def has_run_delay() -> bool:
-    """Whether this system tells how long threads wait for cores: Linux with its usual options."""
+    """Return whether this system tells how long threads wait for cores: Linux with its usual options."""
     try:
         delay = RunDelay([os.getpid()])
     except OSError:
@@ -225,12 +225,12 @@ class CoreBudget:
         return f"<CoreBudget n_cores={self.n_cores} n_computing={len(self.computing)}>"
 
     def member(self, n_fixed: int | None = None) -> BudgetMember:
-        """A member that is not computing yet. ``n_fixed``: it uses this number of threads, whatever its share is."""
+        """Make a member that is not computing yet. ``n_fixed``: the threads that it uses, whatever its share is."""
         return BudgetMember(self, n_fixed)
 
     @contextmanager
     def taken(self) -> Iterator[int]:
-        """Takes half of the cores, or all if no member computes now; yields how many. Others keep a thread each."""
+        """Take half of the cores, or all if no member computes now; yield how many. Others keep a thread each."""
         with self.lock:
             n = max(self.n_cores // 2, 1) if self.computing else self.n_cores
         member = self.member(n)
@@ -241,13 +241,13 @@ class CoreBudget:
             member.leave()
 
     def resize(self, n_cores: int) -> None:
-        """Divides another number of cores from now on."""
+        """Divide another number of cores from now on."""
         with self.lock:
             self.n_cores = n_cores
             self.divide()
 
     def divide(self) -> None:
-        """Fixed members take theirs; the others get equal parts of what is left, at least one thread each. Locked."""
+        """Give fixed members theirs, the others equal parts of what is left, at least one thread each. Locked."""
         left, flexible = self.n_cores, []
         for member in self.computing:
             if member.n_fixed is None:
@@ -270,7 +270,7 @@ class BudgetMember:
         self._budget = budget
 
     def enter(self) -> None:
-        """It computes from now on."""
+        """Note that the member computes from now on."""
         budget = self._budget
         with budget.lock:
             if not self.is_computing:
@@ -279,7 +279,7 @@ class BudgetMember:
                 budget.divide()
 
     def leave(self) -> None:
-        """It waits for work from now on, or is closed."""
+        """Note that the member waits for work from now on, or is closed."""
         budget = self._budget
         with budget.lock:
             if self.is_computing:
@@ -294,7 +294,7 @@ _making = Lock()
 
 
 def process_budget() -> CoreBudget:
-    """The budget of this process: the cores it may use."""
+    """Return the budget of this process: the cores it may use."""
     global _budget
     with _making:
         if _budget is None:
@@ -303,7 +303,7 @@ def process_budget() -> CoreBudget:
 
 
 def limit_cores(n_cores: int) -> None:
-    """Lets this process compute on at most ``n_cores`` of the cores it may use, so that others may use the rest.
+    """Let this process compute on at most ``n_cores`` of the cores it may use, so that others may use the rest.
 
     Call it before engines are made. Engines with a given number of threads are not affected.
     """
@@ -311,7 +311,7 @@ def limit_cores(n_cores: int) -> None:
 
 
 def _forget_in_child() -> None:
-    """The engines of the parent process do not compute here, and its locks may be held by threads that are gone."""
+    """Drop the budget: the parent's engines do not compute here, and its locks may be held by threads that are gone."""
     global _budget, _making
     _budget, _making = None, Lock()
 

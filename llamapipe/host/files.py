@@ -37,7 +37,7 @@ if sys.platform == "win32":
     _PLACE = (None, None, 0, 2**30, None)
 
     def open_file(path: str | Path, flags: int, mode: int = 0o600) -> int:
-        """A descriptor of a file that is no symbolic link; programs that are started do not get it. Raises OSError.
+        """Open a file that is no symbolic link; programs that are started do not get the descriptor. Raises OSError.
 
         ``flags``: those of ``os.open`` that say how it is used, and whether it is made. ``mode``: of a new one.
         """
@@ -56,7 +56,7 @@ if sys.platform == "win32":
         return msvcrt.open_osfhandle(handle, flags | os.O_NOINHERIT)
 
     def lock(fd: int, wait: bool = True) -> None:
-        """Takes the one lock of an open file. Raises BlockingIOError if another has it and ``wait`` is false.
+        """Take the one lock of an open file. Raises BlockingIOError if another has it and ``wait`` is false.
 
         It is given back by ``unlock``, when the descriptor is closed, and when the process ends.
         """
@@ -69,38 +69,38 @@ if sys.platform == "win32":
             raise ctypes.WinError(ctypes.get_last_error())
 
     def unlock(fd: int) -> None:
-        """Gives back the lock of an open file."""
+        """Give back the lock of an open file."""
         _kernel.UnlockFileEx(
             ctypes.c_void_p(msvcrt.get_osfhandle(fd)), 0, 1, 0, ctypes.byref(_Place(*_PLACE))
         )
 
     def read_at(fd: int, n: int, offset: int) -> bytes:
-        """At most ``n`` bytes of an open file from ``offset`` on. One thread at a time."""
+        """Read at most ``n`` bytes of an open file from ``offset`` on. One thread at a time."""
         os.lseek(fd, offset, os.SEEK_SET)
         return os.read(fd, n)
 
     def write_at(fd: int, data: bytes | memoryview, offset: int) -> int:
-        """Writes to an open file from ``offset`` on, and returns how many bytes. One thread at a time."""
+        """Write to an open file from ``offset`` on, and return how many bytes. One thread at a time."""
         os.lseek(fd, offset, os.SEEK_SET)
         return os.write(fd, data)
 
     def has_name(fd: int, path: Path) -> bool:
-        """Whether an open file has this name: it may have been deleted, and another one made."""
+        """Return whether an open file has this name: it may have been deleted, and another one made."""
         try:
             return os.fstat(fd).st_ino == path.lstat().st_ino  # the device is not always told
         except FileNotFoundError:
             return False
 
     def is_ours(status: os.stat_result, *others: int) -> bool:
-        """Whether a file or folder belongs to this user, or to one of ``others``."""
+        """Return whether a file or folder belongs to this user, or to one of ``others``."""
         return True
 
     def may_be_written_by_others(status: os.stat_result) -> bool:
-        """Whether other users may write to a file or folder."""
+        """Return whether other users may write to a file or folder."""
         return False
 
     def may_be_used_by_others(status: os.stat_result) -> bool:
-        """Whether other users may read a file or folder, write to it or run it."""
+        """Return whether other users may read a file or folder, write to it or run it."""
         return False
 
 else:
@@ -110,7 +110,7 @@ else:
     write_at = os.pwrite
 
     def open_file(path: str | Path, flags: int, mode: int = 0o600) -> int:
-        """A descriptor of a file that is no symbolic link; programs that are started do not get it. Raises OSError.
+        """Open a file that is no symbolic link; programs that are started do not get the descriptor. Raises OSError.
 
         ``flags``: those of ``os.open`` that say how it is used, and whether it is made. ``mode``: of a new one.
         """
@@ -118,31 +118,31 @@ else:
         return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
 
     def lock(fd: int, wait: bool = True) -> None:
-        """Takes the one lock of an open file. Raises BlockingIOError if another has it and ``wait`` is false.
+        """Take the one lock of an open file. Raises BlockingIOError if another has it and ``wait`` is false.
 
         It is given back by ``unlock``, when the descriptor is closed, and when the process ends.
         """
         fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def unlock(fd: int) -> None:
-        """Gives back the lock of an open file, also where a process that was forked holds it, too."""
+        """Give back the lock of an open file, also where a process that was forked holds it, too."""
         fcntl.flock(fd, fcntl.LOCK_UN)
 
     def has_name(fd: int, path: Path) -> bool:
-        """Whether an open file has this name: it may have been deleted, and another one made."""
+        """Return whether an open file has this name: it may have been deleted, and another one made."""
         try:
             return os.path.samestat(os.fstat(fd), path.lstat())
         except FileNotFoundError:
             return False
 
     def is_ours(status: os.stat_result, *others: int) -> bool:
-        """Whether a file or folder belongs to this user, or to one of ``others``."""
+        """Return whether a file or folder belongs to this user, or to one of ``others``."""
         return status.st_uid in (os.geteuid(), *others)
 
     def may_be_written_by_others(status: os.stat_result) -> bool:
-        """Whether other users may write to a file or folder."""
+        """Return whether other users may write to a file or folder."""
         return bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
     def may_be_used_by_others(status: os.stat_result) -> bool:
-        """Whether other users may read a file or folder, write to it or run it."""
+        """Return whether other users may read a file or folder, write to it or run it."""
         return bool(status.st_mode & 0o077)

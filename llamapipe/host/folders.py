@@ -14,7 +14,7 @@ from llamapipe.host import files
 
 
 def cache_folder() -> Path:
-    """The folder in the user's cache that is llamapipe's, which may not exist yet. It may be deleted at any time.
+    """Return llamapipe's folder in the user's cache, which may not exist yet. It may be deleted at any time.
 
     ``LLAMAPIPE_CACHE_DIR`` sets it; else it is ``llamapipe`` in ``XDG_CACHE_HOME``, ``~/Library/Caches`` on macOS,
     ``%LOCALAPPDATA%`` on Windows, ``~/.cache`` elsewhere. Raises RuntimeError if there is no home folder.
@@ -33,7 +33,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def private_folder(kind: str) -> Iterator[Path]:
-    """A new folder in the user's cache that only its user can read. It is deleted at the end.
+    """Make a new folder in the user's cache that only its user can read. It is deleted at the end.
 
     Folders left behind by killed processes are deleted as well: a process holds a lock on its folder. Raises
     OSError, RuntimeError if there is no home folder.

@@ -16,7 +16,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def memory_limit() -> int | None:
-    """Most bytes of memory and swap that this process could ever have; None where that is not known. Any thread."""
+    """Return the most bytes of memory and swap that this process could ever have; None where unknown. Any thread."""
     try:
         values = _meminfo(_MEMINFO)
         limits = [values["MemTotal"] + values["SwapTotal"]]
@@ -27,7 +27,7 @@ def memory_limit() -> int | None:
 
 
 def free_memory(meminfo: Path = _MEMINFO, limits: Sequence[Path] | None = None) -> int | None:
-    """Bytes that this process can still take without swapping; None where that is not known. Any thread.
+    """Return the bytes that this process can still take without swapping; None where that is not known. Any thread.
 
     The least of the kernel's estimate (``MemAvailable``) and, for each control group, its limit minus its usage. File
     pages that the kernel can drop count as free. A snapshot: other processes change it at any time. ``meminfo`` and
@@ -51,7 +51,7 @@ def free_memory(meminfo: Path = _MEMINFO, limits: Sequence[Path] | None = None) 
 
 
 def resident_bytes(pid: int) -> int:
-    """Bytes of a process that are in memory; 0 where that is not known. Any thread."""
+    """Return the bytes of a process that are in memory; 0 where that is not known. Any thread."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError, AttributeError):  # Windows has no sysconf
@@ -59,7 +59,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def return_freed_memory() -> None:
-    """Gives memory that was freed back to the system, where the C library keeps it for later (glibc). Any thread."""
+    """Give memory that was freed back to the system, where the C library keeps it for later (glibc). Any thread."""
     import ctypes  # of use only here, and late
 
     try:
@@ -74,13 +74,13 @@ def _limit_files() -> tuple[Path, ...]:
 
 
 def _meminfo(path: Path) -> dict[str, int]:
-    """Bytes by name; entries without a unit are left out."""
+    """Return bytes by name; entries without a unit are left out."""
     lines = (line.split(":", 1) for line in path.read_text().splitlines())
     return {name: 1024 * int(value.split()[0]) for name, value in lines if value.endswith("kB")}
 
 
 def _inactive_file(stat: Path, first_version: bool) -> int:
-    """Bytes of cached file pages that the kernel drops first; 0 where the file does not report them."""
+    """Return the bytes of cached file pages that the kernel drops first; 0 where the file does not report them."""
     name = "total_inactive_file" if first_version else "inactive_file"
     try:
         return int(dict(line.split(" ", 1) for line in stat.read_text().splitlines())[name])

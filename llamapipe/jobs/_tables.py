@@ -43,20 +43,20 @@ class _Wide:
 
 
 def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file; some thousand are in memory at a time. Raises OSError, ImportError, ValueError."""
+    """Yield the rows of a file; some thousand are in memory at a time. Raises OSError, ImportError, ValueError."""
     with _opened(path) as file:
         for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
             yield from batch.to_pylist()
 
 
 def count_parquet(path: Path) -> int:
-    """The rows of a file. Raises as ``read_parquet``."""
+    """Count the rows of a file. Raises as ``read_parquet``."""
     with _opened(path) as file:
         return int(file.metadata.num_rows)
 
 
 def write_table(lines: Path, path: Path) -> None:
-    """Writes the results in ``lines``, as JSON lines, to a .csv or .parquet file, which is there whole or not at all.
+    """Write the results in ``lines``, as JSON lines, to a .csv or .parquet file, which is there whole or not at all.
 
     Raises OSError; ImportError if Parquet needs an extra.
     """
@@ -73,13 +73,13 @@ def write_table(lines: Path, path: Path) -> None:
 
 
 def require(path: Path) -> None:
-    """Raises ImportError if the format of ``path`` needs an extra that is not installed."""
+    """Raise ImportError if the format of ``path`` needs an extra that is not installed."""
     if path.suffix.lower() == ".parquet":
         _pyarrow("pyarrow"), _pyarrow("pyarrow.parquet")
 
 
 def _rows(lines: Path) -> Iterator[dict[str, Any]]:
-    """The results, one value a column."""
+    """Yield the results, one value a column."""
     with lines.open("rb") as source:
         for line in source:
             row = json.loads(line)
@@ -90,7 +90,7 @@ def _rows(lines: Path) -> Iterator[dict[str, Any]]:
 
 
 def _columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, set[type]]:
-    """The columns of a table in their order, and the types of their values."""
+    """Return the columns of a table in their order, and the types of their values."""
     found: dict[str, set[type]] = {name: set() for name in _ALWAYS}
     for row in rows:
         for name, value in row.items():
@@ -103,7 +103,7 @@ def _columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, set[type]]:
 
 
 def _type_of(value: object) -> type:
-    """The type that a column needs for a value: text for integers of more than 64 bits."""
+    """Return the type that a column needs for a value: text for integers of more than 64 bits."""
     if type(value) is int and abs(value) > _EXACT:
         return _Wide if -(2**63) <= value < 2**63 else str
     return type(value)

@@ -60,7 +60,7 @@ _DEEPEST = 8
 
 
 def _identity(value: object, depth: int = 0, seen: set[int] | None = None) -> object:
-    """What a value is, for ``repr``: the same in another process, unlike addresses and hashes.
+    """Return what a value is, for ``repr``: the same in another process, unlike addresses and hashes.
 
     Of a function its code, its defaults and what it closes over; of an object its type, the code of its calls, and its
     attributes. What has none of these is told by its type only.
@@ -163,7 +163,7 @@ class Answerer:
         return f"<Answerer template={self._template!r} chat={self._chat}>"
 
     def settings(self) -> int:
-        """32 bits that differ, most likely, for another model, adapter, chat template, template or options.
+        """Return 32 bits that differ, most likely, for another model, adapter, chat template, template or options.
 
         What is behind a name counts, not the name alone: the files of the adapters that are loaded, which records may
         name, and of the projector; the code and the values of a logits processor.
@@ -184,7 +184,7 @@ class Answerer:
         return zlib.crc32(text.encode("utf-8", "surrogatepass"), zlib.crc32(model.fingerprint))
 
     async def answer(self, record: Record) -> RecordResult:
-        """Answers a record; what goes wrong with it is its result. Raises EngineClosedError only."""
+        """Answer a record; what goes wrong with it is its result. Raises EngineClosedError only."""
         given = record.fields
         start = {"index": record.index} | record.names
         try:
@@ -273,7 +273,7 @@ class Answerer:
 
 
 def _names(keep: Any) -> tuple[str, ...]:
-    """The names of columns. Raises TypeError."""
+    """Return the names of columns. Raises TypeError."""
     names = tuple(keep) if isinstance(keep, Iterable) and not isinstance(keep, str) else (None,)
     if not all(isinstance(name, str) for name in names):
         raise TypeError("keep must be a list of the names of columns")
@@ -281,7 +281,7 @@ def _names(keep: Any) -> tuple[str, ...]:
 
 
 def logprob_records(entries: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
-    """Log-probabilities of tokens, as JSON."""
+    """Return log-probabilities of tokens, as JSON."""
     return [
         {
             "id": token.id,
@@ -298,12 +298,12 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 def _token_id(key: object) -> object:
-    """Keys of JSON are texts."""
+    """Return the token id that a key of JSON, a text, stands for."""
     return int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
 
 
 def check_template(template: str) -> list[str]:
-    """The columns that a template names. Raises ValueError if it has anything but names of columns."""
+    """Return the columns that a template names. Raises ValueError if it has anything but names of columns."""
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
@@ -316,7 +316,7 @@ def check_template(template: str) -> list[str]:
 
 
 def filled(template: str, columns: Mapping[str, Any]) -> str:
-    """The prompt that a template makes of a record's columns. Raises ValueError if one is missing or null."""
+    """Return the prompt that a template makes of a record's columns. Raises ValueError if one is missing or null."""
     for _, name, _, _ in string.Formatter().parse(template):
         if name and is_null(column(columns, name)):
             raise ValueError(f"the column {quoted(name)} is null")

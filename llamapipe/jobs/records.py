@@ -59,7 +59,7 @@ class Record:
 
 
 def check_columns(path: Path, names: Collection[str]) -> None:
-    """Raises ValueError if a column is in none of a file's first records. Pipes can be read only once, and are not.
+    """Raise ValueError if a column is in none of a file's first records. Pipes can be read only once, and are not.
 
     The records of JSON lines may differ, so one that has it is enough.
     """
@@ -74,14 +74,14 @@ def check_columns(path: Path, names: Collection[str]) -> None:
 
 
 def column(fields: Mapping[str, Any], name: str) -> Any:
-    """The value of a field. Raises ValueError if there is none."""
+    """Return the value of a field. Raises ValueError if there is none."""
     if name not in fields:
         raise ValueError(f"the record has no column {quoted(name)}; it has {listed(fields)}")
     return fields[name]
 
 
 def as_json(value: object) -> object:
-    """A value as a line of results holds it: a date, for example, as text."""
+    """Return a value as a line of results holds it: a date, for example, as text."""
     if type(value) in (str, int, bool):
         return value
     if is_null(value) or (isinstance(value, float) and isinf(value)):
@@ -95,7 +95,7 @@ def as_json(value: object) -> object:
 
 
 def is_null(value: object) -> bool:
-    """Whether a table has no value there: None, NaN, or pandas' NA and NaT."""
+    """Return whether a table has no value there: None, NaN, or pandas' NA and NaT."""
     if value is None:
         return True
     try:
@@ -112,7 +112,7 @@ def _plain(value: object) -> object:
 
 
 def format_of(path: Path) -> str:
-    """The format that a file's name says. Raises ValueError for other names."""
+    """Return the format that a file's name says. Raises ValueError for other names."""
     if path == STDIN:
         return "jsonl"
     name = path.with_suffix("") if _is_compressed(path) else path
@@ -131,7 +131,7 @@ def _is_compressed(path: Path) -> bool:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    """The bytes of a file, or of standard input. Raises OSError."""
+    """Open the bytes of a file, or of standard input. Raises OSError."""
     if path == STDIN:
         # A separate file, never closed: a thread may still read it when the program ends.
         yield open(sys.stdin.fileno(), "rb", closefd=False)  # noqa: SIM115
@@ -150,7 +150,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The records of a file, in its order. Blank lines do not count. ``STDIN`` is standard input, as JSON lines.
+    """Read the records of a file, in its order. Blank lines do not count. ``STDIN``: standard input, as JSON lines.
 
     Raises OSError, ImportError if the format needs an extra, and ValueError for a CSV file that has no header or is not
     UTF-8, a damaged gzip file, or a file that is no Parquet.
@@ -165,7 +165,7 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def records_of(items: Iterable[object]) -> Iterator[Record]:
-    """The records of what a caller gives: texts, lists of token ids, or mappings with the fields of a JSON line."""
+    """Yield records of what a caller gives: texts, lists of token ids, or mappings with the fields of a JSON line."""
     for index, item in enumerate(items):
         if isinstance(item, (str, list)):
             yield Record(index, {"prompt": item})
@@ -177,7 +177,7 @@ def records_of(items: Iterable[object]) -> Iterator[Record]:
 
 
 def count_records(path: Path) -> int | None:
-    """About how many records a file has: its lines, for JSON lines. None for standard input, and for a bad CSV file."""
+    """Estimate a file's records: its lines, for JSON lines. None for standard input, and for a bad CSV file."""
     kind = format_of(path)
     if path == STDIN:
         return None

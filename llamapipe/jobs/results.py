@@ -53,7 +53,7 @@ class ResultFile:
             raise
 
     def begin(self, settings: int, *, retry_failed: bool = False) -> None:
-        """Makes the file ready for more results: cuts off a line that was not finished.
+        """Make the file ready for more results: cut off a line that was not finished.
 
         ``settings``: a number of 32 bits, which differs when the model, the template or the options do.
         ``retry_failed``: results with an error are removed, so that their records are answered again. Raises ValueError
@@ -73,7 +73,7 @@ class ResultFile:
         return f"<ResultFile {self.path.name!r} n_done={self.n_done}>"
 
     def has(self, index: int, digest: int) -> bool:
-        """Whether the record is there. Raises ValueError if it had another digest."""
+        """Return whether the record is there. Raises ValueError if it had another digest."""
         mark = self._marks[index] if index < len(self._marks) else 0
         if mark and mark >> 2 != digest:
             raise ValueError(
@@ -83,11 +83,11 @@ class ResultFile:
         return mark != 0
 
     def failed(self, index: int) -> bool:
-        """Whether the result that is there has an error."""
+        """Return whether the result that is there has an error."""
         return index < len(self._marks) and bool(self._marks[index] & _FAILED)
 
     def write(self, index: int, digest: int, result: Mapping[str, Any]) -> None:
-        """Appends the result of a record. Raises OSError, for example when the disk is full."""
+        """Append the result of a record. Raises OSError, for example when the disk is full."""
         told = {**result, "digest": struct.pack(">II", self._settings or 0, digest).hex()}
         line = json.dumps(told, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
         start = self._file.seek(0, os.SEEK_END)
@@ -101,7 +101,7 @@ class ResultFile:
         self._note(index, digest << 2 | 1)
 
     def close(self) -> None:
-        """Closes the file; a second call does nothing."""
+        """Close the file; a second call does nothing."""
         self._file.close()
 
     def _note(self, index: int, mark: int) -> None:
@@ -125,7 +125,7 @@ class ResultFile:
             self._note(index, mark)
 
     def _remove(self, indices: Collection[int]) -> None:
-        """Writes the file anew without some results. A job that is killed meanwhile leaves the old file."""
+        """Write the file anew without some results. A job that is killed meanwhile leaves the old file."""
         removed, path = set(indices), self.path.resolve()
         if not removed:
             return
@@ -155,7 +155,7 @@ class ResultFile:
             yield from lines
 
     def _place(self, line: bytes, number: int) -> tuple[int, int, int]:
-        """The index, the settings and the mark in a line."""
+        """Return the index, the settings and the mark in a line."""
         try:
             value = json.loads(line)
             index = value["index"] if "index" in value else value["id"].removeprefix(_ID)
@@ -174,7 +174,7 @@ class ResultFile:
 
 
 def request_id(index: int) -> str:
-    """The ``id`` of a result in OpenAI's format."""
+    """Return the ``id`` of a result in OpenAI's format."""
     return f"{_ID}{index}"
 
 
@@ -205,14 +205,14 @@ def _locked(path: Path) -> BinaryIO:
 
 
 def lines_of(path: Path) -> Path:
-    """The file of JSON lines that holds the results of ``path`` while the job runs. Raises ValueError."""
+    """Return the file of JSON lines that holds the results of ``path`` while the job runs. Raises ValueError."""
     if path == STDIN or path.suffix.lower() == ".gz":
         raise ValueError(f"the output is {path}; its name must end with .jsonl, .csv or .parquet")
     return path if format_of(path) == "jsonl" else path.with_name(path.name + ".jsonl")
 
 
 def is_written(lines: Path) -> bool:
-    """Whether a process writes results to ``lines``, the file of ``lines_of``. Raises OSError."""
+    """Return whether a process writes results to ``lines``, the file of ``lines_of``. Raises OSError."""
     try:
         with lines.open("rb") as file:
             files.lock(
@@ -226,13 +226,13 @@ def is_written(lines: Path) -> bool:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether ``path`` is a table that a job has finished."""
+    """Return whether ``path`` is a table that a job has finished."""
     return path.exists() and lines_of(path) != path
 
 
 @contextmanager
 def open_output(path: Path, *, overwrite: bool = False) -> Iterator[ResultFile]:
-    """Opens the results for ``path``, for ``begin``; when the block ends without an exception, they are all there.
+    """Open the results for ``path``, for ``begin``; when the block ends without an exception, they are all there.
 
     ``overwrite``: results that are there do not count. A .csv or .parquet file appears at the end; until then
     ``path.jsonl`` holds the results. Raises ValueError for another ending and a file of something else, FileExistsError

@@ -40,7 +40,7 @@ class EventLoopThread:
         return self
 
     def start(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
-        """Starts a task. Any thread."""
+        """Start a task. Any thread."""
         import asyncio
 
         future: Future[T] = Future()
@@ -88,7 +88,7 @@ class SlowRecords:
         threading.Thread(target=self._run, name="llamapipe-records", daemon=True).start()
 
     def ask(self) -> Future[Record | None]:
-        """The next record; None at the end."""
+        """Ask for the next record; None at the end."""
         future: Future[Record | None] = Future()
         self._asked.put(future)
         return future
@@ -137,7 +137,7 @@ class BatchSummary:
         self._kinds: dict[str, str] = {}
 
     def _add(self, answer: RecordResult) -> None:
-        """Counts an answer."""
+        """Count an answer."""
         self.n_done += 1
         self.n_failed += answer.failed
         self.n_tokens += answer.n_tokens
@@ -154,7 +154,7 @@ class BatchSummary:
 def answers(
     records: Iterable[Record], answerer: Answerer, *, n_ahead: int, ordered: bool = True, slow: bool = False
 ) -> Iterator[tuple[Record, RecordResult]]:
-    """Each record with its answer, while at most ``n_ahead`` are in flight or done and not yet taken.
+    """Yield each record with its answer, while at most ``n_ahead`` are in flight or done and not yet taken.
 
     ``records`` are read in the caller's thread, answered in an event loop of another thread. ``slow``: the next record
     may be long in coming; a separate thread reads it, and answers are taken meanwhile. ``ordered``: answers come
@@ -203,7 +203,7 @@ def run_job(
     slow: bool = False,
     on_progress: Callable[[BatchSummary], object] | None = None,
 ) -> BatchSummary:
-    """Answers all records that ``results`` lacks, and writes their results. Options as for ``answers``.
+    """Answer all records that ``results`` lacks, and write their results. Options as for ``answers``.
 
     Raises what reading records and writing results raise, and EngineClosedError; the results that were written stay.
     """
@@ -219,7 +219,7 @@ def run_job(
 
 
 def _was_cut(result: Mapping[str, Any]) -> bool:
-    """Whether a result ends for its length: our own, or a body in OpenAI's format."""
+    """Return whether a result ends for its length: our own, or a body in OpenAI's format."""
     response = result.get("response")
     body = response.get("body") if isinstance(response, Mapping) else None
     choices = body.get("choices") if isinstance(body, Mapping) else None

@@ -55,7 +55,7 @@ _RUNTIME = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the command."""
+    """Make the parser of the command."""
     made = CommandParser(
         prog="python -m llamapipe.dynamo",
         usage="python -m llamapipe.dynamo [options]",
@@ -97,7 +97,7 @@ class WorkerOptions(NamedTuple):
 
 
 def worker_options(args: argparse.Namespace) -> WorkerOptions:
-    """The settings that parsed arguments give. Raises UsageError, OSError."""
+    """Return the settings that parsed arguments give. Raises UsageError, OSError."""
     file: Path = lp.demo_model_path() if args.model is None else args.model
     name = args.served_model_name or file.stem
     for adapter, _ in (*args.lora, *args.control_vector):
@@ -129,7 +129,7 @@ def worker_options(args: argparse.Namespace) -> WorkerOptions:
 
 
 def _address(args: argparse.Namespace) -> tuple[str, str, str]:
-    """Namespace, component and endpoint."""
+    """Return namespace, component and endpoint."""
     if args.endpoint is None:
         return args.namespace, "backend", "generate"
     parts = args.endpoint.removeprefix("dyn://").split(".")
@@ -141,7 +141,7 @@ def _address(args: argparse.Namespace) -> tuple[str, str, str]:
 
 
 def default_folder(file: Path, chat_template: str | None) -> Path:
-    """A folder in the user's cache for the frontend's files. Workers with the same model and template share it.
+    """Return a folder in the user's cache for the frontend's files. Workers with the same model and template share it.
 
     It remains after the worker exits: a frontend may read it for another worker of the same model. Without a home
     folder it is a temporary one, which no other worker has, and a warning says so.

@@ -67,7 +67,7 @@ _OTHER_WORKERS: Final = {
 
 
 def sampling_params(request: Mapping[str, Any], adapters: Collection[str] = ()) -> SamplingParams:
-    """The options of a request; options that are not given have our defaults.
+    """Return the options of a request; options that are not given have our defaults.
 
     ``adapters``: their names, which requests use as the model's.
 
@@ -104,7 +104,7 @@ def sampling_params(request: Mapping[str, Any], adapters: Collection[str] = ()) 
 
 
 def _section(request: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The options in one section of a request that are given and have an effect."""
+    """Return the options in one section of a request that are given and have an effect."""
     found = {}
     for option, value in (request.get(name) or {}).items():
         if value is None:
@@ -117,7 +117,7 @@ def _section(request: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _constraint(request: Mapping[str, Any], guided: Mapping[str, Any]) -> dict[str, Any]:
-    """The constraint on the output, as arguments of SamplingParams."""
+    """Return the constraint on the output, as arguments of SamplingParams."""
     values: dict[str, Any] = {}
     for name, value in guided.items():
         if value is None:
@@ -139,7 +139,7 @@ def _constraint(request: Mapping[str, Any], guided: Mapping[str, Any]) -> dict[s
 
 
 def chunk(delta: Delta, n_prompt: int, n_generated: int, wants_logprobs: bool) -> dict[str, Any]:
-    """A delta as a Dynamo chunk. ``n_generated``: tokens generated for the request so far, including this delta."""
+    """Return a delta as a Dynamo chunk. ``n_generated``: tokens of the request so far, including this delta's."""
     made: dict[str, Any] = {"token_ids": list(delta.token_ids), "index": 0}
     if wants_logprobs and delta.logprobs:
         made["log_probs"] = [entry.logprob for entry in delta.logprobs]
@@ -151,7 +151,7 @@ def chunk(delta: Delta, n_prompt: int, n_generated: int, wants_logprobs: bool) -
 
 
 def last_chunk(reason: str, n_prompt: int, n_generated: int) -> dict[str, Any]:
-    """The chunk that ends a request and has no tokens."""
+    """Return the chunk that ends a request and has no tokens."""
     return {
         "token_ids": [],
         "index": 0,
@@ -165,7 +165,7 @@ def last_chunk(reason: str, n_prompt: int, n_generated: int) -> dict[str, Any]:
 
 
 def _top(entry: TokenLogprob) -> list[dict[str, Any]]:
-    """The most probable tokens of a position. The sampled one is added if it is not among them."""
+    """Return the most probable tokens of a position. The sampled one is added if it is not among them."""
     ranked = [(top.id, top.logprob, top.piece) for top in entry.top]
     if all(token != entry.id for token, _, _ in ranked):
         ranked.append((entry.id, entry.logprob, entry.piece))

@@ -55,13 +55,13 @@ class EngineWorker(LLMEngine):  # type: ignore[misc]
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[EngineWorker, WorkerConfig]:
-        """Returns a worker that is not started yet, and its configuration for the runtime."""
+        """Return a worker that is not started yet, and its configuration for the runtime."""
         options = worker_options(parser().parse_args(argv))
         worker = cls(options.open_engine, options.folder, options.name, options.registration)
         return worker, WorkerConfig(**options.registration)
 
     async def start(self, worker_id: int) -> EngineConfig:
-        """Loads the model, makes the engine, and writes the tokenizer files for the frontend."""
+        """Load the model, make the engine, and write the tokenizer files for the frontend."""
         engine = await asyncio.to_thread(self._open)
         self._engine = engine
         _log.info("serving %r as %s", engine, self._name)
@@ -77,7 +77,7 @@ class EngineWorker(LLMEngine):  # type: ignore[misc]
         )
 
     async def on_endpoint_ready(self, endpoint: Any) -> None:
-        """Makes each adapter a model of the frontend. Of an alias of the model, requests would not say the name."""
+        """Make each adapter a model of the frontend. Of an alias of the model, requests would not say the name."""
         engine = self._engine
         assert engine is not None
         if not engine.adapters:
@@ -110,7 +110,7 @@ class EngineWorker(LLMEngine):  # type: ignore[misc]
         return engine
 
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
-        """Yields the chunks of one request."""
+        """Yield the chunks of one request."""
         engine = self._engine
         if engine is None or engine.closed:
             raise EngineShutdown("the engine is not running")
@@ -146,25 +146,25 @@ class EngineWorker(LLMEngine):  # type: ignore[misc]
                 del self._streams[request_id]
 
     async def abort(self, context: Any) -> None:
-        """Cancels a request whose client disconnected; its slot is free within a step."""
+        """Cancel a request whose client disconnected; its slot is free within a step."""
         stream = self._streams.get(context.id())
         if stream is not None:
             stream.cancel()
 
     async def health_check_payload(self) -> dict[str, Any] | None:
-        """A request for one token, which the runtime sends while there are no other requests."""
+        """Return a request for one token, which the runtime sends while there are no other requests."""
         assert self._engine is not None
         bos = self._engine.model.vocab.bos
         payload: dict[str, Any] = build_health_check_payload(0 if bos is None else bos)
         return payload
 
     async def cleanup(self) -> None:
-        """Closes the engine and its model, also if ``start`` failed. Running requests are finished first."""
+        """Close the engine and its model, also if ``start`` failed. Running requests are finished first."""
         await asyncio.to_thread(self._undo.close)
 
 
 def _with_bos(tokens: Sequence[int], vocab: Vocab) -> list[int]:
-    """The prompt, with a BOS in front if the model requires one: Dynamo's frontend adds none to plain prompts."""
+    """Return the prompt, after a BOS if the model requires one: Dynamo's frontend adds none to plain prompts."""
     prompt = list(tokens)
     if vocab.add_bos and vocab.bos is not None and prompt[:1] != [vocab.bos]:
         prompt.insert(0, vocab.bos)

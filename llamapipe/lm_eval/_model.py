@@ -104,7 +104,7 @@ class Options:
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Options:
-        """Those of a command line. Raises TypeError also for arguments that do not exist, and without ``path``."""
+        """Return the options of a command line. Raises TypeError, also for unknown arguments and without ``path``."""
         known = [field.name for field in fields(cls)]
         for name in given:
             if name not in known:
@@ -155,7 +155,7 @@ _KNOWN = ("until", *_LENGTHS, "do_sample", "temperature", *_CUTS, *_PENALTIES, "
 
 
 def sampling_params(gen_kwargs: Mapping[str, Any], default_max_gen_toks: int) -> SamplingParams:
-    """Params of one request.
+    """Return the params of one request.
 
     Without sampling the most probable token is taken. Sampled requests without a ``seed`` get one from Python's
     generator, which the harness seeds. Raises ValueError and TypeError for arguments that mean nothing here: they
@@ -212,7 +212,7 @@ class ModelChat:
         return self._model.chat_prompts.text(self._name)
 
     def choose(self, name: str | None) -> str:
-        """Uses the template of this name from now on, and returns it. Raises InvalidRequestError if there is none."""
+        """Use the template of this name from now on, and return it. Raises InvalidRequestError if there is none."""
         self._name = name
         if not self.text:
             named = "" if name is None else f" named {name!r}"
@@ -222,7 +222,7 @@ class ModelChat:
         return self.text
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        """The prompt for a conversation; without ``add_generation_prompt`` it ends inside the last message.
+        """Return the prompt for a conversation; without ``add_generation_prompt`` it ends inside the last message.
 
         Raises TypeError and InvalidRequestError, see ``ChatTemplate.render``.
         """
@@ -283,7 +283,7 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
         self._chat = ModelChat(self.model, options.enable_thinking)
 
     def close(self) -> None:
-        """Frees the engine and the model; a second call does nothing."""
+        """Free the engine and the model; a second call does nothing."""
         self._free()
 
     # ---- properties of the model
@@ -324,7 +324,7 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
         return f"{self.model.path.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
     def get_model_info(self) -> dict[str, Any]:
-        """Facts that the harness writes beside its results."""
+        """Return facts that the harness writes beside its results."""
         about = self.model.metadata.get("general.name", self.model.path.name)
         found = {
             "model_name": about,
@@ -341,7 +341,7 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
         left_truncate_len: int | None = None,
         **unused: Any,
     ) -> Tokens:
-        """Token ids of a text, control tokens in it included, as transformers reads it; never with a second BOS.
+        """Return a text's token ids, control tokens in it included, as transformers reads it; never with a second BOS.
 
         ``add_special_tokens``: whether BOS comes first; None: as the argument ``add_bos_token`` or the vocabulary says.
         No token is ever added at the end, because a continuation follows there.
@@ -356,12 +356,12 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
         return tokens if left_truncate_len is None else tokens[-left_truncate_len:]
 
     def tok_decode(self, tokens: Sequence[int] | int, skip_special_tokens: bool = True) -> str:
-        """Text of token ids."""
+        """Return the text of token ids."""
         ids = [tokens] if isinstance(tokens, int) else tokens
         return self.model.vocab.detokenize(ids, unparse_special=not skip_special_tokens)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The text of the model's chat template, or of the one with this name, which is used from now on.
+        """Return the text of the model's chat template, or of the one with this name, which is used from now on.
 
         Raises ValueError if there is none.
         """
@@ -372,7 +372,7 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The prompt for a conversation. Without ``add_generation_prompt``, its last message is continued.
+        """Return the prompt for a conversation. Without ``add_generation_prompt``, its last message is continued.
 
         Raises ValueError if the model has no template, or if the template refuses the messages.
         """
@@ -380,7 +380,7 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
 
     # ---- the three kinds of requests
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """The log-probability of each continuation given its context, and whether greedy decoding generates it."""
+        """Return each continuation's log-probability given its context, and whether greedy decoding generates it."""
         for request in requests:
             if not request.args[1]:
                 raise ValueError(
@@ -390,7 +390,7 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
         return answers
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-probabilities of whole texts: every token once, given as many tokens before it as a window has."""
+        """Score whole texts: every token once, given as many tokens before it as a window has."""
         windows: list[Pair] = []
         counts = []
         for request in requests:
@@ -407,7 +407,7 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """The generated continuation of each context, up to the first of its ``until`` or the end of generation."""
+        """Generate the continuation of each context, up to the first of its ``until`` or the end of generation."""
         # Check all first: a bad argument must not end a run after hours.
         params = [
             replace(sampling_params(request.args[1], self.max_gen_toks), adapter=self._adapter)
@@ -453,12 +453,12 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
 
     # ---- helpers
     def _parts(self, n: int) -> Iterator[slice]:
-        """Runs all requests together; with a cache, in parts, so that a run that ends early keeps its results."""
+        """Split a run: all requests together; with a cache, in parts, so that one that ends early keeps its results."""
         step = _PART if self.cache_hook.dbdict is not None else n
         return (slice(first, min(first + step, n)) for first in range(0, n, max(step, 1)))
 
     def _room(self, texts: tuple[str, str] | None, continuation: Tokens) -> int:
-        """Tokens of a context that fit before a continuation, whose last token is never computed."""
+        """Return how many tokens of a context fit before a continuation, whose last token is never computed."""
         if not continuation:
             raise ValueError(
                 f"the continuation of {texts} adds no token to its context, so there is nothing to score"
@@ -487,7 +487,7 @@ def _close(engine: Engine, model: Model) -> None:
 
 
 def cut(prompts: Sequence[Tokens], room: Sequence[int]) -> list[Tokens]:
-    """The last tokens of each that fit; the harness's own models cut texts in the same way."""
+    """Return the last tokens of each that fit; the harness's own models cut texts in the same way."""
     n = sum(len(tokens) > n_max for tokens, n_max in zip(prompts, room, strict=True))
     if n:
         _log.warning(

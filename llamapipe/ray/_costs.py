@@ -36,7 +36,7 @@ class HttpRequest:
     body: bytes
 
     def scope(self) -> dict[str, Any]:
-        """The request as an ASGI scope."""
+        """Return the request as an ASGI scope."""
         return {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -71,7 +71,7 @@ NO_ADAPTERS = AdapterNames()
 def prompt_and_owner(
     arguments: Sequence[object], options: Mapping[str, object], adapters: AdapterNames = NO_ADAPTERS
 ) -> tuple[bytes, bytes]:
-    """The prompt of a call of a replica, as bytes that begin alike if prompts do, and what its cells belong to.
+    """Return the prompt of a replica's call, as bytes that begin alike if prompts do, and what its cells belong to.
 
     The prompt is empty if there is none; the owner is empty for the model alone without a salt. ``arguments``: an
     ``HttpRequest``; or a text, token ids or messages, and ``SamplingParams``, which ``options``, the arguments by name,
@@ -88,7 +88,7 @@ def prompt_and_owner(
 
 
 def _body(body: bytes) -> Mapping[str, Any]:
-    """The fields of a body; none if it is no object: the replica's answer says what is wrong."""
+    """Return the fields of a body; none if it is no object: the replica's answer says what is wrong."""
     try:
         value = json.loads(body) if body else None
     except (ValueError, RecursionError):
@@ -103,7 +103,7 @@ def _of_body(body: Mapping[str, Any]) -> bytes:
 
 
 def _choice(body: Mapping[str, Any], adapters: AdapterNames) -> object:
-    """The adapters that a body names as its model, or by their numbers, as ``SamplingParams.adapter`` has them."""
+    """Return the adapters that a body names as its model, or by numbers, as ``SamplingParams.adapter`` has them."""
     model = body.get("model")
     if isinstance(model, str):
         for name in (model, model.removesuffix(":latest")):  # Ollama's clients may append it
@@ -116,7 +116,7 @@ def _choice(body: Mapping[str, Any], adapters: AdapterNames) -> object:
 
 
 def _owner(choice: object, salt: object, adapters: AdapterNames) -> bytes:
-    """16 bytes for adapters and a salt, which may be those of a body that nobody has checked; none for none."""
+    """Return 16 bytes for adapters and a salt, which may come from a body that nobody has checked; none for none."""
     scales = choice if isinstance(choice, Mapping) else {choice: 1.0}
     try:
         used = sorted(
@@ -149,7 +149,7 @@ CHUNK_BYTES = 64  # prefixes are compared in chunks of this size
 
 
 def chunks_of(prompt: bytes, owner: bytes = b"") -> list[int]:
-    """A number for each whole chunk of a prompt, made of the owner, the chunk and all before it.
+    """Return a number for each whole chunk of a prompt, made of the owner, the chunk and all before it.
 
     Equal prefixes of one owner have equal numbers. ``owner``: at most 64 bytes.
     """
@@ -191,14 +191,14 @@ class PrefixCosts(Generic[R]):
         return f"<PrefixCosts n_replicas={len(self._known)} n_running={len(self._routed)}>"
 
     def n_matched(self, replica: R, chunks: Sequence[int]) -> int:
-        """How many of a prompt's first chunks a replica has computed."""
+        """Return how many of a prompt's first chunks a replica has computed."""
         known = self._known.get(replica)
         if known is None:
             return 0
         return next((i for i, chunk in enumerate(chunks) if chunk not in known), len(chunks))
 
     def cost(self, replica: R, n_bytes: int, chunks: Sequence[int], n_queued: int = 0) -> int:
-        """The work that a replica has until this request is done, in bytes of prompt.
+        """Return the work that a replica has until this request is done, in bytes of prompt.
 
         ``n_queued``: requests that the replica is said to have. Those beyond the ones routed here came from other
         routers, and count as requests without a prompt.
@@ -210,7 +210,7 @@ class PrefixCosts(Generic[R]):
     def ranked(
         self, replicas: Iterable[R], n_bytes: int, chunks: Sequence[int], n_queued: Mapping[R, int]
     ) -> list[R]:
-        """The replicas, the cheapest first; among equals, those with fewer requests, then those that came first."""
+        """Rank replicas, the cheapest first; among equals, those with fewer requests, then those that came first."""
         costs = {
             replica: (self.cost(replica, n_bytes, chunks, n_queued.get(replica, 0)), n_queued.get(replica, 0))
             for replica in replicas
@@ -218,7 +218,7 @@ class PrefixCosts(Generic[R]):
         return sorted(costs, key=costs.__getitem__)
 
     def route(self, request: str, replica: R, n_bytes: int, chunks: Sequence[int]) -> None:
-        """Notes that a replica is to get a request; a request that was noted for another one moves."""
+        """Note that a replica is to get a request; a request that was noted for another one moves."""
         self._remove(request)
         cost = n_bytes - self.n_matched(replica, chunks) * CHUNK_BYTES + self._request_bytes
         self._routed[request] = _Routed(replica, cost, n_bytes, chunks)
@@ -233,13 +233,13 @@ class PrefixCosts(Generic[R]):
             known.popitem(last=False)
 
     def accepted(self, request: str, replica: R) -> None:
-        """Notes which replica has got a request. One that has ended already, or was not noted, stays so."""
+        """Note which replica has got a request. One that has ended already, or was not noted, stays so."""
         routed = self._routed.get(request)
         if routed is not None and routed.replica != replica:
             self.route(request, replica, routed.n_bytes, routed.chunks)
 
     def finish(self, request: str, replica: R | None = None) -> None:
-        """Notes that a request has ended, however. ``replica``: does nothing if another one has it by now."""
+        """Note that a request has ended, however. ``replica``: do nothing if another one has it by now."""
         routed = self._routed.get(request)
         if routed is not None and replica in (None, routed.replica):
             self._remove(request)
@@ -251,7 +251,7 @@ class PrefixCosts(Generic[R]):
             self._n_running[routed.replica] -= 1
 
     def keep(self, replicas: Iterable[R]) -> None:
-        """Forgets all replicas but these."""
+        """Forget all replicas but these."""
         gone = self._known.keys() - set(replicas)
         for replica in gone:
             del self._known[replica], self._load[replica], self._n_running[replica]

@@ -115,7 +115,7 @@ class RowFormat:
         return columns
 
     def check_columns(self, names: Sequence[str]) -> None:
-        """Raises ValueError if a column is missing, or is there that answers would replace."""
+        """Raise ValueError if a column is missing, or is there that answers would replace."""
         have = listed(names) or "none"
         for name in self.needed:
             if name not in names:
@@ -129,7 +129,7 @@ class RowFormat:
                 )
 
     def records(self, table: arrow.Table) -> list[Record]:
-        """The request of each row. A row that is wrong says so as its ``problem``."""
+        """Return the request of each row. A row that is wrong says so as its ``problem``."""
         rows = table.select(self.needed).to_pylist()
         return [self._record(index, row) for index, row in enumerate(rows)]
 
@@ -150,7 +150,7 @@ class RowFormat:
             return Record(index, {}, str(error))
 
     def columns(self, answers: Iterable[RecordResult]) -> list[tuple[str, arrow.Array]]:
-        """The columns of the answers, with the prefix."""
+        """Return the columns of the answers, with the prefix."""
         results = [_row(answer.result) for answer in answers]
         return [
             (self.prefix + name, arrow.array([row.get(name) for row in results], kind))
@@ -171,7 +171,7 @@ def _row(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(text: str) -> str:
-    """A text that Arrow can hold: lone surrogates, as in the message of an error, are replaced."""
+    """Return a text that Arrow can hold: lone surrogates, as in the message of an error, are replaced."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -180,7 +180,7 @@ def _loaded(value: object) -> Any:
 
 
 def _options(value: object) -> dict[str, Any]:
-    """The options of a row. Rows of a table have all fields that any has, so a null there is no option."""
+    """Return the options of a row. Rows of a table have all fields that any has, so a null there is no option."""
     options = _loaded(value)
     if options is None:
         return {}
@@ -240,7 +240,7 @@ class Completer:
         return f"<Completer {self.engine!r}>"
 
     async def __call__(self, batch: arrow.Table) -> AsyncIterator[arrow.Table]:
-        """The rows of a batch with their answers, in their order: a batch that is run again gives the same rows."""
+        """Yield a batch's rows with their answers, in their order: a batch that is run again gives the same rows."""
         if not isinstance(batch, arrow.Table):
             raise TypeError(
                 f"a batch must be a pyarrow.Table: batch_format='pyarrow', not {type(batch).__name__}"
@@ -254,7 +254,7 @@ class Completer:
         yield batch
 
     def close(self) -> None:
-        """Closes the engine and its model; a second call does nothing. Ray ends actors without it."""
+        """Close the engine and its model; a second call does nothing. Ray ends actors without it."""
         self._undo.close()
 
 
@@ -282,7 +282,7 @@ def complete(
     num_cpus: float | None = None,
     num_gpus: float | None = None,
 ) -> Dataset:
-    """The dataset with the answer to each row; lazy, and streamed while it is read or written.
+    """Return the dataset with the answer to each row; lazy, and streamed while it is read or written.
 
     The columns of the rows stay, and ``text``, ``finish_reason``, ``seed``, ``n_prompt_tokens``,
     ``n_completion_tokens`` and ``error`` are added, for conversations also ``reasoning`` and ``tool_calls`` (JSON).
@@ -359,7 +359,7 @@ def mapped(
     actors: tuple[int, int],
     reserved: Mapping[str, Any],
 ) -> Dataset:
-    """The dataset with the columns that actors of a class add. ``n_rows``: rows of a task."""
+    """Return the dataset with the columns that actors of a class add. ``n_rows``: rows of a task."""
     from ray.data import ActorPoolStrategy
 
     least, most = actors
@@ -404,7 +404,7 @@ def _checkpoint(
 
 
 def _warn_of_cpus(library: Any, n_actors: int, num_cpus: float | None, n_others: int) -> None:
-    """Warns where a job would wait: Ray gives its CPUs to the actors first, and then has none to read with."""
+    """Warn where a job would wait: Ray gives its CPUs to the actors first, and then has none to read with."""
     have = library.cluster_resources().get("CPU", 0)
     need = n_actors * (1 if num_cpus is None else num_cpus) + n_others
     if have < need:

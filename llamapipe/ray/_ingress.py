@@ -37,7 +37,7 @@ class Ingress:
         self._settings = settings or ServerSettings()
 
     async def __call__(self, request: Request) -> Response:
-        """Answers a request."""
+        """Answer a request."""
         dialect: Dialect = "anthropic" if "/v1/messages" in request.url.path else "openai"
         try:
             forwarded = await self._read(request)
@@ -55,7 +55,7 @@ class Ingress:
             return Response(body, error.status, headers, "application/json")
 
     async def _read(self, request: Request) -> HttpRequest:
-        """The request with its body. Raises ApiError 413 over the limit."""
+        """Read the request with its body. Raises ApiError 413 over the limit."""
         limit, parts, n = self._settings.max_body_bytes, [], 0
         async for part in request.stream():
             n += len(part)
@@ -73,7 +73,7 @@ class Ingress:
         )
 
     async def _relayed(self, messages: AsyncIterator[list[dict[str, Any]]], dialect: Dialect) -> Response:
-        """The answer, once it has begun."""
+        """Return the answer, once it has begun."""
         begun = await anext(messages)
         start, rest = begun[0], begun[1:]
         # Serve gives its answers the id of the request, which is also the one that the replica used.
@@ -93,7 +93,7 @@ class Ingress:
 async def _events(
     first: list[dict[str, Any]], messages: AsyncIterator[list[dict[str, Any]]], dialect: Dialect
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a stream; the last one is an error if the replica dies."""
+    """Yield the events of a stream; the last one is an error if the replica dies."""
     if first:
         yield _joined(first)
     try:
@@ -111,7 +111,7 @@ def _joined(messages: list[dict[str, Any]]) -> bytes:
 
 
 def _api_error(error: Exception) -> ApiError | None:
-    """The answer for an error of Ray's; None for one that is not expected."""
+    """Return the answer for an error of Ray's; None for one that is not expected."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RayActorError):

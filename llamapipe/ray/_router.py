@@ -36,7 +36,7 @@ class PrefixCostRouter(RequestRouter):  # type: ignore[misc]
         adapters: Sequence[str] = (),
         activated: Sequence[str] = (),
     ) -> None:
-        """Called by Ray Serve before the first request. Raises TypeError and ValueError."""
+        """Take the options, before the first request: Ray Serve calls this. Raises TypeError and ValueError."""
         for option, names in (("adapters", adapters), ("activated", activated)):
             if isinstance(names, str) or not isinstance(names, Sequence):
                 raise TypeError(f"{option} must be a list of names, not {type(names).__name__}")
@@ -52,7 +52,7 @@ class PrefixCostRouter(RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: Sequence[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The replicas, each in its own rank, the cheapest first."""
+        """Return the replicas, each in its own rank, the cheapest first."""
         prompt = owner = b""
         if pending_request is not None:
             prompt, owner = prompt_and_owner(pending_request.args, pending_request.kwargs, self._adapters)
@@ -69,20 +69,20 @@ class PrefixCostRouter(RequestRouter):  # type: ignore[misc]
         return [[by_id[name]] for name in ranked]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Notes which replica got the request."""
+        """Note which replica got the request."""
         self._costs.accepted(pending_request.metadata.internal_request_id, replica_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Notes that the replica has done a request, or failed at it."""
+        """Note that the replica has done a request, or failed at it."""
         self._costs.finish(internal_request_id, replica_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Forgets replicas that are gone."""
+        """Forget replicas that are gone."""
         super().update_replicas(replicas)
         self._costs.keep(replica.replica_id for replica in replicas)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Forgets a replica that died."""
+        """Forget a replica that died."""
         super().on_replica_actor_died(replica_id)
         self._costs.keep(name for name in self.curr_replicas if name != replica_id)
 

@@ -50,13 +50,13 @@ class EngineReplica:
         return f"<EngineReplica {self.engine!r}>"
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Completion:
-        """``Engine.agenerate`` for one prompt."""
+        """Generate as ``Engine.agenerate`` does, for one prompt."""
         return await self.engine.agenerate(prompt, params)
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> AsyncGenerator[Delta, None]:
-        """``Engine.astream``; for a handle with ``stream=True``."""
+        """Stream as ``Engine.astream`` does; for a handle with ``stream=True``."""
         async with self.engine.astream(prompt, params) as stream:
             async for delta in stream:
                 yield delta
@@ -64,19 +64,19 @@ class EngineReplica:
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **options: Any
     ) -> ChatCompletion:
-        """``Engine.achat`` for one conversation."""
+        """Answer as ``Engine.achat`` does, for one conversation."""
         return await self.engine.achat(messages, params, **options)
 
     async def stream_chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **options: Any
     ) -> AsyncGenerator[ChatDelta, None]:
-        """``Engine.astream_chat``; for a handle with ``stream=True``."""
+        """Stream as ``Engine.astream_chat`` does; for a handle with ``stream=True``."""
         async with self.engine.astream_chat(messages, params, **options) as stream:
             async for delta in stream:
                 yield delta
 
     async def http(self, request: HttpRequest) -> AsyncGenerator[list[Message], None]:
-        """The answer that ``llamapipe serve`` would give, as ASGI messages; for a handle with ``stream=True``.
+        """Yield the answer that ``llamapipe serve`` would give, as ASGI messages; for a handle with ``stream=True``.
 
         Each item has all messages that are there: sending one through Ray takes longer than computing a token.
         """
@@ -118,7 +118,7 @@ class EngineReplica:
         )  # not after a cancellation: then nothing is read any more, and there may be no room
 
     async def check_health(self) -> None:
-        """Called by Ray Serve, which replaces a replica that raises here, or that does not answer in time.
+        """Raise if the engine is closed: Ray Serve replaces a replica that raises here, or does not answer in time.
 
         Waits until the engine's step has ended, so an engine that hangs is found as well.
         """
@@ -127,7 +127,7 @@ class EngineReplica:
         await asyncio.to_thread(self.engine.stats)
 
     def close(self) -> None:
-        """Closes the engine and its model; a second call does nothing. Ray ends replicas without it."""
+        """Close the engine and its model; a second call does nothing. Ray ends replicas without it."""
         self._undo.close()
 
 
@@ -148,7 +148,7 @@ def deployment(
     autoscaling: Mapping[str, object] | None = None,
     options: Mapping[str, object] | None = None,
 ) -> Application:
-    """A deployment of Ray Serve with an engine in each replica, for ``serve.run`` or as a part of another application.
+    """Make a deployment of Ray Serve, an engine in each replica, for ``serve.run`` or as part of another application.
 
     A handle has the methods ``generate`` and ``chat``, and with ``options(stream=True)`` also ``stream`` and
     ``stream_chat``; they take what the engine's methods take, and return what these return. ``openai_app`` serves HTTP.
@@ -229,7 +229,7 @@ def openai_app(
     n_ingress: int = 1,
     **options: Any,
 ) -> Application:
-    """An application of Ray Serve with all routes of ``llamapipe serve``, for OpenAI's and Anthropic's clients.
+    """Make an application of Ray Serve with all routes of ``llamapipe serve``, for OpenAI's and Anthropic's clients.
 
     ``serve.run(openai_app(spec), route_prefix="/")``. ``options``: as for ``deployment``. ``n_ingress``: processes that
     take HTTP requests and hand them to the replicas. If a replica dies, its streams end with an event that holds an

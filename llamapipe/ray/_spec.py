@@ -24,7 +24,7 @@ from llamapipe.llama.model import Model
 
 
 def ray() -> Any:
-    """The package ``ray``. Raises ImportError."""
+    """Import the package ``ray``. Raises ImportError."""
     try:
         import ray as library
     except ModuleNotFoundError as e:
@@ -35,13 +35,13 @@ def ray() -> Any:
 
 
 def n_sharing(ray: Any, n_actors: int) -> int:
-    """About how many actors run on one machine: their number over that of the machines."""
+    """Estimate how many actors run on one machine: their number over that of the machines."""
     n_machines = sum(1 for node in ray.nodes() if node["Alive"]) if ray.is_initialized() else 1
     return -(-n_actors // max(n_machines, 1))
 
 
 def cores_of_actor(num_cpus: float | None, n_sharing: int) -> int | None:
-    """The cores that this process may compute on: those that Ray reserved for it, or its part of the machine's.
+    """Return the cores that this process may compute on: those that Ray reserved for it, or its part of the machine's.
 
     None: all of them, as long as other work leaves them.
     """
@@ -111,7 +111,7 @@ class EngineSpec:
         return check_int("n_seq_max", n, 1, 2**31 - 1)  # type: ignore[arg-type]
 
     def model_path(self) -> Path:
-        """The model's file on this machine; downloads it first, if it is one of the hub and not there yet.
+        """Return the model's file on this machine; download it first, if it is one of the hub and not there yet.
 
         Raises ImportError without the extra ``hub``, ModelLoadError if there is no such model.
         """
@@ -125,7 +125,7 @@ class EngineSpec:
 
     @contextmanager
     def opened(self, n_cores: int | None = None) -> Iterator[Engine]:
-        """An engine in this process, until the block ends. Raises what ``Model`` and ``Engine`` raise.
+        """Open an engine in this process, until the block ends. Raises what ``Model`` and ``Engine`` raise.
 
         ``n_cores``: this process computes on at most this many; None: all that it may use. The option ``n_threads`` is
         stronger.
@@ -142,7 +142,7 @@ class EngineSpec:
 
 
 def activated_loras(spec: EngineSpec) -> list[str]:
-    """The names of the activated LoRAs, as far as this machine has their files or can download them."""
+    """Return the names of the activated LoRAs, as far as this machine has their files or can download them."""
     return [name for name, file in spec.adapters.items() if _is_activated(file)]
 
 
@@ -154,7 +154,7 @@ def _is_activated(file: str | os.PathLike[str]) -> bool:
 
 
 def _checked_files(kind: str, given: object) -> dict[str, str]:
-    """Files of adapters by name. Raises TypeError, ValueError."""
+    """Return files of adapters by name. Raises TypeError, ValueError."""
     if not isinstance(given, Mapping):
         raise TypeError(f"{kind} must be a mapping from names to files, not {type(given).__name__}")
     files = {}

@@ -49,7 +49,7 @@ class BackendPackage:
         return str(self.build.get("llama_cpp_commit", "unknown"))[:9]
 
     def problem(self, core: Mapping[str, Any]) -> str:
-        """Why the package cannot be used with the core that ``core`` records, and the fix; empty if it can be used."""
+        """Return why the package cannot be used with the core that ``core`` records, and the fix; empty if it can."""
         if not self.build or not self.module.is_file():
             return (
                 f"{self.name} in {self.folder} is damaged; install its wheel again: `pip install --force-reinstall "
@@ -67,7 +67,7 @@ class BackendPackage:
 
 
 def installed() -> list[BackendPackage]:
-    """The backend packages on Python's search path. Empty on systems where llama.cpp cannot load them."""
+    """Return the backend packages on Python's search path. Empty on systems where llama.cpp cannot load them."""
     if sys.platform == "win32":
         return []
     found = (_find(backend) for backend in NAMES)
@@ -75,7 +75,7 @@ def installed() -> list[BackendPackage]:
 
 
 def usable(core: Mapping[str, Any]) -> list[BackendPackage]:
-    """The packages to load with the core that ``core`` records, except those whose backend the core contains.
+    """Return the packages to load with the core that ``core`` records, except those whose backend the core contains.
 
     Raises BackendError if a package was built from another llama.cpp or is damaged.
     """

@@ -37,7 +37,7 @@ _CHUNK_BYTES = 4096  # the kernel writes a record of one core at a time: a small
 
 
 def build_info() -> dict[str, Any]:
-    """The build's own record (commit, flags, backends, CPU features); empty if the file is missing."""
+    """Return the build's own record (commit, flags, backends, CPU features); empty if the file is missing."""
     import json
 
     try:
@@ -48,12 +48,12 @@ def build_info() -> dict[str, Any]:
 
 
 def has_gpu_backend() -> bool:
-    """Whether this build, or a package beside it, has a backend for more than CPUs. Loads nothing."""
+    """Return whether this build, or a package beside it, has a backend for more than CPUs. Loads nothing."""
     return any(name != "cpu" for name in build_info().get("backends", ())) or bool(installed())
 
 
 def native() -> Any:
-    """The cffi module with ``ffi`` and ``lib``; the first call loads the backends. Any thread.
+    """Return the cffi module with ``ffi`` and ``lib``; the first call loads the backends. Any thread.
 
     Raises BackendError if the module is not built, was built for another processor, or finds no device, if a
     backend package was built from another llama.cpp, and in a sub-interpreter.
@@ -68,12 +68,12 @@ def native() -> Any:
 
 
 def backends_not_loaded() -> dict[str, str]:
-    """Backends of installed packages that could not be loaded, with the reasons. Call it after ``native()``."""
+    """Return the backends of packages that could not be loaded, with the reasons. Call it after ``native()``."""
     return dict(_not_loaded)
 
 
 def missing_cpu_features(build: dict[str, Any]) -> list[str]:
-    """The CPU features that a build's record names and this processor lacks; empty if either is not known.
+    """Return the CPU features that a build's record names and this processor lacks; empty if either is not known.
 
     A library for other instructions would end the process with SIGILL. pip keeps wheels that it built from a source
     archive or a commit, and does not ask on which processor that was.
@@ -83,7 +83,7 @@ def missing_cpu_features(build: dict[str, Any]) -> list[str]:
 
 
 def missing_features(required: Iterable[str], cpuinfo: str = "/proc/cpuinfo") -> list[str]:
-    """The features among ``required`` that this processor lacks, sorted. Names are those of Linux's ``cpuinfo``.
+    """Return the features among ``required`` that this processor lacks, sorted. Names are those of Linux's ``cpuinfo``.
 
     Empty where the system does not list them (macOS, some containers). Takes about 0.1 ms.
     """
@@ -92,7 +92,7 @@ def missing_features(required: Iterable[str], cpuinfo: str = "/proc/cpuinfo") ->
 
 
 def _listed(cpuinfo: str) -> set[str] | None:
-    """The features of the first core; None: they cannot be read."""
+    """Return the features of the first core; None: they cannot be read."""
     text = b""
     try:
         file = os.open(cpuinfo, os.O_RDONLY)
@@ -114,12 +114,12 @@ def _listed(cpuinfo: str) -> set[str] | None:
 
 
 def has_module(folder: Path) -> bool:
-    """Whether a native module was built into a folder."""
+    """Return whether a native module was built into a folder."""
     return any(found.suffix in (".so", ".pyd") for found in folder.glob("_native*"))
 
 
 def _is_sub_interpreter() -> bool:
-    """Whether another interpreter of this process is the main one. There callbacks from C would not reach us."""
+    """Return whether another interpreter of this process is the main one. There callbacks from C would not reach us."""
     for name in ("_interpreters", "_xxsubinterpreters"):  # since Python 3.13, and before
         try:
             module = import_module(name)
@@ -171,7 +171,7 @@ def _load() -> Any:
 
 
 def _library_folder() -> AbstractContextManager[object]:
-    """Where the module's libraries are found. Elsewhere than on Windows it says so itself."""
+    """Let Windows find the module's libraries. On other systems the module itself says where they are."""
     if sys.platform == "win32":
         return os.add_dll_directory(str(LIB_DIR))
     return nullcontext()
@@ -188,7 +188,7 @@ def _load_package(module: Any, package: BackendPackage) -> None:
 
 
 def _shadowed() -> Path | None:
-    """The folder of an installed llamapipe with a native module that this package hides; None: there is none."""
+    """Return the folder of an installed llamapipe with a native module that this package hides; None: there is none."""
     for entry in sys.path:
         package = Path(entry or ".").resolve() / "llamapipe"
         if package != _PACKAGE.resolve() and has_module(package / "native"):
@@ -213,18 +213,18 @@ _TOKEN_MENDED = "its type will be overridden"
 
 
 def last_error(module: Any) -> str:
-    """The message of the last native call that failed on this thread."""
+    """Return the message of the last native call that failed on this thread."""
     return str(module.ffi.string(module.lib.lp_last_error()).decode("utf-8", "replace"))
 
 
 def enum_names(enum: str) -> dict[int, str]:
-    """The constants of a native enum: value to name. Names are written once, in native/cdef."""
+    """Return the constants of a native enum: value to name. Names are written once, in native/cdef."""
     elements: dict[int, str] = native().ffi.typeof(f"enum {enum}").elements
     return elements
 
 
 def drain_log(module: Any) -> list[str]:
-    """Passes queued native log records to ``logging``. Any thread.
+    """Pass queued native log records to ``logging``. Any thread.
 
     Returns the texts of errors, or if there are none, those of warnings: llama.cpp warns of much that fails nothing.
     """

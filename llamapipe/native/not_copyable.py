@@ -15,7 +15,7 @@ class NotCopyable:
     if not TYPE_CHECKING:  # a type checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
-            """Raises AttributeError: no attribute of this name was found."""
+            """Raise AttributeError: no attribute of this name was found."""
             if name.startswith("_") or hasattr(type(self), name):  # private, or a property that raised
                 return object.__getattribute__(self, name)
             place = next((base.__name__ for base in type(self).__mro__ if base.__name__ in INSTEAD), "")

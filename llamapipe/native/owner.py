@@ -17,15 +17,15 @@ class Owner(NotCopyable):
     __slots__ = ()
 
     def close(self) -> None:
-        """Frees it; a second call does nothing."""
+        """Free it; a second call does nothing."""
         raise NotImplementedError
 
     def _is_left_open(self) -> bool:
-        """Whether a destructor must warn. Also called where ``__init__`` has not returned."""
+        """Return whether a destructor must warn. Also called where ``__init__`` has not returned."""
         return False
 
     def _abandon(self) -> None:
-        """What a destructor does after the warning."""
+        """Do what a destructor does after the warning."""
 
     def __enter__(self: _O) -> _O:
         return self
@@ -52,7 +52,7 @@ class DrainingOwner(Owner):
     __slots__ = ()
 
     def close(self, drain: bool = True) -> None:
-        """As ``Owner.close``. ``drain``: finish waiting work first; otherwise it fails."""
+        """Free it, as ``Owner.close``. ``drain``: finish waiting work first; otherwise it fails."""
         raise NotImplementedError
 
     def __exit__(
@@ -67,7 +67,7 @@ class AsyncOwner(DrainingOwner):
     __slots__ = ()
 
     async def aclose(self, drain: bool = True) -> None:
-        """``close`` without blocking the event loop."""
+        """Call ``close`` without blocking the event loop."""
         import asyncio
 
         await asyncio.to_thread(self.close, drain)

@@ -123,7 +123,7 @@ _NOT_IMPORTED = ("compat", "dynamo", "lm_eval", "ray", "server")
 if not TYPE_CHECKING:  # type checkers would take every name for one of ours
 
     def __getattr__(name: str) -> object:
-        """Imports a public name on first use. An AttributeError has the nearest name, or the missing import."""
+        """Import a public name on first use. An AttributeError has the nearest name, or the missing import."""
         if name in _HOMES:
             value = globals()[name] = getattr(import_module(f"llamapipe.{_HOMES[name]}"), name)
             return value
@@ -140,5 +140,5 @@ if not TYPE_CHECKING:  # type checkers would take every name for one of ours
 
 
 def __dir__() -> list[str]:
-    """The public names, for completion in an editor or notebook."""
+    """Return the public names, for completion in an editor or notebook."""
     return list(__all__)

@@ -7,7 +7,7 @@ from importlib import import_module
 
 
 def imported_name(package: str, homes: Mapping[str, str], name: str, extra: str) -> object:
-    """The value of a public name, for ``__getattr__`` of a package. ``homes``: the module that each name is in.
+    """Return the value of a public name, for ``__getattr__`` of a package. ``homes``: the module that each name is in.
 
     Raises AttributeError for other names, ImportError, which names the extra, if a package is not installed.
     """

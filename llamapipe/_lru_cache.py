@@ -23,7 +23,7 @@ class LruCache(Generic[T]):
         self._values: OrderedDict[Hashable, T] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], T], is_good: Callable[[T], bool] = lambda _: True) -> T:
-        """The value kept for ``key`` if it is good, or what ``make`` gives, which two threads may call at once."""
+        """Return the good value kept for ``key``, else what ``make`` gives, which two threads may call at once."""
         with self._lock:
             if key in self._values and is_good(self._values[key]):
                 self._values.move_to_end(key)

@@ -224,7 +224,7 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
 
 
 def instead_of(name: str, place: str, known: Iterable[str] = ()) -> str | None:
-    """What to use instead of a name from elsewhere: one of the ``known`` names, or advice. None: no table has it."""
+    """Return what to use instead of a name from elsewhere: a ``known`` name, or advice. None: no table has it."""
     found = INSTEAD.get(place, {}).get(name)
     if found is None or isinstance(found, str):
         return found
@@ -237,7 +237,7 @@ _LEAST_LIKE_PATH = 0.8
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The same name in another case, else the most similar known name, else the shortest one that begins with ``name``.
+    """Return the same name in another case, else the most similar one, else the shortest that begins with ``name``.
 
     None: there is none.
     """
@@ -253,7 +253,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str], place: str = "") -> str:
-    """Text to append to a message about an unknown name: what to use instead, or the nearest known name, or nothing.
+    """Return text to append to a message about an unknown name: what to use instead, or the nearest name, or nothing.
 
     ``place``: where in ``INSTEAD`` the name is looked up.
     """
@@ -266,7 +266,7 @@ def did_you_mean(name: str, known: Iterable[str], place: str = "") -> str:
 
 
 def path_meant(path: str, known: Iterable[str]) -> str | None:
-    """The known path of a server that is probably meant by another one; None: there is none.
+    """Return the known path of a server that is probably meant by another one; None: there is none.
 
     There may be a typing error; or the base URL has a part too many or too few (``/v1/v1/messages``, ``/messages``); or
     the end is missing, if only one path begins so, or all others begin with that one.
@@ -288,14 +288,14 @@ def path_meant(path: str, known: Iterable[str]) -> str | None:
 
 
 def unknown_attribute(owner: str, name: str, known: Iterable[str], place: str = "") -> AttributeError:
-    """An AttributeError for a missing attribute, with what to use instead, or the nearest public one."""
+    """Make an AttributeError for a missing attribute, with what to use instead, or the nearest public one."""
     hint = did_you_mean(name, [other for other in known if not other.startswith("_")], place)
     # With a name and no object, Python's traceback adds no suggestion.
     return AttributeError(f"{owner} has no attribute {quoted(name)}{hint}", name=name)
 
 
 def missing_import(module: str, name: str) -> Exception:
-    """The error for a name of a module of llama_cpp that is not here. An AttributeError would lose its text."""
+    """Make the error for a name of a module of llama_cpp that is not here. An AttributeError would lose its text."""
     if name.startswith("__"):
         return AttributeError(name)
     table = INSTEAD["llama_cpp"]
@@ -306,7 +306,7 @@ def missing_import(module: str, name: str) -> Exception:
 
 # ---- options of functions
 def explains_options(elsewhere: Mapping[str, Iterable[str]] | None = None) -> Callable[[F], F]:
-    """A decorator. For an unknown keyword, the TypeError names the nearest option, or the class that has the option.
+    """Make a decorator. For an unknown keyword, the TypeError names the nearest option, or the class that has it.
 
     ``elsewhere``: the names of other classes' options, by class.
     """
@@ -323,13 +323,13 @@ def explains_options(elsewhere: Mapping[str, Iterable[str]] | None = None) -> Ca
 
 
 def explains_fields(cls: C) -> C:
-    """``explains_options`` for the constructor of a dataclass."""
+    """Apply ``explains_options`` to the constructor of a dataclass."""
     setattr(cls, "__init__", explains_options()(vars(cls)["__init__"]))  # noqa: B010 - mypy refuses to assign it
     return cls
 
 
 def explains_keywords(function: F) -> F:
-    """For a method that takes ``SamplingParams``: its TypeError for a sampling option shows the call that was meant."""
+    """Explain a method's keywords: for a field of ``SamplingParams``, its TypeError shows the call that was meant."""
     name = function.__name__
 
     def explain(keywords: Mapping[str, Any], known: frozenset[str]) -> str:
@@ -347,7 +347,7 @@ def explains_keywords(function: F) -> F:
 
 
 def wrong_option(name: str, wrong: str, known: Iterable[str], elsewhere: Mapping[str, Iterable[str]]) -> str:
-    """The message about an unknown option of a function."""
+    """Return the message about an unknown option of a function."""
     for owner, names in elsewhere.items():
         if wrong in names:
             return f"{name}() has no option {quoted(wrong)}: it is an option of {owner}"
@@ -359,7 +359,7 @@ def _all(names: Iterable[str]) -> str:
 
 
 def _explained(function: F, explain: Callable[[Mapping[str, Any], frozenset[str]], str]) -> F:
-    """A function that checks its keywords first; still a coroutine function if it was one."""
+    """Return a function that checks its keywords first; still a coroutine function if it was one."""
     code = function.__code__
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     known = frozenset(names) - {"self", "cls"}
@@ -384,7 +384,7 @@ _LEAST_LIKE = 0.7  # a suggestion that is less like the option misleads
 
 
 def about_option(wrong: str, command: str, known: Iterable[str], fields: Container[str] = ()) -> str:
-    """What to add to a message about an unknown option: its name here, advice, or the nearest name; or nothing.
+    """Return what to add to a message about an unknown option: its name here, advice, or the nearest name; or nothing.
 
     ``known``: the options of the command. ``fields``: the fields of requests, if the command is a server.
     """
@@ -423,7 +423,7 @@ _NAME = re.compile(r"(?<![-'\w])[a-z]+(?:_[a-z]+)+(?!['=\w])")
 
 
 def too_long(what: str, n_ctx: int, advice: str = "", room: int = 1) -> str:
-    """What is wrong with a prompt that leaves too little room in its context: ``what`` says how long it is."""
+    """Say what is wrong with a prompt that leaves too little room in its context: ``what`` says how long it is."""
     free = "one must stay free" if room == 1 else f"{room} must stay free for the answer (min_room)"
     return f"{what}; n_ctx is {n_ctx} and {free}: shorten it, {advice}or raise n_ctx"
 
@@ -433,7 +433,7 @@ DROP_TURNS = 'set truncation="auto" to drop the oldest turns, '
 
 
 def with_flags(text: str, known: Container[str] | None = None) -> str:
-    """An error's text; where it advises another value of an engine's option, with that of the command line.
+    """Return an error's text; where it advises another value of an engine's option, with that of the command line.
 
     ``known``: the options that the command has; None: all of them.
     """
@@ -451,7 +451,7 @@ def with_flags(text: str, known: Container[str] | None = None) -> str:
 
 
 def as_options(text: str, options: Mapping[str, str]) -> str:
-    """The text of an error about arguments that came from a command line, with the options that were typed.
+    """Return the text of an error about arguments that came from a command line, with the options that were typed.
 
     ``options``: those of the command, by the names of their arguments.
     """
@@ -463,12 +463,12 @@ def as_options(text: str, options: Mapping[str, str]) -> str:
 
 # ---- values
 def shown(n: int) -> str:
-    """A number as text for a message; Python refuses to write integers of over 4,300 digits."""
+    """Return a number as text for a message; Python refuses to write integers of over 4,300 digits."""
     return str(n) if abs(n) < 10**40 else f"{'-' if n < 0 else ''}a number of {n.bit_length()} bits"
 
 
 def readable(name: str) -> str:
-    r"""A file's name, or another one from outside, as every output takes it.
+    r"""Return a file's name, or another one from outside, as every output takes it.
 
     What is not UTF-8 in it (in Python, lone surrogates) and control characters become escapes: ``bad\xff``.
     """
@@ -483,7 +483,7 @@ def _escaped(character: str) -> str:
 
 
 def quoted(value: object) -> str:
-    """A value as Python writes it, for a message; cut after about 100 characters."""
+    """Return a value as Python writes it, for a message; cut after about 100 characters."""
     if isinstance(value, int):
         return shown(value) if type(value) is int else repr(value)
     is_text = isinstance(value, (str, bytes, bytearray))
@@ -497,7 +497,7 @@ def quoted(value: object) -> str:
 
 
 def size_text(n_bytes: float) -> str:
-    """A number of bytes for people, as ``1.5 GiB``."""
+    """Return a number of bytes for people, as ``1.5 GiB``."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if n_bytes >= size:
             return f"{n_bytes / size:,.1f} {unit}"
@@ -505,7 +505,7 @@ def size_text(n_bytes: float) -> str:
 
 
 def listed(names: Iterable[object]) -> str:
-    """Values for a message, the first 20 of them."""
+    """Return values for a message, the first 20 of them."""
     texts = [quoted(name) for name in names]
     more = len(texts) - _MOST_LISTED
     return ", ".join(texts[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")

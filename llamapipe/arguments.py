@@ -44,7 +44,7 @@ _BOOLS = (bool, np.bool_)  # integers and numbers to Python, and to older numpy
 
 
 def path_of(path: str | os.PathLike[str]) -> Path:
-    """``path`` as a Path, with ``~`` as a shell has it; a file whose name begins with ``~`` stays itself.
+    """Return ``path`` as a Path, with ``~`` as a shell has it; a file whose name begins with ``~`` stays itself.
 
     Raises TypeError for other types, ValueError if there is no home folder to take.
     """
@@ -58,7 +58,7 @@ def path_of(path: str | os.PathLike[str]) -> Path:
 
 
 def check_int(name: str, value: SupportsIndex, low: int, high: int) -> int:
-    """``value`` as an int within ``[low, high]``.
+    """Return ``value`` as an int within ``[low, high]``.
 
     Raises TypeError if it is not an integer (bools are rejected), ValueError outside the range.
     """
@@ -74,7 +74,7 @@ def check_int(name: str, value: SupportsIndex, low: int, high: int) -> int:
 
 
 def check_float(name: str, value: SupportsFloat, low: float, high: float) -> float:
-    """``value`` as a float within ``[low, high]``.
+    """Return ``value`` as a float within ``[low, high]``.
 
     Raises TypeError if it is not a number (bools and strings are rejected), ValueError outside the range and for NaN.
     """
@@ -94,14 +94,14 @@ def check_float(name: str, value: SupportsFloat, low: float, high: float) -> flo
 
 
 def check_flag(name: str, value: object) -> bool:
-    """``value`` if it is a bool, else TypeError: a string such as "no" would count as true."""
+    """Return ``value`` if it is a bool, else raise TypeError: a string such as "no" would count as true."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, not {type(value).__name__}")
     return value
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
-    """``value`` if it is one of ``choices``. Raises TypeError if it is not a str, ValueError for any other str."""
+    """Return ``value`` if it is one of ``choices``. Raises TypeError if it is not a str, ValueError for another str."""
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a str, not {type(value).__name__}")
     known = list(choices)
@@ -112,24 +112,24 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
 
 
 def int_of(name: str, value: SupportsIndex, rows: Mapping[str, Option] = BY_NAME) -> int:
-    """``value`` as an int in the range that the option's row says. Raises as ``check_int``."""
+    """Return ``value`` as an int in the range that the option's row says. Raises as ``check_int``."""
     option = rows[name]
     return check_int(name, value, int(option.low), int(option.high))
 
 
 def float_of(name: str, value: SupportsFloat) -> float:
-    """``value`` as a float in the range that the option's row says. Raises as ``check_float``."""
+    """Return ``value`` as a float in the range that the option's row says. Raises as ``check_float``."""
     option = BY_NAME[name]
     return check_float(name, value, option.low, option.high)
 
 
 def choice_of(name: str, value: object, rows: Mapping[str, Option] = BY_NAME) -> str:
-    """``value`` if the option's row has it. Raises as ``check_choice``."""
+    """Return ``value`` if the option's row has it. Raises as ``check_choice``."""
     return check_choice(name, value, rows[name].choices)
 
 
 def check_option(option: Option, value: Any) -> None:
-    """Checks a value by the option's row. Raises TypeError, ValueError."""
+    """Check a value by the option's row. Raises TypeError, ValueError."""
     if value is None and option.optional:
         return
     if option.kind in (Kind.INT, Kind.SIZE):
@@ -143,7 +143,7 @@ def check_option(option: Option, value: Any) -> None:
 
 
 def refuse_table(name: str, value: object) -> None:
-    """Raises TypeError for a DataFrame: iterating over one gives the names of its columns."""
+    """Raise TypeError for a DataFrame: iterating over one gives the names of its columns."""
     if hasattr(value, "columns") and (hasattr(value, "to_dict") or hasattr(value, "to_pylist")):
         raise TypeError(
             f"{name} is a {type(value).__name__}; give one of its columns as a list, such as table['text'].to_list(), "
@@ -152,7 +152,7 @@ def refuse_table(name: str, value: object) -> None:
 
 
 def from_column(name: str, value: Any) -> Any:
-    """``value``, but a list of its values if it is a column of a pandas, polars or pyarrow table.
+    """Return ``value``, but a list of its values if it is a column of a pandas, polars or pyarrow table.
 
     Raises TypeError for a whole table.
     """
@@ -167,7 +167,7 @@ def from_column(name: str, value: Any) -> Any:
 
 
 def check_tokens(name: str, tokens: Iterable[SupportsIndex], n_vocab: int) -> list[int]:
-    """``tokens`` as a list of ints, each a token of the vocabulary.
+    """Return ``tokens`` as a list of ints, each a token of the vocabulary.
 
     Raises TypeError if it is not a sequence of integers (bools are rejected), ValueError for an id outside the
     vocabulary.

@@ -38,7 +38,7 @@ class Reference(NamedTuple):
 
 
 def parse(text: str) -> Reference:
-    """``hf:owner/repo``, ``hf:owner/repo/file``, where the file may be a pattern, or ``hf:owner/repo:quantization``.
+    """Parse ``hf:owner/repo``, ``hf:owner/repo/file`` (the file may be a pattern), or ``hf:owner/repo:quantization``.
 
     Raises ValueError.
     """
@@ -54,7 +54,7 @@ def parse(text: str) -> Reference:
 
 
 def hub_name(address: str) -> str | None:
-    """The name, for ``parse``, of what an address of the hub's website shows; None for any other text."""
+    """Return the name, for ``parse``, of what an address of the hub's website shows; None for any other text."""
     found = _ADDRESS.fullmatch(address)
     if found is None:
         return None
@@ -63,7 +63,7 @@ def hub_name(address: str) -> str | None:
 
 
 def choose(names: Iterable[str], pattern: str | None, where: str) -> list[str]:
-    """The files of the one model that matches: itself, or all of its parts, the first one first.
+    """Choose the files of the one model that matches: itself, or all of its parts, the first one first.
 
     ``pattern``: a file's name or a pattern such as ``*Q4_K_M.gguf``, for the whole path or the last part of it;
     ``:Q4_K_M`` for the name's last part, in any case. None: the only model. ``where``: for messages. Raises ValueError
@@ -99,7 +99,7 @@ def choose(names: Iterable[str], pattern: str | None, where: str) -> list[str]:
 
 
 def source_of(path: Path) -> Reference | None:
-    """The repository, and the commit in place of a file, that a file of the cache comes from; None for other files."""
+    """Return the repository that a file of the cache comes from, with the commit as its file; None for other files."""
     for folder in path.absolute().parents:
         owner_and_name = folder.parent.parent.name.removeprefix("models--").split("--")
         if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
@@ -108,12 +108,12 @@ def source_of(path: Path) -> Reference | None:
 
 
 def quantization_of(name: str) -> str | None:
-    """The quantization that ends a file's name, as in ``model-Q4_K_M.gguf``; None: there is none."""
+    """Return the quantization that ends a file's name, as in ``model-Q4_K_M.gguf``; None: there is none."""
     return split_quantization(read_name(_last(name)).stem)[1]
 
 
 def _has_quantization(name: str, quantization: str) -> bool:
-    """Whether the file's name ends with it, as in ``model-Q4_K_M.gguf``."""
+    """Return whether the file's name ends with it, as in ``model-Q4_K_M.gguf``."""
     stem, wanted = read_name(_last(name)).stem.lower(), quantization.lower()
     return stem == wanted or stem.endswith(tuple(separator + wanted for separator in "-._"))
 
@@ -140,7 +140,7 @@ def model_file(
     progress: bool = True,
     watch: Watch | None = None,
 ) -> Path:
-    """The path of a model's first or only file, whose other parts are beside it; for options see ``Model``.
+    """Return the path of a model's first or only file, whose other parts are beside it; for options see ``Model``.
 
     ``watch``: called in the threads of the download with the name of a file, its bytes, and how many have arrived; an
     exception in it ends the download, which the next one continues.
@@ -188,7 +188,7 @@ Watch = Callable[[str, int, int], None]
 
 
 def _watching(watch: Watch, name: str) -> type:
-    """A progress bar that shows nothing and tells ``watch`` about a file."""
+    """Make a progress bar that shows nothing and tells ``watch`` about a file."""
     from tqdm.std import tqdm
 
     class Bar(tqdm):  # type: ignore[type-arg]
@@ -204,7 +204,7 @@ def _watching(watch: Watch, name: str) -> type:
 
 
 def delete(repo_id: str, filename: str | None) -> list[Path]:
-    """Removes a model's files from the cache, and returns those of its newest revision. Raises as ``model_file``.
+    """Remove a model's files from the cache, and return those of its newest revision. Raises as ``model_file``.
 
     Other revisions with the same contents lose them too.
     """
@@ -222,7 +222,7 @@ def delete(repo_id: str, filename: str | None) -> list[Path]:
 
 
 def library() -> Any:
-    """huggingface_hub. Raises ImportError, which names the extra."""
+    """Import huggingface_hub. Raises ImportError, which names the extra."""
     try:
         import huggingface_hub
         import huggingface_hub.constants
@@ -236,7 +236,7 @@ def library() -> Any:
 
 
 def _connect(hub: Any) -> None:
-    """Raises ConnectionError if the hub cannot be reached.
+    """Raise ConnectionError if the hub cannot be reached.
 
     Without it the library would try its first request six times in half a minute, and log every failure.
     """
@@ -247,7 +247,7 @@ def _connect(hub: Any) -> None:
 
 
 def _http_errors(hub: Any) -> tuple[type[Exception], ...]:
-    """What a request raises: an answer that is an error, or no answer (of the HTTP library, or of the system)."""
+    """Return what a request raises: an answer that is an error, or none (of the HTTP library, or of the system)."""
     return (hub.errors.HfHubHTTPError, getattr(hub.errors, "HTTPError", OSError), OSError)
 
 
@@ -264,7 +264,7 @@ def _cached(hub: Any, repo_id: str, filename: str | None, revision: str | None, 
 
 @contextmanager
 def _bars(hub: Any, shown: bool) -> Iterator[None]:
-    """Shows or hides the library's progress bars, which are a setting of the process."""
+    """Show or hide the library's progress bars, which are a setting of the process."""
     if shown or hub.utils.are_progress_bars_disabled():
         yield
         return
@@ -276,7 +276,7 @@ def _bars(hub: Any, shown: bool) -> Iterator[None]:
 
 
 def _reason(hub: Any, error: Exception) -> str:
-    """What a user can do about an error of the library, in one line."""
+    """Return what a user can do about an error of the library, in one line."""
     errors = hub.errors
     if isinstance(error, errors.GatedRepoError):
         return "the repository asks for consent to its terms: accept them on its page and set HF_TOKEN"
@@ -299,7 +299,7 @@ class CachedModel(NamedTuple):
 
 
 def cached_models() -> list[CachedModel]:
-    """The models in the cache, by name, without projectors of pictures; none if there is no cache.
+    """Return the models in the cache, by name, without projectors of pictures; none if there is no cache.
 
     Raises ImportError without the extra ``hub``.
     """

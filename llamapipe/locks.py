@@ -7,7 +7,7 @@ import queue
 
 
 def check_threads() -> None:
-    """Raises RuntimeError where gevent or eventlet has replaced threads: ours could not run while a caller waits.
+    """Raise RuntimeError where gevent or eventlet has replaced threads: ours could not run while a caller waits.
 
     Callers wait in native code, which lets other threads run, but not other greenlets.
     """
@@ -58,7 +58,7 @@ class OneCall(Lock):  # type: ignore[misc]  # as above
     __slots__ = ("_what",)
 
     def __new__(cls, what: str) -> OneCall:  # noqa: ARG004
-        """An RLock takes no arguments."""
+        """Make the lock without ``what``: an RLock takes no arguments."""
         return super().__new__(cls)
 
     def __init__(self, what: str) -> None:

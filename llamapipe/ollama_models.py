@@ -44,7 +44,7 @@ class StoredModel(NamedTuple):
     texts: Mapping[str, Path]
 
     def text(self, kind: str) -> str:
-        """One of the texts; empty if there is none, or none that can be read."""
+        """Return one of the texts; empty if there is none, or none that can be read."""
         path = self.texts.get(kind)
         try:
             return "" if path is None else _read(path).decode()
@@ -62,7 +62,7 @@ class StoredModel(NamedTuple):
 
 
 def folders() -> list[Path]:
-    """Where Ollama's models may be."""
+    """Return where Ollama's models may be."""
     given = os.environ.get("OLLAMA_MODELS")
     if given:
         return [Path(given)]
@@ -73,7 +73,7 @@ def folders() -> list[Path]:
 
 
 def find_stored(name: str) -> StoredModel:
-    """The model of a name, with or without a tag. Raises ModelLoadError, ValueError for what is no name."""
+    """Return the model of a name, with or without a tag. Raises ModelLoadError, ValueError for what is no name."""
     parts = _NAME.fullmatch(name)
     if parts is None:
         raise ValueError(
@@ -109,7 +109,7 @@ def find_stored(name: str) -> StoredModel:
 
 
 def stored_models() -> list[StoredModel]:
-    """The models that are complete, by name; the first folder wins."""
+    """Return the models that are complete, by name; the first folder wins."""
     found: dict[str, StoredModel] = {}
     for folder in folders():
         for stored in _models_in(folder):
@@ -118,19 +118,19 @@ def stored_models() -> list[StoredModel]:
 
 
 def short_names() -> set[str]:
-    """The names of ``stored_models``, and those without ``:latest``."""
+    """Return the names of ``stored_models``, and those without ``:latest``."""
     return {name for stored in stored_models() for name in (stored.name, stored.name.removesuffix(":latest"))}
 
 
 def names_of(path: Path) -> list[StoredModel]:
-    """The names of a store's file, if ``path`` is one: models with other settings may share it."""
+    """Return the names of a store's file, if ``path`` is one: models with other settings may share it."""
     if path.parent.name != "blobs" or not _DIGEST.fullmatch(path.name):
         return []
     return sorted(stored for stored in _models_in(path.parent.parent) if stored.path.name == path.name)
 
 
 def model_of(path: str | os.PathLike[str]) -> tuple[Path, str] | None:
-    """The file and the name of what ``ollama:NAME`` means; None for the path of a file. Raises as ``find_stored``."""
+    """Return the file and the name of what ``ollama:NAME`` means; None for a file's path. Raises as ``find_stored``."""
     text = os.fsdecode(path)
     if not text.startswith(PREFIX):
         return None
@@ -142,7 +142,7 @@ def model_of(path: str | os.PathLike[str]) -> tuple[Path, str] | None:
 
 
 def shown_name(path: Path) -> str:
-    """What to call a model's file: its name without ``.gguf``; of a file in the store, Ollama's."""
+    """Return what to call a model's file: its name without ``.gguf``; of a file in the store, Ollama's."""
     names = names_of(path)
     return names[0].name.removesuffix(f":{_TAG}") if names else readable(path.stem)
 
@@ -164,7 +164,7 @@ def _models_in(folder: Path) -> Iterator[StoredModel]:
 
 
 def _read(path: Path) -> bytes:
-    """A small file. Raises OSError."""
+    """Read a small file. Raises OSError."""
     if path.is_fifo():  # opening it would wait for a writer
         raise OSError(0, "it is no file")
     with path.open("rb") as file:
@@ -175,7 +175,7 @@ def _read(path: Path) -> bytes:
 
 
 def _stored(folder: Path, place: Path, data: bytes) -> StoredModel:
-    """What a manifest says. Raises ModelLoadError."""
+    """Return what a manifest says. Raises ModelLoadError."""
     host, namespace, model, tag = place.parts
     name = f"{model}:{tag}"
     if namespace != _NAMESPACE or host != _HOST:

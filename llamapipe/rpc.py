@@ -57,7 +57,7 @@ class Address:
 
 
 def parse_addresses(name: str, given: object, limit: int) -> list[Address]:
-    """The addresses of a sequence of ``"host:port"``, all different, at most ``limit``.
+    """Return the addresses of a sequence of ``"host:port"``, all different, at most ``limit``.
 
     Raises TypeError and ValueError, which name the argument ``name``, and BackendError for an unknown host.
     """
@@ -81,7 +81,7 @@ def parse_addresses(name: str, given: object, limit: int) -> list[Address]:
 
 
 def split_address(name: str, text: object) -> tuple[str, int]:
-    """Host and port of ``"host:port"``. Raises TypeError and ValueError."""
+    """Return host and port of ``"host:port"``. Raises TypeError and ValueError."""
     if not isinstance(text, str):
         raise TypeError(f"{name} must hold str, not {type(text).__name__}: {_FORM}")
     form = re.fullmatch(r"(\[[^\[\]]*\]|[^:\[\]\s\0/]+):([0-9]{1,5})", text)
@@ -95,7 +95,7 @@ def split_address(name: str, text: object) -> tuple[str, int]:
 
 
 def check_host(name: str, host: str) -> None:
-    """Raises ValueError for an IPv6 address: ggml-rpc connects and listens over IPv4 only."""
+    """Raise ValueError for an IPv6 address: ggml-rpc connects and listens over IPv4 only."""
     if ":" in host:
         raise ValueError(
             f"{name}: {host} is an IPv6 address, and ggml-rpc uses IPv4 only; give the machine's IPv4 address"
@@ -103,7 +103,7 @@ def check_host(name: str, host: str) -> None:
 
 
 def look_up(host: str) -> str:
-    """The first IPv4 address of a host. Raises BackendError if there is none."""
+    """Return the first IPv4 address of a host. Raises BackendError if there is none."""
     try:
         found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -123,7 +123,7 @@ ANSWER_BYTES = ANSWER.size - 8  # what the answer's own size says
 
 
 def check_worker(address: Address, version: tuple[int, int], timeout_s: float = TIMEOUT_S) -> None:
-    """Connects to a worker, compares its protocol with ``version`` (major, minor) and disconnects. Any thread.
+    """Connect to a worker, compare its protocol with ``version`` (major, minor) and disconnect. Any thread.
 
     Raises BackendError, after ``timeout_s`` at the latest.
     """
@@ -166,7 +166,7 @@ def _ask(address: Address, timeout_s: float) -> tuple[int, int, int]:
 
 
 def _receive(sock: socket.socket, deadline: float) -> bytes:
-    """A whole answer. Raises EOFError at its end, TimeoutError at the deadline, also if bytes trickle in."""
+    """Receive a whole answer. Raises EOFError at its end, TimeoutError at the deadline, also if bytes trickle in."""
     data = b""
     while len(data) < ANSWER.size:
         left = deadline - time.monotonic()
@@ -185,7 +185,7 @@ _open: dict[str, Any] = {}  # the native connections, by address
 
 
 def library() -> Path:
-    """The path of ggml-rpc's library. Raises BackendError if this build has none."""
+    """Return the path of ggml-rpc's library. Raises BackendError if this build has none."""
     path = next(LIB_DIR.glob("libllamapipe-rpc.*"), None)
     if path is None:
         raise BackendError(
@@ -244,7 +244,7 @@ class Workers:
             self.devices += list(found)
 
     def close(self) -> None:
-        """Ends the connections; a second call does nothing. After the model is freed, and not after a fork."""
+        """End the connections; a second call does nothing. After the model is freed, and not after a fork."""
         with _lock:
             endpoints, self._endpoints = self._endpoints, []
             for endpoint in endpoints:
@@ -265,7 +265,7 @@ _LOG_PERIOD_S = 1.0
 
 
 def free_port(address: Address) -> Address:
-    """The address with a port that is free just now. Raises BackendError if the given one cannot be used."""
+    """Return the address with a port that is free just now. Raises BackendError if the given one cannot be used."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -281,7 +281,7 @@ _SO_ATTACH_FILTER = 26  # Linux; the module socket does not name it
 
 
 def _admit_only(address: Address, networks: Sequence[ipaddress.IPv4Network]) -> bool:
-    """Closes the socket that listens at an address to all but these networks. False if no such socket was found.
+    """Close the socket that listens at an address to all but these networks. False if no such socket was found.
 
     A filter of the kernel (Linux's Documentation/networking/filter.rst) drops other machines' packets: to them the
     port looks like one that a firewall guards. ggml-rpc makes the socket and accepts connections, and asks nobody.
@@ -320,7 +320,7 @@ def serve(
     on_listening: Callable[[], object],
     networks: Sequence[ipaddress.IPv4Network] = (),
 ) -> None:
-    """Serves native devices at a numeric address, one client at a time, for as long as the process lives.
+    """Serve native devices at a numeric address, one client at a time, for as long as the process lives.
 
     ``on_listening`` is called on another thread once the worker has answered a first message. ``cache``: a
     folder for large tensors. ``networks``: beside this machine, only these can connect (Linux); not read where

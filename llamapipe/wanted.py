@@ -24,13 +24,13 @@ _limits: ContextVar[tuple[Limit, ...]] = ContextVar("limits", default=())
 
 
 def check_wanted() -> None:
-    """Checks all limits of this context. Raises TimeoutError, CancelledError or EngineClosedError."""
+    """Check all limits of this context. Raises TimeoutError, CancelledError or EngineClosedError."""
     for limit in _limits.get():
         limit.check()
 
 
 def deadline() -> float | None:
-    """The earliest deadline of this context, a time of ``perf_counter``; None: there is none."""
+    """Return the earliest deadline of this context, a time of ``perf_counter``; None: there is none."""
     return min((limit.deadline for limit in _limits.get() if limit.deadline is not None), default=None)
 
 
@@ -52,7 +52,7 @@ class limited:  # noqa: N801 - used like a function
 
 
 def time_limit(seconds: float | None) -> limited:
-    """For ``with``: work inside that takes long ends with TimeoutError after this time; None: no limit."""
+    """Make a limit for ``with``: work inside that takes long ends with TimeoutError after this time; None: no limit."""
     if seconds is None:
         return limited(Limit(lambda: None))
     end = perf_counter() + seconds

@@ -9,5 +9,5 @@ from pathlib import Path
 
 
 def hook_dirs() -> list[str]:
-    """The folders that hold PyInstaller's hooks for this package."""
+    """Return the folders that hold PyInstaller's hooks for this package."""
     return [str(Path(__file__).parent)]

@@ -12,7 +12,7 @@ import llamapipe
 
 
 def _imports(name: str) -> bool:
-    """Whether the packages that a module needs are installed: those of extras may not be."""
+    """Return whether the packages that a module needs are installed: those of extras may not be."""
     if "_pyinstaller" in name or name.endswith("__main__"):
         return False
     try:

@@ -42,7 +42,10 @@ class Asked(NamedTuple):
 
 
 async def describe(asked: Sequence[Asked]) -> list[dict[str, Any] | None]:
-    """The answers of ``/api/show``; None for a file that cannot be described. The other process ends with the task."""
+    """Return the answers of ``/api/show``; None for a file that cannot be described.
+
+    The other process ends with the task.
+    """
     found: list[dict[str, Any] | None] = []
     while len(found) < len(asked):
         lines = await _run(asked[len(found) :])
@@ -72,7 +75,7 @@ async def _run(asked: Sequence[Asked]) -> list[dict[str, Any] | None]:
 
 
 def main() -> None:
-    """The other process: reads what is asked as JSON, and writes a line for each file."""
+    """Run as the other process: read what is asked as JSON, and write a line for each file."""
     if hasattr(os, "nice"):
         os.nice(10)
     for given in json.load(sys.stdin):

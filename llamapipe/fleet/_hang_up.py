@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 def on_hang_up(reload: Callable[[], object], stop: Callable[[], object]) -> None:
-    """Calls ``reload`` on SIGHUP; ``stop`` where the terminal was closed, as programs without a handler end.
+    """Call ``reload`` on SIGHUP; ``stop`` where the terminal was closed, as programs without a handler end.
 
     For the main thread, in a running loop.
     """
@@ -25,7 +25,7 @@ def on_hang_up(reload: Callable[[], object], stop: Callable[[], object]) -> None
 
 
 def _has_terminal() -> bool:
-    """Whether the process has a terminal."""
+    """Return whether the process has a terminal."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:

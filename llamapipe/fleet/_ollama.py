@@ -45,7 +45,7 @@ class OllamaModels:
         return f"<OllamaModels {len(self._described)} described>"
 
     def routes(self) -> list[Endpoint]:
-        """The routes."""
+        """Return the routes."""
         return [
             get("/", ollama.root, has_key=False),
             get("/api/version", ollama.version, "The version of this API."),
@@ -109,7 +109,7 @@ class OllamaModels:
         return JsonResponse({**made, "modified_at": _date(model.facts.modified_s)})
 
     async def describe(self, models: Sequence[PooledModel]) -> list[dict[str, Any] | None]:
-        """What ``describe`` says about models whose files are known; each file is looked at once."""
+        """Return what ``describe`` says about models whose files are known; each file is looked at once."""
         keys = []
         for model in models:
             facts = model.facts
@@ -124,7 +124,7 @@ class OllamaModels:
         return [self._described[key] for key in keys]
 
     async def describe_all(self) -> None:
-        """Finds out what all models can do, before a client asks: that takes seconds."""
+        """Find out what all models can do, before a client asks: that takes seconds."""
         await self._pool.identify(self._pool.models)
         there = [model for model in self._pool.models if model.facts is not None]
         # A few at a time: a client that asks for one model waits for these, not for all.
@@ -202,7 +202,7 @@ class OllamaModels:
 
 
 def _listed(model: PooledModel, name: str) -> dict[str, Any] | None:
-    """A model in Ollama's lists by one of its names; None: its file is not known."""
+    """Return a model as Ollama's lists have it, by one of its names. None: its file is not known."""
     facts = model.facts
     if facts is None:
         return None

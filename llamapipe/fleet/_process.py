@@ -119,7 +119,7 @@ class WorkerProcess:
         self._task = asyncio.ensure_future(self._live(messages))
 
     def let_yield(self, yields: bool) -> None:
-        """Whether it leaves the cores to others. When its model is loaded, it ends that itself."""
+        """Let it leave the cores to others, or not. When its model is loaded, it ends that itself."""
         # Not in the loop's executor, which may be busy with downloads: it has to come before the process is ready.
         threading.Thread(target=set_group_nice, args=(self.pid, yields), daemon=True).start()
 
@@ -156,7 +156,7 @@ class WorkerProcess:
 
     # ---- to the worker
     def give(self, connection: socket.socket) -> bool:
-        """Hands over a connection. False if the worker cannot have it; the connection is then the caller's."""
+        """Hand over a connection. False if the worker cannot have it; the connection is then the caller's."""
         try:
             socket.send_fds(self._connections, [CONNECTION], [connection.fileno()])
         except OSError:
@@ -167,7 +167,7 @@ class WorkerProcess:
         return True
 
     def connect(self) -> socket.socket:
-        """A new connection to it, for requests of this process. Raises ConnectionError if it has ended."""
+        """Return a new connection to it, for requests of this process. Raises ConnectionError if it has ended."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         if self.state is not State.READY or not self.give(theirs):
@@ -177,11 +177,11 @@ class WorkerProcess:
         return ours
 
     def retire(self) -> None:
-        """Lets it answer what it has, close its connections as they become idle, and end."""
+        """Let it answer what it has, close its connections as they become idle, and end."""
         self._leave(RETIRE)
 
     def stop(self, keeps_cache: bool = False) -> None:
-        """Lets it answer the requests that it has, and end. ``keeps_cache``: in its ``cache_dir``."""
+        """Let it answer the requests that it has, and end. ``keeps_cache``: in its ``cache_dir``."""
         if keeps_cache and self.state is State.READY:
             with suppress(OSError):
                 self._connections.send(KEEP)
@@ -190,28 +190,28 @@ class WorkerProcess:
         self._leave(STOP)
 
     def stop_tools(self) -> None:
-        """Ends the calls of tools that run in it: the server will end."""
+        """End the calls of tools that run in it: the server will end."""
         if self.state is State.READY:
             with suppress(OSError):
                 self._connections.send(STOP_TOOLS)
 
     def cancel(self) -> None:
-        """Ends it without waiting for answers."""
+        """End it without waiting for answers."""
         if self.state is State.STARTING:
             self._signal(signal.SIGTERM)
         self._leave(CANCEL)
 
     def kill(self) -> None:
-        """Kills it."""
+        """Kill it."""
         self._signal(signal.SIGKILL)
 
     def tell_counts(self, n_ready: int, n_workers: int) -> None:
-        """Tells it how many workers there are, for ``/health``."""
+        """Tell it how many workers there are, for ``/health``."""
         if self._messages is not None and self.state in (State.READY, State.LEAVING):
             self._messages.send("workers", n_ready=n_ready, n_workers=n_workers)
 
     async def refresh(self, timeout_s: float, about: Subject = "families") -> None:
-        """Brings ``families`` or ``requests`` up to date, unless the worker is too busy to answer within the time."""
+        """Bring ``families`` or ``requests`` up to date, unless the worker is too busy to answer within the time."""
         if self._messages is None or self.state not in (State.READY, State.LEAVING):
             return
         self._n_asked += 1
@@ -224,7 +224,7 @@ class WorkerProcess:
             del self._snapshots[number]
 
     def answer(self, number: int, found: Sequence[Any]) -> None:
-        """Answers its question about all workers."""
+        """Answer its question about all workers."""
         if self._messages is not None:
             self._messages.send("answer", number=number, found=found)
 
@@ -301,7 +301,7 @@ class WorkerProcess:
         self.ended.set()
 
     def _read_all(self) -> None:
-        """Reads which connections it still took before it ended."""
+        """Read which connections it still took before it ended."""
         with suppress(OSError):
             while data := self._connections.recv(4096):
                 self._note(data)

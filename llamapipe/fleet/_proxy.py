@@ -61,7 +61,7 @@ class Proxy:
         is_stream: bool,
         ttl_s: float | EllipsisType | None,
     ) -> Forwarded:
-        """The answer of a model's process, which is started if need be. ``ttl_s``: as in ``Pool.lease``.
+        """Return the answer of a model's process, which is started if need be. ``ttl_s``: as in ``Pool.lease``.
 
         Raises ApiError 400 for a model of another kind.
         """
@@ -70,7 +70,7 @@ class Proxy:
         return Forwarded(self, exchange, model, kind, is_stream, ttl_s)
 
     async def ask(self, exchange: Exchange, model: PooledModel) -> tuple[int, bytes]:
-        """Status and body of a loaded model's answer to a request without a body.
+        """Return status and body of a loaded model's answer to a request without a body.
 
         Raises ConnectionError if the process has ended.
         """
@@ -82,7 +82,7 @@ class Proxy:
             raise ConnectionError(f"the process of the model {quoted(model.name)} ended") from None
 
     def head(self, exchange: Exchange, waited_s: float) -> Iterable[bytes]:
-        """The lines of a request to a model's process."""
+        """Yield the lines of a request to a model's process."""
         scope = exchange.scope
         query: bytes = scope["query_string"]
         path = quote(exchange.path, "/:@!$&'()*+,;=-._~").encode()
@@ -108,7 +108,7 @@ class Proxy:
 
 
 def check_kind(model: PooledModel, kind: ModelKind) -> None:
-    """Raises ApiError 400 for a model that does not do what a route is for, if that is known."""
+    """Raise ApiError 400 for a model that does not do what a route is for, if that is known."""
     embeds = model.embeds
     if embeds is None or embeds == (kind == "embedding") or kind == "any":
         return
@@ -145,7 +145,7 @@ class Forwarded(LateResponse):
         self._has_begun = self._has_answer = False  # towards the client; from the process
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Asks the process and sends its answer. Raises ApiError before the answer has begun."""
+        """Ask the process and send its answer. Raises ApiError before the answer has begun."""
         began = monotonic()
         self._body, self._exchange.raw = self._exchange.raw, b""
         has_tools = self._exchange.route == "/v1/responses" and b'"mcp"' in self._body
@@ -164,7 +164,7 @@ class Forwarded(LateResponse):
         await send({"type": "http.response.body", "body": b""})
 
     async def _answered(self, send: Send, began: float, is_last: bool = False) -> bool:
-        """Asks the process and sends its answer. False: it has ended before, and the next one can be asked.
+        """Ask the process and send its answer. False: it has ended before, and the next one can be asked.
 
         Raises UpstreamLostError and ConnectionError if it has not, or ``is_last``; ApiError.
         """
@@ -203,7 +203,7 @@ class Forwarded(LateResponse):
             await self._part(send, part)
 
     async def _until_loaded(self, loading: asyncio.Task[None], send: Send) -> None:
-        """Waits. A stream gets its head and signs of life meanwhile, so that no client gives up."""
+        """Wait for the load. A stream gets its head and signs of life meanwhile, so that no client gives up."""
         settings = self._proxy.gate.settings
         began = monotonic()
         signs = self._is_stream and settings.ping_s > 0
@@ -228,7 +228,7 @@ class Forwarded(LateResponse):
         await loading
 
     def _sign(self) -> bytes:
-        """A sign of life: a comment with the progress, or Ollama's line without text, which changes nothing."""
+        """Return a sign of life: a comment with the progress, or Ollama's line without text, which changes nothing."""
         if self._exchange.dialect != "ollama":
             return f": loading {self._model.name} {100 * self._model.progress:.0f} %\n\n".encode()
         return line(empty_part(self._model.name, self._exchange.route == "/api/chat"))
@@ -246,7 +246,7 @@ class Forwarded(LateResponse):
         await send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _fail(self, send: Send, error: ApiError) -> None:
-        """Tells an error: with its status, or in the stream that has begun."""
+        """Tell an error: with its status, or in the stream that has begun."""
         if not self._has_begun:
             raise error
         if not self._is_stream:
@@ -255,7 +255,7 @@ class Forwarded(LateResponse):
 
 
 async def _error_part(upstream: Upstream, dialect: Dialect) -> bytes:
-    """The body of an error, as an event."""
+    """Return the body of an error, as an event."""
     body = await upstream.body()
     if dialect == "ollama":
         return body + b"\n"

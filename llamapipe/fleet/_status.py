@@ -8,9 +8,10 @@ from llamapipe.fleet.pool import ModelState, Pool, PooledModel
 
 
 def entry_of(model: PooledModel, name: str, created: int, can_delete: bool) -> dict[str, Any]:
-    """A model by one of its names, for ``/v1/models``. What counts for the model stands at its first name only.
+    """Return a model by one of its names, for ``/v1/models``.
 
-    ``created``: when the server started. ``can_delete``: clients may delete files.
+    What counts for the model stands at its first name only. ``created``: when the server started. ``can_delete``:
+    clients may delete files.
     """
     status: dict[str, Any] = {"value": model.state.value}
     if model.state is ModelState.LOADING:
@@ -71,7 +72,7 @@ class Watch:
         }
 
     def changes(self) -> list[dict[str, Any]]:
-        """The events for what has changed since the last call."""
+        """Return the events for what has changed since the last call."""
         (names, states), (old_names, old_states) = self._now(), (self._names, self._states)
         self._names, self._states = names, states
         found: list[dict[str, Any]] = [
@@ -87,7 +88,7 @@ class Watch:
 
 
 def _status_event(model: PooledModel) -> dict[str, Any]:
-    """A model's state, in the form of llama-server's router. A load has stages there; ours has one."""
+    """Return a model's state, in the form of llama-server's router. A load has stages there; ours has one."""
     made: dict[str, Any] = {"status": model.state.value}
     if model.state is ModelState.LOADING:
         stage = "text_model"

@@ -25,14 +25,14 @@ class Tasks:
         return len(self._running)
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Starts a task."""
+        """Start a task."""
         task = asyncio.ensure_future(coroutine)
         self._running.add(task)
         task.add_done_callback(self._ended)
         return task
 
     def cancel(self) -> None:
-        """Cancels all that run."""
+        """Cancel all that run."""
         for task in self._running:
             task.cancel()
 

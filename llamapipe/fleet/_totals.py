@@ -20,16 +20,19 @@ class Totals:
         return f"<Totals of {len(self._ended)} metrics>"
 
     def keep(self, families: Sequence[Family]) -> None:
-        """Adds the last metrics of a process that has ended. Its gauges count no longer."""
+        """Add the last metrics of a process that has ended. Its gauges count no longer."""
         self._ended = add_families([], [self._ended, families])
 
     def with_live(self, live: Iterable[Sequence[Family]]) -> list[Family]:
-        """The metrics of all. ``live``: those of each process that runs."""
+        """Return the metrics of all. ``live``: those of each process that runs."""
         return add_families(live, [self._ended])
 
 
 def add_families(live: Iterable[Sequence[Family]], ended: Iterable[Sequence[Family]] = ()) -> list[Family]:
-    """One family for each name: counters, histograms and gauges are added up, ratios averaged; ``ended``: no gauges."""
+    """Return one family for each name.
+
+    Counters, histograms and gauges are added up, ratios averaged; ``ended``: no gauges.
+    """
     texts: dict[str, tuple[str, str]] = {}
     values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], list[float]]] = {}
     counted = [family for families in live for family in families]
@@ -54,13 +57,13 @@ def add_families(live: Iterable[Sequence[Family]], ended: Iterable[Sequence[Fami
 
 
 def newest(told: Iterable[Sequence[dict[str, Any]]], most: int) -> list[dict[str, Any]]:
-    """The entries of ``GET /requests`` of several processes, the newest first, at most so many."""
+    """Return the entries of ``GET /requests`` of several processes, the newest first, at most so many."""
     entries = [entry for entries in told for entry in entries]
     return sorted(entries, key=lambda entry: -entry["ended_at"])[:most]
 
 
 def labelled(families: Iterable[Family], **labels: str) -> list[Family]:
-    """The families with these labels at each sample."""
+    """Return the families with these labels at each sample."""
     return [
         family._replace(samples=[(sample, {**own, **labels}, value) for sample, own, value in family.samples])
         for family in families

@@ -41,7 +41,7 @@ class Upstream(asyncio.Protocol):
 
     @classmethod
     async def over(cls, sock: socket.socket) -> Upstream:
-        """The connection over a connected socket, which it closes."""
+        """Open the connection over a connected socket, which it closes."""
         _, made = await asyncio.get_running_loop().create_connection(cls, sock=sock)
         return made
 
@@ -49,7 +49,7 @@ class Upstream(asyncio.Protocol):
         return f"<Upstream {'free' if self.is_free else 'busy'}>"
 
     async def send(self, head: Iterable[bytes], body: bytes) -> None:
-        """Sends a request, and waits for the head of its answer. Raises UpstreamLostError."""
+        """Send a request, and wait for the head of its answer. Raises UpstreamLostError."""
         assert self.is_free
         assert self._transport is not None
         self.is_free = self._is_complete = False
@@ -62,7 +62,7 @@ class Upstream(asyncio.Protocol):
             await self._wait()
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """The answer's body. Raises UpstreamLostError if it has no end."""
+        """Yield the answer's body. Raises UpstreamLostError if it has no end."""
         while True:
             while self._parts:
                 part = b"".join(self._parts) if len(self._parts) > 1 else self._parts[0]
@@ -77,11 +77,11 @@ class Upstream(asyncio.Protocol):
             await self._wait()
 
     async def body(self) -> bytes:
-        """The whole body of the answer. Raises UpstreamLostError."""
+        """Return the whole body of the answer. Raises UpstreamLostError."""
         return b"".join([part async for part in self.parts()])
 
     def close(self) -> None:
-        """Ends the connection; the process cancels a request that is not answered."""
+        """End the connection; the process cancels a request that is not answered."""
         self.is_free = False
         if self._transport is not None:
             self._transport.abort()
@@ -94,12 +94,12 @@ class Upstream(asyncio.Protocol):
 
     # ---- called by the event loop
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called once."""
+        """Keep the transport. The event loop calls this once."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Called with the next bytes."""
+        """Parse the next bytes."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
@@ -110,26 +110,26 @@ class Upstream(asyncio.Protocol):
         self._arrived.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Called once."""
+        """Note that the connection is lost. The event loop calls this once."""
         self._is_lost, self.is_free = True, False
         self._arrived.set()
 
     # ---- called by the parser
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header of the answer."""
+        """Keep a header of the answer."""
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """The end of the answer's head."""
+        """Note the status: the answer's head has ended."""
         self.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body."""
+        """Keep a part of the body."""
         self._parts.append(body)
         self._n_unread += len(body)
 
     def on_message_complete(self) -> None:
-        """The end of the answer."""
+        """Note the end of the answer."""
         self._is_complete = True
         self.is_free = not self._is_lost and self._parser.should_keep_alive()
 
@@ -144,7 +144,7 @@ class Upstreams:
         return f"<Upstreams {len(self._free)} free>"
 
     def take(self) -> Upstream | None:
-        """One that can take a request; None: there is none."""
+        """Take one that can take a request. None: there is none."""
         while self._free:
             since, upstream = self._free.pop()
             if upstream.is_free and monotonic() - since <= _IDLE_S:
@@ -153,14 +153,14 @@ class Upstreams:
         return None
 
     def put_back(self, upstream: Upstream) -> None:
-        """Keeps a connection for the next request, if its answer was read to the end; else closes it."""
+        """Keep a connection for the next request, if its answer was read to the end; else close it."""
         if upstream.is_free:
             self._free.append((monotonic(), upstream))
         else:
             upstream.close()
 
     def close(self) -> None:
-        """Closes them: the process has ended."""
+        """Close them: the process has ended."""
         for _, upstream in self._free:
             upstream.close()
         self._free.clear()

@@ -31,7 +31,7 @@ class Memory:
 
 
 def total(given: Iterable[Memory]) -> Memory:
-    """The sum."""
+    """Return the sum."""
     return sum(given, Memory())
 
 
@@ -51,21 +51,24 @@ class Budget:
     gpu_bytes: int | None = None
 
     def missing(self, memory: Memory) -> Memory:
-        """How much of it is over the budget."""
+        """Return how much of it is over the budget."""
         over = 0 if self.n_bytes is None else memory.n_bytes - self.n_bytes
         over_of_gpus = 0 if self.gpu_bytes is None else memory.gpu_bytes - self.gpu_bytes
         return Memory(max(over, 0), max(over_of_gpus, 0))
 
     def fits(self, memory: Memory) -> bool:
-        """Whether as much may be taken."""
+        """Return whether that much may be taken."""
         return not self.missing(memory)
 
     def most_bytes(self, pinned: Memory) -> float:
-        """The most that one model may take of the system's memory."""
+        """Return the most that one model may take of the system's memory."""
         return math.inf if self.n_bytes is None else self.n_bytes - pinned.n_bytes
 
     def refusal(self, needed: Memory, pinned: Memory) -> str | None:
-        """Why a model can never be loaded; None: it can. ``pinned``: of models that are not ended for another."""
+        """Return why a model can never be loaded; None: it can.
+
+        ``pinned``: of models that are not ended for another.
+        """
         missing = self.missing(needed + pinned)
         if missing.n_bytes:
             return (
@@ -81,9 +84,9 @@ class Budget:
         return None
 
     def choose(self, needed: Memory, there: Sequence[Tenure]) -> list[int] | None:
-        """The places of the models to end, so that ``needed`` fits beside the rest; None: no choice makes room.
+        """Choose the models to end, so that ``needed`` fits beside the rest. None: no choice makes room.
 
-        The least recently used first, no more than needed.
+        Returns their places. The least recently used first, no more than needed.
         """
         taken = total(tenure.memory for tenure in there) + needed
         chosen = []

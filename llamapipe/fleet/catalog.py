@@ -73,7 +73,7 @@ class ModelEntry:
         return (*self.names, *self.adapters)
 
     def is_same_process(self, other: ModelEntry) -> bool:
-        """Whether one process does for both: they differ at most in what the front process alone decides."""
+        """Return whether one process does for both: they differ at most in what the front process alone decides."""
         return (
             replace(self, aliases=other.aliases, keep=other.keep, preload=other.preload, ttl_s=other.ttl_s)
             == other
@@ -81,9 +81,10 @@ class ModelEntry:
 
 
 def hub_entries(cached: Sequence[hub.CachedModel]) -> list[ModelEntry]:
-    """The entries of models in the hub's cache, named as Ollama's clients do: ``hf.co/OWNER/REPO:QUANT``.
+    """Return the entries of models in the hub's cache.
 
-    Where the file's name has no quantization, or one that another file has, the name is ``hf.co/OWNER/REPO/FILE``.
+    They are named as Ollama's clients do: ``hf.co/OWNER/REPO:QUANT``. Where the file's name has no quantization, or one
+    that another file has, the name is ``hf.co/OWNER/REPO/FILE``.
     """
     made: dict[str, ModelEntry] = {}
     for model in cached:
@@ -98,7 +99,7 @@ def hub_entries(cached: Sequence[hub.CachedModel]) -> list[ModelEntry]:
 
 
 def taken_names(entries: Sequence[ModelEntry]) -> set[str]:
-    """The names of all models. Raises ValueError for a name that two of them have."""
+    """Return the names of all models. Raises ValueError for a name that two of them have."""
     owners: dict[str, ModelEntry] = {}
     for entry in entries:
         for name in set(entry.taken_names):

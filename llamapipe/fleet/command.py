@@ -14,14 +14,17 @@ ROOT = Path(llamapipe.__file__).parent.parent  # imported from there, whatever t
 
 
 def command_with(arguments: Sequence[str]) -> list[str]:
-    """The command ``llamapipe`` with these arguments, for a process of this interpreter."""
+    """Return the command ``llamapipe`` with these arguments, for a process of this interpreter."""
     script = ROOT / "llamapipe_command.py"
     program = [str(script)] if script.exists() else ["-m", "llamapipe"]
     return [*interpreter(), *program, *arguments]
 
 
 def interpreter() -> list[str]:
-    """The interpreter with its own options. Raises BackendError in a program that was packed into one file."""
+    """Return the interpreter with its own options.
+
+    Raises BackendError in a program that was packed into one file.
+    """
     if getattr(sys, "frozen", False):
         raise BackendError(
             "this program was packed with its interpreter (PyInstaller) and cannot start llamapipe's processes; serve "

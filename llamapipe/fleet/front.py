@@ -112,12 +112,12 @@ class Front(Gate):
         return await self._work.run(function, *arguments, size=size)
 
     def close(self) -> None:
-        """Ends the threads."""
+        """End the threads."""
         self._work.close()
 
     # ---- which model
     async def model_of(self, name: str | None, kind: ModelKind) -> PooledModel:
-        """The model of a name; without one, the only model of this kind. Raises ApiError 400, 404."""
+        """Return the model of a name; without one, the only model of this kind. Raises ApiError 400, 404."""
         if name is not None:
             return self.pool.find(name)
         await self.pool.identify(self.pool.models)
@@ -132,7 +132,7 @@ class Front(Gate):
         raise ApiError(400, what, "model")
 
     async def _filling(self, models: Sequence[PooledModel]) -> list[PooledModel]:
-        """Those of the models whose vocabularies have tokens for filling in."""
+        """Return those of the models whose vocabularies have tokens for filling in."""
         there = [model for model in models if model.facts is not None]
         described = await self.ollama.describe(there)
         return [
@@ -142,7 +142,7 @@ class Front(Gate):
         ]
 
     async def forward(self, endpoint: Endpoint, exchange: Exchange) -> Response:
-        """Any request about one model, which its body or its query names."""
+        """Forward any request about one model, which its body or its query names."""
         name: object = exchange.query_params.get("model")
         is_stream = False
         ttl_s: float | EllipsisType | None = ...
@@ -163,7 +163,7 @@ class Front(Gate):
 
     # ---- about the models
     async def reload(self) -> None:
-        """Reads the list of models again. Raises OSError and ValueError, after which they are as they were."""
+        """Read the list of models again. Raises OSError and ValueError, after which they are as they were."""
         async with self._reloading:
             try:
                 self.pool.replace(await asyncio.to_thread(self._entries))
@@ -326,7 +326,7 @@ class Front(Gate):
         return Response(text, media_type=CONTENT_TYPE)
 
     def routes(self) -> list[Endpoint]:
-        """The routes of a server with one model, and those about several."""
+        """Return the routes of a server with one model, and those about several."""
         made = [
             get("/v1/models", self.list_models, "All models, with their states.", aliases=("/models",)),
             get("/v1/models/{id:path}", self.get_model, "One model.", ("404",)),
@@ -383,14 +383,14 @@ class FrontServer(HttpServer):
             await self.front.reload()
 
     def handle_exit(self, sig: int, frame: object) -> None:
-        """The first signal starts draining, the second cancels what runs, the third kills the processes."""
+        """Start draining at the first signal, cancel what runs at the second, kill the processes at the third."""
         super().handle_exit(sig, frame)
         self._n_signals += 1
         if self._n_signals > 1 and self.loop is not None:
             self.loop.call_soon_threadsafe(self.pool.cancel, self._n_signals > 2)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Loads what is wanted at the start."""
+        """Load what is wanted at the start."""
         await super().startup(sockets=sockets)
         self.loop = asyncio.get_running_loop()
         if threading.current_thread() is threading.main_thread():  # as uvicorn itself
@@ -402,7 +402,7 @@ class FrontServer(HttpServer):
             self._tasks.start(self.front.ollama.describe_all())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answers the running requests, then ends the processes."""
+        """Answer the running requests, then end the processes."""
         self.pool.end_watches()
         self.pool.stop_tools()
         self._tasks.cancel()
@@ -420,7 +420,7 @@ def run_front(
     entries: Callable[[], Sequence[ModelEntry]],
     more_sockets: Sequence[socket.socket] = (),
 ) -> None:
-    """Serves several models on a socket until SIGTERM or Ctrl-C. For the main thread.
+    """Serve several models on a socket until SIGTERM or Ctrl-C. For the main thread.
 
     ``entries``: the models after SIGHUP, or ``/models?reload=1``; raises OSError or ValueError to leave them as they
     are. Called in another thread.

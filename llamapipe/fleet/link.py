@@ -60,12 +60,12 @@ class WorkerOptions:
     served: ServedModel | None = None
 
     def text(self) -> str:
-        """The options as JSON."""
+        """Return the options as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def parse(cls, text: str) -> WorkerOptions:
-        """The options from JSON. Raises ValueError."""
+        """Read the options from JSON. Raises ValueError."""
         try:
             fields = json.loads(text)
             devices, served = fields.pop("devices"), fields.pop("served")
@@ -76,12 +76,12 @@ class WorkerOptions:
             raise ValueError(f"no options of a worker: {text}") from error
 
     def report_progress(self, fraction: float) -> None:
-        """Tells the supervisor how much of the model is loaded; before ``Worker.start``."""
+        """Tell the supervisor how much of the model is loaded; before ``Worker.start``."""
         with socket.socket(fileno=os.dup(self.messages)) as sock, suppress(OSError):
             sock.sendall(_encoded("progress", {"fraction": fraction}))
 
     def report_failure(self, message: str, is_usage: bool) -> None:
-        """Tells the supervisor why this worker cannot serve. Raises OSError if there is none."""
+        """Tell the supervisor why this worker cannot serve. Raises OSError if there is none."""
         line = _encoded("failed", {"message": message, "is_usage": is_usage})
         with socket.socket(fileno=self.messages) as sock:
             sock.sendall(line)
@@ -96,16 +96,16 @@ class Messages:
 
     @classmethod
     async def open(cls, sock: socket.socket) -> Messages:
-        """Takes over a socket."""
+        """Take over a socket."""
         return cls(*await asyncio.open_connection(sock=sock, limit=_LINE_LIMIT))
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Sends a message without waiting; does nothing if the other side is gone."""
+        """Send a message without waiting; does nothing if the other side is gone."""
         if not self._writer.is_closing():
             self._writer.write(_encoded(kind, fields))
 
     async def receive(self) -> dict[str, Any] | None:
-        """The next message; None at the end."""
+        """Return the next message; None at the end."""
         try:
             line = await self._reader.readline()
         except (ConnectionError, ValueError):
@@ -116,7 +116,7 @@ class Messages:
         return message
 
     async def close(self) -> None:
-        """Closes the socket after what was sent has gone out."""
+        """Close the socket after what was sent has gone out."""
         self._writer.close()
         with suppress(ConnectionError):
             await self._writer.wait_closed()

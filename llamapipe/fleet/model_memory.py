@@ -42,7 +42,7 @@ class Need(NamedTuple):
 
 
 def need_of(info: GgufInfo, embeds: bool, options: Mapping[str, Any], has_gpus: bool = False) -> Need:
-    """The memory of a file's model. Any thread.
+    """Return the memory that a file's model needs. Any thread.
 
     ``embeds``: an ``Embedder`` runs it. ``options``: those of the command line for ``Engine``, ``Embedder`` and
     ``Model``. ``has_gpus``: there are GPUs with dedicated memory, which get layers. Raises ModelLoadError.
@@ -83,7 +83,7 @@ def need_of(info: GgufInfo, embeds: bool, options: Mapping[str, Any], has_gpus: 
 
 
 def _n_on_gpu(info: GgufInfo, options: Mapping[str, Any]) -> int:
-    """How many layers GPUs get: the last ones, of which the output is the very last."""
+    """Return how many layers GPUs get: the last ones, of which the output is the very last."""
     if options.get("rpc"):
         return 0  # workers get layers first: how many this machine keeps is not known
     given = options.get("n_gpu_layers", -1)
@@ -91,7 +91,7 @@ def _n_on_gpu(info: GgufInfo, options: Mapping[str, Any]) -> int:
 
 
 def _weights_bytes(info: GgufInfo, n_on_gpu: int) -> tuple[float, float]:
-    """Bytes of the weights in the system's memory, and in that of GPUs."""
+    """Return the bytes of the weights in the system's memory, and in that of GPUs."""
     first = info.n_layer + 1 - n_on_gpu
     on_gpu, has_output = 0, False
     for tensor in info.tensors if n_on_gpu else ():
@@ -107,7 +107,10 @@ def _weights_bytes(info: GgufInfo, n_on_gpu: int) -> tuple[float, float]:
 
 
 def _cells_bytes(info: GgufInfo, n_ctx: int, options: Mapping[str, Any]) -> float:
-    """Bytes of the KV cells and of recurrent states. At most: layers with a sliding window may hold fewer cells."""
+    """Return the bytes of the KV cells and of recurrent states.
+
+    It is an upper bound: layers with a sliding window may hold fewer cells.
+    """
     types = (str(options.get(name, "f16")) for name in ("type_k", "type_v"))
     k, v = (kind if kind in TYPE_BYTES else "f16" for kind in types)  # the engine refuses others
     sizes = memory_sizes(info.metadata, info.n_layer, info.n_embd, k, v)

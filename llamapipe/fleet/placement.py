@@ -31,7 +31,7 @@ class Placement:
 
 
 def placements(n: int | None, use_gpus: bool) -> list[Placement]:
-    """Where ``n`` workers compute; None: one for each GPU or, without GPUs, for each NUMA node.
+    """Return where ``n`` workers compute; None: one for each GPU or, without GPUs, for each NUMA node.
 
     Workers get disjoint cores. With fewer workers than GPUs each gets several; with more, they share them. Raises
     ValueError if there are fewer cores than workers, OSError if the native libraries cannot be loaded.
@@ -42,7 +42,7 @@ def placements(n: int | None, use_gpus: bool) -> list[Placement]:
 
 
 def placed(shares: Sequence[CoreShare], gpus: Sequence[str]) -> list[Placement]:
-    """A placement for each share; see ``placements``."""
+    """Return a placement for each share; see ``placements``."""
     if not gpus:
         own_weights = len({share.nodes for share in shares}) > 1
         return [Placement(share, None, own_weights) for share in shares]
@@ -56,17 +56,23 @@ def placed(shares: Sequence[CoreShare], gpus: Sequence[str]) -> list[Placement]:
 
 
 def gpu_names() -> list[str]:
-    """Names of the GPUs that llama.cpp can use. Raises OSError if that fails."""
+    """Return the names of the GPUs that llama.cpp can use. Raises OSError if that fails."""
     return [name for name, _ in _gpus()]
 
 
 def free_gpu_memory() -> int:
-    """Free bytes of the GPUs with dedicated memory, together; 0 if there are none. Raises OSError if that fails."""
+    """Return the free bytes of the GPUs with dedicated memory, together; 0 if there are none.
+
+    Raises OSError if that fails.
+    """
     return sum(n_bytes for _, n_bytes in _gpus()) if has_gpu_backend() else 0
 
 
 def _gpus() -> list[tuple[str, int]]:
-    """The GPUs, and how much of their own memory is free. Asks another process: a supervisor loads no native code."""
+    """Return the GPUs, and how much of their own memory is free.
+
+    Asks another process: a supervisor loads no native code.
+    """
     answer = subprocess.run(
         [*interpreter(), "-c", _LIST_GPUS, str(ROOT)],
         check=False,
@@ -81,7 +87,7 @@ def _gpus() -> list[tuple[str, int]]:
 
 
 def print_gpus() -> None:
-    """Prints the GPUs as JSON, after a record separator: drivers also print."""
+    """Print the GPUs as JSON, after a record separator: drivers also print."""
     gpus = [device for device in llamapipe.devices() if device.type == "gpu" and not device.is_software]
     found = [(gpu.name, gpu.memory_free if gpu.has_own_memory else 0) for gpu in gpus]
     sys.stdout.write("\x1e" + json.dumps(found))

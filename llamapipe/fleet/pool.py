@@ -122,17 +122,17 @@ class PooledModel:
         return 0.0 if self.process is None else self.process.progress
 
     def patience_s(self, waited_s: float) -> float:
-        """Seconds until it may end for another model that has waited so long; 0: now, infinity: not by waiting.
+        """Return the seconds until it may end for another model that has waited so long.
 
-        One with requests may not end before it has been loaded for a while either. Otherwise two models that exceed the
-        memory together would end each other before a request is answered.
+        0: now; infinity: not by waiting. One with requests may not end before it has been loaded for a while either.
+        Otherwise two models that exceed the memory together would end each other before a request is answered.
         """
         if self.state is not ModelState.LOADED or self.entry.keep:
             return math.inf
         return max(_PATIENCE_S - min(waited_s, monotonic() - self.loaded_at), 0.0) if self.n_users else 0.0
 
     def tenure(self, waited_s: float) -> Tenure:
-        """What it holds, and whether it may end for another model that has waited so long."""
+        """Return what it holds, and whether it may end for another model that has waited so long."""
         used_at = math.inf if self.n_users else self.used_at
         return Tenure(self.memory, used_at, self.patience_s(waited_s) == 0.0)
 
@@ -186,7 +186,7 @@ class Pool:
         return f"<Pool n_models={len(self.models)} n_loaded={n_loaded}>"
 
     def find(self, name: str) -> PooledModel:
-        """The model of a name, with or without ``:latest``. Raises ApiError 404."""
+        """Return the model of a name, with or without ``:latest``. Raises ApiError 404."""
         model = self.get(name)
         if model is not None:
             return model
@@ -199,12 +199,12 @@ class Pool:
         )
 
     def get(self, name: str) -> PooledModel | None:
-        """The model of a name, if there is one."""
+        """Return the model of a name, if there is one."""
         known = (name, name.removesuffix(_LATEST), name + _LATEST)
         return next((self._by_name[form] for form in known if form in self._by_name), None)
 
     async def identify(self, models: Sequence[PooledModel]) -> None:
-        """Looks at the files of this machine that are not known yet. What is wrong with one, its load reports."""
+        """Look at the files of this machine that are not known yet. What is wrong with one, its load reports."""
         for model in models:
             async with model._looking:
                 if model.facts is None and not self._has_just_failed(model) and model.entry.is_local:
@@ -222,7 +222,7 @@ class Pool:
 
     # ---- watching
     async def news(self, seen: int) -> int | None:
-        """Waits until states, names or the progress of a load have changed; None: the server ends.
+        """Wait until states, names or the progress of a load have changed. None: the server ends.
 
         ``seen``: what this returned before, at first 0. Changes meanwhile are one.
         """
@@ -232,7 +232,7 @@ class Pool:
         return None if self._is_ending else self._n_news
 
     def end_watches(self) -> None:
-        """Ends all ``news``, so that the server can end. What waits for a load still gets it."""
+        """End all ``news``, so that the server can end. What waits for a load still gets it."""
         self._is_ending = True
         self._news.set()
 
@@ -249,7 +249,7 @@ class Pool:
     async def lease(
         self, model: PooledModel, ttl_s: float | EllipsisType | None = ...
     ) -> AsyncIterator[asyncio.Task[None]]:
-        """Keeps a model from being ended. Await the task, which is done when the model is loaded.
+        """Keep a model from being ended. Await the task, which is done when the model is loaded.
 
         ``ttl_s``: how long the model stays after this request, instead of what its entry says. The task raises ApiError
         if the model cannot be loaded.
@@ -300,7 +300,7 @@ class Pool:
 
     @asynccontextmanager
     async def connection(self, model: PooledModel) -> AsyncIterator[Upstream]:
-        """A connection to a loaded model's process. Raises ConnectionError if it has ended."""
+        """Lend a connection to a loaded model's process. Raises ConnectionError if it has ended."""
         upstream = model._upstreams.take()
         if upstream is None:
             # Those that it has not taken are kept in its socket, which holds few.
@@ -319,7 +319,10 @@ class Pool:
             model._upstreams.put_back(upstream)
 
     async def has_ended(self, model: PooledModel, process: WorkerProcess | None) -> bool:
-        """Whether a process that closed a connection has ended; waits for that a while. None: it was gone already."""
+        """Return whether a process that closed a connection has ended; wait for that a while.
+
+        None: it was gone already.
+        """
         if process is None:
             return True
         with suppress(asyncio.TimeoutError):
@@ -330,7 +333,7 @@ class Pool:
 
     # ---- loads
     def load(self, model: PooledModel) -> asyncio.Task[None]:
-        """Loads a model, also after a failure. The task raises ApiError."""
+        """Load a model, also after a failure. The task raises ApiError."""
         if model._loading is None and model.state is not ModelState.LOADED:
             model.failure = None
         return self._tasks.start(self._load_once(model))
@@ -373,7 +376,7 @@ class Pool:
             self._signal()
 
     def _measure(self, model: PooledModel) -> None:
-        """Counts what the process has taken, where that is more than its file told."""
+        """Count what the process has taken, where that is more than its file told."""
         if model.process is not None and model.state is not ModelState.UNLOADED:
             n_bytes = max(model.memory.n_bytes, resident_bytes(model.process.pid))
             model.memory = Memory(n_bytes, model.memory.gpu_bytes)
@@ -407,18 +410,18 @@ class Pool:
             raise _cannot_load(model, why)
 
     def _operators_folder(self, model: PooledModel) -> Path | None:
-        """Where the operator wants a model's cached prefixes to be."""
+        """Return where the operator wants a model's cached prefixes to be."""
         given = model.entry.options.get("cache_dir", self._cache_dir)
         return None if given is None else Path(given).expanduser()
 
     def _private_folder(self, model: PooledModel) -> Path | None:
-        """Where a model's cached prefixes are while it is not loaded, unless the operator has given a folder."""
+        """Return where a model's cached prefixes are while it is not loaded, unless the operator has given a folder."""
         if self._folder is None or self._operators_folder(model) is not None:
             return None
         return self._folder / sha256(model.name.encode()).hexdigest()
 
     async def forget_prefixes(self, model: PooledModel, is_wanted: Callable[[Hashable], bool]) -> None:
-        """Forgets cached prefixes that an ended model has left, of the wanted keys. Raises OSError.
+        """Forget cached prefixes that an ended model has left, of the wanted keys. Raises OSError.
 
         In a folder that models share, those of the others as well: only an engine knows which files are its own.
         """
@@ -429,7 +432,7 @@ class Pool:
             await asyncio.to_thread(cache_file.forget, folder, is_wanted)
 
     async def _bury(self, model: PooledModel, process: WorkerProcess) -> None:
-        """Waits for the end of a process, and keeps its counters."""
+        """Wait for the end of a process, and keep its counters."""
         await process.ended.wait()
         self._totals.keep(labelled(process.families, model=model.name))
         was_loaded = model.state is ModelState.LOADED
@@ -478,7 +481,7 @@ class Pool:
             model.memory = needed
 
     def unload(self, model: PooledModel) -> asyncio.Task[None]:
-        """Ends a model's process when its requests are answered. The task is done when the process is gone."""
+        """End a model's process when its requests are answered. The task is done when the process is gone."""
         if model._unloading is None:
             if model.state is ModelState.LOADED:
                 self._set(model, ModelState.UNLOADING)
@@ -510,7 +513,7 @@ class Pool:
             self._signal()
 
     def expire_after(self, model: PooledModel, ttl_s: float | None) -> None:
-        """Sets how long a model stays without a request; None: for ever."""
+        """Set how long a model stays without a request; None: for ever."""
         model.ttl_s = ttl_s
         if not model.n_users:
             self._expire_later(model)
@@ -530,14 +533,14 @@ class Pool:
 
     # ---- the whole
     def start(self) -> None:
-        """Loads the models that are wanted at the start, and looks at the files of all."""
+        """Load the models that are wanted at the start, and look at the files of all."""
         self._tasks.start(self.identify(self.models))
         for model in self.models:
             if model.entry.preload and model.state is ModelState.UNLOADED:
                 self.load(model).add_done_callback(_log_failure)
 
     def replace(self, entries: Sequence[ModelEntry]) -> None:
-        """Serves these models from now on. Those whose process would be the same stay loaded.
+        """Serve these models from now on. Those whose process would be the same stay loaded.
 
         The others answer the requests that they have, and end. Models and names that clients added stay, unless the
         name is among the new ones. Raises ValueError for a name that two models have; then nothing changes.
@@ -568,7 +571,7 @@ class Pool:
         self.start()
 
     def add(self, entry: ModelEntry) -> None:
-        """Serves one more model, that a client downloaded, or one that is served by further names.
+        """Serve one more model, that a client downloaded, or one that is served by further names.
 
         Raises ValueError for a name that another model has.
         """
@@ -579,7 +582,7 @@ class Pool:
         self.replace(given)
 
     def copy(self, model: PooledModel, name: str) -> None:
-        """Gives a model one more name, until the server ends; a name that clients gave another one is moved.
+        """Give a model one more name, until the server ends; a name that clients gave another one is moved.
 
         Raises ApiError 400, 403.
         """
@@ -606,7 +609,7 @@ class Pool:
         self._tell()
 
     def forget(self, name: str) -> bool:
-        """Takes a name back that ``copy`` gave. False if it is no such name."""
+        """Take a name back that ``copy`` gave. False if it is no such name."""
         name = name.removesuffix(_LATEST)
         model = self._by_name.get(name)
         if model is None or name not in model.copies:
@@ -620,7 +623,7 @@ class Pool:
         del self._by_name[name]
 
     def drop(self, model: PooledModel) -> None:
-        """Serves a model no longer, whose file is deleted."""
+        """Serve a model no longer, whose file is deleted."""
         given = [entry for entry in self._given if entry != model.entry]
         self._added = [entry for entry in self._added if entry != model.entry]
         self.replace(given)
@@ -642,7 +645,7 @@ class Pool:
         self._leaving.remove(model)
 
     async def close(self) -> None:
-        """Ends all processes when their requests are answered."""
+        """End all processes when their requests are answered."""
         for model in self._all:
             if model._loading is not None:
                 model._loading.cancel()
@@ -654,13 +657,13 @@ class Pool:
             await self._next_change()
 
     def stop_tools(self) -> None:
-        """Ends the calls of tools that run in the processes."""
+        """End the calls of tools that run in the processes."""
         for model in self._all:
             if model.process is not None:
                 model.process.stop_tools()
 
     def cancel(self, kill: bool = False) -> None:
-        """Ends all processes without waiting for answers; who waits for a load is told that the server ends."""
+        """End all processes without waiting for answers; who waits for a load is told that the server ends."""
         self.end_watches()
         for model in self._all:
             if model._loading is not None:
@@ -672,7 +675,7 @@ class Pool:
                     model.process.cancel()
 
     async def families(self) -> list[Family]:
-        """The metrics of all models, with a label for each."""
+        """Return the metrics of all models, with a label for each."""
         there = [model for model in self._all if model.process is not None]
         await asyncio.gather(
             *(model.process.refresh(_SCRAPE_S) for model in there if model.process is not None)
@@ -681,7 +684,7 @@ class Pool:
         return self._totals.with_live(live)
 
     def _process_changed(self) -> None:
-        """Closes connections that a process could not take, for want of descriptors or because it has ended.
+        """Close connections that a process could not take, for want of descriptors or because it has ended.
 
         Their requests are answered 503.
         """
@@ -716,18 +719,18 @@ _LOAD_FAILED = "model_load_failed"
 
 
 def _cannot_load(model: PooledModel, why: str) -> ApiError:
-    """The answer to a request whose model cannot be loaded; remembers why."""
+    """Return the answer to a request whose model cannot be loaded; remember why."""
     if model.failure != why:
         model.failure, model.failed_at = why, monotonic()
     return ApiError(503, f"the model {quoted(model.name)} cannot be loaded: {why}", "model", _LOAD_FAILED)
 
 
 def _unloaded(model: PooledModel) -> ApiError:
-    """The answer to a request whose load was given up."""
+    """Return the answer to a request whose load was given up."""
     return ApiError(503, f"the model {quoted(model.name)} was unloaded", "model", "model_unloaded")
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:
-    """The reason is in the log already."""
+    """Retrieve the exception, so that asyncio does not log it: its reason is in the log already."""
     if not task.cancelled():
         task.exception()

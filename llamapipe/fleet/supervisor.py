@@ -53,7 +53,7 @@ class Backoff:
         return f"<Backoff n_short={self._n_short} n_failed={self._n_failed}>"
 
     def delay_s(self, served_s: float | None) -> float | None:
-        """Seconds until the next start, after a worker that served for ``served_s``; None: it was not ready.
+        """Return the seconds until the next start, after a worker that served for ``served_s``; None: it was not ready.
 
         Returns None if there should be no further attempt.
         """
@@ -119,7 +119,7 @@ class Supervisor:
         return f"<Supervisor n_workers={len(self._slots)}>"
 
     def run(self) -> None:
-        """Serves until SIGTERM or Ctrl-C. Raises WorkerFailedError if a worker cannot serve, OSError."""
+        """Serve until SIGTERM or Ctrl-C. Raises WorkerFailedError if a worker cannot serve, OSError."""
         asyncio.run(self._run())
 
     async def _run(self) -> None:
@@ -162,7 +162,7 @@ class Supervisor:
         return worker
 
     async def _bury(self, worker: WorkerProcess) -> None:
-        """Keeps what a worker leaves: its counters, and connections that it did not take."""
+        """Keep what a worker leaves: its counters, and connections that it did not take."""
         await worker.ended.wait()
         self._alive.discard(worker)
         self._totals.keep(worker.families)
@@ -171,7 +171,7 @@ class Supervisor:
         self._changed()
 
     async def _keep(self, slot: _Slot) -> None:
-        """Starts a slot's worker, and the next one whenever it ends."""
+        """Start a slot's worker, and the next one whenever it ends."""
         worker = slot.worker = self._start(slot)
         while True:
             await worker.ended.wait()
@@ -205,7 +205,7 @@ class Supervisor:
             await self._replace_all()
 
     async def _replace_all(self) -> None:
-        """Replaces the workers one after the other, each when its replacement is ready."""
+        """Replace the workers one after the other, each when its replacement is ready."""
         for slot in self._slots:
             old = slot.worker
             if old is None or old.state is not State.READY:
@@ -242,7 +242,7 @@ class Supervisor:
                 worker.kill()
 
     async def _end(self, work: list[asyncio.Task[None]]) -> None:
-        """Stops accepting, and waits until every worker has drained."""
+        """Stop accepting, and wait until every worker has drained."""
         for task in work:
             task.cancel()
         await asyncio.wait(work)
@@ -258,7 +258,7 @@ class Supervisor:
             connection.close()
 
     def _changed(self) -> None:
-        """Does what follows from another state of a worker."""
+        """Do what follows from another state of a worker."""
         here = [worker for slot in self._slots if (worker := slot.worker) is not None]
         counts = sum(worker.state is State.READY for worker in here), len(self._slots)
         if counts != self._counts:
@@ -272,7 +272,7 @@ class Supervisor:
 
     # ---- connections
     def _accept_or_not(self) -> None:
-        """Watches the listening socket while a worker can take a connection; meanwhile they wait in the kernel."""
+        """Watch the listening socket while a worker can take a connection; meanwhile they wait in the kernel."""
         loop = asyncio.get_running_loop()
         for alive in self._alive:
             self._homeless += alive.refused
@@ -367,7 +367,7 @@ def supervise(
     where: Sequence[Placement],
     announce: Callable[[], None],
 ) -> None:
-    """Runs workers, which are the command ``llamapipe`` with these arguments, until SIGTERM or Ctrl-C.
+    """Run workers, which are the command ``llamapipe`` with these arguments, until SIGTERM or Ctrl-C.
 
     For the main thread. Raises WorkerFailedError, OSError.
     """

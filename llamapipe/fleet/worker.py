@@ -76,7 +76,7 @@ class Worker:
         return f"<Worker {self.options.index}>"
 
     def _watch(self) -> None:
-        """Ends the process if the supervisor ends while a model is loaded; a load cannot be interrupted otherwise."""
+        """End the process if the supervisor ends while a model is loaded; a load cannot be interrupted otherwise."""
         poll = select.poll()
         poll.register(self._connections, 0)  # only the hang-up, which poll() always reports
         poll.poll()
@@ -84,7 +84,7 @@ class Worker:
             os._exit(1)
 
     async def start(self, server: WorkerServer, metrics: Metrics) -> None:
-        """Says that this worker is ready, and takes connections from now on."""
+        """Say that this worker is ready, and take connections from now on."""
         self._server = server
         self._metrics = metrics
         self._messages = await Messages.open(socket.socket(fileno=self.options.messages))
@@ -94,7 +94,7 @@ class Worker:
         asyncio.get_running_loop().add_reader(self._connections, self._read)
 
     async def finish(self) -> None:
-        """Tells the last metrics; the supervisor gives nothing more."""
+        """Tell the last metrics; the supervisor gives nothing more."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._connections)
         loop.remove_writer(self._connections)
@@ -103,7 +103,7 @@ class Worker:
         self._task.cancel()
 
     def fail(self, message: str) -> None:
-        """Ends this worker, which can answer nothing any longer; the supervisor starts the next one if need be."""
+        """End this worker, which can answer nothing any longer; the supervisor starts the next one if need be."""
         if not self._has_failed:
             self._has_failed = True
             self._messages.send("failed", message=message, is_usage=False)
@@ -111,18 +111,21 @@ class Worker:
             self._server.stop(cancel=False)
 
     def leave(self) -> None:
-        """Asks the supervisor to let this worker retire."""
+        """Ask the supervisor to let this worker retire."""
         self._messages.send("leaving")
 
     async def text(self) -> bytes:
-        """The metrics of all workers; those of this one if the supervisor does not answer."""
+        """Return the metrics of all workers; those of this one if the supervisor does not answer."""
         found = await self._ask("families", 0)
         if found is None:
             return await asyncio.to_thread(self._metrics.text)
         return rendered(Family(*family) for family in found)
 
     async def requests(self, most: int) -> list[dict[str, Any]]:
-        """Where the time of the last requests to all workers went; to this one if the supervisor does not answer."""
+        """Return where the time of the last requests to all workers went.
+
+        To this one if the supervisor does not answer.
+        """
         found = await self._ask("requests", most)
         return self._recent() if found is None else found
 
@@ -130,7 +133,7 @@ class Worker:
         return [{**entry, "worker": self.options.index} for entry in self._server.state.recent.entries()]
 
     async def _ask(self, about: Subject, most: int) -> list[Any] | None:
-        """What all workers tell about a subject, at most so many entries; None: the supervisor does not answer."""
+        """Ask what all workers tell about a subject, at most so many entries. None: the supervisor does not answer."""
         self._n_questions += 1
         number = self._n_questions
         answer = self._questions[number] = asyncio.get_running_loop().create_future()
@@ -209,7 +212,7 @@ class Worker:
 
 
 def _tcp_socket(descriptor: int) -> socket.socket:
-    """The socket of a descriptor. With the protocol, which not every system tells: see ``bound_socket``."""
+    """Return the socket of a descriptor. With the protocol, which not every system tells: see ``bound_socket``."""
     found = socket.socket(fileno=descriptor)
     if found.proto == socket.IPPROTO_TCP:
         return found
@@ -228,7 +231,7 @@ class WorkerServer(HttpServer):
         self._tasks, self._connecting = Tasks(), Tasks()
 
     def handle_exit(self, sig: int, frame: object) -> None:
-        """The first signal to this worker lets it retire, a second one ends it without waiting."""
+        """Retire at the first signal to this worker; end without waiting at the second."""
         self._n_signals += 1
         if self._n_signals == 1 and self._loop is not None:
             self._loop.call_soon_threadsafe(self.worker.leave)
@@ -236,18 +239,18 @@ class WorkerServer(HttpServer):
             self.stop(cancel=True)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Without sockets to listen on."""
+        """Start without sockets to listen on."""
         await super().startup(sockets=[])
         await self.worker.start(self, self.state.metrics)
         self._loop = asyncio.get_running_loop()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answers the running requests, then tells the last metrics."""
+        """Answer the running requests, then tell the last metrics."""
         await super().shutdown(sockets=[])
         await self.worker.finish()
 
     def connect(self, sock: socket.socket, ended: Callable[[], None]) -> None:
-        """Serves a connection, and calls ``ended`` when it is closed."""
+        """Serve a connection, and call ``ended`` when it is closed."""
         self._connecting.start(self._connect(sock, ended))
 
     async def _connect(self, sock: socket.socket, ended: Callable[[], None]) -> None:
@@ -263,7 +266,7 @@ class WorkerServer(HttpServer):
             ended()
 
     def retire(self) -> None:
-        """Answers what comes on the connections that there are, closes them as they become idle, and ends."""
+        """Answer what comes on the connections that there are, close them as they become idle, and end."""
         if not self._retiring:
             self._retiring = True
             self._tasks.start(self._retire())
@@ -292,7 +295,7 @@ class WorkerServer(HttpServer):
                 connection.shutdown()
 
     def stop(self, cancel: bool) -> None:
-        """Refuses new requests and ends when the running ones are answered; ``cancel``: at once."""
+        """Refuse new requests and end when the running ones are answered; ``cancel``: at once."""
         self.state.draining = self.should_exit = True
         if cancel:
             self.force_exit = True
@@ -306,7 +309,7 @@ def run_worker(
     embedder: Embedder | None = None,
     mcp: McpServers | None = None,
 ) -> None:
-    """Serves an engine on the connections that a supervisor gives to this worker. For the main thread.
+    """Serve an engine on the connections that a supervisor gives to this worker. For the main thread.
 
     ``host``: the address that the supervisor listens on. ``mcp``: its MCP servers.
     """

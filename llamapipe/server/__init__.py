@@ -26,6 +26,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Imports a public name on first use. Raises ImportError, which names the extra."""
+    """Import a public name on first use. Raises ImportError, which names the extra."""
     value = globals()[name] = imported_name(__name__, _HOMES, name, "server")
     return value

@@ -88,7 +88,7 @@ async def unload(exchange: Exchange, request: UnloadRequest) -> Response:
 
 
 def _allowed_folder(exchange: Exchange) -> Path:
-    """The folder whose files clients may load. Raises ApiError 403, 400."""
+    """Return the folder whose files clients may load. Raises ApiError 403, 400."""
     state = exchange.server
     folder = state.settings.lora_path
     check_allowed(exchange, folder is not None, "--lora-path DIR")

@@ -24,9 +24,10 @@ class Refused(Exception):  # noqa: N818 - becomes an ApiError
 
 
 def allowed_host(split: SplitResult, allowed: Sequence[str], option: str) -> tuple[str, int]:
-    """The host and the port of an address. Raises Refused if the operator does not allow them, ValueError.
+    """Return the host and the port of an address.
 
-    ``allowed``: hosts, with a port where it is not the scheme's; ``option``: allows another one.
+    Raises Refused if the operator does not allow them, ValueError. ``allowed``: hosts, with a port where it is not the
+    scheme's; ``option``: allows another one.
     """
     host, default = split.hostname or "", _PORTS.get(split.scheme, 0)
     port = default if split.port is None else split.port
@@ -42,7 +43,10 @@ def allowed_host(split: SplitResult, allowed: Sequence[str], option: str) -> tup
 
 
 def address_of(host: str, port: int) -> str:
-    """The address that a host has; waits. Raises Refused for one of a private network, unless ``host`` is one."""
+    """Look up the address that a host has; waits.
+
+    Raises Refused for one of a private network, unless ``host`` is one.
+    """
     with suppress(ValueError):
         return str(ipaddress.ip_address(host))  # the operator allows it
     addresses = [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
@@ -52,7 +56,7 @@ def address_of(host: str, port: int) -> str:
 
 
 def is_public(text: str) -> bool:
-    """Whether an address is one of the internet: of no private network, this machine, or a group."""
+    """Return whether an address is one of the internet: of no private network, this machine, or a group."""
     address = ipaddress.ip_address(text.partition("%")[0])
     inner = None
     if isinstance(address, ipaddress.IPv6Address):

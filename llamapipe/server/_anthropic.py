@@ -92,7 +92,7 @@ class ClientTool(msgspec.Struct, kw_only=True):
         return base if base in _HOSTED else None
 
     def as_openai(self) -> dict[str, Any]:
-        """The definition in OpenAI's form. Raises ApiError 400 for a tool of an unknown type."""
+        """Return the definition in OpenAI's form. Raises ApiError 400 for a tool of an unknown type."""
         if self.type not in (None, "custom"):
             hint = did_you_mean(str(self.type), ("custom", *_HOSTED))
             raise ApiError(
@@ -135,12 +135,12 @@ class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     workspace_id: Annotated[str | None, Unused()] = None
 
     def unused(self) -> tuple[str, ...]:
-        """The tools that the model does not see, for the header."""
+        """Return the tools that the model does not see, for the header."""
         names = dict.fromkeys(tool.hosted for tool in self.tools or ())
         return tuple(f"tools.{name}" for name in names if name is not None)
 
     def functions(self) -> list[dict[str, Any]] | None:
-        """The tools in OpenAI's form. Raises ApiError 400."""
+        """Return the tools in OpenAI's form. Raises ApiError 400."""
         check_number(self.tools)
         return [tool.as_openai() for tool in self.tools or () if tool.hosted is None] or None
 
@@ -203,7 +203,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "cache_salt")
 
 
 async def messages(exchange: Exchange, request: MessagesRequest) -> Response:
-    """Answers a conversation, as a whole or as a stream."""
+    """Answer a conversation, as a whole or as a stream."""
     model = exchange.server.check_model(request.model)
     exchange.note_unused(request.unused())
     job, encoder = _job(exchange, request), AnthropicEncoder(f"msg_{exchange.id}", model, exchange.times)
@@ -216,7 +216,7 @@ async def messages(exchange: Exchange, request: MessagesRequest) -> Response:
 
 
 async def count_tokens(exchange: Exchange, request: CountTokensRequest) -> Response:
-    """Counts the tokens of a conversation's prompt."""
+    """Count the tokens of a conversation's prompt."""
     exchange.server.check_model(request.model)
     exchange.note_unused(request.unused())
     _check_numbers(exchange, request)
@@ -225,7 +225,7 @@ async def count_tokens(exchange: Exchange, request: CountTokensRequest) -> Respo
 
 
 def _job(exchange: Exchange, request: MessagesRequest) -> ChatJob:
-    """The request as a job of the engine. Raises ApiError."""
+    """Return the request as a job of the engine. Raises ApiError."""
     _check_numbers(exchange, request)
     if request.max_tokens < 1:
         raise ApiError(400, f"max_tokens is {request.max_tokens}; it must be 1 or more", "max_tokens")
@@ -262,13 +262,13 @@ def _job(exchange: Exchange, request: MessagesRequest) -> ChatJob:
 
 
 def _check_numbers(exchange: Exchange, request: CountRequest) -> None:
-    """Raises ApiError 400 for more messages or blocks than the server allows."""
+    """Raise ApiError 400 for more messages or blocks than the server allows."""
     check_n_messages(exchange.server, request.messages, "messages")
     check_n_messages(exchange.server, request.system, "system")
 
 
 def _choice(given: ToolChoice | None, has_tools: bool) -> tuple[str, bool]:
-    """The engine's ``tool_choice``, and whether several calls are allowed."""
+    """Return the engine's ``tool_choice``, and whether several calls are allowed."""
     if given is None:
         return ("auto" if has_tools else "none"), True
     if given.type == "auto" and not has_tools:
@@ -284,7 +284,7 @@ def _choice(given: ToolChoice | None, has_tools: bool) -> tuple[str, bool]:
 
 
 def _template_args(request: CountRequest) -> dict[str, Any]:
-    """The template arguments that control reasoning."""
+    """Return the template arguments that control reasoning."""
     args: dict[str, Any] = {}
     if request.thinking is not None and request.thinking.type in ("enabled", "disabled"):
         args["enable_thinking"] = request.thinking.type == "enabled"
@@ -297,7 +297,7 @@ _READ = ("text", "document", "search_result")
 
 
 def messages_of(request: CountRequest) -> list[Message]:
-    """The conversation, the system prompt first. Raises ApiError 400, which names the place."""
+    """Return the conversation, the system prompt first. Raises ApiError 400, which names the place."""
     made: list[Message] = []
     if request.system is not None:
         made.append({"role": "system", "content": _text("system", request.system)})
@@ -324,7 +324,7 @@ def _converted(place: str, message: Mapping[str, Any]) -> list[Message]:
 
 
 def _block(place: str, block: Any) -> tuple[str, Mapping[str, Any], str]:
-    """A block's type, the block and its place."""
+    """Return a block's type, the block and its place."""
     kind = block.get("type") if isinstance(block, Mapping) else None
     if not isinstance(kind, str):
         raise ApiError(400, f"{place} must be an object with a type", place)
@@ -335,7 +335,7 @@ Blocks = Sequence[tuple[str, Mapping[str, Any], str]]
 
 
 def _user(role: str, blocks: Blocks) -> list[Message]:
-    """Converts a user message. Tool results become separate messages before it, as templates expect."""
+    """Convert a user message. Tool results become separate messages before it, as templates expect."""
     results: list[Message] = []
     parts: list[dict[str, Any]] = []
     for kind, block, place in blocks:
@@ -361,7 +361,7 @@ def _user(role: str, blocks: Blocks) -> list[Message]:
 
 
 def _image(place: str, block: Mapping[str, Any]) -> dict[str, Any]:
-    """A block with an image as a part in OpenAI's form. Raises ApiError 400."""
+    """Return a block with an image as a part in OpenAI's form. Raises ApiError 400."""
     source = block.get("source")
     form = source.get("type") if isinstance(source, Mapping) else None
     if isinstance(source, Mapping) and form == "url":
@@ -401,7 +401,7 @@ def _assistant(blocks: Blocks) -> list[Message]:
 
 
 def _text(place: str, content: Any) -> str:
-    """Text, or the text of a list of blocks."""
+    """Return text, or the text of a list of blocks."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -416,7 +416,7 @@ def _text(place: str, content: Any) -> str:
 
 
 def _read(place: str, kind: str, block: Mapping[str, Any]) -> str:
-    """The text of a block that holds text. Raises ApiError 400."""
+    """Return the text of a block that holds text. Raises ApiError 400."""
     if kind == "text":
         return _string(place, block, "text")
     title = f"{block['title']}\n" if isinstance(block.get("title"), str) else ""

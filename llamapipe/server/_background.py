@@ -75,12 +75,12 @@ class Background:
         return self._presence.name
 
     def start(self) -> None:
-        """Begins, also with what a server before this one left. A second call does nothing."""
+        """Begin, also with what a server before this one left. A second call does nothing."""
         if self._main is None and not self._is_stopping and not self._gate.is_behind_front:
             self._main = asyncio.ensure_future(self._compute())
 
     async def stop(self) -> None:
-        """Leaves what is not complete to the next server, or to other processes of this one."""
+        """Leave what is not complete to the next server, or to other processes of this one."""
         self._is_stopping = True
         self.tell()
         if self._main is None:
@@ -96,16 +96,16 @@ class Background:
             self._presence.sign_out()
 
     def wake(self) -> None:
-        """There may be something to compute, or to end."""
+        """Wake the task that computes: there may be something to compute, or to end."""
         self._wanted.set()
 
     def tell(self) -> None:
-        """Streams have something new."""
+        """Tell those who wait that streams have something new."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def news(self) -> bool:
-        """Waits until a stream may have something new. False: the server ends."""
+        """Wait until a stream may have something new. False: the server ends."""
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._changed.wait(), _FOLLOW_S)
         return not (self._is_stopping or self._gate.draining)
@@ -130,7 +130,7 @@ class Background:
                 await asyncio.wait_for(self._wanted.wait(), _POLL_S)
 
     async def _look(self) -> None:
-        """Takes what may be taken, and ends what was cancelled."""
+        """Take what may be taken, and end what was cancelled."""
         places, dead = await asyncio.to_thread(self._places)
         mine = {place.id for place in places if place.worker == self.worker}
         for answer_id, task in self._tasks.items():
@@ -152,7 +152,7 @@ class Background:
         self.wake()
 
     def _places(self) -> tuple[list[Place], list[str]]:
-        """Where all runs are, and the workers that have ended. In a thread."""
+        """Return where all runs are, and the workers that have ended. In a thread."""
         places = self._store.read(self.runs.look)
         return places, self._presence.dead(place.worker for place in places)
 
@@ -183,7 +183,10 @@ class Background:
             self._store.tell(e)
 
     async def _outcome(self, run: Run) -> tuple[dict[str, Any] | None, bool | None]:
-        """The error of a run, if it has one, and whether the attempt counts; None: there is to be no other."""
+        """Compute a run; return its error, if it has one, and whether the attempt counts.
+
+        None: there is to be no other.
+        """
         try:
             key = self._gate.key_of(run.owner)
         except LookupError as e:
@@ -219,10 +222,10 @@ class _Whole:
         self._body += part
 
     async def finish(self) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
     def error(self, status: int) -> dict[str, Any] | None:
-        """What the answer says, if it is an error."""
+        """Return what the answer says, if it is an error."""
         if status == 200:
             return None
         try:
@@ -280,7 +283,7 @@ class _Events(_Whole):
         self._storing = None
 
     async def finish(self) -> None:
-        """Waits until all is stored. Raises StoreError."""
+        """Wait until all is stored. Raises StoreError."""
         if self._storing is not None:
             await self._storing
 
@@ -290,7 +293,7 @@ class _Events(_Whole):
 
 # ---- what clients ask for
 def check(exchange: Exchange, stores: bool | None) -> None:
-    """Raises ApiError 400 for a request for later that this server cannot keep."""
+    """Raise ApiError 400 for a request for later that this server cannot keep."""
     if exchange.gate.store is None:
         raise ApiError(
             400,
@@ -303,7 +306,7 @@ def check(exchange: Exchange, stores: bool | None) -> None:
 
 
 async def later(exchange: Exchange, answer_id: str, response: Mapping[str, Any], is_stream: bool) -> Response:
-    """The answer to a request whose run is stored: what it is now, or its stream."""
+    """Answer a request whose run is stored: with what it is now, or with its stream."""
     background = exchange.gate.background
     if background is not None:
         background.start()
@@ -327,7 +330,7 @@ async def cancel(exchange: Exchange) -> Response:
 
 
 async def follow(exchange: Exchange, answer_id: str, after: int) -> AsyncGenerator[bytes, None]:
-    """The events of an answer's stream after the event ``after``, until it ends or the server does."""
+    """Yield the events of an answer's stream after the event ``after``, until it ends or the server does."""
     runs, background = Runs(store_of(exchange)), exchange.gate.background
     goes_on = True
     while True:

@@ -82,7 +82,7 @@ class Batches:
         return f"<Batches n_running={len(self._tasks)}>"
 
     async def look(self) -> None:
-        """Takes what may be taken, and ends what was cancelled. Raises StoreError."""
+        """Take what may be taken, and end what was cancelled. Raises StoreError."""
         places, dead = await asyncio.to_thread(self._look)
         going_on = {
             place.id
@@ -115,7 +115,7 @@ class Batches:
         return places, self._presence.dead(place.worker for place in places)
 
     async def stop(self) -> None:
-        """Leaves what is not complete to the next server, or to other processes of this one."""
+        """Leave what is not complete to the next server, or to other processes of this one."""
         for task in self._tasks.values():
             task.cancel()
         if self._tasks:
@@ -148,7 +148,7 @@ class Batches:
                 await files.write(files.end, worker, claim.number, "failed", [problem])
 
     async def _outcome(self, claim: Claim) -> tuple[str, Sequence[dict[str, Any]]]:
-        """The status with which a batch ends, and its errors. Raises LostError, StoreError."""
+        """Compute a batch; return the status with which it ends, and its errors. Raises LostError, StoreError."""
         if claim.status == "cancelling":
             return "cancelled", ()
         if claim.n_attempts > MOST_ATTEMPTS:
@@ -174,7 +174,7 @@ class Batches:
         return "completed", ()
 
     def _checked(self, claim: Claim) -> tuple[int, list[dict[str, Any]]]:
-        """The number of requests in a batch's file, and what is wrong with them. In a thread."""
+        """Return the number of requests in a batch's file, and what is wrong with them. In a thread."""
         errors: list[dict[str, Any]] = []
         seen: set[str] = set()
         n = 0
@@ -192,7 +192,7 @@ class Batches:
         return n, errors
 
     async def _left(self, claim: Claim) -> AsyncIterator[tuple[int, _Line]]:
-        """The requests of a batch that have no result."""
+        """Yield the requests of a batch that have no result."""
         done = await asyncio.to_thread(self._files.read, self._files.done, claim.number)
         lines = self._files.lines(claim.input)
         while (found := await asyncio.to_thread(next, lines, None)) is not None:
@@ -226,7 +226,7 @@ class Batches:
         self._places.release()
 
     async def _answer(self, claim: Claim, key: bytes | None, number: int, line: _Line) -> None:
-        """Makes one request, and stores what it came to."""
+        """Make one request, and store what it came to."""
         name = f"{claim.id}_{number}"
         # The same in each attempt: an answer that is stored takes the place of that of the attempt before.
         answer = sha256(name.encode()).hexdigest()[:32] if claim.endpoint == "/v1/responses" else None
@@ -257,7 +257,7 @@ class Batches:
         await self._files.write(self._files.add_results, self._presence.name, claim.number, [result])
 
     async def _expire(self, claim: Claim) -> None:
-        """The requests without a result get an error as theirs."""
+        """Store an error for each request without a result."""
         error = {"code": "batch_expired", "message": "the completion window was over before it was computed"}
         results: list[Result] = []
         files, worker = self._files, self._presence.name
@@ -275,7 +275,7 @@ def _problem(code: str, message: str, param: str | None = None) -> dict[str, Any
 
 
 def _problem_of(line: bytes, endpoint: str, seen: set[str]) -> dict[str, Any] | None:
-    """What is wrong with a line of a batch's file. ``seen``: the ids of those before it."""
+    """Return what is wrong with a line of a batch's file. ``seen``: the ids of those before it."""
     try:
         request = _LINES.decode(line)
         body = _STREAMS.decode(request.body)
@@ -316,7 +316,7 @@ def _result(
 
 
 def _code(body: bytes) -> str | None:
-    """The code of an error."""
+    """Return the code of an error."""
     if len(body) > 2**16:
         return None
     try:

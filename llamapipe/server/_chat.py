@@ -88,7 +88,7 @@ _MAX_TOP = 20  # the API's limit
 
 
 async def chat_completions(exchange: Exchange, request: ChatRequest) -> Response:
-    """Answers a conversation, as a whole or as a stream."""
+    """Answer a conversation, as a whole or as a stream."""
     request.check()
     model = exchange.server.check_model(request.model)
     tools = _tools(request)
@@ -116,7 +116,7 @@ async def chat_completions(exchange: Exchange, request: ChatRequest) -> Response
 
 
 async def count_tokens(exchange: Exchange, request: ChatRequest) -> Response:
-    """Counts the tokens of a conversation's prompt."""
+    """Count the tokens of a conversation's prompt."""
     exchange.server.check_model(request.model)
     check_n_messages(exchange.server, request.messages, "messages")
     tools = _tools(request)
@@ -129,7 +129,7 @@ async def count_tokens(exchange: Exchange, request: ChatRequest) -> Response:
 
 
 def _template_args(request: ChatRequest) -> dict[str, Any]:
-    """The template's arguments. Raises ApiError 400."""
+    """Return the template's arguments. Raises ApiError 400."""
     args = template_args(request.chat_template_kwargs, request.reasoning_effort, "reasoning_effort")
     if request.documents is not None:
         args.setdefault("documents", request.documents)
@@ -137,7 +137,7 @@ def _template_args(request: ChatRequest) -> dict[str, Any]:
 
 
 def _job(exchange: Exchange, request: ChatRequest, tools: Tools) -> ChatJob:
-    """The request as a job of the engine. Raises ApiError."""
+    """Return the request as a job of the engine. Raises ApiError."""
     check_n_messages(exchange.server, request.messages, "messages")
     limit = token_limit(
         max_tokens=request.max_tokens,
@@ -204,7 +204,7 @@ _CONTINUED: dict[bool | str | None, Any] = {
 
 
 def _reasoning_format(request: ChatRequest) -> Any:
-    """Where reasoning is to be: llama-server's field, and SGLang's for the same."""
+    """Return where reasoning is to be: llama-server's field, and SGLang's for the same."""
     named, separate = request.reasoning_format, request.separate_reasoning
     if separate is None:
         return named or "auto"
@@ -218,7 +218,7 @@ def _reasoning_format(request: ChatRequest) -> Any:
 
 
 def _tools(request: ChatRequest) -> Tools:
-    """The tools and the choice among them; ``functions`` and ``function_call`` are their older names.
+    """Return the tools and the choice among them; ``functions`` and ``function_call`` are their older names.
 
     A client may send both names of one thing, as long as they say the same.
     """
@@ -244,7 +244,7 @@ def _tools(request: ChatRequest) -> Tools:
 
 
 def _signatures(tools: Sequence[dict[str, Any]]) -> list[tuple[Any, Any]]:
-    """The name and the parameters of each function among ``tools``; None stands for what is missing."""
+    """Return the name and the parameters of each function among ``tools``; None stands for what is missing."""
     functions = [tool.get("function") for tool in tools]
     return [(f.get("name"), f.get("parameters")) if isinstance(f, dict) else (None, f) for f in functions]
 
@@ -253,7 +253,7 @@ Message = Mapping[str, Any]
 
 
 def engine_messages(messages: Sequence[Message]) -> list[Message]:
-    """The messages with calls of custom tools, and OpenAI's older ``function_call``, as calls of functions."""
+    """Return the messages with calls of custom tools, and OpenAI's older ``function_call``, as calls of functions."""
     made: list[Message] = []
     for message in messages:
         role, older = message.get("role"), message.get("function_call")

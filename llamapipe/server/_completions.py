@@ -72,12 +72,12 @@ class Streamed(Sampling, kw_only=True):
     user: Annotated[str | None, Unused()] = None
 
     def check(self) -> None:
-        """Raises ApiError 400 for stream options without a stream; an explicit ``"stream": false`` allows them."""
+        """Raise ApiError 400 for stream options without a stream; an explicit ``"stream": false`` allows them."""
         if self.stream is None and self.stream_options is not None:
             raise ApiError(400, "stream_options is given, but stream is not", "stream_options")
 
     def format(self) -> Format:
-        """What its answer is to have besides text."""
+        """Return what its answer is to have besides text."""
         options = self.stream_options or StreamOptions()
         continuous = bool(options.continuous_usage_stats)
         return Format(
@@ -93,7 +93,10 @@ class Streamed(Sampling, kw_only=True):
 
 
 def token_limit(**given: int | None) -> int | None:
-    """The smallest of limits of generated tokens; None, as -1: no limit. Raises ApiError 400, which names the field."""
+    """Return the smallest of limits of generated tokens; None, as -1: no limit.
+
+    Raises ApiError 400, which names the field.
+    """
     for name, limit in given.items():
         if limit is not None and limit < -1:
             raise ApiError(400, f"{name} is {limit}; it must be 0 or more, or -1 for no limit", name)
@@ -137,7 +140,7 @@ _DEFAULT_MAX_TOKENS = 16  # the API's default
 
 
 async def completions(exchange: Exchange, request: CompletionRequest) -> Response:
-    """Completes one prompt or several, as a whole or as a stream."""
+    """Complete one prompt or several, as a whole or as a stream."""
     if not request.stream:
         job, encoder = await _prepared(exchange, request)
         done = await job.complete()
@@ -164,7 +167,7 @@ async def completions(exchange: Exchange, request: CompletionRequest) -> Respons
 
 
 async def _prepared(exchange: Exchange, request: CompletionRequest) -> tuple[TextJob, CompletionEncoder]:
-    """The request as a job of the engine, and what writes its answer. Raises ApiError."""
+    """Return the request as a job of the engine, and what writes its answer. Raises ApiError."""
     request.check()
     model = exchange.server.check_model(request.model)
     n = 1 if request.n is None else request.n
@@ -242,7 +245,7 @@ async def _prepared(exchange: Exchange, request: CompletionRequest) -> tuple[Tex
 
 
 async def check_params(state: ServerState, params: SamplingParams, field: str) -> None:
-    """Checks params for the engine's model before any prompt is. Raises ApiError 400, which names the field.
+    """Check params for the engine's model before any prompt is. Raises ApiError 400, which names the field.
 
     ``field``: what holds the constraint, if one is given.
     """

@@ -158,7 +158,10 @@ def _list_of(items: Sequence[Item], has_more: bool) -> dict[str, Any]:
 
 
 def query(exchange: Exchange, *known: str) -> dict[str, list[str]]:
-    """The parameters of the query. Raises ApiError 400 for an unknown one; notes what ``include`` asks for in vain."""
+    """Return the parameters of the query; note what ``include`` asks for in vain.
+
+    Raises ApiError 400 for an unknown one.
+    """
     given: dict[str, list[str]] = {}
     for written, value in exchange.query_params.multi_items():
         name = written.removesuffix("[]")
@@ -172,7 +175,7 @@ def query(exchange: Exchange, *known: str) -> dict[str, list[str]]:
 
 
 def _page(given: Mapping[str, Sequence[str]], most_bytes: int) -> Page:
-    """Which items are wanted. Raises ApiError 400."""
+    """Return which items are wanted. Raises ApiError 400."""
     order = given.get("order", ["desc"])[-1]
     if order not in ("asc", "desc"):
         raise ApiError(400, f"order is {quoted(order)}; it may be asc or desc", "order")
@@ -183,7 +186,7 @@ def _page(given: Mapping[str, Sequence[str]], most_bytes: int) -> Page:
 
 
 def limit_of(given: Mapping[str, Sequence[str]], default: int, most: int) -> int:
-    """How many things a list may have. Raises ApiError 400."""
+    """Return how many things a list may have. Raises ApiError 400."""
     text = given.get("limit", [str(default)])[-1]
     if not text.isascii() or not text.isdigit() or len(text) > _MOST_DIGITS or not 1 <= int(text) <= most:
         raise ApiError(400, f"limit is {quoted(text)}; it must be from 1 to {most}", "limit")
@@ -191,14 +194,14 @@ def limit_of(given: Mapping[str, Sequence[str]], default: int, most: int) -> int
 
 
 async def _checked(exchange: Exchange, items: list[Item]) -> list[Item]:
-    """Items that a conversation may have. Raises ApiError 400, 404."""
+    """Return items that a conversation may have. Raises ApiError 400, 404."""
     check_n_messages(exchange.gate, items, "items")
     check_items(items := await resolved(exchange, items))
     return items
 
 
 def check_metadata(given: Mapping[str, str] | None) -> None:
-    """Raises ApiError 400 for metadata beyond the API's limits."""
+    """Raise ApiError 400 for metadata beyond the API's limits."""
     pairs: Iterable[tuple[str, str]] = (given or {}).items()
     if len(given or ()) > _MOST_PAIRS:
         raise ApiError(400, f"metadata has {len(given or ())} pairs; it may have {_MOST_PAIRS}", "metadata")

@@ -111,7 +111,7 @@ class Database:
         return f"<{type(self).__name__} {self.path}>"
 
     def close(self, drain: bool = False) -> None:
-        """Ends the thread after the transactions that wait, and closes the file. A second call does nothing."""
+        """End the thread after the transactions that wait, and close the file. A second call does nothing."""
         with self._lock:
             if self._is_closed:
                 return
@@ -125,7 +125,7 @@ class Database:
 
     # ---- writes
     async def write(self, function: Callable[..., T], *arguments: Any) -> T:
-        """``function(*arguments)``, as a transaction of the thread that writes.
+        """Run ``function(*arguments)``, as a transaction of the thread that writes.
 
         Raises StoreError if the disk is full, too slow or failed, MissingError. Cancelled or late, nothing is stored,
         unless the transaction has ended already.
@@ -148,14 +148,14 @@ class Database:
         return self._writer
 
     def tell(self, error: StoreError) -> None:
-        """Logs a failure, not more than once a minute."""
+        """Log a failure, not more than once a minute."""
         now = time.monotonic()
         if now - self._told_at >= _TELL_S:
             self._told_at = now
             _log.warning("%s: %s", self.path, error)
 
     def read(self, function: Callable[..., T], *arguments: Any) -> T:
-        """``function(*arguments, connection)``, with a connection for this call.
+        """Run ``function(*arguments, connection)``, with a connection for this call.
 
         Raises StoreError, MissingError.
         """
@@ -185,22 +185,22 @@ class Database:
 
     # ---- of a kind of files
     def _tidy(self, at_start: bool = False) -> None:
-        """Called at the end of each transaction, and now and then: deletes what is too old or too much.
+        """Delete what is too old or too much. Called at the end of each transaction, and now and then.
 
         Raises StoreError if what was written does not fit.
         """
         raise NotImplementedError
 
     def _clock_has_jumped(self) -> bool:
-        """Whether ages cannot be told, because the clock was set ahead since the file was opened."""
+        """Return whether ages cannot be told, because the clock was set ahead since the file was opened."""
         return time.time() - _passed_s() - self._clock_s > _JUMP_S
 
     def _look_again(self) -> None:
-        """Other processes may have written."""
+        """Look at the file again: other processes may have written."""
 
     # ---- inside
     def _prepare(self) -> None:
-        """Makes the tables of a new file, and looks whether an old one is sound. Raises StoreError."""
+        """Make the tables of a new file, and look whether an old one is sound. Raises StoreError."""
         writer = self._writer
         with _exclusive(writer):
             n_tables = writer.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
@@ -226,7 +226,7 @@ class Database:
                 )
 
     def _run(self) -> None:
-        """The thread that writes."""
+        """Run the transactions: the work of the thread that writes."""
         writer = self._writer
         try:
             while True:
@@ -271,7 +271,7 @@ class Database:
         return int((pages - free) * size)
 
     def _shrink(self) -> None:
-        """Gives free pages back, and overwrites the log of what was deleted on request."""
+        """Give free pages back, and overwrite the log of what was deleted on request."""
         if not self._checkpoint_is_due:
             return
         self._writer.executescript("PRAGMA incremental_vacuum")  # execute() would free a single page
@@ -287,18 +287,18 @@ class _Job(NamedTuple):
     future: asyncio.Future[Any] | None
 
     def is_unwanted(self) -> bool:
-        """Whether the one who asked for it is gone, or was told that it takes too long."""
+        """Return whether the one who asked for it is gone, or was told that it takes too long."""
         return self.future is not None and self.future.done()
 
     def settle(self, result: Any, error: Exception | None) -> None:
-        """Tells how it ended."""
+        """Tell how it ended."""
         if self.loop is not None and self.future is not None:
             with suppress(RuntimeError):  # the loop is closed
                 self.loop.call_soon_threadsafe(settle, self.future, result, error)
 
 
 def _passed_s() -> float:
-    """A clock that nobody sets, and that counts the time in which the machine sleeps."""
+    """Read a clock that nobody sets, and that counts the time in which the machine sleeps."""
     if not hasattr(time, "clock_gettime"):
         return time.monotonic()
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
@@ -318,7 +318,7 @@ def encoded(value: object) -> bytes:
 
 # ---- the file
 def _check_file(path: Path) -> None:
-    """Makes a file that only its user may read, or looks whether it is one. Raises OSError."""
+    """Make a file that only its user may read, or look whether it is one. Raises OSError."""
     # It is never opened here: closing it would give up the locks that SQLite holds for this process.
     with suppress(FileExistsError):
         os.close(files.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
@@ -332,7 +332,7 @@ def _check_file(path: Path) -> None:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Which file has this name; None: there is none."""
+    """Return which file has this name; None: there is none."""
     try:
         status = path.stat()
     except OSError:
@@ -351,7 +351,7 @@ def _distrust(status: os.stat_result) -> str | None:
 
 
 def _connected(path: Path, timeout_s: float) -> sqlite3.Connection:
-    """A connection to the file."""
+    """Return a connection to the file."""
     connection = sqlite3.connect(
         f"{path.absolute().as_uri()}?mode=rw",
         uri=True,
@@ -365,7 +365,7 @@ def _connected(path: Path, timeout_s: float) -> sqlite3.Connection:
 
 
 def _execute_soon(connection: sqlite3.Connection, statement: str) -> None:
-    """Executes a statement at the start, when several processes may change the journal's mode at the same time."""
+    """Execute a statement at the start, when several processes may change the journal's mode at the same time."""
     until = time.monotonic() + _OPEN_S
     while True:
         try:
@@ -379,7 +379,7 @@ def _execute_soon(connection: sqlite3.Connection, statement: str) -> None:
 
 @contextmanager
 def _exclusive(connection: sqlite3.Connection) -> Iterator[None]:
-    """A transaction: all of it, or nothing after an exception."""
+    """Hold a transaction: all of it, or nothing after an exception."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -410,7 +410,7 @@ _ADVICE = {
 
 
 def _problem(error: sqlite3.Error) -> str:
-    """What SQLite says, with what to do about it."""
+    """Return what SQLite says, with what to do about it."""
     text = str(error)
     advice = next((advice for words, advice in _ADVICE.items() if words in text), None)
     return text if advice is None else f"{text} ({advice})"

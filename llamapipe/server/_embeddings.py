@@ -93,7 +93,7 @@ class ScoreRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 async def embeddings(exchange: Exchange, request: EmbeddingRequest) -> Response:
-    """Embeds one text or several, given as text or as tokens."""
+    """Embed one text or several, given as text or as tokens."""
     embedder, model = exchange.server.check_embedder(request.model)
     if request.input == []:
         raise ApiError(400, "input is empty; give at least one text", "input")
@@ -145,7 +145,7 @@ async def embedded(
     truncate: bool,
     normalize: bool = True,
 ) -> tuple[npt.NDArray[np.float32], int]:
-    """The vectors of texts, and the number of their tokens. Raises ApiError 400.
+    """Return the vectors of texts, and the number of their tokens. Raises ApiError 400.
 
     ``name``: the field that holds them. ``dimensions``: the length that the vectors are cut to.
     """
@@ -181,7 +181,7 @@ async def embedded(
 
 
 async def _vectors(embedder: Embedder, tokens: list[list[int]], normalize: bool) -> npt.NDArray[np.float32]:
-    """A row for each text. In parts, between which the event loop serves others."""
+    """Return a row for each text. Computes them in parts, between which the event loop serves others."""
     parts = [
         np.asarray(await embedder.aembed(tokens[i : i + _MANY], normalize=normalize))
         for i in range(0, len(tokens), _MANY)
@@ -190,7 +190,7 @@ async def _vectors(embedder: Embedder, tokens: list[list[int]], normalize: bool)
 
 
 async def rerank(exchange: Exchange, request: RerankRequest) -> Response:
-    """Ranks documents for a query."""
+    """Rank documents for a query."""
     embedder, model = exchange.server.check_embedder(request.model)
     name, given = ("documents", request.documents) if request.texts is None else ("texts", request.texts)
     if given is None:
@@ -226,7 +226,7 @@ async def rerank(exchange: Exchange, request: RerankRequest) -> Response:
 
 
 async def score(exchange: Exchange, request: ScoreRequest) -> Response:
-    """Scores pairs: with a reranker as ``/v1/rerank``, with other models the cosine of the two vectors."""
+    """Score pairs: with a reranker as ``/v1/rerank``, with other models the cosine of the two vectors."""
     embedder, model = exchange.server.check_embedder(request.model)
     first = _texts("text_1", request.text_1, "queries", request.queries)
     second = _texts("text_2", request.text_2, "documents", request.documents)
@@ -319,7 +319,7 @@ def _refuse_many(exchange: Exchange, name: str, n: int) -> None:
 
 
 def _refuse_long(exchange: Exchange, name: str, given: Any) -> None:
-    """Raises ApiError 400 for a text that is longer than the server allows, before it is tokenized."""
+    """Raise ApiError 400 for a text that is longer than the server allows, before it is tokenized."""
     most = exchange.server.settings.max_text_characters
     for text in [given] if isinstance(given, str) else given:
         if isinstance(text, str) and len(text) > most:

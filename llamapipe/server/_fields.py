@@ -62,7 +62,7 @@ Fate = Unused | Only | None  # None: the field is honoured
 
 @cache
 def fates(kind: type[msgspec.Struct]) -> dict[str, Fate]:
-    """The fate of each field of a request type, by its name in JSON, in the order of the type."""
+    """Return the fate of each field of a request type, by its name in JSON, in the order of the type."""
     hints = get_type_hints(kind, include_extras=True)
     return {field.encode_name: _fate(hints[field.name]) for field in msgspec.structs.fields(kind)}
 
@@ -74,7 +74,7 @@ def _fate(hint: Any) -> Fate:
 
 @cache
 def inner_types(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
-    """The fields of a request type that hold an object that has fields."""
+    """Return the fields of a request type that hold an object that has fields."""
     hints = get_type_hints(kind)
     found = {}
     for field in msgspec.structs.fields(kind):
@@ -85,7 +85,7 @@ def inner_types(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
 
 
 def unused(request: msgspec.Struct) -> tuple[str, ...]:
-    """The given fields that have no effect. Raises ApiError 400 for a field with a value that is refused."""
+    """Return the given fields that have no effect. Raises ApiError 400 for a field with a value that is refused."""
     return tuple(_unused(request, ""))
 
 
@@ -93,7 +93,7 @@ def unused(request: msgspec.Struct) -> tuple[str, ...]:
 def _plan(
     kind: type[msgspec.Struct],
 ) -> tuple[list[tuple[str, Unused | Only]], Callable[[Any], Any], list[str]]:
-    """The fields of a type that are not honoured, what reads them all at once, and those that hold objects."""
+    """Return the fields of a type that are not honoured, what reads them all, and those that hold objects."""
     marked = [(name, fate) for name, fate in fates(kind).items() if fate is not None]
     names = [name for name, _ in marked]
     # One name stands twice because attrgetter gives no tuple for one.
@@ -136,14 +136,15 @@ class Lenient(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def taken(cls, given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """The fields that are taken, in the types of this class, and the names of those that have no effect."""
+        """Return the fields that are taken, in the types of this class, and the names of those without effect."""
         raise NotImplementedError
 
 
 def as_taken(value: Any, kind: Any, place: str = "") -> tuple[Any, tuple[str, ...]]:
-    """A decoded body that does not fit its type as it stands, in the form that may, and fields of it without effect.
+    """Bring a decoded body that does not fit its type into a form that may fit.
 
-    It is without the null fields of objects that have a type here; free JSON stays as it is.
+    Returns the names of its fields without effect, too. It is without the null fields of objects that have a type here;
+    free JSON stays as it is.
     """
     if not isinstance(value, dict) or not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
         return value, ()
@@ -166,7 +167,7 @@ _PLACE = re.compile(r" - at `\$\.?([^`]*)`")
 
 
 def mismatch(message: str, kind: Any) -> ApiError:
-    """The answer for msgspec's ``message`` about a body that should be a ``kind``. It names the field."""
+    """Return the answer for msgspec's ``message`` about a body that should be a ``kind``. It names the field."""
     place = _PLACE.search(message)
     path = place.group(1) if place else ""
     text = _PLACE.sub("", message)

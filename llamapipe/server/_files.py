@@ -117,7 +117,7 @@ class Files(Database):
     def add_file(
         self, owner: str, name: str, purpose: str, body: bytes, lifetime_s: int | None
     ) -> dict[str, Any]:
-        """A new file. Raises FullError."""
+        """Store a new file. Raises FullError."""
         if len(body) + _ROW_BYTES > self.share_bytes:
             raise FullError(
                 f"the file has {len(body)} bytes, and all of yours together may have {self.share_bytes} "
@@ -135,7 +135,7 @@ class Files(Database):
         return _file(self._row(self.writer, owner, number=number))
 
     def delete_file(self, owner: str, file_id: str) -> None:
-        """Deletes a file for good. Raises MissingError, InUseError."""
+        """Delete a file for good. Raises MissingError, InUseError."""
         number = self._row(self.writer, owner, file_id)["number"]
         used = f"SELECT 1 FROM batches WHERE input = ? AND status IN ({_ACTIVE})"
         if self.writer.execute(used, (number,)).fetchone() is not None:
@@ -144,14 +144,14 @@ class Files(Database):
         self._checkpoint_is_due = True
 
     def file(self, owner: str, file_id: str, connection: sqlite3.Connection) -> dict[str, Any]:
-        """A file, as the API has it. Raises MissingError."""
+        """Return a file, as the API has it. Raises MissingError."""
         return _file(self._row(connection, owner, file_id))
 
     def files(
         self, owner: str, purpose: str | None, after: str | None, limit: int, is_ascending: bool,
         connection: sqlite3.Connection,
     ) -> tuple[list[dict[str, Any]], bool]:  # fmt: skip
-        """The files of an owner; whether there are more. Raises MissingError."""
+        """Return the files of an owner, and whether there are more. Raises MissingError."""
         start = None if after is None else self._row(connection, owner, after)["number"]
         where = "is_ready AND expires_at > :now AND (:purpose IS NULL OR purpose = :purpose)"
         values = {"now": int(time.time()), "purpose": purpose}
@@ -161,11 +161,11 @@ class Files(Database):
     def content(
         self, owner: str, file_id: str, after: int, connection: sqlite3.Connection
     ) -> list[tuple[int, bytes]]:
-        """Parts of a file after the number ``after``, none at its end. Raises MissingError."""
+        """Return parts of a file after the number ``after``, none at its end. Raises MissingError."""
         return self.parts(self._row(connection, owner, file_id)["number"], after, connection)
 
     def parts(self, number: int, after: int, connection: sqlite3.Connection) -> list[tuple[int, bytes]]:
-        """The same by the number of a file."""
+        """Return parts as ``content`` does, by the number of a file."""
         found: list[tuple[int, bytes]] = []
         n_bytes = 0
         for part, body in connection.execute(
@@ -178,7 +178,7 @@ class Files(Database):
         return found
 
     def lines(self, number: int) -> Iterator[tuple[int, bytes]]:
-        """The lines of a file that are not blank, with their numbers from 0. In a thread; raises StoreError."""
+        """Yield the lines of a file that are not blank, with their numbers from 0. In a thread; raises StoreError."""
         rest, n, after = b"", 0, -1
         while parts := self.read(self.parts, number, after):
             text = rest + b"".join(body for _, body in parts)
@@ -198,7 +198,7 @@ class Files(Database):
         self, owner: str, input_id: str, endpoint: str, window: str, window_s: int, metadata: Mapping[str, str],
         results_s: int | None,
     ) -> dict[str, Any]:  # fmt: skip
-        """A new batch; ``results_s``: after which its results expire. Raises MissingError, FullError."""
+        """Store a new batch; ``results_s``: after which its results expire. Raises MissingError, FullError."""
         row = self._row(self.writer, owner, input_id)
         waiting = f"SELECT count(*) FROM batches WHERE owner = ? AND status IN ({_ACTIVE})"
         if (n := self.writer.execute(waiting, (owner,)).fetchone()[0]) >= MOST_WAITING:
@@ -244,27 +244,27 @@ class Files(Database):
         return self.batch(owner, str(body["id"]), self.writer)
 
     def cancel_batch(self, owner: str, batch_id: str) -> dict[str, Any]:
-        """Begins to cancel a batch; one that has ended stays as it is. Raises MissingError."""
+        """Begin to cancel a batch; one that has ended stays as it is. Raises MissingError."""
         row = self._batch(self.writer, owner, batch_id)
         if row["status"] in ("validating", "in_progress"):
             self._set(row, "cancelling")
         return self.batch(owner, batch_id, self.writer)
 
     def batch(self, owner: str, batch_id: str, connection: sqlite3.Connection) -> dict[str, Any]:
-        """A batch, as the API has it. Raises MissingError."""
+        """Return a batch, as the API has it. Raises MissingError."""
         return _shown(self._batch(connection, owner, batch_id))
 
     def batches(
         self, owner: str, after: str | None, limit: int, connection: sqlite3.Connection
     ) -> tuple[list[dict[str, Any]], bool]:
-        """The batches of an owner, the newest first; whether there are more. Raises MissingError."""
+        """Return the batches of an owner, the newest first, and whether there are more. Raises MissingError."""
         start = None if after is None else self._batch(connection, owner, after)["number"]
         rows = _page(connection, "batches", "1", {}, owner, start, limit, False)
         return [_shown(row) for row in rows[:limit]], len(rows) > limit
 
     # ---- of those who compute
     def look(self, connection: sqlite3.Connection) -> list[Place]:
-        """Where the batches are that have not ended."""
+        """Return where the batches are that have not ended."""
         rows = connection.execute(
             f"SELECT number, id, worker, status, {IS_DUE} FROM batches WHERE status IN ({_ACTIVE})",
             {"now": int(time.time())},
@@ -272,7 +272,7 @@ class Files(Database):
         return [Place(number, name, worker, status, bool(due)) for number, name, worker, status, due in rows]
 
     def claim(self, worker: str, dead: Sequence[str], n: int) -> list[Claim]:
-        """Takes at most ``n`` batches, of those who have the fewest first. ``dead``: workers that have ended."""
+        """Take at most ``n`` batches, of those who have the fewest first. ``dead``: workers that have ended."""
         writer = self.writer
         writer.executemany("UPDATE batches SET worker = NULL WHERE worker = ?", [(name,) for name in dead])
         made: list[Claim] = []
@@ -294,13 +294,13 @@ class Files(Database):
         return made
 
     def begin(self, worker: str, number: int, n_total: int) -> None:
-        """The requests of a batch are sound. Raises LostError."""
+        """Note that the requests of a batch are sound. Raises LostError."""
         row = self._mine(worker, number, "validating")
         self.writer.execute("UPDATE batches SET n_total = ? WHERE number = ?", (n_total, number))
         self._set(row, "in_progress")
 
     def done(self, number: int, connection: sqlite3.Connection) -> set[int]:
-        """The lines of a batch that have results."""
+        """Return the lines of a batch that have results."""
         rows = connection.execute(
             "SELECT p.number FROM batches b JOIN parts p ON p.file IN (b.output, b.errors) WHERE b.number = ?",
             (number,),
@@ -308,7 +308,7 @@ class Files(Database):
         return {line for (line,) in rows}
 
     def add_results(self, worker: str, number: int, results: Sequence[Result]) -> None:
-        """Stores what requests came to. Raises LostError, FullError."""
+        """Store what requests came to. Raises LostError, FullError."""
         row = self._mine(worker, number, "in_progress")
         there = "SELECT 1 FROM parts WHERE file IN (?, ?) AND number = ?"
         files = row["output"], row["errors"]
@@ -331,7 +331,7 @@ class Files(Database):
         )
 
     def end(self, worker: str, number: int, status: str, errors: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Ends a batch: its results are files of its owner from now on. Raises LostError."""
+        """End a batch: its results are files of its owner from now on. Raises LostError."""
         row = self._mine(worker, number)
         now = int(time.time())
         changes: dict[str, Any] = {"finalizing_at": now}
@@ -350,7 +350,7 @@ class Files(Database):
         self._set(row, status, changes)
 
     def release(self, worker: str, number: int | None, after_s: int = 0) -> None:
-        """Gives a batch back, or all of this worker; the attempt does not count."""
+        """Give a batch back, or all of this worker; the attempt does not count."""
         self.writer.execute(
             "UPDATE batches SET worker = NULL, not_before = ?, n_attempts = max(n_attempts - 1, 0) "
             "WHERE worker = ? AND number = coalesce(?, number)",
@@ -460,7 +460,7 @@ def _page(
     connection: sqlite3.Connection, table: str, where: str, values: Mapping[str, Any], owner: str, start: int | None,
     limit: int, is_ascending: bool,
 ) -> list[sqlite3.Row]:  # fmt: skip
-    """The rows of an owner after the number ``start``, one more than ``limit``."""
+    """Return the rows of an owner after the number ``start``, one more than ``limit``."""
     if start is not None:
         where += f" AND number {'>' if is_ascending else '<'} :start"
     return _rows(

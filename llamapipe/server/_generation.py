@@ -42,9 +42,10 @@ _LONG = 4096  # characters; a longer text is tokenized in a thread, to keep the 
 async def tokenized(
     state: ServerState, text: str, add_special: bool = True, parse_special: bool = True
 ) -> list[int]:
-    """The tokens of a text, with at most one BOS. Raises ValueError for text that the vocabulary cannot express.
+    """Return the tokens of a text, with at most one BOS.
 
-    A text of more than ``max_text_characters`` is refused if it cannot fit the context, before it is tokenized.
+    Raises ValueError for text that the vocabulary cannot express. A text of more than ``max_text_characters`` is
+    refused if it cannot fit the context, before it is tokenized.
 
     Clients of this API render templates themselves. So the text of a control token becomes that token, as on other
     servers.
@@ -59,7 +60,7 @@ async def tokenized(
 
 
 def _refuse_paths(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses parts in the engine's own form, in which a text is the path of a file. Raises ApiError 400."""
+    """Refuse parts in the engine's own form, in which a text is the path of a file. Raises ApiError 400."""
     for index, message in enumerate(messages):
         content = message.get("content")
         for i, part in enumerate(content if isinstance(content, list) else ()):
@@ -82,7 +83,7 @@ async def prompts_of(
     suffix: str | None = None,
     n_last: int | None = None,
 ) -> list[list[int]]:
-    """Each prompt as token ids. Raises ApiError 400, with the prompt's index, for a bad prompt.
+    """Return each prompt as token ids. Raises ApiError 400, with the prompt's index, for a bad prompt.
 
     ``n_last``: use the last so many tokens; -1: as many as fit.
     """
@@ -118,7 +119,7 @@ async def prompts_of(
 
 
 def given_prompts(given: Prompt) -> list[str | list[int | str]]:
-    """Each prompt of a request: one where it is a text, or a list that has token ids."""
+    """Return each prompt of a request: one where it is a text, or a list that has token ids."""
     if isinstance(given, str):
         return [given]
     # Most lists begin with what they have; the types of a long one are looked at by a loop in C.
@@ -130,9 +131,9 @@ def given_prompts(given: Prompt) -> list[str | list[int | str]]:
 async def _mixed(
     state: ServerState, parts: list[int | str], add_special: bool, parse_special: bool
 ) -> list[int]:
-    """The tokens of a prompt whose parts are token ids and texts; special tokens are added to a text at its beginning.
+    """Return the tokens of a prompt whose parts are token ids and texts.
 
-    Raises ValueError.
+    Special tokens are added to a text at its beginning. Raises ValueError.
     """
     if set(map(type, parts)) == {int}:
         return parts  # type: ignore[return-value]
@@ -170,9 +171,10 @@ async def _text(
 
 
 async def fim_prompt_of(state: ServerState, text: FimText, n_max: int | None, field: str) -> FimPrompt:
-    """The prompt that asks for the text of a gap, at most ``n_max`` tokens. Raises ApiError 400, which names ``field``.
+    """Return the prompt that asks for the text of a gap, at most ``n_max`` tokens.
 
-    Names of control tokens in the texts stay text: they are the user's files.
+    Raises ApiError 400, which names ``field``. Names of control tokens in the texts stay text: they are the user's
+    files.
     """
     vocab = state.engine.model.vocab
     size = len(text.prefix) + len(text.suffix) + sum(len(content) for _, content in text.extra)
@@ -185,7 +187,7 @@ async def fim_prompt_of(state: ServerState, text: FimText, n_max: int | None, fi
 
 
 def n_prompts(given: Prompt) -> int:
-    """How many prompts a request gives: their number is checked before any is tokenized."""
+    """Return how many prompts a request gives: their number is checked before any is tokenized."""
     return len(given_prompts(given))
 
 
@@ -195,9 +197,9 @@ async def n_prompt_tokens(
     tools: list[dict[str, Any]] | None,
     args: Mapping[str, Any],
 ) -> int:
-    """The tokens of a conversation's prompt, with its images and sounds; they need not fit the context, without these.
+    """Count the tokens of a conversation's prompt, with its images and sounds.
 
-    Raises ApiError and InvalidRequestError.
+    Without these, they need not fit the context. Raises ApiError and InvalidRequestError.
     """
     if first_media(messages) is None:
         args = await with_default_args(exchange.server, args)
@@ -218,7 +220,7 @@ async def tokenize_chat(
     add_generation_prompt: bool,
     template_args: Mapping[str, Any],
 ) -> list[int]:
-    """The tokens of a conversation, computed in a worker thread.
+    """Return the tokens of a conversation, computed in a worker thread.
 
     Raises ApiError 400 for reserved arguments, InvalidRequestError for a conversation that is too long.
     """
@@ -235,7 +237,7 @@ async def tokenize_chat(
 
 
 def with_system(state: ServerState, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """The conversation after the operator's system prompt, if there is one and the request has none."""
+    """Return the conversation after the operator's system prompt, if there is one and the request has none."""
     text = state.settings.system
     if not text or not messages or any(message.get("role") in _SYSTEM_ROLES for message in messages):
         return messages
@@ -247,7 +249,7 @@ _INDEX = re.compile(r"messages\[(\d+)\]")
 
 
 def _as_sent(error: InvalidRequestError, n_added: int) -> InvalidRequestError:
-    """The engine's error with the index that a message has in the request, before which ``n_added`` were put."""
+    """Return the engine's error with the index that a message has in the request, before which ``n_added`` were put."""
     if not n_added:
         return error
     # Only the first: what follows may quote the client's text.
@@ -255,7 +257,7 @@ def _as_sent(error: InvalidRequestError, n_added: int) -> InvalidRequestError:
 
 
 def input_tokens(n: int) -> dict[str, Any]:
-    """A number of tokens, as OpenAI's and llama-server's counting routes answer it."""
+    """Return a number of tokens, as OpenAI's and llama-server's counting routes answer it."""
     return {"object": "response.input_tokens", "input_tokens": n}
 
 
@@ -266,7 +268,7 @@ _ABOUT_REASONING = ("enable_thinking", "thinking", "reasoning_effort")  # argume
 
 
 def template_args(given: Mapping[str, Any] | None, effort: str | None, field: str) -> dict[str, Any]:
-    """The template's arguments, with the effort in ``field``. Raises ApiError 400.
+    """Return the template's arguments, with the effort in ``field``. Raises ApiError 400.
 
     "none" turns the reasoning off, where a template can; the others are given to it as ``reasoning_effort``.
     """
@@ -283,7 +285,7 @@ def template_args(given: Mapping[str, Any] | None, effort: str | None, field: st
 
 
 def check_template_args(names: Iterable[str]) -> None:
-    """Raises ApiError 400 for an argument of the template that is a field of the request."""
+    """Raise ApiError 400 for an argument of the template that is a field of the request."""
     for name in names:
         if name in TEMPLATE_PARAMETERS:
             raise ApiError(
@@ -294,7 +296,7 @@ def check_template_args(names: Iterable[str]) -> None:
 
 
 async def with_default_args(state: ServerState, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The arguments of a request's template: its own, else the operator's."""
+    """Return the arguments of a request's template: its own, else the operator's."""
     args = dict(given or {})
     defaults = state.settings.default_template_args()
     if not any(name in args for name in _ABOUT_REASONING):
@@ -307,7 +309,7 @@ async def with_default_args(state: ServerState, given: Mapping[str, Any] | None)
 
 
 async def reasoning_budget(state: ServerState, args: Mapping[str, Any]) -> int | None:
-    """The most tokens of reasoning for these arguments of the template, where a request gives no number."""
+    """Return the most tokens of reasoning for these arguments of the template, where a request gives no number."""
     effort = args.get("reasoning_effort")
     if args.get("enable_thinking") is False:
         return 0  # models may open it again, although the template has closed it in the prompt
@@ -371,7 +373,7 @@ class ChatJob:
         return f"<ChatJob n_messages={len(self._messages)} n={self._params.n}>"
 
     async def _prepare(self) -> None:
-        """Replaces the addresses of images, once, and fills in what the operator has set.
+        """Replace the addresses of images, once, and fill in what the operator has set.
 
         The time for it is part of the request's.
         """
@@ -391,7 +393,7 @@ class ChatJob:
             self._is_prepared = True
 
     async def complete(self) -> ChatCompletion:
-        """The answer, when all choices are complete."""
+        """Return the answer, when all choices are complete."""
         await self._prepare()
         if self._most_ms:
             return await self._exchange.await_streams(self._gathered())
@@ -419,11 +421,11 @@ class ChatJob:
         )
 
     async def prompt_tokens(self) -> list[int]:
-        """The prompt's tokens without those of images. Raises as ``tokens``."""
+        """Return the prompt's tokens without those of images. Raises as ``tokens``."""
         return [token for token in await self.tokens() if token >= 0]
 
     async def tokens(self) -> list[int]:
-        """The prompt, as the engine computes it; tokens of images are negative.
+        """Return the prompt, as the engine computes it; tokens of images are negative.
 
         Raises ApiError, InvalidRequestError, TimeoutError.
         """
@@ -441,7 +443,7 @@ class ChatJob:
             raise self._explained(e) from None
 
     def streams(self) -> list[AsyncGenerator[ChatDelta | None, None]]:
-        """One stream for each choice. Its first item is None: the request was checked and is in the queue."""
+        """Start one stream for each choice. Its first item is None: the request was checked and is in the queue."""
         made = [self._stream(i) for i in range(self._params.n)]
         return [until_line(stream, self._most_ms) for stream in made] if self._most_ms else made
 
@@ -477,7 +479,7 @@ class ChatJob:
             raise self._explained(e) from None
 
     def _explained(self, error: InvalidRequestError) -> Exception:
-        """The error with the field of the request that caused it, if that is known."""
+        """Return the error with the field of the request that caused it, if that is known."""
         for tool, field in self._grammars.items():
             named = f"tool {quoted(tool)}: "
             if str(error).startswith(named):

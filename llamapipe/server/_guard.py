@@ -64,7 +64,7 @@ class Guard:
         return "<Guard>"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request, or refuses it."""
+        """Serve one request, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -169,14 +169,14 @@ class Guard:
 
 
 def listens_on_loopback(state: Gate, scope: Scope) -> bool:
-    """Whether only programs of this machine reach the server."""
+    """Return whether only programs of this machine reach the server."""
     address = state.bound_to or (scope.get("server") or ("", None))[0]
     found = _address(address.strip("[]"))
     return address == "localhost" or (found is not None and found.is_loopback)
 
 
 def _allow(exchange: Exchange) -> Response:
-    """The answer to a preflight request: a browser asks whether the page may send another one."""
+    """Answer a preflight request: a browser asks whether the page may send another one."""
     headers = {
         "access-control-allow-methods": _METHODS,
         "access-control-allow-headers": exchange.headers.get("access-control-request-headers", "*"),
@@ -188,7 +188,10 @@ def _allow(exchange: Exchange) -> Response:
 
 
 def _opens_page(scope: Scope, browser: dict[bytes, bytes]) -> bool:
-    """Whether the user follows a link to the server's page. The page that has the link cannot look into it."""
+    """Return whether the user follows a link to the server's page.
+
+    The page that has the link cannot look into it.
+    """
     return (
         scope["method"] == "GET"
         and scope["path"] in ("", "/")
@@ -199,7 +202,7 @@ def _opens_page(scope: Scope, browser: dict[bytes, bytes]) -> bool:
 
 
 def _name(authority: str) -> str:
-    """The host of ``host:port``, in the form in which hosts are compared; empty for what is neither."""
+    """Return the host of ``host:port``, in the form in which hosts are compared; empty for what is neither."""
     found = _AUTHORITY.fullmatch(authority.strip().lower())
     return "" if found is None else next(filter(None, found.groups())).removesuffix(".")
 
@@ -209,7 +212,10 @@ def _lower(values: list[bytes]) -> list[bytes]:
 
 
 def _is_own_name(name: str) -> bool:
-    """Whether a host can only be this machine, or a name that nobody can register: without a dot, or of a container."""
+    """Return whether a host can only be this machine, or a name that nobody can register.
+
+    Such a name is one without a dot, or of a container.
+    """
     if _is_loopback_name(name) or name in _CONTAINER_HOSTS:
         return True
     if (found := _address(name)) is not None:

@@ -42,19 +42,19 @@ class LaterWork(Protocol):
     """What computes when no client waits; ``_background.py`` has it. On the event loop's thread."""
 
     def start(self) -> None:
-        """Begins, also with what a server before this one left. A second call does nothing."""
+        """Begin, also with what a server before this one left. A second call does nothing."""
 
     async def stop(self) -> None:
-        """Leaves what is not complete to the next server, or to other processes of this one."""
+        """Leave what is not complete to the next server, or to other processes of this one."""
 
     def wake(self) -> None:
-        """There may be something to compute, or to end."""
+        """Wake the task that computes: there may be something to compute, or to end."""
 
     def tell(self) -> None:
-        """Streams have something new."""
+        """Tell those who wait that streams have something new."""
 
     async def news(self) -> bool:
-        """Waits until a stream may have something new. False: the server ends."""
+        """Wait until a stream may have something new. False: the server ends."""
 
 
 class InsideAnswer(NamedTuple):
@@ -71,7 +71,7 @@ async def post(
     take: Callable[[bytes], Awaitable[None]],
     inside: Inside | None = None,
 ) -> InsideAnswer:
-    """Asks an application. ``take``: gets the parts of the body of the answer. Cancel it to hang up."""
+    """Ask an application. ``take``: gets the parts of the body of the answer. Cancel it to hang up."""
     status, is_whole = 0, False
     requests: list[MutableMapping[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
 

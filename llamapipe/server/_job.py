@@ -40,10 +40,10 @@ class Job(Protocol[Part_co]):
     def running(self) -> Sequence[AsyncStream | AsyncChatStream | None]: ...
 
     def streams(self) -> Sequence[AsyncGenerator[Part_co | None, None]]:
-        """One for each choice. The first item is None: the request was checked and is in the queue."""
+        """Return one stream for each choice. The first item is None: the request was checked and is in the queue."""
 
     async def prompt_tokens(self) -> list[int]:
-        """The tokens of the prompt, without those of images."""
+        """Return the tokens of the prompt, without those of images."""
 
 
 class TextJob:
@@ -83,11 +83,14 @@ class TextJob:
         return sum(self._n_cached)
 
     async def prompt_tokens(self) -> list[int]:
-        """The tokens of the first prompt."""
+        """Return the tokens of the first prompt."""
         return self._prompts[0]
 
     async def complete(self) -> list[Completion]:
-        """The answers, when all choices are complete; ``params.n`` choices of each prompt, or ``n`` with a limit."""
+        """Return the answers, when all choices are complete.
+
+        They are ``params.n`` choices of each prompt, or ``n`` with a limit.
+        """
         if self._most_ms:
             return await self._exchange.await_streams(self._gathered())
         return await self._exchange.await_engine(
@@ -115,7 +118,7 @@ class TextJob:
         return made
 
     def counts_of(self, done: Sequence[Completion]) -> Counts:
-        """The tokens of whole answers."""
+        """Return the tokens of whole answers."""
         return Counts(
             sum(completion.n_prompt_tokens for completion in done),
             sum(completion.n_cached_tokens for completion in done),
@@ -125,7 +128,10 @@ class TextJob:
         )
 
     async def prompt_logprobs(self) -> list[list[TokenLogprob]] | None:
-        """The log-probabilities of each prompt's tokens, for a stream that shows them first; None: not asked for."""
+        """Return the log-probabilities of each prompt's tokens, for a stream that shows them first.
+
+        None: not asked for.
+        """
         given = self._params
         if given.prompt_logprobs is None:
             return None
@@ -142,7 +148,7 @@ class TextJob:
         return [list(completion.prompt_logprobs or ()) for completion in done]
 
     def streams(self) -> list[AsyncGenerator[Delta | None, None]]:
-        """One for each choice, those of the first prompt first."""
+        """Return one stream for each choice, those of the first prompt first."""
         made = [self._stream(p, i) for p in range(len(self._prompts)) for i in range(self.n)]
         return [until_line(stream, self._most_ms) for stream in made] if self._most_ms else made
 
@@ -166,7 +172,7 @@ class TextJob:
 
 
 def counts_of(done: ChatCompletion, is_empty: bool = False) -> Counts:
-    """The tokens of a whole answer. ``is_empty``: the request asked for none."""
+    """Return the tokens of a whole answer. ``is_empty``: the request asked for none."""
     return Counts(
         done.n_prompt_tokens,
         done.n_cached_tokens,
@@ -177,7 +183,7 @@ def counts_of(done: ChatCompletion, is_empty: bool = False) -> Counts:
 
 
 async def encoded(exchange: Exchange, job: Job[Part], encoder: Encoder[Part]) -> AsyncGenerator[bytes, None]:
-    """The bytes of a streamed answer, as they come. Counts its tokens for the log and the metrics."""
+    """Yield the bytes of a streamed answer, as they come. Counts its tokens for the log and the metrics."""
     streams = job.streams()
     n_completion = n_submitted = 0
     begun: set[int] = set()
@@ -215,7 +221,7 @@ async def encoded(exchange: Exchange, job: Job[Part], encoder: Encoder[Part]) ->
 
 
 async def gathered(exchange: Exchange, job: Job[Part]) -> list[list[Part]]:
-    """The parts of each choice of an answer that is no stream."""
+    """Return the parts of each choice of an answer that is no stream."""
     streams = job.streams()
     made: list[list[Part]] = [[] for _ in streams]
     async with aclosing(merge_streams(streams)) as items:  # type: ignore[type-var]
@@ -227,13 +233,13 @@ async def gathered(exchange: Exchange, job: Job[Part]) -> list[list[Part]]:
 
 
 async def joined(parts: AsyncGenerator[bytes, None]) -> bytes:
-    """All of an answer that is no stream."""
+    """Return all of an answer that is no stream."""
     async with aclosing(parts):
         return b"".join([part async for part in parts])
 
 
 async def merge_streams(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncIterator[tuple[int, T]]:
-    """Yields the items of several streams as they arrive, each with the index of its stream.
+    """Yield the items of several streams as they arrive, each with the index of its stream.
 
     Closing the iterator closes the streams. An exception of a stream is raised here.
     """

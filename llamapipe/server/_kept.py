@@ -27,7 +27,7 @@ NO_STORE = "this server stores no answers (llamapipe serve --store FILE does)"
 
 
 def store_of(exchange: Exchange) -> Store:
-    """The server's store. Raises ApiError 404 if it has none."""
+    """Return the server's store. Raises ApiError 404 if it has none."""
     store = exchange.gate.store
     if store is None:
         raise ApiError(404, NO_STORE, code="not_found")
@@ -37,14 +37,14 @@ def store_of(exchange: Exchange) -> Store:
 async def read(
     exchange: Exchange, function: Callable[..., T], *arguments: Any, param: str | None = None
 ) -> T:
-    """``function(owner, *arguments)`` of the store, one that reads, in a thread. Raises ApiError."""
+    """Run ``function(owner, *arguments)`` of the store, one that reads, in a thread. Raises ApiError."""
     return await read_of(exchange, store_of(exchange), function, *arguments, param=param)
 
 
 async def read_of(
     exchange: Exchange, store: Database, function: Callable[..., T], *arguments: Any, param: str | None = None
 ) -> T:
-    """The same of a file. Raises ApiError."""
+    """Run ``function(owner, *arguments)`` of a database, as ``read`` does of the store. Raises ApiError."""
     owner = exchange.gate.owner_of(exchange)
     try:
         return await exchange.gate.convert(store.read, function, owner, *arguments, size=0)
@@ -58,14 +58,14 @@ async def read_of(
 
 
 async def write(exchange: Exchange, function: Callable[..., T], *arguments: Any) -> T:
-    """``function(owner, *arguments)`` of the store, one that writes. Raises ApiError."""
+    """Run ``function(owner, *arguments)`` of the store, one that writes. Raises ApiError."""
     return await write_of(exchange, store_of(exchange), function, *arguments)
 
 
 async def write_of(
     exchange: Exchange, store: Database, function: Callable[..., T], *arguments: Any, param: str | None = None
 ) -> T:
-    """The same of a file. Raises ApiError."""
+    """Run ``function(owner, *arguments)`` of a database, as ``write`` does of the store. Raises ApiError."""
     try:
         return await store.write(function, exchange.gate.owner_of(exchange), *arguments)
     except MissingError as e:
@@ -78,7 +78,7 @@ async def write_of(
 
 
 def _full(error: FullError) -> ApiError:
-    """The answer for what a client's part has no room for."""
+    """Return the answer for what a client's part has no room for."""
     if error.is_too_large:
         return ApiError(413, str(error), code="too_large")
     if error.fits_later:
@@ -87,7 +87,7 @@ def _full(error: FullError) -> ApiError:
 
 
 def missing(error: MissingError, param: str | None = None) -> ApiError:
-    """The answer for an id that is not there, or is another key's."""
+    """Return the answer for an id that is not there, or is another key's."""
     if param == "previous_response_id":  # clients know this status and this code
         return ApiError(
             400,
@@ -122,7 +122,7 @@ class Kept:
         return f"<Kept {self.id} n_earlier={len(self.earlier)}>"
 
     async def load(self, n_items: int) -> None:
-        """Reads what the answer continues. ``n_items``: of its own input. Raises ApiError."""
+        """Read what the answer continues. ``n_items``: of its own input. Raises ApiError."""
         exchange = self._exchange
         if self.previous is None and self.conversation is None:
             return
@@ -145,11 +145,11 @@ class Kept:
         exchange.hold_more(found.n_bytes)
 
     async def resolved(self, given: Sequence[Item]) -> list[Item]:
-        """The input with items in place of references to stored ones. Raises ApiError 404."""
+        """Return the input with items in place of references to stored ones. Raises ApiError 404."""
         return await resolved(self._exchange, given)
 
     async def keep(self, response: Mapping[str, Any], given: Sequence[Item], output: Sequence[Item]) -> None:
-        """Stores the answer, which has ended. If that fails, ``is_stored`` and a header say so."""
+        """Store the answer, which has ended. If that fails, ``is_stored`` and a header say so."""
         if not self.is_stored:
             return
         exchange, store = self._exchange, self._exchange.gate.store
@@ -169,7 +169,7 @@ class Kept:
     async def keep_for_later(
         self, response: Mapping[str, Any], given: Sequence[Item], body: bytes, events: Sequence[bytes]
     ) -> None:
-        """Stores an answer that is to be computed from a request's body. Raises ApiError.
+        """Store an answer that is to be computed from a request's body. Raises ApiError.
 
         ``events``: see ``Runs.add``.
         """
@@ -208,7 +208,7 @@ def kept_of(
     previous: str | None,
     conversation: str | Mapping[str, Any] | None,
 ) -> Kept:
-    """What a request has to do with the store. Raises ApiError 400, 404."""
+    """Return what a request has to do with the store. Raises ApiError 400, 404."""
     if previous is not None and conversation is not None:
         raise ApiError(
             400, "previous_response_id and conversation do not go together: give one of them", "conversation"
@@ -232,7 +232,10 @@ def kept_of(
 
 
 async def resolved(exchange: Exchange, given: Sequence[Item]) -> list[Item]:
-    """Items in place of references to stored ones. Raises ApiError 404. Without a store the references stay."""
+    """Return items in place of references to stored ones. Raises ApiError 404.
+
+    Without a store the references stay.
+    """
     places = {i: item_id for i, item in enumerate(given) if (item_id := _reference(item)) is not None}
     if not places or exchange.gate.store is None:
         return list(given)
@@ -245,7 +248,7 @@ async def resolved(exchange: Exchange, given: Sequence[Item]) -> list[Item]:
 
 
 def _reference(item: Mapping[str, Any]) -> str | None:
-    """The id of a reference, whose type the API lets clients leave out."""
+    """Return the id of a reference, whose type the API lets clients leave out."""
     item_id = item.get("id")
     is_one = item.get("type") == "item_reference" or (item.get("type") is None and "role" not in item)
     return item_id if is_one and isinstance(item_id, str) else None

@@ -19,7 +19,7 @@ MAX_TOP = 100
 
 
 def refuse_long(state: ServerState, what: str, n_characters: int) -> None:
-    """Raises InvalidRequestError for a text that cannot fit the context, if it is longer than the server allows."""
+    """Raise InvalidRequestError for a text that cannot fit the context, if it is longer than the server allows."""
     most, n_ctx = state.settings.max_text_characters, state.engine.n_ctx
     if n_characters <= most:
         return
@@ -32,12 +32,12 @@ def refuse_long(state: ServerState, what: str, n_characters: int) -> None:
 
 
 def refuse_long_chat(state: ServerState, messages: Sequence[Mapping[str, Any]]) -> None:
-    """The same for the contents of a conversation, before it is rendered."""
+    """Refuse a long conversation, as ``refuse_long`` does a text, before it is rendered."""
     refuse_long(state, "conversation", sum(_n_characters(message.get("content")) for message in messages))
 
 
 def _n_characters(content: object) -> int:
-    """The characters of a message's content: text, or parts with text."""
+    """Count the characters of a message's content: text, or parts with text."""
     if isinstance(content, list):
         content = [part.get("text") if isinstance(part, dict) else part for part in content]
         return sum(len(text) for text in content if isinstance(text, str))
@@ -45,7 +45,7 @@ def _n_characters(content: object) -> int:
 
 
 def check_n_messages(state: Gate, given: object, name: str) -> None:
-    """Raises ApiError 400 for a conversation of more messages than the server allows, before any is looked at.
+    """Raise ApiError 400 for a conversation of more messages than the server allows, before any is looked at.
 
     A message of several parts counts as many: what looks at each of them holds up the event loop.
     """
@@ -72,7 +72,7 @@ _PARTS = ("content", "output", "images", "tool_calls")
 
 
 def _has_more_parts(messages: list[Any], most: int) -> bool:
-    """Whether messages have more than so many parts; one without a list is a single part."""
+    """Return whether messages have more than so many parts; one without a list is a single part."""
     n = 0
     stack = [messages]
     while stack and n <= most:
@@ -89,7 +89,7 @@ def _has_more_parts(messages: list[Any], most: int) -> bool:
 
 
 def total_choices(state: ServerState, n: int) -> None:
-    """Raises ApiError 400 if a request asks for more choices than the server allows."""
+    """Raise ApiError 400 if a request asks for more choices than the server allows."""
     most = state.settings.max_n
     if n > most:
         raise ApiError(
@@ -98,7 +98,7 @@ def total_choices(state: ServerState, n: int) -> None:
 
 
 def check_top(name: str, value: int | None, most: int = MAX_TOP) -> int | None:
-    """Checks a number of alternatives. Raises ApiError 400 outside 0 to ``most``."""
+    """Check a number of alternatives. Raises ApiError 400 outside 0 to ``most``."""
     if value is not None and not 0 <= value <= most:
         raise ApiError(400, f"{name} is {value}; it must be from 0 to {most}", name)
     return value

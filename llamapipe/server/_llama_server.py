@@ -137,7 +137,7 @@ async def _answer(exchange: Exchange, request: LlamaServerRequest, prompts: Prom
 async def _prepared(
     exchange: Exchange, request: LlamaServerRequest, prompts: Prompts
 ) -> tuple[_Job, LlamaServerEncoder]:
-    """The request as a job of the engine, and what writes its answer. Raises ApiError."""
+    """Return the request as a job of the engine, and what writes its answer. Raises ApiError."""
     model = exchange.server.check_model(request.model or None)
     params = _params(exchange, request)
     constraint = request.constraint()
@@ -186,7 +186,7 @@ def _n_choices(request: LlamaServerRequest) -> int:
 
 
 def _params(exchange: Exchange, request: LlamaServerRequest) -> SamplingParams:
-    """The request's options. Raises ApiError 400."""
+    """Return the request's options. Raises ApiError 400."""
     vocab = exchange.server.engine.model.vocab
 
     def tokenize(text: str) -> list[int]:
@@ -241,7 +241,7 @@ class TextLimits:
         return f"<TextLimits n_characters={len(self._text)} is_over={self.is_over}>"
 
     def push(self, text: str) -> str:
-        """Takes new text. Returns what can be shown."""
+        """Take new text. Returns what can be shown."""
         self._text += text
         if self._n_indent:
             self._follow_lines()
@@ -267,7 +267,7 @@ class TextLimits:
             self._line, self._from = None, end
 
     def finish(self) -> str:
-        """The text that was held back, at the end."""
+        """Return the text that was held back, at the end."""
         return self._shown(len(self._text))
 
     def _shown(self, end: int) -> str:
@@ -295,7 +295,7 @@ class _Job(TextJob):
         self._with_texts = with_texts
 
     def streams(self) -> list[AsyncGenerator[Delta | None, None]]:
-        """One for each choice."""
+        """Return one stream for each choice."""
         most_ms = check_time_limit(self._request.t_max_predict_ms)
         made = super().streams()
         timed = [until_line(parts, most_ms, CUT) for parts in made] if most_ms else made

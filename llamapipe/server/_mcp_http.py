@@ -24,7 +24,7 @@ _CONNECT_S = 10.0
 def over_http(
     url: str, headers: Mapping[str, str], hosts: Sequence[str] | None = None
 ) -> AbstractAsyncContextManager[TransportStreams]:
-    """A transport to the server at an address. The package follows redirects within its host only.
+    """Open a transport to the server at an address. The package follows redirects within its host only.
 
     ``hosts``: those that clients may name, for an address that one of them has named; None: the operator has.
     """
@@ -73,7 +73,7 @@ class _Checked(httpx2.AsyncBaseTransport):
         return await self._inner.handle_async_request(checked)
 
     async def aclose(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         await self._inner.aclose()
 
 
@@ -93,7 +93,7 @@ class _Limited(httpx2.AsyncBaseTransport):
         return response
 
     async def aclose(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         await self._inner.aclose()
 
 

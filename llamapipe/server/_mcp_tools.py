@@ -59,7 +59,7 @@ class Filter(NamedTuple):
     is_read_only: bool | None = None
 
     def matches(self, tool: Tool) -> bool:
-        """Whether a tool is one of them."""
+        """Return whether a tool is one of them."""
         return (self.names is None or tool.name in self.names) and (
             self.is_read_only is None or tool.is_read_only is self.is_read_only
         )
@@ -77,7 +77,7 @@ class Wanted(NamedTuple):
     never: Filter | None
 
     def needs_approval(self, tool: Tool) -> bool:
-        """Whether the client must approve a call; it need not where the request says so."""
+        """Return whether the client must approve a call; it need not where the request says so."""
         if self.always is not None and self.always.matches(tool):
             return True
         return self.never is None or not self.never.matches(tool)
@@ -107,7 +107,7 @@ class McpTools:
         return f"<McpTools {[wanted.label for wanted in self.wanted]} n_calls={self.n_calls}>"
 
     async def load(self, wanted: Wanted) -> None:
-        """Asks a server for its tools. Raises McpError; ApiError if this server ends."""
+        """Ask a server for its tools. Raises McpError; ApiError if this server ends."""
         found = {
             tool.name: tool
             for tool in await self._exchange.server.ask_tools(wanted.server.tools())
@@ -116,12 +116,12 @@ class McpTools:
         self.offered[wanted.label] = Offered(wanted, found)
 
     def end(self) -> None:
-        """The answer is complete, or the client is gone: ends what is for it alone. Does not wait."""
+        """End what is for the answer alone: it is complete, or the client is gone. Does not wait."""
         for wanted in self.wanted:
             wanted.server.end()
 
     def list_item(self, wanted: Wanted) -> Item:
-        """The item ``mcp_list_tools`` of a server whose tools are known; of others without tools."""
+        """Return the item ``mcp_list_tools`` of a server whose tools are known; of others without tools."""
         offered = self.offered.get(wanted.label)
         return {
             "type": "mcp_list_tools",
@@ -139,7 +139,7 @@ class McpTools:
         }
 
     def expanded(self, given: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]] | None:
-        """The tools of the request with a namespace in place of each server."""
+        """Return the tools of the request with a namespace in place of each server."""
         if not self.wanted:
             return None if given is None else list(given)
         made: list[Mapping[str, Any]] = []
@@ -165,7 +165,7 @@ class McpTools:
         return made
 
     def choice(self, given: Any) -> Any:
-        """The choice of the request, with namespaces in place of servers."""
+        """Return the choice of the request, with namespaces in place of servers."""
         if not self.wanted or not isinstance(given, Mapping):
             return given
         if given.get("type") == "mcp":
@@ -183,7 +183,7 @@ class McpTools:
         return given
 
     def later_choice(self, choice: Any, most: int | None) -> Any:
-        """The engine's choice after calls have been run: none is forced again, and none is left at the limit."""
+        """Return the engine's choice after calls have been run: none is forced again, and none is left at the limit."""
         if choice == "none" or self.n_calls >= self._most(most):
             return "none"
         if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
@@ -195,7 +195,7 @@ class McpTools:
         return limit if most is None else min(most, limit)
 
     def item(self, known: ClientName) -> Item | None:
-        """The item of a call that the model begins: one that is run, or one that asks for approval.
+        """Return the item of a call that the model begins: one that is run, or one that asks for approval.
 
         None if the function is no tool of a server.
         """
@@ -208,7 +208,7 @@ class McpTools:
         return {"type": "mcp_call", **item, "approval_request_id": None, "output": None, "error": None}
 
     def approved(self, items: Sequence[Item]) -> list[Item]:
-        """The calls that the client has approved and that were not run yet. Raises ApiError 400."""
+        """Return the calls that the client has approved and that were not run yet. Raises ApiError 400."""
         requests = {item.get("id"): item for item in items if item.get("type") == "mcp_approval_request"}
         ran = {item.get("approval_request_id") for item in items if item.get("type") == "mcp_call"}
         answers: dict[str, bool] = {}
@@ -253,7 +253,7 @@ class McpTools:
         return made
 
     async def run(self, item: Item, most: int | None) -> None:
-        """Runs the call of an item, and puts its result there. ``most``: calls of the request, None: no limit.
+        """Run the call of an item, and put its result there. ``most``: calls of the request, None: no limit.
 
         Raises ApiError if the server ends.
         """
@@ -285,14 +285,14 @@ class McpTools:
             _put(item, text, None)
 
     def _keep_images(self, item: Item, result: Result) -> None:
-        """Keeps the images of a result for the rest of the answer, if the model takes any."""
+        """Keep the images of a result for the rest of the answer, if the model takes any."""
         found = [part for part in result.parts if isinstance(part, Image) and _DATA.fullmatch(part.data)]
         if found and self._exchange.server.engine.model.supports_images:
             self._images[item["approval_request_id"] or item["id"]] = found
             self._exchange.hold_more(sum(len(image.data) for image in found))
 
     def with_images(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The conversation with the images of results of this answer."""
+        """Return the conversation with the images of results of this answer."""
         return [
             {**message, "content": [{"type": "text", "text": message["content"]}, *map(_part_of, images)]}
             if (images := self._images.get(message.get("tool_call_id", ""))) is not None
@@ -302,7 +302,7 @@ class McpTools:
 
 
 def mcp_of(exchange: Exchange, given: Sequence[Mapping[str, Any]] | None) -> McpTools:
-    """The servers that a request names; none if this server has none. Call ``end``. Raises ApiError 400."""
+    """Return the servers that a request names; none if this server has none. Call ``end``. Raises ApiError 400."""
     listed_ones, remote = exchange.server.mcp, exchange.server.mcp_remote
     if listed_ones is None and remote is None:
         return McpTools(exchange, ())
@@ -339,7 +339,7 @@ def mcp_of(exchange: Exchange, given: Sequence[Mapping[str, Any]] | None) -> Mcp
 
 
 def plain_items(item: Mapping[str, Any]) -> list[Item] | None:
-    """A call of an MCP tool as a call of a function, and its result. None: the item is something else.
+    """Return a call of an MCP tool as a call of a function, and its result. None: the item is something else.
 
     A call that was approved has its result here, and the call itself where it asked for approval.
     """
@@ -367,7 +367,10 @@ def plain_items(item: Mapping[str, Any]) -> list[Item] | None:
 
 
 def shown_tools(given: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]]:
-    """The tools of a request for its answer, which is stored and shown: without what servers are told in secret."""
+    """Return the tools of a request for its answer, which is stored and shown.
+
+    What servers are told in secret is left out.
+    """
     secret = ("headers", "authorization")
     return [
         {key: value for key, value in tool.items() if key not in secret}
@@ -381,7 +384,7 @@ def shown_tools(given: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, 
 def _check(
     place: str, tool: Mapping[str, Any], labels: Mapping[str, str | None], remote: RemoteServers | None
 ) -> str:
-    """The label of a server that a request may use. Raises ApiError 400."""
+    """Return the label of a server that a request may use. Raises ApiError 400."""
     for key in tool:
         if key not in _KEYS:
             raise ApiError(400, f"{place}: unknown key {quoted(key)}{did_you_mean(key, _KEYS)}", "tools")
@@ -430,7 +433,7 @@ def _check(
 
 
 def _headers_of(place: str, tool: Mapping[str, Any]) -> dict[str, str]:
-    """What the client tells its server with each request. Raises ApiError 400."""
+    """Return what the client tells its server with each request. Raises ApiError 400."""
     headers, token = tool.get("headers") or {}, tool.get("authorization")
     if not isinstance(headers, Mapping) or not all(
         isinstance(value, str) and HEADER.fullmatch(name) and VALUE.fullmatch(value)
@@ -448,7 +451,7 @@ def _headers_of(place: str, tool: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _rules(place: str, tool: Mapping[str, Any]) -> tuple[str | None, Filter, Filter | None, Filter | None]:
-    """What a request says of a server and its tools: the last fields of ``Wanted``. Raises ApiError 400."""
+    """Return what a request says of a server and its tools: the last fields of ``Wanted``. Raises ApiError 400."""
     about = tool.get("server_description")
     if about is not None and not isinstance(about, str):
         raise ApiError(400, f"{place}: server_description must be text", f"{place}.server_description")
@@ -518,7 +521,7 @@ def _call_of(item: Mapping[str, Any]) -> Item:
 
 
 def _output_of(item: Mapping[str, Any]) -> str:
-    """What the model is told of a call's result."""
+    """Return what the model is told of a call's result."""
     output, error = item.get("output"), item.get("error")
     if isinstance(output, str):
         return output
@@ -542,7 +545,7 @@ def _part_of(image: Image) -> dict[str, Any]:
 
 
 def _text_of(result: Result, most: int) -> str:
-    """A result as text, in which images are named: an item of this kind holds no more."""
+    """Return a result as text, in which images are named: an item of this kind holds no more."""
     text = "\n".join(
         f"[image: {part.mime_type}]" if isinstance(part, Image) else part for part in result.parts
     )

@@ -50,13 +50,13 @@ class PlacedPart(dict[str, Any]):
 
 
 def place_of(messages: Sequence[Mapping[str, Any]], index: int, i: int) -> str:
-    """Where the request has a part of a message."""
+    """Return where the request has a part of a message."""
     part = messages[index]["content"][i]
     return part.place if isinstance(part, PlacedPart) else f"messages.{index}.content.{i}"
 
 
 def in_request(error: InvalidRequestError, messages: Sequence[Mapping[str, Any]]) -> Exception:
-    """The engine's error about an image or a sound with its place in the request; others as they are."""
+    """Return the engine's error about an image or a sound with its place in the request; others as they are."""
     found = _ENGINE_PLACE.match(str(error))
     if found is None:
         return error
@@ -71,7 +71,7 @@ def in_request(error: InvalidRequestError, messages: Sequence[Mapping[str, Any]]
 async def with_media(
     exchange: Exchange, messages: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """The messages with the images that their addresses name; the same object if there are no addresses.
+    """Return the messages with the images that their addresses name; the same object if there are no addresses.
 
     Raises ApiError 400, InvalidRequestError; TimeoutError after ``timeout_s``.
     """
@@ -139,7 +139,7 @@ async def _loaded(exchange: Exchange, place: str, url: str, most: int) -> bytes 
 
 @lru_cache(maxsize=1)
 def _threads() -> LongWork:
-    """For fetches only, so that slow hosts hold up no other work of the server. Fair to clients."""
+    """Return the threads for fetches only, so that slow hosts hold up no other work of the server. Fair to clients."""
     return LongWork(_N_THREADS)
 
 
@@ -169,7 +169,10 @@ class _Ending:
 
 
 def fetched(url: str, allowed: Sequence[str], most: int, ending: _Ending) -> bytes:
-    """The file at an address; waits. ``allowed``: hosts, with a port where it is not the scheme's. Raises Refused."""
+    """Fetch the file at an address; waits.
+
+    ``allowed``: hosts, with a port where it is not the scheme's. Raises Refused.
+    """
     deadline = monotonic() + MOST_SECONDS
     timer = threading.Timer(MOST_SECONDS, ending.end)
     timer.daemon = True
@@ -190,7 +193,7 @@ def fetched(url: str, allowed: Sequence[str], most: int, ending: _Ending) -> byt
 
 
 def _answer(url: str, allowed: Sequence[str], most: int, deadline: float, ending: _Ending) -> bytes | str:
-    """The body of an answer, or the address that it redirects to."""
+    """Return the body of an answer, or the address that it redirects to."""
     split = urlsplit(url)
     host, port = allowed_host(split, allowed, "--media-url HOST")
     address = address_of(host, port)

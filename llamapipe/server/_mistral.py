@@ -35,7 +35,7 @@ class FimRequest(Sampling, kw_only=True):
 
 
 async def fim_completions(exchange: Exchange, request: FimRequest) -> Response:
-    """Fills in one text, as a whole or as a stream."""
+    """Fill in one text, as a whole or as a stream."""
     state = exchange.server
     model = state.check_model(request.model)
     params = _params(exchange, request)
@@ -66,7 +66,7 @@ async def fim_completions(exchange: Exchange, request: FimRequest) -> Response:
 
 
 def _params(exchange: Exchange, request: FimRequest) -> SamplingParams:
-    """The request's options. Raises ApiError 400."""
+    """Return the request's options. Raises ApiError 400."""
     if request.random_seed is not None:
         if request.seed is not None:
             raise ApiError(400, "seed and random_seed are the same option; give one", "random_seed")

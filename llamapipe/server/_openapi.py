@@ -33,7 +33,7 @@ _REF = "#/components/schemas/{name}"
 
 
 def document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of the routes that have a summary, and of their aliases."""
+    """Return the OpenAPI 3.1 document of the routes that have a summary, and of their aliases."""
     described = [endpoint for endpoint in endpoints if endpoint.summary]
     bodies = list({endpoint.body: None for endpoint in described if endpoint.body is not None})
     _, components = msgspec.json.schema_components(bodies, ref_template=_REF)

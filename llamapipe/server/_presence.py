@@ -26,7 +26,7 @@ class Presence:
         return f"<Presence {self.name}>"
 
     def sign_in(self) -> None:
-        """Makes the file; removes those of processes that have ended. A second call does nothing. Raises OSError."""
+        """Make the file; remove those of processes that have ended. A second call does nothing. Raises OSError."""
         if self._lock is not None:
             return
         for old in self._path.parent.glob(f"{escape(self._path.name)}-at-*"):
@@ -36,14 +36,14 @@ class Presence:
         self.name = name
 
     def sign_out(self) -> None:
-        """Removes the file. A second call does nothing."""
+        """Remove the file. A second call does nothing."""
         if self._lock is not None:
             self._file(self.name).unlink(missing_ok=True)
             os.close(self._lock)
             self._lock = None
 
     def dead(self, names: Iterable[str | None]) -> list[str]:
-        """Those of other processes that have ended."""
+        """Return which of these names are of other processes that have ended."""
         found = []
         for name in {name for name in names if name is not None} - {self.name}:
             remove_if_dead(self._file(name))

@@ -26,7 +26,10 @@ class Recent:
         return f"<Recent {len(self._kept)} of {self._kept.maxlen}>"
 
     def add(self, request: ClientRequest, seconds: float) -> None:
-        """An answered request; those that ask the engine for nothing are left out, but for what it refused."""
+        """Note an answered request.
+
+        Those that ask the engine for nothing are left out, but for what it refused.
+        """
         times, status = request.times, request.status
         is_refused = request.method == "POST" and status >= 400 and status not in (401, 403, 404, 405)
         if not (times.was_computed or is_refused) or request.is_forwarded:
@@ -56,5 +59,5 @@ class Recent:
         self._kept.append(entry)
 
     def entries(self) -> list[dict[str, Any]]:
-        """What is kept, the newest first."""
+        """Return what is kept, the newest first."""
         return list(reversed(self._kept))

@@ -149,7 +149,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     request_id: Annotated[str | None, Unused()] = None
 
     def unused(self, has_store: bool, has_mcp: bool) -> tuple[str, ...]:
-        """What the request asks for and has no effect, besides fields. Raises ApiError 400 for an unknown value."""
+        """Return what the request asks for and has no effect, besides fields.
+
+        Raises ApiError 400 for an unknown value.
+        """
         aside = () if has_store else [name for name in ("metadata", "store") if getattr(self, name)]
         asked = check_include(self.include or ())
         items: Sequence[Mapping[str, Any]] = () if isinstance(self.input, str) else self.input
@@ -162,13 +165,16 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
         return (*aside, *(f"include.{name}" for name in asked), *(f"input.{kind}" for kind in hosted))
 
     def check(self) -> None:
-        """Raises ApiError 400 for stream options without a stream."""
+        """Raise ApiError 400 for stream options without a stream."""
         if self.stream_options is not None and self.stream is None:
             raise ApiError(400, "stream_options is given, but stream is not", "stream_options")
 
 
 def check_include(names: Sequence[str]) -> list[str]:
-    """Those of the parts of an answer to include that no answer has here. Raises ApiError 400 for an unknown one."""
+    """Return those of the parts of an answer to include that no answer has here.
+
+    Raises ApiError 400 for an unknown one.
+    """
     asked = [name for name in names if name != LOGPROBS]
     for name in asked:
         if name not in _INCLUDABLE:
@@ -180,7 +186,7 @@ def check_include(names: Sequence[str]) -> list[str]:
 def messages_of(
     instructions: str | None, given: Sequence[Item], tools: Tools, earlier: Sequence[Item] = ()
 ) -> list[Message]:
-    """The conversation, the instructions first. Raises ApiError, which names the place.
+    """Return the conversation, the instructions first. Raises ApiError, which names the place.
 
     ``tools``: their names tell how the model knows the tools that were called. ``earlier``: stored items, before those
     that are given.
@@ -197,20 +203,20 @@ def messages_of(
 
 
 def check_items(items: Sequence[Item]) -> None:
-    """Raises ApiError 400 for items that no conversation may have."""
+    """Raise ApiError 400 for items that no conversation may have."""
     made: list[Message] = []
     for index, item in enumerate(items):
         _add(made, f"items.{index}", item, _NO_TOOLS)
 
 
 def _items_of(request: ResponsesRequest) -> list[Item]:
-    """The input as items."""
+    """Return the input as items."""
     given = request.input
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
 def _add(made: list[Message], place: str, item: Mapping[str, Any], tools: Tools) -> None:
-    """Adds an item. Reasoning, text and calls of one answer become one message."""
+    """Add an item. Reasoning, text and calls of one answer become one message."""
     kind = item.get("type")
     if kind is None:  # the API lets messages and references leave it out
         kind = "item_reference" if "id" in item and "role" not in item else "message"
@@ -261,7 +267,7 @@ def _add(made: list[Message], place: str, item: Mapping[str, Any], tools: Tools)
 
 
 def _name(place: str, item: Mapping[str, Any], tools: Tools) -> str:
-    """The name by which the model knows the tool that an item calls."""
+    """Return the name by which the model knows the tool that an item calls."""
     name, namespace = _string(place, item, "name"), item.get("namespace")
     for flat in (name, qualified(name, namespace) if isinstance(namespace, str) else name):
         known = tools.names.get(flat)
@@ -271,14 +277,14 @@ def _name(place: str, item: Mapping[str, Any], tools: Tools) -> str:
 
 
 def _answer(made: list[Message]) -> Message:
-    """The message of the model that is being put together."""
+    """Return the message of the model that is being put together."""
     if not made or made[-1]["role"] != "assistant":
         made.append({"role": "assistant", "content": ""})
     return made[-1]
 
 
 def _parts(place: str, content: Any) -> str | list[dict[str, Any]]:
-    """The content of a message: text, or parts where it has images and sounds."""
+    """Return the content of a message: text, or parts where it has images and sounds."""
     if not isinstance(content, list) or not any(is_media(part) for part in content):
         return _text(place, content)
     parts: list[dict[str, Any]] = []
@@ -327,7 +333,7 @@ _SAMPLING = [name for name in Sampling.__struct_fields__ if name in ResponsesReq
 
 
 async def responses(exchange: Exchange, request: ResponsesRequest) -> Response:
-    """Answers an input, as a whole, as a stream, or later."""
+    """Answer an input, as a whole, as a stream, or later."""
     request.check()
     if is_later := request.background and exchange.gate.inside_of(exchange).worker is None:
         _background.check(exchange, request.store)
@@ -352,7 +358,7 @@ async def responses(exchange: Exchange, request: ResponsesRequest) -> Response:
 
 
 async def count_tokens(exchange: Exchange, request: ResponsesRequest) -> Response:
-    """Counts the tokens of an input's prompt."""
+    """Count the tokens of an input's prompt."""
     exchange.server.check_model(request.model)
     mcp = mcp_of(exchange, request.tools)
     try:
@@ -370,14 +376,14 @@ async def count_tokens(exchange: Exchange, request: ResponsesRequest) -> Respons
 
 
 def _tools(exchange: Exchange, request: ResponsesRequest, mcp: McpTools) -> Tools:
-    """The tools of the request, with those of the servers that it names. Raises ApiError."""
+    """Return the tools of the request, with those of the servers that it names. Raises ApiError."""
     tools = tools_of(mcp.expanded(request.tools), mcp.choice(request.tool_choice), is_flat=True)
     exchange.note_unused(tools.unused)
     return tools
 
 
 async def _load(mcp: McpTools, wanted: Wanted) -> None:
-    """Asks an MCP server for its tools. Raises ApiError 424."""
+    """Ask an MCP server for its tools. Raises ApiError 424."""
     try:
         await mcp.load(wanted)
     except McpError as e:
@@ -387,7 +393,7 @@ async def _load(mcp: McpTools, wanted: Wanted) -> None:
 async def _opened(
     exchange: Exchange, request: ResponsesRequest, mcp: McpTools, stores: bool | None
 ) -> tuple[Kept, list[Item]]:
-    """What the request continues, and its input as items. Raises ApiError."""
+    """Return what the request continues, and its input as items. Raises ApiError."""
     exchange.note_unused(request.unused(exchange.gate.store is not None, bool(mcp.wanted)))
     check_n_messages(exchange.server, request.input, "input")
     kept = kept_of(exchange, stores, request.previous_response_id, request.conversation)
@@ -397,7 +403,7 @@ async def _opened(
 
 
 def _template_args(request: ResponsesRequest) -> dict[str, Any]:
-    """The template's arguments. Raises ApiError 400."""
+    """Return the template's arguments. Raises ApiError 400."""
     effort = None if request.reasoning is None else request.reasoning.effort
     return template_args(request.chat_template_kwargs, effort, "reasoning.effort")
 
@@ -410,7 +416,7 @@ def _job(
     n_output: int = 0,
     spent_s: float = 0.0,
 ) -> ChatJob:
-    """The request as a job of the engine. Raises ApiError.
+    """Return the request as a job of the engine. Raises ApiError.
 
     ``n_output``, ``spent_s``: tokens and seconds of jobs before it.
     """
@@ -443,7 +449,7 @@ def _job(
 
 
 def _schema(request: ResponsesRequest) -> Any:
-    """The JSON schema that the answer must match, None for any text."""
+    """Return the JSON schema that the answer must match, None for any text."""
     given = None if request.text is None else request.text.format
     if given is None or given.type == "text":
         return None
@@ -485,7 +491,7 @@ class _Answer:
         self._n_input = self._n_cached = 0
 
     def prepare(self) -> None:
-        """Makes the first job. Raises ApiError."""
+        """Make the first job. Raises ApiError."""
         self._encoder.tools = _tools(self._exchange, self._request, self._mcp)
         self._job = self._next_job()
 
@@ -501,7 +507,7 @@ class _Answer:
         return _job(self._exchange, self._request, tools, messages, encoder.n_output, spent_s)
 
     async def parts(self) -> AsyncGenerator[bytes, None]:
-        """The events of the output's items, as they arise."""
+        """Yield the events of the output's items, as they arise."""
         encoder, most = self._encoder, self._request.max_output_tokens
         try:
             if self._job is None:
@@ -531,7 +537,7 @@ class _Answer:
             self._exchange.count(self._n_input, encoder.n_output)
 
     async def _computed(self) -> AsyncGenerator[bytes, None]:
-        """What the model writes until it ends, or calls tools."""
+        """Yield what the model writes until it ends, or calls tools."""
         job = self._job
         assert job is not None
         if self._mcp.wanted:
@@ -545,7 +551,7 @@ class _Answer:
             self._n_cached += job.n_cached_tokens
 
     async def _begun(self) -> AsyncGenerator[bytes, None]:
-        """Lists the tools of MCP servers, runs the calls that the client has approved, and makes the first job."""
+        """List the tools of MCP servers, run the calls that the client has approved, and make the first job."""
         encoder, mcp = self._encoder, self._mcp
         items = [*self._kept.earlier, *self._given]
         known = [item.get("server_label") for item in items if item.get("type") == "mcp_list_tools"]
@@ -574,7 +580,7 @@ class _Answer:
             self._job = self._next_job()
 
     async def _ran(self, calls: Sequence[tuple[int, Item]]) -> AsyncGenerator[bytes, None]:
-        """Runs calls of MCP tools, unless the text ended at a limit.
+        """Run calls of MCP tools, unless the text ended at a limit.
 
         Meanwhile the cells of the conversation stay. If the client goes away, they are the first to go.
         """
@@ -611,13 +617,13 @@ class _Answer:
             ) from None
 
     def is_again(self, error: Exception) -> bool:
-        """Whether the answer is one in the background that is tried again after this error."""
+        """Return whether the answer is one in the background that is tried again after this error."""
         answer = api_error(error)
         is_busy = answer is not None and answer.status in BUSY
         return is_busy and self._exchange.gate.inside_of(self._exchange).worker is not None
 
     def fail(self, error: Exception) -> bool:
-        """The answer ends with an error; False: with an unexpected one."""
+        """End the answer with an error. False: the error is an unexpected one."""
         answer = api_error(error)
         if answer is None:
             return False
@@ -625,7 +631,7 @@ class _Answer:
         return True
 
     async def later(self) -> Response:
-        """Stores the request, to be answered in the background."""
+        """Store the request, to be answered in the background."""
         made = {**self._encoder.response(), "status": "queued"}
         is_stream = bool(self._request.stream)
         asked = {
@@ -639,13 +645,13 @@ class _Answer:
         return await _background.later(self._exchange, made["id"], made, is_stream)
 
     async def stored(self) -> dict[str, Any]:
-        """The response that has ended, stored if it is to be stored."""
+        """Return the response that has ended, stored if it is to be stored."""
         made = self._encoder.response(self._n_input, self._n_cached)
         await self._kept.keep(made, self._given, self._encoder.output)
         return {**made, "store": self._kept.is_stored}
 
     def ping(self) -> bytes:
-        """A sign of life of the stream: a comment, and now and then an event.
+        """Return a sign of life of the stream: a comment, and now and then an event.
 
         Codex gives up after five minutes without an event. Those of an answer in the background would be stored.
         """
@@ -656,7 +662,7 @@ class _Answer:
         return self._encoder.sign_of_life() or PING
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events of the stream."""
+        """Yield the events of the stream."""
         try:
             async with aclosing(self.parts()) as parts:
                 async for made in parts:
@@ -671,7 +677,7 @@ class _Answer:
 
 
 def _fields(request: ResponsesRequest, model: str, kept: Kept) -> dict[str, Any]:
-    """Those of the response that say what was asked for."""
+    """Return those fields of the response that say what was asked for."""
     text_format = None if request.text is None else request.text.format
     effort = None if request.reasoning is None else request.reasoning.effort
     return {

@@ -76,7 +76,7 @@ class Runs:
     def add(
         self, owner: str, answer: NewAnswer, body: bytes, events: Sequence[bytes], most: int, most_bytes: int
     ) -> None:
-        """Stores an answer that is to be computed from a request's ``body``. ``events``: of its stream, if it has one.
+        """Store an answer that is to be computed from a request's ``body``. ``events``: of its stream, if it has one.
 
         ``most``: that one owner may have; ``most_bytes``: of the store. Raises FullError, StoreError, MissingError.
         """
@@ -109,7 +109,7 @@ class Runs:
         self._insert(answer.id, thread, 0, events)
 
     def cancel(self, owner: str, answer_id: str) -> tuple[dict[str, Any], bool]:
-        """Ends a run. Returns the answer, and whether it was one in the background. Raises MissingError."""
+        """End a run. Returns the answer, and whether it was one in the background. Raises MissingError."""
         body = self._store.answer(owner, answer_id, self._writer)
         ended = self._writer.execute("DELETE FROM runs WHERE id = ? AND NOT is_done", (answer_id,)).rowcount
         if ended:
@@ -118,7 +118,7 @@ class Runs:
         return body, bool(body.get("background"))
 
     def told(self, owner: str, answer_id: str, after: int, connection: sqlite3.Connection) -> Told | None:
-        """What a stream tells after the event ``after``. None: the answer has none. Raises MissingError."""
+        """Return what a stream tells after the event ``after``. None: the answer has none. Raises MissingError."""
         answer = self._store.answer(owner, answer_id, connection)
         last = connection.execute("SELECT max(number) FROM events WHERE answer = ?", (answer_id,)).fetchone()[
             0
@@ -134,7 +134,10 @@ class Runs:
         return Told(events, answer if is_last else None, last + 1)
 
     def listed(self, owner: str, limit: int, connection: sqlite3.Connection) -> list[dict[str, Any]]:
-        """The runs of an owner that have not ended, the newest first. ``n_events``: that their streams have told."""
+        """Return the runs of an owner that have not ended, the newest first.
+
+        ``n_events``: that their streams have told.
+        """
         rows = connection.execute(
             "SELECT r.id, r.worker, r.n_attempts, a.body, "
             "(SELECT count(*) FROM events e WHERE e.answer = r.id) FROM runs r JOIN answers a USING (id) "
@@ -158,12 +161,12 @@ class Runs:
 
     # ---- of those who compute
     def look(self, connection: sqlite3.Connection) -> list[Place]:
-        """Where all runs are."""
+        """Return where all runs are."""
         rows = connection.execute(f"SELECT id, worker, {IS_DUE} FROM runs", {"now": int(time.time())})
         return [Place(answer_id, worker, bool(is_due)) for answer_id, worker, is_due in rows]
 
     def claim(self, worker: str, dead: Sequence[str], n: int) -> list[Run]:
-        """Takes at most ``n`` runs, of those who have the fewest first. ``dead``: workers that have ended."""
+        """Take at most ``n`` runs, of those who have the fewest first. ``dead``: workers that have ended."""
         writer = self._writer
         writer.executemany("UPDATE runs SET worker = NULL WHERE worker = ?", [(name,) for name in dead])
         writer.execute("DELETE FROM runs WHERE is_done AND worker IS NULL")
@@ -194,7 +197,7 @@ class Runs:
         return made
 
     def add_events(self, worker: str, answer_id: str, first: int, events: Sequence[bytes]) -> bool:
-        """Stores what a stream tells, from the number ``first``. False: the run is not this worker's."""
+        """Store what a stream tells, from the number ``first``. False: the run is not this worker's."""
         row = self._writer.execute(
             "SELECT thread, n_first FROM runs WHERE id = ? AND worker = ?", (answer_id, worker)
         ).fetchone()
@@ -207,7 +210,7 @@ class Runs:
         return row is not None
 
     def release(self, worker: str, answer_id: str | None, after_s: int, counts: bool) -> None:
-        """Gives a run back, or all of this worker: for a later attempt. ``counts``: whether this one did."""
+        """Give a run back, or all of this worker: for a later attempt. ``counts``: whether this one did."""
         self._writer.execute(
             "UPDATE runs SET worker = NULL, not_before = ?, n_attempts = n_attempts - ? "
             "WHERE worker = ? AND id = coalesce(?, id)",
@@ -215,7 +218,7 @@ class Runs:
         )
 
     def end(self, worker: str, answer_id: str, error: Mapping[str, Any]) -> None:
-        """Ends a run of this worker: with the answer that it has stored, or as failed."""
+        """End a run of this worker: with the answer that it has stored, or as failed."""
         row = self._writer.execute(
             "SELECT is_done FROM runs WHERE id = ? AND worker = ?", (answer_id, worker)
         ).fetchone()

@@ -50,7 +50,7 @@ _SLOT = re.compile(r"[0-9]{1,9}|[A-Za-z][A-Za-z0-9._-]{0,63}")
 
 
 def slot_name(given: int | str | None, field: str = "id_slot") -> str:
-    """The name of the conversation that ``id_slot`` means. Raises ApiError 400."""
+    """Return the name of the conversation that ``id_slot`` means. Raises ApiError 400."""
     if given is None or isinstance(given, int):
         return str(max(given or 0, 0))
     if not _SLOT.fullmatch(given):
@@ -71,7 +71,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     schema: dict[str, Any] | None = None
 
     def answer_schema(self) -> Any:
-        """The JSON schema that the answer must match, None for any text. Raises ApiError 400."""
+        """Return the JSON schema that the answer must match, None for any text. Raises ApiError 400."""
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -99,7 +99,7 @@ class Prediction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def predicted(given: Prediction | str | None) -> dict[str, str]:
-    """The field of ``SamplingParams`` for a request's prediction."""
+    """Return the field of ``SamplingParams`` for a request's prediction."""
     if given is None:
         return {}
     text = given.content if isinstance(given, Prediction) else given
@@ -151,7 +151,7 @@ class Constrained(Formats, kw_only=True):
     ebnf: str | None = None
 
     def constraint(self) -> Constraint | None:
-        """The format that the answer must match. Raises ApiError 400 if two are given."""
+        """Return the format that the answer must match. Raises ApiError 400 if two are given."""
         found: list[Constraint] = []
         for field, kind in _KINDS.items():
             value = getattr(self, field)
@@ -310,10 +310,10 @@ class Sampling(_Options, kw_only=True):
     def params(
         self, state: ServerState, fields: Mapping[str, str] | None = None, /, **more: Any
     ) -> SamplingParams:
-        """The options as ``SamplingParams``, with the operator's where there are none; ``more``: further fields of it.
+        """Return the options as ``SamplingParams``, with the operator's where there are none.
 
-        ``fields``: what the request calls options, where it calls them otherwise. Raises ApiError 400, which names the
-        field.
+        ``more``: further fields of it. ``fields``: what the request calls options, where it calls them otherwise.
+        Raises ApiError 400, which names the field.
         """
         vocab = state.engine.model.vocab
         tokenize = partial(vocab.tokenize, add_special=False)
@@ -329,7 +329,10 @@ class Sampling(_Options, kw_only=True):
         /,
         **more: Any,
     ) -> SamplingParams:
-        """The same. ``tokenize``: for the keys of ``logit_bias``, which may be token ids or text."""
+        """Return the same as ``params``.
+
+        ``tokenize``: for the keys of ``logit_bias``, which may be token ids or text.
+        """
         values: dict[str, Any] = {}
         called = dict(fields or {})
         for field, name in _PASSED_ON:
@@ -358,7 +361,7 @@ _PASSED_ON = [
 
 
 def checked_params(values: dict[str, Any], fields: Mapping[str, str]) -> SamplingParams:
-    """``SamplingParams`` of these values. ``fields``: what the request calls them, where it calls them otherwise.
+    """Return ``SamplingParams`` of these values. ``fields``: what the request calls them, where that differs.
 
     Raises ApiError 400, which names the field.
     """
@@ -375,7 +378,7 @@ def checked_params(values: dict[str, Any], fields: Mapping[str, str]) -> Samplin
 
 
 def _check_texts(name: str, given: str | list[str] | None, most: int, most_characters: int) -> None:
-    """Raises ApiError 400 for texts that would keep the engine, and so all other requests, busy for long."""
+    """Raise ApiError 400 for texts that would keep the engine, and so all other requests, busy for long."""
     texts = [given] if isinstance(given, str) else given or []
     if len(texts) > most:
         raise ApiError(400, f"{name} has {len(texts)} texts; the limit is {most}", name)
@@ -385,7 +388,10 @@ def _check_texts(name: str, given: str | list[str] | None, most: int, most_chara
 
 
 def _biases(given: dict[str, float], tokenize: Tokenize) -> dict[int, float]:
-    """Biases by token id. A key that is not a number is text; each of its tokens gets the bias. Raises ApiError 400."""
+    """Return biases by token id. Raises ApiError 400.
+
+    A key that is not a number is text; each of its tokens gets the bias.
+    """
     biases: dict[int, float] = {}
     n_characters = 0
     for key, value in given.items():
@@ -402,7 +408,10 @@ def _biases(given: dict[str, float], tokenize: Tokenize) -> dict[int, float]:
 
 
 def token_biases(given: list[tuple[int | str, float | bool]], tokenize: Tokenize) -> dict[int, float]:
-    """Biases by token id, from llama-server's list: ids or texts with numbers; False forbids. Raises ApiError 400."""
+    """Return biases by token id, from llama-server's list: ids or texts with numbers; False forbids.
+
+    Raises ApiError 400.
+    """
     biases: dict[int, float] = {}
     n_characters = 0
     for index, (key, value) in enumerate(given):
@@ -420,7 +429,7 @@ def token_biases(given: list[tuple[int | str, float | bool]], tokenize: Tokenize
 
 
 def _tokens_of(key: str, n_characters: int, tokenize: Tokenize) -> list[int]:
-    """The tokens of a text in ``logit_bias``, whose texts have ``n_characters`` so far. Raises ApiError 400."""
+    """Return the tokens of a text in ``logit_bias``, whose texts have ``n_characters`` so far. Raises ApiError 400."""
     if n_characters > _MOST_CHARACTERS:
         raise ApiError(
             400,
@@ -452,9 +461,9 @@ _MOST_SAMPLERS = 64
 
 
 def sampler_names(given: Sequence[str] | str) -> list[str]:
-    """The ``sampler_order`` that a list of llama-server's names means, or a text of its letters. Raises ApiError 400.
+    """Return the ``sampler_order`` that a list of llama-server's names means, or a text of its letters.
 
-    ``adaptive_p`` is left out: here ``adaptive_target`` alone turns it on, at the end.
+    Raises ApiError 400. ``adaptive_p`` is left out: here ``adaptive_target`` alone turns it on, at the end.
     """
     if len(given) > _MOST_SAMPLERS:
         raise ApiError(400, f"samplers has {len(given)} names; the limit is {_MOST_SAMPLERS}", "samplers")
@@ -475,7 +484,7 @@ def sampler_names(given: Sequence[str] | str) -> list[str]:
 
 
 def chosen_samplers(exchange: Exchange, request: Sampling, given: Sequence[str] | str) -> dict[str, Any]:
-    """The fields of ``SamplingParams`` for ``samplers``. Raises ApiError 400.
+    """Return the fields of ``SamplingParams`` for ``samplers``. Raises ApiError 400.
 
     Options whose sampler it leaves out have no effect, and are named so: editors send them.
     """
@@ -498,10 +507,10 @@ def chosen_samplers(exchange: Exchange, request: Sampling, given: Sequence[str] 
 
 # ---- errors
 def with_field(error: InvalidRequestError, field: str) -> ApiError | InvalidRequestError:
-    """The error with the field it is about; unchanged if that is not known. ``field``: what holds the constraint.
+    """Return the error with the field it is about; unchanged if that is not known.
 
-    The engine knows ``SamplingParams`` only. A request may name its JSON schema otherwise, and the engine writes the
-    schema and the tools of a chat into one Lark grammar before it compiles them.
+    ``field``: what holds the constraint. The engine knows ``SamplingParams`` only. A request may name its JSON schema
+    otherwise, and the engine writes the schema and the tools of a chat into one Lark grammar before it compiles them.
     """
     text = str(error)
     found = _FIRST_WORD.match(text)
@@ -515,7 +524,7 @@ def with_field(error: InvalidRequestError, field: str) -> ApiError | InvalidRequ
 
 
 def adapters_of(state: ServerState, name: str | None, chosen: Sequence[LoraScale] | None) -> dict[str, Any]:
-    """The field of ``SamplingParams`` that a model's name or ``lora`` asks for. Raises ApiError 400."""
+    """Return the field of ``SamplingParams`` that a model's name or ``lora`` asks for. Raises ApiError 400."""
     named = state.adapter_of(name)
     if chosen is None:
         return dict(named)

@@ -131,7 +131,7 @@ async def upload(exchange: Exchange) -> Response:
 
 
 def _opened(path: Path) -> tuple[FileIO, ExitStack]:
-    """A file, and what closes it."""
+    """Open a file. Returns it, and what closes it."""
     stack = ExitStack()
     try:
         return stack.enter_context(opened(path)), stack
@@ -153,7 +153,7 @@ class _Content(StreamingResponse):
 
 
 async def _done(exchange: Exchange, path: Path, function: Callable[..., T], *arguments: Any) -> T:
-    """``function(*arguments)`` in a thread. Raises ApiError for what the engine or the disk refuses."""
+    """Run ``function(*arguments)`` in a thread. Raises ApiError for what the engine or the disk refuses."""
     try:
         return await asyncio.to_thread(function, *arguments)
     except FileNotFoundError:
@@ -180,7 +180,7 @@ def _files(folder: Path) -> list[dict[str, Any]]:
 
 
 def _folder(exchange: Exchange) -> Path:
-    """The folder of the client's files. Raises ApiError 403 without ``--slot-save-path``."""
+    """Return the folder of the client's files. Raises ApiError 403 without ``--slot-save-path``."""
     state = exchange.server
     if state.settings.slot_save_path is None:
         raise ApiError(

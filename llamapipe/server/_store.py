@@ -169,7 +169,7 @@ class Store(Database):
 
     # ---- writes
     def add_answer(self, owner: str, answer: NewAnswer) -> None:
-        """Stores an answer with its items, in place of one with this id that the client was never told of.
+        """Store an answer with its items, in place of one with this id that the client was never told of.
 
         Raises StoreError if it does not fit, MissingError; of an answer in the background also if the worker is no
         longer the one that computes it.
@@ -218,7 +218,7 @@ class Store(Database):
     def change_answer(
         self, answer_id: str, changes: Mapping[str, Any], after: int | None = None
     ) -> dict[str, Any]:
-        """Changes fields of an answer's body, those that are not None; for ``_runs.py``, inside of ``write``."""
+        """Change fields of an answer's body, those that are not None; for ``_runs.py``, inside of ``write``."""
         thread, old = self._writer.execute(
             "SELECT thread, body FROM answers WHERE id = ?", (answer_id,)
         ).fetchone()
@@ -233,15 +233,15 @@ class Store(Database):
         return changed
 
     def will_write(self, n_bytes: int) -> None:
-        """Counts bytes until the next look at the file's size; for ``_runs.py``, inside of ``write``."""
+        """Count bytes until the next look at the file's size; for ``_runs.py``, inside of ``write``."""
         self._n_unseen += _ROW_BYTES + n_bytes
 
     def thread_of(self, owner: str, answer_id: str, connection: sqlite3.Connection) -> int:
-        """The thread of an answer; for ``_runs.py``. Raises MissingError."""
+        """Return the thread of an answer; for ``_runs.py``. Raises MissingError."""
         return self._answer(connection, owner, answer_id)[0]
 
     def delete_answer(self, owner: str, answer_id: str) -> None:
-        """Deletes an answer for good; its items stay in the conversation, if it was one's. Raises MissingError."""
+        """Delete an answer for good; its items stay in the conversation, if it was one's. Raises MissingError."""
         thread = self._answer(self._writer, owner, answer_id)[0]
         self._forget_answer(thread, answer_id, keeps_listed=True)
         self._checkpoint_is_due = True
@@ -249,7 +249,7 @@ class Store(Database):
     def add_conversation(
         self, owner: str, metadata: Mapping[str, Any], items: Sequence[Item]
     ) -> dict[str, Any]:
-        """A new conversation. Raises StoreError."""
+        """Store a new conversation. Raises StoreError."""
         conversation_id = f"conv_{uuid.uuid4().hex}"
         thread = self._new_thread(owner, conversation_id, metadata)
         self._add_items(owner, thread, items, is_listed=True)
@@ -259,26 +259,26 @@ class Store(Database):
     def change_conversation(
         self, owner: str, conversation_id: str, metadata: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The conversation with other metadata. Raises MissingError."""
+        """Give a conversation other metadata. Raises MissingError."""
         thread = self._conversation(self._writer, owner, conversation_id)[0]
         self._writer.execute("UPDATE threads SET metadata = ? WHERE number = ?", (encoded(metadata), thread))
         self._touch(thread)
         return self.conversation(owner, conversation_id, self._writer)
 
     def delete_conversation(self, owner: str, conversation_id: str) -> None:
-        """Deletes a conversation with its items, and the answers given in it, for good. Raises MissingError."""
+        """Delete a conversation with its items, and the answers given in it, for good. Raises MissingError."""
         self._delete_thread(self._conversation(self._writer, owner, conversation_id)[0])
         self._checkpoint_is_due = True
 
     def add_items(self, owner: str, conversation_id: str, items: Sequence[Item]) -> list[Item]:
-        """Appends items to a conversation. Raises MissingError, StoreError."""
+        """Append items to a conversation. Raises MissingError, StoreError."""
         thread = self._conversation(self._writer, owner, conversation_id)[0]
         made = self._add_items(owner, thread, items, is_listed=True)
         self._touch(thread)
         return made
 
     def delete_item(self, owner: str, conversation_id: str, item_id: str) -> dict[str, Any]:
-        """Deletes an item of a conversation for good. Raises MissingError."""
+        """Delete an item of a conversation for good. Raises MissingError."""
         thread = self._conversation(self._writer, owner, conversation_id)[0]
         number = self._number(self._writer, thread, item_id)
         self._writer.execute("DELETE FROM items WHERE number = ?", (number,))
@@ -286,7 +286,7 @@ class Store(Database):
         return self.conversation(owner, conversation_id, self._writer)
 
     def answer(self, owner: str, answer_id: str, connection: sqlite3.Connection) -> dict[str, Any]:
-        """A stored answer. Raises MissingError."""
+        """Return a stored answer. Raises MissingError."""
         body: dict[str, Any] = msgspec.json.decode(self._answer(connection, owner, answer_id)[1])
         rows = connection.execute(
             "SELECT body FROM items WHERE answer = ? AND is_output ORDER BY number", (answer_id,)
@@ -302,7 +302,7 @@ class Store(Database):
     def input_items(
         self, owner: str, answer_id: str, page: Page, connection: sqlite3.Connection
     ) -> tuple[list[Item], bool]:
-        """The items that an answer was made from, with those before its input; whether there are more.
+        """Return the items that an answer was made from, with those before its input; whether there are more.
 
         Raises MissingError.
         """
@@ -319,9 +319,9 @@ class Store(Database):
         without: str,
         connection: sqlite3.Connection,
     ) -> Earlier:
-        """What an answer continues: another answer, or a conversation. ``without``: its own id, see ``add_answer``.
+        """Return what an answer continues: another answer, or a conversation.
 
-        Raises MissingError, UnfinishedError, TooMuchError.
+        ``without``: its own id, see ``add_answer``. Raises MissingError, UnfinishedError, TooMuchError.
         """
         after = None
         if previous is not None:
@@ -354,7 +354,7 @@ class Store(Database):
     def conversation(
         self, owner: str, conversation_id: str, connection: sqlite3.Connection
     ) -> dict[str, Any]:
-        """A conversation, as the API has it. Raises MissingError."""
+        """Return a conversation, as the API has it. Raises MissingError."""
         _, created_at, metadata = self._conversation(connection, owner, conversation_id)
         return {
             "id": conversation_id,
@@ -366,13 +366,13 @@ class Store(Database):
     def items(
         self, owner: str, conversation_id: str, page: Page, connection: sqlite3.Connection
     ) -> tuple[list[Item], bool]:
-        """Items of a conversation; whether there are more. Raises MissingError."""
+        """Return items of a conversation, and whether there are more. Raises MissingError."""
         thread = self._conversation(connection, owner, conversation_id)[0]
         numbers = "SELECT number FROM items WHERE thread = :thread AND is_listed"
         return self._page(connection, numbers, {"thread": thread}, page)
 
     def item(self, owner: str, conversation_id: str, item_id: str, connection: sqlite3.Connection) -> Item:
-        """An item of a conversation. Raises MissingError."""
+        """Return an item of a conversation. Raises MissingError."""
         thread = self._conversation(connection, owner, conversation_id)[0]
         number = self._number(connection, thread, item_id)
         found: Item = msgspec.json.decode(
@@ -381,7 +381,7 @@ class Store(Database):
         return found
 
     def referred(self, owner: str, ids: Sequence[str], connection: sqlite3.Connection) -> list[Item]:
-        """The items with these ids, wherever they are. Raises MissingError."""
+        """Return the items with these ids, wherever they are. Raises MissingError."""
         found: list[Item] = []
         for item_id in ids:
             row = connection.execute(
@@ -400,11 +400,11 @@ class Store(Database):
         self._n_unseen = self._most_bytes
 
     def _oldest(self) -> int:
-        """The time before which a thread must have been used to be too old."""
+        """Return the time before which a thread must have been used to be too old."""
         return int(time.time()) - self._most_s
 
     def _tidy(self, at_start: bool = False) -> None:
-        """Deletes threads that are too old, and the least recently used ones while there are too many bytes.
+        """Delete threads that are too old, and the least recently used ones while there are too many bytes.
 
         Raises StoreError if the one that was written last would have to go. ``at_start``: it goes, because the limit
         may be lower than before.
@@ -463,7 +463,7 @@ class Store(Database):
         self._writer.execute("DELETE FROM threads WHERE number = ?", (number,))
 
     def _forget_answer(self, thread: int, answer_id: str, keeps_listed: bool) -> None:
-        """Deletes an answer, and its thread if nothing else is there. ``keeps_listed``: not a conversation's items."""
+        """Delete an answer, and its thread if nothing else is there. ``keeps_listed``: not a conversation's items."""
         kept = "AND NOT is_listed" if keeps_listed else ""
         self._writer.execute(f"DELETE FROM items WHERE answer = ? {kept}", (answer_id,))
         self._writer.execute("UPDATE items SET answer = NULL WHERE answer = ?", (answer_id,))
@@ -496,7 +496,7 @@ class Store(Database):
         return None if conversation is None else self._conversation(connection, owner, conversation)[0]
 
     def _answer(self, connection: sqlite3.Connection, owner: str, answer_id: str) -> tuple[int, bytes]:
-        """The thread and the body of an answer. Raises MissingError."""
+        """Return the thread and the body of an answer. Raises MissingError."""
         row: tuple[int, bytes] | None = connection.execute(
             "SELECT thread, body FROM answers JOIN threads ON number = thread WHERE id = ? AND owner = ? "
             "AND used_at >= ?",
@@ -509,7 +509,7 @@ class Store(Database):
     def _conversation(
         self, connection: sqlite3.Connection, owner: str, conversation_id: str
     ) -> tuple[int, int, bytes]:
-        """The thread of a conversation, when it was made, and its metadata. Raises MissingError."""
+        """Return the thread of a conversation, when it was made, and its metadata. Raises MissingError."""
         row: tuple[int, int, bytes] | None = connection.execute(
             "SELECT number, created_at, metadata FROM threads WHERE conversation = ? AND owner = ? AND used_at >= ?",
             (conversation_id, owner, self._oldest()),
@@ -535,7 +535,7 @@ class Store(Database):
         is_output: bool = False,
         is_listed: bool = False,
     ) -> list[Item]:
-        """Adds items, with new ids where they have none, or that of another one."""
+        """Add items, with new ids where they have none, or that of another one."""
         made = []
         rows = []
         given: set[str] = set()
@@ -566,7 +566,7 @@ class Store(Database):
     def _page(
         self, connection: sqlite3.Connection, numbers: str, values: dict[str, Any], page: Page
     ) -> tuple[list[Item], bool]:
-        """Items out of those whose numbers a query finds; whether there are more."""
+        """Return items out of those whose numbers a query finds, and whether there are more."""
         where, order = "", "ASC" if page.is_ascending else "DESC"
         if page.after is not None:
             row = connection.execute(
@@ -592,7 +592,7 @@ class Store(Database):
 
 
 def as_item(item: Mapping[str, Any]) -> Item:
-    """An item of an input in the form in which the API lists items: with a type, an id, a status and parts."""
+    """Return an item of an input as the API lists items: with a type, an id, a status and parts."""
     made = dict(item)
     kind = made.setdefault("type", "message")
     item_id = made.get("id")

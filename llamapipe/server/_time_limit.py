@@ -21,7 +21,7 @@ _MOST_MS = 2**31 - 1
 
 
 def check_time_limit(most_ms: int | None) -> int:
-    """The limit, 0 for none. Raises ApiError 400."""
+    """Return the limit, 0 for none. Raises ApiError 400."""
     if most_ms is not None and not -1 <= most_ms <= _MOST_MS:
         name = "t_max_predict_ms"
         raise ApiError(400, f"{name} is {shown(most_ms)}; it must be from -1 to {_MOST_MS}", name)
@@ -34,7 +34,7 @@ async def until_line(
     reason: FinishReason = "length",
     clock: Callable[[], float] = perf_counter,
 ) -> AsyncGenerator[Part | None, None]:
-    """The parts of a text until the limit ends it. ``reason``: why it ended, then."""
+    """Yield the parts of a text until the limit ends it. ``reason``: why it ended, then."""
     first_s: float | None = None
     async with aclosing(parts) as given:
         async for part in given:
@@ -52,7 +52,7 @@ def _ends_line(part: ChatDelta | Delta) -> bool:
 
 
 def text_choice(index: int, parts: Sequence[Delta]) -> Choice:
-    """The choice whose parts these are; its seed is not told."""
+    """Return the choice whose parts these are; its seed is not told."""
     last = parts[-1]
     return Choice(
         index,
@@ -66,7 +66,7 @@ def text_choice(index: int, parts: Sequence[Delta]) -> Choice:
 
 
 def chat_choice(index: int, parts: Sequence[ChatDelta]) -> ChatChoice:
-    """The same of a conversation's answer."""
+    """Return the choice of a conversation's answer whose parts these are."""
     calls: dict[int, list[str]] = {}
     for part in parts:
         for piece in part.tool_calls:

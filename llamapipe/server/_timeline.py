@@ -25,7 +25,10 @@ class Timeline:
         return f"<Timeline {'on' if self._started else 'off'}>"
 
     async def since(self, after_s: float) -> dict[str, Any]:
-        """The spans that ended after ``after_s``, in seconds of the server's clock, and the engine's current state."""
+        """Return the spans that ended after ``after_s``, and the engine's current state.
+
+        ``after_s``: in seconds of the server's clock.
+        """
         if not self._engine.trace.on:
             self._engine.trace.start(_MAX_SPANS)
             self._started = True

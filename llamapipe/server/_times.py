@@ -58,7 +58,7 @@ class RequestTimes:
         return f"<RequestTimes {self.phases_ms()}>"
 
     def next_prompt(self) -> None:
-        """The streams that follow have a prompt of their own; those of one prompt share its cached tokens."""
+        """Begin another prompt for the streams that follow; those of one prompt share its cached tokens."""
         self._counts[0] += self._cached_of_prompt()
         self._n_earlier = len(self._streams)
 
@@ -66,13 +66,13 @@ class RequestTimes:
         return min((stream.n_cached_tokens for stream in self._streams[self._n_earlier :]), default=0)
 
     def follow(self, stream: Followed) -> None:
-        """A stream of the engine was submitted."""
+        """Note that a stream of the engine was submitted."""
         if self.submitted_at is None:
             self.submitted_at = perf_counter()
         self._streams.append(stream)
 
     def take(self, done: Completion | ChatCompletion | Sequence[Completion]) -> None:
-        """The engine's whole answer has come."""
+        """Note that the engine's whole answer has come."""
         answers = [done] if isinstance(done, (Completion, ChatCompletion)) else done
         now = perf_counter()
         began = now - max(answer.timings.total_s for answer in answers)
@@ -88,7 +88,7 @@ class RequestTimes:
             self._counts[2] += answer.n_accepted_tokens
 
     def token_arrived(self) -> None:
-        """A token of a stream has come."""
+        """Note that a token of a stream has come."""
         self.last_at = perf_counter()
         if self.first_at is None:
             self.first_at = self.last_at
@@ -120,7 +120,7 @@ class RequestTimes:
         return self._counts[2] + sum(stream.n_accepted_tokens for stream in self._streams)
 
     def phases_ms(self) -> dict[str, float]:
-        """The milliseconds of each phase that has begun, up to now."""
+        """Return the milliseconds of each phase that has begun, up to now."""
         submitted, slot, first = self.submitted_at, self.slot_at, self.first_at
         now = perf_counter()
         ends = (submitted, slot, first, self.last_at if first is not None else None)
@@ -134,12 +134,12 @@ class RequestTimes:
         return {name: round(ms, 3) for name, ms in made.items()}
 
     def header(self) -> bytes:
-        """The value of ``server-timing``: phases in milliseconds, and the cached tokens."""
+        """Return the value of ``server-timing``: phases in milliseconds, and the cached tokens."""
         phases = (f"{name};dur={ms:.1f}" for name, ms in self.phases_ms().items())
         return f'{", ".join(phases)}, cached;desc="{self.n_cached} tokens"'.encode()
 
     def timings(self, n_prompt: int, n_completion: int) -> dict[str, Any]:
-        """llama-server's ``timings``, and how long the request waited for its slot."""
+        """Return llama-server's ``timings``, and how long the request waited for its slot."""
         phases = self.phases_ms()
         made = timings(
             self.n_cached, n_prompt, phases.get("prompt", 0.0), n_completion, phases.get("generate", 0.0)
@@ -152,7 +152,7 @@ class RequestTimes:
 def timings(
     n_cached: int, n_prompt: int, prompt_ms: float, n_predicted: int, predicted_ms: float
 ) -> dict[str, Any]:
-    """llama-server's ``timings``. ``n_prompt``: with the cached tokens."""
+    """Return llama-server's ``timings``. ``n_prompt``: with the cached tokens."""
     n_computed = n_prompt - n_cached
     return {
         "cache_n": n_cached,

@@ -118,7 +118,7 @@ async def tokenize(exchange: Exchange, request: TokenizeRequest) -> Response:
 
 
 async def _made(state: ServerState, make: Callable[[list[int]], T], tokens: list[int]) -> T:
-    """``make(tokens)``, in a thread if it takes long."""
+    """Run ``make(tokens)``, in a thread if it takes long."""
     return (
         make(tokens) if len(tokens) < _MANY else await state.in_thread(make, tokens, size=_SIZE * len(tokens))
     )
@@ -189,7 +189,7 @@ async def apply_template(exchange: Exchange, request: TemplateRequest) -> Respon
 
 
 def _piece(piece: bytes) -> str | list[int]:
-    """A token's text, or its bytes if they are not complete characters, as in llama-server's answers."""
+    """Return a token's text, or its bytes if they are not complete characters, as in llama-server's answers."""
     try:
         return piece.decode()
     except UnicodeDecodeError:

@@ -91,12 +91,12 @@ class Tools(NamedTuple):
     grammars: dict[str, str]
 
     def known(self, name: str) -> ClientName:
-        """How the client knows the tool that the model calls ``name``."""
+        """Return how the client knows the tool that the model calls ``name``."""
         return self.names.get(name) or ClientName(name)
 
 
 def tools_of(given: Sequence[Mapping[str, Any]] | None, choice: Any, is_flat: bool) -> Tools:
-    """The tools and the choice among them. Raises ApiError 400.
+    """Return the tools and the choice among them. Raises ApiError 400.
 
     ``is_flat``: they have the form of the Responses API.
     """
@@ -134,7 +134,7 @@ def tools_of(given: Sequence[Mapping[str, Any]] | None, choice: Any, is_flat: bo
 
 
 def check_number(given: Sequence[Any] | None) -> None:
-    """Raises ApiError 400 for more tools than a grammar can hold, those of namespaces included."""
+    """Raise ApiError 400 for more tools than a grammar can hold, those of namespaces included."""
     n = len(given or ())
     for tool in given or ():
         inner = tool.get("tools") if isinstance(tool, Mapping) else None
@@ -146,7 +146,7 @@ def check_number(given: Sequence[Any] | None) -> None:
 
 
 def qualified(name: str, namespace: str | None) -> str:
-    """The name of a tool that shares its own with another one, at most 64 characters."""
+    """Return the name of a tool that shares its own with another one, at most 64 characters."""
     if namespace is None:
         return name
     full = f"{namespace}__{name}"
@@ -158,7 +158,7 @@ def qualified(name: str, namespace: str | None) -> str:
 def _all(
     given: Sequence[Mapping[str, Any]],
 ) -> Iterator[tuple[str, str | None, Mapping[str, Any]]]:
-    """Each tool with its place and namespace. The first one of a namespace gets its description."""
+    """Yield each tool with its place and namespace. The first one of a namespace gets its description."""
     for i, tool in enumerate(given):
         if tool.get("type") != "namespace":
             yield f"tools.{i}", None, tool
@@ -177,7 +177,10 @@ def _all(
 
 
 def _hosted(kind: str) -> str | None:
-    """The name of a hosted tool, without the date that some types have at their end; None for another type."""
+    """Return the name of a hosted tool, without the date that some types have at their end.
+
+    None for another type.
+    """
     base = kind.rstrip("0123456789_")
     return base if base in _HOSTED else None
 
@@ -185,7 +188,10 @@ def _hosted(kind: str) -> str | None:
 def _function(
     place: str, namespace: str | None, tool: Mapping[str, Any], is_flat: bool, unused: list[str]
 ) -> tuple[ClientName, dict[str, Any], str | None]:
-    """A function or a custom tool, as a function for the model, and the field that holds the grammar of its input."""
+    """Return a function or a custom tool as a function for the model.
+
+    With the field that holds the grammar of its input.
+    """
     kind = str(tool["type"])
     inner = tool if is_flat else tool.get(kind)
     if not isinstance(inner, Mapping):
@@ -220,7 +226,7 @@ def _function(
 
 
 def check_functions(tools: Sequence[Any] | None) -> None:
-    """Raises ApiError 400, which names the field, for tools in OpenAI's form whose fields have other types."""
+    """Raise ApiError 400, which names the field, for tools in OpenAI's form whose fields have other types."""
     for i, tool in enumerate(tools or ()):
         inner = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(inner, Mapping):
@@ -244,9 +250,9 @@ class _Grammar(NamedTuple):
 
 
 def _grammar(place: str, given: Any) -> _Grammar | None:
-    """The grammar in the ``format`` of a custom tool, which has another form in each API; None for any text.
+    """Return the grammar in the ``format`` of a custom tool, which has another form in each API.
 
-    Raises ApiError 400, which names the field.
+    None for any text. Raises ApiError 400, which names the field.
     """
     if given is None:
         return None
@@ -288,7 +294,7 @@ def _grammar(place: str, given: Any) -> _Grammar | None:
 
 # ---- the choice
 def _choice(given: Any, tools: Tools, is_flat: bool) -> str | dict[str, Any]:
-    """The engine's ``tool_choice``. Raises ApiError 400."""
+    """Return the engine's ``tool_choice``. Raises ApiError 400."""
     if given is None:
         return "auto" if tools.functions else "none"
     if isinstance(given, str):
@@ -355,7 +361,7 @@ _Named = Mapping[tuple[bool, str], list[str]]
 
 
 def _by_name(tools: Tools) -> _Named:
-    """The functions by the name of a tool (False) and by that of a namespace (True)."""
+    """Return the functions by the name of a tool (False) and by that of a namespace (True)."""
     named: dict[tuple[bool, str], list[str]] = defaultdict(list)
     for flat, known in tools.names.items():
         named[False, known.name].append(flat)
@@ -365,7 +371,7 @@ def _by_name(tools: Tools) -> _Named:
 
 
 def _chosen(given: Mapping[str, Any], tools: Tools, named: _Named, is_flat: bool) -> list[str]:
-    """The functions that an object names; several, if it names a namespace. Raises ApiError 400."""
+    """Return the functions that an object names; several, if it names a namespace. Raises ApiError 400."""
     kind = given.get("type")
     inner = given if is_flat else given.get(str(kind))
     name = inner.get("name") if isinstance(inner, Mapping) else None
@@ -389,7 +395,10 @@ def _chosen(given: Mapping[str, Any], tools: Tools, named: _Named, is_flat: bool
 
 # ---- calls
 def custom_input(arguments: str) -> str:
-    """The text for a custom tool, from the arguments that the model wrote; its beginning, if they were cut."""
+    """Return the text for a custom tool, from the arguments that the model wrote.
+
+    Of arguments that were cut, its beginning.
+    """
     try:
         text = json.loads(arguments)["input"]
     except ValueError:
@@ -413,5 +422,5 @@ def _beginning(arguments: str) -> str:
 
 
 def custom_arguments(text: str) -> str:
-    """The arguments that the model wrote for a text of a custom tool."""
+    """Return the arguments that the model wrote for a text of a custom tool."""
     return json.dumps({"input": text}, ensure_ascii=False)

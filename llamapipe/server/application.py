@@ -56,7 +56,7 @@ _log = logging.getLogger("llamapipe.server")
 def app(
     engine: Engine | None, settings: ServerSettings | None = None, embedder: Embedder | None = None
 ) -> Starlette:
-    """An ASGI application that serves an engine, for uvicorn or inside another application.
+    """Return an ASGI application that serves an engine, for uvicorn or inside another application.
 
     ``embedder``: for embeddings and reranking; with it, ``engine`` may be None. The caller owns and closes the engine
     and the embedder. Use one application and one event loop for each engine.
@@ -81,7 +81,7 @@ def app(
 
 
 def application_of(gate: Gate, endpoints: Iterable[Endpoint]) -> Starlette:
-    """The application of these routes. Requests pass the gate first."""
+    """Return the application of these routes. Requests pass the gate first."""
     application = Starlette(
         routes=[
             Route(path, endpoint, methods=[endpoint.method])
@@ -101,7 +101,7 @@ def application_of(gate: Gate, endpoints: Iterable[Endpoint]) -> Starlette:
 
 
 def _of_model(handler: Handler) -> Handler:
-    """A handler without a body that answers 404 if the query names a model that is not served."""
+    """Wrap a handler without a body, to answer 404 if the query names a model that is not served."""
 
     async def checked(exchange: Exchange) -> Response:
         name = exchange.query_params.get("model")
@@ -516,7 +516,7 @@ class _WithoutSlash:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    """Answers an error of a route, and a request for an unknown path or method, in the format of the path's API."""
+    """Answer an error of a route, and a request for an unknown path or method, in the format of the path's API."""
     exchange: Exchange = request.scope["llamapipe.exchange"]
     headers: Mapping[str, str] | None = None
     if isinstance(error, HTTPException):
@@ -538,7 +538,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 def _path_hint(path: str, routes: Iterable[Route]) -> str | None:
-    """What to use instead of a path that has no route."""
+    """Return what to use instead of a path that has no route."""
     advice = instead_of(path, "paths")
     if advice is not None:
         return advice

@@ -50,7 +50,7 @@ class BatchRequests:
         return "<BatchRequests>"
 
     async def answer(self, record: Record) -> RecordResult:
-        """The result of a record that has ``custom_id``, in OpenAI's format."""
+        """Return the result of a record that has ``custom_id``, in OpenAI's format."""
         given = record.fields
         url, body = given.get("url"), given.get("body")
         result: dict[str, Any] = {"id": request_id(record.index), "custom_id": given["custom_id"]}
@@ -71,7 +71,7 @@ class BatchRequests:
         return RecordResult(result | {"response": response, "error": None}, n, status >= 400)
 
     async def _post(self, path: str, body: bytes) -> tuple[int, Any]:
-        """The status and the JSON body of an answer."""
+        """Post a body. Returns the status and the JSON body of the answer."""
         parts: list[bytes] = []
 
         async def take(part: bytes) -> None:

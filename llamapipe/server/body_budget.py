@@ -28,7 +28,7 @@ class BodyBudget:
         return f"<BodyBudget {self._n_bytes} of {self._most_bytes} bytes>"
 
     def hold(self, client: str, refuse: Callable[[], object]) -> Held:
-        """Begins a body. ``refuse``: called at most once, when it must end for the sake of others."""
+        """Begin a body. ``refuse``: called at most once, when it must end for the sake of others."""
         return Held(self, client, refuse)
 
     def _changed(self, held: Held, n_bytes: int) -> None:
@@ -53,7 +53,7 @@ class BodyBudget:
             largest.refuse()
 
     def error(self) -> ApiError:
-        """The answer to a body that is refused."""
+        """Return the answer to a body that is refused."""
         return ApiError(
             503,
             f"the bodies of requests without an answer have more than {self._most_bytes} bytes together, which is the "
@@ -79,16 +79,16 @@ class Held:
         return f"<Held {self.n_bytes} bytes of {self.client}>"
 
     def grow(self, n_bytes: int) -> None:
-        """The body has this many bytes now. It, or another one, may be refused."""
+        """Set how many bytes the body has now. It, or another one, may be refused."""
         if n_bytes > _FREE_BYTES:
             self._budget._changed(self, n_bytes - _FREE_BYTES)
             self._budget._make_room()
 
     def add(self, n_bytes: int) -> None:
-        """As many more bytes belong to it. It, or another one, may be refused."""
+        """Add this many bytes to the body's. It, or another one, may be refused."""
         self._budget._changed(self, self.n_bytes + n_bytes)
         self._budget._make_room()
 
     def release(self) -> None:
-        """The bytes are no longer needed; a second call does nothing."""
+        """Give the bytes up: they are no longer needed. A second call does nothing."""
         self._budget._changed(self, 0)

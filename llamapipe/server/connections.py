@@ -73,7 +73,7 @@ class Connections:
         return iter(self._all)
 
     def add(self, connection: Connection) -> bool:
-        """Takes in a connection, in place of another one if need be. False if all others have running requests."""
+        """Take in a connection, in place of another one if need be. False if all others have running requests."""
         same = self._of.get(connection.address, {})
         if connection.address and self._per_address and len(same) >= self._per_address:
             has_room = _close_one(same)
@@ -89,7 +89,7 @@ class Connections:
         return has_room
 
     def remove(self, connection: Connection) -> None:
-        """Forgets a connection; it may be unknown."""
+        """Forget a connection; it may be unknown."""
         self._all.pop(connection, None)
         same = self._of.get(connection.address, {})
         same.pop(connection, None)
@@ -164,7 +164,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         return self.flow.write_paused or not cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Called by the event loop, once."""
+        """Take in the connection, or refuse it. The event loop calls this once."""
         super().connection_made(transport)
         self.flow = _Flow(transport)
         transport.set_write_buffer_limits(0)  # writing pauses until everything was taken
@@ -175,7 +175,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._refuse(ApiError(503, "there are too many connections; try again later"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Called by the event loop, once."""
+        """Forget the connection. The event loop calls this once."""
         self._limits.remove(self)
         self._stop_waiting()
         super().connection_lost(exc)
@@ -183,22 +183,25 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self.ended()
 
     def give_way(self) -> None:
-        """Closes a connection without a running request, for a new one. What its client does not read is dropped."""
+        """Close a connection without a running request, for a new one.
+
+        What its client does not read is dropped.
+        """
         self._limits.remove(self)
         self._is_ending = True
         self.transport.abort()
 
     # ---- reading
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Called by the event loop, which reads into it and calls ``buffer_updated`` at once."""
+        """Return the buffer for the next read. The event loop reads into it and calls ``buffer_updated`` at once."""
         return self._limits.buffer[: max(_PIECE - len(self._ahead), 1)]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Called by the event loop."""
+        """Take what the event loop has read."""
         self.data_received(bytes(self._limits.buffer[:nbytes]))
 
     def data_received(self, data: bytes) -> None:
-        """Parses data until a request is complete; keeps what follows it."""
+        """Parse data until a request is complete; keep what follows it."""
         if self._is_ending:
             self._n_discarded += len(data)
             if self._n_discarded > _LINGER_BYTES:
@@ -208,7 +211,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._parse()
 
     def _parse(self) -> None:
-        """Gives data to the parser up to the end of a request, whose answer the next one waits for."""
+        """Give data to the parser up to the end of a request, whose answer the next one waits for."""
         data, begin = self._ahead, 0
         while begin < len(data) and not (
             self._awaits_answer or self._is_ending or self.transport.is_closing()
@@ -227,9 +230,10 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             flow.pause_reading()
 
     def _end_of_part(self, data: bytes, begin: int) -> int:
-        """How far to parse: no request ends before this position. The parser cannot be stopped between two requests.
+        """Return how far to parse: no request ends before this position.
 
-        A request ends with its head or its body. A head ends with an empty line, and so does a body in chunks.
+        The parser cannot be stopped between two requests. A request ends with its head or its body. A head ends with an
+        empty line, and so does a body in chunks.
         """
         if self._n_body_left:
             return min(begin + self._n_body_left, len(data))
@@ -270,11 +274,11 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
                 self._wait(self._limits.head_timeout_s, self._head_is_late)
 
     def _reason(self, error: httptools.HttpParserError) -> ApiError:
-        """Why the parser stopped: one of our limits, or what it says."""
+        """Return why the parser stopped: one of our limits, or what it says."""
         return ApiError(400, f"this is no HTTP request: {error}") if self._refusal is None else self._refusal
 
     def _parse_without_upgrade(self, rest: bytes) -> None:
-        """Parses a request again that offered another protocol: HTTP/1.1 is the answer (RFC 9110, 7.8).
+        """Parse a request again that offered another protocol: HTTP/1.1 is the answer (RFC 9110, 7.8).
 
         llhttp leaves what follows the head to the other protocol. It is the body.
         """
@@ -292,7 +296,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._feed(rest)
 
     def on_message_begin(self) -> None:
-        """Called by the parser."""
+        """Begin a request. The parser calls this."""
         if self._awaits_answer:  # the parser found the end of a request where we did not
             self._refusal = ApiError(400, "this is no HTTP request")
             raise self._refusal
@@ -301,13 +305,13 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._n_head = self._n_fields = self._n_unfinished = self._n_framing = self._n_body_left = 0
 
     def on_url(self, url: bytes) -> None:
-        """Called by the parser, with a part of the URL."""
+        """Take a part of the URL from the parser."""
         super().on_url(url)
         self._n_head += len(url)
         self._check_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Called by the parser, also for fields that follow a body in chunks."""
+        """Take a header from the parser, also a field that follows a body in chunks."""
         super().on_header(name, value)
         self._n_fields += 1
         self._n_head += len(name) + len(value) + 4
@@ -319,7 +323,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             raise self._refusal  # the parser stops
 
     def on_headers_complete(self) -> None:
-        """Called by the parser."""
+        """Check the head, which is complete, and begin the answer. The parser calls this."""
         version = self.parser.get_http_version()
         names = [name for name, _ in self.headers]
         if version not in ("1.0", "1.1"):
@@ -346,13 +350,13 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             cycle.__class__ = _OldCycle
 
     def on_body(self, body: bytes) -> None:
-        """Called by the parser, with a part of the body."""
+        """Take a part of the body from the parser."""
         self._n_framing = max(self._n_framing - _CHUNK_BYTES * len(body), 0)
         self._n_body_left = max(self._n_body_left - len(body), 0)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Called by the parser."""
+        """Note the end of the request. The parser calls this."""
         if self._is_upgrade:
             return
         self._is_in_head, self._has_begun = True, False
@@ -373,7 +377,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self.transport.close()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answers a request that is none, after those before it, and ends the connection."""
+        """Answer a request that is none, after those before it, and end the connection."""
         if self._is_ending:
             return
         self._is_ending = True
@@ -402,7 +406,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._linger()
 
     def on_response_complete(self) -> None:
-        """Called when an answer was sent."""
+        """Parse the next request, now that an answer was sent; or linger, if its request has not arrived in full."""
         if self._is_lingering:
             return
         super().on_response_complete()
@@ -412,7 +416,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._parse_ahead()
 
     def resume_writing(self) -> None:
-        """Called by the event loop when everything that was written was taken."""
+        """Parse what has arrived meanwhile. The event loop calls this when everything that was written was taken."""
         super().resume_writing()
         self._parse_ahead()
 
@@ -424,7 +428,10 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self.flow.resume_reading()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Called when nothing came for a while after an answer."""
+        """Close the connection if nothing came for a while after an answer.
+
+        A client that still takes the answer gets more time.
+        """
         if self._takes_answer():
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -433,7 +440,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self.transport.abort()
 
     def _takes_answer(self) -> bool:
-        """Whether the client has taken a part of the answer since the last look, and not all of it."""
+        """Return whether the client has taken a part of the answer since the last look, and not all of it."""
         before, self._n_unsent = self._n_unsent, self.transport.get_write_buffer_size()
         return 0 < self._n_unsent != before
 
@@ -446,7 +453,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._linger_on()
 
     def _linger(self) -> None:
-        """Says that nothing more comes, and reads on for a while: to close at once would discard the answer."""
+        """Say that nothing more comes, and read on for a while: to close at once would discard the answer."""
         self._is_ending = self._is_lingering = True
         self._ahead = b""
         self._set_full(False)
@@ -479,7 +486,10 @@ class _Flow(FlowControl):
     is_full = False
 
     def resume_reading(self) -> None:
-        """Called by uvicorn when an answer begins to read its request's body, and when it is complete."""
+        """Read on, unless enough waits to be parsed.
+
+        uvicorn calls this when an answer begins to read its request's body, and when it is complete.
+        """
         if not self.is_full:
             super().resume_reading()
 
@@ -497,7 +507,7 @@ class _Answering:
         self.close = close
 
     def write(self, data: bytes) -> None:
-        """Sends data, unless the connection is closing."""
+        """Send data, unless the connection is closing."""
         if not self.is_closing():
             self._write(data)
 
@@ -508,7 +518,7 @@ class _OldCycle(RequestResponseCycle):
     _ends_with_connection = False
 
     async def send(self, message: Any) -> None:
-        """Sends a part of the answer."""
+        """Send a part of the answer."""
         if message["type"] == "http.response.start":
             if all(name.lower() != b"content-length" for name, _ in message.get("headers", ())):
                 self._ends_with_connection = True

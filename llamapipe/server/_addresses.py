@@ -43,7 +43,7 @@ def allowed_host(split: SplitResult, allowed: Sequence[str], option: str) -> tup
 
 
 def address_of(host: str, port: int) -> str:
-    """Look up the address that a host has; waits.
+    """Look up the address of a host. Waits.
 
     Raises Refused for one of a private network, unless ``host`` is one.
     """

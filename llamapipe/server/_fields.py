@@ -141,10 +141,10 @@ class Lenient(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def as_taken(value: Any, kind: Any, place: str = "") -> tuple[Any, tuple[str, ...]]:
-    """Bring a decoded body that does not fit its type into a form that may fit.
+    """Return a decoded body in the form that may fit its type, and the names of its fields without effect.
 
-    Returns the names of its fields without effect, too. It is without the null fields of objects that have a type here;
-    free JSON stays as it is.
+    Call it for a body that does not fit as it stands. The form is without the null fields of objects that have a type
+    here; free JSON stays as it is.
     """
     if not isinstance(value, dict) or not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
         return value, ()

@@ -199,7 +199,7 @@ async def n_prompt_tokens(
 ) -> int:
     """Count the tokens of a conversation's prompt, with its images and sounds.
 
-    Without these, they need not fit the context. Raises ApiError and InvalidRequestError.
+    Without media, they need not fit the context. Raises ApiError and InvalidRequestError.
     """
     if first_media(messages) is None:
         args = await with_default_args(exchange.server, args)
@@ -443,7 +443,7 @@ class ChatJob:
             raise self._explained(e) from None
 
     def streams(self) -> list[AsyncGenerator[ChatDelta | None, None]]:
-        """Start one stream for each choice. Its first item is None: the request was checked and is in the queue."""
+        """Return one stream for each choice. Its first item is None: the request was checked and is in the queue."""
         made = [self._stream(i) for i in range(self._params.n)]
         return [until_line(stream, self._most_ms) for stream in made] if self._most_ms else made
 

@@ -169,7 +169,7 @@ class _Ending:
 
 
 def fetched(url: str, allowed: Sequence[str], most: int, ending: _Ending) -> bytes:
-    """Fetch the file at an address; waits.
+    """Fetch the file at an address. Waits.
 
     ``allowed``: hosts, with a port where it is not the scheme's. Raises Refused.
     """

@@ -190,7 +190,7 @@ def _function(
 ) -> tuple[ClientName, dict[str, Any], str | None]:
     """Return a function or a custom tool as a function for the model.
 
-    With the field that holds the grammar of its input.
+    Returns the field that holds the grammar of its input, too.
     """
     kind = str(tool["type"])
     inner = tool if is_flat else tool.get(kind)
@@ -397,7 +397,7 @@ def _chosen(given: Mapping[str, Any], tools: Tools, named: _Named, is_flat: bool
 def custom_input(arguments: str) -> str:
     """Return the text for a custom tool, from the arguments that the model wrote.
 
-    Of arguments that were cut, its beginning.
+    The beginning of the text, if they were cut.
     """
     try:
         text = json.loads(arguments)["input"]

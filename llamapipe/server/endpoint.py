@@ -86,7 +86,7 @@ class Exchange(ClientRequest):
 
     # ---- the request
     async def body(self) -> bytes:
-        """The whole body; a second call returns nothing.
+        """Read the whole body; a second call returns nothing.
 
         Raises ApiError 413 over the limit, 408 if it does not arrive in time, 503 if all bodies together are too large,
         ClientDisconnect.
@@ -134,7 +134,7 @@ class Exchange(ClientRequest):
             parts.clear()  # also where an exception holds this frame until the next garbage collection
 
     async def decode_content(self) -> None:
-        """Decodes the body as its Content-Encoding says, in turn with other clients. Raises ApiError 400, 413."""
+        """Decode the body as its Content-Encoding says, in turn with other clients. Raises ApiError 400, 413."""
         encodings = self._encodings() if self.raw else []
         if not encodings:
             return
@@ -156,23 +156,26 @@ class Exchange(ClientRequest):
         )
 
     def hold_more(self, n_bytes: int) -> None:
-        """What was fetched for the request counts with its body, from here on."""
+        """Count what was fetched for the request with its body, from here on."""
         if self._held is not None:
             self._held.add(n_bytes)
 
     def release_body(self) -> None:
-        """Its bytes, and what was decoded from them, count no longer."""
+        """Stop counting its bytes, and what was decoded from them."""
         if self._held is not None:
             self._held.release()
 
     def forget_body(self) -> None:
-        """The request has ended: what its body took goes back to the system, whatever part of it has come."""
+        """Give what its body took back to the system, whatever part of it has come: the request has ended."""
         self.raw = b""
         self.release_body()
         self.gate.freed(self._n_read)
 
     def refuse_with(self, refuse: Callable[[], object]) -> None:
-        """``refuse`` ends the request if all bodies together are too large. Call it when the body has been read."""
+        """Let ``refuse`` end the request if all bodies together are too large.
+
+        Call it when the body has been read.
+        """
         if self._held is not None:
             self._held.refuse = refuse
 
@@ -182,9 +185,9 @@ class Exchange(ClientRequest):
         return self._held is not None and self._held.refused
 
     async def decode(self, decoder: msgspec.json.Decoder[Body]) -> Body:
-        """The body as a value of the decoder's type, of a large one in a thread. Notes its fields without effect.
+        """Return the body as a value of the decoder's type, of a large one in a thread.
 
-        Raises ApiError 400, which names the field.
+        Notes its fields without effect. Raises ApiError 400, which names the field.
         """
         raw, self.raw = self.raw, b""
         if len(raw) <= _LARGE_BODY:
@@ -195,7 +198,7 @@ class Exchange(ClientRequest):
         return body
 
     def _decoded(self, decoder: msgspec.json.Decoder[Body], raw: bytes) -> tuple[Body, tuple[str, ...]]:
-        """The body, and the names of fields without effect that its type does not have."""
+        """Return the body, and the names of fields without effect that its type does not have."""
         self._check_size(raw)
         names: tuple[str, ...] = ()
         try:
@@ -214,7 +217,7 @@ class Exchange(ClientRequest):
         return body, names
 
     async def peek(self, decoder: msgspec.json.Decoder[Body]) -> Body:
-        """Some fields of the body, which stays as it is. Raises ApiError 400."""
+        """Read some fields of the body, which stays as it is. Raises ApiError 400."""
         if len(self.raw) <= _LARGE_BODY:
             return self._peeked(decoder, self.raw)
         return await self.gate.convert(self._peeked, decoder, self.raw, size=len(self.raw))
@@ -232,7 +235,7 @@ class Exchange(ClientRequest):
             raise ApiError(400, f"the body is not valid JSON: {e}") from None
 
     def _check_size(self, raw: bytes) -> None:
-        """Raises ApiError 400 for a body that takes too much to decode."""
+        """Raise ApiError 400 for a body that takes too much to decode."""
         most = self.gate.settings.max_messages
         # A decoded conversation takes ten times its bytes.
         if len(raw) > _LARGE_BODY and (n := raw.count(b'"role"')) > most:
@@ -245,7 +248,7 @@ class Exchange(ClientRequest):
             raise ApiError(400, f"the body {problem}, the limit of this server")
 
     async def hung_up(self) -> None:
-        """Returns when the client closes the connection. Call it after the body has been read."""
+        """Return when the client closes the connection. Call it after the body has been read."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
@@ -257,7 +260,7 @@ class Exchange(ClientRequest):
 
     # ---- what is counted
     def note_unused(self, names: tuple[str, ...]) -> None:
-        """Records options that have no effect on this server. Raises ApiError 400 if the settings are ``strict``."""
+        """Record options that have no effect on this server. Raises ApiError 400 if the settings are ``strict``."""
         if self.gate.is_behind_front:  # there it has an effect
             names = tuple(name for name in names if name != "keep_alive")
         if self.gate.settings.slot_save_path is not None:  # it names a conversation
@@ -271,17 +274,20 @@ class Exchange(ClientRequest):
         self._unused += names
 
     def count(self, n_prompt: int, n_completion: int) -> None:
-        """Records the token counts of the answer."""
+        """Record the token counts of the answer."""
         self.n_prompt_tokens, self.n_completion_tokens = n_prompt, n_completion
 
     async def await_engine(self, result: Awaitable[Answers]) -> Answers:
-        """The engine's whole answer, with its times."""
+        """Await the engine's whole answer, with its times."""
         done = await self.await_streams(result)
         self.times.take(done)
         return done
 
     async def await_streams(self, result: Awaitable[T]) -> T:
-        """A result. If the client disconnects or the request times out first, its tokens are not counted."""
+        """Await a result.
+
+        If the client disconnects or the request times out first, its tokens are not counted.
+        """
         try:
             return await result
         except (asyncio.CancelledError, TimeoutError):
@@ -289,7 +295,7 @@ class Exchange(ClientRequest):
             raise
 
     def token_arrived(self, stream: int) -> None:
-        """Records the arrival of a token of one of the answer's streams."""
+        """Record the arrival of a token of one of the answer's streams."""
         if self.times.first_at is None:
             self.release_body()
         self.times.token_arrived()
@@ -300,13 +306,13 @@ class Exchange(ClientRequest):
         self._last_token_at[stream] = now
 
     def next_prompt(self) -> None:
-        """The streams that follow have a prompt of their own; what lies between is no interval of tokens."""
+        """Begin another prompt for the streams that follow; what lies between is no interval of tokens."""
         self.times.next_prompt()
         self._last_token_at.clear()
 
     # ---- the answer
     def prepare(self, response: Response) -> Response:
-        """The response with the headers that any answer has."""
+        """Return the response with the headers that any answer has."""
         response.raw_headers += self.answer_headers
         if self._unused:
             response.raw_headers.append((b"x-llamapipe-unused", ", ".join(self._unused).encode()))
@@ -317,7 +323,7 @@ class Exchange(ClientRequest):
         return response
 
     def error_response(self, error: ApiError, more: Mapping[str, str] | None = None) -> Response:
-        """The answer for an error. ``more``: further headers."""
+        """Return the answer for an error. ``more``: further headers."""
         headers = dict(more or {})
         if not self.has_body:  # the rest of it may still come; it is no request
             headers["connection"] = "close"
@@ -332,7 +338,7 @@ class Exchange(ClientRequest):
         return JsonResponse(error.body(self.dialect), error.status, headers)
 
     async def send(self, response: Response) -> None:
-        """Sends a response."""
+        """Send a response."""
         await self.prepare(response)(self.scope, self._receive, self._send)
 
 
@@ -346,13 +352,13 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """The body; bytes are JSON already."""
+        """Return the body; bytes are JSON already."""
         return content if isinstance(content, bytes) else encode_json(content)
 
 
 # ---- streams
 def error_event(error: BaseException, dialect: Dialect) -> bytes:
-    """The event, or Ollama's line, for an error that occurs after the stream has begun."""
+    """Return the event, or Ollama's line, for an error that occurs after the stream has begun."""
     answer = api_error(error)
     if answer is None:
         _log.error("a stream failed", exc_info=error)
@@ -388,11 +394,11 @@ class EventStream(StreamingResponse):
         self._sign = sign
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the stream. ``Endpoint`` cancels it when the client disconnects."""
+        """Send the stream. ``Endpoint`` cancels it when the client disconnects."""
         await self.stream_response(send)
 
     async def stream_response(self, send: Send) -> None:
-        """Sends the stream."""
+        """Send the stream."""
         exchange = self._exchange
         loop = asyncio.get_running_loop()
 
@@ -467,7 +473,7 @@ class _Heartbeat:
             self._timer = self._loop.call_later(self._every_s, self._tick)
 
     def _tick(self) -> None:
-        """Looks whether the stream is silent. A timer for each event would cost more."""
+        """Look whether the stream is silent. A timer for each event would cost more."""
         silent_s = 0.0 if self.is_sending else self._loop.time() - self.sent_at
         data = b"" if self.is_sending or self._sign is None else self._sign()
         if not data and silent_s >= self._ping_s:
@@ -557,13 +563,13 @@ class Endpoint:
         return has_field and "504" in self.more_statuses
 
     def answered_by(self, handler: Handler) -> Endpoint:
-        """The same route with another handler."""
+        """Return the same route with another handler."""
         made = copy(self)
         made.handler = handler
         return made
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request. Raises ApiError for every error before the answer has begun."""
+        """Serve one request. Raises ApiError for every error before the answer has begun."""
         exchange: Exchange = scope["llamapipe.exchange"]
         exchange.route = self.path
         gate = exchange.gate
@@ -591,7 +597,7 @@ class Endpoint:
             exchange.forget_body()
 
     async def _run(self, exchange: Exchange) -> None:
-        """Runs the handler and sends its response; cancels both if the client disconnects."""
+        """Run the handler and send its response; cancel both if the client disconnects."""
 
         async def answer() -> None:
             await exchange.decode_content()
@@ -625,7 +631,7 @@ def get(
     aliases: tuple[str, ...] = (),
     model: ModelKind = "text",
 ) -> Endpoint:
-    """A route without a body; see ``Endpoint``."""
+    """Return a route without a body; see ``Endpoint``."""
     return Endpoint("GET", path, handler, summary, more_statuses, None, media, has_key, aliases, model=model)
 
 
@@ -640,7 +646,7 @@ def post(
     method: str = "POST",
     model: ModelKind = "text",
 ) -> Endpoint:
-    """A route whose handler gets the decoded body; see ``Endpoint``."""
+    """Return a route whose handler gets the decoded body; see ``Endpoint``."""
     decoder = msgspec.json.Decoder(body)
 
     async def decoded(exchange: Exchange) -> Response:
@@ -660,11 +666,11 @@ def post(
 
 
 def _nothing() -> None:
-    """Refuses nobody."""
+    """Refuse nobody."""
 
 
 def _logged(error: Exception, what: str, request_id: str) -> ApiError:
-    """The answer for any exception, which is logged if it may be a defect of the server."""
+    """Return the answer for any exception, which is logged if it may be a defect of the server."""
     log_unexpected(error, what)
     answer = api_error(error)
     if answer is None:
@@ -674,7 +680,7 @@ def _logged(error: Exception, what: str, request_id: str) -> ApiError:
 
 
 def _clear(error: BaseException) -> None:
-    """Drops the values of the frames that an exception came through.
+    """Drop the values of the frames that an exception came through.
 
     A frame that knows its exception keeps what it holds, the request too, until the next garbage collection.
     """
@@ -700,7 +706,7 @@ _WEIGHTS[ord(",")] = 1
 
 
 def problem_of(body: bytes) -> str | None:
-    """What is wrong with JSON of more than ``MAX_DEPTH`` levels or ``MAX_VALUES`` values; else None.
+    """Return what is wrong with JSON of more than ``MAX_DEPTH`` levels or ``MAX_VALUES`` values; else None.
 
     Decoding more would hold up the other requests. For text that is not JSON the answer may be wrong.
     """

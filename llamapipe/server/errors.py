@@ -75,13 +75,16 @@ class ApiError(Exception):
         self.details = details
 
     def again(self) -> ApiError:
-        """The same error for another request. One that several raise would have the frames of all in its traceback."""
+        """Return the same error for another request.
+
+        One that several raise would have the frames of all in its traceback.
+        """
         made = ApiError.__new__(ApiError, self.message)
         made.__dict__.update(self.__dict__)
         return made
 
     def body(self, dialect: Dialect) -> dict[str, Any]:
-        """The answer's body in the format of an API."""
+        """Return the answer's body in the format of an API."""
         sizes = _SIZES.search(self.message) if self.code == TOO_LONG else None
         message = self.message
         if sizes is not None:  # agents make their conversation shorter when they read the words of their API
@@ -113,12 +116,12 @@ class ApiError(Exception):
 
 
 def shutting_down() -> ApiError:
-    """The answer to a request that the server serves no longer."""
+    """Return the answer to a request that the server serves no longer."""
     return ApiError(503, "the server is shutting down", code="shutting_down")
 
 
 def dialect_of(path: str, headers: Container[str] = ()) -> Dialect:
-    """The format of errors at a path that may have no route; ``headers``: the names of the request's."""
+    """Return the format of errors at a path that may have no route; ``headers``: the names of the request's."""
     if path.startswith("/api/"):
         return "ollama"
     if path.startswith("/v1/messages") or "anthropic-version" in headers:
@@ -127,7 +130,7 @@ def dialect_of(path: str, headers: Container[str] = ()) -> Dialect:
 
 
 def log_unexpected(error: BaseException, what: str) -> None:
-    """Logs an exception that may be a defect of the server, with the innermost frames.
+    """Log an exception that may be a defect of the server, with the innermost frames.
 
     A check of a request raises ``ApiError`` or one of llamapipe's own exceptions. Any other TypeError or ValueError is
     answered 400, and only the log shows where it came from. A RecursionError is no defect: the request is nested.
@@ -138,7 +141,7 @@ def log_unexpected(error: BaseException, what: str) -> None:
 
 
 def api_error(error: BaseException) -> ApiError | None:
-    """The answer for an exception that the engine raised; None for an unexpected one, which is a bug."""
+    """Return the answer for an exception that the engine raised; None for an unexpected one, which is a bug."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):

@@ -81,7 +81,7 @@ class Gate:
         self.background: LaterWork | None = None
 
     def release(self) -> None:
-        """Closes the files of what is stored, if there are any. A second call does nothing. Waits; any thread."""
+        """Close the files of what is stored, if there are any. A second call does nothing. Waits; any thread."""
         for database in (self.store, self.files):
             if database is not None:
                 database.close()
@@ -92,27 +92,27 @@ class Gate:
         return None
 
     def start_background(self) -> None:
-        """Begins to compute what the store has for it. A second call does nothing."""
+        """Begin to compute what the store has for it. A second call does nothing."""
         if self.background is not None:
             self.background.start()
 
     async def stop_background(self) -> None:
-        """Leaves it to the next server, or to other processes of this one."""
+        """Leave it to the next server, or to other processes of this one."""
         if self.background is not None:
             await self.background.stop()
 
     def mcp_labels(self) -> Sequence[str]:
-        """The MCP servers that requests may name."""
+        """Return the MCP servers that requests may name."""
         return ()
 
     def stop_tools(self) -> None:
-        """Ends the calls of tools that run for requests, because the server ends."""
+        """End the calls of tools that run for requests, because the server ends."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} n_requests={self.n_requests}{' draining' if self.draining else ''}>"
 
     def check(self, request: ClientRequest) -> bytes | None:
-        """Checks a request before its body is read. Returns the digest of its key, None without keys."""
+        """Check a request before its body is read. Returns the digest of its key, None without keys."""
         inside = request.inside
         key = self._check_key(request) if inside is None else inside.key
         if self.draining:
@@ -133,7 +133,7 @@ class Gate:
 
     @contextmanager
     def admitted(self, request: ClientRequest, counted: bool) -> Iterator[None]:
-        """Counts a request, whose body has arrived, while it is served. Raises ApiError if there are too many.
+        """Count a request, whose body has arrived, while it is served. Raises ApiError if there are too many.
 
         Whatever is asked of the engine meanwhile is asked for this client: see ``Tenant``.
         """
@@ -150,7 +150,7 @@ class Gate:
             self.n_requests -= counted
 
     def tenant_of(self, request: ClientRequest) -> Tenant:
-        """The client: its key if there are several, with a prefix cache for each; else its address."""
+        """Return the client: its key if there are several, with a prefix cache for each; else its address."""
         priority = self.inside_of(request).priority
         if self.is_behind_front:
             cache = request.headers.get(CACHE) or None
@@ -164,21 +164,24 @@ class Gate:
         return Tenant(share, cache, self.settings.grammar_timeout_s, self.settings.max_sound_s, priority)
 
     def inside_of(self, request: ClientRequest) -> Inside:
-        """What a request that the server made itself asks for; nothing for one of a client."""
+        """Return what a request that the server made itself asks for; nothing for one of a client."""
         if self.is_behind_front and WORKER in request.headers:
             headers = request.headers
             return Inside(worker=headers[WORKER] or None, priority=int(headers.get(PRIORITY, "0")))
         return request.inside or _OF_CLIENT
 
     def owner_of(self, request: ClientRequest) -> str:
-        """Whose the stored answers of this request are: its key's; without keys, everybody's."""
+        """Return whose the stored answers of this request are: its key's; without keys, everybody's."""
         if self.is_behind_front:
             return request.headers.get(OWNER, "")
         # The file does not tell the key, nor the digest that is compared.
         return "" if request.key is None else _owner(request.key)
 
     def key_of(self, owner: str) -> bytes | None:
-        """The digest of an owner's key; None without keys. Raises LookupError if the server has no such key now."""
+        """Return the digest of an owner's key; None without keys.
+
+        Raises LookupError if the server has no such key now.
+        """
         if not self._keys and not owner:
             return None
         for key in self._keys:
@@ -187,7 +190,7 @@ class Gate:
         raise LookupError("its API key is none of this server's any longer")
 
     def answer_id(self, request: ClientRequest) -> str:
-        """The id of a stored answer, without its prefix.
+        """Return the id of a stored answer, without its prefix.
 
         Not that of the request, which a client may send twice. The front process chooses it, because it asks the next
         process if one dies: what that one has stored is replaced.
@@ -198,7 +201,7 @@ class Gate:
         return uuid.uuid4().hex if given is None else given
 
     def _check_key(self, request: ClientRequest) -> bytes | None:
-        """The digest of the client's key; None if no key is needed. Raises ApiError."""
+        """Return the digest of the client's key; None if no key is needed. Raises ApiError."""
         if not self._keys or (self.settings.open_metrics and request.route == "/metrics"):
             return None
         given = request.headers.get("x-api-key", "")
@@ -220,14 +223,17 @@ class Gate:
         return digest
 
     async def convert(self, function: Callable[..., T], *arguments: Any, size: int) -> T:
-        """Calls ``function(*arguments)`` in a thread, because it would hold up the event loop. Clients take turns.
+        """Call ``function(*arguments)`` in a thread, because it would hold up the event loop. Clients take turns.
 
         ``size``: in bytes. The total of the large bodies that are converted at a time is limited.
         """
         raise NotImplementedError
 
     def freed(self, n_bytes: int) -> None:
-        """Notes freed memory of a body. Large amounts go back to the system soon: the C library would keep them."""
+        """Note freed memory of a body.
+
+        Large amounts go back to the system soon: the C library would keep them.
+        """
         if n_bytes > _SMALL_BYTES:
             self._n_freed += n_bytes
         if self._n_freed > _TRIM_BYTES and not self._trims:
@@ -240,7 +246,7 @@ class Gate:
         self.freed(0)  # counts what was freed since
 
     def finished(self, request: ClientRequest) -> None:
-        """Counts and logs an answered request.
+        """Count and log an answered request.
 
         What programs ask for every second is logged at the level DEBUG, and so is what a model's process logs.
         """
@@ -270,6 +276,6 @@ def _owner(key: bytes) -> str:
 
 
 def _where(times: RequestTimes) -> str:
-    """Where the time of a request went, for the log."""
+    """Return where the time of a request went, for the log."""
     phases = "".join(f" {name}={ms:.0f}" for name, ms in times.phases_ms().items() if ms or name == "queue")
     return f" n_cached_tokens={times.n_cached}{phases}"

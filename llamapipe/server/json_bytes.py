@@ -13,7 +13,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def encode_json(value: object) -> bytes:
-    """A value as JSON. What a model writes in JSON may have halves of characters."""
+    """Encode a value as JSON. What a model writes in JSON may have halves of characters."""
     try:
         return _encoder.encode(value)
     except UnicodeEncodeError:
@@ -21,16 +21,16 @@ def encode_json(value: object) -> bytes:
 
 
 def event(value: object, name: str | None = None) -> bytes:
-    """A value as an event, with a name for APIs that name their events."""
+    """Encode a value as an event, with a name for APIs that name their events."""
     data = b"data: " + encode_json(value) + b"\n\n"
     return data if name is None else b"event: " + name.encode() + b"\n" + data
 
 
 def typed_event(value: Mapping[str, Any]) -> bytes:
-    """A value as an event with the name of its type."""
+    """Encode a value as an event with the name of its type."""
     return event(value, str(value["type"]))
 
 
 def line(value: object) -> bytes:
-    """A value as a line of a stream of JSON."""
+    """Encode a value as a line of a stream of JSON."""
     return encode_json(value) + b"\n"

@@ -97,17 +97,17 @@ class McpServers(Protocol):
         """The servers: the address of each, or None for a child process."""
 
     async def tools(self, label: str) -> Sequence[Tool]:
-        """What a server lists. Raises McpError, KeyError."""
+        """Return what a server lists. Raises McpError, KeyError."""
 
     async def call(self, label: str, tool: str, arguments: Mapping[str, Any]) -> Result:
-        """Calls a tool; a task that is cancelled cancels the call. Raises McpError, KeyError."""
+        """Call a tool; a task that is cancelled cancels the call. Raises McpError, KeyError."""
 
     def close(self) -> None:
-        """Ends what is owned; any thread. A second call does nothing."""
+        """End what is owned; any thread. A second call does nothing."""
 
 
 def labels_of(entries: Mapping[str, McpEntry]) -> dict[str, str | None]:
-    """The address of each server; None: it is a child process."""
+    """Return the address of each server; None: it is a child process."""
     return {label: entry.url if isinstance(entry, HttpServer) else None for label, entry in entries.items()}
 
 
@@ -128,7 +128,7 @@ class LocalServers:
         return f"<LocalServers {len(self._connections)}>"
 
     def start(self) -> None:
-        """Starts all servers, so that the first request need not wait; the log tells which cannot."""
+        """Start all servers, so that the first request need not wait; the log tells which cannot."""
         for connection in self._connections.values():
             self._thread.begin(connection.warm())
 
@@ -141,11 +141,11 @@ class LocalServers:
         return await self._thread.run(self._connections[label].call(tool, arguments))
 
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Runs something else on the servers' loop, until ``close``. Raises McpError after that."""
+        """Run something else on the servers' loop, until ``close``. Raises McpError after that."""
         return self._thread.begin(coroutine)
 
     def close(self) -> None:
-        """Ends all servers: waits for their processes, a few seconds at most."""
+        """End all servers: wait for their processes, a few seconds at most."""
         self._thread.close([connection.close for connection in self._connections.values()])
 
 
@@ -159,7 +159,7 @@ class McpServer(Protocol):
         """As ``McpServers.call``."""
 
     def end(self) -> None:
-        """The client needs it no longer. Does not wait."""
+        """Learn that the client needs it no longer. Does not wait."""
 
 
 class ListedServer:
@@ -181,7 +181,7 @@ class ListedServer:
         return await self._servers.call(self._label, tool, arguments)
 
     def end(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 class RemoteServers:
@@ -200,12 +200,12 @@ class RemoteServers:
         return f"<RemoteServers {len(self._used)}>"
 
     def open(self, label: str, url: str, headers: Mapping[str, str]) -> RemoteServer:
-        """A server, until its ``end``. Nothing happens before it is asked."""
+        """Return a server, until its ``end``. Nothing happens before it is asked."""
         connection = Connection(HttpServer(label, url, headers), self._timeout_s, hosts=self.hosts)
         return RemoteServer(self._thread, connection, self._used)
 
     def close(self) -> None:
-        """Ends all of them."""
+        """End all of them."""
         self._thread.close([server.connection.close for server in tuple(self._used)])
 
 
@@ -263,7 +263,7 @@ class LoopThread:
             self._loop.close()
 
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Runs a coroutine on the loop. Raises McpError after ``close``."""
+        """Run a coroutine on the loop. Raises McpError after ``close``."""
         with self._lock:
             if self._is_closed:
                 coroutine.close()
@@ -274,11 +274,11 @@ class LoopThread:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result, for a task of another loop; if that is cancelled, so is the coroutine."""
+        """Return the coroutine's result, for a task of another loop; if that is cancelled, so is the coroutine."""
         return await asyncio.wrap_future(self.begin(coroutine))
 
     def close(self, endings: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()) -> None:
-        """Runs what ends, then ends the thread. A second call does nothing."""
+        """Run what ends, then end the thread. A second call does nothing."""
         with self._lock:
             if self._is_closed:
                 return
@@ -319,21 +319,21 @@ class Connection:
         return f"<Connection {self._entry.label}>"
 
     async def warm(self) -> None:
-        """Starts the server; the log tells how it went."""
+        """Start the server; the log tells how it went."""
         with suppress(McpError):  # which is in the log
             n = len(await self.tools())
             _log.info("the MCP server %s is ready: %d tools", quoted(self._entry.label), n)
 
     async def tools(self) -> list[Tool]:
-        """What the server lists; asked again after it said that the list changed, or ended. Raises McpError."""
+        """Return what the server lists; ask again after it said that the list changed, or ended. Raises McpError."""
         return await self._current().tools()
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Result:
-        """Calls a tool. Raises McpError."""
+        """Call a tool. Raises McpError."""
         return await self._current().call(tool, arguments)
 
     async def close(self) -> None:
-        """Ends the server."""
+        """End the server."""
         self._is_closed = True
         lives = {*self._ending, *((self._life,) if self._life is not None else ())}
         await asyncio.gather(*(life.end() for life in lives))
@@ -371,7 +371,7 @@ class _Life:
         return f"<_Life {self._entry.label} n_running={self.n_running}{' over' if self.is_over else ''}>"
 
     async def tools(self) -> list[Tool]:
-        """What the server lists. Raises McpError."""
+        """Return what the server lists. Raises McpError."""
         if self._listing is None:
             self._listing = asyncio.ensure_future(self._asked(self._read_tools, self._start_s))
             self._listing.add_done_callback(self._listed)
@@ -382,7 +382,7 @@ class _Life:
             self._listing = None
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Result:
-        """Calls a tool. Raises McpError."""
+        """Call a tool. Raises McpError."""
         return _result(
             await self._asked(
                 lambda client: client.call_tool(tool, dict(arguments), self._timeout_s), self._timeout_s
@@ -390,7 +390,7 @@ class _Life:
         )
 
     async def end(self) -> None:
-        """Ends the server, whatever waits for it, and waits until it has ended."""
+        """End the server, whatever waits for it, and wait until it has ended."""
         self._finish()
         await asyncio.wait({self._owner}, timeout=_MOST_END_S)
 
@@ -400,7 +400,7 @@ class _Life:
         return self._owner.done()
 
     def _finish(self) -> None:
-        """Begins its end, unless it has begun: a further cancellation would cut what ends the process."""
+        """Begin its end, unless it has begun: a further cancellation would cut what ends the process."""
         self.is_over = True
         ends_itself = self._stdio is not None and self._stdio.ended.is_set()
         if not self._is_ending and not ends_itself:
@@ -409,7 +409,7 @@ class _Life:
 
     # ---- its task
     async def _own(self) -> None:
-        """Holds the connection open until the server ends, or ``end``."""
+        """Hold the connection open until the server ends, or ``end``."""
         try:
             from mcp import Client
             from mcp.types import Implementation
@@ -457,13 +457,13 @@ class _Life:
         return over_http(self._entry.url, self._entry.headers, self._hosts)
 
     async def _notified(self, message: object) -> None:
-        """Called with what the server sends unasked."""
+        """Take what the server sends unasked."""
         if getattr(message, "method", None) == "notifications/tools/list_changed":
             self._listing = None
 
     # ---- requests
     async def _asked(self, ask: Callable[[Client], Coroutine[Any, Any, T]], limit_s: float) -> T:
-        """The answer to a request. Raises McpError; a server that is of no use any longer is over then."""
+        """Await the answer to a request. Raises McpError; a server that is of no use any longer is over then."""
         self.n_running += 1
         try:
             client = await self._started()
@@ -517,14 +517,17 @@ class _Life:
         return McpError(_short(str(error)), int(code))
 
     def _timed_out(self, began: float, limit_s: float) -> McpError:
-        """A child that sent nothing at all meanwhile hangs: it is ended, and the next request starts another one."""
+        """Return the error of a request without an answer in time.
+
+        A child that sent nothing at all meanwhile hangs: it is ended, and the next request starts another one.
+        """
         if self._stdio is not None and self._stdio.read_at < began and not self.is_over:
             self._tell("hangs, and is ended")
             self._finish()
         return self._error(f"did not answer within {limit_s:g} seconds", TIMED_OUT)
 
     async def _read_tools(self, client: Client) -> list[Tool]:
-        """All pages of the list; of two tools with one name the first. Raises McpError."""
+        """Read all pages of the list; of two tools with one name the first. Raises McpError."""
         found: dict[str, Tool] = {}
         cursor: str | None = None
         for _ in range(_MOST_PAGES):
@@ -564,7 +567,7 @@ class _Life:
 
 
 def _look_at(future: asyncio.Future[Any]) -> None:
-    """Takes note of an exception that nobody waits for any longer."""
+    """Take note of an exception that nobody waits for any longer."""
     if not future.cancelled():
         future.exception()
 
@@ -575,7 +578,7 @@ def _short(text: str) -> str:
 
 # ---- results
 def _result(given: Any) -> Result:
-    """A ``CallToolResult`` of the package. What is no text and no image is named."""
+    """Convert a ``CallToolResult`` of the package. What is no text and no image is named."""
     parts: list[str | Image] = []
     for block in given.content:
         kind = block.type
@@ -618,7 +621,7 @@ class _Stdio:
         return f"<_Stdio {self._entry.label}>"
 
     def last_words(self) -> str:
-        """The end of what the child wrote to its standard error, for the log."""
+        """Return the end of what the child wrote to its standard error, for the log."""
         text = self._stderr.decode(errors="replace").strip()
         return f"; it wrote: {text}" if text else ""
 
@@ -663,7 +666,7 @@ class _Stdio:
             await asyncio.shield(asyncio.ensure_future(_stop(process, tasks)))
 
     async def _read(self, process: asyncio.subprocess.Process, into: Any) -> None:
-        """Gives the child's messages to the session."""
+        """Give the child's messages to the session."""
         from mcp.shared.message import SessionMessage
         from mcp_types import jsonrpc_message_adapter
 
@@ -700,12 +703,12 @@ class _Stdio:
                 into.close()
 
     def _is_bad(self, process: asyncio.subprocess.Process, problem: str) -> None:
-        """Ends a child that does what it may not."""
+        """End a child that does what it may not."""
         self.problem = problem
         _signal(process.pid, signal.SIGKILL)
 
     async def _write(self, process: asyncio.subprocess.Process, out_of: Any) -> None:
-        """Gives the session's messages to the child."""
+        """Give the session's messages to the child."""
         assert process.stdin is not None
         with suppress(OSError, *_closed()):
             async for item in out_of:
@@ -715,21 +718,21 @@ class _Stdio:
                 await process.stdin.drain()
 
     async def _read_stderr(self, process: asyncio.subprocess.Process) -> None:
-        """Keeps the end of what the child writes there, so that it never waits for a reader."""
+        """Keep the end of what the child writes there, so that it never waits for a reader."""
         assert process.stderr is not None
         while part := await process.stderr.read(2**16):
             self._stderr = (self._stderr + part)[-_MOST_STDERR:]
 
 
 def _closed() -> Any:
-    """What the package's streams raise when the other end is closed."""
+    """Return what the package's streams raise when the other end is closed."""
     import anyio
 
     return (anyio.ClosedResourceError, anyio.BrokenResourceError)
 
 
 async def _stop(process: asyncio.subprocess.Process, tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Ends a child and what it has started: closes its input, waits, and sends signals to its process group."""
+    """End a child and what it has started: close its input, wait, and send signals to its process group."""
     assert process.stdin is not None
     ended = asyncio.ensure_future(process.wait())
     try:

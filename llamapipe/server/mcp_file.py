@@ -68,7 +68,10 @@ McpEntry = StdioServer | HttpServer
 
 
 def entries_of(path: Path) -> dict[str, McpEntry]:
-    """The servers of a file, by their labels; those that are disabled are left out. Raises OSError, ValueError."""
+    """Return the servers of a file, by their labels; those that are disabled are left out.
+
+    Raises OSError, ValueError.
+    """
     with path.open("rb") as file:
         raw = file.read(_MOST_BYTES + 1)
     if len(raw) > _MOST_BYTES:
@@ -92,7 +95,7 @@ def entries_of(path: Path) -> dict[str, McpEntry]:
 
 
 def _entry(label: str, given: Any) -> McpEntry | None:
-    """One server; None if it is disabled. Raises ValueError."""
+    """Return one server; None if it is disabled. Raises ValueError."""
     if not _LABEL.fullmatch(label):
         raise ValueError("a label may have 64 of the characters A-Z, a-z, 0-9, '_', '.' and '-'")
     if not isinstance(given, dict):
@@ -151,7 +154,10 @@ def _headers(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _expanded(text: str) -> str:
-    """A text with the values of ``${NAME}`` and ``${NAME:-default}``: secrets need not be in the file."""
+    """Return a text with the values of ``${NAME}`` and ``${NAME:-default}``.
+
+    So secrets need not be in the file.
+    """
     text.encode()  # JSON may hold halves of characters
     if "\0" in text:
         raise ValueError("a text holds a NUL character")

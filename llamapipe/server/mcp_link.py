@@ -70,7 +70,7 @@ class LinkedServers:
         return answer.result
 
     def close(self) -> None:
-        """Does nothing: the servers are those of the other process."""
+        """Do nothing: the servers are those of the other process."""
 
     async def _asked(self, question: _Question) -> _Answer:
         try:
@@ -89,7 +89,7 @@ class LinkedServers:
 
 @contextmanager
 def listening(servers: LocalServers) -> Iterator[Path]:
-    """The socket at which other processes of this user ask these servers. Raises OSError."""
+    """Open the socket at which other processes of this user ask these servers. Raises OSError."""
     with TemporaryDirectory(prefix="llamapipe-") as folder:  # its path is short, as that of a socket must be
         path = Path(folder) / "mcp"
         listener = servers.begin(_listen(servers, path)).result()
@@ -110,7 +110,7 @@ async def _end(listener: asyncio.AbstractServer) -> None:
 
 
 async def _serve(servers: LocalServers, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answers one question, unless who asks goes away before."""
+    """Answer one question, unless who asks goes away before."""
     with suppress(OSError, ValueError):
         question = msgspec.json.decode(await reader.readline(), type=_Question)
         answer = asyncio.ensure_future(_answer(servers, question))

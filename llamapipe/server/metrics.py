@@ -79,7 +79,7 @@ class Metrics:
         return "<Metrics>"
 
     def answered(self, request: ClientRequest, seconds: float) -> None:
-        """Counts a request that was answered, refused or abandoned by the client."""
+        """Count a request that was answered, refused or abandoned by the client."""
         self._requests.labels(request.route, str(request.status)).inc()
         self._total.labels(request.route).observe(seconds)
         if request.n_prompt_tokens:
@@ -93,11 +93,11 @@ class Metrics:
             self._itl.observe(interval_s)
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format; waits until the engine's current step has finished."""
+        """Return all metrics in Prometheus' text format; wait until the engine's current step has finished."""
         return generate_latest(self._registry)
 
     def families(self) -> list[Family]:
-        """The same as values that JSON can carry."""
+        """Return all metrics as values that JSON can carry."""
         return [
             Family(
                 family.name,
@@ -110,7 +110,7 @@ class Metrics:
 
 
 def rendered(families: Iterable[Family]) -> bytes:
-    """What ``Metrics.families`` returned, in Prometheus' text format."""
+    """Return what ``Metrics.families`` returned, in Prometheus' text format."""
     registry = CollectorRegistry()
     registry.register(_Fixed(families))
     return generate_latest(registry)
@@ -123,11 +123,11 @@ class _Fixed(Collector):
         self._families = families
 
     def describe(self) -> Iterator[Metric]:
-        """Returns nothing: there is nothing to check."""
+        """Return nothing: there is nothing to check."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the metrics."""
+        """Yield the metrics."""
         for name, text, kind, samples in self._families:
             family = Metric(name, text, kind)
             for sample, labels, value in samples:
@@ -149,11 +149,11 @@ class _EngineCollector(Collector):
         }
 
     def describe(self) -> Iterator[Metric]:
-        """Returns nothing, so that registering the collector does not read the engine's counters."""
+        """Return nothing, so that registering the collector does not read the engine's counters."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the engine's metrics."""
+        """Yield the engine's metrics."""
         engine = self._engine
         stats = engine.stats()
         usage = stats.n_used_cells / engine.n_cells

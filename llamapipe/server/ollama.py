@@ -119,12 +119,15 @@ class Options(_Table, Lenient, kw_only=True):
     reasoning_effort: Annotated[str | None, Unused()] = None
 
     def sampling(self, state: ServerState, **more: Any) -> SamplingParams:
-        """The options as ``SamplingParams``, with Ollama's defaults. Raises ApiError 400."""
+        """Return the options as ``SamplingParams``, with Ollama's defaults. Raises ApiError 400."""
         tokenize = partial(state.engine.model.vocab.tokenize, add_special=False)
         return self.params_with(state.settings.sampling or {}, tokenize, **more)
 
     def params_with(self, defaults: Mapping[str, Any], tokenize: Tokenize, **more: Any) -> SamplingParams:
-        """The same. ``defaults``: the operator's. ``tokenize``: for the keys of ``logit_bias``."""
+        """Return the same as ``sampling``.
+
+        ``defaults``: the operator's. ``tokenize``: for the keys of ``logit_bias``.
+        """
         values = {
             name: defaults.get(name, value)
             for name, value in _DEFAULTS.items()
@@ -153,7 +156,7 @@ class Options(_Table, Lenient, kw_only=True):
 
     @classmethod
     def taken(cls, given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Numbers and texts in the types of the options; unknown options have no effect."""
+        """Return numbers and texts in the types of the options; unknown options have no effect."""
         kinds = {field.name: field.type for field in msgspec.structs.fields(cls)}
         unread = _unread(given, kinds)
         return {
@@ -162,7 +165,7 @@ class Options(_Table, Lenient, kw_only=True):
 
 
 def _as(kind: Any, value: Any) -> Any:
-    """A value in a type, if it has that form; else as it is."""
+    """Return a value in a type, if it has that form; else as it is."""
     whole = int(value) if isinstance(value, float) and math.isfinite(value) else value
     for candidate in (value, whole):
         with suppress(msgspec.ValidationError):
@@ -190,13 +193,13 @@ _MODELFILES: WeakKeyDictionary[ServerState, Mapping[str, Modelfile]] = WeakKeyDi
 
 
 def read_modelfiles(state: ServerState) -> None:
-    """Reads what Ollama's store says about the model of a server, before it serves."""
+    """Read what Ollama's store says about the model of a server, before it serves."""
     if state.has_engine:
         _MODELFILES[state] = modelfiles(state.engine.model.path)
 
 
 def modelfiles(path: Path) -> dict[str, Modelfile]:
-    """The Modelfiles of a model's file, by name; none for a file that is not in Ollama's store."""
+    """Return the Modelfiles of a model's file, by name; none for a file that is not in Ollama's store."""
     return {stored.name: _modelfile(stored) for stored in names_of(path)}
 
 
@@ -219,7 +222,7 @@ def _modelfile(stored: StoredModel) -> Modelfile:
 
 
 def modelfile_of(files: Mapping[str, Modelfile], *names: str) -> Modelfile:
-    """The first of these names that there is; an empty one if there is none."""
+    """Return the Modelfile of the first of these names that there is; an empty one if there is none."""
     for wanted in names:
         for known, found in files.items():
             if is_named(wanted, known):
@@ -228,7 +231,7 @@ def modelfile_of(files: Mapping[str, Modelfile], *names: str) -> Modelfile:
 
 
 def _modelfile_of(state: ServerState, name: str) -> Modelfile:
-    """That of a name; for another name of the same model, that of the model as it was loaded."""
+    """Return the Modelfile of a name; for another name of the same model, that of the model as it was loaded."""
     return modelfile_of(_MODELFILES.get(state, {}), name, state.engine.model.name)
 
 
@@ -237,7 +240,7 @@ class OllamaRequest(Lenient, kw_only=True):
 
     @classmethod
     def taken(cls, given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Other fields have no effect, but those of other routes."""
+        """Take the fields of this route. Others have no effect, but those of other routes."""
         unread = _unread(given, (*cls.__struct_fields__, *_OF_ROUTES))
         return {name: value for name, value in given.items() if name not in unread}, unread
 
@@ -246,7 +249,7 @@ _LIKE_A_NAME = 0.8  # of difflib's ratio
 
 
 def _unread(given: Iterable[str], known: Iterable[str]) -> list[str]:
-    """The unknown names that are probably not misspelt. Misspelt ones are left, and refused."""
+    """Return the unknown names that are probably not misspelt. Misspelt ones are left, and refused."""
     names = list(known)
     return [
         name
@@ -276,7 +279,7 @@ class Generates(OllamaRequest, kw_only=True):
     shift: Annotated[bool | None, Unused()] = None  # the operator sets it: --overflow
 
     def sampling(self, state: ServerState, **more: Any) -> SamplingParams:
-        """The options as ``SamplingParams``. Raises ApiError 400."""
+        """Return the options as ``SamplingParams``. Raises ApiError 400."""
         _check_duration(self.keep_alive)
         if self.logprobs:
             more["logprobs"] = check_top("top_logprobs", self.top_logprobs or 0, _MAX_TOP)
@@ -370,7 +373,7 @@ _PART = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h)", re.ASCII)
 
 
 def kept_s(given: object) -> float | None:
-    """Seconds of ``keep_alive``; None: for ever. Raises ApiError 400."""
+    """Return the seconds of ``keep_alive``; None: for ever. Raises ApiError 400."""
     if isinstance(given, bool) or not isinstance(given, int | float | str):
         raise ApiError(400, "keep_alive must be seconds or a duration", "keep_alive")
     if isinstance(given, str):
@@ -384,17 +387,17 @@ def kept_s(given: object) -> float | None:
 
 # ---- names
 def is_named(name: str, known: str) -> bool:
-    """Whether a client means this name: ``:latest`` may be left out."""
+    """Return whether a client means this name: ``:latest`` may be left out."""
     return name == known or name.removesuffix(_LATEST) == known.removesuffix(_LATEST)
 
 
 def full_name(name: str) -> str:
-    """A name with a tag, as Ollama's lists have it."""
+    """Return a name with a tag, as Ollama's lists have it."""
     return name if ":" in name.rpartition("/")[2] else name + _LATEST
 
 
 def check_chat_model(state: ServerState, name: str) -> None:
-    """Raises ApiError 404 for a model that is not served, 400 for one that does not generate."""
+    """Raise ApiError 404 for a model that is not served, 400 for one that does not generate."""
     if any(is_named(name, known) for known in (*state.chat_names, *state.adapter_names)):
         return
     if state.embedder is not None and any(is_named(name, known) for known in state.embedding_names):
@@ -405,14 +408,14 @@ def check_chat_model(state: ServerState, name: str) -> None:
 
 
 def adapter_of(state: ServerState, name: str) -> Adapter | ControlVector | None:
-    """The adapter of this name; None if a model has it."""
+    """Return the adapter of this name; None if a model has it."""
     if any(is_named(name, known) for known in state.chat_names):
         return None
     return next((adapter for adapter in state.adapters if is_named(name, adapter.name)), None)
 
 
 def _embedder(state: ServerState, name: str) -> Embedder:
-    """The embedder of this name. Raises ApiError 404, or 400 for a model that does not embed."""
+    """Return the embedder of this name. Raises ApiError 404, or 400 for a model that does not embed."""
     embedder = state.embedder
     if embedder is not None and any(is_named(name, known) for known in state.embedding_names):
         return embedder
@@ -471,7 +474,7 @@ async def _answered(
     job: Job[Part],
     with_context: bool = False,
 ) -> Response:
-    """The answer as the client wants it."""
+    """Return the answer as the client wants it."""
     encoder = OllamaEncoder(
         request.model,
         isinstance(request, OllamaChatRequest),
@@ -489,7 +492,10 @@ async def _answered(
 
 
 async def _thinking(state: ServerState, request: Generates) -> dict[str, Any]:
-    """The template's arguments that turn the reasoning on or off. Raises ApiError 400 for a model without it."""
+    """Return the template's arguments that turn the reasoning on or off.
+
+    Raises ApiError 400 for a model without it.
+    """
     think = request.think
     if think is None or think == "":
         return {}
@@ -502,7 +508,7 @@ async def _thinking(state: ServerState, request: Generates) -> dict[str, Any]:
 
 
 def engine_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages in the engine's form. Raises ApiError 400.
+    """Return the messages in the engine's form. Raises ApiError 400.
 
     Messages of this API name the tool of a result, and calls may have no id: some templates want both.
     """
@@ -543,7 +549,7 @@ def engine_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def _with_images(place: str, content: Any, images: Any) -> list[dict[str, Any]]:
-    """A text after images, which this API has as base64. Raises ApiError 400."""
+    """Return a text after images, which this API has as base64. Raises ApiError 400."""
     if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
         raise ApiError(400, f"{place} must be a list of base64 texts", place)
     urls = [image if image.startswith("data:") else f"data:;base64,{image}" for image in images]
@@ -570,7 +576,7 @@ def _name(call: Mapping[str, Any]) -> str:
 
 
 def _loaded(exchange: Exchange, request: OllamaChatRequest | GenerateRequest) -> Response:
-    """The answer to a request without a prompt, which loads the model, or unloads it; it stays loaded here."""
+    """Answer a request without a prompt, which loads the model, or unloads it; it stays loaded here."""
     made = empty_part(request.model, isinstance(request, OllamaChatRequest))
     unloads = request.keep_alive in (0, "0", "0s")
     return JsonResponse({**made, "done": True, "done_reason": "unload" if unloads else "load"})
@@ -741,7 +747,7 @@ def _modified(model: Model) -> str:
 
 
 def _digest(model: Model) -> str:
-    """Of what tells the file from others: a hash of gigabytes would take long."""
+    """Return a digest of what tells the file from others: a hash of gigabytes would take long."""
     try:
         return hashlib.sha256(model.fingerprint).hexdigest()
     except OSError:
@@ -764,7 +770,7 @@ def _details(model: Model) -> dict[str, Any]:
 
 
 def _capabilities(model: Model, kind: str) -> list[str]:
-    """What the model can do here: clients show no other choices."""
+    """Return what the model can do here: clients show no other choices."""
     found = [kind]
     if kind == "embedding":
         return found
@@ -781,7 +787,7 @@ def _capabilities(model: Model, kind: str) -> list[str]:
 
 
 def parameter_size(n: int) -> str:
-    """A number of parameters, as Ollama writes it."""
+    """Return a number of parameters, as Ollama writes it."""
     for unit, size, digits in (("B", 1e9, 1), ("M", 1e6, 2), ("K", 1e3, 2)):
         if n >= size:
             return f"{n / size:.{digits}f}{unit}"
@@ -805,7 +811,7 @@ async def show(exchange: Exchange, request: ShowRequest) -> Response:
 
 
 def with_context_length(shown: dict[str, Any], n_ctx: int) -> dict[str, Any]:
-    """An answer of ``/api/show`` with the tokens that a request may use here.
+    """Return an answer of ``/api/show`` with the tokens that a request may use here.
 
     The file's number is that of the training. Clients fill the context that they read.
     """
@@ -818,7 +824,7 @@ def with_context_length(shown: dict[str, Any], n_ctx: int) -> dict[str, Any]:
 
 
 def shown_model(model: Model, kind: str, given: Modelfile = _NO_MODELFILE) -> dict[str, Any]:
-    """The answer of ``/api/show``, with the file's numbers. ``kind``: completion or embedding."""
+    """Return the answer of ``/api/show``, with the file's numbers. ``kind``: completion or embedding."""
     set_here = "".join(f"PARAMETER {text}\n" for text in given.parameters.splitlines())
     system = f"SYSTEM {json.dumps(given.system)}\n" if given.system else ""
     return {
@@ -838,7 +844,7 @@ _NUMBERS_OF_GENERAL = ("general.file_type", "general.quantization_version", "gen
 
 
 def _model_info(model: Model) -> dict[str, Any]:
-    """The file's metadata, numbers as numbers."""
+    """Return the file's metadata, numbers as numbers."""
     family = model.metadata.get("general.architecture", "")
     found: dict[str, Any] = {}
     for key, text in model.metadata.items():

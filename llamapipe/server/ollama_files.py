@@ -63,7 +63,7 @@ class CopyRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def named(request: PullRequest | DeleteRequest) -> str:
-    """The model that is meant. Raises ApiError 400."""
+    """Return the model that is meant. Raises ApiError 400."""
     name = request.model or request.name
     if not name:
         raise ApiError(400, "model is missing", "model")
@@ -75,7 +75,7 @@ def _is_served(state: ServerState, name: str) -> bool:
 
 
 def check_allowed(exchange: Exchange, is_allowed: bool, option: str) -> None:
-    """Raises ApiError 403 unless the operator allows it."""
+    """Raise ApiError 403 unless the operator allows it."""
     if not is_allowed:
         raise ApiError(403, f"this server does not allow it; start it with {option}", code="not_allowed")
     gate: Gate = exchange.server
@@ -88,7 +88,7 @@ def check_allowed(exchange: Exchange, is_allowed: bool, option: str) -> None:
 
 
 def reference_of(name: str) -> hub.Reference:
-    """The file of the hub that a name means. Raises ApiError 400."""
+    """Return the file of the hub that a name means. Raises ApiError 400."""
     text = name.removesuffix(":latest")
     try:
         return hub.parse(hub.hub_name(text) or text)
@@ -114,7 +114,7 @@ async def answered(
     name: str | None,
     then: Callable[[Path], Awaitable[object]] | None = None,
 ) -> Response:
-    """Downloads a model, tells how far it is, and calls ``then`` with its file. ``name``: None if it is here.
+    """Download a model, tell how far it is, and call ``then`` with its file. ``name``: None if it is here.
 
     Raises ApiError.
     """
@@ -166,7 +166,7 @@ class _Pull:
         self._files[name] = n_bytes, n_here
 
     async def run(self) -> None:
-        """Downloads. If its task is cancelled, the download ends with its next part. Raises ApiError."""
+        """Download. If its task is cancelled, the download ends with its next part. Raises ApiError."""
         if self._reference is None:
             return
         self._gate.n_pulls += 1
@@ -193,7 +193,7 @@ class _Pull:
             job.exception()
 
     def news(self) -> bytes:
-        """Lines for the files of which more has arrived."""
+        """Return lines for the files of which more has arrived."""
         made = b""
         for name, counts in list(self._files.items()):
             if self._told.get(name) != counts:
@@ -205,7 +205,7 @@ class _Pull:
         return made
 
     async def lines(self) -> AsyncGenerator[bytes, None]:
-        """The lines of the stream."""
+        """Yield the lines of the stream."""
         yield line({"status": "pulling manifest"})
         await self.run()
         if news := self.news():
@@ -249,7 +249,7 @@ def _is_stored(name: str) -> bool:
 
 
 def check_destination(name: str) -> None:
-    """Raises ApiError 400 for what cannot be a name of a model."""
+    """Raise ApiError 400 for what cannot be a name of a model."""
     if not _NAME.fullmatch(name):
         raise ApiError(400, f"destination: {quoted(name)} is no name of a model", "destination")
 

@@ -52,7 +52,7 @@ def _file(name: str) -> Response:
 
 @lru_cache(maxsize=1)
 def _files() -> dict[str, bytes]:
-    """The page's files by name. No other file can be requested."""
+    """Return the page's files by name. No other file can be requested."""
     folder = files("llamapipe.server") / "page"
     return {
         file.name: file.read_bytes() for file in folder.iterdir() if file.name.rpartition(".")[2] in _TYPES

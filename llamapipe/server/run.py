@@ -62,26 +62,26 @@ class HttpServer(uvicorn.Server):
         logging.getLogger("uvicorn.error").addFilter(_until_exit)
 
     def run_program(self, sockets: Sequence[socket.socket] = ()) -> None:
-        """Serves until SIGTERM or Ctrl-C, as the whole of a program. For the main thread."""
+        """Serve until SIGTERM or Ctrl-C, as the whole of a program. For the main thread."""
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
         self.run(sockets=list(sockets))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Lets more connections wait in the system than are accepted at once: each of these needs a descriptor."""
+        """Let more connections wait in the system than are accepted at once: each of these needs a descriptor."""
         await super().startup(sockets=sockets)
         for sock in sockets or ():
             sock.listen(BACKLOG)
         self.state.start_background()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answers the running requests, then closes what they use."""
+        """Answer the running requests, then close what they use."""
         self.state.stop_tools()
         await self.state.stop_background()
         await super().shutdown(sockets=sockets)
         await asyncio.to_thread(self.state.release)
 
     def handle_exit(self, sig: int, frame: object) -> None:
-        """Starts draining; a second signal ends the server without waiting."""
+        """Start draining; a second signal ends the server without waiting."""
         self.state.draining = True
         if self.should_exit:
             self.force_exit = True
@@ -90,7 +90,7 @@ class HttpServer(uvicorn.Server):
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens on an address.
+    """Return a socket that listens on an address.
 
     Create it before the model is loaded: the port is then known and reserved. Raises OSError if the address
     cannot be used.
@@ -112,13 +112,16 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def host_of(sock: socket.socket) -> str:
-    """The address that a socket listens on; that of a Unix socket is no loopback address."""
+    """Return the address that a socket listens on; that of a Unix socket is no loopback address."""
     address = sock.getsockname()
     return str(address[0]) if isinstance(address, tuple) else f"unix:{address!s}"
 
 
 def _until_exit(record: logging.LogRecord) -> bool:
-    """Requests that the end of the server or the interpreter cuts are no errors of the application, as uvicorn says."""
+    """Return False for records about requests that the end of the server or the interpreter cuts.
+
+    uvicorn logs them as errors of the application, which they are not.
+    """
     is_cut = record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
     return not is_cut and not is_exiting()
 
@@ -130,7 +133,7 @@ def run_server(
     embedder: Embedder | None = None,
     more_sockets: Sequence[socket.socket] = (),
 ) -> None:
-    """Serves an engine on a socket until SIGTERM or Ctrl-C. For the main thread; engine and embedder stay open.
+    """Serve an engine on a socket until SIGTERM or Ctrl-C. For the main thread; engine and embedder stay open.
 
     ``more_sockets``: further sockets to serve; they listen on the same address.
     """
@@ -183,7 +186,7 @@ class serve:  # noqa: N801  (used like a function: ``with serve(engine) as serve
         self._server.run(sockets=[self._socket])
 
     def close(self, drain: bool = True) -> None:
-        """Stops the server; the engine stays open. ``drain``: answer the running requests first."""
+        """Stop the server; the engine stays open. ``drain``: answer the running requests first."""
         self._server.state.draining = True
         self._server.should_exit = True
         if not drain:

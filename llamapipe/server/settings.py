@@ -221,7 +221,7 @@ class ServerSettings:
             )
 
     def open_store(self) -> Store | None:
-        """The file of stored answers, opened; None without one. Raises OSError and StoreError."""
+        """Open the file of stored answers; None without one. Raises OSError and StoreError."""
         if self.store is None:
             return None
         from llamapipe.server._store import Store
@@ -229,7 +229,7 @@ class ServerSettings:
         return Store(path_of(self.store), self.store_bytes, self.store_days)
 
     def open_mcp(self) -> LocalServers | None:
-        """The MCP servers, starting; None without a file of them. Raises OSError and ValueError for a wrong file."""
+        """Start the MCP servers; None without a file of them. Raises OSError and ValueError for a wrong file."""
         if self.mcp is None:
             return None
         from llamapipe.server.mcp import LocalServers
@@ -244,7 +244,7 @@ class ServerSettings:
         return servers
 
     def open_files(self) -> Files | None:
-        """The file beside it, for clients' files and batches; None without a store. Raises as ``open_store``."""
+        """Open the file beside it, for clients' files and batches; None without a store. Raises as ``open_store``."""
         if self.store is None:
             return None
         from llamapipe.server._files import Files
@@ -255,7 +255,7 @@ class ServerSettings:
         )
 
     def default_template_args(self) -> dict[str, Any]:
-        """The arguments of the template where a request has no others. Raises ValueError."""
+        """Return the arguments of the template where a request has no others. Raises ValueError."""
         if self.template_args is None:
             return {}
         try:

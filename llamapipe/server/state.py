@@ -45,13 +45,13 @@ class WorkerLink(Protocol):
     n_workers: int
 
     async def text(self) -> bytes:
-        """The metrics of all of them."""
+        """Return the metrics of all of them."""
 
     async def requests(self, most: int) -> list[dict[str, Any]]:
-        """Where the time of their last requests went, the newest first, at most so many."""
+        """Return where the time of their last requests went, the newest first, at most so many."""
 
     def fail(self, message: str) -> None:
-        """Ends this one, which can answer nothing any longer."""
+        """End this one, which can answer nothing any longer."""
 
 
 class ServerState(Gate):
@@ -117,7 +117,7 @@ class ServerState(Gate):
             call.cancel()
 
     async def ask_tools(self, asked: Awaitable[T]) -> T:
-        """What an MCP server answers. Raises ApiError 503 when this server ends: a tool may take minutes."""
+        """Await what an MCP server answers. Raises ApiError 503 when this server ends: a tool may take minutes."""
         call = asyncio.ensure_future(asked)
         if self._has_stopped_tools:
             call.cancel()
@@ -132,7 +132,7 @@ class ServerState(Gate):
             self._tool_calls.discard(call)
 
     async def in_thread(self, function: Callable[..., T], *arguments: Any, size: int = 0) -> T:
-        """``function(*arguments)`` in a thread: for what would hold up the event loop. Fair to clients.
+        """Run ``function(*arguments)`` in a thread: for what would hold up the event loop. Fair to clients.
 
         ``size``: the characters that it converts. Raises TimeoutError after ``timeout_s``.
         """
@@ -198,7 +198,7 @@ class ServerState(Gate):
         return tuple(adapter.name for adapter in self.adapters if adapter.name not in self.chat_names)
 
     def adapter_of(self, name: str | None) -> dict[str, str]:
-        """The field of ``SamplingParams`` that a model's name asks for: none unless it is that of an adapter."""
+        """Return the field of ``SamplingParams`` that a model's name asks for: none unless it is that of an adapter."""
         return {"adapter": name} if name is not None and name in self.adapter_names else {}
 
     @property
@@ -219,17 +219,17 @@ class ServerState(Gate):
         return [owner.model for owner in (self._engine, self.embedder) if owner is not None]
 
     def check_model(self, name: str | None) -> str:
-        """The model's name for the answer. Raises ApiError 404 for a model that is not served."""
+        """Return the model's name for the answer. Raises ApiError 404 for a model that is not served."""
         if self._engine is None:
             raise ApiError(404, "no model that generates is loaded here", "model", "model_not_found")
         return self._served(name, self.chat_names + self.adapter_names)
 
     def check_name(self, name: str | None) -> str:
-        """The name of a model or an adapter, whatever it does. Raises ApiError 404 if there is none."""
+        """Return the name of a model or an adapter, whatever it does. Raises ApiError 404 if there is none."""
         return self._served(name, self.all_names)
 
     def check_embedder(self, name: str | None) -> tuple[Embedder, str]:
-        """The embedding model and its name for the answer. Raises ApiError 404."""
+        """Return the embedding model and its name for the answer. Raises ApiError 404."""
         if self.embedder is None:
             raise ApiError(
                 404,

@@ -51,7 +51,7 @@ async def reset_prefix_cache(exchange: Exchange) -> Response:
 
 
 def refuse_resets(exchange: Exchange) -> None:
-    """Raises ApiError 400 for what vLLM can reset besides."""
+    """Raise ApiError 400 for what vLLM can reset besides."""
     for name in ("reset_running_requests", "reset_external"):
         if exchange.query_params.get(name, "false").lower() not in ("false", "0", ""):
             raise ApiError(400, f"{name} is set; leave it out: running requests keep what they use", name)

@@ -60,7 +60,7 @@ class _Part(NamedTuple):
 
 
 def form_parts(content_type: str, body: bytes) -> list[_Part]:
-    """The fields of a form, in its order. Raises ApiError 400 for what is no complete form."""
+    """Return the fields of a form, in its order. Raises ApiError 400 for what is no complete form."""
     found = _BOUNDARY.fullmatch(content_type.strip()) if len(content_type) <= _MOST_TYPE else None
     if found is None:
         raise ApiError(
@@ -98,7 +98,7 @@ def form_parts(content_type: str, body: bytes) -> list[_Part]:
 
 
 def form_model(content_type: str, body: bytes) -> str | None:
-    """The model that a form names. Raises ApiError 400."""
+    """Return the model that a form names. Raises ApiError 400."""
     return next(
         (
             part.value.decode("utf-8", "replace")
@@ -145,7 +145,7 @@ def _number(fields: dict[str, bytes], name: str, kind: type[int] | type[float]) 
 
 
 async def transcriptions(exchange: Exchange) -> Response:
-    """The text that a sound has."""
+    """Answer the text that a sound has."""
     state = exchange.server
     fields = _fields(exchange)
     model = state.check_model(_text(fields, "model", "", 1000) or None)

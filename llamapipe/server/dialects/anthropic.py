@@ -34,7 +34,7 @@ class AnthropicEncoder:
         return f"<AnthropicEncoder {self._id} open={self._open!r}>"
 
     def whole(self, choice: ChatChoice, counts: Counts) -> dict[str, Any]:
-        """The complete answer."""
+        """Return the complete answer."""
         return self._message(_content(choice), counts) | _stop(choice)
 
     def _message(self, content: list[dict[str, Any]], counts: Counts) -> dict[str, Any]:
@@ -56,11 +56,11 @@ class AnthropicEncoder:
 
     # ---- streamed
     def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """The message without content."""
+        """Return the message without content."""
         return _named("message_start", message=self._message([], counts._replace(n_completion=0)))
 
     def part(self, index: int, part: ChatDelta, counts: Counts) -> bytes:
-        """The events for a part."""
+        """Return the events for a part."""
         made: list[bytes] = []
         if part.reasoning:
             made += self._switched("thinking", {"type": "thinking", "thinking": "", "signature": ""})
@@ -93,7 +93,7 @@ class AnthropicEncoder:
         return _named("content_block_delta", index=self._index, delta=delta)
 
     def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """The end of the stream, with llama-server's ``timings``."""
+        """Return the end of the stream, with llama-server's ``timings``."""
         return _named("message_stop", timings=self._times.timings(counts.n_prompt, counts.n_completion))
 
 

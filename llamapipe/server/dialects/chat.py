@@ -60,7 +60,7 @@ class ChatEncoder:
 
     # ---- complete
     def whole(self, done: ChatCompletion, counts: Counts, prompt: Sequence[int] = ()) -> dict[str, Any]:
-        """The complete answer. ``prompt``: its tokens, for a client that wants token ids."""
+        """Return the complete answer. ``prompt``: its tokens, for a client that wants token ids."""
         answer = {
             **self._common,
             "choices": [self._choice(choice) for choice in done.choices],
@@ -94,7 +94,7 @@ class ChatEncoder:
         return None if entries is None else chat_logprobs(entries, self._vocab, self._form.tokens_as_ids)
 
     def _call(self, call: dict[str, Any]) -> dict[str, Any]:
-        """A call in the form that the client defined the tool in."""
+        """Return a call in the form that the client defined the tool in."""
         function = call["function"]
         known = self._tools.known(function["name"])
         if not known.is_custom:
@@ -104,11 +104,11 @@ class ChatEncoder:
 
     # ---- streamed
     def news(self) -> bytes:
-        """How much of the prompt is computed, if that has changed."""
+        """Return how much of the prompt is computed, if that has changed."""
         return b"" if self._progress is None else self._progress.news()
 
     def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """The first event of a choice, which has the role and no text."""
+        """Return the first event of a choice, which has the role and no text."""
         if self._form.continuous_usage:
             self._writer.set_usage(usage(counts))
         last = b"" if self._progress is None else self._progress.last(index)
@@ -119,7 +119,7 @@ class ChatEncoder:
         return last + self._writer.chunk(encode_json({**made, "prompt_token_ids": prompt}))
 
     def part(self, index: int, part: ChatDelta, counts: Counts) -> bytes:
-        """The event for a part."""
+        """Return the event for a part."""
         form, timings = self._form, None
         if form.continuous_usage:
             self._writer.set_usage(usage(counts))
@@ -155,7 +155,10 @@ class ChatEncoder:
         return encode_json(made)
 
     def _call_parts(self, index: int, part: ChatDelta) -> list[dict[str, Any]]:
-        """The parts of calls. The input of a custom tool is text in a JSON string: it is sent when it is complete."""
+        """Return the parts of calls.
+
+        The input of a custom tool is text in a JSON string: it is sent when it is complete.
+        """
         made: list[dict[str, Any]] = []
         for piece in part.tool_calls:
             held = self._held.get(index)
@@ -172,13 +175,13 @@ class ChatEncoder:
         return made
 
     def _released(self, choice: int) -> dict[str, Any]:
-        """The call of a custom tool that was held back."""
+        """Return the call of a custom tool that was held back."""
         index, call_id, name, arguments = self._held.pop(choice)
         custom = {"name": name, "input": custom_input("".join(arguments))}
         return {"index": index, "id": call_id, "type": "custom", "custom": custom}
 
     def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """The usage, if the client wants it, and the end of the stream."""
+        """Return the usage, if the client wants it, and the end of the stream."""
         if not self._form.with_usage:
             return DONE
         return self._writer.usage(usage(counts, self._form.predicted)) + DONE

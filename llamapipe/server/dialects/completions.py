@@ -75,7 +75,7 @@ class CompletionEncoder:
 
     # ---- complete
     def whole(self, done: Sequence[Completion], counts: Counts) -> dict[str, Any]:
-        """The complete answer. ``done``: of each prompt; of more than ``n`` choices, the best are shown."""
+        """Return the complete answer. ``done``: of each prompt; of more than ``n`` choices, the best are shown."""
         n = self._prompts.n
         choices = [
             self._choice(completion, choice, i * n + j)
@@ -117,7 +117,7 @@ class CompletionEncoder:
         return made
 
     def _logprobs_of(self, i: int) -> CompletionLogprobs:
-        """Writes the log-probabilities of a choice for prompt ``i``."""
+        """Write the log-probabilities of a choice for prompt ``i``."""
         vocab, tokens = self._vocab, self._prompts.tokens[i]
         text = self._echo(i) if self._shown.echo else ""
         if text and i not in self._offsets:
@@ -127,13 +127,16 @@ class CompletionEncoder:
         return CompletionLogprobs(vocab, offsets, self._form.tokens_as_ids)
 
     def _first(self, i: int) -> int | None:
-        """The first token of prompt ``i``, which has no log-probability; None if it is a BOS token that was added."""
+        """Return the first token of prompt ``i``, which has no log-probability.
+
+        None if it is a BOS token that was added.
+        """
         given, token = self._prompts.given[i], self._prompts.tokens[i][0]
         is_text = isinstance(given, str) or isinstance(given[0], str)
         return None if is_text and token == self._vocab.bos else token
 
     def _echo(self, i: int) -> str:
-        """The text of prompt ``i``."""
+        """Return the text of prompt ``i``."""
         given = self._prompts.given[i]
         if isinstance(given, str):
             return given
@@ -141,22 +144,22 @@ class CompletionEncoder:
 
     # ---- streamed
     def news(self) -> bytes:
-        """How much of the prompts is computed, if that has changed."""
+        """Return how much of the prompts is computed, if that has changed."""
         return b"" if self._progress is None else self._progress.news()
 
     def echo(self, index: int, scores: list[TokenLogprob] | None) -> bytes:
-        """The prompt of a choice, with the log-probabilities of its tokens, before anything else."""
+        """Return the prompt of a choice, with the log-probabilities of its tokens, before anything else."""
         i = index // self._prompts.n
         logprobs = None if scores is None else self._streamed(index).of(scores, self._first(i))
         text = self._echo(i)
         return self._writer.chunk(_stream_choice(index, text, logprobs, None), text)
 
     def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """How much of the prompt was computed, if the client wants that."""
+        """Return how much of the prompt was computed, if the client wants that."""
         return b"" if self._progress is None else self._progress.last(index)
 
     def part(self, index: int, part: Delta, counts: Counts) -> bytes:
-        """The event for a part; none for an incomplete character."""
+        """Return the event for a part; none for an incomplete character."""
         form = self._form
         if self._shown.is_empty:
             return self._writer.chunk(_stream_choice(index, "", None, "length"))
@@ -183,7 +186,7 @@ class CompletionEncoder:
         return self._logprobs[index]
 
     def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """The usage, if the client wants it, and the end of the stream."""
+        """Return the usage, if the client wants it, and the end of the stream."""
         if not self._form.with_usage:
             return DONE
         return self._writer.usage(usage(counts, self._form.predicted)) + DONE
@@ -203,7 +206,7 @@ def _stream_choice(
 
 
 def _best(completion: Completion, n: int) -> Sequence[Choice]:
-    """Of more choices, the ``n`` with the highest mean log-probability."""
+    """Return the ``n`` choices with the highest mean log-probability, if there are more."""
     if len(completion.choices) == n:
         return completion.choices
     return sorted(completion.choices, key=_mean_logprob, reverse=True)[:n]
@@ -215,5 +218,5 @@ def _mean_logprob(choice: Choice) -> float:
 
 
 def _narrowed(entries: Iterable[TokenLogprob], n_top: int) -> list[TokenLogprob]:
-    """The entries with at most ``n_top`` alternatives."""
+    """Return the entries with at most ``n_top`` alternatives."""
     return [TokenLogprob(entry.id, entry.logprob, entry.top[:n_top], entry.piece) for entry in entries]

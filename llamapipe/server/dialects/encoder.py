@@ -33,10 +33,10 @@ class Encoder(Protocol[Part_contra]):
     prompt_at: PromptAt
 
     def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """Choice ``index`` has its first token: its role, before the first part."""
+        """Begin choice ``index``, which has its first token: tell its role, before the first part."""
 
     def part(self, index: int, part: Part_contra, counts: Counts) -> bytes:
-        """A part of a choice: text, reasoning, calls, log-probabilities; the last has a finish reason."""
+        """Write a part of a choice: text, reasoning, calls, log-probabilities; the last has a finish reason."""
 
     def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """All choices are complete."""
+        """End the stream: all choices are complete."""

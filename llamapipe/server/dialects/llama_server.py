@@ -78,7 +78,7 @@ class LlamaServerEncoder:
         return f"<LlamaServerEncoder {self._model} n={len(self._choices)}>"
 
     def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """Nothing: no event has a role."""
+        """Return nothing: no event has a role."""
         choice, stream = self._choices[index], self._running[index]
         choice.first_at = self._clock()
         choice.prompt_s = choice.first_at - choice.began_at
@@ -89,7 +89,7 @@ class LlamaServerEncoder:
         return b""
 
     def part(self, index: int, part: Delta, counts: Counts) -> bytes:
-        """The event for a part, and the last one of a choice, which has everything but the text."""
+        """Return the event for a part, and the last one of a choice, which has everything but the text."""
         choice, form = self._choices[index], self._form
         if form.is_empty:
             part = part._replace(logprobs=None)
@@ -105,14 +105,14 @@ class LlamaServerEncoder:
         return made + event(self._last(index)) if part.finish_reason is not None else made
 
     def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """The answer that is no stream: an object, or a list of them for several prompts or choices."""
+        """Return the answer that is no stream: an object, or a list of them for several prompts or choices."""
         if self._form.is_stream:
             return b""
         answers = [self._last(index) for index in range(len(self._choices))]
         return encode_json(answers if len(answers) > 1 else answers[0])
 
     def news(self) -> bytes:
-        """Events that tell how much of the prompts is computed, for those that have come further."""
+        """Return events that tell how much of the prompts is computed, for those that have come further."""
         made = b""
         for index, choice in enumerate(self._choices if self._form.with_progress else ()):
             stream = self._running[index]
@@ -148,7 +148,7 @@ class LlamaServerEncoder:
         return made
 
     def _last(self, index: int) -> dict[str, Any]:
-        """The last object of a choice, with the fields that the client asks for."""
+        """Return the last object of a choice, with the fields that the client asks for."""
         choice, form = self._choices[index], self._form
         text = "".join(choice.text)
         made: dict[str, Any] = {
@@ -210,7 +210,7 @@ class _Choice:
 
 
 def generation_settings(params: SamplingParams) -> dict[str, Any]:
-    """Options with llama-server's names, as its answers have them."""
+    """Return the options with llama-server's names, as its answers have them."""
     made: dict[str, Any] = {
         option.name: getattr(params, option.name)
         for option in OPTIONS
@@ -231,7 +231,7 @@ def generation_settings(params: SamplingParams) -> dict[str, Any]:
 
 
 def _probabilities(entries: Iterable[TokenLogprob], vocab: Vocab) -> list[dict[str, Any]]:
-    """``completion_probabilities``: as OpenAI's ``logprobs`` of chats, with ids."""
+    """Return ``completion_probabilities``: as OpenAI's ``logprobs`` of chats, with ids."""
     entries = list(entries)
     made: list[dict[str, Any]] = chat_logprobs(entries, vocab)["content"]
     for entry, record in zip(entries, made, strict=True):
@@ -242,7 +242,10 @@ def _probabilities(entries: Iterable[TokenLogprob], vocab: Vocab) -> list[dict[s
 
 
 def _at_paths(value: dict[str, Any], paths: Iterable[str]) -> dict[str, Any]:
-    """The values at these paths, by path, as llama-server's ``response_fields``; what is not there is left out."""
+    """Return the values at these paths, by path, as llama-server's ``response_fields``.
+
+    What is not there is left out.
+    """
     made: dict[str, Any] = {}
     for path in paths:
         found: Any = value

@@ -11,7 +11,10 @@ from llamapipe.text.stream import TextOffsets
 
 
 def token_text(piece: bytes) -> str:
-    """A token's text. Bytes that are not complete characters are written in hexadecimal, so that texts are unique."""
+    """Return a token's text.
+
+    Bytes that are not complete characters are written in hexadecimal, so that texts are unique.
+    """
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -34,7 +37,7 @@ class CompletionLogprobs:
         return f"CompletionLogprobs({self._offsets})"
 
     def of(self, entries: Iterable[TokenLogprob], first: int | None = None) -> dict[str, Any]:
-        """The next tokens of the choice. ``first``: a token before them that has no log-probability."""
+        """Return the next tokens of the choice. ``first``: a token before them that has no log-probability."""
         tokens: list[str] = []
         logprobs: list[float | None] = []
         tops: list[dict[str, float] | None] = []
@@ -60,7 +63,7 @@ class CompletionLogprobs:
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob], vocab: Vocab, as_ids: bool = False) -> dict[str, Any]:
-    """The ``logprobs`` of ``/v1/chat/completions``. ``as_ids``: tokens are written as ``token_id:5``."""
+    """Return the ``logprobs`` of ``/v1/chat/completions``. ``as_ids``: tokens are written as ``token_id:5``."""
 
     def written(token: int, logprob: float) -> dict[str, Any]:
         piece = vocab.written_piece(token)
@@ -102,10 +105,10 @@ def prompt_logprobs(
 
 
 def id_text(token: int) -> str:
-    """A token as vLLM writes it where the client asks for ids."""
+    """Write a token as vLLM does where the client asks for ids."""
     return f"token_id:{token}"
 
 
 def _finite(logprob: float) -> float:
-    """Replaces infinity, which JSON does not have, with the lowest value of OpenAI's API."""
+    """Replace infinity, which JSON does not have, with the lowest value of OpenAI's API."""
     return max(logprob, -9999.0)

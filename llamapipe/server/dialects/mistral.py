@@ -25,17 +25,17 @@ class FimEncoder:
         return f"<FimEncoder {self._common['id']}>"
 
     def whole(self, done: Completion, counts: Counts) -> dict[str, Any]:
-        """The complete answer."""
+        """Return the complete answer."""
         message = {"role": "assistant", "content": done.text, "tool_calls": None, "prefix": False}
         choice = {"index": 0, "message": message, "finish_reason": done.finish_reason}
         return {**self._common, "choices": [choice], "usage": usage(counts)}
 
     def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """Nothing: the first event with text has the role."""
+        """Return nothing: the first event with text has the role."""
         return b""
 
     def part(self, index: int, part: Delta, counts: Counts) -> bytes:
-        """The event for a part; the last one has the usage."""
+        """Return the event for a part; the last one has the usage."""
         if part.finish_reason is not None:
             self._writer.set_usage(usage(counts))
         elif not part.text:
@@ -47,5 +47,5 @@ class FimEncoder:
         )
 
     def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """The end of the stream."""
+        """Return the end of the stream."""
         return DONE

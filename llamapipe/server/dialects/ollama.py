@@ -55,11 +55,11 @@ class OllamaEncoder:
         return f"<OllamaEncoder {self._model} n_tokens={len(self._token_ids)}>"
 
     def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """Nothing: each line has the role."""
+        """Return nothing: each line has the role."""
         return b""
 
     def part(self, index: int, part: ChatDelta | Delta, counts: Counts) -> bytes:
-        """The line for a part; none for one without text, or that is not complete."""
+        """Return the line for a part; none for one without text, or that is not complete."""
         if isinstance(part, Delta):
             part = ChatDelta(part.text, "", (), part.token_ids, part.logprobs, part.finish_reason)
         self._token_ids += part.token_ids
@@ -80,7 +80,7 @@ class OllamaEncoder:
         return b""
 
     def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """The last line, with the counts; or the whole answer."""
+        """Return the last line, with the counts; or the whole answer."""
         texts = "".join(self._contents), "".join(self._thinking)
         made = self._object(*texts, self._all_calls, self._logprobs)
         made |= {"done": True, "done_reason": self._done_reason}
@@ -100,7 +100,7 @@ class OllamaEncoder:
         return encode_json(made) if self._is_whole else line(made)
 
     def ping(self) -> bytes:
-        """A line without text, to which clients add nothing."""
+        """Return a line without text, to which clients add nothing."""
         return line(self._object())
 
     def _object(
@@ -138,7 +138,7 @@ class _Calls:
         return f"<_Calls {self._open}>"
 
     def complete(self, pieces: Sequence[ToolCallDelta], is_last: bool) -> Iterator[dict[str, Any]]:
-        """The calls that are complete with these pieces. ``is_last``: there are no more."""
+        """Yield the calls that are complete with these pieces. ``is_last``: there are no more."""
         for piece in pieces:
             if piece.id is not None:
                 yield from self._closed()
@@ -158,21 +158,21 @@ class _Calls:
 
 
 def empty_part(model: str, is_chat: bool) -> dict[str, Any]:
-    """A part of an answer without text, to which clients add nothing."""
+    """Return a part of an answer without text, to which clients add nothing."""
     empty = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
     return {"model": model, "created_at": now(), **empty, "done": False}
 
 
 def now() -> str:
-    """The time, as this API writes it."""
+    """Return the time, as this API writes it."""
     return date_of(datetime.now(timezone.utc))
 
 
 def date_of(moment: datetime) -> str:
-    """A time, as this API writes it."""
+    """Return a moment, as this API writes it."""
     return moment.astimezone(timezone.utc).isoformat().replace("+00:00", "Z")
 
 
 def nanoseconds(seconds: float) -> int:
-    """At least one: clients divide by them."""
+    """Return nanoseconds, at least one: clients divide by them."""
     return max(round(seconds * 1e9), 1)

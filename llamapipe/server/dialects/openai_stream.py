@@ -52,7 +52,10 @@ class ChunkWriter:
         return f"ChunkWriter({self._common})"
 
     def chunk(self, choice: bytes, text: str = "", timings: dict[str, Any] | None = None) -> bytes:
-        """An event with one choice, given as encoded JSON. ``text``: the text whose length the padding hides."""
+        """Return an event with one choice, given as encoded JSON.
+
+        ``text``: the text whose length the padding hides.
+        """
         if not self._padded and timings is None:
             return self._head + choice + self._tail
         more = b"]"
@@ -64,21 +67,21 @@ class ChunkWriter:
         return self._head + choice + more + self._tail[1:]
 
     def progress(self, choice: bytes, progress: PromptProgress) -> bytes:
-        """An event with ``prompt_progress``."""
+        """Return an event with ``prompt_progress``."""
         fields = encode_json(progress_fields(progress))
         return self._head + choice + b'],"prompt_progress":' + fields + self._tail[1:]
 
     def set_usage(self, usage: dict[str, Any]) -> None:
-        """The usage of the next events."""
+        """Set the usage of the next events."""
         self._tail = b'],"usage":' + encode_json(usage) + b"}\n\n"
 
     def usage(self, usage: dict[str, Any]) -> bytes:
-        """The event that ends a stream with usage."""
+        """Return the event that ends a stream with usage."""
         return event({**self._common, "choices": [], "usage": usage})
 
 
 def progress_fields(progress: PromptProgress) -> dict[str, int]:
-    """llama-server's ``prompt_progress``: tokens, and milliseconds since the prompt was begun."""
+    """Return llama-server's ``prompt_progress``: tokens, and milliseconds since the prompt was begun."""
     return {
         "total": progress.n_prompt_tokens,
         "cache": progress.n_cached_tokens,
@@ -112,7 +115,7 @@ class Progress:
         return f"<Progress {self._told}>"
 
     def news(self) -> bytes:
-        """The events for the choices that have come further; the first has what was cached."""
+        """Return the events for the choices that have come further; the first has what was cached."""
         made = b""
         for index, stream in enumerate(self._running):
             found = None if stream is None else stream.prompt_progress
@@ -129,14 +132,14 @@ class Progress:
         return made
 
     def last(self, index: int) -> bytes:
-        """The event for a choice whose whole prompt is computed."""
+        """Return the event for a choice whose whole prompt is computed."""
         stream = self._running[index]
         found = None if stream is None else stream.prompt_progress
         return b"" if found is None else self._upto(index, found._replace(n_done=found.n_prompt_tokens))
 
 
 def usage(counts: Counts, predicted: bool = False) -> dict[str, Any]:
-    """The tokens of all prompts and choices. ``predicted``: the request predicts its text."""
+    """Return the tokens of all prompts and choices. ``predicted``: the request predicts its text."""
     details = {}
     if predicted:
         details["completion_tokens_details"] = {

@@ -87,7 +87,7 @@ class ResponsesEncoder:
         return "incomplete" if self.is_cut else "completed"
 
     def response(self, n_prompt: int = 0, n_cached: int = 0) -> dict[str, Any]:
-        """The response as it is now. ``n_prompt``: tokens of all prompts, with the ``n_cached`` ones."""
+        """Return the response as it is now. ``n_prompt``: tokens of all prompts, with the ``n_cached`` ones."""
         status = self.status
         is_done = status != "in_progress"
         usage = {
@@ -111,7 +111,7 @@ class ResponsesEncoder:
 
     # ---- streamed
     def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """The response without output; nothing the second time."""
+        """Return the response without output; nothing the second time."""
         if self._n_events:
             return b""
         return b"".join(
@@ -119,11 +119,11 @@ class ResponsesEncoder:
         )
 
     def sign_of_life(self) -> bytes:
-        """An event that says nothing new; nothing before the first ones."""
+        """Return an event that says nothing new; nothing before the first ones."""
         return self._told("in_progress", response=self.response() | {"output": []}) if self._n_events else b""
 
     def part(self, index: int, part: ChatDelta, counts: Counts) -> bytes:
-        """The events for a part."""
+        """Return the events for a part."""
         made = b""
         self.n_output += len(part.token_ids)
         if part.reasoning:
@@ -139,18 +139,18 @@ class ResponsesEncoder:
         return made if part.finish_reason in (None, "cancelled") else made + self.close()
 
     def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """Nothing: the model may write again, and what is sent last has been stored before. See ``last``."""
+        """Return nothing: the model may write again, and what is sent last has been stored before. See ``last``."""
         return b""
 
     def last(self, response: Mapping[str, Any]) -> bytes:
-        """The end of the stream, which has the whole response, and llama-server's ``timings``."""
+        """Return the end of the stream, which has the whole response, and llama-server's ``timings``."""
         times = {}
         if self._times.was_computed:
             times["timings"] = self._times.timings(response["usage"]["input_tokens"], self.n_output)
         return self._told(self.status, response=response, **times)
 
     def _text(self, kind: str, part_kind: str, text: str, **more: list[Any]) -> bytes:
-        """Text of an item with content, which is opened if it is not. ``more``: lists that grow with it."""
+        """Return text of an item with content, which is opened if it is not. ``more``: lists that grow with it."""
         made = b""
         if self._open is None or self._open["type"] != kind:
             item: Item = {"type": kind, "content": []}
@@ -184,7 +184,7 @@ class ResponsesEncoder:
         return made + self.progress(f"{item['type']}_arguments.delta", delta=part.arguments)
 
     def _begun(self, part: ToolCallDelta) -> Item:
-        """The item of a call, without arguments."""
+        """Return the item of a call, without arguments."""
         self._call_index, self._arguments = part.index, ""
         known = self.tools.known(str(part.name))
         item = self._item_of(known)
@@ -197,7 +197,7 @@ class ResponsesEncoder:
 
     # ---- items
     def open(self, item: Item) -> bytes:
-        """Begins an item, and ends the open one."""
+        """Begin an item, and end the open one."""
         made = self.close()
         place = len(self.output)
         item |= {"id": f"{_ID_PREFIXES[item['type']]}_{self._id}_{place}", "status": "in_progress"}
@@ -210,17 +210,17 @@ class ResponsesEncoder:
         return made
 
     def fill(self, fields: Mapping[str, Any]) -> None:
-        """What is known of the open item now."""
+        """Add to the open item what is known of it now."""
         assert self._open is not None
         self._open |= fields
 
     def progress(self, kind: str, **fields: Any) -> bytes:
-        """An event about the open item."""
+        """Return an event about the open item."""
         assert self._open is not None
         return self._told(kind, item_id=self._open["id"], output_index=len(self.output), **fields)
 
     def close(self) -> bytes:
-        """Ends the open item, if there is one. A call that the server runs ends with ``ran``."""
+        """End the open item, if there is one. A call that the server runs ends with ``ran``."""
         item = self._open
         if item is None:
             return b""
@@ -248,12 +248,12 @@ class ResponsesEncoder:
         return made + self._told("output_item.done", output_index=place, item=item)
 
     def take_calls(self) -> list[tuple[int, Item]]:
-        """The calls that the server is to run, with their places; each once."""
+        """Return the calls that the server is to run, with their places; each once."""
         calls, self._calls = self._calls, []
         return calls
 
     def ran(self, place: int, item: Item) -> bytes:
-        """A call has its result, or an error; neither if it was not run."""
+        """Return the events of a call that has its result, or an error; neither if it was not run."""
         made = b""
         if item["status"] != "incomplete":
             made = self._told(f"mcp_call.{item['status']}", item_id=item["id"], output_index=place)

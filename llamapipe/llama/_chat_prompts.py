@@ -58,10 +58,10 @@ class ChatPrompts:
                 raise InvalidRequestError(_NO_TEMPLATE.format(self._model.path.name))
             raise InvalidRequestError(f"{self._model.path.name} has no chat template named {quoted(name)}")
         with self._lock:
-            found = self._compiled.get(text)
-            if found is None:
-                found = self._compiled[text] = self.compiled(text, self._model.vocab.add_bos)
-        return found
+            template = self._compiled.get(text)
+            if template is None:
+                template = self._compiled[text] = self.compiled(text, self._model.vocab.add_bos)
+        return template
 
     def compiled(self, text: str, strips_bos: bool) -> ChatTemplate:
         """Return a template with the vocabulary's BOS and EOS. Raises InvalidRequestError, ImportError."""
@@ -154,19 +154,19 @@ class ChatPrompts:
 
         render = partial(self.render_probe, given_args=args)
         with limited():
-            found = ChatFormat.of(render, self._special_id, self._model.vocab.is_eog, usual)
+            chat_format = ChatFormat.of(render, self._special_id, self._model.vocab.is_eog, usual)
         with self._format_lock:
-            self._formats[key] = found
+            self._formats[key] = chat_format
             while len(self._formats) > _MOST_FORMATS:
                 self._formats.popitem(last=False)
-        return found
+        return chat_format
 
     def _probed_arguments(self, template_args: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments that one of the model's templates reads, in a short form."""
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for template in dict.fromkeys((self._for(True), self._for(None))):
-            found |= template.probed_arguments(template_args)
-        return found
+            arguments |= template.probed_arguments(template_args)
+        return arguments
 
     def _special_id(self, text: str) -> int | None:
         """Return the id of a text that is one control or user-defined token."""

@@ -69,8 +69,8 @@ def _check_bytes(name: str, text: str) -> None:
 
 def native_kv(ffi: Any, lib: Any, overrides: Mapping[str, Value]) -> Any:
     """Return what llama.cpp gets; it lives as long as the result."""
-    made = ffi.new("struct llama_model_kv_override[]", len(overrides) + 1)
-    for slot, (key, value) in zip(made, overrides.items(), strict=False):
+    slots = ffi.new("struct llama_model_kv_override[]", len(overrides) + 1)
+    for slot, (key, value) in zip(slots, overrides.items(), strict=False):
         slot.key = key.encode()
         if isinstance(value, bool):
             slot.tag, slot.val_bool = lib.LLAMA_KV_OVERRIDE_TYPE_BOOL, value
@@ -80,7 +80,7 @@ def native_kv(ffi: Any, lib: Any, overrides: Mapping[str, Value]) -> Any:
             slot.tag, slot.val_f64 = lib.LLAMA_KV_OVERRIDE_TYPE_FLOAT, value
         else:
             slot.tag, slot.val_str = lib.LLAMA_KV_OVERRIDE_TYPE_STR, value.encode()
-    return made
+    return slots
 
 
 def shown_kv(value: Value) -> str:
@@ -102,7 +102,7 @@ def placed_tensors(
     if placement is None and n_cpu_moe is None:
         return {}
     names = [tensor.name for tensor in info.tensors]
-    found: dict[str, Device] = {}
+    device_of: dict[str, Device] = {}
     if placement is not None and not isinstance(placement, Mapping):
         raise TypeError(
             f"tensor_placement must be a mapping of patterns to devices, not {type(placement).__name__}"
@@ -132,7 +132,7 @@ def placed_tensors(
                 + (f"; one is {near}" if near else "")
             )
         for tensor in matched:
-            found.setdefault(tensor, known[name])
+            device_of.setdefault(tensor, known[name])
     if n_cpu_moe is not None:
         n = int_of("n_cpu_moe", n_cpu_moe)
         experts = [(name, int(match[1])) for name in names if (match := _EXPERTS.match(name))]
@@ -141,8 +141,8 @@ def placed_tensors(
         cpu = next(device for device in known.values() if device.type == "cpu")
         for name, layer in experts:
             if layer < n:
-                found.setdefault(name, cpu)
-    return found
+                device_of.setdefault(name, cpu)
+    return device_of
 
 
 def _known(wanted: Sequence[str | Device] | None) -> dict[str, Device]:
@@ -166,14 +166,14 @@ def native_placement(ffi: Any, lib: Any, placed: Mapping[str, Device]) -> tuple[
         match = _LAYER.fullmatch(name)
         start, layer, end = (match[1], match[2], match[3]) if match else (name, "", "")
         groups[device.name, start, end].append(layer)
-    made = ffi.new("struct llama_model_tensor_buft_override[]", len(groups) + 1)
+    slots = ffi.new("struct llama_model_tensor_buft_override[]", len(groups) + 1)
     texts = []
-    for slot, ((device_name, start, end), layers) in zip(made, groups.items(), strict=False):
+    for slot, ((device_name, start, end), layers) in zip(slots, groups.items(), strict=False):
         pattern = f"^{_escaped(start)}({'|'.join(layers)}){_escaped(end)}$"
         texts.append(ffi.new("char[]", pattern.encode()))
         slot.pattern = texts[-1]
         slot.buft = lib.ggml_backend_dev_buffer_type(handles[device_name])
-    return made, texts
+    return slots, texts
 
 
 def _escaped(text: str) -> str:

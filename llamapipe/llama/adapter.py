@@ -357,13 +357,13 @@ class ModelAdapters:
         """Return the adapters of ``Engine(adapters=…)``, given or named. Raises TypeError, InvalidRequestError."""
         if isinstance(adapters, (str, Named)):
             raise TypeError(f"adapters must be a list of adapters or names, not {type(adapters).__name__}")
-        found = []
+        result = []
         for adapter in adapters:
             if not isinstance(adapter, Named):
                 check_adapter_name(adapter)
-            found.append(self._find(adapter, ()))
-            part_of(found[-1])  # refuses a closed one
-        return found
+            result.append(self._find(adapter, ()))
+            part_of(result[-1])  # refuses a closed one
+        return result
 
     def choose(self, choice: AdapterChoice | None, allowed: Sequence[AnyAdapter] = ()) -> AdapterSet | None:
         """Return the set that ``SamplingParams.adapter`` means. Raises InvalidRequestError.

@@ -37,14 +37,14 @@ class DecodeBatch:
     def __init__(
         self, tokens: npt.ArrayLike, positions: npt.ArrayLike, seq_ids: npt.ArrayLike, outputs: npt.ArrayLike
     ) -> None:
-        given: dict[str, npt.NDArray[Any]] = {
+        arrays: dict[str, npt.NDArray[Any]] = {
             "tokens": _integers("tokens", tokens),
             "positions": _integers("positions", positions),
             "seq_ids": _integers("seq_ids", seq_ids),
             "outputs": _flags("outputs", outputs),
         }
-        n = len(given["tokens"])
-        for name, array in given.items():
+        n = len(arrays["tokens"])
+        for name, array in arrays.items():
             if len(array) != n:
                 raise ValueError(
                     f"{name} has {len(array)} entries and tokens has {n}; the lengths must be equal"

@@ -381,8 +381,8 @@ class Context(Owner):
         process if the graph of the architecture does not give them out: ask ``eagle3_problem`` first). For tokens that
         are decoded from now on: call it before the first one. Raises BackendError.
         """
-        n, given = check_int("n_most", n_most, 1, _INT32_MAX), self._native.ffi.new("int32_t[]", [*layers])
-        if self._native.lib.lp_context_keep_states(self.handle, n, len(given), given) < 0:
+        n, indices = check_int("n_most", n_most, 1, _INT32_MAX), self._native.ffi.new("int32_t[]", [*layers])
+        if self._native.lib.lp_context_keep_states(self.handle, n, len(indices), indices) < 0:
             raise BackendError(f"hidden states cannot be kept ({last_error(self._native)})")
 
     def kept_states(self, seq_id: int) -> tuple[int, int]:

@@ -191,7 +191,7 @@ class _Sizes:
         n = _WINDOW_TOKENS.get(arch, n)
         pattern = self._metadata.get(f"{arch}.{key}", group)
         if isinstance(pattern, Sequence) and not isinstance(pattern, str):
-            return [bool(one) for one in self._each(key)], n
+            return [bool(value) for value in self._each(key)], n
         group = int(pattern)
         sees = [
             i < self._n_own
@@ -209,7 +209,7 @@ class _Sizes:
             return list(own), list(whole)
         if arch in _EVERY_FOURTH_ATTENDS:
             if self._has("attention.recurrent_layers"):
-                keeps = [bool(one) for one in self._each("attention.recurrent_layers")]
+                keeps = [bool(value) for value in self._each("attention.recurrent_layers")]
             else:
                 group = self._one("full_attention_interval", 4)
                 keeps = [(i + 1) % group != 0 for i in whole]

@@ -400,22 +400,22 @@ class Model(Owner):
             return
         with mapping_guard(self._native, self.path):
             if isinstance(given, Path):
-                found = [check_mmproj(given)]
+                projectors = [check_mmproj(given)]
             else:
                 title = lambda: self.metadata.get("general.name", "")  # noqa: E731
-                found = mmproj_beside(self.path, self.n_embd, title)
-                if len(found) > 1:
-                    names = listed([projector.path.name for projector in found])
-                    self.no_projector = f"has {len(found)} projectors beside it, {names}"
+                projectors = mmproj_beside(self.path, self.n_embd, title)
+                if len(projectors) > 1:
+                    names = listed([projector.path.name for projector in projectors])
+                    self.no_projector = f"has {len(projectors)} projectors beside it, {names}"
                     if is_asked:
                         raise ModelLoadError(f"{self.path} {self.no_projector}; give mmproj the path of one")
-                elif not found:
+                elif not projectors:
                     self.no_projector = "has no projector beside it"
-                    found = [check_mmproj(_mmproj_of_hub(self.path))] if is_asked else []
-        if len(found) == 1:
+                    projectors = [check_mmproj(_mmproj_of_hub(self.path))] if is_asked else []
+        if len(projectors) == 1:
             use_gpu = any(device.type in ("gpu", "igpu") for device in self.devices)
-            limits = self._limits_of(found[0], limits, is_asked)
-            self.projector = Projector(self._native, self, self._handle, found[0], use_gpu, limits)
+            limits = self._limits_of(projectors[0], limits, is_asked)
+            self.projector = Projector(self._native, self, self._handle, projectors[0], use_gpu, limits)
             if is_asked:
                 self.projector.open()
 
@@ -598,11 +598,11 @@ class Model(Owner):
     def metadata(self) -> dict[str, str]:
         """The file's metadata as text, by key. Arrays are omitted."""
         ffi, lib = self._native.ffi, self._native.lib
-        found = {}
+        metadata = {}
         for i in range(lib.llama_model_meta_count(self.handle)):
             key = _text(ffi, partial(lib.llama_model_meta_key_by_index, self.handle, i))
-            found[key] = _text(ffi, partial(lib.llama_model_meta_val_str_by_index, self.handle, i))
-        return found | {key: shown_kv(value) for key, value in self._kv_overrides.items()}
+            metadata[key] = _text(ffi, partial(lib.llama_model_meta_val_str_by_index, self.handle, i))
+        return metadata | {key: shown_kv(value) for key, value in self._kv_overrides.items()}
 
     @cached_property
     def fingerprint(self) -> bytes:
@@ -838,8 +838,8 @@ def _given_mmproj(value: str | os.PathLike[str] | bool | None) -> Path | Literal
 
 def _image_limits(least: int | None, most: int | None) -> tuple[int | None, int | None]:
     """Return the checked limits of an image's tokens. Raises TypeError, ValueError."""
-    given = {"image_min_tokens": least, "image_max_tokens": most}
-    least, most = (None if n is None else int_of(name, n) for name, n in given.items())
+    limits = {"image_min_tokens": least, "image_max_tokens": most}
+    least, most = (None if n is None else int_of(name, n) for name, n in limits.items())
     if least is not None and most is not None and least > most:
         raise ValueError(
             f"image_min_tokens is {least} and image_max_tokens {most}; the first must not be larger"

@@ -223,9 +223,9 @@ class SavedCells(NotCopyable):
 
     def replace_by_state(self, pipeline: NativePipeline, seq_id: int) -> bool:
         """Copy the state of a sequence's end into the same memory. False on a failure: what it has is of no use."""
-        done: bool = self._lib.lp_save_state(pipeline.handle, seq_id, self.handle)
+        is_saved: bool = self._lib.lp_save_state(pipeline.handle, seq_id, self.handle)
         self.n_bytes = int(self._lib.lp_saved_bytes(self.handle))
-        return done
+        return is_saved
 
     @classmethod
     def of_bytes(cls, state: bytes | bytearray | memoryview) -> SavedCells:
@@ -263,14 +263,14 @@ def empty_states(pipeline: NativePipeline) -> tuple[bytes, bytes] | None:
 
     They show which parts this memory has. Before the first step.
     """
-    found = []
+    states = []
     for only_state in (False, True):
         saved = SavedCells.of(pipeline, 0, _ANY_SIZE, only_state)
         if saved is None:
             return None
-        found.append(saved.to_bytes())
+        states.append(saved.to_bytes())
         saved.close()
-    return found[0], found[1]
+    return states[0], states[1]
 
 
 def engine_pipeline(context: Context, ring: str, depth: int | None) -> NativePipeline:

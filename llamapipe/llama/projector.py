@@ -152,7 +152,7 @@ class Projector:
             if change := self._info.stamp.change():
                 raise ModelLoadError(f"{change} after the model was loaded; load it again")
             least, most = (-1 if limit is None else limit for limit in self.limits)
-            made = lib.lp_media_open(
+            handle = lib.lp_media_open(
                 os.fsencode(library),
                 os.fsencode(path),
                 self._model_handle,
@@ -162,13 +162,13 @@ class Projector:
                 most,
             )
         problems = drain_log(native)
-        if made == ffi.NULL:
+        if handle == ffi.NULL:
             raise ModelLoadError(f"{path}: libmtmd refused it: {(problems or [last_error(native)])[0]}")
-        self.sees = bool(lib.lp_media_sees(made))
-        self.sample_rate = lib.lp_media_sample_rate(made)
+        self.sees = bool(lib.lp_media_sees(handle))
+        self.sample_rate = lib.lp_media_sample_rate(handle)
         self.hears = self.sample_rate > 0
-        self._handle = made
-        return made
+        self._handle = handle
+        return handle
 
     def __repr__(self) -> str:
         return f"<Projector {self.path.name!r} {self.name}>"
@@ -189,24 +189,24 @@ class Projector:
             raise InvalidRequestError(f"{given.place}: {self.path.name} takes no {what}")
         # With the limits: the same image is other rows, and nobody who compares numbers may take them for these.
         digest = sha256(given.digest() + repr(self.limits).encode() + owner).digest()
-        if (found := self._found(digest)) is not None:
-            return found
+        if (hit := self._found(digest)) is not None:
+            return hit
         with limited(Limit(self._check_open)), self._turns[given.kind].turn(share):
-            if (found := self._found(digest)) is not None:  # another thread was faster
-                return found
+            if (hit := self._found(digest)) is not None:  # another thread was faster
+                return hit
             check_wanted()
-            made = self._prepared(given, digest, max_sound_s)
+            media = self._prepared(given, digest, max_sound_s)
             with self._lock:
-                self._cache[digest] = made
+                self._cache[digest] = media
                 while len(self._cache) > 1 and sum(map(self._bytes_of, self._cache.values())) > _CACHE_BYTES:
                     self._cache.popitem(last=False)
-        return made
+        return media
 
     def _found(self, digest: bytes) -> Media | None:
         with self._lock:
-            if (found := self._cache.get(digest)) is not None:
+            if (media := self._cache.get(digest)) is not None:
                 self._cache.move_to_end(digest)
-            return found
+            return media
 
     def _bytes_of(self, media: Media) -> int:
         """Return the memory of rows, or of the pixels that they will be made of: a row has 32 × 32 of them, or more."""
@@ -305,16 +305,16 @@ def in_prompt(
     tokens: Sequence[int], media: Sequence[Media]
 ) -> tuple[list[int], list[tuple[int, MediaChunk]]]:
     """Return tokens in which ``-1 - i`` stands for ``media[i]``, with what they are; and where each chunk begins."""
-    found: list[int] = []
+    ids: list[int] = []
     chunks: list[tuple[int, MediaChunk]] = []
     for token in tokens:
         if token >= 0:
-            found.append(token)
+            ids.append(token)
             continue
         for part in media[-1 - token].parts:
             if isinstance(part, list):
-                found += part
+                ids += part
             else:
-                chunks.append((len(found), part))
-                found += part.ids
-    return found, chunks
+                chunks.append((len(ids), part))
+                ids += part.ids
+    return ids, chunks

@@ -51,11 +51,11 @@ class Rope:
 
     def check(self, model: Model) -> None:
         """Raise ValueError for options that would do nothing with this model."""
-        given = self.given()
-        if not given:
+        options = self.given()
+        if not options:
             return
         if not model.rotates:
-            name = next(iter(given))
+            name = next(iter(options))
             raise ValueError(f"{name} is given, and {model.path.name} has no rotary positions; leave it out")
         scaling, scale = self._scaling(model), self._scale(model)
         if self.rope_scaling in ("linear", "yarn") and scale == 1:
@@ -67,7 +67,7 @@ class Rope:
             raise ValueError(
                 f"rope_freq_scale is {self.rope_freq_scale:g}, and rope_scaling is 'none'; give 'yarn' or 'linear'"
             )
-        for name in given:
+        for name in options:
             if name.startswith("yarn_") and scaling != "yarn":
                 raise ValueError(
                     f"{name} is given, and rope_scaling is {scaling!r}; it needs rope_scaling='yarn'"

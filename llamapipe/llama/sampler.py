@@ -131,8 +131,8 @@ class SamplerChain(Owner):
         """Return at most ``n`` tokens that may follow, and how many of such guesses, of 1, were right."""
         ffi = self._native.ffi
         tokens, share = ffi.new("int32_t[]", n), ffi.new("double *")
-        found = self._lib.lp_sampler_guess(self.handle, n, tokens, share)
-        return ffi.unpack(tokens, found), share[0]
+        n_tokens = self._lib.lp_sampler_guess(self.handle, n, tokens, share)
+        return ffi.unpack(tokens, n_tokens), share[0]
 
     def n_allowed(self, tokens: Sequence[int]) -> int:
         """Return how many of these tokens the options' grammar allows, one after the other. Nothing is accepted."""
@@ -154,10 +154,10 @@ class SamplerChain(Owner):
         if self.n_logprobs < 0:
             raise ValueError("log-probabilities were not enabled; give n_logprobs in the options")
         ffi = self._native.ffi
-        one = ffi.new("float *")
+        logprob = ffi.new("float *")
         ids, values = ffi.new("int32_t[]", self.n_logprobs), ffi.new("float[]", self.n_logprobs)
-        n = self._lib.lp_sampler_logprobs(self.handle, i, self.n_logprobs, one, ids, values)
-        return one[0], list(zip(ffi.unpack(ids, n), ffi.unpack(values, n), strict=True))
+        n = self._lib.lp_sampler_logprobs(self.handle, i, self.n_logprobs, logprob, ids, values)
+        return logprob[0], list(zip(ffi.unpack(ids, n), ffi.unpack(values, n), strict=True))
 
     def accept(self, tokens: Iterable[SupportsIndex]) -> None:
         """Tell penalties, DRY and bad words about tokens of the sequence; ``sample`` does not do it by itself."""
@@ -194,10 +194,10 @@ class SamplerChain(Owner):
 
         Raises TypeError and ValueError for what is no such row, DecodeError when no logit is finite.
         """
-        given = np.asarray(logits)
-        if given.dtype.kind not in "fiu":
-            raise TypeError(f"logits must be numbers (float32), not {given.dtype}")
-        row = np.ascontiguousarray(given, dtype=np.float32)
+        array = np.asarray(logits)
+        if array.dtype.kind not in "fiu":
+            raise TypeError(f"logits must be numbers (float32), not {array.dtype}")
+        row = np.ascontiguousarray(array, dtype=np.float32)
         if row.shape != (self.n_vocab,):
             raise ValueError(f"logits have the shape {row.shape}; it must be ({self.n_vocab},)")
         if self.is_native:

@@ -60,12 +60,12 @@ class Vocab(NotCopyable):
         self._handle: Any = handle
         self._pieces: dict[int, list[bytes]] = {}  # by token // _CHUNK
         usual = (lib.LLAMA_VOCAB_TYPE_NONE, lib.LLAMA_VOCAB_TYPE_SPM, lib.LLAMA_VOCAB_TYPE_BPE)
-        found = {} if lib.llama_vocab_type(handle) in usual else metadata()
+        texts = {} if lib.llama_vocab_type(handle) in usual else metadata()
         self._is_spm = lib.llama_vocab_type(handle) == lib.LLAMA_VOCAB_TYPE_SPM
-        self._is_bert = found.get("tokenizer.ggml.model") == "bert"
-        self._unknown = int(found.get("tokenizer.ggml.unknown_token_id", _UNKNOWN_IN_BERT))
-        self._lowercase = found.get("tokenizer.ggml.normalizer.lowercase", "true") == "true"
-        strips = found.get("tokenizer.ggml.normalizer.strip_accents")
+        self._is_bert = texts.get("tokenizer.ggml.model") == "bert"
+        self._unknown = int(texts.get("tokenizer.ggml.unknown_token_id", _UNKNOWN_IN_BERT))
+        self._lowercase = texts.get("tokenizer.ggml.normalizer.lowercase", "true") == "true"
+        strips = texts.get("tokenizer.ggml.normalizer.strip_accents")
         self._strips_accents = self._lowercase if strips is None else strips == "true"
         self.n_vocab: int = lib.llama_vocab_n_tokens(handle)
         self.bos: int | None = self._optional(lib.llama_vocab_bos(handle))
@@ -117,7 +117,7 @@ class Vocab(NotCopyable):
         lib, handle = self._native.lib, self.handle
         control = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
         special = control | lib.LLAMA_TOKEN_ATTR_USER_DEFINED
-        made = []
+        tokens = []
         for token in range(self.n_vocab):
             attr = lib.llama_vocab_get_attr(handle, token)
             if attr & special:
@@ -125,8 +125,8 @@ class Vocab(NotCopyable):
                 text = self._native.ffi.string(lib.llama_vocab_get_text(handle, token)).decode(
                     errors="replace"
                 )
-                made.append(SpecialToken(text, token, bool(attr & control), bool(left), bool(right)))
-        return made
+                tokens.append(SpecialToken(text, token, bool(attr & control), bool(left), bool(right)))
+        return tokens
 
     def is_control(self, token: SupportsIndex) -> bool:
         """Return whether the token is a control token, which has no text."""
@@ -192,13 +192,13 @@ class Vocab(NotCopyable):
         for token in range(self.n_vocab):
             inside.update(string(lib.llama_vocab_get_text(handle, token)).decode(errors="replace")[1:])
         ends = {token.text[-1:] for token in self.special_tokens()}
-        after, never = (re.escape("".join(sorted(some))) for some in (ends, inside))
+        after, never = (re.escape("".join(sorted(characters))) for characters in (ends, inside))
         return re.compile(f"(?<![\\s{after}])[^\\s{never}]")
 
     def _joined(self, parts: list[str], with_special: bool, parse: bool) -> list[int]:
         """Return the tokens of a text in parts, without the space that llama.cpp may put before each."""
-        one, two = (self._tokenized((n * parts[1][0]).encode(), False, False) for n in (1, 2))
-        n_before = 2 * len(one) - len(two)
+        single, double = (self._tokenized((n * parts[1][0]).encode(), False, False) for n in (1, 2))
+        n_before = 2 * len(single) - len(double)
         tokens = self._tokenized(parts[0].encode(), False, parse)
         for part in parts[1:]:
             tokens += self._tokenized(part.encode(), False, parse)[n_before:]
@@ -318,10 +318,10 @@ class Vocab(NotCopyable):
 
     def _only_piece(self, token: int) -> bytes:
         """Return the piece of one token, read alone because another token of its chunk has no piece."""
-        one = self._read_pieces(token, 1)
-        if one is None:
+        pieces = self._read_pieces(token, 1)
+        if pieces is None:
             raise InvalidRequestError(f"the token {token} has no piece ({last_error(self._native)})")
-        return one[0]
+        return pieces[0]
 
     def _read_pieces(self, first: int, n: int) -> list[bytes] | None:
         """Return the pieces of ``n`` tokens from ``first``; None if llama.cpp fails for one of them."""

@@ -144,10 +144,10 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit."""
-        found = re.search(r"invalid choice: '([^']*)'", message)
-        if found is not None:
-            hint = did_you_mean(found[1], _COMMANDS, "commands") or f"; commands: {', '.join(_COMMANDS)}"
-            message = f"there is no command {found[1]!r}{hint}"
+        match = re.search(r"invalid choice: '([^']*)'", message)
+        if match is not None:
+            hint = did_you_mean(match[1], _COMMANDS, "commands") or f"; commands: {', '.join(_COMMANDS)}"
+            message = f"there is no command {match[1]!r}{hint}"
         self.print_usage(sys.stderr)
         self.exit(EXIT_USAGE, f"llamapipe: {message} (see llamapipe --help)\n")
 

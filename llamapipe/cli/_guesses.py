@@ -77,10 +77,10 @@ def show(terminal: Terminal, measured: Sequence[Guessed], why_none: str) -> None
     terminal.line(
         terminal.style(" requests   without guesses      with guesses   times   right guesses", "dim")
     )
-    for one in measured:
+    for entry in measured:
         terminal.line(
-            f"{one.n:9}  {one.plain:7,.0f} tokens/s  {one.guessed:7,.0f} tokens/s  {one.gain:6.2f}"
-            f"   {one.n_accepted:,} of {one.n_drafted:,}"
+            f"{entry.n:9}  {entry.plain:7,.0f} tokens/s  {entry.guessed:7,.0f} tokens/s  {entry.gain:6.2f}"
+            f"   {entry.n_accepted:,} of {entry.n_drafted:,}"
         )
     terminal.line()
     terminal.line(verdict(measured, why_none))
@@ -90,11 +90,11 @@ def verdict(measured: Sequence[Guessed], why_none: str) -> str:
     """Return the answer in a sentence."""
     if why_none:
         return f"The engine guesses nothing: {why_none}"
-    pays = [one for one in measured if one.gain >= _PAYS]
+    pays = [entry for entry in measured if entry.gain >= _PAYS]
     if pays:
-        times = ", ".join(f"{one.gain:.2f} times as fast with {one.n} at once" for one in pays)
+        times = ", ".join(f"{entry.gain:.2f} times as fast with {entry.n} at once" for entry in pays)
         return f"Guesses pay for these prompts: {times}."
-    if not any(one.n_drafted for one in measured):
+    if not any(entry.n_drafted for entry in measured):
         return "Guesses do not pay: these texts repeat nothing, so there is nothing to guess from."
     return "Guesses do not pay for these prompts; they cost nothing either, since the engine stops guessing."
 

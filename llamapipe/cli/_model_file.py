@@ -56,7 +56,7 @@ def look_at(path: Path) -> dict[str, Any]:
     with lp.Model(path, vocab_only=True) as model:
         has_encoder = lib.llama_model_has_encoder(model.handle)
         has_decoder = lib.llama_model_has_decoder(model.handle)
-        found = {
+        facts = {
             "path": str(path),
             "title": model.metadata.get("general.name", ""),
             "architecture": info.architecture,
@@ -77,14 +77,14 @@ def look_at(path: Path) -> dict[str, Any]:
             "kernels": None if level == ffi.NULL else ffi.string(level).decode(),
             **_template(model),
         }
-        found |= _projector(info, model)
+        facts |= _projector(info, model)
     sizes = memory_sizes(info.metadata, info.n_layer, info.n_embd, "f16", "f16")
     # Layers with a sliding window may hold fewer cells than the others: with them, this is the most.
-    found["kv_bytes_per_token"] = None if sizes is None else sizes.full + sizes.window
-    found["kv_window_bytes_per_token"] = None if sizes is None else sizes.window
-    found["n_window"] = 0 if sizes is None else sizes.n_window
-    found["state_bytes"] = None if sizes is None else sizes.state
-    return found | _memory(found)
+    facts["kv_bytes_per_token"] = None if sizes is None else sizes.full + sizes.window
+    facts["kv_window_bytes_per_token"] = None if sizes is None else sizes.window
+    facts["n_window"] = 0 if sizes is None else sizes.n_window
+    facts["state_bytes"] = None if sizes is None else sizes.state
+    return facts | _memory(facts)
 
 
 def _mtp_bytes(info: GgufInfo, n_layers: int) -> int:
@@ -92,8 +92,8 @@ def _mtp_bytes(info: GgufInfo, n_layers: int) -> int:
     from llamapipe.gguf.check import tensor_bytes
 
     first = info.n_layer - n_layers
-    found = ((re.match(r"blk\.(\d+)\.", tensor.name), tensor) for tensor in info.tensors)
-    return sum(tensor_bytes(tensor) for match, tensor in found if match and int(match[1]) >= first)
+    matches = ((re.match(r"blk\.(\d+)\.", tensor.name), tensor) for tensor in info.tensors)
+    return sum(tensor_bytes(tensor) for match, tensor in matches if match and int(match[1]) >= first)
 
 
 def _weights(info: GgufInfo) -> list[dict[str, Any]]:
@@ -148,11 +148,11 @@ def _projector(info: GgufInfo, model: lp.Model) -> dict[str, Any]:
     from llamapipe.gguf.mmproj import mmproj_beside
 
     beside = mmproj_beside(info.path, info.n_embd, lambda: model.metadata.get("general.name", ""))
-    one = beside[0] if len(beside) == 1 else None
-    limits = None if one is None else one.image_tokens
+    projector = beside[0] if len(beside) == 1 else None
+    limits = None if projector is None else projector.image_tokens
     return {
-        "images": one is not None and one.sees,
-        "audio": one is not None and one.hears,
+        "images": projector is not None and projector.sees,
+        "audio": projector is not None and projector.hears,
         "mmproj": [file.path.name for file in beside],
         "mmproj_bytes": sum(file.size_bytes for file in beside),
         "image_tokens": None if limits is None else [limits.least, limits.most],

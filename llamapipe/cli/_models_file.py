@@ -51,10 +51,10 @@ _PROCESS_BYTES = 110 * 2**20  # of the interpreter and its libraries
 
 def entries_of(sources: Sequence[str], may_be_empty: bool = False) -> list[ModelEntry]:
     """Return the models of all sources. ``may_be_empty``: clients may add some. Raises UsageError, OSError."""
-    found = [entry for source in sources for entry in _entries(source)]
-    if not found and not may_be_empty:
+    entries = [entry for source in sources for entry in _entries(source)]
+    if not entries and not may_be_empty:
         raise UsageError(f"--models: there are no models in {listed(sources)}")
-    return found
+    return entries
 
 
 def _entries(source: str) -> list[ModelEntry]:
@@ -97,20 +97,20 @@ def _entries(source: str) -> list[ModelEntry]:
 
 def _in_folder(folder: Path) -> list[ModelEntry]:
     """Return a model for each file in a folder and its subfolders, under the file's name."""
-    made: dict[str, ModelEntry] = {}
+    entries: dict[str, ModelEntry] = {}
     for file in sorted([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")]):
         part = _PART.fullmatch(file.stem)
         if is_mmproj(file.name) or (part is not None and int(part[2]) != 1) or _accompanies(file):
             continue
         name = readable(file.stem if part is None else part[1])
-        if name in made:
+        if name in entries:
             raise UsageError(
-                f"--models: {made[name].file} and {file} have one name; list them in a TOML file"
+                f"--models: {entries[name].file} and {file} have one name; list them in a TOML file"
             )
-        made[name] = ModelEntry(name, str(file))
-    if not made:
+        entries[name] = ModelEntry(name, str(file))
+    if not entries:
         raise UsageError(f"--models: {folder} has no GGUF files")
-    return list(made.values())
+    return list(entries.values())
 
 
 def _accompanies(file: Path) -> bool:
@@ -124,32 +124,32 @@ def _entry(path: Path, name: str, table: Any) -> ModelEntry:
     where = f"--models: {path}: models.{name}"
     if not isinstance(table, dict):
         raise UsageError(f"{where} must be a table")
-    given = {key.replace("-", "_"): value for key, value in table.items()}
-    if len(given) < len(table):
+    values = {key.replace("-", "_"): value for key, value in table.items()}
+    if len(values) < len(table):
         twice = next(key for key in table if "-" in key and key.replace("-", "_") in table)
         raise UsageError(f"{where} has {twice} and {twice.replace('-', '_')}, which are one option; give one")
     known = [*_OF_LIST, *_OF_MODEL, *_TEXTS, *_ADAPTERS]
-    for key in given:
+    for key in values:
         if key not in known:
             raise UsageError(f"{where}.{key} is unknown{did_you_mean(key, known)}; there is {listed(known)}")
-    file = given.pop("file", None)
+    file = values.pop("file", None)
     if not isinstance(file, str) or not file:
         raise UsageError(f"{where}.file is missing: a GGUF file, hf:OWNER/REPO/FILE or ollama:NAME")
-    aliases = given.pop("aliases", [])
+    aliases = values.pop("aliases", [])
     if not isinstance(aliases, list) or not all(isinstance(alias, str) and alias for alias in aliases):
         raise UsageError(f"{where}.aliases must be a list of names")
-    flags = {key: given.pop(key, None) for key in ("embeddings", "keep", "preload")}
+    flags = {key: values.pop(key, None) for key in ("embeddings", "keep", "preload")}
     for key, value in flags.items():
         if value is not None and not isinstance(value, bool):
             raise UsageError(f"{where}.{key} must be true or false")
-    adapters = {key: _files(f"{where}.{key}", given.pop(key, {}), path.parent) for key in _ADAPTERS}
-    ttl = given.pop("ttl", None)
+    adapters = {key: _files(f"{where}.{key}", values.pop(key, {}), path.parent) for key in _ADAPTERS}
+    ttl = values.pop("ttl", None)
     is_number = isinstance(ttl, int | float) and not isinstance(ttl, bool)
     if ttl is not None and not (is_number and 0 <= ttl <= _MOST_TTL_S):
         raise UsageError(
             f"{where}.ttl must be seconds without a request, from 0 to {_MOST_TTL_S}; without it the model stays"
         )
-    options = {key: _value(f"{where}.{key}", key, value, path.parent) for key, value in given.items()}
+    options = {key: _value(f"{where}.{key}", key, value, path.parent) for key, value in values.items()}
     return ModelEntry(
         name,
         _place(file, path.parent),
@@ -224,16 +224,16 @@ def read_facts(common: Mapping[str, Any], entry: ModelEntry, has_gpus: bool = Fa
     """Find out the same, waiting; a file of the hub is downloaded if need be."""
     placement = {name: common[name] for name in _PLACEMENT if name in common}
     options = {**(placement if entry.embeds else common), **entry.options}
-    found: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     try:
         path = model_path(entry.file)
         stored = model_of(path)
         info = check_gguf(path if stored is None else stored[0])
         if "draft" in options:
-            found["draft"] = str(draft_source(str(options["draft"])))
+            extra["draft"] = str(draft_source(str(options["draft"])))
         embeds = (not info.is_causal or info.has_rank_head) if entry.embeds is None else entry.embeds
-        given = {**placement, **entry.options} if embeds else {**options, **found}
-        need = need_of(info, embeds, given, has_gpus)
+        model_options = {**placement, **entry.options} if embeds else {**options, **extra}
+        need = need_of(info, embeds, model_options, has_gpus)
         texts = head_texts(info.path)
         beside = [file for key in _ADAPTERS for _, file in entry.options.get(key, ())]
         projector = None if embeds else _projector(entry.options.get("mmproj", "auto"), info, texts)
@@ -244,7 +244,7 @@ def read_facts(common: Mapping[str, Any], entry: ModelEntry, has_gpus: bool = Fa
         str(path),
         embeds,
         need.n_bytes + sum(Path(file).stat().st_size for file in beside) + _PROCESS_BYTES,
-        {} if embeds else {"cache_bytes": need.cache_bytes, **found},
+        {} if embeds else {"cache_bytes": need.cache_bytes, **extra},
         need.n_ctx,
         _takes(projector),
         _details(texts, info),
@@ -260,8 +260,8 @@ def _projector(given: str, info: GgufInfo, texts: Mapping[str, str]) -> MmprojIn
     if given == "off":
         return None
     if given == "auto":
-        found = mmproj_beside(info.path, info.n_embd, lambda: texts.get("general.name", ""))
-        return found[0] if len(found) == 1 else None
+        projectors = mmproj_beside(info.path, info.n_embd, lambda: texts.get("general.name", ""))
+        return projectors[0] if len(projectors) == 1 else None
     if given.startswith("hf:"):
         repo_id, filename = hub.parse(given)
         return check_mmproj(hub.model_file(repo_id, filename or hub.MMPROJ))
@@ -270,11 +270,11 @@ def _projector(given: str, info: GgufInfo, texts: Mapping[str, str]) -> MmprojIn
 
 def sees_images(entry: ModelEntry) -> bool:
     """Return whether a model is given, by its file, a projector for images. A load tells what cannot be read."""
-    given = entry.options.get("mmproj", "auto")
-    if given in ("auto", "off") or str(given).startswith("hf:"):
+    mmproj = entry.options.get("mmproj", "auto")
+    if mmproj in ("auto", "off") or str(mmproj).startswith("hf:"):
         return False
     try:
-        return check_mmproj(given).sees
+        return check_mmproj(mmproj).sees
     except (lp.errors.LlamapipeError, OSError):
         return False
 

@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status: 1 if a result has an error."""
     if args.follow:
         return follow(args)
-    if missing := [name for name, given in (("IN", args.input), ("-o OUT", args.output)) if given is None]:
+    if missing := [name for name, path in (("IN", args.input), ("-o OUT", args.output)) if path is None]:
         raise UsageError(f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing")
     try:
         params = lp.SamplingParams(**given(args, [*TEXTS, *SAMPLING]))

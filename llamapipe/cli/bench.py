@@ -220,7 +220,7 @@ class LoadRunner:
         prompts = [self._random.choices(self._tokens, k=load.n_prompt) for _ in range(load.n)]
         params = lp.SamplingParams(max_tokens=load.n_tokens, ignore_eos=True, cache=False)
         began = time.perf_counter()
-        done = engine.generate(prompts, params)
+        completions = engine.generate(prompts, params)
         seconds = time.perf_counter() - began
-        firsts = [out.timings.first_token_s or 0.0 for out in done]
-        return Speed(sum(out.n_completion_tokens for out in done) / seconds, median(firsts))
+        firsts = [out.timings.first_token_s or 0.0 for out in completions]
+        return Speed(sum(out.n_completion_tokens for out in completions) / seconds, median(firsts))

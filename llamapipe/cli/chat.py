@@ -380,8 +380,8 @@ class Session:
         except (ValueError, RuntimeError) as error:  # also of the name of a user who is not there
             self._failed(str(error), "red")
         else:
-            n, done = len(conversation), "saved to" if command == "/save" else "loaded from"
-            self._say(f"{n} message{'s' * (n != 1)} {done} {path}")
+            n, action = len(conversation), "saved to" if command == "/save" else "loaded from"
+            self._say(f"{n} message{'s' * (n != 1)} {action} {path}")
 
     def _say(self, text: str) -> None:
         """Show what a command did."""
@@ -518,9 +518,9 @@ class Conversation:
             raise ValueError(f"{path} is not JSON: {error}") from None
         if not isinstance(messages, list):
             raise ValueError(f"{path} holds no list of messages, which /save writes")
-        for index, one in enumerate(messages):
-            known = isinstance(one, dict) and one.keys() == {"role", "content"}
-            role, content = (one["role"], one["content"]) if known else (None, None)
+        for index, entry in enumerate(messages):
+            known = isinstance(entry, dict) and entry.keys() == {"role", "content"}
+            role, content = (entry["role"], entry["content"]) if known else (None, None)
             if role not in _ROLES or not _is_content(role, content) or (role == "system" and index > 0):
                 raise ValueError(
                     f'{path}: message {index} must be {{"role": ..., "content": "text"}} and nothing else, with the '

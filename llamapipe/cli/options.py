@@ -81,8 +81,8 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
 def byte_count(text: str) -> int:
     """Read a number of bytes, as ``6GiB`` or ``500M``. Raises ArgumentTypeError."""
-    found = _SIZE.fullmatch(text.strip())
-    n = 0 if found is None else int(float(found[1]) * _UNITS[found[2].lower()])
+    match = _SIZE.fullmatch(text.strip())
+    n = 0 if match is None else int(float(match[1]) * _UNITS[match[2].lower()])
     if n < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write bytes, or 500MiB, or 6GiB")
     return n

@@ -82,7 +82,7 @@ class CommandParser(argparse.ArgumentParser):
 
         Argparse would read ``-fa on`` as ``-f a`` and ``-n`` as the beginning of ``-np``, and use the last model.
         """
-        given: set[str] = set()
+        dests: set[str] = set()
         for text in args:
             if text == "--":
                 return
@@ -91,9 +91,9 @@ class CommandParser(argparse.ArgumentParser):
                 if _SHORT.fullmatch(text):
                     self._reject([text])
             elif action.dest in _GIVEN_ONCE:
-                if action.dest in given:
+                if action.dest in dests:
                     self.error(f"{'/'.join(action.option_strings)} is given twice; give one file")
-                given.add(action.dest)
+                dests.add(action.dest)
 
     def _reject(self, unknown: Sequence[str]) -> NoReturn:
         message = f"unrecognized arguments: {' '.join(unknown)}"

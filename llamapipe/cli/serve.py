@@ -666,10 +666,10 @@ def _keys(path: Path | None) -> tuple[str, ...]:
             lines = path.read_text(encoding="utf-8-sig").splitlines()
         except UnicodeDecodeError:
             raise UsageError(f"--api-key-file: {path} is not UTF-8 text") from None
-        found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-        if not found:
+        file_keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not file_keys:
             raise UsageError(f"--api-key-file: {path} holds no key")
-        keys += found
+        keys += file_keys
     stripped = tuple(key.strip() for key in keys)
     if not stripped and KEY_VARIABLE in os.environ:
         raise UsageError(

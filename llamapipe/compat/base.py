@@ -116,11 +116,11 @@ class ThreadSequence:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens. Raises ValueError for tokens outside the vocabulary, and if the context is too small."""
-        found = check_tokens("tokens", tokens, self._engine.model.n_vocab)
-        n = len(self.ids) + len(found)
+        ids = check_tokens("tokens", tokens, self._engine.model.n_vocab)
+        n = len(self.ids) + len(ids)
         if n > self._n_ctx:
             raise ValueError(f"{n} tokens exceed the context of {self._n_ctx}; raise n_ctx or call reset()")
-        self.ids.extend(found)
+        self.ids.extend(ids)
 
     def sample(self, params: SamplingParams, n: int) -> int:
         """Return the token after the first ``n``, which may be one that ends generation. Raises ValueError."""
@@ -534,8 +534,10 @@ class LlamaBase(SequenceMethods):
         """Return the natural logarithms of the probabilities that logits stand for."""
         row = np.asarray(logits, np.float32)
         shifted = row - np.max(row, axis=axis, keepdims=True)
-        found: npt.NDArray[np.float32] = shifted - np.log(np.sum(np.exp(shifted), axis=axis, keepdims=True))
-        return found
+        logprobs: npt.NDArray[np.float32] = shifted - np.log(
+            np.sum(np.exp(shifted), axis=axis, keepdims=True)
+        )
+        return logprobs
 
     @staticmethod
     def longest_token_prefix(a: Sequence[int], b: Sequence[int]) -> int:

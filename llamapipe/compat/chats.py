@@ -61,9 +61,9 @@ def schema_of(response_format: Mapping[str, Any] | None) -> Any:
     if kind == "json_object":
         return closed(response_format.get("schema")) or {"type": "object"}
     if kind == "json_schema":
-        given = response_format.get("json_schema")
-        if isinstance(given, Mapping) and "schema" in given:
-            return closed(given["schema"])
+        json_schema = response_format.get("json_schema")
+        if isinstance(json_schema, Mapping) and "schema" in json_schema:
+            return closed(json_schema["schema"])
         raise ValueError(
             f"response_format is {quoted(response_format)}; json_schema needs "
             "{'type': 'json_schema', 'json_schema': {'schema': …}}"
@@ -110,8 +110,8 @@ class ChatCall:
             )
         self._params = params
         if named is not None and named.stop:
-            given = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
-            self._params = replace(params, stop=given + named.stop)
+            stops = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
+            self._params = replace(params, stop=stops + named.stop)
 
     def __repr__(self) -> str:
         return f"<ChatCall of {len(self._messages)} messages>"
@@ -119,17 +119,17 @@ class ChatCall:
     def whole(self) -> ChatCompletion:
         """Return the answer, when it is complete."""
         if self._named is None:
-            done = self._engine.chat(self._messages, self._params, **self._options())
+            completion = self._engine.chat(self._messages, self._params, **self._options())
         else:
             text = self._engine.generate(self._prompt(), self._params)
             first = text.choices[0]
             choice = ChatChoice(
                 0, first.text, "", (), first.finish_reason, first.seed, first.token_ids, first.logprobs
             )
-            done = ChatCompletion((choice,), text.n_prompt_tokens, text.n_cached_tokens, text.timings)
+            completion = ChatCompletion((choice,), text.n_prompt_tokens, text.n_cached_tokens, text.timings)
         if self._forced is None:
-            return done
-        first_choice = done.choices[0]
+            return completion
+        first_choice = completion.choices[0]
         arguments, reason = _arguments(first_choice.content), first_choice.finish_reason
         # A call that max_tokens cut off is left out.
         calls = () if arguments is None else (ToolCall(new_call_id(), self._forced, arguments),)
@@ -139,7 +139,7 @@ class ChatCall:
             tool_calls=calls,
             finish_reason="tool_calls" if calls and reason == "stop" else reason,
         )
-        return replace(done, choices=(forced,))
+        return replace(completion, choices=(forced,))
 
     def deltas(self) -> Generator[ChatDelta]:
         """Yield the parts of the answer. Closing the iterator cancels it."""

@@ -119,7 +119,7 @@ class Llama(LlamaBase):
         in the middle. ``echo``: the prompt is part of the text. Raises TypeError for unknown options, ValueError for a
         prompt that does not fit.
         """
-        given = locals()
+        arguments = locals()
         _ = self.lp_model  # raises if it is closed
         names = COMMON_OPTIONS | {"stop", "logprobs", "logit_bias"}
         tokens = self._prompts.tokens(prompt, suffix)
@@ -131,7 +131,7 @@ class Llama(LlamaBase):
         n = most_tokens(max_tokens)
         n = None if n is None else min(n, room)
         echoed = logprobs if echo else None
-        params = self._params(n, seed, prompt_logprobs=echoed, **{name: given[name] for name in names})
+        params = self._params(n, seed, prompt_logprobs=echoed, **{name: arguments[name] for name in names})
         start = head("text_completion", "cmpl", model or self.model_path)
         text = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
         writer = None
@@ -146,15 +146,15 @@ class Llama(LlamaBase):
             if echo:
                 raise ValueError("echo and stream cannot be used together")
             return self._stream(start, tokens, params, writer)
-        done = self.engine.generate(tokens, params)
-        found: Any = None
+        completion = self.engine.generate(tokens, params)
+        scores: Any = None
         if writer is not None:
             first = None if not echo or tokens[0] == self.lp_model.bos else tokens[0]
-            found = writer.write([*(done.prompt_logprobs or ()), *(done.logprobs or ())], first)
-            if echo and found["tokens"]:  # OpenAI's API has none for the first
-                found["token_logprobs"][0] = found["top_logprobs"][0] = None
-        choice = completion_choice((text if echo else "") + done.text, found, done.finish_reason)
-        return start | {"choices": [choice], "usage": usage(len(tokens), done.n_completion_tokens)}
+            scores = writer.write([*(completion.prompt_logprobs or ()), *(completion.logprobs or ())], first)
+            if echo and scores["tokens"]:  # OpenAI's API has none for the first
+                scores["token_logprobs"][0] = scores["top_logprobs"][0] = None
+        choice = completion_choice((text if echo else "") + completion.text, scores, completion.finish_reason)
+        return start | {"choices": [choice], "usage": usage(len(tokens), completion.n_completion_tokens)}
 
     def _stream(
         self, start: Answer, tokens: list[int], params: SamplingParams, writer: LogprobWriter | None
@@ -199,7 +199,7 @@ class Llama(LlamaBase):
         Needs the extra ``chat``. ``functions`` and ``function_call``: older names of ``tools`` and ``tool_choice``.
         Raises ValueError for a conversation that does not fit, or that the chat format cannot write.
         """
-        given = locals() | {"stopping_criteria": None}
+        arguments = locals() | {"stopping_criteria": None}
         params = self._params(
             most_tokens(max_tokens),
             seed,
@@ -207,7 +207,7 @@ class Llama(LlamaBase):
             logit_bias=logit_bias,
             logprobs=(top_logprobs or 0) if logprobs else None,
             json_schema=schema_of(response_format),
-            **{name: given[name] for name in COMMON_OPTIONS},
+            **{name: arguments[name] for name in COMMON_OPTIONS},
         )
         call = ChatCall(
             self.engine,
@@ -221,10 +221,10 @@ class Llama(LlamaBase):
         name = model or self.model_path
         if stream:
             return chat_chunks(head("chat.completion.chunk", "chatcmpl", name), call.deltas())
-        done = call.whole()
+        completion = call.whole()
         return head("chat.completion", "chatcmpl", name) | {
-            "choices": [chat_choice(done.choices[0])],
-            "usage": usage(done.n_prompt_tokens, done.n_completion_tokens),
+            "choices": [chat_choice(completion.choices[0])],
+            "usage": usage(completion.n_prompt_tokens, completion.n_completion_tokens),
         }
 
     def create_chat_completion_openai_v1(self, *args: Any, **kwargs: Any) -> Any:
@@ -273,8 +273,8 @@ class Llama(LlamaBase):
         if truncate:
             prompts = [prompt[: embedder.n_ctx] for prompt in prompts]
         vectors = [vector.tolist() for vector in embedder.embed(prompts, normalize)]
-        found = vectors[0] if isinstance(input, str) else vectors
-        return (found, sum(map(len, prompts))) if return_count else found
+        result = vectors[0] if isinstance(input, str) else vectors
+        return (result, sum(map(len, prompts))) if return_count else result
 
     def _embed(self) -> Embedder:
         with self._lock:

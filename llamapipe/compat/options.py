@@ -171,10 +171,10 @@ def engine_options(values: dict[str, Any], n_ctx: int) -> dict[str, Any]:
 
 
 def _rope_options(values: dict[str, Any]) -> dict[str, Any]:
-    given = {name: values[name] for name, own in _FILE_ROPE.items() if values.get(name, own[0]) not in own}
+    options = {name: values[name] for name, own in _FILE_ROPE.items() if values.get(name, own[0]) not in own}
     if values.get("rope_scaling_type", -1) not in (-1, None):
-        given["rope_scaling"] = _named("rope_scaling_type", _ROPE_SCALING, values["rope_scaling_type"])
-    return given
+        options["rope_scaling"] = _named("rope_scaling_type", _ROPE_SCALING, values["rope_scaling_type"])
+    return options
 
 
 def _named(name: str, names: dict[int, str], value: int) -> str:

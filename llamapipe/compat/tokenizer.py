@@ -73,11 +73,11 @@ class PromptMaker:
             raise TypeError(f"prompt must be a str or a list of token ids, not {type(prompt).__name__}")
         if suffix is None:
             if isinstance(prompt, str):
-                found = self._tokenizer.encode(prompt)
+                tokens = self._tokenizer.encode(prompt)
             else:
-                found = check_tokens("prompt", prompt, self._vocab.n_vocab)
+                tokens = check_tokens("prompt", prompt, self._vocab.n_vocab)
             bos = self._vocab.bos
-            return [bos] if not found and bos is not None else found
+            return [bos] if not tokens and bos is not None else tokens
         if not isinstance(prompt, str):
             raise TypeError("suffix needs a prompt that is a str")
         if self._fim is None:

@@ -46,13 +46,13 @@ async def describe(asked: Sequence[Asked]) -> list[dict[str, Any] | None]:
 
     The other process ends with the task.
     """
-    found: list[dict[str, Any] | None] = []
-    while len(found) < len(asked):
-        lines = await _run(asked[len(found) :])
-        found += lines
-        if len(found) < len(asked):  # the next file has ended it
-            found.append(None)
-    return found
+    answers: list[dict[str, Any] | None] = []
+    while len(answers) < len(asked):
+        lines = await _run(asked[len(answers) :])
+        answers += lines
+        if len(answers) < len(asked):  # the next file has ended it
+            answers.append(None)
+    return answers
 
 
 async def _run(asked: Sequence[Asked]) -> list[dict[str, Any] | None]:
@@ -78,20 +78,20 @@ def main() -> None:
     """Run as the other process: read what is asked as JSON, and write a line for each file."""
     if hasattr(os, "nice"):
         os.nice(10)
-    for given in json.load(sys.stdin):
-        one = Asked(*given)
+    for fields in json.load(sys.stdin):
+        asked = Asked(*fields)
         try:
-            made = _described(one)
+            answer = _described(asked)
         except (LlamapipeError, OSError, ValueError, ImportError):
-            made = None
-        sys.stdout.write(f"{_START}{json.dumps(made)}\n")
+            answer = None
+        sys.stdout.write(f"{_START}{json.dumps(answer)}\n")
         sys.stdout.flush()
 
 
 def _described(asked: Asked) -> dict[str, Any]:
     with Model(asked.file, vocab_only=True, chat_template=asked.template) as model:
         kind = "embedding" if asked.embeds else "completion"
-        made = shown_model(model, kind, modelfile_of(modelfiles(model.path), model.name))
+        answer = shown_model(model, kind, modelfile_of(modelfiles(model.path), model.name))
         n_params = sum(math.prod(tensor.dims) for tensor in check_gguf(model.path).tensors)
-        made["model_info"]["general.parameter_count"] = n_params
-        return made
+        answer["model_info"]["general.parameter_count"] = n_params
+        return answer

@@ -77,13 +77,15 @@ class OllamaModels:
         await self._pool.identify(self._pool.models)
         there = [model for model in self._pool.models if model.facts is not None]
         described = await self.describe(there)
-        found = []
+        entries = []
         for model, shown in zip(there, described, strict=True):
             for name in (*model.names, *model.entry.adapters):
                 entry = _listed(model, name)
                 if entry is not None:
-                    found.append(entry if shown is None else {**entry, "capabilities": shown["capabilities"]})
-        return JsonResponse({"models": found})
+                    entries.append(
+                        entry if shown is None else {**entry, "capabilities": shown["capabilities"]}
+                    )
+        return JsonResponse({"models": entries})
 
     async def show(self, exchange: Exchange, request: ollama.ShowRequest) -> Response:
         """``POST /api/show``: what the file says about a model. Loads nothing that is on this machine."""
@@ -105,8 +107,8 @@ class OllamaModels:
         if shown is None:
             raise ApiError(503, f"the vocabulary of the model {quoted(model.name)} cannot be loaded", "model")
         shown = {**shown, "details": dict(model.facts.details)}  # sizes are known without the weights
-        made = ollama.with_context_length(shown, model.facts.n_ctx)
-        return JsonResponse({**made, "modified_at": _date(model.facts.modified_s)})
+        answer = ollama.with_context_length(shown, model.facts.n_ctx)
+        return JsonResponse({**answer, "modified_at": _date(model.facts.modified_s)})
 
     async def describe(self, models: Sequence[PooledModel]) -> list[dict[str, Any] | None]:
         """Return what ``describe`` says about models whose files are known; each file is looked at once."""
@@ -119,8 +121,8 @@ class OllamaModels:
         async with self._describing:
             new = [key for key in dict.fromkeys(keys) if key not in self._described]
             if new:
-                made = await describe([asked for _, asked in new])
-                self._described |= dict(zip(new, made, strict=True))
+                answers = await describe([asked for _, asked in new])
+                self._described |= dict(zip(new, answers, strict=True))
         return [self._described[key] for key in keys]
 
     async def describe_all(self) -> None:
@@ -185,7 +187,7 @@ class OllamaModels:
 
     async def running(self, exchange: Exchange) -> Response:
         """``GET /api/ps``: the models that are loaded."""
-        found = []
+        entries = []
         for model in self._pool.models:
             if (
                 model.state is ModelState.LOADED
@@ -194,11 +196,11 @@ class OllamaModels:
             ):
                 left_s = _FOR_EVER_S if model.expires_at is None else model.expires_at - monotonic()
                 kept = {key: entry[key] for key in ("name", "model", "digest", "details")}
-                found.append(
+                entries.append(
                     {**kept, "size": model.memory.n_bytes + model.memory.gpu_bytes, "size_vram": model.memory.gpu_bytes,
                      "expires_at": _date(time.time() + left_s), "context_length": model.facts.n_ctx}
                 )  # fmt: skip
-        return JsonResponse({"models": found})
+        return JsonResponse({"models": entries})
 
 
 def _listed(model: PooledModel, name: str) -> dict[str, Any] | None:

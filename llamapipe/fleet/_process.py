@@ -263,12 +263,12 @@ class WorkerProcess:
 
     def _note(self, data: bytes) -> None:
         for i in range(len(data)):
-            one = data[i : i + 1]
-            if one == ENDED:
+            byte = data[i : i + 1]
+            if byte == ENDED:
                 self.n_ended += 1
-            elif one == TAKEN:
+            elif byte == TAKEN:
                 self.untaken.popleft().close()
-            elif one == REFUSED:
+            elif byte == REFUSED:
                 self.refused.append(self.untaken.popleft())
                 self.n_given -= 1
                 if not self._is_paused:

@@ -19,7 +19,7 @@ def entry_of(model: PooledModel, name: str, created: int, can_delete: bool) -> d
     elif model.state is ModelState.UNLOADED and model.failure is not None:
         status |= {"failed": True, "exit_code": 1, "error": model.failure}
     facts = model.facts
-    made: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "id": name,
         "object": "model",
         "type": "model",
@@ -34,11 +34,11 @@ def entry_of(model: PooledModel, name: str, created: int, can_delete: bool) -> d
         **({} if facts is None else {"capabilities": ["embedding" if facts.embeds else "completion"]}),
     }
     if name in model.entry.adapters:
-        return {**made, "root": model.name, "parent": model.name}
+        return {**entry, "root": model.name, "parent": model.name}
     if name != model.name:
-        return {**made, "root": model.name}
+        return {**entry, "root": model.name}
     return {
-        **made,
+        **entry,
         "aliases": list(model.names[1:]),
         "adapters": list(model.entry.adapters),
         "tags": [],
@@ -75,26 +75,26 @@ class Watch:
         """Return the events for what has changed since the last call."""
         (names, states), (old_names, old_states) = self._now(), (self._names, self._states)
         self._names, self._states = names, states
-        found: list[dict[str, Any]] = [
+        events: list[dict[str, Any]] = [
             {"model": name, "event": "model_remove"} for name in old_states if name not in states
         ]
         if names != old_names:
-            found.append({"model": "*", "event": "models_reload"})
+            events.append({"model": "*", "event": "models_reload"})
         for model in self._pool.models:
             before = old_states.get(model.name)
             if before is not None and before != states[model.name]:
-                found.append({"model": model.name, "event": "model_status", "data": _status_event(model)})
-        return found
+                events.append({"model": model.name, "event": "model_status", "data": _status_event(model)})
+        return events
 
 
 def _status_event(model: PooledModel) -> dict[str, Any]:
     """Return a model's state, in the form of llama-server's router. A load has stages there; ours has one."""
-    made: dict[str, Any] = {"status": model.state.value}
+    data: dict[str, Any] = {"status": model.state.value}
     if model.state is ModelState.LOADING:
         stage = "text_model"
-        made["progress"] = {"stages": [stage], "current": stage, "value": model.progress}
+        data["progress"] = {"stages": [stage], "current": stage, "value": model.progress}
     elif model.state is ModelState.UNLOADED:
-        made["exit_code"] = 0 if model.failure is None else 1
+        data["exit_code"] = 0 if model.failure is None else 1
         if model.failure is not None:
-            made["error"] = model.failure
-    return made
+            data["error"] = model.failure
+    return data

@@ -39,17 +39,17 @@ def add_families(live: Iterable[Sequence[Family]], ended: Iterable[Sequence[Fami
     counted += [family for families in ended for family in families if family.kind != "gauge"]
     for family in counted:
         texts.setdefault(family.name, (family.text, family.kind))
-        found = values.setdefault(family.name, {})
+        samples = values.setdefault(family.name, {})
         for sample, labels, value in family.samples:
-            found.setdefault((sample, tuple(sorted(labels.items()))), []).append(value)
+            samples.setdefault((sample, tuple(sorted(labels.items()))), []).append(value)
     return [
         Family(
             name,
             text,
             kind,
             [
-                (sample, dict(labels), _joined(sample, given))
-                for (sample, labels), given in values[name].items()
+                (sample, dict(labels), _joined(sample, numbers))
+                for (sample, labels), numbers in values[name].items()
             ],
         )
         for name, (text, kind) in texts.items()

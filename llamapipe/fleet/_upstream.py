@@ -42,8 +42,8 @@ class Upstream(asyncio.Protocol):
     @classmethod
     async def over(cls, sock: socket.socket) -> Upstream:
         """Open the connection over a connected socket, which it closes."""
-        _, made = await asyncio.get_running_loop().create_connection(cls, sock=sock)
-        return made
+        _, upstream = await asyncio.get_running_loop().create_connection(cls, sock=sock)
+        return upstream
 
     def __repr__(self) -> str:
         return f"<Upstream {'free' if self.is_free else 'busy'}>"

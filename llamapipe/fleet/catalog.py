@@ -86,16 +86,16 @@ def hub_entries(cached: Sequence[hub.CachedModel]) -> list[ModelEntry]:
     They are named as Ollama's clients do: ``hf.co/OWNER/REPO:QUANT``. Where the file's name has no quantization, or one
     that another file has, the name is ``hf.co/OWNER/REPO/FILE``.
     """
-    made: dict[str, ModelEntry] = {}
+    entries: dict[str, ModelEntry] = {}
     for model in cached:
         repo_id, filename = hub.parse(model.reference)
         assert filename is not None
         quantization = hub.quantization_of(filename)
         name = f"hf.co/{repo_id}:{quantization}"
-        if quantization is None or name in made:
+        if quantization is None or name in entries:
             name = f"hf.co/{repo_id}/{filename}"
-        made[name] = ModelEntry(name, str(model.path), reference=model.reference)
-    return list(made.values())
+        entries[name] = ModelEntry(name, str(model.path), reference=model.reference)
+    return list(entries.values())
 
 
 def taken_names(entries: Sequence[ModelEntry]) -> set[str]:

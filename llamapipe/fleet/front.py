@@ -242,8 +242,8 @@ class Front(Gate):
     async def timeline(self, exchange: Exchange) -> Response:
         """``GET /timeline?model=NAME``: of a loaded model. It neither loads a model nor keeps it loaded."""
         name = exchange.query_params.get("model")
-        given = self.pool.models if name is None else [self.pool.find(name)]
-        there = [model for model in given if model.state is ModelState.LOADED and not model.embeds]
+        models = self.pool.models if name is None else [self.pool.find(name)]
+        there = [model for model in models if model.state is ModelState.LOADED and not model.embeds]
         if len(there) != 1:
             return JsonResponse({"now": 0, "stages": [], "spans": [], "stats": None})
         try:
@@ -327,7 +327,7 @@ class Front(Gate):
 
     def routes(self) -> list[Endpoint]:
         """Return the routes of a server with one model, and those about several."""
-        made = [
+        endpoints = [
             get("/v1/models", self.list_models, "All models, with their states.", aliases=("/models",)),
             get("/v1/models/{id:path}", self.get_model, "One model.", ("404",)),
             Endpoint("DELETE", "/v1/models/{id:path}", self.delete_model, "Refused.", ("403", "404")),
@@ -347,18 +347,18 @@ class Front(Gate):
             *STORE_ROUTES,  # this process reads the same file, and no model is needed
         ]  # fmt: skip
         if self.settings.page:
-            made += [get("/timeline", self.timeline), *PAGE_ROUTES]
+            endpoints += [get("/timeline", self.timeline), *PAGE_ROUTES]
             if not self.settings.ollama:
-                made += [get("/", page_routes.page, has_key=False)]
+                endpoints += [get("/", page_routes.page, has_key=False)]
         if self.settings.ollama:
-            made += self.ollama.routes()
-        here = {(endpoint.method, endpoint.path) for endpoint in made}
+            endpoints += self.ollama.routes()
+        here = {(endpoint.method, endpoint.path) for endpoint in endpoints}
         forwarded = [
             endpoint.answered_by(partial(self.forward, endpoint))
             for endpoint in (*ROUTES, *(OLLAMA_ROUTES if self.settings.ollama else ()))
             if (endpoint.method, endpoint.path) not in here
         ]
-        return [*made, *forwarded]
+        return [*endpoints, *forwarded]
 
 
 class FrontServer(HttpServer):

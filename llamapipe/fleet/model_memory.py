@@ -53,8 +53,8 @@ def need_of(info: GgufInfo, embeds: bool, options: Mapping[str, Any], has_gpus: 
     if embeds:
         n_ctx, n_cache_bytes = options.get("n_ctx") or min(info.n_ctx_train, _USUAL_TEXT), 0
     else:
-        given = options.get("n_ctx")  # 0: the model's
-        n_ctx = min(info.n_ctx_train, _USUAL_CONTEXT) if given is None else given or info.n_ctx_train
+        option = options.get("n_ctx")  # 0: the model's
+        n_ctx = min(info.n_ctx_train, _USUAL_CONTEXT) if option is None else option or info.n_ctx_train
         cells = _cells_bytes(info, n_ctx, options)
         n_cache_bytes = options.get("cache_bytes", int((info.size_bytes + cells) * _CACHE_SHARE))
         share = max(n_on_gpu - 1, 0) / max(info.n_layer, 1)
@@ -69,8 +69,8 @@ def need_of(info: GgufInfo, embeds: bool, options: Mapping[str, Any], has_gpus: 
             stored = model_of(draft)
             of_draft = {"n_ctx": n_ctx, "n_seq_max": options.get("n_seq_max"), "cache_bytes": 0}
             of_file = check_gguf(draft if stored is None else stored[0])
-            found = need_of(of_file, False, of_draft, n_on_gpu > 0)
-            beside, more = found.n_bytes, found.gpu_bytes
+            draft_need = need_of(of_file, False, of_draft, n_on_gpu > 0)
+            beside, more = draft_need.n_bytes, draft_need.gpu_bytes
             if layers := target_layers(of_file.metadata):
                 beside += draft_state_bytes(n_ctx, n_seq_max, info.n_embd * len(layers))
     steps = 4 * info.n_vocab * _STEP_ROWS
@@ -86,8 +86,8 @@ def _n_on_gpu(info: GgufInfo, options: Mapping[str, Any]) -> int:
     """Return how many layers GPUs get: the last ones, of which the output is the very last."""
     if options.get("rpc"):
         return 0  # workers get layers first: how many this machine keeps is not known
-    given = options.get("n_gpu_layers", -1)
-    return info.n_layer + 1 if given < 0 else min(given, info.n_layer + 1)
+    n = options.get("n_gpu_layers", -1)
+    return info.n_layer + 1 if n < 0 else min(n, info.n_layer + 1)
 
 
 def _weights_bytes(info: GgufInfo, n_on_gpu: int) -> tuple[float, float]:

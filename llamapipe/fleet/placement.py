@@ -89,5 +89,5 @@ def _gpus() -> list[tuple[str, int]]:
 def print_gpus() -> None:
     """Print the GPUs as JSON, after a record separator: drivers also print."""
     gpus = [device for device in llamapipe.devices() if device.type == "gpu" and not device.is_software]
-    found = [(gpu.name, gpu.memory_free if gpu.has_own_memory else 0) for gpu in gpus]
-    sys.stdout.write("\x1e" + json.dumps(found))
+    entries = [(gpu.name, gpu.memory_free if gpu.has_own_memory else 0) for gpu in gpus]
+    sys.stdout.write("\x1e" + json.dumps(entries))

@@ -411,8 +411,8 @@ class Pool:
 
     def _operators_folder(self, model: PooledModel) -> Path | None:
         """Return where the operator wants a model's cached prefixes to be."""
-        given = model.entry.options.get("cache_dir", self._cache_dir)
-        return None if given is None else Path(given).expanduser()
+        folder = model.entry.options.get("cache_dir", self._cache_dir)
+        return None if folder is None else Path(folder).expanduser()
 
     def _private_folder(self, model: PooledModel) -> Path | None:
         """Return where a model's cached prefixes are while it is not loaded, unless the operator has given a folder."""
@@ -577,9 +577,9 @@ class Pool:
         """
         others = [model.entry for model in self.models if model.name != entry.name]
         taken_names((*others, entry))
-        given = [other for other in self._given if other.name != entry.name]
+        entries = [other for other in self._given if other.name != entry.name]
         self._added = [*(other for other in self._added if other.name != entry.name), entry]
-        self.replace(given)
+        self.replace(entries)
 
     def copy(self, model: PooledModel, name: str) -> None:
         """Give a model one more name, until the server ends; a name that clients gave another one is moved.
@@ -624,9 +624,9 @@ class Pool:
 
     def drop(self, model: PooledModel) -> None:
         """Serve a model no longer, whose file is deleted."""
-        given = [entry for entry in self._given if entry != model.entry]
+        entries = [entry for entry in self._given if entry != model.entry]
         self._added = [entry for entry in self._added if entry != model.entry]
-        self.replace(given)
+        self.replace(entries)
 
     @property
     def _given(self) -> list[ModelEntry]:

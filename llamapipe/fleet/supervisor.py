@@ -329,8 +329,8 @@ class Supervisor:
         workers = sorted(self._alive, key=lambda worker: worker.pid)
         await asyncio.gather(*(worker.refresh(_SCRAPE_S, about) for worker in workers))
         if about == "requests":
-            found = newest([worker.requests for worker in workers], most)
-            asker.answer(number, found)
+            requests = newest([worker.requests for worker in workers], most)
+            asker.answer(number, requests)
         else:
             asker.answer(number, self._families(workers))
 

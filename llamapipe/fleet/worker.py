@@ -116,18 +116,18 @@ class Worker:
 
     async def text(self) -> bytes:
         """Return the metrics of all workers; those of this one if the supervisor does not answer."""
-        found = await self._ask("families", 0)
-        if found is None:
+        families = await self._ask("families", 0)
+        if families is None:
             return await asyncio.to_thread(self._metrics.text)
-        return rendered(Family(*family) for family in found)
+        return rendered(Family(*family) for family in families)
 
     async def requests(self, most: int) -> list[dict[str, Any]]:
         """Return where the time of the last requests to all workers went.
 
         To this one if the supervisor does not answer.
         """
-        found = await self._ask("requests", most)
-        return self._recent() if found is None else found
+        requests = await self._ask("requests", most)
+        return self._recent() if requests is None else requests
 
     def _recent(self) -> list[dict[str, Any]]:
         return [{**entry, "worker": self.options.index} for entry in self._server.state.recent.entries()]
@@ -207,16 +207,18 @@ class Worker:
 
     async def _tell(self, number: int, about: Subject) -> None:
         with suppress(Exception):  # the engine may be closed
-            found = self._recent() if about == "requests" else await asyncio.to_thread(self._metrics.families)
-            self._messages.send("snapshot", number=number, about=about, found=found)
+            answer = (
+                self._recent() if about == "requests" else await asyncio.to_thread(self._metrics.families)
+            )
+            self._messages.send("snapshot", number=number, about=about, found=answer)
 
 
 def _tcp_socket(descriptor: int) -> socket.socket:
     """Return the socket of a descriptor. With the protocol, which not every system tells: see ``bound_socket``."""
-    found = socket.socket(fileno=descriptor)
-    if found.proto == socket.IPPROTO_TCP:
-        return found
-    return socket.socket(found.family, found.type, socket.IPPROTO_TCP, fileno=found.detach())
+    sock = socket.socket(fileno=descriptor)
+    if sock.proto == socket.IPPROTO_TCP:
+        return sock
+    return socket.socket(sock.family, sock.type, socket.IPPROTO_TCP, fileno=sock.detach())
 
 
 class WorkerServer(HttpServer):
@@ -255,9 +257,9 @@ class WorkerServer(HttpServer):
 
     async def _connect(self, sock: socket.socket, ended: Callable[[], None]) -> None:
         def protocol() -> Connection:
-            made = Connection(self.config, self.server_state, self.lifespan.state, limits=self.limits)
-            made.ended = ended
-            return made
+            connection = Connection(self.config, self.server_state, self.lifespan.state, limits=self.limits)
+            connection.ended = ended
+            return connection
 
         try:
             await asyncio.get_running_loop().connect_accepted_socket(protocol, sock)

@@ -13,16 +13,16 @@ from llamapipe.errors import LlamapipeError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a worker and return the exit status: 0 after a signal, 1 if it failed, 2 for wrong usage."""
-    made = parser()
-    given = list(sys.argv[1:] if argv is None else argv)
-    args = made.parse_args(given)
+    command = parser()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    args = command.parse_args(arguments)
     if args.verbose:
         logging.getLogger("llamapipe").setLevel(logging.DEBUG)
     try:
-        _run(given)
+        _run(arguments)
     except UsageError as error:
-        made.print_usage(sys.stderr)
-        sys.stderr.write(f"llamapipe: {error} (see {made.prog} --help)\n")
+        command.print_usage(sys.stderr)
+        sys.stderr.write(f"llamapipe: {error} (see {command.prog} --help)\n")
         return 2
     except KeyboardInterrupt:
         return 130

@@ -56,7 +56,7 @@ _RUNTIME = {
 
 def parser() -> argparse.ArgumentParser:
     """Make the parser of the command."""
-    made = CommandParser(
+    command = CommandParser(
         prog="python -m llamapipe.dynamo",
         usage="python -m llamapipe.dynamo [options]",
         allow_abbrev=False,
@@ -64,27 +64,31 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=HelpFormatter,
     )
-    made.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
-    made.add_argument("--chat-template", metavar="FILE", help="Jinja file that replaces the model's template")
-    made.add_argument(
+    command.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
+    command.add_argument(
+        "--chat-template", metavar="FILE", help="Jinja file that replaces the model's template"
+    )
+    command.add_argument(
         "--served-model-name", metavar="NAME", help="model name that clients use (default: the file's name)"
     )
-    made.add_argument(
+    command.add_argument(
         "--tokenizer-dir",
         type=Path,
         metavar="DIR",
         help="where to write tokenizer.json for the frontend (default: a folder in the user's cache)",
     )
-    add_adapters(made, "clients use its name as a model's")
-    made.add_argument("-v", "--verbose", action="store_true", help="llama.cpp's log and tracebacks on stderr")
-    runtime = made.add_argument_group("Dynamo's runtime")
+    add_adapters(command, "clients use its name as a model's")
+    command.add_argument(
+        "-v", "--verbose", action="store_true", help="llama.cpp's log and tracebacks on stderr"
+    )
+    runtime = command.add_argument_group("Dynamo's runtime")
     for flag, (variable, default, text) in _RUNTIME.items():
         shown = f"{variable}" if default is None else f"{variable}; {default}"
         runtime.add_argument(
             flag, metavar="TEXT", default=os.environ.get(variable) or default, help=f"{text} ({shown})"
         )
-    add_engine_options(made)
-    return made
+    add_engine_options(command)
+    return command
 
 
 class WorkerOptions(NamedTuple):

@@ -105,15 +105,15 @@ def sampling_params(request: Mapping[str, Any], adapters: Collection[str] = ()) 
 
 def _section(request: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the options in one section of a request that are given and have an effect."""
-    found = {}
+    options = {}
     for option, value in (request.get(name) or {}).items():
         if value is None:
             continue
         if option in _READ[name]:
-            found[option] = value
+            options[option] = value
         elif value not in _WITHOUT_EFFECT[name].get(option, ()):
             raise InvalidRequestError(f"{option} is {quoted(value)}, which this worker does not support")
-    return found
+    return options
 
 
 def _constraint(request: Mapping[str, Any], guided: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,14 +140,14 @@ def _constraint(request: Mapping[str, Any], guided: Mapping[str, Any]) -> dict[s
 
 def chunk(delta: Delta, n_prompt: int, n_generated: int, wants_logprobs: bool) -> dict[str, Any]:
     """Return a delta as a Dynamo chunk. ``n_generated``: tokens of the request so far, including this delta's."""
-    made: dict[str, Any] = {"token_ids": list(delta.token_ids), "index": 0}
+    result: dict[str, Any] = {"token_ids": list(delta.token_ids), "index": 0}
     if wants_logprobs and delta.logprobs:
-        made["log_probs"] = [entry.logprob for entry in delta.logprobs]
-        made["top_logprobs"] = [_top(entry) for entry in delta.logprobs]
+        result["log_probs"] = [entry.logprob for entry in delta.logprobs]
+        result["top_logprobs"] = [_top(entry) for entry in delta.logprobs]
     if delta.finish_reason is not None:
-        made.update(last_chunk(delta.finish_reason, n_prompt, n_generated))
-        made["token_ids"] = list(delta.token_ids)
-    return made
+        result.update(last_chunk(delta.finish_reason, n_prompt, n_generated))
+        result["token_ids"] = list(delta.token_ids)
+    return result
 
 
 def last_chunk(reason: str, n_prompt: int, n_generated: int) -> dict[str, Any]:

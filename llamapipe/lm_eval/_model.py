@@ -163,20 +163,20 @@ def sampling_params(gen_kwargs: Mapping[str, Any], default_max_gen_toks: int) ->
     """
     if not isinstance(gen_kwargs, Mapping):
         raise TypeError(f"generation arguments must be a dict, not {type(gen_kwargs).__name__}")
-    given = {name: value for name, value in gen_kwargs.items() if value is not None}
-    for name in given:
+    arguments = {name: value for name, value in gen_kwargs.items() if value is not None}
+    for name in arguments:
         if name not in _KNOWN:
             raise ValueError(
                 f"llamapipe has no generation argument {quoted(name)}; it has: {', '.join(_KNOWN)}"
             )
-    if given.get("num_beams", 1) != 1:
-        raise ValueError(f"num_beams is {given['num_beams']}; llamapipe searches no beams, leave it out")
-    normal: dict[str, Any] = dict(normalize_gen_kwargs(given, default_max_gen_toks))
+    if arguments.get("num_beams", 1) != 1:
+        raise ValueError(f"num_beams is {arguments['num_beams']}; llamapipe searches no beams, leave it out")
+    normal: dict[str, Any] = dict(normalize_gen_kwargs(arguments, default_max_gen_toks))
     sampled = bool(normal["do_sample"])
     temperature = float(normal.get("temperature", 1.0)) if sampled else 0.0
-    options = {**_NEUTRAL, **{ours: given[name] for name, ours in _CUTS.items() if name in given}}
-    options |= {ours: given[name] for name, ours in _PENALTIES.items() if name in given}
-    seed = given.get("seed")
+    options = {**_NEUTRAL, **{ours: arguments[name] for name, ours in _CUTS.items() if name in arguments}}
+    options |= {ours: arguments[name] for name, ours in _PENALTIES.items() if name in arguments}
+    seed = arguments.get("seed")
     return SamplingParams(
         max_tokens=normal["max_gen_toks"],
         temperature=temperature,
@@ -295,8 +295,8 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
     @property
     def max_gen_toks(self) -> int:
         """Limit of generated tokens for tasks that set none."""
-        given = self.options.max_gen_toks
-        return min(_DEFAULT_MAX_GEN_TOKS, self.max_length // 2) if given is None else given
+        limit = self.options.max_gen_toks
+        return min(_DEFAULT_MAX_GEN_TOKS, self.max_length // 2) if limit is None else limit
 
     @property
     def batch_size(self) -> int:
@@ -307,10 +307,10 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
     def eot_token_id(self) -> int:
         """The token that ends a text."""
         model = self.model
-        found = [t for t in (model.eos, model.vocab.eot, *sorted(model.vocab.eog_tokens)) if t is not None]
-        if not found:
+        tokens = [t for t in (model.eos, model.vocab.eot, *sorted(model.vocab.eog_tokens)) if t is not None]
+        if not tokens:
             raise ValueError(f"{model.path.name} has no token that ends a text")
-        return found[0]
+        return tokens[0]
 
     @property
     def prefix_token_id(self) -> int:
@@ -326,12 +326,12 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
     def get_model_info(self) -> dict[str, Any]:
         """Return facts that the harness writes beside its results."""
         about = self.model.metadata.get("general.name", self.model.path.name)
-        found = {
+        facts = {
             "model_name": about,
             "model_num_parameters": self.model.n_params,
             "engine": repr(self.engine),
         }
-        return found if self._adapter is None else {**found, "lora": self._adapter.path.name}
+        return facts if self._adapter is None else {**facts, "lora": self._adapter.path.name}
 
     # ---- text and tokens
     def tok_encode(
@@ -396,8 +396,10 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
         for request in requests:
             # Without BOS, which would be scored as a part of the text; the prefix takes its place.
             tokens = self.tok_encode(request.args[0], add_special_tokens=False)
-            found = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
-            cut = [(None, *make_disjoint_window(window)) for window in found]
+            rolling_windows = get_rolling_token_windows(
+                tokens, self.prefix_token_id, self.max_length, context_len=1
+            )
+            cut = [(None, *make_disjoint_window(window)) for window in rolling_windows]
             windows += cut
             counts.append(len(cut))
         left = iter(self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm))
@@ -471,13 +473,13 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
         return room
 
     def _choose_prefix(self) -> int:
-        given = self.options.prefix_token_id
-        if given is not None:
-            if given >= self.model.n_vocab:
+        token = self.options.prefix_token_id
+        if token is not None:
+            if token >= self.model.n_vocab:
                 raise ValueError(
-                    f"prefix_token_id is {given}; this vocabulary has {self.model.n_vocab} tokens"
+                    f"prefix_token_id is {token}; this vocabulary has {self.model.n_vocab} tokens"
                 )
-            return given
+            return token
         return self.eot_token_id if self.model.bos is None else self.model.bos
 
 

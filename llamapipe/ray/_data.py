@@ -335,7 +335,7 @@ def complete(
     if checkpoint is not None:
         config = _checkpoint(checkpoint, id)
     _warn_of_cpus(library, least, num_cpus, 1 if config is None else _OTHER_CPUS)
-    given = {
+    arguments = {
         "spec": spec,
         "prompt": prompt,
         "messages": messages,
@@ -345,7 +345,7 @@ def complete(
         "num_cpus": num_cpus,
         "n_sharing": n_sharing(library, most),
     }
-    out = mapped(ds, Completer, given, n_rows, (least, most), reserved)
+    out = mapped(ds, Completer, arguments, n_rows, (least, most), reserved)
     if config is not None:
         out.context.checkpoint_config = config
     return out

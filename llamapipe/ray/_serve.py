@@ -203,7 +203,7 @@ def deployment(
         raise ValueError(
             f"replicas is {least}, so their number stays; give the least and the most to scale, as in (1, 4)"
         )
-    made = serve.deployment(
+    engines = serve.deployment(
         EngineReplica,
         name=name,
         max_ongoing_requests=n_at_once,
@@ -218,7 +218,7 @@ def deployment(
         ),
         **{**scale, **(options or {})},
     )
-    bound: Application = made.bind(spec, settings, num_cpus, n_sharing(library, most))
+    bound: Application = engines.bind(spec, settings, num_cpus, n_sharing(library, most))
     return bound
 
 
@@ -243,14 +243,14 @@ def openai_app(
     from llamapipe.ray._ingress import Ingress
 
     limits = settings or ServerSettings()
-    made = serve.deployment(
+    ingress = serve.deployment(
         Ingress,
         name=f"{options.get('name', _NAME)}-http",
         num_replicas=check_int("n_ingress", n_ingress, 1, 10_000),
         max_ongoing_requests=limits.max_requests,
         ray_actor_options={"num_cpus": 0},
     )
-    bound: Application = made.bind(engines, settings)
+    bound: Application = ingress.bind(engines, settings)
     return bound
 
 

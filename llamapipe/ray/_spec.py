@@ -87,17 +87,17 @@ class EngineSpec:
         object.__setattr__(self, "model", name)
         tuning = EngineTuning.__dataclass_fields__.keys()
         for options, kind, more in (("engine_options", Engine, tuning), ("model_options", Model, ())):
-            given = getattr(self, options)
-            if not isinstance(given, Mapping):
-                raise TypeError(f"{options} must be a mapping, not {type(given).__name__}")
+            values = getattr(self, options)
+            if not isinstance(values, Mapping):
+                raise TypeError(f"{options} must be a mapping, not {type(values).__name__}")
             known = {*inspect.signature(kind).parameters, *more} - _NOT_PICKLED
-            for option in given:
+            for option in values:
                 if option not in known:
                     hint = did_you_mean(str(option), known)
                     raise ValueError(
                         f"{options} has {quoted(option)}, which is no option of {kind.__name__} here{hint}"
                     )
-            object.__setattr__(self, options, dict(given))
+            object.__setattr__(self, options, dict(values))
         for files in ("adapters", "control_vectors"):
             object.__setattr__(self, files, _checked_files(files, getattr(self, files)))
         if both := self.adapters.keys() & self.control_vectors.keys():

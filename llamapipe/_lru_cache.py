@@ -28,9 +28,9 @@ class LruCache(Generic[T]):
             if key in self._values and is_good(self._values[key]):
                 self._values.move_to_end(key)
                 return self._values[key]
-        made = make()
+        value = make()
         with self._lock:
-            self._values[key] = made
+            self._values[key] = value
             if len(self._values) > self._n:
                 self._values.popitem(last=False)
-        return made
+        return value

@@ -225,11 +225,11 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
 
 def instead_of(name: str, place: str, known: Iterable[str] = ()) -> str | None:
     """Return what to use instead of a name from elsewhere: a ``known`` name, or advice. None: no table has it."""
-    found = INSTEAD.get(place, {}).get(name)
-    if found is None or isinstance(found, str):
-        return found
+    advice = INSTEAD.get(place, {}).get(name)
+    if advice is None or isinstance(advice, str):
+        return advice
     names = set(known)
-    return next((f"use {ours}" for ours in found if ours.partition(" ")[0] in names), None)
+    return next((f"use {ours}" for ours in advice if ours.partition(" ")[0] in names), None)
 
 
 # ---- the nearest name

@@ -48,13 +48,13 @@ def path_of(path: str | os.PathLike[str]) -> Path:
 
     Raises TypeError for other types, ValueError if there is no home folder to take.
     """
-    found = Path(os.fsdecode(path))
-    if not str(found).startswith("~") or found.exists():
-        return found
+    result = Path(os.fsdecode(path))
+    if not str(result).startswith("~") or result.exists():
+        return result
     try:
-        return found.expanduser()
+        return result.expanduser()
     except RuntimeError as e:
-        raise ValueError(f"{found}: {e}; write the whole path") from None
+        raise ValueError(f"{result}: {e}; write the whole path") from None
 
 
 def check_int(name: str, value: SupportsIndex, low: int, high: int) -> int:

@@ -55,10 +55,10 @@ def parse(text: str) -> Reference:
 
 def hub_name(address: str) -> str | None:
     """Return the name, for ``parse``, of what an address of the hub's website shows; None for any other text."""
-    found = _ADDRESS.fullmatch(address)
-    if found is None:
+    match = _ADDRESS.fullmatch(address)
+    if match is None:
         return None
-    repo_id, filename, quantization = found.groups()
+    repo_id, filename, quantization = match.groups()
     return f"{PREFIX}{repo_id}{f'/{filename}' if filename else quantization or ''}"
 
 
@@ -71,26 +71,26 @@ def choose(names: Iterable[str], pattern: str | None, where: str) -> list[str]:
     """
     files = sorted(name for name in names if name.endswith(".gguf"))
     if pattern is None or pattern.startswith(":"):
-        found = [name for name in files if not _last(name).startswith(_NO_MODELS)]
+        matches = [name for name in files if not _last(name).startswith(_NO_MODELS)]
         if pattern is not None:
-            found = [name for name in found if _has_quantization(name, pattern[1:])]
+            matches = [name for name in matches if _has_quantization(name, pattern[1:])]
     elif pattern in files:
-        found = [pattern]
+        matches = [pattern]
     else:
-        found = [name for name in files if fnmatchcase(name, pattern) or fnmatchcase(_last(name), pattern)]
-    if pattern == MMPROJ and len(found) > 1:
-        found = [name for name in found if _has_quantization(name, "F16")] or found
-    models = {(name.stem, name.n_parts > 0) for name in map(read_name, found)}
+        matches = [name for name in files if fnmatchcase(name, pattern) or fnmatchcase(_last(name), pattern)]
+    if pattern == MMPROJ and len(matches) > 1:
+        matches = [name for name in matches if _has_quantization(name, "F16")] or matches
+    models = {(name.stem, name.n_parts > 0) for name in map(read_name, matches)}
     if not models:
         what = (
             "no GGUF file" if pattern is None else f"no GGUF file that matches {pattern.removeprefix(':')!r}"
         )
         raise ValueError(f"{where} has {what}; it has {_listed(files)}")
     if len(models) > 1:
-        raise ValueError(f"{where} has {len(models)} models; name one of {_listed(found)}")
-    stem, _, n = read_name(found[0])
+        raise ValueError(f"{where} has {len(models)} models; name one of {_listed(matches)}")
+    stem, _, n = read_name(matches[0])
     if not n:
-        return found
+        return matches
     parts = [part_name(stem, i, n) for i in range(1, n + 1)]
     missing = [part for part in parts if part not in files]
     if missing:
@@ -172,9 +172,9 @@ def model_file(
                     raise
                 # There is no connection.
                 with suppress(ModelLoadError, ValueError):
-                    found = _cached(hub, repo_id, filename, revision, where)
-                    _log.warning("the hub cannot be reached; using %s from the cache", found.name)
-                    return found
+                    path = _cached(hub, repo_id, filename, revision, where)
+                    _log.warning("the hub cannot be reached; using %s from the cache", path.name)
+                    return path
                 raise
     except hub.errors.HFValidationError as e:
         raise ValueError(f"{repo_id!r} is no name of a repository: {e}") from None
@@ -196,9 +196,9 @@ def _watching(watch: Watch, name: str) -> type:
             super().__init__(*args, **{**options, "file": io.StringIO(), "disable": False})
 
         def update(self, n: float | None = 1) -> bool | None:
-            done = super().update(n)
+            is_shown = super().update(n)
             watch(name, int(self.total or 0), int(self.n))
-            return done
+            return is_shown
 
     return Bar
 
@@ -308,7 +308,7 @@ def cached_models() -> list[CachedModel]:
         repos = hub.scan_cache_dir().repos
     except hub.errors.CacheNotFound:
         return []
-    found: dict[str, CachedModel] = {}
+    models: dict[str, CachedModel] = {}
     for repo in repos:
         for revision in sorted(repo.revisions, key=lambda one: one.last_modified):
             files = {
@@ -321,5 +321,5 @@ def cached_models() -> list[CachedModel]:
                 if part == 1 and not _last(name).startswith(_NO_MODELS):
                     size = sum(other.size_on_disk for n, other in files.items() if read_name(n).stem == model)
                     reference = f"{PREFIX}{repo.repo_id}/{name}"
-                    found[reference] = CachedModel(reference, Path(file.file_path), size)
-    return [found[reference] for reference in sorted(found)]
+                    models[reference] = CachedModel(reference, Path(file.file_path), size)
+    return [models[reference] for reference in sorted(models)]

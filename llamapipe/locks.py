@@ -11,8 +11,8 @@ def check_threads() -> None:
 
     Callers wait in native code, which lets other threads run, but not other greenlets.
     """
-    for made in (_thread.start_new_thread, queue.SimpleQueue):
-        library = str(getattr(made, "__module__", "")).partition(".")[0]
+    for primitive in (_thread.start_new_thread, queue.SimpleQueue):
+        library = str(getattr(primitive, "__module__", "")).partition(".")[0]
         if library in _REMEDIES:
             raise RuntimeError(
                 f"{library} has replaced threads or queues by greenlets, for which the engine's thread cannot work: "

@@ -55,17 +55,17 @@ class StoredModel(NamedTuple):
     def parameters(self) -> dict[str, Any]:
         """The options that its Modelfile sets, such as ``temperature``."""
         try:
-            found = json.loads(self.text("params") or "{}")
+            values = json.loads(self.text("params") or "{}")
         except (ValueError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return values if isinstance(values, dict) else {}
 
 
 def folders() -> list[Path]:
     """Return where Ollama's models may be."""
-    given = os.environ.get("OLLAMA_MODELS")
-    if given:
-        return [Path(given)]
+    folder = os.environ.get("OLLAMA_MODELS")
+    if folder:
+        return [Path(folder)]
     try:
         return [Path.home() / ".ollama" / "models", _SERVICE]
     except RuntimeError:  # there is no home
@@ -110,11 +110,11 @@ def find_stored(name: str) -> StoredModel:
 
 def stored_models() -> list[StoredModel]:
     """Return the models that are complete, by name; the first folder wins."""
-    found: dict[str, StoredModel] = {}
+    models: dict[str, StoredModel] = {}
     for folder in folders():
         for stored in _models_in(folder):
-            found.setdefault(stored.name, stored)
-    return [found[name] for name in sorted(found)]
+            models.setdefault(stored.name, stored)
+    return [models[name] for name in sorted(models)]
 
 
 def short_names() -> set[str]:
@@ -137,8 +137,8 @@ def model_of(path: str | os.PathLike[str]) -> tuple[Path, str] | None:
     with suppress(OSError):  # too long for a path
         if Path(text).exists():
             return None
-    found = find_stored(text.removeprefix(PREFIX))
-    return found.path, found.name.removesuffix(f":{_TAG}")
+    stored = find_stored(text.removeprefix(PREFIX))
+    return stored.path, stored.name.removesuffix(f":{_TAG}")
 
 
 def shown_name(path: Path) -> str:

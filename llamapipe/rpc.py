@@ -71,13 +71,13 @@ def parse_addresses(name: str, given: object, limit: int) -> list[Address]:
     if len(given) > limit:
         raise ValueError(f"{name} has {len(given)} addresses; it must have at most {limit}")
     split = [split_address(name, text) for text in given]
-    found: dict[str, Address] = {}
+    addresses: dict[str, Address] = {}
     for text, (host, port) in zip(given, split, strict=True):
         address = Address(text, look_up(host), port)
-        if other := found.get(address.endpoint):
+        if other := addresses.get(address.endpoint):
             raise ValueError(f"{name} has the worker {address.endpoint} twice: {other.text!r}, {text!r}")
-        found[address.endpoint] = address
-    return list(found.values())
+        addresses[address.endpoint] = address
+    return list(addresses.values())
 
 
 def split_address(name: str, text: object) -> tuple[str, int]:
@@ -105,13 +105,13 @@ def check_host(name: str, host: str) -> None:
 def look_up(host: str) -> str:
     """Return the first IPv4 address of a host. Raises BackendError if there is none."""
     try:
-        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise BackendError(
             f"the host {host!r} has no IPv4 address ({reason}); check the name, or give the number"
         ) from None
-    return str(found[0][4][0])
+    return str(addresses[0][4][0])
 
 
 TIMEOUT_S = 5.0  # for connecting and the answer together
@@ -127,11 +127,11 @@ def check_worker(address: Address, version: tuple[int, int], timeout_s: float = 
 
     Raises BackendError, after ``timeout_s`` at the latest.
     """
-    found = _ask(address, timeout_s)
+    answer = _ask(address, timeout_s)
     # The rule of ggml-rpc's client. It does not compare patch versions.
-    if found[0] != version[0] or found[1] > version[1]:
+    if answer[0] != version[0] or answer[1] > version[1]:
         raise BackendError(
-            f"the RPC worker {address.text} speaks version {'.'.join(map(str, found))} of ggml-rpc's protocol, and "
+            f"the RPC worker {address.text} speaks version {'.'.join(map(str, answer))} of ggml-rpc's protocol, and "
             f"this build version {version[0]}.{version[1]}; run the same version of llamapipe on both machines"
         )
 
@@ -239,9 +239,9 @@ class Workers:
             _open[address.endpoint] = handle
             self._endpoints.append(address.endpoint)
             n = lib.lp_rpc_devices(handle, 0, ffi.NULL)
-            found = ffi.new("ggml_backend_dev_t[]", n)
-            lib.lp_rpc_devices(handle, n, found)
-            self.devices += list(found)
+            devices = ffi.new("ggml_backend_dev_t[]", n)
+            lib.lp_rpc_devices(handle, n, devices)
+            self.devices += list(devices)
 
     def close(self) -> None:
         """End the connections; a second call does nothing. After the model is freed, and not after a fork."""
@@ -299,15 +299,15 @@ def _admit_only(address: Address, networks: Sequence[ipaddress.IPv4Network]) -> 
     option = struct.pack("HP", len(code), int(ffi.cast("uintptr_t", program)))
     for entry in Path("/proc/self/fd").iterdir():
         try:
-            found = socket.socket(fileno=os.dup(int(entry.name)))
+            sock = socket.socket(fileno=os.dup(int(entry.name)))
         except OSError:
             continue  # no socket, or the descriptor of this list
-        with found:
-            listens = found.family == socket.AF_INET and found.getsockopt(
+        with sock:
+            listens = sock.family == socket.AF_INET and sock.getsockopt(
                 socket.SOL_SOCKET, socket.SO_ACCEPTCONN
             )
-            if listens and found.getsockname() == (address.ip, address.port):
-                found.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, option)
+            if listens and sock.getsockname() == (address.ip, address.port):
+                sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, option)
                 return True
     return False
 

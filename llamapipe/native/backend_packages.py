@@ -55,8 +55,8 @@ class BackendPackage:
                 f"{self.name} in {self.folder} is damaged; install its wheel again: `pip install --force-reinstall "
                 f"--no-deps WHEEL`, or do without it: `pip uninstall {self.name}`"
             )
-        wanted, found = core.get("llama_cpp_identity"), self.build.get("llama_cpp_identity")
-        if wanted is not None and wanted == found:
+        wanted, identity = core.get("llama_cpp_identity"), self.build.get("llama_cpp_identity")
+        if wanted is not None and wanted == identity:
             return ""
         return (
             f"{self.name} {self.version} in {self.folder} was built from another llama.cpp: it has "
@@ -70,8 +70,8 @@ def installed() -> list[BackendPackage]:
     """Return the backend packages on Python's search path. Empty on systems where llama.cpp cannot load them."""
     if sys.platform == "win32":
         return []
-    found = (_find(backend) for backend in NAMES)
-    return [package for package in found if package is not None]
+    packages = (_find(backend) for backend in NAMES)
+    return [package for package in packages if package is not None]
 
 
 def usable(core: Mapping[str, Any]) -> list[BackendPackage]:

@@ -115,7 +115,7 @@ def _listed(cpuinfo: str) -> set[str] | None:
 
 def has_module(folder: Path) -> bool:
     """Return whether a native module was built into a folder."""
-    return any(found.suffix in (".so", ".pyd") for found in folder.glob("_native*"))
+    return any(file.suffix in (".so", ".pyd") for file in folder.glob("_native*"))
 
 
 def _is_sub_interpreter() -> bool:

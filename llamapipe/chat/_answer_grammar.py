@@ -321,24 +321,24 @@ class GrammarWriter:
     def _head(self, form: CallFormat, name: str, opened: str | None) -> list[str]:
         """Return the elements of a call before its arguments. An id after the name is optional."""
         text = self._literals
-        made: list[str] = []
+        elements: list[str] = []
         parts = form.head
         at = 0
         if opened is not None and parts[0] is Slot.NAME:
             start = f"/{WHITE}{opened}{WHITE}{regex_text(name)}/"
-            made, at = [self._rules.terminal(start)], 1
+            elements, at = [self._rules.terminal(start)], 1
         while at < len(parts):
             part, at = parts[at], at + 1
             if isinstance(part, str):
                 following = parts[at] if at < len(parts) else None
                 if following is Slot.ID and Slot.NAME in parts[:at]:
-                    made.append(f"({text.text(part)} {_SLOTS[Slot.ID]})?")
+                    elements.append(f"({text.text(part)} {_SLOTS[Slot.ID]})?")
                     at += 1
                 else:
-                    made.append(text.edge(part) if following is None else text.text(part))
+                    elements.append(text.edge(part) if following is None else text.text(part))
             else:
-                made.append(json.dumps(name) if part is Slot.NAME else _SLOTS[part])
-        return made
+                elements.append(json.dumps(name) if part is Slot.NAME else _SLOTS[part])
+        return elements
 
     def _object(self, form: CallFormat, tool: ToolLike, opened: str | None) -> str:
         parts = []

@@ -178,9 +178,9 @@ class MarkerProbe:
                 if calls:
                     message |= {"content": "", "tool_calls": [_CALL]}
                 text = self._probe.rendered([USER, message], prompt=False, with_tool=calls)
-                before, found, after = text.rpartition(_REASONING)
+                before, reasoning, after = text.rpartition(_REASONING)
                 between, then, _ = after.partition(_NAME if calls else CONTENT)
-                if found and then:
+                if reasoning and then:
                     yield before, between, not calls
 
     def _start(self, before: str) -> str:
@@ -216,8 +216,8 @@ class MarkerProbe:
         texts = [self._probe.prompt, *(before for before, _, _ in self._written_reasoning()), self._head]
         texts += [self._prompt(name, False) for name in _SWITCHES]
         for text in texts:
-            _, found, after = text.rpartition(markers.start)
-            if found:
+            _, marker, after = text.rpartition(markers.start)
+            if marker:
                 return markers.start + ("\n" if after.startswith("\n") else "")
         return markers.start
 
@@ -279,13 +279,13 @@ class MarkerProbe:
     @staticmethod
     def _tags(text: str, n: int, ends: Callable[[str], bool] | None = None) -> str:
         """Return the beginning of a text, up to its ``n``-th tag, without a tag that ends generation."""
-        found = ""
+        beginning = ""
         for segment in segments(text.lstrip()):
             if not n or (ends is not None and ends(segment)):
                 break
-            found += segment
+            beginning += segment
             n -= len(segment) > 1
-        return found.rstrip()
+        return beginning.rstrip()
 
     def _text_start(self, written: str) -> str:
         """Return the marker before the text. If it has no control token, it includes the spaces after it."""

@@ -35,8 +35,8 @@ def argument_grammar(arguments: TaggedArguments, literals: Literals, rules: Rule
     else:
         members = rules.in_any_order(
             [
-                (name in arguments.required, writer.member(name, one))
-                for name, one in arguments.properties.items()
+                (name in arguments.required, writer.member(name, schema))
+                for name, schema in arguments.properties.items()
             ],
             join,
         )
@@ -83,8 +83,8 @@ class _ArgumentWriter:
         chosen = choices(schema)
         if chosen is not None:
             for value in chosen:
-                one = f"({text.text(as_text(value)) or NOTHING}) {text.text(end)}"
-                options.setdefault(form.key_end_of(json_type(value)), []).append(one)
+                option = f"({text.text(as_text(value)) or NOTHING}) {text.text(end)}"
+                options.setdefault(form.key_end_of(json_type(value)), []).append(option)
         else:
             types = self._arguments.types(schema)
             if "string" in types:
@@ -108,7 +108,7 @@ class _ArgumentWriter:
         types = arguments.types(schema)
         if types <= kinds | ({"integer"} if "number" in kinds else set()) and "any" not in types:
             return [json_value(arguments.with_shared(schema))]
-        found = []
+        elements = []
         for option in arguments.alternatives(schema):
             named = arguments.types(option)
             allowed = kinds if "any" in named else (named & kinds)
@@ -119,8 +119,8 @@ class _ArgumentWriter:
                 restricted = {**option, "type": kind}
                 if chosen is not None:
                     restricted = {"enum": [value for value in chosen if json_type(value) == kind]}
-                found.append(json_value(arguments.with_shared(restricted)))
-        return found
+                elements.append(json_value(arguments.with_shared(restricted)))
+        return elements
 
     def _string(self, schema: dict[str, Any], end: str) -> str:
         """Write an unquoted string, up to and including ``end``; not one that is read as another type."""
@@ -229,7 +229,7 @@ class _ArgumentWriter:
             resolved = arguments.resolved(of)
             return self.member(form.item, resolved) if nested else self._deep(resolved, "")
 
-        first = [item(one) for one in schema.get("prefixItems", ())]
+        first = [item(item_schema) for item_schema in schema.get("prefixItems", ())]
         others = schema.get("items", True)
         rest = "" if others is False else item(others)
         join = "" if nested else f'"," {SPACES}'
@@ -246,16 +246,16 @@ class _ArgumentWriter:
         properties, required = schema.get("properties", {}), set(schema.get("required", ()))
         if properties:
             members = [
-                (name in required, self.member(name, arguments.resolved(one)))
-                for name, one in properties.items()
+                (name in required, self.member(name, arguments.resolved(member_schema)))
+                for name, member_schema in properties.items()
             ]
             inner = self._rules.in_any_order(members, join)
         elif schema.get("additionalProperties") is False:
             inner = ""
         else:
             others = schema.get("additionalProperties", True)
-            one = self.member(None, arguments.resolved(others))
-            inner = f"({one} ({join} {one})*)?" if join else f"({one})*"
+            member = self.member(None, arguments.resolved(others))
+            inner = f"({member} ({join} {member})*)?" if join else f"({member})*"
         return inner or NOTHING if nested else f'"{{" {inner} "}}"'
 
     def _any(self) -> str:
@@ -320,14 +320,14 @@ def _sequence(first: list[str], rest: str, least: int, most: int | None, join: s
 
 def _strings(arguments: TaggedArguments, schema: dict[str, Any], with_null: bool) -> list[str]:
     """Return terms of a terminal: the strings of each alternative of a schema, and null."""
-    found = ['"null"'] if with_null and "null" in arguments.types(schema) else []
+    terms = ['"null"'] if with_null and "null" in arguments.types(schema) else []
     for option in arguments.alternatives(schema):
         chosen = choices(option)
         if chosen is not None:
-            found += [json.dumps(text) for text in chosen if isinstance(text, str)]
+            terms += [json.dumps(text) for text in chosen if isinstance(text, str)]
         elif "string" in arguments.types(option):
-            found.append(" & ".join(_patterns(option)))
-    return found
+            terms.append(" & ".join(_patterns(option)))
+    return terms
 
 
 def _is_free(schema: dict[str, Any]) -> bool:
@@ -351,12 +351,12 @@ def _between_tags(form: CallFormat) -> str:
 def _patterns(schema: dict[str, Any]) -> list[str]:
     """Return regular expressions, all of which a string must match."""
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    found = [f"/(?s:.{{{least},{most}}})/" if least or most != "" else f"/{ANY}/"]
+    patterns = [f"/(?s:.{{{least},{most}}})/" if least or most != "" else f"/{ANY}/"]
     if schema.get("format") in FORMATS:
-        found.append(f"/{_with_escaped_slashes(FORMATS[schema['format']].pattern)}/")
+        patterns.append(f"/{_with_escaped_slashes(FORMATS[schema['format']].pattern)}/")
     if isinstance(schema.get("pattern"), str) and (pattern := as_lark(translated(schema["pattern"]))):
-        found.append(f"({pattern})")
-    return found
+        patterns.append(f"({pattern})")
+    return patterns
 
 
 def _with_escaped_slashes(pattern: str) -> str:

@@ -43,7 +43,7 @@ def python_value(buffer: TextBuffer, show: Show | None = None, depth: int = 0) -
     if buffer.next_is("\"'"):
         return (yield from _python_string(buffer, show))
     if buffer.next_is("{"):
-        found = {}
+        members = {}
         buffer.take(1)
         yield from spaces(buffer)
         while not (yield from skip(buffer, "}")):
@@ -52,9 +52,9 @@ def python_value(buffer: TextBuffer, show: Show | None = None, depth: int = 0) -
             yield from spaces(buffer)
             if not isinstance(key, str):
                 raise Malformed
-            found[key] = yield from python_value(buffer, depth=depth + 1)
+            members[key] = yield from python_value(buffer, depth=depth + 1)
             yield from next_item(buffer, "}")
-        return found
+        return members
     if buffer.next_is("[("):
         end = "]" if buffer.take(1) == "[" else ")"
         items = []
@@ -162,13 +162,13 @@ def quoted_value(buffer: TextBuffer, quote: str, show: Show | None = None, depth
             raise Malformed
         return "".join(parts)
     if (yield from skip(buffer, "{")):
-        found = {}
+        members = {}
         yield from spaces(buffer)
         while not (yield from skip(buffer, "}")):
             key = yield from quoted_key(buffer, quote)
-            found[key] = yield from quoted_value(buffer, quote, depth=depth + 1)
+            members[key] = yield from quoted_value(buffer, quote, depth=depth + 1)
             yield from next_item(buffer, "}")
-        return found
+        return members
     if (yield from skip(buffer, "[")):
         items = []
         yield from spaces(buffer)
@@ -223,8 +223,8 @@ def nested_key(form: CallFormat, buffer: TextBuffer) -> Reading[str]:
     """Read the key of a member, up to and including ``key_end``."""
     parts: list[str] = []
     ends = (form.key_end.strip(), form.key_start.strip(), "\n")
-    found = yield from until(buffer, ends, parts.append, takes_marker=False)
-    if found != ends[0] or not "".join(parts):
+    marker = yield from until(buffer, ends, parts.append, takes_marker=False)
+    if marker != ends[0] or not "".join(parts):
         raise Malformed
-    buffer.take(len(found))
+    buffer.take(len(marker))
     return "".join(parts)

@@ -373,21 +373,25 @@ class TemplateProbe:
     @cached_property
     def _samples(self) -> list[_Sample]:
         """The rendered text for each form of a message in which the template shows calls with their arguments."""
-        found: list[_Sample] = []
+        samples: list[_Sample] = []
         for content in ("", None):
             for as_text in (False, True):
                 form = _Form(content, as_text)
-                one = self._calls(form, 1, _ARGUMENTS)
+                call = self._calls(form, 1, _ARGUMENTS)
                 listed = self._calls(form._replace(is_listed=True), 1, _ARGUMENTS)
-                if one is not None and listed is not None and "".join(listed.split()) != "".join(one.split()):
-                    form, one = form._replace(is_listed=True), listed
-                if one is not None and all(one != other.one for other in found):
+                if (
+                    call is not None
+                    and listed is not None
+                    and "".join(listed.split()) != "".join(call.split())
+                ):
+                    form, call = form._replace(is_listed=True), listed
+                if call is not None and all(call != other.one for other in samples):
                     both, later = (
                         self._calls(form, 2, _ARGUMENTS),
                         self._calls(form, 1, _ARGUMENTS, later=True),
                     )
-                    found.append(_Sample(form, one, both, later))
-        return found
+                    samples.append(_Sample(form, call, both, later))
+        return samples
 
     def _calls(
         self, form: _Form, n: int, arguments: Mapping[str, Any], later: bool = False, prompted: bool = False
@@ -397,12 +401,12 @@ class TemplateProbe:
         ``later``: after another call in the conversation. ``prompted``: after the prompt, otherwise without what also
         stands before the text of an answer.
         """
-        given = json.dumps(arguments) if form.as_text else arguments
+        call_arguments = json.dumps(arguments) if form.as_text else arguments
         tools = [*([_TOOL] if not form.is_listed else (_defined(name, arguments) for name in _NAMES))]
 
         def message(first: int, end: int) -> dict[str, Any]:
             calls = [
-                {"id": id_, "type": "function", "function": {"name": name, "arguments": given}}
+                {"id": id_, "type": "function", "function": {"name": name, "arguments": call_arguments}}
                 for id_, name in zip(_IDS[first:end], _NAMES[first:end], strict=True)
             ]
             return {"role": "assistant", "content": form.content, "tool_calls": calls}
@@ -440,8 +444,8 @@ class TemplateProbe:
     def _without_header(self, text: str) -> str:
         """Return the text without the end of the prompt, which some templates repeat before calls."""
         start, prompt = text.lstrip(), self.prompt[-MAX_MARKER:]
-        for found in re.finditer("<", prompt):
-            header = prompt[found.start() :].rstrip()
+        for match in re.finditer("<", prompt):
+            header = prompt[match.start() :].rstrip()
             if "assistant" in header and start.startswith(header):
                 return start[len(header) :]
         return text
@@ -449,29 +453,31 @@ class TemplateProbe:
     @cached_property
     def _prompted_samples(self) -> list[_Sample]:
         """Like ``_samples``, with the end of the prompt before the first call, as before the second."""
-        found = []
+        samples = []
         for sample in self._samples:
             form = sample.form
-            one, both = (self._calls(form, n, _ARGUMENTS, prompted=True) or "" for n in (1, 2))
+            call, both = (self._calls(form, n, _ARGUMENTS, prompted=True) or "" for n in (1, 2))
             later = self._calls(form, 1, _ARGUMENTS, later=True, prompted=True)
             first, second = (both[: max(both.find(name), 0)] for name in _NAMES[:2])
             before = common_end(self.prompt, second.removesuffix(first)) if second.endswith(first) else ""
             if len(before) > 1 and before != second:
-                found.append(_Sample(form, before + one, before + both, later and before + later, before))
-        return found
+                samples.append(_Sample(form, before + call, before + both, later and before + later, before))
+        return samples
 
     def call_format(self, is_token: Callable[[str], bool]) -> CallFormat | None:
         """Return the format of calls; None if the template shows none, or an unknown one.
 
         ``is_token``: whether a text is one control token of the vocabulary.
         """
-        found = next(self._formats(self._samples), None) or next(self._formats(self._prompted_samples), None)
-        if (found is None or not found.trigger) and self.shows_tools:
+        template_format = next(self._formats(self._samples), None) or next(
+            self._formats(self._prompted_samples), None
+        )
+        if (template_format is None or not template_format.trigger) and self.shows_tools:
             plain, prompt = self.prompt, self._prompt_with_tools
             for marks, form in _known_formats(is_token):
                 if any((mark in prompt and mark not in plain) or is_token(mark) for mark in marks):
-                    return replace(form, in_content=found is None)
-        return found
+                    return replace(form, in_content=template_format is None)
+        return template_format
 
     def shows(self, form: CallFormat) -> bool:
         """Return whether the template writes calls as this format does."""
@@ -482,10 +488,10 @@ class TemplateProbe:
         """Yield the formats found in samples."""
         for find in (_json_format, _named_format, _tagged_format, _quoted_format, _python_format):
             for sample in samples:
-                found = find(sample)
-                if found is not None and sample.prompted:
-                    found = replace(found, prompted=sample.prompted)
-                confirmed = None if found is None else self._confirmed(found, sample)
+                form = find(sample)
+                if form is not None and sample.prompted:
+                    form = replace(form, prompted=sample.prompted)
+                confirmed = None if form is None else self._confirmed(form, sample)
                 if confirmed is not None:  # the text after calls without a section ends the turn
                     yield confirmed if confirmed.section_start else replace(confirmed, section_end="")
 
@@ -539,13 +545,13 @@ class TemplateProbe:
         for key, at in places.items():
             value = _TYPED[key]
             region = text[at + len(key) : min([p for p in places.values() if p > at], default=len(text))]
-            found = [
+            positions = [
                 n
                 for written in _spellings(value)
                 if (n := region.find(written + form.value_end.rstrip())) >= 0
             ]
-            if at >= 0 and found:
-                ends.append((json_type(value), region[: min(found)]))
+            if at >= 0 and positions:
+                ends.append((json_type(value), region[: min(positions)]))
         if form.style is Style.NESTED:
             item = re.search(rf"{re.escape(form.key_start)}(\w+){re.escape(form.key_end)}qxitem", text)
             return replace(form, item=item[1] if item else "")
@@ -591,18 +597,18 @@ class _Sample(NamedTuple):
 
 # ---- from the text of calls to a format
 def _json_format(sample: _Sample) -> CallFormat | None:
-    one, both = sample.one, sample.both
-    found = _call_object(one, _NAMES[0])
-    if found is None:
+    call, both = sample.one, sample.both
+    place = _call_object(call, _NAMES[0])
+    if place is None:
         return None
-    start, end, members = found
+    start, end, members = place
     second = _call_object(both, _NAMES[1]) if both else None
     first = _call_object(both, _NAMES[0]) if both else None
     between = both[first[1] : second[0]] if both and first and second else None
     later = _call_object(sample.later, _NAMES[0]) if sample.later else None
     for other in (second, later):
         members = members if other is None else tuple(map(_varying, members, other[2]))
-    edges = _edges(one[:start], between, one[end:])
+    edges = _edges(call[:start], between, call[end:])
     number = next((member.constant for member in members if member.role == "number"), "0")
     return CallFormat(
         Style.JSON,
@@ -674,14 +680,14 @@ def _argument_places(text: str, n: int) -> list[int] | None:
 
 
 def _tagged_format(sample: _Sample) -> CallFormat | None:
-    one = sample.one
-    places = _argument_places(one, 0)
+    call = sample.one
+    places = _argument_places(call, 0)
     if places is None:
         return None
     (key_1, value_1), (key_2, _) = _ARGUMENTS.items()
-    before_key = one[places[0] + len(_NAMES[0]) : places[1]]
-    key_end = one[places[1] + len(key_1) : places[2]]
-    value_end, repeated, key_start = one[places[2] + len(value_1) : places[3]].partition(key_1)
+    before_key = call[places[0] + len(_NAMES[0]) : places[1]]
+    key_end = call[places[1] + len(key_1) : places[2]]
+    value_end, repeated, key_start = call[places[2] + len(value_1) : places[3]].partition(key_1)
     value_close = ""
     if repeated:  # <key>value</key>
         value_close, key_start = key_end, key_start.removeprefix(key_end)
@@ -693,7 +699,7 @@ def _tagged_format(sample: _Sample) -> CallFormat | None:
         # Space before a key belongs to the marker before it: an argument may also be the first, the last, or the only.
         key_start = key_start.lstrip()
         value_end = between_values[: len(between_values) - len(key_start)]
-    rest = one[places[5] :]
+    rest = call[places[5] :]
     if not repeated and not rest.startswith(value_end):
         value_end = value_end.rstrip()
     whole_end = value_end + (key_2 + value_close if repeated else "")
@@ -722,13 +728,13 @@ def _tagged_format(sample: _Sample) -> CallFormat | None:
 
 def _quoted_format(sample: _Sample) -> CallFormat | None:
     """Find the format NAME{KEY:VALUE,KEY:…}, with a marker before and after each string."""
-    one = sample.one
-    places = _argument_places(one, 0)
+    call = sample.one
+    places = _argument_places(call, 0)
     if places is None:
         return None
     (key_1, value_1), _ = _ARGUMENTS.items()
-    quote = one[places[1] + len(key_1) : places[2]].removeprefix(":")
-    between, rest = one[places[2] + len(value_1) : places[3]], one[places[5] :]
+    quote = call[places[1] + len(key_1) : places[2]].removeprefix(":")
+    between, rest = call[places[2] + len(value_1) : places[3]], call[places[5] :]
     if not quote.strip() or between != f"{quote}," or not rest.startswith(f"{quote}}}"):
         return None
 
@@ -746,8 +752,8 @@ def _python_format(sample: _Sample) -> CallFormat | None:
 
     def find(text: str, n: int) -> _Place | None:
         pattern = rf"({_NAMES[n]})\({key_1}=[\"']?{value_1}[\"']?,? *{key_2}=[\"']?{value_2}[\"']?\)"
-        found = re.search(pattern, text)
-        return found and _Place(found.start(), found.end(1), found.end())
+        match = re.search(pattern, text)
+        return match and _Place(match.start(), match.end(1), match.end())
 
     return _laid_out(CallFormat(Style.PYTHON), sample, find)
 
@@ -760,16 +766,16 @@ _DIGITS = re.compile("([0-9]+)")
 def _with_numbers(texts: list[str]) -> tuple[list[str], list[str]]:
     """Return texts with the same end, with a mark for each number in which they differ, and the first's numbers."""
     split = [_DIGITS.split(text) for text in texts]
-    found: list[str] = []
+    numbers: list[str] = []
     for at in range(1, min(map(len, split)) + 1):
         column = {parts[-at] for parts in split}
         if at % 2 == 0 and len(column) > 1:
-            found.insert(0, split[0][-at])
+            numbers.insert(0, split[0][-at])
             for parts in split:
                 parts[-at] = _NUMBER_MARK
         elif len(column) > 1:
             break
-    return ["".join(parts) for parts in split], found
+    return ["".join(parts) for parts in split], numbers
 
 
 def _cut(text: str) -> tuple[str, str]:

@@ -112,13 +112,13 @@ class HarmonyReader:
             elif recipient := (yield from self._recipient(before)):
                 yield from self._message(recipient)
             else:
-                found = yield from until(
+                marker = yield from until(
                     buffer, (START, CHANNEL, MESSAGE, _CONSTRAIN, *_ENDS), output.content
                 )
-                if found is None:
+                if marker is None:
                     return
-                if found in (START, CHANNEL):
-                    buffer.unread(found)
+                if marker in (START, CHANNEL):
+                    buffer.unread(marker)
 
     def _author(self) -> Reading[None]:
         """Read the author in a header. A message of another author is left out."""
@@ -148,10 +148,10 @@ class HarmonyReader:
         """Read the rest of a header, which begins with ``start``, and the message after it."""
         buffer, output = self._buffer, self._output
         parts = [start]
-        found = yield from until(buffer, (MESSAGE, START, *_ENDS), parts.append)
-        if found == START:
+        marker = yield from until(buffer, (MESSAGE, START, *_ENDS), parts.append)
+        if marker == START:
             buffer.unread(START)
-        if found != MESSAGE:
+        if marker != MESSAGE:
             return
         header = "".join(parts)
         to, channels = _RECIPIENT.findall(header), _CHANNEL_NAME.findall(header)

@@ -33,8 +33,8 @@ class Literals:
 
     def token(self, marker: str) -> str | None:
         """Return the control token of a marker, ``<[id]>``; None if it is text."""
-        found = self._special_id(marker) if len(marker) > 1 else None
-        return None if found is None else f"<[{found}]>"
+        token_id = self._special_id(marker) if len(marker) > 1 else None
+        return None if token_id is None else f"<[{token_id}]>"
 
     def has_token(self, text: str) -> bool:
         """Return whether ``text`` contains a control token, which ordinary text cannot spell."""

@@ -61,11 +61,11 @@ class TextBuffer:
 
     def take(self, n: int) -> str:
         """Consume ``n`` characters."""
-        found = self.text[self.at : self.at + n]
+        text = self.text[self.at : self.at + n]
         self.at += n
         if self._recorded is not None:
-            self._recorded.append(found)
-        return found
+            self._recorded.append(text)
+        return text
 
     def unread(self, text: str) -> None:
         """Put consumed text back before the rest."""
@@ -101,18 +101,18 @@ def until(
     """
     pattern = _pattern(markers)
     while True:
-        found = pattern.search(buffer.text, buffer.at)
-        safe = found.start() if found else len(buffer.text)
-        is_whole = buffer.ended and (found is not None or shows_partial)
+        match = pattern.search(buffer.text, buffer.at)
+        safe = match.start() if match else len(buffer.text)
+        is_whole = buffer.ended and (match is not None or shows_partial)
         held = _start_of_marker(buffer, markers, safe)
-        is_cut = buffer.cut_off and found is None and _PART_OF_MARKER.match(buffer.text, held)
+        is_cut = buffer.cut_off and match is None and _PART_OF_MARKER.match(buffer.text, held)
         if is_whole and not is_cut:
             held = len(buffer.text)
-        elif found and is_run(found.group()) and found.end() == len(buffer.text):
-            held = found.start()  # one more of its character would move it
-        if found and found.start() < held:  # and later text cannot make it a longer marker
-            show(buffer.take(found.start() - buffer.at))
-            return buffer.take(len(found.group())) if takes_marker else found.group()
+        elif match and is_run(match.group()) and match.end() == len(buffer.text):
+            held = match.start()  # one more of its character would move it
+        if match and match.start() < held:  # and later text cannot make it a longer marker
+            show(buffer.take(match.start() - buffer.at))
+            return buffer.take(len(match.group())) if takes_marker else match.group()
         show(buffer.take(min(held, safe) - buffer.at))
         if buffer.ended:
             buffer.take(buffer.n)
@@ -154,8 +154,8 @@ def spaces(buffer: TextBuffer) -> Reading[str]:
     """Consume spaces and newlines."""
     taken = ""
     while True:
-        found = _SPACE_RUN.match(buffer.text, buffer.at)
-        taken += buffer.take(len(found.group()) if found else 0)
+        match = _SPACE_RUN.match(buffer.text, buffer.at)
+        taken += buffer.take(len(match.group()) if match else 0)
         if buffer.n or buffer.ended:
             return taken
         yield
@@ -173,10 +173,10 @@ def ahead(buffer: TextBuffer, text: str) -> Reading[bool]:
 
 def skip(buffer: TextBuffer, text: str) -> Reading[bool]:
     """Consume ``text`` if it follows; return whether it did."""
-    found = yield from ahead(buffer, text)
-    if found:
+    is_next = yield from ahead(buffer, text)
+    if is_next:
         buffer.take(len(text))
-    return found
+    return is_next
 
 
 def expect(buffer: TextBuffer, text: str) -> Reading[None]:
@@ -194,8 +194,8 @@ def take_while(buffer: TextBuffer, pattern: re.Pattern[str]) -> Reading[str]:
     """Consume the longest text that matches ``pattern``, a repetition of single characters."""
     taken = ""
     while True:
-        found = pattern.match(buffer.text, buffer.at)
-        taken += buffer.take(len(found.group()) if found else 0)
+        match = pattern.match(buffer.text, buffer.at)
+        taken += buffer.take(len(match.group()) if match else 0)
         if buffer.n or buffer.ended:
             return taken
         yield
@@ -286,8 +286,8 @@ class _JsonScanner:
         """
         while at < len(text) and not self.done:
             if self._expect is _Expect.STRING:
-                found = _PLAIN.match(text, at)
-                at = found.end() if found else at
+                match = _PLAIN.match(text, at)
+                at = match.end() if match else at
                 if at == len(text):
                     break
             elif self._expect is _Expect.NUMBER and text[at] not in _OF_NUMBER:

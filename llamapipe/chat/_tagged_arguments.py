@@ -129,30 +129,30 @@ class TaggedArguments:
             target = schema.get("$ref")
             if not isinstance(target, str):
                 return schema
-            found = self._at(target)
-            if found is True:
-                found = {}
-            if not isinstance(found, dict):
+            definition = self._at(target)
+            if definition is True:
+                definition = {}
+            if not isinstance(definition, dict):
                 raise InvalidRequestError(f"parameters: there is no schema at the reference {quoted(target)}")
-            schema = {**found, **{k: v for k, v in schema.items() if k != "$ref"}}
+            schema = {**definition, **{k: v for k, v in schema.items() if k != "$ref"}}
         raise InvalidRequestError("parameters: a reference refers to itself")
 
     def _at(self, target: str) -> Any:
         """Return the target of a local reference; None if there is none."""
-        found: Any = self._root
+        node: Any = self._root
         if target == "#":
-            return found
+            return node
         if not target.startswith("#/"):
             return None
         for part in target[2:].split("/"):
             key = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, dict):
-                found = found.get(key)
-            elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
-                found = found[int(key)]
+            if isinstance(node, dict):
+                node = node.get(key)
+            elif isinstance(node, list) and key.isdecimal() and int(key) < len(node):
+                node = node[int(key)]
             else:
                 return None
-        return found
+        return node
 
     def with_shared(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Return the schema of a part of the parameters, with the definitions that it can refer to."""
@@ -167,22 +167,22 @@ class TaggedArguments:
 
     def types(self, schema: dict[str, Any]) -> set[str]:
         """Return the types that a schema allows; "string", "any" and "null" if it names none."""
-        found: set[str] = set()
+        types: set[str] = set()
         for option in self.alternatives(schema):
             named = option.get("type")
             if isinstance(named, str):
-                found.add(named)
+                types.add(named)
             elif isinstance(named, list):
-                found.update(named)
+                types.update(named)
             elif (chosen := choices(option)) is not None:
-                found.update(map(json_type, chosen))
+                types.update(map(json_type, chosen))
             elif "properties" in option:
-                found.add("object")
+                types.add("object")
             elif "items" in option:
-                found.add("array")
+                types.add("array")
             else:
-                found.update(("string", "any", "null"))
-        return found
+                types.update(("string", "any", "null"))
+        return types
 
     # ---- values
     def _schema(self, key: str) -> dict[str, Any]:
@@ -252,7 +252,7 @@ class TaggedArguments:
     def _fits_option(self, schema: dict[str, Any], value: Any, depth: int) -> bool:
         chosen = choices(schema)
         if chosen is not None:
-            return any(type(value) is type(one) and value == one for one in chosen)
+            return any(type(value) is type(choice) and value == choice for choice in chosen)
         types = self.types(schema)
         kind = json_type(value)
         is_integer = kind == "number" and value == value // 1
@@ -265,7 +265,7 @@ class TaggedArguments:
         if kind == "array":
             if not schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)):
                 return False
-            return all(self._fits(self._item(schema, i), one, depth + 1) for i, one in enumerate(value))
+            return all(self._fits(self._item(schema, i), item, depth + 1) for i, item in enumerate(value))
         if kind == "object":
             names = _names(schema)
             is_closed = schema.get("additionalProperties") is False or names
@@ -273,7 +273,9 @@ class TaggedArguments:
                 is_closed and not value.keys() <= names
             ):
                 return False
-            return all(self._fits(self._member(schema, key), one, depth + 1) for key, one in value.items())
+            return all(
+                self._fits(self._member(schema, key), member, depth + 1) for key, member in value.items()
+            )
         return True
 
     def typed(self, key: str, value: Any) -> Any:
@@ -319,9 +321,9 @@ class TaggedArguments:
 
     def _shaped(self, schema: dict[str, Any], value: Any) -> Any:
         for option in self.alternatives(schema):
-            for one in choices(option) or ():
-                if self._node(one) == value:
-                    return one
+            for choice in choices(option) or ():
+                if self._node(choice) == value:
+                    return choice
         if isinstance(value, str):
             if not value.strip() and "string" not in self.types(schema):
                 empty: dict[str, Any] = {"object": {}, "array": []}
@@ -355,8 +357,8 @@ def _in_range(schema: dict[str, Any], value: float) -> bool:
 
 
 def _names(schema: dict[str, Any]) -> set[str]:
-    found = schema.get("properties")
-    return set(found) if isinstance(found, dict) else set()
+    properties = schema.get("properties")
+    return set(properties) if isinstance(properties, dict) else set()
 
 
 def _literal(text: str) -> Any:
@@ -372,9 +374,9 @@ def _literal(text: str) -> Any:
         reading = python_value(buffer)
         try:
             next(reading)
-        except StopIteration as found:
+        except StopIteration as stop:
             if not buffer.n:
-                return found.value
+                return stop.value
         except Malformed:
             pass
         raise e

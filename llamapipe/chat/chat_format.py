@@ -83,21 +83,21 @@ class ChatFormat:
         is_eog: Callable[[int], bool] | None,
         usual: ChatFormat,
     ) -> ChatFormat:
-        found = cls._of(probe, special_id, is_eog)
-        if found._harmony or usual._harmony:
-            return usual if usual._harmony else found
-        calls = found.calls
+        chat_format = cls._of(probe, special_id, is_eog)
+        if chat_format._harmony or usual._harmony:
+            return usual if usual._harmony else chat_format
+        calls = chat_format.calls
         if calls is None or (usual.calls is not None and (calls.in_content or probe.shows(usual.calls))):
             calls = usual.calls
         markers = MarkerProbe(probe, lambda text: special_id(text) is not None).kept(
-            usual.markers, found.markers
+            usual.markers, chat_format.markers
         )
         return cls(
             calls,
             markers,
             usual.reasoning_off,
             special_id,
-            shows_tools=found.shows_tools,
+            shows_tools=chat_format.shows_tools,
             has_efforts=usual.has_efforts,
         )
 

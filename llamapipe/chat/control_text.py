@@ -62,8 +62,8 @@ class ControlTexts:
 
     def first_in(self, text: str) -> str | None:
         """Return the first text of a control token that ``text`` contains; None if there is none."""
-        found = self._pattern.search(text) if self._pattern is not None else None
-        return None if found is None else found.group()
+        match = self._pattern.search(text) if self._pattern is not None else None
+        return None if match is None else match.group()
 
     def marked(self, text: str, mark: Mark) -> str:
         """Mark each control token's text in ``text``, and an end that the template could complete to one."""

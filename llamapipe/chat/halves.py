@@ -49,5 +49,5 @@ def whole_json_bytes(body: bytes) -> bytes:
     byte order mark of UTF-8 at the start of a text.
     """
     unknown = _UNKNOWN.encode()
-    made = _IN_BYTES.sub(lambda found: found[0] if found[2] else (found[1] or b"") + unknown, body)
-    return made.lstrip(BOM_UTF8)  # however often: what it returns is returned as it is
+    data = _IN_BYTES.sub(lambda found: found[0] if found[2] else (found[1] or b"") + unknown, body)
+    return data.lstrip(BOM_UTF8)  # however often: what it returns is returned as it is

@@ -61,19 +61,22 @@ def taken_media(messages: Any) -> tuple[Any, str, list[Given]]:
 
     There is at least one. Raises InvalidRequestError and TypeError, which name the place.
     """
-    given: list[Given] = []
-    found: dict[tuple[int, int], int] = {}
+    media: list[Given] = []
+    numbers: dict[tuple[int, int], int] = {}
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
         for i, part in enumerate(content if isinstance(content, (list, tuple)) else ()):
             if is_media(part):
-                one = given_in(part, _place(index, i))
-                assert one is not None
-                found[index, i] = len(given)
-                given.append(one)
-    with_media = {index for index, _ in found}
+                medium = given_in(part, _place(index, i))
+                assert medium is not None
+                numbers[index, i] = len(media)
+                media.append(medium)
+    with_media = {index for index, _ in numbers}
     others = [
-        {**message, "content": [part for i, part in enumerate(message["content"]) if (index, i) not in found]}
+        {
+            **message,
+            "content": [part for i, part in enumerate(message["content"]) if (index, i) not in numbers],
+        }
         if index in with_media
         else message
         for index, message in enumerate(messages)
@@ -87,12 +90,12 @@ def taken_media(messages: Any) -> tuple[Any, str, list[Given]]:
         if others[index] is message:
             return message
         parts = [
-            {"type": "text", "text": f"{mark}{found[index, i]}{mark}"} if (index, i) in found else part
+            {"type": "text", "text": f"{mark}{numbers[index, i]}{mark}"} if (index, i) in numbers else part
             for i, part in enumerate(message["content"])
         ]
         return {**message, "content": parts}
 
-    return [marked(index, message) for index, message in enumerate(messages)], mark, given
+    return [marked(index, message) for index, message in enumerate(messages)], mark, media
 
 
 def check_shown(messages: Any, mark: str, tokens: Sequence[int], places: Sequence[str]) -> None:

@@ -57,26 +57,26 @@ def _checked(index: int, message: object) -> Message:
         raise TypeError(
             f"{place} must be a dict with role and content, not {type(message).__name__}: {_EXAMPLE}"
         )
-    made: Message = plain(place, dict(message))
-    role = made.get("role")
-    if "role" not in made:
-        raise InvalidRequestError(f"{place} has no role{_misspelt('role', made)}")
+    fields: Message = plain(place, dict(message))
+    role = fields.get("role")
+    if "role" not in fields:
+        raise InvalidRequestError(f"{place} has no role{_misspelt('role', fields)}")
     if not isinstance(role, str) or not ROLE.fullmatch(role):
         raise InvalidRequestError(f"{place} has the role {quoted(role)}; it must be a name such as 'user'")
     # Templates may define other roles, but a role that is one letter away from a usual one is a typing error.
     if role not in _ROLES and (near := get_close_matches(role, _ROLES, 1, 0.8)):
         raise InvalidRequestError(f"{place} has the role {quoted(role)}; did you mean {near[0]}?")
-    if "content" not in made and "tool_calls" not in made and "refusal" not in made:
-        raise InvalidRequestError(f"{place} has no content{_misspelt('content', made)}")
-    refusal = made.pop("refusal", None)
-    if made.get("content") is None and isinstance(refusal, str):
-        made["content"] = refusal
-    made["content"] = _text(place, made.get("content"))
-    if made.get("tool_calls") in (None, []):  # templates look whether there is such a list
-        made.pop("tool_calls", None)
+    if "content" not in fields and "tool_calls" not in fields and "refusal" not in fields:
+        raise InvalidRequestError(f"{place} has no content{_misspelt('content', fields)}")
+    refusal = fields.pop("refusal", None)
+    if fields.get("content") is None and isinstance(refusal, str):
+        fields["content"] = refusal
+    fields["content"] = _text(place, fields.get("content"))
+    if fields.get("tool_calls") in (None, []):  # templates look whether there is such a list
+        fields.pop("tool_calls", None)
     else:
-        made["tool_calls"] = _calls(place, made["tool_calls"])
-    return made
+        fields["tool_calls"] = _calls(place, fields["tool_calls"])
+    return fields
 
 
 def _misspelt(field: str, given: Mapping[str, Any]) -> str:
@@ -121,7 +121,7 @@ def _text(place: str, content: Any) -> str:
 def _calls(place: str, calls: Any) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise InvalidRequestError(f"{place}: tool_calls must be a list, not {type(calls).__name__}")
-    made = []
+    tool_calls = []
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -130,8 +130,8 @@ def _calls(place: str, calls: Any) -> list[dict[str, Any]]:
                 '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
             )
         arguments = _arguments(function.get("arguments"))
-        made.append({"type": "function", **call, "function": {**function, "arguments": arguments}})
-    return made
+        tool_calls.append({"type": "function", **call, "function": {**function, "arguments": arguments}})
+    return tool_calls
 
 
 def _arguments(given: Any) -> dict[str, Any] | str:
@@ -175,29 +175,29 @@ def with_reasoning_names(messages: Sequence[Message]) -> list[Message]:
 
     gpt-oss uses ``thinking``. Its template refuses it beside content and shows it only before calls.
     """
-    made = []
+    chat = []
     for message in messages:
         if text := reasoning_of(message):
             calls = message.get("tool_calls") and not message.get("content")
             names = REASONING_KEYS if calls else REASONING_KEYS[:2]
             message = {**dict.fromkeys(names, text), **message}  # noqa: PLW2901
-        made.append(message)
-    return made
+        chat.append(message)
+    return chat
 
 
 def with_arguments(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
     """Return the messages with the arguments of tool calls changed."""
-    made = []
+    chat = []
     for message in messages:
         if message.get("tool_calls"):
             calls = [
                 {**call, "function": {**call["function"], "arguments": change(call["function"]["arguments"])}}
                 for call in message["tool_calls"]
             ]
-            made.append({**message, "tool_calls": calls})
+            chat.append({**message, "tool_calls": calls})
         else:
-            made.append(message)
-    return made
+            chat.append(message)
+    return chat
 
 
 def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
@@ -244,28 +244,30 @@ def with_users_text(
     System messages directly after the first one are added to it. The others become text of the user. ``after_tools``:
     the template accepts such text after the result of a tool; otherwise it is added to that result.
     """
-    made: list[Message] = []
+    chat: list[Message] = []
     for i, message in enumerate(messages):
         if i not in places:
-            made.append(message)
+            chat.append(message)
             continue
-        before = made[-1]["role"] if made else ""
-        if (before == "tool" and not after_tools) or (made and all(one["role"] in _SYSTEM for one in made)):
-            made[-1] = {**made[-1], "content": f"{made[-1]['content']}\n\n{message['content']}"}
+        before = chat[-1]["role"] if chat else ""
+        if (before == "tool" and not after_tools) or (
+            chat and all(earlier["role"] in _SYSTEM for earlier in chat)
+        ):
+            chat[-1] = {**chat[-1], "content": f"{chat[-1]['content']}\n\n{message['content']}"}
         else:
-            made.append({**message, "role": "user"})
-    return made
+            chat.append({**message, "role": "user"})
+    return chat
 
 
 def with_joined_users(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with consecutive messages of the user joined."""
-    made: list[Message] = []
+    chat: list[Message] = []
     for message in messages:
-        if message["role"] == "user" and made and made[-1]["role"] == "user":
-            made[-1] = {**made[-1], "content": f"{made[-1]['content']}\n\n{message['content']}"}
+        if message["role"] == "user" and chat and chat[-1]["role"] == "user":
+            chat[-1] = {**chat[-1], "content": f"{chat[-1]['content']}\n\n{message['content']}"}
         else:
-            made.append(message)
-    return made
+            chat.append(message)
+    return chat
 
 
 def with_short_ids(messages: Sequence[Message]) -> list[Message]:
@@ -278,7 +280,7 @@ def with_short_ids(messages: Sequence[Message]) -> list[Message]:
     def short(one: str) -> str:
         return one if re.fullmatch("[A-Za-z0-9]{9}", one) else sha256(one.encode()).hexdigest()[:9]
 
-    made: list[Message] = []
+    chat: list[Message] = []
     waiting: dict[str, bool] = {}  # ids of calls without a result; True if the call had no id
     n_missing = 0
     for message in messages:
@@ -286,44 +288,44 @@ def with_short_ids(messages: Sequence[Message]) -> list[Message]:
             calls, waiting = [], {}
             for call in message["tool_calls"]:
                 n_missing += not call.get("id")
-                one = short(str(call.get("id") or f"missing {n_missing}"))
-                waiting[one] = not call.get("id")
-                calls.append({**call, "id": one})
-            made.append({**message, "tool_calls": calls})
+                id_ = short(str(call.get("id") or f"missing {n_missing}"))
+                waiting[id_] = not call.get("id")
+                calls.append({**call, "id": id_})
+            chat.append({**message, "tool_calls": calls})
         elif message["role"] == "tool":
             first = next(
-                (one for one, had_none in waiting.items() if had_none), next(iter(waiting), "missing")
+                (call_id for call_id, had_none in waiting.items() if had_none), next(iter(waiting), "missing")
             )
-            one = short(str(message.get("tool_call_id") or first))
-            waiting.pop(one, None)
-            made.append({**message, "tool_call_id": one})
+            id_ = short(str(message.get("tool_call_id") or first))
+            waiting.pop(id_, None)
+            chat.append({**message, "tool_call_id": id_})
         else:
-            made.append(message)
-    return made
+            chat.append(message)
+    return chat
 
 
 def with_joined_answers(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with consecutive messages of the assistant joined, the text before the calls."""
-    made: list[Message] = []
+    chat: list[Message] = []
     for message in messages:
-        before = made[-1] if made else {}
+        before = chat[-1] if chat else {}
         if message["role"] == "assistant" == before.get("role") and not before.get("tool_calls"):
-            texts = [one["content"] for one in (before, message) if one["content"]]
-            made[-1] = {**before, **message, "content": "\n\n".join(texts)}
+            texts = [part["content"] for part in (before, message) if part["content"]]
+            chat[-1] = {**before, **message, "content": "\n\n".join(texts)}
         else:
-            made.append(message)
-    return made
+            chat.append(message)
+    return chat
 
 
 def with_single_calls(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with one call in each message of the assistant, before its result."""
-    made: list[Message] = []
+    chat: list[Message] = []
     results: list[Message] = []
     for i, message in enumerate(messages):
         calls = message.get("tool_calls") or ()
         if len(calls) < 2:
             if not results:
-                made.append(message)
+                chat.append(message)
             else:
                 results.pop()
             continue
@@ -332,14 +334,14 @@ def with_single_calls(messages: Sequence[Message]) -> list[Message]:
         left = list(results)
         rest = {key: value for key, value in message.items() if key not in REASONING_KEYS}
         for n, call in enumerate(calls):
-            made.append(
+            chat.append(
                 {**(rest if n else message), "tool_calls": [call], "content": "" if n else message["content"]}
             )
-            ids = [one.get("tool_call_id") for one in left]
+            ids = [result.get("tool_call_id") for result in left]
             if left:
-                made.append(left.pop(ids.index(call.get("id")) if call.get("id") in ids else 0))
-        made += left
-    return made
+                chat.append(left.pop(ids.index(call.get("id")) if call.get("id") in ids else 0))
+        chat += left
+    return chat
 
 
 def with_called_results(messages: Sequence[Message]) -> list[Message]:
@@ -347,26 +349,26 @@ def with_called_results(messages: Sequence[Message]) -> list[Message]:
 
     A program has cut off their calls.
     """
-    made: list[Message] = []
+    chat: list[Message] = []
     follows_call = False
     for message in messages:
         if message["role"] != "tool":
             follows_call = bool(message.get("tool_calls"))
-        made.append(message if message["role"] != "tool" or follows_call else {**message, "role": "user"})
-    return made
+        chat.append(message if message["role"] != "tool" or follows_call else {**message, "role": "user"})
+    return chat
 
 
 def with_answered_calls(messages: Sequence[Message]) -> list[Message]:
     """Return the messages; calls that have no result, such as those that ``max_tokens`` ended, become text."""
-    made: list[Message] = []
+    chat: list[Message] = []
     for message, after in zip(messages, [*messages[1:], {}], strict=True):
         if message.get("tool_calls") and after.get("role", "tool") != "tool":
             rest = {key: value for key, value in message.items() if key != "tool_calls"}
             calls = [json.dumps(call["function"], ensure_ascii=False) for call in message["tool_calls"]]
-            made.append({**rest, "content": "\n".join([*filter(None, [message["content"]]), *calls])})
+            chat.append({**rest, "content": "\n".join([*filter(None, [message["content"]]), *calls])})
         else:
-            made.append(message)
-    return made
+            chat.append(message)
+    return chat
 
 
 def with_first_user(messages: Sequence[Message]) -> list[Message]:
@@ -392,18 +394,18 @@ def with_written_calls(
 
     ``written``: writes calls of id, name and arguments.
     """
-    made = []
+    chat = []
     for message in messages:
         if calls := message.get("tool_calls"):
-            given = [
+            triples = [
                 (str(call.get("id", "")), call["function"]["name"], call["function"]["arguments"])
                 for call in calls
             ]
             rest = {key: value for key, value in message.items() if key != "tool_calls"}
-            made.append({**rest, "content": (message["content"] or "") + written(given)})
+            chat.append({**rest, "content": (message["content"] or "") + written(triples)})
         else:
-            made.append(message)
-    return made
+            chat.append(message)
+    return chat
 
 
 def with_reasoning(messages: Sequence[Message]) -> list[Message]:
@@ -438,19 +440,19 @@ def with_system_role(messages: Sequence[Message]) -> list[Message]:
 
 def with_descriptions(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return tools with a description for every parameter, empty where it was missing."""
-    made = []
+    copies = []
     for tool in tools:
         function = tool["function"]
         parameters = function.get("parameters") or {}
         properties = parameters.get("properties")
         if isinstance(properties, Mapping):
             described = {
-                name: {"description": "", **one} if isinstance(one, Mapping) else one
-                for name, one in properties.items()
+                name: {"description": "", **schema} if isinstance(schema, Mapping) else schema
+                for name, schema in properties.items()
             }
             function = {**function, "parameters": {**parameters, "properties": described}}
-        made.append({**tool, "function": function})
-    return made
+        copies.append({**tool, "function": function})
+    return copies
 
 
 def with_plain_schemas(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -469,20 +471,20 @@ def with_plain_schemas(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 def _plain_schema(schema: Any) -> Any:
     if not isinstance(schema, Mapping):
         return {}  # True and False
-    made = dict(schema)
-    kinds = made.pop("type", None)
+    result = dict(schema)
+    kinds = result.pop("type", None)
     others = [kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if kind not in ("null", None)]
     if others:
-        made["type"] = others[0] if len(others) == 1 else others
-    if made.get("type") == "object":
-        made.setdefault("additionalProperties", {})
-    for key, value in made.items():
+        result["type"] = others[0] if len(others) == 1 else others
+    if result.get("type") == "object":
+        result.setdefault("additionalProperties", {})
+    for key, value in result.items():
         if key in _OF_NAMES and isinstance(value, Mapping):
-            made[key] = {name: _plain_schema(one) for name, one in value.items()}
+            result[key] = {name: _plain_schema(member) for name, member in value.items()}
         elif key in _OF_SCHEMA:
             is_list = isinstance(value, list)
-            made[key] = [_plain_schema(one) for one in value] if is_list else _plain_schema(value)
-    return made
+            result[key] = [_plain_schema(option) for option in value] if is_list else _plain_schema(value)
+    return result
 
 
 # Keywords whose value is a schema or a list of schemas, and those whose value has schemas by name.

@@ -106,14 +106,14 @@ class CallReader:
         form = self._form
         if not form.trigger:
             return {form.opening[:1] or "{": ""} if self._lenient and form.style is Style.JSON else {}
-        found = {form.trigger: form.opening[len(form.trigger) :]}
+        openings = {form.trigger: form.opening[len(form.trigger) :]}
         if self._lenient:  # models leave out the outer of two markers
             inner = form.opening[len(form.trigger) :].lstrip()
             first = segments(inner)[:1]
             marker = first[0] if first and len(first[0]) > 1 else inner.rstrip()
             if inner.startswith(("<", "[")) and len(marker) > 1:
-                found[marker] = inner[len(marker) :]
-        return found
+                openings[marker] = inner[len(marker) :]
+        return openings
 
     @property
     def opening(self) -> str:
@@ -231,12 +231,12 @@ class CallReader:
     def _head(self, buffer: TextBuffer) -> Reading[tuple[str, str | None]]:
         """Read the text before the arguments. The text before an id or a number after the name is optional."""
         parts = self._form.head
-        found: dict[str | Slot, str] = {}
+        slots: dict[str | Slot, str] = {}
         at = 0
         while at < len(parts):
             part, at = parts[at], at + 1
             if isinstance(part, str):
-                if at < len(parts) and parts[at] is not Slot.NAME and Slot.NAME in found:
+                if at < len(parts) and parts[at] is not Slot.NAME and Slot.NAME in slots:
                     if not (yield from skip(buffer, part)):
                         if buffer.n and part.startswith(buffer.rest):
                             raise Malformed  # the text ended within it
@@ -245,18 +245,18 @@ class CallReader:
                     yield from expect(buffer, part)
             elif part is Slot.NAME:
                 name = yield from take_while(buffer, _NAME)
-                if found.setdefault(part, self._known(name)) != name:
+                if slots.setdefault(part, self._known(name)) != name:
                     raise Malformed
             else:
-                found[part] = yield from take_while(buffer, _ID if part is Slot.ID else _NUMBER)
-                if not found[part]:
+                slots[part] = yield from take_while(buffer, _ID if part is Slot.ID else _NUMBER)
+                if not slots[part]:
                     raise Malformed
         id_head = self._form.id_head
-        if id_head and Slot.NUMBER in found:
-            return found[Slot.NAME], "".join(
-                part if isinstance(part, str) else found[part] for part in id_head
+        if id_head and Slot.NUMBER in slots:
+            return slots[Slot.NAME], "".join(
+                part if isinstance(part, str) else slots[part] for part in id_head
             )
-        return found[Slot.NAME], found.get(Slot.ID)
+        return slots[Slot.NAME], slots.get(Slot.ID)
 
     # ---- … {…}
     def _named(self, buffer: TextBuffer) -> Reading[None]:
@@ -356,10 +356,10 @@ class CallReader:
         else:
             value = yield from nested_value(form, buffer)
             try:
-                made = arguments.shaped(key, value)
+                argument = arguments.shaped(key, value)
             except ValueError:
                 raise Malformed from None
-            self._value(key, made, keys)
+            self._value(key, argument, keys)
         yield from expect(buffer, form.value_end + key + form.value_close)
 
     def _tagged(self, buffer: TextBuffer, arguments: TaggedArguments, keys: list[str]) -> Reading[None]:
@@ -368,12 +368,12 @@ class CallReader:
         first, space, rest = ends[0].partition("\n")
         parts: list[str] = []
         if len(ends) == 1 and space and first.endswith(">"):  # models omit the separator of two tags
-            found = yield from until(buffer, (first,), parts.append)
+            marker = yield from until(buffer, (first,), parts.append)
             yield from expect(buffer, f"\n{rest}")
             end: str | None = ends[0]
         else:
-            end = found = yield from until(buffer, ends, parts.append)
-        if found is None:
+            end = marker = yield from until(buffer, ends, parts.append)
+        if marker is None:
             raise Malformed
         key = "".join(parts)
         # The type that the text after the key names, if any.
@@ -733,7 +733,7 @@ class ChatParser:
         buffer, output, markers = self._buffer, self._output, self._markers.reasoning
         if markers is None:
             return False
-        found = self._reasoning_open
+        has_reasoning = self._reasoning_open
         if self._reasoning_open:
             before = yield from spaces(buffer)
             if (yield from skip(buffer, markers.start)):  # some models write the marker again
@@ -745,9 +745,9 @@ class ChatParser:
                 output.mark(before + markers.start)
                 yield from self._reasoning_text(markers)
             elif not (yield from skip(buffer, markers.end)):
-                output.content("" if found else before)
-                return found
-            found = True
+                output.content("" if has_reasoning else before)
+                return has_reasoning
+            has_reasoning = True
 
     def _reasoning_text(self, markers: ReasoningMarkers, before: str = "") -> Reading[None]:
         """Read reasoning after its start, up to its end or to calls that end it, and then spaces."""
@@ -763,14 +763,14 @@ class ChatParser:
         stops = (markers.end, *text_starts, *openings)
         output.mark(before + (yield from spaces(buffer)))
         while True:
-            found = yield from until(buffer, stops, output.reasoning)
-            if form is None or found not in openings:
+            stop = yield from until(buffer, stops, output.reasoning)
+            if form is None or stop not in openings:
                 break
-            if (yield from self._calls_in_reasoning(form, markers.end, found, openings)):
+            if (yield from self._calls_in_reasoning(form, markers.end, stop, openings)):
                 return
         after = yield from spaces(buffer)
-        if found == markers.end:
-            output.mark(found + after)
+        if stop == markers.end:
+            output.mark(stop + after)
 
     def _calls_in_reasoning(
         self, form: CallFormat, end: str, trigger: str, openings: Mapping[str, str]
@@ -782,12 +782,12 @@ class ChatParser:
         buffer, output = self._buffer, self._output
         raw = ""
         parts: list[str | HeldCalls] = []
-        found: str | None = trigger
-        while found is not None and found in openings:
+        marker: str | None = trigger
+        while marker is not None and marker in openings:
             held = HeldCalls(buffer)
             buffer.record()
-            trigger, is_whole = found, found == form.trigger
-            section = CallReader(form, self._tools, held, False).section(buffer, openings[found], is_whole)
+            trigger, is_whole = marker, marker == form.trigger
+            section = CallReader(form, self._tools, held, False).section(buffer, openings[marker], is_whole)
             is_call = yield from self._read_before(end, section)
             text = buffer.recorded()
             if not is_call:
@@ -799,13 +799,13 @@ class ChatParser:
             raw += trigger + text
             parts.append(held if is_call else trigger)
             between: list[str] = []
-            found = yield from until(buffer, (end, *openings), between.append)
+            marker = yield from until(buffer, (end, *openings), between.append)
             parts.append("".join(between))
             raw += "".join(between)
         rest = parts.pop()
-        if found == end or (self._cut_off and str(rest).strip()):
+        if marker == end or (self._cut_off and str(rest).strip()):
             output.reasoning(raw)
-            output.mark((found or "") + (yield from spaces(buffer)))
+            output.mark((marker or "") + (yield from spaces(buffer)))
             return True
         buffer.unread(str(rest))
         for part in parts:
@@ -883,23 +883,23 @@ class ChatParser:
         stops = (*openings, *again, thinks, text_end, markers.turn_end, *others, *markers.control)
         stops = tuple(dict.fromkeys(filter(None, stops)))
         while True:
-            found = yield from until(buffer, stops, output.content)
-            if found is None:
+            stop = yield from until(buffer, stops, output.content)
+            if stop is None:
                 return
-            if found in openings and calls is not None and form is not None:
+            if stop in openings and calls is not None and form is not None:
                 if form.trigger:
-                    yield from self._section(calls, found, openings[found], found == form.trigger)
+                    yield from self._section(calls, stop, openings[stop], stop == form.trigger)
                 else:
-                    yield from self._bare_call_in_text(calls, found)
-            elif found == thinks and reasoning is not None:
-                output.mark(found)
+                    yield from self._bare_call_in_text(calls, stop)
+            elif stop == thinks and reasoning is not None:
+                output.mark(stop)
                 yield from self._reasoning_text(reasoning)
-            elif found in (text_end, markers.text_end, *again):
+            elif stop in (text_end, markers.text_end, *again):
                 output.end_text()
-            elif found == markers.turn_end and not markers.has_control(found):
+            elif stop == markers.turn_end and not markers.has_control(stop):
                 before = yield from spaces(buffer)
                 if buffer.rest:  # the text mentions it
-                    output.content(found + before)
+                    output.content(stop + before)
 
     def _bare_call_in_text(self, calls: CallReader, first: str) -> Reading[None]:
         """Read possible calls after text, separated by semicolons. No grammar limits them."""

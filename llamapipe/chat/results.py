@@ -140,10 +140,10 @@ def _object(text: str) -> dict[str, Any] | None:
 def _complete_members(text: str) -> dict[str, Any]:
     """Return the members of a JSON object that are certainly complete where its text breaks off."""
     depth, end = 0, 0
-    for found in _TOKEN.finditer(text):
-        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(found[0], 0)
-        if found[0] == "," and depth == 1:
-            end = found.start()
+    for match in _TOKEN.finditer(text):
+        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(match[0], 0)
+        if match[0] == "," and depth == 1:
+            end = match.start()
     if text.rstrip()[-1:] in ('"', "}", "]"):  # a number at the end may have had more digits
         whole = _object(text + "}")
         if whole is not None:

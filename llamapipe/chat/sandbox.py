@@ -371,9 +371,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
             elif name in _GROWING:
                 limits.may_use(_GROWING[name] * len(owner))
             elif name in _SPLITTING:
-                given = (*arguments, None, None)
+                positional = (*arguments, None, None)
                 limits.check_split(
-                    owner, name, keywords.get("sep", given[0]), keywords.get("maxsplit", given[1])
+                    owner, name, keywords.get("sep", positional[0]), keywords.get("maxsplit", positional[1])
                 )
             elif name == "join" and arguments:
                 limits.visit(arguments[0])
@@ -575,7 +575,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Write plain JSON; jinja2's own filter escapes it for HTML."""
-    made = json.dumps(
+    result = json.dumps(
         value,
         ensure_ascii=ensure_ascii,
         indent=indent,
@@ -584,8 +584,8 @@ def _tojson(
         default=_as_list,
     )
     for text in _json_texts(value):
-        made = made.replace(json.dumps(text, ensure_ascii=ensure_ascii), text)
-    return made
+        result = result.replace(json.dumps(text, ensure_ascii=ensure_ascii), text)
+    return result
 
 
 def _json_texts(value: Any) -> Iterator[JsonText]:

@@ -173,8 +173,8 @@ class ChatTemplate:
             chat[-1] = {**chat[-1], "content": chat[-1]["content"] + _HERE}
         text = self._placed(chat, add_generation_prompt and not continue_last, names, is_probe)
         if continue_last:
-            text, found, _ = text.rpartition(_HERE)
-            if not found:
+            text, mark, _ = text.rpartition(_HERE)
+            if not mark:
                 raise InvalidRequestError(
                     "the chat template does not show the last message, so it cannot be continued"
                 )
@@ -196,10 +196,10 @@ class ChatTemplate:
         last = {key: value for key, value in chat[-1].items() if key != "tool_calls"}
         last |= dict.fromkeys(REASONING_KEYS, reasoning + _HERE)
         try:
-            text, found, _ = self._placed([*chat[:-1], last], False, names).rpartition(_HERE)
+            text, mark, _ = self._placed([*chat[:-1], last], False, names).rpartition(_HERE)
         except InvalidRequestError:
-            found = ""
-        if not found:
+            mark = ""
+        if not mark:
             if not opening:
                 raise InvalidRequestError("the chat template has no reasoning, so none can be continued")
             prompt = self._placed(chat[:-1], True, names)
@@ -218,7 +218,7 @@ class ChatTemplate:
 
         Each kind is checked once, in the first conversation that has it.
         """
-        found: list[str] = []
+        parts: list[str] = []
         chat = (
             [dict(message) for message in messages if isinstance(message, Mapping)]
             if _is_list(messages)
@@ -230,8 +230,8 @@ class ChatTemplate:
             if len(self._kinds_seen) < _MAX_KINDS:
                 self._kinds_seen.add(kind)
                 if not self._shows_kind(kind, chat, tools, template_args, write_calls):
-                    found.append(kind if kind == _CALLS else f"messages of the role {quoted(kind)}")
-        return found
+                    parts.append(kind if kind == _CALLS else f"messages of the role {quoted(kind)}")
+        return parts
 
     def _shows_kind(
         self,
@@ -281,7 +281,7 @@ class ChatTemplate:
         """Return the messages; those that the template omits for their role become text of the user."""
         others = {message["role"] for message in chat} - {*_SYSTEM, "user", "assistant"}
         if hidden := {role for role in others if not self._shows_role(role, names)}:
-            chat = [{**one, "role": "user"} if one["role"] in hidden else one for one in chat]
+            chat = [{**message, "role": "user"} if message["role"] in hidden else message for message in chat]
         if (called := with_called_results(chat)) != chat and not self._shows_role(_UNCALLED, names):
             chat = called
         return chat
@@ -330,9 +330,9 @@ class ChatTemplate:
             return set(late)
         first: dict[int, int] = {}
         last: dict[int, int] = {}
-        for found in _PLACE.finditer(text):
-            first.setdefault(int(found[1]), found.start())
-            last[int(found[1])] = found.start()
+        for place in _PLACE.finditer(text):
+            first.setdefault(int(place[1]), place.start())
+            last[int(place[1])] = place.start()
         if chat[0]["role"] in _SYSTEM and chat[0]["content"] and 0 not in last:
             return set(late)
         others = [i for i in range(len(chat)) if chat[i]["role"] not in _SYSTEM]
@@ -403,15 +403,15 @@ class ChatTemplate:
                     raise
                 for others in (with_descriptions(tools), with_descriptions(with_plain_schemas(tools))):
                     try:
-                        given = {**names, "tools": others}
-                        return self._accepted(messages, forms, add_generation_prompt, given)
+                        context = {**names, "tools": others}
+                        return self._accepted(messages, forms, add_generation_prompt, context)
                     except InvalidRequestError:
                         pass
-                found = self._refused_parameter(messages, forms, {**names, "tools": others})
-                if found is None:
+                place = self._refused_parameter(messages, forms, {**names, "tools": others})
+                if place is None:
                     raise
                 raise InvalidRequestError(
-                    f"the chat template cannot show the parameter {quoted(found[1])} of the tool {quoted(found[0])}; "
+                    f"the chat template cannot show the parameter {quoted(place[1])} of the tool {quoted(place[0])}; "
                     "give its schema one 'type'"
                 ) from error
 
@@ -448,7 +448,7 @@ class ChatTemplate:
     ) -> str:
         """Return the rendering of the first form that the template accepts and that shows all arguments."""
         written = [text.strip() for text in text_arguments(messages)]
-        made: str | None = None
+        fallback: str | None = None
         error: Exception | None = None
         for form in forms:
             chat = with_arguments(form(messages), _json_text) if written else form(messages)
@@ -465,16 +465,16 @@ class ChatTemplate:
                 continue
             if all(arguments in text for arguments in written):
                 return text
-            made = text if made is None else made
-        if made is not None:
-            return made
+            fallback = text if fallback is None else fallback
+        if fallback is not None:
+            return fallback
         raise InvalidRequestError(f"the chat template refuses these messages: {error}") from error
 
     def _render(
         self, messages: Sequence[Message], add_generation_prompt: bool, names: Mapping[str, Any]
     ) -> str:
         today = datetime.datetime.now().astimezone()
-        given = {**names, "messages": messages}
+        context = {**names, "messages": messages}
         with new_limits():
             return self._template.render(
                 {
@@ -485,7 +485,7 @@ class ChatTemplate:
                     "functions": "",
                     **_DEFAULTS,
                     "add_generation_prompt": add_generation_prompt,
-                    **{name: _fixed(value) for name, value in given.items()},
+                    **{name: _fixed(value) for name, value in context.items()},
                 }
             )
 

@@ -112,12 +112,12 @@ class ToolSchemas:
         for reasons in attempts:
             check_time()
             try:
-                made = self._made(chat_format, tools, reasons, compiled)
+                result = self._made(chat_format, tools, reasons, compiled)
             except InvalidRequestError as e:
                 error = e
                 continue
             self._remember(key, reasons)
-            return made
+            return result
         raise error
 
     def _made(
@@ -127,13 +127,13 @@ class ToolSchemas:
         reasons: Mapping[str, str],
         compiled: Compile,
     ) -> tuple[SamplingParams, Sequence[Tool]]:
-        made = [
+        grammar_tools = [
             chat_format.relaxed(tool, keeps_types=not reasons[tool.name].startswith(_TOGETHER))
             if tool.name in reasons
             else tool
             for tool in tools
         ]
-        return compiled(made), made
+        return compiled(grammar_tools), grammar_tools
 
     def _fault(self, chat_format: ChatFormat, tool: Tool) -> str | None:
         """Return why the schema of a tool cannot be compiled alone; None if it can."""

@@ -231,7 +231,7 @@ def _documented(thing: Any, names: set[str]) -> tuple[str, dict[str, str]]:
     In Google's, numpy's or Sphinx's style, or in lines such as ``name: text`` without a heading.
     """
     text: list[str] = []
-    found: dict[str, list[str]] = {}
+    lines: dict[str, list[str]] = {}
     current: tuple[str, ...] = ()  # the arguments that an indented line also describes
     indent = 0  # of the line that named them
     section: str | None = None
@@ -256,17 +256,17 @@ def _documented(thing: Any, names: set[str]) -> tuple[str, dict[str, str]]:
                 is_listed and not entry["field"] and bool(entry["space"]) and "(" not in line.split(":")[0]
             )
             for name in described:
-                found[name] = [] if is_type else [entry["text"] or ""]
+                lines[name] = [] if is_type else [entry["text"] or ""]
         elif current and line.strip() and at > indent:
             for name in current:
-                found[name].append(line.strip())
+                lines[name].append(line.strip())
         elif line.strip() and set(line.strip()) != {"-"}:
             current = ()
             if section is None:
                 text.append(line)
         elif section is None:
             text.append(line)
-    described_by_name = {name: " ".join(filter(None, parts)).strip() for name, parts in found.items()}
+    described_by_name = {name: " ".join(filter(None, parts)).strip() for name, parts in lines.items()}
     return "\n".join(text).strip(), {name: about for name, about in described_by_name.items() if about}
 
 
@@ -338,15 +338,15 @@ def check_tools(tools: Iterable[ToolDefinition] | None) -> tuple[Tool, ...]:
         return ()
     if isinstance(tools, (str, bytes, Mapping, Tool)) or not isinstance(tools, Iterable):
         raise TypeError(f"tools must be a list of functions, dicts or Tool, not {type(tools).__name__}")
-    some = tools if isinstance(tools, Sequence) else list(islice(tools, MAX_TOOLS + 1))
-    check_n_tools(len(some))
-    found: dict[str, Tool] = {}
-    for i, given in enumerate(some):
-        tool = _tool(i, given)
-        if tool.name in found:
+    definitions = tools if isinstance(tools, Sequence) else list(islice(tools, MAX_TOOLS + 1))
+    check_n_tools(len(definitions))
+    by_name: dict[str, Tool] = {}
+    for i, definition in enumerate(definitions):
+        tool = _tool(i, definition)
+        if tool.name in by_name:
             raise InvalidRequestError(f"tools[{i}]: there is another tool called {quoted(tool.name)}")
-        found[tool.name] = tool
-    return tuple(found.values())
+        by_name[tool.name] = tool
+    return tuple(by_name.values())
 
 
 def check_n_tools(n: int) -> None:
@@ -441,8 +441,8 @@ def _from_dict(one: Mapping[str, Any]) -> Tool:
     function = one.get("function")
     if one.get("type") != "function" or not isinstance(function, Mapping):
         raise InvalidRequestError('a tool must be {"type": "function", "function": {"name": …}}')
-    for given, known in ((one, _TOOL_KEYS), (function, _FUNCTION_KEYS)):
-        if unknown := given.keys() - known:
+    for mapping, known in ((one, _TOOL_KEYS), (function, _FUNCTION_KEYS)):
+        if unknown := mapping.keys() - known:
             wrong = min(unknown)
             raise InvalidRequestError(f"unknown key {quoted(wrong)} in a tool{did_you_mean(wrong, known)}")
     if "name" not in function:

@@ -197,9 +197,9 @@ class SchemaGrammar:
                 if parent in self._parts:
                     users.setdefault(pointer, []).append(parent)
                     break
-            found = resolved(self.root, part.get("$ref"))
-            if found is not None:
-                users.setdefault(found[0], []).append(pointer)
+            place = resolved(self.root, part.get("$ref"))
+            if place is not None:
+                users.setdefault(place[0], []).append(pointer)
         waiting = [pointer for pointer, part in self._parts.items() if _is_hard(part)]
         reached: set[str] = set()
         in_definition = re.compile(r"/(\$defs|definitions)/[^/]*$")
@@ -220,8 +220,8 @@ class SchemaGrammar:
         return reached
 
     def _refers(self, pointer: str, to: str) -> bool:
-        found = resolved(self.root, self._parts[pointer].get("$ref"))
-        return found is not None and found[0] == to
+        place = resolved(self.root, self._parts[pointer].get("$ref"))
+        return place is not None and place[0] == to
 
     # ---- rules
     def _rule(self, pointer: str) -> str:
@@ -230,9 +230,9 @@ class SchemaGrammar:
             return self._names[pointer]
         part = self._parts[pointer]
         if pointer not in self.hard and part.keys() & ASSERTIONS == {"$ref"}:
-            found = resolved(self.root, part["$ref"])
-            if found is not None and found[0] in self._parts:
-                return self._rule(found[0])  # so that a definition is written once, however often it is used
+            place = resolved(self.root, part["$ref"])
+            if place is not None and place[0] in self._parts:
+                return self._rule(place[0])  # so that a definition is written once, however often it is used
         name = self._names[pointer] = f"n{len(self._names)}"
         body = self._body(pointer, part) if pointer in self.hard else self._plain(pointer, part)
         self._lines.append(f"{name}: {body}")
@@ -295,10 +295,10 @@ class SchemaGrammar:
         keywords = node.keys() & ASSERTIONS
         if "$ref" in keywords:
             self._alone(pointer, "$ref", keywords)
-            found = resolved(self.root, node["$ref"])
-            if found is None or found[0] not in self._parts:
+            place = resolved(self.root, node["$ref"])
+            if place is None or place[0] not in self._parts:
                 self._fail(pointer, "$ref", f"{quoted(node['$ref'])} does not exist")
-            return self._rule(found[0])
+            return self._rule(place[0])
         if "enum" in keywords or "const" in keywords:
             return self._values(pointer, node, keywords)
         if "allOf" in keywords:
@@ -457,13 +457,13 @@ class SchemaGrammar:
         low, high = max(0, least - n), None if most is None else int(most) - n
         rest = "" if item is None or high == 0 else self._more(item, low, high, n > 0)
         for i in reversed(range(n)):
-            one = self._element(f"{pointer}/prefixItems/{i}", first[i])
-            if one is None:
+            element = self._element(f"{pointer}/prefixItems/{i}", first[i])
+            if element is None:
                 if i < least:
                     self._nothing(pointer, "prefixItems")
                 rest = ""
                 continue
-            part = f"{self._comma} {one} {rest}" if i else f"{one} {rest}"
+            part = f"{self._comma} {element} {rest}" if i else f"{element} {rest}"
             rest = part if i < least else f"({part})?"
         return f'"[" {rest} "]"'
 
@@ -494,12 +494,12 @@ class SchemaGrammar:
             place, schema = (
                 (f"prefixItems/{i}", first[i]) if i < len(first) else ("items", node.get("items", True))
             )
-            found = [(n, element(place, schema))]
+            choices = [(n, element(place, schema))]
             if n_max is not None:
-                found = [(n, element(f"{COUNTED}/without {at}", counted[f"without {at}"]))]
+                choices = [(n, element(f"{COUNTED}/without {at}", counted[f"without {at}"]))]
             if n < n_counts:
-                found.append((n + 1, element(f"{COUNTED}/with {at}", counted[f"with {at}"])))
-            return [(after, one) for after, one in found if one is not None]
+                choices.append((n + 1, element(f"{COUNTED}/with {at}", counted[f"with {at}"])))
+            return [(after, item) for after, item in choices if item is not None]
 
         base = f"c{len(self._lines)}"
         reached = {(0, 0): [""]}  # the options of each state's rule
@@ -509,11 +509,11 @@ class SchemaGrammar:
             if most is not None and i >= n_states:
                 continue
             before = f"{base}_{i}_{n} {self._comma} " if i else ""
-            for after, one in items(i, n):
+            for after, item in items(i, n):
                 state = min(i + 1, n_states), after
                 if state not in reached:
                     waiting.append(state)
-                reached.setdefault(state, []).append(f"{before}{one}")
+                reached.setdefault(state, []).append(f"{before}{item}")
         self._lines += [f"{base}_{i}_{n}: {' | '.join(options)}" for (i, n), options in reached.items() if i]
         ends = [f"{base}_{i}_{n}" for i, n in reached if i >= max(least, 1) and n >= fewest]
         ends += ['""'] * (least == 0 and fewest == 0)
@@ -602,9 +602,9 @@ class SchemaGrammar:
         """Write the members in their order, each optional one with or without: rules in number linear in theirs."""
         after = first = '""'
         for field, is_required in reversed(fields):
-            one = self._new_rule(pointer, field)
-            after_here = f"{self._comma} {one} {after}"
-            first_here = f"{one} {after}"
+            member = self._new_rule(pointer, field)
+            after_here = f"{self._comma} {member} {after}"
+            first_here = f"{member} {after}"
             if is_required:
                 after, first = self._new_rule(pointer, after_here), self._new_rule(pointer, first_here)
             else:

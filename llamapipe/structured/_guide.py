@@ -28,9 +28,9 @@ def llguidance(field: str) -> Any:
 
     Raises ImportError if it is not installed; the message names ``field``, the option that needs it, and the fix.
     """
-    found = sys.modules.get("llguidance")
-    if found is not None:
-        return found
+    module = sys.modules.get("llguidance")
+    if module is not None:
+        return module
     try:
         with awaited_at_exit():
             return import_module("llguidance")
@@ -80,9 +80,9 @@ class GrammarTokenizer:
             for i in range(len(tokens), 0, -1):
                 n_left -= len(pieces[tokens[i - 1]])
                 if n_left <= 0:
-                    found = tokens[i - 1 :]
-                    if n_left == 0 and b"".join(pieces[token] for token in found) == text:
-                        return found
+                    tail = tokens[i - 1 :]
+                    if n_left == 0 and b"".join(pieces[token] for token in tail) == text:
+                        return tail
                     break
         return []
 

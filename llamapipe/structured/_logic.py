@@ -96,23 +96,28 @@ def _with_definitions(schema: Node) -> Node:
     definitions: Node = {}
     waiting = [part for _, part in parts]
     for part in waiting:
-        found = resolved(schema, part.get("$ref"))
-        if found is None or found[0] in known or found[0] in moved or not isinstance(found[1], (dict, bool)):
+        target = resolved(schema, part.get("$ref"))
+        if (
+            target is None
+            or target[0] in known
+            or target[0] in moved
+            or not isinstance(target[1], (dict, bool))
+        ):
             continue
-        name = _free_name(found[0], schema, definitions)
-        moved[found[0]] = f"#/$defs/{name}"
-        definitions[name] = found[1]
-        if isinstance(found[1], dict):
-            waiting += [inner for _, inner in subschemas(found[1], logic=True)]
+        name = _free_name(target[0], schema, definitions)
+        moved[target[0]] = f"#/$defs/{name}"
+        definitions[name] = target[1]
+        if isinstance(target[1], dict):
+            waiting += [inner for _, inner in subschemas(target[1], logic=True)]
     if not moved and not bad:
         return schema
     copy: Node = json.loads(json.dumps(schema))
     if definitions:
         copy["$defs"] = {**copy.get("$defs", {}), **json.loads(json.dumps(definitions))}
     for pointer, part in list(subschemas(copy, logic=True)):
-        found = resolved(schema, part.get("$ref"))
-        if found is not None and found[0] in moved:
-            part["$ref"] = moved[found[0]]
+        target = resolved(schema, part.get("$ref"))
+        if target is not None and target[0] in moved:
+            part["$ref"] = moved[target[0]]
         if pointer in bad:
             for keyword in ("$id", "id"):
                 part.pop(keyword, None)
@@ -163,8 +168,8 @@ def _without_dynamic(schema: Node) -> Node:
             name = reference[1:] if isinstance(reference, str) and reference.startswith("#") else None
             anchors = [
                 place
-                for place, one in parts
-                if name and name in (one.get("$dynamicAnchor"), one.get("$anchor"))
+                for place, candidate in parts
+                if name and name in (candidate.get("$dynamicAnchor"), candidate.get("$anchor"))
             ]
             place = (
                 anchors[0]
@@ -261,17 +266,18 @@ class _Rewriter:
             if key in ONE and isinstance(value, dict):
                 out[key] = self._positive(value, place, ())
             elif key in ("items", "prefixItems") and isinstance(value, list):
-                out[key] = [self._positive(one, f"{place}/{i}", ()) for i, one in enumerate(value)]
+                out[key] = [self._positive(item, f"{place}/{i}", ()) for i, item in enumerate(value)]
             elif key in MAPS and isinstance(value, dict):
                 out[key] = {
-                    name: self._positive(one, pointer_to(place, name), ()) for name, one in value.items()
+                    name: self._positive(schema, pointer_to(place, name), ())
+                    for name, schema in value.items()
                 }
             elif key in ("allOf", "anyOf"):
                 around = (*within, _without(node, key))
-                out[key] = [self._positive(one, f"{place}/{i}", around) for i, one in enumerate(value)]
+                out[key] = [self._positive(option, f"{place}/{i}", around) for i, option in enumerate(value)]
             elif key == "oneOf":
                 out[key] = self._one_of(value, pointer, (*within, _without(node, key)))
-                if all(one is False for one in out[key]):
+                if all(option is False for option in out[key]):
                     return self._nothing(
                         pointer, key, "no value satisfies exactly one of its schemas; use 'anyOf'"
                     )
@@ -318,12 +324,12 @@ class _Rewriter:
                 {"additionalProperties", "unevaluatedProperties"} & part.keys() for part in own
             ):
                 for keyword in ("properties", "patternProperties"):
-                    given = node.get(keyword, {})
+                    schemas = node.get(keyword, {})
                     names = {
-                        name: True for part in own for name in part.get(keyword, {}) if name not in given
+                        name: True for part in own for name in part.get(keyword, {}) if name not in schemas
                     }
-                    if names or given:
-                        out[keyword] = {**given, **names}
+                    if names or schemas:
+                        out[keyword] = {**schemas, **names}
                 out["additionalProperties"] = rest
             if not is_exact:
                 self._warn(pointer, "unevaluatedProperties", _WHICH_HOLD)
@@ -355,14 +361,16 @@ class _Rewriter:
         waiting = [node]
         while waiting and len(parts) < 500:
             for part in self._parts(waiting.pop()):
-                if any(part is one for one in parts):
+                if any(part is other for other in parts):
                     continue
                 parts.append(part)
                 for keyword in ("anyOf", "oneOf"):
                     waiting += part.get(keyword, ())
                 waiting += [part[keyword] for keyword in ("if", "then", "else") if keyword in part]
                 for keyword in ("dependentSchemas", "dependencies"):
-                    waiting += [one for one in part.get(keyword, {}).values() if isinstance(one, dict)]
+                    waiting += [
+                        schema for schema in part.get(keyword, {}).values() if isinstance(schema, dict)
+                    ]
         return parts
 
     def _clauses(self, node: Node, pointer: str, around: tuple[Any, ...]) -> Iterator[tuple[str, Ways]]:
@@ -401,7 +409,7 @@ class _Rewriter:
 
     def _conditions(self, node: Node, pointer: str, around: tuple[Any, ...]) -> Iterator[tuple[str, Ways]]:
         condition = node["if"]
-        given = self._literal(condition)
+        premise = self._literal(condition)
         for keyword, holds in (("then", True), ("else", False)):
             if keyword not in node or node[keyword] is True:
                 continue
@@ -411,9 +419,9 @@ class _Rewriter:
                 if not exact:
                     self._warn(pointer, "if", "when it does not hold cannot be told by a grammar")
                 # The condition precedes its consequence, so its members come first as well.
-                ways = [*ways, (given, follows)]
+                ways = [*ways, (premise, follows)]
             else:
-                ways = [(given,), (follows,)]
+                ways = [(premise,), (follows,)]
             yield "if", self._pruned(ways, around)
 
     def _contains(self, node: Node, pointer: str) -> Iterator[tuple[str, Ways]]:
@@ -451,15 +459,15 @@ class _Rewriter:
         ):
             return None
         counted: Node = {}
-        for name, item in [*((str(i), one) for i, one in enumerate(first)), ("rest", items)]:
+        for name, item in [*((str(i), schema) for i, schema in enumerate(first)), ("rest", items)]:
             if item is False:
                 counted |= {f"with {name}": False, f"without {name}": False}
                 continue
             inside: tuple[Any, ...] = (item,) if isinstance(item, dict) else ()
             is_apart = bool(inside) and self._are_disjoint((node["contains"],), inside)
-            one = self._positive(item, f"{pointer}/items", ())
+            element = self._positive(item, f"{pointer}/items", ())
             other = self._positive(node["contains"], f"{pointer}/contains", inside)
-            both = [part for part in (one, other) if part is not True and part != {}]
+            both = [part for part in (element, other) if part is not True and part != {}]
             counted[f"with {name}"] = (
                 False if is_apart or False in both else both[0] if len(both) == 1 else {"allOf": both}
             )
@@ -468,7 +476,7 @@ class _Rewriter:
             ways, exact = self._denied(node["contains"], inside)
             if not exact:
                 self._warn(pointer, "maxContains", "what it does not count cannot be told by a grammar")
-            rest = [] if one is True or one == {} else [one]
+            rest = [] if element is True or element == {} else [element]
             counted[f"without {name}"] = False if not ways else {"allOf": [*rest, self._schema_of(ways)]}
         limits: Node = {key: int(node[key]) for key in ("minContains", "maxContains") if key in node}
         return {"contains": node["contains"], **limits, COUNTED: counted}
@@ -478,7 +486,7 @@ class _Rewriter:
         listed: dict[str, bool] = {}  # True if it may occur
         required: dict[str, None] = {}
         is_open = True
-        for part in (part for one in around for part in self._parts(one)):
+        for part in (part for other in around for part in self._parts(other)):
             for name, schema in part.get("properties", {}).items():
                 listed[name] = listed.get(name, True) and schema is not False
             required.update(dict.fromkeys(part.get("required", ())))
@@ -535,7 +543,7 @@ class _Rewriter:
     # ---- oneOf
     def _one_of(self, options: list[Any], pointer: str, around: tuple[Any, ...]) -> list[Any]:
         """Return the schemas, each without the values that another allows; unchanged if these are unknown."""
-        out = [self._positive(one, f"{pointer}/oneOf/{i}", around) for i, one in enumerate(options)]
+        out = [self._positive(option, f"{pointer}/oneOf/{i}", around) for i, option in enumerate(options)]
         self._place = pointer
         pairs = self._overlaps(options, around)
         if pairs is None:
@@ -568,7 +576,7 @@ class _Rewriter:
     def _overlaps(self, options: list[Any], around: tuple[Any, ...]) -> list[tuple[int, int]] | None:
         """Return pairs that may allow the same value; None if there are too many schemas."""
         pairs = []
-        values = [self._values_alone(one) for one in options]
+        values = [self._values_alone(option) for option in options]
         seen: dict[str, int] = {}
         for i, listed in enumerate(values):
             for value in listed or ():
@@ -590,8 +598,8 @@ class _Rewriter:
         if not isinstance(node, dict):
             return None
         if isinstance(node.get("enum"), list):
-            found: list[Any] = node["enum"]
-            return found
+            values: list[Any] = node["enum"]
+            return values
         return [node["const"]] if "const" in node else None
 
     # ---- denied schemas
@@ -620,8 +628,8 @@ class _Rewriter:
     def _denials(self, node: Node, within: tuple[Any, ...]) -> Iterator[tuple[Ways, bool]]:
         """Yield alternatives as ``_denied`` returns them, for each keyword."""
         if "$ref" in node:
-            found = self._target(node["$ref"])
-            yield ([()], False) if found is None else self._denied(found[1], within)
+            target = self._target(node["$ref"])
+            yield ([()], False) if target is None else self._denied(target[1], within)
             if self._ref_stands_alone:
                 return
         kinds = self._kinds_of(within) & _kinds(node)
@@ -631,9 +639,9 @@ class _Rewriter:
         for keyword, value in node.items():
             if keyword in _OF_KIND and not _OF_KIND[keyword] & kinds:
                 continue
-            found_ways = self._denial(keyword, value, node, within)
-            if found_ways is not None:
-                yield found_ways
+            denial = self._denial(keyword, value, node, within)
+            if denial is not None:
+                yield denial
 
     def _denied_kinds(self, node: Node, allowed: frozenset[str]) -> tuple[Ways, bool]:
         others = allowed - _kinds({"type": node["type"]})
@@ -650,7 +658,8 @@ class _Rewriter:
             values = node["enum"] if keyword == "enum" else [node["const"]]
             left_out = set(map(identity, values))
             listed = next(
-                (v for one in within for part in self._parts(one) if (v := _values(part)) is not None), None
+                (v for schema in within for part in self._parts(schema) if (v := _values(part)) is not None),
+                None,
             )
             if listed is not None:
                 rest = [value for value in listed if identity(value) not in left_out]
@@ -716,8 +725,8 @@ class _Rewriter:
             case "multipleOf":
                 return [(_text({"type": "number"}),)], False
             case "allOf":
-                found = [self._denied(one, within) for one in value]
-                return [way for ways, _ in found for way in ways], all(exact for _, exact in found)
+                denials = [self._denied(option, within) for option in value]
+                return [way for ways, _ in denials for way in ways], all(exact for _, exact in denials)
             case "anyOf":
                 return self._denied_all(value, within)
             case "oneOf":
@@ -737,9 +746,9 @@ class _Rewriter:
         exact = True
         for name, schema in properties.items():
             inside = tuple(
-                one for whole in within for part in self._parts(whole) for one in _schemas_of(part, name)
+                other for whole in within for part in self._parts(whole) for other in _schemas_of(part, name)
             )
-            if any(self._same(schema, one) for one in inside):
+            if any(self._same(schema, other) for other in inside):
                 continue  # the value satisfies it anyway
             more, is_exact = self._denied(schema, inside)
             exact &= is_exact
@@ -787,10 +796,10 @@ class _Rewriter:
         """Return the alternatives of values that none of the schemas allows."""
         ways: Ways = [()]
         exact = True
-        for one in options:
-            if self._are_disjoint((one,), within):
+        for option in options:
+            if self._are_disjoint((option,), within):
                 continue
-            more, is_exact = self._denied(one, within)
+            more, is_exact = self._denied(option, within)
             exact &= is_exact
             product = self._product(ways, more, within)
             if product is None:
@@ -810,11 +819,11 @@ class _Rewriter:
     def _denied_condition(self, node: Node, within: tuple[Any, ...]) -> tuple[Ways, bool]:
         ways: Ways = []
         exact = True
-        given = self._literal(node["if"])
+        premise = self._literal(node["if"])
         for keyword in ("then", "else"):
             if keyword not in node:
                 continue
-            when: Ways = [(given,)]
+            when: Ways = [(premise,)]
             if keyword == "else":
                 when, is_exact = self._denied(node["if"], within)
                 exact &= is_exact
@@ -840,18 +849,18 @@ class _Rewriter:
     # ---- alternatives
     def _literal(self, node: Any) -> str:
         """Return a schema as a literal, with its keywords replaced."""
-        found = self._literals.get(id(node))
-        if found is None and (self._n_chars > _MAX_CHARS or id(node) in self._begun):
+        entry = self._literals.get(id(node))
+        if entry is None and (self._n_chars > _MAX_CHARS or id(node) in self._begun):
             self._warn(self._place, "allOf", "it takes too many alternatives")
             return _text(True)
-        if found is None:
+        if entry is None:
             self._begun.add(id(node))
             place = self._place
             text = _text(self._positive(node, place, ()))
             self._place = place
             self._n_chars += len(text)
-            found = self._literals[id(node)] = node, text
-        return found[1]
+            entry = self._literals[id(node)] = node, text
+        return entry[1]
 
     def _product(self, ways: Ways, others: Ways, within: tuple[Any, ...]) -> Ways | None:
         """Return the combinations of both lists; None if there are too many."""
@@ -867,13 +876,15 @@ class _Rewriter:
     def _pruned(self, ways: Ways, within: tuple[Any, ...]) -> Ways:
         """Return the alternatives without impossible ones and without redundant literals."""
         kinds = self._kinds_of(within)
-        required = {name for one in within for part in self._parts(one) for name in part.get("required", ())}
+        required = {
+            name for schema in within for part in self._parts(schema) for name in part.get("required", ())
+        }
         out = []
         for way in ways:
             nodes = tuple(map(self._node_of, way))
             inside = self._kinds_of(nodes) & kinds
             if not inside or (
-                inside == {"object"} and any(f"-{one[1:]}" in way for one in way if one[0] == "+")
+                inside == {"object"} and any(f"-{literal[1:]}" in way for literal in way if literal[0] == "+")
             ):
                 continue
             if any(self._are_disjoint((node,), (*within, *nodes[: i + 1])) for i, node in enumerate(nodes)):
@@ -914,12 +925,12 @@ class _Rewriter:
             return False
         self._depth += 1
         try:
-            ours = [part for one in these for part in self._parts(one)] or [{}]
-            theirs = [part for one in those for part in self._parts(one)] or [{}]
+            ours = [part for schema in these for part in self._parts(schema)] or [{}]
+            theirs = [part for schema in those for part in self._parts(schema)] or [{}]
             kinds = _ALL.intersection(*map(self._kinds_of_part, (*ours, *theirs)))
             result = (
                 not kinds
-                or any(self._parts_are_disjoint(one, other, kinds) for one in ours for other in theirs)
+                or any(self._parts_are_disjoint(part, other, kinds) for part in ours for other in theirs)
                 or self._no_option_fits(ours, those)
                 or self._no_option_fits(theirs, these)
             )
@@ -931,7 +942,7 @@ class _Rewriter:
     def _no_option_fits(self, parts: list[Node], others: Sequence[Any]) -> bool:
         return any(
             isinstance(part.get(keyword), list)
-            and all(self._are_disjoint((one,), others) for one in part[keyword])
+            and all(self._are_disjoint((option,), others) for option in part[keyword])
             for part in parts
             for keyword in ("anyOf", "oneOf")
         )
@@ -939,15 +950,15 @@ class _Rewriter:
     def _parts_are_disjoint(self, one: Node, other: Node, kinds: frozenset[str]) -> bool:
         """Return whether certainly no value of these kinds satisfies both."""
         pair = (id(one), id(other), kinds)
-        found = self._disjoint.get(pair)
-        if found is None:
+        entry = self._disjoint.get(pair)
+        if entry is None:
             self._n_steps += 1
             if self._n_steps > _MAX_STEPS:
                 return False
             # The answer for a recursive schema while its own comparison runs: not disjoint.
             self._disjoint[pair] = (one, other, False)
-            found = self._disjoint[pair] = (one, other, self._compare(one, other, kinds))
-        return found[2]
+            entry = self._disjoint[pair] = (one, other, self._compare(one, other, kinds))
+        return entry[2]
 
     def _compare(self, one: Node, other: Node, kinds: frozenset[str]) -> bool:
         for listed, schema in ((_values(one), other), (_values(other), one)):
@@ -998,7 +1009,7 @@ class _Rewriter:
             return True
         if any(
             isinstance(part.get(keyword), list)
-            and all(self._excludes(one, value, depth) for one in part[keyword])
+            and all(self._excludes(option, value, depth) for option in part[keyword])
             for keyword in ("anyOf", "oneOf")
         ):
             return True
@@ -1012,7 +1023,7 @@ class _Rewriter:
             )
         if kind == "array":
             return not part.get("minItems", 0) <= len(value) <= part.get("maxItems", math.inf) or any(
-                self._excludes(_item(part, i), one, depth) for i, one in enumerate(value)
+                self._excludes(_item(part, i), item, depth) for i, item in enumerate(value)
             )
         if kind == "object":
             return (
@@ -1043,7 +1054,7 @@ class _Rewriter:
             listed = _values(part)
             if listed is not None and identity(value) not in self._identities(part, listed):
                 return False
-            if "anyOf" in part and not any(self._allows(one, value) for one in part["anyOf"]):
+            if "anyOf" in part and not any(self._allows(option, value) for option in part["anyOf"]):
                 return False
         return True
 
@@ -1052,27 +1063,27 @@ class _Rewriter:
 
         References are followed, ``allOf`` is taken apart.
         """
-        found = self._flat.get(id(node))
-        if found is not None:
-            return found[1]
+        entry = self._flat.get(id(node))
+        if entry is not None:
+            return entry[1]
         parts: list[Node] = []
         waiting: list[Any] = [node]
         seen: set[int] = set()
         while waiting and len(seen) < 200:
-            one = waiting.pop()
-            if one is False:
+            schema = waiting.pop()
+            if schema is False:
                 parts.append(_NOTHING)
-            if not isinstance(one, dict) or id(one) in seen:
+            if not isinstance(schema, dict) or id(schema) in seen:
                 continue
-            seen.add(id(one))
-            if "$ref" in one:
-                target = self._target(one["$ref"])
+            seen.add(id(schema))
+            if "$ref" in schema:
+                target = self._target(schema["$ref"])
                 if target is not None:
                     waiting.append(target[1])
                 if self._ref_stands_alone:
                     continue
-            parts.append(one)
-            waiting += one.get("allOf", ())
+            parts.append(schema)
+            waiting += schema.get("allOf", ())
         if isinstance(node, dict):
             self._flat[id(node)] = (node, parts)
         return parts
@@ -1088,17 +1099,17 @@ class _Rewriter:
         return kinds
 
     def _kinds_of_part(self, part: Node) -> frozenset[str]:
-        found = self._kinds.get(id(part))
-        if found is None:
-            found = self._kinds[id(part)] = part, _kinds(part)
-        return found[1]
+        entry = self._kinds.get(id(part))
+        if entry is None:
+            entry = self._kinds[id(part)] = part, _kinds(part)
+        return entry[1]
 
     def _identities(self, part: Node, listed: list[Any]) -> frozenset[str]:
         """Return what ``identity`` says of the values that a part lists."""
-        found = self._listed.get(id(part))
-        if found is None:
-            found = self._listed[id(part)] = part, frozenset(map(identity, listed))
-        return found[1]
+        entry = self._listed.get(id(part))
+        if entry is None:
+            entry = self._listed[id(part)] = part, frozenset(map(identity, listed))
+        return entry[1]
 
     def _same(self, one: Any, other: Any) -> bool:
         """Return whether two schemas are the same object, or short and equal."""
@@ -1184,9 +1195,9 @@ def _merged(node: Node, way: Way) -> Way:
         elif literal[0] == "-":
             node["properties"] = {**node.get("properties", {}), name: False}
         else:
-            given = json.loads(name)
-            if isinstance(given, dict) and given.keys() <= _COUNTS - node.keys():
-                node.update(given)
+            schema = json.loads(name)
+            if isinstance(schema, dict) and schema.keys() <= _COUNTS - node.keys():
+                node.update(schema)
             else:
                 left.append(literal)
     return tuple(left)
@@ -1198,16 +1209,16 @@ def _shortest(ways: Ways) -> Ways:
     sets = [frozenset(way) for way in unique]
     by_size = sorted(set(sets), key=len)
     kept: list[frozenset[str]] = []
-    for one in by_size:
+    for literals in by_size:
         if len(kept) > 4 * WAYS[0]:
             return unique
-        if not any(other <= one for other in kept):
-            kept.append(one)
+        if not any(other <= literals for other in kept):
+            kept.append(literals)
     left = set(kept)
     out = []
-    for way, one in zip(unique, sets, strict=True):
-        if one in left:
-            left.discard(one)
+    for way, literals in zip(unique, sets, strict=True):
+        if literals in left:
+            left.discard(literals)
             out.append(way)
     return out
 
@@ -1295,7 +1306,7 @@ def _other_values(values: list[Any], kinds: frozenset[str]) -> tuple[Ways, bool]
         if not KINDS[name] & kinds:
             continue
         if name == "boolean":
-            ways += [(_text({"const": one}),) for one in (False, True) if one not in listed]
+            ways += [(_text({"const": boolean}),) for boolean in (False, True) if boolean not in listed]
         elif name == "string":
             pattern = others_than(listed)
             exact &= pattern is not None
@@ -1305,7 +1316,7 @@ def _other_values(values: list[Any], kinds: frozenset[str]) -> tuple[Ways, bool]
         elif name == "number":
             ways += _other_numbers(listed, "integer" if kinds & KINDS["number"] == {"integer"} else "number")
         elif name in ("array", "object"):
-            empty = all(not one for one in listed)
+            empty = all(not container for container in listed)
             exact &= empty
             least = "minItems" if name == "array" else "minProperties"
             ways.append((_text({"type": name, least: 1} if empty else {"type": name}),))

@@ -88,10 +88,10 @@ def target(root: Node, node: Any) -> Any:
     for _ in range(100):
         if not isinstance(node, dict) or "$ref" not in node:
             return node
-        found = resolved(root, node["$ref"])
-        if found is None:
+        place = resolved(root, node["$ref"])
+        if place is None:
             return node
-        node = found[1]
+        node = place[1]
     return node
 
 
@@ -100,10 +100,10 @@ def _plain_target(root: Node, node: Any) -> Any:
     for _ in range(100):
         if not isinstance(node, dict) or node.keys() & ASSERTIONS != {"$ref"}:
             return node
-        found = resolved(root, node["$ref"])
-        if found is None:
+        place = resolved(root, node["$ref"])
+        if place is None:
             return node
-        node = found[1]
+        node = place[1]
     return node
 
 
@@ -269,8 +269,8 @@ def _rewrite_property_names(root: Node, pointer: str, part: Node) -> Iterator[st
     if "const" in names:
         values = [names["const"]] if values is None or names["const"] in values else []
     patterns = list(_name_patterns(names))
-    given = part.get("properties", {})
-    listed = [*given, *(name for name in part.get("required", ()) if name not in given)]
+    properties = part.get("properties", {})
+    listed = [*properties, *(name for name in part.get("required", ()) if name not in properties)]
 
     if (listed or values is not None) and "pattern" in names:
         # Python's own regular expressions may take for ever, and have another syntax.
@@ -298,10 +298,12 @@ def _rewrite_property_names(root: Node, pointer: str, part: Node) -> Iterator[st
         yield f"json_schema at {pointer}/propertyNames: no listed value is a text, so the object will have no members"
     if values is not None:
         allowed = [name for name in values if fits(name)]
-        part["properties"] = {name: given.get(name, True if name in given else others) for name in allowed}
+        part["properties"] = {
+            name: properties.get(name, True if name in properties else others) for name in allowed
+        }
     else:
         allowed = [name for name in listed if fits(name)]
-        part["properties"] = {name: given.get(name, others) for name in allowed}
+        part["properties"] = {name: properties.get(name, others) for name in allowed}
     for name in listed:
         if name not in allowed:
             part["properties"][name] = False
@@ -332,7 +334,7 @@ def _may_be_combined(pointer: str, part: Node) -> bool:
 
 def _literally(text: str) -> str:
     """Return a pattern of this text."""
-    return "".join(one if one.isalnum() else f"\\x{{{ord(one):X}}}" for one in text)
+    return "".join(character if character.isalnum() else f"\\x{{{ord(character):X}}}" for character in text)
 
 
 def _name_patterns(names: Node) -> Iterator[tuple[str, str]]:

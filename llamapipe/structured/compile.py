@@ -109,7 +109,7 @@ def compile_guide(
     Raises InvalidRequestError with llguidance's message and position if the text cannot be compiled, TypeError for
     other types, ValueError unless exactly one is given, ImportError without llguidance.
     """
-    given: dict[str, Any] = {
+    sources: dict[str, Any] = {
         kind: source
         for kind, source in (
             ("json_schema", json_schema),
@@ -119,11 +119,11 @@ def compile_guide(
         )
         if source is not None
     }
-    if len(given) != 1:
+    if len(sources) != 1:
         raise ValueError(
-            f"give one of json_schema, regex, lark and choice, not {' and '.join(given) or 'none'}"
+            f"give one of json_schema, regex, lark and choice, not {' and '.join(sources) or 'none'}"
         )
-    ((kind, source),) = given.items()
+    ((kind, source),) = sources.items()
     if kind == "json_schema":
         text = schema_text(source)
     elif kind == "choice":
@@ -212,11 +212,11 @@ class _Compiler:
 
     def _compile(self, kind: str, text: str, whitespace: str) -> GuideFactory:
         if kind == "json_schema":
-            made, start = self._schema(schema_object(text), whitespace)
-            written = made.alone()
+            schema, start = self._schema(schema_object(text), whitespace)
+            written = schema.alone()
             start = start or self._matcher(written)
             if start.is_error():
-                raise InvalidRequestError(self._schema_error(made.grammar, message_of(start)))
+                raise InvalidRequestError(self._schema_error(schema.grammar, message_of(start)))
         elif kind == "choice":
             written = _grammar(_choice_grammar(json.loads(text), whitespace))
             start = self._matcher(written)
@@ -231,16 +231,16 @@ class _Compiler:
                 )
         else:
             text, schemas = self._with_rewritten_schemas(text)
-            others = {f"json_{i}": made.lark for i, made in enumerate(schemas) if made.lark is not None}
+            others = {f"json_{i}": schema.lark for i, schema in enumerate(schemas) if schema.lark is not None}
             written = _grammar(text, others)
             start = self._matcher(written)
             if start.is_error():
                 # The answers of a chat follow a Lark grammar that we wrote around the caller's schemas. An error about
                 # a schema there is told as one about a schema, and quotes none of our lines.
-                for made in schemas:
-                    alone = self._matcher(made.alone())
+                for schema in schemas:
+                    alone = self._matcher(schema.alone())
                     if alone.is_error():
-                        raise InvalidRequestError(self._schema_error(made.grammar, message_of(alone)))
+                        raise InvalidRequestError(self._schema_error(schema.grammar, message_of(alone)))
                 raise InvalidRequestError(
                     f"lark cannot be compiled: {_without_ours(message_of(start), kind)}"
                 )
@@ -272,7 +272,7 @@ class _Compiler:
 
         Returns it with its matcher, if any.
         """
-        made: _Written | None = None
+        result: _Written | None = None
         start = None
         attempts = [(max_ways, False) for max_ways in WAYS]
         if any("contains" in part for _, part in subschemas(schema, logic=True)):
@@ -280,24 +280,24 @@ class _Compiler:
         for max_ways, counts_items in attempts:
             is_last = max_ways == WAYS[-1]
             try:
-                last, made = made, _written(schema, whitespace, max_ways, counts_items)
+                last, result = result, _written(schema, whitespace, max_ways, counts_items)
             except InvalidRequestError:
                 if is_last:
                     raise
                 continue
-            if made.is_plain:
+            if result.is_plain:
                 break
-            if last is not None and last.grammar.root == made.grammar.root:
+            if last is not None and last.grammar.root == result.grammar.root:
                 continue
-            start = self._matcher(made.alone())
+            start = self._matcher(result.alone())
             if not start.is_error() or not (counts_items or _TOO_LARGE.search(message_of(start))):
                 break
-        assert made is not None
-        for warning in made.warnings[:_MAX_WARNINGS]:
+        assert result is not None
+        for warning in result.warnings[:_MAX_WARNINGS]:
             _log.warning("%s", warning)
-        if len(made.warnings) > _MAX_WARNINGS:
-            _log.warning("json_schema: %d more warnings of this kind", len(made.warnings) - _MAX_WARNINGS)
-        return made, start
+        if len(result.warnings) > _MAX_WARNINGS:
+            _log.warning("json_schema: %d more warnings of this kind", len(result.warnings) - _MAX_WARNINGS)
+        return result, start
 
     def _with_rewritten_schemas(self, lark: str) -> tuple[str, list[_Written]]:
         """Return a Lark grammar with its schemas (those of ``with_options``) rewritten, and each schema's result.
@@ -308,10 +308,10 @@ class _Compiler:
         schemas: list[_Written] = []
         at = 0
         for start, end, schema, whitespace in _schemas_in(lark):
-            made, _ = self._schema(schema, whitespace)
-            plain = f"%json {json.dumps(with_options(made.grammar.root, whitespace))}"
-            parts += [lark[at:start], plain if made.lark is None else f"@json_{len(schemas)}"]
-            schemas.append(made)
+            result, _ = self._schema(schema, whitespace)
+            plain = f"%json {json.dumps(with_options(result.grammar.root, whitespace))}"
+            parts += [lark[at:start], plain if result.lark is None else f"@json_{len(schemas)}"]
+            schemas.append(result)
             at = end
         return "".join([*parts, lark[at:]]), schemas
 
@@ -324,25 +324,25 @@ class _Compiler:
         shared: dict[str, Any] = {
             key: schema[key] for key in ("$schema", "$id", "$defs", "definitions") if key in schema
         }
-        found = ""
+        place = ""
         if grammar.is_needed:  # the rest of the message quotes our lines
             message = message.split("\n", maxsplit=1)[0]
         until_s = thread_time() + _MAX_SEARCH_S
         for n, (pointer, part) in enumerate(subschemas(schema)):
             if n == _MAX_TRIED or thread_time() > until_s:
                 break
-            if not pointer.startswith(found) or pointer in grammar.hard:
+            if not pointer.startswith(place) or pointer in grammar.hard:
                 continue
             matcher = self._matcher(_bare_json_grammar({**shared, **part}))
-            if matcher.is_error() and (not found or message_of(matcher) == message):
-                found, message = pointer, message_of(matcher)
+            if matcher.is_error() and (not place or message_of(matcher) == message):
+                place, message = pointer, message_of(matcher)
         if "schema is false" in message:
             message = f"'false' allows no value: {message}"
         for pattern, told in _TOLD:
             if (matched := re.search(pattern, message)) is not None:
                 message = matched.expand(told)
                 break
-        return f"json_schema cannot be compiled at {found or '#'}: {_without_ours(message, 'json_schema')}"
+        return f"json_schema cannot be compiled at {place or '#'}: {_without_ours(message, 'json_schema')}"
 
 
 def _choice_grammar(texts: list[str], space: str) -> str:
@@ -463,17 +463,17 @@ def _written(schema: dict[str, Any], whitespace: str, max_ways: int, counts_item
 def _schemas_in(lark: str) -> Iterator[tuple[int, int, dict[str, Any], str]]:
     """Yield the elements of a Lark grammar that ``with_options`` made: start, end, schema and kind of spaces."""
     at = 0
-    for found in re.finditer(r"%json (?=\{)", lark):
-        if found.start() < at:
+    for match in re.finditer(r"%json (?=\{)", lark):
+        if match.start() < at:
             continue  # inside a schema
         try:
-            schema, end = json.JSONDecoder().raw_decode(lark, found.end())
+            schema, end = json.JSONDecoder().raw_decode(lark, match.end())
         except ValueError:
             continue
         whitespace = whitespace_of(schema)
         if whitespace is not None:
             at = end
-            yield found.start(), end, without_options(schema) or {}, whitespace
+            yield match.start(), end, without_options(schema) or {}, whitespace
 
 
 def _without_ours(message: str, kind: str) -> str:
@@ -489,7 +489,7 @@ _lock = Lock()
 
 def _compiler(vocab: Vocab, kind: str) -> _Compiler:
     with _lock:
-        found = _compilers.get(vocab)
-        if found is None:
-            found = _compilers[vocab] = _Compiler(GrammarTokenizer(vocab, kind))
-        return found
+        compiler = _compilers.get(vocab)
+        if compiler is None:
+            compiler = _compilers[vocab] = _Compiler(GrammarTokenizer(vocab, kind))
+        return compiler

@@ -128,9 +128,9 @@ def _base64(more: str, padding: str = "") -> str:
 
     MIME, and with it Python, begins a new line after some of them and at the end.
     """
-    one = f"[A-Za-z0-9{more}]"
-    last = rf"(?:{one}{{2}}(?:==){padding}|{one}{{3}}={padding})"
-    return rf"(?:{one}{{4}}(?:\r?\n)?)*(?:{last}(?:\r?\n)?)?"
+    character = f"[A-Za-z0-9{more}]"
+    last = rf"(?:{character}{{2}}(?:==){padding}|{character}{{3}}={padding})"
+    return rf"(?:{character}{{4}}(?:\r?\n)?)*(?:{last}(?:\r?\n)?)?"
 
 
 @dataclass(frozen=True)

@@ -423,26 +423,26 @@ def _nullable(rules: Rules) -> set[int]:
     """Return rules that may be empty, directly or through other rules."""
     users: dict[int, list[tuple[int, int]]] = {}
     missing: dict[tuple[int, int], int] = {}
-    found: list[int] = []
+    waiting: list[int] = []
     for rule, alternatives in rules.alternatives.items():
         for i, alternative in enumerate(alternatives):
             if TERMINAL in alternative:
                 continue
             missing[rule, i] = len(alternative)
             if not alternative:
-                found.append(rule)
+                waiting.append(rule)
             for to in alternative:
                 users.setdefault(to, []).append((rule, i))
     empty: set[int] = set()
-    while found:
-        rule = found.pop()
+    while waiting:
+        rule = waiting.pop()
         if rule in empty:
             continue
         empty.add(rule)
         for user in users.get(rule, ()):
             missing[user] -= 1
             if missing[user] == 0:
-                found.append(user[0])
+                waiting.append(user[0])
     return empty
 
 

@@ -90,7 +90,7 @@ def _without_look_at_one(pattern: str) -> str:
         return f"[{one}{'&&' if sign == '=' else '--'}{other if other[0] == '[' else f'[{other}]'}]"
 
     def plain(found: re.Match[str]) -> str:
-        one, before, after = found["one"], found["before"], found["after"]
+        symbol, before, after = found["one"], found["before"], found["after"]
         if before is None and after is None:
             return found[0]
         numbers = re.findall("[0-9]+", found["times"] or "1")
@@ -99,12 +99,12 @@ def _without_look_at_one(pattern: str) -> str:
         most = None if is_open else int(numbers[-1])
         if least == 0 or (most is not None and most < least):
             return found[0]
-        first = smaller(one, before, found["first"])
-        last = smaller(one, after, found["last"])
+        first = smaller(symbol, before, found["first"])
+        last = smaller(symbol, after, found["last"])
         if before is None or after is None:
-            rest = f"{one}{{{least - 1},{'' if most is None else most - 1}}}"
+            rest = f"{symbol}{{{least - 1},{'' if most is None else most - 1}}}"
             return first + rest if after is None else rest + last
-        rest = f"{one}{{{max(0, least - 2)},{'' if most is None else max(0, most - 2)}}}"
+        rest = f"{symbol}{{{max(0, least - 2)},{'' if most is None else max(0, most - 2)}}}"
         both = f"{first}{rest}{last}" if most != 1 else ""
         only = smaller(first, after, found["last"]) if least == 1 else ""
         return f"(?:{'|'.join(filter(None, (only, both)))})"
@@ -131,9 +131,9 @@ def _end_of_class(pattern: str, start: int) -> int:
     at = start + 1 + pattern.startswith("^", start + 1)
     at += pattern.startswith("]", at)
     while at < len(pattern) and pattern[at] != "]":
-        found = _MEMBER.match(pattern, at)
-        assert found is not None
-        at = found.end()
+        match = _MEMBER.match(pattern, at)
+        assert match is not None
+        at = match.end()
     # Rust nests classes. In a nested class, the rest of the outer class follows.
     if pattern[at + 1 : at + 2] == "]" or re.match(r"--|&&|~~|\[", pattern[at + 1 : at + 3]):
         return min(start + 1, len(pattern))
@@ -148,25 +148,25 @@ def _class(text: str, is_wide: bool) -> str:
     is_first = True
     excludes = False
     while at < len(text) - 1:
-        found = _MEMBER.match(text, at)
-        assert found is not None
-        one = found[0]
-        at = found.end()
-        wide = (_WIDE if head == "[" else _WIDE_WITHOUT).get(one) if is_wide else None
-        excludes |= is_wide and head == "[^" and one.lower() in _QUOTES
+        match = _MEMBER.match(text, at)
+        assert match is not None
+        member = match[0]
+        at = match.end()
+        wide = (_WIDE if head == "[" else _WIDE_WITHOUT).get(member) if is_wide else None
+        excludes |= is_wide and head == "[^" and member.lower() in _QUOTES
         if wide is not None:
-            one = wide
-        elif one == r"\b":
-            one = r"\x08"
-        elif one[0] == "\\":
-            one = _escape(text, found)
+            member = wide
+        elif member == r"\b":
+            member = r"\x08"
+        elif member[0] == "\\":
+            member = _escape(text, match)
         elif (
-            one == "["
-            or (one == "]" and is_first)
-            or (one in "&~" and text[at : at + 1] == one and text[at + 1 : at + 2] != "[")
+            member == "["
+            or (member == "]" and is_first)
+            or (member in "&~" and text[at : at + 1] == member and text[at + 1 : at + 2] != "[")
         ):
-            one = f"\\{one}"
-        written += one
+            member = f"\\{member}"
+        written += member
         is_first = False
     return written + (r"\x00]" if excludes else "]")
 
@@ -204,21 +204,21 @@ def as_lark(pattern: str, is_json: bool = False) -> str | None:
 
 def length_as_lark(least: int, most: int | None, is_json: bool = False) -> str:
     """Return a term for texts with these numbers of characters."""
-    one = CHARACTER if is_json else "(?s:.)"
-    return f"/{one}{{{least},{'' if most is None else most}}}/"
+    character = CHARACTER if is_json else "(?s:.)"
+    return f"/{character}{{{least},{'' if most is None else most}}}/"
 
 
 def _close(pattern: str, start: int) -> int:
     """Return the place of the bracket that closes a group whose content begins at ``start``."""
     depth, at = 1, start
     while depth:
-        found = _ATOM.match(pattern, at)
-        if found is None:  # a bracket
+        atom = _ATOM.match(pattern, at)
+        if atom is None:  # a bracket
             depth -= 1
             at += 1
         else:
-            depth += found["look"] is not None or found["group"] is not None
-            at = found.end()
+            depth += atom["look"] is not None or atom["group"] is not None
+            at = atom.end()
         if at > len(pattern) or (depth and at == len(pattern)):
             return len(pattern)
     return at - 1
@@ -232,22 +232,22 @@ def _split(pattern: str) -> list[str]:
             options.append(pattern[start:at])
             start = at = at + 1
             continue
-        found = _ATOM.match(pattern, at)
-        if found is None:
+        atom = _ATOM.match(pattern, at)
+        if atom is None:
             return [pattern]
-        at = found.end()
-        if found["look"] is not None or found["group"] is not None:
+        at = atom.end()
+        if atom["look"] is not None or atom["group"] is not None:
             at = _close(pattern, at) + 1
     return [*options, pattern[start:]]
 
 
 def _without_look_behind(option: str) -> str:
     """Write an option's look-behind at the end of the text as look-ahead at the option's beginning."""
-    found = re.fullmatch(r"\^(.*)\(\?<([=!])([^()^$]*)\)\$", option, re.DOTALL)
-    if found is None or found[3].endswith("\\"):
+    match = re.fullmatch(r"\^(.*)\(\?<([=!])([^()^$]*)\)\$", option, re.DOTALL)
+    if match is None or match[3].endswith("\\"):
         return option
-    last = "|".join(rf"[\s\S]*{one}$" for one in _split(found[3]))
-    return f"^(?{found[2]}{last}){found[1]}$"
+    last = "|".join(rf"[\s\S]*{alternative}$" for alternative in _split(match[3]))
+    return f"^(?{match[2]}{last}){match[1]}$"
 
 
 def _tempered(inner: str, times: str) -> tuple[str, str] | None:
@@ -255,8 +255,8 @@ def _tempered(inner: str, times: str) -> tuple[str, str] | None:
     if not inner.startswith("(?!") or re.fullmatch(r"[*+]|\{[0-9,]+\}", times) is None:
         return None
     end = _close(inner, 3)
-    denied, one = inner[3:end], _ATOM.fullmatch(inner, end + 1)
-    if one is None or one["one"] in (None, "^", "$", "|") or one["times"] or LOOK_AROUND.search(denied):
+    denied, atom = inner[3:end], _ATOM.fullmatch(inner, end + 1)
+    if atom is None or atom["one"] in (None, "^", "$", "|") or atom["times"] or LOOK_AROUND.search(denied):
         return None
     # Behind the last character nothing is denied.
     group = re.match(r"\((?:\?:)?", denied)
@@ -265,7 +265,7 @@ def _tempered(inner: str, times: str) -> tuple[str, str] | None:
     options = _split(denied)
     if any(_MAY_BE_EMPTY.fullmatch(option) or option.endswith("$") for option in options):
         return None
-    return "|".join(f"{one['one']}*{option}" for option in options), f"{one['one']}{times}"
+    return "|".join(f"{atom['one']}*{option}" for option in options), f"{atom['one']}{times}"
 
 
 _MAY_BE_EMPTY = re.compile(r"(?:\[.*\]|\\?.)(?:[*?]|\{0).*|[(^$].*|", re.DOTALL)  # or has an anchor
@@ -294,17 +294,17 @@ class _Writer:
         parts: list[tuple[str, str]] = []  # kind and text
         at = 0
         while at < len(pattern):
-            found = _ATOM.match(pattern, at)
-            if found is None:
+            atom = _ATOM.match(pattern, at)
+            if atom is None:
                 return None
-            if found["look"] is None and found["group"] is None:
-                parts.append(("text", found[0]))
-                at = found.end()
+            if atom["look"] is None and atom["group"] is None:
+                parts.append(("text", atom[0]))
+                at = atom.end()
                 continue
-            end = _close(pattern, found.end())
-            inner, at = pattern[found.end() : end], end + 1
-            if found["look"] is not None:
-                parts.append((found["look"], inner))
+            end = _close(pattern, atom.end())
+            inner, at = pattern[atom.end() : end], end + 1
+            if atom["look"] is not None:
+                parts.append((atom["look"], inner))
                 continue
             more = re.compile(_TIMES).match(pattern, at)
             assert more is not None
@@ -319,7 +319,7 @@ class _Writer:
                 else:
                     return None
             else:
-                parts.append(("text", pattern[found.start() : more.end()]))
+                parts.append(("text", pattern[atom.start() : more.end()]))
                 at = more.end()
         begins = bool(parts) and parts[0] == ("text", "^")
         ends = bool(parts) and parts[-1] == ("text", "$")
@@ -380,19 +380,21 @@ class _Writer:
     def _atoms(self, text: str, is_wide: bool) -> Iterator[str]:
         at = 0
         while at < len(text):
-            found = _ATOM.match(text, at)
-            if found is None or found["one"] is None:  # a bracket, and how often its group is repeated
+            atom = _ATOM.match(text, at)
+            if atom is None or atom["one"] is None:  # a bracket, and how often its group is repeated
                 times = re.compile(_TIMES).match(text, at + 1)
-                end = found.end() if found is not None else at + 1 if times is None else times.end()
+                end = atom.end() if atom is not None else at + 1 if times is None else times.end()
                 yield text[at:end]
                 at = end
                 continue
-            one = found["one"]
-            if one not in ("|", "^", "$"):
-                one = _in_json(_single(one, is_wide), one) if self._is_json else _single(one, is_wide)
-            yield re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", one, flags=re.DOTALL)
-            yield found["times"]
-            at = found.end()
+            symbol = atom["one"]
+            if symbol not in ("|", "^", "$"):
+                symbol = (
+                    _in_json(_single(symbol, is_wide), symbol) if self._is_json else _single(symbol, is_wide)
+                )
+            yield re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", symbol, flags=re.DOTALL)
+            yield atom["times"]
+            at = atom.end()
 
 
 def _single(one: str, is_wide: bool) -> str:

@@ -141,9 +141,9 @@ class _Parser:
 
     def _takes(self, text: str) -> bool:
         """Take an operator if it is the next token."""
-        found = self._next.kind == "op" and self._next.text == text
-        self._at += found
-        return found
+        is_next = self._next.kind == "op" and self._next.text == text
+        self._at += is_next
+        return is_next
 
     def _expect(self, text: str) -> None:
         if not self._takes(text):
@@ -292,15 +292,15 @@ class _Parser:
 def _tokens(text: str) -> Iterator[_Token]:
     at, line = 0, 1
     while at < len(text):
-        found = _TOKEN.match(text, at)
-        if found is None:
+        match = _TOKEN.match(text, at)
+        if match is None:
             shown = quoted(text[at : at + 20].partition("\n")[0])
             raise InvalidRequestError(f"line {line}: {shown} is not supported here")
-        kind = str(found.lastgroup)
+        kind = str(match.lastgroup)
         if kind != "space":
-            yield _Token(kind, found[0], line)
-        line += found[0].count("\n")
-        at = found.end()
+            yield _Token(kind, match[0], line)
+        line += match[0].count("\n")
+        at = match.end()
 
 
 def _regex(token: str) -> str:

@@ -117,7 +117,7 @@ def without_options(schema: dict[str, Any]) -> dict[str, Any] | None:
 def whitespace_of(schema: Any) -> str | None:
     """Return the spaces that ``with_options`` was given; None if this is no result of it."""
     options = schema.get("x-guidance") if isinstance(schema, dict) else None
-    return next((name for name, given in WHITESPACE.items() if options == given), None)
+    return next((name for name, settings in WHITESPACE.items() if options == settings), None)
 
 
 def closed_objects(schema: dict[str, Any]) -> dict[str, Any]:
@@ -236,7 +236,8 @@ _SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "dependencies": (
         lambda value: (
-            isinstance(value, dict) and all(_is_schema(one) or _is_names(one) for one in value.values())
+            isinstance(value, dict)
+            and all(_is_schema(member) or _is_names(member) for member in value.values())
         ),
         "an object of schemas and lists of names",
     ),

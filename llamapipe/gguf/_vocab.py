@@ -204,8 +204,8 @@ def _check_bpe(head: Head, tokenizer: str) -> None:
     # A merge is two pieces with a space between them: the first space after the start must lie before the end.
     spaces = np.append(np.flatnonzero(region == ord(" ")), len(region) + 1)
     starts = merges.starts - first
-    found = spaces[np.searchsorted(spaces, starts + 1)]
-    wrong = np.flatnonzero(found >= starts + merges.lengths)
+    first_spaces = spaces[np.searchsorted(spaces, starts + 1)]
+    wrong = np.flatnonzero(first_spaces >= starts + merges.lengths)
     if len(wrong):
         i = int(wrong[0])
         start = int(merges.starts[i])

@@ -255,7 +255,7 @@ def check_control_vector(
 
 def _directions(head: Head, n_layer: int, n_embd: int) -> tuple[npt.NDArray[np.float32], tuple[int, int]]:
     """Return the array of a control vector, and its first and last layer."""
-    found = np.zeros((n_layer - 1, n_embd), np.float32)
+    directions = np.zeros((n_layer - 1, n_embd), np.float32)
     layers = []
     for tensor in head.tensors:
         named = _DIRECTION.fullmatch(tensor.name)
@@ -279,11 +279,11 @@ def _directions(head: Head, n_layer: int, n_embd: int) -> tuple[npt.NDArray[np.f
         values = np.frombuffer(head.buffer, "<f4", n_embd, head.data_start + tensor.offset)
         if not np.isfinite(values).all():
             raise Damage(f"the tensor {tensor.name!r} has numbers that are not finite")
-        found[layer - 1] = values
+        directions[layer - 1] = values
         layers.append(layer)
     if not layers:
         raise Damage("it has no tensors, so it would change nothing")
-    return found, (min(layers), max(layers))
+    return directions, (min(layers), max(layers))
 
 
 def _check_pairs(head: Head, architecture: str, tensors: Mapping[str, Tensor]) -> list[int]:

@@ -252,7 +252,9 @@ def check_gguf(
         check_tensors(head)
     except Damage as damage:
         raise ModelLoadError(f"{file}: {damage}") from None
-    tensors = tuple(tensor for each in (head, *(part.head for part in parts)) for tensor in each.tensors)
+    tensors = tuple(
+        tensor for part_head in (head, *(part.head for part in parts)) for tensor in part_head.tensors
+    )
     return GgufInfo(
         path=file,
         version=head.version,
@@ -283,7 +285,7 @@ def overridden(entries: Mapping[str, Entry], overrides: Mapping[str, bool | floa
     ``overrides``: bools, ints, floats or strs by key. Raises Damage for a value of another type than the file's, which
     llama.cpp would ignore.
     """
-    made = {}
+    replacements = {}
     for key, value in overrides.items():
         known = entries.get(key)
         kind = _kind_of(value) if known is None else known.kind
@@ -300,8 +302,8 @@ def overridden(entries: Mapping[str, Entry], overrides: Mapping[str, bool | floa
             )
         if not fits or kind == ARRAY:
             raise Damage(f"kv_overrides has {value!r} for {key}, which is of type {TYPE_NAMES[kind]}")
-        made[key] = Entry(kind, stored.encode() if isinstance(stored, str) else stored)
-    return made
+        replacements[key] = Entry(kind, stored.encode() if isinstance(stored, str) else stored)
+    return replacements
 
 
 def _kind_of(value: bool | int | float | str) -> int:
@@ -314,16 +316,16 @@ def _kind_of(value: bool | int | float | str) -> int:
 
 
 def _metadata(head: Head) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     for key, entry in head.entries.items():
         value = entry.value
         if isinstance(value, bytes):
-            found[key] = value.decode(errors="replace")
+            metadata[key] = value.decode(errors="replace")
         elif not isinstance(value, Array):
-            found[key] = value
+            metadata[key] = value
         elif value.kind != STRING and not key.startswith("tokenizer."):
-            found[key] = value.data.tolist()
-    return found
+            metadata[key] = value.data.tolist()
+    return metadata
 
 
 def open_gguf(path: Path, converter: str = _CONVERTER) -> OpenFile:
@@ -363,8 +365,8 @@ def _missing(path: Path) -> str:
 
 
 def _directory(path: Path) -> str:
-    found = sorted(other.name for other in path.glob("*.gguf"))[:5]
-    hint = f"give one of its files: {', '.join(found)}" if found else "give the path of a .gguf file"
+    names = sorted(other.name for other in path.glob("*.gguf"))[:5]
+    hint = f"give one of its files: {', '.join(names)}" if names else "give the path of a .gguf file"
     return f"{path} is a directory; {hint}"
 
 

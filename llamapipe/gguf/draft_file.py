@@ -45,9 +45,11 @@ def not_supported(architecture: str) -> str:
 
 def target_layers(metadata: Mapping[str, Any]) -> list[int]:
     """Return the layers whose inputs an EAGLE-3 draft reads; empty if the file does not say."""
-    found = metadata.get("eagle3.target_layers", ())
+    layers = metadata.get("eagle3.target_layers", ())
     return (
-        [int(layer) for layer in found] if isinstance(found, Sequence) and not isinstance(found, str) else []
+        [int(layer) for layer in layers]
+        if isinstance(layers, Sequence) and not isinstance(layers, str)
+        else []
     )
 
 

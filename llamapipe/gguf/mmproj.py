@@ -161,14 +161,14 @@ def mmproj_beside(model: Path, n_embd: int, title: Callable[[], str]) -> list[Mm
         return []
     others = {_plain(name) for name in names if not is_mmproj(name) and not name.startswith("imatrix")}
     own = _plain(model.name)
-    found = []
+    projectors = []
     for name in sorted(filter(is_mmproj, names)):
         info = _fitting(model.with_name(name), n_embd)
         if info is not None:
             same = _plain(name) == own or _letters(info.title) == _letters(title()) != ""
             if same or others <= {own}:
-                found.append(info)
-    return found
+                projectors.append(info)
+    return projectors
 
 
 def _fitting(path: Path, n_embd: int) -> MmprojInfo | None:
@@ -272,12 +272,12 @@ def _check_sizes(head: Head, modality: str) -> None:
     letter = modality[0]
     blocks = set()
     for name, dims in by_name.items():
-        found = _BLOCK.fullmatch(name)
-        if found is None or found[1] != letter:
+        match = _BLOCK.fullmatch(name)
+        if match is None or match[1] != letter:
             continue
-        blocks.add(int(found[2]))
+        blocks.add(int(match[2]))
         if width and inner:
-            expected = _expected(found[3], found[4], width, inner)
+            expected = _expected(match[3], match[4], width, inner)
             if expected is not None and tuple(dims) not in expected:
                 shapes = " or ".join(map(str, sorted(expected)))
                 raise Damage(f"tensor {name!r} has the shape {tuple(dims)}, not {shapes}")

@@ -22,10 +22,10 @@ class FileName(NamedTuple):
 
 def read_name(name: str) -> FileName:
     """Split a file's name into the model and the numbers of its part."""
-    found = _PART.search(name)
-    if found is None:
+    match = _PART.search(name)
+    if match is None:
         return FileName(name.removesuffix(".gguf"), 1, 0)
-    return FileName(name[: found.start()], int(found[1]), int(found[2]))
+    return FileName(name[: match.start()], int(match[1]), int(match[2]))
 
 
 def part_name(stem: str, part: int, n_parts: int) -> str:
@@ -35,5 +35,5 @@ def part_name(stem: str, part: int, n_parts: int) -> str:
 
 def split_quantization(stem: str) -> tuple[str, str | None]:
     """Split a stem such as ``model-Q4_K_M`` into the part before its quantization, and that quantization or None."""
-    found = _QUANTIZATION.search(stem)
-    return (stem, None) if found is None else (stem[: found.start()], found[1].upper())
+    match = _QUANTIZATION.search(stem)
+    return (stem, None) if match is None else (stem[: match.start()], match[1].upper())

@@ -126,14 +126,14 @@ class Head:
         region = self.buffer[first:end]
         starts = (array.starts - first).tolist()
         ends = (array.starts + array.lengths - first).tolist()
-        found = [region[start:end] for start, end in zip(starts, ends, strict=True)]
+        strings = [region[start:end] for start, end in zip(starts, ends, strict=True)]
         # The region holds the lengths of all strings but the first; their zero bytes do not count.
         n_zero = 8 * (array.count - 1) - sum(
             int(np.count_nonzero(array.lengths[1:] >> shift & 0xFF)) for shift in range(0, 32, 8)
         )
         if region.count(0) != n_zero:
-            found = [piece.split(b"\0", 1)[0] for piece in found]
-        return found
+            strings = [piece.split(b"\0", 1)[0] for piece in strings]
+        return strings
 
 
 def parse_head(buffer: mmap.mmap) -> Head:
@@ -253,14 +253,14 @@ class _Parser:
         lengths: list[npt.NDArray[np.int64]] = []
         left, patience = count, 64
         while left:
-            found = self._chain(left) if left > 32 else None
-            if found is None:
+            chain = self._chain(left) if left > 32 else None
+            if chain is None:
                 # Doubling bounds the cost of a file that was made to defeat the fast path.
-                found = self._one_by_one(key, min(left, patience), count - left)
+                chain = self._one_by_one(key, min(left, patience), count - left)
                 patience *= 2
-            starts.append(found[0])
-            lengths.append(found[1])
-            left -= len(found[0])
+            starts.append(chain[0])
+            lengths.append(chain[1])
+            left -= len(chain[0])
         if not starts:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         return np.concatenate(starts), np.concatenate(lengths)
@@ -344,10 +344,10 @@ def first_texts(path: Path) -> dict[str, str]:
 
     Takes any file, without an error. Reads 64 KiB: a whole head has a vocabulary.
     """
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     try:
         if not path.is_file():  # a pipe would be waited for
-            return found
+            return texts
         with path.open("rb") as file:
             data = file.read(_FIRST_BYTES)
         at = _HEADER_BYTES
@@ -361,11 +361,11 @@ def first_texts(path: Path) -> dict[str, str]:
                 at += _SCALARS[kind].size  # of an array: KeyError
                 continue
             n = _U64.unpack_from(data, at)[0]
-            found[key.decode(errors="replace")] = data[at + 8 : at + 8 + n].decode(errors="replace")
+            texts[key.decode(errors="replace")] = data[at + 8 : at + 8 + n].decode(errors="replace")
             at += 8 + n
     except (OSError, ValueError, KeyError, struct.error):
         pass
-    return found
+    return texts
 
 
 N_BYTES = 16

@@ -208,7 +208,7 @@ def _merges_by_score(head: Head, pieces: list[str], added: Sequence[AddedToken])
     scores = entry.value.data.tolist()
     known = set(pieces)
     special = {token.text for token in added}  # matched before merging
-    made: dict[float, str] = {}
+    by_score: dict[float, str] = {}
     merges = []
     for i in sorted(range(len(pieces)), key=lambda i: (-scores[i], i)):
         piece = pieces[i]
@@ -227,7 +227,7 @@ def _merges_by_score(head: Head, pieces: list[str], added: Sequence[AddedToken])
                 )
         if not pairs:
             continue
-        if (other := made.setdefault(scores[i], piece)) != piece:
+        if (other := by_score.setdefault(scores[i], piece)) != piece:
             raise CannotExportError(
                 f"its pieces {other!r} and {piece!r} have the same score, {scores[i]}; tokenizer.json needs an order"
             )
@@ -238,8 +238,8 @@ def _merges_by_score(head: Head, pieces: list[str], added: Sequence[AddedToken])
 # ---- byte-level BPE: the file lists the merges in their order
 def _byte_level(head: Head, pieces: list[str]) -> dict[str, Any]:
     flavour = text(head.entries, "tokenizer.ggml.pre")
-    found = PRE_TOKENIZERS.get(flavour or "")
-    if found is None:
+    pre_tokenizer = PRE_TOKENIZERS.get(flavour or "")
+    if pre_tokenizer is None:
         named = (
             "it does not name its pre-tokenizer" if flavour is None else f"its pre-tokenizer is {flavour!r}"
         )
@@ -256,13 +256,13 @@ def _byte_level(head: Head, pieces: list[str]) -> dict[str, Any]:
         merges.append((left, right))
     splits = [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        for pattern in found.patterns
+        for pattern in pre_tokenizer.patterns
     ]
     return {
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, _BYTE_LEVEL]},
         "decoder": _BYTE_LEVEL,
-        "model": _bpe(pieces, merges, ignore_merges=found.whole_words),
+        "model": _bpe(pieces, merges, ignore_merges=pre_tokenizer.whole_words),
     }
 
 

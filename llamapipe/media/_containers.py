@@ -81,10 +81,10 @@ def _jpeg(data: bytes) -> _Reduced:
     kept, exif = [data[:2]], b""
     at, n_pixels, n_scans = 2, 0, 0
     for _ in range(MOST_SEGMENTS):
-        found = _JPEG_MARKER.search(data, at)
-        if found is None:
+        match = _JPEG_MARKER.search(data, at)
+        if match is None:
             return kept, exif
-        begin, at, marker = found.start(), found.end(), found[1][0]
+        begin, at, marker = match.start(), match.end(), match[1][0]
         if marker in (_BEGIN, _END):
             kept.append(data[begin:at])
             return kept, exif

@@ -124,26 +124,26 @@ class Given(NamedTuple):
         """
         content = self.content()
         if isinstance(content, bytes):
-            found, own = _wave(self.place, content)
+            sound, own = _wave(self.place, content)
         else:
-            found, own = _as_mono(self.place, content), self.rate or rate
+            sound, own = _as_mono(self.place, content), self.rate or rate
         if not 1000 <= own <= 768_000:
             raise InvalidRequestError(
                 f"{self.place}: the sound has {own} samples a second; give 1000 to 768000"
             )
-        if not 0 < len(found) <= MOST_SECONDS * own:
+        if not 0 < len(sound) <= MOST_SECONDS * own:
             raise InvalidRequestError(
-                f"{self.place}: the sound has {len(found) / own:.0f} s; it must have something, and at most "
+                f"{self.place}: the sound has {len(sound) / own:.0f} s; it must have something, and at most "
                 f"{MOST_SECONDS} s"
             )
-        if max_s is not None and len(found) > max_s * own:
+        if max_s is not None and len(sound) > max_s * own:
             raise InvalidRequestError(
-                f"{self.place}: the sound has {len(found) / own:.0f} s; the limit of this server is {max_s:g} s "
+                f"{self.place}: the sound has {len(sound) / own:.0f} s; the limit of this server is {max_s:g} s "
                 "(--max-sound): cut it into parts"
             )
         if own != rate:
-            found = _resampled(found, own / rate, max(round(len(found) * rate / own), 1))
-        return np.ascontiguousarray(found, np.float32)
+            sound = _resampled(sound, own / rate, max(round(len(sound) * rate / own), 1))
+        return np.ascontiguousarray(sound, np.float32)
 
 
 def _check_size(place: str, width: int, height: int) -> None:
@@ -166,14 +166,14 @@ def _decoded(place: str, data: bytes) -> npt.NDArray[np.uint8]:
             "or give the image as a numpy array (height, width, 3)"
         ) from None
     try:
-        found = picture_in(data)
-        if found is None:
+        picture = picture_in(data)
+        if picture is None:
             raise ContainerError("it is none")
-        with Image.open(_Watched(found.data), formats=[found.format]) as image:
+        with Image.open(_Watched(picture.data), formats=[picture.format]) as image:
             _check_size(place, *image.size)
             image.load()
             check_wanted()
-            turn = _TURNS.get(found.orientation)
+            turn = _TURNS.get(picture.orientation)
             turned = image if turn is None else image.transpose(Image.Transpose[turn])
             return np.asarray(turned.convert("RGB"))
     except InvalidRequestError:
@@ -224,10 +224,10 @@ def _as_mono(place: str, array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
             f"{place}: the sound is an array of {array.dtype} with shape {array.shape}; give float32 samples from -1 "
             "to 1 with shape (n,)"
         )
-    found = array.astype(np.float32)
-    if not np.isfinite(found).all():
+    samples = array.astype(np.float32)
+    if not np.isfinite(samples).all():
         raise InvalidRequestError(f"{place}: the sound has samples that are not finite")
-    return found
+    return samples
 
 
 def _wave(place: str, data: bytes) -> tuple[npt.NDArray[np.float32], int]:
@@ -288,14 +288,14 @@ def _resampled(samples: npt.NDArray[np.float32], step: float, n: int) -> npt.NDA
 
     Computes in blocks, because numpy computes with float64.
     """
-    made = np.empty(n, np.float32)
+    values = np.empty(n, np.float32)
     for begin in range(0, n, _BLOCK):
         check_wanted()
         at = np.arange(begin, min(begin + _BLOCK, n)) * step
         first = min(int(at[0]), len(samples) - 1)
         near = samples[first : int(at[-1]) + 2]
-        made[begin : begin + _BLOCK] = np.interp(at, np.arange(first, first + len(near)), near)
-    return made
+        values[begin : begin + _BLOCK] = np.interp(at, np.arange(first, first + len(near)), near)
+    return values
 
 
 def _sound_format(data: bytes) -> str:
@@ -378,12 +378,12 @@ KINDS = frozenset({"image", "image_url", "input_image", "audio", "input_audio"})
 
 
 def _of_data_url(place: str, url: str) -> bytes:
-    found = _DATA_URL.match(url)
-    if found is None:
+    match = _DATA_URL.match(url)
+    if match is None:
         raise InvalidRequestError(
             f"{place}: {quoted(url[:80])} is no data URL; only data:image/…;base64,… is read, no address is fetched"
         )
-    return _of_base64(place, url[found.end() :])
+    return _of_base64(place, url[match.end() :])
 
 
 def _of_base64(place: str, text: str) -> bytes:

@@ -92,7 +92,7 @@ def prompt_offsets(text: str, pieces: Iterable[tuple[bytes, bytes]]) -> list[int
     """
     data = text.encode("utf-8", "replace")
     at, offset = 0, 0  # in bytes, in characters
-    found: list[int] = []
+    offsets: list[int] = []
     for piece, written in pieces:
         forms = [form for form in (piece, piece[1:] if piece[:1] == b" " else b"", written) if form]
         begin = at
@@ -107,10 +107,10 @@ def prompt_offsets(text: str, pieces: Iterable[tuple[bytes, bytes]]) -> list[int
         offset += _n_begun(data[at:begin])
         # Inside a character, which began with a token before.
         is_inside = begin < len(data) and 0x80 <= data[begin] < 0xC0
-        found.append(offset - is_inside)
+        offsets.append(offset - is_inside)
         at = begin + match
         offset += _n_begun(data[begin:at])
-    return found
+    return offsets
 
 
 def _n_begun(data: bytes) -> int:
@@ -179,10 +179,10 @@ class StopChecker:
             while (child := children[state].get(character)) is None and state:
                 state = fallback[state]
             state = child or 0
-            found = match[state]
-            if found is not None:
-                shown = (self._held + text[: position + 1])[: -len(found)]
-                self._matched, self._held, self._state = found, "", 0
+            stop = match[state]
+            if stop is not None:
+                shown = (self._held + text[: position + 1])[: -len(stop)]
+                self._matched, self._held, self._state = stop, "", 0
                 return shown
         self._state = state
         shown = self._held + text

@@ -51,12 +51,12 @@ class WordPiece:
         words = self._words
         for word in self._normalized(text).split(" "):
             if word:
-                found = words.get(word)
-                if found is None:
-                    found = self._pieces(word)
+                ids = words.get(word)
+                if ids is None:
+                    ids = self._pieces(word)
                     if len(words) < _N_CACHED and len(word) <= _MOST_CHARACTERS:
-                        words[word] = found
-                tokens += found
+                        words[word] = ids
+                tokens += ids
         return tokens
 
     def _normalized(self, text: str) -> str:
@@ -90,17 +90,17 @@ class _Spaced(dict[int, "str | None"]):
 
     def __missing__(self, code: int) -> str | None:
         character = chr(code)
-        made: str | None = character
+        replacement: str | None = character
         if character in "\t\n\r":
-            made = " "
+            replacement = " "
         elif code in (0, 0xFFFD) or unicodedata.category(character) in ("Cc", "Cf", "Co"):
-            made = None
+            replacement = None
         elif character.isspace():
-            made = " "
+            replacement = " "
         elif any(low <= code <= high for low, high in _CHINESE):
-            made = f" {character} "
-        self[code] = made
-        return made
+            replacement = f" {character} "
+        self[code] = replacement
+        return replacement
 
 
 class _Split(dict[int, "str | None"]):
@@ -112,11 +112,11 @@ class _Split(dict[int, "str | None"]):
 
     def __missing__(self, code: int) -> str | None:
         character = chr(code)
-        made: str | None = character
+        replacement: str | None = character
         category = unicodedata.category(character)
         if category == "Mn" and self._strips:
-            made = None
+            replacement = None
         elif category[0] == "P" or character in string.punctuation:
-            made = f" {character} "
-        self[code] = made
-        return made
+            replacement = f" {character} "
+        self[code] = replacement
+        return replacement

@@ -233,13 +233,13 @@ class ChatBuilder:
         args = {} if options.template_args is None else options.template_args
         if not isinstance(args, Mapping):
             raise TypeError(f"template_args must be a dict, not {type(args).__name__}")
-        given = [tool.as_openai() for tool in tools] or None
+        openai_tools = [tool.as_openai() for tool in tools] or None
         n_ctx, room = self._request_builder.n_ctx, self._request_builder.room(params)
         may_drop = options.truncation == "auto"
         messages, media_mark, media, places = self._taken_media(messages, may_drop, params.cache_salt)
         written: Callable[..., list[int]] = partial(
             self._model.chat_prompts.tokenize,
-            tools=given,
+            tools=openai_tools,
             add_generation_prompt=True,
             template_args=args,
             media_mark=media_mark,
@@ -301,11 +301,11 @@ class ChatBuilder:
                 f"{first[0]} has the type {quoted(first[1])}; only text is supported, because {self._model.path.name} "
                 f"{self._model.no_projector}: give Model(…, mmproj=FILE) the model's second file, if it has one"
             )
-        messages, mark, given = taken_media(messages)
+        messages, mark, parts = taken_media(messages)
         owner = repr(cache_key(salt)).encode()
         n_ctx, n, n_pixels = self._request_builder.n_ctx, 0, 0
         media: list[Media] = []
-        for part in reversed(given) if may_drop else given:
+        for part in reversed(parts) if may_drop else parts:
             if n >= n_ctx and may_drop:
                 media.append(Media([[0] * n_ctx]))
                 continue
@@ -324,7 +324,7 @@ class ChatBuilder:
                 )
         if may_drop:
             media.reverse()
-        return messages, mark, media, [part.place for part in given]
+        return messages, mark, media, [part.place for part in parts]
 
     def _check_spans(self, tokens: Sequence[int], spans: Sequence[Span]) -> None:
         """Refuse what a step cannot compute."""
@@ -366,11 +366,11 @@ class ChatBuilder:
                 "tools are given, but the model's chat template has no place for them; "
                 "use a model that was trained to call tools, or give a chat_template with a place for them"
             )
-        given = next((name for name in CONSTRAINTS if getattr(params, name) is not None), None)
-        if given is not None and given != "json_schema":
+        constraint = next((name for name in CONSTRAINTS if getattr(params, name) is not None), None)
+        if constraint is not None and constraint != "json_schema":
             if tools and choice not in ("auto", "none"):
                 raise InvalidRequestError(
-                    f"{given} is given, and tool_choice forces a call; give one of them"
+                    f"{constraint} is given, and tool_choice forces a call; give one of them"
                 )
             return params, tools
         schema: str | None = params.json_schema  # type: ignore[assignment]  # text, once it was checked
@@ -387,9 +387,9 @@ class ChatBuilder:
             )
             if lark is None:
                 return params
-            made = replace(params, json_schema=None, lark=lark)
-            self._request_builder.check_params(made)
-            return made
+            grammar_params = replace(params, json_schema=None, lark=lark)
+            self._request_builder.check_params(grammar_params)
+            return grammar_params
 
         if not tools:
             return compiled(tools), tools

@@ -159,7 +159,7 @@ class RequestBuilder:
             self._refuse_long_ids(prompt)
             prompts, single = split_prompts(prompt)
         if params is None or isinstance(params, SamplingParams):
-            each: Sequence[SamplingParams | None] = [params] * len(prompts)
+            all_params: Sequence[SamplingParams | None] = [params] * len(prompts)
         elif isinstance(params, (str, bytes)) or not isinstance(params, Sequence):
             raise TypeError(
                 f"params must be SamplingParams or a list of them, not {type(params).__name__}: "
@@ -170,10 +170,10 @@ class RequestBuilder:
                 f"there are {len(prompts)} prompts and {len(params)} params; give one for all, or one for each"
             )
         else:
-            each = params
+            all_params = params
         if single:
-            return [self.item_or_error(prompts[0], each[0], None, on_error)], True
-        pairs = enumerate(zip(prompts, each, strict=True))
+            return [self.item_or_error(prompts[0], all_params[0], None, on_error)], True
+        pairs = enumerate(zip(prompts, all_params, strict=True))
         return [self.item_or_error(p, q, index, on_error) for index, (p, q) in pairs], False
 
     def item_or_error(
@@ -212,8 +212,8 @@ class RequestBuilder:
             if len(prompt) >= self.n_ctx:
                 self._refuse_long_text(prompt)
             chat_prompts = self._model.chat_prompts
-            if (found := chat_prompts.controls.first_in(prompt)) is not None:
-                chat_prompts.warn_of_control_text(found)
+            if (control := chat_prompts.controls.first_in(prompt)) is not None:
+                chat_prompts.warn_of_control_text(control)
             tokens = vocab.tokenize(prompt)
         elif spans:
             tokens = prompt

@@ -120,11 +120,11 @@ class ScoreJob(Generic[T]):
         """Return the scores in the shape of the call, from the answers of the requests."""
         scores: dict[int, Score] = {}
         for index, members in enumerate(self._requests):
-            for i, found in zip(members, answers[index], strict=True):
+            for i, token_scores in zip(members, answers[index], strict=True):
                 scores[i] = Score(
                     np.array(self._pairs[i][1], np.int32),
-                    np.array([score.logprob for score in found], np.float32),
-                    all(score.is_greedy for score in found),
+                    np.array([score.logprob for score in token_scores], np.float32),
+                    all(score.is_greedy for score in token_scores),
                 )
         return self._shape([scores[i] for i in range(len(self._pairs))])
 
@@ -133,9 +133,9 @@ def score_job(prompt: Any, continuation: Any, model: Model) -> ScoreJob[Shaped]:
     """Make the job of ``Engine.score``. Raises TypeError, ValueError, InvalidRequestError."""
     prompts, single = split_prompts(prompt, empty_ok=True)
     if single:
-        continuations, one = split_prompts(continuation, "continuation")
+        continuations, is_single = split_prompts(continuation, "continuation")
         pairs = _pairs(model, prompts[0], continuations)
-        return ScoreJob(pairs, (lambda scores: scores[0]) if one else list)
+        return ScoreJob(pairs, (lambda scores: scores[0]) if is_single else list)
     if (
         isinstance(continuation, (str, bytes))
         or not isinstance(continuation, Sized)
@@ -144,20 +144,20 @@ def score_job(prompt: Any, continuation: Any, model: Model) -> ScoreJob[Shaped]:
         raise TypeError(
             "prompt is a list of prompts, so continuation must be a list with one item, or one list of items, for each"
         )
-    each: Sequence[Any] = continuation  # type: ignore[assignment]
-    if len(each) != len(prompts):
+    by_prompt: Sequence[Any] = continuation  # type: ignore[assignment]
+    if len(by_prompt) != len(prompts):
         raise ValueError(
-            f"there are {len(prompts)} prompts and {len(each)} continuations; give one item, or one list of "
+            f"there are {len(prompts)} prompts and {len(by_prompt)} continuations; give one item, or one list of "
             "items, for each"
         )
     pairs, lengths = [], []
-    for index, (p, c) in enumerate(zip(prompts, list(each), strict=True)):
+    for index, (p, c) in enumerate(zip(prompts, list(by_prompt), strict=True)):
         try:
-            items, one = split_prompts(c, "continuation")
+            items, is_single = split_prompts(c, "continuation")
             pairs += _pairs(model, p, items)
         except (TypeError, ValueError) as e:
             raise with_prompt_index(e, index) from None
-        lengths.append(None if one else len(items))
+        lengths.append(None if is_single else len(items))
 
     def shape(scores: list[Score]) -> Shaped:
         left = iter(scores)

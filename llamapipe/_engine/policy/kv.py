@@ -401,9 +401,11 @@ class KvCache:
 
     def _marks(self, request: Request, keys: Sequence[int], limit: int) -> list[SavedState]:
         """Return the saved states of the first tokens of a request, that of the most tokens first."""
-        found = self._state_tree.prefixes(keys, limit, request.spec.cache_key)
+        prefixes = self._state_tree.prefixes(keys, limit, request.spec.cache_key)
         return [
-            mark for n, mark in found if self._n_exact_of(request.prefix_end(n), request, mark.n_exact) == n
+            mark
+            for n, mark in prefixes
+            if self._n_exact_of(request.prefix_end(n), request, mark.n_exact) == n
         ]
 
     def _ready(
@@ -809,8 +811,8 @@ class KvCache:
 
     def states_of(self, tokens: Sequence[int], cache_key: Hashable) -> list[tuple[int, int]]:
         """Return the saved states of beginnings of tokens, the shortest first: numbers of tokens, and keys."""
-        found = self._state_tree.prefixes(tokens, len(tokens), cache_key)
-        return [(n, state.key) for n, state in found][::-1]
+        prefixes = self._state_tree.prefixes(tokens, len(tokens), cache_key)
+        return [(n, state.key) for n, state in prefixes][::-1]
 
     def save_parked_windows(self) -> None:
         """Move parked sequences to host memory if windows would lack cells in what is read of them.
@@ -887,9 +889,9 @@ class KvCache:
             n_shared, others = self._tree.sharing(cells, cells.n)
             if not any(other in offered and min(other.n, n_shared) >= cells.n for other in others):
                 offered.add(cells)
-                found = self._described(cells)
-                if not has_media(found.tokens):
-                    yield found
+                unused = self._described(cells)
+                if not has_media(unused.tokens):
+                    yield unused
         for key in (
             () if self._has_cells else reversed(list(self._states))
         ):  # a state is all that its tokens need

@@ -159,8 +159,8 @@ class PrefixTree(Generic[H]):
             node = node.parent
         if node is None or node.parent is None:
             return 0, []
-        found = islice(reversed(node.holders), _MAX_LOOKED_AT + 1)
-        return n, [other for other in found if other != holder]
+        holders = islice(reversed(node.holders), _MAX_LOOKED_AT + 1)
+        return n, [other for other in holders if other != holder]
 
     def key_of(self, holder: H) -> Hashable:
         """Return the key with which a holder is in the tree."""

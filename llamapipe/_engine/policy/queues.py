@@ -92,14 +92,14 @@ class Waiting:
         if self._next is not None:
             return self._next
         if len(self._shares) == 1:
-            found = self._first_in((*self._shares.values(),)[0])[1]
+            request = self._first_in((*self._shares.values(),)[0])[1]
         else:
-            found = min(map(self._first_of, self._waiting_shares()))[-1]
+            request = min(map(self._first_of, self._waiting_shares()))[-1]
         # While both of its lines wait, it depends on who runs.
-        share = self._shares[found.spec.share]
+        share = self._shares[request.spec.share]
         if not (share.heap and share.lent):
-            self._next = found
-        return found
+            self._next = request
+        return request
 
     def lends_much(self, share: Hashable) -> bool:
         """Return whether requests that have lent their slots hold more of them than ``most_lent``."""
@@ -375,10 +375,10 @@ class Running:
 
     def claims(self) -> dict[Hashable, Claim]:
         """Return the claims of all sets of adapters with requests that could compute."""
-        found = {adapters: _claim(requests) for adapters, requests in self.others.items()}
+        claims = {adapters: _claim(requests) for adapters, requests in self.others.items()}
         if self.decoding or self.prefilling:
-            found[self.adapters] = _claim((*self.decoding, *self.prefilling))
-        return found
+            claims[self.adapters] = _claim((*self.decoding, *self.prefilling))
+        return claims
 
     def sort(self) -> None:
         """Move requests whose prompt is in the KV cache from ``prefilling`` to ``decoding``."""

@@ -770,18 +770,18 @@ class Scheduler:
                     continue
                 if self._running.can_compute:
                     return
-            found = cache.find(request)
+            prefix = cache.find(request)
             waiting.remove(request)
-            if found.leader is not None:
-                waiting.follow(request, found.leader, cache.place_for_follower(found.leader, found.n))
+            if prefix.leader is not None:
+                waiting.follow(request, prefix.leader, cache.place_for_follower(prefix.leader, prefix.n))
                 continue
-            if found.cells is not None:
-                cache.touch(found.cells)
+            if prefix.cells is not None:
+                cache.touch(prefix.cells)
             if self._scarce:
                 cache.evict(max(self.n_cells - self._running.n_cells - len(request.tokens), 0))
             if request.saved_cells is not None:
                 cache.unpin(request)
-            cache.place(request, found)
+            cache.place(request, prefix)
             waiting.admitted(request)
             if not request.n_total:
                 request.n_cached = request.n_past

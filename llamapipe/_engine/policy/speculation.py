@@ -293,8 +293,8 @@ class Gate:
         if not n_guessed or not self._expected_s:
             self.times.observe(n_decoding + n_guessed, seconds)
         else:
-            found = min(max(seconds / self._expected_s, 0.25), 4.0)
-            self._factor = _KEPT * self._factor + (1 - _KEPT) * found
+            ratio = min(max(seconds / self._expected_s, 0.25), 4.0)
+            self._factor = _KEPT * self._factor + (1 - _KEPT) * ratio
 
 
 def _cut(guesses: Sequence[Guess], length: int) -> tuple[dict[Request, int], float]:

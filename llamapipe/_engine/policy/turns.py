@@ -181,6 +181,6 @@ class SetTurns:
             # A change is what the first step takes longer than the second one, which computes as much.
             first, self._first = self._first, None
             if only_decodes and first[0] == n_tokens:
-                found = min(max(first[1] - seconds, 0.0), 10 * self.change_s)
-                self.change_s = _KEPT * self.change_s + (1 - _KEPT) * found
+                change_s = min(max(first[1] - seconds, 0.0), 10 * self.change_s)
+                self.change_s = _KEPT * self.change_s + (1 - _KEPT) * change_s
         return is_first

@@ -185,13 +185,13 @@ class BackgroundDraws:
         guessed: Sequence[int],
     ) -> bool:
         """Use a token of this step, or keep one of an earlier step. Return whether it was of this step."""
-        sampler, number, found = token
+        sampler, number, token_id = token
         i = pending.pop((sampler, number), None)
         if i is None:
             self._kept.append(token)
             return False
-        drawn[i] = found
-        if guessed and found != guessed[i]:
+        drawn[i] = token_id
+        if guessed and token_id != guessed[i]:
             while pending.pop((sampler, number + 1), None) is not None:  # rows after a wrong guess
                 number += 1
         return True

@@ -221,8 +221,8 @@ class DiskCache:
         n = len(keys)
         if not is_writable(cache_key):
             return False
-        found = self.find(keys, cache_key, n)
-        n_new = n - (0 if found is None else found[0])
+        hit = self.find(keys, cache_key, n)
+        n_new = n - (0 if hit is None else hit[0])
         least = 1 if n_new == n else MIN_GAIN if at_end else max(MIN_GAIN, n // GROWTH)
         return n_new >= least and name_of(keys, cache_key) not in self._offered
 
@@ -254,10 +254,10 @@ class DiskCache:
         with self._queues:  # not by the condition, which Ctrl-C could leave locked
             self._n_forgotten += 1
             self._offered.clear()
-            dropped = [one for one in self._writes if is_wanted(one.cache_key)]
-            for one in dropped:
-                self._writes.remove(one)
-                one.close()
+            dropped = [sequence for sequence in self._writes if is_wanted(sequence.cache_key)]
+            for sequence in dropped:
+                self._writes.remove(sequence)
+                sequence.close()
             self._changed.notify_all()
         with suppress(FileNotFoundError):  # another process has deleted the folder
             self._scan()
@@ -281,8 +281,8 @@ class DiskCache:
                 if not self._changed.wait(max(deadline - monotonic(), 0)):
                     break
             self._is_closed = True
-            for _, done in self._reads:
-                done(None)
+            for _, on_read in self._reads:
+                on_read(None)
             self._reads.clear()
             while self._writes:
                 self._writes.pop().close()
@@ -308,8 +308,8 @@ class DiskCache:
                     sequence = self._written = self._writes.popleft()
                 n_forgotten = self._n_forgotten
             if job is not None:
-                entry, done = job
-                done(self._read(entry))
+                entry, on_read = job
+                on_read(self._read(entry))
             elif sequence is not None:
                 try:
                     self._write(sequence, n_forgotten)
@@ -333,7 +333,7 @@ class DiskCache:
     def _read(self, entry: Entry) -> CachedSequence | None:
         path = self.folder / entry.name
         try:
-            found = read_sequence(path, self._layout, self._n_vocab)
+            sequence = read_sequence(path, self._layout, self._n_vocab)
         except FileNotFoundError:  # another process has deleted it
             pass
         except ValueError as error:
@@ -346,7 +346,7 @@ class DiskCache:
             _log.warning("%s could not be read: %r", path, error)
         else:
             self.n_read += 1
-            return found
+            return sequence
         with self._lock:
             self._drop(entry)
         return None
@@ -437,7 +437,7 @@ class DiskCache:
 
         False: they would not, without some that are written at the end. Raises OSError if the disk has no room.
         """
-        found, n_kept, now = [], 0, time_ns()
+        deletable, n_kept, now = [], 0, time_ns()
         for folder in subfolders(self.root):
             with suppress(OSError), os.scandir(folder) as files:
                 for file in files:
@@ -451,13 +451,15 @@ class DiskCache:
                             if self._rest is not None and file.name in self._rest:
                                 n_kept += status.st_size
                             else:
-                                found.append((min(status.st_mtime_ns, now), status.st_size, Path(file.path)))
+                                deletable.append(
+                                    (min(status.st_mtime_ns, now), status.st_size, Path(file.path))
+                                )
         if n_kept + n_bytes > self._max_bytes:
             return False
         disk = shutil.disk_usage(self.root)
         n_missing = n_bytes + min(disk.total // _FREE_SHARE, _FREE_BYTES) - disk.free
-        n_over = max(sum(size for _, size, _ in found) + n_kept + n_bytes - self._max_bytes, n_missing)
-        for _, size, path in sorted(found):
+        n_over = max(sum(size for _, size, _ in deletable) + n_kept + n_bytes - self._max_bytes, n_missing)
+        for _, size, path in sorted(deletable):
             if n_over <= 0:
                 break
             n_over -= size
@@ -474,12 +476,12 @@ class DiskCache:
     def _scan(self) -> None:
         """Learn what the folder has: new files of other processes, and which are gone."""
         names = set()
-        with os.scandir(self.folder) as found:
-            for one in found:
-                if one.name.endswith(SUFFIX):
-                    names.add(one.name)
-                elif one.name.endswith(PARTIAL):
-                    remove_if_dead(one.path)
+        with os.scandir(self.folder) as listing:
+            for dir_entry in listing:
+                if dir_entry.name.endswith(SUFFIX):
+                    names.add(dir_entry.name)
+                elif dir_entry.name.endswith(PARTIAL):
+                    remove_if_dead(dir_entry.path)
         with self._lock:
             for name in self._entries.keys() - names:
                 self._drop(self._entries[name])
@@ -529,9 +531,9 @@ def write_sequence(path: Path, sequence: CachedSequence, layout: SnapshotFormat)
 def read_sequence(path: Path, layout: SnapshotFormat, n_vocab: int) -> CachedSequence:
     """Read the sequence of a file. Raises OSError, MemoryError; ValueError for one that is damaged or does not fit."""
     with opened(path) as file:
-        found = _read(file, layout, n_vocab)
+        sequence = _read(file, layout, n_vocab)
         os.utime(file.fileno())
-    return found
+    return sequence
 
 
 def sequence_of(content: bytes, layout: SnapshotFormat, n_vocab: int) -> CachedSequence:
@@ -544,11 +546,11 @@ def _read(file: FileIO | BytesIO, layout: SnapshotFormat, n_vocab: int) -> Cache
     data = bytearray(n_bytes)
     if file.readinto(data) != n_bytes:
         raise ValueError("it is cut")
-    found = unpack(data, layout, n_vocab)
-    tokens = [head.marks.get(i, token) for i, token in enumerate(found.tokens)]
-    cells = SavedCells.of_bytes(found.state) if found.n_cells else None
-    states = [(n, SavedCells.of_bytes(state)) for n, state in found.states]
-    return CachedSequence(tokens, head.cache_key, cells, states, found.is_stale)
+    snapshot = unpack(data, layout, n_vocab)
+    tokens = [head.marks.get(i, token) for i, token in enumerate(snapshot.tokens)]
+    cells = SavedCells.of_bytes(snapshot.state) if snapshot.n_cells else None
+    states = [(n, SavedCells.of_bytes(state)) for n, state in snapshot.states]
+    return CachedSequence(tokens, head.cache_key, cells, states, snapshot.is_stale)
 
 
 def _file_of(sequence: CachedSequence, head: Head, layout: SnapshotFormat) -> list[Bytes]:

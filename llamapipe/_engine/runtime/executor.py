@@ -255,21 +255,21 @@ class StepExecutor:
         saved: list[tuple[int, int | None]] = []
         for op in ops:
             if isinstance(op, Remove):
-                done = self._remove(op.slot, op.position, op.state)
+                succeeded = self._remove(op.slot, op.position, op.state)
             elif isinstance(op, Discard):
-                done = self._discard(op.slot, op.position)
+                succeeded = self._discard(op.slot, op.position)
             elif isinstance(op, Keep):
                 if op.slot not in lost:
                     self._keep(op.slot, op.n)
                 continue
             elif isinstance(op, GoBack):
-                done = self._go_back(op.slot, op.n)
+                succeeded = self._go_back(op.slot, op.n)
             elif isinstance(op, Copy):
-                done = op.source not in lost and self._copy(op.source, op.slot, op.n, op.state)
+                succeeded = op.source not in lost and self._copy(op.source, op.slot, op.n, op.state)
             elif isinstance(op, Restore):
-                done = self._load(op.key, op.slot, op.n, op.state)
+                succeeded = self._load(op.key, op.slot, op.n, op.state)
             elif isinstance(op, Shift):
-                done = op.slot not in lost and self._shift(op.slot, op.begin, op.end)
+                succeeded = op.slot not in lost and self._shift(op.slot, op.begin, op.end)
             elif isinstance(op, (Save, SaveState)):
                 saved.append((op.key, None if op.slot in lost else self._save(op)))
                 continue
@@ -296,9 +296,9 @@ class StepExecutor:
                     forgotten.close()
                 continue
             stale.discard(op.slot)
-            if not done and isinstance(op, Remove) and op.state < 0 and self._keeps_stale:
+            if not succeeded and isinstance(op, Remove) and op.state < 0 and self._keeps_stale:
                 stale.add(op.slot)
-            elif not done:
+            elif not succeeded:
                 lost.add(op.slot)
             elif isinstance(op, (Copy, Restore)) or (isinstance(op, Remove) and op.state >= 0):
                 lost.discard(op.slot)
@@ -337,22 +337,24 @@ class StepExecutor:
             self._clear(seq_id)
             return False
         null, grids = self._native.ffi.NULL, self._grids.get(seq_id, ())
-        done: int = self._native.lib.lp_load(self._handle, seq_id, end_position(grids, n), null, copy.handle)
-        if done < 0:
+        status: int = self._native.lib.lp_load(
+            self._handle, seq_id, end_position(grids, n), null, copy.handle
+        )
+        if status < 0:
             raise RuntimeError(f"loading sequence {seq_id} failed: {last_error(self._native)}")
-        if not done:
+        if not status:
             self._set_grids(seq_id, ())
-        return done > 0
+        return status > 0
 
     def _remove(self, seq_id: int, position: int, state: int) -> bool:
         """Let a sequence go back to a position, if its memory has what that needs."""
         if state < 0 and (not self._is_checked or position == 0):
             return self._discard(seq_id, position)
         kept = self._grids_of_saved.get(state, ()) if state >= 0 else self._grids.get(seq_id, ())
-        done = self._load_parts(seq_id, position, None, state, grids_before(kept, position))
-        if not done and not (state < 0 and self._keeps_stale):
+        is_loaded = self._load_parts(seq_id, position, None, state, grids_before(kept, position))
+        if not is_loaded and not (state < 0 and self._keeps_stale):
             self._clear(seq_id)
-        return done
+        return is_loaded
 
     def _discard(self, seq_id: int, position: int) -> bool:
         """Remove cells without a check: those of guesses, which the last step has computed, or any without states."""
@@ -380,18 +382,18 @@ class StepExecutor:
             if cells is not None:
                 self._clear(seq_id)
             return False
-        done = self._native.lib.lp_load(
+        status = self._native.lib.lp_load(
             self._handle,
             seq_id,
             end_position(grids, n),
             null if cells is None else cells.handle,
             null if saved is None else saved.handle,
         )
-        if done < 0:
+        if status < 0:
             raise RuntimeError(f"loading sequence {seq_id} failed: {last_error(self._native)}")
-        if done or cells is not None:
-            self._set_grids(seq_id, grids if done else ())
-        return bool(done > 0)
+        if status or cells is not None:
+            self._set_grids(seq_id, grids if status else ())
+        return bool(status > 0)
 
     def _clear(self, seq_id: int) -> None:
         lib = self._native.lib
@@ -422,17 +424,17 @@ class StepExecutor:
             return False
         end = end_position(grids, n)
         if self._context.kv_unified and not self._context.needs_states and saved is None:
-            done = lib.lp_memory(self._handle, lib.LP_COPY, source, seq_id, 0, end, 0)
-            if done > 0 and self._is_checked and not self._load_parts(seq_id, n, None, -1, grids):
+            status = lib.lp_memory(self._handle, lib.LP_COPY, source, seq_id, 0, end, 0)
+            if status > 0 and self._is_checked and not self._load_parts(seq_id, n, None, -1, grids):
                 self._clear(seq_id)
                 return False
         else:  # llama.cpp's copy between streams copies a whole stream and drops the graphs
             part = self._native.ffi.NULL if saved is None else saved.handle
-            done = lib.lp_copy(self._handle, source, seq_id, end, part)
-        if done < 0:
+            status = lib.lp_copy(self._handle, source, seq_id, end, part)
+        if status < 0:
             raise DecodeError(f"copying sequence {source} failed ({last_error(self._native)})")
-        self._set_grids(seq_id, grids if done else ())
-        return bool(done > 0)
+        self._set_grids(seq_id, grids if status else ())
+        return bool(status > 0)
 
     def _load(self, key: int, seq_id: int, n: int, state: int) -> bool:
         """Replace a sequence's cells by the first ``n`` of saved ones."""

@@ -156,13 +156,13 @@ def record_logprobs(plan: BatchPlan, sampled: Sequence[int]) -> None:
 
 def targets_of(plan: BatchPlan) -> tuple[dict[int, list[int]], int]:
     """Return the tokens whose log-probability is wanted, by batch entry, and the most top tokens wanted with any."""
-    found: dict[int, list[int]] = {}
+    by_entry: dict[int, list[int]] = {}
     n_top = 0
     for _, targets, first, entries in plan.scored:
         n_top = max(n_top, targets.n_top)
         for i, entry in enumerate(entries):
-            found[entry] = targets.targets(first + i)
-    return found, n_top
+            by_entry[entry] = targets.targets(first + i)
+    return by_entry, n_top
 
 
 def score(executor: Executor, launched: InFlightStep) -> list[Request]:

@@ -71,23 +71,23 @@ def _is_invariant(new_context: Callable[..., Context]) -> bool:
             [[_N_TOKENS - 2] * 2, [2, 1]],
             [[30] * _N_SEQ, [_N_TOKENS - 31] * _N_SEQ, [1] * _N_SEQ],
         ]
-        found = []
+        rows = []
         for way in ways:
             context.clear()
-            found.append(_last_logits(context, tokens, way))
-        return all(np.array_equal(logits, found[0]) for logits in found)
+            rows.append(_last_logits(context, tokens, way))
+        return all(np.array_equal(logits, rows[0]) for logits in rows)
 
 
 def _last_logits(
     context: Context, tokens: npt.NDArray[np.int64], parts: list[list[int]]
 ) -> npt.NDArray[np.float32]:
     """Return the logits after all tokens of sequence 0. The others begin one token later each, so they differ."""
-    done = 0
+    n_past = 0
     for part in parts:
-        entries = list(_entries(tokens, done, part))
+        entries = list(_entries(tokens, n_past, part))
         context.decode(DecodeBatch(*zip(*entries, strict=True)))
-        done += part[0]
-    assert done == len(tokens)
+        n_past += part[0]
+    assert n_past == len(tokens)
     return context.logits(parts[-1][0] - 1).copy()
 
 

@@ -196,10 +196,10 @@ class EngineLoop:
         limit = len(request.tokens) - 1
         if request.logprob_targets is not None:
             limit = min(limit, request.logprob_targets.wanted_from)
-        found = disk.find(request.cell_keys(), request.spec.cache_key, limit)
-        if found is None or found[0] < cache.find(request).n + MIN_GAIN:
+        hit = disk.find(request.cell_keys(), request.spec.cache_key, limit)
+        if hit is None or hit[0] < cache.find(request).n + MIN_GAIN:
             return
-        entry = found[1]
+        entry = hit[1]
         if cache.n_bytes_of(entry.n) > cache.host_budget:
             return
         if entry in self._reading:
@@ -227,7 +227,7 @@ class EngineLoop:
         self._overdue.discard(entry)
         requests = self._reading.pop(entry, [])
         if found is not None and self.failure is None and n_resets == self._n_resets:
-            pinned_by = next((one for one in requests if one.state is not State.FINISHED), None)
+            pinned_by = next((request for request in requests if request.state is not State.FINISHED), None)
             self._take_in(found, pinned_by)
         elif found is not None:
             found.close()
@@ -324,8 +324,8 @@ class EngineLoop:
     def _states_of(self, request: Request, n: int) -> list[tuple[int, bytes]]:
         """Return the last few saved states of the beginnings of a request's cells, for its snapshot to go back to."""
         cache = self._scheduler.cache
-        found = cache.states_of(request.cell_keys()[:n], request.spec.cache_key)
-        states = [(n, self._executor.read_saved(key)) for n, key in found[-_MOST_STATES:]]
+        keys = cache.states_of(request.cell_keys()[:n], request.spec.cache_key)
+        states = [(n, self._executor.read_saved(key)) for n, key in keys[-_MOST_STATES:]]
         return [(n, state) for n, state in states if state is not None]
 
     def restore(self, request: Request, found: Snapshot) -> None:
@@ -398,10 +398,10 @@ class EngineLoop:
         """Return a copy of the cells of a conversation, which the caller closes. None: there are none."""
         tokens, cache_key = self._conversations.get(key, ((), None))
         self._change_cells()
-        found = self._scheduler.cache.holder(tokens, cache_key) if tokens else None
-        if found is None or has_media(found.tokens):
+        holder = self._scheduler.cache.holder(tokens, cache_key) if tokens else None
+        if holder is None or has_media(holder.tokens):
             return None
-        return self._copied(found)
+        return self._copied(holder)
 
     def take_in_conversation(self, key: Hashable, found: CachedSequence) -> None:
         """Cache the cells of a conversation that come from elsewhere, if there is room, and remember them."""
@@ -412,9 +412,9 @@ class EngineLoop:
         """Drop the cells of a conversation, wherever they are. Return how many tokens they had."""
         cache, n = self._scheduler.cache, 0
         tokens, cache_key = self._conversations.pop(key, ((), None))
-        while tokens and (found := cache.holder(tokens, cache_key)) is not None:
-            cache.drop(found)
-            n = max(n, len(found.tokens))
+        while tokens and (holder := cache.holder(tokens, cache_key)) is not None:
+            cache.drop(holder)
+            n = max(n, len(holder.tokens))
         return n
 
     def hold_conversation(self, key: Hashable) -> None:
@@ -449,12 +449,12 @@ class EngineLoop:
         ``deadline``: a time of ``monotonic``; until then all of them are written, also those that have grown little.
         """
         self._change_cells()
-        for found in self._scheduler.cache.offer_unused(again=deadline is not None):
+        for unused in self._scheduler.cache.offer_unused(again=deadline is not None):
             if deadline is not None and not disk.wait_for_room(deadline):
                 return False
-            if not disk.wants(found.tokens, found.cache_key, at_end=deadline is not None):
+            if not disk.wants(unused.tokens, unused.cache_key, at_end=deadline is not None):
                 continue
-            copy = self._copied(found)
+            copy = self._copied(unused)
             if copy is None:
                 continue
             disk.write(copy)
@@ -544,8 +544,8 @@ class EngineLoop:
         if not self.in_flight.steps and not self.closed:
             self._change_cells()
             expected = self._scheduler.n_cells_by_slot()
-            found = {slot: self._executor.sequence_end(slot) for slot in expected}
-            assert found == expected, f"cells by slot: {found}, expected {expected}"
+            actual = {slot: self._executor.sequence_end(slot) for slot in expected}
+            assert actual == expected, f"cells by slot: {actual}, expected {expected}"
 
     # ---- the loop
     def run(self) -> None:

@@ -56,5 +56,5 @@ def n_tokens_before(grids: Grids, end: int) -> int:
 
 def grids_before(grids: Grids, n: int) -> Grids | None:
     """Return the images among the first ``n`` tokens; None if these end within one."""
-    found = [grid for grid in grids if grid.begin < n]
-    return None if found and found[-1].begin + found[-1].n > n else found
+    images = [grid for grid in grids if grid.begin < n]
+    return None if images and images[-1].begin + images[-1].n > n else images

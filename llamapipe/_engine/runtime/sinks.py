@@ -348,15 +348,15 @@ class TokenSink(TextSink):
     def token(self, request: Request, token: int) -> bool:
         """Hand the token over, or keep it for ``finish`` when it follows at once: the end is known by then."""
         piece = self._piece(token)
-        given = Token(token, piece, self._text.push(piece))
+        stream_token = Token(token, piece, self._text.push(piece))
         if request.wants_logprobs:
             note = token_logprob(request, token, self._piece)
-            given = given._replace(logprob=note.logprob, top=note.top)
+            stream_token = stream_token._replace(logprob=note.logprob, top=note.top)
         stopped = self._text.stopped
         if stopped or request.finish_reason is not None:
-            self._last = given
+            self._last = stream_token
         else:
-            self.mailbox.put(given)
+            self.mailbox.put(stream_token)
         return stopped
 
     def finish(self, request: Request) -> None:

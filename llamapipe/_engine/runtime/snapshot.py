@@ -83,7 +83,7 @@ def parts_of(snapshot: Snapshot, layout: SnapshotFormat) -> list[Bytes]:
     if layout.states is not None:
         try:
             state = layout.states.stored(snapshot.state, n_cells) if n_cells else []
-            states = [(n, layout.states.stored(one, n, True)) for n, one in snapshot.states]
+            states = [(n, layout.states.stored(data, n, True)) for n, data in snapshot.states]
         except StateError:  # another memory than its empty states have shown: its tokens are computed again
             state, states = [], []
     head = _HEADER.pack(
@@ -100,9 +100,9 @@ def parts_of(snapshot: Snapshot, layout: SnapshotFormat) -> list[Bytes]:
         sum(map(len, state)),
         layout.adapters,
     )
-    table = b"".join(_STATE.pack(n, sum(map(len, one))) for n, one in states)
+    table = b"".join(_STATE.pack(n, sum(map(len, buffers))) for n, buffers in states)
     tokens = np.array(snapshot.tokens, "<i4").tobytes()
-    parts: list[Bytes] = [head, table, tokens, *state, *(part for _, one in states for part in one)]
+    parts: list[Bytes] = [head, table, tokens, *state, *(part for _, buffers in states for part in buffers)]
     return [*parts, _digest(*parts)]
 
 
@@ -204,7 +204,7 @@ def unpack(data: Bytes, layout: SnapshotFormat, n_vocab: int) -> Snapshot:
 def _digest(*parts: Bytes) -> bytes:
     from hashlib import blake2b
 
-    made = blake2b(digest_size=_CHECK_BYTES)
+    digest = blake2b(digest_size=_CHECK_BYTES)
     for part in parts:
-        made.update(part)
-    return made.digest()
+        digest.update(part)
+    return digest.digest()

@@ -136,7 +136,7 @@ class StateLayout:
 
         ``end``: that position in the part before, which has the cells from 0 on; -1: this is that part.
         """
-        found: memoryview | None = None
+        cells: memoryview | None = None
         if (n_found := reader.number()) != n_streams:
             raise StateError(f"its cells have {n_found} streams and should have {n_streams}")
         for _ in range(n_streams):
@@ -144,7 +144,7 @@ class StateLayout:
             count = reader.number()
             if not count:
                 continue
-            if found is not None:
+            if cells is not None:
                 raise StateError("its cells are of several sequences")
             form = _GRID_CELL if self.has_grid else _CELL
             table = np.frombuffer(reader.data, form, count, reader.skip(count * form.itemsize))
@@ -156,10 +156,10 @@ class StateLayout:
             if (table["n_sequences"] != 1).any():
                 raise StateError("its cells are of several sequences")
             self._skip_values(reader, count)
-            found, end = reader.data[begin : reader.at], after
-        if found is None:
+            cells, end = reader.data[begin : reader.at], after
+        if cells is None:
             raise StateError(f"it has no cells for its {n} tokens")
-        return found, end
+        return cells, end
 
     def _skip_values(self, reader: _Reader, count: int) -> None:
         """Skip the keys and values of ``count`` cells."""

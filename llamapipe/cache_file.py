@@ -69,8 +69,8 @@ def packed_head(head: Head, n_snapshot: int) -> tuple[bytes, bytes]:
     """Return the beginning of a file, in two parts."""
     blocks = array("Q", head.blocks).tobytes().hex()
     places, marks = [*head.places.items()], [*head.marks.items()]
-    found = [head.cache_key, head.n, head.has_cells, places, head.tail, blocks, marks]
-    text = json.dumps(found, default=_bytes_as_json).encode()
+    fields = [head.cache_key, head.n, head.has_cells, places, head.tail, blocks, marks]
+    text = json.dumps(fields, default=_bytes_as_json).encode()
     return _START.pack(_MAGIC, len(text), crc32(text), n_snapshot), text
 
 

@@ -371,8 +371,8 @@ class Embedder(AsyncOwner):
 def _normalized(row: Floats) -> Floats:
     """Return vectors of length 1; a vector of zeros stays as it is."""
     length = np.linalg.norm(row, axis=-1, keepdims=True)
-    made: Floats = np.divide(row, length, out=np.zeros_like(row), where=length > 0)
-    return made
+    vectors: Floats = np.divide(row, length, out=np.zeros_like(row), where=length > 0)
+    return vectors
 
 
 def _settle(future: asyncio.Future[list[Floats]], given: list[Floats] | BaseException) -> None:

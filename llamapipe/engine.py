@@ -667,11 +667,11 @@ class Engine(BlockingCalls, AsyncOwner):
 
         Errors to return go to ``pending.ready``.
         """
-        each: Iterator[SamplingParams | None]
-        each = repeat(params) if params is None or isinstance(params, SamplingParams) else iter(params)
+        all_params: Iterator[SamplingParams | None]
+        all_params = repeat(params) if params is None or isinstance(params, SamplingParams) else iter(params)
         index = 0
         async for prompt in as_async(prompts):
-            its_params = next(each, END)
+            its_params = next(all_params, END)
             if its_params is END:
                 raise ValueError(f"params has {index} items, and there are more prompts")
             item = await self._long_work.run_off_loop(
@@ -683,7 +683,7 @@ class Engine(BlockingCalls, AsyncOwner):
             else:
                 yield partial(self._request_builder.make_requests, {index: item})
             index += 1
-        if not isinstance(each, repeat) and next(each, END) is not END:
+        if not isinstance(all_params, repeat) and next(all_params, END) is not END:
             raise ValueError(f"there are {index} prompts, and params has more items")
 
     @explains_keywords
@@ -947,12 +947,12 @@ class Engine(BlockingCalls, AsyncOwner):
         self._engine_thread.check_open()
         if not isinstance(snapshot, (bytes, bytearray, memoryview)):
             raise TypeError(f"snapshot must be bytes, not {type(snapshot).__name__}")
-        found = await to_thread(self._unpack, snapshot, params)
-        item = await self._long_work.run_off_loop(self._request_builder.item, found.tokens, params)
+        sequence = await to_thread(self._unpack, snapshot, params)
+        item = await self._long_work.run_off_loop(self._request_builder.item, sequence.tokens, params)
         mailbox = AsyncMailbox(running_loop(), self._engine_thread.dispatcher)
-        request = self._request_builder.restored(item, mailbox, found)
+        request = self._request_builder.restored(item, mailbox, sequence)
         generation = self._ageneration(request, mailbox)
-        self._engine_thread.restore(request, found)
+        self._engine_thread.restore(request, sequence)
         return generation
 
     @explains_options()
@@ -1249,17 +1249,17 @@ class Engine(BlockingCalls, AsyncOwner):
         may read it. Waits for the running step. Any thread. Raises InvalidRequestError if there are no cells, OSError.
         """
         loop = self._engine_thread.loop
-        found = self._engine_thread.ask(partial(loop.conversation, conversation_key(name)))
-        if found is None:
+        sequence = self._engine_thread.ask(partial(loop.conversation, conversation_key(name)))
+        if sequence is None:
             raise InvalidRequestError(
                 f"nothing is cached of the conversation {quoted(name)}; compute it first"
             )
         try:
-            return len(found.tokens), write_sequence(path, found, self._snapshot_format(None))
+            return len(sequence.tokens), write_sequence(path, sequence, self._snapshot_format(None))
         except ValueError as error:
             raise InvalidRequestError(str(error)) from error
         finally:
-            found.close()
+            sequence.close()
 
     def load_conversation(self, name: str, path: Path) -> int:
         """Cache the cells of a file of ``save_conversation``, and name them. Return how many tokens there are.
@@ -1268,19 +1268,19 @@ class Engine(BlockingCalls, AsyncOwner):
         Raises OSError, InvalidRequestError for a file that is damaged, too long, or of another model or tenant.
         """
         try:
-            found = read_sequence(path, self._snapshot_format(None), self.model.n_vocab)
+            sequence = read_sequence(path, self._snapshot_format(None), self.model.n_vocab)
         except ValueError as error:
             raise InvalidRequestError(f"{path.name} cannot be used: {error}") from error
         loop = self._engine_thread.loop
         try:
-            self._check_length(path, len(found.tokens))
-            if not is_of(tenant.get().cache)(found.cache_key):
+            self._check_length(path, len(sequence.tokens))
+            if not is_of(tenant.get().cache)(sequence.cache_key):
                 raise InvalidRequestError(f"{path.name} is of another API key")
         except InvalidRequestError:
-            found.close()
+            sequence.close()
             raise
-        self._engine_thread.ask(partial(loop.take_in_conversation, conversation_key(name), found))
-        return len(found.tokens)
+        self._engine_thread.ask(partial(loop.take_in_conversation, conversation_key(name), sequence))
+        return len(sequence.tokens)
 
     def import_conversation(self, data: bytes, path: Path) -> tuple[int, int]:
         """Write the bytes of a file of ``save_conversation`` from elsewhere to a file of this tenant.
@@ -1289,17 +1289,17 @@ class Engine(BlockingCalls, AsyncOwner):
         be of another tenant. Any thread. Raises OSError, InvalidRequestError for what ``load_conversation`` refuses.
         """
         try:
-            found = sequence_of(data, self._snapshot_format(None), self.model.n_vocab)
+            sequence = sequence_of(data, self._snapshot_format(None), self.model.n_vocab)
         except ValueError as error:
             raise InvalidRequestError(f"{path.name} cannot be used: {error}") from error
         try:
-            self._check_length(path, len(found.tokens))
-            mine = found._replace(cache_key=own_key(found.cache_key))
-            return len(found.tokens), write_sequence(path, mine, self._snapshot_format(None))
+            self._check_length(path, len(sequence.tokens))
+            mine = sequence._replace(cache_key=own_key(sequence.cache_key))
+            return len(sequence.tokens), write_sequence(path, mine, self._snapshot_format(None))
         except ValueError as error:
             raise InvalidRequestError(str(error)) from error
         finally:
-            found.close()
+            sequence.close()
 
     def _check_length(self, path: Path, n: int) -> None:
         if n > self.n_ctx:
@@ -1630,9 +1630,9 @@ def _cache_folder(
         return None
     if not isinstance(folder, (str, os.PathLike)):
         raise TypeError(f"cache_dir must be the path of a folder or None, not {type(folder).__name__}")
-    found = os.fsdecode(folder)
-    if not found or "\0" in found:
-        raise ValueError(f"cache_dir is {found!r}; give the path of a folder")
+    path = os.fsdecode(folder)
+    if not path or "\0" in path:
+        raise ValueError(f"cache_dir is {path!r}; give the path of a folder")
     if cache_mode is not True:
         raise ValueError(
             f"cache_dir needs prefix_cache=True, not {cache_mode!r}: cells from a file are not computed alone"
@@ -1641,7 +1641,7 @@ def _cache_folder(
         raise ValueError(
             "cache_dir needs cache_bytes above 0: what is read from a file goes through host memory"
         )
-    return Path(found).expanduser()
+    return Path(path).expanduser()
 
 
 def _default_cache_bytes() -> int:

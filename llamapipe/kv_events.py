@@ -77,8 +77,8 @@ class KvEvents:
 def _check_address(name: str, value: object) -> None:
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a string, not {type(value).__name__}")
-    found = _ADDRESS.fullmatch(value)
-    if found is None or int(found["port"] or 0) > _LARGEST_PORT:
+    match = _ADDRESS.fullmatch(value)
+    if match is None or int(match["port"] or 0) > _LARGEST_PORT:
         raise ValueError(f"{name} is {value!r}; it must be tcp://HOST:PORT or ipc://PATH")
 
 
@@ -270,18 +270,18 @@ class Publisher:
 
     def _socket(self, kind: int, address: str, connect: bool = False) -> Any:
         zmq = self._zmq
-        made = self._context.socket(kind)
-        made.linger = _LINGER_MS
-        made.sndhwm = _MAX_UNSENT
-        made.ipv6 = "[" in address
+        socket = self._context.socket(kind)
+        socket.linger = _LINGER_MS
+        socket.sndhwm = _MAX_UNSENT
+        socket.ipv6 = "[" in address
         try:
             if connect:
-                made.connect(address)
+                socket.connect(address)
             else:
-                made.bind(address)
+                socket.bind(address)
         except zmq.ZMQError as e:
             raise OSError(e.errno, f"cannot use {address} for KV events: {e.strerror}") from None
-        return made
+        return socket
 
     # ---- the engine thread
     def flush(self) -> None:

@@ -229,9 +229,11 @@ class SamplingParams:
         self._set("logits_processors", processors)
 
     def _check_constraints(self) -> None:
-        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"{given[0]} and {given[1]} are both given; a text can follow only one of them")
+        constraints = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(constraints) > 1:
+            raise ValueError(
+                f"{constraints[0]} and {constraints[1]} are both given; a text can follow only one of them"
+            )
         for name in ("grammar", "regex", "lark"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):

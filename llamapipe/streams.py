@@ -289,8 +289,8 @@ class SequenceHandle(NotCopyable):
         self._engine_thread.fork(self._request, forked._request)
 
     def _pack(self) -> bytes:
-        found = self._engine_thread.snapshot(self._request)
-        return pack(found, self._format(self._request.spec.all_adapters))
+        snapshot = self._engine_thread.snapshot(self._request)
+        return pack(snapshot, self._format(self._request.spec.all_adapters))
 
     def cancel(self) -> None:
         """End the generation and free its slot; ``next`` then returns None without a step. Any thread."""
@@ -583,11 +583,11 @@ class AsyncGeneration(SequenceHandle):
         Returns at once; nothing is computed before ``next``. Close it as well. Raises InvalidRequestError if this
         generation was cancelled or failed, TypeError or ValueError for a bad seed.
         """
-        given = None if seed is None else check_int("seed", seed, 0, 2**64 - 1)
+        sampler_seed = None if seed is None else check_int("seed", seed, 0, 2**64 - 1)
         with self._alone:
             self._check_open()
             mailbox = AsyncMailbox(running_loop(), self._engine_thread.dispatcher)
-            child = self._forked_request(given, mailbox)
+            child = self._forked_request(sampler_seed, mailbox)
             forked = AsyncGeneration(
                 self._engine_thread, child, mailbox, self._n_vocab, self._n_ctx, self._format
             )

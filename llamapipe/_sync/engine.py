@@ -224,11 +224,11 @@ class BlockingCalls(EngineParts):
 
         Errors to return go to ``pending.ready``.
         """
-        each: Iterator[SamplingParams | None]
-        each = repeat(params) if params is None or isinstance(params, SamplingParams) else iter(params)
+        all_params: Iterator[SamplingParams | None]
+        all_params = repeat(params) if params is None or isinstance(params, SamplingParams) else iter(params)
         index = 0
         for prompt in prompts:
-            its_params = next(each, END)
+            its_params = next(all_params, END)
             if its_params is END:
                 raise ValueError(f"params has {index} items, and there are more prompts")
             item = self._request_builder.item_or_error(prompt, its_params, index, pending.options.on_error)
@@ -238,7 +238,7 @@ class BlockingCalls(EngineParts):
             else:
                 yield partial(self._request_builder.make_requests, {index: item})
             index += 1
-        if not isinstance(each, repeat) and next(each, END) is not END:
+        if not isinstance(all_params, repeat) and next(all_params, END) is not END:
             raise ValueError(f"there are {index} prompts, and params has more items")
 
     @explains_keywords
@@ -489,12 +489,12 @@ class BlockingCalls(EngineParts):
         self._engine_thread.check_open()
         if not isinstance(snapshot, (bytes, bytearray, memoryview)):
             raise TypeError(f"snapshot must be bytes, not {type(snapshot).__name__}")
-        found = self._unpack(snapshot, params)
-        item = self._request_builder.item(found.tokens, params)
+        sequence = self._unpack(snapshot, params)
+        item = self._request_builder.item(sequence.tokens, params)
         mailbox = ThreadMailbox(self._engine_thread.dispatcher)
-        request = self._request_builder.restored(item, mailbox, found)
+        request = self._request_builder.restored(item, mailbox, sequence)
         generation = self._generation(request, mailbox)
-        self._engine_thread.restore(request, found)
+        self._engine_thread.restore(request, sequence)
         return generation
 
     @explains_options()

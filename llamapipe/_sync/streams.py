@@ -276,11 +276,11 @@ class Generation(SequenceHandle):
         Returns at once; nothing is computed before ``next``. Close it as well. Raises InvalidRequestError if this
         generation was cancelled or failed, TypeError or ValueError for a bad seed.
         """
-        given = None if seed is None else check_int("seed", seed, 0, 2**64 - 1)
+        sampler_seed = None if seed is None else check_int("seed", seed, 0, 2**64 - 1)
         with self._alone:
             self._check_open()
             mailbox = ThreadMailbox(self._engine_thread.dispatcher)
-            child = self._forked_request(given, mailbox)
+            child = self._forked_request(sampler_seed, mailbox)
             forked = Generation(self._engine_thread, child, mailbox, self._n_vocab, self._n_ctx, self._format)
             self._start_fork(forked)
             return forked

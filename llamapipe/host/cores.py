@@ -55,14 +55,14 @@ def yielding(function: Callable[..., T], *arguments: Any) -> T:
     """
     if sys.platform != "linux":
         return function(*arguments)
-    made: list[T] = []
+    results: list[T] = []
     failed: list[BaseException] = []
 
     def run() -> None:
         me = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, me, min(os.getpriority(os.PRIO_PROCESS, me) + YIELDS_BY, 19))
         try:
-            made.append(function(*arguments))
+            results.append(function(*arguments))
         except BaseException as e:
             failed.append(e)
 
@@ -71,7 +71,7 @@ def yielding(function: Callable[..., T], *arguments: Any) -> T:
     thread.join()
     if failed:
         raise failed[0]
-    return made[0]
+    return results[0]
 
 
 def set_group_nice(pid: int, yields: bool) -> None:
@@ -199,14 +199,14 @@ def _parts(n: int, n_parts: int) -> list[int]:
 
 def _nodes(allowed: set[int], system: Path) -> dict[int, tuple[int, ...]]:
     """Return the allowed cores of each NUMA node; one node, number 0, where the system tells none."""
-    found: dict[int, tuple[int, ...]] = {}
+    nodes: dict[int, tuple[int, ...]] = {}
     for folder in (system / "node").glob("node[0-9]*"):
         cores = _listed(folder / "cpulist") & allowed
         if cores:  # a node may have memory only
-            found[int(folder.name.removeprefix("node"))] = tuple(sorted(cores))
-    if set().union(*found.values()) != allowed:
+            nodes[int(folder.name.removeprefix("node"))] = tuple(sorted(cores))
+    if set().union(*nodes.values()) != allowed:
         return {0: tuple(sorted(allowed))}
-    return dict(sorted(found.items()))
+    return dict(sorted(nodes.items()))
 
 
 def _split(cores: Sequence[int], n: int, system: Path) -> list[tuple[int, ...]]:

@@ -46,14 +46,14 @@ def private_folder(kind: str) -> Iterator[Path]:
         for old in parent.iterdir():
             if old.is_dir() and not _is_in_use(old):
                 shutil.rmtree(old, ignore_errors=True)
-        made = Path(tempfile.mkdtemp(dir=parent))
-        own = (made / "lock").open("w")
+        folder = Path(tempfile.mkdtemp(dir=parent))
+        own = (folder / "lock").open("w")
         files.lock(own.fileno())
     try:
         with own:
-            yield made
+            yield folder
     finally:  # once the lock's file is closed: Windows deletes none that is open
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_in_use(folder: Path) -> bool:

@@ -91,15 +91,15 @@ def _rows(lines: Path) -> Iterator[dict[str, Any]]:
 
 def _columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, set[type]]:
     """Return the columns of a table in their order, and the types of their values."""
-    found: dict[str, set[type]] = {name: set() for name in _ALWAYS}
+    columns: dict[str, set[type]] = {name: set() for name in _ALWAYS}
     for row in rows:
         for name, value in row.items():
-            types = found.setdefault(name, set())
+            types = columns.setdefault(name, set())
             if value is not None:
                 types.add(_type_of(value))
-    kept = [name for name in found if name not in _COLUMNS]
+    kept = [name for name in columns if name not in _COLUMNS]
     first, last = _COLUMNS[:_N_NAMES], _COLUMNS[_N_NAMES:]
-    return {name: found[name] for name in (*first, *kept, *last) if name in found}
+    return {name: columns[name] for name in (*first, *kept, *last) if name in columns}
 
 
 def _type_of(value: object) -> type:
@@ -136,8 +136,8 @@ def _write_parquet(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, set[
         {name: _text(row.get(name)) if name in texts else row.get(name) for name in columns} for row in rows
     )
     with parquet.ParquetWriter(path, schema) as writer:
-        while some := list(islice(plain, _ROWS_AT_ONCE)):
-            writer.write_table(arrow.Table.from_pylist(some, schema=schema))
+        while batch := list(islice(plain, _ROWS_AT_ONCE)):
+            writer.write_table(arrow.Table.from_pylist(batch, schema=schema))
 
 
 def _text(value: object) -> str | None:

@@ -79,12 +79,12 @@ def _identity(value: object, depth: int = 0, seen: set[int] | None = None) -> ob
         return value.name, value.digest
     if isinstance(value, Mapping):
         return sorted(
-            ((repr(inner(key)), inner(one)) for key, one in value.items()), key=lambda pair: pair[0]
+            ((repr(inner(key)), inner(item)) for key, item in value.items()), key=lambda pair: pair[0]
         )
     if isinstance(value, (set, frozenset)):
-        return sorted(repr(inner(one)) for one in value)
+        return sorted(repr(inner(item)) for item in value)
     if isinstance(value, (list, tuple)):
-        return [inner(one) for one in value]
+        return [inner(item) for item in value]
     if isinstance(value, np.ndarray) and value.dtype != object:
         return str(value.dtype), value.shape, hashlib.sha256(value.tobytes()).digest()
     if isinstance(value, CodeType):
@@ -168,15 +168,15 @@ class Answerer:
         What is behind a name counts, not the name alone: the files of the adapters that are loaded, which records may
         name, and of the projector; the code and the values of a logits processor.
         """
-        given = {
+        options = {
             field.name: value
             for field in fields(self._params)
             if (value := getattr(self._params, field.name)) != field.default
         }
-        processors = [_identity(processor) for processor in given.pop("logits_processors", None) or ()]
-        given.pop("adapter", None)
+        processors = [_identity(processor) for processor in options.pop("logits_processors", None) or ()]
+        options.pop("adapter", None)
         model = self._engine.model
-        told = (self._template, self._system, self._chat, sorted(self._keep), given, processors)
+        told = (self._template, self._system, self._chat, sorted(self._keep), options, processors)
         adapters = sorted((adapter.name, adapter.digest) for adapter in model.adapters.loaded())
         chosen = _identity(self._params.adapter)
         projector = None if model.projector is None else fingerprint(model.projector.path)
@@ -185,23 +185,23 @@ class Answerer:
 
     async def answer(self, record: Record) -> RecordResult:
         """Answer a record; what goes wrong with it is its result. Raises EngineClosedError only."""
-        given = record.fields
+        row = record.fields
         start = {"index": record.index} | record.names
         try:
             if record.problem is not None:
                 raise ValueError(record.problem)
-            start |= {name: as_json(column(given, name)) for name in self._keep}
-            if self._template is None and "custom_id" in given and ("url" in given or "body" in given):
+            start |= {name: as_json(column(row, name)) for name in self._keep}
+            if self._template is None and "custom_id" in row and ("url" in row or "body" in row):
                 answer = await self._request(record)
                 kept = {name: start[name] for name in self._keep}
                 return replace(answer, result=answer.result | kept)
-            made, n = await self._complete(given)
+            result, n = await self._complete(row)
         except Exception as error:  # whatever it is: the other records continue
             if self._engine.closed:
                 raise
             told = {"type": type(error).__name__, "message": str(error)}
             return RecordResult(start | {"error": told}, failed=True)
-        return RecordResult(start | made, n)
+        return RecordResult(start | result, n)
 
     async def _request(self, record: Record) -> RecordResult:
         if self._answer_request is None:
@@ -245,7 +245,7 @@ class Answerer:
         out: Any
         if not chats:
             out = await self._engine.agenerate(prompt, params)
-            made: dict[str, Any] = {"text": out.text}
+            result: dict[str, Any] = {"text": out.text}
             choice: Any = out
         else:
             if messages is None:
@@ -257,19 +257,19 @@ class Answerer:
             chat = {k: v for k, v in options.items() if k in _CHAT_OPTIONS}
             out = await self._engine.achat(messages, params, **chat)
             choice = out.choices[0]
-            made = {"text": choice.content}
+            result = {"text": choice.content}
             if choice.reasoning:
-                made["reasoning"] = choice.reasoning
+                result["reasoning"] = choice.reasoning
             if choice.tool_calls:
-                made["tool_calls"] = [_call(call) for call in choice.tool_calls]
+                result["tool_calls"] = [_call(call) for call in choice.tool_calls]
         if len(out.choices) > 1:
             texts = [choice.content if chats else choice.text for choice in out.choices]
-            made = {"texts": texts}
+            result = {"texts": texts}
         elif choice.logprobs is not None:
-            made["logprobs"] = logprob_records(choice.logprobs)
+            result["logprobs"] = logprob_records(choice.logprobs)
         n = sum(len(choice.token_ids) for choice in out.choices)
         counts = {"n_prompt_tokens": out.n_prompt_tokens, "n_completion_tokens": n}
-        return made | {"finish_reason": choice.finish_reason, "seed": choice.seed} | counts, n
+        return result | {"finish_reason": choice.finish_reason, "seed": choice.seed} | counts, n
 
 
 def _names(keep: Any) -> tuple[str, ...]:

@@ -133,16 +133,16 @@ def run_batch(
         if output is not None and output.exists() and path.exists() and path.samefile(output):
             raise ValueError(f"records and output are the same file, {path}")
         check_columns(path, [*answerer.columns])
-        found, total = read_records(path), count_records(path) if progress else None
+        source, total = read_records(path), count_records(path) if progress else None
     else:
-        found, total = records_of(records), len(records) if isinstance(records, Sized) else None
+        source, total = records_of(records), len(records) if isinstance(records, Sized) else None
     bar = progress_bar(total) if progress else None
     n_ahead = AHEAD * engine.n_seq_max
     if output is None:
 
         def results() -> Iterator[BatchResult]:
             try:
-                for _, answer in answers(found, answerer, n_ahead=n_ahead, ordered=ordered):
+                for _, answer in answers(source, answerer, n_ahead=n_ahead, ordered=ordered):
                     if bar is not None:
                         bar.update()
                     yield cast(BatchResult, answer.result)
@@ -153,7 +153,7 @@ def run_batch(
         return results()
 
     def counted() -> Iterator[Record]:
-        for record in found:
+        for record in source:
             yield record
             if bar is not None:
                 bar.update()

@@ -164,7 +164,7 @@ def answers(
     left = iter(records)
     reader = SlowRecords(left) if slow else None
     in_flight: dict[Future[RecordResult], Record] = {}  # in the order of the records
-    done: SimpleQueue[Future[RecordResult]] = SimpleQueue()
+    queue: SimpleQueue[Future[RecordResult]] = SimpleQueue()
     asked: Future[Record | None] | None = None
     more = True
     with EventLoopThread() as event_loop:
@@ -185,10 +185,10 @@ def answers(
                     future = event_loop.start(answerer.answer(record))
                     in_flight[future] = record
                     if not ordered:
-                        future.add_done_callback(done.put)
+                        future.add_done_callback(queue.put)
             if not in_flight:
                 return
-            future = next(iter(in_flight)) if ordered else done.get()
+            future = next(iter(in_flight)) if ordered else queue.get()
             answer = future.result()
             yield in_flight.pop(future), answer
 
@@ -223,8 +223,8 @@ def _was_cut(result: Mapping[str, Any]) -> bool:
     response = result.get("response")
     body = response.get("body") if isinstance(response, Mapping) else None
     choices = body.get("choices") if isinstance(body, Mapping) else None
-    made = choices if isinstance(choices, list) else [result]
-    return any(isinstance(choice, Mapping) and choice.get("finish_reason") == "length" for choice in made)
+    results = choices if isinstance(choices, list) else [result]
+    return any(isinstance(choice, Mapping) and choice.get("finish_reason") == "length" for choice in results)
 
 
 def _left(records: Iterable[Record], results: ResultFile, summary: BatchSummary) -> Iterator[Record]:

@@ -213,8 +213,8 @@ def check_trace_path(path: str | Path) -> Path:
 
 def _lanes(spans: list[Span]) -> list[str]:
     """Return the stages that occur, in the order they are shown."""
-    found = {span.stage for span in spans}
-    return [stage for stage in ORDER if stage in found] + sorted(found - set(ORDER))
+    stages = {span.stage for span in spans}
+    return [stage for stage in ORDER if stage in stages] + sorted(stages - set(ORDER))
 
 
 _WIDTH, _LEFT, _RIGHT = 1200, 90, 16

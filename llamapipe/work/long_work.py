@@ -79,9 +79,9 @@ class LongWork:
         Raises QueueFullError if too many long constraints of the same client wait.
         """
         loop, share = running_loop(), tenant.get().share
-        given = [] if _has_compiled.get() else _constraints(function, arguments)
+        constraints = [] if _has_compiled.get() else _constraints(function, arguments)
         # Looking at them may take long, too, so another thread does.
-        n, digest = await self.run(_measured, given) if given else (0, 0)
+        n, digest = await self.run(_measured, constraints) if constraints else (0, 0)
         place = Place(n * _S_PER_CHARACTER)
         key = (share, digest) if place.is_slow else None
         if key is not None and not self._begun(share, key):
@@ -122,7 +122,7 @@ class LongWork:
         )
         try:
             result = await future
-            if given:
+            if constraints:
                 _has_compiled.set(True)
             if key is not None:
                 with self._lock:
@@ -238,14 +238,16 @@ async def to_thread(function: Callable[..., T], *arguments: object) -> T:
 
 def takes_long(values: Any, params: Any, *others: Any) -> bool:
     """Return whether texts are long, params hold a constraint, or the options of a chat ask for much."""
-    each = params if isinstance(params, Sequence) and not isinstance(params, (str, bytes)) else (params,)
+    all_params = (
+        params if isinstance(params, Sequence) and not isinstance(params, (str, bytes)) else (params,)
+    )
     return (
         is_long(values)
         or is_long(params)
         or any(
             isinstance(its, SamplingParams)
             and (is_long(its.prediction) or any(getattr(its, name) is not None for name in CONSTRAINTS))
-            for its in each
+            for its in all_params
         )
         or any(getattr(other, "takes_long", False) for other in others if isinstance(other, tuple))
     )
@@ -255,13 +257,13 @@ def _constraints(function: Callable[..., Any], arguments: tuple[Any, ...]) -> li
     """Return the schemas, grammars and tools in a call's arguments."""
     if isinstance(function, partial):
         arguments = (*function.args, *arguments)
-    found: list[Any] = []
-    for one in arguments:
-        if isinstance(one, SamplingParams):
-            found += [getattr(one, name) for name in CONSTRAINTS]
-        elif getattr(one, "takes_long", False):
-            found += [getattr(one, name, None) for name in ("tools", "response_format")]
-    return [one for one in found if one is not None]
+    constraints: list[Any] = []
+    for argument in arguments:
+        if isinstance(argument, SamplingParams):
+            constraints += [getattr(argument, name) for name in CONSTRAINTS]
+        elif getattr(argument, "takes_long", False):
+            constraints += [getattr(argument, name, None) for name in ("tools", "response_format")]
+    return [constraint for constraint in constraints if constraint is not None]
 
 
 def _measured(given: list[Any]) -> tuple[int, int]:

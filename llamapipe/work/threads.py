@@ -161,13 +161,13 @@ class FairThreads:
         """
         with self._lock:
             if not self._closed:
-                found = self._shares.get(share)
-                if found is None:
+                share_jobs = self._shares.get(share)
+                if share_jobs is None:
                     most = self._n_max if share is None else _MOST_OF_SHARE
-                    found = _Share(most, self._most_slow or max(most - 1, 1))
-                    self._shares[share] = found
+                    share_jobs = _Share(most, self._most_slow or max(most - 1, 1))
+                    self._shares[share] = share_jobs
                 is_slow = place is not None and place.is_slow
-                found.add(_Waiting(job, is_python, size, is_slow), place)
+                share_jobs.add(_Waiting(job, is_python, size, is_slow), place)
                 threads = [thread for thread in self._threads if not thread.is_slowed]
                 if len(threads) < self._n_first and all(thread.began_s is not None for thread in threads):
                     self._start()
@@ -211,10 +211,10 @@ class FairThreads:
     def take(self) -> tuple[_Waiting, Hashable] | None:
         """Return the next job, with its share; None if every share with jobs has its threads. For the threads."""
         with self._lock:
-            found = self._next()
-            if found is None:
+            next_share = self._next()
+            if next_share is None:
                 return None
-            name, is_large = found
+            name, is_large = next_share
             share = self._shares[name]
             taken = share.take(is_large)
             share.n_running += 1

@@ -835,7 +835,7 @@ class Engine(BlockingCalls, AsyncOwner):
         template refuses, ImportError without the extra ``chat``.
         """
         self._engine_thread.check_open()
-        asked = ChatOptions(
+        chat_options = ChatOptions(
             tools,
             tool_choice,
             parallel_tool_calls,
@@ -848,7 +848,7 @@ class Engine(BlockingCalls, AsyncOwner):
         options = call_options(timeout, block, operation="chat")
         with options.in_time():
             items, single = await self._long_work.run_off_loop(
-                self._chat_builder.items, messages, params, asked
+                self._chat_builder.items, messages, params, chat_options
             )
         options = replace(options, names_prompts=not single)
         batches = self._request_builder.completions([item.item for item in items])
@@ -885,7 +885,7 @@ class Engine(BlockingCalls, AsyncOwner):
         With ``block=False`` the others start at once, and a queue that is full raises here for any.
         """
         self._engine_thread.check_open()
-        asked = ChatOptions(
+        chat_options = ChatOptions(
             tools,
             tool_choice,
             parallel_tool_calls,
@@ -897,8 +897,8 @@ class Engine(BlockingCalls, AsyncOwner):
         )
         options = call_options(timeout, block, operation="chat")
         open_stream = partial(self._aopen_stream, options)
-        build = partial(self._chat_builder.item, messages, params, asked, before)
-        if takes_long(messages, params, asked):  # asyncio
+        build = partial(self._chat_builder.item, messages, params, chat_options, before)
+        if takes_long(messages, params, chat_options):  # asyncio
             if not block:  # asyncio
                 self._queue.check_room()  # asyncio
 
@@ -1205,7 +1205,7 @@ class Engine(BlockingCalls, AsyncOwner):
         ``before``: see ``stream_chat``. All arguments are checked as ``chat`` checks them, which may take long: in a
         coroutine, call it through ``offload``. Any thread. Raises as ``chat`` does.
         """
-        asked = ChatOptions(
+        chat_options = ChatOptions(
             tools,
             tool_choice,
             parallel_tool_calls,
@@ -1215,7 +1215,7 @@ class Engine(BlockingCalls, AsyncOwner):
             truncation=truncation,
             reasoning_format=reasoning_format,
         )
-        return list(self._chat_builder.item(messages, params, asked, before).item.tokens)
+        return list(self._chat_builder.item(messages, params, chat_options, before).item.tokens)
 
     def count_chat_tokens(
         self, messages: Conversation, template_args: Mapping[str, object] | None = None
@@ -1294,8 +1294,8 @@ class Engine(BlockingCalls, AsyncOwner):
             raise InvalidRequestError(f"{path.name} cannot be used: {error}") from error
         try:
             self._check_length(path, len(sequence.tokens))
-            mine = sequence._replace(cache_key=own_key(sequence.cache_key))
-            return len(sequence.tokens), write_sequence(path, mine, self._snapshot_format(None))
+            own_sequence = sequence._replace(cache_key=own_key(sequence.cache_key))
+            return len(sequence.tokens), write_sequence(path, own_sequence, self._snapshot_format(None))
         except ValueError as error:
             raise InvalidRequestError(str(error)) from error
         finally:

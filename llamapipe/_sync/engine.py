@@ -387,7 +387,7 @@ class BlockingCalls(EngineParts):
         template refuses, ImportError without the extra ``chat``.
         """
         self._engine_thread.check_open()
-        asked = ChatOptions(
+        chat_options = ChatOptions(
             tools,
             tool_choice,
             parallel_tool_calls,
@@ -399,7 +399,7 @@ class BlockingCalls(EngineParts):
         )
         options = call_options(timeout, block, operation="chat")
         with options.in_time():
-            items, single = self._chat_builder.items(messages, params, asked)
+            items, single = self._chat_builder.items(messages, params, chat_options)
         options = replace(options, names_prompts=not single)
         batches = self._request_builder.completions([item.item for item in items])
         bar = progress_bar(len(items)) if check_flag("progress", progress) else None
@@ -435,7 +435,7 @@ class BlockingCalls(EngineParts):
         With ``block=False`` the others start at once, and a queue that is full raises here for any.
         """
         self._engine_thread.check_open()
-        asked = ChatOptions(
+        chat_options = ChatOptions(
             tools,
             tool_choice,
             parallel_tool_calls,
@@ -447,7 +447,7 @@ class BlockingCalls(EngineParts):
         )
         options = call_options(timeout, block, operation="chat")
         open_stream = partial(self._open_stream, options)
-        build = partial(self._chat_builder.item, messages, params, asked, before)
+        build = partial(self._chat_builder.item, messages, params, chat_options, before)
 
         with options.in_time():
             item = build()

@@ -59,8 +59,10 @@ def yielding(function: Callable[..., T], *arguments: Any) -> T:
     failed: list[BaseException] = []
 
     def run() -> None:
-        me = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, me, min(os.getpriority(os.PRIO_PROCESS, me) + YIELDS_BY, 19))
+        thread_id = threading.get_native_id()
+        os.setpriority(
+            os.PRIO_PROCESS, thread_id, min(os.getpriority(os.PRIO_PROCESS, thread_id) + YIELDS_BY, 19)
+        )
         try:
             results.append(function(*arguments))
         except BaseException as e:

@@ -176,11 +176,11 @@ class Answerer:
         processors = [_identity(processor) for processor in options.pop("logits_processors", None) or ()]
         options.pop("adapter", None)
         model = self._engine.model
-        told = (self._template, self._system, self._chat, sorted(self._keep), options, processors)
+        parts = (self._template, self._system, self._chat, sorted(self._keep), options, processors)
         adapters = sorted((adapter.name, adapter.digest) for adapter in model.adapters.loaded())
         chosen = _identity(self._params.adapter)
         projector = None if model.projector is None else fingerprint(model.projector.path)
-        text = repr((*told, model.chat_template, adapters, chosen, projector))
+        text = repr((*parts, model.chat_template, adapters, chosen, projector))
         return zlib.crc32(text.encode("utf-8", "surrogatepass"), zlib.crc32(model.fingerprint))
 
     async def answer(self, record: Record) -> RecordResult:
@@ -199,8 +199,8 @@ class Answerer:
         except Exception as error:  # whatever it is: the other records continue
             if self._engine.closed:
                 raise
-            told = {"type": type(error).__name__, "message": str(error)}
-            return RecordResult(start | {"error": told}, failed=True)
+            details = {"type": type(error).__name__, "message": str(error)}
+            return RecordResult(start | {"error": details}, failed=True)
         return RecordResult(start | result, n)
 
     async def _request(self, record: Record) -> RecordResult:

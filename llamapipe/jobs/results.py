@@ -88,8 +88,8 @@ class ResultFile:
 
     def write(self, index: int, digest: int, result: Mapping[str, Any]) -> None:
         """Append the result of a record. Raises OSError, for example when the disk is full."""
-        told = {**result, "digest": struct.pack(">II", self._settings or 0, digest).hex()}
-        line = json.dumps(told, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+        row = {**result, "digest": struct.pack(">II", self._settings or 0, digest).hex()}
+        line = json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
         start = self._file.seek(0, os.SEEK_END)
         view = memoryview(line)
         try:

@@ -165,18 +165,18 @@ def answers(
     reader = SlowRecords(left) if slow else None
     in_flight: dict[Future[RecordResult], Record] = {}  # in the order of the records
     queue: SimpleQueue[Future[RecordResult]] = SimpleQueue()
-    asked: Future[Record | None] | None = None
+    pending_record: Future[Record | None] | None = None
     more = True
     with EventLoopThread() as event_loop:
         while True:
             while more and len(in_flight) < n_ahead:
                 if reader is not None:
-                    asked = asked or reader.ask()
-                    waited: list[Future[Any]] = [asked, *islice(in_flight, 1 if ordered else None)]
-                    wait(waited, return_when=FIRST_COMPLETED)
-                    if not asked.done():
+                    pending_record = pending_record or reader.ask()
+                    futures: list[Future[Any]] = [pending_record, *islice(in_flight, 1 if ordered else None)]
+                    wait(futures, return_when=FIRST_COMPLETED)
+                    if not pending_record.done():
                         break
-                    record, asked = asked.result(), None
+                    record, pending_record = pending_record.result(), None
                 else:
                     record = next(left, None)
                 if record is None:

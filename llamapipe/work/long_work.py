@@ -245,9 +245,9 @@ def takes_long(values: Any, params: Any, *others: Any) -> bool:
         is_long(values)
         or is_long(params)
         or any(
-            isinstance(its, SamplingParams)
-            and (is_long(its.prediction) or any(getattr(its, name) is not None for name in CONSTRAINTS))
-            for its in all_params
+            isinstance(item, SamplingParams)
+            and (is_long(item.prediction) or any(getattr(item, name) is not None for name in CONSTRAINTS))
+            for item in all_params
         )
         or any(getattr(other, "takes_long", False) for other in others if isinstance(other, tuple))
     )

@@ -216,12 +216,12 @@ class FairThreads:
                 return None
             name, is_large = next_share
             share = self._shares[name]
-            taken = share.take(is_large)
+            job = share.take(is_large)
             share.n_running += 1
             self._n_running += 1
-            self._size += taken.size
+            self._size += job.size
             self._shares.move_to_end(name)
-            return taken, name
+            return job, name
 
     def done(self, name: Hashable, thread: _Thread, size: int, is_slow: bool) -> bool:
         """Note the end of a job. False if its thread is to end. For the threads."""

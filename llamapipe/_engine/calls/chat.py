@@ -237,7 +237,7 @@ class ChatBuilder:
         n_ctx, room = self._request_builder.n_ctx, self._request_builder.room(params)
         may_drop = options.truncation == "auto"
         messages, media_mark, media, places = self._taken_media(messages, may_drop, params.cache_salt)
-        written: Callable[..., list[int]] = partial(
+        tokenize: Callable[..., list[int]] = partial(
             self._model.chat_prompts.tokenize,
             tools=openai_tools,
             add_generation_prompt=True,
@@ -246,7 +246,7 @@ class ChatBuilder:
         )
 
         def n_tokens(messages: Conversation) -> int:
-            tokens = written(messages)
+            tokens = tokenize(messages)
             return len(in_prompt(tokens, media)[0]) if media else len(tokens)
 
         continued = options.continue_last
@@ -256,7 +256,7 @@ class ChatBuilder:
             check_flag("continue_last", continued)
         if check_choice("truncation", options.truncation, ("error", "auto")) == "auto":
             messages = kept_messages(check_messages(messages), n_tokens, n_ctx, params.max_tokens, room)
-        tokens = written(messages, continue_last=continued, n_ctx=n_ctx)
+        tokens = tokenize(messages, continue_last=continued, n_ctx=n_ctx)
         spans: tuple[Span, ...] = ()
         if media:
             check_shown(messages, media_mark, tokens, places)

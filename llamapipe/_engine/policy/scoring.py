@@ -102,8 +102,8 @@ class ContinuationTargets(LogprobTargets):
     def take(self, position: int, scores: Sequence[TokenScore]) -> None:
         """Store the scores with their continuations."""
         if position == len(self._context) - 1:
-            for mine, score in zip(self.scores, scores, strict=True):
-                mine.append(score)
+            for continuation_scores, score in zip(self.scores, scores, strict=True):
+                continuation_scores.append(score)
         else:
             self.scores[self._now] += scores
         self.wanted_from = position + 1

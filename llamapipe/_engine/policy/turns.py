@@ -119,14 +119,18 @@ class SetTurns:
         best = max(others, key=rank)
         if current not in ready:
             return best
-        mine, its = ready[current], ready[best]
-        if its.priority > mine.priority:
+        current_claim, best_claim = ready[current], ready[best]
+        if best_claim.priority > current_claim.priority:
             return best
         # With a limit, a step that does not fit in the turn is too long.
-        next_s = self._step_s[not mine.awaits_first] if self._max_itl_s is not None else 0.0
+        next_s = self._step_s[not current_claim.awaits_first] if self._max_itl_s is not None else 0.0
         if self._spent_s + next_s > stay_s:
-            return best if its.priority == mine.priority or is_starving(best) else current
-        may_cut_in = its.priority == mine.priority and its.awaits_first and not mine.awaits_first
+            return best if best_claim.priority == current_claim.priority or is_starving(best) else current
+        may_cut_in = (
+            best_claim.priority == current_claim.priority
+            and best_claim.awaits_first
+            and not current_claim.awaits_first
+        )
         if may_cut_in and self._spent_s >= _WORTH_FIRST * self.change_s:
             self._credit_s[current] = self._spent_s
             return best

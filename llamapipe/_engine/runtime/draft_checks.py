@@ -89,14 +89,14 @@ def check_draft(model: Model, draft: Model) -> None:
 
 
 def _vocabulary_difference(model: Model, draft: Model) -> str:
-    ours, theirs = model.vocab, draft.vocab
+    vocab, draft_vocab = model.vocab, draft.vocab
     if abs(model.n_vocab - draft.n_vocab) > _MOST_MORE:
         return f"{model.n_vocab} and {draft.n_vocab} tokens"
-    if (ours.add_bos, ours.add_eos) != (theirs.add_bos, theirs.add_eos):
+    if (vocab.add_bos, vocab.add_eos) != (draft_vocab.add_bos, draft_vocab.add_eos):
         return "one of them adds a BOS or EOS token, the other does not"
-    if (ours.add_bos and ours.bos != theirs.bos) or (ours.add_eos and ours.eos != theirs.eos):
+    if (vocab.add_bos and vocab.bos != draft_vocab.bos) or (vocab.add_eos and vocab.eos != draft_vocab.eos):
         return "their BOS or EOS tokens"
     for token in range(_FIRST_COMPARED, min(model.n_vocab, draft.n_vocab)):
-        if ours.piece(token) != theirs.piece(token):
-            return f"token {token} is {ours.piece(token)!r} and {theirs.piece(token)!r}"
+        if vocab.piece(token) != draft_vocab.piece(token):
+            return f"token {token} is {vocab.piece(token)!r} and {draft_vocab.piece(token)!r}"
     return ""

@@ -590,10 +590,10 @@ class StepExecutor:
         known = [by_entry[i].handle if i in by_entry and by_entry[i].is_native else ffi.NULL for i in entries]
         wanted: list[int] = []
         for i in entries:
-            mine = list(targets.get(i, ()))
-            if len(mine) > n_targets:
-                mine = []
-            wanted += mine + [-1] * (n_targets - len(mine))
+            output_targets = list(targets.get(i, ()))
+            if len(output_targets) > n_targets:
+                output_targets = []
+            wanted += output_targets + [-1] * (n_targets - len(output_targets))
         return ffi.new("lp_sampler *[]", known), ffi.new("int32_t[]", wanted)
 
     def wake_at_launch(self, wakes: LaunchWakeList) -> None:

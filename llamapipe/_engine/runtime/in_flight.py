@@ -170,7 +170,7 @@ def score(executor: Executor, launched: InFlightStep) -> list[Request]:
     plan = launched.plan
     rows: list[int] = []
     wanted: list[int] = []
-    asked: list[tuple[Request, LogprobTargets, int, int]] = []
+    slices: list[tuple[Request, LogprobTargets, int, int]] = []
     n_top = 0
     for request, targets, first, entries in plan.scored:
         if request.batch_plan is not plan:
@@ -180,14 +180,14 @@ def score(executor: Executor, launched: InFlightStep) -> list[Request]:
             tokens = targets.targets(first + i)
             rows += [entry] * len(tokens)
             wanted += tokens
-            asked.append((request, targets, first + i, len(tokens)))
+            slices.append((request, targets, first + i, len(tokens)))
     scores = iter(executor.score(launched.step_id, rows, wanted, n_top))
     damaged: list[Request] = []
-    for request, targets, position, n in asked:
-        mine = list(islice(scores, n))
-        if any(score.logprob != score.logprob for score in mine):
+    for request, targets, position, n in slices:
+        request_scores = list(islice(scores, n))
+        if any(score.logprob != score.logprob for score in request_scores):
             damaged.append(request)
         elif targets.n_top < n_top:  # another request of the step wanted more
-            mine = [score._replace(top=score.top[: targets.n_top]) for score in mine]
-        targets.take(position, mine)
+            request_scores = [score._replace(top=score.top[: targets.n_top]) for score in request_scores]
+        targets.take(position, request_scores)
     return damaged

@@ -278,13 +278,13 @@ def _check_vocab(params: SamplingParams, vocab: Vocab) -> None:
 
 def _check_exclusive(params: SamplingParams) -> None:
     """Refuse samplers that exclude each other."""
-    for name, without in (
+    for name, other in (
         ("mirostat", "infill"),
         ("mirostat", "adaptive_target"),
         ("adaptive_target", "infill"),
     ):
-        if _is_on(params, name) and _is_on(params, without):
-            raise InvalidRequestError(f"{name} and {without} are both given; each decides alone: choose one")
+        if _is_on(params, name) and _is_on(params, other):
+            raise InvalidRequestError(f"{name} and {other} are both given; each decides alone: choose one")
     if params.temperature == 0:
         for name in ("mirostat", "adaptive_target", "infill"):
             if _is_on(params, name):

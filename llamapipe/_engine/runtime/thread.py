@@ -94,8 +94,8 @@ class EngineThread:
             raise EngineClosedError(
                 "the engine was made before fork(); make one in the child process, or use the spawn start method"
             )
-        mine = threading.current_thread()
-        if mine is self._thread or mine.name == WORK_THREAD_NAME:
+        caller = threading.current_thread()
+        if caller is self._thread or caller.name == WORK_THREAD_NAME:
             raise RuntimeError(
                 "this runs in a thread of the engine (in a logits processor?), which cannot wait for the engine"
             )
@@ -140,11 +140,11 @@ class EngineThread:
 
         If no other thread could submit before then, an idle engine starts its step at once.
         """
-        mine = threading.current_thread()
+        caller = threading.current_thread()
         is_single = True
         # What threading.enumerate() reads, without its lock, which an interrupted thread may keep (llamapipe/locks.py).
         for thread in list(threading._active.values()):  # type: ignore[attr-defined]
-            if thread is not mine and thread.name not in _OURS:
+            if thread is not caller and thread.name not in _OURS:
                 is_single = False
         self._inbox.single_caller = is_single
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import shutil
 import stat
 import threading
 from collections import deque
@@ -444,9 +443,8 @@ class DiskCache:
                     if file.name.endswith(SUFFIX) and file.is_file(follow_symlinks=False):
                         with suppress(OSError):
                             status = file.stat(follow_symlinks=False)
-                            if (
-                                status.st_mtime_ns > now
-                            ):  # the clock was put back: it would never be the oldest
+                            # The clock was put back: it would never be the oldest.
+                            if status.st_mtime_ns > now:
                                 os.utime(file.path, ns=(now, now))
                             if self._rest is not None and file.name in self._rest:
                                 n_kept += status.st_size
@@ -456,7 +454,9 @@ class DiskCache:
                                 )
         if n_kept + n_bytes > self._max_bytes:
             return False
-        disk = shutil.disk_usage(self.root)
+        from shutil import disk_usage  # which imports every kind of compression
+
+        disk = disk_usage(self.root)
         n_missing = n_bytes + min(disk.total // _FREE_SHARE, _FREE_BYTES) - disk.free
         n_over = max(sum(size for _, size, _ in deletable) + n_kept + n_bytes - self._max_bytes, n_missing)
         for _, size, path in sorted(deletable):

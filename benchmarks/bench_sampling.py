@@ -1,6 +1,7 @@
-"""Measures sampling in the graph: the cost of starting a request, and of a step with and without it.
+"""Measures sampling: of whole rows, and in the graph, with what a request's start and a step cost.
 
 python benchmarks/bench_sampling.py MODEL start     # make a request's sampler, prepare its first row; fails over 10 us
+python benchmarks/bench_sampling.py MODEL rows      # a draw on the CPU from random rows, by the request's options
 python benchmarks/bench_sampling.py MODEL graph     # the subgraph alone on random rows, by device and number of rows
 python benchmarks/bench_sampling.py MODEL engine    # an engine's steps, sampled in the graph and on the CPU, in turns
 """
@@ -13,7 +14,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, thread_time
+from typing import Any
 
 import numpy as np
 
@@ -69,6 +71,46 @@ def start(model: lp.Model, args: argparse.Namespace) -> int:
     best = min(times)  # a busy machine makes it slower, nothing makes it faster
     print(f"start: {best:.2f} us a request (median {median(times):.2f}); at most {MOST_US:g}")
     return int(best > MOST_US)
+
+
+ROWS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "greedy, tokens banned": {"temperature": 0, "logit_bias": dict.fromkeys(range(5), float("-inf"))},
+    "default (top_k 40)": {},
+    "default, tokens banned": {"logit_bias": dict.fromkeys(range(5), float("-inf"))},
+    "default, logprobs 5": {"logprobs": 5},
+    "temperature alone": {"top_k": 0, "top_p": 1, "min_p": 0},
+    "top_p 0.95 alone": {"top_k": 0, "top_p": 0.95, "min_p": 0},
+    "min_p 0.05 alone": {"top_k": 0, "top_p": 1, "min_p": 0.05},
+}
+
+
+def rows(model: lp.Model, args: argparse.Namespace) -> int:
+    """Processor time of a draw. Rows of 128 values are those of made models whose matrices repeat 128 rows."""
+    cache = SamplerFactoryCache(model.vocab, model.n_ctx_train)
+    n, rng = model.n_vocab, np.random.default_rng(1)
+    for n_values in (n, 128):
+        for spread in (2.0, 4.0):
+            given = [
+                np.resize((rng.standard_normal(n_values) * spread).astype(np.float32), n) for _ in range(8)
+            ]
+            for name, options in ROWS.items():
+                chain = cache.sampler_factory(lp.SamplingParams(seed=7, **options)).make(
+                    Request([1], RequestSpec(seed=7))
+                )
+                assert isinstance(chain, SamplerChain)
+                times = []
+                for i in range(args.repeats * len(given)):
+                    began = thread_time()
+                    chain.sample(given[i % len(given)])
+                    times.append(thread_time() - began)
+                chain.close()
+                us = median(times) * 1e6
+                print(
+                    f"row of {n}, {n_values} values, deviation {spread:g}, {name:24} "
+                    f"{us:10.1f} us, {us / n * 1e3:8.3f} ns a logit"
+                )
+    return 0
 
 
 def graph(model: lp.Model, args: argparse.Namespace) -> int:
@@ -138,6 +180,7 @@ def engine(model: lp.Model, args: argparse.Namespace) -> int:
 
 BENCHMARKS: dict[str, Callable[[lp.Model, argparse.Namespace], int]] = {
     "start": start,
+    "rows": rows,
     "graph": graph,
     "engine": engine,
 }

@@ -1,6 +1,7 @@
 // The row scans of sampling, over and over: for count_instructions.py, which has its instructions counted.
 #include "scan.hpp"
 
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 
@@ -12,12 +13,20 @@ int main(int, char ** arguments) {
         state = state * 1664525u + 1013904223u;  // Numerical Recipes' generator; any spread of values does
         logit = (float) (state >> 8) * (12.0f / (1 << 24)) - 6.0f;
     }
+    std::vector<float> coarse = row;  // of few values: thousands equal the last candidate
+    for (float & logit : coarse) {
+        logit = std::round(logit * 8) / 8;
+    }
     std::vector<llama_token_data> out;
     double                        sum = 0;
     for (int i = 0; i < n_rounds; i++) {
         row[(size_t) i] += 1.0f;
         lp::top_k(row.data(), n_vocab, 40, out);
         sum += out.back().logit + lp::log_sum_exp(row.data(), n_vocab) + lp::argmax(row.data(), n_vocab);
+        lp::top_k(coarse.data(), n_vocab, 40, out);
+        sum += out.back().id;
+        lp::at_least(row.data(), n_vocab, 0.05f, out);
+        sum += (double) out.size();
         lp::nucleus(row.data(), n_vocab, 0.5f, out);
         sum += (double) out.size() + lp::draw(row.data(), n_vocab, 0.8f, 0.5);
     }

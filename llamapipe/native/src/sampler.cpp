@@ -93,8 +93,9 @@ int lp_sampler::gather(const lp::Row & row, size_t n_wanted) {
     const bool          plain  = changed_.empty() && !checks();
     size_t              n      = plain ? n_wanted : n_wanted + changed_.size() + 1 + (checks() ? 2 * n_wanted + 32 : 0);
     for (;;) {
-        bool  whole = logits && n >= (size_t) n_vocab / 2;
-        float bar   = none;  // no token that was left out is above it
+        bool  whole  = logits && n >= (size_t) n_vocab / 2;
+        float bar    = none;  // no token that was left out is above it, nor equal to it with an id of at most `bar_id`
+        int   bar_id = -1;
         if (!logits) {
             candidates_.clear();
             for (int i = 0; i < row.n(); i++) {
@@ -106,7 +107,10 @@ int lp_sampler::gather(const lp::Row & row, size_t n_wanted) {
         } else {
             lp::top_k(logits, n_vocab, (int) n, candidates_);
             whole = candidates_.size() < n;
-            bar   = candidates_.empty() ? none : candidates_.back().logit;
+            if (!candidates_.empty()) {
+                bar    = candidates_.back().logit;
+                bar_id = candidates_.back().id;
+            }
         }
         if (logits && candidates_.empty() && bar == none && lp::argmax(logits, n_vocab) < 0) {
             return LP_ERROR_LOGITS;
@@ -141,8 +145,9 @@ int lp_sampler::gather(const lp::Row & row, size_t n_wanted) {
                               candidates_.end());
             check(candidates_);
         }
-        const auto above = (size_t) std::count_if(candidates_.begin(), candidates_.end(),
-                                                  [&](const llama_token_data & c) { return c.logit > bar; });
+        const llama_token_data last  = { bar_id, bar, 0.0f };
+        const auto             above = (size_t) std::count_if(candidates_.begin(), candidates_.end(),
+                                                              [&](const llama_token_data & c) { return !better(last, c); });
         if (whole || above >= n_wanted) {
             break;
         }
@@ -227,7 +232,7 @@ int lp_sampler::choose(const lp::Row & row, int32_t * token) {
             return LP_ERROR_LOGITS;
         }
         const float * changed = change(logits);
-        if (lp::argmax(changed, n_vocab) < 0) {
+        if (changed != logits && lp::argmax(changed, n_vocab) < 0) {
             return LP_ERROR_MASK;
         }
         const bool alone = !chain_ && (stages.empty() || first.kind == lp::Kind::temperature || first.kind == lp::Kind::top_k);

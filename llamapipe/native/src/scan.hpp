@@ -13,7 +13,7 @@ int32_t argmax(const float * logits, int n);
 // The k largest finite logits in descending order, on ties the lower id first. out is reused.
 void top_k(const float * logits, int n, int k, std::vector<llama_token_data> & out);
 
-// The logarithm of the sum of exp over all finite logits, to about 1e-7; minus infinity when none is finite.
+// The logarithm of the sum of exp over all finite logits, to about 3e-7; minus infinity when none is finite.
 double log_sum_exp(const float * logits, int n);
 
 // The token at `u` in [0, 1) of the distribution of logits / temperature, bins by id; -1 when no logit is finite.

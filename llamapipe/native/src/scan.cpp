@@ -371,7 +371,7 @@ void lp::top_k(const float * logits, int n, int k, std::vector<llama_token_data>
         bar         = reached_by(maxima.data(), (int) maxima.size(), k);
         int n_equal = k;  // a row of few different values has thousands that equal the bar
         for (size_t b = 0; b < maxima.size(); b++) {
-            if (maxima[b] >= bar && maxima[b] > none) {
+            if (maxima[b] > bar || (maxima[b] == bar && n_equal > 0 && bar > none)) {
                 collect(logits, (int) b * size, std::min((int) b * size + size, n), bar, n_equal, out);
             }
         }

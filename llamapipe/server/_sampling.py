@@ -317,8 +317,9 @@ class Sampling(_Options, kw_only=True):
         """
         vocab = state.engine.model.vocab
         tokenize = partial(vocab.tokenize, add_special=False)
+        name = slot_name(self.id_slot)
         if state.settings.slot_save_path is not None:
-            conversation.set(slot_name(self.id_slot))  # of what this task submits
+            conversation.set(name)  # of what this task submits
         return self.params_with(state.settings.sampling or {}, tokenize, fields, **more)
 
     def params_with(

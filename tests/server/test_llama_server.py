@@ -302,7 +302,7 @@ class TestHostile:
             {"logit_bias": [["a", 1e9]]}, {"logit_bias": [[-1, 1]]}, {"logit_bias": [[10**9, 1]]},
             {"logit_bias": [["a" * 70_000, 1.0]]}, {"lora": [{"id": 0, "scale": 0.5}]}, {"n_keep": 5},
             {"min_keep": 2}, {"post_sampling_probs": True}, {"temperature": -1}, {"model": "other"},
-            {"id_slot": "0"}, {"unknown": 1}, {"stream": "yes"}, {"grammar": "root ::= ("},
+            {"id_slot": 0.5}, {"id_slot": "a/b"}, {"unknown": 1}, {"stream": "yes"}, {"grammar": "root ::= ("},
             {"samplers": ["temperature", "infill"], "temperature": 0}, {"input_prefix": 1, "prompt": 5},
         ],
         ids=lambda change: "-".join(f"{name}={value!r}"[:30] for name, value in change.items()),

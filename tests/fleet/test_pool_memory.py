@@ -30,7 +30,7 @@ from llamapipe.fleet.budget import Budget, Memory, Tenure
 from llamapipe.fleet.catalog import ModelEntry
 from llamapipe.fleet.command import command_with
 from llamapipe.fleet.placement import Placement
-from llamapipe.fleet.pool import ModelState, Pool
+from llamapipe.fleet.pool import _PATIENCE_S, ModelState, Pool
 from llamapipe.host.cores import CoreShare
 from llamapipe.host.memory import resident_bytes
 from llamapipe.server.errors import ApiError
@@ -414,13 +414,15 @@ class TestRoom:
                 next(
                     line for line in one if line.startswith("data:")
                 )  # not a sign of life while the model loads
+            asked_at = monotonic()
             waiting = threads.submit(server.ask, "c")
             server.wait_for(c="loading")
             assert not waiting.done()
-            # At once: after three seconds of waiting, a model that is never idle may have to go.
             streams[1].__exit__(None, None, None)  # b becomes idle
+            waited_s = monotonic() - asked_at
             assert waiting.result().status_code == 200
-            assert server.loaded() == ["a", "c"]
+            # After this time a model that is never idle may have to go instead.
+            assert server.loaded() == ["a", "c"] or waited_s > _PATIENCE_S
             streams[0].__exit__(None, None, None)
 
     def test_models_that_are_never_idle_make_room_in_the_end(self, server: PoolServer) -> None:

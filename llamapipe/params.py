@@ -157,7 +157,7 @@ class SamplingParams:
     cache_salt: str | None = None
     speculate: Literal["off", "ngram", "draft"] | None = None
     prediction: str | None = None
-    adapter: str | Adapter | ControlVector | Mapping[str | Adapter | ControlVector, float] | None = None
+    adapter: str | Adapter | ControlVector | Mapping[Any, float] | None = None
 
     __pydantic_config__ = MappingProxyType(
         {"arbitrary_types_allowed": True}

@@ -91,10 +91,10 @@ def fork(engine: lp.Engine) -> tuple[int, int]:
         with engine.start(random_tokens(600, 7), ANSWER) as generation:
             generation.next()
             forks = [generation.fork() for _ in range(3)]
-            for one in (generation, *forks):
-                one.next()
-            for one in forks:
-                one.close()
+            for sequence in (generation, *forks):
+                sequence.next()
+            for other in forks:
+                other.close()
 
     return computed(engine, work), 600
 

@@ -51,8 +51,6 @@ def _known(model: Model, unified: bool, flash_attn: str) -> str | None:
         return "the model was loaded with kernels='ggml'"
     if any(device.type != "cpu" for device in model.devices):
         return "devices compute the model; n_gpu_layers=0 computes it on the CPU"
-    if model.is_recurrent:
-        return "the model is recurrent"
     if unified:
         return "requests share one KV cache; leave n_cells and kv_unified out"
     if flash_attn == "off":

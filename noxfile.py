@@ -34,11 +34,11 @@ ARM64_TESTS = (
     "tests/native/test_declarations.py",
     "tests/text/test_long_text.py",
     "tests/process/test_changing_files.py",
-    "tests/engine/test_engine.py",
-    "tests/engine/test_stream.py",
-    "tests/engine/test_engine_async.py",
-    "tests/engine/test_batch_invariance.py",
-    "tests/engine/test_chat.py",
+    "tests/engine/calls/test_engine.py",
+    "tests/engine/calls/test_stream.py",
+    "tests/engine/calls/test_engine_async.py",
+    "tests/engine/batching/test_batch_invariance.py",
+    "tests/engine/calls/test_chat.py",
     "tests/chat/test_chat_template.py",
     "tests/embedding",
     "tests/server/test_server.py",
@@ -46,21 +46,21 @@ ARM64_TESTS = (
 WINDOWS, WINDOWS_PYTHON = "x86_64-windows-gnu", "3.13"
 # What passes under Wine 8, whose C library lacks what newer versions of numpy call.
 WINDOWS_NUMPY = "numpy<2.2"
-WINDOWS_TESTS = ("tests/host/test_files.py", "tests/engine/test_stream.py")
+WINDOWS_TESTS = ("tests/host/test_files.py", "tests/engine/calls/test_stream.py")
 # The pure core, tables and walls, the parsers, and streams of the demo model from end to end: a minute.
 QUICK_TESTS = (
     "tests/test_layers.py",
     "tests/test_options.py",
     "tests/test_sampling_table.py",
-    "tests/engine/test_params.py",
-    "tests/engine/test_scheduler.py",
-    "tests/engine/test_prefix_tree.py",
-    "tests/engine/test_simulation.py",
-    "tests/engine/test_inbox.py",
-    "tests/engine/test_mailbox.py",
-    "tests/engine/test_saved_states.py",
-    "tests/engine/test_row_candidates.py",
-    "tests/engine/test_stream.py",
+    "tests/test_params.py",
+    "tests/engine/policy/test_scheduler.py",
+    "tests/engine/policy/test_prefix_tree.py",
+    "tests/engine/runtime/test_simulation.py",
+    "tests/engine/runtime/test_inbox.py",
+    "tests/engine/runtime/test_mailbox.py",
+    "tests/engine/memory/test_saved_states.py",
+    "tests/engine/sampling/test_row_candidates.py",
+    "tests/engine/calls/test_stream.py",
     "tests/text/test_text.py",
     "tests/gguf/test_gguf_reader.py",
     "tests/structured/test_gbnf.py",
@@ -148,7 +148,7 @@ def dynamo(session: nox.Session) -> None:
     session.install(*nox.project.dependency_groups(GROUPS, "dynamo"))
     _install(session)
     # Warnings in Dynamo's own modules are not errors here.
-    _pytest(session, "-m", "dynamo", "-W=default", default=["tests/dynamo_cluster"])
+    _pytest(session, "-m", "dynamo", "-W=default", default=["tests/dynamo_worker"])
 
 
 @nox.session

@@ -14,7 +14,7 @@ from support.kernel_types import NUMBERS, kernel_types
 
 from llamapipe.native.load import missing_features
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path.append(str(ROOT))
 
 from native_build.sources import find_source  # noqa: E402

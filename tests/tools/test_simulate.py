@@ -218,7 +218,7 @@ def test_a_short_recording(recording: Recording, tmp_path: Path) -> None:
 
 def test_the_stored_fit() -> None:
     """The figures in docs/scale.md come from this file."""
-    path = TOOLS.parent / "benchmarks" / "results" / "2026-11-25-15m-q8_0-step-cost.json"
+    path = TOOLS / "simulate" / "15m-q8_0-step-cost.json"
     assert json.loads(path.read_text())["held_out_error"] <= 0.1
     found = simulate("run", path, "--workload", "chat", "--scale", 0.25, "--nodes", 2, "--seconds", 20)
     assert "2 nodes" in found and "nan" not in found

@@ -438,12 +438,12 @@ def with_flags(text: str, known: Container[str] | None = None) -> str:
     ``known``: the options that the command has; None: all of them.
     """
 
-    def named(found: re.Match[str]) -> str:
-        flag = f"--{found[0].replace('_', '-')}"
+    def named(match: re.Match[str]) -> str:
+        flag = f"--{match[0].replace('_', '-')}"
         return (
-            f"{found[0]} ({flag})"
-            if found[0] in ON_COMMAND_LINE and (known is None or flag in known)
-            else found[0]
+            f"{match[0]} ({flag})"
+            if match[0] in ON_COMMAND_LINE and (known is None or flag in known)
+            else match[0]
         )
 
     advice = _ADVICE.search(text)
@@ -458,7 +458,7 @@ def as_options(text: str, options: Mapping[str, str]) -> str:
     first = _FIRST.match(text)
     if first is not None and first[0] in options:
         text = options[first[0]] + text[first.end() :]
-    return _NAME.sub(lambda found: options.get(found[0], found[0]), text)
+    return _NAME.sub(lambda match: options.get(match[0], match[0]), text)
 
 
 # ---- values
@@ -472,7 +472,7 @@ def readable(name: str) -> str:
 
     What is not UTF-8 in it (in Python, lone surrogates) and control characters become escapes: ``bad\xff``.
     """
-    return _UNREADABLE.sub(lambda found: _escaped(found[0]), name)
+    return _UNREADABLE.sub(lambda match: _escaped(match[0]), name)
 
 
 def _escaped(character: str) -> str:

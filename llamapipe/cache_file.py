@@ -90,7 +90,7 @@ def read_head(file: FileIO | BytesIO) -> tuple[Head, int]:
     if crc32(text) != checksum:
         raise ValueError("its head is damaged")
     try:
-        return _checked(json.loads(text, object_hook=lambda found: bytes.fromhex(found["hex"]))), n_snapshot
+        return _checked(json.loads(text, object_hook=lambda fields: bytes.fromhex(fields["hex"]))), n_snapshot
     except (KeyError, TypeError, RecursionError) as error:
         raise ValueError("its head is damaged") from error
 

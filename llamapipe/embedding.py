@@ -330,9 +330,9 @@ class Embedder(AsyncOwner):
         loop = running_loop()
         future: asyncio.Future[list[Floats]] = loop.create_future()
 
-        def answer(given: list[Floats] | BaseException) -> None:
+        def answer(outcome: list[Floats] | BaseException) -> None:
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(_settle, future, given)
+                loop.call_soon_threadsafe(_settle, future, outcome)
 
         call = EmbedCall(texts, answer)
         self._worker.submit(call)
@@ -375,20 +375,20 @@ def _normalized(row: Floats) -> Floats:
     return vectors
 
 
-def _settle(future: asyncio.Future[list[Floats]], given: list[Floats] | BaseException) -> None:
+def _settle(future: asyncio.Future[list[Floats]], outcome: list[Floats] | BaseException) -> None:
     if future.done():
         return
-    if isinstance(given, BaseException):
-        future.set_exception(given)
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
     else:
-        future.set_result(given)
+        future.set_result(outcome)
 
 
 def _ranked(rows: list[Floats], pairs: list[list[int]]) -> list[Ranked]:
     scores = [
         Ranked(i, float(row[0]), len(pair)) for i, (row, pair) in enumerate(zip(rows, pairs, strict=True))
     ]
-    return sorted(scores, key=lambda one: -one.score)
+    return sorted(scores, key=lambda ranked: -ranked.score)
 
 
 # A batch is filled up to this number of tokens. Texts of a batch are computed as one, so the cost of attention

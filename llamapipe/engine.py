@@ -1676,15 +1676,15 @@ def _draft_model(path: str | os.PathLike[str], model: Model) -> Model:
     )
 
 
-def _kv_events(given: object, cache_mode: bool | str) -> KvEvents | None:
+def _kv_events(kv_events: object, cache_mode: bool | str) -> KvEvents | None:
     """Check ``EngineTuning.kv_events``."""
-    if given is None:
+    if kv_events is None:
         return None
-    if not isinstance(given, KvEvents):
-        raise TypeError(f"kv_events must be KvEvents or None, not {type(given).__name__}")
+    if not isinstance(kv_events, KvEvents):
+        raise TypeError(f"kv_events must be KvEvents or None, not {type(kv_events).__name__}")
     if not cache_mode:
         raise ValueError("kv_events tells what the prefix cache holds, but prefix_cache is False")
-    return given
+    return kv_events
 
 
 def _trace_path(trace: bool | str | Path | None) -> Path | None:

@@ -310,7 +310,7 @@ def cached_models() -> list[CachedModel]:
         return []
     models: dict[str, CachedModel] = {}
     for repo in repos:
-        for revision in sorted(repo.revisions, key=lambda one: one.last_modified):
+        for revision in sorted(repo.revisions, key=lambda revision: revision.last_modified):
             files = {
                 str(file.file_path.relative_to(revision.snapshot_path)): file
                 for file in revision.files

@@ -344,8 +344,8 @@ def _flag(name: str, value: object, *_: float) -> bool:
     return check_flag(name, value)
 
 
-def _biases(given: dict[Any, Any]) -> dict[int, float]:
-    tokens, values = _tokens("logit_bias", list(given)), list(given.values())
+def _biases(logit_bias: dict[Any, Any]) -> dict[int, float]:
+    tokens, values = _tokens("logit_bias", list(logit_bias)), list(logit_bias.values())
     if not (
         set(map(type, values)) <= {int, float}
         and all(-_MAX_BIAS <= v <= _MAX_BIAS or v == -inf for v in values)

@@ -56,23 +56,23 @@ class Address:
         return ipaddress.IPv4Address(self.ip).is_loopback
 
 
-def parse_addresses(name: str, given: object, limit: int) -> list[Address]:
+def parse_addresses(name: str, texts: object, limit: int) -> list[Address]:
     """Return the addresses of a sequence of ``"host:port"``, all different, at most ``limit``.
 
     Raises TypeError and ValueError, which name the argument ``name``, and BackendError for an unknown host.
     """
-    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
+    if isinstance(texts, (str, bytes)) or not isinstance(texts, Sequence):
         raise TypeError(
-            f"{name} must be a sequence of addresses, not {type(given).__name__}: "
+            f"{name} must be a sequence of addresses, not {type(texts).__name__}: "
             f'{name}=["10.0.0.2:50052", "10.0.0.3:50052"]'
         )
-    if not given:
+    if not texts:
         raise ValueError(f"{name} is empty; give {_FORM} for each worker, or None")
-    if len(given) > limit:
-        raise ValueError(f"{name} has {len(given)} addresses; it must have at most {limit}")
-    split = [split_address(name, text) for text in given]
+    if len(texts) > limit:
+        raise ValueError(f"{name} has {len(texts)} addresses; it must have at most {limit}")
+    split = [split_address(name, text) for text in texts]
     addresses: dict[str, Address] = {}
-    for text, (host, port) in zip(given, split, strict=True):
+    for text, (host, port) in zip(texts, split, strict=True):
         address = Address(text, look_up(host), port)
         if other := addresses.get(address.endpoint):
             raise ValueError(f"{name} has the worker {address.endpoint} twice: {other.text!r}, {text!r}")
@@ -205,12 +205,12 @@ class Workers:
     speaks another version of the protocol, or belongs to another model of this process.
     """
 
-    def __init__(self, given: object) -> None:
+    def __init__(self, rpc: object) -> None:
         self._native = native()
         lib = self._native.lib
         self._endpoints: list[str] = []
         self.devices: list[Any] = []
-        addresses = parse_addresses("rpc", given, lib.GGML_RPC_MAX_SERVERS)
+        addresses = parse_addresses("rpc", rpc, lib.GGML_RPC_MAX_SERVERS)
         path = library()
         _warn(addresses)
         try:

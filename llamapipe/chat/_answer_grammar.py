@@ -114,7 +114,7 @@ class GrammarWriter:
 
         Spaces and marker are one terminal. Otherwise free text, which can also begin with spaces, is a longer match.
         """
-        text = "".join(takewhile(lambda one: self._literals.token(one) is None, segments(marker)))
+        text = "".join(takewhile(lambda segment: self._literals.token(segment) is None, segments(marker)))
         start = f"/[ \\n]{{0,4}}{regex_text(text)}/" if text else SPACES
         return f"{start} {self._literals.text(marker[len(text) :])}".strip()
 

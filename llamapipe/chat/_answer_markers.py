@@ -103,29 +103,29 @@ class MarkerProbe:
         opening = "" if reasoning is None else self._opening(reasoning)
         return AnswerMarkers(reasoning, starts, end, turn_end, frozenset(control), opening)
 
-    def kept(self, usual: AnswerMarkers, found: AnswerMarkers) -> AnswerMarkers:
+    def kept(self, usual: AnswerMarkers, markers: AnswerMarkers) -> AnswerMarkers:
         """Return the markers with template arguments.
 
-        ``usual``: those without them; ``found``: those of this probe.
+        ``usual``: those without them; ``markers``: those of this probe.
         """
-        control = usual.control | found.control
-        reasoning = self._begun_reasoning(usual.reasoning) or self._other_reasoning(usual, found)
+        control = usual.control | markers.control
+        reasoning = self._begun_reasoning(usual.reasoning) or self._other_reasoning(usual, markers)
         if reasoning is None:
             return replace(usual, control=control)
         control |= {s for text in vars(reasoning).values() for s in segments(text) if self._is_control(s)}
-        starts = sorted({*usual.text_starts, *found.text_starts}, key=len, reverse=True)
+        starts = sorted({*usual.text_starts, *markers.text_starts}, key=len, reverse=True)
         return replace(
             usual,
             reasoning=reasoning,
             text_starts=tuple(starts),
-            text_end=found.text_end or usual.text_end,
+            text_end=markers.text_end or usual.text_end,
             control=control,
             opening=self._opening(reasoning),
         )
 
-    def _other_reasoning(self, usual: AnswerMarkers, found: AnswerMarkers) -> ReasoningMarkers | None:
+    def _other_reasoning(self, usual: AnswerMarkers, markers: AnswerMarkers) -> ReasoningMarkers | None:
         """Return the pair that was found, if the template writes it and not the usual one."""
-        known, other = usual.reasoning, found.reasoning
+        known, other = usual.reasoning, markers.reasoning
         if other is None or other == known:
             return None
         written = [*self._written_reasoning()]
@@ -307,25 +307,25 @@ def _closed(tag: str) -> str:
     return f"{tag[0]}/{tag[1:]}"
 
 
-def _last_tag(text: str, found: str) -> str:
+def _last_tag(text: str, tag: str) -> str:
     """Return the last tag of a text and the text after it.
 
-    ``found``: a result, which is extended by the tag before it.
+    ``tag``: an earlier result, which is extended by the tag before it.
     """
     parts = segments(text.rstrip())
-    n = len(segments(found)) + 1
+    n = len(segments(tag)) + 1
     while n < len(parts) and len(parts[-n]) == 1:
         n += 1
     return "".join(parts[-n:])
 
 
-def _first_tag(text: str, found: str) -> str:
+def _first_tag(text: str, tag: str) -> str:
     """Return the first tag of a text and the text before it, or all text.
 
-    ``found``: a result, extended by the next tag.
+    ``tag``: an earlier result, which is extended by the next tag.
     """
     parts = segments(text.strip())
-    n = len(segments(found)) + 1
+    n = len(segments(tag)) + 1
     while n < len(parts) and len(parts[n - 1]) == 1:
         n += 1
     return "".join(parts[:n])

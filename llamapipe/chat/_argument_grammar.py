@@ -360,4 +360,4 @@ def _patterns(schema: dict[str, Any]) -> list[str]:
 
 
 def _with_escaped_slashes(pattern: str) -> str:
-    return re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL)
+    return re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", pattern, flags=re.DOTALL)

@@ -527,19 +527,19 @@ class TemplateProbe:
                 return replace(form, parallel=False)
         return form
 
-    def _with_types(self, form: CallFormat, given: _Form) -> CallFormat | None:
+    def _with_types(self, form: CallFormat, message_form: _Form) -> CallFormat | None:
         """Return the format with the markers for each type of argument.
 
         None: strings are written in an unknown way.
         """
-        hard = self._calls(given, 1, {"qxhard": _HARD})
+        hard = self._calls(message_form, 1, {"qxhard": _HARD})
         if hard is not None and "qxhard" in hard:
             text = hard.partition("qxhard")[2].removeprefix(form.key_end)
             if text.startswith(f"{CDATA}{_HARD}{CDATA_END}"):
                 form = replace(form, cdata=True)
             elif not text.startswith(_HARD):
                 return None
-        text = self._calls(given, 1, _TYPED) or ""
+        text = self._calls(message_form, 1, _TYPED) or ""
         places = {key: text.find(key) for key in _TYPED}
         ends = [("string", form.key_end)]
         for key, at in places.items():
@@ -619,11 +619,11 @@ def _json_format(sample: _Sample) -> CallFormat | None:
     )
 
 
-def _varying(one: Member, other: Member) -> Member:
+def _varying(member: Member, other: Member) -> Member:
     """Return the member, given the same one of another call, where it may have another value."""
-    if one.role != "constant" or one.constant == other.constant:
-        return one
-    return replace(one, role="number" if one.constant.strip('"').isdecimal() else "id")
+    if member.role != "constant" or member.constant == other.constant:
+        return member
+    return replace(member, role="number" if member.constant.strip('"').isdecimal() else "id")
 
 
 def _call_object(text: str, name: str) -> tuple[int, int, tuple[Member, ...]] | None:

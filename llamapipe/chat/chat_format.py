@@ -299,7 +299,7 @@ def _without_eog(form: CallFormat, ends: Callable[[str], bool]) -> CallFormat:
     """Return the format without tokens that end generation: they are not part of the text."""
 
     def cut(text: str) -> tuple[str, bool]:
-        kept = list(takewhile(lambda one: not ends(one), segments(text)))
+        kept = list(takewhile(lambda segment: not ends(segment), segments(text)))
         return "".join(kept), "".join(kept) != text
 
     call_end, ended = cut(form.call_end)

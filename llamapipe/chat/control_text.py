@@ -71,7 +71,7 @@ class ControlTexts:
             return text
         # A mark in one text may leave another that overlaps with it.
         while self._pattern.search(text):
-            text = self._pattern.sub(lambda found: self._broken(found.group(), mark), text)
+            text = self._pattern.sub(lambda match: self._broken(match.group(), mark), text)
         # Templates trim contents, so the ends are those of the text without white space.
         core = text.strip()
         start = text.find(core)

@@ -39,7 +39,7 @@ def whole_values(value: Any) -> Any:
 
 def whole_json(text: str) -> str:
     """Return JSON text with U+FFFD for escaped lone surrogates."""
-    return _IN_TEXT.sub(lambda found: found[0] if found[2] else found[1] + _UNKNOWN, text)
+    return _IN_TEXT.sub(lambda match: match[0] if match[2] else match[1] + _UNKNOWN, text)
 
 
 def whole_json_bytes(body: bytes) -> bytes:
@@ -49,5 +49,5 @@ def whole_json_bytes(body: bytes) -> bytes:
     byte order mark of UTF-8 at the start of a text.
     """
     unknown = _UNKNOWN.encode()
-    data = _IN_BYTES.sub(lambda found: found[0] if found[2] else (found[1] or b"") + unknown, body)
+    data = _IN_BYTES.sub(lambda match: match[0] if match[2] else (match[1] or b"") + unknown, body)
     return data.lstrip(BOM_UTF8)  # however often: what it returns is returned as it is

@@ -79,9 +79,9 @@ def _checked(index: int, message: object) -> Message:
     return fields
 
 
-def _misspelt(field: str, given: Mapping[str, Any]) -> str:
+def _misspelt(field: str, fields: Mapping[str, Any]) -> str:
     """Return what to append to a message about a missing field: the given field that is probably a misspelling."""
-    wrong = next((key for key in given if nearest(str(key), [field]) is not None), None)
+    wrong = next((key for key in fields if nearest(str(key), [field]) is not None), None)
     return "" if wrong is None else f"; is {quoted(wrong)} meant to be {quoted(field)}?"
 
 
@@ -134,20 +134,20 @@ def _calls(place: str, calls: Any) -> list[dict[str, Any]]:
     return tool_calls
 
 
-def _arguments(given: Any) -> dict[str, Any] | str:
+def _arguments(arguments: Any) -> dict[str, Any] | str:
     """Return the arguments of a call as an object; anything else as text.
 
     Callers also send back answers that ``max_tokens`` ended within a call. Their arguments are not JSON.
     """
-    if given is None or given == "":
+    if arguments is None or arguments == "":
         return {}
-    if not isinstance(given, str):
-        return given if isinstance(given, dict) else json.dumps(given, ensure_ascii=False)
+    if not isinstance(arguments, str):
+        return arguments if isinstance(arguments, dict) else json.dumps(arguments, ensure_ascii=False)
     try:
-        value = json.loads(whole_json(given))
+        value = json.loads(whole_json(arguments))
     except (ValueError, RecursionError):
-        return given
-    return value if isinstance(value, dict) else given
+        return arguments
+    return value if isinstance(value, dict) else arguments
 
 
 # The names of an assistant's reasoning in clients and templates.
@@ -203,7 +203,7 @@ def with_arguments(messages: Sequence[Message], change: Callable[[Any], Any]) ->
 def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with the arguments of tool calls as JSON text."""
     return with_arguments(
-        messages, lambda given: given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        messages, lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     )
 
 
@@ -212,7 +212,7 @@ def with_object_arguments(messages: Sequence[Message]) -> list[Message]:
 
     Other text becomes the only member.
     """
-    return with_arguments(messages, lambda given: {"arguments": given} if isinstance(given, str) else given)
+    return with_arguments(messages, lambda value: {"arguments": value} if isinstance(value, str) else value)
 
 
 def text_arguments(messages: Sequence[Message]) -> list[str]:
@@ -277,8 +277,8 @@ def with_short_ids(messages: Sequence[Message]) -> list[Message]:
     a call lacks is that of the result in its place.
     """
 
-    def short(one: str) -> str:
-        return one if re.fullmatch("[A-Za-z0-9]{9}", one) else sha256(one.encode()).hexdigest()[:9]
+    def short(name: str) -> str:
+        return name if re.fullmatch("[A-Za-z0-9]{9}", name) else sha256(name.encode()).hexdigest()[:9]
 
     chat: list[Message] = []
     waiting: dict[str, bool] = {}  # ids of calls without a result; True if the call had no id

@@ -531,9 +531,9 @@ class ChatTemplate:
         """Return whether the template writes dict arguments in Python's syntax, and text arguments unchanged."""
         arguments = {"name": _PROBE}
 
-        def written(given: dict[str, str] | str) -> str:
+        def written(arguments: dict[str, str] | str) -> str:
             calls = [
-                {"id": "call00000", "type": "function", "function": {"name": "name", "arguments": given}}
+                {"id": "call00000", "type": "function", "function": {"name": "name", "arguments": arguments}}
             ]
             message: Message = {"role": "assistant", "content": "", "tool_calls": calls}
             try:

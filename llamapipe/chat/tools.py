@@ -419,29 +419,29 @@ def allowed_tools(tool_choice: Any, tools: tuple[Tool, ...]) -> tuple[Any, tuple
     return mode, tuple(tool for tool in tools if tool.name in names)
 
 
-def _tool(i: int, one: ToolDefinition) -> Tool:
+def _tool(i: int, definition: ToolDefinition) -> Tool:
     try:
-        if isinstance(one, Tool):
-            return one
-        if isinstance(one, Mapping):
-            return _from_dict(one)
-        if callable(one):
-            schema = getattr(one, "model_json_schema", None)
+        if isinstance(definition, Tool):
+            return definition
+        if isinstance(definition, Mapping):
+            return _from_dict(definition)
+        if callable(definition):
+            schema = getattr(definition, "model_json_schema", None)
             if schema is not None:  # a pydantic model: its fields are the arguments
-                return Tool(named(one), described(one), schema())
-            return Tool(named(one), described(one), parameters_schema(one))
+                return Tool(named(definition), described(definition), schema())
+            return Tool(named(definition), described(definition), parameters_schema(definition))
     except InvalidRequestError as e:
         raise InvalidRequestError(f"tools[{i}]: {e}") from None
     except TypeError as e:
         raise TypeError(f"tools[{i}]: {e}") from None
-    raise TypeError(f"tools[{i}] must be a function, a dict or a Tool, not {type(one).__name__}")
+    raise TypeError(f"tools[{i}] must be a function, a dict or a Tool, not {type(definition).__name__}")
 
 
-def _from_dict(one: Mapping[str, Any]) -> Tool:
-    function = one.get("function")
-    if one.get("type") != "function" or not isinstance(function, Mapping):
+def _from_dict(definition: Mapping[str, Any]) -> Tool:
+    function = definition.get("function")
+    if definition.get("type") != "function" or not isinstance(function, Mapping):
         raise InvalidRequestError('a tool must be {"type": "function", "function": {"name": …}}')
-    for mapping, known in ((one, _TOOL_KEYS), (function, _FUNCTION_KEYS)):
+    for mapping, known in ((definition, _TOOL_KEYS), (function, _FUNCTION_KEYS)):
         if unknown := mapping.keys() - known:
             wrong = min(unknown)
             raise InvalidRequestError(f"unknown key {quoted(wrong)} in a tool{did_you_mean(wrong, known)}")

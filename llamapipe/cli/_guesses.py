@@ -99,15 +99,15 @@ def verdict(measured: Sequence[Guessed], why_none: str) -> str:
     return "Guesses do not pay for these prompts; they cost nothing either, since the engine stops guessing."
 
 
-def as_json(one: Guessed) -> str:
+def as_json(measurement: Guessed) -> str:
     """Return the measurement as a line for programs."""
     return json.dumps(
         {
-            "n": one.n,
-            "tokens_per_s_without": one.plain,
-            "tokens_per_s_with": one.guessed,
-            "gain": one.gain,
-            "n_drafted": one.n_drafted,
-            "n_accepted": one.n_accepted,
+            "n": measurement.n,
+            "tokens_per_s_without": measurement.plain,
+            "tokens_per_s_with": measurement.guessed,
+            "gain": measurement.gain,
+            "n_drafted": measurement.n_drafted,
+            "n_accepted": measurement.n_accepted,
         }
     )

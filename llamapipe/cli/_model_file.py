@@ -159,7 +159,7 @@ def _projector(info: GgufInfo, model: lp.Model) -> dict[str, Any]:
     }
 
 
-def _memory(found: dict[str, Any]) -> dict[str, Any]:
+def _memory(facts: dict[str, Any]) -> dict[str, Any]:
     """Return free memory, and how many slots fit beside the weights by context; on the host if there is no GPU."""
     import llamapipe as lp
     from llamapipe.host.memory import free_memory
@@ -167,27 +167,27 @@ def _memory(found: dict[str, Any]) -> dict[str, Any]:
     gpus = [device for device in lp.devices() if device.type in ("gpu", "igpu")]
     free = sum(device.memory_free for device in gpus) if gpus else free_memory()
     slots = []
-    if free is not None and (found["kv_bytes_per_token"] or found["state_bytes"]):
-        room = free * _SHARE - found["size_bytes"]
-        contexts = {n for n in _CONTEXTS if n < found["n_ctx_train"]} | {found["n_ctx_train"]}
+    if free is not None and (facts["kv_bytes_per_token"] or facts["state_bytes"]):
+        room = free * _SHARE - facts["size_bytes"]
+        contexts = {n for n in _CONTEXTS if n < facts["n_ctx_train"]} | {facts["n_ctx_train"]}
         for n_ctx in sorted(contexts):
-            kv = found["kv_bytes_per_token"] * n_ctx + found["state_bytes"]
+            kv = facts["kv_bytes_per_token"] * n_ctx + facts["state_bytes"]
             slots.append({"n_ctx": n_ctx, "kv_bytes_per_slot": int(kv), "n_slots": max(int(room // kv), 0)})
     return {"memory": "gpu" if gpus else "host", "memory_free": free, "slots": slots}
 
 
-def suggestion(found: dict[str, Any], name: str) -> str | None:
+def suggestion(facts: dict[str, Any], name: str) -> str | None:
     """Return the command that serves the model on this machine; None if it does not fit, or none does."""
-    if not found["is_served"]:
+    if not facts["is_served"]:
         return None
-    if not found["generates"]:
+    if not facts["generates"]:
         return f"llamapipe serve --embeddings {shlex.quote(name)}"
     command = f"llamapipe serve -m {shlex.quote(name)}"
-    if not found["slots"]:
+    if not facts["slots"]:
         return command
     # Slots before context: the usual number of slots, with the largest of the usual contexts that they fit with.
     usual = [
-        entry for entry in found["slots"] if entry["n_ctx"] <= max(_USUAL_CONTEXT, found["slots"][0]["n_ctx"])
+        entry for entry in facts["slots"] if entry["n_ctx"] <= max(_USUAL_CONTEXT, facts["slots"][0]["n_ctx"])
     ]
     for n_slots in (_USUAL_SLOTS, 4, 2, 1):
         for entry in reversed(usual):
@@ -196,75 +196,75 @@ def suggestion(found: dict[str, Any], name: str) -> str | None:
     return None
 
 
-def findings_of(found: dict[str, Any], name: str) -> Iterator[Finding]:
+def findings_of(facts: dict[str, Any], name: str) -> Iterator[Finding]:
     """Yield the facts in words, and what is wrong. ``name``: what the user called the model."""
-    size = f"{size_text(found['size_bytes'])}{f' in {n} files' if (n := found['n_parts']) > 1 else ''}"
-    title = f"{found['title']}: " if found["title"] else ""
-    about = f"{title}{found['architecture']}, {_count(found['n_params'])} parameters, {size}"
+    size = f"{size_text(facts['size_bytes'])}{f' in {n} files' if (n := facts['n_parts']) > 1 else ''}"
+    title = f"{facts['title']}: " if facts["title"] else ""
+    about = f"{title}{facts['architecture']}, {_count(facts['n_params'])} parameters, {size}"
     yield Finding("model", True, about)
     yield Finding(
-        "context", True, f"trained with {found['n_ctx_train']:,} tokens; vocabulary of {found['n_vocab']:,}"
+        "context", True, f"trained with {facts['n_ctx_train']:,} tokens; vocabulary of {facts['n_vocab']:,}"
     )
-    yield _weights_finding(found)
+    yield _weights_finding(facts)
     from llamapipe.gguf.draft_file import DRAFT_KINDS, not_supported
 
-    if kind := DRAFT_KINDS.get(found["architecture"]):
-        reason = not_supported(found["architecture"])
+    if kind := DRAFT_KINDS.get(facts["architecture"]):
+        reason = not_supported(facts["architecture"])
         yield Finding(
             "use",
             not reason,
             f"{kind}: it guesses what the model that it was trained for writes, and is no model itself",
             f"it {reason}" if reason else "llamapipe serve MODEL --draft FILE",
         )
-    elif not found["is_served"]:
+    elif not facts["is_served"]:
         yield Finding(
             "use",
             False,
             "an encoder-decoder model, which llamapipe does not serve: its engine computes and accepts decoders only",
             "use a model that is a decoder only, as nearly all that chat are; or, for embeddings, an encoder",
         )
-    elif not found["generates"]:
+    elif not facts["generates"]:
         yield Finding("use", True, "embeds or ranks texts; it does not generate any")
     else:
-        yield _chat_finding(found)
-        yield _media_finding(found)
-        if n := found["n_mtp_layers"]:
+        yield _chat_finding(facts)
+        yield _media_finding(facts)
+        if n := facts["n_mtp_layers"]:
             layers = "a layer that predicts" if n == 1 else f"{n} layers that predict"
             use = (
                 "--draft mtp guesses with it"
                 if n == 1
                 else "llamapipe guesses with one only, so not with these"
             )
-            size = size_text(found["mtp_bytes"])
-            cells = size_text(found["mtp_bytes_per_token"] * 1024)
+            size = size_text(facts["mtp_bytes"])
+            cells = size_text(facts["mtp_bytes_per_token"] * 1024)
             yield Finding(
                 "MTP",
                 True,
                 f"{layers} the token after the next, {size} and {cells} for 1024 tokens of context, loaded on demand; "
                 f"{use}",
             )
-    command = suggestion(found, name)
-    if found["generates"]:
-        yield from _memory_findings(found, command is not None)
+    command = suggestion(facts, name)
+    if facts["generates"]:
+        yield from _memory_findings(facts, command is not None)
     if command is not None:
         yield Finding("serve it with", True, command)
 
 
-def _weights_finding(found: dict[str, Any]) -> Finding:
+def _weights_finding(facts: dict[str, Any]) -> Finding:
     """Return the types of the weights, and what multiplies them on a CPU."""
-    total = sum(entry["size_bytes"] for entry in found["weights"]) or 1
+    total = sum(entry["size_bytes"] for entry in facts["weights"]) or 1
     shares = [
         (f"{entry['type']} {100 * entry['size_bytes'] / total:.0f} %", entry["packed"])
-        for entry in found["weights"]
+        for entry in facts["weights"]
     ]
-    if found["memory"] == "gpu":
+    if facts["memory"] == "gpu":
         return Finding("weights", True, ", ".join(share for share, _ in shares))
     ours, theirs = (", ".join(share for share, packed in shares if packed is mine) for mine in (True, False))
-    parts = [f"{ours} with llamapipe's kernels for {found['kernels']}"] if ours else []
+    parts = [f"{ours} with llamapipe's kernels for {facts['kernels']}"] if ours else []
     parts += [f"{theirs} with ggml's kernels"] if theirs else []
-    n_slow = sum(entry["size_bytes"] for entry in found["weights"] if not entry["packed"])
+    n_slow = sum(entry["size_bytes"] for entry in facts["weights"] if not entry["packed"])
     note = ""
-    if found["kernels"] is not None and n_slow > total / 2:
+    if facts["kernels"] is not None and n_slow > total / 2:
         note = (
             "slow on this CPU for several requests at once: ggml's kernels unpack weights again for every few of them; "
             "Q4_K_M, Q5_K_M, Q6_K and Q8_0 files of the same model are faster"
@@ -272,27 +272,27 @@ def _weights_finding(found: dict[str, Any]) -> Finding:
     return Finding("weights", True, "; ".join(parts) or "no matrices", note)
 
 
-def _chat_finding(found: dict[str, Any]) -> Finding:
-    if found["chat"] is None:
-        return Finding("chat", True, "has a template", found["chat_problem"])
-    if not found["chat"]:
-        return Finding("chat", True, f"no: {found['chat_problem']}; it completes texts")
-    tools, reasoning = (("yes" if found[key] else "no") for key in ("tools", "reasoning"))
+def _chat_finding(facts: dict[str, Any]) -> Finding:
+    if facts["chat"] is None:
+        return Finding("chat", True, "has a template", facts["chat_problem"])
+    if not facts["chat"]:
+        return Finding("chat", True, f"no: {facts['chat_problem']}; it completes texts")
+    tools, reasoning = (("yes" if facts[key] else "no") for key in ("tools", "reasoning"))
     return Finding("chat", True, f"yes; tools: {tools}; reasoning: {reasoning}")
 
 
-def _media_finding(found: dict[str, Any]) -> Finding:
-    files = found["mmproj"]
+def _media_finding(facts: dict[str, Any]) -> Finding:
+    files = facts["mmproj"]
     if not files:
         return Finding("images", True, "no: no projector (mmproj*.gguf) of this model is beside it")
     if len(files) > 1:
         fix = "choose one with --mmproj FILE"
         return Finding("images", True, f"no: {len(files)} projectors are beside it, {listed(files)}", fix)
     taken = " and ".join(
-        what for what, takes in (("images", found["images"]), ("sounds", found["audio"])) if takes
+        what for what, takes in (("images", facts["images"]), ("sounds", facts["audio"])) if takes
     )
-    detail = f"takes {taken} with {files[0]}, {size_text(found['mmproj_bytes'])}, which the first one loads"
-    if (limits := found["image_tokens"]) is not None:
+    detail = f"takes {taken} with {files[0]}, {size_text(facts['mmproj_bytes'])}, which the first one loads"
+    if (limits := facts["image_tokens"]) is not None:
         least, most = limits
         ends = [f"at least {least}"] * (least is not None) + [f"at most {most}"] * (most is not None)
         detail += (
@@ -302,50 +302,50 @@ def _media_finding(found: dict[str, Any]) -> Finding:
     return Finding("images", True, detail)
 
 
-def _memory_findings(found: dict[str, Any], fits: bool) -> Iterator[Finding]:
-    free, kv = found["memory_free"], found["kv_bytes_per_token"]
-    where = "on GPUs" if found["memory"] == "gpu" else "for this process"
+def _memory_findings(facts: dict[str, Any], fits: bool) -> Iterator[Finding]:
+    free, kv = facts["memory_free"], facts["kv_bytes_per_token"]
+    where = "on GPUs" if facts["memory"] == "gpu" else "for this process"
     if kv is None:
         yield Finding(
             "KV cache", True, "the file's metadata does not tell its size; `repr(engine)` or the log does"
         )
     elif kv:
-        yield Finding("KV cells", True, _cells(found))
-    if found["state_bytes"]:
+        yield Finding("KV cells", True, _cells(facts))
+    if facts["state_bytes"]:
         yield Finding(
-            "state", True, f"{size_text(found['state_bytes'])} for each request, whatever its length"
+            "state", True, f"{size_text(facts['state_bytes'])} for each request, whatever its length"
         )
-    if found["state_bytes"]:
+    if facts["state_bytes"]:
         yield Finding("prefixes", True, "shared from states, which are saved where prompts part")
-    elif found["n_window"]:
+    elif facts["n_window"]:
         yield Finding(
             "prefixes", True, "shared anywhere while all cells are kept (swa_full), else from states"
         )
     if free is None:
         return
-    detail = f"{size_text(free)} free {where}; weights {size_text(found['size_bytes'])}"
-    if found["size_bytes"] > free or not fits:
+    detail = f"{size_text(free)} free {where}; weights {size_text(facts['size_bytes'])}"
+    if facts["size_bytes"] > free or not fits:
         fix = "use a file of a smaller quantization, a smaller model, or a machine with more memory"
         yield Finding("memory", False, f"{detail}: too little for one request", fix)
         return
     yield Finding("memory", True, detail)
-    many = [entry for entry in found["slots"] if entry["n_slots"] > _MOST_SLOTS][-1:]
+    many = [entry for entry in facts["slots"] if entry["n_slots"] > _MOST_SLOTS][-1:]
     rows = [f"over {_MOST_SLOTS} with {entry['n_ctx']:,} tokens" for entry in many]
     rows += [
         f"{entry['n_slots']} with {entry['n_ctx']:,}"
-        for entry in found["slots"]
+        for entry in facts["slots"]
         if entry["n_slots"] <= _MOST_SLOTS
     ]
     if rows:
         yield Finding("requests", True, f"fit at once, by context: {', '.join(rows)}")
 
 
-def _cells(found: dict[str, Any]) -> str:
+def _cells(facts: dict[str, Any]) -> str:
     """Return what a token takes, and how much of it in layers that may forget it."""
-    kv, in_windows = found["kv_bytes_per_token"], found["kv_window_bytes_per_token"]
+    kv, in_windows = facts["kv_bytes_per_token"], facts["kv_window_bytes_per_token"]
     if not in_windows:
         return f"{size_text(kv)} for each token of a context (f16)"
-    layers = f"in layers that see {found['n_window']:,} tokens"
+    layers = f"in layers that see {facts['n_window']:,} tokens"
     return (
         f"at most {size_text(kv)} for each token of a context (f16), {size_text(in_windows)} of them {layers}"
     )

@@ -255,17 +255,17 @@ def read_facts(common: Mapping[str, Any], entry: ModelEntry, has_gpus: bool = Fa
     )
 
 
-def _projector(given: str, info: GgufInfo, texts: Mapping[str, str]) -> MmprojInfo | None:
+def _projector(mmproj: str, info: GgufInfo, texts: Mapping[str, str]) -> MmprojInfo | None:
     """Return the projector that the model will load, if any. Raises ValueError, ModelLoadError."""
-    if given == "off":
+    if mmproj == "off":
         return None
-    if given == "auto":
+    if mmproj == "auto":
         projectors = mmproj_beside(info.path, info.n_embd, lambda: texts.get("general.name", ""))
         return projectors[0] if len(projectors) == 1 else None
-    if given.startswith("hf:"):
-        repo_id, filename = hub.parse(given)
+    if mmproj.startswith("hf:"):
+        repo_id, filename = hub.parse(mmproj)
         return check_mmproj(hub.model_file(repo_id, filename or hub.MMPROJ))
-    return check_mmproj(given)
+    return check_mmproj(mmproj)
 
 
 def sees_images(entry: ModelEntry) -> bool:

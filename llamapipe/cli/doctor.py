@@ -233,11 +233,11 @@ def _probed(results: dict[str, dict[str, Any]]) -> Iterator[Finding]:
             yield Finding("kernels", True, _kernels(result["kernels"]))
 
 
-def _kernels(found: dict[str, str | None]) -> str:
+def _kernels(kernels: dict[str, str | None]) -> str:
     """Return what computes products of matrices on the CPU."""
-    if found["level"] is None:
-        return f"ggml's; llamapipe's own are not used: {found['problem']}"
-    return f"llamapipe's for {found['level']}, ggml's for other types of weights"
+    if kernels["level"] is None:
+        return f"ggml's; llamapipe's own are not used: {kernels['problem']}"
+    return f"llamapipe's for {kernels['level']}, ggml's for other types of weights"
 
 
 def _device(device: dict[str, Any]) -> Finding:

@@ -110,15 +110,15 @@ class CommandParser(argparse.ArgumentParser):
 
 
 # ---- texts: arguments, files, standard input; UTF-8 in every locale
-def read_texts(given: list[str], files: list[Path], lines: bool) -> list[str]:
+def read_texts(arguments: list[str], files: list[Path], lines: bool) -> list[str]:
     """Read all texts, in the order of the command line, files last; ``-``: standard input. Raises UsageError, OSError.
 
     Without arguments and files, standard input is read if it is not a terminal. ``lines``: each line is a text.
     """
     texts: list[str] = []
-    if not given and not files and not stdin_is_terminal() and (piped := read_stdin()):
+    if not arguments and not files and not stdin_is_terminal() and (piped := read_stdin()):
         texts = _split(piped, lines)
-    for text in given:
+    for text in arguments:
         texts += _split(read_stdin(), lines) if text == "-" else [given_text(text)]
     for file in files:
         texts += _split(read_file(file), lines)

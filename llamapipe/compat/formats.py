@@ -199,13 +199,15 @@ TEMPLATES: Final = {"chatml-function-calling": FUNCTION_CALLING}
 UNSUPPORTED: Final = ("functionary", "functionary-v1", "functionary-v2")
 
 
-def template_of(name: str | None, given: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
+def template_of(
+    name: str | None, chat_template: str | os.PathLike[str] | None
+) -> str | os.PathLike[str] | None:
     """Return ``Model``'s ``chat_template`` for a format and a ``chat_template`` of ``Llama``; None: the file's.
 
     Raises ValueError for a format that is not known or not supported, and if both are given.
     """
     if name is None:
-        return given
+        return chat_template
     if name in UNSUPPORTED:
         raise ValueError(
             f"chat_format={quoted(name)} is not supported; leave it out to use the model's own template"
@@ -213,6 +215,6 @@ def template_of(name: str | None, given: str | os.PathLike[str] | None) -> str |
     if name not in FORMATS and name not in TEMPLATES:
         known = ", ".join(sorted([*FORMATS, *TEMPLATES]))
         raise ValueError(f"chat_format is {quoted(name)}; it must be one of {known}")
-    if given is not None:
+    if chat_template is not None:
         raise ValueError(f"chat_format={quoted(name)} and a chat_template are given; give one of them")
     return TEMPLATES.get(name)

@@ -223,10 +223,10 @@ class WorkerProcess:
         finally:
             del self._snapshots[number]
 
-    def answer(self, number: int, found: Sequence[Any]) -> None:
+    def answer(self, number: int, facts: Sequence[Any]) -> None:
         """Answer its question about all workers."""
         if self._messages is not None:
-            self._messages.send("answer", number=number, found=found)
+            self._messages.send("answer", number=number, found=facts)
 
     def _leave(self, how: bytes) -> None:
         if self.state is State.ENDED:

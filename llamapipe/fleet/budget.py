@@ -30,9 +30,9 @@ class Memory:
         return Memory(self.n_bytes - other.n_bytes, self.gpu_bytes - other.gpu_bytes)
 
 
-def total(given: Iterable[Memory]) -> Memory:
+def total(parts: Iterable[Memory]) -> Memory:
     """Return the sum."""
-    return sum(given, Memory())
+    return sum(parts, Memory())
 
 
 class Tenure(NamedTuple):

@@ -213,15 +213,15 @@ class Answerer:
             self._answer_request = self._open_requests()
         return await self._answer_request(record)
 
-    async def _complete(self, given: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    async def _complete(self, record: dict[str, Any]) -> tuple[dict[str, Any], int]:
         if self._template is not None:
-            prompt: Any = filled(self._template, given)
+            prompt: Any = filled(self._template, record)
             options: dict[str, Any] = {}
         else:
-            prompt, options = given.get("prompt"), {k: v for k, v in given.items() if k not in _KEPT}
-        messages = given.get("messages") if self._template is None else None
+            prompt, options = record.get("prompt"), {k: v for k, v in record.items() if k not in _KEPT}
+        messages = record.get("messages") if self._template is None else None
         if (prompt is None) == (messages is None):
-            misspelt = next((key for key in given if nearest(key, ("prompt", "messages"))), None)
+            misspelt = next((key for key in record if nearest(key, ("prompt", "messages"))), None)
             hint = did_you_mean(misspelt, ("prompt", "messages")) if prompt is None and misspelt else ""
             raise ValueError(
                 f"a record must have either a prompt or messages, or be made by a template{hint}"

@@ -231,7 +231,7 @@ class ChatPrompts:
             continue_last=continue_last,
             reasoning_opening=self.chat_format(template_args).markers.opening if continue_last else "",
             template_args=template_args,
-            change_text=lambda given: controls.marked(given, mark),
+            change_text=lambda text: controls.marked(text, mark),
             write_calls=self._call_writer(messages, template_args),
         )
         self._warn_of_dropped(template, messages, tools, template_args)

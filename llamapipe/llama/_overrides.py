@@ -178,7 +178,7 @@ def native_placement(ffi: Any, lib: Any, placed: Mapping[str, Device]) -> tuple[
 
 def _escaped(text: str) -> str:
     """Return text of an ECMAScript pattern that stands for itself."""
-    return re.sub(r"[^\w]", lambda found: "\\" + found[0] if found[0].isascii() else found[0], text)
+    return re.sub(r"[^\w]", lambda match: "\\" + match[0] if match[0].isascii() else match[0], text)
 
 
 def log_placement(info: GgufInfo, placed: Mapping[str, Device]) -> None:

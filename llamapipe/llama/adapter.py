@@ -217,9 +217,9 @@ def _widest(parts: Sequence[Part]) -> Weights | None:
 class SetArguments:
     """A set as native code takes it; memory that must live as long as the call."""
 
-    def __init__(self, module: Any, given: AdapterSet | None, carries: bool = False) -> None:
+    def __init__(self, module: Any, adapters: AdapterSet | None, carries: bool = False) -> None:
         ffi = module.ffi
-        entries = () if given is None else ((given.widest, 1.0),) if carries else given.entries
+        entries = () if adapters is None else ((adapters.widest, 1.0),) if carries else adapters.entries
         loras = [(part, scale) for part, scale in entries if isinstance(part, Weights)]
         vectors = [(part, scale) for part, scale in entries if isinstance(part, Directions)]
         handles = [weights.handle for weights, _ in loras]
@@ -455,19 +455,19 @@ def _check_layers(layers: object, n_layer: int) -> tuple[int, int]:
 
 
 def set_adapters(
-    module: Any, entry: Any, owner: Any, given: AdapterSet | None, carries: bool = False
+    module: Any, entry: Any, owner: Any, adapters: AdapterSet | None, carries: bool = False
 ) -> None:
     """Call a native entry that changes what ``owner`` computes with. Raises BackendError.
 
     ``carries``: the set is a carrier; ``assign_adapters`` says which adapters a sequence's rows have.
     """
-    arguments = SetArguments(module, given, carries)
+    arguments = SetArguments(module, adapters, carries)
     if entry(owner, arguments.native) < 0:
         raise BackendError(f"the adapters could not be changed: {last_error(module)}")
 
 
-def assign_adapters(module: Any, entry: Any, owner: Any, seq_id: int, given: AdapterSet | None) -> None:
+def assign_adapters(module: Any, entry: Any, owner: Any, seq_id: int, adapters: AdapterSet | None) -> None:
     """Call a native entry that changes what a sequence's rows are computed with. Raises BackendError."""
-    arguments = SetArguments(module, given)
+    arguments = SetArguments(module, adapters)
     if entry(owner, seq_id, arguments.native) < 0:
         raise BackendError(f"the adapters of a sequence could not be changed: {last_error(module)}")

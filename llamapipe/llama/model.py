@@ -384,13 +384,13 @@ class Model(Owner):
             raise ModelLoadError(f"{name}dimension_sections is missing or zero, this architecture needs it")
 
     def _set_projector(
-        self, info: GgufInfo, given: Path | str | bool, limits: tuple[int | None, int | None]
+        self, info: GgufInfo, mmproj: Path | str | bool, limits: tuple[int | None, int | None]
     ) -> None:
         """Load the projector of ``mmproj``, or remember the one that was found."""
         from llamapipe.gguf.mmproj import check_mmproj, mmproj_beside
         from llamapipe.llama.projector import Projector
 
-        is_asked = given != "auto"
+        is_asked = mmproj != "auto"
         if info.architecture in _NO_MEDIA:
             if is_asked:
                 raise ModelLoadError(
@@ -399,8 +399,8 @@ class Model(Owner):
                 )
             return
         with mapping_guard(self._native, self.path):
-            if isinstance(given, Path):
-                projectors = [check_mmproj(given)]
+            if isinstance(mmproj, Path):
+                projectors = [check_mmproj(mmproj)]
             else:
                 title = lambda: self.metadata.get("general.name", "")  # noqa: E731
                 projectors = mmproj_beside(self.path, self.n_embd, title)
@@ -420,22 +420,22 @@ class Model(Owner):
                 self.projector.open()
 
     def _limits_of(
-        self, found: MmprojInfo, limits: tuple[int | None, int | None], is_asked: bool
+        self, mmproj: MmprojInfo, limits: tuple[int | None, int | None], is_asked: bool
     ) -> tuple[int | None, int | None]:
         """Return the limits of an image's tokens that a projector can have. Raises ValueError if it was asked for."""
         if limits == (None, None):
             return limits
         try:
-            if found.image_tokens is None:
+            if mmproj.image_tokens is None:
                 raise ValueError(
                     "image_min_tokens and image_max_tokens are for projectors that keep an image's proportions, "
-                    f"which {' and '.join(found.projectors)} is not: leave them out"
+                    f"which {' and '.join(mmproj.projectors)} is not: leave them out"
                 )
-            found.image_tokens.check(*limits)
+            mmproj.image_tokens.check(*limits)
         except ValueError as e:
             if is_asked:
-                raise ValueError(f"{found.path}: {e}") from None
-            logging.getLogger("llamapipe").warning("%s has its own limits: %s", found.path.name, e)
+                raise ValueError(f"{mmproj.path}: {e}") from None
+            logging.getLogger("llamapipe").warning("%s has its own limits: %s", mmproj.path.name, e)
             return None, None
         return limits
 
@@ -859,20 +859,20 @@ def _mmproj_of_hub(model: Path) -> Path:
     return model_file(source.repo_id, MMPROJ, revision=source.filename)
 
 
-def template_text(given: str | os.PathLike[str]) -> str:
+def template_text(chat_template: str | os.PathLike[str]) -> str:
     """Return a chat template, given as Jinja source or as a file's path. Raises TypeError, ValueError, OSError."""
-    if not isinstance(given, (str, os.PathLike)):
-        raise TypeError(f"chat_template must be a str or a path, not {type(given).__name__}")
-    if given == "":
+    if not isinstance(chat_template, (str, os.PathLike)):
+        raise TypeError(f"chat_template must be a str or a path, not {type(chat_template).__name__}")
+    if chat_template == "":
         raise ValueError(
             "chat_template is empty; give Jinja source, the path of a file, or None for the file's own"
         )
-    if isinstance(given, str) and ("{" in given or "\n" in given):
-        return given
+    if isinstance(chat_template, str) and ("{" in chat_template or "\n" in chat_template):
+        return chat_template
     try:
-        return path_of(given).read_text(encoding="utf-8")
+        return path_of(chat_template).read_text(encoding="utf-8")
     except UnicodeDecodeError as e:
-        raise ValueError(f"chat_template: {given} is not UTF-8 text: {e}") from None
+        raise ValueError(f"chat_template: {chat_template} is not UTF-8 text: {e}") from None
 
 
 def _text(ffi: Any, read: Callable[[Any, int], int]) -> str:

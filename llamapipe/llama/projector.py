@@ -174,7 +174,7 @@ class Projector:
         return f"<Projector {self.path.name!r} {self.name}>"
 
     def media(
-        self, given: Given, owner: bytes = b"", share: Hashable = None, max_sound_s: float | None = None
+        self, source: Given, owner: bytes = b"", share: Hashable = None, max_sound_s: float | None = None
     ) -> Media:
         """Prepare an image or a sound for a prompt, without encoding it. Only calls of the same ``owner`` share it.
 
@@ -184,18 +184,18 @@ class Projector:
         Raises InvalidRequestError for one that cannot be decoded, or whose kind the model does not take; TypeError,
         ImportError; ModelLoadError if the encoder cannot be loaded; EngineClosedError; as ``check_wanted``.
         """
-        if not (self.sees if given.kind == "image" else self.hears):
-            what = "images" if given.kind == "image" else "sounds"
-            raise InvalidRequestError(f"{given.place}: {self.path.name} takes no {what}")
+        if not (self.sees if source.kind == "image" else self.hears):
+            what = "images" if source.kind == "image" else "sounds"
+            raise InvalidRequestError(f"{source.place}: {self.path.name} takes no {what}")
         # With the limits: the same image is other rows, and nobody who compares numbers may take them for these.
-        digest = sha256(given.digest() + repr(self.limits).encode() + owner).digest()
+        digest = sha256(source.digest() + repr(self.limits).encode() + owner).digest()
         if (hit := self._found(digest)) is not None:
             return hit
-        with limited(Limit(self._check_open)), self._turns[given.kind].turn(share):
+        with limited(Limit(self._check_open)), self._turns[source.kind].turn(share):
             if (hit := self._found(digest)) is not None:  # another thread was faster
                 return hit
             check_wanted()
-            media = self._prepared(given, digest, max_sound_s)
+            media = self._prepared(source, digest, max_sound_s)
             with self._lock:
                 self._cache[digest] = media
                 while len(self._cache) > 1 and sum(map(self._bytes_of, self._cache.values())) > _CACHE_BYTES:
@@ -218,48 +218,50 @@ class Projector:
                 )
         return n_bytes
 
-    def _prepared(self, given: Given, digest: bytes, max_sound_s: float | None) -> Media:
+    def _prepared(self, source: Given, digest: bytes, max_sound_s: float | None) -> Media:
         lib, ffi, n_pixels = self._native.lib, self._native.ffi, 0
         with self._opening:
             handle = self._opened()
-        if given.kind == "image":
-            image = given.pixels()
+        if source.kind == "image":
+            image = source.pixels()
             height, width, _ = image.shape
             n_pixels = height * width
             chunks = lib.lp_media_image(handle, width, height, ffi.from_buffer("uint8_t[]", image))
         else:
-            samples = given.samples(self.sample_rate, max_sound_s)
+            samples = source.samples(self.sample_rate, max_sound_s)
             chunks = lib.lp_media_sound(handle, len(samples), ffi.from_buffer("float[]", samples))
         problems = drain_log(self._native)
         if chunks == ffi.NULL:
             reason = (problems or [last_error(self._native)])[0]
-            raise InvalidRequestError(f"{given.place}: the {given.kind} cannot be used: {reason}")
+            raise InvalidRequestError(f"{source.place}: the {source.kind} cannot be used: {reason}")
         owned = ffi.gc(chunks, lib.lp_media_chunks_free)
         n = lib.lp_media_n_chunks(owned)
-        return Media([self._part(given, owned, i, digest) for i in range(n)], n_pixels)
+        return Media([self._part(source, owned, i, digest) for i in range(n)], n_pixels)
 
-    def _part(self, given: Given, chunks: Any, index: int, digest: bytes) -> list[int] | MediaChunk:
+    def _part(self, source: Given, chunks: Any, index: int, digest: bytes) -> list[int] | MediaChunk:
         native = self._native
         part = native.ffi.new("lp_media_part *")
         if native.lib.lp_media_chunk(self._handle, chunks, index, part) < 0:
-            raise InvalidRequestError(f"{given.place}: the {given.kind} cannot be used: {last_error(native)}")
+            raise InvalidRequestError(
+                f"{source.place}: the {source.kind} cannot be used: {last_error(native)}"
+            )
         if not part.is_text:
-            return self._media_chunk(given, chunks, index, part, digest)
+            return self._media_chunk(source, chunks, index, part, digest)
         tokens: list[int] = native.ffi.unpack(part.tokens, part.n_tokens)
         if any(not 0 <= token < self._n_vocab for token in tokens):
             raise InvalidRequestError(
-                f"{given.place}: the text model lacks tokens that the projector {self.name} puts around images; "
+                f"{source.place}: the text model lacks tokens that the projector {self.name} puts around images; "
                 "use the files of one model"
             )
         return tokens
 
-    def _media_chunk(self, given: Given, chunks: Any, index: int, part: Any, digest: bytes) -> MediaChunk:
+    def _media_chunk(self, source: Given, chunks: Any, index: int, part: Any, digest: bytes) -> MediaChunk:
         native, grid, n_positions = self._native, None, 0
         if part.has_grid:
             grid, n_positions = np.empty((part.n_tokens, 2), np.int32), part.n_positions
             if native.lib.lp_media_grid(chunks, index, native.ffi.from_buffer("int32_t[]", grid)) < 0:
                 raise InvalidRequestError(
-                    f"{given.place}: the {given.kind} cannot be used: {last_error(native)}"
+                    f"{source.place}: the {source.kind} cannot be used: {last_error(native)}"
                 )
         return MediaChunk(chunks, index, part.n_tokens, part.is_causal, digest, grid, n_positions)
 

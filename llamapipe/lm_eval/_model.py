@@ -103,17 +103,17 @@ class Options:
         self._set("n_seq_max", self._sequences())
 
     @classmethod
-    def of(cls, given: dict[str, Any]) -> Options:
+    def of(cls, arguments: dict[str, Any]) -> Options:
         """Return the options of a command line. Raises TypeError, also for unknown arguments and without ``path``."""
         known = [field.name for field in fields(cls)]
-        for name in given:
+        for name in arguments:
             if name not in known:
                 raise TypeError(f"llamapipe has no model argument {quoted(name)}; it has: {', '.join(known)}")
-        if "path" not in given:
+        if "path" not in arguments:
             raise TypeError(
                 "llamapipe needs the file of a model: --model_args path=model.gguf (or path=demo)"
             )
-        return cls(**given)
+        return cls(**arguments)
 
     def _sequences(self) -> int:
         size = self.batch_size

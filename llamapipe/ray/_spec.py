@@ -153,12 +153,12 @@ def _is_activated(file: str | os.PathLike[str]) -> bool:
         return False
 
 
-def _checked_files(kind: str, given: object) -> dict[str, str]:
+def _checked_files(kind: str, by_name: object) -> dict[str, str]:
     """Return files of adapters by name. Raises TypeError, ValueError."""
-    if not isinstance(given, Mapping):
-        raise TypeError(f"{kind} must be a mapping from names to files, not {type(given).__name__}")
+    if not isinstance(by_name, Mapping):
+        raise TypeError(f"{kind} must be a mapping from names to files, not {type(by_name).__name__}")
     files = {}
-    for name, file in given.items():
+    for name, file in by_name.items():
         if not isinstance(file, (str, os.PathLike)):
             raise TypeError(
                 f"the file of {quoted(check_adapter_name(name))} must be a path, not {type(file).__name__}"

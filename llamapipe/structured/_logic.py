@@ -947,49 +947,49 @@ class _Rewriter:
             for keyword in ("anyOf", "oneOf")
         )
 
-    def _parts_are_disjoint(self, one: Node, other: Node, kinds: frozenset[str]) -> bool:
+    def _parts_are_disjoint(self, first: Node, second: Node, kinds: frozenset[str]) -> bool:
         """Return whether certainly no value of these kinds satisfies both."""
-        pair = (id(one), id(other), kinds)
+        pair = (id(first), id(second), kinds)
         entry = self._disjoint.get(pair)
         if entry is None:
             self._n_steps += 1
             if self._n_steps > _MAX_STEPS:
                 return False
             # The answer for a recursive schema while its own comparison runs: not disjoint.
-            self._disjoint[pair] = (one, other, False)
-            entry = self._disjoint[pair] = (one, other, self._compare(one, other, kinds))
+            self._disjoint[pair] = (first, second, False)
+            entry = self._disjoint[pair] = (first, second, self._compare(first, second, kinds))
         return entry[2]
 
-    def _compare(self, one: Node, other: Node, kinds: frozenset[str]) -> bool:
-        for listed, schema in ((_values(one), other), (_values(other), one)):
+    def _compare(self, first: Node, second: Node, kinds: frozenset[str]) -> bool:
+        for listed, schema in ((_values(first), second), (_values(second), first)):
             if listed is not None:
                 return all(
                     _kind_of(value) not in kinds or self._excludes(schema, value, 0) for value in listed
                 )
-        return all(self._kind_is_disjoint(kind, one, other) for kind in kinds)
+        return all(self._kind_is_disjoint(kind, first, second) for kind in kinds)
 
-    def _kind_is_disjoint(self, kind: str, one: Node, other: Node) -> bool:
+    def _kind_is_disjoint(self, kind: str, first: Node, second: Node) -> bool:
         match kind:
             case "string":
-                return _no_count(one, other, "minLength", "maxLength")
+                return _no_count(first, second, "minLength", "maxLength")
             case "integer" | "fraction":
-                return _no_number(one, other) or _no_number(other, one)
+                return _no_number(first, second) or _no_number(second, first)
             case "array":
-                if _no_count(one, other, "minItems", "maxItems"):
+                if _no_count(first, second, "minItems", "maxItems"):
                     return True
-                least = max(int(one.get("minItems", 0)), int(other.get("minItems", 0)))
+                least = max(int(first.get("minItems", 0)), int(second.get("minItems", 0)))
                 return any(
-                    self._are_disjoint((_item(one, i),), (_item(other, i),))
-                    for i in range(min(least, 1 + max(_n_first(one), _n_first(other))))
+                    self._are_disjoint((_item(first, i),), (_item(second, i),))
+                    for i in range(min(least, 1 + max(_n_first(first), _n_first(second))))
                 )
             case "object":
-                if _no_count(one, other, "minProperties", "maxProperties"):
+                if _no_count(first, second, "minProperties", "maxProperties"):
                     return True
-                names = dict.fromkeys((*one.get("required", ()), *other.get("required", ())))
-                if any(len(names) > part.get("maxProperties", math.inf) for part in (one, other)):
+                names = dict.fromkeys((*first.get("required", ()), *second.get("required", ())))
+                if any(len(names) > part.get("maxProperties", math.inf) for part in (first, second)):
                     return True
                 return any(
-                    self._are_disjoint(_schemas_of(one, name), _schemas_of(other, name)) for name in names
+                    self._are_disjoint(_schemas_of(first, name), _schemas_of(second, name)) for name in names
                 )
         return False
 
@@ -1111,9 +1111,9 @@ class _Rewriter:
             entry = self._listed[id(part)] = part, frozenset(map(identity, listed))
         return entry[1]
 
-    def _same(self, one: Any, other: Any) -> bool:
+    def _same(self, schema: Any, other: Any) -> bool:
         """Return whether two schemas are the same object, or short and equal."""
-        return one is other or (one == other and identity(one) == identity(other))
+        return schema is other or (schema == other and identity(schema) == identity(other))
 
     # ---- messages
     def _warn(self, pointer: str, keyword: str, reason: str) -> None:
@@ -1249,9 +1249,9 @@ def _values(node: Node) -> list[Any] | None:
     return values if isinstance(values, list) else None
 
 
-def _no_count(one: Node, other: Node, least: str, most: str) -> bool:
-    low: float = max(one.get(least, 0), other.get(least, 0))
-    high: float = min(one.get(most, math.inf), other.get(most, math.inf))
+def _no_count(first: Node, second: Node, least: str, most: str) -> bool:
+    low: float = max(first.get(least, 0), second.get(least, 0))
+    high: float = min(first.get(most, math.inf), second.get(most, math.inf))
     return low > high
 
 

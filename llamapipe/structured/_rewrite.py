@@ -110,12 +110,12 @@ def _plain_target(root: Node, node: Any) -> Any:
 def identity(value: Any) -> str:
     """Return a text that equal values of JSON share: 1 and 1.0 are equal, 1 and true are not."""
 
-    def plain(one: Any) -> Any:
-        if isinstance(one, dict):
-            return {name: plain(inner) for name, inner in one.items()}
-        if isinstance(one, list):
-            return [*map(plain, one)]
-        return int(one) if isinstance(one, float) and one.is_integer() else one
+    def plain(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {name: plain(inner) for name, inner in part.items()}
+        if isinstance(part, list):
+            return [*map(plain, part)]
+        return int(part) if isinstance(part, float) and part.is_integer() else part
 
     return json.dumps(plain(value), sort_keys=True)
 

@@ -446,12 +446,12 @@ def _nullable(rules: Rules) -> set[int]:
     return empty
 
 
-def _first(one: Alternative, empty: set[int]) -> Iterator[tuple[int, bool]]:
+def _first(alternative: Alternative, empty: set[int]) -> Iterator[tuple[int, bool]]:
     """Yield the rules that an alternative can begin with; True if the rule is its last symbol."""
-    for i, to in enumerate(one):
+    for i, to in enumerate(alternative):
         if to == TERMINAL:
             return
-        yield to, i == len(one) - 1
+        yield to, i == len(alternative) - 1
         if to not in empty:
             return
 

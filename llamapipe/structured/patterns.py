@@ -84,29 +84,29 @@ _LOOK_AT_ONE = re.compile(
 def _without_look_at_one(pattern: str) -> str:
     """Write look-around at one character, as host names have it, as a smaller class of this character."""
 
-    def smaller(one: str, sign: str | None, other: str) -> str:
+    def smaller(symbol: str, sign: str | None, other: str) -> str:
         if sign is None:
-            return one
-        return f"[{one}{'&&' if sign == '=' else '--'}{other if other[0] == '[' else f'[{other}]'}]"
+            return symbol
+        return f"[{symbol}{'&&' if sign == '=' else '--'}{other if other[0] == '[' else f'[{other}]'}]"
 
-    def plain(found: re.Match[str]) -> str:
-        symbol, before, after = found["one"], found["before"], found["after"]
+    def plain(match: re.Match[str]) -> str:
+        symbol, before, after = match["one"], match["before"], match["after"]
         if before is None and after is None:
-            return found[0]
-        numbers = re.findall("[0-9]+", found["times"] or "1")
-        least = 1 if found["times"] == "+" else int(numbers[0])
-        is_open = found["times"] == "+" or (found["times"] or "")[-2:-1] == ","
+            return match[0]
+        numbers = re.findall("[0-9]+", match["times"] or "1")
+        least = 1 if match["times"] == "+" else int(numbers[0])
+        is_open = match["times"] == "+" or (match["times"] or "")[-2:-1] == ","
         most = None if is_open else int(numbers[-1])
         if least == 0 or (most is not None and most < least):
-            return found[0]
-        first = smaller(symbol, before, found["first"])
-        last = smaller(symbol, after, found["last"])
+            return match[0]
+        first = smaller(symbol, before, match["first"])
+        last = smaller(symbol, after, match["last"])
         if before is None or after is None:
             rest = f"{symbol}{{{least - 1},{'' if most is None else most - 1}}}"
             return first + rest if after is None else rest + last
         rest = f"{symbol}{{{max(0, least - 2)},{'' if most is None else max(0, most - 2)}}}"
         both = f"{first}{rest}{last}" if most != 1 else ""
-        only = smaller(first, after, found["last"]) if least == 1 else ""
+        only = smaller(first, after, match["last"]) if least == 1 else ""
         return f"(?:{'|'.join(filter(None, (only, both)))})"
 
     return pattern if "(?i" in pattern else _LOOK_AT_ONE.sub(plain, pattern)
@@ -392,44 +392,44 @@ class _Writer:
                 symbol = (
                     _in_json(_single(symbol, is_wide), symbol) if self._is_json else _single(symbol, is_wide)
                 )
-            yield re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", symbol, flags=re.DOTALL)
+            yield re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", symbol, flags=re.DOTALL)
             yield atom["times"]
             at = atom.end()
 
 
-def _single(one: str, is_wide: bool) -> str:
+def _single(atom: str, is_wide: bool) -> str:
     r"""Return an atom with the classes of ASCII, but for a wide ``\w``."""
     word = _WORD if is_wide else _ASCII_WORD
-    if one[0] != "[":
+    if atom[0] != "[":
         classes = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": f"[{word}]", r"\W": f"[^{_ASCII_WORD}]"}
-        return classes.get(one, one)
+        return classes.get(atom, atom)
     inside = {r"\d": "0-9", r"\w": word, r"\W": f"[^{_ASCII_WORD}]"}
-    if one.startswith("[^"):
+    if atom.startswith("[^"):
         inside = {r"\d": "0-9", r"\w": _ASCII_WORD, r"\W": f"[^{word}]"}
-    return re.sub(r"\\.", lambda found: inside.get(found[0], found[0]), one)
+    return re.sub(r"\\.", lambda match: inside.get(match[0], match[0]), atom)
 
 
 @lru_cache(1000)
-def _in_json(written: str, one: str) -> str:
-    """Return an atom for one character, ``one``, as a string of JSON writes it; ``written``: as ``_single``."""
-    special = [character for character in _ESCAPED if _matches(one, character)]
+def _in_json(written: str, atom: str) -> str:
+    """Return an atom for one character, ``atom``, as a string of JSON writes it; ``written``: as ``_single``."""
+    special = [character for character in _ESCAPED if _matches(atom, character)]
     if not special:
         return written
     escapes = "|".join(_SHORT.get(character) or f"u00{ord(character):02x}" for character in special)
     if len(special) == len(_ESCAPED):
         escapes = r"[\x22\\bfnrt]|u00[01][0-9a-fA-F]"
-    if one in _ESCAPED or (one[0] == "\\" and one[1] not in "DWSspP"):
+    if atom in _ESCAPED or (atom[0] == "\\" and atom[1] not in "DWSspP"):
         return rf"(?:\\(?:{escapes}))"
-    plain = r"[^\n]" if one == "." else written
+    plain = r"[^\n]" if atom == "." else written
     return rf"(?:[{plain}&&[^\x22\\\x00-\x1F]]|\\(?:{escapes}))"
 
 
-def _matches(one: str, character: str) -> bool:
-    if one[:2] in (r"\p", r"\P"):
-        return one[1] == "P" or one[3:4] not in ("L", "N", "M")
-    if one[0] == "[" and re.search(r"\[\^?.*(?<!\\)\[|--|&&|~~|\|\|", one[1:], re.DOTALL):
+def _matches(atom: str, character: str) -> bool:
+    if atom[:2] in (r"\p", r"\P"):
+        return atom[1] == "P" or atom[3:4] not in ("L", "N", "M")
+    if atom[0] == "[" and re.search(r"\[\^?.*(?<!\\)\[|--|&&|~~|\|\|", atom[1:], re.DOTALL):
         return True  # Python does not read it as Rust does
     try:
-        return re.fullmatch(one, character) is not None
+        return re.fullmatch(atom, character) is not None
     except re.error:
         return True

@@ -266,10 +266,10 @@ def _constraints(function: Callable[..., Any], arguments: tuple[Any, ...]) -> li
     return [constraint for constraint in constraints if constraint is not None]
 
 
-def _measured(given: list[Any]) -> tuple[int, int]:
+def _measured(constraints: list[Any]) -> tuple[int, int]:
     """Return the characters of constraints, and a number that tells them from others."""
-    n = _n_characters(given, _MOST, 0)
-    return n, hash(repr(given)) if Place(n * _S_PER_CHARACTER).is_slow else 0
+    n = _n_characters(constraints, _MOST, 0)
+    return n, hash(repr(constraints)) if Place(n * _S_PER_CHARACTER).is_slow else 0
 
 
 def is_long(values: Any) -> bool:

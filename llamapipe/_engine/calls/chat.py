@@ -434,18 +434,22 @@ def _may_be_plain(params: SamplingParams) -> bool:
     return schema is not None and differs_from_calls(schema)
 
 
-def _answer_schema(given: Any) -> Any:
+def _answer_schema(response_format: Any) -> Any:
     """Return the JSON schema in ``response_format``, also in the forms of OpenAI's API.
 
     Raises InvalidRequestError.
     """
-    if not isinstance(given, Mapping) or given.get("type") not in ("text", "json_object", "json_schema"):
-        return given
-    if given["type"] == "text":
+    if not isinstance(response_format, Mapping) or response_format.get("type") not in (
+        "text",
+        "json_object",
+        "json_schema",
+    ):
+        return response_format
+    if response_format["type"] == "text":
         return None
-    if given["type"] == "json_object":
+    if response_format["type"] == "json_object":
         return {"type": "object"}
-    wrapper = given.get("json_schema")
+    wrapper = response_format.get("json_schema")
     schema = wrapper.get("schema") if isinstance(wrapper, Mapping) else None
     if schema is None:
         raise InvalidRequestError(

@@ -352,17 +352,17 @@ class RequestBuilder:
         spec = self._spec(item, 0, sink, resumable=True)
         return Request(item.tokens, spec)
 
-    def restored(self, item: CheckedPrompt, mailbox: Mailbox, found: Snapshot) -> Request:
+    def restored(self, item: CheckedPrompt, mailbox: Mailbox, snapshot: Snapshot) -> Request:
         """Make a request as ``generation`` does, for the sequence of a snapshot."""
         self._check_single(item)
-        n_prompt = found.n_prompt
+        n_prompt = snapshot.n_prompt
         sink = TokenSink(mailbox, item.piece, item.stops, item.skip_space)
         pieces = [self._model.vocab.piece(token) for token in item.tokens[n_prompt:][-_MOST_BYTES:]]
         sink.continue_character(b"".join(pieces))
         n_generated = len(item.tokens) - n_prompt
         spec = self._spec(item, n_generated, sink, resumable=True)
         request = Request(item.tokens, spec._replace(n_generated=n_generated))
-        request.active_from = found.active_from
+        request.active_from = snapshot.active_from
         return request
 
     def prefix(

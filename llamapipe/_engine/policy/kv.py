@@ -450,7 +450,7 @@ class KvCache:
         return n if request.prefix_end(n) == n else 0
 
     # ---- states
-    def _choose_places(self, request: Request, n: int, found: PrefixMatch) -> list[int]:
+    def _choose_places(self, request: Request, n: int, match: PrefixMatch) -> list[int]:
         """Choose where the steps of a request end, so that its state is saved there; in order.
 
         A state costs a step that is smaller than it could be, and memory. So there is one where others are likely to
@@ -462,10 +462,10 @@ class KvCache:
         end = len(request.tokens)
         if end - n < _LEAST_BETWEEN or not self.enabled or (self._shares_cells and not self._has_states):
             return []
-        wanted = {found.n_known}
+        wanted = {match.n_known}
         last_one = end - _BEFORE_END
         if self.exact_multiple is not None:
-            wanted = {found.n_known - found.n_known % self.exact_multiple}
+            wanted = {match.n_known - match.n_known % self.exact_multiple}
             last_one -= last_one % self.exact_multiple
         most = max(int(_PROMPT_SHARE * self._states.budget) // max(self._state_bytes, 1), 1)
         interval = -(-end // (most * _INTERVAL)) * _INTERVAL
@@ -478,7 +478,7 @@ class KvCache:
             if request.logprob_targets is not None:
                 wanted.add(request.logprob_targets.n_shared)
         chosen: list[int] = []
-        saved = {mark.n for mark in found.marks}
+        saved = {mark.n for mark in match.marks}
         for place in sorted(map(request.prefix_end, wanted)):
             if self.exact_multiple is not None and place % self.exact_multiple:
                 continue
@@ -562,16 +562,16 @@ class KvCache:
             cells.n_known = n
 
     # ---- slots
-    def place(self, request: Request, found: PrefixMatch) -> None:
+    def place(self, request: Request, match: PrefixMatch) -> None:
         """Give a request a free slot that has the found prefix."""
-        source, n, state = found.cells, found.n, found.state
+        source, n, state = match.cells, match.n, match.state
         if (
             (source is not None and source not in self._tree)
             or (state is not None and state.key not in self._states_by_key)
-            or (found.needs_slot and source is not None and source.slot < 0)
+            or (match.needs_slot and source is not None and source.slot < 0)
         ):  # it was dropped since
             source, n, state = None, 0, None
-        stays = found.needs_slot and not self._shares_cells
+        stays = match.needs_slot and not self._shares_cells
         slot = source.slot if stays and source is not None else self._choose(source)
         self.free.remove(slot)
         request.slot = slot
@@ -591,7 +591,7 @@ class KvCache:
                 self.memory_ops.append(Remove(slot, n, key))
             if n_after and n > self._window > 0 and not self._shares_cells:
                 # Others that part here from what this slot had cannot go back in it any more.
-                self._save_state(slot, request.cell_keys()[:n], request.spec.cache_key, found.n_exact)
+                self._save_state(slot, request.cell_keys()[:n], request.spec.cache_key, match.n_exact)
         else:
             if slot in self.parked:
                 self._evict(slot, keeps=source)
@@ -609,9 +609,9 @@ class KvCache:
         if state is not None:
             state.pinned = False
         request.n_past = n
-        request.n_exact = min(found.n_exact, n)
+        request.n_exact = min(match.n_exact, n)
         if self._states.budget and request.uses_cache:
-            request.places = self._choose_places(request, n, found)
+            request.places = self._choose_places(request, n, match)
         self.n_hit_tokens += n
         # The tree learns all of its tokens, also those that are not computed yet.
         cells = request.cells = Cells(slot, request, len(request.tokens))
@@ -901,19 +901,19 @@ class KvCache:
                 yield Unused(-1, -1, tokens, self._state_tree.key_of(state), [(state.n, key)])
             state.n_offered = state.n
 
-    def drop(self, found: Unused) -> None:
+    def drop(self, unused: Unused) -> None:
         """Drop cells that no request uses, and the states of their beginnings that no others begin with."""
-        if found.slot >= 0:
-            self._tree.remove(self._unpark(found.slot))
-            self.memory_ops.append(Remove(found.slot, 0))
-        elif found.key >= 0:
-            self._forget(found.key)
-        for n, key in found.states:
-            if key in self._states_by_key and not self._tree_has(found, n):
+        if unused.slot >= 0:
+            self._tree.remove(self._unpark(unused.slot))
+            self.memory_ops.append(Remove(unused.slot, 0))
+        elif unused.key >= 0:
+            self._forget(unused.key)
+        for n, key in unused.states:
+            if key in self._states_by_key and not self._tree_has(unused, n):
                 self._forget_state(key)
 
-    def _tree_has(self, found: Unused, n: int) -> bool:
-        return next(self._tree.find(found.tokens, n, found.cache_key), (0, None))[0] >= n
+    def _tree_has(self, unused: Unused, n: int) -> bool:
+        return next(self._tree.find(unused.tokens, n, unused.cache_key), (0, None))[0] >= n
 
     def reset(self, is_wanted: Callable[[Hashable], bool]) -> None:
         """Drop the cells of the wanted keys that no request uses and that are not pinned."""

@@ -222,15 +222,15 @@ class EngineLoop:
         self._reading[entry] = [request]
         disk.read(entry, done)
 
-    def _continue_read(self, entry: Entry, found: CachedSequence | None, n_resets: int) -> None:
+    def _continue_read(self, entry: Entry, sequence: CachedSequence | None, n_resets: int) -> None:
         """Cache what was read of a file, and continue the requests that wait for it."""
         self._overdue.discard(entry)
         requests = self._reading.pop(entry, [])
-        if found is not None and self.failure is None and n_resets == self._n_resets:
+        if sequence is not None and self.failure is None and n_resets == self._n_resets:
             pinned_by = next((request for request in requests if request.state is not State.FINISHED), None)
-            self._take_in(found, pinned_by)
-        elif found is not None:
-            found.close()
+            self._take_in(sequence, pinned_by)
+        elif sequence is not None:
+            sequence.close()
         self._prepared(requests)
 
     def _give_up_read(self, entry: Entry) -> None:
@@ -328,10 +328,10 @@ class EngineLoop:
         states = [(n, self._executor.read_saved(key)) for n, key in keys[-_MOST_STATES:]]
         return [(n, state) for n, state in states if state is not None]
 
-    def restore(self, request: Request, found: Snapshot) -> None:
+    def restore(self, request: Request, snapshot: Snapshot) -> None:
         """Accept a new request whose first cells, and states, are given."""
         if request.uses_cache:
-            self._take_in_snapshot(request, found)
+            self._take_in_snapshot(request, snapshot)
         self.add(request)
 
     def reset_cache(self, is_wanted: Callable[[Hashable], bool]) -> None:
@@ -340,25 +340,27 @@ class EngineLoop:
         self._n_resets += 1
         self._scheduler.cache.reset(is_wanted)
 
-    def _take_in_snapshot(self, request: Request, found: Snapshot) -> None:
+    def _take_in_snapshot(self, request: Request, snapshot: Snapshot) -> None:
         tokens = request.cell_keys()
-        n_tokens = found.n_cells or len(tokens)
-        cells = self._executor.saved_of(found.state) if found.state else None
-        if found.n_cells and cells is None:
+        n_tokens = snapshot.n_cells or len(tokens)
+        cells = self._executor.saved_of(snapshot.state) if snapshot.state else None
+        if snapshot.n_cells and cells is None:
             return
-        copies = [(n, self._executor.saved_of(state)) for n, state in found.states if n <= n_tokens]
+        copies = [(n, self._executor.saved_of(state)) for n, state in snapshot.states if n <= n_tokens]
         states = [(n, state) for n, state in copies if state is not None]
         cache_key = request.spec.cache_key
-        self._take_in(CachedSequence([*tokens[:n_tokens]], cache_key, cells, states, found.is_stale), request)
+        self._take_in(
+            CachedSequence([*tokens[:n_tokens]], cache_key, cells, states, snapshot.is_stale), request
+        )
 
-    def _take_in(self, found: CachedSequence, pinned_by: Request | None) -> None:
+    def _take_in(self, sequence: CachedSequence, pinned_by: Request | None) -> None:
         """Keep cells and states that come from elsewhere, if there is room. ``pinned_by``: who needs them now."""
-        cache, tokens, cache_key = self._scheduler.cache, found.tokens, found.cache_key
+        cache, tokens, cache_key = self._scheduler.cache, sequence.tokens, sequence.cache_key
         new = [
-            (cache.take_in_state(tokens[:n], cache_key, state.n_bytes), state) for n, state in found.states
+            (cache.take_in_state(tokens[:n], cache_key, state.n_bytes), state) for n, state in sequence.states
         ]
-        if (cells := found.cells) is not None:
-            new.append((cache.take_in(tokens, cache_key, cells.n_bytes, pinned_by, found.is_stale), cells))
+        if (cells := sequence.cells) is not None:
+            new.append((cache.take_in(tokens, cache_key, cells.n_bytes, pinned_by, sequence.is_stale), cells))
         for key, kept in new:
             if key is None:
                 kept.close()
@@ -403,10 +405,10 @@ class EngineLoop:
             return None
         return self._copied(holder)
 
-    def take_in_conversation(self, key: Hashable, found: CachedSequence) -> None:
+    def take_in_conversation(self, key: Hashable, sequence: CachedSequence) -> None:
         """Cache the cells of a conversation that come from elsewhere, if there is room, and remember them."""
-        self._remember(key, found.tokens, found.cache_key)
-        self._take_in(found, None)
+        self._remember(key, sequence.tokens, sequence.cache_key)
+        self._take_in(sequence, None)
 
     def forget_conversation(self, key: Hashable) -> int:
         """Drop the cells of a conversation, wherever they are. Return how many tokens they had."""
@@ -427,20 +429,20 @@ class EngineLoop:
         """End ``hold_conversation``; see ``KvCache.release``."""
         self._scheduler.cache.release(key, is_done)
 
-    def _copied(self, found: Unused) -> CachedSequence | None:
+    def _copied(self, unused: Unused) -> CachedSequence | None:
         """Return a copy of cells and their states. None: that failed."""
         cells = None
-        if found.slot >= 0:
-            cells = self._executor.copy_cells(found.slot)
-        elif found.key >= 0:
-            cells = self._executor.copy_saved(found.key)
-        states = self._copied_states(found)
+        if unused.slot >= 0:
+            cells = self._executor.copy_cells(unused.slot)
+        elif unused.key >= 0:
+            cells = self._executor.copy_saved(unused.key)
+        states = self._copied_states(unused)
         if cells is None and not states:
             return None
-        return CachedSequence(found.tokens, found.cache_key, cells, states, found.is_stale)
+        return CachedSequence(unused.tokens, unused.cache_key, cells, states, unused.is_stale)
 
-    def _copied_states(self, found: Unused) -> list[tuple[int, Saved]]:
-        states = [(n, self._executor.copy_saved(key)) for n, key in found.states[-_MOST_STATES:]]
+    def _copied_states(self, unused: Unused) -> list[tuple[int, Saved]]:
+        states = [(n, self._executor.copy_saved(key)) for n, key in unused.states[-_MOST_STATES:]]
         return [(n, state) for n, state in states if state is not None]
 
     def _write_unused(self, disk: DiskCache, deadline: float | None = None) -> bool:

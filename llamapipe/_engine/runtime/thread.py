@@ -160,9 +160,9 @@ class EngineThread:
         """Trim or lengthen the sequence of a resumable request that does not run."""
         self._inbox.put(self.loop.change, request, n_keep, tokens)
 
-    def restore(self, request: Request, found: Snapshot) -> None:
+    def restore(self, request: Request, snapshot: Snapshot) -> None:
         """Submit a resumable request whose first cells are given as bytes."""
-        self._inbox.put(self.loop.restore, request, found)
+        self._inbox.put(self.loop.restore, request, snapshot)
 
     def release(self, request: Request) -> None:
         """Unpin the saved cells of a request that has ended: they need not be kept any more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.adapters import make_adapter, merged
-from support.gguf_models import tiny_architecture, tiny_model
-from support.memory_models import sliding_window_model
+from support.gguf_models import recurrent_model, tiny_architecture, tiny_model
+from support.memory_models import hybrid_model, sliding_window_model
 
 import llamapipe as lp
 from llamapipe.errors import InvalidRequestError
@@ -156,6 +156,31 @@ def test_cells_of_one_set_are_never_anothers(model: lp.Model) -> None:
 
 
 @pytest.mark.native
+@pytest.mark.parametrize("make", [hybrid_model, recurrent_model])
+def test_states_of_one_set_are_never_anothers(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    """States are kept and copied for each set, as cells are; with a LoRA each text is the merged model's."""
+    path = make(tmp_path / "model.gguf")
+    matrices = r"blk\.\d+\.(?:attn_.|attn_output|ffn_(?:gate|up|down)|shortconv\.\w+_proj|ssm_(?:in|out))\.weight"
+    lora = make_adapter(tmp_path / "lora.gguf", path, matrices=matrices)
+    prompts = [[*(t % 120 + 5 for t in PROMPT * 3), *range(40, 40 + i % 7), 33 + i] for i in range(8)] * 2
+    texts = {}
+    for name, file in (("none", path), ("lora", merged(tmp_path / "merged.gguf", path, [(lora, 1.0)]))):
+        with lp.Model(file) as model, engine_of(model, n_seq_max=1, prefix_cache=False) as engine:
+            texts[name] = [engine.generate(prompt, params()).token_ids for prompt in prompts]
+    assert texts["none"] != texts["lora"], "the adapter changes nothing"
+    with lp.Model(path) as model:
+        model.load_adapter(lora, name="lora")
+        sets = ["none", "lora"] * len(prompts)
+        with engine_of(model, n_seq_max=3) as engine:
+            completions = engine.generate(
+                [prompt for prompt in prompts for _ in range(2)],
+                [params(None if name == "none" else name) for name in sets],
+            )
+            assert engine.stats().n_cache_hit_tokens > 0
+    assert [c.token_ids for c in completions[::2]] == texts["none"]
+    assert [c.token_ids for c in completions[1::2]] == texts["lora"]
+
+
 def test_requests_with_loras_share_steps(model: lp.Model, alone: dict[tuple[int, int], list[int]]) -> None:
     """Also those with several."""
     if not model.attends:

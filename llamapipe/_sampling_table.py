@@ -105,6 +105,8 @@ OPTIONS: Final = (
         neutral=0.0, sampler="min_p", is_native=True, metavar="P"),
     _float("typical_p", "keep the most typical tokens whose probabilities sum to P (1: off)", 0.0, 1.0, neutral=1.0,
         sampler="typical_p", is_native=True, metavar="P"),
+    _int("min_keep", "keep at least N tokens in top_p, min_p, typical_p and XTC (0: one)", 0, _INT32_MAX, neutral=0,
+        is_native=True),
     _float("repeat_penalty", "penalize tokens that have occurred, if above 1 (1: off)", 1e-6, 1e6, neutral=1.0,
         sampler="penalties", is_native=True, fields=("repeat_penalty", "repetition_penalty")),
     _int("repeat_last_n", "apply the penalties to the last N tokens (-1: all)", -1, _INT32_MAX, is_native=True),

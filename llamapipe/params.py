@@ -56,7 +56,8 @@ class SamplingParams:
     - ``temperature``: 0 takes the most probable token, on ties the lowest id, and applies no truncation.
       ``dynatemp_range``, ``dynatemp_exponent``: vary the temperature by up to this range with the entropy.
     - ``top_k`` (0 or -1: all), ``top_p``, ``min_p``, ``typical_p``, ``top_n_sigma`` (0 or less: off) and
-      ``xtc_probability`` with ``xtc_threshold`` remove candidates.
+      ``xtc_probability`` with ``xtc_threshold`` remove candidates. ``min_keep``: how many ``top_p``, ``min_p``,
+      ``typical_p`` and XTC leave at least.
     - ``repeat_penalty``, ``presence_penalty``, ``frequency_penalty`` look at the last ``repeat_last_n`` tokens,
       including the prompt's (-1: all of them, 0: none).
     - ``dry_multiplier`` (0: off), ``dry_base``, ``dry_allowed_length``, ``dry_penalty_last_n`` (-1: all) and
@@ -110,6 +111,7 @@ class SamplingParams:
     top_p: float = 0.95
     min_p: float = 0.05
     typical_p: float = 1.0
+    min_keep: int = 0
     repeat_penalty: float = 1.0
     repeat_last_n: int = 64
     presence_penalty: float = 0.0

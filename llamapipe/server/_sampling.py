@@ -303,7 +303,6 @@ class Sampling(_Options, kw_only=True):
         None
     )
     n_discard: Annotated[int | None, Only(0)] = None
-    min_keep: Annotated[int | None, Only(0, 1)] = None
     return_tokens: Annotated[bool | None, Only(False, instead="return_token_ids returns them")] = None
     post_sampling_probs: Annotated[bool | None, Only(False)] = None
 

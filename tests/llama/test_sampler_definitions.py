@@ -175,6 +175,7 @@ class TestDraw:
             Stages(top_k=12, temperature=0.7),
             Stages(top_k=40, top_p=0.95, min_p=0.05, temperature=0.8),
             Stages(typical=0.7),
+            Stages(top_p=0.2, min_keep=5),
         ):
             with chain.build(vocabs[100], 3) as sampler:
                 drawn = Counter(sampler.sample(row) for _ in range(n))
@@ -354,9 +355,16 @@ class TestAgainstLlamaCpp:
         accepted = data.draw(st.lists(tokens, max_size=30))
         assume(len(set(chain.changed(row, accepted).astype(np.float32).tolist())) == len(row))
         left = theirs.candidates(chain, row, accepted)
-        if not 0 < chain.top_k < len(row) and chain.top_p == chain.typical == 1:
-            left.sort()  # nothing had to be sorted, and we did not
         logits = np.array([logit for _, logit in left], np.float64)
+        is_sorted = 0 < chain.top_k < len(row) or chain.top_p < 1 or chain.typical < 1
+        if chain.min_p > 0 and not is_sorted:
+            # Too few are probable enough, so the most probable ones were looked for.
+            below = (logits - logits.max()) * chain.temperature - math.log(chain.min_p)
+            assume(np.abs(below).min() > 1e-4)
+            is_sorted = np.count_nonzero(below > 0) < chain.min_keep
+        if not is_sorted:
+            left.sort()  # nothing had to be sorted, and we did not
+            logits = np.array([logit for _, logit in left], np.float64)
         p = np.exp(logits - logits.max())
         edges = np.cumsum(p / p.sum())
         uniform = Uniform(seed)
@@ -400,6 +408,10 @@ class TestFactory:
             (
                 SamplingParams(top_k=5, ignore_eos=True, logit_bias={2: 1000}, top_p=1, min_p=0),
                 Stages(top_k=5, bias={2: -math.inf}, temperature=0.8),
+            ),
+            (
+                SamplingParams(top_k=30, top_p=0.1, min_p=0.5, min_keep=9),
+                Stages(top_k=30, top_p=0.1, min_p=0.5, min_keep=9, temperature=0.8),
             ),
         ],
     )

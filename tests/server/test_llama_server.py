@@ -301,7 +301,7 @@ class TestHostile:
             {"response_fields": [1]}, {"logit_bias": [[1]]}, {"logit_bias": [[1, True]]}, {"logit_bias": [[1, 2, 3]]},
             {"logit_bias": [["a", 1e9]]}, {"logit_bias": [[-1, 1]]}, {"logit_bias": [[10**9, 1]]},
             {"logit_bias": [["a" * 70_000, 1.0]]}, {"lora": [{"id": 0, "scale": 0.5}]}, {"n_keep": 5},
-            {"min_keep": 2}, {"post_sampling_probs": True}, {"temperature": -1}, {"model": "other"},
+            {"min_keep": -1}, {"post_sampling_probs": True}, {"temperature": -1}, {"model": "other"},
             {"id_slot": 0.5}, {"id_slot": "a/b"}, {"unknown": 1}, {"stream": "yes"}, {"grammar": "root ::= ("},
             {"samplers": ["temperature", "infill"], "temperature": 0}, {"input_prefix": 1, "prompt": 5},
         ],

@@ -277,7 +277,6 @@ class TestFields:
     ) -> None:
         same = {
             "n_keep": 0,
-            "min_keep": 0,
             "return_tokens": False,
             "post_sampling_probs": False,
         }
@@ -286,6 +285,18 @@ class TestFields:
             error = error_of(client, path, {**body, field: True if value is False else 3})
             assert error["param"] == field
             assert f"leave it out, or set it to {str(value).lower()}" in error["message"]
+
+    @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/completion"])
+    def test_min_keep_leaves_more_than_one_token(self, client: httpx.Client, path: str) -> None:
+        asked = {"messages": HELLO} if "chat" in path else {"prompt": "Once upon a time"}
+        body = {**asked, "top_p": 0, "temperature": 5, "seed": 4, "ignore_eos": True, "max_tokens": 12}
+
+        def text(**more: int) -> object:
+            made = client.post(path, json={**body, **more}).json()
+            first = made.get("choices", [made])[0]
+            return first.get("message") or first.get("text") or first["content"]
+
+        assert text() == text(min_keep=1) != text(min_keep=30) == text(min_keep=30)
 
     @on_both
     def test_what_llama_servers_clients_send_beside_it(

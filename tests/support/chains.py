@@ -62,6 +62,11 @@ class Chain(SamplerChain):
         finally:
             self._given.set_dry(None)
 
+    def set_min_keep(self, n: int) -> Chain:
+        """What typical, top_p and min_p leave at least."""
+        self._given.struct.min_keep = n
+        return self._configure()
+
     def add_top_k(self, k: int) -> Chain:
         """The smallest of several counts; 0 keeps all."""
         before = self._given.struct.top_k

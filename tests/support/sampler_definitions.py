@@ -78,6 +78,7 @@ class Stages:
     typical: float = 1.0
     top_p: float = 1.0
     min_p: float = 0.0
+    min_keep: int = 0
     temperature: float = 1.0
     bias: dict[int, float] = field(default_factory=dict)
     last_n: int = 0
@@ -91,6 +92,7 @@ class Stages:
             chain.set_bias(self.bias)
         chain.set_penalties(self.last_n, self.repeat, self.frequency, self.presence)
         # What changes nothing is left out, as for requests: what comes first decides how the row is looked through.
+        chain.set_min_keep(self.min_keep)
         chain.add_top_k(self.top_k)
         if self.typical < 1:
             chain.add_typical(self.typical)
@@ -145,16 +147,19 @@ class Stages:
         if self.min_p > 0:
             border = logits.max() + math.log(self.min_p)
             apart(logits[logits < logits.max()], border)
-            keep(logits >= border)
+            if np.count_nonzero(logits >= border) < self.min_keep:
+                sort()
+                keep(np.arange(len(ids)) < self.min_keep)
+            else:
+                keep(logits >= border)
         logits = logits / self.temperature
         return ids.tolist(), probabilities()
 
-    @staticmethod
-    def cut(p: npt.NDArray[np.float64], mass: float, keep: Any) -> None:
-        """Keeps the first candidates, as many as are needed for `mass`."""
+    def cut(self, p: npt.NDArray[np.float64], mass: float, keep: Any) -> None:
+        """Keeps the first candidates, as many as are needed for `mass`, and at least `min_keep`."""
         so_far = np.cumsum(p)
         apart(so_far[:-1], mass)
-        keep(np.arange(len(p)) < 1 + np.count_nonzero(so_far[:-1] < mass))
+        keep(np.arange(len(p)) < max(1 + np.count_nonzero(so_far[:-1] < mass), self.min_keep))
 
     def draw(self, row: Row, u: float, accepted: Sequence[int] = ()) -> int:
         """The candidate in whose bin `u` lies."""
@@ -201,6 +206,7 @@ stages = st.builds(
     typical=st.just(1.0) | fractions,
     top_p=st.just(1.0) | fractions,
     min_p=st.just(0.0) | floats(1 / 1024, 0.875),
+    min_keep=st.sampled_from([0, 1, 2, 7, 50, 10**9]),
     temperature=st.just(1.0) | floats(1 / 16, 20.0),
 )
 seeds = st.integers(0, MASK)
@@ -257,9 +263,9 @@ class Theirs:
                 len(row), chain.last_n, chain.repeat, chain.frequency, chain.presence
             ),
             lib.llama_sampler_init_top_k(chain.top_k),
-            lib.llama_sampler_init_typical(chain.typical, 1),
-            lib.llama_sampler_init_top_p(chain.top_p, 1),
-            lib.llama_sampler_init_min_p(chain.min_p, 1),
+            lib.llama_sampler_init_typical(chain.typical, chain.min_keep),
+            lib.llama_sampler_init_top_p(chain.top_p, chain.min_keep),
+            lib.llama_sampler_init_min_p(chain.min_p, chain.min_keep),
             lib.llama_sampler_init_temp(chain.temperature),
         ]
         data = (TokenData * len(row))(*(TokenData(i, float(x), 0.0) for i, x in enumerate(row)))

@@ -56,6 +56,7 @@ typedef struct {
     int             top_k;
     float           typical_p, top_p, min_p;
     float           xtc_probability, xtc_threshold;
+    int             min_keep;                 // tokens that typical_p, top_p, min_p and xtc leave at least; 0: 1
     float           temperature, dynatemp_range, dynatemp_exponent;  // a temperature of 0 (or below 1e-6) is greedy
     bool            infill;
     int             mirostat;                 // 1 or 2 replaces all samplers but penalties, DRY and temperature

@@ -99,6 +99,9 @@ bool penalizes(const lp_sampling_options & o) {
 // mirostat, set `selected`.
 void add_stage(lp_sampler & s, lp_sampler_name name, const lp_sampling_options & o) {
     const auto other = [&](llama_sampler * stage) { s.add(Kind::other, 0, stage); };
+    const auto keep  = (size_t) std::max(o.min_keep, 1);
+    // A stage that may keep more than its value says is llama.cpp's own: scans and the graph keep what the value says.
+    const auto cut = [&](Kind kind, float value, llama_sampler * stage) { s.add(keep > 1 ? Kind::other : kind, value, stage); };
     switch (name) {
         case LP_SAMPLER_PENALTIES:
             if (penalizes(o)) {
@@ -125,22 +128,22 @@ void add_stage(lp_sampler & s, lp_sampler_name name, const lp_sampling_options &
         case LP_SAMPLER_TYPICAL_P:
             if (o.typical_p < 1) {
                 other(likely());
-                other(llama_sampler_init_typical(o.typical_p, 1));
+                other(llama_sampler_init_typical(o.typical_p, keep));
             }
             return;
         case LP_SAMPLER_TOP_P:
             if (o.top_p < 1) {
-                s.add(Kind::top_p, o.top_p, llama_sampler_init_top_p(o.top_p, 1));
+                cut(Kind::top_p, o.top_p, llama_sampler_init_top_p(o.top_p, keep));
             }
             return;
         case LP_SAMPLER_MIN_P:
             if (o.min_p > 0) {
-                s.add(Kind::min_p, o.min_p, llama_sampler_init_min_p(o.min_p, 1));
+                cut(Kind::min_p, o.min_p, llama_sampler_init_min_p(o.min_p, keep));
             }
             return;
         case LP_SAMPLER_XTC:
             if (o.xtc_probability > 0) {
-                other(llama_sampler_init_xtc(o.xtc_probability, o.xtc_threshold, 1, short_seed(s, 1)));
+                other(llama_sampler_init_xtc(o.xtc_probability, o.xtc_threshold, keep, short_seed(s, 1)));
             }
             return;
         case LP_SAMPLER_TEMPERATURE:

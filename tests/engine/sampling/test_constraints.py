@@ -496,6 +496,10 @@ class TestSamplers:
         cut: dict[str, Any] = {"xtc_probability": 1.0, "xtc_threshold": 0.01, "min_p": 0, "top_p": 1}
         params = [lp.SamplingParams(seed=i, max_tokens=1, **cut) for i in range(20)]
         assert first not in {out.token_ids[0] for out in engine.generate([prompt] * 20, params)}
+        # It drops none if it would leave too few.
+        cut |= {"min_keep": engine.model.n_vocab}
+        params = [lp.SamplingParams(seed=i, max_tokens=1, **cut) for i in range(20)]
+        assert first in {out.token_ids[0] for out in engine.generate([prompt] * 20, params)}
 
     def test_dry_ends_a_repetition(self, engine: lp.Engine) -> None:
         again = engine.model.tokenize(" a cat and a dog and a cat and a dog and a cat and", add_special=False)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.responses import Response
 
-import llamapipe
 from llamapipe._messages import shown
 from llamapipe.llama.fim import FimText, fim_room
 from llamapipe.llama.vocab import Vocab
@@ -31,6 +30,7 @@ from llamapipe.server._sampling import LoraScale, Sampling, adapters_of, chosen_
 from llamapipe.server._time_limit import check_time_limit, until_line
 from llamapipe.server.dialects.llama_server import CUT, Form, LlamaServerEncoder, generation_settings
 from llamapipe.server.dialects.logprobs import token_text
+from llamapipe.server.dialects.openai_stream import system_fingerprint
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 
@@ -345,7 +345,7 @@ async def props(exchange: Exchange) -> Response:
             "chat_template": model.chat_template or "",
             "bos_token": _written(model.vocab, model.vocab.bos),
             "eos_token": _written(model.vocab, model.vocab.eos),
-            "build_info": f"llamapipe {llamapipe.__version__}",
+            "build_info": system_fingerprint(),
             "is_sleeping": False,
         }
     )

@@ -299,6 +299,15 @@ class TestFields:
         assert text() == text(min_keep=1) != text(min_keep=30) == text(min_keep=30)
 
     @on_both
+    def test_answers_say_what_computed_them(
+        self, client: httpx.Client, path: str, body: dict[str, Any]
+    ) -> None:
+        made = client.post(path, json=body).json()["system_fingerprint"]
+        assert made.endswith(f"-llamapipe-{lp.__version__}")
+        assert {event["system_fingerprint"] for event in self._events(client, path, body, False)} == {made}
+        assert client.get("/props").json()["build_info"] == made
+
+    @on_both
     def test_what_llama_servers_clients_send_beside_it(
         self, client: httpx.Client, path: str, body: dict[str, Any]
     ) -> None:

@@ -12,7 +12,15 @@ from llamapipe.server._times import RequestTimes
 from llamapipe.server._tools import Tools, custom_input
 from llamapipe.server.dialects.encoder import Counts, PromptAt
 from llamapipe.server.dialects.logprobs import chat_logprobs
-from llamapipe.server.dialects.openai_stream import DONE, ChunkWriter, Computing, Format, Progress, usage
+from llamapipe.server.dialects.openai_stream import (
+    DONE,
+    ChunkWriter,
+    Computing,
+    Format,
+    Progress,
+    common_fields,
+    usage,
+)
 from llamapipe.server.json_bytes import encode_json
 
 _PROGRESS = b'{"index":%d,"delta":{"role":"assistant","content":null},"finish_reason":null}'
@@ -42,15 +50,14 @@ class ChatEncoder:
         running: Sequence[Computing | None] = (),
     ) -> None:
         self.prompt_at: PromptAt = "begin" if form.token_ids else None
-        self._common = {"id": call_id, "object": "chat.completion", "created": created, "model": model}
+        self._common = common_fields(call_id, "chat.completion", created, model)
         self._form = form
         self._vocab = vocab
         self._times = times
         self._tools = tools
         self._with_reasoning = with_reasoning
-        self._writer = ChunkWriter(
-            call_id, "chat.completion.chunk", created, model, form.with_usage, form.padded
-        )
+        event = {**self._common, "object": "chat.completion.chunk"}
+        self._writer = ChunkWriter(event, form.with_usage, form.padded)
         self._progress = Progress(self._writer, _PROGRESS, running) if form.with_progress else None
         # Of each choice, the call of a custom tool that is not complete: its index, id, name and arguments.
         self._held: dict[int, tuple[int, str, str, list[str]]] = {}

@@ -11,7 +11,15 @@ from llamapipe.results import Choice, Completion, Delta, TokenLogprob
 from llamapipe.server._times import RequestTimes
 from llamapipe.server.dialects.encoder import Counts, PromptAt
 from llamapipe.server.dialects.logprobs import CompletionLogprobs, prompt_logprobs
-from llamapipe.server.dialects.openai_stream import DONE, ChunkWriter, Computing, Format, Progress, usage
+from llamapipe.server.dialects.openai_stream import (
+    DONE,
+    ChunkWriter,
+    Computing,
+    Format,
+    Progress,
+    common_fields,
+    usage,
+)
 from llamapipe.server.json_bytes import encode_json
 from llamapipe.text.stream import TextOffsets, prompt_offsets
 
@@ -58,13 +66,13 @@ class CompletionEncoder:
         times: RequestTimes,
         running: Sequence[Computing | None] = (),
     ) -> None:
-        self._common = {"id": call_id, "object": "text_completion", "created": created, "model": model}
+        self._common = common_fields(call_id, "text_completion", created, model)
         self._form = form
         self._shown = shown
         self._prompts = prompts
         self._vocab = vocab
         self._times = times
-        self._writer = ChunkWriter(call_id, "text_completion", created, model, form.with_usage, form.padded)
+        self._writer = ChunkWriter(self._common, form.with_usage, form.padded)
         self._progress = Progress(self._writer, _PROGRESS, running) if form.with_progress else None
         self._offsets: dict[int, list[int]] = {}  # of the tokens that logprobs show, by prompt
         self._logprobs: dict[int, CompletionLogprobs] = {}  # of each streamed choice

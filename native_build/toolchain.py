@@ -57,6 +57,11 @@ class Compilers:
     workarounds: tuple[str, ...] = ()
 
 
+def uses_zig(target: str) -> bool:
+    """Whether zig compiles for a target, unless CC and CXX name other compilers."""
+    return "-windows-" in target and not {"CC", "CXX"} & set(os.environ)
+
+
 def find_compilers(target: str = "") -> Compilers:
     """The compilers from ``CC``/``CXX``, else the system's; raises BuildError if they are missing or too old.
 
@@ -65,7 +70,7 @@ def find_compilers(target: str = "") -> Compilers:
     """
     if target:
         fix = cross_setup(target)
-        if "-windows-" in target and not {"CC", "CXX"} & set(os.environ):
+        if uses_zig(target):
             cxx, c = _zig("c++", target), _zig("cc", target)
         else:
             cxx = _command("CXX", (f"{target}-g++",), f"C++ compiler for {target}", fix)

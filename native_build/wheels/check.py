@@ -48,7 +48,7 @@ def _wheel_problems(wheel: str, names: list[str]) -> Iterator[str]:
             yield f"{wheel} holds {name}"
     if "-linux_" in wheel:
         yield f"{wheel} is for this machine alone: auditwheel gave it no manylinux tag"
-    modules = [name for name in names if re.search(r"/lib/libggml-\w+[^/]*\.so$", name)]
+    modules = [name for name in names if re.search(r"/lib/(lib)?ggml-\w+[^/]*\.(so|dll)$", name)]
     if not modules or (wheel.startswith("llamapipe_") and len(modules) != 1):
         yield f"{wheel} holds the backend modules {modules}"
 

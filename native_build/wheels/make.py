@@ -19,6 +19,7 @@ from native_build.cli import say
 from native_build.errors import BuildError
 from native_build.options import BuildOptions
 from native_build.paths import PROJECT
+from native_build.toolchain import uses_zig
 from native_build.wheels.backend import KINDS, build_backend_wheel
 from native_build.wheels.interpreters import Interpreter, find_interpreters
 from native_build.wheels.repair import repair
@@ -71,6 +72,8 @@ def _environment(interpreter: Interpreter, folder: Path) -> str:
 def _wheel(python: str, source: Path, scratch: Path, folder: Path, target: str = "") -> Path:
     settings = ["--config-setting=all-variants=on"]
     settings += [f"--config-setting=target={target}"] if target else []
+    if uses_zig(target):  # it is in this environment, not in that of a package build
+        settings += ["--no-isolation", "--skip-dependency-check"]
     _build(python, source, scratch, "--wheel", *settings)
     return repair(next(scratch.glob("*.whl")), folder)
 

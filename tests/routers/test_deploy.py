@@ -1,7 +1,10 @@
-"""The files in ``deploy/``: valid by their schemas, without a network, and consistent with the command they start."""
+"""The files in ``deploy/`` and the workflows: valid, without a network, and consistent with what they start."""
 
 from __future__ import annotations
 
+import re
+import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +23,9 @@ kubernetes_validate = pytest.importorskip(
     "kubernetes_validate", reason="the schemas are not installed: nox -s routers"
 )
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: nox -s routers")
-DEPLOY = Path(__file__).parents[2] / "deploy"
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+UNIT = DEPLOY / "systemd" / "llamapipe.service"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 KUBERNETES = ("1.30", "1.37")  # the oldest with preStop.sleep on by default, and a new one
 
@@ -76,11 +81,86 @@ def test_the_image_file_is_valid() -> None:
     assert done.returncode == 0 and not done.stdout, done.stdout + done.stderr
 
 
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def problems_of(*workflows: Path) -> str:
+    """What zizmor says, without asking other hosts; empty if there is nothing."""
+    command = [
+        Path(sys.executable).parent / "zizmor",
+        "--offline",
+        "--quiet",
+        "--format",
+        "plain",
+        *workflows,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+def test_workflows_are_valid() -> None:
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
+    done = subprocess.run([*command, *WORKFLOWS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_workflows_trust_nothing_that_may_change(tmp_path: Path) -> None:
+    assert problems_of(*WORKFLOWS) == ""
+    wrong = tmp_path / "release.yml"
+    text = WORKFLOWS[-1].read_text(encoding="utf-8")
+    wrong.write_text(re.sub(r"actions/checkout@\w+", "actions/checkout@v4", text, count=1))
+    assert "unpinned-uses" in problems_of(wrong)
+
+
+def test_jobs_hand_on_what_others_take() -> None:
+    for path in WORKFLOWS:
+        (workflow,) = documents(path)
+        made: dict[str, set[str]] = {}
+        for name, job in workflow["jobs"].items():
+            needed = job.get("needs", [])
+            before = set().union(
+                *(made[other] for other in ([needed] if isinstance(needed, str) else needed))
+            )
+            entries = job.get("strategy", {}).get("matrix", {}).get("include", [{}])
+            made[name] = set()
+            for step in job["steps"]:
+                kind, artifact = step.get("uses", ""), step.get("with", {}).get("name", "")
+                if "/upload-artifact@" in kind:
+                    for entry in entries:
+                        made[name].add(artifact.replace("${{ matrix.name }}", entry.get("name", "")))
+                elif "/download-artifact@" in kind and artifact:
+                    assert artifact in before, f"{path.name}: {name} takes {artifact}"
+
+
+def unit_command() -> list[str]:
+    lines = UNIT.read_text(encoding="utf-8").replace("\\\n", "")
+    (command,) = re.findall(r"^ExecStart=(.*)$", lines, re.MULTILINE)
+    return shlex.split(command)
+
+
+def test_the_unit_is_valid_and_limits_what_the_service_may_do(tmp_path: Path) -> None:
+    if (analyze := shutil.which("systemd-analyze")) is None:
+        pytest.skip("systemd-analyze is not installed")
+    # It looks for the program, which is another one here.
+    unit = tmp_path / UNIT.name
+    unit.write_text(UNIT.read_text(encoding="utf-8").replace(unit_command()[0], sys.executable))
+    for arguments in (["verify", "--recursive-errors=no"], ["security", "--offline=yes", "--threshold=15"]):
+        done = subprocess.run([analyze, *arguments, str(unit)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and (arguments[0] != "verify" or not done.stderr), (
+            done.stdout + done.stderr
+        )
+
+
 def test_the_commands_are_ones_that_the_command_takes(tmp_path: Path) -> None:
     args = parsed(container()["args"], tmp_path)
     assert (args.host, args.port, args.alias) == ("0.0.0.0", 8080, ["local"])
     options = _kv_events(args, ServerSettings())["kv_events"]
     assert (options.endpoint, options.replay_endpoint) == ("tcp://*:5557", "tcp://*:5558")
+    program, *arguments = unit_command()
+    assert program.endswith("/llamapipe")
+    model = "/srv/models/model.gguf"
+    args = parsed(["/models/model.gguf" if one == model else one for one in arguments], tmp_path)
+    assert str(args.api_key_file) == "${CREDENTIALS_DIRECTORY}/api-keys"
     (compose,) = documents(DEPLOY / "compose.yaml")
     for name in ("server-1", "server-2"):
         args = parsed(compose["services"][name]["command"], tmp_path)

@@ -10,11 +10,11 @@ namespace {
 
 // Normal logits; `kind` says what else is in the row.
 std::vector<float> row_of(int n, float spread, int kind, std::mt19937 & random) {
-    std::vector<float> row((size_t) n);
+    std::vector<float> row(n);
     for (float & logit : row) {
         float sum = 0;  // of twelve numbers: the standard library's distributions differ
         for (int i = 0; i < 12; i++) {
-            sum += (float) (random() >> 8) * 0x1p-24f;
+            sum += static_cast<float>(random() >> 8) * 0x1p-24f;
         }
         logit = (sum - 6.0f) * spread;
         if (kind == 1) {
@@ -30,9 +30,9 @@ std::vector<float> row_of(int n, float spread, int kind, std::mt19937 & random) 
 void print(const char * name, const std::vector<llama_token_data> & found) {
     uint64_t hash = 14695981039346656037u;  // FNV-1a
     for (const llama_token_data & token : found) {
-        hash = (hash ^ (uint64_t) (uint32_t) token.id) * 1099511628211u;
+        hash = (hash ^ static_cast<uint32_t>(token.id)) * 1099511628211u;
     }
-    std::printf(" %s %zu %llx", name, found.size(), (unsigned long long) hash);
+    std::printf(" %s %zu %llx", name, found.size(), static_cast<unsigned long long>(hash));
 }
 
 }  // namespace
@@ -44,7 +44,7 @@ int main() {
         for (const float spread : { 0.01f, 1.0f, 4.0f, 40.0f }) {
             for (int kind = 0; kind < 4; kind++) {
                 const std::vector<float> row = row_of(n, spread, kind, random);
-                std::printf("order %d %g %d: %d", n, (double) spread, kind, lp::argmax(row.data(), n));
+                std::printf("order %d %g %d: %d", n, static_cast<double>(spread), kind, lp::argmax(row.data(), n));
                 for (const int k : { 1, 40, 3000 }) {
                     lp::top_k(row.data(), n, std::min(k, n), out);
                     print("top_k", out);

@@ -10,10 +10,10 @@ std::mutex & lp::adapters_mutex() {
 
 llama_adapter_lora * lp_adapter_load(llama_model * model, const char * path) {
     lp::set_error("llama.cpp refused the file");
-    return lp::guard((llama_adapter_lora *) nullptr, [&] {
+    return lp::guard(nullptr, [&] {
         const std::lock_guard<std::mutex> lock(lp::adapters_mutex());
         const lp::AssertionsThrow         throwing;
-        return lp::without_faults((llama_adapter_lora *) nullptr, [&] { return llama_adapter_lora_init(model, path); });
+        return lp::without_faults(nullptr, [&] { return llama_adapter_lora_init(model, path); });
     });
 }
 

@@ -28,7 +28,7 @@ template <typename Function> Function of_cpu_backend(const char * name) {
     if (!found) {
         throw std::runtime_error(std::string("the CPU backend has no ") + name);
     }
-    return (Function) found;
+    return reinterpret_cast<Function>(found);
 }
 
 #ifdef __linux__
@@ -88,7 +88,7 @@ namespace lp {
 
 int this_thread_id() {
 #ifdef __linux__
-    thread_local const int id = (int) syscall(SYS_gettid);
+    thread_local const int id = static_cast<int>(syscall(SYS_gettid));
     return id;
 #else
     return 0;
@@ -147,7 +147,7 @@ public:
 };
 
 ComputeThreads::ComputeThreads(llama_context * ctx, int n_threads, int n_threads_batch, int poll)
-    : ctx_(ctx), poll_((uint32_t) poll), n_threads_(n_threads), n_threads_batch_(n_threads_batch) {
+    : ctx_(ctx), poll_(static_cast<uint32_t>(poll)), n_threads_(n_threads), n_threads_batch_(n_threads_batch) {
     pool(n_threads, false);
     pool(n_threads_batch, false);
     switch_pools();

@@ -38,13 +38,13 @@ size_t lp::scratch_bytes(llama_context * ctx) {
 
 // ---- an operation on the KV cells of sequences, between steps
 int lp::apply_memory_op(llama_context * ctx, const MemoryOp & op) {
-    return guard(LP_ERROR, [&] {
+    return guard(LP_ERROR, [&]() -> int {
         llama_memory_t memory = llama_get_memory(ctx);
         switch (op.op) {
-            case LP_REMOVE: return (int) llama_memory_seq_rm(memory, op.seq_id, op.p0, op.p1);
+            case LP_REMOVE: return llama_memory_seq_rm(memory, op.seq_id, op.p0, op.p1);
             case LP_COPY: llama_memory_seq_cp(memory, op.seq_id, op.other, op.p0, op.p1); break;
             case LP_KEEP:  // not llama_memory_seq_keep: it looks at the cells of one stream only
-                for (int s = 0; s < (int) llama_n_seq_max(ctx); s++) {
+                for (int s = 0; s < static_cast<int>(llama_n_seq_max(ctx)); s++) {
                     if (s != op.seq_id) {
                         llama_memory_seq_rm(memory, s, -1, -1);
                     }
@@ -78,7 +78,7 @@ static llama_state_seq_flags flags_of(Part part) {
 
 int save_cells(llama_context * ctx, int seq_id, int64_t max_bytes, Part part, SavedCells & to) {
     const size_t n = llama_state_seq_get_size_ext(ctx, seq_id, flags_of(part));
-    if (n == 0 || (max_bytes >= 0 && n > (size_t) max_bytes)) {
+    if (n == 0 || (max_bytes >= 0 && n > static_cast<size_t>(max_bytes))) {
         return 0;
     }
     to.resize(n);
@@ -137,7 +137,8 @@ Context::Context(llama_model * model, const llama_context_params & params, const
     const int n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
     if (options.n_ring_rows > 0) {
         llama_context_params with_stager = params;
-        stager_ = std::make_shared<LogitsStager>(n_vocab, (int) params.n_seq_max, options.n_ring_rows, options.samples);
+        stager_ =
+                std::make_shared<LogitsStager>(n_vocab, static_cast<int>(params.n_seq_max), options.n_ring_rows, options.samples);
         stager_->configure(with_stager);
         llama_.reset(llama_init_from_model(model, with_stager));
         if (llama_ && !stager_->attached()) {
@@ -153,7 +154,7 @@ Context::Context(llama_model * model, const llama_context_params & params, const
         throw std::runtime_error("llama.cpp could not create the context");
     }
     threads_   = std::make_unique<ComputeThreads>(llama_.get(), params.n_threads, params.n_threads_batch, options.poll);
-    n_encoded_ = (int) std::min(llama_n_ubatch(llama_.get()), std::max(params.n_outputs_max, 1u));
+    n_encoded_ = static_cast<int>(std::min(llama_n_ubatch(llama_.get()), std::max(params.n_outputs_max, 1u)));
 }
 
 int Context::decode(const BatchArrays & batch) {
@@ -191,7 +192,7 @@ template <typename Body> int Context::compute(const BatchArrays * mixed, Body &&
 
 int Context::decode(const BatchArrays & batch, const std::vector<const float *> & states) {
     // llama_batch wants a list of sequences for each token; ours have exactly one.
-    const size_t n = (size_t) batch.n;
+    const size_t n = batch.n;
     if (n_seq_id_.size() < n) {
         seq_id_.resize(n);  // first: if memory is missing for the other, both are resized next time
         n_seq_id_.resize(n, 1);
@@ -210,7 +211,7 @@ int Context::decode(const BatchArrays & batch, const std::vector<const float *> 
         if (batch.embeddings || !states.empty()) {
             return decode_rows(batch, states);
         }
-        return (int) llama_decode(llama_.get(), given);
+        return llama_decode(llama_.get(), given);
     });
 }
 
@@ -228,12 +229,12 @@ int Context::set_adapters(const lp_adapter_set & set) {
         }
         row_adapters_.carry(pairs);
     }
-    if (llama_set_adapters_lora(llama, set.adapters, (size_t) set.n, set.scales) != 0) {
+    if (llama_set_adapters_lora(llama, set.adapters, set.n, set.scales) != 0) {
         throw std::runtime_error("llama.cpp refused the adapters");
     }
     if (set.control || has_control_) {
         const float * data = set.control;
-        if (llama_set_adapter_cvec(llama, data, data ? (size_t) set.n_control : 0, set.n_embd, set.first, set.last) != 0) {
+        if (llama_set_adapter_cvec(llama, data, data ? set.n_control : 0, set.n_embd, set.first, set.last) != 0) {
             throw std::runtime_error("llama.cpp refused the control vector");
         }
         has_control_ = data != nullptr;
@@ -281,8 +282,8 @@ int Context::decode_rows(const BatchArrays & batch, const std::vector<const floa
     llama_batch_ext * const rows = rows_.get();
     llama_batch_ext_clear(rows);
     const llama_model * const model   = llama_get_model(llama);
-    const size_t              n_embd  = (size_t) llama_model_n_embd_inp(model);
-    const size_t              n_state = (size_t) llama_model_n_embd_out(model);
+    const size_t              n_embd  = llama_model_n_embd_inp(model);
+    const size_t              n_state = llama_model_n_embd_out(model);
     // EAGLE-3 takes the state in place of the token's embedding.
     const auto set_state = llama_model_has_encoder(model) ? llama_batch_ext_set_embd_token : llama_batch_ext_set_embd_state;
     for (int i = 0; i < batch.n; i++) {
@@ -296,26 +297,26 @@ int Context::decode_rows(const BatchArrays & batch, const std::vector<const floa
         if (at != i || !llama_batch_ext_set_pos(rows, i, position)) {
             throw std::runtime_error("llama.cpp refused an entry of a batch");
         }
-        if (!states.empty() && !set_state(rows, i, { states[(size_t) i], 1, n_state })) {
+        if (!states.empty() && !set_state(rows, i, { states[i], 1, n_state })) {
             throw std::runtime_error("llama.cpp refused the state of an entry");
         }
         llama_batch_ext_set_output_logits(rows, i, batch.outputs[i] != 0);
     }
     struct Causal {
-        llama_context * const llama;
+        llama_context * const ctx;
         const bool            is_causal;
-        Causal(llama_context * llama, bool is_causal) : llama(llama), is_causal(is_causal) {
+        Causal(llama_context * of, bool is) : ctx(of), is_causal(is) {
             if (!is_causal) {
-                llama_set_causal_attn(llama, false);
+                llama_set_causal_attn(ctx, false);
             }
         }
         ~Causal() {
             if (!is_causal) {
-                llama_set_causal_attn(llama, true);
+                llama_set_causal_attn(ctx, true);
             }
         }
     } const causal(llama, batch.is_causal);
-    return (int) llama_process(llama, LLAMA_PROCESS_TYPE_DECODE, rows);
+    return llama_process(llama, LLAMA_PROCESS_TYPE_DECODE, rows);
 }
 
 int Context::apply(const MemoryOp & op) {
@@ -346,9 +347,9 @@ int Context::encode(const std::vector<const float *> & states, size_t width, flo
     if (!rows_) {
         rows_.reset(llama_batch_ext_init(llama));
     }
-    const size_t n_embd = (size_t) llama_model_n_embd_out(llama_get_model(llama));
-    for (size_t begin = 0; begin < states.size(); begin += (size_t) n_encoded_) {
-        const size_t end = std::min(states.size(), begin + (size_t) n_encoded_);
+    const size_t n_embd = llama_model_n_embd_out(llama_get_model(llama));
+    for (size_t begin = 0; begin < states.size(); begin += n_encoded_) {
+        const size_t end = std::min(states.size(), begin + n_encoded_);
         llama_batch_ext_clear(rows_.get());
         int32_t position = llama_memory_seq_pos_max(llama_get_memory(llama), 0);  // not used, but llama.cpp checks it
         for (size_t i = begin; i < end; i++) {
@@ -359,7 +360,7 @@ int Context::encode(const std::vector<const float *> & states, size_t width, flo
             }
             llama_batch_ext_set_output_logits(rows_.get(), at, true);
         }
-        const int code = compute(nullptr, [&] { return (int) llama_process(llama, LLAMA_PROCESS_TYPE_ENCODE, rows_.get()); });
+        const int code = compute(nullptr, [&] { return llama_process(llama, LLAMA_PROCESS_TYPE_ENCODE, rows_.get()); });
         if (code != 0) {
             return code;
         }
@@ -375,7 +376,7 @@ int Context::encode(const std::vector<const float *> & states, size_t width, flo
 int Context::draft(const BatchArrays & batch, const int32_t * before, const HiddenStates & target) {
     const llama_model * const model   = llama_get_model(llama_.get());
     const bool                encodes = llama_model_has_encoder(model);  // what is kept of the target is not yet a state
-    const size_t              width = (size_t) llama_model_n_embd_out(model), n = (size_t) batch.n;
+    const size_t              width = llama_model_n_embd_out(model), n = batch.n;
     if (!gives_states_) {
         give_out_states(llama_.get());
         gives_states_ = true;
@@ -405,7 +406,7 @@ int Context::draft(const BatchArrays & batch, const int32_t * before, const Hidd
     }
     if (!kept.empty()) {
         encoded_.resize(kept.size() * width);
-        if (const int code = encode(kept, (size_t) target.width(), encoded_.data())) {
+        if (const int code = encode(kept, target.width(), encoded_.data())) {
             return code;
         }
         const float * next = encoded_.data();
@@ -426,7 +427,7 @@ int Context::best(int entry, float * share) const {
     }
     const int     n    = llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(llama_.get())));
     const int32_t best = argmax(row, n);
-    *share             = best < 0 ? 0.0f : (float) std::exp((double) row[best] - log_sum_exp(row, n));
+    *share             = best < 0 ? 0.0f : static_cast<float>(std::exp(row[best] - log_sum_exp(row, n)));
     return best;
 }
 
@@ -441,11 +442,11 @@ Context::~Context() {
 // ---- the C entries of contexts: their life, one decode from flat arrays, rows of logits, memory operations
 lp_context * lp_context_new(llama_model * model, const llama_context_params * params, int poll, int64_t n_ring_rows, bool samples,
                             bool attends, bool multiplies) {
-    return lp::guard((lp_context *) nullptr, [&] {
+    return lp::guard(nullptr, [&] {
         const std::lock_guard<std::mutex> lock(lp::adapters_mutex());
         const lp::AssertionsThrow         throwing;
         const lp::Context::Options        options = { poll, n_ring_rows, samples, attends, multiplies };
-        return lp::without_faults((lp_context *) nullptr,
+        return lp::without_faults(nullptr,
                                   [&] { return new lp_context{ std::make_shared<lp::Context>(model, *params, options) }; });
     });
 }
@@ -490,7 +491,7 @@ int lp_context_set_threads(lp_context * context, int n_threads, int n_threads_ba
 int lp_context_thread_ids(lp_context * context, int n_max, int32_t * ids) {
     return lp::guard(LP_ERROR, [&] {
         const std::vector<int> found = context->shared->threads().thread_ids();
-        const int              n     = std::min(n_max, (int) found.size());
+        const int              n     = std::min(n_max, static_cast<int>(found.size()));
         std::copy(found.begin(), found.begin() + n, ids);
         return n;
     });
@@ -502,29 +503,29 @@ int lp_decode(lp_context * context, int n_tokens, const int32_t * tokens, const 
 }
 
 int lp_embeddings(lp_context * context, int n, bool pooled, int width, float * out) {
-    return lp::guard(LP_ERROR, [&] {
+    return lp::guard(LP_ERROR, [&]() -> int {
         llama_context * llama = context->shared->llama();
         for (int i = 0; i < n; i++) {
             const float * row = pooled ? llama_get_embeddings_seq(llama, i) : llama_get_embeddings_ith(llama, i);
             if (!row) {
                 lp::set_error("the last batch has no such embedding");
-                return (int) LP_ERROR;
+                return LP_ERROR;
             }
-            memcpy(out + (size_t) i * (size_t) width, row, sizeof(float) * (size_t) width);
+            memcpy(out + static_cast<size_t>(i) * width, row, sizeof(float) * width);
         }
         return 0;
     });
 }
 
 int lp_logits(lp_context * context, int n_rows, const int32_t * rows, int n_vocab, float * out) {
-    return lp::guard(LP_ERROR, [&] {
+    return lp::guard(LP_ERROR, [&]() -> int {
         for (int i = 0; i < n_rows; i++) {
             const float * row = llama_get_logits_ith(context->shared->llama(), rows[i]);
             if (!row) {
                 lp::set_error("this entry of the last batch is not an output");
-                return (int) LP_ERROR;
+                return LP_ERROR;
             }
-            memcpy(out + (size_t) i * (size_t) n_vocab, row, sizeof(float) * (size_t) n_vocab);
+            memcpy(out + static_cast<size_t>(i) * n_vocab, row, sizeof(float) * n_vocab);
         }
         return 0;
     });

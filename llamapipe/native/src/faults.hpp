@@ -58,13 +58,14 @@ const char * run_until_fault(void (*work)(void * data), void * data) noexcept;
 
 // Runs `body` and returns its result, `failed` if it threw (see lp_last_error). Throws if it read from a null pointer or
 // divided by zero: a file that passed all checks did not fit what its architecture's code takes for granted.
-template <typename Result, typename Body> Result without_faults(Result failed, Body && body) {
+template <typename Failed, typename Body> std::invoke_result_t<Body> without_faults(Failed failed, Body && body) {
+    using Result = std::invoke_result_t<Body>;
     struct Work {
         Result failed, result;
         Body & body;
     } work         = { failed, failed, body };
     const auto run = [](void * data) {
-        Work & mine = *(Work *) data;
+        Work & mine = *static_cast<Work *>(data);
         mine.result = guard(mine.failed, mine.body);
     };
     if (const char * fault = run_until_fault(run, &work)) {

@@ -73,9 +73,9 @@ void GraphSampler::declare(ggml_context * ctx, int64_t n_rows) {
 }
 
 void GraphSampler::fill() {
-    std::vector<float> ranks((size_t) k_);
+    std::vector<float> ranks(k_);
     for (int i = 0; i < k_; i++) {
-        ranks[(size_t) i] = (float) -i;
+        ranks[i] = static_cast<float>(-i);
     }
     ggml_backend_tensor_set(ranks_, ranks.data(), 0, ranks.size() * sizeof(float));
 }
@@ -94,7 +94,7 @@ void GraphSampler::set_input(const GraphRow * rows) {
     if (!input_ || !input_->buffer) {
         return;
     }
-    const size_t n = (size_t) input_->ne[1];
+    const size_t n = input_->ne[1];
     if (!rows) {
         defaults_.resize(std::max(defaults_.size(), n));
         rows = defaults_.data();
@@ -108,7 +108,7 @@ void GraphSampler::set_input(const GraphRow * rows) {
 GraphSampler::Found GraphSampler::sample(ggml_context * c, ggml_tensor * logits, ggml_tensor * rows) const {
     const int64_t n = logits->ne[1], k = k_;
     const auto    column = [&](ggml_tensor * t, int64_t i) {  // (1, n)
-        return ggml_view_2d(c, t, 1, n, t->nb[1], (size_t) i * sizeof(float));
+        return ggml_view_2d(c, t, 1, n, t->nb[1], i * sizeof(float));
     };
     ggml_tensor *inverse_temperature = column(rows, 0), *top_k = column(rows, 1), *top_p = column(rows, 2),
                 *log_min_p = column(rows, 3), *uniform = column(rows, 4),
@@ -143,14 +143,15 @@ GraphSampler::Found GraphSampler::sample(ggml_context * c, ggml_tensor * logits,
     ggml_tensor * bar    = ggml_mul(c, ggml_cont(c, column(sum, k - 1)), uniform);
     ggml_tensor * kept   = ggml_step(c, weight);
     ggml_tensor * above  = ggml_sum_rows(c, ggml_mul(c, ggml_step(c, ggml_sub(c, sum, bar)), kept));
-    above                = ggml_clamp(c, above, 1.0f, (float) k);
-    ggml_tensor * chosen = ggml_clamp(c, ggml_sub(c, ggml_sum_rows(c, kept), above), 0.0f, (float) (k - 1));
+    above                = ggml_clamp(c, above, 1.0f, static_cast<float>(k));
+    ggml_tensor * chosen = ggml_clamp(c, ggml_sub(c, ggml_sum_rows(c, kept), above), 0.0f, static_cast<float>(k - 1));
     chosen               = ggml_cast(c, chosen, GGML_TYPE_I32);
 
     ggml_tensor * sums    = ggml_sum_rows(c, ggml_exp(c, ggml_sub(c, logits, top)));
     ggml_tensor * log_sum = ggml_add(c, ggml_log(c, sums), top);
-    ggml_tensor * wanted  = ggml_cast(c, ggml_clamp(c, ggml_cont(c, targets), 0.0f, (float) (n_vocab_ - 1)), GGML_TYPE_I32);
-    ggml_tensor * result  = look_up(c, ids, chosen);
+    ggml_tensor * wanted =
+            ggml_cast(c, ggml_clamp(c, ggml_cont(c, targets), 0.0f, static_cast<float>(n_vocab_ - 1)), GGML_TYPE_I32);
+    ggml_tensor * result = look_up(c, ids, chosen);
     for (ggml_tensor * next :
          { ggml_sub(c, look_up(c, z, chosen), log_sum), log_sum, ggml_cont(c, column(ids, 0)), look_up(c, logits, wanted) }) {
         result = ggml_concat(c, result, next, 0);
@@ -176,7 +177,7 @@ bool in_graph(lp_sampler * sampler, GraphRow * row) {
         }
         last = stage.kind;
         switch (stage.kind) {
-            case Kind::top_k: k = std::min(k, (int) stage.value); break;
+            case Kind::top_k: k = std::min(k, static_cast<int>(stage.value)); break;
             case Kind::top_p: top_p = stage.value; break;
             case Kind::min_p: min_p = stage.value; break;
             default: temperature = stage.value;
@@ -188,7 +189,7 @@ bool in_graph(lp_sampler * sampler, GraphRow * row) {
         return false;
     }
     row->inverse_temperature = 1.0f / temperature;
-    row->top_k               = (float) k;
+    row->top_k               = static_cast<float>(k);
     if (top_p < 1.0f) {
         row->top_p = std::max(top_p, std::numeric_limits<float>::min());  // the first token stays
     }
@@ -197,7 +198,7 @@ bool in_graph(lp_sampler * sampler, GraphRow * row) {
         // among the numbers that a device may flush to 0.
         row->log_min_p = std::min(std::nextafter(std::log(min_p), -1e9f), -1e-30f);
     }
-    row->uniform = std::min((float) sampler->peek(), std::nextafter(1.0f, 0.0f));  // it may round up to 1
+    row->uniform = std::min(static_cast<float>(sampler->peek()), std::nextafter(1.0f, 0.0f));  // it may round up to 1
     return true;
 }
 

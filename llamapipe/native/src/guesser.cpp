@@ -42,12 +42,12 @@ Guesser::Guesser(std::vector<int32_t> prediction, const std::vector<int32_t> & t
 size_t Guesser::slot(size_t place) const {
     uint64_t hash = 0;
     for (size_t i = place - n_gram; i < place; i++) {
-        hash = (hash ^ (uint32_t) text_[i]) * 0x9e3779b97f4a7c15ull;
+        hash = (hash ^ static_cast<uint32_t>(text_[i])) * 0x9e3779b97f4a7c15ull;
     }
     return (hash >> 32) & (places_.size() - 1);
 }
 
-void Guesser::learn(size_t place) { places_[slot(place)] = (uint32_t) place; }
+void Guesser::learn(size_t place) { places_[slot(place)] = static_cast<uint32_t>(place); }
 
 void Guesser::follow(size_t place) {
     next_   = place;
@@ -97,7 +97,7 @@ void Guesser::add(int32_t token) {
             return;
         }
     } else if (had_guess && change_ > 0 && offset_ == 0 && text_[next_] == token) {
-        changes_.erase(changes_.begin() + (long) change_ - 1);  // not everywhere
+        changes_.erase(changes_.begin() + change_ - 1);  // not everywhere
         n_matched_++;
         follow(next_ + 1);
         if (next_ < end_) {
@@ -105,7 +105,7 @@ void Guesser::add(int32_t token) {
         }
     } else if (had_guess && n_matched_ >= (was_predicted ? n_sure : n_copy)) {
         if (change_ > 0) {
-            changes_.erase(changes_.begin() + (long) change_ - 1);
+            changes_.erase(changes_.begin() + change_ - 1);
         }
         lost_      = next_;
         lost_text_ = text_.size() - 1 - offset_;
@@ -156,8 +156,8 @@ void Guesser::learn_change() {
     if (n_same < 2) {
         return;
     }
-    const auto from = text_.begin() + (long) lost_, to = text_.begin() + (long) lost_text_;
-    Change     change{ { from, text_.begin() + (long) (next_ - n_same) }, { to, text_.end() - (long) n_same } };
+    const auto from = text_.begin() + lost_, to = text_.begin() + lost_text_;
+    Change     change{ { from, text_.begin() + (next_ - n_same) }, { to, text_.end() - n_same } };
     lost_text_ = 0;
     if (change.from.empty() || change.to.empty() || std::max(change.from.size(), change.to.size()) > n_changed) {
         return;
@@ -238,7 +238,7 @@ int Guesser::guess(int n, int32_t * tokens, double * share) const {
             offset = 0;
         } else if (place < size) {
             tokens[count++] = text_[place++];
-        } else if (!is_predicted_ && place - size < (size_t) count) {
+        } else if (!is_predicted_ && place - size < static_cast<size_t>(count)) {
             // At the end of the text the guess continues with itself, as a repetition does.
             tokens[count] = tokens[place++ - size];
             count++;

@@ -62,25 +62,25 @@ static void check_states() {
 HiddenStates::HiddenStates(llama_context * llama, int n_most, const std::vector<int32_t> & layers)
     : llama_(llama), layers_(layers),
       n_embd_(layers.empty() ? llama_model_n_embd_out(llama_get_model(llama)) : llama_model_n_embd(llama_get_model(llama))),
-      width_(n_embd_ * std::max((int) layers.size(), 1)), n_most_(n_most), sequences_(llama_n_seq_max(llama)) {
+      width_(n_embd_ * std::max(static_cast<int>(layers.size()), 1)), n_most_(n_most), sequences_(llama_n_seq_max(llama)) {
     check_states();
     if (layers.empty()) {
         llama_set_embeddings_nextn(llama, true, false);
     }
     for (const int32_t layer : layers) {
-        llama_set_embeddings_layer_inp(llama, (uint32_t) layer, true);
+        llama_set_embeddings_layer_inp(llama, layer, true);
     }
 }
 
 int HiddenStates::end(int seq_id) const {
-    const Sequence & sequence = sequences_[(size_t) seq_id];
-    return sequence.begin + (int) (sequence.rows.size() / (size_t) width_);
+    const Sequence & sequence = sequences_[seq_id];
+    return sequence.begin + static_cast<int>(sequence.rows.size() / width_);
 }
 
 const float * HiddenStates::of(int seq_id, int position) const {
-    const Sequence & sequence = sequences_[(size_t) seq_id];
+    const Sequence & sequence = sequences_[seq_id];
     const bool       is_kept  = position >= sequence.begin && position < end(seq_id);
-    return is_kept ? sequence.rows.data() + (size_t) (position - sequence.begin) * (size_t) width_ : nullptr;
+    return is_kept ? sequence.rows.data() + static_cast<size_t>(position - sequence.begin) * width_ : nullptr;
 }
 
 void HiddenStates::take(const BatchArrays & batch) {
@@ -89,18 +89,18 @@ void HiddenStates::take(const BatchArrays & batch) {
         parts.push_back(llama_get_embeddings_nextn(llama_));
     }
     for (const int32_t layer : layers_) {
-        parts.push_back(llama_get_embeddings_layer_inp(llama_, (uint32_t) layer));
+        parts.push_back(llama_get_embeddings_layer_inp(llama_, layer));
     }
     if (std::find(parts.begin(), parts.end(), nullptr) != parts.end()) {
         throw std::runtime_error("llama.cpp gave out no hidden states");
     }
     for (int i = 0; i < batch.n; i++) {
-        put(batch.seq_ids[i], batch.positions[i], parts, (size_t) i);
+        put(batch.seq_ids[i], batch.positions[i], parts, i);
     }
 }
 
 void HiddenStates::put(int seq_id, int position, const std::vector<const float *> & parts, size_t i) {
-    Sequence & sequence = sequences_[(size_t) seq_id];
+    Sequence & sequence = sequences_[seq_id];
     cut(seq_id, position);
     if (position != end(seq_id)) {
         sequence.rows.clear();  // those between are not known
@@ -108,13 +108,13 @@ void HiddenStates::put(int seq_id, int position, const std::vector<const float *
     if (sequence.rows.empty()) {
         sequence.begin = position;
     }
-    const size_t width = (size_t) width_, n = sequence.rows.size() / width;
-    if (n >= 2 * (size_t) n_most_) {
-        const size_t n_dropped = n - (size_t) n_most_ + 1;
-        sequence.rows.erase(sequence.rows.begin(), sequence.rows.begin() + (ptrdiff_t) (n_dropped * width));
-        sequence.begin += (int) n_dropped;
+    const size_t width = width_, n = sequence.rows.size() / width;
+    if (n >= 2 * static_cast<size_t>(n_most_)) {
+        const size_t n_dropped = n - n_most_ + 1;
+        sequence.rows.erase(sequence.rows.begin(), sequence.rows.begin() + static_cast<ptrdiff_t>(n_dropped * width));
+        sequence.begin += static_cast<int>(n_dropped);
     }
-    const size_t n_embd = (size_t) n_embd_;
+    const size_t n_embd = n_embd_;
     try {
         for (const float * const part : parts) {
             sequence.rows.insert(sequence.rows.end(), part + i * n_embd, part + (i + 1) * n_embd);
@@ -125,9 +125,9 @@ void HiddenStates::put(int seq_id, int position, const std::vector<const float *
 }
 
 void HiddenStates::cut(int seq_id, int position) {
-    Sequence & sequence = sequences_[(size_t) seq_id];
+    Sequence & sequence = sequences_[seq_id];
     if (position < end(seq_id)) {
-        sequence.rows.resize((size_t) std::max(position - sequence.begin, 0) * (size_t) width_);
+        sequence.rows.resize(static_cast<size_t>(std::max(position - sequence.begin, 0)) * width_);
     }
 }
 
@@ -135,9 +135,9 @@ void HiddenStates::copy(int from, int to, int last) {
     if (from == to) {
         return;
     }
-    Sequence & copied = sequences_[(size_t) to];
+    Sequence & copied = sequences_[to];
     try {
-        copied = sequences_[(size_t) from];
+        copied = sequences_[from];
     } catch (const std::bad_alloc &) {
         copied = {};
     }
@@ -158,8 +158,8 @@ void HiddenStates::follow(const MemoryOp & op) {
         case LP_KEEP:
         case LP_CLEAR:
             for (size_t s = 0; s < sequences_.size(); s++) {
-                if (op.op == LP_CLEAR || (int) s != op.seq_id) {
-                    cut((int) s, 0);
+                if (op.op == LP_CLEAR || static_cast<int>(s) != op.seq_id) {
+                    cut(static_cast<int>(s), 0);
                 }
             }
             break;

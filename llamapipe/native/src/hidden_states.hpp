@@ -35,7 +35,7 @@ public:
     void copy(int from, int to, int end);
 
     // The positions that a sequence has states of: from `begin` to before `end`.
-    int           begin(int seq_id) const { return sequences_[(size_t) seq_id].begin; }
+    int           begin(int seq_id) const { return sequences_[seq_id].begin; }
     int           end(int seq_id) const;
     const float * of(int seq_id, int position) const;  // null: not kept
 

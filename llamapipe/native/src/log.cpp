@@ -48,7 +48,7 @@ void on_log(ggml_log_level level, const char * text, void *) {
     }
     record & out = r.records[r.n_written++ % n_records];
     out.level    = level;
-    out.n        = (int) std::min(strlen(text), (size_t) record_bytes);
+    out.n        = static_cast<int>(std::min(strlen(text), static_cast<size_t>(record_bytes)));
     memcpy(out.text, text, out.n);
 }
 

@@ -11,7 +11,7 @@
 namespace lp {
 
 // ---- copies staged rows from a device to host memory, ordered after the graph that writes them by events
-RowCopier::RowCopier(ggml_backend_t compute, int n_lanes) : compute_(compute), lanes_((size_t) n_lanes) {
+RowCopier::RowCopier(ggml_backend_t compute, int n_lanes) : compute_(compute), lanes_(n_lanes) {
     ggml_backend_dev_t device = ggml_backend_get_device(compute);
     for (Lane & lane : lanes_) {
         lane.backend  = ggml_backend_dev_init(device, nullptr);
@@ -45,7 +45,7 @@ void RowCopier::free_lanes() {
 }
 
 void RowCopier::begin(int i) {
-    Lane & lane = lanes_[(size_t) i];
+    Lane & lane = lanes_[i];
     if (lane.used) {
         // The event is long past, so this returns at once. Some backends keep an event's memory until it is waited for.
         ggml_backend_event_synchronize(lane.launched);
@@ -57,19 +57,19 @@ void RowCopier::begin(int i) {
 }
 
 void RowCopier::copy(int i, const ggml_tensor * from, int64_t first_row, int64_t n_rows, float * to) {
-    const size_t row = (size_t) from->nb[1];
-    ggml_backend_tensor_get_async(lanes_[(size_t) i].backend, from, to, (size_t) first_row * row, (size_t) n_rows * row);
+    const size_t row = from->nb[1];
+    ggml_backend_tensor_get_async(lanes_[i].backend, from, to, first_row * row, n_rows * row);
 }
 
-void RowCopier::end(int i) { ggml_backend_event_record(lanes_[(size_t) i].copied, lanes_[(size_t) i].backend); }
+void RowCopier::end(int i) { ggml_backend_event_record(lanes_[i].copied, lanes_[i].backend); }
 
-void RowCopier::wait_computed(int i) { ggml_backend_event_synchronize(lanes_[(size_t) i].computed); }
+void RowCopier::wait_computed(int i) { ggml_backend_event_synchronize(lanes_[i].computed); }
 
-void RowCopier::wait_copied(int i) { ggml_backend_event_synchronize(lanes_[(size_t) i].copied); }
+void RowCopier::wait_copied(int i) { ggml_backend_event_synchronize(lanes_[i].copied); }
 
 LogitsRing::LogitsRing(std::shared_ptr<LogitsStager> stager, llama_context * ctx, lp_mode mode, int n_slots, int slot_rows)
     : stager_(std::move(stager)), mode_(mode), n_slots_(n_slots), slot_rows_(slot_rows),
-      n_vocab_(llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx)))), holders_((size_t) n_slots) {
+      n_vocab_(llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx)))), holders_(n_slots) {
     if (mode_ == LP_EVENTS || mode_ == LP_SYNC) {
         ggml_backend_dev_t     device = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(stager_->buffer()));
         ggml_backend_dev_props props  = {};
@@ -91,15 +91,15 @@ LogitsRing::LogitsRing(std::shared_ptr<LogitsStager> stager, llama_context * ctx
         }
     }
     for (auto * pool : { &rows_pool_, &results_pool_, &candidates_pool_ }) {
-        *pool = std::make_unique<HostMemoryPool>(pinned_type_, (size_t) n_slots_ + 1);
+        *pool = std::make_unique<HostMemoryPool>(pinned_type_, n_slots_ + 1);
     }
 }
 
 // ---- slots
 int LogitsRing::take_free(const Lock &, const std::shared_ptr<Step> & step) {
     for (int i = 0; i < n_slots_; i++) {
-        if (!holders_[(size_t) i]) {
-            holders_[(size_t) i] = step;
+        if (!holders_[i]) {
+            holders_[i] = step;
             return i;
         }
     }
@@ -118,21 +118,21 @@ std::shared_ptr<Step> LogitsRing::oldest_movable(const Lock &) const {
 }
 
 int LogitsRing::n_held_by_others(const Lock &, const Step & step) const {
-    return (int) std::count_if(holders_.begin(), holders_.end(), [&](const std::shared_ptr<Step> & holder) {
+    return static_cast<int>(std::count_if(holders_.begin(), holders_.end(), [&](const std::shared_ptr<Step> & holder) {
         return holder && holder.get() != &step && (holder->n_exposed > 0 || holder->moving);
-    });
+    }));
 }
 
 // ---- before a decode
 void LogitsRing::expect(Step & step, const Ubatch & ubatch, int slot) {
-    step.rows.resize((size_t) ubatch.n_outputs);
+    step.rows.resize(ubatch.n_outputs);
     step.parameters.clear();
     for (int j = 0; j < ubatch.n_outputs; j++) {
-        const int output = step.places[(size_t) (ubatch.first_output + j)];
+        const int output = step.places[ubatch.first_output + j];
         // A slot has room for the outputs of one ubatch of a wide step, so those are placed in llama.cpp's order.
-        step.rows[(size_t) j] = (int64_t) first_row(slot) + (is_wide(step) ? j : output);
+        step.rows[j] = first_row(slot) + (is_wide(step) ? j : output);
         if (!step.graph.empty()) {
-            step.parameters.push_back(step.graph[(size_t) output]);
+            step.parameters.push_back(step.graph[output]);
         }
     }
     stager_->expect(step.rows.data(), step.graph.empty() ? nullptr : step.parameters.data(), ubatch.n_outputs);
@@ -140,14 +140,14 @@ void LogitsRing::expect(Step & step, const Ubatch & ubatch, int slot) {
 
 // ---- host memory
 std::shared_ptr<HostBuffer> LogitsRing::memory_for_rows(const Step & step) {
-    return rows_pool_->take((size_t) step.n_outputs * (size_t) n_vocab_);
+    return rows_pool_->take(static_cast<size_t>(step.n_outputs) * n_vocab_);
 }
 
 std::shared_ptr<HostBuffer> LogitsRing::memory_for_wanted_rows(Step & step) {
     if (!step.needs_all) {
-        step.fetched.resize((size_t) step.n_outputs);
+        step.fetched.resize(step.n_outputs);
         for (int i = 0; i < step.n_outputs; i++) {
-            step.fetched[(size_t) i] = step.wants(i, Step::row);
+            step.fetched[i] = step.wants(i, Step::row);
         }
     }
     return memory_for_rows(step);
@@ -158,17 +158,17 @@ void LogitsRing::take_memory_for_results(Step & step) {
         step.results = results_pool_->take(step.graph.size() * (sizeof(GraphResult) / sizeof(float)));
     }
     if (step.needs_candidates) {
-        step.top = candidates_pool_->take(step.graph.size() * 2 * (size_t) stager_->sampler()->n_candidates());
+        step.top = candidates_pool_->take(step.graph.size() * 2 * stager_->sampler()->n_candidates());
     }
 }
 
 // ---- copies
 void LogitsRing::read(const Step & step, int first, int n, float * to) const {
-    const size_t n_bytes = sizeof(float) * (size_t) n_vocab_;
+    const size_t n_bytes = sizeof(float) * n_vocab_;
     if (mode_ == LP_HOST) {
-        memcpy(to, slot_data(step.slot) + (size_t) first * (size_t) n_vocab_, (size_t) n * n_bytes);
+        memcpy(to, slot_data(step.slot) + static_cast<size_t>(first) * n_vocab_, n * n_bytes);
     } else {
-        ggml_backend_tensor_get(stager_->staging(), to, (first_row(step.slot) + (size_t) first) * n_bytes, (size_t) n * n_bytes);
+        ggml_backend_tensor_get(stager_->staging(), to, (first_row(step.slot) + first) * n_bytes, n * n_bytes);
     }
 }
 
@@ -176,9 +176,9 @@ void LogitsRing::read(const Step & step, int first, int n, float * to) const {
 template <typename Wants, typename Copy>
 void LogitsRing::for_each_run(const Step & step, int slot, int ubatch, Wants && wants, Copy && copy) const {
     const Ubatch   whole = { 0, 0, 0, step.n_outputs };
-    const Ubatch & u     = ubatch < 0 ? whole : step.ubatches[(size_t) ubatch];
-    const int64_t  base  = (int64_t) first_row(slot);
-    const auto     place = [&](int j) { return ubatch < 0 ? j : step.places[(size_t) (u.first_output + j)]; };
+    const Ubatch & u     = ubatch < 0 ? whole : step.ubatches[ubatch];
+    const int64_t  base  = first_row(slot);
+    const auto     place = [&](int j) { return ubatch < 0 ? j : step.places[u.first_output + j]; };
     for (int j = 0, n = 1; j < u.n_outputs; j += n) {
         n = 1;
         if (!wants(place(j))) {
@@ -199,18 +199,19 @@ void LogitsRing::for_each_wanted(const Step & step, int slot, int ubatch, Copy &
         for_each_run(
                 step, slot, ubatch, [&](int output) { return step.wants(output, Step::row); },
                 [&](int64_t from, int to, int n) {
-                    copy(stager_->staging(), from, n, step.host->data + (size_t) to * (size_t) n_vocab_);
+                    copy(stager_->staging(), from, n, step.host->data + static_cast<size_t>(to) * n_vocab_);
                 });
     }
     if (step.results) {
         for_each_run(step, slot, ubatch, all, [&](int64_t from, int to, int n) {
-            copy(stager_->sampler()->results(), from, n, (float *) ((GraphResult *) step.results->data + to));
+            copy(stager_->sampler()->results(), from, n,
+                 reinterpret_cast<float *>(reinterpret_cast<GraphResult *>(step.results->data) + to));
         });
     }
     if (step.top) {
         const GraphSampler & sampler = *stager_->sampler();
         for_each_run(step, slot, ubatch, all, [&](int64_t from, int to, int n) {
-            copy(sampler.candidates(), from, n, step.top->data + (size_t) to * 2 * (size_t) sampler.n_candidates());
+            copy(sampler.candidates(), from, n, step.top->data + static_cast<size_t>(to) * 2 * sampler.n_candidates());
         });
     }
 }
@@ -220,21 +221,21 @@ void LogitsRing::copy_wanted(const Step & step, int slot, int ubatch) {
         for (const auto & [tensor, to] : { std::pair(stager_->sampler()->results(), step.results.get()),
                                            std::pair(stager_->sampler()->candidates(), step.top.get()) }) {
             if (to) {
-                memcpy(to->data, (const char *) tensor->data + first_row(slot) * tensor->nb[1],
+                memcpy(to->data, static_cast<const char *>(tensor->data) + first_row(slot) * tensor->nb[1],
                        step.graph.size() * tensor->nb[1]);
             }
         }
         return;
     }
     for_each_wanted(step, slot, ubatch, [](ggml_tensor * tensor, int64_t from, int n, float * to) {
-        ggml_backend_tensor_get(tensor, to, (size_t) from * tensor->nb[1], (size_t) n * tensor->nb[1]);
+        ggml_backend_tensor_get(tensor, to, from * tensor->nb[1], n * tensor->nb[1]);
     });
 }
 
 int64_t LogitsRing::n_wanted_bytes(const Step & step, int slot, int ubatch) const {
     int64_t n_bytes = 0;
     for_each_wanted(step, slot, ubatch,
-                    [&](const ggml_tensor * tensor, int64_t, int n, float *) { n_bytes += n * (int64_t) tensor->nb[1]; });
+                    [&](const ggml_tensor * tensor, int64_t, int n, float *) { n_bytes += n * tensor->nb[1]; });
     return n_bytes;
 }
 
@@ -264,19 +265,19 @@ void LogitsRing::wait_for_copies(const RowCopy & copy, int64_t * computed_ns, in
 
 // ---- results of the graph
 bool LogitsRing::partial_row(const Step & step, int entry, Row * row) const {
-    const int  output         = step.output_of_entry[(size_t) entry];
+    const int  output         = step.output_of_entry[entry];
     const bool has_candidates = step.top && output >= 0 && step.wants(output, Step::candidates);
     if (!has_candidates && (!step.results || output < 0 || !step.wants(output, Step::target))) {
         return false;
     }
     const int           n      = has_candidates ? stager_->sampler()->n_candidates() : 0;
-    const float *       ids    = has_candidates ? step.top->data + (size_t) output * 2 * (size_t) n : nullptr;
+    const float *       ids    = has_candidates ? step.top->data + static_cast<size_t>(output) * 2 * n : nullptr;
     const GraphResult & result = step.result(output);
     if (!std::isfinite(result.log_sum_exp) || (n > 0 && ids[2 * n - 1] <= -std::numeric_limits<float>::max())) {
         return false;  // one of them is infinite
     }
-    *row = Row(ids, ids + n, n, step.graph[(size_t) output].targets, result.target_logits, GraphRow::n_targets,
-               (int32_t) result.best, result.log_sum_exp);
+    *row = Row(ids, ids + n, n, step.graph[output].targets, result.target_logits, GraphRow::n_targets,
+               static_cast<int32_t>(result.best), result.log_sum_exp);
     return true;
 }
 

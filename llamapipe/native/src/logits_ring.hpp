@@ -75,7 +75,7 @@ public:
     // ---- slots
     int                   take_free(const Lock &, const std::shared_ptr<Step> & step);  // -1 if all are held
     std::shared_ptr<Step> oldest_movable(const Lock &) const;                           // null if there is none
-    void                  free(const Lock &, int slot) { holders_[(size_t) slot].reset(); }
+    void                  free(const Lock &, int slot) { holders_[slot].reset(); }
     int                   n_held_by_others(const Lock &, const Step & step) const;
 
     // ---- before and after a decode, on the launching thread
@@ -92,7 +92,7 @@ public:
     void                        take_memory_for_results(Step & step);
 
     // ---- copies
-    float * slot_data(int slot) const { return stager_->host() + first_row(slot) * (size_t) n_vocab_; }  // host mode
+    float * slot_data(int slot) const { return stager_->host() + first_row(slot) * n_vocab_; }  // host mode
     void    read(const Step & step, int first, int n, float * to) const;  // rows of a done step
     void    copy_wanted(const Step & step, int slot, int ubatch);         // blocks until they are copied
     int64_t n_wanted_bytes(const Step & step, int slot, int ubatch) const;
@@ -106,7 +106,7 @@ public:
     bool partial_row(const Step & step, int entry, Row * row) const;
 
 private:
-    size_t first_row(int slot) const { return (size_t) slot * (size_t) slot_rows_; }
+    size_t first_row(int slot) const { return static_cast<size_t>(slot) * slot_rows_; }
     template <typename Wants, typename Copy>
     void                          for_each_run(const Step & step, int slot, int ubatch, Wants && wants, Copy && copy) const;
     template <typename Copy> void for_each_wanted(const Step & step, int slot, int ubatch, Copy && copy) const;

@@ -99,7 +99,7 @@ bool LogitsStager::init(ggml_backend_buffer_type_t buft) {
         return false;
     }
     staging_  = staging;
-    host_     = ggml_backend_buffer_is_host(buffer_) ? (float *) staging_->data : nullptr;
+    host_     = ggml_backend_buffer_is_host(buffer_) ? static_cast<float *>(staging_->data) : nullptr;
     in_place_ = host_ && !sampler_;
     // llama.cpp computes a tensor that already has memory on the first device that can use that memory, wherever its weights
     // are. So rows are computed in place only if no other device could be chosen.
@@ -167,15 +167,15 @@ void LogitsStager::set_input() {
     const int64_t n = index_->ne[0];
     if (n == n_expected_) {
         n_written_ = n_expected_;
-        ggml_backend_tensor_set(index_, rows_, 0, (size_t) n * sizeof(int64_t));
+        ggml_backend_tensor_set(index_, rows_, 0, n * sizeof(int64_t));
         if (sampler_) {
             sampler_->set_input(parameters_);
         }
         return;
     }
     n_wrong_++;
-    astray_.assign((size_t) n, n_rows_);
-    ggml_backend_tensor_set(index_, astray_.data(), 0, (size_t) n * sizeof(int64_t));
+    astray_.assign(n, n_rows_);
+    ggml_backend_tensor_set(index_, astray_.data(), 0, n * sizeof(int64_t));
     if (sampler_) {
         sampler_->set_input(nullptr);
     }
@@ -192,7 +192,7 @@ void LogitsStager::expect(const int64_t * rows, const GraphRow * parameters, int
         is_scattered_ = is_scattered_ || rows[i] != rows[0] + i;
     }
     if (is_scattered_) {
-        scattered_.resize(std::max(scattered_.size(), (size_t) n * (size_t) n_vocab_));
+        scattered_.resize(std::max(scattered_.size(), static_cast<size_t>(n) * n_vocab_));
     }
 }
 
@@ -202,7 +202,7 @@ void LogitsStager::set_place() {
     const bool    known = n == n_expected_;
     if (!known) {
         is_scattered_ = true;
-        scattered_.resize(std::max(scattered_.size(), (size_t) n * (size_t) n_vocab_));
+        scattered_.resize(std::max(scattered_.size(), static_cast<size_t>(n) * n_vocab_));
     }
     outputs_->data = is_scattered_ ? scattered_.data() : host_ + rows_[0] * n_vocab_;
     n_written_     = known ? n_expected_ : n_written_;
@@ -215,7 +215,7 @@ bool LogitsStager::settle() {
     }
     if (is_scattered_) {
         for (int i = 0; i < n_expected_; i++) {
-            const float * row = scattered_.data() + (size_t) i * (size_t) n_vocab_;
+            const float * row = scattered_.data() + static_cast<size_t>(i) * n_vocab_;
             std::copy(row, row + n_vocab_, host_ + rows_[i] * n_vocab_);
         }
         is_scattered_ = false;

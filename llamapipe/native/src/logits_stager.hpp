@@ -50,7 +50,7 @@ public:
     float * host() const { return host_; }
 
 private:
-    static LogitsStager &          of(const llama_sampler * sampler) { return *(LogitsStager *) sampler->ctx; }
+    static LogitsStager &          of(const llama_sampler * sampler) { return *static_cast<LogitsStager *>(sampler->ctx); }
     static const llama_sampler_i & interface();
 
     bool init(ggml_backend_buffer_type_t buft);

@@ -54,7 +54,7 @@ bool find_mapping(uintptr_t address, Mapping & found) {
                     is_second = true;
                 } else if (field == 0) {
                     uintptr_t & number = is_second ? end : begin;
-                    number             = number * 16 + (uintptr_t) (c <= '9' ? c - '0' : c - 'a' + 10);
+                    number             = number * 16 + static_cast<uintptr_t>(c <= '9' ? c - '0' : c - 'a' + 10);
                 } else if (field == 1 && c == 'w') {
                     found.is_writable = true;
                 } else if (field == 5 && n_path + 1 < sizeof found.path) {
@@ -92,6 +92,11 @@ struct File {
 std::mutex g_mutex;  // of those who write
 File       g_files[64];
 
+bool map_zeros(uintptr_t begin, size_t size) {
+    void * const at = reinterpret_cast<void *>(begin);
+    return mmap(at, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == at;
+}
+
 // Replaces the rest of the mapping of a file that is being loaded: what follows a missing page is missing, too.
 bool replace_rest(uintptr_t page) {
     lp::Mapping mapping;
@@ -109,16 +114,14 @@ bool replace_rest(uintptr_t page) {
             is_loaded = true;
         }
     }
-    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
-    return is_loaded && mmap((void *) page, mapping.end - page, PROT_READ | PROT_WRITE, flags, -1, 0) == (void *) page;
+    return is_loaded && map_zeros(page, mapping.end - page);
 }
 
 void on_missing_page(int, siginfo_t * info, void * context) {
     if (info->si_code == BUS_ADRERR) {
-        const uintptr_t page = (uintptr_t) info->si_addr & ~(g_page_size - 1);
+        const uintptr_t page = reinterpret_cast<uintptr_t>(info->si_addr) & ~(g_page_size - 1);
         if (t_n_guards > 0) {
-            const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
-            if (mmap((void *) page, g_page_size, PROT_READ | PROT_WRITE, flags, -1, 0) == (void *) page) {
+            if (map_zeros(page, g_page_size)) {
                 t_n_missing++;
                 return;  // the instruction runs again and reads zeros
             }
@@ -146,7 +149,7 @@ void add(const char * path) {
 }  // namespace
 
 int lp_mapping_guard_begin(const char * const * paths, int n_paths) {
-    g_page_size = (uintptr_t) sysconf(_SC_PAGESIZE);
+    g_page_size = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
     if (!g_watch.begin()) {
         return LP_ERROR;
     }

@@ -51,7 +51,7 @@ struct Library {
 
 private:
     template <typename Function> Function find(const char * name) {
-        auto * const found = (Function) lp::system::find_function(handle, name);
+        auto * const found = reinterpret_cast<Function>(lp::system::find_function(handle, name));
         if (found == nullptr) {
             throw std::runtime_error(std::string("libmtmd has no function ") + name);
         }
@@ -83,7 +83,7 @@ void set_chosen(ggml_backend_t backend, int n_threads) { set_n_threads(backend, 
 
 void * get_proc_or_ours(ggml_backend_reg_t reg, const char * name) {
     const bool is_ours = t_n_threads > 0 && strcmp(name, "ggml_backend_set_n_threads") == 0;
-    return is_ours ? (void *) set_chosen : get_proc_address(reg, name);
+    return is_ours ? reinterpret_cast<void *>(set_chosen) : get_proc_address(reg, name);
 }
 
 // Where the backend is another one than we know, libmtmd keeps its one thread.
@@ -96,7 +96,7 @@ void let_threads_be_chosen() {
             return;
         }
         get_proc_address = reg->iface.get_proc_address;
-        set_n_threads    = (ggml_backend_set_n_threads_t) get_proc_address(reg, "ggml_backend_set_n_threads");
+        set_n_threads    = reinterpret_cast<ggml_backend_set_n_threads_t>(get_proc_address(reg, "ggml_backend_set_n_threads"));
         if (set_n_threads) {
             __atomic_store_n(&reg->iface.get_proc_address, &get_proc_or_ours, __ATOMIC_RELEASE);  // another model may load now
         }
@@ -124,25 +124,24 @@ struct lp_media_chunks {
 
 lp_media * lp_media_open(const char * path_of_library, const char * path, const llama_model * model, bool use_gpu,
                          bool has_kernels, int image_min_tokens, int image_max_tokens) {
-    return lp::guard((lp_media *) nullptr, [&]() -> lp_media * {
+    return lp::guard(nullptr, [&]() -> lp_media * {
         const Library &           mtmd = library(path_of_library);
         const lp::AssertionsThrow throwing;
         mtmd_context_params       params = mtmd.context_params_default();
         let_threads_be_chosen();
-        params.use_gpu          = use_gpu;
-        params.n_threads        = 1;  // each encoding chooses its own
-        params.print_timings    = false;
-        params.warmup           = false;
-        params.image_min_tokens = image_min_tokens;
-        params.image_max_tokens = image_max_tokens;
-        mtmd_context * const ctx =
-                lp::without_faults((mtmd_context *) nullptr, [&] { return mtmd.init_from_file(path, model, params); });
+        params.use_gpu           = use_gpu;
+        params.n_threads         = 1;  // each encoding chooses its own
+        params.print_timings     = false;
+        params.warmup            = false;
+        params.image_min_tokens  = image_min_tokens;
+        params.image_max_tokens  = image_max_tokens;
+        mtmd_context * const ctx = lp::without_faults(nullptr, [&] { return mtmd.init_from_file(path, model, params); });
         if (ctx == nullptr) {
             return nullptr;
         }
         auto * made       = new lp_media{};
         made->ctx         = ctx;
-        made->n_embd      = (size_t) llama_model_n_embd_inp(model);
+        made->n_embd      = llama_model_n_embd_inp(model);
         made->has_kernels = has_kernels;
         return made;
     });
@@ -179,16 +178,16 @@ static lp_media_chunks * chunks_of(lp_media * media, mtmd_bitmap * bitmap) {
 }
 
 lp_media_chunks * lp_media_image(lp_media * media, int width, int height, const uint8_t * rgb) {
-    return lp::guard((lp_media_chunks *) nullptr, [&] {
+    return lp::guard(nullptr, [&] {
         const lp::AssertionsThrow throwing;
-        return chunks_of(media, library().bitmap_init((uint32_t) width, (uint32_t) height, rgb));
+        return chunks_of(media, library().bitmap_init(width, height, rgb));
     });
 }
 
 lp_media_chunks * lp_media_sound(lp_media * media, int64_t n, const float * samples) {
-    return lp::guard((lp_media_chunks *) nullptr, [&] {
+    return lp::guard(nullptr, [&] {
         const lp::AssertionsThrow throwing;
-        return chunks_of(media, library().bitmap_init_from_audio((size_t) n, samples));
+        return chunks_of(media, library().bitmap_init_from_audio(n, samples));
     });
 }
 
@@ -199,17 +198,17 @@ void lp_media_chunks_free(lp_media_chunks * chunks) {
     }
 }
 
-int lp_media_n_chunks(const lp_media_chunks * chunks) { return (int) library().input_chunks_size(chunks->chunks); }
+int lp_media_n_chunks(const lp_media_chunks * chunks) { return static_cast<int>(library().input_chunks_size(chunks->chunks)); }
 
 int lp_media_chunk(const lp_media * media, const lp_media_chunks * chunks, int i, lp_media_part * part) {
     return lp::guard(LP_ERROR, [&] {
         const Library &          mtmd   = library();
-        const mtmd_input_chunk * chunk  = mtmd.input_chunks_get(chunks->chunks, (size_t) i);
+        const mtmd_input_chunk * chunk  = mtmd.input_chunks_get(chunks->chunks, i);
         size_t                   n      = 0;
         part->is_text                   = mtmd.input_chunk_get_type(chunk) == MTMD_INPUT_CHUNK_TYPE_TEXT;
         part->tokens                    = part->is_text ? mtmd.input_chunk_get_tokens_text(chunk, &n) : nullptr;
-        part->n_tokens                  = (int) mtmd.input_chunk_get_n_tokens(chunk);
-        part->n_positions               = (int) mtmd.input_chunk_get_n_pos(chunk);
+        part->n_tokens                  = static_cast<int>(mtmd.input_chunk_get_n_tokens(chunk));
+        part->n_positions               = static_cast<int>(mtmd.input_chunk_get_n_pos(chunk));
         part->is_causal                 = part->is_text || !mtmd.decode_use_non_causal(media->ctx, chunk);
         part->has_grid                  = false;
         const mtmd_image_tokens * image = mtmd.input_chunk_get_tokens_image(chunk);
@@ -227,35 +226,35 @@ int lp_media_chunk(const lp_media * media, const lp_media_chunks * chunks, int i
 int lp_media_grid(const lp_media_chunks * chunks, int i, int32_t * grid) {
     return lp::guard(LP_ERROR, [&] {
         const Library &           mtmd   = library();
-        const mtmd_input_chunk *  chunk  = mtmd.input_chunks_get(chunks->chunks, (size_t) i);
+        const mtmd_input_chunk *  chunk  = mtmd.input_chunks_get(chunks->chunks, i);
         const mtmd_image_tokens * tokens = mtmd.input_chunk_get_tokens_image(chunk);
         for (size_t row = 0; row < mtmd.input_chunk_get_n_tokens(chunk); row++) {
             const mtmd_decoder_pos at = mtmd.image_tokens_get_decoder_pos(tokens, 0, row);
-            grid[2 * row]             = (int32_t) at.y;
-            grid[2 * row + 1]         = (int32_t) at.x;
+            grid[2 * row]             = static_cast<int32_t>(at.y);
+            grid[2 * row + 1]         = static_cast<int32_t>(at.x);
         }
         return 0;
     });
 }
 
 int lp_media_encode(lp_media * media, const lp_media_chunks * chunks, int i, int n_threads, float * rows) {
-    return lp::guard(LP_ERROR, [&] {
+    return lp::guard(LP_ERROR, [&]() -> int {
         const Library &       mtmd = library();
         const std::lock_guard lock(media->mutex);
         if (media->is_broken) {
             lp::set_error("libmtmd failed inside an earlier image or sound; load the model again");
-            return (int) LP_ERROR;
+            return LP_ERROR;
         }
         const lp::DecodeAssertionsThrow throwing;
-        const mtmd_input_chunk *        chunk = mtmd.input_chunks_get(chunks->chunks, (size_t) i);
+        const mtmd_input_chunk *        chunk = mtmd.input_chunks_get(chunks->chunks, i);
         lp::set_error("libmtmd could not encode it; the log llamapipe.native says why");
         const ThreadsScope                     threads(n_threads);
         const llamapipe::kernels::ComputeScope scope(media->has_kernels, media->has_kernels, nullptr);
         media->is_broken = true;  // should it be left by a long jump
-        const int code   = lp::without_faults(-1, [&] { return (int) mtmd.encode_chunk(media->ctx, chunk); });
+        const int code   = lp::without_faults(-1, [&] { return mtmd.encode_chunk(media->ctx, chunk); });
         media->is_broken = throwing.happened();
         if (code != 0) {
-            return (int) LP_ERROR;
+            return LP_ERROR;
         }
         memcpy(rows, mtmd.get_output_embd(media->ctx), sizeof(float) * media->n_embd * mtmd.input_chunk_get_n_tokens(chunk));
         return 0;

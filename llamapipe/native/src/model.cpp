@@ -28,13 +28,13 @@ struct tokenize_job {
     void run() {
         result = lp::guard(INT32_MIN, [&] {
             lp::set_error("more tokens than fit an int32");
-            return (int) llama_tokenize(vocab, text, n_bytes, tokens, n_max, add_special, parse_special);
+            return llama_tokenize(vocab, text, n_bytes, tokens, n_max, add_special, parse_special);
         });
     }
 };
 
 void tokenize_on_thread(void * data) {
-    auto * job = (tokenize_job *) data;
+    auto * job = static_cast<tokenize_job *>(data);
     job->run();
     lp::guard(0, [&] {
         job->error = lp_last_error();
@@ -49,7 +49,7 @@ int lp_load_backends(const char * folder) {
         lp::watch_assertions();
         ggml_backend_load_all_from_path(folder);
         llamapipe::kernels::install();
-        return (int) ggml_backend_dev_count();
+        return ggml_backend_dev_count();
     });
 }
 
@@ -62,7 +62,7 @@ bool lp_load_backend(const char * path) {
 }
 
 const char * lp_kernels_level(void) {
-    return lp::guard((const char *) nullptr, [] { return llamapipe::kernels::level(); });
+    return lp::guard(nullptr, [] { return llamapipe::kernels::level(); });
 }
 
 const char * lp_kernels_problem(void) {
@@ -75,7 +75,7 @@ bool lp_kernels_have(enum ggml_type type, int64_t n_columns, int64_t n_rows) {
 
 llama_model * lp_model_load(const char * path, const llama_model_params * params, lp_packing * packing) {
     lp::set_error("llama.cpp refused the file");
-    return lp::guard((llama_model *) nullptr, [&] {
+    return lp::guard(nullptr, [&] {
         llamapipe::kernels::Packing packed;
         if (packing) {
             packed.n_threads = packing->n_threads;
@@ -83,8 +83,7 @@ llama_model * lp_model_load(const char * path, const llama_model_params * params
         }
         llamapipe::kernels::PackingScope scope(packing ? &packed : nullptr);
         const lp::AssertionsThrow        throwing;
-        llama_model *                    model =
-                lp::without_faults((llama_model *) nullptr, [&] { return llama_model_load_from_file(path, *params); });
+        llama_model * model = lp::without_faults(nullptr, [&] { return llama_model_load_from_file(path, *params); });
         if (packing) {
             packing->n_tensors = packed.n_tensors;
             packing->n_bytes   = packed.n_bytes;
@@ -112,7 +111,7 @@ int lp_tokenize(const llama_vocab * vocab, const char * text, int n_bytes, int32
         job.run();
         return job.result;
     }
-    const size_t n_stack = bytes_at_least + bytes_each_char * (size_t) n_bytes;
+    const size_t n_stack = bytes_at_least + bytes_each_char * n_bytes;
     const bool   started = lp::system::run_with_stack(n_stack, tokenize_on_thread, &job);
     if (!started) {
         lp::set_error("no thread with a stack for a text of this length could be started; split the text");
@@ -124,23 +123,22 @@ int lp_tokenize(const llama_vocab * vocab, const char * text, int n_bytes, int32
 
 int lp_detokenize(const llama_vocab * vocab, const int32_t * tokens, int n_tokens, char * text, int n_max, bool remove_special,
                   bool unparse_special) {
-    return lp::guard(INT32_MIN, [&] {
-        return (int) llama_detokenize(vocab, tokens, n_tokens, text, n_max, remove_special, unparse_special);
-    });
+    return lp::guard(INT32_MIN,
+                     [&] { return llama_detokenize(vocab, tokens, n_tokens, text, n_max, remove_special, unparse_special); });
 }
 
 int lp_pieces(const llama_vocab * vocab, int32_t first, int n, char * bytes, int n_max, int32_t * ends) {
     return lp::guard(INT32_MIN, [&] {
         int64_t end = 0;
         for (int i = 0; i < n; i++) {
-            const int room = (int) std::max<int64_t>(n_max - end, 0);
+            const int room = static_cast<int>(std::max<int64_t>(n_max - end, 0));
             const int size = llama_token_to_piece(vocab, first + i, bytes + (room ? end : 0), room, 0, false);
-            end += std::abs((int64_t) size);  // negative: the size it needs
-            ends[i] = (int32_t) end;
+            end += std::abs(int64_t{ size });  // negative: the size it needs
+            ends[i] = static_cast<int32_t>(end);
         }
         if (end > INT32_MAX) {
             throw std::length_error("pieces of over 2 GiB");
         }
-        return (int) (end <= n_max ? end : -end);
+        return static_cast<int>(end <= n_max ? end : -end);
     });
 }

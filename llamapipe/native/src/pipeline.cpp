@@ -51,7 +51,7 @@ void TraceLog::add(const Step & step, lp_stage stage, int64_t begin_ns, int64_t 
     if (spans_.size() >= n_max_ && !spans_.empty()) {
         spans_.pop_front();
     }
-    spans_.push_back({ step.number, begin_ns, end_ns, (int) stage, step.n_tokens, step.n_outputs, {} });
+    spans_.push_back({ step.number, begin_ns, end_ns, static_cast<int>(stage), step.n_tokens, step.n_outputs, {} });
     describe_sequences(step, spans_.back().sequences);
 }
 
@@ -71,7 +71,7 @@ Pipeline::Pipeline(std::shared_ptr<Context> context, const Options & o)
       threaded_(o.threaded),
       ring_(o.mode == LP_DIRECT ? nullptr : context_->stager(), context_->llama(), o.mode, o.n_slots, o.slot_rows),
       positions_(context_->llama()) {
-    llama_set_abort_callback(context_->llama(), [](void * p) { return ((Pipeline *) p)->stop_computing(); }, this);
+    llama_set_abort_callback(context_->llama(), [](void * p) { return static_cast<Pipeline *>(p)->stop_computing(); }, this);
     try {
         if (threaded_) {
             launch_thread_ = std::thread([this] { run_launch_thread(); });
@@ -244,7 +244,7 @@ int Pipeline::submit(const std::shared_ptr<Step> & step) {
 
 int Pipeline::next_position(int seq_id) {
     const Lock lock(mutex_);
-    return (int) positions_.next(seq_id);
+    return static_cast<int>(positions_.next(seq_id));
 }
 
 int Pipeline::memory(const MemoryOp & op) {
@@ -285,7 +285,7 @@ int Pipeline::assign_adapters(int seq_id, const lp_adapter_set & set) {
 }
 
 int Pipeline::sequence_end(int seq_id) {
-    return between_steps([&] { return (int) llama_memory_seq_pos_max(llama_get_memory(context_->llama()), seq_id) + 1; }, -1, 0);
+    return between_steps([&] { return llama_memory_seq_pos_max(llama_get_memory(context_->llama()), seq_id) + 1; }, -1, 0);
 }
 
 // Runs `work` on the thread that launches, after all that is queued; `changed`: the sequence that has `n` cells then.

@@ -35,7 +35,7 @@ class AbortFlags {
 public:
     void abort(int64_t number) {
         if (number >= 0) {
-            aborted_[(size_t) number % n_slots] = number;
+            aborted_[static_cast<size_t>(number) % n_slots] = number;
         }
     }
     void abort_all() { all_ = true; }
@@ -46,7 +46,7 @@ public:
     // Whether the step that is being computed shall end.
     bool is_aborted() const {
         const int64_t number = running_;
-        return all_ || (number >= 0 && aborted_[(size_t) number % n_slots] == number);
+        return all_ || (number >= 0 && aborted_[static_cast<size_t>(number) % n_slots] == number);
     }
 
 private:

@@ -7,7 +7,7 @@
 
 lp_pipeline * lp_pipeline_new(lp_context * context, enum lp_mode mode, int depth, int n_slots, int slot_rows, int n_ubatch,
                               bool kv_streams, bool threaded) {
-    return lp::guard((lp_pipeline *) nullptr, [&] {
+    return lp::guard(nullptr, [&] {
         const lp::Pipeline::Options options = {
             mode, depth, n_slots, slot_rows, { n_ubatch, slot_rows, kv_streams }, threaded,
         };
@@ -30,7 +30,7 @@ void lp_pipeline_free(lp_pipeline * pipeline) { delete pipeline; }
 lp_step * lp_submit(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions, const int32_t * seq_ids,
                     const int8_t * outputs, int * code) {
     *code = LP_ERROR;
-    return lp::guard((lp_step *) nullptr, [&]() -> lp_step * {
+    return lp::guard(nullptr, [&]() -> lp_step * {
         const auto step   = pipeline->shared->make({ n, tokens, positions, seq_ids, outputs });
         auto       handle = std::make_unique<lp_step>(lp_step{ pipeline->shared, step });
         *code             = pipeline->shared->submit(step);
@@ -57,7 +57,7 @@ int lp_sequence_end(lp_pipeline * pipeline, int seq_id) {
 }
 
 lp_saved * lp_save(lp_pipeline * pipeline, int seq_id, int64_t max_bytes, bool only_state) {
-    return lp::guard((lp_saved *) nullptr, [&]() -> lp_saved * {
+    return lp::guard(nullptr, [&]() -> lp_saved * {
         auto           saved = std::make_unique<lp_saved>();
         const lp::Part part  = only_state ? lp::Part::state : lp::Part::all;
         return pipeline->shared->save(seq_id, max_bytes, part, saved->cells) == 1 ? saved.release() : nullptr;
@@ -69,17 +69,17 @@ bool lp_save_state(lp_pipeline * pipeline, int seq_id, lp_saved * to) {
 }
 
 lp_saved * lp_saved_new(const void * bytes, int64_t n) {
-    return lp::guard((lp_saved *) nullptr, [&] {
+    return lp::guard(nullptr, [&] {
         auto saved = std::make_unique<lp_saved>();
-        saved->cells.resize((size_t) n);
-        memcpy(saved->cells.bytes.get(), bytes, (size_t) n);
+        saved->cells.resize(n);
+        memcpy(saved->cells.bytes.get(), bytes, n);
         return saved.release();
     });
 }
 
 const void * lp_saved_data(const lp_saved * saved) { return saved->cells.bytes.get(); }
 
-int64_t lp_saved_bytes(const lp_saved * saved) { return (int64_t) saved->cells.size; }
+int64_t lp_saved_bytes(const lp_saved * saved) { return saved->cells.size; }
 
 void lp_saved_free(lp_saved * saved) { delete saved; }
 
@@ -100,7 +100,7 @@ template <typename Launch> static int64_t launch_and_wake(lp_pipeline & pipeline
     if (pipeline.wakes) {
         lp_wake_list_begin(pipeline.wakes);
     }
-    const int64_t step = lp::guard((int64_t) LP_ERROR, launch);
+    const int64_t step = lp::guard(LP_ERROR, launch);
     if (pipeline.wakes) {
         pipeline.wakes->queue->shared->wake_all();
     }
@@ -145,7 +145,7 @@ int64_t lp_step_number(const lp_step * step) { return step->shared->number; }
 
 const float * lp_step_expose(lp_step * step, bool * in_place) {
     *in_place = false;
-    return lp::guard((const float *) nullptr, [&] { return step->pipeline->expose(step->shared, in_place); });
+    return lp::guard(nullptr, [&] { return step->pipeline->expose(step->shared, in_place); });
 }
 
 void lp_step_unexpose(lp_step * step) { step->pipeline->unexpose(*step->shared); }
@@ -160,7 +160,7 @@ void lp_step_free(lp_step * step) {
 // ---- counters and trace
 void lp_get_counters(lp_pipeline * pipeline, lp_counters * counters) { *counters = pipeline->shared->counters(); }
 
-void lp_trace(lp_pipeline * pipeline, int64_t n_max) { pipeline->shared->trace().start((size_t) n_max); }
+void lp_trace(lp_pipeline * pipeline, int64_t n_max) { pipeline->shared->trace().start(n_max); }
 
 bool lp_next_span(lp_pipeline * pipeline, lp_span * span) { return pipeline->shared->trace().next(span); }
 

@@ -55,7 +55,7 @@ int64_t Pipeline::launch_again(const int32_t * sampled, lp_sampler ** samplers) 
 
 // The rows of a launched step can be read until `depth` more steps are launched.
 void Pipeline::make_room() {
-    while ((int) live_.size() >= depth_) {
+    while (static_cast<int>(live_.size()) >= depth_) {
         forget(live_.front()->number);
     }
 }
@@ -98,7 +98,7 @@ void Pipeline::launch_step(const std::shared_ptr<Step> & step) {
     step->stamps.launched = now_ns();
     const Lock lock(mutex_);
     counters_.n_steps++;
-    counters_.n_decodes += (int64_t) n_done;
+    counters_.n_decodes += n_done;
     trace_.add(*step, LP_STAGE_LAUNCH, step->stamps.launch, step->stamps.launched);
     if (mode_ == LP_HOST || mode_ == LP_DIRECT) {
         const int64_t begin_ns = step->stamps.inputs ? step->stamps.inputs : step->stamps.launch;
@@ -187,7 +187,7 @@ int Pipeline::launch_ubatches(const std::shared_ptr<Step> & step, size_t * n_don
         if (!is_staged && step->host && ubatch.n_outputs > 0) {
             read_direct(*step, ubatch);
         } else if (is_staged && is_wide && ubatch.n_outputs > 0) {
-            stage_out(step, slot, (int) i);
+            stage_out(step, slot, static_cast<int>(i));
         }
     }
     if (is_staged && !is_wide && ring_.has_copier()) {
@@ -208,7 +208,7 @@ int Pipeline::decode(Step & step, const Ubatch & ubatch) {
         set_error("see the log llamapipe.native");
         return code;
     }
-    const size_t first = (size_t) ubatch.first;
+    const size_t first = ubatch.first;
     code = context_->decode({ ubatch.n, step.tokens.data() + first, step.positions.data() + first, step.seq_ids.data() + first,
                               step.outputs.data() + first, step.embeddings.empty() ? nullptr : step.embeddings.data() + first,
                               step.grid.empty() ? nullptr : step.grid.data() + 2 * first, step.is_causal });
@@ -275,9 +275,9 @@ void Pipeline::stage_out(const std::shared_ptr<Step> & step, int slot, int ubatc
 
 // Copies a ubatch's rows out of llama.cpp's buffer, which the next decode overwrites.
 void Pipeline::read_direct(Step & step, const Ubatch & ubatch) {
-    const size_t n_bytes = sizeof(float) * (size_t) n_vocab_;
+    const size_t n_bytes = sizeof(float) * n_vocab_;
     for (int i = 0; i < ubatch.n; i++) {
-        const int output = step.output_of_entry[(size_t) (ubatch.first + i)];
+        const int output = step.output_of_entry[ubatch.first + i];
         if (output < 0) {
             continue;
         }
@@ -285,11 +285,11 @@ void Pipeline::read_direct(Step & step, const Ubatch & ubatch) {
         if (!row) {
             throw std::runtime_error("llama.cpp has no logits of an output");
         }
-        memcpy(step.host->data + (size_t) output * (size_t) n_vocab_, row, n_bytes);
+        memcpy(step.host->data + static_cast<size_t>(output) * n_vocab_, row, n_bytes);
     }
     const Lock lock(mutex_);
     counters_.n_syncs++;
-    count_copy(lock, (int64_t) ubatch.n_outputs * (int64_t) n_bytes);
+    count_copy(lock, ubatch.n_outputs * n_bytes);
 }
 
 // Removes the first ubatches of a step that found no KV cells: a step is computed whole or not at all.
@@ -299,7 +299,7 @@ void Pipeline::undo(const Step & step, size_t n_ubatches) {
         for (size_t i = 0; i < n_ubatches; i++) {
             const Ubatch & ubatch = step.ubatches[i];
             for (int e = ubatch.first; e < ubatch.first + ubatch.n; e++) {
-                llama_memory_seq_rm(memory, step.seq_ids[(size_t) e], step.positions[(size_t) e], -1);
+                llama_memory_seq_rm(memory, step.seq_ids[e], step.positions[e], -1);
             }
         }
         return 0;

@@ -121,12 +121,12 @@ Step * Pipeline::finish(int64_t number) {
 }
 
 const float * Pipeline::row(Step & step, int entry) {
-    const int output = step.output_of_entry[(size_t) entry];
+    const int output = step.output_of_entry[entry];
     if (output < 0) {
         return nullptr;
     }
     if (mode_ != LP_DIRECT || threaded_) {
-        return step.data ? step.data + (size_t) output * (size_t) n_vocab_ : fetch_row(step, output);
+        return step.data ? step.data + static_cast<size_t>(output) * n_vocab_ : fetch_row(step, output);
     }
     if (!step.computed) {
         const Lock lock(mutex_);
@@ -139,32 +139,32 @@ const float * Pipeline::row(Step & step, int entry) {
 // A token that the graph has drawn counts only if the sampler would now ask for the same draw: it may have drawn from this
 // row before, or have been changed since. A row with a logit that is not finite is sampled from the whole row.
 int32_t Pipeline::drawn_token(const Step & step, int entry, lp_sampler * sampler) const {
-    const int output = step.output_of_entry[(size_t) entry];
-    if (output < 0 || !step.results || !(step.wanted[(size_t) output] & Step::token)) {
+    const int output = step.output_of_entry[entry];
+    if (output < 0 || !step.results || !(step.wanted[output] & Step::token)) {
         return -1;
     }
     GraphRow         now;
     const bool       is_asked = in_graph(sampler, &now);
-    const GraphRow & asked    = step.graph[(size_t) output];
+    const GraphRow & asked    = step.graph[output];
     std::copy(asked.targets, asked.targets + GraphRow::n_targets, now.targets);
     // Numbers without gaps between them: NOLINTNEXTLINE(bugprone-suspicious-memory-comparison)
     if (!is_asked || memcmp(&now, &asked, sizeof now) != 0) {
         return -1;
     }
-    const GraphResult & result   = step.result(output);
-    const bool          is_valid = std::isfinite(result.log_sum_exp) && result.token >= 0 && result.token < (float) n_vocab_;
-    return is_valid ? (int32_t) result.token : -1;
+    const GraphResult & result = step.result(output);
+    const bool is_valid = std::isfinite(result.log_sum_exp) && result.token >= 0 && result.token < static_cast<float>(n_vocab_);
+    return is_valid ? static_cast<int32_t>(result.token) : -1;
 }
 
 // A row that was left on the device because the graph sampled from it.
 const float * Pipeline::fetch_row(Step & step, int output) {
-    const size_t offset = (size_t) output * (size_t) n_vocab_;
+    const size_t offset = static_cast<size_t>(output) * n_vocab_;
     Lock         lock(mutex_);
     done_.wait(lock, [&] { return !step.moving; });
     if (step.data) {
         return step.data + offset;
     }
-    if (!step.fetched.empty() && step.fetched[(size_t) output]) {
+    if (!step.fetched.empty() && step.fetched[output]) {
         return step.host->data + offset;
     }
     if (step.slot < 0) {
@@ -174,7 +174,7 @@ const float * Pipeline::fetch_row(Step & step, int output) {
     step.moving = true;
     lock.unlock();
     const bool is_read = guard(false, [&] {
-        step.fetched.resize((size_t) step.n_outputs);
+        step.fetched.resize(step.n_outputs);
         if (!step.host) {
             step.host = ring_.memory_for_rows(step);
         }
@@ -187,8 +187,8 @@ const float * Pipeline::fetch_row(Step & step, int output) {
     if (!is_read) {
         return nullptr;
     }
-    step.fetched[(size_t) output] = 1;
-    count_copy(lock, (int64_t) (sizeof(float) * (size_t) n_vocab_));
+    step.fetched[output] = 1;
+    count_copy(lock, sizeof(float) * n_vocab_);
     return step.host->data + offset;
 }
 
@@ -308,7 +308,7 @@ void Pipeline::move_out(Lock & lock, Step & step) {
     step.data   = host->data;
     free_slot(lock, step.slot);
     step.slot = -1;
-    count_copy(lock, (int64_t) sizeof(float) * step.n_outputs * n_vocab_);
+    count_copy(lock, sizeof(float) * step.n_outputs * n_vocab_);
     counters_.n_moved++;
 }
 

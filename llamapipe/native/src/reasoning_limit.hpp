@@ -7,6 +7,7 @@
 
 #include "llama.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -72,12 +73,12 @@ private:
         char    piece[64];
         int32_t n = llama_token_to_piece(vocab_, token, piece, sizeof(piece), 0, true);
         if (n >= 0) {
-            tail_.append(piece, (size_t) n);
+            tail_.append(piece, n);
             return;
         }
-        std::string longer((size_t) -n, '\0');
+        std::string longer(-n, '\0');
         n = llama_token_to_piece(vocab_, token, &longer[0], -n, 0, true);
-        tail_.append(longer, 0, n > 0 ? (size_t) n : 0);
+        tail_.append(longer, 0, std::max(n, 0));
     }
 
     const llama_vocab *  vocab_;

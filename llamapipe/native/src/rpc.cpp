@@ -28,7 +28,7 @@ ggml_backend_reg_t open_library(const char * path) {
 }
 
 template <typename Function> Function function(const char * library, const char * name) {
-    auto * const found = (Function) ggml_backend_reg_get_proc_address(open_library(library), name);
+    auto * const found = reinterpret_cast<Function>(ggml_backend_reg_get_proc_address(open_library(library), name));
     if (found == nullptr) {
         throw std::runtime_error(std::string("ggml-rpc has no function ") + name);
     }
@@ -38,7 +38,7 @@ template <typename Function> Function function(const char * library, const char 
 }  // namespace
 
 lp_rpc * lp_rpc_connect(const char * library, const char * address) {
-    return lp::guard((lp_rpc *) nullptr, [&]() -> lp_rpc * {
+    return lp::guard(nullptr, [&]() -> lp_rpc * {
         // Connecting fails by an assertion on this thread. Later failures are on a thread of ggml-rpc, and end the process.
         const lp::AssertionsThrow throwing;
         // The devices are not registered: llama.cpp would place layers of every model on registered ones, and each listing of
@@ -63,19 +63,19 @@ void lp_rpc_disconnect(lp_rpc * rpc) {
 }
 
 int lp_rpc_devices(const lp_rpc * rpc, int n_max, ggml_backend_dev_t * devices) {
-    const int n = (int) ggml_backend_reg_dev_count(rpc->reg);
+    const int n = static_cast<int>(ggml_backend_reg_dev_count(rpc->reg));
     for (int i = 0; i < std::min(n, n_max); i++) {
-        devices[i] = ggml_backend_reg_dev_get(rpc->reg, (size_t) i);
+        devices[i] = ggml_backend_reg_dev_get(rpc->reg, i);
     }
     return n;
 }
 
 int lp_rpc_serve(const char * library, const char * address, const char * cache, int n_threads, int n_devices,
                  ggml_backend_dev_t * devices) {
-    return lp::guard(LP_ERROR, [&] {
+    return lp::guard(LP_ERROR, [&]() -> int {
         const auto serve = function<start_server>(library, "ggml_backend_rpc_start_server");
-        serve(address, cache, (size_t) n_threads, (size_t) n_devices, devices);
+        serve(address, cache, n_threads, n_devices, devices);
         lp::set_error("ggml-rpc stopped listening");
-        return (int) LP_ERROR;
+        return LP_ERROR;
     });
 }

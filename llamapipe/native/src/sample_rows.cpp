@@ -81,11 +81,11 @@ int draw_rows(int n_rows, lp_sampler ** samplers, const int32_t * guessed, int32
 
 // Waits for a step and runs `body` with it; the step's code if it failed.
 template <typename Body> int with_step(lp_pipeline * pipeline, int64_t number, Body && body) {
-    return lp::guard(LP_ERROR, [&] {
+    return lp::guard(LP_ERROR, [&]() -> int {
         lp::Pipeline & pipe = *pipeline->shared;
         lp::Step *     step = pipe.finish(number);
         if (!step) {
-            return (int) LP_ERROR;
+            return LP_ERROR;
         }
         if (step->state == lp::State::failed) {
             lp::set_error(step->error.c_str());
@@ -129,16 +129,16 @@ const float * lp_step_row(lp_pipeline * pipeline, int64_t number, int entry) {
 }
 
 int lp_candidates(const float * rows, int n_rows, int n_vocab, int k, int32_t * ids, float * logits, double * log_sum_exp) {
-    return lp::guard(LP_ERROR, [&] {
+    return lp::guard(LP_ERROR, [&]() -> int {
         std::vector<llama_token_data> top;
         for (int i = 0; i < n_rows; i++) {
-            const float * row = rows + (size_t) i * (size_t) n_vocab;
+            const float * row = rows + static_cast<size_t>(i) * n_vocab;
             log_sum_exp[i]    = lp::log_sum_exp(row, n_vocab);
             lp::top_k(row, n_vocab, k, top);
-            top.resize((size_t) k, { -1, -INFINITY, 0.0f });
+            top.resize(k, { -1, -INFINITY, 0.0f });
             for (int j = 0; j < k; j++) {
-                ids[(size_t) i * (size_t) k + (size_t) j]    = top[(size_t) j].id;
-                logits[(size_t) i * (size_t) k + (size_t) j] = top[(size_t) j].logit;
+                ids[static_cast<size_t>(i) * k + j]    = top[j].id;
+                logits[static_cast<size_t>(i) * k + j] = top[j].logit;
             }
         }
         return 0;
@@ -147,7 +147,7 @@ int lp_candidates(const float * rows, int n_rows, int n_vocab, int k, int32_t * 
 
 int lp_score_rows(lp_pipeline * pipeline, int64_t number, int n, const int32_t * entries, const int32_t * targets,
                   float * logprobs, int8_t * greedy, int n_top, int32_t * top_ids, float * top_logprobs) {
-    return with_step(pipeline, number, [&](lp::Pipeline & pipe, lp::Step & step) {
+    return with_step(pipeline, number, [&](lp::Pipeline & pipe, lp::Step & step) -> int {
         std::vector<llama_token_data> top;
         double                        total = 0;
         int32_t                       best  = -1;
@@ -169,7 +169,7 @@ int lp_score_rows(lp_pipeline * pipeline, int64_t number, int n, const int32_t *
                 const float * all = pipe.row(step, entries[i]);
                 if (!all) {
                     lp::set_error("this entry of the step is not an output");
-                    return (int) LP_ERROR;
+                    return LP_ERROR;
                 }
                 row   = lp::Row(all);
                 total = lp::log_sum_exp(all, pipe.n_vocab());
@@ -177,14 +177,14 @@ int lp_score_rows(lp_pipeline * pipeline, int64_t number, int n, const int32_t *
                 logit = all[targets[i]];
                 if (n_top > 0) {
                     lp::top_k(all, pipe.n_vocab(), n_top, top);
-                    top.resize((size_t) n_top, { -1, -INFINITY, 0.0f });
+                    top.resize(n_top, { -1, -INFINITY, 0.0f });
                 }
             }
-            logprobs[i] = (float) (logit - total);
+            logprobs[i] = static_cast<float>(logit - total);
             greedy[i]   = targets[i] == best;
             for (int k = 0; k < n_top; k++) {
-                top_ids[i * n_top + k]      = top[(size_t) k].id;
-                top_logprobs[i * n_top + k] = (float) (top[(size_t) k].logit - total);
+                top_ids[i * n_top + k]      = top[k].id;
+                top_logprobs[i * n_top + k] = static_cast<float>(top[k].logit - total);
             }
         }
         return 0;

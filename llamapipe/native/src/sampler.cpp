@@ -27,7 +27,7 @@ double lp_sampler::peek() const {
     uint64_t z = state + 0x9e3779b97f4a7c15ull;
     z          = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
     z          = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-    return (double) ((z ^ (z >> 31)) >> 11) * 0x1.0p-53;
+    return ((z ^ (z >> 31)) >> 11) * 0x1.0p-53;
 }
 
 void lp_sampler::add(lp::Kind kind, float value, llama_sampler * stage) {
@@ -64,21 +64,21 @@ bool lp_sampler::cuts_off(size_t n, size_t n_missing, float bar) {
     if (next.kind != lp::Kind::min_p && next.kind != lp::Kind::top_p) {
         return false;
     }
-    std::partial_sort(candidates_.begin(), candidates_.begin() + (std::ptrdiff_t) n, candidates_.end(), better);
+    std::partial_sort(candidates_.begin(), candidates_.begin() + n, candidates_.end(), better);
     const double top = candidates_[0].logit;
     if (next.kind == lp::Kind::min_p) {
-        return bar + margin * std::max(1.0, std::abs(top)) < top + std::log((double) next.value);
+        return bar + margin * std::max(1.0, std::abs(top)) < top + std::log(double{ next.value });
     }
     // top_p keeps the fewest candidates whose share suffices. The share lies between two bounds: of the known candidates only,
     // and of these plus all missing ones at `bar`.
-    const double most  = (double) n_missing * std::exp((double) bar - top);
+    const double most  = n_missing * std::exp(bar - top);
     double       known = 0, sum = 0;
     for (size_t i = 0; i < n; i++) {
-        known += std::exp((double) candidates_[i].logit - top);
+        known += std::exp(candidates_[i].logit - top);
     }
     for (size_t i = 0; i < n; i++) {
         const double before = sum;
-        sum += std::exp((double) candidates_[i].logit - top);
+        sum += std::exp(candidates_[i].logit - top);
         if (sum >= next.value * known * (1 - margin)) {
             return sum >= next.value * (known + most) * (1 + margin) && before < next.value * known * (1 - margin);
         }
@@ -93,7 +93,7 @@ int lp_sampler::gather(const lp::Row & row, size_t n_wanted) {
     const bool          plain  = changed_.empty() && !checks();
     size_t              n      = plain ? n_wanted : n_wanted + changed_.size() + 1 + (checks() ? 2 * n_wanted + 32 : 0);
     for (;;) {
-        bool  whole  = logits && n >= (size_t) n_vocab / 2;
+        bool  whole  = logits && n >= static_cast<size_t>(n_vocab) / 2;
         float bar    = none;  // no token that was left out is above it, nor equal to it with an id of at most `bar_id`
         int   bar_id = -1;
         if (!logits) {
@@ -105,7 +105,7 @@ int lp_sampler::gather(const lp::Row & row, size_t n_wanted) {
         } else if (whole) {
             collect_allowed(logits);
         } else {
-            lp::top_k(logits, n_vocab, (int) n, candidates_);
+            lp::top_k(logits, n_vocab, static_cast<int>(n), candidates_);
             whole = candidates_.size() < n;
             if (!candidates_.empty()) {
                 bar    = candidates_.back().logit;
@@ -145,9 +145,9 @@ int lp_sampler::gather(const lp::Row & row, size_t n_wanted) {
                               candidates_.end());
             check(candidates_);
         }
-        const llama_token_data last  = { bar_id, bar, 0.0f };
-        const auto             above = (size_t) std::count_if(candidates_.begin(), candidates_.end(),
-                                                              [&](const llama_token_data & c) { return !better(last, c); });
+        const llama_token_data last = { bar_id, bar, 0.0f };
+        const auto above = static_cast<size_t>(std::count_if(candidates_.begin(), candidates_.end(),
+                                                             [&](const llama_token_data & c) { return !better(last, c); }));
         if (whole || above >= n_wanted) {
             break;
         }
@@ -159,13 +159,13 @@ int lp_sampler::gather(const lp::Row & row, size_t n_wanted) {
             return needs_full_row;
         }
         // A mask may leave few tokens, so the full row is looked up at once. A grammar costs more for each token.
-        n = (mask || !allowed.empty()) && !grammar ? (size_t) n_vocab : n * 8;
+        n = (mask || !allowed.empty()) && !grammar ? static_cast<size_t>(n_vocab) : n * 8;
     }
     if (candidates_.empty()) {
         return LP_ERROR_MASK;
     }
     const size_t n_kept = std::min(n_wanted, candidates_.size());
-    std::partial_sort(candidates_.begin(), candidates_.begin() + (std::ptrdiff_t) n_kept, candidates_.end(), better);
+    std::partial_sort(candidates_.begin(), candidates_.begin() + n_kept, candidates_.end(), better);
     candidates_.resize(n_kept);
     return 0;
 }
@@ -202,8 +202,8 @@ int lp_sampler::n_wanted() const {
     if (greedy_) {
         return 1;
     }
-    const bool cuts = !stages.empty() && stages[0].kind == lp::Kind::top_k && stages[0].value < (float) n_vocab;
-    return cuts ? (int) stages[0].value : n_vocab;  // a larger k may not fit an int
+    const bool cuts = !stages.empty() && stages[0].kind == lp::Kind::top_k && stages[0].value < static_cast<float>(n_vocab);
+    return cuts ? static_cast<int>(stages[0].value) : n_vocab;  // a larger k may not fit an int
 }
 
 int lp_sampler::choose(const lp::Row & row, int32_t * token) {
@@ -211,12 +211,12 @@ int lp_sampler::choose(const lp::Row & row, int32_t * token) {
     const lp::StageInfo first    = stages.empty() ? lp::StageInfo{ lp::Kind::other, 0 } : stages[0];
     bool                found    = true;  // candidates_ holds the result of the first stage
     bool                sorted   = true;
-    const size_t        n_wanted = (size_t) this->n_wanted();
+    const size_t        n_wanted = this->n_wanted();
     if (logits && greedy_ && changed_.empty() && !checks()) {
         *token = lp::argmax(logits, n_vocab);
         return *token < 0 ? LP_ERROR_LOGITS : 0;
     }
-    if (n_wanted < (size_t) n_vocab) {
+    if (n_wanted < static_cast<size_t>(n_vocab)) {
         if (const int code = gather(row, n_wanted)) {
             return code;
         }
@@ -277,7 +277,7 @@ int32_t lp_sampler::pick(const llama_token_data_array & a) {
     weights_.resize(a.size);
     double sum = 0;
     for (size_t i = 0; i < a.size; i++) {
-        sum += weights_[i] = std::exp((double) a.data[i].logit - top);
+        sum += weights_[i] = std::exp(a.data[i].logit - top);
     }
     double left = peek() * sum;
     size_t last = 0;  // the last bin of nonzero width: rounding must never choose an impossible token
@@ -305,7 +305,7 @@ int lp_sampler::note(const lp::Row & row, int32_t token) {
     }
     const double log_sum_exp = row.all() ? lp::log_sum_exp(row.all(), n_vocab) : row.log_sum_exp();
     auto &       top         = noted[n_noted].top;
-    noted[n_noted].logprob   = (float) (logit - log_sum_exp);
+    noted[n_noted].logprob   = static_cast<float>(logit - log_sum_exp);
     n_noted++;
     top.clear();
     if (row.all() && n_logprobs > 0) {
@@ -315,7 +315,7 @@ int lp_sampler::note(const lp::Row & row, int32_t token) {
         top.push_back({ row.id(i), row.logit(i), 0.0f });
     }
     for (llama_token_data & t : top) {
-        t.p = (float) (t.logit - log_sum_exp);
+        t.p = static_cast<float>(t.logit - log_sum_exp);
     }
     return 0;
 }
@@ -326,7 +326,7 @@ void lp_sampler::accept(int32_t token) {
     if (penalizes()) {
         window_.push_back(token);
         counts_[token]++;
-        while (window_.size() > (size_t) last_n_) {
+        while (window_.size() > static_cast<size_t>(last_n_)) {
             const auto oldest = counts_.find(window_.front());
             if (--oldest->second == 0) {
                 counts_.erase(oldest);
@@ -465,7 +465,7 @@ void lp_sampler::collect_changes(const lp::Row & row, bool with_ends) {
         const auto biased = changed_.find(token);
         float      l      = biased == changed_.end() ? raw(token) : biased->second;
         l                 = l <= 0 ? l * repeat_ : l / repeat_;
-        l -= (float) count * frequency_ + presence_;
+        l -= static_cast<float>(count) * frequency_ + presence_;
         changed_[token] = l;
     }
     for (auto & [token, l] : changed_) {
@@ -483,7 +483,7 @@ void lp_sampler::collect_changes(const lp::Row & row, bool with_ends) {
     }
     for (const auto & word : bad_words) {
         const size_t n = word.size() - 1;
-        if (tail_.size() >= n && std::equal(word.begin(), word.end() - 1, tail_.end() - (std::ptrdiff_t) n)) {
+        if (tail_.size() >= n && std::equal(word.begin(), word.end() - 1, tail_.end() - n)) {
             changed_[word.back()] = none;
         }
     }
@@ -493,12 +493,12 @@ int lp_sampler::raised(float * tokens, int n) const {
     int n_found = 0;
     for (const auto & [token, bias] : biases) {
         if (bias > 0 && n_found < n) {
-            tokens[n_found++] = (float) token;
+            tokens[n_found++] = static_cast<float>(token);
         }
     }
     const bool raises = penalizes() && (repeat_ < 1.0f || frequency_ < 0.0f || presence_ < 0.0f);
     for (auto it = counts_.begin(); raises && it != counts_.end() && n_found < n; ++it) {
-        tokens[n_found++] = (float) it->first;
+        tokens[n_found++] = static_cast<float>(it->first);
     }
     return n_found;
 }
@@ -517,7 +517,7 @@ void lp_sampler::collect_allowed(const float * logits) {
     }
     candidates_.clear();
     for (int32_t first = 0; first < n_vocab; first += 32) {
-        uint32_t bits = allowed.empty() ? ~0u : allowed[(size_t) first / 32];
+        uint32_t bits = allowed.empty() ? ~0u : allowed[static_cast<size_t>(first) / 32];
         bits &= mask ? mask[first / 32] : ~0u;
         for (int32_t token = first; bits && token < n_vocab; token++, bits >>= 1) {
             if (bits & 1 && std::isfinite(logits[token])) {
@@ -547,12 +547,12 @@ const float * lp_sampler::change(const float * logits) {
     }
     row_.assign(logits, logits + n_vocab);
     for (const auto & [token, logit] : changed_) {
-        row_[(size_t) token] = std::isfinite(logits[token]) ? logit : none;
+        row_[token] = std::isfinite(logits[token]) ? logit : none;
     }
     const uint32_t * const masks[] = { allowed.empty() ? nullptr : allowed.data(), mask };
     for (const uint32_t * bits : masks) {
         for (int32_t token = 0; bits && token < n_vocab; token++) {
-            row_[(size_t) token] = has_bit(bits, token) ? row_[(size_t) token] : none;
+            row_[token] = has_bit(bits, token) ? row_[token] : none;
         }
     }
     if (grammar || dry) {
@@ -560,7 +560,7 @@ const float * lp_sampler::change(const float * logits) {
         check(candidates_);
         std::fill(row_.begin(), row_.end(), none);
         for (const llama_token_data & c : candidates_) {
-            row_[(size_t) c.id] = c.logit;
+            row_[c.id] = c.logit;
         }
     }
     return row_.data();
@@ -651,15 +651,15 @@ int lp_sampler_note(lp_sampler * s, const float * logits, int32_t token) {
 
 int lp_sampler_logprobs(const lp_sampler * s, int i_draw, int n_max, float * logprob, int32_t * ids, float * logprobs) {
     *logprob = 0;
-    if (i_draw < 0 || (size_t) i_draw >= s->n_noted) {
+    if (i_draw < 0 || static_cast<size_t>(i_draw) >= s->n_noted) {
         return 0;
     }
-    const lp_sampler::Noted & one = s->noted[(size_t) i_draw];
+    const lp_sampler::Noted & one = s->noted[i_draw];
     *logprob                      = one.logprob;
-    const int n                   = std::min((int) one.top.size(), n_max);
+    const int n                   = std::min(static_cast<int>(one.top.size()), n_max);
     for (int i = 0; i < n; i++) {
-        ids[i]      = one.top[(size_t) i].id;
-        logprobs[i] = one.top[(size_t) i].p;
+        ids[i]      = one.top[i].id;
+        logprobs[i] = one.top[i].p;
     }
     return n;
 }

@@ -44,7 +44,7 @@ public:
 
     // ---- of a partial row
     int     n() const { return n_; }
-    int32_t id(int i) const { return (int32_t) ids_[i]; }
+    int32_t id(int i) const { return static_cast<int32_t>(ids_[i]); }
     float   logit(int i) const { return logits_[i]; }
     float   bar() const { return n_ > 0 ? logits_[n_ - 1] : INFINITY; }  // no missing logit is larger
     bool    is_exact(int n) const { return n == 0 || (n < n_ && logits_[n - 1] > bar()); }  // whether the n largest are known
@@ -58,13 +58,13 @@ public:
             return true;
         }
         for (int i = 0; i < n_; i++) {
-            if (ids_[i] == (float) token) {
+            if (ids_[i] == static_cast<float>(token)) {
                 *logit = logits_[i];
                 return true;
             }
         }
         for (int i = 0; i < n_others_; i++) {
-            if (other_ids_[i] == (float) token) {
+            if (other_ids_[i] == static_cast<float>(token)) {
                 *logit = other_logits_[i];
                 return true;
             }

@@ -46,7 +46,7 @@ struct Infill {
 };
 
 void apply_infill(llama_sampler * s, llama_token_data_array * a) {
-    auto & infill = *(Infill *) s->ctx;
+    auto & infill = *static_cast<Infill *>(s->ctx);
     infill.before.assign(a->data, a->data + a->size);
     if (a->size == 0) {
         return;
@@ -68,7 +68,7 @@ llama_sampler * infill_of(lp_sampler * owner) {
         llama_sampler_i i = {};
         i.name            = [](const llama_sampler *) { return "infill"; };
         i.apply           = apply_infill;
-        i.free            = [](llama_sampler * s) { delete (Infill *) s->ctx; };
+        i.free            = [](llama_sampler * s) { delete static_cast<Infill *>(s->ctx); };
         return i;
     }();
     auto made   = std::make_unique<Infill>();
@@ -82,7 +82,7 @@ uint32_t short_seed(const lp_sampler & s, uint32_t which) {
     uint64_t z = (s.seed + which) * 0xff51afd7ed558ccdull;
     z ^= z >> 33;
     z *= 0xc4ceb9fe1a85ec53ull;
-    const auto seed = (uint32_t) (z >> 32);
+    const auto seed = static_cast<uint32_t>(z >> 32);
     return seed == LLAMA_DEFAULT_SEED ? 0 : seed;
 }
 
@@ -111,7 +111,7 @@ void add_stage(lp_sampler & s, lp_sampler_name name, const lp_sampling_options &
             return;
         case LP_SAMPLER_DRY:
             if (o.dry) {
-                other(llama_sampler_clone((const llama_sampler *) o.dry));
+                other(llama_sampler_clone(reinterpret_cast<const llama_sampler *>(o.dry)));
             }
             return;
         case LP_SAMPLER_TOP_N_SIGMA:
@@ -122,7 +122,7 @@ void add_stage(lp_sampler & s, lp_sampler_name name, const lp_sampling_options &
             return;
         case LP_SAMPLER_TOP_K:
             if (const int k = std::min(o.top_k, s.n_vocab); k > 0) {
-                s.add(Kind::top_k, (float) k, llama_sampler_init_top_k(k));
+                s.add(Kind::top_k, static_cast<float>(k), llama_sampler_init_top_k(k));
             }
             return;
         case LP_SAMPLER_TYPICAL_P:
@@ -170,7 +170,7 @@ void add_stage(lp_sampler & s, lp_sampler_name name, const lp_sampling_options &
 void add_samplers(lp_sampler & s, const lp_sampling_options & o) {
     std::vector<lp_sampler_name> order;
     for (int i = 0; i < o.n_order; i++) {
-        order.push_back((lp_sampler_name) o.order[i]);
+        order.push_back(static_cast<lp_sampler_name>(o.order[i]));
     }
     const auto find      = [&](lp_sampler_name name) { return std::find(order.begin(), order.end(), name); };
     const bool is_greedy = o.temperature == 0 && find(LP_SAMPLER_TEMPERATURE) != order.end();
@@ -191,7 +191,7 @@ void add_samplers(lp_sampler & s, const lp_sampling_options & o) {
     if (!has_dry) {
         s.dry.reset();
     } else if (o.dry) {
-        s.dry.reset(llama_sampler_clone((const llama_sampler *) o.dry));
+        s.dry.reset(llama_sampler_clone(reinterpret_cast<const llama_sampler *>(o.dry)));
     }
     s.clear_stages();
     if (is_greedy) {
@@ -239,9 +239,9 @@ void lp_sampler::configure(const lp_sampling_options & o) {
             forbidden.push_back(o.bias_tokens[i]);
         }
     }
-    allowed.assign(o.allowed ? (size_t) (n_vocab + 31) / 32 : 0, 0);
+    allowed.assign(o.allowed ? static_cast<size_t>(n_vocab + 31) / 32 : 0, 0);
     for (int i = 0; i < o.n_allowed; i++) {
-        allowed[(size_t) o.allowed[i] / 32] |= 1u << (o.allowed[i] % 32);
+        allowed[static_cast<size_t>(o.allowed[i]) / 32] |= 1u << (o.allowed[i] % 32);
     }
     bad_tokens.clear();
     bad_words.clear();
@@ -277,7 +277,7 @@ lp_sampling_options lp_sampling_default_options(void) {
 }
 
 lp_sampler * lp_sampler_new(const llama_vocab * vocab, uint64_t seed, const lp_sampling_options * options) {
-    return lp::guard((lp_sampler *) nullptr, [&] {
+    return lp::guard(nullptr, [&] {
         auto made = std::make_unique<lp_sampler>(vocab, seed);
         made->configure(*options);
         return made.release();
@@ -295,9 +295,10 @@ int lp_sampler_configure(lp_sampler * s, const lp_sampling_options * options) {
 
 lp_dry * lp_dry_new(const llama_vocab * vocab, float multiplier, float base, int allowed_length, int last_n, int n_breakers,
                     const char ** breakers) {
-    return lp::guard((lp_dry *) nullptr, [&] {
-        return (lp_dry *) llama_sampler_init_dry(vocab, multiplier, base, allowed_length, last_n, breakers, (size_t) n_breakers);
+    return lp::guard(nullptr, [&] {
+        return reinterpret_cast<lp_dry *>(
+                llama_sampler_init_dry(vocab, multiplier, base, allowed_length, last_n, breakers, n_breakers));
     });
 }
 
-void lp_dry_free(lp_dry * dry) { llama_sampler_free((llama_sampler *) dry); }
+void lp_dry_free(lp_dry * dry) { llama_sampler_free(reinterpret_cast<llama_sampler *>(dry)); }

@@ -42,7 +42,7 @@ constexpr float none  = -std::numeric_limits<float>::infinity();
 
 #define LP_INLINE __attribute__((always_inline)) inline
 
-LP_INLINE Floats load(const float * row) { return *(const Loose *) row; }
+LP_INLINE Floats load(const float * row) { return *reinterpret_cast<const Loose *>(row); }
 
 LP_INLINE Floats larger(const Floats & a, const Floats & b) { return a > b ? a : b; }  // b if either is not a number
 
@@ -145,7 +145,7 @@ LP_INLINE Floats power_of_two(const Floats & x) {
     e                    = e * f + 0.24022242426872253f;
     e                    = e * f + 0.6931470036506653f;
     e                    = e * f + 1.0f;
-    return e * (Floats) ((Ints) rounded << 23);
+    return e * reinterpret_cast<Floats>(reinterpret_cast<Ints>(rounded) << 23);
 }
 
 constexpr float log2_e = 1.44269504f;
@@ -166,7 +166,7 @@ LP_WIDE void sums_of_powers(const float * row, int n, float top, float scale, do
     double total = 0;
     for (; i < n; i++) {
         const Floats e = power_of_two(Floats{} + (row[i] - top) * scale);
-        total += (double) e[0];
+        total += e[0];
     }
     *sums = total;
 }
@@ -220,7 +220,7 @@ const float * repaired(const float * row, int n, const Top & top) {
 // sums_of_powers of a repaired row, until the thread's next call.
 std::vector<double> & run_sums(const float * row, int n, float top, float scale) {
     thread_local std::vector<double> sums;
-    sums.resize((size_t) (n / run) + 1);
+    sums.resize(n / run + 1);
     sums_of_powers(row, n, top, scale, sums.data());
     return sums;
 }
@@ -360,28 +360,28 @@ void lp::top_k(const float * logits, int n, int k, std::vector<llama_token_data>
     float bar = none;
     if (n / size > k) {
         thread_local std::vector<float> maxima;
-        maxima.resize((size_t) ((n + size - 1) / size));
+        maxima.resize((n + size - 1) / size);
         block_maxima(logits, n, size, maxima.data());
         for (size_t b = 0; b < maxima.size(); b++) {
             if (maxima[b] == -none) {  // a damaged row: only finite logits count
-                const int first = (int) b * size;
+                const int first = static_cast<int>(b) * size;
                 maxima[b]       = top_of(logits + first, std::min(size, n - first)).logit;
             }
         }
-        bar         = reached_by(maxima.data(), (int) maxima.size(), k);
+        bar         = reached_by(maxima.data(), static_cast<int>(maxima.size()), k);
         int n_equal = k;  // a row of few different values has thousands that equal the bar
         for (size_t b = 0; b < maxima.size(); b++) {
             if (maxima[b] > bar || (maxima[b] == bar && n_equal > 0 && bar > none)) {
-                collect(logits, (int) b * size, std::min((int) b * size + size, n), bar, n_equal, out);
+                collect(logits, static_cast<int>(b) * size, std::min(static_cast<int>(b) * size + size, n), bar, n_equal, out);
             }
         }
     } else {
         collect(logits, n, none, out);
     }
     // Later ids come after equal earlier ones, so that the lowest ids are kept on ties.
-    if (out.size() > (size_t) k) {
+    if (out.size() > static_cast<size_t>(k)) {
         std::nth_element(out.begin(), out.begin() + (k - 1), out.end(), better);
-        out.resize((size_t) k);
+        out.resize(k);
     }
     std::sort(out.begin(), out.end(), better);
 }
@@ -392,7 +392,7 @@ double lp::log_sum_exp(const float * logits, int n) {
         return none;
     }
     std::vector<double> & sums = run_sums(repaired(logits, n, top), n, top.logit, log2_e);
-    return (double) top.logit + std::log(std::accumulate(sums.begin(), sums.end(), 0.0));
+    return top.logit + std::log(std::accumulate(sums.begin(), sums.end(), 0.0));
 }
 
 int32_t lp::draw(const float * logits, int n, float temperature, double u) {
@@ -414,7 +414,7 @@ int32_t lp::draw(const float * logits, int n, float temperature, double u) {
         const Floats weight = power_of_two(Floats{} + (row[i] - top.logit) * scale);
         if (weight[0] > 0) {
             last = i;
-            left -= (double) weight[0];
+            left -= weight[0];
         }
     }
     return last >= 0 ? last : argmax(logits, n);
@@ -431,7 +431,7 @@ void lp::nucleus(const float * logits, int n, float p, std::vector<llama_token_d
     const float * const   row             = repaired(logits, n, top);
     std::vector<double> & sums            = run_sums(row, n, top.logit, log2_e);
     const double          total           = std::accumulate(sums.begin(), sums.end(), 0.0);
-    const double          wanted          = (double) p * total;
+    const double          wanted          = p * total;
     const double          depth           = std::clamp(std::log(n / std::max(total - wanted, 1e-30)), 1.0, 80.0);
     const double          least           = std::exp(-depth) * 0.999;  // a run of a smaller sum has no logit above the depth
     constexpr int         n_bins          = 512;
@@ -441,7 +441,7 @@ void lp::nucleus(const float * logits, int n, float p, std::vector<llama_token_d
             mass[0][n_bins - 1] += sums[k];
             continue;
         }
-        const int     first = (int) k * run, n_left = n - first;
+        const int     first = static_cast<int>(k) * run, n_left = n - first;
         const float * values = row + first;
         float         padded[run], weights[run];
         int32_t       bins[run];
@@ -449,10 +449,10 @@ void lp::nucleus(const float * logits, int n, float p, std::vector<llama_token_d
             std::fill(std::copy_n(values, n_left, padded), padded + run, none);
             values = padded;
         }
-        weigh(values, top.logit, (float) (n_bins / depth), n_bins - 1, weights, bins);
+        weigh(values, top.logit, static_cast<float>(n_bins / depth), n_bins - 1, weights, bins);
         for (int j = 0; j < run; j += 4) {
             for (int i = 0; i < 4; i++) {
-                mass[i][bins[j + i]] += (double) weights[j + i];
+                mass[i][bins[j + i]] += weights[j + i];
             }
         }
     }
@@ -462,12 +462,12 @@ void lp::nucleus(const float * logits, int n, float p, std::vector<llama_token_d
         sum += (mass[0][bin] + mass[1][bin]) + (mass[2][bin] + mass[3][bin]);
     }
     // One more bin, for rounding; the full row where the histogram ends.
-    const float bar = bin < n_bins ? top.logit - (float) ((bin + 1) * (depth / n_bins)) : none;
+    const float bar = bin < n_bins ? top.logit - static_cast<float>((bin + 1) * (depth / n_bins)) : none;
     collect(logits, n, bar, out);
     sort_by_logit(out);
     sum = 0;
     for (size_t i = 0; i < out.size(); i++) {
-        sum += std::exp((double) out[i].logit - top.logit);
+        sum += std::exp(out[i].logit - top.logit);
         if (sum >= wanted) {
             out.resize(i + 1);
             return;

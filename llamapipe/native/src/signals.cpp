@@ -57,7 +57,8 @@ thread_local Exit * t_exit = nullptr;
 constexpr uintptr_t null_page_end = 65536;
 
 void on_fault(int number, siginfo_t * info, void * context) {
-    const bool is_null     = number == SIGSEGV && (uintptr_t) info->si_addr < null_page_end && info->si_code == SEGV_MAPERR;
+    const bool is_null =
+            number == SIGSEGV && reinterpret_cast<uintptr_t>(info->si_addr) < null_page_end && info->si_code == SEGV_MAPERR;
     const bool is_division = number == SIGFPE && info->si_code == FPE_INTDIV;
     if (t_exit != nullptr && (is_null || is_division)) {
         siglongjmp(t_exit->buffer, number);

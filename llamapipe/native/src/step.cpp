@@ -39,9 +39,9 @@ void cut_streams(int n_tokens, const int32_t * ids, const int8_t * flags, const 
     for (int i = 0; i < n_tokens; i++) {
         top = std::max(top, ids[i]);
     }
-    std::vector<int32_t> head((size_t) top + 1, -1), tail((size_t) top + 1, -1), n_left((size_t) top + 1, 0);
-    std::vector<int32_t> next((size_t) n_tokens, -1);
-    std::vector<char>    used((size_t) n_tokens, 0);
+    std::vector<int32_t> head(top + 1, -1), tail(top + 1, -1), n_left(top + 1, 0);
+    std::vector<int32_t> next(n_tokens, -1);
+    std::vector<char>    used(n_tokens, 0);
     for (int i = 0; i < n_tokens; i++) {
         const int32_t s                         = ids[i];
         (tail[s] < 0 ? head[s] : next[tail[s]]) = i;
@@ -64,7 +64,7 @@ void cut_streams(int n_tokens, const int32_t * ids, const int8_t * flags, const 
         const int n_seqs = last_seq - first_seq + 1;
         int       length = std::max(limits.n_ubatch / n_seqs, 1);
         for (int32_t s = first_seq; s <= last_seq; s++) {
-            length = std::min(length, (int) n_left[s]);
+            length = std::min(length, static_cast<int>(n_left[s]));
         }
         // Shorter parts where they would have too many outputs; one entry of each sequence always has room.
         std::vector<int32_t> at(head.begin() + first_seq, head.begin() + last_seq + 1);
@@ -105,10 +105,10 @@ void cut_into_ubatches(int n, const int32_t * seq_ids, const int8_t * outputs, c
 }
 
 // ---- host memory that output rows are copied to
-HostBuffer::HostBuffer(size_t n_floats, ggml_backend_buffer_type_t pinned_type) : n_floats(n_floats) {
+HostBuffer::HostBuffer(size_t n, ggml_backend_buffer_type_t pinned_type) : n_floats(n) {
     if (pinned_type && n_floats > 0) {
         pinned = ggml_backend_buft_alloc_buffer(pinned_type, n_floats * sizeof(float));
-        data   = pinned ? (float *) ggml_backend_buffer_get_base(pinned) : nullptr;
+        data   = pinned ? static_cast<float *>(ggml_backend_buffer_get_base(pinned)) : nullptr;
     }
     if (!data) {
         plain.reset(new float[std::max<size_t>(n_floats, 1)]);
@@ -169,22 +169,22 @@ void Step::set(const BatchArrays & batch, const UbatchLimits & limits) {
     const int n = n_tokens = batch.n;
     ubatches.clear();
     order.clear();
-    output_of_entry.resize((size_t) n);
+    output_of_entry.resize(n);
     n_outputs = 0;
     for (int i = 0; i < n; i++) {
-        output_of_entry[(size_t) i] = batch.outputs[i] ? n_outputs++ : -1;
+        output_of_entry[i] = batch.outputs[i] ? n_outputs++ : -1;
     }
     cut_into_ubatches(n, batch.seq_ids, batch.outputs, limits, order, ubatches);
-    tokens.resize((size_t) n);
-    positions.resize((size_t) n);
-    seq_ids.resize((size_t) n);
-    outputs.resize((size_t) n);
-    embeddings.resize(batch.embeddings ? (size_t) n : 0);
-    grid.resize(batch.grid ? 2 * (size_t) n : 0);
+    tokens.resize(n);
+    positions.resize(n);
+    seq_ids.resize(n);
+    outputs.resize(n);
+    embeddings.resize(batch.embeddings ? n : 0);
+    grid.resize(batch.grid ? 2 * static_cast<size_t>(n) : 0);
     is_causal = batch.is_causal;
     places.clear();
-    for (size_t i = 0; i < (size_t) n; i++) {
-        const size_t e = (size_t) order[i];
+    for (size_t i = 0; i < static_cast<size_t>(n); i++) {
+        const size_t e = order[i];
         tokens[i]      = batch.tokens[e];
         positions[i]   = batch.positions[e];
         seq_ids[i]     = batch.seq_ids[e];
@@ -216,17 +216,17 @@ void Step::advance(const Step & last, const int32_t * sampled) {
     is_causal       = true;
     output_of_entry = last.output_of_entry;
     places          = last.places;
-    for (size_t i = 0; i < (size_t) n_tokens; i++) {
+    for (size_t i = 0; i < static_cast<size_t>(n_tokens); i++) {
         tokens[i] = sampled[order[i]];
         positions[i]++;
     }
 }
 
 void Step::choose_wanted(lp_sampler ** samplers, const int32_t * targets, int n_top, int n_vocab, bool stays) {
-    graph.assign((size_t) n_outputs, {});
-    wanted.assign((size_t) n_outputs, 0);
+    graph.assign(n_outputs, {});
+    wanted.assign(n_outputs, 0);
     int n_rows = 0;
-    for (size_t i = 0; i < (size_t) n_outputs; i++) {
+    for (size_t i = 0; i < static_cast<size_t>(n_outputs); i++) {
         lp_sampler * sampler = samplers ? samplers[i] : nullptr;
         char &       mine    = wanted[i];
         // Log-probabilities come from the candidates, which may not suffice; then the whole row must still be there.
@@ -242,7 +242,7 @@ void Step::choose_wanted(lp_sampler ** samplers, const int32_t * targets, int n_
         const int32_t * scored = targets ? targets + i * GraphRow::n_targets : nullptr;
         if (scored && scored[0] >= 0) {
             for (int j = 0; j < GraphRow::n_targets; j++) {
-                graph[i].targets[j] = (float) std::clamp(scored[j], 0, n_vocab - 1);
+                graph[i].targets[j] = static_cast<float>(std::clamp(scored[j], 0, n_vocab - 1));
             }
             mine |= n_top == 0 ? target : stays && n_top < GraphSampler::max_candidates ? target | candidates : row;
         }
@@ -348,12 +348,12 @@ bool SequencePositions::append(const Step & step) {
     has_grids_ = has_grids_ || !step.grid.empty();
     std::vector<int64_t> next(ranges_.size(), -1);
     for (int i = 0; i < step.n_tokens; i++) {
-        const size_t s = (size_t) step.seq_ids[(size_t) i];
+        const size_t s = step.seq_ids[i];
         if (next[s] < 0) {
             next[s] = ranges_[s].next();
         }
-        const int64_t position = step.positions[(size_t) i];
-        if (!follows(step, (size_t) i, next[s])) {
+        const int64_t position = step.positions[i];
+        if (!follows(step, i, next[s])) {
             const std::string text = "positions of sequence " + std::to_string(s) + " must go on from " +
                                      std::to_string(next[s]) + " without gaps, not " + std::to_string(position);
             set_error(text.c_str());
@@ -362,7 +362,7 @@ bool SequencePositions::append(const Step & step) {
         next[s] = position + 1;
     }
     for (int i = 0; i < step.n_tokens; i++) {
-        ranges_[(size_t) step.seq_ids[(size_t) i]].append(step.positions[(size_t) i]);
+        ranges_[step.seq_ids[i]].append(step.positions[i]);
     }
     return true;
 }
@@ -370,14 +370,14 @@ bool SequencePositions::append(const Step & step) {
 bool SequencePositions::matches_memory(const Step & step) const {
     std::vector<int64_t> next(ranges_.size(), -1);
     for (int i = 0; i < step.n_tokens; i++) {
-        const size_t s = (size_t) step.seq_ids[(size_t) i];
+        const size_t s = step.seq_ids[i];
         if (next[s] < 0) {
-            next[s] = (int64_t) llama_memory_seq_pos_max(llama_get_memory(ctx_), (llama_seq_id) s) + 1;
+            next[s] = int64_t{ llama_memory_seq_pos_max(llama_get_memory(ctx_), s) } + 1;
         }
-        if (!follows(step, (size_t) i, next[s])) {
+        if (!follows(step, i, next[s])) {
             return false;
         }
-        next[s] = step.positions[(size_t) i] + 1;
+        next[s] = step.positions[i] + 1;
     }
     return true;
 }
@@ -385,14 +385,14 @@ bool SequencePositions::matches_memory(const Step & step) const {
 void SequencePositions::reread() {
     llama_memory_t memory = llama_get_memory(ctx_);
     for (size_t s = 0; s < ranges_.size(); s++) {
-        const int64_t last = llama_memory_seq_pos_max(memory, (llama_seq_id) s);
-        ranges_[s].set(last < 0 ? 0 : llama_memory_seq_pos_min(memory, (llama_seq_id) s), last + 1);
+        const int64_t last = llama_memory_seq_pos_max(memory, s);
+        ranges_[s].set(last < 0 ? 0 : llama_memory_seq_pos_min(memory, s), last + 1);
     }
 }
 
 void SequencePositions::set(int seq_id, int n) {
-    ranges_[(size_t) seq_id].set(0, n);
-    separate((size_t) seq_id);
+    ranges_[seq_id].set(0, n);
+    separate(seq_id);
 }
 
 void SequencePositions::separate(size_t seq_id) {
@@ -402,7 +402,7 @@ void SequencePositions::separate(size_t seq_id) {
 }
 
 bool SequencePositions::apply(const MemoryOp & op) {
-    const size_t     a = (size_t) op.seq_id, b = (size_t) op.other;
+    const size_t     a = op.seq_id, b = op.other;
     PositionRanges & mine = ranges_[a];
     switch (op.op) {
         case LP_REMOVE:

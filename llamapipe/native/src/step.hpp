@@ -39,7 +39,7 @@ struct HostBuffer {
     std::unique_ptr<float[]> plain;
 
     // `pinned_type` may be null. Throws std::bad_alloc.
-    HostBuffer(size_t n_floats, ggml_backend_buffer_type_t pinned_type);
+    HostBuffer(size_t n, ggml_backend_buffer_type_t pinned_type);
     ~HostBuffer();
     HostBuffer(const HostBuffer &)             = delete;
     HostBuffer & operator=(const HostBuffer &) = delete;
@@ -132,10 +132,10 @@ struct Step {
     // `targets` may be null. `stays`: whole rows stay in the ring and can be fetched later. Throws std::bad_alloc.
     void choose_wanted(lp_sampler ** samplers, const int32_t * targets, int n_top, int n_vocab, bool stays);
 
-    bool wants(int output, Wanted what) const { return wanted.empty() ? what == row : (wanted[(size_t) output] & what) != 0; }
-    const GraphResult & result(int output) const { return ((const GraphResult *) results->data)[output]; }
+    bool wants(int output, Wanted what) const { return wanted.empty() ? what == row : (wanted[output] & what) != 0; }
+    const GraphResult & result(int output) const { return reinterpret_cast<const GraphResult *>(results->data)[output]; }
     bool                is_final() const { return state == State::done || state == State::failed; }
-    int                 n_outputs_of(int ubatch) const { return ubatch < 0 ? n_outputs : ubatches[(size_t) ubatch].n_outputs; }
+    int                 n_outputs_of(int ubatch) const { return ubatch < 0 ? n_outputs : ubatches[ubatch].n_outputs; }
 };
 
 // ---- an operation on the KV cells of sequences, between steps
@@ -188,7 +188,7 @@ public:
     explicit SequencePositions(llama_context * ctx);
 
     // The next position of a sequence once everything queued is done.
-    int64_t next(int seq_id) const { return ranges_[(size_t) seq_id].next(); }
+    int64_t next(int seq_id) const { return ranges_[seq_id].next(); }
 
     // Adds a step's tokens. False, with an error message and nothing changed, if they would leave gaps.
     bool append(const Step & step);

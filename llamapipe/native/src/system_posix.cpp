@@ -41,7 +41,7 @@ int call_stack(void ** addresses, int n) { return backtrace(addresses, n); }
 
 static size_t padded(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
-static size_t page_bytes() { return (size_t) sysconf(_SC_PAGESIZE); }
+static size_t page_bytes() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
 
 void * reserve(size_t size, size_t alignment) {
     const size_t spare = alignment > page_bytes() ? alignment : 0;
@@ -50,14 +50,14 @@ void * reserve(size_t size, size_t alignment) {
         return nullptr;
     }
     if (spare) {
-        const size_t begin = (size_t) found, base = padded(begin, alignment);
+        const size_t begin = reinterpret_cast<size_t>(found), base = padded(begin, alignment);
         if (base > begin) {
             munmap(found, base - begin);
         }
         if (base < begin + spare) {
-            munmap((void *) (base + size), begin + spare - base);
+            munmap(reinterpret_cast<void *>(base + size), begin + spare - base);
         }
-        found = (void *) base;
+        found = reinterpret_cast<void *>(base);
     }
     return found;
 }
@@ -66,12 +66,12 @@ void release(void * data, size_t size) { munmap(data, size); }
 
 bool put_file(void * data, size_t size, int fd, int64_t offset) {
     // Elsewhere first: a mapping that fails may leave a hole in place of the memory.
-    void * found = mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, (off_t) offset);
+    void * found = mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, offset);
     if (found == MAP_FAILED) {
         return false;
     }
     munmap(found, size);
-    if (mmap(data, size, PROT_READ, MAP_SHARED | MAP_FIXED, fd, (off_t) offset) != data) {
+    if (mmap(data, size, PROT_READ, MAP_SHARED | MAP_FIXED, fd, offset) != data) {
         GGML_ABORT("a file cannot be mapped: %s", strerror(errno));
     }
 #ifdef MADV_POPULATE_READ
@@ -82,14 +82,15 @@ bool put_file(void * data, size_t size, int fd, int64_t offset) {
 }
 
 void let_go(const void * data, size_t size) {
-    const auto page = (uintptr_t) page_bytes();
+    const auto page = static_cast<uintptr_t>(page_bytes());
     Mapping    mapping;
-    if (!find_mapping((uintptr_t) data, mapping) || mapping.is_writable || mapping.path[0] != '/') {
+    if (!find_mapping(reinterpret_cast<uintptr_t>(data), mapping) || mapping.is_writable || mapping.path[0] != '/') {
         return;  // a copy in memory, which would be lost
     }
-    const uintptr_t begin = padded((uintptr_t) data, page), end = std::min((uintptr_t) data + size, mapping.end) / page * page;
+    const uintptr_t begin = padded(reinterpret_cast<uintptr_t>(data), page),
+                    end   = std::min(reinterpret_cast<uintptr_t>(data) + size, mapping.end) / page * page;
     if (begin < end) {
-        madvise((void *) begin, end - begin, MADV_DONTNEED);
+        madvise(reinterpret_cast<void *>(begin), end - begin, MADV_DONTNEED);
     }
 }
 
@@ -99,7 +100,8 @@ struct Job {
     void * data;
 };
 void * run(void * job) {
-    ((Job *) job)->work(((Job *) job)->data);
+    const Job & mine = *static_cast<Job *>(job);
+    mine.work(mine.data);
     return nullptr;
 }
 }  // namespace

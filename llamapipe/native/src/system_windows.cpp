@@ -22,16 +22,16 @@ std::wstring wide(const char * text) {
     if (n <= 0) {
         throw std::runtime_error("the path is not UTF-8");
     }
-    std::wstring found((size_t) n, L'\0');
+    std::wstring found(static_cast<size_t>(n), L'\0');
     MultiByteToWideChar(CP_UTF8, 0, text, -1, found.data(), n);
-    found.resize((size_t) n - 1);
+    found.resize(static_cast<size_t>(n) - 1);
     return found;
 }
 
 HMODULE module_of(const void * address) {
     HMODULE   found = nullptr;
     const int flags = GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS | GET_MODULE_HANDLE_EX_FLAG_UNCHANGED_REFCOUNT;
-    return GetModuleHandleExW(flags, (LPCWSTR) address, &found) ? found : nullptr;
+    return GetModuleHandleExW(flags, static_cast<LPCWSTR>(address), &found) ? found : nullptr;
 }
 
 }  // namespace
@@ -41,12 +41,14 @@ void * open_library(const char * path) {
     if (library == nullptr) {
         throw std::runtime_error("the library cannot be loaded: error " + std::to_string(GetLastError()) + " of Windows");
     }
-    return (void *) library;
+    return library;
 }
 
-void * find_function(void * library, const char * name) { return (void *) GetProcAddress((HMODULE) library, name); }
+void * find_function(void * library, const char * name) {
+    return reinterpret_cast<void *>(GetProcAddress(static_cast<HMODULE>(library), name));
+}
 
-void * library_of(const void * address) { return (void *) module_of(address); }
+void * library_of(const void * address) { return module_of(address); }
 
 bool is_in_library(const void * address, const char * part) {
     char          path[4 * MAX_PATH];
@@ -54,7 +56,7 @@ bool is_in_library(const void * address, const char * part) {
     return library && GetModuleFileNameA(library, path, sizeof path) > 0 && strstr(path, part) != nullptr;
 }
 
-int call_stack(void ** addresses, int n) { return RtlCaptureStackBackTrace(0, (DWORD) n, addresses, nullptr); }
+int call_stack(void ** addresses, int n) { return RtlCaptureStackBackTrace(0, n, addresses, nullptr); }
 
 // Windows reserves in steps of 64 KiB, of which every smaller alignment follows; a larger one is of no use here, where files
 // are not mapped.
@@ -64,17 +66,18 @@ void release(void * data, size_t) { VirtualFree(data, 0, MEM_RELEASE); }
 
 // Memory that is reserved cannot become a mapping, so the file is read: each process has a copy.
 bool put_file(void * data, size_t size, int fd, int64_t offset) {
-    const HANDLE file = (HANDLE) _get_osfhandle(fd);
+    const HANDLE file = reinterpret_cast<HANDLE>(_get_osfhandle(fd));
     if (file == INVALID_HANDLE_VALUE) {
         return false;
     }
     for (size_t done = 0; done < size;) {
-        OVERLAPPED where = {};
-        where.Offset     = (DWORD) ((uint64_t) offset + done);
-        where.OffsetHigh = (DWORD) (((uint64_t) offset + done) >> 32);
-        DWORD       n    = 0;
-        const DWORD most = (DWORD) (size - done < (1u << 30) ? size - done : (1u << 30));
-        if (!ReadFile(file, (char *) data + done, most, &n, &where) || n == 0) {
+        OVERLAPPED     where = {};
+        const uint64_t place = offset + done;
+        where.Offset         = static_cast<DWORD>(place);
+        where.OffsetHigh     = static_cast<DWORD>(place >> 32);
+        DWORD       n        = 0;
+        const DWORD most     = static_cast<DWORD>(size - done < (1u << 30) ? size - done : (1u << 30));
+        if (!ReadFile(file, static_cast<char *>(data) + done, most, &n, &where) || n == 0) {
             return false;  // what was read is written over by who packs
         }
         done += n;
@@ -91,15 +94,17 @@ struct Job {
     void * data;
 };
 unsigned __stdcall run(void * job) {
-    ((Job *) job)->work(((Job *) job)->data);
+    const Job & mine = *static_cast<Job *>(job);
+    mine.work(mine.data);
     return 0;
 }
 }  // namespace
 
 bool run_with_stack(size_t bytes, void (*work)(void * data), void * data) {
-    Job          job    = { work, data };
-    const auto   size   = (unsigned) (bytes < UINT_MAX ? bytes : UINT_MAX);
-    const HANDLE thread = (HANDLE) _beginthreadex(nullptr, size, run, &job, STACK_SIZE_PARAM_IS_A_RESERVATION, nullptr);
+    Job          job  = { work, data };
+    const auto   size = static_cast<unsigned>(bytes < UINT_MAX ? bytes : UINT_MAX);
+    const HANDLE thread =
+            reinterpret_cast<HANDLE>(_beginthreadex(nullptr, size, run, &job, STACK_SIZE_PARAM_IS_A_RESERVATION, nullptr));
     if (thread == nullptr) {
         return false;
     }
@@ -136,7 +141,7 @@ LONG CALLBACK on_exception(EXCEPTION_POINTERS * exception) {
         return EXCEPTION_CONTINUE_SEARCH;
     }
     t_exit->code                  = record.ExceptionCode;
-    exception->ContextRecord->Rip = (DWORD64) leave;
+    exception->ContextRecord->Rip = reinterpret_cast<DWORD64>(leave);
     exception->ContextRecord->Rsp = (exception->ContextRecord->Rsp - 256) / 16 * 16 - 8;  // as after a call
     return EXCEPTION_CONTINUE_EXECUTION;
 }

@@ -55,8 +55,8 @@ void compute(ggml_backend_dev_t device, int n_vocab, int n, const float * logits
     const Backend backend(made(ggml_backend_dev_init(device, nullptr), "the device cannot be used"));
     const auto    buft = ggml_backend_get_default_buffer_type(backend.get());
     // One thread: several wait for each other at every node, which is slower on few or busy cores.
-    const auto set_n_threads = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(
-            ggml_backend_dev_backend_reg(device), "ggml_backend_set_n_threads");
+    const auto set_n_threads = reinterpret_cast<ggml_backend_set_n_threads_t>(
+            ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(device), "ggml_backend_set_n_threads"));
     if (set_n_threads) {
         set_n_threads(backend.get(), 1);
     }
@@ -74,15 +74,15 @@ void compute(ggml_backend_dev_t device, int n_vocab, int n, const float * logits
     if (!ggml_gallocr_alloc_graph(memory.get(), graph)) {
         throw std::runtime_error("there is no memory");
     }
-    std::vector<int64_t> places((size_t) n);
+    std::vector<int64_t> places(n);
     std::iota(places.begin(), places.end(), 0);
-    ggml_backend_tensor_set(z, logits, 0, sizeof(float) * (size_t) n * (size_t) n_vocab);
-    ggml_backend_tensor_set(index, places.data(), 0, sizeof(int64_t) * (size_t) n);
+    ggml_backend_tensor_set(z, logits, 0, sizeof(float) * n * n_vocab);
+    ggml_backend_tensor_set(index, places.data(), 0, sizeof(int64_t) * n);
     sampler.set_input(rows);
     if (ggml_backend_graph_compute(backend.get(), graph) != GGML_STATUS_SUCCESS) {
         throw std::runtime_error("the device failed to compute");
     }
-    ggml_backend_tensor_get(sampler.results(), results, 0, sizeof(lp::GraphResult) * (size_t) n);
+    ggml_backend_tensor_get(sampler.results(), results, 0, sizeof(lp::GraphResult) * n);
     ggml_backend_tensor_get(sampler.candidates(), candidates, 0, ggml_nbytes(sampler.candidates()));
 }
 
@@ -91,14 +91,14 @@ void compute(ggml_backend_dev_t device, int n_vocab, int n, const float * logits
 int lp_graph_sample(ggml_backend_dev_t device, int n_vocab, int n, const float * logits, lp_sampler ** samplers,
                     const int32_t * targets, float * results, float * candidates) {
     return lp::guard(LP_ERROR, [&] {
-        std::vector<lp::GraphRow> rows((size_t) n);
-        for (size_t i = 0; i < (size_t) n; i++) {
+        std::vector<lp::GraphRow> rows(n);
+        for (size_t i = 0; i < static_cast<size_t>(n); i++) {
             if (samplers[i] && !lp::in_graph(samplers[i], &rows[i])) {
                 throw std::runtime_error("the graph cannot do what this sampler does");
             }
-            rows[i].targets[0] = (float) targets[i];
+            rows[i].targets[0] = static_cast<float>(targets[i]);
         }
-        compute(device, n_vocab, n, logits, rows.data(), (lp::GraphResult *) results, candidates);
+        compute(device, n_vocab, n, logits, rows.data(), reinterpret_cast<lp::GraphResult *>(results), candidates);
         return 0;
     });
 }
@@ -126,8 +126,8 @@ Type buffer_type(ggml_backend_dev_t cpu, const lp_product & p) {
     if (p.form == LP_WEIGHTS_OF_FILES) {
         return ggml_backend_dev_buffer_type(cpu);
     }
-    const auto listed = (ggml_backend_dev_get_extra_bufts_t) ggml_backend_reg_get_proc_address(
-            ggml_backend_dev_backend_reg(cpu), "ggml_backend_dev_get_extra_bufts");
+    const auto listed = reinterpret_cast<ggml_backend_dev_get_extra_bufts_t>(
+            ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu), "ggml_backend_dev_get_extra_bufts"));
     for (Type * types = listed(cpu); *types; types++) {
         const bool is_ours = strcmp(ggml_backend_buft_name(*types), "CPU_LLAMAPIPE") == 0;
         if (is_ours == (p.form == LP_WEIGHTS_PACKED) && (is_ours || multiplies(cpu, *types, p))) {
@@ -142,8 +142,8 @@ Type buffer_type(ggml_backend_dev_t cpu, const lp_product & p) {
 
 Backend backend_with(ggml_backend_dev_t cpu, int n_threads) {
     Backend    backend(made(ggml_backend_dev_init(cpu, nullptr), "the device cannot be used"));
-    const auto set_n_threads = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu),
-                                                                                                "ggml_backend_set_n_threads");
+    const auto set_n_threads = reinterpret_cast<ggml_backend_set_n_threads_t>(
+            ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu), "ggml_backend_set_n_threads"));
     set_n_threads(backend.get(), n_threads);
     return backend;
 }
@@ -182,7 +182,7 @@ void compute(const lp_product & p, float * out) {
     ggml_tensor * ids = p.ids ? ggml_new_tensor_2d(context.get(), GGML_TYPE_I32, p.n_used, p.nx2) : nullptr;
     if (p.n_view_rows) {
         w = ggml_view_3d(context.get(), w, p.n_columns, p.n_view_rows, p.n_matrices, w->nb[1], w->nb[2],
-                         (size_t) p.first_view_row * w->nb[1]);
+                         p.first_view_row * w->nb[1]);
     }
     ggml_tensor * y     = ids ? ggml_mul_mat_id(context.get(), w, x, ids) : ggml_mul_mat(context.get(), w, x);
     ggml_cgraph * graph = ggml_new_graph(context.get());
@@ -260,7 +260,7 @@ public:
         }
         ::compute(backend, graph, l_.is_ours, l_.n_times, l_.seconds);
         const int64_t n = l_.n_rows * l_.n_heads * l_.n_tokens * l_.n_seqs;
-        ggml_backend_tensor_get(y, out, 0, (size_t) n * sizeof(float));
+        ggml_backend_tensor_get(y, out, 0, n * sizeof(float));
         if (states_) {
             ggml_backend_tensor_get(states_, l_.states, 0, ggml_nbytes(states_));
         }
@@ -296,22 +296,21 @@ private:
         const bool    is_scan   = l_.kind == LP_SCAN;
         // The scan gathers only states of others.
         const int64_t first_gathered = is_scan ? 1 : 0, n_gathered = l_.n_ids - first_gathered;
-        ggml_tensor * which = ggml_view_1d(context(), ids, n_gathered, (size_t) first_gathered * ids->nb[0]);
+        ggml_tensor * which = ggml_view_1d(context(), ids, n_gathered, first_gathered * ids->nb[0]);
         ggml_tensor * all   = ggml_get_rows(context(), rows, which);
         ggml_tensor * y     = is_scan ? scan(rows, ids) : apply(ggml_view_2d(context(), all, n_state, l_.n_seqs, all->nb[1], 0));
         ggml_build_forward_expand(graph, y);
         const int64_t n_others = l_.n_ids - l_.n_seqs;
         ggml_tensor * others =
-                ggml_view_2d(context(), all, n_state, n_others, all->nb[1], (size_t) (l_.n_seqs - first_gathered) * all->nb[1]);
+                ggml_view_2d(context(), all, n_state, n_others, all->nb[1], (l_.n_seqs - first_gathered) * all->nb[1]);
         ggml_build_forward_expand(graph, ggml_cpy(context(), others,
                                                   ggml_view_2d(context(), states_, n_state, n_others, states_->nb[1],
-                                                               (size_t) (l_.first + l_.n_seqs) * states_->nb[1])));
+                                                               (l_.first + l_.n_seqs) * states_->nb[1])));
         const int64_t n_written = std::min(l_.n_kept, l_.n_tokens), group = l_.n_states / l_.n_kept;
-        const size_t  row  = states_->nb[1];
-        ggml_tensor * from = ggml_view_3d(context(), y, n_state, l_.n_seqs, n_written, row, row * (size_t) l_.n_seqs,
-                                          (size_t) n_results * sizeof(float));
-        ggml_tensor * to   = ggml_view_3d(context(), states_, n_state, l_.n_seqs, n_written, row, row * (size_t) group,
-                                          row * (size_t) l_.first);
+        const size_t  row = states_->nb[1];
+        ggml_tensor * from =
+                ggml_view_3d(context(), y, n_state, l_.n_seqs, n_written, row, row * l_.n_seqs, n_results * sizeof(float));
+        ggml_tensor * to = ggml_view_3d(context(), states_, n_state, l_.n_seqs, n_written, row, row * group, row * l_.first);
         ggml_build_forward_expand(graph, ggml_cpy(context(), from, to));
         return y;
     }
@@ -372,7 +371,7 @@ int lp_linear_compute(const lp_linear * linear, float * out) {
 int lp_quantize(enum ggml_type type, int64_t n_rows, int64_t n_columns, const float * values, void * out) {
     return lp::guard(LP_ERROR, [&] {
         ggml_quantize_init(type);
-        return (int) ggml_quantize_chunk(type, values, out, 0, n_rows, n_columns, nullptr);
+        return static_cast<int>(ggml_quantize_chunk(type, values, out, 0, n_rows, n_columns, nullptr));
     });
 }
 
@@ -385,23 +384,24 @@ int lp_dequantize(enum ggml_type type, int64_t n, const void * quantized, float 
 
 // ---- contexts, pipelines and samplers
 int64_t lp_context_scratch_bytes(lp_context * context) {
-    return lp::guard((int64_t) LP_ERROR, [&] { return (int64_t) lp::scratch_bytes(context->shared->llama()); });
+    return lp::guard(LP_ERROR, [&]() -> int64_t { return lp::scratch_bytes(context->shared->llama()); });
 }
 
 int64_t lp_context_ring_bytes(const lp_context * context) {
     const auto & stager = context->shared->stager();
-    return stager && stager->buffer() ? (int64_t) ggml_backend_buffer_get_size(stager->buffer()) : 0;
+    return stager && stager->buffer() ? ggml_backend_buffer_get_size(stager->buffer()) : 0;
 }
 
 void lp_fail_next(lp_pipeline * pipeline, enum lp_fault fault, int code) {
-    pipeline->shared->faults().fail_next((lp::Fault) fault, code);
+    pipeline->shared->faults().fail_next(static_cast<lp::Fault>(fault), code);
 }
 
 int lp_sampler_draw_partial(lp_sampler * s, int n, const float * ids, const float * logits, int n_others, const float * other_ids,
                             const float * other_logits, double log_sum_exp, int32_t * token) {
     return lp::guard(LP_ERROR, [&] {
         s->n_noted = 0;
-        return s->draw(lp::Row(ids, logits, n, other_ids, other_logits, n_others, (int32_t) ids[0], log_sum_exp), token);
+        return s->draw(lp::Row(ids, logits, n, other_ids, other_logits, n_others, static_cast<int32_t>(ids[0]), log_sum_exp),
+                       token);
     });
 }
 

@@ -24,7 +24,8 @@ bool Waiter::wait(int64_t timeout_ns) {
     static_assert(sizeof state_ == sizeof(uint32_t) && std::atomic<uint32_t>::is_always_lock_free);
     const bool kept = state_.exchange(sleeping) == woken;
     if (!kept) {
-        const timespec timeout = { (time_t) (timeout_ns / 1'000'000'000), (long) (timeout_ns % 1'000'000'000) };
+        const timespec timeout = { static_cast<time_t>(timeout_ns / 1'000'000'000),
+                                   static_cast<long>(timeout_ns % 1'000'000'000) };
         syscall(SYS_futex, &state_, FUTEX_WAIT_PRIVATE, sleeping, &timeout, nullptr, 0);
     }
     return state_.exchange(idle) == woken || kept;
@@ -105,21 +106,20 @@ void WakeQueue::yield_turn() {
 
 // ---- the C entries of waiters, wake queues, and of the list that a launch wakes
 lp_waiter * lp_waiter_new(void) {
-    return lp::guard((lp_waiter *) nullptr, [] { return new lp_waiter{ std::make_shared<lp::Waiter>() }; });
+    return lp::guard(nullptr, [] { return new lp_waiter{ std::make_shared<lp::Waiter>() }; });
 }
 
 void lp_waiter_free(lp_waiter * waiter) { delete waiter; }
 
 bool lp_waiter_wait(lp_waiter * waiter, lp_wake_queue * queue, double timeout_s) {
     queue->shared->yield_turn();
-    return waiter->shared->wait((int64_t) (std::clamp(timeout_s, 0.0, 3600.0) * 1e9));
+    return waiter->shared->wait(static_cast<int64_t>(std::clamp(timeout_s, 0.0, 3600.0) * 1e9));
 }
 
 bool lp_waiter_asleep(const lp_waiter * waiter) { return waiter->shared->is_asleep(); }
 
 lp_wake_queue * lp_wake_queue_new(int64_t patience_ns) {
-    return lp::guard((lp_wake_queue *) nullptr,
-                     [&] { return new lp_wake_queue{ std::make_shared<lp::WakeQueue>(patience_ns) }; });
+    return lp::guard(nullptr, [&] { return new lp_wake_queue{ std::make_shared<lp::WakeQueue>(patience_ns) }; });
 }
 
 void lp_wake_queue_free(lp_wake_queue * queue) { delete queue; }

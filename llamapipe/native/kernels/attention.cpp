@@ -2,6 +2,7 @@
 #include "attention.hpp"
 
 #include "processor.hpp"
+#include "tensors.hpp"
 
 #include "ggml-backend-impl.h"
 #include "ggml-cpu/traits.h"
@@ -72,7 +73,7 @@ struct Tiling {
         : n_rows(op->src[0]->ne[1]), n_heads(op->src[0]->ne[2]), n_kv_heads(op->src[1]->ne[2]), n_streams(op->src[0]->ne[3]),
           n_cells(padded(op->src[1]->ne[1], kKeyBlock)), group(n_heads / n_kv_heads) {
         const int64_t most =
-                std::clamp<int64_t>(scores_bytes / (int64_t) sizeof(float) / std::max<int64_t>(n_cells, 1), 6, most_queries);
+                std::clamp<int64_t>(scores_bytes / int64_t{ sizeof(float) } / std::max<int64_t>(n_cells, 1), 6, most_queries);
         heads_each        = std::min(group, most);
         rows_each         = std::clamp<int64_t>(most / heads_each, 1, n_rows);
         most_queries_each = heads_each * rows_each;
@@ -129,7 +130,7 @@ struct Scratch {
 private:
     template <typename T> size_t take(int64_t n) {
         const size_t at = bytes;
-        bytes += (size_t) padded(n * (int64_t) sizeof(T), alignment);
+        bytes += padded(n * int64_t{ sizeof(T) }, alignment);
         return at;
     }
 };
@@ -140,9 +141,9 @@ public:
         : op_(op), q_(op->src[0]), k_(op->src[1]), v_(op->src[2]), mask_(op->src[3]), sinks_(op->src[4]),
           level_(*attention_level()), tiling_(op, params->nth), at_(tiling_, q_->ne[0], v_->ne[0]), ith_(params->ith) {
         GGML_ASSERT(params->wsize >= work_size(at_, params->nth));
-        char * begin = (char *) padded((int64_t) params->wdata, alignment);
-        shared_      = (Shared *) begin;
-        scratch_     = begin + padded(sizeof(Shared), alignment) + (size_t) params->ith * at_.bytes;
+        char * begin = aligned(params->wdata, alignment);
+        shared_      = reinterpret_cast<Shared *>(begin);
+        scratch_     = begin + padded(sizeof(Shared), alignment) + params->ith * at_.bytes;
         float options[3];
         memcpy(options, op->op_params, sizeof(options));
         softcap_  = options[2];
@@ -155,7 +156,7 @@ public:
     }
 
     static size_t work_size(const Scratch & scratch, int n_threads) {
-        return alignment + (size_t) padded(sizeof(Shared), alignment) + (size_t) n_threads * scratch.bytes;
+        return alignment + padded(sizeof(Shared), alignment) + n_threads * scratch.bytes;
     }
 
     // After the first thread's constructor.
@@ -172,11 +173,10 @@ private:
         RowParts             parts;
     };
 
-    template <typename T> T * at(size_t offset) const { return (T *) (scratch_ + offset); }
+    template <typename T> T * at(size_t offset) const { return reinterpret_cast<T *>(scratch_ + offset); }
 
     const uint16_t * mask_of(int64_t stream, int64_t row) const {
-        return (const uint16_t *) ((const char *) mask_->data + (size_t) row * mask_->nb[1] +
-                                   (size_t) (stream % mask_->ne[3]) * mask_->nb[3]);
+        return kernels::at<const uint16_t>(mask_, row, 0, stream % mask_->ne[3]);
     }
 
     void list_parts(RowParts & parts) const {
@@ -233,11 +233,11 @@ private:
         int64_t    n     = 0;
         if (!mask_) {
             for (; n < k_->ne[1]; n++) {
-                cells[n] = (int32_t) n;
+                cells[n] = static_cast<int32_t>(n);
             }
             const int64_t n_padded = padded(n, kKeyBlock);
             for (int64_t r = 0; r < tile.n_rows; r++) {
-                std::fill_n(masks + r * n_padded, n, (uint16_t) 0);
+                std::fill_n(masks + r * n_padded, n, uint16_t{ 0 });
                 std::fill_n(masks + r * n_padded + n, n_padded - n, kUnseen);
             }
             return n;
@@ -251,7 +251,7 @@ private:
         const bool    is_range = n > 0 && cells[n - 1] - cells[0] == n - 1;
         for (int64_t r = 0; r < tile.n_rows; r++) {
             if (is_range) {
-                memcpy(masks + r * n_padded, rows[r] + cells[0], (size_t) n * sizeof(*masks));
+                memcpy(masks + r * n_padded, rows[r] + cells[0], n * sizeof(*masks));
             } else {
                 for (int64_t i = 0; i < n; i++) {
                     masks[r * n_padded + i] = rows[r][cells[i]];
@@ -265,9 +265,8 @@ private:
     void read_queries(const Tile & tile) const {
         float * to = at<float>(at_.queries);
         for (int64_t r = 0; r < tile.n_queries(); r++, to += q_->ne[0]) {
-            const char * from = (const char *) q_->data + (size_t) (tile.row + r / tile.n_heads) * q_->nb[1] +
-                                (size_t) (tile.head + r % tile.n_heads) * q_->nb[2] + (size_t) tile.stream * q_->nb[3];
-            memcpy(to, from, (size_t) q_->ne[0] * sizeof(float));
+            const int64_t row = tile.row + r / tile.n_heads, head = tile.head + r % tile.n_heads;
+            memcpy(to, kernels::at<const float>(q_, row, head, tile.stream), q_->ne[0] * sizeof(float));
         }
     }
 
@@ -281,7 +280,7 @@ private:
               form_(to_float_ ? kFormF32 : form_of(from->type)) {
             const int64_t head   = tile.head / (attention.q_->ne[2] / from->ne[2]);
             const int64_t stream = tile.stream / (attention.q_->ne[3] / from->ne[3]);
-            data_                = (const char *) from->data + (size_t) head * from->nb[2] + (size_t) stream * from->nb[3];
+            data_                = kernels::at<const char>(from, 0, head, stream);
         }
 
         Form form() const { return form_; }
@@ -297,7 +296,7 @@ private:
             if (to_float_) {
                 for (int64_t i = 0; i < n; i++) {
                     to_float_(cells[i], rows_ + i * n_dims_, n_dims_);
-                    cells[i] = (const char *) (rows_ + i * n_dims_);
+                    cells[i] = reinterpret_cast<const char *>(rows_ + i * n_dims_);
                 }
                 std::fill(cells + n, cells + block, cells[n - 1]);
             }
@@ -305,7 +304,7 @@ private:
         }
 
     private:
-        const char * at(int64_t i) const { return data_ + (size_t) list_[std::min(i, n_ - 1)] * stride_; }
+        const char * at(int64_t i) const { return data_ + list_[std::min(i, n_ - 1)] * stride_; }
 
         static Form form_of(ggml_type type) {
             return type == GGML_TYPE_F32    ? kFormF32
@@ -343,7 +342,7 @@ private:
             }
         }
         const float found   = level_.mask(scores, n, softcap_ != 0 ? 1.0f : scale_, slope(head), mask);
-        const float sink    = sinks_ ? ((const float *) sinks_->data)[head] : -INFINITY;  // of a cell without a value
+        const float sink    = sinks_ ? static_cast<const float *>(sinks_->data)[head] : -INFINITY;  // of a cell without a value
         const float maximum = sink > found ? sink : found;
         if (std::isfinite(maximum)) {
             return level_.exponentials(scores, n, maximum) + (sinks_ ? std::exp(sink - maximum) : 0.0f);
@@ -358,9 +357,10 @@ private:
         if (max_bias_ <= 0) {
             return 1;
         }
-        const int64_t half = (int64_t) 1 << (int) std::floor(std::log2((double) q_->ne[2]));
-        return head < half ? std::pow(std::exp2(-max_bias_ / (float) half), (float) (head + 1))
-                           : std::pow(std::exp2(-max_bias_ / 2 / (float) half), (float) (2 * (head - half) + 1));
+        const int64_t half = int64_t{ 1 } << static_cast<int>(std::floor(std::log2(q_->ne[2])));
+        return head < half ? std::pow(std::exp2(-max_bias_ / static_cast<float>(half)), static_cast<float>(head + 1))
+                           : std::pow(std::exp2(-max_bias_ / 2 / static_cast<float>(half)),
+                                      static_cast<float>(2 * (head - half) + 1));
     }
 
     void add_values(const Tile & tile, int64_t n) const {
@@ -390,8 +390,7 @@ private:
     }
 
     void write(int64_t stream, int64_t row, int64_t head, const float * result, float sum) const {
-        float *     to = (float *) ((char *) op_->data + (size_t) head * op_->nb[1] + (size_t) row * op_->nb[2] +
-                                    (size_t) stream * op_->nb[3]);
+        float *     to = kernels::at<float>(op_, head, row, stream);
         const float by = sum == 0 ? 0 : 1 / sum;
         for (int64_t d = 0; d < v_->ne[0]; d++) {
             to[d] = result[d] * by;

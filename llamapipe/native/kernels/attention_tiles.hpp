@@ -20,14 +20,16 @@ namespace {
 struct F32 {
     static int64_t bytes(int64_t d) { return 4 * d; }  // up to dimension d
 
-    template <class V> static typename V::Floats load(const char * cell, int64_t d) { return V::load((const float *) cell + d); }
+    template <class V> static typename V::Floats load(const char * cell, int64_t d) {
+        return V::load(reinterpret_cast<const float *>(cell) + d);
+    }
 
     static bool are_finite(const char * const * cells, int64_t n_cells, int64_t n_dims) {
         const __m256 zero = _mm256_setzero_ps();
         __m256       bad  = zero;
         for (int64_t c = 0; c < n_cells; c++) {
             for (int64_t d = 0; d < n_dims; d += 8) {
-                const __m256 product = _mm256_mul_ps(_mm256_loadu_ps((const float *) cells[c] + d), zero);
+                const __m256 product = _mm256_mul_ps(_mm256_loadu_ps(reinterpret_cast<const float *>(cells[c]) + d), zero);
                 bad                  = _mm256_or_ps(bad, _mm256_cmp_ps(product, zero, _CMP_NEQ_UQ));
             }
         }
@@ -39,7 +41,7 @@ struct F16 {
     static int64_t bytes(int64_t d) { return 2 * d; }  // up to dimension d
 
     template <class V> static typename V::Floats load(const char * cell, int64_t d) {
-        return V::load_halves((const uint16_t *) cell + d);
+        return V::load_halves(reinterpret_cast<const uint16_t *>(cell) + d);
     }
 
     static bool are_finite(const char * const * cells, int64_t n_cells, int64_t n_dims) {
@@ -47,7 +49,7 @@ struct F16 {
         __m128i       bad      = _mm_setzero_si128();
         for (int64_t c = 0; c < n_cells; c++) {
             for (int64_t d = 0; d < n_dims; d += 8) {
-                const __m128i values = _mm_loadu_si128((const __m128i *) (cells[c] + 2 * d));
+                const __m128i values = load128(cells[c] + 2 * d);
                 bad                  = _mm_or_si128(bad, _mm_cmpeq_epi16(_mm_and_si128(values, exponent), exponent));
             }
         }
@@ -68,7 +70,8 @@ struct Q8_0 {
 
     template <class V> static typename V::Floats load(const char * cell, int64_t d) {
         const char * block = cell + d / kColumns * kBytes;
-        return V::multiply(V::load_bytes((const int8_t *) block + 2 + d % kColumns), V::all(_cvtsh_ss(scale(block))));
+        return V::multiply(V::load_bytes(reinterpret_cast<const int8_t *>(block) + 2 + d % kColumns),
+                           V::all(_cvtsh_ss(scale(block))));
     }
 
     static bool are_finite(const char * const * cells, int64_t n_cells, int64_t n_dims) {
@@ -83,30 +86,31 @@ struct Q8_0 {
 
 // Lists the cells that a row of masks sees, in their order. Returns how many they are.
 int64_t list(const uint16_t * const * masks, int64_t n_rows, int64_t n_cells, int32_t * cells) {
-    const __m256i unseen = _mm256_set1_epi16((short) kUnseen), eight = _mm256_set1_epi32(8);
+    const __m256i unseen = _mm256_set1_epi16(static_cast<short>(kUnseen)), eight = _mm256_set1_epi32(8);
     int64_t       n = 0, c = 0;
     for (; c + 16 <= n_cells; c += 16) {
         __m256i hidden = _mm256_set1_epi16(-1);
         for (int64_t r = 0; r < n_rows; r++) {
-            const __m256i mask = _mm256_loadu_si256((const __m256i *) (masks[r] + c));
+            const __m256i mask = load256(masks[r] + c);
             hidden             = _mm256_and_si256(hidden, _mm256_cmpeq_epi16(mask, unseen));
         }
-        uint32_t seen = ~(uint32_t) _mm256_movemask_epi8(hidden);  // two bits a cell
+        uint32_t seen = ~static_cast<uint32_t>(_mm256_movemask_epi8(hidden));  // two bits a cell
         if (seen == 0xffffffff) {
-            const __m256i first = _mm256_add_epi32(_mm256_set1_epi32((int) c), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-            _mm256_storeu_si256((__m256i *) (cells + n), first);
-            _mm256_storeu_si256((__m256i *) (cells + n + 8), _mm256_add_epi32(first, eight));
+            const __m256i first =
+                    _mm256_add_epi32(_mm256_set1_epi32(static_cast<int>(c)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+            store256(cells + n, first);
+            store256(cells + n + 8, _mm256_add_epi32(first, eight));
             n += 16;
             continue;
         }
         for (; seen; seen &= ~(3u << __builtin_ctz(seen))) {
-            cells[n++] = (int32_t) (c + __builtin_ctz(seen) / 2);
+            cells[n++] = static_cast<int32_t>(c + __builtin_ctz(seen) / 2);
         }
     }
     for (; c < n_cells; c++) {
         bool is_seen = false;
         for (int64_t r = 0; r < n_rows; r++) is_seen |= masks[r][c] != kUnseen;
-        cells[n] = (int32_t) c;
+        cells[n] = static_cast<int32_t>(c);
         n += is_seen;
     }
     return n;
@@ -195,7 +199,7 @@ template <class V, class Type, int R> void add_rows(const float * weights, int64
 template <class Part, int... N, typename... Arguments>
 inline void in_parts(std::integer_sequence<int, N...>, int64_t n_rows, Arguments... arguments) {
     constexpr void (*of[])(int64_t, Arguments...) = { Part::template of<N + 1>... };
-    const int64_t n_parts                         = (n_rows + (int64_t) sizeof...(N) - 1) / (int64_t) sizeof...(N);
+    const int64_t n_parts                         = (n_rows + int64_t{ sizeof...(N) } - 1) / int64_t{ sizeof...(N) };
     for (int64_t i = 0, first = 0; i < n_parts; i++) {
         const int64_t end = n_rows * (i + 1) / n_parts;
         of[end - first - 1](first, arguments...);
@@ -268,7 +272,7 @@ template <class V> float exponentials(float * scores, int64_t n, float maximum) 
         V::store(weight, scores + i);
         total = V::add_integers(total, V::multiply(weight, fixed));
     }
-    return (float) ((double) V::sum(total) / (1 << 30));
+    return static_cast<float>(static_cast<double>(V::sum(total)) / (1 << 30));
 }
 
 template <class V> constexpr AttentionLevel level_of() {

@@ -27,7 +27,7 @@ inline __m256i broadcast(const void * address) {
     return _mm256_set1_epi32(bits);
 }
 
-inline __m256 halves(const uint16_t * values) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) values)); }
+inline __m256 halves(const uint16_t * values) { return _mm256_cvtph_ps(load128(values)); }
 
 // Adds 16-bit products. The empty assembly keeps the order: GCC would reassociate the sums of a block and, with no
 // registers left for the products, spill each of them.
@@ -41,7 +41,7 @@ template <class Panel> inline __m256 row_scales(const Panel * panel, int r) { re
 
 template <> inline __m256 row_scales(const PanelMXFP4 * panel, int r) {
     // Half of 2^(e - 127), which is a denormal for e below 2.
-    const __m256i e     = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) (panel->e + r)));
+    const __m256i e     = _mm256_cvtepu8_epi32(load64(panel->e + r));
     const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), e);
     const __m256i usual = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
     return _mm256_castsi256_ps(_mm256_blendv_epi8(usual, small, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), e)));
@@ -57,7 +57,7 @@ struct Scales {
 };
 
 template <class Panel> inline Scales scales(const Panel * panel, int b) {
-    const __m128i s = _mm_loadu_si128((const __m128i *) panel->scales[b]);
+    const __m128i s = load128(panel->scales[b]);
     return { { _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(s, s)), _mm256_cvtepu8_epi16(_mm_unpackhi_epi8(s, s)) } };
 }
 
@@ -65,8 +65,8 @@ template <class Panel> inline Scales scales(const Panel * panel, int b) {
 inline Scales scales_of_pairs(const int8_t (*pairs)[16][2], int s) {
     const __m256i lanes  = _mm256_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404, 0x08080808, 0x0c0c0c0c);
     const __m256i choose = _mm256_add_epi8(lanes, _mm256_set1_epi32(s % 2 ? 0x03020302 : 0x01000100));
-    const __m256i s0     = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *) pairs[s / 2][0]));
-    const __m256i s1     = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *) pairs[s / 2][8]));
+    const __m256i s0     = _mm256_cvtepi8_epi16(load128(pairs[s / 2][0]));
+    const __m256i s1     = _mm256_cvtepi8_epi16(load128(pairs[s / 2][8]));
     return { { _mm256_shuffle_epi8(s0, choose), _mm256_shuffle_epi8(s1, choose) } };
 }
 
@@ -127,8 +127,8 @@ template <int M> inline void add_pairs(__m256i v0, __m256i v1, const int16_t * c
     }
 }
 
-inline __m256i widened(const int8_t * v) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *) v)); }
-inline __m256i widened(const uint8_t * v) { return _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *) v)); }
+inline __m256i widened(const int8_t * v) { return _mm256_cvtepi8_epi16(load128(v)); }
+inline __m256i widened(const uint8_t * v) { return _mm256_cvtepu8_epi16(load128(v)); }
 
 // sum[j] = numbers of n adjacent sub-blocks of columns, in pairs, times the sums of activations.
 template <int n, int M, class T> inline void sum_sums(const T (*numbers)[16][2], const RowBlockK * const * x,
@@ -175,7 +175,9 @@ inline void sum_signed(const uint8_t (*line)[64], const Row * const * x, int col
     }
 }
 
-inline const uint8_t (*lines(const PanelQ8_0 * panel, const Direct &, int b))[64] { return (const uint8_t (*)[64]) panel[b].q; }
+inline const uint8_t (*lines(const PanelQ8_0 * panel, const Direct &, int b))[64] {
+    return reinterpret_cast<const uint8_t (*)[64]>(panel[b].q);
+}
 
 template <class Panel> inline const uint8_t (*lines(const Panel *, const Lines & w, int b))[64] { return w.q + 8 * b; }
 
@@ -268,7 +270,7 @@ struct Avx2 {
             __m256i part[M][2];
             sum_signed<M>(w.q + 8 * b, x, 32 * b, part);
             for (int p = 0; p < 2; p++) {
-                const __m256i scale = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) (panel->scales[b] + 8 * p)));
+                const __m256i scale = _mm256_cvtepi8_epi32(load64(panel->scales[b] + 8 * p));
                 for (int j = 0; j < M; j++) sum[j][p] = _mm256_add_epi32(sum[j][p], _mm256_mullo_epi32(part[j][p], scale));
             }
         }

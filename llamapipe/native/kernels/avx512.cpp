@@ -26,7 +26,7 @@ struct Vector {
     static constexpr int        kMostPlaces = 256;
     static Int                  load(const void * address) { return _mm512_loadu_si512(address); }
     static void                 store(void * address, Int v) { _mm512_storeu_si512(address, v); }
-    static Int                  bytes(int value) { return _mm512_set1_epi8((char) value); }
+    static Int                  bytes(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
     static Int                  set(int32_t value) { return _mm512_set1_epi32(value); }
     static Int                  bit_and(Int a, Int b) { return _mm512_and_si512(a, b); }
     static Int                  bit_or(Int a, Int b) { return _mm512_or_si512(a, b); }
@@ -36,7 +36,7 @@ struct Vector {
     template <int n> static Int left_32(Int v) { return _mm512_slli_epi32(v, n); }
     template <int n> static Int arithmetic_right(Int v) { return _mm512_srai_epi32(v, n); }
     static Int                  look_up(const int8_t * table, Int codes) {
-        return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i *) table)), codes);
+        return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load_table(table)), codes);
     }
     static Int  add_bytes(Int a, Int b) { return _mm512_add_epi8(a, b); }
     static Int  subtract_to_zero(Int a, Int b) { return _mm512_subs_epu8(a, b); }
@@ -60,8 +60,9 @@ struct Vector {
         if constexpr (n == 64) {
             return _mm512_permutex2var_epi16(load(table), index, load(table + 32));
         } else {
-            const auto &first = *(const uint16_t (*)[n / 2]) table, &second = *(const uint16_t (*)[n / 2])(table + n / 2);
-            const Int   low = look_up_16<n / 2>(first, index), high = look_up_16<n / 2>(second, index);
+            using HalfTable = const uint16_t (*)[n / 2];
+            const Int low   = look_up_16<n / 2>(*reinterpret_cast<HalfTable>(table), index);
+            const Int high  = look_up_16<n / 2>(*reinterpret_cast<HalfTable>(table + n / 2), index);
             return _mm512_mask_blend_epi16(_mm512_test_epi16_mask(index, _mm512_set1_epi16(n / 2)), low, high);
         }
     }
@@ -88,10 +89,10 @@ struct Vector {
     static Int   add(Int a, Int b) { return _mm512_add_epi32(a, b); }
     static Int   subtract(Int a, Int b) { return _mm512_sub_epi32(a, b); }
     static Int   multiply(Int a, Int b) { return _mm512_mullo_epi32(a, b); }
-    static Int   widen_unsigned(const uint8_t * v) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *) v)); }
-    static Int   widen_signed(const int8_t * v) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *) v)); }
-    static Int   load_pairs_unsigned(const uint8_t * v) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *) v)); }
-    static Int   load_pairs_signed(const int8_t * v) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *) v)); }
+    static Int   widen_unsigned(const uint8_t * v) { return _mm512_cvtepu8_epi32(load128(v)); }
+    static Int   widen_signed(const int8_t * v) { return _mm512_cvtepi8_epi32(load128(v)); }
+    static Int   load_pairs_unsigned(const uint8_t * v) { return _mm512_cvtepu8_epi16(load256(v)); }
+    static Int   load_pairs_signed(const int8_t * v) { return _mm512_cvtepi8_epi16(load256(v)); }
     static Int   greater(Int a, Int b) { return _mm512_max_epi32(a, b); }
     static Float as_floats(Int v) { return _mm512_castsi512_ps(v); }
     static Float to_floats(Int v) { return _mm512_cvtepi32_ps(v); }
@@ -100,7 +101,7 @@ struct Vector {
     static Float multiply_add(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
     static Float load_floats(const float * v) { return _mm512_loadu_ps(v); }
     static void  store_floats(float * v, Float values) { _mm512_storeu_ps(v, values); }
-    static Float halves(const uint16_t * v) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) v)); }
+    static Float halves(const uint16_t * v) { return _mm512_cvtph_ps(load256(v)); }
 };
 
 // Rows and panels of a tile whose sums fit the registers. Panels share the broadcasts of activations, so more of them help

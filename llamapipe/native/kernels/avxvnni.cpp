@@ -22,9 +22,9 @@ struct Vector : Vector32 {
     static Int   add(Int a, Int b) { return _mm256_add_epi32(a, b); }
     static Int   subtract(Int a, Int b) { return _mm256_sub_epi32(a, b); }
     static Int   multiply(Int a, Int b) { return _mm256_mullo_epi32(a, b); }
-    static Int   widen_unsigned(const uint8_t * v) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) v)); }
-    static Int   widen_signed(const int8_t * v) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) v)); }
-    static Int   load_pairs_signed(const int8_t * v) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *) v)); }
+    static Int   widen_unsigned(const uint8_t * v) { return _mm256_cvtepu8_epi32(load64(v)); }
+    static Int   widen_signed(const int8_t * v) { return _mm256_cvtepi8_epi32(load64(v)); }
+    static Int   load_pairs_signed(const int8_t * v) { return _mm256_cvtepi8_epi16(load128(v)); }
     static Int   greater(Int a, Int b) { return _mm256_max_epi32(a, b); }
     static Float as_floats(Int v) { return _mm256_castsi256_ps(v); }
     static Float to_floats(Int v) { return _mm256_cvtepi32_ps(v); }
@@ -33,7 +33,7 @@ struct Vector : Vector32 {
     static Float multiply_add(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
     static Float load_floats(const float * v) { return _mm256_loadu_ps(v); }
     static void  store_floats(float * v, Float values) { _mm256_storeu_ps(v, values); }
-    static Float halves(const uint16_t * v) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) v)); }
+    static Float halves(const uint16_t * v) { return _mm256_cvtph_ps(load128(v)); }
 };
 
 struct Tiles {

@@ -2,6 +2,7 @@
 #include "float_products.hpp"
 
 #include "processor.hpp"
+#include "tensors.hpp"
 
 #include "ggml-backend-impl.h"
 #include "ggml-cpu/traits.h"
@@ -43,8 +44,14 @@ bool has_float_products() { return level() != nullptr; }
 
 void multiply_rows(const RowProduct & product, int64_t first, int64_t last, int64_t n) {
     const ggml_tensor * w = product.weights;
-    const FloatMatrix   m = { (const char *) w->data, product.rows,          product.results, w->nb[1],
-                              product.row_stride,     product.result_stride, w->ne[0],        product.row_numbers };
+    const FloatMatrix   m = { static_cast<const char *>(w->data),
+                              product.rows,
+                              product.results,
+                              w->nb[1],
+                              product.row_stride,
+                              product.result_stride,
+                              w->ne[0],
+                              product.row_numbers };
     level()->multiply(w->type, m, first, last, n, Scratch());
 }
 
@@ -60,17 +67,16 @@ bool is_float_product(const ggml_tensor * op) {
 }
 
 size_t float_product_work_size(const ggml_tensor * op, int n_threads) {
-    return 2 * alignment + (op->src[1]->ne[1] < many_rows ? 0 : (size_t) n_threads * scratch_bytes);
+    return 2 * alignment + (op->src[1]->ne[1] < many_rows ? 0 : n_threads * scratch_bytes);
 }
 
 void compute_float_product(const ggml_compute_params * params, ggml_tensor * op, void (*barrier)(ggml_threadpool *)) {
     const ggml_tensor *w = op->src[0], *x = op->src[1];
-    char * const       work = (char *) (((size_t) params->wdata + alignment - 1) / alignment * alignment);
-    auto &             next = *(std::atomic<int64_t> *) work;
+    char * const       work = aligned(params->wdata, alignment);
+    auto &             next = *reinterpret_cast<std::atomic<int64_t> *>(work);
     Scratch            scratch;
     if (x->ne[1] >= many_rows) {
-        scratch = { (float *) (work + alignment + (size_t) params->ith * scratch_bytes),
-                    (int64_t) (scratch_bytes / sizeof(float)) };
+        scratch = { reinterpret_cast<float *>(work + alignment + params->ith * scratch_bytes), scratch_bytes / sizeof(float) };
     }
     if (params->ith == 0) {
         new (&next) std::atomic<int64_t>(params->nth);  // each thread begins with the piece of its number
@@ -81,9 +87,9 @@ void compute_float_product(const ggml_compute_params * params, ggml_tensor * op,
         const int64_t     i2 = i / n_pieces % x->ne[2], i3 = i / n_pieces / x->ne[2];
         const int64_t     first = i % n_pieces * piece_rows, last = std::min(w->ne[1], first + piece_rows);
         const int64_t     w2 = i2 / (x->ne[2] / w->ne[2]), w3 = i3 / (x->ne[3] / w->ne[3]);
-        const FloatMatrix m = { (const char *) w->data + (size_t) w2 * w->nb[2] + (size_t) w3 * w->nb[3],
-                                (const char *) x->data + (size_t) i2 * x->nb[2] + (size_t) i3 * x->nb[3],
-                                (char *) op->data + (size_t) i2 * op->nb[2] + (size_t) i3 * op->nb[3],
+        const FloatMatrix m = { at<const char>(w, 0, w2, w3),
+                                at<const char>(x, 0, i2, i3),
+                                at<char>(op, 0, i2, i3),
                                 w->nb[1],
                                 x->nb[1],
                                 op->nb[1],

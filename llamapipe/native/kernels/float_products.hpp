@@ -24,7 +24,7 @@ struct FloatMatrix {
     int64_t         n_columns;
     const int32_t * row_numbers = nullptr;  // null: rows are one after another
 
-    size_t number(int64_t row) const { return (size_t) (row_numbers ? row_numbers[row] : row); }
+    size_t number(int64_t row) const { return row_numbers ? row_numbers[row] : row; }
 };
 
 constexpr int64_t many_rows = 24;  // the fewest for which panels of weights pay

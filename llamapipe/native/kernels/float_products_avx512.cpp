@@ -17,7 +17,7 @@ namespace llamapipe::kernels {
 namespace {
 
 inline __m256i halves(const uint16_t * a, const uint16_t * b) {
-    const __m128i first = _mm_loadu_si128((const __m128i *) a), second = _mm_loadu_si128((const __m128i *) b);
+    const __m128i first = load128(a), second = load128(b);
     return _mm256_inserti128_si256(_mm256_castsi128_si256(first), second, 1);
 }
 

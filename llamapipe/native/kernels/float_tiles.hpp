@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "float_products.hpp"
+#include "loads.hpp"
 
 namespace llamapipe::kernels {
 namespace {
@@ -28,17 +29,17 @@ struct F32 {
 
 struct F16 {
     using Value = uint16_t;
-    static __m256 load(const uint16_t * from) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) from)); }
+    static __m256 load(const uint16_t * from) { return _mm256_cvtph_ps(load128(from)); }
     static float  load_one(const uint16_t * from) { return _cvtsh_ss(*from); }
 };
 
 struct BF16 {
     using Value = uint16_t;
     static __m256 load(const uint16_t * from) {
-        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *) from)), 16));
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load128(from)), 16));
     }
     static float load_one(const uint16_t * from) {
-        return _mm256_cvtss_f32(_mm256_castsi256_ps(_mm256_set1_epi32((int) *from << 16)));
+        return _mm256_cvtss_f32(_mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(*from) << 16)));
     }
 };
 
@@ -49,8 +50,8 @@ template <int R> struct Rows {
 
     Rows(const FloatMatrix & m, int64_t row) {
         for (int j = 0; j < R; j++) {
-            x[j]       = (const float *) (m.rows + m.number(row + j) * m.row_stride);
-            results[j] = (float *) (m.results + m.number(row + j) * m.result_stride);
+            x[j]       = reinterpret_cast<const float *>(m.rows + m.number(row + j) * m.row_stride);
+            results[j] = reinterpret_cast<float *>(m.results + m.number(row + j) * m.result_stride);
         }
     }
 };
@@ -62,9 +63,9 @@ template <class Type, int W> struct Weights {
     __m256 load(int i, int64_t c) const { return Type::load(w[i] + c); }
 
     Weights(const FloatMatrix & m, int64_t first) {
-        const char * from = m.weights + (size_t) first * m.weight_stride;
+        const char * from = m.weights + first * m.weight_stride;
         for (int i = 0; i < W; i++, from += m.weight_stride) {
-            w[i] = (const typename Type::Value *) from;
+            w[i] = reinterpret_cast<const typename Type::Value *>(from);
         }
     }
 };

@@ -17,10 +17,8 @@ struct Vector16 {
     static constexpr int kLanes = 16, kMostRows = 8, kMostSums = 24;
 
     static Floats load(const float * from) { return _mm512_loadu_ps(from); }
-    static Floats load_halves(const uint16_t * from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) from)); }
-    static Floats load_bytes(const int8_t * from) {
-        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *) from)));
-    }
+    static Floats load_halves(const uint16_t * from) { return _mm512_cvtph_ps(load256(from)); }
+    static Floats load_bytes(const int8_t * from) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load128(from))); }
     static void   store(Floats a, float * to) { _mm512_storeu_ps(to, a); }
     static Floats all(float a) { return _mm512_set1_ps(a); }
     static Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "loads.hpp"
+
 namespace llamapipe::kernels {
 namespace {
 
@@ -17,10 +19,8 @@ struct Vector8 {
     static constexpr int kLanes = 8, kMostRows = 6, kMostSums = 12;
 
     static Floats load(const float * from) { return _mm256_loadu_ps(from); }
-    static Floats load_halves(const uint16_t * from) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) from)); }
-    static Floats load_bytes(const int8_t * from) {
-        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) from)));
-    }
+    static Floats load_halves(const uint16_t * from) { return _mm256_cvtph_ps(load128(from)); }
+    static Floats load_bytes(const int8_t * from) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load64(from))); }
     static void   store(Floats a, float * to) { _mm256_storeu_ps(to, a); }
     static Floats all(float a) { return _mm256_set1_ps(a); }
     static Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
@@ -48,7 +48,7 @@ struct Vector8 {
     }
     static int64_t sum(Sum total) {
         int64_t parts[4];
-        _mm256_storeu_si256((__m256i *) parts, total);
+        store256(parts, total);
         return parts[0] + parts[1] + parts[2] + parts[3];
     }
     // Eight rows become eight columns, `stride` floats apart.

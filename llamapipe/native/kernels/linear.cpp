@@ -2,6 +2,7 @@
 #include "linear.hpp"
 
 #include "processor.hpp"
+#include "tensors.hpp"
 
 #include "ggml-backend-impl.h"
 #include "ggml-cpu/traits.h"
@@ -27,11 +28,7 @@ namespace {
 
 constexpr int64_t rows_bytes = 16 << 10;  // of a state's rows that are computed together: they stay in the first-level cache
 
-int64_t floats(size_t bytes) { return (int64_t) (bytes / sizeof(float)); }
-
-template <typename T> T * at(const ggml_tensor * t, int64_t i1, int64_t i2, int64_t i3 = 0) {
-    return (T *) ((char *) t->data + (size_t) i1 * t->nb[1] + (size_t) i2 * t->nb[2] + (size_t) i3 * t->nb[3]);
-}
+int64_t floats(size_t bytes) { return bytes / sizeof(float); }
 
 bool are_floats(const ggml_tensor * op, int n) {
     bool all = op->type == GGML_TYPE_F32;
@@ -84,15 +81,15 @@ struct StateShape {
     int64_t n_results() const { return n_seqs * n_tokens * n_heads * n_rows; }  // floats before the states
 
     const float * before(int64_t seq) const {
-        const int64_t i = ids ? ((const int32_t *) ids->data)[seq] : seq;
-        return (const float *) ((const char *) states->data + (size_t) i * stride);
+        const int64_t i = ids ? static_cast<const int32_t *>(ids->data)[seq] : seq;
+        return reinterpret_cast<const float *>(static_cast<const char *>(states->data) + i * stride);
     }
 
     // `kept`: of how many tokens before the last.
     float * after(const ggml_tensor * op, const ggml_tensor * copy, int64_t seq, int64_t kept) const {
         const int64_t i = (kept * n_seqs + seq) * n_state();
         if (!copy) {
-            return (float *) op->data + n_results() + i;
+            return static_cast<float *>(op->data) + n_results() + i;
         }
         const ggml_tensor * to  = copy->src[1];
         const int64_t       row = i / to->ne[0];
@@ -115,7 +112,7 @@ public:
     States(const ggml_compute_params * params, ggml_tensor * op, const ggml_tensor * gather, const ggml_tensor * copy)
         : op_(op), gather_(gather), shape_(op), copy_(copy && is_in_place(copy) ? copy : nullptr), level_(*linear_level()),
           ith_(params->ith), nth_(params->nth),
-          rows_each_(std::clamp<int64_t>(rows_bytes / (shape_.n_columns * (int64_t) sizeof(float)) / kStateRows * kStateRows,
+          rows_each_(std::clamp<int64_t>(rows_bytes / (shape_.n_columns * int64_t{ sizeof(float) }) / kStateRows * kStateRows,
                                          kStateRows, kMostStateRows)) {}
 
     void compute() {
@@ -130,7 +127,7 @@ public:
 
 private:
     const float * before(int64_t seq) const {
-        return gather_ ? ((const float * const *) gather_->data)[seq] : shape_.before(seq);
+        return gather_ ? static_cast<const float * const *>(gather_->data)[seq] : shape_.before(seq);
     }
 
     // Whether states can be written where they are copied to: no sequence reads what another writes.
@@ -161,7 +158,7 @@ private:
         rows.decays        = decays;
         rows.factors       = factors;
         rows.y_stride      = shape_.n_heads * shape_.n_rows;
-        rows.scale         = op_->op == GGML_OP_GATED_DELTA_NET ? 1.0f / std::sqrt((float) shape_.n_columns) : 1.0f;
+        rows.scale         = op_->op == GGML_OP_GATED_DELTA_NET ? 1.0f / std::sqrt(static_cast<float>(shape_.n_columns)) : 1.0f;
         for (int64_t t = 0; t < shape_.n_tokens; t += rows.n_tokens, from = after[rows.n_tokens - 1]) {
             rows.n_tokens = std::min<int64_t>(kMostTokens, shape_.n_tokens - t);
             for (int64_t i = 0; i < rows.n_tokens; i++) {
@@ -169,7 +166,8 @@ private:
                 after[i]               = shape_.after(op_, copy_, seq, from_end < shape_.n_kept ? from_end : 0) + place;
             }
             rows.before = from;
-            rows.y      = (float *) op_->data + ((seq * shape_.n_tokens + t) * shape_.n_heads + head) * shape_.n_rows + row;
+            rows.y =
+                    static_cast<float *>(op_->data) + ((seq * shape_.n_tokens + t) * shape_.n_heads + head) * shape_.n_rows + row;
             switch (op_->op) {
                 case GGML_OP_GATED_DELTA_NET: delta_net(rows, decays, factors, seq, head, row, t); break;
                 case GGML_OP_SSM_SCAN: scan(rows, decays, factors, seq, head, row, t); break;
@@ -317,9 +315,11 @@ const ggml_tensor * gather_of_states(const ggml_tensor * op) {
 }
 
 void write_places(ggml_tensor * gather) {
-    const ggml_tensor *rows = gather->src[0], *ids = gather->src[1];
+    const ggml_tensor * rows    = gather->src[0];
+    const auto *        numbers = static_cast<const int32_t *>(gather->src[1]->data);
+    auto *              places  = static_cast<const float **>(gather->data);
     for (int64_t i = 0; i < gather->ne[1]; i++) {
-        ((const float **) gather->data)[i] = at<const float>(rows, ((const int32_t *) ids->data)[i], 0);
+        places[i] = at<const float>(rows, numbers[i]);
     }
 }
 

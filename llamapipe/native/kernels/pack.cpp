@@ -14,8 +14,8 @@ void scale_and_min_k4(int j, const uint8_t * s, uint8_t & scale, uint8_t & min) 
         scale = s[j] & 63;
         min   = s[j + 4] & 63;
     } else {
-        scale = (uint8_t) ((s[j + 4] & 15) | ((s[j - 4] >> 6) << 4));
-        min   = (uint8_t) ((s[j + 4] >> 4) | ((s[j] >> 6) << 4));
+        scale = static_cast<uint8_t>((s[j + 4] & 15) | ((s[j - 4] >> 6) << 4));
+        min   = static_cast<uint8_t>((s[j + 4] >> 4) | ((s[j] >> 6) << 4));
     }
 }
 
@@ -91,7 +91,7 @@ void put_lines(const uint8_t * columns, int r, uint8_t (*lines)[64]) {
 
 void put_nibbles(const uint8_t * q, int r, uint8_t (*lines)[64]) {
     uint8_t both[16];
-    for (int i = 0; i < 16; i++) both[i] = (uint8_t) ((q[i] & 15) | q[16 + i] << 4);
+    for (int i = 0; i < 16; i++) both[i] = static_cast<uint8_t>((q[i] & 15) | q[16 + i] << 4);
     put_lines(both, r, lines);
 }
 
@@ -130,7 +130,7 @@ void put(const Plain & in, int r, PanelQ6_K * out) {
         memcpy(out->q[s].low[0] + 4 * r, &low[0], 4);
         memcpy(out->q[s].low[1] + 4 * r, &low[1], 4);
         memcpy(out->q[s].high + 4 * r, &high, 4);
-        out->scales[s / 2][r][s % 2] = (int8_t) in.scales[s];
+        out->scales[s / 2][r][s % 2] = static_cast<int8_t>(in.scales[s]);
     }
     out->d[r] = in.d;
 }
@@ -151,7 +151,7 @@ template <class Block, class Panel> void put(const Block * in, int r, Panel * ou
             uint32_t bits        = four(in->qh) >> c & 0x11111111;
             bits                 = (bits | bits >> 3) & 0x03030303;
             bits                 = (bits | bits >> 6) & 0x000f000f;
-            out->high[4 * r + c] = (uint8_t) (bits | bits >> 12);
+            out->high[4 * r + c] = static_cast<uint8_t>(bits | bits >> 12);
         }
     }
     if constexpr (kNumbers<Panel>.has_mins) memcpy(&out->m[r], &in->m, 2);
@@ -177,7 +177,7 @@ void put(const block_iq4_xs * in, int r, PanelIQ4_XS * out) {
     for (int b = 0; b < 8; b++) {
         put_lines(in->qs + 16 * b, r, out->q[b]);
         const int scale   = (in->scales_l[b / 2] >> 4 * (b % 2) & 15) | (in->scales_h >> 2 * b & 3) << 4;
-        out->scales[b][r] = (int8_t) (scale - 32);
+        out->scales[b][r] = static_cast<int8_t>(scale - 32);
     }
     memcpy(&out->d[r], &in->d, 2);
 }
@@ -219,7 +219,7 @@ void put(const block_q3_K * in, int r, PanelQ3_K * out) {
     }
     for (int s = 0; s < 16; s++) {
         const int low = in->scales[s % 8] >> 4 * (s / 8) & 15, high = in->scales[8 + s % 4] >> 2 * (s / 4) & 3;
-        out->scales[s / 2][r][s % 2] = (int8_t) ((low | high << 4) - 32);
+        out->scales[s / 2][r][s % 2] = static_cast<int8_t>((low | high << 4) - 32);
     }
     memcpy(&out->d[r], &in->d, 2);
 }
@@ -245,7 +245,7 @@ void put(const block_tq1_0 * in, int r, PanelTQ1_0 * out) {
     uint8_t           q[QK_K], *to = q;
     const auto        digits = [&](const uint8_t * bytes, int n_bytes, int n_digits) {
         for (int n = 0; n < n_digits; n++)
-            for (int m = 0; m < n_bytes; m++) *to++ = (uint8_t) ((uint8_t) (bytes[m] * powers[n]) * 3 >> 8);
+            for (int m = 0; m < n_bytes; m++) *to++ = static_cast<uint8_t>(static_cast<uint8_t>(bytes[m] * powers[n]) * 3 >> 8);
     };
     digits(in->qs, 32, 5);
     digits(in->qs + 32, 16, 5);
@@ -254,15 +254,15 @@ void put(const block_tq1_0 * in, int r, PanelTQ1_0 * out) {
         for (int c = 0; c < 4; c++) {
             int value = 0;
             for (int g = 5 * n; g < 5 * n + 5; g++) value = 3 * value + (g < 64 ? q[4 * g + c] : 0);
-            out->q[n][4 * r + c] = (uint8_t) ((value * 256 + 242) / 243);  // so that multiplying gives the digits again
+            out->q[n][4 * r + c] = static_cast<uint8_t>((value * 256 + 242) / 243);  // so that multiplying gives the digits again
         }
     memcpy(&out->d[r], &in->d, 2);
 }
 
 // The places of groups of columns; those of 8 columns are 32. A place has 8 bits, and others in `nine` and `ten`.
 template <class Panel> void put_index(const uint16_t * index, int r, Panel * out) {
-    constexpr int n = (int) (sizeof(out->index) / 16);
-    for (int g = 0; g < n; g++) out->index[g][r] = (uint8_t) index[g];
+    constexpr int n = static_cast<int>(sizeof(out->index) / 16);
+    for (int g = 0; g < n; g++) out->index[g][r] = static_cast<uint8_t>(index[g]);
 }
 
 // n bits of each, from `shift` on; in a byte are those of every second index.
@@ -272,7 +272,7 @@ template <int n, int size> void put_bits(const uint16_t * index, int shift, int 
         for (int e = 0; e < 2; e++) {
             int bits = 0;
             for (int l = 0; l < per_byte; l++) bits |= (index[2 * per_byte * j + 2 * l + e] >> shift & ((1 << n) - 1)) << n * l;
-            to[j][e][r] = (uint8_t) bits;
+            to[j][e][r] = static_cast<uint8_t>(bits);
         }
 }
 
@@ -280,7 +280,7 @@ template <int n, int size> void put_bits(const uint16_t * index, int shift, int 
 void put_signs(const uint8_t * signs, int r, uint8_t (*to)[8]) {
     for (int g = 0; g < 64; g++) {
         const int bits = signs[g / 2] >> 4 * (g % 2) & 15;
-        to[g][r / 2]   = (uint8_t) (r % 2 ? to[g][r / 2] | bits << 4 : bits);
+        to[g][r / 2]   = static_cast<uint8_t>(r % 2 ? to[g][r / 2] | bits << 4 : bits);
     }
 }
 
@@ -291,7 +291,7 @@ void put(const block_iq3_xxs * in, int r, PanelIQ3_XXS * out) {
         const uint32_t word = four(in->qs + 64 + 4 * b);
         for (int l = 0; l < 4; l++) signs[4 * b + l] = ksigns_iq2xs[word >> 7 * l & 127];
         const uint32_t scale  = word >> 28;
-        out->scales[b / 2][r] = (uint8_t) (b % 2 ? out->scales[b / 2][r] | scale << 4 : scale);
+        out->scales[b / 2][r] = static_cast<uint8_t>(b % 2 ? out->scales[b / 2][r] | scale << 4 : scale);
     }
     put_signs(signs, r, out->signs);
     memcpy(&out->d[r], &in->d, 2);
@@ -299,7 +299,7 @@ void put(const block_iq3_xxs * in, int r, PanelIQ3_XXS * out) {
 
 void put(const block_iq3_s * in, int r, PanelIQ3_S * out) {
     uint16_t index[64];
-    for (int g = 0; g < 64; g++) index[g] = (uint16_t) (in->qs[g] | (in->qh[g / 8] >> g % 8 & 1) << 8);
+    for (int g = 0; g < 64; g++) index[g] = static_cast<uint16_t>(in->qs[g] | (in->qh[g / 8] >> g % 8 & 1) << 8);
     put_index(index, r, out);
     put_bits<1>(index, 8, r, out->nine);
     put_signs(in->signs, r, out->signs);
@@ -313,11 +313,11 @@ void put(const block_iq2_xxs * in, int r, PanelIQ2_XXS * out) {
         uint32_t words[2];
         memcpy(words, in->qs + 4 * b, 8);
         for (int l = 0; l < 4; l++) {
-            out->index[4 * b + l][r] = (uint8_t) (words[0] >> 8 * l);
+            out->index[4 * b + l][r] = static_cast<uint8_t>(words[0] >> 8 * l);
             signs[4 * b + l]         = ksigns_iq2xs[words[1] >> 7 * l & 127];
         }
         const uint32_t scale  = words[1] >> 28;
-        out->scales[b / 2][r] = (uint8_t) (b % 2 ? out->scales[b / 2][r] | scale << 4 : scale);
+        out->scales[b / 2][r] = static_cast<uint8_t>(b % 2 ? out->scales[b / 2][r] | scale << 4 : scale);
     }
     put_signs(signs, r, out->signs);
     memcpy(&out->d[r], &in->d, 2);
@@ -335,7 +335,7 @@ void put(const block_iq2_xs * in, int r, PanelIQ2_XS * out) {
 
 void put(const block_iq2_s * in, int r, PanelIQ2_S * out) {
     uint16_t index[32];
-    for (int g = 0; g < 32; g++) index[g] = (uint16_t) (in->qs[g] | (in->qh[g / 4] >> 2 * (g % 4) & 3) << 8);
+    for (int g = 0; g < 32; g++) index[g] = static_cast<uint16_t>(in->qs[g] | (in->qh[g / 4] >> 2 * (g % 4) & 3) << 8);
     put_index(index, r, out);
     put_bits<2>(index, 8, r, out->ten);
     for (int i = 0; i < 8; i++) out->scales[i][r] = in->scales[i];
@@ -351,9 +351,9 @@ template <class Panel> void put_eleven(const uint16_t * index, int r, Panel * ou
 
 void put(const block_iq1_s * in, int r, PanelIQ1_S * out) {
     uint16_t index[32];
-    for (int g = 0; g < 32; g++) index[g] = (uint16_t) (in->qs[g] | (in->qh[g / 4] >> 3 * (g % 4) & 7) << 8);
+    for (int g = 0; g < 32; g++) index[g] = static_cast<uint16_t>(in->qs[g] | (in->qh[g / 4] >> 3 * (g % 4) & 7) << 8);
     put_eleven(index, r, out);
-    for (int i = 0; i < 4; i++) out->scales[i][r] = (uint8_t) (in->qh[2 * i] >> 12 | in->qh[2 * i + 1] >> 12 << 4);
+    for (int i = 0; i < 4; i++) out->scales[i][r] = static_cast<uint8_t>(in->qh[2 * i] >> 12 | in->qh[2 * i + 1] >> 12 << 4);
     memcpy(&out->d[r], &in->d, 2);
 }
 
@@ -361,36 +361,34 @@ void put(const block_iq1_m * in, int r, PanelIQ1_M * out) {
     uint16_t index[32], negative[32], words[4];
     for (int g = 0; g < 32; g++) {
         const int bits = in->qh[g / 2] >> 4 * (g % 2);
-        index[g]       = (uint16_t) (in->qs[g] | (bits & 7) << 8);
-        negative[g]    = (uint16_t) (bits >> 3 & 1);
+        index[g]       = static_cast<uint16_t>(in->qs[g] | (bits & 7) << 8);
+        negative[g]    = static_cast<uint16_t>(bits >> 3 & 1);
     }
     put_eleven(index, r, out);
     put_bits<1>(negative, 0, r, out->negative);
     memcpy(words, in->scales, 8);
     for (int i = 0; i < 8; i++) {
         const int both    = words[i / 2] >> 6 * (i % 2);
-        out->scales[i][r] = (uint8_t) ((both & 7) | (both >> 3 & 7) << 4);
+        out->scales[i][r] = static_cast<uint8_t>((both & 7) | (both >> 3 & 7) << 4);
     }
     int d = 0;
     for (int i = 0; i < 4; i++) d |= words[i] >> 12 << 4 * i;
-    out->d[r] = (uint16_t) d;
+    out->d[r] = static_cast<uint16_t>(d);
 }
 
 }  // namespace
 
-template <class Panel> size_t panel_bytes(int64_t n_columns) {
-    return sizeof(Panel) * (size_t) (n_columns / PanelType<Panel>::kColumns);
-}
+template <class Panel> size_t panel_bytes(int64_t n_columns) { return sizeof(Panel) * (n_columns / PanelType<Panel>::kColumns); }
 
 template <class Panel> void pack(const void * rows, size_t stride, int64_t n_columns, void * panel) {
     using Type             = PanelType<Panel>;
     const int64_t n_panels = n_columns / Type::kColumns;
     for (int r = 0; r < kPanelRows; r++) {
-        const auto * block = (const typename Type::Block *) ((const char *) rows + (size_t) r * stride);
+        const auto * block = reinterpret_cast<const typename Type::Block *>(static_cast<const char *>(rows) + r * stride);
         for (int64_t i = 0; i < n_panels; i++) {
-            Panel * out = (Panel *) panel + i;
+            Panel * out = static_cast<Panel *>(panel) + i;
             if constexpr (Type::kParts > 1)
-                put(block + i / Type::kParts, (int) (i % Type::kParts), r, out);
+                put(block + i / Type::kParts, static_cast<int>(i % Type::kParts), r, out);
             else
                 put(block + i, r, out);
         }
@@ -409,13 +407,13 @@ template <class T, int n, class F> static void put_grid(const T (&table)[n], con
     for (int i = 0; i < n; i++) {
         T   bytes  = 0;
         int places = 0;
-        for (int c = 0; c < (int) sizeof(T); c++) {
-            const int at = place((int8_t) (table[i] >> 8 * c));
-            bytes |= (T) values[at] << 8 * c;
+        for (int c = 0; c < static_cast<int>(sizeof(T)); c++) {
+            const int at = place(static_cast<int8_t>(table[i] >> 8 * c));
+            bytes |= static_cast<T>(values[at]) << 8 * c;
             places |= at << (shifts[c % 4] + 2 * (c / 4));
         }
         out.bytes[i]  = bytes;
-        out.places[i] = (uint16_t) places;
+        out.places[i] = static_cast<uint16_t>(places);
     }
 }
 

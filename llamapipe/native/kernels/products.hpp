@@ -39,7 +39,7 @@ __attribute__((noinline)) void tile(const typename F::Panel * const (&panel)[Q],
     const typename F::Row * x[M];
     float *                 out[M];
     for (int j = 0; j < M; j++) {
-        x[j]   = (const typename F::Row *) rows[j] + part;
+        x[j]   = static_cast<const typename F::Row *>(rows[j]) + part;
         out[j] = y[j] + at;
     }
     Level::template accumulate<M, Q>(panel, w, n, x, out);
@@ -58,7 +58,7 @@ void rest(int64_t n_rows, const typename F::Panel * const (&panel)[Q], const W *
 
 // What comes next is read while this part is multiplied; the hardware does not look that far ahead.
 inline void prefetch(const void * address, size_t n_bytes) {
-    for (size_t i = 0; i < n_bytes; i += 64) __builtin_prefetch((const char *) address + i, 0, 2);
+    for (size_t i = 0; i < n_bytes; i += 64) __builtin_prefetch(static_cast<const char *>(address) + i, 0, 2);
 }
 
 // Few rows are multiplied with lines that are made in registers: writing them costs more than making them again.
@@ -74,12 +74,12 @@ void multiply_panels(const typename F::Panel * panels, int64_t n_blocks, const v
     constexpr int M = kIsDirect<F, W> ? kDirectRows<Level, F> : kTile<Level, F>.rows;
     for (int64_t j = first; j < last; j++) memset(y[j] + at, 0, Q * kPanelRows * sizeof(float));
     for (int64_t i = 0; i < n_blocks; i += F::kAtOnce) {
-        const int                 n = n_blocks - i < F::kAtOnce ? (int) (n_blocks - i) : F::kAtOnce;
+        const int                 n = n_blocks - i < F::kAtOnce ? static_cast<int>(n_blocks - i) : F::kAtOnce;
         const typename F::Panel * panel[Q];
         W                         w[Q];
         for (int q = 0; q < Q; q++) {
             panel[q] = panels + n_blocks * q + i;
-            if constexpr (!std::is_same_v<W, Direct>) prefetch(panel[q] + n, sizeof(*panel[q]) * (size_t) n);
+            if constexpr (!std::is_same_v<W, Direct>) prefetch(panel[q] + n, sizeof(*panel[q]) * n);
             Level::unpack(panel[q], n, w[q]);
         }
         int64_t j = first;
@@ -102,7 +102,7 @@ void multiply(const void * panels, int64_t n_panels, int64_t n_columns, const vo
               float * const * y) {
     constexpr int      Q        = kTile<Level, F>.panels;
     const int64_t      n_blocks = n_columns / F::kColumns;
-    const auto * const all      = (const typename F::Panel *) panels;
+    const auto * const all      = static_cast<const typename F::Panel *>(panels);
     for (int64_t first = 0; first < n_rows; first += kRowsAtOnce) {
         const int64_t last = first + kRowsAtOnce < n_rows ? first + kRowsAtOnce : n_rows;
         if constexpr (kDirectRows<Level, F> > 0) {

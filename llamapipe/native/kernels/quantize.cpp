@@ -8,16 +8,17 @@
 #include "target.hpp"
 
 LP_TARGET("avx2,fma,f16c")
+#include "loads.hpp"
 
 namespace llamapipe::kernels {
 
-size_t row_bytes_k(int64_t n_columns) { return sizeof(RowBlockK) * (size_t) (n_columns / QK_K); }
-size_t row_bytes_32(int64_t n_columns) { return sizeof(RowBlock32) * (size_t) (n_columns / 32); }
+size_t row_bytes_k(int64_t n_columns) { return sizeof(RowBlockK) * (n_columns / QK_K); }
+size_t row_bytes_32(int64_t n_columns) { return sizeof(RowBlock32) * (n_columns / 32); }
 
 // As ggml's quantize_row_q8_K: the value of greatest magnitude becomes -127.
 void quantize_k(const float * row, int64_t, int64_t first, int64_t last, void * quantized) {
     const __m256 sign = _mm256_set1_ps(-0.0f);
-    RowBlockK *  out  = (RowBlockK *) quantized + first / QK_K;
+    RowBlockK *  out  = static_cast<RowBlockK *>(quantized) + first / QK_K;
     for (int64_t i = first; i < last; i += QK_K, out++) {
         const float * x   = row + i;
         __m256        top = _mm256_setzero_ps(), is_nan = _mm256_setzero_ps();
@@ -40,7 +41,7 @@ void quantize_k(const float * row, int64_t, int64_t first, int64_t last, void * 
             const __m256 v = _mm256_loadu_ps(x + k);
             const int same = _mm256_movemask_ps(_mm256_cmp_ps(_mm256_andnot_ps(sign, v), _mm256_set1_ps(greatest), _CMP_EQ_OQ));
             if (same) {
-                value = x[k + __builtin_ctz((unsigned) same)];
+                value = x[k + __builtin_ctz(static_cast<unsigned>(same))];
                 break;
             }
         }
@@ -52,15 +53,15 @@ void quantize_k(const float * row, int64_t, int64_t first, int64_t last, void * 
             for (int n = 0; n < 4; n++) v[n] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + k + 8 * n), factor));
             const __m256i low = _mm256_packs_epi32(v[0], v[1]), high = _mm256_packs_epi32(v[2], v[3]);
             const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
-            _mm256_storeu_si256((__m256i *) (out->q + k), bytes);
+            store256(out->q + k, bytes);
             // Sums of 16 bytes: vpmaddubsw with ones, vpmaddwd with ones, then across four lanes.
             const __m256i fours  = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes), _mm256_set1_epi16(1));
             const __m256i eights = _mm256_add_epi32(fours, _mm256_shuffle_epi32(fours, 0x4e));
             const __m256i whole  = _mm256_add_epi32(eights, _mm256_shuffle_epi32(eights, 0xb1));
             const int     a = _mm256_extract_epi32(whole, 0), b = _mm256_extract_epi32(whole, 4);
-            out->sums16[k / 16]     = (int16_t) a;
-            out->sums16[k / 16 + 1] = (int16_t) b;
-            out->sums32[k / 32]     = (int16_t) (a + b);
+            out->sums16[k / 16]     = static_cast<int16_t>(a);
+            out->sums16[k / 16 + 1] = static_cast<int16_t>(b);
+            out->sums32[k / 32]     = static_cast<int16_t>(a + b);
         }
         out->d = _mm256_movemask_ps(is_nan) ? NAN : 1 / inverse;
     }
@@ -70,7 +71,7 @@ void quantize_k(const float * row, int64_t, int64_t first, int64_t last, void * 
 void quantize_32(const float * row, int64_t, int64_t first, int64_t last, void * quantized) {
     const __m256  sign  = _mm256_set1_ps(-0.0f);
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    RowBlock32 *  out   = (RowBlock32 *) quantized + first / 32;
+    RowBlock32 *  out   = static_cast<RowBlock32 *>(quantized) + first / 32;
     for (int64_t i = first; i < last; i += 32, out++) {
         __m256 v[4], top = _mm256_setzero_ps(), is_nan = _mm256_setzero_ps();
         for (int n = 0; n < 4; n++) {
@@ -86,16 +87,16 @@ void quantize_32(const float * row, int64_t, int64_t first, int64_t last, void *
         for (int n = 0; n < 4; n++) q[n] = _mm256_cvtps_epi32(_mm256_mul_ps(v[n], factor));
         const __m256i low = _mm256_packs_epi32(q[0], q[1]), high = _mm256_packs_epi32(q[2], q[3]);
         const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
-        _mm256_storeu_si256((__m256i *) out->q, bytes);
+        store256(out->q, bytes);
         const __m256i pairs  = _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes);
         const __m256i fours  = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
         const __m256i eights = _mm256_add_epi32(fours, _mm256_shuffle_epi32(fours, 0x4e));
         const __m256i sums   = _mm256_add_epi32(eights, _mm256_shuffle_epi32(eights, 0xb1));
-        out->sums16[0]       = (int16_t) _mm256_extract_epi32(sums, 0);
-        out->sums16[1]       = (int16_t) _mm256_extract_epi32(sums, 4);
+        out->sums16[0]       = static_cast<int16_t>(_mm256_extract_epi32(sums, 0));
+        out->sums16[1]       = static_cast<int16_t>(_mm256_extract_epi32(sums, 4));
         const float d        = _mm256_movemask_ps(is_nan) ? NAN : greatest / 127.f;
         out->d               = _cvtsh_ss(_cvtss_sh(d, 0));
-        out->d_sum           = _cvtsh_ss(_cvtss_sh(d * (float) out->sum(), 0));
+        out->d_sum           = _cvtsh_ss(_cvtss_sh(d * static_cast<float>(out->sum()), 0));
     }
 }
 

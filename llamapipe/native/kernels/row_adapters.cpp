@@ -1,6 +1,7 @@
 #include "row_adapters.hpp"
 
 #include "float_products.hpp"
+#include "tensors.hpp"
 #include "weight_buffer.hpp"
 
 #include "ggml-backend-impl.h"
@@ -18,7 +19,8 @@ int64_t n_pieces(int64_t n, int64_t each) { return (n + each - 1) / each; }
 
 }  // namespace
 
-Lora::Lora(const void * id, float alpha, std::vector<LoraPair> given) : id(id), alpha(alpha), pairs(std::move(given)) {
+Lora::Lora(const void * its_id, float its_alpha, std::vector<LoraPair> its_pairs)
+    : id(its_id), alpha(its_alpha), pairs(std::move(its_pairs)) {
     for (const LoraPair & pair : pairs) {
         most_rank = std::max(most_rank, pair.a ? pair.a->ne[1] : 0);
         most_rows = std::max(most_rows, pair.a ? pair.b->ne[1] : 0);
@@ -31,16 +33,16 @@ void RowAdapters::carry(const std::vector<LoraPair> & pairs) {
     parts_.clear();
     by_seq_.clear();
     for (size_t i = 0; i < pairs.size(); i++) {
-        parts_[pairs[i].a] = { Part::a, (int32_t) i };
-        parts_[pairs[i].b] = { Part::b, (int32_t) i };
+        parts_[pairs[i].a] = { Part::a, static_cast<int32_t>(i) };
+        parts_[pairs[i].b] = { Part::b, static_cast<int32_t>(i) };
     }
 }
 
 void RowAdapters::assign(int seq_id, std::vector<Scaled> adapters) {
-    if (by_seq_.size() <= (size_t) seq_id) {
-        by_seq_.resize((size_t) seq_id + 1);
+    if (by_seq_.size() <= static_cast<size_t>(seq_id)) {
+        by_seq_.resize(seq_id + 1);
     }
-    by_seq_[(size_t) seq_id] = std::move(adapters);
+    by_seq_[seq_id] = std::move(adapters);
 }
 
 std::shared_ptr<const Lora> RowAdapters::find(const void * id) const {
@@ -60,22 +62,21 @@ void RowAdapters::Rows::group() {
     size_t n_places = 1;
     for (size_t place = 0; place < n_places; place++) {
         const auto lora_of = [&](int32_t row) -> const Lora * {
-            const std::vector<Scaled> * given = owned[(size_t) row];
+            const std::vector<Scaled> * given = owned[row];
             return given && place < given->size() ? (*given)[place].lora.get() : nullptr;
         };
         const size_t first = of_group.size();
         for (size_t i = 0; i < owned.size(); i++) {
             n_places = std::max(n_places, owned[i] ? owned[i]->size() : 0);
-            if (place == 0 || lora_of((int32_t) i)) {
-                of_group.push_back((int32_t) i);
+            if (place == 0 || lora_of(static_cast<int32_t>(i))) {
+                of_group.push_back(static_cast<int32_t>(i));
             }
         }
-        std::stable_sort(of_group.begin() + (ptrdiff_t) first, of_group.end(),
-                         [&](int32_t a, int32_t b) { return lora_of(a) < lora_of(b); });
+        std::stable_sort(of_group.begin() + first, of_group.end(), [&](int32_t a, int32_t b) { return lora_of(a) < lora_of(b); });
         for (size_t i = first; i < of_group.size(); i++) {
             const Lora * lora = lora_of(of_group[i]);
             if (i == first || groups.back().lora != lora) {
-                groups.push_back({ lora, place, (int64_t) i, 0 });
+                groups.push_back({ lora, place, static_cast<int64_t>(i), 0 });
             }
             groups.back().n++;
         }
@@ -88,7 +89,7 @@ void RowAdapters::prepare(int n_tokens, const int32_t * seq_ids, const int8_t * 
     int64_t most_rank = 1, most_rows = 0;
     size_t  n_places = 1;
     for (int i = 0; i < n_tokens; i++) {
-        const auto                  seq_id = (size_t) seq_ids[i];
+        const auto                  seq_id = static_cast<size_t>(seq_ids[i]);
         const std::vector<Scaled> * owned  = seq_id < by_seq_.size() && !by_seq_[seq_id].empty() ? &by_seq_[seq_id] : nullptr;
         entries_.owned.push_back(owned);
         if (outputs[i]) {
@@ -106,8 +107,8 @@ void RowAdapters::prepare(int n_tokens, const int32_t * seq_ids, const int8_t * 
     n_tokens_      = n_tokens;
     stride_        = (most_rank + 15) / 16 * 16;
     others_stride_ = (most_rows + 15) / 16 * 16;
-    products_.resize(std::max(products_.size(), n_places * (size_t) (stride_ * n_tokens)));
-    others_.resize(std::max(others_.size(), (n_places - 1) * (size_t) (others_stride_ * n_tokens)));
+    products_.resize(std::max(products_.size(), n_places * stride_ * n_tokens));
+    others_.resize(std::max(others_.size(), (n_places - 1) * others_stride_ * n_tokens));
 }
 
 RowAdapters::Part RowAdapters::part_of(const ggml_tensor * op, int32_t & matrix) const {
@@ -122,28 +123,27 @@ RowAdapters::Part RowAdapters::part_of(const ggml_tensor * op, int32_t & matrix)
 }
 
 const RowAdapters::Rows & RowAdapters::rows_of(const ggml_tensor * op) const {
-    const auto          n    = (size_t) ggml_nrows(op);
+    const size_t        n    = ggml_nrows(op);
     const ggml_tensor * from = op->src[1] ? op->src[1] : op->src[0];
-    GGML_ASSERT(from->nb[2] == from->nb[1] * (size_t) from->ne[1] && from->nb[3] == from->nb[2] * (size_t) from->ne[2]);
+    GGML_ASSERT(from->nb[2] == from->nb[1] * from->ne[1] && from->nb[3] == from->nb[2] * from->ne[2]);
     // The last layer computes outputs only. If all entries are outputs, both are the same.
     GGML_ASSERT((n == entries_.owned.size() || n == outputs_.owned.size()) && "these rows are no entries of the batch");
     return n == entries_.owned.size() ? entries_ : outputs_;
 }
 
 void RowAdapters::scale(int32_t matrix, ggml_tensor * op, int64_t row, const std::vector<Scaled> * owned) const {
-    float * to       = (float *) ((char *) op->data + (size_t) row * op->nb[1]);
+    float * to       = at<float>(op, row);
     bool    is_first = true;
     for (size_t place = 0; owned && place < owned->size(); place++) {
         const Lora &   lora = *(*owned)[place].lora;
-        const LoraPair pair = lora.pairs[(size_t) matrix];
+        const LoraPair pair = lora.pairs[matrix];
         if (!pair.a) {
             continue;
         }
         // As llama_adapter_lora_weight::get_scale has it.
-        const float   rank = (float) pair.b->ne[0], given = (*owned)[place].scale;
+        const float   rank = static_cast<float>(pair.b->ne[0]), given = (*owned)[place].scale;
         const float   by   = lora.alpha != 0 ? given * lora.alpha / rank : given;
-        const float * from = place > 0 ? outer(place) + row * others_stride_
-                                       : (const float *) ((const char *) op->src[0]->data + (size_t) row * op->src[0]->nb[1]);
+        const float * from = place > 0 ? outer(place) + row * others_stride_ : at<const float>(op->src[0], row);
         if (is_first && from != to) {
             std::copy_n(from, op->ne[0], to);
         }
@@ -161,26 +161,27 @@ void RowAdapters::compute(Part part, int32_t matrix, const ggml_compute_params *
     const Rows &  rows = rows_of(op);
     const int64_t ith = params->ith, nth = params->nth;
     if (part == Part::scale) {
-        for (int64_t row = ith; row < (int64_t) rows.owned.size(); row += nth) {
-            scale(matrix, op, row, rows.owned[(size_t) row]);
+        for (int64_t row = ith; row < static_cast<int64_t>(rows.owned.size()); row += nth) {
+            scale(matrix, op, row, rows.owned[row]);
         }
         return;
     }
     int64_t next = 0;  // pieces are numbered; each thread has those of its number
     for (const Group & group : rows.groups) {
-        const LoraPair pair = group.lora ? group.lora->pairs[(size_t) matrix] : LoraPair();
+        const LoraPair pair = group.lora ? group.lora->pairs[matrix] : LoraPair();
         if (!pair.a) {
             continue;
         }
         const bool          is_a = part == Part::a, is_first = group.place == 0;
-        const int32_t *     in_group = rows.of_group.data() + group.first;
-        const ggml_tensor * weight   = is_a ? pair.a : pair.b;
-        const size_t inner_stride = (size_t) stride_ * sizeof(float), outer_stride = (size_t) others_stride_ * sizeof(float);
-        RowProduct   product;
-        product.weights       = weight;
-        product.rows          = is_a ? (const char *) op->src[1]->data : (const char *) inner(group.place);
+        const int32_t *     in_group     = rows.of_group.data() + group.first;
+        const ggml_tensor * weight       = is_a ? pair.a : pair.b;
+        const size_t        inner_stride = stride_ * sizeof(float), outer_stride = others_stride_ * sizeof(float);
+        RowProduct          product;
+        product.weights = weight;
+        product.rows    = is_a ? static_cast<const char *>(op->src[1]->data) : reinterpret_cast<const char *>(inner(group.place));
         product.row_stride    = is_a ? op->src[1]->nb[1] : inner_stride;
-        product.results       = is_a ? (char *) inner(group.place) : is_first ? (char *) op->data : (char *) outer(group.place);
+        product.results       = is_first && !is_a ? static_cast<char *>(op->data)
+                                                  : reinterpret_cast<char *>(is_a ? inner(group.place) : outer(group.place));
         product.result_stride = is_a ? inner_stride : is_first ? op->nb[1] : outer_stride;
         const int64_t each = is_a ? piece_of_a : piece_of_b, n_of_weights = n_pieces(weight->ne[1], each);
         const int64_t n_all = n_of_weights * n_pieces(group.n, piece_rows);

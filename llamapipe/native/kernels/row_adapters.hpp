@@ -89,8 +89,8 @@ private:
 
     const Rows & rows_of(const ggml_tensor * op) const;
     // A x of each row with the adapters at a place; and of those after the first, B A x.
-    float * inner(size_t place) const { return products_.data() + place * (size_t) (n_tokens_ * stride_); }
-    float * outer(size_t place) const { return others_.data() + (place - 1) * (size_t) (n_tokens_ * others_stride_); }
+    float * inner(size_t place) const { return products_.data() + place * n_tokens_ * stride_; }
+    float * outer(size_t place) const { return others_.data() + (place - 1) * n_tokens_ * others_stride_; }
     void    scale(int32_t matrix, ggml_tensor * op, int64_t row, const std::vector<Scaled> * owned) const;
 
     std::unordered_map<const ggml_tensor *, Place> parts_;  // of the carrier's tensors

@@ -128,7 +128,7 @@ template <class V, int n, int g, class Panel>
 inline typename V::Int line(const Panel * panel, const Direct *, int group, int p) {
     constexpr size_t n_bytes = sizeof(Panel) / kGroups<Panel>;
     if constexpr (64 * g < n_bytes && !std::is_same_v<Panel, PanelQ8_0>)
-        if (p == 0) __builtin_prefetch((const char *) panel + n_bytes * (size_t) group + 64 * g + kAhead, 0, 2);
+        if (p == 0) __builtin_prefetch(reinterpret_cast<const char *>(panel) + n_bytes * group + 64 * g + kAhead, 0, 2);
     return line_of<V, g>(panel, group, p);
 }
 
@@ -245,7 +245,7 @@ template <class V> inline void unpack(const PanelTQ1_0 * panel, int, Expanded & 
 // Scales 2 s + 1 of nibbles.
 template <class V, class Panel> inline void expand_nibbles(const Panel * panel, int mask, Expanded & out) {
     const uint8_t * scales = panel->scales[0];
-    for (int i = 0; i < (int) sizeof(panel->scales); i += V::kBytes / 2) {
+    for (int i = 0; i < static_cast<int>(sizeof(panel->scales)); i += V::kBytes / 2) {
         const typename V::Int both = V::load_pairs_unsigned(scales + i);
         const typename V::Int s    = V::bit_and(V::bit_or(both, V::template left<4>(both)), V::bytes(mask));
         V::store(out.scales[0][0] + 2 * i, V::bit_or(V::add_bytes(s, s), V::bytes(1)));
@@ -371,7 +371,7 @@ template <class V> inline void unpack(const PanelIQ1_S * panel, int, Expanded & 
     });
     expand_nibbles<V>(panel, 7, out);
     alignas(16) static constexpr int8_t minus[16] = { 0, 0, 0, 0, 0, 0, 0, 0, -1 };
-    for (int i = 0; i < (int) sizeof(panel->scales); i += V::kBytes / 2) {
+    for (int i = 0; i < static_cast<int>(sizeof(panel->scales)); i += V::kBytes / 2) {
         const Int both = V::load_pairs_unsigned(panel->scales[0] + i);
         const Int bits = V::bit_and(V::bit_or(both, V::template left<4>(both)), V::bytes(8));
         const Int one = V::load(out.scales[0][0] + 2 * i), two = V::add_bytes(one, one), four = V::add_bytes(two, two);

@@ -24,6 +24,7 @@
 #include "linear.hpp"
 #include "row_adapters.hpp"
 #include "system.hpp"
+#include "tensors.hpp"
 
 #include "ggml-backend-impl.h"
 #include "ggml-cpu/traits.h"
@@ -87,13 +88,13 @@ struct Weights {
 
     explicit Weights(const ggml_tensor * t) : Weights(t->type, t->ne[0], t->ne[1], t->ne[2] * t->ne[3]) {}
 
-    size_t bytes() const { return panel_bytes * (size_t) (n_panels * n_matrices); }
+    size_t bytes() const { return panel_bytes * n_panels * n_matrices; }
 
     // The first of the panels that hold the rows of a tensor or of a view of it, which begin `offset` bytes after it in the
     // file's own form; -1 if they do not begin and end as panels do.
     int64_t panel_of(const ggml_tensor * part, size_t offset) const {
         const size_t  row_bytes = ggml_row_size(part->type, n_columns);
-        const int64_t row = (int64_t) (offset / row_bytes), in_matrix = row % n_rows;
+        const int64_t row = offset / row_bytes, in_matrix = row % n_rows;
         const bool    is_one = in_matrix + part->ne[1] == n_rows || part->ne[1] % kPanelRows == 0;
         const bool    fits   = in_matrix + part->ne[1] <= n_rows || n_rows % kPanelRows == 0;
         if (offset % row_bytes || in_matrix % kPanelRows || !is_one || !fits) {
@@ -118,7 +119,7 @@ bool can_multiply(const ggml_tensor * tensor) {
     bool is_panels = tensor->type == all->type && tensor->ne[0] == all->ne[0] && tensor->nb[1] == all->nb[1];
     for (int64_t i3 = 0; is_panels && i3 < tensor->ne[3]; i3++) {
         for (int64_t i2 = 0; is_panels && i2 < tensor->ne[2]; i2++) {
-            const size_t offset = tensor->view_offs + (size_t) i2 * tensor->nb[2] + (size_t) i3 * tensor->nb[3];
+            const size_t offset = tensor->view_offs + i2 * tensor->nb[2] + i3 * tensor->nb[3];
             is_panels           = weights.panel_of(tensor, offset) >= 0;
         }
     }
@@ -138,8 +139,8 @@ struct Layout {
     size_t row_bytes, counter = 0, n_groups, groups, starts, rows, results, quantized, bytes;
 
     Layout(const Kernel * kernel, const ggml_tensor * op) : row_bytes(padded(kernel->row_bytes(op->src[1]->ne[0]))) {
-        const size_t n_matrices = (size_t) (op->src[0]->ne[2] * op->src[0]->ne[3]);
-        const size_t n_results = (size_t) ggml_nrows(op), n_rows = (size_t) ggml_nrows(op->src[1]);
+        const size_t n_matrices = op->src[0]->ne[2] * op->src[0]->ne[3];
+        const size_t n_results = ggml_nrows(op), n_rows = ggml_nrows(op->src[1]);
         n_groups  = counter + alignment;
         groups    = n_groups + alignment;
         starts    = groups + padded(n_matrices * sizeof(Group));
@@ -154,7 +155,7 @@ class Product {
 public:
     Product(const ggml_compute_params * params, ggml_tensor * op)
         : op_(op), all_(whole(op->src[0])), weights_(all_), layout_(weights_.kernel, op), ith_(params->ith), nth_(params->nth),
-          work_((char *) padded((size_t) params->wdata)), pool_(params->threadpool) {
+          work_(aligned(params->wdata, alignment)), pool_(params->threadpool) {
         GGML_ASSERT(params->wsize >= layout_.bytes + alignment);
     }
 
@@ -169,23 +170,20 @@ public:
     }
 
 private:
-    template <typename T> T * at(size_t offset) const { return (T *) (work_ + offset); }
+    template <typename T> T * at(size_t offset) const { return reinterpret_cast<T *>(work_ + offset); }
 
-    char * quantized(int64_t row) const { return work_ + layout_.quantized + (size_t) row * layout_.row_bytes; }
+    char * quantized(int64_t row) const { return work_ + layout_.quantized + row * layout_.row_bytes; }
 
     // Calls f(matrix, row, result) for each row of the result, with the row of activations it is computed from.
     template <typename F> void for_each_result(F && f) const {
         const ggml_tensor *w = op_->src[0], *x = op_->src[1];
-        const auto         result = [&](int64_t i1, int64_t i2, int64_t i3) {
-            return (float *) ((char *) op_->data + (size_t) i1 * op_->nb[1] + (size_t) i2 * op_->nb[2] +
-                              (size_t) i3 * op_->nb[3]);
-        };
+        const auto         result = [&](int64_t i1, int64_t i2, int64_t i3) { return kernels::at<float>(op_, i1, i2, i3); };
         if (op_->op == GGML_OP_MUL_MAT_ID) {
             const ggml_tensor * ids = op_->src[2];
             for (int64_t token = 0; token < ids->ne[1]; token++) {
                 for (int64_t i = 0; i < ids->ne[0]; i++) {
-                    const char * id     = (const char *) ids->data + (size_t) token * ids->nb[1] + (size_t) i * ids->nb[0];
-                    const auto   matrix = (int64_t) *(const int32_t *) id;
+                    const char *  id     = kernels::at<const char>(ids, token) + i * ids->nb[0];
+                    const int64_t matrix = *reinterpret_cast<const int32_t *>(id);
                     if (0 <= matrix && matrix < w->ne[2]) {
                         f(matrix, token * x->ne[1] + i % x->ne[1], result(i, token, 0));
                     }
@@ -214,10 +212,10 @@ private:
         int64_t n_groups = 0;
         for (int64_t i = 0; i < n; i++) {
             if (starts[i + 1] > 0) {
-                const size_t  offset = w->view_offs + (size_t) (i % w->ne[2]) * w->nb[2] + (size_t) (i / w->ne[2]) * w->nb[3];
+                const size_t  offset = w->view_offs + i % w->ne[2] * w->nb[2] + i / w->ne[2] * w->nb[3];
                 const int64_t panel  = weights_.panel_of(w, offset);
                 GGML_ASSERT(panel >= 0 && "a view of packed weights");
-                groups[n_groups++] = { (const char *) all_->data + (size_t) panel * weights_.panel_bytes, starts[i],
+                groups[n_groups++] = { static_cast<const char *>(all_->data) + panel * weights_.panel_bytes, starts[i],
                                        starts[i + 1] };
             }
             starts[i + 1] += starts[i];
@@ -239,8 +237,8 @@ private:
         while (i < end) {
             const int64_t row = i / n_blocks, first = i % n_blocks, last = std::min(n_blocks, first + end - i);
             const int64_t i1 = row % x->ne[1], i2 = row / x->ne[1] % x->ne[2], i3 = row / x->ne[1] / x->ne[2];
-            const char * from = (const char *) x->data + (size_t) i1 * x->nb[1] + (size_t) i2 * x->nb[2] + (size_t) i3 * x->nb[3];
-            weights_.kernel->quantize((const float *) from, x->ne[0], first * block, last * block, quantized(row));
+            const float * from = kernels::at<const float>(x, i1, i2, i3);
+            weights_.kernel->quantize(from, x->ne[0], first * block, last * block, quantized(row));
             i += last - first;
         }
     }
@@ -250,7 +248,7 @@ private:
         const auto *  groups = at<Group>(layout_.groups);
         const int64_t n_rows = op_->src[0]->ne[1], n_panels = (n_rows + kPanelRows - 1) / kPanelRows;
         const int64_t n_all       = n_panels * *at<int64_t>(layout_.n_groups);
-        const int64_t for_cache   = std::max<int64_t>(1, (int64_t) (piece_bytes / weights_.panel_bytes));
+        const int64_t for_cache   = std::max<int64_t>(1, piece_bytes / weights_.panel_bytes);
         const int64_t for_balance = std::max<int64_t>(1, n_all / (8 * nth_));
         const int64_t wanted      = nth_ > 1 ? std::min(for_cache, for_balance) : for_cache;
         const int64_t at_once     = weights_.kernel->panels_at_once;
@@ -269,7 +267,7 @@ private:
     void multiply(const Group & group, int64_t first, int64_t last, int64_t n_rows) const {
         const void * const * rows      = at<const void *>(layout_.rows) + group.first;
         float * const *      results   = at<float *>(layout_.results) + group.first;
-        const int64_t        for_cache = (int64_t) (rows_bytes / layout_.row_bytes) / 16 * 16;
+        const int64_t        for_cache = rows_bytes / layout_.row_bytes / 16 * 16;
         const int64_t        most      = std::clamp<int64_t>(for_cache, weights_.kernel->least_rows, max_rows);
         const bool           is_cut    = last * kPanelRows > n_rows;  // the last panel has rows of padding
         const int64_t        n_whole   = last - first - is_cut;
@@ -280,12 +278,12 @@ private:
                 for (int64_t j = 0; j < n; j++) {
                     y[j] = results[i + j] + first * kPanelRows;
                 }
-                const char * panels = group.panels + (size_t) first * weights_.panel_bytes;
+                const char * panels = group.panels + first * weights_.panel_bytes;
                 weights_.kernel->multiply(panels, n_whole, weights_.n_columns, rows + i, n, y);
             }
             if (is_cut) {
-                multiply_cut(group.panels + (size_t) (last - 1) * weights_.panel_bytes, rows + i, results + i, n,
-                             (last - 1) * kPanelRows, n_rows);
+                multiply_cut(group.panels + (last - 1) * weights_.panel_bytes, rows + i, results + i, n, (last - 1) * kPanelRows,
+                             n_rows);
             }
         }
     }
@@ -369,7 +367,7 @@ struct OtherTraits : ggml::cpu::tensor_traits {
 
     // At the end of an operation's parameters, where ggml has none.
     static char * place_of_mark(const ggml_tensor * op) {
-        return (char *) const_cast<int32_t *>(op->op_params) + GGML_MAX_OP_PARAMS - sizeof(Mark);
+        return reinterpret_cast<char *>(const_cast<int32_t *>(op->op_params)) + GGML_MAX_OP_PARAMS - sizeof(Mark);
     }
 
     bool work_size(int n_threads, const ggml_tensor * op, size_t & size) override {
@@ -470,7 +468,7 @@ class Hash {
 public:
     void add(const void * data, size_t size) {
         for (size_t i = 0; i < size; i++) {
-            value_ = (value_ ^ ((const uint8_t *) data)[i]) * 0x100000001b3;
+            value_ = (value_ ^ static_cast<const uint8_t *>(data)[i]) * 0x100000001b3;
         }
     }
     template <typename T> void add(T value) { add(&value, sizeof value); }
@@ -488,16 +486,16 @@ uint64_t layout_of_panels() {
         Hash              hash;
         hash.add(layout_version);
         for (int type = 0; type < GGML_TYPE_COUNT; type++) {
-            const Kernel * kernel = find((ggml_type) type, n_columns, kPanelRows);
+            const Kernel * kernel = find(static_cast<ggml_type>(type), n_columns, kPanelRows);
             if (!kernel) {
                 continue;
             }
-            const size_t      row_bytes = ggml_row_size((ggml_type) type, n_columns);
+            const size_t      row_bytes = ggml_row_size(static_cast<ggml_type>(type), n_columns);
             std::vector<char> rows(kPanelRows * row_bytes), panel(kernel->panel_bytes(n_columns));
             uint32_t          state = 1;
             for (char & byte : rows) {
                 state = state * 1664525 + 1013904223;
-                byte  = (char) (state >> 24);
+                byte  = static_cast<char>(state >> 24);
             }
             kernel->pack(rows.data(), row_bytes, n_columns, panel.data());
             hash.add(type);
@@ -516,7 +514,7 @@ struct Memory {
     bool      is_mapped = false;
 };
 
-Memory * memory_of(ggml_backend_buffer_t buffer) { return (Memory *) buffer->context; }
+Memory * memory_of(ggml_backend_buffer_t buffer) { return static_cast<Memory *>(buffer->context); }
 
 // Where it is large, it begins at a huge page, as a file that is mapped over it can have them. It asks for none itself: virtual
 // machines may have to get them from their host, which took several times as long as packing.
@@ -528,8 +526,9 @@ ggml_status init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor) {
         layout.add(tensor->name, strlen(tensor->name) + 1);
         layout.add(tensor->type);
         layout.add(tensor->ne, sizeof tensor->ne);
-        layout.add((uint64_t) ((char *) tensor->data - (char *) memory_of(buffer)->base));
-        layout.add((uint64_t) Weights(tensor).bytes());
+        const auto * base = static_cast<const char *>(memory_of(buffer)->base);
+        layout.add(static_cast<uint64_t>(static_cast<const char *>(tensor->data) - base));
+        layout.add(static_cast<uint64_t>(Weights(tensor).bytes()));
     }
     return GGML_STATUS_SUCCESS;
 }
@@ -539,7 +538,7 @@ void use_file(Memory & memory) {
     Packing & packing       = *memory.packing;
     memory.packing          = nullptr;
     packing.data            = memory.base;
-    packing.n_data          = (int64_t) memory.size;
+    packing.n_data          = memory.size;
     packing.layout          = memory.layout.value();
     const PackedFile & file = packing.file;
     if (file.fd >= 0 && file.n_bytes == packing.n_data && file.layout == packing.layout) {
@@ -558,13 +557,13 @@ void * get_base(ggml_backend_buffer_t buffer) { return memory_of(buffer)->base; 
 void pack(const Weights & weights, const ggml_tensor * tensor, const char * data, int n_threads) {
     const size_t         stride   = tensor->nb[1];
     const int64_t        n_panels = weights.n_panels * weights.n_matrices, n_whole = weights.n_rows / kPanelRows;
-    const int64_t        n_each = std::max<int64_t>(1, (int64_t) (piece_bytes / weights.panel_bytes));
+    const int64_t        n_each = std::max<int64_t>(1, piece_bytes / weights.panel_bytes);
     std::atomic<int64_t> next   = 0;
 
     const auto rows_of = [&](int64_t i) {
-        return data + (size_t) (i / weights.n_panels * weights.n_rows + i % weights.n_panels * kPanelRows) * stride;
+        return data + (i / weights.n_panels * weights.n_rows + i % weights.n_panels * kPanelRows) * stride;
     };
-    const auto panel_of = [&](int64_t i) { return (char *) tensor->data + (size_t) i * weights.panel_bytes; };
+    const auto panel_of = [&](int64_t i) { return static_cast<char *>(tensor->data) + i * weights.panel_bytes; };
     const auto work     = [&] {
         for (int64_t first; (first = next.fetch_add(n_each, std::memory_order_relaxed)) < n_panels;) {
             for (int64_t i = first; i < std::min(n_panels, first + n_each); i++) {
@@ -575,7 +574,7 @@ void pack(const Weights & weights, const ggml_tensor * tensor, const char * data
         }
     };
     std::vector<std::thread> threads;
-    threads.reserve((size_t) std::max(n_threads, 1));
+    threads.reserve(std::max(n_threads, 1));
     try {
         for (int64_t i = 1; i < std::min<int64_t>(n_threads, n_panels / n_each); i++) {
             threads.emplace_back(work);
@@ -593,7 +592,7 @@ void pack(const Weights & weights, const ggml_tensor * tensor, const char * data
     // The last panel of each matrix is filled up with zeros, which are weights of 0 in all types.
     std::vector<char> rows(kPanelRows * stride);
     for (int64_t i = n_whole; i < n_panels; i += weights.n_panels) {
-        memcpy(rows.data(), rows_of(i), (size_t) (weights.n_rows - n_whole * kPanelRows) * stride);
+        memcpy(rows.data(), rows_of(i), (weights.n_rows - n_whole * kPanelRows) * stride);
         weights.kernel->pack(rows.data(), stride, weights.n_columns, panel_of(i));
     }
 }
@@ -608,12 +607,12 @@ void set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void *
         use_file(memory);
     }
     if (!memory.is_mapped) {
-        pack(weights, tensor, (const char *) data, t_packing ? t_packing->n_threads : 1);
+        pack(weights, tensor, static_cast<const char *>(data), t_packing ? t_packing->n_threads : 1);
     }
     lp::system::let_go(data, size);  // the kernel keeps them in its cache, as long as it likes
     if (t_packing) {
         t_packing->n_tensors++;
-        t_packing->n_bytes += (int64_t) weights.bytes();
+        t_packing->n_bytes += weights.bytes();
     }
 }
 
@@ -667,7 +666,7 @@ ggml_backend_buffer_type buffer_type = {};
 
 const char * find_level() {
     for (int type = 0; type < GGML_TYPE_COUNT; type++) {
-        if (const Kernel * kernel = find((ggml_type) type, 4096, 4096)) {
+        if (const Kernel * kernel = find(static_cast<ggml_type>(type), 4096, 4096)) {
             return kernel->level;
         }
     }
@@ -689,13 +688,13 @@ std::string put_into_list() {
                std::to_string(reg->api_version);
     }
     // The backend's library, whichever of its variants ggml has loaded. The handle is kept, so that it stays.
-    using get_types = std::vector<ggml_backend_buffer_type_t> & (*)();
-    const auto listed =
-            (ggml_backend_dev_get_extra_bufts_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_dev_get_extra_bufts");
-    void *     library = listed ? lp::system::library_of((void *) listed) : nullptr;
+    using get_types   = std::vector<ggml_backend_buffer_type_t> & (*)();
+    const auto listed = reinterpret_cast<ggml_backend_dev_get_extra_bufts_t>(
+            ggml_backend_reg_get_proc_address(reg, "ggml_backend_dev_get_extra_bufts"));
+    void *     library = listed ? lp::system::library_of(reinterpret_cast<void *>(listed)) : nullptr;
     const auto find    = [&](const char * name) { return library ? lp::system::find_function(library, name) : nullptr; };
-    const auto types   = (get_types) find("_Z39ggml_backend_cpu_get_extra_buffer_typesv");
-    barrier            = (void (*)(ggml_threadpool *)) find("ggml_barrier");
+    const auto types   = reinterpret_cast<get_types>(find("_Z39ggml_backend_cpu_get_extra_buffer_typesv"));
+    barrier            = reinterpret_cast<void (*)(ggml_threadpool *)>(find("ggml_barrier"));
     if (!types || !barrier) {
         return "ggml's CPU backend has no list of buffer types";
     }
@@ -705,7 +704,7 @@ std::string put_into_list() {
     buffer_type.iface.get_alignment  = get_alignment;
     buffer_type.iface.get_alloc_size = get_alloc_size;
     buffer_type.device               = cpu;
-    buffer_type.context              = (ggml::cpu::extra_buffer_type *) &context;
+    buffer_type.context              = static_cast<ggml::cpu::extra_buffer_type *>(&context);
     types().insert(types().begin(), &buffer_type);
     // ggml copies the list when it is first asked for it.
     if (listed(cpu)[0] != &buffer_type) {
@@ -729,9 +728,7 @@ bool have(ggml_type type, int64_t n_columns, int64_t n_rows) { return !install()
 
 const char * level() { return install() ? nullptr : find_level(); }
 
-bool map_file(void * data, int64_t n_bytes, int fd, int64_t offset) {
-    return lp::system::put_file(data, (size_t) n_bytes, fd, offset);
-}
+bool map_file(void * data, int64_t n_bytes, int fd, int64_t offset) { return lp::system::put_file(data, n_bytes, fd, offset); }
 
 PackingScope::PackingScope(Packing * packing) noexcept : outer_(t_packing) { t_packing = packing; }
 

@@ -35,17 +35,17 @@ float plain(const float *w, const float *x, int n) {
 float draw(ggml_type type, std::mt19937 &random, char *stored) {
     float value;
     if (type == GGML_TYPE_F32) {
-        value = (float)(int)(random() % 2001 - 1000) / 700;
+        value = static_cast<float>(static_cast<int>(random() % 2001) - 1000) / 700;
         memcpy(stored, &value, 4);
     } else if (type == GGML_TYPE_F16) {
-        const uint16_t bits = (uint16_t)(random() & 0xbfff);  // all below 2, denormal ones included
+        const uint16_t bits = static_cast<uint16_t>(random() & 0xbfff);  // all below 2, denormal ones included
         _Float16 half;
         memcpy(&half, &bits, 2);
         memcpy(stored, &bits, 2);
-        value = (float)half;
+        value = static_cast<float>(half);
     } else {
-        const uint32_t bits = (uint32_t)(random() & 0xbfff) << 16;
-        memcpy(stored, (const char *)&bits + 2, 2);
+        const uint32_t bits = static_cast<uint32_t>(random() & 0xbfff) << 16;
+        memcpy(stored, reinterpret_cast<const char *>(&bits) + 2, 2);
         memcpy(&value, &bits, 4);
     }
     return value;
@@ -54,27 +54,27 @@ float draw(ggml_type type, std::mt19937 &random, char *stored) {
 bool check(const FloatLevel &level, ggml_type type, int n_columns, int n_weights, int n_rows, std::mt19937 &random, long &n) {
     const size_t bytes = type == GGML_TYPE_F32 ? 4 : 2;
     // Memory without room behind its last number, so that reading further is seen by a sanitizer.
-    std::vector<char> weights((size_t)n_weights * n_columns * bytes);
-    std::vector<float> w((size_t)n_weights * n_columns), x((size_t)n_rows * n_columns), y((size_t)n_rows * n_weights, NAN);
+    std::vector<char> weights(static_cast<size_t>(n_weights) * n_columns * bytes);
+    std::vector<float> w(static_cast<size_t>(n_weights) * n_columns), x(static_cast<size_t>(n_rows) * n_columns), y(static_cast<size_t>(n_rows) * n_weights, NAN);
     for (size_t i = 0; i < w.size(); i++) w[i] = draw(type, random, weights.data() + i * bytes);
-    for (float &v : x) v = (float)(int)(random() % 2001 - 1000) / 500;
+    for (float &v : x) v = static_cast<float>(static_cast<int>(random() % 2001) - 1000) / 500;
     std::vector<int32_t> numbers(n_rows);
     std::iota(numbers.begin(), numbers.end(), 0);
     std::shuffle(numbers.begin(), numbers.end(), random);
-    const FloatMatrix m = {weights.data(), (const char *)x.data(), (char *)y.data(), n_columns * bytes,
+    const FloatMatrix m = {weights.data(), reinterpret_cast<const char *>(x.data()), reinterpret_cast<char *>(y.data()), n_columns * bytes,
                            n_columns * sizeof(float), n_weights * sizeof(float), n_columns,
                            random() % 2 ? numbers.data() : nullptr};
-    const int first = (int)(random() % n_weights), last = first + 1 + (int)(random() % (n_weights - first));
-    std::vector<float> scratch(random() % 4 * 8 * (size_t)n_columns);  // for up to three tiles of AVX-512
-    level.multiply(type, m, first, last, n_rows, {scratch.data(), (int64_t)scratch.size()});
+    const int first = static_cast<int>(random() % n_weights), last = first + 1 + static_cast<int>(random() % (n_weights - first));
+    std::vector<float> scratch(random() % 4 * 8 * static_cast<size_t>(n_columns));  // for up to three tiles of AVX-512
+    level.multiply(type, m, first, last, n_rows, {scratch.data(), static_cast<int64_t>(scratch.size())});
     for (int row = 0; row < n_rows; row++)
         for (int i = 0; i < n_weights; i++) {
-            const float found = y[(size_t)row * n_weights + i];
-            const float expected = plain(w.data() + (size_t)i * n_columns, x.data() + (size_t)row * n_columns, n_columns);
+            const float found = y[static_cast<size_t>(row) * n_weights + i];
+            const float expected = plain(w.data() + static_cast<size_t>(i) * n_columns, x.data() + static_cast<size_t>(row) * n_columns, n_columns);
             const bool is_equal = first <= i && i < last ? !memcmp(&found, &expected, 4) : std::isnan(found);
             if (!is_equal) {
                 printf("%s: type %d, %d columns, weights %d to %d, %d rows: y[%d][%d] is %a, expected %a\n", level.name,
-                       (int)type, n_columns, first, last, n_rows, row, i, found, expected);
+                       static_cast<int>(type), n_columns, first, last, n_rows, row, i, found, expected);
                 return false;
             }
             n += first <= i && i < last;

@@ -27,7 +27,7 @@ template <int bytes> struct Plain {
 
     template <class T, class F> static Int each(F f) {
         T out[bytes / sizeof(T)];
-        for (int i = 0; i < (int)(bytes / sizeof(T)); i++) out[i] = (T)f(i);
+        for (int i = 0; i < static_cast<int>(bytes / sizeof(T)); i++) out[i] = static_cast<T>(f(i));
         Int v;
         memcpy(&v, out, bytes);
         return v;
@@ -86,14 +86,14 @@ template <int bytes> struct Plain {
     static void eights(const uint64_t *table, const uint16_t *index, Int (&first)[2], Int (&second)[2]) {
         for (int k = 0; k < 2; k++) {
             const auto entry = [&](int i) { return table[index[kLanes * k + i]]; };
-            first[k] = each<uint32_t>([&](int i) { return (uint32_t)entry(i); });
-            second[k] = each<uint32_t>([&](int i) { return (uint32_t)(entry(i) >> 32); });
+            first[k] = each<uint32_t>([&](int i) { return static_cast<uint32_t>(entry(i)); });
+            second[k] = each<uint32_t>([&](int i) { return static_cast<uint32_t>(entry(i) >> 32); });
         }
     }
     static Int dpbusd(Int sum, Int w, Int a) {
         return each<int32_t>([&](int i) {
             int32_t s = at<int32_t>(sum, i);
-            for (int k = 4 * i; k < 4 * i + 4; k++) s += w.of[k] * (int8_t)a.of[k];
+            for (int k = 4 * i; k < 4 * i + 4; k++) s += w.of[k] * static_cast<int8_t>(a.of[k]);
             return s;
         });
     }
@@ -116,7 +116,7 @@ template <int bytes> struct Plain {
         memcpy(out.of, v.of, bytes);
         return out;
     }
-    static Float to_floats(Int v) { return each_float([&](int i) { return (float)at<int32_t>(v, i); }); }
+    static Float to_floats(Int v) { return each_float([&](int i) { return static_cast<float>(at<int32_t>(v, i)); }); }
     static Float floats(float value) { return each_float([&](int) { return value; }); }
     static Float product(Float a, Float b) { return each_float([&](int i) { return a.of[i] * b.of[i]; }); }
     static Float multiply_add(Float a, Float b, Float c) {
@@ -128,7 +128,7 @@ template <int bytes> struct Plain {
         return each_float([&](int i) {
             _Float16 half;
             memcpy(&half, v + i, 2);
-            return (float)half;
+            return static_cast<float>(half);
         });
     }
 };
@@ -167,13 +167,13 @@ int main() {
         const size_t panel = expected.panel_bytes(n_columns), row = expected.row_bytes(n_columns);
         // Any bytes are weights. Some of their scales are not numbers; the results are compared where they are.
         std::vector<uint8_t> weights(panel * n_panels);
-        for (uint8_t &byte : weights) byte = (uint8_t)random();
+        for (uint8_t &byte : weights) byte = static_cast<uint8_t>(random());
         std::vector<char> quantized(row * n_rows);
         std::vector<float> activations(n_columns), y[3];
         std::vector<const void *> rows;
         std::vector<float *> out[3];
         for (int j = 0; j < n_rows; j++) {
-            for (float &x : activations) x = (float)(int)(random() % 2001 - 1000) / 500;
+            for (float &x : activations) x = static_cast<float>(static_cast<int>(random() % 2001) - 1000) / 500;
             rows.push_back(quantized.data() + row * j);
             expected.quantize(activations.data(), n_columns, 0, n_columns, quantized.data() + row * j);
         }
@@ -188,7 +188,7 @@ int main() {
             for (size_t n = 0; n < y[0].size(); n++) {
                 n_numbers += std::isfinite(y[0][n]);
                 if (!is_same(y[0][n], y[k][n])) {
-                    printf("type %d, %s: y[%zu] is %g, expected %g\n", (int)expected.type, kernels[k]->level, n, y[k][n], y[0][n]);
+                    printf("type %d, %s: y[%zu] is %g, expected %g\n", static_cast<int>(expected.type), kernels[k]->level, n, y[k][n], y[0][n]);
                     return 1;
                 }
             }
@@ -201,11 +201,11 @@ int main() {
                 kernels[k]->multiply(weights.data(), n_panels, n_columns, rows.data() + 3, n_few, to.data());
                 for (size_t n = 0; n < few.size(); n++)
                     if (!is_same(few[n], y[0][16 * n_panels * 3 + n])) {
-                        printf("type %d, %s, %d rows: y[%zu] is %g\n", (int)expected.type, kernels[k]->level, n_few, n, few[n]);
+                        printf("type %d, %s, %d rows: y[%zu] is %g\n", static_cast<int>(expected.type), kernels[k]->level, n_few, n, few[n]);
                         return 1;
                     }
             }
-        printf("type %d: %d numbers are equal\n", (int)expected.type, n_numbers);
+        printf("type %d: %d numbers are equal\n", static_cast<int>(expected.type), n_numbers);
     }
     return 0;
 }

@@ -26,15 +26,15 @@ enum Rule { kDeltaNet, kScan, kWkv7 };
 class Guarded {
 public:
     explicit Guarded(int64_t n) : n_(n) {
-        const size_t page = (size_t)sysconf(_SC_PAGESIZE), used = ((size_t)n * 4 + page - 1) / page * page;
+        const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), used = (static_cast<size_t>(n) * 4 + page - 1) / page * page;
         size_ = used + page;
-        base_ = (char *)mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        base_ = static_cast<char *>(mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
         mprotect(base_ + used, page, PROT_NONE);
-        at_ = (float *)(base_ + used) - n;
+        at_ = reinterpret_cast<float *>(base_ + used) - n;
         std::fill_n(at_, n, NAN);
     }
     Guarded(int64_t n, std::mt19937 &random) : Guarded(n) {
-        for (int64_t i = 0; i < n; i++) at_[i] = (float)(int)(random() % 2001 - 1000) / 1500;
+        for (int64_t i = 0; i < n; i++) at_[i] = static_cast<float>(static_cast<int>(random() % 2001) - 1000) / 1500;
     }
     ~Guarded() { munmap(base_, size_); }
     Guarded(const Guarded &) = delete;
@@ -73,13 +73,13 @@ void plain(Rule rule, const StateRows &s, float *row, int64_t j) {
             if (rule == kWkv7) row[i] = std::fmaf(of, s.b[t][i], row[i]);
         }
         s.y[t * s.y_stride + j] = product(row, s.q[t], n) * s.scale;
-        memcpy(s.after[t] + j * n, row, (size_t)n * 4);
+        memcpy(s.after[t] + j * n, row, n * 4);
     }
 }
 
 bool same(const Guarded &a, const Guarded &b, long &n) {
     n += a.size();
-    return memcmp(a + 0, b + 0, (size_t)a.size() * 4) == 0;
+    return memcmp(a + 0, b + 0, a.size() * 4) == 0;
 }
 
 // In place, or with the states after the last two tokens kept; in one call, or in two.
@@ -94,11 +94,11 @@ bool check(const LinearLevel &level, Rule rule, int64_t n_rows, int64_t n_column
     const Guarded ours(n_rows * n_columns), ours_kept(n_rows * n_columns), y_ours(y_stride * (n_tokens - 1) + n_rows);
     const Guarded theirs(n_rows * n_columns), theirs_kept(n_rows * n_columns), y_theirs(y_stride * (n_tokens - 1) + n_rows);
     const auto run = [&](const Guarded &state, const Guarded &kept, const Guarded &y, auto &&f) {
-        memcpy(state + 0, before + 0, (size_t)before.size() * 4);
-        memset(kept + 0, 0, (size_t)kept.size() * 4);
+        memcpy(state + 0, before + 0, before.size() * 4);
+        memset(kept + 0, 0, kept.size() * 4);
         for (int64_t i = 0; i < y.size(); i++) y[i] = 0;
-        std::vector<float *> after((size_t)n_tokens, state + 0);
-        if (keeps && n_tokens > 1) after[(size_t)n_tokens - 2] = kept + 0;
+        std::vector<float *> after(n_tokens, state + 0);
+        if (keeps && n_tokens > 1) after[n_tokens - 2] = kept + 0;
         const int64_t cut = is_cut ? n_tokens / 2 : n_tokens;
         const float *from = state + 0;
         for (int64_t first = 0, end = cut; first < n_tokens; first = end, end = n_tokens) {
@@ -106,7 +106,7 @@ bool check(const LinearLevel &level, Rule rule, int64_t n_rows, int64_t n_column
             if (first == end) continue;
             f(StateRows{n_rows, n_columns, end - first, from, after.data() + first, at(k), at(q), at(v), decays + first,
                         factors + first, at(w), at(a), at(b), y + first * y_stride, y_stride, 0.25f});
-            from = after[(size_t)end - 1];
+            from = after[end - 1];
         }
     };
     run(ours, ours_kept, y_ours, [&](const StateRows &s) { compute(s); });

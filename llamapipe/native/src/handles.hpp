@@ -1,6 +1,7 @@
 // The handles that Python holds. Each shares the object it points to, so handles may be freed in any order.
 #pragma once
 
+#include "launched_steps.hpp"
 #include "native.h"
 #include "pipeline.hpp"
 
@@ -10,6 +11,7 @@ struct lp_context {
 
 struct lp_pipeline {
     std::shared_ptr<lp::Pipeline> shared;
+    lp::LaunchedSteps             steps;
     lp_wake_list *                wakes;  // the caller's, or null
 };
 

@@ -1,9 +1,8 @@
 // The pipeline: queues steps, launches them, and lets readers wait for one of them.
 //
-// It is driven in one of two ways. With threads of its own, any thread calls `submit` and `wait`, one thread of the
-// pipeline launches steps, and with LP_EVENTS a second one waits for copies. Without them, one caller calls `launch` and
-// `finish`, which then do the work of both threads. Where rows are, and which thread waits for what, depends on the mode
-// (see lp_mode).
+// With threads of its own, any thread calls `submit` and `wait`, one thread of the pipeline launches steps, and with LP_EVENTS
+// a second one waits for copies. Without them, one caller does the work of both threads, by LaunchedSteps. Where rows are, and
+// which thread waits for what, depends on the mode (see lp_mode).
 //
 // One lock guards the queue, the progress of steps and the slots of the ring. It is never held while llama.cpp computes
 // or rows are copied. Private entries that need it take it as an argument.
@@ -114,27 +113,23 @@ public:
     void stop();                                      // unfinished steps fail, and no more are accepted
     void close(bool drain);                           // ends the threads. One thread at a time.
 
-    // ---- launch (pipeline_launch.cpp): the one thread that drives a pipeline, whether that is threaded or not
-    // The step's number, or a negative code.
-    int64_t launch(const BatchArrays & batch, lp_sampler ** samplers, const int32_t * targets, int n_top);
-    // The last step again, each entry one position further and with its sampled token.
-    int64_t launch_again(const int32_t * sampled, lp_sampler ** samplers);
-
-    // ---- wait (pipeline_wait.cpp)
-    // Of submitted steps; any thread.
+    // ---- wait for submitted steps (pipeline_wait.cpp). Any thread.
     bool          is_ready(Step & step);
     bool          wait(Step & step, int64_t timeout_ns);  // false: not done in time; timeout < 0: no limit
     const float * expose(const std::shared_ptr<Step> & step, bool * in_place);  // of a done step
     void          unexpose(Step & step);
     void          release(Step & step);
     void          observe(Step & step);  // its submitter knows whether it failed
-    // Of launched steps; the thread that launched them.
-    Step *        finish(int64_t number);       // waits for it; null if there is no such step
+
+    // ---- for LaunchedSteps: the one thread that drives a pipeline, whether that is threaded or not
+    // Chooses what the graph samples, where it does.
+    void          choose_wanted(Step & step, lp_sampler ** samplers, const int32_t * targets, int n_top) const;
+    int           launch(const std::shared_ptr<Step> & step);  // 0, or a negative code
+    void          finish(Step & step);                         // waits for a launched step
+    void          forget(Step & step);                         // its rows are not read any more
     const float * row(Step & step, int entry);  // a whole row of a finished step; null where the entry is not an output
-    // The token that the graph drew, if the sampler would ask for the same draw now; else -1.
-    int32_t drawn_token(const Step & step, int entry, lp_sampler * sampler) const;
-    bool    partial_row(const Step & step, int entry, Row * row) const { return ring_.partial_row(step, entry, row); }
-    void    count_drawn(int n);
+    bool          partial_row(const Step & step, int entry, Row * row) const { return ring_.partial_row(step, entry, row); }
+    void          count_drawn(int n);
 
     // ---- any thread
     AbortFlags &    aborts() { return aborts_; }
@@ -142,6 +137,8 @@ public:
     TraceLog &      trace() { return trace_; }
     lp_counters     counters();
     int             n_vocab() const { return n_vocab_; }
+    int             depth() const { return depth_; }
+    UbatchLimits    limits() const { return limits_; }
 
     // Readers to wake one by one while a launch computes, or null; set before the first launch.
     std::shared_ptr<WakeQueue> wake_queue;
@@ -159,17 +156,14 @@ private:
     std::shared_ptr<Step> next_awaited(const Lock &, bool computed_only) const;
 
     // launch
-    std::shared_ptr<Step> spare_step();
-    void                  make_room();
-    int64_t               launch_live(const std::shared_ptr<Step> & step);
-    void                  launch_step(const std::shared_ptr<Step> & step);
-    int                   launch_ubatches(const std::shared_ptr<Step> & step, size_t * n_done);
-    int                   decode(Step & step, const Ubatch & ubatch);
-    int                   take_slot(const std::shared_ptr<Step> & step);
-    void                  give_slot_back(const Step & step, int slot);
-    void                  stage_out(const std::shared_ptr<Step> & step, int slot, int ubatch);
-    void                  read_direct(Step & step, const Ubatch & ubatch);
-    void                  undo(const Step & step, size_t n_ubatches);
+    void launch_step(const std::shared_ptr<Step> & step);
+    int  launch_ubatches(const std::shared_ptr<Step> & step, size_t * n_done);
+    int  decode(Step & step, const Ubatch & ubatch);
+    int  take_slot(const std::shared_ptr<Step> & step);
+    void give_slot_back(const Step & step, int slot);
+    void stage_out(const std::shared_ptr<Step> & step, int slot, int ubatch);
+    void read_direct(Step & step, const Ubatch & ubatch);
+    void undo(const Step & step, size_t n_ubatches);
 
     // wait
     void          process(const RowCopy & copy);
@@ -177,7 +171,6 @@ private:
     void          fetch(Lock & lock, Step & step);
     void          move_out(Lock & lock, Step & step);
     const float * fetch_row(Step & step, int output);
-    void          forget(int64_t number);
 
     // progress
     void free_slot(const Lock & lock, int slot);
@@ -202,18 +195,15 @@ private:
     LogitsRing              ring_;
     SequencePositions       positions_;
 
-    std::deque<Command>                queue_;
-    std::deque<RowCopy>                row_copies_;
-    std::deque<std::shared_ptr<Step>>  launched_;   // and not final
-    std::deque<std::shared_ptr<Step>>  live_;       // launched by `launch` and not yet forgotten
-    std::vector<std::shared_ptr<Step>> spares_;
-    std::shared_ptr<Step>              last_;       // the last step of `launch`
-    int                                n_pending_ = 0;
-    int64_t                            n_numbers_ = 0, last_computed_ns_ = 0;
-    std::atomic<bool>                  has_failed_{ false };  // a step failed, and its submitter may not know yet
-    int                                n_unobserved_ = 0;     // such steps
-    bool                               is_busy_      = false;  // the launch thread executes a command
-    bool                               is_closing_ = false, is_closed_ = false, drain_ = true, launch_thread_is_done_ = false;
+    std::deque<Command>               queue_;
+    std::deque<RowCopy>               row_copies_;
+    std::deque<std::shared_ptr<Step>> launched_;   // and not final
+    int                               n_pending_ = 0;
+    int64_t                           n_numbers_ = 0, last_computed_ns_ = 0;
+    std::atomic<bool>                 has_failed_{ false };  // a step failed, and its submitter may not know yet
+    int                               n_unobserved_ = 0;     // such steps
+    bool                              is_busy_      = false;  // the launch thread executes a command
+    bool                              is_closing_ = false, is_closed_ = false, drain_ = true, launch_thread_is_done_ = false;
 
     SavedCells scratch_;  // of `copy`; the launching thread's
 

@@ -11,7 +11,8 @@ lp_pipeline * lp_pipeline_new(lp_context * context, enum lp_mode mode, int depth
         const lp::Pipeline::Options options = {
             mode, depth, n_slots, slot_rows, { n_ubatch, slot_rows, kv_streams }, threaded,
         };
-        return new lp_pipeline{ std::make_shared<lp::Pipeline>(context->shared, options), nullptr };
+        const auto shared = std::make_shared<lp::Pipeline>(context->shared, options);
+        return new lp_pipeline{ shared, lp::LaunchedSteps(shared), nullptr };
     });
 }
 
@@ -111,13 +112,13 @@ int64_t lp_launch(lp_pipeline * pipeline, int n, const int32_t * tokens, const i
                   const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets, int n_top,
                   const float * const * embeddings, const int32_t * grid, bool is_causal) {
     return launch_and_wake(*pipeline, [&] {
-        return pipeline->shared->launch({ n, tokens, positions, seq_ids, outputs, embeddings, grid, is_causal }, samplers,
-                                        targets, n_top);
+        return pipeline->steps.launch({ n, tokens, positions, seq_ids, outputs, embeddings, grid, is_causal }, samplers, targets,
+                                      n_top);
     });
 }
 
 int64_t lp_launch_again(lp_pipeline * pipeline, const int32_t * sampled, lp_sampler ** samplers) {
-    return launch_and_wake(*pipeline, [&] { return pipeline->shared->launch_again(sampled, samplers); });
+    return launch_and_wake(*pipeline, [&] { return pipeline->steps.launch_again(sampled, samplers); });
 }
 
 void lp_wake_at_launch(lp_pipeline * pipeline, lp_wake_list * wakes) {

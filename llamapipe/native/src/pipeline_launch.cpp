@@ -8,76 +8,23 @@
 
 namespace lp {
 
-// A step of `launch` whose memory can be used again, or a new one.
-std::shared_ptr<Step> Pipeline::spare_step() {
-    for (const auto & step : spares_) {
-        if (step.use_count() == 1) {
-            step->clear();
-            return step;
-        }
-    }
-    auto step = std::make_shared<Step>();
-    if (spares_.size() < 8) {
-        spares_.push_back(step);
-    }
-    return step;
-}
-
-int64_t Pipeline::launch(const BatchArrays & batch, lp_sampler ** samplers, const int32_t * targets, int n_top) {
-    make_room();
-    last_.reset();
-    auto step = spare_step();
-    step->set(batch, limits_);
-    if (ring_.samples() && (samplers || targets)) {
-        step->choose_wanted(samplers, targets, n_top, n_vocab_, !ring_.is_wide(*step));
-    }
-    return launch_live(step);
-}
-
-int64_t Pipeline::launch_again(const int32_t * sampled, lp_sampler ** samplers) {
-    if (!last_) {
-        set_error("no step was launched yet");
-        return LP_ERROR;
-    }
-    make_room();
-    const bool is_unused = last_.use_count() == 2;  // only `last` and `spares_` refer to it
-    const auto last      = std::move(last_);
-    auto       step      = is_unused ? last : spare_step();
-    step->advance(*last, sampled);
-    if (is_unused) {
-        step->clear();
-    }
-    if (ring_.samples() && samplers) {
-        step->choose_wanted(samplers, nullptr, 0, n_vocab_, !ring_.is_wide(*step));
-    }
-    return launch_live(step);
-}
-
-// The rows of a launched step can be read until `depth` more steps are launched.
-void Pipeline::make_room() {
-    while (static_cast<int>(live_.size()) >= depth_) {
-        forget(live_.front()->number);
+// ---- for LaunchedSteps
+void Pipeline::choose_wanted(Step & step, lp_sampler ** samplers, const int32_t * targets, int n_top) const {
+    if (ring_.samples()) {
+        step.choose_wanted(samplers, targets, n_top, n_vocab_, !ring_.is_wide(step));
     }
 }
 
-int64_t Pipeline::launch_live(const std::shared_ptr<Step> & step) {
-    last_ = step;
+int Pipeline::launch(const std::shared_ptr<Step> & step) {
     if (threaded_) {
-        const int code = submit(step);
-        if (code != 0) {
-            return code;
-        }
-    } else {
-        step->number = n_numbers_++;
-        launch_step(step);
-        if (step->state == State::failed) {
-            return step->code;
-        }
+        return submit(step);
     }
-    live_.push_back(step);
-    return step->number;
+    step->number = n_numbers_++;
+    launch_step(step);
+    return step->state == State::failed ? step->code : 0;
 }
 
+// ---- launching
 void Pipeline::launch_step(const std::shared_ptr<Step> & step) {
     {
         const Lock lock(mutex_);

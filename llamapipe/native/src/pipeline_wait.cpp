@@ -5,8 +5,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
-#include <cstring>
 
 namespace lp {
 
@@ -87,21 +85,15 @@ void Pipeline::observe(Step & step) {
 }
 
 // ---- launched steps: the thread that launched them
-Step * Pipeline::finish(int64_t number) {
-    const auto found = std::find_if(live_.begin(), live_.end(), [&](const auto & step) { return step->number == number; });
-    if (found == live_.end()) {
-        set_error("there is no such step, or its rows were given up");
-        return nullptr;
-    }
-    Step & step = **found;
+void Pipeline::finish(Step & step) {
     if (threaded_) {
         wait(step, -1);
         observe(step);
-        return &step;
+        return;
     }
     Lock lock(mutex_);
     if (step.state != State::launched || mode_ == LP_DIRECT) {
-        return &step;
+        return;
     }
     const int64_t begin_ns = now_ns();
     counters_.n_waits++;
@@ -117,7 +109,14 @@ Step * Pipeline::finish(int64_t number) {
     }
     counters_.wait_ns += now_ns() - begin_ns;
     trace_.add(step, LP_STAGE_WAIT, begin_ns, now_ns());
-    return &step;
+}
+
+void Pipeline::forget(Step & step) {
+    release(step);
+    const Lock lock(mutex_);
+    if (mode_ == LP_DIRECT) {
+        launched_.clear();
+    }
 }
 
 const float * Pipeline::row(Step & step, int entry) {
@@ -134,26 +133,6 @@ const float * Pipeline::row(Step & step, int entry) {
         counters_.n_syncs++;  // llama.cpp's getters synchronize
     }
     return llama_get_logits_ith(context_->llama(), entry);
-}
-
-// A token that the graph has drawn counts only if the sampler would now ask for the same draw: it may have drawn from this
-// row before, or have been changed since. A row with a logit that is not finite is sampled from the whole row.
-int32_t Pipeline::drawn_token(const Step & step, int entry, lp_sampler * sampler) const {
-    const int output = step.output_of_entry[entry];
-    if (output < 0 || !step.results || !(step.wanted[output] & Step::token)) {
-        return -1;
-    }
-    GraphRow         now;
-    const bool       is_asked = in_graph(sampler, &now);
-    const GraphRow & asked    = step.graph[output];
-    std::copy(asked.targets, asked.targets + GraphRow::n_targets, now.targets);
-    // Numbers without gaps between them: NOLINTNEXTLINE(bugprone-suspicious-memory-comparison)
-    if (!is_asked || memcmp(&now, &asked, sizeof now) != 0) {
-        return -1;
-    }
-    const GraphResult & result = step.result(output);
-    const bool is_valid = std::isfinite(result.log_sum_exp) && result.token >= 0 && result.token < static_cast<float>(n_vocab_);
-    return is_valid ? static_cast<int32_t>(result.token) : -1;
 }
 
 // A row that was left on the device because the graph sampled from it.
@@ -190,20 +169,6 @@ const float * Pipeline::fetch_row(Step & step, int output) {
     step.fetched[output] = 1;
     count_copy(lock, sizeof(float) * n_vocab_);
     return step.host->data + offset;
-}
-
-void Pipeline::forget(int64_t number) {
-    const auto found = std::find_if(live_.begin(), live_.end(), [&](const auto & step) { return step->number == number; });
-    if (found == live_.end()) {
-        return;
-    }
-    const auto step = *found;  // outlives its place: NOLINT(performance-unnecessary-copy-initialization)
-    live_.erase(found);
-    release(*step);
-    const Lock lock(mutex_);
-    if (mode_ == LP_DIRECT) {
-        launched_.clear();
-    }
 }
 
 // ---- bringing rows to the host

@@ -82,8 +82,8 @@ int draw_rows(int n_rows, lp_sampler ** samplers, const int32_t * guessed, int32
 // Waits for a step and runs `body` with it; the step's code if it failed.
 template <typename Body> int with_step(lp_pipeline * pipeline, int64_t number, Body && body) {
     return lp::guard(LP_ERROR, [&]() -> int {
-        lp::Pipeline & pipe = *pipeline->shared;
-        lp::Step *     step = pipe.finish(number);
+        lp::LaunchedSteps & steps = pipeline->steps;
+        lp::Step *          step  = steps.finish(number);
         if (!step) {
             return LP_ERROR;
         }
@@ -91,10 +91,11 @@ template <typename Body> int with_step(lp_pipeline * pipeline, int64_t number, B
             lp::set_error(step->error.c_str());
             return step->code;
         }
-        const int64_t begin_ns = pipe.trace().is_on() ? lp::now_ns() : 0;
-        const int     code     = body(pipe, *step);
-        if (pipe.trace().is_on()) {
-            pipe.trace().add(*step, LP_STAGE_SAMPLE, begin_ns, lp::now_ns());
+        lp::TraceLog & trace    = steps.pipeline().trace();
+        const int64_t  begin_ns = trace.is_on() ? lp::now_ns() : 0;
+        const int      code     = body(steps, *step);
+        if (trace.is_on()) {
+            trace.add(*step, LP_STAGE_SAMPLE, begin_ns, lp::now_ns());
         }
         return code;
     });
@@ -104,25 +105,25 @@ template <typename Body> int with_step(lp_pipeline * pipeline, int64_t number, B
 
 int lp_sample_rows(lp_pipeline * pipeline, int64_t number, int n_rows, const int32_t * entries, lp_sampler ** samplers,
                    const int32_t * guessed, int32_t * tokens) {
-    return with_step(pipeline, number, [&](lp::Pipeline & pipe, lp::Step & step) {
+    return with_step(pipeline, number, [&](lp::LaunchedSteps & steps, lp::Step & step) {
         int n_drawn = 0;
         for (int i = 0; i < n_rows; i++) {
-            tokens[i] = pipe.drawn_token(step, entries[i], samplers[i]);
+            tokens[i] = steps.drawn_token(step, entries[i], samplers[i]);
             n_drawn += tokens[i] >= 0;
         }
         if (n_drawn > 0) {
-            pipe.count_drawn(n_drawn);
+            steps.pipeline().count_drawn(n_drawn);
         }
         return draw_rows(n_rows, samplers, guessed, tokens,
-                         { [&](int i, lp::Row * row) { return pipe.partial_row(step, entries[i], row); },
-                           [&](int i) { return pipe.row(step, entries[i]); } });
+                         { [&](int i, lp::Row * row) { return steps.partial_row(step, entries[i], row); },
+                           [&](int i) { return steps.row(step, entries[i]); } });
     });
 }
 
 const float * lp_step_row(lp_pipeline * pipeline, int64_t number, int entry) {
     const float * row = nullptr;
-    with_step(pipeline, number, [&](lp::Pipeline & pipe, lp::Step & step) {
-        row = pipe.row(step, entry);
+    with_step(pipeline, number, [&](lp::LaunchedSteps & steps, lp::Step & step) {
+        row = steps.row(step, entry);
         return 0;
     });
     return row;
@@ -147,7 +148,8 @@ int lp_candidates(const float * rows, int n_rows, int n_vocab, int k, int32_t * 
 
 int lp_score_rows(lp_pipeline * pipeline, int64_t number, int n, const int32_t * entries, const int32_t * targets,
                   float * logprobs, int8_t * greedy, int n_top, int32_t * top_ids, float * top_logprobs) {
-    return with_step(pipeline, number, [&](lp::Pipeline & pipe, lp::Step & step) -> int {
+    return with_step(pipeline, number, [&](lp::LaunchedSteps & steps, lp::Step & step) -> int {
+        const int                     n_vocab = steps.pipeline().n_vocab();
         std::vector<llama_token_data> top;
         double                        total = 0;
         int32_t                       best  = -1;
@@ -155,7 +157,7 @@ int lp_score_rows(lp_pipeline * pipeline, int64_t number, int n, const int32_t *
         for (int i = 0; i < n; i++) {
             const bool again = i > 0 && entries[i] == entries[i - 1];
             float      logit;
-            if (!again && pipe.partial_row(step, entries[i], &row) && row.is_exact(n_top)) {
+            if (!again && steps.partial_row(step, entries[i], &row) && row.is_exact(n_top)) {
                 total = row.log_sum_exp();
                 best  = row.best();
                 top.clear();
@@ -166,17 +168,17 @@ int lp_score_rows(lp_pipeline * pipeline, int64_t number, int n, const int32_t *
                 row = {};
             }
             if (!row.find(targets[i], &logit)) {
-                const float * all = pipe.row(step, entries[i]);
+                const float * all = steps.row(step, entries[i]);
                 if (!all) {
                     lp::set_error("this entry of the step is not an output");
                     return LP_ERROR;
                 }
                 row   = lp::Row(all);
-                total = lp::log_sum_exp(all, pipe.n_vocab());
-                best  = lp::argmax(all, pipe.n_vocab());
+                total = lp::log_sum_exp(all, n_vocab);
+                best  = lp::argmax(all, n_vocab);
                 logit = all[targets[i]];
                 if (n_top > 0) {
-                    lp::top_k(all, pipe.n_vocab(), n_top, top);
+                    lp::top_k(all, n_vocab, n_top, top);
                     top.resize(n_top, { -1, -INFINITY, 0.0f });
                 }
             }

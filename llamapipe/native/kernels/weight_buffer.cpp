@@ -12,22 +12,17 @@
 //
 // A product has three parts: all threads quantize the activations, while the first one writes down what is multiplied with
 // what; ggml's barrier; then threads take pieces of work, which are a few panels of a matrix and all rows for it.
-//
-// ggml's structures are internal and may change. Their headers come from the sources that ggml is built from, and the
-// number of the interface is checked below. The classes' vtables and destructors are compiled here again, hidden: ggml calls
-// them through our objects and asks for no type information, and its library, opened with RTLD_LOCAL, needs no link.
+// ggml_cpu.hpp has what this takes of ggml's inside.
 #include "weight_buffer.hpp"
 
 #include "attention.hpp"
 #include "float_products.hpp"
+#include "ggml_cpu.hpp"
 #include "kernels.hpp"
 #include "linear.hpp"
 #include "row_adapters.hpp"
 #include "system.hpp"
 #include "tensors.hpp"
-
-#include "ggml-backend-impl.h"
-#include "ggml-cpu/traits.h"
 
 #include <algorithm>
 #include <atomic>
@@ -38,16 +33,8 @@
 #include <thread>
 #include <vector>
 
-// What traits.cpp defines.
-namespace ggml::cpu {
-tensor_traits::~tensor_traits() {}
-extra_buffer_type::~extra_buffer_type() {}
-}  // namespace ggml::cpu
-
 namespace llamapipe::kernels {
 namespace {
-
-constexpr int known_interface = 3;  // of ggml's backends; ask again what has changed before this is increased
 
 // Increase it if panels are arranged otherwise in a buffer, so that files of packed weights are written again. `layout_of_panels`
 // notices by itself if the panels change.
@@ -59,8 +46,7 @@ constexpr size_t piece_bytes     = 128u << 10;  // of weights that are multiplie
 constexpr size_t rows_bytes      = 256u << 10;  // of rows that are multiplied with a piece: both stay in the second-level cache
 constexpr int    max_rows        = 256;  // the same as a number
 
-void (*barrier)(ggml_threadpool *) = nullptr;  // ggml_barrier
-thread_local Packing * t_packing   = nullptr;
+thread_local Packing * t_packing = nullptr;
 thread_local bool t_attends = false, t_multiplies = false;  // the graphs of this thread use our attention, our products of floats
 thread_local bool t_is_planning             = false;  // this thread plans a graph
 thread_local uint32_t            t_plan     = 0;
@@ -678,40 +664,12 @@ std::string put_into_list() {
     if (!find_level()) {
         return "there are none for this processor";
     }
-    const ggml_backend_dev_t cpu = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
-    const ggml_backend_reg_t reg = cpu ? ggml_backend_dev_backend_reg(cpu) : nullptr;
-    if (!reg) {
-        return "there is no CPU backend";
-    }
-    if (GGML_BACKEND_API_VERSION != known_interface || reg->api_version != known_interface) {
-        return "they know version " + std::to_string(known_interface) + " of the interface of ggml's backends, not version " +
-               std::to_string(reg->api_version);
-    }
-    // The backend's library, whichever of its variants ggml has loaded. The handle is kept, so that it stays.
-    using get_types   = std::vector<ggml_backend_buffer_type_t> & (*)();
-    const auto listed = reinterpret_cast<ggml_backend_dev_get_extra_bufts_t>(
-            ggml_backend_reg_get_proc_address(reg, "ggml_backend_dev_get_extra_bufts"));
-    void *     library = listed ? lp::system::library_of(reinterpret_cast<void *>(listed)) : nullptr;
-    const auto find    = [&](const char * name) { return library ? lp::system::find_function(library, name) : nullptr; };
-    const auto types   = reinterpret_cast<get_types>(find("_Z39ggml_backend_cpu_get_extra_buffer_typesv"));
-    barrier            = reinterpret_cast<void (*)(ggml_threadpool *)>(find("ggml_barrier"));
-    if (!types || !barrier) {
-        return "ggml's CPU backend has no list of buffer types";
-    }
     static BufferType context;
     buffer_type.iface.get_name       = get_name;
     buffer_type.iface.alloc_buffer   = alloc_buffer;
     buffer_type.iface.get_alignment  = get_alignment;
     buffer_type.iface.get_alloc_size = get_alloc_size;
-    buffer_type.device               = cpu;
-    buffer_type.context              = static_cast<ggml::cpu::extra_buffer_type *>(&context);
-    types().insert(types().begin(), &buffer_type);
-    // ggml copies the list when it is first asked for it.
-    if (listed(cpu)[0] != &buffer_type) {
-        types().erase(types().begin());
-        return "ggml's list of buffer types is in use already";
-    }
-    return "";
+    return offer(buffer_type, context);
 }
 
 std::once_flag installed;

@@ -10,6 +10,11 @@ int64_t lp_context_ring_bytes(const lp_context * context);  // of the ring's buf
 enum lp_fault { LP_FAULT_NONE, LP_FAULT_LAUNCH, LP_FAULT_ROWS, LP_FAULT_COPY };
 void lp_fail_next(lp_pipeline * pipeline, enum lp_fault fault, int code);
 
+// ---- null pointers and divisions by zero, as code for a file that does not fit has them: what is said, if it is survived
+// LP_CAUSE_C_LIBRARY: in the library of malloc. LP_CAUSE_ELSEWHERE: an address that is nobody's.
+enum lp_cause { LP_CAUSE_NULL, LP_CAUSE_DIVISION, LP_CAUSE_C_LIBRARY, LP_CAUSE_ELSEWHERE };
+const char * lp_cause_fault(enum lp_cause cause);
+
 // ---- sampling
 // lp_sample_rows from llama.cpp's own buffer, of a context without a pipeline; `rows` are entries of its last batch.
 int  lp_sample_context(lp_context * context, int n_rows, const int32_t * rows, lp_sampler ** samplers, int32_t * tokens);

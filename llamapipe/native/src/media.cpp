@@ -8,6 +8,7 @@
 #include "system.hpp"
 #include "weight_buffer.hpp"
 
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -111,11 +112,12 @@ struct ThreadsScope {
 }  // namespace
 
 struct lp_media {
-    mtmd_context * ctx;
-    size_t         n_embd;             // of a row
-    bool           has_kernels;        // attention and products of floats are computed by ours
-    std::mutex     mutex;              // one encodes at a time
-    bool           is_broken = false;  // an assertion failed while it computed: its scheduler is left half changed
+    mtmd_context *    ctx;
+    size_t            n_embd;             // of a row
+    bool              has_kernels;        // attention and products of floats are computed by ours
+    std::mutex        mutex;              // one encodes at a time
+    bool              is_broken = false;  // an assertion failed while it computed: its scheduler is left half changed
+    std::atomic<bool> is_left{ false };  // by a long jump: neither used nor freed any more
 };
 
 struct lp_media_chunks {
@@ -149,7 +151,7 @@ lp_media * lp_media_open(const char * path_of_library, const char * path, const 
 
 void lp_media_close(lp_media * media) {
     if (media != nullptr) {
-        if (!media->is_broken) {  // else its scheduler may point to memory that was freed
+        if (!media->is_broken && !media->is_left) {  // else its scheduler may point to memory that was freed
             library().free(media->ctx);
         }
         delete media;
@@ -167,7 +169,14 @@ static lp_media_chunks * chunks_of(lp_media * media, mtmd_bitmap * bitmap) {
     std::unique_ptr<mtmd_input_chunks, decltype(mtmd.input_chunks_free)> chunks(mtmd.input_chunks_init(), mtmd.input_chunks_free);
     const mtmd_input_part                                                part  = { nullptr, bitmap };
     const mtmd_input_part *                                              parts = &part;
-    const int code = lp::without_faults(-1, [&] { return mtmd.tokenize_from_parts(media->ctx, chunks.get(), &parts, 1, false); });
+    int                                                                  code  = -1;
+    try {
+        code = lp::without_faults(-1, [&] { return mtmd.tokenize_from_parts(media->ctx, chunks.get(), &parts, 1, false); });
+    } catch (...) {  // left by a long jump: what is half made is never used again
+        (void) chunks.release();
+        media->is_left = true;
+        throw;
+    }
     if (code != 0) {
         lp::set_error("libmtmd refused it; the log llamapipe.native says why");
         return nullptr;
@@ -241,7 +250,7 @@ int lp_media_encode(lp_media * media, const lp_media_chunks * chunks, int i, int
     return lp::guard(LP_ERROR, [&]() -> int {
         const Library &       mtmd = library();
         const std::lock_guard lock(media->mutex);
-        if (media->is_broken) {
+        if (media->is_broken || media->is_left) {
             lp::set_error("libmtmd failed inside an earlier image or sound; load the model again");
             return LP_ERROR;
         }

@@ -2,9 +2,12 @@
 #include "signals.hpp"
 
 #include "faults.hpp"
+#include "system.hpp"
 
 #include <csetjmp>
 #include <cstdint>
+#include <cstdlib>
+#include <ucontext.h>
 
 namespace lp {
 
@@ -56,11 +59,29 @@ thread_local Exit * t_exit = nullptr;
 // The system maps nothing below this address. Faults elsewhere mean that memory was overwritten: those end the process.
 constexpr uintptr_t null_page_end = 65536;
 
+// Where the thread was.
+const void * instruction_of(const void * context) {
+    const auto & machine = static_cast<const ucontext_t *>(context)->uc_mcontext;
+#if defined(__linux__) && defined(__x86_64__)
+    return reinterpret_cast<const void *>(machine.gregs[REG_RIP]);
+#elif defined(__linux__) && defined(__aarch64__)
+    return reinterpret_cast<const void *>(machine.pc);
+#elif defined(__APPLE__) && defined(__x86_64__)
+    return reinterpret_cast<const void *>(machine->__ss.__rip);
+#elif defined(__APPLE__) && defined(__aarch64__)
+    return reinterpret_cast<const void *>(__darwin_arm_thread_state64_get_pc(machine->__ss));
+#else
+    (void) machine;
+    return nullptr;
+#endif
+}
+
 void on_fault(int number, siginfo_t * info, void * context) {
     const bool is_null =
             number == SIGSEGV && reinterpret_cast<uintptr_t>(info->si_addr) < null_page_end && info->si_code == SEGV_MAPERR;
     const bool is_division = number == SIGFPE && info->si_code == FPE_INTDIV;
-    if (t_exit != nullptr && (is_null || is_division)) {
+    // In the allocator it is memory that was overwritten by zeros; its locks would stay locked, too.
+    if (t_exit != nullptr && (is_null || is_division) && !lp::system::is_allocator(instruction_of(context))) {
         siglongjmp(t_exit->buffer, number);
     }
     (number == SIGSEGV ? g_null_pointers : g_divisions).forward(info, context);

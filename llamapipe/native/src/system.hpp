@@ -15,6 +15,7 @@ void * open_library(const char * path);                         // throws std::r
 void * find_function(void * library, const char * name);        // null: it has none
 void * library_of(const void * address);                        // null: no library has it
 bool   is_in_library(const void * address, const char * part);  // whether the library's path contains `part`
+bool   is_allocator(const void * address);                      // whether the library of malloc has it
 int    call_stack(void ** addresses, int n);                    // of this thread, innermost first; how many
 
 // ---- memory

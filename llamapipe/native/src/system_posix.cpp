@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <dlfcn.h>
 #include <execinfo.h>
@@ -35,6 +36,12 @@ void * library_of(const void * address) {
 bool is_in_library(const void * address, const char * part) {
     Dl_info info;
     return dladdr(address, &info) != 0 && info.dli_fname != nullptr && strstr(info.dli_fname, part) != nullptr;
+}
+
+bool is_allocator(const void * address) {
+    Dl_info mine, its;
+    return dladdr(address, &mine) != 0 && dladdr(reinterpret_cast<const void *>(&malloc), &its) != 0 &&
+           mine.dli_fbase == its.dli_fbase;
 }
 
 int call_stack(void ** addresses, int n) { return backtrace(addresses, n); }

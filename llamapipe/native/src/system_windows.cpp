@@ -6,6 +6,7 @@
 
 #include <climits>
 #include <csetjmp>
+#include <cstdlib>
 #include <cstring>
 #include <io.h>
 #include <process.h>
@@ -54,6 +55,12 @@ bool is_in_library(const void * address, const char * part) {
     char          path[4 * MAX_PATH];
     const HMODULE library = module_of(address);
     return library && GetModuleFileNameA(library, path, sizeof path) > 0 && strstr(path, part) != nullptr;
+}
+
+bool is_allocator(const void * address) {
+    const HMODULE library = module_of(address);
+    return library &&
+           (library == GetModuleHandleW(L"ntdll.dll") || library == module_of(reinterpret_cast<const void *>(&malloc)));
 }
 
 int call_stack(void ** addresses, int n) { return RtlCaptureStackBackTrace(0, n, addresses, nullptr); }
@@ -137,7 +144,8 @@ void leave() { longjmp(t_exit->buffer, 1); }
 LONG CALLBACK on_exception(EXCEPTION_POINTERS * exception) {
     const EXCEPTION_RECORD & record = *exception->ExceptionRecord;
     const bool is_null = record.ExceptionCode == EXCEPTION_ACCESS_VIOLATION && record.ExceptionInformation[1] < null_page_end;
-    if (t_exit == nullptr || (!is_null && record.ExceptionCode != EXCEPTION_INT_DIVIDE_BY_ZERO)) {
+    if (t_exit == nullptr || (!is_null && record.ExceptionCode != EXCEPTION_INT_DIVIDE_BY_ZERO) ||
+        lp::system::is_allocator(record.ExceptionAddress)) {
         return EXCEPTION_CONTINUE_SEARCH;
     }
     t_exit->code                  = record.ExceptionCode;

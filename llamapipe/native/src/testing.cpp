@@ -392,6 +392,21 @@ int64_t lp_context_ring_bytes(const lp_context * context) {
     return stager && stager->buffer() ? ggml_backend_buffer_get_size(stager->buffer()) : 0;
 }
 
+const char * lp_cause_fault(enum lp_cause cause) {
+    const auto work = [](void * data) {
+        static volatile int zero                       = 0;
+        static size_t (*volatile length)(const char *) = strlen;  // so that the compiler sees neither
+        const auto read = [](uintptr_t address) { return *reinterpret_cast<volatile char *>(address); };
+        switch (*static_cast<lp_cause *>(data)) {
+            case LP_CAUSE_NULL: read(16 + zero); break;
+            case LP_CAUSE_DIVISION: zero = 1 / zero; break;
+            case LP_CAUSE_C_LIBRARY: length(reinterpret_cast<const char *>(uintptr_t{ 16 } + zero)); break;
+            case LP_CAUSE_ELSEWHERE: read((uintptr_t{ 1 } << 46) + zero); break;
+        }
+    };
+    return lp::run_until_fault(work, &cause);
+}
+
 void lp_fail_next(lp_pipeline * pipeline, enum lp_fault fault, int code) {
     pipeline->shared->faults().fail_next(static_cast<lp::Fault>(fault), code);
 }

@@ -228,6 +228,33 @@ class SavedCells(NotCopyable):
         return is_saved
 
     @classmethod
+    def of_state(cls, context: Context, seq_id: int, again: SavedCells | None = None) -> SavedCells | None:
+        """Copy the state of a sequence of a context without a pipeline; None on a failure. The context's thread.
+
+        ``again``: the copy whose memory it takes, which is closed on a failure.
+        """
+        module = native()
+        to = module.ffi.NULL if again is None else again.handle
+        handle = module.lib.lp_context_save_state(context.claim(), seq_id, to)
+        if again is None:
+            return None if handle == module.ffi.NULL else cls(handle)
+        if handle == module.ffi.NULL:
+            again.close()
+            return None
+        again.n_bytes = int(module.lib.lp_saved_bytes(handle))
+        return again
+
+    def load_state(self, context: Context, seq_id: int, n: int) -> bool:
+        """Let a sequence end after its first ``n`` positions, where this state was copied. False: it is empty now.
+
+        Raises DecodeError.
+        """
+        status: int = self._lib.lp_context_load_state(context.claim(), seq_id, n, self.handle)
+        if status < 0:
+            raise DecodeError(f"loading the state of sequence {seq_id} failed ({last_error(native())})")
+        return status > 0
+
+    @classmethod
     def of_bytes(cls, state: bytes | bytearray | memoryview) -> SavedCells:
         """Make a copy of what ``to_bytes`` returned. Raises MemoryError."""
         module = native()

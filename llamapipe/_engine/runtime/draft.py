@@ -6,7 +6,8 @@ The principle: the draft model's cells are a cache by tokens, and nobody tells i
 of the engine has a sequence here, with the list of the tokens that its cells hold. Before it drafts, cells that differ
 from the request's tokens are removed, and those that are missing are computed. So it does not need to be told about
 forks, snapshots, preemption, dropped tokens or wrong guesses. A request that is new in a slot begins with the longest
-prefix that another sequence holds, where requests may share cells.
+prefix that another sequence holds, where requests may share cells. A recurrent state cannot go back, so it is copied
+before tokens that are drafted.
 
 Drafts are always greedy. The request's sampler still draws from the target model's logits, and the most probable token
 is the best guess of what it draws. A draft ends where the draft model is not sure, and where a constraint is known to
@@ -32,7 +33,7 @@ from llamapipe.llama.batch import DecodeBatch
 from llamapipe.llama.context import Context
 from llamapipe.llama.kv_memory import n_draft_states
 from llamapipe.llama.model import Model
-from llamapipe.llama.native_pipeline import on_gpu
+from llamapipe.llama.native_pipeline import SavedCells, on_gpu
 
 _LEAST_PROBABILITY = 0.4  # of a drafted token, by the draft model
 _LEAST_BY_LAYER = (
@@ -109,7 +110,8 @@ class DraftModel:
         held.n_equal = first + n_common(held.tokens[first:], request.tokens[first:])
         held.n_dropped = n_dropped
         # The last one always is computed: its row is wanted.
-        held.n_missing = len(request.tokens) - min(held.n_equal, len(request.tokens) - 1)
+        n_kept = self._reachable(request.slot, min(held.n_equal, len(request.tokens) - 1))
+        held.n_missing = len(request.tokens) - n_kept
         return Guess(request, range(n), held.share, is_draft=True)
 
     def _begin(self, held: _Held, request: Request) -> None:
@@ -127,9 +129,13 @@ class DraftModel:
             return
         n = n_common(self._held[best].tokens, request.tokens)
         if n >= n_same + _LEAST_COPY:
-            self._cut(request.slot, 0)
-            self._context.seq_copy(best, request.slot, 0, n)
-            held.tokens = self._held[best].tokens[:n]
+            self._share_cells(best, request.slot, n)
+
+    def _share_cells(self, source: int, slot: int, n: int) -> None:
+        """Let a slot's sequence be the first ``n`` tokens of another."""
+        self._cut(slot, 0)
+        self._context.seq_copy(source, slot, 0, n)
+        self._held[slot].tokens = self._held[source].tokens[:n]
 
     def _learn(self, held: _Held, request: Request) -> None:
         """Count how many tokens of the last draft were right."""
@@ -190,8 +196,8 @@ class DraftModel:
         n_room = self._n_room
         entries: list[tuple[Request, Sequence[int]]] = []
         for request in chosen:
-            n_kept = len(request.tokens) - self._held[request.slot].n_missing
-            self._cut(request.slot, n_kept)
+            self._cut(request.slot, len(request.tokens) - self._held[request.slot].n_missing)
+            n_kept = len(self._held[request.slot].tokens)
             missing = request.tokens[n_kept : n_kept + n_room]
             if max(missing, default=0) >= self._context.model.n_vocab:
                 self._held[request.slot].can_draft = False
@@ -214,6 +220,8 @@ class DraftModel:
                 if request.sampler is not None and request.sampler.expect(draft) < len(draft):
                     continue  # the rest would follow a token that cannot be right
                 if len(draft) < chosen[request] and len(held.tokens) < self._context.n_ctx:
+                    if len(draft) == 1:
+                        self._before_drafted(request.slot)
                     entries.append((request, (best,)))
         for request, draft in drafts.items():
             held = self._held[request.slot]
@@ -262,13 +270,23 @@ class DraftModel:
     def _least_probability(self) -> float:
         return _LEAST_PROBABILITY
 
+    def _reachable(self, slot: int, n: int) -> int:
+        """Return how many tokens a sequence has if it goes back to ``n`` at most."""
+        return n
+
+    def _before_drafted(self, slot: int) -> None:
+        """Prepare a sequence for tokens that may be wrong."""
+
     def _cut(self, slot: int, n: int) -> None:
-        """Keep the first ``n`` tokens of a sequence."""
+        """Keep the first ``n`` tokens of a sequence, a number that is ``_reachable``."""
         held = self._held[slot]
         if n < len(held.tokens):
-            self._context.seq_remove(slot, n)
-            del held.tokens[n:]
-            held.n_equal = min(held.n_equal, n)
+            self._go_back(slot, n)
+            held.n_equal = min(held.n_equal, len(held.tokens))
+
+    def _go_back(self, slot: int, n: int) -> None:
+        self._context.seq_remove(slot, n)
+        del self._held[slot].tokens[n:]
 
     def _make_room(self, chosen: Mapping[Request, int]) -> bool:
         """Remove the sequences that nothing is drafted for. False if there are none."""
@@ -282,6 +300,56 @@ class DraftModel:
     def close(self) -> None:
         """Free the context."""
         self._context.close()
+
+
+class RecurrentDraft(DraftModel):
+    """Drafts with a model that has a state, or a state beside its cells (hybrids).
+
+    The state after a request's own tokens is copied before the second token of a draft is computed from the first, so
+    drafts of one token cost no copy. After a wrong token the sequence returns to the copy, and computes the right ones
+    again together with the token that was drawn. Requests share no prefixes: a state belongs to one place.
+    """
+
+    def __init__(self, context: Context, target: Context, n_room: int) -> None:
+        super().__init__(context, target, n_room)
+        self._copies: dict[int, tuple[int, SavedCells]] = {}  # with their places, by slot
+        self._copy_s = 0.0  # to make one
+
+    def seconds(self, chosen: Mapping[Request, int]) -> float:
+        n_copied = sum(n > 1 for n in chosen.values())
+        return super().seconds(chosen) + n_copied * 2 * self._copy_s  # it is made, and loaded
+
+    def _reachable(self, slot: int, n: int) -> int:
+        place, n_held = self._copies[slot][0] if slot in self._copies else 0, len(self._held[slot].tokens)
+        return n if n in (0, n_held) else place if place <= n else 0
+
+    def _before_drafted(self, slot: int) -> None:
+        began_s = perf_counter()
+        _, copy = self._copies.pop(slot, (0, None))
+        copy = SavedCells.of_state(self._context, slot, copy)
+        if copy is not None:
+            self._copies[slot] = len(self._held[slot].tokens), copy
+        took_s = perf_counter() - began_s
+        before_s = self._copy_s or took_s
+        self._copy_s = _KEPT * before_s + (1 - _KEPT) * min(took_s, 2 * before_s)
+
+    def _go_back(self, slot: int, n: int) -> None:
+        place, copy = self._copies.get(slot, (0, None))
+        if copy is not None and 0 < n == place and copy.load_state(self._context, slot, n):
+            del self._held[slot].tokens[n:]
+            return
+        super()._go_back(slot, 0)
+        if copy is not None:
+            self._copies[slot] = 0, copy  # of other tokens than those that follow
+
+    def _share_cells(self, source: int, slot: int, n: int) -> None:
+        pass
+
+    def close(self) -> None:
+        for _, copy in self._copies.values():
+            copy.close()
+        self._copies.clear()
+        super().close()
 
 
 class MtpLayer(DraftModel):
@@ -387,7 +455,8 @@ def make_drafter(target: Context, draft: Model, n_room: int) -> DraftModel:
         check_eagle3(target.model, draft)
         return make_eagle3_drafter(target, draft, n_room)
     check_draft(target.model, draft)
-    return DraftModel(_context_beside(target, draft), target, n_room)
+    kind = RecurrentDraft if draft.is_recurrent else DraftModel
+    return kind(_context_beside(target, draft), target, n_room)
 
 
 def _context_beside(target: Context, model: Model, **options: Any) -> Context:

@@ -68,16 +68,14 @@ def check_eagle3(model: Model, draft: Model) -> None:
 
 
 def check_draft(model: Model, draft: Model) -> None:
-    """Raise ValueError unless a model can draft for another: the same vocabulary, and cells that can be removed."""
+    """Raise ValueError unless a model can draft for another: the same vocabulary, and drafted tokens can be removed."""
     if reason := not_supported(draft.architecture):
         raise ValueError(f"draft: {draft.path.name} {reason}")
-    for part, role in ((model, "whose texts are generated"), (draft, "that drafts")):
-        if part.is_recurrent or (part.n_swa and part is draft):  # tokens are drafted one after the other
-            kind = "is recurrent" if part.is_recurrent else "has a sliding window"
-            raise ValueError(
-                f"draft: the model {role}, {part.path.name}, {kind}, so cells of wrong guesses cannot be removed; "
-                "leave draft out"
-            )
+    if draft.n_swa:  # tokens are drafted one after the other
+        raise ValueError(
+            f"draft: the model that drafts, {draft.path.name}, has a sliding window, whose cells others take, "
+            "so drafted tokens cannot be removed; leave draft out"
+        )
     if not draft.is_causal:
         raise ValueError(f"draft: {draft.path.name} is not causal, so it cannot generate text")
     problem = _vocabulary_difference(model, draft)

@@ -258,6 +258,9 @@ void       lp_saved_free(lp_saved * saved);
 // empty, or as it was if both are null.
 int        lp_load(lp_pipeline * pipeline, int seq_id, int n, const lp_saved * cells, const lp_saved * state);
 int        lp_copy(lp_pipeline * pipeline, int from, int to, int n, const lp_saved * state);  // the same, of another stream
+// lp_save_state and lp_load for a context without a pipeline. `to`: null: a new copy. Returns it; null: an error.
+lp_saved * lp_context_save_state(lp_context * context, int seq_id, lp_saved * to);
+int        lp_context_load_state(lp_context * context, int seq_id, int n, const lp_saved * state);
 
 bool          lp_step_ready(lp_step * step);
 bool          lp_step_wait(lp_step * step, int64_t timeout_ns);

@@ -90,6 +90,22 @@ int lp_load(lp_pipeline * pipeline, int seq_id, int n, const lp_saved * cells, c
     return lp::guard(LP_ERROR, [&] { return pipeline->shared->load(seq_id, n, cells_of(cells), cells_of(state)); });
 }
 
+lp_saved * lp_context_save_state(lp_context * context, int seq_id, lp_saved * to) {
+    return lp::guard((lp_saved *) nullptr, [&]() -> lp_saved * {
+        auto       made  = to ? nullptr : std::make_unique<lp_saved>();
+        lp_saved * saved = to ? to : made.get();
+        if (lp::save_cells(context->shared->llama(), seq_id, -1, lp::Part::state, saved->cells) != 1) {
+            return nullptr;
+        }
+        made.release();
+        return saved;
+    });
+}
+
+int lp_context_load_state(lp_context * context, int seq_id, int n, const lp_saved * state) {
+    return lp::guard(LP_ERROR, [&] { return context->shared->load(seq_id, n, nullptr, &state->cells); });
+}
+
 int lp_copy(lp_pipeline * pipeline, int from, int to, int n, const lp_saved * state) {
     return lp::guard(LP_ERROR, [&] { return pipeline->shared->copy(from, to, n, cells_of(state)); });
 }

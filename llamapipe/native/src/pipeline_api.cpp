@@ -91,7 +91,7 @@ int lp_load(lp_pipeline * pipeline, int seq_id, int n, const lp_saved * cells, c
 }
 
 lp_saved * lp_context_save_state(lp_context * context, int seq_id, lp_saved * to) {
-    return lp::guard((lp_saved *) nullptr, [&]() -> lp_saved * {
+    return lp::guard(nullptr, [&]() -> lp_saved * {
         auto       made  = to ? nullptr : std::make_unique<lp_saved>();
         lp_saved * saved = to ? to : made.get();
         if (lp::save_cells(context->shared->llama(), seq_id, -1, lp::Part::state, saved->cells) != 1) {

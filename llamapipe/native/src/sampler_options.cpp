@@ -99,7 +99,7 @@ bool penalizes(const lp_sampling_options & o) {
 // mirostat, set `selected`.
 void add_stage(lp_sampler & s, lp_sampler_name name, const lp_sampling_options & o) {
     const auto other = [&](llama_sampler * stage) { s.add(Kind::other, 0, stage); };
-    const auto keep  = (size_t) std::max(o.min_keep, 1);
+    const auto keep  = static_cast<size_t>(std::max(o.min_keep, 1));
     // A stage that may keep more than its value says is llama.cpp's own: scans and the graph keep what the value says.
     const auto cut = [&](Kind kind, float value, llama_sampler * stage) { s.add(keep > 1 ? Kind::other : kind, value, stage); };
     switch (name) {

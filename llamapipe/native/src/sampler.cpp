@@ -277,7 +277,7 @@ int32_t lp_sampler::pick(const llama_token_data_array & a) {
     weights_.resize(a.size);
     double sum = 0;
     for (size_t i = 0; i < a.size; i++) {
-        sum += weights_[i] = std::exp(a.data[i].logit - top);
+        sum += weights_[i] = std::exp(double{ a.data[i].logit } - top);
     }
     double left = peek() * sum;
     size_t last = 0;  // the last bin of nonzero width: rounding must never choose an impossible token

@@ -467,7 +467,7 @@ void lp::nucleus(const float * logits, int n, float p, std::vector<llama_token_d
     sort_by_logit(out);
     sum = 0;
     for (size_t i = 0; i < out.size(); i++) {
-        sum += std::exp(out[i].logit - top.logit);
+        sum += std::exp(double{ out[i].logit } - top.logit);
         if (sum >= wanted) {
             out.resize(i + 1);
             return;

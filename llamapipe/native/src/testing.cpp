@@ -399,7 +399,7 @@ const char * lp_cause_fault(enum lp_cause cause) {
         const auto read = [](uintptr_t address) { return *reinterpret_cast<volatile char *>(address); };
         switch (*static_cast<lp_cause *>(data)) {
             case LP_CAUSE_NULL: read(16 + zero); break;
-            case LP_CAUSE_DIVISION: zero = 1 / zero; break;
+            case LP_CAUSE_DIVISION: zero = 100 / zero; break;  // not 1 / zero, which is made of comparisons
             case LP_CAUSE_C_LIBRARY: length(reinterpret_cast<const char *>(uintptr_t{ 16 } + zero)); break;
             case LP_CAUSE_ELSEWHERE: read((uintptr_t{ 1 } << 46) + zero); break;
         }

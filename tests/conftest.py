@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from support.clock import Clock
     from support.plain import PlainLoop
 
     import llamapipe as lp
@@ -95,6 +96,14 @@ def make_engine(tiny: lp.Model) -> Iterator[Callable[..., lp.Engine]]:
 def engine(make_engine: Callable[..., lp.Engine]) -> lp.Engine:
     """An engine of four slots with 256 positions each, which computes in the chunks of ``loop``."""
     return make_engine(n_seq_max=4, n_ubatch=32)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of callers, whose deadlines pass when the test says so."""
+    from support.clock import Clock
+
+    return Clock(monkeypatch)
 
 
 @pytest.fixture(scope="module")

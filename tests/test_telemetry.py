@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.control import turn
 
 import llamapipe as lp
 from llamapipe import telemetry
@@ -189,7 +190,7 @@ def test_what_a_caller_gives_up_ends_as_cancelled(watched: Watched) -> None:
 
     async def cancelled() -> None:
         task = asyncio.create_task(engine.agenerate(PROMPT, LONG))
-        await asyncio.sleep(0)
+        await turn()
         task.cancel()
         await asyncio.wait([task])
 

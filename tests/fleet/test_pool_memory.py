@@ -17,7 +17,7 @@ from time import monotonic
 
 import httpx
 import pytest
-from support.control import PATIENCE_S, wait_until
+from support.control import PATIENCE_S, until, wait_until
 from support.pool_server import LONG, PoolServer, pool_server
 from support.worker_server import has_ended
 
@@ -311,8 +311,7 @@ def test_a_load_that_nobody_waits_for_ends_no_other_model(models: Path) -> None:
         busy.state, busy.memory, busy.n_users = ModelState.LOADED, Memory(n_bytes), 1
         busy.loaded_at = monotonic()
         async with pool.lease(wanted):
-            while not pool._turn.locked():
-                await asyncio.sleep(0.001)
+            await until(lambda: pool._turn.locked())
             assert wanted.state is ModelState.LOADING
             (load,) = pool._tasks._running
         await asyncio.wait_for(asyncio.wait([load]), PATIENCE_S)

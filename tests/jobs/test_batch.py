@@ -1030,7 +1030,10 @@ def test_a_system_exit_on_the_event_loop_reaches_the_caller() -> None:
     async def leave() -> None:
         raise SystemExit(3)
 
+    async def answer() -> str:
+        return "on"
+
     with EventLoopThread() as event_loop:
         with pytest.raises(SystemExit):
             event_loop.start(leave()).result(PATIENCE_S)
-        assert event_loop.start(asyncio.sleep(0, "on")).result(PATIENCE_S) == "on"
+        assert event_loop.start(answer()).result(PATIENCE_S) == "on"

@@ -10,7 +10,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -338,18 +337,19 @@ def progress(fraction):
     sys.stdin.readline()
 lp.Model(sys.argv[1], packed_cache=sys.argv[2], progress=progress)
 """
-    waits, sleep = Event(), time.sleep
+    waits, killed = Event(), Event()
 
-    def noted(seconds: float) -> None:
+    def pause(seconds: float) -> None:
         waits.set()
-        sleep(seconds)
+        assert killed.wait(60)
 
-    monkeypatch.setattr("llamapipe.llama._packed_cache.time.sleep", noted)
+    monkeypatch.setattr("llamapipe.llama._packed_cache.time.sleep", pause)
     with Script(program, path, folder) as other, ThreadPoolExecutor(1) as pool:
         other.expect("loading")
         waiting = pool.submit(load, path, folder)
         assert waits.wait(60)
         other.send(signal.SIGKILL)
+        killed.set()
         found, file = waiting.result()
     assert file == file_in(folder)
     np.testing.assert_array_equal(found, expected)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
-from support.ray_programs import PATIENCE_S, RayProgram
+from support.ray_programs import RayProgram
 
 import llamapipe as lp
 
@@ -54,11 +53,7 @@ def n_written(folder: Path) -> int:
 
 
 def wait_for_rows(program: RayProgram, folder: Path, n: int) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while n_written(folder) < n:
-        assert program.alive(), program.output
-        assert time.monotonic() < deadline, program.output
-        time.sleep(0.05)
+    program.wait_until(lambda: n_written(folder) >= n)
 
 
 def test_every_row_once_with_an_actor_killed_and_the_program_stopped(tmp_path: Path) -> None:

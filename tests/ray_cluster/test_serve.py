@@ -68,11 +68,7 @@ class Service:
         return self.program.workers(re.compile(r"ray::ServeReplica:default:llamapipe(?!-http)"))
 
     def wait(self, what: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not what():
-            assert self.program.alive(), self.program.output
-            assert time.monotonic() < deadline, self.program.output
-            time.sleep(0.1)
+        self.program.wait_until(what)
 
     def gauge(self, name: str) -> float:
         """A metric of the replica that answers."""

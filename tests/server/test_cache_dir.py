@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from time import monotonic, sleep
 
 import httpx
 import pytest
+from support.control import wait_until
 from support.server_process import ServerProcess
 
 import llamapipe as lp
@@ -46,7 +45,7 @@ def test_a_chat_goes_on_after_kill_9(tmp_path: Path) -> None:
     with ServerProcess(*arguments, cwd=tmp_path) as server:
         text, n_cached = ask(server, "first")
         assert n_cached == 0
-        _wait_until(lambda: [*folder.glob("*/*.kv")])
+        wait_until(lambda: [*folder.glob("*/*.kv")])
     with ServerProcess(*arguments, cwd=tmp_path) as server:
         assert ask(server, "second") == (text, 0)
         again, n_cached = ask(server, "first")
@@ -58,10 +57,3 @@ def test_a_chat_goes_on_after_kill_9(tmp_path: Path) -> None:
         ).raise_for_status()
     with ServerProcess(*arguments, cwd=tmp_path) as server:
         assert ask(server, "first") == (text, 0)
-
-
-def _wait_until(happens: Callable[[], object]) -> None:
-    deadline = monotonic() + 60
-    while not happens():
-        assert monotonic() < deadline
-        sleep(0.02)

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.control import wait_until
+from support.control import until, wait_until
 
 import llamapipe as lp
 from llamapipe._messages import listed, quoted
@@ -459,8 +459,7 @@ def test_slow_grammars_do_not_keep_other_requests_of_their_client_out(
                     asyncio.ensure_future(ask(max_tokens=200, **{kind: text % chr(0xC0 + i)}))
                     for i in range(40)
                 ]
-                while not engine.stats().n_active:
-                    await asyncio.sleep(0)
+                await until(lambda: engine.stats().n_active)
                 for _ in range(2):
                     answer = await ask(max_tokens=20, **more)
                     assert answer.status_code == 200

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.control import turn
 from support.run_script import Script, command, environment
 
 from llamapipe.server import _store
@@ -371,7 +372,7 @@ def test_a_wait_that_is_cancelled_stores_nothing(store: Store, file: Path) -> No
         with closing(sqlite3.connect(file, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             task = asyncio.ensure_future(store.write(store.add_answer, "", answer_of("a")))
-            await asyncio.sleep(0)  # it is given to the thread that writes
+            await turn()  # it is given to the thread that writes
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task

@@ -29,6 +29,7 @@ from pathlib import Path
 sys.path[0:0] = [str(Path(__file__).resolve().parents[1])]
 
 from support.adapters import make_adapter  # noqa: E402
+from support.control import wait_until  # noqa: E402
 
 import llamapipe as lp  # noqa: E402
 from llamapipe.server import ServerSettings, serve  # noqa: E402
@@ -130,8 +131,7 @@ def run(args: argparse.Namespace, seconds: float) -> list[Level]:
 def _wait_until_quiet(*engines: lp.Engine) -> None:
     """Requests that were left or cancelled end within a step."""
     for engine in engines:
-        while (stats := engine.stats()).n_active or stats.n_queued:
-            time.sleep(0.01)
+        wait_until(lambda engine=engine: not engine.stats().n_active and not engine.stats().n_queued)
         engine.check_integrity()
 
 

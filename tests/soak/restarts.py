@@ -129,7 +129,7 @@ def disk_reads(metrics: str) -> int:
 def ask(place: Place, prompts: dict[str, Prompts]) -> Answered | None:
     """One request; None if there is no server, or it ended."""
     if (now := place.now) is None:
-        time.sleep(0.05)
+        time.sleep(0.05)  # noqa: TID251  (a client that tries again)
         return None
     url, model = now
     prompt = prompts[model].next()
@@ -182,7 +182,7 @@ def answers(args: argparse.Namespace, models: dict[str, lp.Model]) -> Iterator[A
         def turn() -> None:
             while (left := end - time.monotonic()) > 0:
                 turns[rng.choice(places).turn()] += 1
-                time.sleep(min(rng.uniform(0.2, args.between), left))
+                time.sleep(min(rng.uniform(0.2, args.between), left))  # noqa: TID251  (how long a server lives)
 
         try:
             for place in places:

@@ -297,7 +297,7 @@ async def _astream(traffic: Traffic, rng: random.Random) -> None:
 async def _cancelled(traffic: Traffic, rng: random.Random) -> None:
     params = lp.SamplingParams(max_tokens=100, ignore_eos=True)
     task = asyncio.ensure_future(traffic.engine.agenerate([traffic.prompt(rng)] * 4, params))
-    await asyncio.sleep(rng.random() * 0.02)
+    await asyncio.sleep(rng.random() * 0.02)  # noqa: TID251  (cancelled at any moment)
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task

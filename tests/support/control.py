@@ -1,7 +1,8 @@
-"""Lets a test decide when an engine's steps run, and wait for what threads do without sleeping."""
+"""Lets a test decide when an engine's steps run, and wait for what threads and tasks do without sleeping."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -58,17 +59,11 @@ class Gate:
         if not self._waiting.acquire(timeout=PATIENCE_S):
             raise AssertionError("no step came")
 
-    def step(self, n: int = 1, alive: Callable[[], bool] = lambda: True) -> int:
-        """Lets ``n`` steps through, each after the one before it, and returns with the next one at the gate.
-
-        Stops where ``alive`` no longer holds and no step comes. Returns how many it let through.
-        """
-        for i in range(1, n + 1):
+    def step(self, n: int = 1) -> None:
+        """Lets ``n`` steps through, each after the one before it, and returns with the next one at the gate."""
+        for _ in range(n):
             self._leave.release()
-            while not self._waiting.acquire(timeout=0.05):
-                if not alive():
-                    return i
-        return n
+            self.wait()
 
     def open(self) -> None:
         """Lets everything through from now on."""
@@ -148,16 +143,30 @@ def submitted(engine: lp.Engine, function: Callable[..., Any], *arguments: Any) 
     return worker
 
 
-def wait_until(condition: Callable[[], object]) -> None:
-    """Looks again and again until ``condition`` holds.
+def wait_until(condition: Callable[[], object], every_s: float = 0.001, within_s: float = PATIENCE_S) -> None:
+    """Looks every ``every_s`` seconds until ``condition`` holds.
 
-    Raises AssertionError, which shows the condition and its last value, when it does not within two minutes.
+    Raises AssertionError, which shows the condition and its last value, when it does not ``within_s``.
     """
-    deadline = monotonic() + PATIENCE_S
+    deadline = monotonic() + within_s
     pause = threading.Event()
     while not (value := condition()):
         assert monotonic() < deadline, f"waited in vain for {_source(condition)}; it was {value!r}"
-        pause.wait(0.001)
+        pause.wait(every_s)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """The same for a task: the others of its loop run between two looks."""
+    deadline = monotonic() + PATIENCE_S
+    while not (value := condition()):
+        assert monotonic() < deadline, f"waited in vain for {_source(condition)}; it was {value!r}"
+        await turn()
+
+
+async def turn(n: int = 1) -> None:
+    """Lets every other task of the loop that is ready run until it waits, ``n`` times."""
+    for _ in range(n):
+        await asyncio.sleep(0)  # noqa: TID251  (no time passes)
 
 
 def _source(function: Callable[..., object]) -> str:

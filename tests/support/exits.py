@@ -275,7 +275,7 @@ def _begin(names: Sequence[str], path: str, embedding_path: str, delay_s: float)
     for call in calls:
         threading.Thread(target=_make, args=(call, begun), daemon=True).start()
     begun.wait()
-    time.sleep(delay_s)
+    time.sleep(delay_s)  # noqa: TID251  (the program ends at any moment of the calls)
 
 
 def _warm() -> None:

@@ -121,6 +121,11 @@ def n_decoding_of(engine: lp.Engine) -> int:
     return len(scheduler_of(engine)._running.decoding)
 
 
+def n_late_of(engine: lp.Engine) -> int:
+    """Requests whose tokens come after their steps. Does not ask the engine thread."""
+    return len(loop_of(engine)._late.requests)
+
+
 def n_waiting_threads(queue: QueueLimit) -> int:
     """Threads that wait for room in the queue."""
     return sum(not isinstance(waiter, partial) for waiter in list(queue._waiters))
@@ -174,6 +179,11 @@ def tree_of(engine: lp.Engine) -> PrefixTree[Cells]:
 
 
 # ---- changes
+def wake_waiting_callers(engine: lp.Engine) -> None:
+    """Lets callers that wait for room in the queue look again."""
+    engine._queue._wake_all()
+
+
 @contextmanager
 def stalled_events(engine: lp.Engine) -> Iterator[None]:
     """Keeps the thread that publishes KV events waiting."""

@@ -25,6 +25,7 @@ import llamapipe as lp
 from llamapipe.errors import EngineClosedError, QueueFullError
 
 sys.path[0:0] = [str(Path(__file__).resolve().parents[1])]
+from support.control import wait_until  # noqa: E402
 from support.inside import queue_of  # noqa: E402
 
 _HANG_S = 90
@@ -193,17 +194,13 @@ def main() -> None:
                 checker.join()
             assert not wrong, wrong
             gc.collect()
-            deadline = time.monotonic() + _HANG_S
-            while (stats := engine.stats()).n_active or stats.n_queued or queue_of(engine).n:
-                assert time.monotonic() < deadline, (stats.n_active, stats.n_queued, queue_of(engine).n)
+            wait_until(lambda: not engine.stats().n_active and not engine.stats().n_queued)
+            wait_until(lambda: queue_of(engine).n == 0)
             engine.check_integrity()
             assert engine.generate(_PROMPT, _PARAMS).token_ids == expected
         gc.collect()
-        while (
-            threading.active_count() > threads_before
-        ):  # of engines that were interrupted while they were made
-            assert time.monotonic() < deadline, threading.enumerate()
-            time.sleep(0.01)
+        # Of engines that were interrupted while they were made.
+        wait_until(lambda: threading.active_count() <= threads_before)
     counts = ", ".join(f"{name} {n}" for name, n in sorted(storm.by_call.items()))
     sys.stdout.write(f"{storm.n} interruptions, {sum(checked.values())} texts of others checked\n{counts}\n")
 

@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -98,14 +97,14 @@ def bad(kind: str, folder: Path) -> None:
         (folder / f"pid-{os.getpid()}").touch()
         if child == 0:
             while True:
-                time.sleep(60)
+                signal.pause()
     elif kind == "hanging":
         (folder / f"pid-{os.getpid()}").touch()
     elif kind == "garbage":
         while True:
             sys.stdout.write("no JSON\n")
     elif kind == "silent":
-        time.sleep(3600)
+        signal.pause()
     elif kind == "endless":
         while True:
             sys.stdout.write("x" * 2**16)
@@ -145,7 +144,7 @@ def bad(kind: str, folder: Path) -> None:
             _send({"jsonrpc": "2.0", "id": message["id"], "result": result})
     if kind == "deaf":
         while True:
-            time.sleep(60)
+            signal.pause()
 
 
 def _tools(kind: str) -> list[dict[str, Any]]:

@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
+from support.control import wait_until
 from support.run_script import environment
 
 PATIENCE_S = 240.0
@@ -65,11 +67,20 @@ class RayProgram:
 
     def wait_for(self, what: str) -> None:
         """Waits until the program has written this, and fails if it ends before."""
-        deadline = time.monotonic() + PATIENCE_S
-        while what not in self.output:
-            assert self._process.poll() is None, f"the program ended\n{self.output}"
-            assert time.monotonic() < deadline, f"{what!r} did not come\n{self.output}"
-            time.sleep(0.05)
+        self.wait_until(lambda: what in self.output)
+
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        """Waits until this holds, and fails, with what the program wrote, if it ends before."""
+
+        def holds() -> object:
+            value = condition()
+            assert value or self.alive(), f"the program ended\n{self.output}"
+            return value
+
+        try:
+            wait_until(holds, every_s=0.05, within_s=PATIENCE_S)
+        except AssertionError as e:
+            raise AssertionError(f"{e}\n{self.output}") from None
 
     def alive(self) -> bool:
         """Whether it runs."""
@@ -96,12 +107,14 @@ class RayProgram:
         started = self._started()
         self._process.kill()
         self._process.wait()
-        deadline = time.monotonic() + PATIENCE_S
-        while left := [one for one in started if one.is_alive()]:
-            for one in left:
-                one.kill()
-            assert time.monotonic() < deadline, left
-            time.sleep(0.05)
+
+        def have_ended() -> bool:
+            left = [process for process in started if process.is_alive()]
+            for process in left:
+                process.kill()
+            return not left
+
+        wait_until(have_ended, every_s=0.05, within_s=PATIENCE_S)
 
     def _started(self) -> list[Process]:
         """All processes that it started and that run; none once it has ended."""

@@ -1,5 +1,6 @@
 """litellm's proxy before the server: OpenAI's client and Anthropic's both through the proxy, a tool, streams."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -45,7 +46,8 @@ try:
         except httpx.TransportError:
             pass
         assert proxy.poll() is None and time.monotonic() < end, (home / "proxy.log").read_text()[-3000:]
-        time.sleep(0.5)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            proxy.wait(0.5)
     tool = {"name": "multiply", "description": "Multiply two integers."}
     schema = {
         "type": "object",

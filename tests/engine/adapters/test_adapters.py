@@ -160,7 +160,9 @@ def test_cells_of_one_set_are_never_anothers(model: lp.Model) -> None:
 def test_states_of_one_set_are_never_anothers(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     """States are kept and copied for each set, as cells are; with a LoRA each text is the merged model's."""
     path = make(tmp_path / "model.gguf")
-    matrices = r"blk\.\d+\.(?:attn_.|attn_output|ffn_(?:gate|up|down)|shortconv\.\w+_proj|ssm_(?:in|out))\.weight"
+    matrices = (
+        r"blk\.\d+\.(?:attn_.|attn_output|ffn_(?:gate|up|down)|shortconv\.\w+_proj|ssm_(?:in|out))\.weight"
+    )
     lora = make_adapter(tmp_path / "lora.gguf", path, matrices=matrices)
     prompts = [[*(t % 120 + 5 for t in PROMPT * 3), *range(40, 40 + i % 7), 33 + i] for i in range(8)] * 2
     texts = {}

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from support.control import PATIENCE_S, Worker, all_results
+from support.control import PATIENCE_S, Worker, all_results, turn
 from support.plain import greedy, plain_loop
 
 import llamapipe as lp
@@ -143,8 +143,7 @@ class Tasked:
             await self.engine.agenerate(prompt, greedy(None))
 
         task = asyncio.ensure_future(self.rng.choice([read, wait])())
-        for _ in range(self.rng.randint(0, 20)):
-            await asyncio.sleep(0)
+        await turn(self.rng.randint(0, 20))
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task

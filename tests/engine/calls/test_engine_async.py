@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from support.backends import BOUND
-from support.control import PATIENCE_S, Gate, Worker, all_results, held, wait_until
+from support.clock import Clock
+from support.control import PATIENCE_S, Gate, Worker, all_results, held, turn, wait_until
 from support.inside import queue_of
 from support.plain import PlainLoop, greedy
 
@@ -59,7 +60,7 @@ class TestGenerate:
         async def main() -> None:
             with held(engine):
                 tasks = [asyncio.ensure_future(engine.agenerate(PROMPT, greedy(30))) for _ in range(4)]
-                await asyncio.sleep(0)  # they run until they wait
+                await turn()  # they run until they wait
             outs = await asyncio.gather(*tasks)
             assert len({out.text for out in outs}) == 1
 
@@ -255,7 +256,9 @@ async def cancel_task(task: asyncio.Future[Any]) -> None:
 class TestCancel:
     @pytest.mark.parametrize("call", ["agenerate", "list", "astream", "wait_for", "timeout"])
     @pytest.mark.parametrize("n_steps", [0, 1, 2, 3, 4])
-    def test_task_within_one_step(self, make_engine: MakeEngine, call: str, n_steps: int) -> None:
+    def test_task_within_one_step(
+        self, make_engine: MakeEngine, clock: Clock, call: str, n_steps: int
+    ) -> None:
         """The prompt takes three steps. The step that runs is the last one."""
         engine = make_engine(n_batch=8, n_ubatch=8)
         ids = engine.model.tokenize(PROMPT)[:20]
@@ -267,6 +270,7 @@ class TestCancel:
             await asyncio.wait_for(waiting, 0)
 
         async def main() -> None:
+            clock.set_timers_of(asyncio.get_running_loop())
             with Gate(engine) as gate:
                 work: Awaitable[Any]
                 if call == "agenerate":
@@ -278,12 +282,13 @@ class TestCancel:
                 elif call == "wait_for":
                     work = impatient()
                 else:
-                    work = engine.agenerate(ids, greedy(None), timeout=0.3)
+                    work = engine.agenerate(ids, greedy(None), timeout=60)
                 task = asyncio.ensure_future(work)
                 await in_thread(gate.wait)
-                n_let_through = await in_thread(gate.step, n_steps, lambda: not task.done())
+                await in_thread(gate.step, n_steps)
                 if call in ("wait_for", "timeout"):
                     stop_waiting.set()
+                    clock.pass_time(60 if call == "timeout" else 0)
                     with pytest.raises((TimeoutError, asyncio.TimeoutError)):
                         await task
                 else:
@@ -291,7 +296,7 @@ class TestCancel:
                 gate.open()
                 stats = engine.stats()
                 assert (stats.n_active, stats.n_queued) == (0, 0)
-                assert stats.steps <= n_let_through + 1
+                assert stats.steps <= n_steps + 1
 
         run(main())
         engine.check_integrity()
@@ -343,7 +348,7 @@ class TestCancel:
                 busy = asyncio.ensure_future(engine.agenerate(OTHER, greedy(5)))
                 await in_thread(gate.wait)
                 tasks = [asyncio.ensure_future(engine.agenerate(PROMPT, greedy(None))) for _ in range(3)]
-                await asyncio.sleep(0)
+                await turn()
                 for task in tasks:
                     await cancel_task(task)
                 gate.open()
@@ -422,8 +427,7 @@ class TestCancel:
             for _ in range(12):
                 tasks = [asyncio.ensure_future(rng.choice([streamed, generated])()) for _ in range(10)]
                 for task in rng.sample(tasks, 5):
-                    for _ in range(rng.randrange(8)):
-                        await asyncio.sleep(0)
+                    await turn(rng.randrange(8))
                     task.cancel()
                 for result in await asyncio.gather(*tasks, return_exceptions=True):
                     assert isinstance(result, asyncio.CancelledError) or result == expected
@@ -442,20 +446,20 @@ class TestQueue:
                 first = asyncio.ensure_future(engine.agenerate(OTHER, greedy(2)))
                 await in_thread(gate.wait)
                 second = asyncio.ensure_future(engine.agenerate(OTHER, greedy(2)))
-                await asyncio.sleep(0)
+                await turn()
                 with pytest.raises(QueueFullError, match="max_queue is 1"):
                     await engine.agenerate(OTHER, greedy(2), block=False)
                 with pytest.raises(QueueFullError):  # at the call: a web service can still set the status
                     engine.astream(OTHER, greedy(2), block=False)
                 waiting = asyncio.ensure_future(engine.agenerate(OTHER, greedy(2)))
                 streaming = asyncio.ensure_future(tokens_of(engine.astream(OTHER, greedy(2))))
-                await asyncio.sleep(0)
+                await turn()
                 with pytest.raises(TimeoutError):
                     await engine.agenerate(OTHER, greedy(2), timeout=0.01)
                 with pytest.raises(TimeoutError):
                     await anext(engine.astream(OTHER, greedy(2), timeout=0.01))
                 dropped = asyncio.ensure_future(engine.agenerate(OTHER, greedy(2)))
-                await asyncio.sleep(0)
+                await turn()
                 await cancel_task(dropped)
                 assert queue_of(engine).n == 1
                 gate.open()
@@ -527,9 +531,9 @@ class TestQueue:
                     running = asyncio.ensure_future(engine.agenerate(OTHER, greedy(3)))
                     await in_thread(gate.wait)
                     queued = asyncio.ensure_future(engine.agenerate(OTHER, greedy(3)))
-                    await asyncio.sleep(0)
+                    await turn()
                     waiting = [asyncio.ensure_future(engine.agenerate(OTHER, greedy(3))) for _ in range(5)]
-                    await asyncio.sleep(0)
+                    await turn()
                     closing = asyncio.ensure_future(engine.aclose(drain))
                     await in_thread(wait_until, lambda: engine.closed)
                     gate.open()
@@ -548,7 +552,7 @@ class TestClose:
         async def main() -> list[lp.Completion]:
             async with lp.Engine(tiny, n_ctx=64, n_seq_max=2, n_threads=1) as engine:
                 tasks = [asyncio.ensure_future(engine.agenerate(PROMPT, greedy(20))) for _ in range(5)]
-                await asyncio.sleep(0)
+                await turn()
             assert engine.closed
             with pytest.raises(EngineClosedError):
                 await engine.agenerate(PROMPT)
@@ -572,7 +576,7 @@ class TestClose:
                     tasks.extend(
                         asyncio.ensure_future(engine.agenerate(PROMPT, greedy(None))) for _ in range(5)
                     )
-                    await asyncio.sleep(0)
+                    await turn()
                     with Gate(engine) as gate:
                         await in_thread(gate.wait)
                         raise ZeroDivisionError
@@ -593,7 +597,7 @@ class TestClose:
                 streams = [
                     asyncio.ensure_future(tokens_of(engine.astream(PROMPT, greedy(60)))) for _ in range(6)
                 ]
-                await asyncio.sleep(0)
+                await turn()
                 await in_thread(engine.close, drain)
                 outs = await asyncio.gather(*tasks)
                 lengths = [len(tokens) for tokens in await asyncio.gather(*streams)]
@@ -740,7 +744,7 @@ class TestTwins:
             generation = await engine.astart(PROMPT, greedy(9))
             with held(engine):
                 waiting = asyncio.ensure_future(generation.next())
-                await asyncio.sleep(0)
+                await turn()
                 with pytest.raises(RuntimeError, match="one task at a time"):
                     await generation.next()
                 waiting.cancel()

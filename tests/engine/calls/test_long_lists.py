@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.control import Worker, held
+from support.control import Worker, held, until
 from support.inside import loop_of, thread_of
 
 import llamapipe as lp
@@ -155,8 +155,7 @@ def test_closing_ends_a_list_as_a_whole(engine: lp.Engine, kind: str, drain: boo
 def test_closing_on_the_event_loop_ends_a_list_as_a_whole(engine: lp.Engine) -> None:
     async def main() -> list[lp.Completion]:
         task = asyncio.ensure_future(engine.agenerate(prompts(), ONE))
-        while not thread_of(engine)._lists:
-            await asyncio.sleep(0)
+        await until(lambda: thread_of(engine)._lists)
         engine.close()  # blocks the loop that the task needs
         return await task
 

@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any
 
 import pytest
-from support.control import PATIENCE_S, Worker, all_results, wait_until
+from support.control import PATIENCE_S, Worker, all_results, turn, until, wait_until
 from support.inside import n_waiting_threads
 
 from llamapipe._engine.calls.queue_limit import QueueLimit
@@ -165,7 +165,7 @@ class TestTasks:
             queue = QueueLimit(1)
             await aenter(queue)
             waiting = asyncio.ensure_future(aenter(queue))
-            await asyncio.sleep(0)
+            await turn()
             assert not waiting.done()
             await asyncio.to_thread(leave, queue, 1)
             await asyncio.wait_for(waiting, PATIENCE_S)
@@ -178,11 +178,10 @@ class TestTasks:
             queue = QueueLimit(2)
             enter_at_once(queue, 2)
             waiting = [asyncio.ensure_future(aenter(queue)) for _ in range(5)]
-            await asyncio.sleep(0)
+            await turn()
             for n_left in (3, 1):
                 leave(queue, 2)
-                while sum(not w.done() for w in waiting) > n_left:
-                    await asyncio.sleep(0)
+                await until(lambda n_left=n_left: sum(not w.done() for w in waiting) <= n_left)
                 assert queue.n == 2
             leave(queue, 2)
             await asyncio.wait_for(asyncio.gather(*waiting), PATIENCE_S)
@@ -195,7 +194,7 @@ class TestTasks:
             queue = QueueLimit(1)
             enter_at_once(queue)
             gone, stays = (asyncio.ensure_future(aenter(queue)) for _ in range(2))
-            await asyncio.sleep(0)
+            await turn()
             gone.cancel()
             leave(queue, 1)
             await asyncio.wait_for(stays, PATIENCE_S)
@@ -226,7 +225,7 @@ class TestTasks:
         enter_at_once(queue)
         loop = asyncio.new_event_loop()
         task = loop.create_task(aenter(queue))
-        loop.run_until_complete(asyncio.sleep(0))
+        loop.run_until_complete(turn())
         task.cancel()
         loop.close()
         waiting = Worker(enter, queue)
@@ -255,7 +254,7 @@ class TestTogether:
         async def task() -> None:
             for mine in [Request([1]) for _ in range(60)]:
                 await queue.aenter(mine, None)
-                await asyncio.sleep(0)
+                await turn()
                 inside(mine)
 
         async def tasks() -> None:

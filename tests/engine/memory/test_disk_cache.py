@@ -12,10 +12,11 @@ import threading
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
 import pytest
+from support.control import wait_until
 from support.gguf_models import tiny_architecture
 from support.inside import disk_cache_of
 from support.mtp_models import mtp_model
@@ -51,13 +52,6 @@ def files_of(folder: Path) -> list[Path]:
 
 def has_files(folder: Path, n: int) -> bool:
     return len(files_of(folder)) >= n
-
-
-def wait_until(happens: Callable[[], object]) -> None:
-    deadline = monotonic() + 60
-    while not happens():
-        assert monotonic() < deadline
-        sleep(0.01)
 
 
 @pytest.fixture
@@ -570,17 +564,21 @@ def test_a_folder_that_disappears(
 
 def test_a_full_disk_is_told_once(tmp_path: Path) -> None:
     program = f"""
-import resource, time
+import resource, threading
 import llamapipe as lp
-from llamapipe._engine.policy.prefix_tree import n_common
 from llamapipe._engine.runtime import disk_cache, loop
 loop.REST_S = 0.01
-disk_cache._RETRY_S = 0.01
+disk_cache._RETRY_S = 0.0
+failed, write = threading.Semaphore(0), disk_cache.DiskCache._write
+def write_and_tell(*arguments):
+    write(*arguments)
+    failed.release()
+disk_cache.DiskCache._write = write_and_tell
 with lp.Engine(lp.demo_model_path(), n_ctx=512, cache_dir={str(tmp_path)!r}) as engine:
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
     for i in range(4):
         engine.generate([i + 5] * 100, lp.SamplingParams(max_tokens=2))
-        time.sleep(0.1)
+        assert failed.acquire(timeout=60)
 """
     done = subprocess.run(
         command(program), env=environment(), capture_output=True, text=True, timeout=120, check=True
@@ -650,41 +648,43 @@ def test_requests_with_the_same_prefix_share_a_read(make_engine: MakeEngine, tmp
 
 
 KILLED = """
-import sys, time, llamapipe as lp
+import os, signal, sys, threading
+import llamapipe as lp
 from llamapipe._engine.runtime import loop
+from llamapipe._engine.runtime.disk_cache import DiskCache
+from support.control import wait_until
 loop.REST_S = 0.001
+first, n_lines = int(sys.argv[2]), int(sys.argv[3])
+n_files = 0
+def look(frame, event, argument):
+    global n_files, n_lines
+    if frame.f_code is not DiskCache._write_file.__code__:
+        return None
+    n_files += event == "call"
+    n_lines -= event == "line" and n_files == 2
+    if not n_lines:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return look
+threading.settrace(look)
 with lp.Engine(lp.demo_model_path(), n_ctx=512, n_threads=1, cache_dir=sys.argv[1]) as engine:
-    i = int(sys.argv[2])
-    while True:
-        n = engine.stats().n_disk_writes
+    for i in range(first, first + 2):
         engine.generate([i + 1, *(5 + j * j % 200 for j in range(300))], lp.SamplingParams(max_tokens=2))
-        while engine.stats().n_disk_writes == n:
-            time.sleep(0.001)
-        print(i, flush=True)
-        i += 1
+        wait_until(lambda: engine.stats().n_disk_writes > i - first)
 """
 
 
 def test_processes_that_are_killed(tmp_path: Path) -> None:
-    """Two on one folder, killed at any time: what is left is whole, and nothing else stays."""
-    random_ = random.Random(3)
+    """Two on one folder, killed at a line of a write: what is left is whole, and nothing else stays."""
+    n_before = 9  # lines up to the one that makes a file under another name
     for round_ in range(4):
         running = [
             subprocess.Popen(
-                command(KILLED, tmp_path, 40 * round_ + 20 * k), env=environment(), stdout=subprocess.PIPE
+                command(KILLED, tmp_path, 40 * round_ + 20 * k, n_before + 2 * round_ + k), env=environment()
             )
             for k in range(2)
         ]
         for process in running:
-            assert process.stdout is not None
-            for _ in range(random_.randrange(1, 6)):
-                process.stdout.readline()
-        for process in running:
-            sleep(random_.random() / 50)  # any moment will do
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
+            assert process.wait(120) == -signal.SIGKILL
     with (
         lp.Engine(lp.demo_model_path(), n_ctx=512) as plain,
         lp.Engine(lp.demo_model_path(), n_ctx=512, cache_dir=tmp_path) as engine,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.backends import FEW, device_unless_few
-from support.control import Worker, all_results, held, wait_until
+from support.control import Worker, all_results, held, turn, wait_until
 from support.plain import PlainLoop, greedy
 
 import llamapipe as lp
@@ -48,11 +48,11 @@ class TestPrefixes:
     def test_a_conversation_goes_on(self, make_engine: MakeEngine, kv_unified: bool) -> None:
         engine = make_engine(n_seq_max=2, kv_unified=kv_unified)
         told, n_before = tokens_of(30, 1), 0
-        for turn in range(4):
+        for i in range(4):
             out = engine.generate(told, greedy(6))
             assert out.n_cached_tokens == n_before
             n_before = len(told) + 5  # the last token of an answer is never computed
-            told = told + out.token_ids + tokens_of(7, 100 + turn)
+            told = told + out.token_ids + tokens_of(7, 100 + i)
 
     def test_texts_are_those_without_it(
         self, make_engine: MakeEngine, loop: PlainLoop, kv_unified: bool
@@ -334,7 +334,7 @@ def test_tasks_on_one_prefix(make_engine: MakeEngine) -> None:
         prompts = [SHARED + tokens_of(4, i) for i in range(9)]
         with held(engine):
             tasks = [asyncio.create_task(engine.agenerate(p, greedy(3))) for p in prompts]
-            await asyncio.sleep(0)
+            await turn()
         tasks[0].cancel()  # the leader, at times
         return [
             out

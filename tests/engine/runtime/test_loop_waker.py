@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.control import turn, until
 from support.inside import thread_of, wakers_of
 from support.run_script import run_script
 
@@ -37,13 +38,11 @@ def test_what_was_put_comes_in_order_however_rarely_it_rings() -> None:
             if waker.put(i) or i % 2:
                 waker.ring()
         assert not came
-        while not came:
-            await asyncio.sleep(0)
+        await until(lambda: came)
         assert came == [*range(100_000)]
         assert waker.put(-1)
         waker.dismiss()  # has the loop take the rest
-        while waker._open:
-            await asyncio.sleep(0)
+        await until(lambda: not waker._open)
         return came
 
     assert asyncio.run(main()) == [*range(100_000), -1]
@@ -65,14 +64,12 @@ def test_a_ring_that_comes_while_one_is_answered(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(os, "read", read_late)
         assert waker.put(1)
         waker.ring()
-        while not came:
-            await asyncio.sleep(0)
+        await until(lambda: came)
         monkeypatch.setattr(os, "read", read)
         assert came == [1, 2]
         assert waker.put(3)
         waker.dismiss()
-        while waker._open:
-            await asyncio.sleep(0)
+        await until(lambda: not waker._open)
         assert came == [1, 2, 3]
 
     asyncio.run(main())
@@ -89,8 +86,7 @@ def test_what_an_interrupted_answer_leaves_comes_when_the_loop_goes_on() -> None
         came.append(item)
 
     async def wait() -> None:
-        while not came:
-            await asyncio.sleep(0)
+        await until(lambda: came)
 
     waker = LoopWaker(loop, take)
     assert waker.put(1)
@@ -101,7 +97,7 @@ def test_what_an_interrupted_answer_leaves_comes_when_the_loop_goes_on() -> None
     loop.run_until_complete(wait())
     assert came == [1, 2]
     waker.dismiss()
-    loop.run_until_complete(asyncio.sleep(0))
+    loop.run_until_complete(turn())
     loop.close()
 
 
@@ -117,8 +113,7 @@ def test_a_ring_at_launch_waits_for_it_and_no_longer() -> None:
             dispatcher.flush()
             assert dispatcher.wakes.files == [waker.fd]
             reading = asyncio.ensure_future(mailbox.get())
-            for _ in range(10):
-                await asyncio.sleep(0)
+            await turn(10)
             assert not reading.done()
             if launched:
                 dispatcher.wakes.begin()
@@ -147,8 +142,7 @@ def test_files_are_closed_with_their_loop_and_with_the_engine(demo: lp.Model) ->
             async with lp.Engine(demo, n_ctx=64, n_threads=1) as other:
                 await other.agenerate("a", SHORT)
                 (waker,) = wakers_of(thread_of(other).dispatcher)
-            while waker._open:
-                await asyncio.sleep(0)
+            await until(lambda: not waker._open)
             assert not loop.remove_reader(waker._read_end)  # not watched any more
             assert (await engine.agenerate("a", SHORT)).token_ids == alone
 
@@ -219,8 +213,7 @@ def test_an_engine_that_ends_while_a_loop_gets_its_waker(monkeypatch: pytest.Mon
         before = n_open()
         AsyncMailbox(asyncio.get_running_loop(), dispatcher)
         assert not wakers_of(dispatcher)
-        while n_open() > before:
-            await asyncio.sleep(0)
+        await until(lambda: n_open() <= before)
 
     asyncio.run(main())
 

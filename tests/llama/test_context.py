@@ -20,6 +20,7 @@ from support.run_script import run_script
 
 import llamapipe as lp
 import llamapipe.llama.context as context_module
+from llamapipe._options import ENGINE
 from llamapipe.errors import BackendError, ContextFullError, EngineClosedError
 from llamapipe.host.memory import memory_limit
 from llamapipe.llama import Context, DecodeBatch
@@ -28,6 +29,7 @@ from llamapipe.native.load import native
 
 pytestmark = pytest.mark.native
 
+MOST = {row.name: int(row.high) for row in ENGINE}
 MakeContext = Callable[..., Context]
 
 
@@ -278,16 +280,20 @@ def test_bad_sizes(make_context: MakeContext, name: str, bad: Bad) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n_seq_max": 257}, r"^n_seq_max is 257; it must be from 1 to 256$"),
-        ({"n_ctx": 2**26 + 1}, r"^n_ctx is 67108865; it must be from 1 to 67108864$"),
-        ({"n_ctx": 2**26, "n_seq_max": 256}, r"^n_cells is 17179869184; it must be from 1 to 2147483647$"),
+        *(
+            ({name: MOST[name] + 1}, rf"^{name} is {MOST[name] + 1}; it must be from 1 to {MOST[name]}$")
+            for name in ("n_seq_max", "n_ctx", "n_threads")
+        ),
+        (
+            {"n_ctx": MOST["n_ctx"], "n_seq_max": MOST["n_seq_max"]},
+            rf"^n_cells is {MOST['n_ctx'] * MOST['n_seq_max']}; it must be from 1 to {MOST['n_cells']}$",
+        ),
         ({"n_seq_max": 8, "n_batch": 7}, r"^n_seq_max is 8 and n_batch 7; n_batch must not be smaller$"),
         (
             {"n_cells": 65},
             r"^n_cells is 65 but n_ctx \* n_seq_max is 64; a different number needs kv_unified",
         ),
         ({"n_outputs_max": 65}, r"^n_outputs_max is 65; it must be from 1 to 64$"),
-        ({"n_threads": 513}, r"^n_threads is 513; it must be from 1 to 512$"),
     ],
 )
 def test_sizes_that_do_not_go_together(

@@ -216,3 +216,23 @@ PRIVATE = re.compile(
 def test_only_one_file_of_the_tests_knows_the_inside_of_an_engine(path: Path) -> None:
     found = {match[0] for match in PRIVATE.finditer(path.read_text(encoding="utf-8"))}
     assert path == INSIDE or not found, f"{found}: ask a function of tests/support/inside.py"
+
+
+# Tests of more than a part of the package, and what they share.
+SUITES = {
+    *("agents", "benchmarks", "build", "clients", "docs", "examples", "process", "real_models"),
+    *("routers", "soak", "support", "tools"),
+}
+# ``tests`` is on the path: `import ray` must not find a folder of ours.
+OTHER_NAMES = {
+    "_engine": "engine",
+    "dynamo": "dynamo_worker",
+    "lm_eval": "lm_eval_harness",
+    "ray": "ray_cluster",
+}
+
+
+def test_folders_of_tests_have_the_names_of_what_they_test() -> None:
+    folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").glob("*/**/*.py")}
+    tested = {name.split(".")[1] for name in MODULES if "." in name}
+    assert {folder.parts[0] for folder in folders} - SUITES <= {OTHER_NAMES.get(n, n) for n in tested}

@@ -402,7 +402,7 @@ def _supervise(args: argparse.Namespace, settings: ServerSettings) -> int:
 
     with listening_socket(args.host, args.port) as sock, _mcp_for_others(args, settings) as argv:
         try:
-            supervise(argv, sock, where, show)
+            supervise(argv, sock, where, show, settings.keep_requests)
         except WorkerFailedError as error:
             if error.is_usage:
                 raise UsageError(str(error)) from error
@@ -537,7 +537,16 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
             look_at = partial(look, common, has_gpus=gpu_budget is not None)
             argv = stack.enter_context(_mcp_for_others(args, settings))
             command, cache_dir = command_with(argv), common.get("cache_dir")
-            pool = Pool(entries, command, placement, look_at, Budget(budget, gpu_budget), folder, cache_dir)
+            pool = Pool(
+                entries,
+                command,
+                placement,
+                look_at,
+                Budget(budget, gpu_budget),
+                folder,
+                cache_dir,
+                settings.keep_requests,
+            )
         except ValueError as error:
             raise UsageError(f"--models: {error}") from error
         sock = stack.enter_context(listening_socket(args.host, args.port))

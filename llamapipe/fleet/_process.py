@@ -54,8 +54,7 @@ class WorkerProcess:
     ``untaken``: connections on their way to it; ``refused``: those that it could not take.
 
     ``changed``: called when connections were taken or have ended, or the state or the progress is another one.
-    ``asked``: called with this worker, and the number, the subject and the most entries of a question about all; None:
-    it asks none.
+    ``asked``: called with this worker, and the number and the subject of a question about all; None: it asks none.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class WorkerProcess:
         command: Sequence[str],
         placement: Placement,
         changed: Callable[[], None],
-        asked: Callable[[WorkerProcess, int, Subject, int], None] | None = None,
+        asked: Callable[[WorkerProcess, int, Subject], None] | None = None,
         served: ServedModel | None = None,
     ) -> None:
         self.index = index
@@ -327,4 +326,4 @@ class WorkerProcess:
             if answer is not None and not answer.done():
                 answer.set_result(None)
         elif kind == "ask" and self._asked is not None:
-            self._asked(self, message["number"], message["about"], message["most"])
+            self._asked(self, message["number"], message["about"])

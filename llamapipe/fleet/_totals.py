@@ -11,21 +11,32 @@ _RATIOS = {"vllm:kv_cache_usage_perc"}
 
 
 class Totals:
-    """What all processes of a server have counted, those that have ended included: no counter of the server falls."""
+    """What all processes of a server have told, those that have ended included: no counter of the server falls.
 
-    def __init__(self) -> None:
+    ``n_requests``: of so many requests it tells where their time went.
+    """
+
+    def __init__(self, n_requests: int) -> None:
+        self._n_requests = n_requests
         self._ended: list[Family] = []
+        self._requests: list[dict[str, Any]] = []
 
     def __repr__(self) -> str:
         return f"<Totals of {len(self._ended)} metrics>"
 
-    def keep(self, families: Sequence[Family]) -> None:
-        """Add the last metrics of a process that has ended. Its gauges count no longer."""
+    def keep(self, families: Sequence[Family], requests: Sequence[dict[str, Any]]) -> None:
+        """Add what a process told last, which has ended: metrics, whose gauges count no longer, and requests."""
         self._ended = add_families([], [self._ended, families])
+        self._requests = self.requests_with([requests])
 
     def with_live(self, live: Iterable[Sequence[Family]]) -> list[Family]:
         """Return the metrics of all. ``live``: those of each process that runs."""
         return add_families(live, [self._ended])
+
+    def requests_with(self, live: Iterable[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+        """Return the entries of ``GET /requests``, the newest first. ``live``: those of each process that runs."""
+        entries = [entry for entries in (self._requests, *live) for entry in entries]
+        return sorted(entries, key=lambda entry: -entry["ended_at"])[: self._n_requests]
 
 
 def add_families(live: Iterable[Sequence[Family]], ended: Iterable[Sequence[Family]] = ()) -> list[Family]:
@@ -54,12 +65,6 @@ def add_families(live: Iterable[Sequence[Family]], ended: Iterable[Sequence[Fami
         )
         for name, (text, kind) in texts.items()
     ]
-
-
-def newest(told: Iterable[Sequence[dict[str, Any]]], most: int) -> list[dict[str, Any]]:
-    """Return the entries of ``GET /requests`` of several processes, the newest first, at most so many."""
-    entries = [entry for entries in told for entry in entries]
-    return sorted(entries, key=lambda entry: -entry["ended_at"])[:most]
 
 
 def labelled(families: Iterable[Family], **labels: str) -> list[Family]:

@@ -30,7 +30,6 @@ from llamapipe.fleet._ollama import OllamaModels
 from llamapipe.fleet._proxy import Proxy
 from llamapipe.fleet._status import Watch, entry_of
 from llamapipe.fleet._tasks import Tasks
-from llamapipe.fleet._totals import newest
 from llamapipe.fleet.catalog import ModelEntry
 from llamapipe.fleet.pool import ModelState, Pool, PooledModel
 from llamapipe.server import page_routes, system
@@ -253,14 +252,10 @@ class Front(Gate):
         return Response(body, status, media_type="application/json")
 
     async def requests(self, exchange: Exchange) -> Response:
-        """``GET /requests``: of the models that are loaded, and those that came to none, the newest first."""
-        told = [self.recent.entries()]
-        for model in self.pool.models:
-            if model.state is ModelState.LOADED:
-                with suppress(ConnectionError):
-                    _, body = await self._proxy.ask(exchange, model)
-                    told.append(msgspec.json.decode(body)["data"])
-        return JsonResponse({"object": "list", "data": newest(told, self.settings.keep_requests)})
+        """``GET /requests``: of all models, and those that came to none, the newest first."""
+        told = [*self.recent.entries(), *await self.pool.requests()]
+        told.sort(key=lambda entry: -entry["ended_at"])
+        return JsonResponse({"object": "list", "data": told[: self.settings.keep_requests]})
 
     async def reset_prefix_cache(self, exchange: Exchange) -> Response:
         """``POST /reset_prefix_cache``: of the model that the query names, or of all. Loads nothing."""

@@ -16,12 +16,13 @@ import os
 import socket
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 CONNECTION, RETIRE, STOP, CANCEL, KEEP, STOP_TOOLS = b"c", b"r", b"s", b"k", b"p", b"x"  # to the process
 TAKEN, REFUSED, ENDED = b"t", b"f", b"e"  # from it
 _LINE_LIMIT = 2**24
 Subject = Literal["families", "requests"]  # of a question: metrics, or where the time of requests went
+SUBJECTS: Final[tuple[Subject, ...]] = ("families", "requests")
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from llamapipe.fleet._totals import Totals, labelled
 from llamapipe.fleet._upstream import Upstream, Upstreams
 from llamapipe.fleet.budget import Budget, Memory, Tenure, total
 from llamapipe.fleet.catalog import FileFacts, ModelEntry, taken_names
-from llamapipe.fleet.link import ServedModel
+from llamapipe.fleet.link import ServedModel, Subject
 from llamapipe.fleet.placement import Placement
 from llamapipe.host.memory import resident_bytes
 from llamapipe.server.errors import ApiError, shutting_down
@@ -147,8 +147,8 @@ class Pool:
     out what a load needs, downloads the file if need be, and raises OSError or ValueError if there is none.
     ``budget``: memory that all processes together may take; None: any. ``folder``: where models that are ended keep
     their cached prefixes until they are loaded again, each in a folder; None: nowhere. ``cache_dir``: the option of the
-    command line, for models whose entry has no other; with it the pool keeps nothing. Raises ValueError for a name that
-    two models have.
+    command line, for models whose entry has no other; with it the pool keeps nothing. ``n_requests``: of so many it
+    tells where their time went. Raises ValueError for a name that two models have.
     """
 
     def __init__(
@@ -160,6 +160,7 @@ class Pool:
         budget: Budget | None = None,
         folder: Path | None = None,
         cache_dir: str | None = None,
+        n_requests: int = 0,
     ) -> None:
         taken_names(entries)  # raises
         self.models = [PooledModel(entry) for entry in entries]
@@ -173,7 +174,7 @@ class Pool:
         self._placement = placement
         self._look = look
         self._n_started = 0
-        self._totals = Totals()
+        self._totals = Totals(n_requests)
         self._turn = asyncio.Lock()  # to make room, in the order of the requests
         self._changed = asyncio.Event()
         self._n_news = 0  # changes of what ``/models/sse`` tells
@@ -432,9 +433,9 @@ class Pool:
             await asyncio.to_thread(cache_file.forget, folder, is_wanted)
 
     async def _bury(self, model: PooledModel, process: WorkerProcess) -> None:
-        """Wait for the end of a process, and keep its counters."""
+        """Wait for the end of a process, and keep what it told last."""
         await process.ended.wait()
-        self._totals.keep(labelled(process.families, model=model.name))
+        self._totals.keep(labelled(process.families, model=model.name), process.requests)
         was_loaded = model.state is ModelState.LOADED
         model.process = None
         model._upstreams.close()
@@ -676,12 +677,20 @@ class Pool:
 
     async def families(self) -> list[Family]:
         """Return the metrics of all models, with a label for each."""
-        there = [model for model in self._all if model.process is not None]
-        await asyncio.gather(
-            *(model.process.refresh(_SCRAPE_S) for model in there if model.process is not None)
+        live = await self._refreshed("families")
+        return self._totals.with_live(labelled(process.families, model=model.name) for model, process in live)
+
+    async def requests(self) -> list[dict[str, Any]]:
+        """Return where the time of the last requests to all models went, the newest first."""
+        return self._totals.requests_with(
+            process.requests for _, process in await self._refreshed("requests")
         )
-        live = [labelled(m.process.families, model=m.name) for m in self._all if m.process is not None]
-        return self._totals.with_live(live)
+
+    async def _refreshed(self, about: Subject) -> list[tuple[PooledModel, WorkerProcess]]:
+        """Return the models that have a process, after these were asked; those that end now are not among them."""
+        asked = [model.process for model in self._all if model.process is not None]
+        await asyncio.gather(*(process.refresh(_SCRAPE_S, about) for process in asked))
+        return [(model, model.process) for model in self._all if model.process is not None]
 
     def _process_changed(self) -> None:
         """Close connections that a process could not take, for want of descriptors or because it has ended.

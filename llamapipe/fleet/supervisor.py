@@ -21,7 +21,7 @@ from llamapipe.errors import LlamapipeError
 from llamapipe.fleet._hang_up import on_hang_up
 from llamapipe.fleet._process import State, WorkerProcess
 from llamapipe.fleet._tasks import Tasks
-from llamapipe.fleet._totals import Totals, newest
+from llamapipe.fleet._totals import Totals
 from llamapipe.fleet.command import command_with
 from llamapipe.fleet.link import Subject
 from llamapipe.fleet.placement import Placement
@@ -89,7 +89,8 @@ class Supervisor:
     """Workers on one port. For the main thread, whose signals it handles while it runs.
 
     ``command``: starts a worker, with ``--worker OPTIONS`` after it. ``listener``: a socket that listens.
-    ``announce``: called once, when all workers are ready. ``backoff``: makes the rule of restarts for each worker.
+    ``announce``: called once, when all workers are ready. ``n_requests``: of so many ``/requests`` tells. ``backoff``:
+    makes the rule of restarts for each worker.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Supervisor:
         listener: socket.socket,
         placements: Sequence[Placement],
         announce: Callable[[], None],
+        n_requests: int,
         backoff: Callable[[], Backoff] = Backoff,
     ) -> None:
         self._command = command
@@ -105,7 +107,7 @@ class Supervisor:
         self._announce = announce
         self._slots = [_Slot(i, placement, backoff()) for i, placement in enumerate(placements)]
         self._alive: set[WorkerProcess] = set()  # also those that leave
-        self._totals = Totals()
+        self._totals = Totals(n_requests)
         self._n_restarts = 0
         # Connections that were accepted, and whose worker could not take them, or ended before it did.
         self._homeless: deque[socket.socket] = deque()
@@ -162,10 +164,10 @@ class Supervisor:
         return worker
 
     async def _bury(self, worker: WorkerProcess) -> None:
-        """Keep what a worker leaves: its counters, and connections that it did not take."""
+        """Keep what a worker leaves: what it told last, and connections that it did not take."""
         await worker.ended.wait()
         self._alive.discard(worker)
-        self._totals.keep(worker.families)
+        self._totals.keep(worker.families, worker.requests)
         self._homeless += worker.untaken
         worker.untaken.clear()
         self._changed()
@@ -322,21 +324,20 @@ class Supervisor:
         self._accept_or_not()
 
     # ---- questions about all workers
-    def _asked(self, worker: WorkerProcess, number: int, about: Subject, most: int) -> None:
-        self._tasks.start(self._answer(worker, number, about, most))
+    def _asked(self, worker: WorkerProcess, number: int, about: Subject) -> None:
+        self._tasks.start(self._answer(worker, number, about))
 
-    async def _answer(self, asker: WorkerProcess, number: int, about: Subject, most: int) -> None:
+    async def _answer(self, asker: WorkerProcess, number: int, about: Subject) -> None:
         workers = sorted(self._alive, key=lambda worker: worker.pid)
         await asyncio.gather(*(worker.refresh(_SCRAPE_S, about) for worker in workers))
+        workers = [worker for worker in workers if worker in self._alive]  # else it is among the ended
         if about == "requests":
-            requests = newest([worker.requests for worker in workers], most)
-            asker.answer(number, requests)
+            asker.answer(number, self._totals.requests_with(worker.requests for worker in workers))
         else:
             asker.answer(number, self._families(workers))
 
     def _families(self, workers: Sequence[WorkerProcess]) -> list[Family]:
-        # One that ended meanwhile is among the ended.
-        counted = self._totals.with_live(w.families for w in workers if w.state is not State.ENDED)
+        counted = self._totals.with_live(worker.families for worker in workers)
         connections = [
             (
                 "llamapipe_worker_connections",
@@ -366,9 +367,10 @@ def supervise(
     listener: socket.socket,
     where: Sequence[Placement],
     announce: Callable[[], None],
+    n_requests: int,
 ) -> None:
     """Run workers, which are the command ``llamapipe`` with these arguments, until SIGTERM or Ctrl-C.
 
     For the main thread. Raises WorkerFailedError, OSError.
     """
-    Supervisor(command_with(arguments), listener, where, announce).run()
+    Supervisor(command_with(arguments), listener, where, announce, n_requests).run()

@@ -31,6 +31,7 @@ from llamapipe.fleet.link import (
     RETIRE,
     STOP,
     STOP_TOOLS,
+    SUBJECTS,
     TAKEN,
     Messages,
     Subject,
@@ -94,11 +95,12 @@ class Worker:
         asyncio.get_running_loop().add_reader(self._connections, self._read)
 
     async def finish(self) -> None:
-        """Tell the last metrics; the supervisor gives nothing more."""
+        """Tell the last metrics and requests; the supervisor gives nothing more."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._connections)
         loop.remove_writer(self._connections)
-        await self._tell(0, "families")
+        for about in SUBJECTS:
+            await self._tell(0, about)
         await self._messages.close()
         self._task.cancel()
 
@@ -116,28 +118,31 @@ class Worker:
 
     async def text(self) -> bytes:
         """Return the metrics of all workers; those of this one if the supervisor does not answer."""
-        families = await self._ask("families", 0)
+        families = await self._ask("families")
         if families is None:
             return await asyncio.to_thread(self._metrics.text)
         return rendered(Family(*family) for family in families)
 
-    async def requests(self, most: int) -> list[dict[str, Any]]:
+    async def requests(self) -> list[dict[str, Any]]:
         """Return where the time of the last requests to all workers went.
 
         To this one if the supervisor does not answer.
         """
-        requests = await self._ask("requests", most)
+        requests = await self._ask("requests")
         return self._recent() if requests is None else requests
 
     def _recent(self) -> list[dict[str, Any]]:
-        return [{**entry, "worker": self.options.index} for entry in self._server.state.recent.entries()]
+        entries = self._server.state.recent.entries()
+        if self.options.served is not None:  # they name the model
+            return entries
+        return [{**entry, "worker": self.options.index} for entry in entries]
 
-    async def _ask(self, about: Subject, most: int) -> list[Any] | None:
-        """Ask what all workers tell about a subject, at most so many entries. None: the supervisor does not answer."""
+    async def _ask(self, about: Subject) -> list[Any] | None:
+        """Ask what all workers tell about a subject. None: the supervisor does not answer."""
         self._n_questions += 1
         number = self._n_questions
         answer = self._questions[number] = asyncio.get_running_loop().create_future()
-        self._messages.send("ask", number=number, about=about, most=most)
+        self._messages.send("ask", number=number, about=about)
         try:
             return await asyncio.wait_for(answer, _ANSWER_S)
         except (asyncio.TimeoutError, ConnectionError):

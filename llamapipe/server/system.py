@@ -75,7 +75,7 @@ async def requests(exchange: Exchange) -> Response:
     if state.worker is None or state.is_behind_front:
         entries = state.recent.entries()
     else:
-        entries = await state.worker.requests(state.settings.keep_requests)
+        entries = await state.worker.requests()
     return JsonResponse({"object": "list", "data": entries})
 
 

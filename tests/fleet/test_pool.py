@@ -441,6 +441,8 @@ class TestFailures:
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert later.result().status_code == 200
         assert len(server.pids("crashing")) == n + 1
+        told = server.client.get("/requests").json()["data"]
+        assert 500 in [entry["n_completion_tokens"] for entry in told]  # by the process that ended
 
 
 class TestLimits:

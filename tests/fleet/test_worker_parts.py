@@ -65,14 +65,25 @@ class TestMetrics:
         }
 
     def test_no_counter_falls_when_a_process_ends(self) -> None:
-        totals = Totals()
-        totals.keep(labelled(families(4, 0.9, 15), model="a"))
+        totals = Totals(0)
+        totals.keep(labelled(families(4, 0.9, 15), model="a"), [])
         live = labelled(families(1, 0.5, 20), model="b")
         for _ in range(2):  # asking changes nothing
             found = {family.name: family.samples for family in totals.with_live([live])}
             steps = [sample for sample in found["steps"] if sample[0] == "steps_total"]
             assert sorted((labels["model"], value) for _, labels, value in steps) == [("a", 4), ("b", 1)]
             assert found["running"] == [("running", {"model": "b"}, 1)]
+
+    def test_requests_to_processes_that_have_ended_stay_among_the_last(self) -> None:
+        def told(*times: int) -> list[dict[str, Any]]:
+            return [{"id": str(time), "ended_at": time} for time in times]
+
+        totals = Totals(3)
+        totals.keep([], told(5, 3))
+        totals.keep([], told(4, 1))
+        for _ in range(2):
+            assert [entry["ended_at"] for entry in totals.requests_with([told(6), told(2)])] == [6, 5, 4]
+        assert [entry["ended_at"] for entry in totals.requests_with([])] == [5, 4, 3]
 
     def test_they_are_rendered_in_prometheus_format(self) -> None:
         text = rendered(add_families([families(1, 0.5, 20)])).decode()

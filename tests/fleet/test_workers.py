@@ -200,6 +200,9 @@ class TestTwoWorkers:
         assert all(all_results([Thread(stream.finishes) for stream in streams]))
         wait_for_end([victim.pid])
         wait_until(lambda: len(server.pids()) == 2)
+        # The list has its last requests, too.
+        entries = server.client.get("/requests").json()["data"]
+        assert {stream.worker for stream in streams} <= {entry["worker"] for entry in entries[:2]}
 
 
 def children() -> list[int]:
@@ -227,7 +230,7 @@ def test_a_worker_with_weights_of_its_own_maps_no_file(tmp_path: Path) -> None:
         where = [
             Placement(share, None, own) for share, own in zip(core_shares(2), (True, False), strict=True)
         ]
-        supervise(["serve", "--embeddings", str(encoder)], listener, where, look)
+        supervise(["serve", "--embeddings", str(encoder)], listener, where, look, 0)
     assert lp.demo_model_path().name in maps[False]
     assert "bert.gguf" in maps[False]
     assert ".gguf" not in maps[True]
@@ -331,6 +334,7 @@ class TestFailures:
                 listener,
                 [Placement(CoreShare((), 1))] * 2,
                 announce=lambda: pytest.fail("they are not ready"),
+                n_requests=0,
                 backoff=lambda: Backoff(first_s=0.001, n_attempts=3),
             )
             with pytest.raises(WorkerFailedError, match=r"ended 3 times before it could serve.*status 3"):

@@ -233,6 +233,7 @@ OTHER_NAMES = {
 
 
 def test_folders_of_tests_have_the_names_of_what_they_test() -> None:
+    assert not list((ROOT / "tests" / "engine").glob("*.py")), "its folders say which one a test belongs to"
     folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").glob("*/**/*.py")}
     tested = {name.split(".")[1] for name in MODULES if "." in name}
     assert {folder.parts[0] for folder in folders} - SUITES <= {OTHER_NAMES.get(n, n) for n in tested}

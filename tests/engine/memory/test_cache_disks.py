@@ -12,24 +12,19 @@ import pytest
 from support.run_script import LIMIT_S, command, environment
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mounts, and preloads a library")
-SUPPORT = Path(__file__).resolve().parents[1] / "support"
+SUPPORT = Path(__file__).resolve().parents[2] / "support"
 ASK = """
 import os, subprocess, sys
 from pathlib import Path
-from time import monotonic, sleep
 import llamapipe as lp
 from llamapipe._engine.runtime import loop
+from support.control import wait_until
 folder = sys.argv[1]
 def ask(engine, i, n=2):
     tokens = [5 + (i * 7 + k * (i + 1)) % 200 for k in range(150)]
     return engine.generate(tokens, lp.SamplingParams(max_tokens=n, temperature=0, ignore_eos=True))
 def engine():
     return lp.Engine(lp.demo_model_path(), n_ctx=512, n_threads=1, cache_dir=folder)
-def until(happens):
-    deadline = monotonic() + 60
-    while not happens():
-        assert monotonic() < deadline
-        sleep(0.01)
 """
 MOUNTED = (
     ASK
@@ -92,11 +87,11 @@ gate = os.open(os.environ["GATE"], os.O_RDWR)
 files = lambda suffix: len(list(Path(folder).glob("*/*" + suffix)))
 with engine() as made:
     ask(made, 0)
-    until(lambda: files(".part"))  # it is written while there is no work
+    wait_until(lambda: files(".part"))  # it is written while there is no work
     n_tokens = sum(len(ask(made, i, 20).token_ids) for i in range(1, 9))
     say(n_tokens, made.stats().n_disk_writes, files(".kv"))
     os.write(gate, b"." * 10_000)
-    until(lambda: made.stats().n_disk_writes)
+    wait_until(lambda: made.stats().n_disk_writes)
     say(files(".kv") > 0)
 """
 )

@@ -1,4 +1,4 @@
-"""What messages about wrong names and values say: the value, the nearest known name, what to use instead of another's.
+"""Words messages about wrong names and values: the value, the nearest known name, and what to use instead.
 
 Open this file to help people who come from another library or program: ``INSTEAD`` has the names that they bring and
 what they are here. Every "did you mean" is ``did_you_mean``; names of sampling options elsewhere are in

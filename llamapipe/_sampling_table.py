@@ -23,7 +23,7 @@ _INT32_MAX = 2**31 - 1
 
 
 class Kind(Enum):
-    """What an option holds. Each user of the table says what it makes of a kind."""
+    """The kind of value that an option holds. Each user of the table says what it makes of a kind."""
 
     INT = auto()
     SIZE = auto()  # bytes

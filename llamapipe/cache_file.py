@@ -3,7 +3,7 @@
 Open this file to change the format. A file is one sequence: its magic, the lengths of its head and of its snapshot, a
 checksum of the head, the head as JSON, and the snapshot. The head has what says whose the sequence is and where it is
 of use, so that nobody reads a snapshot in vain: its key, hashes of its blocks, the places of its states, and its marks.
-A mark is a number in the place of a token, where an activated LoRA begins.
+A mark is a number in place of a token, where an activated LoRA begins.
 
 The files are in the subfolders of a folder, one for each form of cells. ``_engine.runtime.disk_cache`` decides what is
 written, read and deleted; ``forget`` is for programs that have no engine.
@@ -36,10 +36,10 @@ _DEEPEST = 8  # tuples in one another, of keys: those that engines make have few
 
 
 class Head(NamedTuple):
-    """What a file says of its sequence. ``blocks``: hashes of its blocks; ``tail``: of the tokens after them.
+    """A file's description of its sequence. ``blocks``: their hashes; ``tail``: the hash of the tokens after them.
 
-    ``has_cells``: the cells can be used to their end. ``places``: of states, each with the hash of the tokens after its
-    last whole block. ``marks``: negative numbers in the place of tokens.
+    ``has_cells``: the cells can be used to their end. ``places``: where states are, each with the hash of the tokens
+    after its last whole block. ``marks``: negative numbers in place of tokens.
     """
 
     cache_key: Hashable

@@ -1231,7 +1231,7 @@ class Engine(BlockingCalls, AsyncOwner):
 
         ``"always"``, which an engine begins with: in the background, when they lose their place in host memory, while
         the engine has no work, and when it is closed. ``"at_close"``: only when it is closed. ``"never"``: not then
-        either. What is being written meanwhile is finished.
+        either. A write in progress is finished.
 
         Waits for the running step. Any thread. Raises ValueError for other values and without ``cache_dir``,
         EngineClosedError in a forked process.

@@ -291,7 +291,7 @@ def _reason(hub: Any, error: Exception) -> str:
 
 
 class CachedModel(NamedTuple):
-    """``reference``: what ``-m`` takes. ``size_bytes``: of all parts of a split model."""
+    """``reference``: what ``-m`` takes. ``size_bytes``: the size of all parts of a split model."""
 
     reference: str
     path: Path

@@ -83,7 +83,7 @@ def _check_address(name: str, value: object) -> None:
 
 
 class Holder(Protocol):
-    """What is in the tree. ``n``: its first tokens that are computed; it changes between calls."""
+    """A sequence in the tree. ``n``: its first tokens that are computed; it changes between calls."""
 
     @property
     def n(self) -> int:

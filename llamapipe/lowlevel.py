@@ -1,4 +1,4 @@
-"""What programs hold that drive the pipeline without an engine: batches, outputs and traces of steps.
+"""Use it to drive the pipeline without an engine: batches, outputs and traces of steps.
 
 ``Pipeline`` and ``DecodeBatch`` are also names of ``llamapipe``. See the guide to the pipeline.
 """

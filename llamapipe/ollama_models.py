@@ -32,7 +32,7 @@ _MOST_BYTES = 2**20  # of a manifest, and of a text that a Modelfile sets
 
 
 class StoredModel(NamedTuple):
-    """A name of the store. ``path``: its GGUF file. ``digest``: of the manifest, in hexadecimal.
+    """A name of the store. ``path``: its GGUF file. ``digest``: the manifest's, in hexadecimal.
 
     ``texts``: the files of what its Modelfile sets, by kind: ``params`` (JSON), ``system``, ``license``, ``template``;
     ``projector`` is the GGUF file of an encoder of images.

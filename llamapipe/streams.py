@@ -577,8 +577,8 @@ class AsyncGeneration(SequenceHandle):
         """Make a second generation of the same sequence, independent of this one; also if the text has ended.
 
         With a prefix cache it reuses this generation's KV cells; without one it computes them again. Tokens so far
-        count for its ``max_tokens``. Its sampler starts again with the sequence so far, as after ``trim``. ``seed``: of
-        that sampler; default: one that follows from this generation's seed and the number of its forks.
+        count for its ``max_tokens``. Its sampler starts again with the sequence so far, as after ``trim``. ``seed``:
+        that sampler's; default: one that follows from this generation's seed and the number of its forks.
 
         Returns at once; nothing is computed before ``next``. Close it as well. Raises InvalidRequestError if this
         generation was cancelled or failed, TypeError or ValueError for a bad seed.

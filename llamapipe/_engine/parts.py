@@ -1,4 +1,4 @@
-"""The parts of an engine that its calls use, whether they are for asyncio or for threads."""
+"""The parts of an engine that both kinds of calls use: for asyncio and for threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llamapipe.work.long_work import LongWork
 
 
 class EngineParts(NotCopyable):
-    """The parts that ``Engine`` creates, and what both kinds of calls do with them."""
+    """The parts that ``Engine`` creates, and the methods that both kinds of calls share."""
 
     model: Model
     n_ctx: int
@@ -35,7 +35,7 @@ class EngineParts(NotCopyable):
     _state_layout: StateLayout | None
 
     def _fim_tokens(self, text: FimText, params: SamplingParams | None) -> list[int]:
-        """Return the prompt for a gap, with room for the answer that ``params`` ask for."""
+        """Return the prompt for filling a gap. It leaves room for as many tokens as ``params`` ask for."""
         if params is None:
             params = SamplingParams()
         elif not isinstance(params, SamplingParams):

@@ -199,7 +199,7 @@ class ChatFormat:
     def relaxed(self, tool: Tool, keeps_types: bool = True) -> Tool:
         """Return the tool with arguments that are any JSON object, for a schema that no grammar can express.
 
-        ``keeps_types``: of arguments whose text says only with its type whether it is a string.
+        ``keeps_types``: keep the types of arguments whose text alone does not tell whether it is a string.
         """
         anything: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": True}
         if keeps_types and self.calls is not None and self.calls.style is Style.TAGGED:

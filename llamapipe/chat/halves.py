@@ -1,4 +1,4 @@
-"""Replaces lone surrogates by U+FFFD. Use it wherever text comes from JSON or is written as JSON.
+"""Replaces lone surrogates with U+FFFD. Use it wherever text comes from JSON or is written as JSON.
 
 A program that cuts an emoji between its two UTF-16 units leaves one half, a lone surrogate. JSON can escape it and
 Python can hold it in a str, but UTF-8 cannot encode it, so no tokenizer and no response accepts it.
@@ -45,8 +45,8 @@ def whole_json(text: str) -> str:
 def whole_json_bytes(body: bytes) -> bytes:
     """Return bytes of JSON with U+FFFD for lone surrogates, as ``whole_json`` does for text.
 
-    The bytes may also encode a lone surrogate as three bytes, or have a mark in front. Programs on Windows write the
-    byte order mark of UTF-8 at the start of a text.
+    The bytes may also encode a lone surrogate as three bytes, or begin with a byte order mark, which programs on
+    Windows write.
     """
     unknown = _UNKNOWN.encode()
     data = _IN_BYTES.sub(lambda match: match[0] if match[2] else (match[1] or b"") + unknown, body)

@@ -2,7 +2,7 @@
 
 Open this file to change which parts of a message are images, and how a prompt refers to them.
 
-In the place of each stands its number between two marks, a character that the conversation does not contain. A template
+Each is replaced by its number between two marks, a character that the conversation does not contain. A template
 copies that like any other text. So templates need no support for images, and a caller's text cannot pass for one.
 """
 

@@ -32,7 +32,7 @@ class ChatOptions(NamedTuple):
 
 
 class LimitedReasoning(NamedTuple):
-    """What surrounds reasoning in an answer.
+    """The markers around reasoning in an answer.
 
     ``opens``, ``ends``: the markers, control tokens as their names. ``close``: the text that ends reasoning where a
     limit is reached; control tokens are written as names. ``is_open``: the prompt has opened it.

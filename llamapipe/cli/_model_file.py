@@ -1,4 +1,4 @@
-"""What ``llamapipe doctor -m FILE`` says about a model: what the file is, whether and how it fits, how to serve it.
+"""Reports on a model for ``llamapipe doctor -m FILE``: what the file is, whether and how it fits, how to serve it.
 
 ``look_at`` runs in the doctor's child process. It reads the head of the file and the vocabulary, no weights.
 ``findings_of`` puts its result into words.

@@ -1,4 +1,4 @@
-"""What ``llamapipe serve --models`` names: folders of GGUF files, TOML files that list models, stores of models.
+"""Reads the models of ``llamapipe serve --models``: folders of GGUF files, TOML files that list models, stores.
 
 ``entries_of`` reads the lists and checks them; of files in a folder, only the first bytes are read. ``look`` finds out
 what loading one needs: its file, whether it embeds or generates, and the memory that its process will take.

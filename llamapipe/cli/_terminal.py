@@ -1,4 +1,4 @@
-"""What the output can do (colours, redrawing, width, characters) and how to write to it."""
+"""Writes to the terminal as far as it can: colours, redrawing, width, characters."""
 
 from __future__ import annotations
 

@@ -417,7 +417,7 @@ def _hint(name: str) -> str:
 
 @dataclass
 class _Facts:
-    """What is shown after an answer."""
+    """The figures that are shown after an answer."""
 
     n_tokens: int = 0
     first_s: float | None = None
@@ -550,7 +550,7 @@ _QUOTES = '"""'
 
 
 class Entry(NamedTuple):
-    """What was entered: a message, or a command such as ``/help``."""
+    """A line that was entered: a message, or a command such as ``/help``."""
 
     text: str
     is_command: bool

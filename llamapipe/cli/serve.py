@@ -343,7 +343,7 @@ def _served(
 ) -> Iterator[tuple[lp.Engine | None, lp.Embedder | None]]:
     """Open the engine and the embedder; of several models each process has one of them.
 
-    ``more``: options of the engine, where ``args`` has no others; ``placement``: of both models.
+    ``more``: options of the engine, unless ``args`` has others; ``placement``: options of both models.
     """
     model_options = {
         "chat_template": args.chat_template,

@@ -224,7 +224,7 @@ class SequenceMethods:
     def sample(self, *, temp: float = 0.8, idx: int | None = None, **sampling: Any) -> int:
         """Sample the token after the calling thread's sequence, and do not append it.
 
-        ``idx``: of a token; the one after it is sampled, as if the sequence ended there. ``sampling``: as in
+        ``idx``: the index of a token; the one after it is sampled, as if the sequence ended there. ``sampling``: as in
         ``generate``. Raises TypeError for unknown names, and ValueError for an ``idx`` that the sequence has not.
         """
         _check_names("sample", sampling)
@@ -273,7 +273,7 @@ Answer = dict[str, Any]
 
 
 class LlamaBase(SequenceMethods):
-    """What ``Llama`` is made of, but for the calls that answer in OpenAI's form."""
+    """The base of ``Llama``: all but the calls that answer in OpenAI's form."""
 
     def __init__(
         self,
@@ -450,7 +450,7 @@ class LlamaBase(SequenceMethods):
 
     @property
     def cache(self) -> LlamaRAMCache | None:
-        """What ``set_cache`` was given."""
+        """The cache that ``set_cache`` was given."""
         return self._cache
 
     def token_eos(self) -> int:

@@ -1,4 +1,4 @@
-"""In the place of the types of llama-cpp-python: an import from here says what to use instead."""
+"""Stands in for llama-cpp-python's types: importing one raises an error that names what to use instead."""
 
 from typing import NoReturn
 
@@ -6,5 +6,5 @@ from llamapipe._messages import missing_import
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Raise ImportError, which an import of a name shows; AttributeError for Python's own names."""
+    """Raise ImportError, which the failed import shows; AttributeError for Python's own names."""
     raise missing_import("llama_types", name)

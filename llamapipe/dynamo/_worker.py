@@ -34,8 +34,8 @@ class EngineWorker(LLMEngine):  # type: ignore[misc]
     """Serves requests in token ids with one engine, any number at once.
 
     ``open_engine`` runs in a thread, makes the engine, and registers its closing with the ExitStack it gets. ``folder``
-    is where the tokenizer files for the frontend are written. ``registration``: of the model, and of its adapters. For
-    the methods see ``dynamo.common.backend.LLMEngine``.
+    is where the tokenizer files for the frontend are written. ``registration``: how the model and its adapters are
+    registered. For the methods see ``dynamo.common.backend.LLMEngine``.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What models are and can do, as Ollama's clients ask, without their weights.
+"""Describes models to Ollama's clients, and tells what they can do, without reading their weights.
 
 Open it for ``/api/show`` and the capabilities of ``/api/tags`` where models are not loaded. Another process loads the
 vocabulary of each file and tries its chat template, as a server with the model would, so both say the same. A file on

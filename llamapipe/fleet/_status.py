@@ -1,4 +1,4 @@
-"""What clients are told about the models of a pool: lists, and events for what changes."""
+"""Tells clients about the models of a pool: lists, and an event for each change."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def entry_of(model: PooledModel, name: str, created: int, can_delete: bool) -> d
 
 
 class Watch:
-    """What one client of ``/models/sse`` knows about the models. Its events are those of llama-server's router."""
+    """The state of the models that one client of ``/models/sse`` knows; events as in llama-server's router."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool

@@ -1,4 +1,4 @@
-"""What several processes tell, as what one server tells: metrics, and where the time of requests went. Pure."""
+"""Adds up the reports of several processes into one server's: metrics, and where the time of requests went. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _RATIOS = {"vllm:kv_cache_usage_perc"}
 
 
 class Totals:
-    """What all processes of a server have told, those that have ended included: no counter of the server falls.
+    """The counts of all processes of a server. Ended ones are included, so that no counter falls.
 
     ``n_requests``: of so many requests it tells where their time went.
     """

@@ -25,7 +25,7 @@ class UpstreamLostError(Exception):
 class Upstream(asyncio.Protocol):
     """One connection to a model's process: a request, then its answer, then the next request.
 
-    ``status``, ``headers``: of the answer, after ``send``. ``is_free``: it can take a request.
+    ``status``, ``headers``: the answer's, after ``send``. ``is_free``: it can take a request.
     """
 
     def __init__(self) -> None:

@@ -67,7 +67,7 @@ class Budget:
     def refusal(self, needed: Memory, pinned: Memory) -> str | None:
         """Return why a model can never be loaded; None: it can.
 
-        ``pinned``: of models that are not ended for another.
+        ``pinned``: the memory of models that are not ended for another one.
         """
         missing = self.missing(needed + pinned)
         if missing.n_bytes:

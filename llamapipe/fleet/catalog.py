@@ -11,11 +11,11 @@ from llamapipe._messages import quoted, readable
 
 
 class FileFacts(NamedTuple):
-    """What a model's file says before the model is loaded.
+    """The facts in a model's file that are known before the model is loaded.
 
     ``n_bytes``: the memory that its process will take, and ``gpu_bytes`` that of GPUs. ``options``: with which it takes
     no more. ``n_ctx``: tokens of a request. ``takes``: ``"text"``, and ``"image"`` and ``"audio"`` where messages may
-    have them. ``details``: as in Ollama's lists. ``size_bytes``, ``modified_s``, ``digest``: of the file.
+    have them. ``details``: as in Ollama's lists. ``size_bytes``, ``modified_s``, ``digest``: the file's.
     """
 
     file: str
@@ -35,11 +35,11 @@ class FileFacts(NamedTuple):
 class ModelEntry:
     """A model that a pool may load.
 
-    ``file``: as ``--model`` takes it. ``options``: of the command line, by the names of their arguments. ``embeds``: it
-    embeds or ranks texts; None: the file tells. ``keep``: it is never ended for another model. ``preload``: it is
-    loaded at the start. ``ttl_s``: seconds without a request after which it is ended; None: never. ``adapters``: their
-    names, which clients use as a model's. ``reference``: what ``-m`` takes for a file of the hub's cache, which clients
-    may delete if the operator allows it.
+    ``file``: as ``--model`` takes it. ``options``: those of the command line, by the names of their arguments.
+    ``embeds``: it embeds or ranks texts; None: the file tells. ``keep``: it is never ended for another model.
+    ``preload``: it is loaded at the start. ``ttl_s``: seconds without a request after which it is ended; None: never.
+    ``adapters``: their names, which clients use as a model's. ``reference``: what ``-m`` takes for a file of the hub's
+    cache, which clients may delete if the operator allows it.
     """
 
     name: str

@@ -66,7 +66,7 @@ T = TypeVar("T")
 
 
 class Peeked(msgspec.Struct):
-    """What is read of a request's body. ``name``: the older name of ``model`` in Ollama's API."""
+    """The fields that are read of a request's body. ``name``: the older name of ``model`` in Ollama's API."""
 
     model: Any = None
     name: Any = None
@@ -86,7 +86,7 @@ _PEEK = msgspec.json.Decoder(Peeked)
 
 
 class Front(Gate):
-    """What all requests share in the front process."""
+    """The state that all requests share in the front process."""
 
     def __init__(
         self, settings: ServerSettings, pool: Pool, entries: Callable[[], Sequence[ModelEntry]]
@@ -239,7 +239,7 @@ class Front(Gate):
         return JsonResponse({"success": True})
 
     async def timeline(self, exchange: Exchange) -> Response:
-        """``GET /timeline?model=NAME``: of a loaded model. It neither loads a model nor keeps it loaded."""
+        """``GET /timeline?model=NAME``: the timeline of a loaded model, which it does not keep loaded."""
         name = exchange.query_params.get("model")
         models = self.pool.models if name is None else [self.pool.find(name)]
         there = [model for model in models if model.state is ModelState.LOADED and not model.embeds]
@@ -258,7 +258,7 @@ class Front(Gate):
         return JsonResponse({"object": "list", "data": told[: self.settings.keep_requests]})
 
     async def reset_prefix_cache(self, exchange: Exchange) -> Response:
-        """``POST /reset_prefix_cache``: of the model that the query names, or of all. Loads nothing."""
+        """``POST /reset_prefix_cache``: reset the cache of the model that the query names, or of all. Loads nothing."""
         system.refuse_resets(exchange)
         name = exchange.query_params.get("model")
         for model in self.pool.models if name is None else [self.pool.find(name)]:
@@ -299,7 +299,7 @@ class Front(Gate):
         return JsonResponse({})
 
     async def metrics_text(self, exchange: Exchange) -> Response:
-        """``GET /metrics``: of this process, and of all models with a label for each."""
+        """``GET /metrics``: the metrics of this process, and of all models, each with a label."""
         own = self.metrics.families()
         known = {family.name for family in own}
         of_models = [family for family in await self.pool.families() if family.name not in known]

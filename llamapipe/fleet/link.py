@@ -1,4 +1,4 @@
-"""What a process of a fleet and the one that started it say to each other.
+"""The messages between a process of a fleet and the one that started it.
 
 They talk over two socket pairs. Connections go over the first: one byte for each, with the socket attached, then one
 byte back when the process has taken it, or could not, and one when it has ended. Retiring and stopping are also bytes
@@ -30,7 +30,7 @@ class ServedModel:
     """The model of one process of several that have different ones; see ``pool``.
 
     ``file``: as ``--model`` takes it. ``names``: for clients, the first in answers. ``embeds``: it embeds or ranks
-    texts instead of generating them. ``options``: of the command line, by the names of their arguments.
+    texts instead of generating them. ``options``: those of the command line, by the names of their arguments.
     ``cache_dir``: a folder of its own, where it finds cached prefixes, and keeps them at its end if it is asked to; the
     option of the command line comes first. ``yields``: it leaves the cores to others while it loads.
     """
@@ -45,7 +45,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """What a worker is told on its command line.
+    """The options on a worker's command line.
 
     ``connections``, ``messages``: descriptors of its ends of the socket pairs. ``devices``: names of the devices that
     its model may use; None: all. ``own_weights``: it reads the model into memory of its NUMA node, instead of mapping a

@@ -29,7 +29,7 @@ _INPUT = re.compile(r"token_embd|token_types|position_embd|per_layer_token_embd"
 
 
 class Need(NamedTuple):
-    """What a model takes once it is loaded.
+    """The memory that a model takes once it is loaded.
 
     ``n_bytes``: memory, without that of the process. ``n_ctx``: tokens of a request. ``cache_bytes``: the option of the
     engine with which it takes no more. ``gpu_bytes``: memory of GPUs.

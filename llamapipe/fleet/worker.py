@@ -54,8 +54,8 @@ class Worker:
     """One worker's link to its supervisor.
 
     Make it before the model is loaded: from then on the process ends when its supervisor does; once it is serving, it
-    drains first. ``n_ready``, ``n_workers``: of the server, as the supervisor told last. ``keeps_cache``: what follows
-    it should find the cached prefixes.
+    drains first. ``n_ready``, ``n_workers``: the server's, as the supervisor reported last. ``keeps_cache``: what
+    follows it should find the cached prefixes.
     """
 
     def __init__(self, options: WorkerOptions) -> None:

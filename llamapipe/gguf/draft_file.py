@@ -1,9 +1,9 @@
-"""What a file that drafts for a model is, from its metadata.
+"""Reads from a draft file's metadata what kind of draft it is, and for which models.
 
-Open this file when a draft is taken for another kind than it is, or is refused though it belongs to its model.
+Open this file when a draft's kind is mistaken, or when a draft is refused although it fits its model.
 
-A small model of the same family drafts by itself. The other kinds read what their model computes, and each belongs to
-one model: its widths, its layers and its vocabulary are parts of the file.
+A small model of the same family drafts by itself. The other kinds read what their model computes. Each belongs to one
+model, whose widths, layers and vocabulary the file names.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _N_INPUTS = 3  # layers of the model that an EAGLE-3 draft reads
 
 
 def not_supported(architecture: str) -> str:
-    """Return why llamapipe cannot draft with a file of this architecture; empty if it may."""
+    """Return why llamapipe cannot draft with a file of this architecture; empty if it can."""
     kind = _NOT_SUPPORTED.get(architecture)
     return "" if kind is None else f"is {kind}; llamapipe drafts with whole models, MTP layers and EAGLE-3"
 
@@ -54,9 +54,9 @@ def target_layers(metadata: Mapping[str, Any]) -> list[int]:
 
 
 def eagle3_problem(draft: GgufInfo, architecture: str, n_layer: int, n_embd: int, n_vocab: int) -> str:
-    """Return why an EAGLE-3 draft does not belong to a model of these sizes; empty if it does. Any thread.
+    """Return why an EAGLE-3 draft does not fit a model of these sizes; empty if it does. Any thread.
 
-    Each reason is one that llama.cpp meets by ending the process, or by drafts that are always wrong.
+    With such a draft llama.cpp would end the process, or its drafts would always be wrong.
     """
     if architecture not in EAGLE3_TARGETS:
         known = ", ".join(EAGLE3_TARGETS)
@@ -103,7 +103,7 @@ def _tensor_problem(draft: GgufInfo, n_embd: int, n_vocab: int) -> str:
 
 
 def _numbers(path: str | os.PathLike[str], name: str) -> npt.NDArray[np.int64]:
-    """Return a tensor of 64-bit integers of a file that was checked."""
+    """Return the values of a tensor of 64-bit integers. The file was checked before."""
     from llamapipe.gguf.check import open_gguf
 
     head = open_gguf(Path(path)).head

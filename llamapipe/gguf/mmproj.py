@@ -105,9 +105,10 @@ class ImageTokens(NamedTuple):
 class MmprojInfo:
     """The facts of a checked file. ``projectors``: libmtmd's names of their kinds, such as ``"gemma3"``.
 
-    ``sees``, ``hears``: whether it has an encoder of images, of sounds. ``widths``: of the rows that each makes, as the
-    file says. ``title``: of the model that it was made from, or an empty text. ``image_tokens``: None where each image,
-    or each tile of it, has the same number of tokens, or the file's limits are the last word.
+    ``sees``, ``hears``: whether it has an encoder of images, of sounds. ``widths``: the lengths of the rows that each
+    makes, as the file says. ``title``: the title of the model that it was made from, or an empty text.
+    ``image_tokens``: None where each image, or each tile of it, has the same number of tokens, or the file's limits are
+    the last word.
     """
 
     path: Path

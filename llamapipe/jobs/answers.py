@@ -165,8 +165,8 @@ class Answerer:
     def settings(self) -> int:
         """Return 32 bits that differ, most likely, for another model, adapter, chat template, template or options.
 
-        What is behind a name counts, not the name alone: the files of the adapters that are loaded, which records may
-        name, and of the projector; the code and the values of a logits processor.
+        Names stand for their contents: the files of the loaded adapters, which records may name, and of the projector;
+        the code and the values of a logits processor.
         """
         options = {
             field.name: value

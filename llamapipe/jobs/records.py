@@ -37,7 +37,7 @@ class Record:
 
     @property
     def id(self) -> object:
-        """What the record calls itself: ``custom_id`` or ``id``; None if it has no name."""
+        """The record's name: its ``custom_id`` or ``id``; None if it has neither."""
         names = self.names
         return names.get("custom_id", names.get("id"))
 

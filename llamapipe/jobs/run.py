@@ -116,7 +116,7 @@ class _Reasons(Counter[str]):
 
 @dataclass
 class BatchSummary:
-    """What a job has done since it was started.
+    """A job's counts since it was started.
 
     - ``n_done``: records answered, ``n_failed`` of them with an error.
     - ``n_skipped``: records whose results were there already, ``n_skipped_failed`` of them with an error.

@@ -1,4 +1,4 @@
-"""What a caller changes about a model's file while it is loaded: values of its metadata, and where tensors lie.
+"""Changes that a caller makes to a model while it is loaded: values of its metadata, and where tensors lie.
 
 Both are applied before anything is checked or loaded: the checks of ``gguf`` see the file as it is changed, and
 llama.cpp gets exact names of tensors, so that patterns mean what ``re`` says.

@@ -77,7 +77,7 @@ Part = Weights | Directions
 
 
 class Named(Owner):
-    """What a request can name as its adapter: a LoRA or a control vector."""
+    """An adapter that a request can name: a LoRA or a control vector."""
 
     def __init__(self, model: Model, path: Path, size_bytes: int, name: str, part: Part) -> None:
         self.model = model
@@ -153,7 +153,7 @@ AnyAdapter = Adapter | ControlVector
 
 
 class AdapterKey(NamedTuple):
-    """What tells sets apart: the digests of the files, in order, and their scales."""
+    """Identifies a set of adapters: the digests of their files, in order, and their scales."""
 
     entries: tuple[tuple[bytes, float], ...]
 

@@ -31,7 +31,7 @@ _SNIPPET = "\n\n--- snippet ---\n\n"  # between files, for models without a toke
 
 
 class FimText(NamedTuple):
-    """What is known about a gap. ``extra``: other files, the most important last. ``filename``: that of the gap."""
+    """A gap to fill. ``extra``: other files, the most important last. ``filename``: the gap's file."""
 
     prefix: str
     suffix: str

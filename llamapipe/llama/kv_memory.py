@@ -48,7 +48,7 @@ _WINDOW_PAD = 256  # llama.cpp rounds the cells of window layers up to a multipl
 
 @dataclass(frozen=True)
 class MemorySizes:
-    """What llama.cpp allocates for a model's sequences, in bytes; of the keys and values with flash attention.
+    """The bytes that llama.cpp allocates for a model's sequences; for keys and values with flash attention.
 
     ``full``: a cell in the layers that see all tokens. ``window``: a cell in the layers that see the last
     ``n_window`` tokens; 0 without such layers. ``state``: the recurrent state of one sequence, in all layers.

@@ -215,14 +215,14 @@ class SavedCells(NotCopyable):
     ) -> SavedCells | None:
         """Copy a sequence, after the steps before it. None if the copy is larger than ``max_bytes``, or fails.
 
-        ``only_state``: of what cannot go back, without the cells of other layers. The thread that launches.
+        ``only_state``: copy only what cannot go back, without the cells of other layers. The thread that launches.
         """
         module = pipeline.native
         handle = module.lib.lp_save(pipeline.handle, seq_id, max_bytes, only_state)
         return None if handle == module.ffi.NULL else cls(handle)
 
     def replace_by_state(self, pipeline: NativePipeline, seq_id: int) -> bool:
-        """Copy the state of a sequence's end into the same memory. False on a failure: what it has is of no use."""
+        """Copy the state of a sequence's end into the same memory. False on a failure; the copy is then useless."""
         is_saved: bool = self._lib.lp_save_state(pipeline.handle, seq_id, self.handle)
         self.n_bytes = int(self._lib.lp_saved_bytes(self.handle))
         return is_saved

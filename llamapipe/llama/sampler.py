@@ -34,7 +34,7 @@ def takes_tokens(processor: Processor) -> bool:
 
 
 class Guide(Protocol):
-    """What may follow, decided token by token by something that is not llama.cpp's."""
+    """Decides which token may come next, in place of llama.cpp."""
 
     def mask(self) -> npt.NDArray[np.uint32]:
         """Return a bit for each token, set where it may follow; ``(ceil(n_vocab / 32),)``, valid until ``accept``."""

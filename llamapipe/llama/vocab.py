@@ -29,9 +29,10 @@ _LONG_BYTES = 2**12  # take so long that the interpreter's exit should wait
 
 
 class FimTokens(NamedTuple):
-    """The tokens before a prefix, a suffix and the text between them, which a model fills in.
+    """The tokens that mark a prefix, a suffix, and the gap between them that the model fills.
 
-    ``repository``, ``file``: the tokens before the names of a project and of each of its files; None if there are none.
+    ``repository``, ``file``: the tokens before the name of a project and the name of each file; None if the vocabulary
+    lacks them.
     """
 
     prefix: int
@@ -44,17 +45,16 @@ class FimTokens(NamedTuple):
 class Vocab(NotCopyable):
     """The tokens of a loaded model: tokenizing, detokenizing, special tokens.
 
-    ``n_vocab``: number of tokens; ids are 0 to ``n_vocab - 1``. ``bos``, ``eos``, ``eot``,
-    ``sep``: ids, or None. ``add_bos``: the model wants a BOS in front of a text; ``add_eos``, ``add_sep``: one of these
-    after it. ``eog_tokens``: ids that end generation.
-    ``fim_tokens``: for filling in the middle, None if the model has none.
+    ``n_vocab``: number of tokens; ids are 0 to ``n_vocab - 1``. ``bos``, ``eos``, ``eot``, ``sep``: ids, or None.
+    ``add_bos``: the model wants a BOS before a text; ``add_eos``, ``add_sep``: it wants an EOS or SEP after it.
+    ``eog_tokens``: ids that end generation. ``fim_tokens``: for filling in the middle, None if the model has none.
 
     Any thread, until the model is closed. After that, methods other than ``is_eog`` raise EngineClosedError; the
     attributes stay.
     """
 
     def __init__(self, handle: Any, metadata: Callable[[], Mapping[str, str]] = dict) -> None:
-        """``metadata``: returns that of the model's file; called here, if the kind of vocabulary asks for it."""
+        """``metadata``: returns the metadata of the model's file; called here if the kind of vocabulary needs it."""
         self._native = native()
         lib = self._native.lib
         self._handle: Any = handle
@@ -170,10 +170,10 @@ class Vocab(NotCopyable):
         return self._joined(parts, with_special, parse)
 
     def _parts(self, text: str) -> Iterator[str]:
-        """Split a text for llama.cpp's SPM tokenizer: its time is in the square of the characters without a token.
+        """Split a text for llama.cpp's SPM tokenizer, whose time grows with the square of unknown characters.
 
-        250,000 emoji took it 24 s with the bundled model. No token has one of the characters before which a text is cut
-        behind its first character, so none spans a cut, and the parts' tokens are those of the text.
+        250,000 emoji took it 24 s with the bundled model. A text is cut only before characters that tokens have at
+        their beginning or not at all. So no token spans a cut, and the parts have the same tokens as the text.
         """
         start = 0
         while (cut := self._cuts.search(text, start + _PART)) is not None:
@@ -183,9 +183,9 @@ class Vocab(NotCopyable):
 
     @cached_property
     def _cuts(self) -> re.Pattern[str]:
-        """A character that begins tokens or is in none, and does not follow a control token or white space.
+        """Where a text can be cut: before a character that tokens have at their beginning or not at all.
 
-        After such a token, and white space that it strips, llama.cpp may put a space.
+        Not after a control token or white space: llama.cpp may add a space there.
         """
         lib, handle, string = self._native.lib, self.handle, self._native.ffi.string
         inside: set[str] = set()
@@ -196,7 +196,7 @@ class Vocab(NotCopyable):
         return re.compile(f"(?<![\\s{after}])[^\\s{never}]")
 
     def _joined(self, parts: list[str], with_special: bool, parse: bool) -> list[int]:
-        """Return the tokens of a text in parts, without the space that llama.cpp may put before each."""
+        """Return the tokens of a text in parts, without the space that llama.cpp may add before each."""
         single, double = (self._tokenized((n * parts[1][0]).encode(), False, False) for n in (1, 2))
         n_before = 2 * len(single) - len(double)
         tokens = self._tokenized(parts[0].encode(), False, parse)
@@ -252,9 +252,9 @@ class Vocab(NotCopyable):
         return whole[:start], whole[start + len(plain) :]
 
     def least_tokens(self, n_characters: int) -> int:
-        """Return a number of tokens that no text of this many characters falls below, to refuse long texts untokenized.
+        """Return the fewest tokens that a text of this many characters can have, to refuse long texts untokenized.
 
-        0 for vocabularies that may express any number of characters with one token, such as an unknown word.
+        0 for vocabularies that can express any number of characters with one token, such as an unknown word.
         """
         if self._longest is None:
             lib = self._native.lib
@@ -317,7 +317,7 @@ class Vocab(NotCopyable):
         return written
 
     def _only_piece(self, token: int) -> bytes:
-        """Return the piece of one token, read alone because another token of its chunk has no piece."""
+        """Return the piece of one token. It is read alone because another token of its chunk has no piece."""
         pieces = self._read_pieces(token, 1)
         if pieces is None:
             raise InvalidRequestError(f"the token {token} has no piece ({last_error(self._native)})")

@@ -55,7 +55,7 @@ Kind = Literal["image", "sound"]
 class Given(NamedTuple):
     """An image or a sound as a caller gave it. ``value``: bytes, a path, a Pillow image or an array.
 
-    ``place``: where it is, for messages. ``rate``: of a sound in an array, in Hz.
+    ``place``: where it is, for messages. ``rate``: the sampling rate of a sound in an array, in Hz.
     """
 
     kind: Kind

@@ -1,4 +1,4 @@
-"""What a request would cost each replica: the part of its prompt that the replica has not computed, and its load.
+"""Estimates a request's cost on each replica: the part of its prompt that is not computed there, and the load.
 
 Pure: knows neither Ray nor clocks. Requests go from the process that speaks HTTP to a replica, and are routed by the
 bytes of their prompts. KV cells belong to what made them, too, so a prompt has an owner: the adapters of the request

@@ -43,7 +43,7 @@ def allowed_host(split: SplitResult, allowed: Sequence[str], option: str) -> tup
 
 
 def address_of(host: str, port: int) -> str:
-    """Look up the address of a host. Waits.
+    """Look up the address of a host. Blocks.
 
     Raises Refused for one of a private network, unless ``host`` is one.
     """

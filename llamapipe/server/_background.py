@@ -50,7 +50,7 @@ _log = logging.getLogger("llamapipe.server")
 class Background:
     """Computes what waits in the store, from ``start`` to ``stop``. On the event loop's thread.
 
-    ``application``: of this process.
+    ``application``: this process's.
     """
 
     def __init__(self, gate: Gate, store: Store, application: ASGIApp) -> None:

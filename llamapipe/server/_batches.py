@@ -57,7 +57,7 @@ class _Line(msgspec.Struct):
 
 
 class _Streams(msgspec.Struct):
-    """What no request of a batch may ask for."""
+    """The fields that no request of a batch may set."""
 
     stream: Any = None
     background: Any = None

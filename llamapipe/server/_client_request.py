@@ -1,4 +1,4 @@
-"""What the limits, the log and the metrics know of a request."""
+"""A request as the limits, the log and the metrics see it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 class ClientRequest(Request):
     """Who asks for what, and what is counted of it.
 
-    ``id``: from the header ``x-request-id``, or random. ``path``: of the request, inside of this application.
+    ``id``: from the header ``x-request-id``, or random. ``path``: the request's, inside this application.
     ``route``: the path of its route, a label of the metrics. ``dialect``: the format of errors. ``key``: the digest of
-    its API key; None: none is needed. ``status``: of the answer, once its first byte is sent; 0 before.
+    its API key; None: none is needed. ``status``: the answer's, once its first byte is sent; 0 before.
     ``n_prompt_tokens``, ``n_completion_tokens``: None: not known. ``times``: where its time went; ``n_others``: the
     requests that were served when it came. ``intervals_s``: seconds between the tokens of a stream. ``is_forwarded``: a
     model's process has answered, and logs it. ``inside``: for whom the server made it itself; None: a client did.

@@ -68,8 +68,8 @@ class FullError(Exception):
 class Database:
     """One file, open until ``close``. Any thread.
 
-    ``schema``, ``application``, ``version``: of a kind of files. Raises OSError if the file cannot be used or others
-    may read it, StoreError if it is damaged or none of its kind.
+    ``schema``, ``application``, ``version``: identify a kind of file. Raises OSError if the file cannot be used or
+    others may read it, StoreError if it is damaged or none of its kind.
     """
 
     schema: ClassVar[str]

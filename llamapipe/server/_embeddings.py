@@ -1,4 +1,4 @@
-"""``POST /v1/embeddings`` in OpenAI's format; ``/v1/rerank`` in that of Jina, Cohere and vLLM; ``/score`` in vLLM's."""
+"""Embeddings in OpenAI's format, ``/v1/rerank`` in the format of Jina, Cohere and vLLM, ``/score`` in vLLM's."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class LlamaEmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=
 class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/rerank``. ``truncate``: cut documents that are too long with the query.
 
-    ``texts``: Text Embeddings Inference's name of ``documents``; the answer has its format, too.
+    ``texts``: Text Embeddings Inference's name for ``documents``. If it is used, the answer is in that server's format.
     """
 
     query: str
@@ -79,7 +79,7 @@ class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ScoreRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /score``: pairs of texts, or one text with several. ``queries`` and ``documents`` are newer names."""
+    """``POST /score``: pairs of texts, or one with several. ``queries`` and ``documents`` are other names."""
 
     text_1: str | list[str] | None = None
     text_2: str | list[str] | None = None
@@ -114,7 +114,7 @@ async def embeddings(exchange: Exchange, request: EmbeddingRequest) -> Response:
 
 
 async def llama_embedding(exchange: Exchange, request: LlamaEmbeddingRequest) -> Response:
-    """``POST /embedding``: a list of vectors, each of which is in a list, as llama-server answers."""
+    """``POST /embedding``: answer with a list of vectors, each inside another list, as llama-server does."""
     embedder, _ = exchange.server.check_embedder(request.model)
     name = "input" if request.content is None else "content"
     given = request.input if request.content is None else request.content
@@ -181,7 +181,7 @@ async def embedded(
 
 
 async def _vectors(embedder: Embedder, tokens: list[list[int]], normalize: bool) -> npt.NDArray[np.float32]:
-    """Return a row for each text. Computes them in parts, between which the event loop serves others."""
+    """Return a row for each text. They are computed in parts, so that the event loop serves others in between."""
     parts = [
         np.asarray(await embedder.aembed(tokens[i : i + _MANY], normalize=normalize))
         for i in range(0, len(tokens), _MANY)

@@ -43,8 +43,8 @@ class Unused:
 class Only:
     """The field is accepted with the values in ``neutral``, which ask for what the server does anyway.
 
-    Any other value is refused. ``instead``: what to do then; by default, to leave the field out. ``details``: of the
-    refusal, for clients that can do without the field; see ``ApiError``.
+    Any other value is refused. ``instead``: what to do then; by default, to leave the field out. ``details``: for
+    clients that can do without the field; see ``ApiError``.
     """
 
     neutral: tuple[Any, ...]

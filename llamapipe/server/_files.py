@@ -89,7 +89,7 @@ class Place(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a request of a batch came to: a line of its output, or of its errors."""
+    """The result of a request of a batch: a line of its output, or of its errors."""
 
     number: int
     is_error: bool
@@ -99,8 +99,8 @@ class Result(NamedTuple):
 class Files(Database):
     """Files and batches; see ``Database``. Methods are for ``write``, those with a connection for ``read``.
 
-    ``most_bytes``: of all files; each of ``n_owners`` has an equal part. ``days``: after which files expire that say
-    nothing else, and batches after their end.
+    ``most_bytes``: the most bytes of all files; each of ``n_owners`` has an equal part. ``days``: after which files
+    expire that say nothing else, and batches after their end.
     """
 
     schema = _SCHEMA

@@ -1,4 +1,4 @@
-"""What all routes that generate text share: prompts as tokens, a conversation as a job, log-probabilities.
+"""Helpers of all routes that generate text: prompts as tokens, a conversation as a job, log-probabilities.
 
 Open it to change how a request becomes a call of the engine, whatever API it came by.
 """

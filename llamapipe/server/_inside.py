@@ -39,7 +39,7 @@ class Inside(NamedTuple):
 
 
 class LaterWork(Protocol):
-    """What computes when no client waits; ``_background.py`` has it. On the event loop's thread."""
+    """Computes when no client waits; ``_background.py`` has it. On the event loop's thread."""
 
     def start(self) -> None:
         """Begin, also with what a server before this one left. A second call does nothing."""

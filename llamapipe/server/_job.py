@@ -26,8 +26,8 @@ Part_co = TypeVar("Part_co", ChatDelta, Delta, covariant=True)
 class Job(Protocol[Part_co]):
     """A request of the engine, as one stream for each choice.
 
-    ``n_prompt_tokens``, ``n_cached_tokens``: of all prompts, once their streams have begun. ``running``: the streams,
-    None before they are submitted.
+    ``n_prompt_tokens``, ``n_cached_tokens``: totals of all prompts, once their streams have begun. ``running``: the
+    streams, None before they are submitted.
     """
 
     @property

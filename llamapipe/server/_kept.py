@@ -1,4 +1,4 @@
-"""What a request for an answer has to do with the store: what it continues, and what is kept of it.
+"""Connects a request for an answer with the store: what it continues, and what is kept of it.
 
 Open it to change which answers are stored, and what a request sees of earlier ones.
 
@@ -103,7 +103,7 @@ def missing(error: MissingError, param: str | None = None) -> ApiError:
 class Kept:
     """One answer's part of the store; make it with ``kept_of``.
 
-    ``earlier``: the items that come before the input. ``id``: of the answer, without its prefix. ``is_stored``: whether
+    ``earlier``: the items that come before the input. ``id``: the answer's, without its prefix. ``is_stored``: whether
     it is to be stored, or was. ``previous``, ``conversation``: the ids of what it continues.
     """
 
@@ -122,7 +122,7 @@ class Kept:
         return f"<Kept {self.id} n_earlier={len(self.earlier)}>"
 
     async def load(self, n_items: int) -> None:
-        """Read what the answer continues. ``n_items``: of its own input. Raises ApiError."""
+        """Read what the answer continues. ``n_items``: the number of items in its input. Raises ApiError."""
         exchange = self._exchange
         if self.previous is None and self.conversation is None:
             return

@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 
 class LlamaServerRequest(Sampling, kw_only=True):
-    """What ``/completion`` and ``/infill`` share. ``n_predict``: 0 computes the prompt only, -1 has no limit.
+    """The fields that ``/completion`` and ``/infill`` share.
 
-    ``n_indent``: the text ends with a later line that is indented less. ``t_max_predict_ms``: it ends with the first
-    line that is complete so long after the first token. ``response_fields``: paths such as ``timings/prompt_n``; the
-    answer has only these.
+    ``n_predict``: 0 computes the prompt only, -1 has no limit. ``n_indent``: the text ends with a later line that is
+    indented less. ``t_max_predict_ms``: it ends with the first line that is complete so long after the first token.
+    ``response_fields``: paths such as ``timings/prompt_n``; the answer has only these.
     """
 
     model: str | None = None

@@ -1,4 +1,4 @@
-"""Images that a request names by an address: files of a folder, and of hosts, that the operator allows.
+"""Fetches images that a request names by address: from a folder, and from hosts, that the operator allows.
 
 Open this file for ``--media-path`` and ``--media-url``. A client chooses the address, so everything is limited: the
 hosts, the time, and the bytes of an answer. A name that resolves to an address of a private network is refused, and the
@@ -42,7 +42,7 @@ _ENGINE_PLACE = re.compile(r"messages\[(\d+)\]: part (\d+) of the content")
 
 
 class PlacedPart(dict[str, Any]):
-    """An image or a sound of a message. ``place``: where the request has it, if that is elsewhere than the message."""
+    """An image or a sound of a message. ``place``: where it is in the request, if not in the message."""
 
     def __init__(self, place: str, part: Mapping[str, Any]) -> None:
         super().__init__(part)
@@ -56,7 +56,7 @@ def place_of(messages: Sequence[Mapping[str, Any]], index: int, i: int) -> str:
 
 
 def in_request(error: InvalidRequestError, messages: Sequence[Mapping[str, Any]]) -> Exception:
-    """Return the engine's error about an image or a sound with its place in the request; others as they are."""
+    """Return the engine's error about an image or a sound with its place in the request; other errors unchanged."""
     found = _ENGINE_PLACE.match(str(error))
     if found is None:
         return error
@@ -139,7 +139,7 @@ async def _loaded(exchange: Exchange, place: str, url: str, most: int) -> bytes 
 
 @lru_cache(maxsize=1)
 def _threads() -> LongWork:
-    """Return the threads for fetches only, so that slow hosts hold up no other work of the server. Fair to clients."""
+    """Return threads that only fetch, so that slow hosts delay no other work. They take clients in turn."""
     return LongWork(_N_THREADS)
 
 
@@ -169,7 +169,7 @@ class _Ending:
 
 
 def fetched(url: str, allowed: Sequence[str], most: int, ending: _Ending) -> bytes:
-    """Fetch the file at an address. Waits.
+    """Fetch the file at an address. Blocks until it is there.
 
     ``allowed``: hosts, with a port where it is not the scheme's. Raises Refused.
     """

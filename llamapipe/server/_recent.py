@@ -1,4 +1,4 @@
-"""What ``GET /requests`` tells: where the time of the last requests went, without their texts."""
+"""Answers ``GET /requests``: where the time of the last requests went, without their texts."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Place(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What a stream tells after an event. ``final``: the answer, if it has ended and there is nothing more."""
+    """The part of a stream after an event. ``final``: the answer, if it has ended and there is nothing more."""
 
     events: list[tuple[int, bytes]]
     final: dict[str, Any] | None
@@ -76,9 +76,10 @@ class Runs:
     def add(
         self, owner: str, answer: NewAnswer, body: bytes, events: Sequence[bytes], most: int, most_bytes: int
     ) -> None:
-        """Store an answer that is to be computed from a request's ``body``. ``events``: of its stream, if it has one.
+        """Store an answer that is to be computed from a request's ``body``.
 
-        ``most``: that one owner may have; ``most_bytes``: of the store. Raises FullError, StoreError, MissingError.
+        ``events``: the first ones of its stream, if it has one. ``most``: the most runs of one owner; ``most_bytes``:
+        the store's limit. Raises FullError, StoreError, MissingError.
         """
         most_of_owner, most_of_all = most_bytes // _OF_OWNER, most_bytes // _OF_ALL
         if len(body) > most_of_owner:

@@ -172,7 +172,7 @@ class Constrained(Formats, kw_only=True):
 
 
 class Constraint(NamedTuple):
-    """A format. ``field``: of the request; ``name``, ``value``: a field of ``SamplingParams``."""
+    """A format. ``field``: the request's field; ``name``, ``value``: a field of ``SamplingParams``."""
 
     field: str
     name: str

@@ -99,7 +99,7 @@ Item = dict[str, Any]
 
 
 class TooMuchError(Exception):
-    """What is to be continued has more items or bytes than the caller takes."""
+    """The conversation to continue has more items or bytes than the caller takes."""
 
     def __init__(self, n_items: int, n_bytes: int) -> None:
         super().__init__(f"{n_items} items, {n_bytes} bytes")
@@ -116,7 +116,7 @@ class UnfinishedError(Exception):
 
 
 class NewAnswer(NamedTuple):
-    """An answer to store. ``body``: without its output. ``after``: of the ``Earlier`` that it continues.
+    """An answer to store. ``body``: without its output. ``after``: that of the ``Earlier`` that it continues.
 
     ``is_listed``: its items become those of the conversation. ``worker``: who computed it in the background; the answer
     is there already.
@@ -134,7 +134,7 @@ class NewAnswer(NamedTuple):
 
 
 class Earlier(NamedTuple):
-    """What comes before an input. ``after``: the last item of a conversation."""
+    """The items that come before an input. ``after``: the last item of a conversation."""
 
     items: list[Item]
     n_bytes: int
@@ -144,7 +144,8 @@ class Earlier(NamedTuple):
 class Page(NamedTuple):
     """Which items of a list are wanted. ``after``: the id of the one before them.
 
-    ``most_bytes``: of all but the first; a client may store more than memory holds, and ask for all at once.
+    ``most_bytes``: the most bytes of all items but the first. A client may store more than memory holds, and ask for
+    all at once.
     """
 
     is_ascending: bool = False

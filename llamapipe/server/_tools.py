@@ -242,7 +242,7 @@ def _check_types(place: str, function: Mapping[str, Any]) -> None:
 
 
 class _Grammar(NamedTuple):
-    """The grammar of a custom tool's input. ``field``: of the request; ``regex``: for the same texts."""
+    """The grammar of a custom tool's input. ``field``: the request's field; ``regex``: one for the same texts."""
 
     field: str
     text: str

@@ -121,7 +121,7 @@ def _descriptors() -> int:
 
 
 class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
-    """One connection. ``ended``: called once, when it is closed. ``address``: of the client, empty if it has none."""
+    """One connection. ``ended``: called once, when it is closed. ``address``: the client's, empty if it has none."""
 
     ended: Callable[[], None] | None = None
     address = ""

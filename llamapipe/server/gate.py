@@ -51,9 +51,9 @@ class Gate:
 
     ``n_requests``: requests being served. ``bound_to``: the address that the server listens on; None inside of another
     server, which tells it with each request. ``is_behind_front``: only the front process of several models reaches this
-    server; it has checked the client, and says who it is. ``store``: of answers, ``files``: of clients and their
-    batches, both until ``release``; None: there is none. ``background``: what computes answers and batches after their
-    clients are gone; None: without a store.
+    server; it has checked the client, and says who it is. ``store``: stored answers, ``files``: files of clients and
+    their batches, both open until ``release``; None: there is none. ``background``: what computes answers and batches
+    after their clients are gone; None: without a store.
 
     Raises OSError and StoreError for a file of stored answers that cannot be used.
     """

@@ -74,7 +74,7 @@ class Image(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What a call gave: texts and images in their order. ``is_error``: the tool says that it failed."""
+    """The result of a call: texts and images in their order. ``is_error``: the tool says that it failed."""
 
     parts: list[str | Image]
     is_error: bool
@@ -578,7 +578,7 @@ def _short(text: str) -> str:
 
 # ---- results
 def _result(given: Any) -> Result:
-    """Convert a ``CallToolResult`` of the package. What is no text and no image is named."""
+    """Convert a ``CallToolResult`` of the package. Parts that are neither text nor image are only named."""
     parts: list[str | Image] = []
     for block in given.content:
         kind = block.type

@@ -54,7 +54,7 @@ class StdioServer:
 
 @dataclass(frozen=True)
 class HttpServer:
-    """A server at an address. ``headers``: of each request to it."""
+    """A server at an address. ``headers``: sent with each request to it."""
 
     label: str
     url: str

@@ -25,7 +25,7 @@ _MOST_LINE = 2**27  # bytes; the limits of a server's messages are lower
 
 
 class _Question(msgspec.Struct, omit_defaults=True):
-    """What is asked: the labels, the tools of a server, or a call of one."""
+    """A question: for the labels, for the tools of a server, or a call of one."""
 
     label: str | None = None
     tool: str | None = None

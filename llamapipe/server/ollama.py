@@ -177,7 +177,7 @@ _DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min
 
 
 class Modelfile(NamedTuple):
-    """What Ollama's store says about a name, besides the file of the model."""
+    """The settings in Ollama's store for a name, besides the model's file."""
 
     options: Options
     system: str

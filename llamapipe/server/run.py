@@ -35,7 +35,8 @@ _ACCEPT_AT_ONCE = 64  # connections that are accepted before the first of them i
 class HttpServer(uvicorn.Server):
     """One application behind uvicorn, which it tells about a signal at once: uvicorn does so after the last answer.
 
-    ``bound_to``: the address that it listens on. ``headers``: of every answer. ``state``: what all requests pass.
+    ``bound_to``: the address that it listens on. ``headers``: sent with every answer. ``state``: what all requests
+    pass.
     """
 
     def __init__(

@@ -92,7 +92,7 @@ class ServerSettings:
       arguments of the chat template; those of a request take their places.
     - ``system``: the system prompt of conversations that have none, in every API; one of the request, or of a
       Modelfile, takes its place. Transcriptions and ``/apply-template`` have none.
-    - ``keep_requests``: of so many requests ``/requests`` and the page show where their time went, without texts.
+    - ``keep_requests``: for so many requests ``/requests`` and the page show where their time went, without texts.
     - ``store``: a file in which the answers of ``/v1/responses`` and conversations are stored, which is made if there
       is none; only its user may read it. None: nothing is stored. ``store_bytes``: its size, beyond which the least
       recently used answers are deleted. ``store_days``: after that many days without use they are, too.
@@ -100,7 +100,7 @@ class ServerSettings:
       labels. They are started with this server. None: there are none. ``mcp_urls``: hosts, as in ``media_urls``, where
       requests may name MCP servers by addresses. Empty: they may not. ``mcp_timeout_s``: seconds in which one must
       start, and answer a call. ``max_mcp_calls``: calls of their tools for one answer; then the model goes on without.
-      ``max_mcp_characters``: of the result of a call; the rest is cut off.
+      ``max_mcp_characters``: the most characters of a call's result; the rest is cut off.
     - ``max_background``: answers with ``background: true`` that one key may have waiting and computed; further ones are
       answered 429.
     - ``files_bytes``: files that clients upload, and results of their batches, of which each key has an equal part.

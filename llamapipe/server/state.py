@@ -1,4 +1,4 @@
-"""What all requests of a server share: its engine, its embedder, the names of its models.
+"""The state that all requests of a server share: its engine, its embedder, the names of its models.
 
 It knows no route.
 """
@@ -36,7 +36,7 @@ _log = logging.getLogger("llamapipe.server")
 
 
 class WorkerLink(Protocol):
-    """What a server knows of the others, if it is one of several on a port.
+    """A server's knowledge of the others, if it is one of several on a port.
 
     ``n_ready``, ``n_workers``: how many there are.
     """

@@ -156,8 +156,8 @@ class FairThreads:
     ) -> None:
         """Call ``job``, which must not raise, on one of the threads. After ``close``, call it at once.
 
-        ``is_python``: it holds the interpreter's lock, so its thread keeps its priority. ``size``: of a large job, in
-        characters; 0: it needs little memory. ``place``: of the jobs of one sampler; None: it has no other jobs.
+        ``is_python``: it holds the interpreter's lock, so its thread keeps its priority. ``size``: the characters of a
+        large job; 0: it needs little memory. ``place``: shared by the jobs of one sampler; None: it has no other jobs.
         """
         with self._lock:
             if not self._closed:

@@ -134,7 +134,7 @@ class ChatBuilder:
     ) -> CheckedChat:
         """Check one conversation. Raises TypeError, ValueError, InvalidRequestError, ImportError.
 
-        ``before``: tokens of what was said earlier, which precede the prompt. The oldest are left out as turns are.
+        ``before``: tokens of earlier turns, which precede the prompt. If room is short, the oldest are left out.
         """
         from llamapipe.chat.messages import continued_part
         from llamapipe.chat.tools import allowed_tools, check_tool_choice, check_tools
@@ -226,7 +226,7 @@ class ChatBuilder:
         tools: Sequence[Tool],
         before: Sequence[int],
     ) -> tuple[Conversation, list[int], tuple[Span, ...]]:
-        """Return the messages that the prompt has, its tokens, and the images and sounds among them."""
+        """Return the messages that fit into the prompt, its tokens, and where images and sounds are among them."""
         from llamapipe.chat.media import check_shown
         from llamapipe.chat.messages import check_messages, kept_messages, kept_tokens
 
@@ -284,11 +284,11 @@ class ChatBuilder:
     def _taken_media(
         self, messages: Any, may_drop: bool, salt: str | None
     ) -> tuple[Any, str, list[Media], list[str]]:
-        """Return the messages with marks for images and sounds, the mark, what these are in a prompt, and their places.
+        """Return the messages with a mark for each image and sound, the mark, the prepared media, and their places.
 
-        Those that were prepared before are found for the same tenant and ``salt`` only: otherwise the time would tell
-        which images others have sent. ``may_drop``: turns may be left out. Old images that cannot fit are not prepared
-        then, and count as a whole context.
+        Media that were prepared before are reused only for the same tenant and ``salt``: otherwise response times would
+        reveal which images others have sent. ``may_drop``: turns may be left out. Old images that cannot fit are then
+        not prepared, and each counts as a whole context.
         """
         from llamapipe.chat.media import first_media, taken_media
 
@@ -327,7 +327,7 @@ class ChatBuilder:
         return messages, mark, media, [part.place for part in parts]
 
     def _check_spans(self, tokens: Sequence[int], spans: Sequence[Span]) -> None:
-        """Refuse what a step cannot compute."""
+        """Refuse media that one step cannot compute, or that no text follows."""
         if tokens[-1] < 0:
             raise InvalidRequestError(
                 "the prompt ends with an image or a sound, so there is no text that an answer could follow"
@@ -355,7 +355,7 @@ class ChatBuilder:
         parallel: bool,
         tail: str,
     ) -> tuple[SamplingParams, Sequence[Tool]]:
-        """Return the params with the grammar that tool calls need, and the tools with the schemas that are in it."""
+        """Return the params with the grammar that tool calls need, and the tools with the schemas in that grammar."""
         if tools and not chat_format.supports_tools:
             if chat_format.shows_tools:
                 raise InvalidRequestError(
@@ -398,9 +398,9 @@ class ChatBuilder:
 
 
 def _places(vocab: Vocab, tokens: Sequence[int], messages: Conversation) -> tuple[int, ...]:
-    """Return where a prompt with another last message would part from this one: before the last message's text.
+    """Return where a prompt with another last message would differ from this one: before the last message's text.
 
-    It is looked for in the prompt's text, from its end. A template that writes it otherwise has no such place.
+    The prompt is searched for that text from its end. If the template changes the text, there is no such place.
     """
     last = messages[-1] if messages and not isinstance(messages, str) else None
     content = last.get("content") if isinstance(last, Mapping) else None
@@ -435,7 +435,7 @@ def _may_be_plain(params: SamplingParams) -> bool:
 
 
 def _answer_schema(response_format: Any) -> Any:
-    """Return the JSON schema in ``response_format``, also in the forms of OpenAI's API.
+    """Return the JSON schema in ``response_format``, which may have any form of OpenAI's API.
 
     Raises InvalidRequestError.
     """

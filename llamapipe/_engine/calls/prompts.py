@@ -150,7 +150,7 @@ class RequestBuilder:
         """Return each prompt with its params, and whether a single prompt was given.
 
         Raises TypeError, ValueError, InvalidRequestError; errors in a list name the prompt's index. With ``on_error``
-        ``"return"``, an InvalidRequestError is in the place of its prompt instead.
+        ``"return"``, an InvalidRequestError takes the place of its prompt instead.
         """
         if isinstance(prompt, str):
             prompts, single = [prompt], True

@@ -99,7 +99,7 @@ class _Discard:
 
 
 class Embeddings(Protocol):
-    """An image or a sound, or a part of one, as a prompt has it: ``n`` rows in the place of tokens.
+    """An image or a sound, or a part of one, as a prompt has it: ``n`` rows in place of tokens.
 
     ``is_causal``: each row sees those before it; else all see each other, so that they are computed in one ubatch.
     ``rows``: None until it is encoded.
@@ -582,8 +582,8 @@ class Shift(NamedTuple):
 class Unused(NamedTuple):
     """Cells of ``tokens`` that no request uses, in a slot, or saved under a key; the other of the two is -1.
 
-    Both are -1 where there are states alone. ``states``: of beginnings of these tokens, as numbers of tokens and keys.
-    ``is_stale``: see Cells.
+    Both are -1 where there are states alone. ``states``: saved states of beginnings of these tokens, as numbers of
+    tokens and keys. ``is_stale``: see Cells.
     """
 
     slot: int
@@ -643,12 +643,12 @@ MemoryOp = (
 class Cells:
     """The cells of one sequence: in a slot, or saved in host memory.
 
-    ``request``: the one that uses them now. ``key``: of saved ones. ``pinned``: saved, and not to be dropped.
+    ``request``: the one that uses them now. ``key``: the key of saved cells. ``pinned``: saved, and not to be dropped.
     ``n_exact``: see Request; once the request has left. ``n_known``: the tokens that the tree knows, also those that
     are not computed yet. ``n_shifted``: the cells that the last shift left. Their keys are rotated by the step that
     computes the next one; -1: there was no shift. ``floor``: in layers with a sliding window, cells that were copied
     lack those that the window had left; the sequence can go back to this place and no further. ``is_stale``: its state
-    is not of its end. ``places``: those of its request. ``n_offered``: of those that were offered to be kept elsewhere.
+    is not of its end. ``places``: those of its request. ``n_offered``: how many were offered to be kept elsewhere.
     ``is_held``: its conversation continues soon.
     """
 

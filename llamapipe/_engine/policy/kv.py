@@ -126,7 +126,10 @@ class HostStore:
 
 
 class SavedState:
-    """What a memory that cannot go back has after the first ``n`` tokens of a sequence. ``n_exact``: see Request."""
+    """The state of a memory that cannot go back, after the first ``n`` tokens of a sequence.
+
+    ``n_exact``: see Request.
+    """
 
     __slots__ = ("key", "n", "n_bytes", "n_exact", "n_offered", "pinned")
 
@@ -212,7 +215,7 @@ class KvCache:
     ``enabled``: keep cells after their request has ended. ``has_states``: the memory has a state that cannot go back.
     ``has_cells``: it has cells, too. ``window``: tokens that layers with a sliding window attend to; saved cells lack
     the others, and so do copies unless ``shares_cells`` (unified KV); 0: there are no such layers. ``host_bytes``:
-    budget of host memory. ``cell_bytes``: of a saved cell.
+    budget of host memory. ``cell_bytes``: the size of a saved cell.
     ``max_parked``: parked cells in all; None: any number. ``min_prefix``: shorter prefixes are computed again.
     ``min_save``: sequences with fewer tokens that no other one has are dropped instead of saved. ``exact_multiple``:
     reuse only multiples of this many cells that no other tokens were computed with, so that the other tokens are

@@ -1,4 +1,4 @@
-"""What happens when a request has filled its context.
+"""Decides how a request continues that has filled its context.
 
 Open this file to change which tokens are dropped.
 

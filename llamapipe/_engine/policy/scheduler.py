@@ -586,7 +586,7 @@ class Scheduler:
             self.resume(request)
 
     def _add_token(self, request: Request, token: int, is_last: bool = True) -> None:
-        """Continue a request with a token, or end it. ``is_last``: of its tokens of the step."""
+        """Continue a request with a token, or end it. ``is_last``: the token is its last one in this step."""
         if token in request.stop_tokens:
             request.stop_token = token
             self.finish(request, "stop")

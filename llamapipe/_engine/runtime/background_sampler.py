@@ -59,9 +59,9 @@ class _Expected:
 class BackgroundSampler:
     """Makes and uses a ``SamplerChain`` in ``FairThreads``. Methods are for the engine thread.
 
-    ``build``: makes the chain. ``budget``: of its jobs' processor time, perhaps with other samplers; None: no limit.
-    ``share``, ``is_python``: of its jobs, see FairThreads. ``guesses``: it guesses which tokens follow, first those
-    of text that its guide forces.
+    ``build``: makes the chain. ``budget``: limits its jobs' processor time, perhaps with other samplers'; None: no
+    limit. ``share``, ``is_python``: passed on with its jobs, see FairThreads. ``guesses``: it guesses which tokens
+    follow, first those of text that its guide forces.
 
     After each token the sampler first finds out what may follow, in a fraction of the time that a mask takes; the next
     step waits a moment for that (``has_looked``). While the step is computed, the masks for its rows are: the tokens

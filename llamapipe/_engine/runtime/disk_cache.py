@@ -74,9 +74,10 @@ _log = logging.getLogger("llamapipe")
 
 
 class CachedSequence(NamedTuple):
-    """What is written or was read. ``cells``: of all ``tokens``; None: there are states alone.
+    """A sequence to write, or one that was read. ``cells``: those of all ``tokens``; None if there are only states.
 
-    ``states``: of beginnings, by their numbers of tokens. ``is_stale``: see Snapshot. Who has it closes it.
+    ``states``: saved states of beginnings, by their numbers of tokens. ``is_stale``: see Snapshot. Its holder closes
+    it.
     """
 
     tokens: list[int]
@@ -113,12 +114,12 @@ class Entry:
 
 
 class DiskCache:
-    """The files of one engine's cells. ``folder``: of the cache; this engine's files are in a folder of it.
+    """The files of one engine's cells. ``folder``: the cache's; this engine's files are in a folder inside it.
 
-    ``max_bytes``: of all files of the cache. ``layout``: what the cells depend on. ``form``: what else they depend on,
-    in any words. ``n_ctx``: longer sequences do not fit. ``can_cut``: a sequence can be used up to any of its tokens,
-    not only at its end and at the places of its states. Raises ValueError for a folder that cannot be used, or that
-    others could write to.
+    ``max_bytes``: the most bytes of all files in the cache. ``layout``: what the cells depend on. ``form``: what else
+    they depend on, in any words. ``n_ctx``: longer sequences do not fit. ``can_cut``: a sequence can be used up to any
+    of its tokens, not only at its end and at the places of its states. Raises ValueError for a folder that cannot be
+    used, or that others could write to.
 
     ``writes``: when sequences are written; only the engine thread changes it. ``"at_close"``: by ``write_rest`` alone.
     """

@@ -91,9 +91,9 @@ class EngineLoop:
     """The steps of one context, from ``run`` until a ``stop`` command. Methods are for the engine thread.
 
     ``inbox``: the commands of other threads. ``dispatcher``: wakes the callers that wait for results. ``in_flight``:
-    the launched steps; other threads may abort them. ``open``: the requests whose end is not delivered yet.
-    ``trace``: records plan and deliver stages. ``kv_events``: tells routers what the prefix cache holds. ``long_work``:
-    threads for callers' work, which end with the loop. ``encoder``: of images and sounds, for models that take them.
+    the launched steps; other threads may abort them. ``open``: the requests whose end is not delivered yet. ``trace``:
+    records plan and deliver stages. ``kv_events``: tells routers what the prefix cache holds. ``long_work``: threads
+    for callers' work, which end with the loop. ``encoder``: encodes images and sounds, for models that take them.
     ``disk``: the second level of the prefix cache.
 
     ``window_s``: how long an idle loop waits for more requests after the one that woke it. ``left_queue``: called with

@@ -1,10 +1,10 @@
-"""The form of llama.cpp's states of a sequence: what is checked before a state from elsewhere is loaded.
+"""The layout of llama.cpp's sequence states, which is checked before a state from elsewhere is loaded.
 
-Open this file when llama.cpp changes that form (``state_version``), or has a memory with other parts.
+Open this file when llama.cpp changes that layout (``state_version``), or gets a kind of memory with other parts.
 
-The principle: a state from a file is read here first, part by part. llama.cpp compares types and sizes of rows, but it
-believes positions, and asserts counts, which would end the process. So only what a context of this model could have
-written reaches it.
+The principle: a state from a file is read here first, part by part. llama.cpp compares the types and sizes of rows, but
+it trusts positions, and it asserts counts: a wrong one would end the process. So it only gets states that a context of
+this model could have written.
 
 A state is a start, then parts. A part with *cells* has, for each stream of the context, the number of its cells, their
 table and their values; a window's part has the last cells only. The *recurrent* part has one row for each tensor. Which
@@ -45,7 +45,7 @@ class Saved(Protocol):
 
 
 class StateError(ValueError):
-    """A state is not one of this memory. The message continues a sentence: "its cells ..."."""
+    """A state does not fit this memory. The message continues a sentence: "its cells ..."."""
 
 
 class _Reader:
@@ -56,7 +56,7 @@ class _Reader:
         self.at = 0
 
     def skip(self, n: int) -> int:
-        """Skip ``n`` bytes. Return where it was."""
+        """Skip ``n`` bytes and return where they begin."""
         begin = self.at
         if n > len(self.data) - begin:
             raise StateError(f"its state has {len(self.data)} bytes and should have at least {begin + n}")
@@ -72,11 +72,11 @@ class _Reader:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """The form of the states of one context.
+    """The layout of one context's states.
 
-    ``n_streams``: of its cells. ``n_caches``, ``n_windows``: parts with cells in a whole state, and in one of what
-    cannot go back. ``rows``: the heads of the recurrent rows; empty: there is no recurrent part. ``has_values``: cells
-    have values besides keys. ``has_grid``: cells have positions of several kinds.
+    ``n_streams``: streams of KV cells. ``n_caches``, ``n_windows``: parts with cells in a whole state, and in a partial
+    one, which has only what cannot go back. ``rows``: the headers of the recurrent rows; empty if there is no recurrent
+    part. ``has_values``: cells have values besides keys. ``has_grid``: cells have positions of several kinds.
     """
 
     n_streams: int
@@ -90,7 +90,7 @@ class StateLayout:
     def of_empty(
         cls, whole: bytes, partial: bytes, n_streams: int, has_values: bool, has_grid: bool
     ) -> StateLayout | None:
-        """Find the layout of a context from both states of an empty sequence. None: it has parts of other kinds."""
+        """Find the layout of a context from both states of an empty sequence; None if it has unknown parts."""
         try:
             n_caches, rows = _parts_of_empty(whole, n_streams)
             n_windows, rows_of_partial = _parts_of_empty(partial, n_streams)
@@ -101,13 +101,13 @@ class StateLayout:
         return cls(n_streams, n_caches, n_windows, rows, has_values, has_grid)
 
     def stored(self, state: Bytes, n: int, only_state: bool = False) -> list[Bytes]:
-        """Return the parts of a context's state of ``n`` tokens as it is stored. Raises StateError for another form."""
+        """Return the parts of a context's state of ``n`` tokens as stored. Raises StateError for another layout."""
         return self._rewritten(state, n, only_state, self.n_streams, 1)[0]
 
     def loadable(self, stored: Bytes, n: int, only_state: bool = False) -> tuple[bytes, bool]:
-        """Return a stored state of ``n`` tokens for this context, and whether it is of their end.
+        """Return a stored state of ``n`` tokens in this context's layout, and whether it was taken at their end.
 
-        If it is not, only its cells are of use, with another state. Raises StateError.
+        If not, only its cells can be used, together with another state. Raises StateError.
         """
         parts, is_last = self._rewritten(stored, n, only_state, 1, self.n_streams)
         return b"".join(parts), is_last
@@ -132,9 +132,9 @@ class StateLayout:
         return parts, end < 0 or end == n
 
     def _cells(self, reader: _Reader, n_streams: int, end: int, n: int) -> tuple[memoryview, int]:
-        """Return the cells of the only stream that has some, and the position after the last one, at least ``n``.
+        """Return the cells of the only stream that has some, and the position after the last cell, at least ``n``.
 
-        ``end``: that position in the part before, which has the cells from 0 on; -1: this is that part.
+        ``end``: that position in the first part, which has all cells from 0 on; -1 if this is the first part.
         """
         cells: memoryview | None = None
         if (n_found := reader.number()) != n_streams:
@@ -190,9 +190,9 @@ class StateLayout:
 
 
 def _parts_of_empty(state: bytes, n_streams: int) -> tuple[int, tuple[bytes, ...]]:
-    """Return the parts with cells in the state of an empty sequence, and the heads of its recurrent rows.
+    """Return the parts with cells in the state of an empty sequence, and the headers of its recurrent rows.
 
-    The first of these is the head of all. Raises StateError for parts of other kinds.
+    The first header is that of the whole part. Raises StateError for unknown parts.
     """
     reader = _Reader(state)
     reader.skip(_START.size)

@@ -33,7 +33,7 @@ _BEGIN = (
 class ChatEncoder:
     """The answer to one request, complete or streamed.
 
-    ``vocab``: of the model, for log-probabilities. ``tools``: how the client knows those that the model calls.
+    ``vocab``: the model's, for log-probabilities. ``tools``: how the client knows those that the model calls.
     ``with_reasoning``: the answer has the reasoning. ``running``: the streams, whose progress ``news`` tells.
     """
 

@@ -35,7 +35,7 @@ class Prompts(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """What an answer of this API has besides that of ``Format``.
+    """Options of an answer that only this API has; ``Format`` has the others.
 
     ``echo``: the prompt before each text. ``logprobs``, ``prompt_logprobs``: how many alternatives; None: no
     log-probabilities. ``skips_space``: texts begin with a space that is not shown. ``is_empty``: no tokens are asked
@@ -83,7 +83,7 @@ class CompletionEncoder:
 
     # ---- complete
     def whole(self, done: Sequence[Completion], counts: Counts) -> dict[str, Any]:
-        """Return the complete answer. ``done``: of each prompt; of more than ``n`` choices, the best are shown."""
+        """Return the complete answer. ``done``: one for each prompt; of more than ``n`` choices, the best are shown."""
         n = self._prompts.n
         choices = [
             self._choice(completion, choice, i * n + j)

@@ -1,4 +1,4 @@
-"""What an encoder of answers gets, and what it returns."""
+"""The interface of the encoders of answers."""
 
 from __future__ import annotations
 

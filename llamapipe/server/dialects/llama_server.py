@@ -21,7 +21,7 @@ CUT: FinishReason = "cancelled"  # of a text that one of this API's limits ended
 
 
 class Form(NamedTuple):
-    """What a request asks of its answer.
+    """Options of an answer, as the request gives them.
 
     ``is_stream``: events. ``with_tokens``: an answer that is no stream has them. ``wanted``: paths of the fields that
     the last object has; none: all. ``is_cut``: the prompt was. ``is_empty``: no tokens are asked for.
@@ -49,7 +49,7 @@ class Running(Protocol):
 
 
 class LlamaServerEncoder:
-    """The answer to one request. ``prompts``, ``texts``: of each choice; a text is read when its choice ends."""
+    """The answer to one request. ``prompts``, ``texts``: those of each choice; a text is read when its choice ends."""
 
     prompt_at: PromptAt = None
 

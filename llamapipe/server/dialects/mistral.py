@@ -1,4 +1,4 @@
-"""Answers of ``/v1/fim/completions``, in Mistral's format: like those of a chat."""
+"""Writes the answers of ``/v1/fim/completions`` in Mistral's format, which is that of its chat."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class FimEncoder:
         return {**self._common, "choices": [choice], "usage": usage(counts)}
 
     def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """Return nothing: the first event with text has the role."""
+        """Return no event: the first one with text carries the role."""
         return b""
 
     def part(self, index: int, part: Delta, counts: Counts) -> bytes:
-        """Return the event for a part; the last one has the usage."""
+        """Return the event for a part; the last event carries the usage."""
         if part.finish_reason is not None:
             self._writer.set_usage(usage(counts))
         elif not part.text:

@@ -18,7 +18,7 @@ from llamapipe.server.json_bytes import encode_json, line
 class OllamaEncoder:
     """The answer to one request: a line for each part, or with ``is_whole`` one object at the end.
 
-    ``is_chat``: of ``/api/chat``, else of ``/api/generate``. ``is_empty``: no tokens are asked for. ``with_context``:
+    ``is_chat``: for ``/api/chat``, else for ``/api/generate``. ``is_empty``: no tokens are asked for. ``with_context``:
     the answer ends with the tokens so far, from which a client can continue. ``loaded_ns``: how long the request waited
     for its model.
     """

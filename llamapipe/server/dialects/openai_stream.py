@@ -1,4 +1,4 @@
-"""What the two older APIs of OpenAI share: the chunks of a stream, usage, progress."""
+"""Shared by the two older APIs of OpenAI: the chunks of a stream, usage, progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PAD_TO = 32  # characters; padding extends an event's text to the next multiple
 
 
 class Format(NamedTuple):
-    """What a request asks of its answer, besides text.
+    """Options of an answer besides its text, as the request gives them.
 
     ``with_usage``, ``continuous_usage``: the stream ends with the usage; each event has it. ``padded``: see
     ``ChunkWriter``. ``token_ids``: tokens by their ids, those of the prompt too. ``tokens_as_ids``: in logprobs.

@@ -26,6 +26,9 @@ from llamapipe.structured.schema import schema_text
 _PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 _ARRAYS = (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Iterable)
 _OBJECTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+_LIMITS = frozenset(
+    {"minItems", "maxItems", "minProperties", "maxProperties"}
+)  # of lists and dicts of classes
 # "name: text" of Google's style, "name : type" of numpy's, ":param name: text" of Sphinx's. Numpy's may have two names.
 _ENTRY = re.compile(
     r"^\s*(?P<field>[:@](?:param|parameter|arg|argument|key|keyword)\s+(?:[^:]+\s+)?)?"
@@ -71,7 +74,7 @@ def parameters_schema(function: Callable[..., Any]) -> dict[str, Any]:
 
     An argument without an annotation may be any JSON value; one without a default is required. Supported are the
     types of JSON, ``Literal``, ``Optional`` and other unions, ``list``, ``dict``, ``tuple``, enums, ``TypedDict``,
-    dataclasses, pydantic models, and ``Annotated`` with a description.
+    dataclasses, pydantic models, and ``Annotated`` with a description or with the limits of pydantic's ``Field``.
 
     Raises InvalidRequestError for arguments that cannot be passed by name, and for unsupported annotations.
     """
@@ -129,15 +132,7 @@ class _Writer:
             return {"type": "null"}
         origin, parts = typing.get_origin(kind), typing.get_args(kind)
         if origin is typing.Annotated:
-            schema = self.schema(parts[0])
-            texts = [
-                text
-                for note in parts[1:]
-                if isinstance(
-                    text := note if isinstance(note, str) else getattr(note, "description", None), str
-                )
-            ]
-            return {**schema, "description": texts[0]} if texts else schema
+            return self._annotated(kind, parts[0], parts[1:])
         if isinstance(kind, type) and kind in _PLAIN:
             return {"type": _PLAIN[kind]}
         if getattr(origin, "_name", None) in ("Required", "NotRequired"):  # of a TypedDict
@@ -160,6 +155,18 @@ class _Writer:
         if isinstance(kind, type):
             return self._class(kind)
         raise InvalidRequestError(f"no JSON schema for {quoted(kind)}; use another type, or pass a schema")
+
+    def _annotated(self, kind: Any, inner: Any, notes: tuple[Any, ...]) -> dict[str, Any]:
+        schema = self.schema(inner)
+        if any(map(_is_limit, notes)):
+            limited = _pydantic_schema(kind)
+            # Its definitions of classes differ from ours, so of those only the limits are taken.
+            schema = (
+                schema | {k: limited[k] for k in _LIMITS & limited.keys()} if "$defs" in limited else limited
+            )
+        texts = [note if isinstance(note, str) else getattr(note, "description", None) for note in notes]
+        text = next((text for text in texts if isinstance(text, str)), None)
+        return schema if text is None else {**schema, "description": text}
 
     def _union(self, parts: tuple[Any, ...]) -> dict[str, Any]:
         schemas = [self.schema(part) for part in parts]
@@ -223,6 +230,26 @@ class _Writer:
             "required": required,
             "additionalProperties": False,
         }
+
+
+def _is_limit(note: Any) -> bool:
+    """Return whether a note of ``Annotated`` limits values, for pydantic: ``Field(ge=1)``, but not a description."""
+    package = type(note).__module__.partition(".")[0]
+    return package in ("pydantic", "annotated_types") and bool(getattr(note, "metadata", True))
+
+
+def _pydantic_schema(kind: Any) -> dict[str, Any]:
+    """Return pydantic's schema of an annotation with limits. Raises InvalidRequestError if it has none."""
+    try:
+        from pydantic import TypeAdapter
+        from pydantic.errors import PydanticUserError
+        from pydantic_core import SchemaError
+    except ImportError:
+        raise InvalidRequestError("limits of annotated-types need pydantic: pip install pydantic") from None
+    try:
+        return dict(TypeAdapter(kind).json_schema())
+    except (PydanticUserError, SchemaError) as e:
+        raise InvalidRequestError(f"no JSON schema for {quoted(kind)}: {e}") from None
 
 
 def _documented(thing: Any, names: set[str]) -> tuple[str, dict[str, str]]:

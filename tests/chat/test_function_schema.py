@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypedDict, TypeVar
 
+import annotated_types
 import pydantic
 import pytest
 from typing_extensions import NotRequired, Required
@@ -35,6 +36,11 @@ class Options(TypedDict, total=False):
 class Whole(TypedDict):
     a: NotRequired[int]
     b: int
+
+
+@dataclass
+class Point:
+    x: int
 
 
 @dataclass
@@ -68,6 +74,29 @@ def test_annotations_that_cannot_be_hashed() -> None:
         "x": {"type": "integer"},
         "y": {"type": "string", "description": "a text"},
     }
+
+
+def test_limits_of_pydantic_are_kept() -> None:
+    def f(
+        days: Annotated[int, pydantic.Field(ge=1, le=7, description="How many")],
+        name: Annotated[str | None, annotated_types.MaxLen(5)],
+        places: Annotated[list[Point], pydantic.Field(min_length=1)],
+        place: Annotated[Options, pydantic.Field(description="Where")],
+    ) -> None: ...
+
+    assert parameters(f)["properties"] == {
+        "days": {"type": "integer", "minimum": 1, "maximum": 7, "description": "How many"},
+        "name": {"anyOf": [{"type": "string", "maxLength": 5}, {"type": "null"}]},
+        "places": {"type": "array", "items": {"$ref": "#/$defs/Point"}, "minItems": 1},
+        "place": {"$ref": "#/$defs/Options", "description": "Where"},
+    }
+
+
+def test_limits_that_pydantic_refuses_are_named() -> None:
+    def f(x: Annotated[str, pydantic.Field(pattern="(")]) -> None: ...
+
+    with pytest.raises(InvalidRequestError, match=r"(?s)argument 'x': no JSON schema for .*unclosed"):
+        check_tools([f])
 
 
 def test_required_in_annotations_that_are_text() -> None:

@@ -44,7 +44,7 @@ _BOOLS = (bool, np.bool_)  # integers and numbers to Python, and to older numpy
 
 
 def path_of(path: str | os.PathLike[str]) -> Path:
-    """Return ``path`` as a Path, with ``~`` as a shell has it; a file whose name begins with ``~`` stays itself.
+    """Return ``path`` as a Path, with ``~`` expanded as in a shell, unless a file has exactly that name.
 
     Raises TypeError for other types, ValueError if there is no home folder to take.
     """
@@ -112,19 +112,19 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
 
 
 def int_of(name: str, value: SupportsIndex, rows: Mapping[str, Option] = BY_NAME) -> int:
-    """Return ``value`` as an int in the range that the option's row says. Raises as ``check_int``."""
+    """Return ``value`` as an int in the range of the option's row. Raises as ``check_int``."""
     option = rows[name]
     return check_int(name, value, int(option.low), int(option.high))
 
 
 def float_of(name: str, value: SupportsFloat) -> float:
-    """Return ``value`` as a float in the range that the option's row says. Raises as ``check_float``."""
+    """Return ``value`` as a float in the range of the option's row. Raises as ``check_float``."""
     option = BY_NAME[name]
     return check_float(name, value, option.low, option.high)
 
 
 def choice_of(name: str, value: object, rows: Mapping[str, Option] = BY_NAME) -> str:
-    """Return ``value`` if the option's row has it. Raises as ``check_choice``."""
+    """Return ``value`` if the option's row lists it. Raises as ``check_choice``."""
     return check_choice(name, value, rows[name].choices)
 
 
@@ -152,7 +152,7 @@ def refuse_table(name: str, value: object) -> None:
 
 
 def from_column(name: str, value: Any) -> Any:
-    """Return ``value``, but a list of its values if it is a column of a pandas, polars or pyarrow table.
+    """Return ``value``; of a column of a pandas, polars or pyarrow table, return a list of its values.
 
     Raises TypeError for a whole table.
     """

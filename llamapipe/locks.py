@@ -1,4 +1,4 @@
-"""The lock that all modules use, which Ctrl-C does not leave locked; and what refuses a second call at a time."""
+"""A lock that Ctrl-C cannot leave held, and guards against concurrent calls."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _REMEDIES = {
 
 
 class Lock(_thread.RLock):  # type: ignore[misc]  # final for type checkers only
-    """A reentrant lock for ``with``, which an interrupted thread does not keep.
+    """A reentrant lock for ``with`` that an interrupted thread never keeps.
 
     From CPython 3.14 on, an exception of a signal handler may be raised between the call of ``__enter__`` and the body
-    of ``with``. A lock of ``threading`` is then never released, and other threads wait for ever. Here the exception is
+    of ``with``. A lock of ``threading`` is then never released, and other threads wait forever. Here the exception is
     raised inside ``__enter__``, which releases the lock. The interpreter handles no signals between the ``return`` of a
     Python function and the next statement, nor before ``__exit__``, which is C.
     """
@@ -49,7 +49,7 @@ class Lock(_thread.RLock):  # type: ignore[misc]  # final for type checkers only
 
 
 class OneCall(Lock):  # type: ignore[misc]  # as above
-    """For ``with`` in the methods of an object for one thread: a second call meanwhile raises instead of waiting.
+    """Guards the methods of an object for one thread, with ``with``: a concurrent call raises instead of waiting.
 
     ``what`` names the object in the message of the RuntimeError. The second call may come from another thread, or from
     a signal handler of the same one.
@@ -79,7 +79,7 @@ class OneCall(Lock):  # type: ignore[misc]  # as above
 
 
 class OneTask:
-    """The same for the coroutines of an object for one task; for one event loop."""
+    """Guards the coroutines of an object for one task in the same way. For one event loop."""
 
     __slots__ = ("_running", "_what")
 

@@ -233,7 +233,7 @@ class ReasoningMarkers:
 
 
 def segments(text: str) -> list[str]:
-    """Cut ``text`` into tags and single characters; joined they are the text again."""
+    """Cut ``text`` into tags and single characters, which join to the same text."""
     return _SEGMENT.findall(text)
 
 
@@ -398,8 +398,8 @@ class TemplateProbe:
     ) -> str | None:
         """Return the text of ``n`` calls; None if it lacks a part.
 
-        ``later``: after another call in the conversation. ``prompted``: after the prompt, otherwise without what also
-        stands before the text of an answer.
+        ``later``: after another call in the conversation. ``prompted``: as it follows the prompt; otherwise without the
+        text that also precedes a plain answer.
         """
         call_arguments = json.dumps(arguments) if form.as_text else arguments
         tools = [*([_TOOL] if not form.is_listed else (_defined(name, arguments) for name in _NAMES))]

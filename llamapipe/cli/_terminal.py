@@ -69,7 +69,7 @@ class Terminal:
         return text if len(text) <= width else text[: max(width - len(dots), 0)] + dots
 
     def text(self, text: str) -> str:
-        """Return model text as it may be written: on a terminal, control characters must not drive the terminal."""
+        """Return model text that is safe to write: on a terminal, control characters are replaced."""
         if not self._stream.isatty() or text.isprintable():
             return text
         return "".join(c if c in "\n\t" or not _is_control(c) else "\ufffd" for c in text)
@@ -121,7 +121,7 @@ class WordWrap:
             self._put_word()
 
     def end(self) -> None:
-        """End the line, if something stands in it."""
+        """End the line if it has text."""
         self._put_word()
         if self._column:
             self._put("\n")

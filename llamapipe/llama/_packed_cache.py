@@ -2,11 +2,11 @@
 
 A model has one file in the cache: a header, then the weights as they are in memory. The header says which model files
 they were packed from (fingerprint, size, time of the last change), and has the number that native code gave for the
-tensors and their form. A file of other kernels or other tensors has another number, so it is not mapped.
+tensors and their form. The file of other kernels or tensors has a different number, so it is not mapped.
 
 The first load locks a partial file, packs into memory, writes, and renames the file when it is on disk. Other loads of
 the same model wait for it. A file that exists is never changed, only replaced: a process that has mapped it keeps it.
-A checksum of the header and of samples of the weights tells a file that was copied only in part. Otherwise it is
+A checksum of the header and of samples of the weights reveals a file that was copied only in part. Otherwise it is
 trusted as a model's file is, so it must belong to this user or root, and nobody else may write to it.
 """
 
@@ -140,7 +140,7 @@ class PackedFile:
         return True
 
     def _misfit(self, head: bytes, n_in_file: int) -> str | None:
-        """Return why the open file is not the one that is wanted; None if it is."""
+        """Return why the open file does not fit; None if it does."""
         if len(head) < _HEADER.size + _CHECKSUM_BYTES:
             return "it is damaged"
         magic, key, layout, n_bytes = _HEADER.unpack_from(head)
@@ -238,7 +238,7 @@ class PackedFile:
 
 
 def _distrust(status: os.stat_result, *others: int) -> str | None:
-    """Return why a file's content could be anybody's; None if only this user and these could write it."""
+    """Return why others could have written a file; None if only this user and ``others`` could."""
     if not stat.S_ISREG(status.st_mode):
         return "it is not a regular file"
     if not files.is_ours(status, *others):
@@ -249,7 +249,7 @@ def _distrust(status: os.stat_result, *others: int) -> str | None:
 
 
 def _checksum(header: bytes, sample: Callable[[int], bytes | memoryview], n_bytes: int) -> bytes:
-    """Return a checksum of the header and of samples of the weights, of which the last one ends with them."""
+    """Return a checksum of the header and of samples of the weights; the last sample ends with the weights."""
     digest = blake2b(header, digest_size=_CHECKSUM_BYTES)
     for i in range(_N_SAMPLES + 1):
         digest.update(sample(max(n_bytes - _SAMPLE_BYTES, 0) * i // _N_SAMPLES))

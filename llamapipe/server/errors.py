@@ -1,6 +1,7 @@
 """Errors as HTTP answers: the exception that handlers raise, and the answers for llamapipe's own exceptions.
 
-The APIs have different error formats; ``ApiError.body`` writes them. llama-server's is OpenAI's with one type more.
+The APIs have different error formats; ``ApiError.body`` writes them. llama-server's format is OpenAI's with one more
+type.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class ApiError(Exception):
     def again(self) -> ApiError:
         """Return the same error for another request.
 
-        One that several raise would have the frames of all in its traceback.
+        If several raised one exception, its traceback would have the frames of all.
         """
         made = ApiError.__new__(ApiError, self.message)
         made.__dict__.update(self.__dict__)
@@ -116,12 +117,12 @@ class ApiError(Exception):
 
 
 def shutting_down() -> ApiError:
-    """Return the answer to a request that the server serves no longer."""
+    """Return the answer to a request that comes while the server shuts down."""
     return ApiError(503, "the server is shutting down", code="shutting_down")
 
 
 def dialect_of(path: str, headers: Container[str] = ()) -> Dialect:
-    """Return the format of errors at a path that may have no route; ``headers``: the names of the request's."""
+    """Return the format of errors at a path that may have no route; ``headers``: the names of the request's headers."""
     if path.startswith("/api/"):
         return "ollama"
     if path.startswith("/v1/messages") or "anthropic-version" in headers:

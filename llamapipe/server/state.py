@@ -47,8 +47,8 @@ class WorkerLink(Protocol):
     async def text(self) -> bytes:
         """Return the metrics of all of them."""
 
-    async def requests(self, most: int) -> list[dict[str, Any]]:
-        """Return where the time of their last requests went, the newest first, at most so many."""
+    async def requests(self) -> list[dict[str, Any]]:
+        """Return where the time of their last requests went, the newest first."""
 
     def fail(self, message: str) -> None:
         """End this one, which can answer nothing any longer."""

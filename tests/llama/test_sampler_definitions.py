@@ -361,7 +361,7 @@ class TestAgainstLlamaCpp:
             # Too few are probable enough, so the most probable ones were looked for.
             below = (logits - logits.max()) * chain.temperature - math.log(chain.min_p)
             assume(np.abs(below).min() > 1e-4)
-            is_sorted = np.count_nonzero(below > 0) < chain.min_keep
+            is_sorted = bool(np.count_nonzero(below > 0) < chain.min_keep)
         if not is_sorted:
             left.sort()  # nothing had to be sorted, and we did not
             logits = np.array([logit for _, logit in left], np.float64)

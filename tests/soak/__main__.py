@@ -24,6 +24,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 
 sys.path[0:0] = [str(Path(__file__).resolve().parents[1])]
@@ -128,10 +129,15 @@ def run(args: argparse.Namespace, seconds: float) -> list[Level]:
     return levels
 
 
+def _is_quiet(engine: lp.Engine) -> bool:
+    stats = engine.stats()
+    return not stats.n_active and not stats.n_queued
+
+
 def _wait_until_quiet(*engines: lp.Engine) -> None:
     """Requests that were left or cancelled end within a step."""
     for engine in engines:
-        wait_until(lambda engine=engine: not engine.stats().n_active and not engine.stats().n_queued)
+        wait_until(partial(_is_quiet, engine))
         engine.check_integrity()
 
 

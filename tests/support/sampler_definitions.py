@@ -159,7 +159,7 @@ class Stages:
         """Keeps the first candidates, as many as are needed for `mass`, and at least `min_keep`."""
         so_far = np.cumsum(p)
         apart(so_far[:-1], mass)
-        keep(np.arange(len(p)) < max(1 + np.count_nonzero(so_far[:-1] < mass), self.min_keep))
+        keep(np.arange(len(p)) < max(1 + int(np.count_nonzero(so_far[:-1] < mass)), self.min_keep))
 
     def draw(self, row: Row, u: float, accepted: Sequence[int] = ()) -> int:
         """The candidate in whose bin `u` lies."""

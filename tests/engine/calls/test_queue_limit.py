@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -33,6 +34,10 @@ async def aenter(queue: QueueLimit) -> None:
 def leave(queue: QueueLimit, n: int) -> None:
     """Any `n` of those that are in."""
     queue.remove(list(queue._inside.copy())[:n])
+
+
+def has_left(waiting: Sequence[asyncio.Future[None]], n: int) -> bool:
+    return sum(not task.done() for task in waiting) <= n
 
 
 class TestCount:
@@ -181,7 +186,7 @@ class TestTasks:
             await turn()
             for n_left in (3, 1):
                 leave(queue, 2)
-                await until(lambda n_left=n_left: sum(not w.done() for w in waiting) <= n_left)
+                await until(partial(has_left, waiting, n_left))
                 assert queue.n == 2
             leave(queue, 2)
             await asyncio.wait_for(asyncio.gather(*waiting), PATIENCE_S)

@@ -46,7 +46,8 @@ def test_patience_grows_within_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, late = Scheduler(cache_of(1), 512, 512, 8, 8, None), LateDraws()
     executor: Any = SlowExecutor()
     slow, others = Request([1, 2], RequestSpec(20)), [Request([3, 4], RequestSpec(100)) for _ in range(20)]
-    sampler = slow.sampler = SlowSampler()
+    sampler: Any = SlowSampler()
+    slow.sampler = sampler
     for request in (slow, *others):
         scheduler.add(request)
     while slow.state is not State.FINISHED:

@@ -358,6 +358,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call(self, context: Context, function: Any, *arguments: Any, **keywords: Any) -> Any:
         """Call a function for a template."""
+        if getattr(function, "__self__", None) is self:  # a counter, which no template can name
+            return function(*arguments)
         limits = current()
         limits.check_time()
         method = getattr(function, "__wrapped__", function)

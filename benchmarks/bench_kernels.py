@@ -5,6 +5,7 @@
     python benchmarks/bench_kernels.py products --shape 576x16 16x1536 --types F16      # a LoRA of rank 16
     python benchmarks/bench_kernels.py products --shape 2048x768 --experts 128 8        # rows choose 8 of 128 matrices
     python benchmarks/bench_kernels.py attention --rows 1 4 256          # of the shapes of some models
+    python benchmarks/bench_kernels.py attention --rows 1 --cells 32000 --callers 1 4 8    # that share most cells
     python benchmarks/bench_kernels.py linear --rows 1 512               # states and convolutions of some hybrids
     python benchmarks/bench_kernels.py model MODEL.gguf                  # decoding by callers, prompts, loading
     python benchmarks/bench_kernels.py model MODEL.gguf --depth 8000 --kv-unified    # after tokens that callers share
@@ -27,6 +28,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -80,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     attention.add_argument("--rows", type=int, nargs="+", default=[1, 4, 256])
     attention.add_argument("--cells", type=int, default=8000)
     attention.add_argument("--layers", type=int, default=12, help="caches that are read one after another")
+    attention.add_argument("--callers", type=int, nargs="+", default=[1], help="sequences of one cache each")
+    attention.add_argument("--own", type=int, default=64, help="cells that callers do not share")
     linear = what.add_parser("linear")
     linear.add_argument("--rows", type=int, nargs="+", default=[1, 16, 512], help="tokens of each sequence")
     linear.add_argument("--seqs", type=int, default=1)
@@ -195,40 +199,51 @@ def time_product(
 
 # ---- attention
 def measure_attention(args: argparse.Namespace) -> Result:
-    """A table of shapes, types and rows. Rows are the last of the cells; layers are streams of one operation."""
+    """A table of shapes, types, callers and rows of each. Rows are the last of the cells.
+
+    A layer, or a caller, is a stream of one operation: several callers share cells and are not measured by layers.
+    *Apart*: ours without looking for shared cells.
+    """
     found: Result = {"attention": []}
-    print("heads, of keys, dimensions   type    rows   ggml ms   ours ms  ratio  GB/s")
-    for heads, kv_heads, n_dims in args.heads or [(14, 2, 64), (12, 2, 128), (9, 3, 64), (32, 8, 128)]:
-        for name in args.types:
-            for n in args.rows:
-                ms, n_bytes = time_attention(name, heads, kv_heads, n_dims, n, args)
-                ratio = ms["ggml"] / ms["auto"]
-                print(f"{heads:5} {kv_heads:9} {n_dims:11}   {name:7} {n:4} {ms['ggml']:9.2f} {ms['auto']:9.2f} "
-                      f"{ratio:6.2f} {n_bytes / ms['auto'] / 1e6:5.1f}", flush=True)  # fmt: skip
-                found["attention"].append({"heads": heads, "kv_heads": kv_heads, "n_dims": n_dims, "type": name,
-                                           "n": n, "ms": ms, "ratio": ratio})  # fmt: skip
+    print("heads, of keys, dimensions   type    callers rows   ggml ms  apart ms   ours ms  ratio  GB/s")
+    shapes = args.heads or [(14, 2, 64), (12, 2, 128), (9, 3, 64), (32, 8, 128)]
+    for (heads, kv_heads, n_dims), name, n_callers, n in product(shapes, args.types, args.callers, args.rows):
+        ms, n_bytes = time_attention(name, heads, kv_heads, n_dims, n, n_callers, args)
+        ratio = ms["ggml"] / ms["auto"]
+        print(f"{heads:5} {kv_heads:9} {n_dims:11}   {name:9} {n_callers:5} {n:4} {ms['ggml']:9.2f} {ms['apart']:9.2f} "
+              f"{ms['auto']:9.2f} {ratio:6.2f} {n_bytes / ms['auto'] / 1e6:5.1f}", flush=True)  # fmt: skip
+        found["attention"].append({"heads": heads, "kv_heads": kv_heads, "n_dims": n_dims, "type": name,
+                                   "callers": n_callers, "n": n, "ms": ms, "ratio": ratio})  # fmt: skip
     return found
 
 
 def time_attention(
-    name: str, heads: int, kv_heads: int, n_dims: int, n: int, args: argparse.Namespace
+    name: str, heads: int, kv_heads: int, n_dims: int, n: int, n_callers: int, args: argparse.Namespace
 ) -> tuple[dict[str, float], int]:
     """Milliseconds in turns, and the bytes of all keys and values."""
     ffi, lib = native().ffi, native().lib
-    n_layers = args.layers if n <= 16 else 1  # many rows take long enough
+    n_layers = n_callers if n_callers > 1 else args.layers if n <= 16 else 1  # many rows take long enough
     cells = quantized(name, kv_heads * n_dims, n_layers * args.cells)
+    if n_callers > 1:
+        n_all = len(cells) // n_callers
+        n_shared = n_all // args.cells * (args.cells - args.own)
+        for i in range(n_callers):
+            ffi.memmove(cells + i * n_all, cells, n_shared)
+            ffi.buffer(cells)[i * n_all + n_shared] = bytes([i])  # the first cell of its own differs
     queries = np.random.default_rng(2).normal(size=(n_layers, heads, n, n_dims)).astype(np.float32)
     masks = np.where(np.arange(args.cells) > np.arange(args.cells - n, args.cells)[:, None], -np.inf, 0)
     masks = np.ascontiguousarray(np.broadcast_to(masks, (n_layers, n, args.cells)), np.float16)
     out, seconds = np.empty_like(queries), np.empty(6)
-    times: dict[str, list[float]] = {side: [] for side in SIDES}
+    sides = ("ggml", "apart", "auto")
+    times: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(args.repeats):
-        for side in SIDES:
+        for side in sides:
             given = {
                 "n_streams": n_layers, "n_heads": heads, "n_kv_heads": kv_heads, "n_rows": n, "n_cells": args.cells,
                 "n_dims": n_dims, "n_value_dims": n_dims, "type": TYPES[name][0],
                 "queries": ffi.cast("float *", queries.ctypes.data), "keys": cells, "values": cells,
-                "masks": ffi.cast("uint16_t *", masks.ctypes.data), "scale": n_dims**-0.5, "is_ours": side == "auto",
+                "masks": ffi.cast("uint16_t *", masks.ctypes.data), "scale": n_dims**-0.5, "is_ours": side != "ggml",
+                "n_spared": ffi.new("int64_t *") if side == "auto" and n_callers > 1 else ffi.NULL,
                 "n_threads": args.n_threads, "n_times": len(seconds),
                 "seconds": ffi.cast("double *", seconds.ctypes.data),
             }  # fmt: skip

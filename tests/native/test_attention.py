@@ -48,6 +48,7 @@ class Attention:
     max_bias: float = 0
     softcap: float = 0
     n_threads: int = 2
+    n_spared: int | None = None  # cells that were not read again for other streams; None: not looked for
     scale: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -84,11 +85,14 @@ class Attention:
             "max_bias": self.max_bias,
             "softcap": self.softcap,
             "is_ours": is_ours,
+            "n_spared": ffi.NULL if self.n_spared is None else (n_spared := ffi.new("int64_t *")),
             "n_threads": self.n_threads,
             "n_times": 2,
         }
         if lib.lp_attention_compute(ffi.new("lp_attention *", given), ffi.cast("float *", out.ctypes.data)):
             raise RuntimeError(last_error(native()))
+        if self.n_spared is not None:
+            self.n_spared = n_spared[0] // given["n_times"]
         return out
 
     def exact(self) -> np.ndarray:
@@ -269,6 +273,53 @@ def test_sequences_in_one_range_of_cells(n_shared: int, order: Sequence[int]) ->
     for i in range(6):
         alone = replace(one, queries=one.queries[:, :, i : i + 1], masks=one.masks[:, i : i + 1])
         np.testing.assert_array_equal(alone.compute()[:, 0], together[:, i])
+
+
+# Of five streams: how many first cells each has in common with the one before, or with another (the second number).
+FAMILIES = {
+    "none": [(0, 0)] * 5,
+    "all": [(0, 0), (250, 0), (250, 0), (250, 0), (250, 0)],
+    "two families in turns": [(0, 0), (40, 0), (250, 0), (250, 1), (250, 2)],
+    "a whole one": [(0, 0), (300, 0), (31, 0), (300, 2), (290, 3)],
+}
+N_SPARED = {"none": 0, "all": 1000, "two families in turns": 750, "a whole one": 840}
+
+
+@pytest.mark.parametrize("n_rows", [1, 3])
+@pytest.mark.parametrize("kind", [F16, Type.Q8_0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("heads", [(14, 2), (4, 4), (1, 1)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_streams_with_the_same_cells(family: str, heads: tuple[int, int], kind: Type, n_rows: int) -> None:
+    """Cells that streams have in common are read once, and the bits are those of each stream alone."""
+    n_heads, n_kv_heads = heads
+    n_cells, lengths = 320, [300, 310, 270, 320, 300]
+    keys, values = (random(5, n_kv_heads, n_cells, 64, seed=seed) for seed in (3, 4))
+    masks = np.full((5, n_rows, n_cells), -np.inf)
+    for i, (n, other) in enumerate(FAMILIES[family]):
+        for of in (keys, values):
+            of[i, :, :n] = of[other, :, :n]
+        for row in range(n_rows):
+            masks[i, row, : lengths[i] - n_rows + 1 + row] = 0
+    queries = random(5, n_heads, n_rows, 64, seed=2)
+    attention = Attention(queries, keys, values, masks, kind=kind)
+    attention.check()
+    alone = attention.compute()
+    for n_threads in (1, 2, 3):
+        together = replace(attention, n_spared=0, n_threads=n_threads)
+        np.testing.assert_array_equal(together.compute(), alone)
+        if n_threads == 1:  # else there may be no tile for several
+            assert bool(together.n_spared) == (family != "none")
+        if heads == (4, 4) and n_rows == n_threads == 1:
+            assert together.n_spared == N_SPARED[family]
+
+
+def test_cells_that_some_rows_do_not_see() -> None:
+    """A window that one stream has left, and a stream without cells."""
+    keys, values = (np.repeat(random(1, 2, 300, 64, seed=seed), 4, axis=0) for seed in (3, 4))
+    masks = np.full((4, 1, 300), -np.inf)
+    masks[0, 0, :300] = masks[1, 0, 50:290] = masks[3, 0, :200] = 0
+    attention = Attention(random(4, 4, 1, 64, seed=2), keys, values, masks)
+    np.testing.assert_array_equal(replace(attention, n_spared=0).compute(), attention.compute())
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -154,6 +154,7 @@ enum lp_memory_op {
 int lp_context_set_adapters(lp_context * context, const lp_adapter_set * set);
 // Whether sequences can have LoRAs of their own: our kernels compute all of the graph.
 bool lp_context_mixes_adapters(const lp_context * context);
+int64_t lp_context_n_spared(const lp_context * context);  // cells that attention did not read for each sequence that has them
 // The LoRAs of a sequence's rows from the next decode on; n may be 0. What they had is not used any more after it. A set
 // that carries is given before, whose LoRA changes all matrices that these change; nobody has a LoRA then. 1 done, or
 // LP_ERROR.

@@ -62,6 +62,7 @@ typedef struct {
     const float * sinks;
     float scale, max_bias, softcap;
     bool is_ours;
+    int64_t * n_spared;  // if not NULL, cells that streams have in common are looked for, and this gets how many are not read again
     int n_threads, n_times;
     double * seconds;  // of each time, or NULL
 } lp_attention;

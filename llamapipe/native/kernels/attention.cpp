@@ -2,6 +2,7 @@
 #include "attention.hpp"
 
 #include "processor.hpp"
+#include "shared_cells.hpp"
 #include "tensors.hpp"
 
 #include "ggml-backend-impl.h"
@@ -38,20 +39,24 @@ bool is_supported(ggml_type type) {
     return type == GGML_TYPE_F32 || type == GGML_TYPE_F16 || ggml_get_type_traits(type)->to_float;
 }
 
-// A tile: rows [row, row + n_rows) of a stream and n_heads heads from `head` on, which read the keys and values of one head.
+// A tile: rows [row, row + n_rows) of a stream, or of a part of several, and n_heads heads from `head` on, which read the keys
+// and values of one head.
 struct Tile {
-    int64_t stream, head, n_heads, row, n_rows;
+    int64_t stream, head, n_heads, row, n_rows, n_shared;  // first cells that all streams of the part have
 
     int64_t n_queries() const { return n_heads * n_rows; }
 };
 
-// Which rows of a stream are computed together: parts of consecutive rows that see mostly the same cells. Rows of several
-// sequences in one range of cells may see none in common, and then a tile of both would compute every cell for both.
+// Which rows are computed together: parts that see mostly the same cells. Rows of several sequences may see none in common, and
+// then a tile of both would compute every cell for both. Sequences are in one range of cells, or each is a stream.
 struct RowParts {
     static constexpr int64_t kMost = 64;  // rows; more are a prompt's, whose neighbours see the same cells
 
     int64_t n                = 0;                // 0: rows are cut evenly
     int64_t first[kMost + 1] = {};
+    bool    has_streams      = false;            // rows are those of all streams, in this order
+    int64_t rows[kMost]      = {};
+    int64_t n_shared[kMost]  = {};               // of each part: first cells that its streams have in common
 
     // Whether queries [0, a) and [a, a + b) cost less together. Reading a cell, and making floats of its keys, costs as much as
     // its products with kRead queries, by measurement.
@@ -64,14 +69,15 @@ struct RowParts {
 // How an operation is cut into tiles. Results do not depend on it.
 struct Tiling {
     int64_t          n_rows, n_heads, n_kv_heads, n_streams, n_cells, group;  // heads that share keys
-    int64_t          heads_each, rows_each;                                   // of a tile
-    int64_t          most_queries_each, most_rows_each;                       // whatever the number of threads
-    int64_t          head_tiles, row_tiles, n;                                // of a head of keys, of a stream, of all
+    int64_t          heads_each, rows_each;  // of a tile
+    int64_t          most_queries_each, most_rows_each;  // whatever the number of threads
+    int64_t          head_tiles, row_tiles, n;  // of a head of keys, of a stream, of all
     const RowParts * parts = nullptr;
 
-    Tiling(const ggml_tensor * op, int n_threads)
-        : n_rows(op->src[0]->ne[1]), n_heads(op->src[0]->ne[2]), n_kv_heads(op->src[1]->ne[2]), n_streams(op->src[0]->ne[3]),
-          n_cells(padded(op->src[1]->ne[1], kKeyBlock)), group(n_heads / n_kv_heads) {
+    // `as_one`: the rows of all streams are cut as those of one.
+    Tiling(const ggml_tensor * op, int n_threads, bool as_one = false)
+        : n_rows(op->src[0]->ne[1] * (as_one ? op->src[0]->ne[3] : 1)), n_heads(op->src[0]->ne[2]), n_kv_heads(op->src[1]->ne[2]),
+          n_streams(as_one ? 1 : op->src[0]->ne[3]), n_cells(padded(op->src[1]->ne[1], kKeyBlock)), group(n_heads / n_kv_heads) {
         const int64_t most =
                 std::clamp<int64_t>(scores_bytes / int64_t{ sizeof(float) } / std::max<int64_t>(n_cells, 1), 6, most_queries);
         heads_each        = std::min(group, most);
@@ -102,7 +108,12 @@ struct Tiling {
         const int64_t row     = parts ? parts->first[row_tile] : row_tile * rows_each;
         const int64_t end     = parts ? parts->first[row_tile + 1] : std::min(row + rows_each, n_rows);
         const int64_t kv_head = i / row_tiles / head_tiles % n_kv_heads, stream = i / row_tiles / head_tiles / n_kv_heads;
-        return { stream, kv_head * group + part, std::min(heads_each, group - part), row, end - row };
+        return { stream,
+                 kv_head * group + part,
+                 std::min(heads_each, group - part),
+                 row,
+                 end - row,
+                 parts ? parts->n_shared[row_tile] : 0 };
     }
 
     // Cuts rows as they were listed.
@@ -112,19 +123,26 @@ struct Tiling {
     }
 };
 
+// Whether rows of several streams may be computed together.
+bool can_join(const Tiling & t) { return t.n_streams > 1 && t.n_streams * t.n_rows <= RowParts::kMost; }
+
 // A thread's part of the work memory.
 struct Scratch {
     size_t queries, results, scores, masks, cells, keys, rows, bytes = alignment;
 
-    Scratch(const Tiling & t, int64_t key_dims, int64_t value_dims) {
-        const int64_t n = t.most_queries_each;
-        queries         = take<float>(n * key_dims);
-        results         = take<float>(n * value_dims);
-        scores          = take<float>(n * t.n_cells);
-        masks           = take<uint16_t>(t.most_rows_each * t.n_cells);
-        cells           = take<int32_t>(t.n_cells);
-        keys            = take<float>(kKeyBlock * key_dims);
-        rows            = take<float>(std::max(kKeyBlock * key_dims, kValueBlock * value_dims));  // of forms without loops
+    int64_t n_cells;  // most that a tile lists
+
+    Scratch(const Tiling & t, const Tiling & as_one, int64_t key_dims, int64_t value_dims)
+        : n_cells(can_join(t) ? 2 * t.n_cells : t.n_cells) {
+        const int64_t n      = can_join(t) ? std::max(t.most_queries_each, as_one.most_queries_each) : t.most_queries_each;
+        const int64_t n_rows = can_join(t) ? std::max(t.most_rows_each, as_one.most_rows_each) : t.most_rows_each;
+        queries              = take<float>(n * key_dims);
+        results              = take<float>(n * value_dims);
+        scores               = take<float>(n * n_cells);
+        masks                = take<uint16_t>(n_rows * n_cells);
+        cells                = take<int32_t>(n_cells);
+        keys                 = take<float>(kKeyBlock * key_dims);
+        rows                 = take<float>(std::max(kKeyBlock * key_dims, kValueBlock * value_dims));  // of forms without loops
     }
 
 private:
@@ -137,9 +155,10 @@ private:
 
 class Attention {
 public:
-    Attention(const ggml_compute_params * params, ggml_tensor * op)
+    Attention(const ggml_compute_params * params, ggml_tensor * op, SharedCells * shares)
         : op_(op), q_(op->src[0]), k_(op->src[1]), v_(op->src[2]), mask_(op->src[3]), sinks_(op->src[4]),
-          level_(*attention_level()), tiling_(op, params->nth), at_(tiling_, q_->ne[0], v_->ne[0]), ith_(params->ith) {
+          level_(*attention_level()), tiling_(op, params->nth), as_one_(op, params->nth, true),
+          at_(tiling_, as_one_, q_->ne[0], v_->ne[0]), ith_(params->ith) {
         GGML_ASSERT(params->wsize >= work_size(at_, params->nth));
         char * begin = aligned(params->wdata, alignment);
         shared_      = reinterpret_cast<Shared *>(begin);
@@ -151,6 +170,9 @@ public:
         max_bias_ = options[1];
         if (ith_ == 0) {
             new (shared_) Shared{ { params->nth }, {} };  // each thread begins with the tile of its number
+            if (shares) {
+                join_streams(*shares, shared_->parts);
+            }
             list_parts(shared_->parts);
         }
     }
@@ -161,6 +183,9 @@ public:
 
     // After the first thread's constructor.
     void compute() {
+        if (shared_->parts.has_streams) {
+            tiling_ = as_one_;
+        }
         tiling_.cut(shared_->parts);
         for (int64_t i = ith_; i < tiling_.n; i = shared_->next.fetch_add(1, std::memory_order_relaxed)) {
             compute(tiling_.tile(i));
@@ -209,6 +234,95 @@ private:
         parts.first[parts.n] = tiling_.n_rows;
     }
 
+    // The cells of the streams of an operation, if they are in a cache of llama.cpp's: not in a copy of a part of it.
+    bool find_range(SharedCells::Range & range) const {
+        const ggml_tensor *keys = k_->view_src, *values = v_->view_src;
+        const auto         is_cache = [this](const ggml_tensor * cache, const ggml_tensor * part, const char * name) {
+            return cache && strncmp(cache->name, name, strlen(name)) == 0 && part->nb[3] == cache->nb[2] &&
+                   part->nb[3] % part->nb[1] == 0 && part->nb[2] * part->ne[2] <= part->nb[1] && part->ne[3] == q_->ne[3];
+        };
+        if (!mask_ || mask_->ne[3] != q_->ne[3] || !is_cache(keys, k_, "cache_k_l") ||
+            !(values == keys || is_cache(values, v_, "cache_v_l")) || v_->nb[3] % v_->nb[1] || v_->ne[3] != q_->ne[3] ||
+            v_->nb[3] / v_->nb[1] != k_->nb[3] / k_->nb[1]) {
+            return false;
+        }
+        const size_t              offset = kernels::at<const char>(k_, 0) - kernels::at<const char>(keys, 0);
+        const ggml_tensor * const v      = values == keys ? k_ : v_;  // with MLA a value is a part of its key
+        range = { keys->data, kernels::at<const char>(k_, 0),       kernels::at<const char>(v, 0), k_->nb[1], v->nb[1], k_->nb[3],
+                  v->nb[3],   static_cast<int>(offset / k_->nb[3]), static_cast<int>(q_->ne[3]) };
+        return offset % k_->nb[3] == 0;
+    }
+
+    // Lists which streams are computed together: those whose first cells are the same.
+    void join_streams(SharedCells & shares, RowParts & parts) const {
+        SharedCells::Range range;
+        if (!find_range(range)) {
+            return;
+        }
+        const int64_t n_rows = tiling_.n_rows;
+        if (range.n * n_rows > RowParts::kMost) {
+            return;
+        }
+        int32_t *         cells = at<int32_t>(at_.cells);
+        int64_t           n_seen[RowParts::kMost], n_first[RowParts::kMost];  // cells, and how many from the first one on
+        SharedCells::Link links[RowParts::kMost];
+        for (int i = 0; i < range.n; i++) {
+            const uint16_t * masks[RowParts::kMost];
+            n_first[i] = INT64_MAX;
+            for (int64_t row = 0; row < n_rows; row++) {
+                masks[row]      = mask_of(i, row);
+                const int64_t n = level_.list(masks + row, 1, k_->ne[1], cells);
+                // Cells are listed in their order, so those that are at their own number are the first ones.
+                const auto is_first = [cells](const int32_t & cell) { return cell == &cell - cells; };
+                n_first[i]          = std::min<int64_t>(n_first[i], std::partition_point(cells, cells + n, is_first) - cells);
+                n_seen[i]           = n;
+            }
+            if (n_rows > 1) {
+                n_seen[i] = level_.list(masks, n_rows, k_->ne[1], cells);
+            }
+        }
+        shares.find(range, n_first, links);
+        if (n_rows > as_one_.rows_each) {
+            return;
+        }
+        const int64_t n_queries                 = n_rows * as_one_.heads_each;
+        bool          is_taken[RowParts::kMost] = {};
+        int64_t       n_taken                   = 0;
+        for (int i = 0; i < range.n; i++) {
+            if (is_taken[i]) {
+                continue;
+            }
+            int64_t n_streams = 0, n_shared = 0, n_all = 0, n_sum = 0;
+            parts.first[parts.n] = n_taken;
+            for (int j = i; j < range.n; j++) {
+                if (is_taken[j]) {
+                    continue;
+                }
+                const int64_t with = n_streams ? std::min(n_shared, SharedCells::common(links, i, j)) : n_seen[i];
+                const int64_t all  = n_sum + n_seen[j] - n_streams * with;
+                if (n_streams && ((n_streams + 1) * n_rows > as_one_.rows_each || all > at_.n_cells ||
+                                  !RowParts::belong_together(n_streams * n_queries, n_all, n_queries, n_seen[j], all))) {
+                    continue;
+                }
+                is_taken[j] = true;
+                n_streams++;
+                n_shared = with;
+                n_all    = all;
+                n_sum += n_seen[j];
+                for (int64_t row = 0; row < n_rows; row++) {
+                    parts.rows[n_taken++] = j * n_rows + row;
+                }
+            }
+            parts.n_shared[parts.n++] = n_streams > 1 ? n_shared : 0;
+            shares.n_spared += (n_streams - 1) * n_shared;
+        }
+        parts.first[parts.n] = n_taken;
+        parts.has_streams    = parts.n < range.n;
+        if (!parts.has_streams) {
+            parts.n = 0;
+        }
+    }
+
     void compute(const Tile & tile) const {
         const int64_t n = list_cells(tile), n_padded = padded(n, kKeyBlock);
         read_queries(tile);
@@ -221,13 +335,70 @@ private:
         }
         add_values(tile, n);
         for (int64_t r = 0; r < tile.n_queries(); r++) {
-            write(tile.stream, tile.row + r / tile.n_heads, tile.head + r % tile.n_heads, at<float>(at_.results) + r * v_->ne[0],
+            write(place_of(tile, r / tile.n_heads), tile.head + r % tile.n_heads, at<float>(at_.results) + r * v_->ne[0],
                   sums[r]);
         }
     }
 
+    struct Place {
+        int64_t stream, row;
+    };
+
+    Place place_of(const Tile & tile, int64_t r) const {
+        if (!shared_->parts.has_streams) {
+            return { tile.stream, tile.row + r };
+        }
+        const int64_t row = shared_->parts.rows[tile.row + r];
+        return { row / q_->ne[1], row % q_->ne[1] };
+    }
+
+    // `list_cells` for rows of several streams. First are the cells that all of them have, which are read from the first
+    // stream, then the others of each. The cells of all streams are numbered on.
+    int64_t list_cells_of_streams(const Tile & tile) const {
+        const int64_t    n_each = static_cast<int64_t>(k_->nb[3] / k_->nb[1]);
+        int32_t *        cells  = at<int32_t>(at_.cells);
+        const uint16_t * rows[most_queries];
+        int64_t          first[most_queries + 1] = {};  // in the list, of the cells of row r's stream and the next one's
+        int64_t          n                       = 0;
+        for (int64_t r = 0; r < tile.n_rows; r++) {
+            const Place place = place_of(tile, r);
+            rows[r]           = mask_of(place.stream, place.row);
+        }
+        for (int64_t begin = 0, end; begin < tile.n_rows; begin = end) {
+            const int64_t stream = place_of(tile, begin).stream, from = begin ? tile.n_shared : 0;
+            for (end = begin + 1; end < tile.n_rows && place_of(tile, end).stream == stream;) {
+                end++;
+            }
+            const uint16_t * masks[most_queries];
+            for (int64_t r = begin; r < end; r++) {
+                first[r]         = n;
+                masks[r - begin] = rows[r] + from;
+            }
+            const int64_t n_own = level_.list(masks, end - begin, k_->ne[1] - from, cells + n);
+            for (int64_t i = n; i < n + n_own; i++) {
+                cells[i] += static_cast<int32_t>(stream * n_each + from);
+            }
+            n += n_own;
+        }
+        const int64_t n_padded = padded(n, kKeyBlock);
+        for (int64_t r = 0; r < tile.n_rows; r++) {
+            uint16_t *    masks  = at<uint16_t>(at_.masks) + r * n_padded;
+            const int64_t stream = place_of(tile, r).stream, offset = stream * n_each, begin = first[r];
+            int64_t       end = begin;
+            std::fill_n(masks, n_padded, kUnseen);
+            memcpy(masks, rows[r], tile.n_shared * sizeof(*masks));
+            for (; end < n && cells[end] >= offset && cells[end] < offset + n_each; end++) {
+                masks[end] = rows[r][cells[end] - offset];
+            }
+        }
+        return n;
+    }
+
     // Lists the cells that any of the tile's rows sees, with the masks of each row for them. Returns how many they are.
     int64_t list_cells(const Tile & tile) const {
+        if (shared_->parts.has_streams) {
+            return list_cells_of_streams(tile);
+        }
         int32_t *  cells = at<int32_t>(at_.cells);
         uint16_t * masks = at<uint16_t>(at_.masks);
         int64_t    n     = 0;
@@ -265,8 +436,9 @@ private:
     void read_queries(const Tile & tile) const {
         float * to = at<float>(at_.queries);
         for (int64_t r = 0; r < tile.n_queries(); r++, to += q_->ne[0]) {
-            const int64_t row = tile.row + r / tile.n_heads, head = tile.head + r % tile.n_heads;
-            memcpy(to, kernels::at<const float>(q_, row, head, tile.stream), q_->ne[0] * sizeof(float));
+            const Place place = place_of(tile, r / tile.n_heads);
+            memcpy(to, kernels::at<const float>(q_, place.row, tile.head + r % tile.n_heads, place.stream),
+                   q_->ne[0] * sizeof(float));
         }
     }
 
@@ -389,8 +561,8 @@ private:
         }
     }
 
-    void write(int64_t stream, int64_t row, int64_t head, const float * result, float sum) const {
-        float *     to = kernels::at<float>(op_, head, row, stream);
+    void write(const Place & place, int64_t head, const float * result, float sum) const {
+        float *     to = kernels::at<float>(op_, head, place.row, place.stream);
         const float by = sum == 0 ? 0 : 1 / sum;
         for (int64_t d = 0; d < v_->ne[0]; d++) {
             to[d] = result[d] * by;
@@ -400,7 +572,7 @@ private:
     ggml_tensor *          op_;
     const ggml_tensor *    q_, *k_, *v_, *mask_, *sinks_;
     const AttentionLevel & level_;
-    Tiling                 tiling_;
+    Tiling                 tiling_, as_one_;
     const Scratch          at_;
     const int              ith_;
     float                  scale_, softcap_, max_bias_;
@@ -422,11 +594,13 @@ bool is_attention(const ggml_tensor * op) {
 }
 
 size_t attention_work_size(const ggml_tensor * op, int n_threads) {
-    return Attention::work_size(Scratch(Tiling(op, n_threads), op->src[0]->ne[0], op->src[2]->ne[0]), n_threads);
+    const Scratch scratch(Tiling(op, n_threads), Tiling(op, n_threads, true), op->src[0]->ne[0], op->src[2]->ne[0]);
+    return Attention::work_size(scratch, n_threads);
 }
 
-void compute_attention(const ggml_compute_params * params, ggml_tensor * op, void (*barrier)(ggml_threadpool *)) {
-    Attention attention(params, op);
+void compute_attention(const ggml_compute_params * params, ggml_tensor * op, SharedCells * shares,
+                       void (*barrier)(ggml_threadpool *)) {
+    Attention attention(params, op, shares);
     barrier(params->threadpool);
     attention.compute();
 }

@@ -7,7 +7,8 @@
 //   - the softmax takes the exact maximum of all scores, and adds the weights in fixed point, where order does not matter;
 //   - a dimension of the result is one chain of additions over the cells. Cells that a row does not see have weight 0 there,
 //     which changes nothing.
-// Rows and heads that read the same keys and values are computed together, and read and convert them once.
+// Rows and heads that read the same keys and values, or equal ones (shared_cells.hpp), are computed together, and read and
+// convert them once.
 #pragma once
 
 #include <cstddef>
@@ -61,8 +62,12 @@ const AttentionLevel * attention_level();
 // Whether an operation is attention that is computed here.
 bool is_attention(const ggml_tensor * op);
 
-// The bytes of work memory that it needs, and the computation, on all of ggml's threads.
+class SharedCells;
+
+// The bytes of work memory that it needs, and the computation, on all of ggml's threads. The first one's `shares`: which streams
+// have the same cells, and are computed together; null: nobody knows.
 size_t attention_work_size(const ggml_tensor * op, int n_threads);
-void   compute_attention(const ggml_compute_params * params, ggml_tensor * op, void (*barrier)(ggml_threadpool *));
+void   compute_attention(const ggml_compute_params * params, ggml_tensor * op, SharedCells * shares,
+                         void (*barrier)(ggml_threadpool *));
 
 }  // namespace llamapipe::kernels

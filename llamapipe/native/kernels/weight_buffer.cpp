@@ -21,6 +21,7 @@
 #include "kernels.hpp"
 #include "linear.hpp"
 #include "row_adapters.hpp"
+#include "shared_cells.hpp"
 #include "system.hpp"
 #include "tensors.hpp"
 
@@ -51,6 +52,7 @@ thread_local bool t_attends = false, t_multiplies = false;  // the graphs of thi
 thread_local bool t_is_planning             = false;  // this thread plans a graph
 thread_local uint32_t            t_plan     = 0;
 thread_local const RowAdapters * t_adapters = nullptr;  // of the rows of these graphs
+thread_local SharedCells *       t_shares   = nullptr;  // of their sequences; only a graph's first thread has them
 
 extern ggml_backend_buffer_type buffer_type;
 
@@ -409,14 +411,30 @@ struct OtherTraits : ggml::cpu::tensor_traits {
                 other.is_done = true;
                 write(mark.copy, other);
             }
+        } else if (mark.is_ours && is_attention(op)) {
+            compute_attention(params, op, t_shares, barrier);
         } else if (mark.is_ours) {
-            (is_attention(op) ? compute_attention : compute_float_product)(params, op, barrier);
+            compute_float_product(params, op, barrier);
         }
         return mark.is_ours;
     }
 };
 
 OtherTraits other_traits;
+
+// Writes of cells, which ggml computes.
+struct WriteTraits : ggml::cpu::tensor_traits {
+    bool work_size(int, const ggml_tensor *, size_t &) override { return false; }
+
+    bool compute_forward(ggml_compute_params * params, ggml_tensor * op) override {
+        if (params->ith == 0 && t_shares) {
+            t_shares->written(op);
+        }
+        return false;
+    }
+};
+
+WriteTraits write_traits;
 
 // Whether an operation may be the end of a product with an adapter.
 bool is_scaled_product(const ggml_tensor * op) {
@@ -441,6 +459,9 @@ struct BufferType : ggml::cpu::extra_buffer_type {
         if (is_attention(op) || is_float_product(op) || is_scaled_product(op) || is_linear(op) || op->op == GGML_OP_GET_ROWS ||
             op->op == GGML_OP_CPY) {
             return &other_traits;
+        }
+        if (is_write_of_keys(op)) {
+            return &write_traits;
         }
         const bool is_product = op->op == GGML_OP_MUL_MAT || op->op == GGML_OP_MUL_MAT_ID;
         return is_product && is_ours(op->src[0]) ? &traits : nullptr;
@@ -692,17 +713,19 @@ PackingScope::PackingScope(Packing * packing) noexcept : outer_(t_packing) { t_p
 
 PackingScope::~PackingScope() { t_packing = outer_; }
 
-ComputeScope::ComputeScope(bool attends, bool multiplies, const RowAdapters * adapters) noexcept
-    : outer_attends_(t_attends), outer_multiplies_(t_multiplies), outer_adapters_(t_adapters) {
+ComputeScope::ComputeScope(bool attends, bool multiplies, const RowAdapters * adapters, SharedCells * shares) noexcept
+    : outer_attends_(t_attends), outer_multiplies_(t_multiplies), outer_adapters_(t_adapters), outer_shares_(t_shares) {
     t_attends    = attends;
     t_multiplies = multiplies;
     t_adapters   = adapters;
+    t_shares     = shares;
 }
 
 ComputeScope::~ComputeScope() {
     t_attends    = outer_attends_;
     t_multiplies = outer_multiplies_;
     t_adapters   = outer_adapters_;
+    t_shares     = outer_shares_;
 }
 
 }  // namespace llamapipe::kernels

@@ -56,12 +56,13 @@ private:
 };
 
 class RowAdapters;
+class SharedCells;
 
 // While one lives, the graphs that this thread computes use our attention and our products of floats, or ggml's. Their rows
-// have adapters of their own, unless `adapters` is null.
+// have adapters of their own, unless `adapters` is null. `shares`: which sequences of a cache have the same cells, or null.
 class ComputeScope {
 public:
-    ComputeScope(bool attends, bool multiplies, const RowAdapters * adapters) noexcept;
+    ComputeScope(bool attends, bool multiplies, const RowAdapters * adapters, SharedCells * shares) noexcept;
     ~ComputeScope();
     ComputeScope(const ComputeScope &)             = delete;
     ComputeScope & operator=(const ComputeScope &) = delete;
@@ -69,6 +70,7 @@ public:
 private:
     bool                outer_attends_, outer_multiplies_;
     const RowAdapters * outer_adapters_;
+    SharedCells *       outer_shares_;
 };
 
 }  // namespace llamapipe::kernels

@@ -155,6 +155,10 @@ Context::Context(llama_model * model, const llama_context_params & params, const
     }
     threads_   = std::make_unique<ComputeThreads>(llama_.get(), params.n_threads, params.n_threads_batch, options.poll);
     n_encoded_ = static_cast<int>(std::min(llama_n_ubatch(llama_.get()), std::max(params.n_outputs_max, 1u)));
+    if (attends_ && params.n_seq_max > 1 && !params.kv_unified) {
+        const int n_sequences = static_cast<int>(params.n_seq_max);
+        shares_               = std::make_unique<llamapipe::kernels::SharedCells>(n_sequences, llama_model_n_layer(model));
+    }
 }
 
 int Context::decode(const BatchArrays & batch) {
@@ -176,7 +180,7 @@ template <typename Body> int Context::compute(const BatchArrays * mixed, Body &&
     if (is_mixed) {
         row_adapters_.prepare(mixed->n, mixed->seq_ids, mixed->outputs);
     }
-    const llamapipe::kernels::ComputeScope scope(attends_, multiplies_, is_mixed ? &row_adapters_ : nullptr);
+    const llamapipe::kernels::ComputeScope scope(attends_, multiplies_, is_mixed ? &row_adapters_ : nullptr, shares_.get());
     std::unique_lock<std::mutex>           lock(adapters_mutex(), std::defer_lock);
     if (reserves_) {
         lock.lock();
@@ -321,6 +325,9 @@ int Context::decode_rows(const BatchArrays & batch, const std::vector<const floa
 
 int Context::apply(const MemoryOp & op) {
     const int done = apply_memory_op(llama_.get(), op);
+    if (shares_ && (op.op == LP_SHIFT || op.op == LP_COPY)) {
+        shares_->changed(op.op == LP_COPY ? op.other : op.seq_id);
+    }
     if (states_) {
         states_->follow(op);
     }
@@ -330,6 +337,9 @@ int Context::apply(const MemoryOp & op) {
 int Context::load(int seq_id, int n, const SavedCells * cells, const SavedCells * state) {
     if (states_) {
         states_->cut(seq_id, cells ? 0 : n);
+    }
+    if (shares_) {
+        shares_->changed(seq_id);
     }
     return load_cells(llama_.get(), seq_id, n, cells, state);
 }
@@ -538,6 +548,8 @@ int lp_context_set_adapters(lp_context * context, const lp_adapter_set * set) {
 bool lp_context_mixes_adapters(const lp_context * context) {
     return lp::guard(false, [&] { return context->shared->mixes_adapters(); });
 }
+
+int64_t lp_context_n_spared(const lp_context * context) { return context->shared->n_spared(); }
 
 int lp_context_assign_adapters(lp_context * context, int seq_id, const lp_adapter_set * set) {
     return lp::guard(LP_ERROR, [&] { return context->shared->assign_adapters(seq_id, *set); });

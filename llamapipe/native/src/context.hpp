@@ -9,6 +9,7 @@
 #include "logits_stager.hpp"
 #include "native.h"
 #include "row_adapters.hpp"
+#include "shared_cells.hpp"
 #include "step.hpp"
 
 #include <cstddef>
@@ -78,6 +79,9 @@ public:
     // Whether sequences can have adapters of their own: all is computed on the CPU, with our kernels where they can.
     bool mixes_adapters() const;
 
+    // Cells that attention did not read for each of the sequences that have them, in all layers.
+    int64_t n_spared() const { return shares_ ? shares_->n_spared : 0; }
+
     // The adapter of a sequence's rows, or none, in the decodes after it, if the context computes with a carrier.
     int assign_adapters(int seq_id, const lp_adapter_set & set);
 
@@ -113,6 +117,8 @@ private:
     int encode(const std::vector<const float *> & states, size_t width, float * out);
     // Computes on the context's threads, with our kernels. `mixed`: the batch whose rows may have adapters of their own.
     template <typename Body> int compute(const BatchArrays * mixed, Body && body);
+
+    std::unique_ptr<llamapipe::kernels::SharedCells> shares_;  // null: sequences share one range of cells
 
     llamapipe::kernels::RowAdapters        row_adapters_;
     std::vector<std::string>               changed_matrices_;  // by the carrier

@@ -8,6 +8,7 @@
 #include "graph_sampler.hpp"
 #include "handles.hpp"
 #include "sampler.hpp"
+#include "shared_cells.hpp"
 #include "weight_buffer.hpp"
 
 #include <chrono>
@@ -149,8 +150,9 @@ Backend backend_with(ggml_backend_dev_t cpu, int n_threads) {
 }
 
 // Computes a graph some times, and writes down how long each took.
-void compute(const Backend & backend, ggml_cgraph * graph, bool is_ours, int n_times, double * seconds) {
-    const llamapipe::kernels::ComputeScope scope(is_ours, is_ours, nullptr);
+void compute(const Backend & backend, ggml_cgraph * graph, bool is_ours, int n_times, double * seconds,
+             llamapipe::kernels::SharedCells * shares = nullptr) {
+    const llamapipe::kernels::ComputeScope scope(is_ours, is_ours, nullptr, shares);
     for (int i = 0; i < n_times; i++) {
         const auto start = std::chrono::steady_clock::now();
         if (ggml_backend_graph_compute(backend.get(), graph) != GGML_STATUS_SUCCESS) {
@@ -212,9 +214,16 @@ void compute(const lp_attention & a, float * out) {
     const auto tensor = [&](ggml_type type, int64_t n0, int64_t n1, int64_t n2) {
         return ggml_new_tensor_4d(context.get(), type, n0, n1, n2, a.n_streams);
     };
+    // As in llama.cpp's caches.
+    const auto cache = [&](const char * name, int64_t n_dims) {
+        ggml_tensor * all =
+                ggml_set_name(ggml_new_tensor_3d(context.get(), a.type, n_dims * a.n_kv_heads, a.n_cells, a.n_streams), name);
+        return ggml_view_4d(context.get(), all, n_dims, a.n_kv_heads, a.n_cells, a.n_streams, ggml_row_size(a.type, n_dims),
+                            all->nb[1], all->nb[2], 0);
+    };
     ggml_tensor * q     = tensor(GGML_TYPE_F32, a.n_dims, a.n_rows, a.n_heads);
-    ggml_tensor * k     = tensor(a.type, a.n_dims, a.n_kv_heads, a.n_cells);
-    ggml_tensor * v     = tensor(a.type, a.n_value_dims, a.n_kv_heads, a.n_cells);
+    ggml_tensor * k     = cache("cache_k_l0", a.n_dims);
+    ggml_tensor * v     = cache("cache_v_l0", a.n_value_dims);
     ggml_tensor * mask  = a.masks ? tensor(GGML_TYPE_F16, a.n_cells, a.n_rows, 1) : nullptr;
     ggml_tensor * sinks = a.sinks ? ggml_new_tensor_1d(context.get(), GGML_TYPE_F32, a.n_heads) : nullptr;
     ggml_tensor * y     = ggml_flash_attn_ext(context.get(), q, ggml_permute(context.get(), k, 0, 2, 1, 3),
@@ -233,7 +242,11 @@ void compute(const lp_attention & a, float * out) {
     if (sinks) {
         ggml_backend_tensor_set(sinks, a.sinks, 0, ggml_nbytes(sinks));
     }
-    compute(backend, graph, a.is_ours, a.n_times, a.seconds);
+    llamapipe::kernels::SharedCells shares(static_cast<int>(a.n_streams), 1);
+    compute(backend, graph, a.is_ours, a.n_times, a.seconds, a.n_spared ? &shares : nullptr);
+    if (a.n_spared) {
+        *a.n_spared = shares.n_spared;
+    }
     ggml_backend_tensor_get(y, out, 0, ggml_nbytes(y));
 }
 

@@ -29,8 +29,8 @@ const AttentionLevel * attention_level() {
 
 namespace {
 
-constexpr int64_t scores_bytes = 512 << 10;     // of a tile: as large as a second-level cache
-constexpr int64_t most_queries = 48;            // of a tile
+constexpr int64_t scores_bytes = 4 << 20;  // of a tile: more cost less than reading cells again for some of the rows
+constexpr int64_t most_queries = 48;  // of a tile
 constexpr size_t  alignment    = 64;
 
 int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -326,19 +326,40 @@ private:
     void compute(const Tile & tile) const {
         const int64_t n = list_cells(tile), n_padded = padded(n, kKeyBlock);
         read_queries(tile);
-        score(tile, n);
-        float * scores = at<float>(at_.scores);
-        float   sums[most_queries];
+        Softmax softmax[most_queries];
         for (int64_t r = 0; r < tile.n_queries(); r++) {
-            const int64_t head = tile.head + r % tile.n_heads;
-            sums[r] = weigh(scores + r * n_padded, n_padded, at<uint16_t>(at_.masks) + r / tile.n_heads * n_padded, head);
+            softmax[r].slope = slope(tile.head + r % tile.n_heads);
         }
-        add_values(tile, n);
+        score(tile, n, softmax);
+        for (int64_t r = 0; r < tile.n_queries(); r++) {
+            Softmax & s = softmax[r];
+            s.sink      = sinks_ ? static_cast<const float *>(sinks_->data)[tile.head + r % tile.n_heads] : -INFINITY;
+            s.maximum   = s.sink > s.maximum ? s.sink : s.maximum;
+            if (!std::isfinite(s.maximum)) {  // no cell is seen, or the result is not a number
+                std::fill_n(at<float>(at_.scores) + r * n_padded, n_padded, s.maximum == -INFINITY ? 0.0f : NAN);
+            }
+        }
+        add_values(tile, n, softmax);
         for (int64_t r = 0; r < tile.n_queries(); r++) {
             write(place_of(tile, r / tile.n_heads), tile.head + r % tile.n_heads, at<float>(at_.results) + r * v_->ne[0],
-                  sums[r]);
+                  softmax[r].sum());
         }
     }
+
+    // Of a query: what its scores become weights with, and the weights' sum in the fixed point of `exponentials`. `sink`: the
+    // score of a cell without a value.
+    struct Softmax {
+        float   maximum = -INFINITY, sink = -INFINITY, slope = 1;
+        int64_t total = 0;
+
+        float sum() const {
+            if (!std::isfinite(maximum)) {
+                return maximum == -INFINITY ? 0.0f : NAN;
+            }
+            const float of_cells = static_cast<float>(static_cast<double>(total) / kFixedPoint);
+            return sink == -INFINITY ? of_cells : of_cells + std::exp(sink - maximum);
+        }
+    };
 
     struct Place {
         int64_t stream, row;
@@ -494,7 +515,8 @@ private:
         const char *    data_;
     };
 
-    void score(const Tile & tile, int64_t n) const {
+    // Scores stay in the first-level cache until they are masked.
+    void score(const Tile & tile, int64_t n, Softmax * softmax) const {
         const int64_t n_dims = k_->ne[0], n_padded = padded(n, kKeyBlock);
         const Cells   all(*this, k_, tile, n);
         const char *  cells[kKeyBlock], *next[kKeyBlock];
@@ -503,25 +525,24 @@ private:
             level_.transpose[all.form()](cells, next, n_dims, at<float>(at_.keys));
             level_.score(at<float>(at_.queries), tile.n_queries(), n_dims, at<float>(at_.keys), at<float>(at_.scores) + c,
                          n_padded);
+            for (int64_t r = 0; r < tile.n_queries(); r++) {
+                const uint16_t * mask  = at<uint16_t>(at_.masks) + r / tile.n_heads * n_padded + c;
+                const float      found = mask_scores(at<float>(at_.scores) + r * n_padded + c, mask, softmax[r].slope);
+                if (!(found <= softmax[r].maximum) && !std::isnan(softmax[r].maximum)) {
+                    softmax[r].maximum = found;
+                }
+            }
         }
     }
 
-    // Makes weights of scores, and returns their sum.
-    float weigh(float * scores, int64_t n, const uint16_t * mask, int64_t head) const {
+    // Of a block of cells. Returns the largest, or NaN if one is.
+    float mask_scores(float * scores, const uint16_t * mask, float slope) const {
         if (softcap_ != 0) {
-            for (int64_t i = 0; i < n; i++) {
+            for (int64_t i = 0; i < kKeyBlock; i++) {
                 scores[i] = softcap_ * std::tanh(scores[i] * scale_);
             }
         }
-        const float found   = level_.mask(scores, n, softcap_ != 0 ? 1.0f : scale_, slope(head), mask);
-        const float sink    = sinks_ ? static_cast<const float *>(sinks_->data)[head] : -INFINITY;  // of a cell without a value
-        const float maximum = sink > found ? sink : found;
-        if (std::isfinite(maximum)) {
-            return level_.exponentials(scores, n, maximum) + (sinks_ ? std::exp(sink - maximum) : 0.0f);
-        }
-        const float all = maximum == -INFINITY ? 0.0f : NAN;  // no cell is seen, or the result is not a number
-        std::fill_n(scores, n, all);
-        return all;
+        return level_.mask(scores, kKeyBlock, softcap_ != 0 ? 1.0f : scale_, slope, mask);
     }
 
     // What a mask is multiplied with: other than 1 with ALiBi, whose masks hold distances.
@@ -535,16 +556,23 @@ private:
                                       static_cast<float>(2 * (head - half) + 1));
     }
 
-    void add_values(const Tile & tile, int64_t n) const {
+    // Scores become weights just before they are used.
+    void add_values(const Tile & tile, int64_t n, Softmax * softmax) const {
         const int64_t n_dims = v_->ne[0], n_padded = padded(n, kKeyBlock);
         const Cells   all(*this, v_, tile, n);
         const char *  cells[kValueBlock], *next[kValueBlock];
-        const float * weights = at<float>(at_.scores);
+        float *       weights = at<float>(at_.scores);
         float *       results = at<float>(at_.results);
         const auto    add     = level_.add[all.form()];
         std::fill_n(results, tile.n_queries() * n_dims, 0.0f);
         for (int64_t c = 0; c < n; c += kValueBlock) {
             const int64_t n_read = all.read(c, kValueBlock, cells, next);
+            for (int64_t r = 0; r < tile.n_queries(); r++) {
+                if (std::isfinite(softmax[r].maximum)) {
+                    softmax[r].total += level_.exponentials(weights + r * n_padded + c,
+                                                            std::min<int64_t>(kValueBlock, n_padded - c), softmax[r].maximum);
+                }
+            }
             if (level_.are_finite[all.form()](cells, n_read, n_dims)) {
                 add(weights + c, tile.n_queries(), n_padded, cells, next, n_read, n_dims, results);
                 continue;

@@ -25,6 +25,9 @@ constexpr uint16_t kUnseen = 0xfc00;  // in masks: -infinity, in 16 bits
 constexpr int kKeyBlock   = 32;  // cells whose keys are transposed together
 constexpr int kValueBlock = 64;  // cells whose values are added together
 
+// 30 bits below 1, which a weight is at most: the sum of any number of cells fits into 64 bits.
+constexpr int kFixedPoint = 1 << 30;
+
 // Forms of keys and values that the loops read. Others become F32 first.
 enum Form { kFormF32, kFormF16, kFormQ8_0, kForms };
 
@@ -51,9 +54,9 @@ struct AttentionLevel {
     // largest, or NaN if one is.
     float (*mask)(float * scores, int64_t n, float scale, float slope, const uint16_t * mask);
 
-    // Replaces n scores, a multiple of kKeyBlock, by the exponentials of their distance to a finite maximum, and returns their
-    // sum.
-    float (*exponentials)(float * scores, int64_t n, float maximum);
+    // Replaces n scores, a multiple of kKeyBlock, by the exponentials of their distance to a finite maximum, and returns
+    // kFixedPoint times their sum.
+    int64_t (*exponentials)(float * scores, int64_t n, float maximum);
 };
 
 // The loops of this machine, or null.

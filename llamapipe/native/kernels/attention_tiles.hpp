@@ -263,16 +263,15 @@ template <class V> inline typename V::Floats exponential(typename V::Floats x) {
     return V::zero_where_less(x, lowest, V::times_power_of_two(y, n));
 }
 
-template <class V> float exponentials(float * scores, int64_t n, float maximum) {
-    // 30 bits below 1, which the largest is at most: the sum of any number of cells fits into 64 bits.
-    const auto m = V::all(maximum), fixed = V::all(1 << 30);
+template <class V> int64_t exponentials(float * scores, int64_t n, float maximum) {
+    const auto m = V::all(maximum), fixed = V::all(kFixedPoint);
     auto       total = V::no_sum();
     for (int64_t i = 0; i < n; i += V::kLanes) {
         const auto weight = exponential<V>(V::subtract(V::load(scores + i), m));
         V::store(weight, scores + i);
         total = V::add_integers(total, V::multiply(weight, fixed));
     }
-    return static_cast<float>(static_cast<double>(V::sum(total)) / (1 << 30));
+    return V::sum(total);
 }
 
 template <class V> constexpr AttentionLevel level_of() {

@@ -66,11 +66,7 @@ void on_failed_assertion(const char * message) {
 
 namespace lp {
 
-void watch_assertions() noexcept {
-    void * frame;
-    (void) lp::system::call_stack(&frame, 1);  // the first call loads a library
-    ggml_set_abort_callback(on_failed_assertion);
-}
+void watch_assertions() noexcept { ggml_set_abort_callback(on_failed_assertion); }
 
 AssertionsThrow::AssertionsThrow() noexcept { t_n_throwing++; }
 

@@ -9,12 +9,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <dlfcn.h>
-#include <execinfo.h>
 #include <pthread.h>
 #include <stdexcept>
 #include <string>
 #include <sys/mman.h>
 #include <unistd.h>
+#include <unwind.h>
 
 namespace lp::system {
 
@@ -44,7 +44,23 @@ bool is_allocator(const void * address) {
            mine.dli_fbase == its.dli_fbase;
 }
 
-int call_stack(void ** addresses, int n) { return backtrace(addresses, n); }
+int call_stack(void ** addresses, int n) {
+    // Not backtrace(), which musl lacks.
+    struct Stack {
+        void ** addresses;
+        int     n, n_found;
+    } stack         = { addresses, n, 0 };
+    const auto note = [](_Unwind_Context * context, void * data) {
+        auto & found = *static_cast<Stack *>(data);
+        if (found.n_found == found.n) {
+            return _URC_END_OF_STACK;
+        }
+        found.addresses[found.n_found++] = reinterpret_cast<void *>(_Unwind_GetIP(context));
+        return _URC_NO_REASON;
+    };
+    _Unwind_Backtrace(note, &stack);
+    return stack.n_found;
+}
 
 static size_t padded(size_t n, size_t to) { return (n + to - 1) / to * to; }
 

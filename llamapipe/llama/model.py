@@ -289,9 +289,10 @@ class Model(Owner):
         self, info: GgufInfo, params: Any, progress: Progress | None, may_pack: bool, folder: Path | None
     ) -> None:
         lib, ffi = self._native.lib, self._native.ffi
-        self.attends = may_pack and lib.lp_kernels_level() != ffi.NULL
-        self.packed_folder = folder if self.attends else None
-        packs = self.attends and packs_architecture(info.architecture)
+        has_kernels = may_pack and lib.lp_kernels_level() != ffi.NULL
+        self.attends = may_pack and lib.lp_kernels_attend()
+        self.packed_folder = folder if has_kernels else None
+        packs = has_kernels and packs_architecture(info.architecture)
         with ExitStack() as stack:
             cache = None
             if packs and folder is not None and not self.vocab_only:

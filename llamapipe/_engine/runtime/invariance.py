@@ -45,8 +45,8 @@ def check_invariance(
 
 def _known(model: Model, unified: bool, flash_attn: str) -> str | None:
     module = native()
-    if module.lib.lp_kernels_level() == module.ffi.NULL:
-        return "llamapipe has no kernels for this processor"
+    if not module.lib.lp_kernels_attend():
+        return "llamapipe has no kernels of attention for this processor"
     if not model.attends:
         return "the model was loaded with kernels='ggml'"
     if any(device.type != "cpu" for device in model.devices):

@@ -23,6 +23,7 @@ int          lp_log_next(char * text, int n_bytes, int * level);  // the oldest 
 
 // ---- our kernels (kernels/weight_buffer.hpp says what they do)
 const char * lp_kernels_level(void);    // the CPU level, such as "avx2"; NULL where ggml's are used for everything
+bool         lp_kernels_attend(void);   // whether this level has attention and linear layers, too
 const char * lp_kernels_problem(void);  // why ggml's are used for everything; NULL if ours can be used
 bool lp_kernels_have(enum ggml_type type, int64_t n_columns, int64_t n_rows);  // whether weights would be packed
 // What a load shall pack for our kernels, on how many threads; and what it has packed. A file that holds the same weights,

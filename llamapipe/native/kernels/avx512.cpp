@@ -20,10 +20,11 @@ namespace llamapipe::kernels {
 namespace {
 
 struct Vector {
-    using Int                               = __m512i;
-    using Float                             = __m512;
-    static constexpr int        kBytes      = 64;
-    static constexpr int        kMostPlaces = 256;
+    using Int                                  = __m512i;
+    using Float                                = __m512;
+    static constexpr int        kBytes         = 64;
+    static constexpr int        kMostPlaces    = 256;
+    static constexpr bool       kSignedProduct = false;
     static Int                  load(const void * address) { return _mm512_loadu_si512(address); }
     static void                 store(void * address, Int v) { _mm512_storeu_si512(address, v); }
     static Int                  bytes(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }

@@ -1,5 +1,5 @@
 // From a file's blocks to panels: once, while a model loads. And ggml's tables, of which blocks of at most 3 bits have places.
-#if defined(__x86_64__)
+#if defined(__x86_64__) || defined(__aarch64__)
 #include <cstring>
 #include <type_traits>
 

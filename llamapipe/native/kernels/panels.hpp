@@ -1,4 +1,4 @@
-// The form of packed weights and of quantized activations on x86. Open it to see what a kernel reads, or to add a
+// The form of packed weights and of quantized activations. Open it to see what a kernel reads, or to add a
 // type: its panel, and its row of PANELS.
 //
 // A panel has 16 rows of weights. A line is 64 bytes: for each row in turn, the bytes of four adjacent columns. So a vector

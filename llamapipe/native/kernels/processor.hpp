@@ -44,4 +44,34 @@ inline const Processor & processor() {
 }
 
 }  // namespace llamapipe::kernels
+#elif defined(__aarch64__)
+#if defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
+namespace llamapipe::kernels {
+
+// dotprod: products of bytes.
+struct Processor {
+    bool dotprod = false;
+};
+
+inline const Processor & processor() {
+    static const Processor found = [] {
+        Processor mine;
+#if defined(__APPLE__)
+        int    has   = 0;
+        size_t size  = sizeof has;
+        mine.dotprod = sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, nullptr, 0) == 0 && has != 0;
+#elif defined(__linux__)
+        mine.dotprod = (getauxval(AT_HWCAP) & 1u << 20) != 0;  // HWCAP_ASIMDDP
+#endif
+        return mine;
+    }();
+    return found;
+}
+
+}  // namespace llamapipe::kernels
 #endif

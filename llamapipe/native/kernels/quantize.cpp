@@ -1,19 +1,23 @@
-// Activations to 8 bits, as ggml does it, with the sums that the products need. AVX2, which every level here has. A value that
-// is not a number makes its whole block so: a model that is broken is not to look well.
-#if defined(__x86_64__)
+// Activations to 8 bits, as ggml does it, with the sums that the products need. AVX2, which every level for x86 has, and NEON. A
+// value that is not a number makes its whole block so: a model that is broken is not to look well.
 #include <cmath>
 #include <cstring>
 
 #include "panels.hpp"
 #include "target.hpp"
 
-LP_TARGET("avx2,fma,f16c")
-#include "loads.hpp"
-
 namespace llamapipe::kernels {
 
 size_t row_bytes_k(int64_t n_columns) { return sizeof(RowBlockK) * (n_columns / QK_K); }
 size_t row_bytes_32(int64_t n_columns) { return sizeof(RowBlock32) * (n_columns / 32); }
+
+}  // namespace llamapipe::kernels
+
+#if defined(__x86_64__)
+LP_TARGET("avx2,fma,f16c")
+#include "loads.hpp"
+
+namespace llamapipe::kernels {
 
 // As ggml's quantize_row_q8_K: the value of greatest magnitude becomes -127.
 void quantize_k(const float * row, int64_t, int64_t first, int64_t last, void * quantized) {
@@ -102,4 +106,69 @@ void quantize_32(const float * row, int64_t, int64_t first, int64_t last, void *
 
 }  // namespace llamapipe::kernels
 LP_TARGET_END
+#elif defined(__aarch64__)
+namespace llamapipe::kernels {
+namespace {
+
+// Whether one of n values, a multiple of four, is not a number, and the greatest magnitude of the others.
+bool has_nan(const float * x, int n, float & greatest) {
+    float32x4_t top     = vdupq_n_f32(0);
+    uint32x4_t  numbers = vdupq_n_u32(UINT32_MAX);
+    for (int k = 0; k < n; k += 4) {
+        const float32x4_t v = vld1q_f32(x + k);
+        top                 = vmaxnmq_f32(top, vabsq_f32(v));
+        numbers             = vandq_u32(numbers, vceqq_f32(v, v));
+    }
+    greatest = vmaxnmvq_f32(top);
+    return vminvq_u32(numbers) == 0;
+}
+
+// Sixteen values times a factor, rounded to the nearest integer, ties to the even one; returns their sum.
+int16_t put_bytes(const float * x, float factor, int8_t * out) {
+    int16x4_t v[4];
+    for (int n = 0; n < 4; n++) v[n] = vqmovn_s32(vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + 4 * n), factor)));
+    const int8x16_t bytes = vcombine_s8(vqmovn_s16(vcombine_s16(v[0], v[1])), vqmovn_s16(vcombine_s16(v[2], v[3])));
+    vst1q_s8(out, bytes);
+    return vaddlvq_s8(bytes);
+}
+
+float as_half(float value) { return static_cast<float>(static_cast<__fp16>(value)); }
+
+}  // namespace
+
+// As ggml's quantize_row_q8_K: the value of greatest magnitude becomes -127.
+void quantize_k(const float * row, int64_t, int64_t first, int64_t last, void * quantized) {
+    RowBlockK * out = static_cast<RowBlockK *>(quantized) + first / QK_K;
+    for (int64_t i = first; i < last; i += QK_K, out++) {
+        const float * x        = row + i;
+        float         greatest = 0;
+        const bool    is_nan   = has_nan(x, QK_K, greatest);
+        if (greatest == 0) {
+            memset(out, 0, sizeof *out);
+            if (is_nan) out->d = NAN;
+            continue;
+        }
+        int k = 0;
+        while (fabsf(x[k]) != greatest) k++;  // the first value of that magnitude gives the sign
+        const float inverse = -127.f / x[k];
+        for (int s = 0; s < 16; s++) out->sums16[s] = put_bytes(x + 16 * s, inverse, out->q + 16 * s);
+        for (int s = 0; s < 8; s++) out->sums32[s] = static_cast<int16_t>(out->sums16[2 * s] + out->sums16[2 * s + 1]);
+        out->d = is_nan ? NAN : 1 / inverse;
+    }
+}
+
+// As ggml's quantize_row_q8_0 and quantize_row_q8_1 for ARM, which multiplies by 1 / d.
+void quantize_32(const float * row, int64_t, int64_t first, int64_t last, void * quantized) {
+    RowBlock32 * out = static_cast<RowBlock32 *>(quantized) + first / 32;
+    for (int64_t i = first; i < last; i += 32, out++) {
+        float       greatest = 0;
+        const bool  is_nan   = has_nan(row + i, 32, greatest);
+        const float d = greatest / 127.f, factor = d != 0 ? 1.f / d : 0;
+        for (int s = 0; s < 2; s++) out->sums16[s] = put_bytes(row + i + 16 * s, factor, out->q + 16 * s);
+        out->d     = as_half(is_nan ? NAN : d);
+        out->d_sum = as_half((is_nan ? NAN : d) * static_cast<float>(out->sum()));
+    }
+}
+
+}  // namespace llamapipe::kernels
 #endif

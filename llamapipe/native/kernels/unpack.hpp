@@ -326,8 +326,11 @@ inline void expand_eights(const Panel * panel, const Grid<uint64_t, n> & grid, c
         } else {
             V::eights(grid.bytes, index + i, first, second);
         }
-        // With 32 bytes, k is half of two lines; with 64, two lines.
-        for (int k = 0; k < 2; k++) f(i, k, 8 * i + step * step / 32 * k, first[k], second[k]);
+        // Sixteen indices are two lines.
+        for (int k = 0; k < 2; k++) {
+            const int from = i + step / 4 * k;
+            f(i, k, from / 16 * 128 + from % 16 * 4, first[k], second[k]);
+        }
     }
 }
 

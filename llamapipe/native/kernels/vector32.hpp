@@ -12,10 +12,11 @@ namespace llamapipe::kernels {
 namespace {
 
 struct Vector32 {
-    using Int                               = __m256i;
-    static constexpr int        kBytes      = 32;
-    static constexpr int        kFlip       = 0;  // bits of signed weights
-    static constexpr int        kMostPlaces = 0;  // of a grid that is looked up by them
+    using Int                                  = __m256i;
+    static constexpr int        kBytes         = 32;
+    static constexpr int        kFlip          = 0;  // bits of signed weights
+    static constexpr int        kMostPlaces    = 0;  // of a grid that is looked up by them
+    static constexpr bool       kSignedProduct = false;  // products take weights with signs
     static Int                  load(const void * address) { return load256(address); }
     static void                 store(void * address, Int v) { store256(address, v); }
     static Int                  bytes(int value) { return _mm256_set1_epi8(static_cast<char>(value)); }

@@ -1,8 +1,8 @@
-// Products with vpdpbusd, for vectors of 32 or 64 bytes. Include it after the level's target pragma.
+// Products with vpdpbusd, for vectors of 32 or 64 bytes, or ARM's sdot, for 16. Include it after the level's target pragma.
 //
 // vpdpbusd multiplies unsigned weights by signed activations and adds four products to a 32-bit lane, so sums of a block
 // need no care for overflow. Signed weights are multiplied as unsigned ones that are 128 greater, and 128 times the sum of
-// the activations is subtracted.
+// the activations is subtracted. sdot multiplies signed weights, and unsigned ones of at most 7 bits are such, too.
 #pragma once
 
 #include <cstring>
@@ -28,13 +28,13 @@ template <class V, class Tiles> struct Vnni : Tiles {
     using Float            = typename V::Float;
     static constexpr int P = 64 / V::kBytes, kRows = V::kBytes / 4;
 
-    // Weights become unsigned.
-    struct Unsigned : V {
-        static constexpr int kFlip = -128;
+    // Weights become what is multiplied.
+    struct Factors : V {
+        static constexpr int kFlip = V::kSignedProduct ? 0 : -128;
     };
 
     template <class Panel, class Weights> static void unpack(const Panel * panel, int n, Weights & out) {
-        kernels::unpack<Unsigned>(panel, n, out);
+        kernels::unpack<Factors>(panel, n, out);
     }
     template <class Panel> static void unpack(const Panel *, int, Direct &) {}
 
@@ -49,8 +49,7 @@ template <class V, class Tiles> struct Vnni : Tiles {
                           Int (&sum)[M][Q * P]) {
         each<n>([&](auto g) {
             Int w[Q * P];
-            for (int i = 0; i < Q * P; i++)
-                w[i] = line<Unsigned, n, g>(panel[i / P], weights + i / P, group, V::kBytes * (i % P));
+            for (int i = 0; i < Q * P; i++) w[i] = line<Factors, n, g>(panel[i / P], weights + i / P, group, V::kBytes * (i % P));
             for (int j = 0; j < M; j++) {
                 const Int a = V::set(four(x[j]->q + column + 4 * g));
                 for (int i = 0; i < Q * P; i++) sum[j][i] = V::dpbusd(sum[j][i], w[i], a);
@@ -200,7 +199,7 @@ template <class V, class Tiles> struct Vnni : Tiles {
         for (int b = 0; b < 8; b++) {
             Int part[M][Q * P];
             for (int j = 0; j < M; j++)
-                for (int i = 0; i < Q * P; i++) part[j][i] = V::set(-kOffset<Unsigned, PanelIQ4_XS> * x[j]->sums32[b]);
+                for (int i = 0; i < Q * P; i++) part[j][i] = V::set(-kOffset<Factors, PanelIQ4_XS> * x[j]->sums32[b]);
             add_lines<8, M, Q>(panel, w, b, x, 32 * b, part);
             for (int i = 0; i < Q * P; i++) {
                 const Int s = V::widen_signed(panel[i / P]->scales[b] + kRows * (i % P));
@@ -222,7 +221,7 @@ template <class V, class Tiles> struct Vnni : Tiles {
             for (int h = 0; h < 2; h++) {
                 Int sum[M][Q * P];
                 for (int j = 0; j < M; j++)
-                    for (int i = 0; i < Q * P; i++) sum[j][i] = V::set(-kOffset<Unsigned, PanelNVFP4> * block[j]->sums16[h]);
+                    for (int i = 0; i < Q * P; i++) sum[j][i] = V::set(-kOffset<Factors, PanelNVFP4> * block[j]->sums16[h]);
                 add_lines<4, M, Q>(panel, w, 2 * b + h, block, 16 * h, sum);
                 for (int i = 0; i < Q * P; i++) {
                     const Float d = V::load_floats(w[i / P].d[b][h] + kRows * (i % P));
@@ -245,7 +244,7 @@ template <class V, class Tiles> struct Vnni : Tiles {
         for (int b = 0; b < n; b++) {
             Int sum[M][Q * P];
             for (int j = 0; j < M; j++)
-                for (int i = 0; i < Q * P; i++) sum[j][i] = V::set(-kOffset<Unsigned, Panel> * block[j]->sum());
+                for (int i = 0; i < Q * P; i++) sum[j][i] = V::set(-kOffset<Factors, Panel> * block[j]->sum());
             add_lines<8, M, Q>(panel, w, b, block, 0, sum);
             for (int i = 0; i < Q * P; i++) {
                 const Panel * const one = panel[i / P] + b;

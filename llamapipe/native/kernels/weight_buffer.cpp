@@ -707,6 +707,8 @@ bool have(ggml_type type, int64_t n_columns, int64_t n_rows) { return !install()
 
 const char * level() { return install() ? nullptr : find_level(); }
 
+bool attends() { return !install() && attention_level(); }
+
 bool map_file(void * data, int64_t n_bytes, int fd, int64_t offset) { return lp::system::put_file(data, n_bytes, fd, offset); }
 
 PackingScope::PackingScope(Packing * packing) noexcept : outer_(t_packing) { t_packing = packing; }

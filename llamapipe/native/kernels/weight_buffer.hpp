@@ -14,6 +14,9 @@ const char * install();
 // The CPU level of the kernels, such as "avx2"; null where ggml's are used for everything.
 const char * level();
 
+// Whether this level has attention and linear layers, too.
+bool attends();
+
 // Whether a matrix of weights would be packed.
 bool have(ggml_type type, int64_t n_columns, int64_t n_rows);
 

@@ -65,6 +65,10 @@ const char * lp_kernels_level(void) {
     return lp::guard(nullptr, [] { return llamapipe::kernels::level(); });
 }
 
+bool lp_kernels_attend(void) {
+    return lp::guard(false, [] { return llamapipe::kernels::attends(); });
+}
+
 const char * lp_kernels_problem(void) {
     return lp::guard("there is no memory", [] { return llamapipe::kernels::install(); });
 }

@@ -59,7 +59,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def engine(eager: None, make_engine: MakeEngine, demo: lp.Model) -> lp.Engine:
-    if native().lib.lp_kernels_level() == native().ffi.NULL:
+    if not native().lib.lp_kernels_attend():
         pytest.skip("rows depend on one another without llamapipe's kernels")
     return make_engine(demo, n_ctx=512, n_seq_max=4, batch_invariant=True)
 
@@ -563,7 +563,7 @@ def test_times_between_and_beyond_those_that_are_known() -> None:
 @pytest.mark.parametrize("way", ["seeded", "schema", "GBNF", "logprobs"])
 def test_micro_batches(eager: None, make_engine: MakeEngine, demo: lp.Model, way: str) -> None:
     """Wrong guesses of one are removed while the other is computed."""
-    if native().lib.lp_kernels_level() == native().ffi.NULL:
+    if not native().lib.lp_kernels_attend():
         pytest.skip("rows depend on one another without llamapipe's kernels")
     with make_engine(demo, n_ctx=512, n_seq_max=4, batch_invariant=True, pipeline_depth=2) as engine:
         fix_micro_batches(engine, 2)
@@ -599,7 +599,7 @@ def prompts_of(n: int) -> list[list[int]]:
 @pytest.mark.parametrize("n", [1, 5])
 def test_sliding_windows(often_wrong: None, make_engine: MakeEngine, windowed: lp.Model, n: int) -> None:
     """Wrong guesses are removed after the window has moved on, many times over: its cells are used again."""
-    if native().lib.lp_kernels_level() == native().ffi.NULL:
+    if not native().lib.lp_kernels_attend():
         pytest.skip("rows depend on one another without llamapipe's kernels")
     with make_engine(windowed, n_ctx=256, n_seq_max=4, batch_invariant=True) as engine:
         params = [

@@ -1,5 +1,5 @@
-// The products for vpdpbusd with vectors written in plain C++, against those of AVX2: how many numbers of each type
-// are equal; fails if one is not. Built and run by test_levels.py.
+// The products for vpdpbusd and sdot with vectors written in plain C++, against those of AVX2, or on ARM of NEON: how many
+// numbers of each type are equal; fails if one is not. Built and run by test_levels.py.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -11,7 +11,15 @@
 
 namespace llamapipe::kernels {
 
+#ifdef __aarch64__
+extern const Kernel *const kNeonDotprod;
+const Kernel *const &kExpected = kNeonDotprod;
+using Half = __fp16;
+#else
 extern const Kernel *const kAvx2;
+const Kernel *const &kExpected = kAvx2;
+using Half = _Float16;
+#endif
 
 namespace {
 
@@ -23,7 +31,8 @@ template <int bytes> struct Plain {
         float of[bytes / 4];
     };
     static constexpr int kBytes = bytes, kLanes = bytes / 4;
-    static constexpr int kMostPlaces = bytes == 64 ? 512 : 0;
+    static constexpr int kMostPlaces = bytes == 64 ? 512 : 0, kFlip = 0;
+    static constexpr bool kSignedProduct = bytes == 16;
 
     template <class T, class F> static Int each(F f) {
         T out[bytes / sizeof(T)];
@@ -93,7 +102,8 @@ template <int bytes> struct Plain {
     static Int dpbusd(Int sum, Int w, Int a) {
         return each<int32_t>([&](int i) {
             int32_t s = at<int32_t>(sum, i);
-            for (int k = 4 * i; k < 4 * i + 4; k++) s += w.of[k] * static_cast<int8_t>(a.of[k]);
+            for (int k = 4 * i; k < 4 * i + 4; k++)
+                s += (kSignedProduct ? static_cast<int8_t>(w.of[k]) : w.of[k]) * static_cast<int8_t>(a.of[k]);
             return s;
         });
     }
@@ -126,7 +136,7 @@ template <int bytes> struct Plain {
     static void store_floats(float *v, Float values) { memcpy(v, values.of, sizeof values.of); }
     static Float halves(const uint16_t *v) {
         return each_float([&](int i) {
-            _Float16 half;
+            Half half;
             memcpy(&half, v + i, 2);
             return static_cast<float>(half);
         });
@@ -147,10 +157,14 @@ struct OnePanel {
     static constexpr Tile kTile = {4, 1}, kSuperTile = kTile, kLowTile = kTile;
     static constexpr int kDirectRows = 2, kDirectPanels = 1;
 };
+struct OneShort : OnePanel {
+    static constexpr const char *kName = "16 bytes";
+};
 using Wide = Vnni<Vectors<64>, ManyPanels>;
 using Narrow = Vnni<Vectors<32>, OnePanel>;
+using Short = Vnni<Vectors<16>, OneShort>;
 
-const Kernel *const kWide = kKernels<Wide>, *const kNarrow = kKernels<Narrow>;
+const Kernel *const kWide = kKernels<Wide>, *const kNarrow = kKernels<Narrow>, *const kShort = kKernels<Short>;
 
 // Bit for bit, but for what a number that is none looks like.
 bool is_same(float a, float b) { return std::isnan(a) ? std::isnan(b) : memcmp(&a, &b, sizeof a) == 0; }
@@ -160,31 +174,31 @@ bool is_same(float a, float b) { return std::isnan(a) ? std::isnan(b) : memcmp(&
 
 int main() {
     using namespace llamapipe::kernels;
-    constexpr int n_columns = 512, n_panels = 7, n_rows = 11;
+    constexpr int n_columns = 512, n_panels = 7, n_rows = 11, n_levels = 4;
     std::mt19937 random(1);
-    for (int i = 0; kAvx2[i].multiply; i++) {
-        const Kernel &expected = kAvx2[i];
+    for (int i = 0; kExpected[i].multiply; i++) {
+        const Kernel &expected = kExpected[i];
         const size_t panel = expected.panel_bytes(n_columns), row = expected.row_bytes(n_columns);
         // Any bytes are weights. Some of their scales are not numbers; the results are compared where they are.
         std::vector<uint8_t> weights(panel * n_panels);
         for (uint8_t &byte : weights) byte = static_cast<uint8_t>(random());
         std::vector<char> quantized(row * n_rows);
-        std::vector<float> activations(n_columns), y[3];
+        std::vector<float> activations(n_columns), y[n_levels];
         std::vector<const void *> rows;
-        std::vector<float *> out[3];
+        std::vector<float *> out[n_levels];
         for (int j = 0; j < n_rows; j++) {
             for (float &x : activations) x = static_cast<float>(static_cast<int>(random() % 2001) - 1000) / 500;
             rows.push_back(quantized.data() + row * j);
             expected.quantize(activations.data(), n_columns, 0, n_columns, quantized.data() + row * j);
         }
-        const Kernel *const kernels[3] = {&expected, &kWide[i], &kNarrow[i]};
-        for (int k = 0; k < 3; k++) {
+        const Kernel *const kernels[n_levels] = {&expected, &kWide[i], &kNarrow[i], &kShort[i]};
+        for (int k = 0; k < n_levels; k++) {
             y[k].resize(16 * n_panels * n_rows);
             for (int j = 0; j < n_rows; j++) out[k].push_back(y[k].data() + 16 * n_panels * j);
             kernels[k]->multiply(weights.data(), n_panels, n_columns, rows.data(), n_rows, out[k].data());
         }
         int n_numbers = 0;
-        for (int k = 1; k < 3; k++)
+        for (int k = 1; k < n_levels; k++)
             for (size_t n = 0; n < y[0].size(); n++) {
                 n_numbers += std::isfinite(y[0][n]);
                 if (!is_same(y[0][n], y[k][n])) {
@@ -193,7 +207,7 @@ int main() {
                 }
             }
         // Few rows, whose lines are made in registers, are what they are among others.
-        for (int k = 0; k < 3; k++)
+        for (int k = 0; k < n_levels; k++)
             for (int n_few = 1; n_few <= 5; n_few++) {
                 std::vector<float> few(16 * n_panels * n_few);
                 std::vector<float *> to;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,30 +24,38 @@ from native_build.toolchain import find_compilers  # noqa: E402
 KERNELS = ROOT / "llamapipe" / "native" / "kernels"
 
 
-pytestmark = [
-    pytest.mark.native,
-    pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="kernels for x86"),
-    pytest.mark.skipif(bool(missing_features(["avx2", "fma", "f16c"])), reason="needs a CPU with AVX2"),
-]
+IS_ARM = platform.machine() in ("aarch64", "arm64")
+pytestmark = [pytest.mark.native, pytest.mark.timeout(1800)]  # a compiler runs
+needs_avx2 = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64") or bool(missing_features(["avx2", "fma", "f16c"])),
+    reason="needs a CPU with AVX2",
+)
 
 
-def run(tmp_path: Path, program: str, *kernels: str) -> str:
-    """What a C++ program of this folder, compiled with these kernels, says."""
+def run(tmp_path: Path, program: str, *kernels: str, for_arm: bool = False) -> str:
+    """What a C++ program of this folder, compiled with these kernels, says; ``for_arm``: emulated, where need be."""
+    compiler, start = list(find_compilers().cxx), []
+    if for_arm and not IS_ARM:
+        cross, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
+        if cross is None or emulator is None:
+            pytest.skip("no compiler and emulator for ARM here: ci/setup_arm64_debian.sh")
+        compiler, start = [cross, "-static"], [emulator, "-cpu", "max"]
     built = tmp_path / program
     ggml = find_source(None, print).path / "ggml"
     folders = [f"-I{folder}" for folder in (KERNELS, ggml / "include", ggml / "src")]
     sources = [Path(__file__).with_name(f"{program}.cpp"), *(KERNELS / f"{name}.cpp" for name in kernels)]
     # A sanitizer's flags are the environment's.
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", *os.environ.get("CXXFLAGS", "").split()]
-    subprocess.run([*find_compilers().cxx, *flags, *folders, *sources, "-o", built], check=True)
-    done = subprocess.run([built], capture_output=True, text=True, check=False)
+    subprocess.run([*compiler, *flags, *folders, *sources, "-o", built], check=True)
+    done = subprocess.run([*start, built], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
 
-def test_every_level_gives_the_same_bits(tmp_path: Path) -> None:
-    """Of products with packed weights: loops with plain vectors against those for AVX2."""
-    out = run(tmp_path, "levels", "avx2", "pack", "quantize")
+@pytest.mark.parametrize("level", [pytest.param("avx2", marks=needs_avx2), "neon"])
+def test_every_level_gives_the_same_bits(level: str, tmp_path: Path) -> None:
+    """Of products with packed weights: loops with plain vectors against those for AVX2, and for NEON."""
+    out = run(tmp_path, "levels", level, "pack", "quantize", for_arm=level == "neon")
     n_equal = {int(kind): int(n) for kind, n in re.findall(r"type (\d+): (\d+) numbers are equal", out)}
     assert n_equal.keys() == {NUMBERS[name] for name in kernel_types()}, (
         "PANELS has other types than the native library: run python build_native.py --backend cpu"
@@ -54,6 +63,7 @@ def test_every_level_gives_the_same_bits(tmp_path: Path) -> None:
     assert min(n_equal.values()) > 100
 
 
+@needs_avx2
 def test_every_level_multiplies_floats_in_the_same_order(tmp_path: Path) -> None:
     out = run(tmp_path, "float_levels", "float_products_avx2", "float_products_avx512")
     found = {name: int(n) for name, n in re.findall(r"(\S+): (\d+) numbers are equal", out)}
@@ -62,6 +72,7 @@ def test_every_level_multiplies_floats_in_the_same_order(tmp_path: Path) -> None
     assert min(found.values()) > 10_000
 
 
+@needs_avx2
 def test_every_level_changes_states_in_the_same_order(tmp_path: Path) -> None:
     out = run(tmp_path, "linear_levels", "linear_avx2", "linear_avx512")
     found = {name: int(n) for name, n in re.findall(r"(\S+): (\d+) numbers are equal", out)}

@@ -20,7 +20,7 @@ from native_build.libraries import Libraries
 from native_build.options import BuildOptions
 from native_build.paths import PACKAGE_NATIVE, PROJECT, cache_dir
 from native_build.recipe import Recipe, core_libraries
-from native_build.systems import LINUX, WINDOWS
+from native_build.systems import LINUX, MACOS, WINDOWS
 from native_build.toolchain import check_python_headers, find_cmake, find_ninja, target_python_headers
 
 # Increase this when equal inputs give a different result.
@@ -31,6 +31,39 @@ _FOLDERS = (PACKAGE_NATIVE / "src", PACKAGE_NATIVE / "kernels")
 _TESTING = "50_testing.h"
 _N_TREES = 16
 _COMPILED = "compiled.json"
+# What Python's headers ask for on macOS, in the stable ABI.
+_MAC_PYCONFIG = """#ifndef Py_PYCONFIG_H
+#define Py_PYCONFIG_H
+#define SIZEOF_SHORT 2
+#define SIZEOF_INT 4
+#define SIZEOF_LONG 8
+#define SIZEOF_LONG_LONG 8
+#define SIZEOF_FLOAT 4
+#define SIZEOF_DOUBLE 8
+#define SIZEOF_VOID_P 8
+#define SIZEOF_SIZE_T 8
+#define SIZEOF_TIME_T 8
+#define SIZEOF_FPOS_T 8
+#define SIZEOF_OFF_T 8
+#define SIZEOF_PID_T 4
+#define SIZEOF_UINTPTR_T 8
+#define SIZEOF_WCHAR_T 4
+#define ALIGNOF_LONG 8
+#define ALIGNOF_SIZE_T 8
+#define ALIGNOF_MAX_ALIGN_T 16
+#define HAVE_LONG_LONG 1
+#define HAVE_SSIZE_T 1
+#define HAVE_STDARG_PROTOTYPES 1
+#define HAVE_STDDEF_H 1
+#define HAVE_STDINT_H 1
+#define HAVE_INTTYPES_H 1
+#define HAVE_SYS_TIME_H 1
+#define HAVE_SYS_TYPES_H 1
+#define HAVE_SYS_STAT_H 1
+#define HAVE_UNISTD_H 1
+#define HAVE_WCHAR_H 1
+#endif
+"""
 _CMAKE = PACKAGE_NATIVE / "CMakeLists.txt"
 
 
@@ -130,7 +163,17 @@ def module_headers(options: BuildOptions) -> Path:
             "a free-threaded Python cannot build for another machine: it has no stable ABI",
             f"build with an ordinary one, or on a machine for {options.target}",
         )
-    return target_python_headers(options.target)
+    return _mac_headers() if options.system is MACOS else target_python_headers(options.target)
+
+
+def _mac_headers() -> Path:
+    """Where this Python's headers are with a configuration for macOS: in the cache."""
+    here = check_python_headers()
+    target = cache_dir() / "include" / f"python-macos-{sys.version_info[0]}.{sys.version_info[1]}"
+    with store.locked(target.with_name(f"{target.name}.lock"), print):
+        shutil.copytree(here, target, ignore=shutil.ignore_patterns("pyconfig*.h"), dirs_exist_ok=True)
+        (target / "pyconfig.h").write_text(_MAC_PYCONFIG, encoding="utf-8")
+    return target
 
 
 def check_cffi() -> str:

@@ -23,8 +23,8 @@ class BuildOptions:
     ``rpc``: with ggml-rpc, a library that is opened only when a model is placed on other machines. ``media``: with
     libmtmd, a library that is opened only for models with an ``mmproj``.
     ``testing``: with the entries that only tests and benchmarks call (``cdef/50_testing.h``).
-    ``target``: the machine to build for, as GNU's tools name it (``aarch64-linux-gnu``, ``x86_64-windows-gnu``); empty
-    means this one. Only the CPU's backend can be built for another machine.
+    ``target``: the machine to build for, as GNU's tools name it (``aarch64-linux-gnu``, ``x86_64-windows-gnu``,
+    ``arm64-apple-darwin``); empty means this one. Only the CPU's backend can be built for another machine.
     """
 
     backends: tuple[str, ...] = ("cpu",)
@@ -45,10 +45,12 @@ class BuildOptions:
                 raise BuildError(f"there is no backend {name!r}", f"choose among: {', '.join(BACKENDS)}")
         if self.jobs is not None and self.jobs < 1:
             raise BuildError(f"--jobs {self.jobs}: at least one job is needed", "--jobs 1")
-        if self.target and not re.fullmatch(r"[a-z0-9_]+-linux-gnu|x86_64-windows-gnu", self.target):
+        if self.target and not re.fullmatch(
+            r"[a-z0-9_]+-linux-gnu|x86_64-windows-gnu|(x86_64|arm64)-apple-darwin", self.target
+        ):
             raise BuildError(
-                f"--target {self.target!r} is neither a Linux system with GNU's C library nor Windows for x86-64",
-                "name it as its compiler does: --target aarch64-linux-gnu, or --target x86_64-windows-gnu",
+                f"--target {self.target!r} is neither a Linux system with GNU's C library, nor Windows, nor macOS",
+                "--target aarch64-linux-gnu, x86_64-windows-gnu, arm64-apple-darwin or x86_64-apple-darwin",
             )
         ordered = tuple(name for name in BACKENDS if name == "cpu" or name in self.backends)
         object.__setattr__(self, "backends", ordered)

@@ -11,7 +11,7 @@ from pathlib import Path
 from native_build.options import BuildOptions
 from native_build.sources import Source
 from native_build.store import key_of
-from native_build.systems import WINDOWS, System
+from native_build.systems import MACOS, WINDOWS, System
 from native_build.toolchain import Compilers
 
 # Increase this when equal inputs give a different result: all cached results are then rebuilt.
@@ -64,6 +64,10 @@ __asm__(".section .drectve,\"yn\"\n"
   cmake_language(DEFER CALL llamapipe_library llama)
   cmake_language(DEFER CALL llamapipe_library mtmd)
 endif()
+"""
+# zig links no bundles, as which CMake links modules on macOS. dlopen() opens dynamic libraries just as well.
+_MAC_MODULES = """set(CMAKE_SHARED_MODULE_CREATE_C_FLAGS "-dynamiclib")
+set(CMAKE_SHARED_MODULE_CREATE_CXX_FLAGS "-dynamiclib")
 """
 # Environment variables with compiler flags. CMake reads the last three by itself.
 _VARIABLES = ("CPPFLAGS", "CFLAGS", "CXXFLAGS", "LDFLAGS", "MACOSX_DEPLOYMENT_TARGET", "SDKROOT")
@@ -128,6 +132,8 @@ class Recipe:
             f"-DCMAKE_FIND_ROOT_PATH=/usr/{self.options.target}",
             "-DCMAKE_FIND_ROOT_PATH_MODE_PROGRAM=NEVER",
             *modes,
+            # Nothing calls it, as no run path is changed, but CMake wants to know of one.
+            *(("-DCMAKE_INSTALL_NAME_TOOL=none",) if self.options.system is MACOS else ()),
         )
 
     @property
@@ -139,6 +145,8 @@ class Recipe:
             parts += [_ARM_VARIANTS] if self.options.machine in ("aarch64", "arm64") else []
         if self.options.system is WINDOWS:
             parts.append(_WINDOWS_LIBRARIES)
+        if self.options.system is MACOS and self.options.target:
+            parts.append(_MAC_MODULES)
         return "".join(parts)
 
     @property

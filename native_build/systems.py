@@ -34,5 +34,5 @@ def is_program(name: str) -> bool:
 def system_of(target: str) -> System:
     """The system of a target, as GNU's tools name it; without one, this machine's."""
     if target:
-        return WINDOWS if "-windows-" in target else LINUX
+        return WINDOWS if "-windows-" in target else MACOS if "-apple-" in target else LINUX
     return {"darwin": MACOS, "win32": WINDOWS}.get(sys.platform, LINUX)

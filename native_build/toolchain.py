@@ -30,14 +30,18 @@ _HALF_PRECISION = "#define __AVX512FP16__ 1"
 
 def cross_setup(target: str) -> str:
     """What installs the needs of ``--target``."""
+    if "-apple-" in target:
+        return f"{sys.executable} -m pip install ziglang"
     script = "windows" if "-windows-" in target else "arm64"
     return f"sudo ci/setup_{script}_debian.sh    (elsewhere a cross compiler: CC=... CXX=...)"
 
 
 # Without them zig compiles in checks of undefined behaviour, unless it is told to optimize.
 _ZIG_FLAGS = ("-fno-sanitize=undefined",)
-# What a build for one processor needs on Windows, where nobody asks for the one at hand: AVX2 and FMA, in zig's words.
-_WINDOWS_LEVEL = ("-march=x86_64_v3",)
+# What a build by zig for one processor needs, as nobody asks for the one at hand: AVX2 and FMA, or Apple's first.
+_ZIG_LEVELS = {"x86_64": ("-march=x86_64_v3",), "arm64": ("-mcpu=apple_m1",)}
+# How zig names Apple's systems. The version is in the wheel's tag, too (systems.py).
+_ZIG_TARGETS = {"arm64-apple-darwin": "aarch64-macos.11.0", "x86_64-apple-darwin": "x86_64-macos.11.0"}
 _CXX17 = "#include <filesystem>\n#include <string_view>\nint main() { return std::string_view().empty() ? 0 : 1; }\n"
 
 
@@ -59,14 +63,15 @@ class Compilers:
 
 def uses_zig(target: str) -> bool:
     """Whether zig compiles for a target, unless CC and CXX name other compilers."""
-    return "-windows-" in target and not {"CC", "CXX"} & set(os.environ)
+    return any(part in target for part in ("-windows-", "-apple-")) and not {"CC", "CXX"} & set(os.environ)
 
 
 def find_compilers(target: str = "") -> Compilers:
     """The compilers from ``CC``/``CXX``, else the system's; raises BuildError if they are missing or too old.
 
     With a ``target`` (``aarch64-linux-gnu``) those for it, which then use none of this machine's instructions. For
-    Windows that is zig's clang: GCC stores 32-byte vectors on a stack that Windows aligns to 16 bytes (GCC bug 54412).
+    macOS and Windows that is zig's clang: GCC stores 32-byte vectors on a stack that Windows aligns to 16 bytes (GCC
+    bug 54412).
     """
     if target:
         fix = cross_setup(target)
@@ -76,7 +81,7 @@ def find_compilers(target: str = "") -> Compilers:
             cxx = _command("CXX", (f"{target}-g++",), f"C++ compiler for {target}", fix)
             c = _command("CC", (f"{target}-gcc",), f"C compiler for {target}", fix)
         found = _first_line([*cxx, "-dumpmachine"])
-        if found.partition("-")[0] != target.partition("-")[0]:
+        if _processor(found) != _processor(target):
             raise BuildError(
                 f"the C++ compiler ({shlex.join(cxx)}) compiles for {found}, not for {target}",
                 "unset CC and CXX, or set them to compilers for it",
@@ -96,19 +101,26 @@ def find_compilers(target: str = "") -> Compilers:
         )
     version = " / ".join(_first_line([*command, "--version"]) for command in (c, cxx))
     version += " / " + _first_line([*cxx, "-dumpmachine"])
-    if "-windows-" in target:
-        return Compilers(c, cxx, version, _WINDOWS_LEVEL, " ".join(_WINDOWS_LEVEL))
+    if uses_zig(target):
+        level = _ZIG_LEVELS[target.partition("-")[0]]
+        return Compilers(c, cxx, version, level, " ".join(level))
     flags, identity = ((), "") if target else _native(cxx)
     return Compilers(c, cxx, version, flags, identity, workaround_flags(cxx))
+
+
+def _processor(target: str) -> str:
+    return target.partition("-")[0].replace("arm64", "aarch64")  # as Apple names it
 
 
 def _zig(compiler: str, target: str) -> tuple[str, ...]:
     """A compiler of the package ``ziglang``; raises BuildError if that is not installed."""
     if (spec := find_spec("ziglang")) is None or spec.origin is None:
         raise BuildError(
-            "zig, which compiles for Windows, is missing", f"{sys.executable} -m pip install ziglang"
+            "zig, which compiles for macOS and Windows, is missing",
+            f"{sys.executable} -m pip install ziglang",
         )
-    return (str(Path(spec.origin).parent / "zig"), compiler, "-target", target, *_ZIG_FLAGS)
+    name = _ZIG_TARGETS.get(target, target)
+    return (str(Path(spec.origin).parent / "zig"), compiler, "-target", name, *_ZIG_FLAGS)
 
 
 def _command(variable: str, names: Sequence[str], what: str, fix: str = "") -> tuple[str, ...]:

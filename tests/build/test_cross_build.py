@@ -49,7 +49,31 @@ def recipe_for(tree: Path, options: BuildOptions = OPTIONS) -> Recipe:
     return Recipe(options, sources.find_source(tree, print), toolchain.find_compilers(options.target))
 
 
-@pytest.mark.skipif(find_spec("ziglang") is None, reason="the package ziglang is missing")
+needs_zig = pytest.mark.skipif(find_spec("ziglang") is None, reason="the package ziglang is missing")
+
+
+@needs_zig
+@pytest.mark.parametrize("processor", ["arm64", "x86_64"])
+def test_libraries_for_macos(processor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By zig; for the processor, and found beside the one that asks for them."""
+    monkeypatch.setenv("ZIG_GLOBAL_CACHE_DIR", str(Path.home() / ".cache" / "zig"))
+    options = BuildOptions(target=f"{processor}-apple-darwin", rpc=False, media=False)
+    tree = make_tree(tmp_path / "llama.cpp")
+    (core,) = build_libraries(recipe_for(tree, options), (), lambda text: None).folders
+    names = {f"libllamapipe-{name}.0.dylib" for name in ("llama", "ggml", "ggml-base")}
+    assert {path.name for path in core.iterdir() if path.name != "result.json"} == {
+        "libggml-cpu.so",
+        *names,
+    }
+    for name in ("libggml-cpu.so", *names):
+        data = (core / name).read_bytes()
+        magic, kind = struct.unpack_from("<II", data)
+        assert (magic, kind) == (0xFEEDFACF, {"x86_64": 0x01000007, "arm64": 0x0100000C}[processor])
+    assert b"@rpath/libllamapipe-ggml-base.0.dylib" in (core / "libllamapipe-llama.0.dylib").read_bytes()
+    assert b"@loader_path" in (core / "libggml-cpu.so").read_bytes()
+
+
+@needs_zig
 def test_libraries_for_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By zig, under the names that they are loaded by; each exports its functions, and not what zig puts into all."""
     monkeypatch.setenv("ZIG_GLOBAL_CACHE_DIR", str(Path.home() / ".cache" / "zig"))
@@ -178,8 +202,12 @@ def test_a_free_threaded_python_builds_for_its_own_machine_only(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"target": "aarch64"}, "'aarch64' is neither a Linux system with GNU's C library nor Windows"),
+        (
+            {"target": "aarch64"},
+            "'aarch64' is neither a Linux system with GNU's C library, nor Windows, nor macOS",
+        ),
         ({"target": "aarch64-apple-darwin"}, "is neither a Linux system"),
+        ({"target": "arm64-windows-gnu"}, "is neither a Linux system"),
         ({"target": TARGET, "backend": "vulkan"}, "the vulkan backend cannot be built for another machine"),
     ],
 )

@@ -1,0 +1,87 @@
+"""Checks wheels for macOS where there is no Mac: ``python -m native_build.wheels.mac WHEEL …``, with macholib.
+
+What it can see: the processor and the oldest system of each program file, which libraries and functions it asks for and
+whether they are there, and the signature without which arm64 runs nothing. It cannot see whether the code works.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from macholib import mach_o
+from macholib.MachO import MachO, MachOHeader
+from macholib.SymbolTable import SymbolTable
+
+_PROCESSORS = {"x86_64": 0x01000007, "arm64": 0x0100000C}
+_FOUND_WHEN_LOADED = 0xFE  # a function that any library of the process may have: Python's, in the cffi module
+_LIBRARY_COMMANDS = (mach_o.LC_LOAD_DYLIB, mach_o.LC_LOAD_WEAK_DYLIB, mach_o.LC_REEXPORT_DYLIB)
+
+
+def problems(wheel: Path) -> Iterator[str]:
+    """What is wrong with the program files of a wheel."""
+    major, minor, processor = re.search(r"-macosx_(\d+)_(\d+)_(\w+)\.whl$", wheel.name).groups()  # type: ignore[union-attr]
+    with tempfile.TemporaryDirectory() as name, zipfile.ZipFile(wheel) as packed:
+        packed.extractall(name)
+        files = sorted(path for path in Path(name).rglob("*") if path.suffix in (".so", ".dylib"))
+        if not files:
+            yield f"{wheel.name} holds no program file"
+        names = {path.name for path in files}
+        for path in files:
+            for header in MachO(str(path)).headers:
+                for problem in _problems(header, processor, (int(major), int(minor)), names):
+                    yield f"{path.relative_to(name)}: {problem}"
+
+
+def _problems(header: MachOHeader, processor: str, oldest: tuple[int, int], names: set[str]) -> Iterator[str]:
+    if header.header.cputype & 0xFFFFFFFF != _PROCESSORS[processor]:
+        yield f"is for processor {header.header.cputype:#x}, not for {processor}"
+    libraries, signed, version = [], False, None
+    for load, command, data in header.commands:
+        if load.cmd in _LIBRARY_COMMANDS:
+            libraries.append(bytes(data).rstrip(b"\0").decode())
+        elif load.cmd == mach_o.LC_BUILD_VERSION:
+            version = (command.minos >> 16, command.minos >> 8 & 0xFF)
+        elif load.cmd == mach_o.LC_VERSION_MIN_MACOSX:
+            version = (command.version >> 16, command.version >> 8 & 0xFF)
+        elif load.cmd == mach_o.LC_CODE_SIGNATURE:
+            signed = True
+    if version is None or version > oldest:
+        yield f"needs macOS {version}, and the wheel is for {oldest}"
+    if processor == "arm64" and not signed:
+        yield "is not signed"
+    for library in libraries:
+        folder, _, file = library.rpartition("/")
+        if folder in ("@rpath", "@loader_path"):
+            if file not in names:
+                yield f"asks for {library}, which the wheel lacks"
+        elif not folder.startswith("/usr/lib"):
+            yield f"asks for {library}, which is not of the system"
+    for name in _found_when_loaded(header):
+        if not name.startswith("_Py"):
+            yield f"asks for {name}, which no library that it names has"
+
+
+def _found_when_loaded(header: MachOHeader) -> Iterator[str]:
+    table = SymbolTable(header.parent, header)
+    for symbol, name in table.undefsyms or ():
+        if symbol.n_desc >> 8 & 0xFF == _FOUND_WHEN_LOADED:
+            yield name.decode()
+
+
+def main() -> int:
+    """Check; status 1 if something is wrong."""
+    failed = False
+    for wheel in map(Path, sys.argv[1:]):
+        found = list(problems(wheel))
+        print("\n".join(found) or f"{wheel.name}: complete, and for the system that its name says")
+        failed |= bool(found)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

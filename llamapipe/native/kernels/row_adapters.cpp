@@ -107,8 +107,8 @@ void RowAdapters::prepare(int n_tokens, const int32_t * seq_ids, const int8_t * 
     n_tokens_      = n_tokens;
     stride_        = (most_rank + 15) / 16 * 16;
     others_stride_ = (most_rows + 15) / 16 * 16;
-    products_.resize(std::max(products_.size(), n_places * stride_ * n_tokens));
-    others_.resize(std::max(others_.size(), (n_places - 1) * others_stride_ * n_tokens));
+    products_.resize(std::max<size_t>(products_.size(), n_places * stride_ * n_tokens));
+    others_.resize(std::max<size_t>(others_.size(), (n_places - 1) * others_stride_ * n_tokens));
 }
 
 RowAdapters::Part RowAdapters::part_of(const ggml_tensor * op, int32_t & matrix) const {

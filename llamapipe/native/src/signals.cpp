@@ -7,7 +7,6 @@
 #include <csetjmp>
 #include <cstdint>
 #include <cstdlib>
-#include <ucontext.h>
 
 namespace lp {
 

@@ -95,8 +95,7 @@ def check_server(expected: str) -> None:
         text = _streamed(_url(lines))
         if text != expected:
             raise SmokeError(f"the server streams {text!r} instead of {expected!r}")
-        server.send_signal(signal.CTRL_BREAK_EVENT if sys.platform == "win32" else signal.SIGTERM)
-        if (status := server.wait(PATIENCE_S)) != 0:
+        if _ask_to_end(server) and (status := server.wait(PATIENCE_S)) != 0:
             raise SmokeError(f"the server ended with status {status}")
     except (SmokeError, OSError, queue.Empty, subprocess.TimeoutExpired) as error:
         problem = str(error) or type(error).__name__
@@ -109,6 +108,19 @@ def check_server(expected: str) -> None:
         server.stderr.close()
     if problem:
         raise SmokeError(f"{problem}\n{b''.join(errors[-15:]).decode('utf-8', 'replace')}")
+
+
+def _ask_to_end(server: subprocess.Popen[bytes]) -> bool:
+    """Send the signal that drains a server; False where that is not possible, as for want of a console under Wine."""
+    if sys.platform != "win32":
+        server.terminate()
+        return True
+    try:
+        server.send_signal(signal.CTRL_BREAK_EVENT)
+    except OSError as error:
+        print(f"the server was not told to end: {error}")
+        return False
+    return True
 
 
 def _url(lines: queue.SimpleQueue[str | None]) -> str:
@@ -153,7 +165,7 @@ def main() -> int:
             print(f"server: not tried without {', '.join(missing)}")
         else:
             check_server(text)
-            print("server: streamed, drained")
+            print("server: streamed an answer")
     except SmokeError as error:
         print(error)
         return 1

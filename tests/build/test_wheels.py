@@ -249,7 +249,7 @@ def test_the_smoke_test_passes_and_ends_with_what_is_compared(tmp_path: Path) ->
     done = smoke("--brief", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     *_, server, text, gil = done.stdout.splitlines()
-    assert server == "server: streamed, drained"
+    assert server == "server: streamed an answer"
     assert len(ast.literal_eval(text)) > 20
     assert gil == f"GIL: {getattr(sys, '_is_gil_enabled', lambda: True)()}"
 

@@ -12,7 +12,7 @@ from native_build.options import BuildOptions
 from native_build.sources import Source
 from native_build.store import key_of
 from native_build.systems import MACOS, WINDOWS, System
-from native_build.toolchain import Compilers
+from native_build.toolchain import Compilers, uses_zig
 
 # Increase this when equal inputs give a different result: all cached results are then rebuilt.
 VERSION = 1
@@ -164,10 +164,13 @@ class Recipe:
         return key_of({**self._parts(), "source": place})
 
     def _parts(self) -> dict[str, object]:
+        arguments = self.cmake_arguments
+        if uses_zig(self.options.target):  # which is a package, at another place in each environment
+            arguments = tuple(text.replace(self.compilers.c[0], "zig") for text in arguments)
         return {
             "version": VERSION,
             "injected": self.injected,
-            "arguments": self.cmake_arguments,
+            "arguments": arguments,
             "compilers": self.compilers.version,
             "instructions": self.compilers.native_identity if self.tuning else "",
             "environment": {name: os.environ.get(name, "") for name in _VARIABLES},

@@ -115,6 +115,17 @@ def test_a_build_for_a_target_is_another_one_and_uses_nothing_of_this_machine(tm
     assert not any("CMAKE_SYSTEM" in argument for argument in here.cmake_arguments)
 
 
+@pytest.mark.parametrize(("target", "is_same"), [("x86_64-windows-gnu", True), (TARGET, False)])
+def test_where_zig_is_does_not_matter(target: str, is_same: bool, tmp_path: Path) -> None:
+    """Each environment has its own; another compiler in another place may be another one."""
+    source = sources.find_source(make_tree(tmp_path / "source"), print)
+    keys = set()
+    for place in ("one", "other"):
+        compilers = toolchain.Compilers((f"/{place}/zig", "cc"), (f"/{place}/zig", "c++"), "0.17")
+        keys.add(Recipe(BuildOptions(target=target), source, compilers).key)
+    assert len(keys) == (1 if is_same else 2)
+
+
 def test_which_variants_of_arm_are_built(tmp_path: Path) -> None:
     """llama.cpp's function that adds a variant, with its call of add_dependencies."""
     cmake = toolchain.find_cmake()

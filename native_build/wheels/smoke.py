@@ -71,10 +71,11 @@ def text_of_four() -> str:
 
 def check_server(expected: str) -> None:
     """A server streams the same text, and ends with status 0 when it is told to end."""
-    options = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP} if sys.platform == "win32" else {}
-    server = subprocess.Popen(
-        [*COMMAND, "serve", "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
-    )
+    flags = 0
+    if sys.platform == "win32":
+        flags = subprocess.CREATE_NEW_PROCESS_GROUP
+    command = [*COMMAND, "serve", "--port", "0"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, creationflags=flags)
     assert server.stdout is not None and server.stderr is not None
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     errors: list[bytes] = []

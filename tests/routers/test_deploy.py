@@ -86,21 +86,15 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 def problems_of(*workflows: Path) -> str:
     """What zizmor says, without asking other hosts; empty if there is nothing."""
-    command = [
-        Path(sys.executable).parent / "zizmor",
-        "--offline",
-        "--quiet",
-        "--format",
-        "plain",
-        *workflows,
-    ]
+    zizmor = str(Path(sys.executable).parent / "zizmor")
+    command = [zizmor, "--offline", "--quiet", "--format", "plain", *map(str, workflows)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
 
 def test_workflows_are_valid() -> None:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
-    done = subprocess.run([*command, *WORKFLOWS], capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, *map(str, WORKFLOWS)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -182,7 +182,7 @@ def clients(session: nox.Session) -> None:
 
 @nox.session
 def agents(session: nox.Session) -> None:
-    """Install 29 clients and agents, each by itself (some GB, once), and run their programs on a real model.
+    """Install 31 clients and agents, each by itself (some GB, once), and run their programs on a real model.
 
     ``-- -k codex`` selects one. A table at the end says what each did.
     """

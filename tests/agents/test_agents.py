@@ -52,7 +52,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
                     encoder, _ = bert_model(folder / "bert.gguf", n_ctx=512)
                     options = ["-m", str(MODEL), "--n-ctx", "8192", "--n-seq-max", "4"]
                     options += ["--embeddings", str(encoder), "--embeddings-alias", "embedder"]
-                options += ["--store", str(folder / f"{key}.db")]
+                options += ["--ollama", "--store", str(folder / f"{key}.db")]
                 if client.servers:
                     options += ["--mcp", str(_mcp_file(folder / f"{key}.json", client))]
                 server = stack.enter_context(ServerProcess(*options, "--alias", "chat", cwd=folder))

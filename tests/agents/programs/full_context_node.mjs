@@ -16,7 +16,7 @@ const bodies = {
 
 // opencode is one executable, which holds its patterns as the text of a list.
 const pattern = String.raw`/(?:\\.|[^/\\\n])+/i`;
-const lists = readFileSync("node_modules/opencode-ai/bin/opencode.exe", "latin1")
+const lists = readFileSync(new URL("node_modules/opencode-ai/bin/opencode.exe", import.meta.url), "latin1")
   .matchAll(new RegExp(String.raw`\[(${pattern}(?:,${pattern}){9,})\]`, "g"));
 const list = [...lists].find(([text]) => text.includes("maximum context length is"));
 assert(list, "opencode holds no list of patterns");

@@ -109,7 +109,7 @@ class Stored(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """Blocks are in the cache no longer."""
+    """Blocks are no longer in the cache."""
 
     hashes: list[int]
 

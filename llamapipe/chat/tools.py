@@ -313,7 +313,7 @@ class Tool:
       that no grammar can express costs the tool this guarantee, and a warning says so: its arguments are then any JSON
       object.
 
-    Raises InvalidRequestError for other names and for schemas of something else than objects, TypeError for other
+    Raises InvalidRequestError for other names and for schemas of anything but objects, TypeError for other
     types.
     """
 
@@ -356,7 +356,7 @@ def check_tools(tools: Iterable[ToolDefinition] | None) -> tuple[Tool, ...]:
     """Return the tools as ``Tool`` objects.
 
     Each is a Python function, ``{"type": "function", "function": {…}}``, or a ``Tool``. A function's schema comes from
-    its signature and docstring; see ``function_schema``.
+    its signature and docstring; see ``parameters_schema``.
 
     Raises InvalidRequestError for more than ``MAX_TOOLS``, duplicate names, unknown keys and bad schemas, TypeError for
     other types.

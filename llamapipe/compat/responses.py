@@ -1,4 +1,4 @@
-"""Completions and chats as the dictionaries of OpenAI's API that llama-cpp-python returns."""
+"""Turns completions and chats into the dictionaries of OpenAI's API that llama-cpp-python returns."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class OllamaModels:
         return await ollama_files.answered(exchange, request, name, serve)
 
     async def delete(self, exchange: Exchange, request: ollama_files.DeleteRequest) -> Response:
-        """``DELETE /api/delete``: a name made by a copy, or a file of the hub's cache, which is served no longer."""
+        """``DELETE /api/delete``: delete a name made by a copy, or a file in the hub's cache."""
         name = ollama_files.named(request)
         model = self._pool.find(name)
         if name.removesuffix(":latest") in model.copies:

@@ -40,7 +40,7 @@ _EXIT_S = 60.0  # a process that has closed its sockets must end within this tim
 
 
 class State(enum.Enum):
-    """Of a worker: it loads its model, takes connections, finishes those that it has, is no more."""
+    """The state of a worker: it loads its model, takes connections, finishes those that it has, has ended."""
 
     STARTING = "starting"
     READY = "ready"

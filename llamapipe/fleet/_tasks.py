@@ -1,4 +1,4 @@
-"""Tasks in the background, which a loop alone would let be collected."""
+"""Background tasks. An event loop alone may let them be collected before they are done."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _log = logging.getLogger("llamapipe.server")
 
 
 class Tasks:
-    """Tasks that run until they are done. What fails is logged, unless it is an ApiError, which a client is told."""
+    """Tasks that run until they are done. A failure is logged, unless it is an ApiError, which a client gets."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[None]] = set()
@@ -32,7 +32,7 @@ class Tasks:
         return task
 
     def cancel(self) -> None:
-        """Cancel all that run."""
+        """Cancel all running tasks."""
         for task in self._running:
             task.cancel()
 

@@ -13,7 +13,7 @@ _RATIOS = {"vllm:kv_cache_usage_perc"}
 class Totals:
     """The counts of all processes of a server. Ended ones are included, so that no counter falls.
 
-    ``n_requests``: of so many requests it tells where their time went.
+    ``n_requests``: for so many requests it tells where their time went.
     """
 
     def __init__(self, n_requests: int) -> None:

@@ -59,7 +59,7 @@ _log = logging.getLogger("llamapipe.server")
 
 
 class ModelState(enum.Enum):
-    """Of a model in a pool."""
+    """The state of a model in a pool."""
 
     UNLOADED = "unloaded"
     LOADING = "loading"
@@ -144,11 +144,11 @@ class Pool:
     """The models of one server.
 
     ``entries``: what may be loaded. ``command``: starts a process, with ``--worker OPTIONS`` after it. ``look``: finds
-    out what a load needs, downloads the file if need be, and raises OSError or ValueError if there is none.
-    ``budget``: memory that all processes together may take; None: any. ``folder``: where models that are ended keep
-    their cached prefixes until they are loaded again, each in a folder; None: nowhere. ``cache_dir``: the option of the
-    command line, for models whose entry has no other; with it the pool keeps nothing. ``n_requests``: of so many it
-    tells where their time went. Raises ValueError for a name that two models have.
+    out what a load needs, downloads the file if need be, and raises OSError or ValueError if there is none. ``budget``:
+    memory that all processes together may take; None: any. ``folder``: where models that are ended keep their cached
+    prefixes until they are loaded again, each in a folder; None: nowhere. ``cache_dir``: the option of the command
+    line, for models whose entry has no other; with it the pool keeps nothing. ``n_requests``: for so many it tells
+    where their time went. Raises ValueError for a name that two models have.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class Pool:
         return next((self._by_name[form] for form in known if form in self._by_name), None)
 
     async def identify(self, models: Sequence[PooledModel]) -> None:
-        """Look at the files of this machine that are not known yet. What is wrong with one, its load reports."""
+        """Look at the files of this machine that are not known yet. If one is bad, its load reports that."""
         for model in models:
             async with model._looking:
                 if model.facts is None and not self._has_just_failed(model) and model.entry.is_local:
@@ -225,7 +225,7 @@ class Pool:
     async def news(self, seen: int) -> int | None:
         """Wait until states, names or the progress of a load have changed. None: the server ends.
 
-        ``seen``: what this returned before, at first 0. Changes meanwhile are one.
+        ``seen``: what this returned before, at first 0. Changes since then count as one.
         """
         while self._n_news == seen and not self._is_ending:
             self._news.clear()
@@ -233,7 +233,7 @@ class Pool:
         return None if self._is_ending else self._n_news
 
     def end_watches(self) -> None:
-        """End all ``news``, so that the server can end. What waits for a load still gets it."""
+        """End all ``news``, so that the server can end. Requests that wait for a load still get it."""
         self._is_ending = True
         self._news.set()
 
@@ -377,7 +377,7 @@ class Pool:
             self._signal()
 
     def _measure(self, model: PooledModel) -> None:
-        """Count what the process has taken, where that is more than its file told."""
+        """Count the memory that the process has taken, if it is more than its file promised."""
         if model.process is not None and model.state is not ModelState.UNLOADED:
             n_bytes = max(model.memory.n_bytes, resident_bytes(model.process.pid))
             model.memory = Memory(n_bytes, model.memory.gpu_bytes)
@@ -424,7 +424,7 @@ class Pool:
     async def forget_prefixes(self, model: PooledModel, is_wanted: Callable[[Hashable], bool]) -> None:
         """Forget cached prefixes that an ended model has left, of the wanted keys. Raises OSError.
 
-        In a folder that models share, those of the others as well: only an engine knows which files are its own.
+        In a folder that models share, also those of the other models: only an engine can tell its own files.
         """
         if model._unloading is not None:
             await asyncio.wait([model._unloading])
@@ -433,7 +433,7 @@ class Pool:
             await asyncio.to_thread(cache_file.forget, folder, is_wanted)
 
     async def _bury(self, model: PooledModel, process: WorkerProcess) -> None:
-        """Wait for the end of a process, and keep what it told last."""
+        """Wait for the end of a process, and keep its last report."""
         await process.ended.wait()
         self._totals.keep(labelled(process.families, model=model.name), process.requests)
         was_loaded = model.state is ModelState.LOADED
@@ -514,7 +514,7 @@ class Pool:
             self._signal()
 
     def expire_after(self, model: PooledModel, ttl_s: float | None) -> None:
-        """Set how long a model stays without a request; None: for ever."""
+        """Set how long a model stays without a request; None: forever."""
         model.ttl_s = ttl_s
         if not model.n_users:
             self._expire_later(model)
@@ -624,7 +624,7 @@ class Pool:
         del self._by_name[name]
 
     def drop(self, model: PooledModel) -> None:
-        """Serve a model no longer, whose file is deleted."""
+        """Stop serving a model whose file is deleted."""
         entries = [entry for entry in self._given if entry != model.entry]
         self._added = [entry for entry in self._added if entry != model.entry]
         self.replace(entries)
@@ -664,7 +664,7 @@ class Pool:
                 model.process.stop_tools()
 
     def cancel(self, kill: bool = False) -> None:
-        """End all processes without waiting for answers; who waits for a load is told that the server ends."""
+        """End all processes without waiting for answers. Requests that wait for a load get an error."""
         self.end_watches()
         for model in self._all:
             if model._loading is not None:

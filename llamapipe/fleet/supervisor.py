@@ -89,7 +89,7 @@ class Supervisor:
     """Workers on one port. For the main thread, whose signals it handles while it runs.
 
     ``command``: starts a worker, with ``--worker OPTIONS`` after it. ``listener``: a socket that listens.
-    ``announce``: called once, when all workers are ready. ``n_requests``: of so many ``/requests`` tells. ``backoff``:
+    ``announce``: called once, when all workers are ready. ``n_requests``: how many ``/requests`` shows. ``backoff``:
     makes the rule of restarts for each worker.
     """
 

@@ -19,7 +19,7 @@ _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class ClientRequest(Request):
-    """Who asks for what, and what is counted of it.
+    """The client and its request, and what is counted of it.
 
     ``id``: from the header ``x-request-id``, or random. ``path``: the request's, inside this application.
     ``route``: the path of its route, a label of the metrics. ``dialect``: the format of errors. ``key``: the digest of

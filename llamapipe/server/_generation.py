@@ -1,6 +1,6 @@
 """Helpers of all routes that generate text: prompts as tokens, a conversation as a job, log-probabilities.
 
-Open it to change how a request becomes a call of the engine, whatever API it came by.
+Open it to change how a request of any API becomes a call of the engine.
 """
 
 from __future__ import annotations
@@ -324,9 +324,9 @@ class ChatJob:
     """One conversation with its params: answered as a whole, or as one stream for each choice.
 
     ``constraint_field``: the field of the request that holds the format of the answer, if one does. ``before``: tokens
-    that precede the prompt of a stream. ``grammars``: the fields of the request that hold those of tools, by the tool.
+    that precede the prompt of a stream. ``grammars``: by tool, the field of the request that holds its grammar.
     ``is_empty``: the request asks for no tokens. The engine then computes the prompt and one token, which is not
-    returned. ``has_system``: the operator's system prompt is for it, unless it has another. ``spent_s``:
+    returned. ``has_system``: the operator's system prompt applies, unless it has another. ``spent_s``:
     seconds of the request's time that are gone. ``most_ms``: see ``until_line``; 0: no limit.
     ``n_prompt_tokens``, ``n_cached_tokens``: set when the first stream has begun.
     """

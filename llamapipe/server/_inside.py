@@ -26,7 +26,7 @@ BUSY = (
 
 
 class Inside(NamedTuple):
-    """For whom a request is made. ``key``: the digest of an API key; None: there are no keys.
+    """The client for whom a request is made. ``key``: the digest of an API key; None: there are no keys.
 
     ``answer``: the id of a stored answer, without its prefix. ``worker``: see ``_runs.py``. ``priority``: in the
     engine, see ``SamplingParams``.

@@ -79,7 +79,7 @@ class TextJob:
 
     @property
     def n_cached_tokens(self) -> int:
-        """Of all prompts."""
+        """The cached tokens of all prompts."""
         return sum(self._n_cached)
 
     async def prompt_tokens(self) -> list[int]:

@@ -77,7 +77,7 @@ class Wanted(NamedTuple):
     never: Filter | None
 
     def needs_approval(self, tool: Tool) -> bool:
-        """Return whether the client must approve a call; it need not where the request says so."""
+        """Return whether the client must approve a call. The request can say that it need not."""
         if self.always is not None and self.always.matches(tool):
             return True
         return self.never is None or not self.never.matches(tool)
@@ -116,12 +116,12 @@ class McpTools:
         self.offered[wanted.label] = Offered(wanted, found)
 
     def end(self) -> None:
-        """End what is for the answer alone: it is complete, or the client is gone. Does not wait."""
+        """End what only this answer needs, when it is complete or the client is gone. Does not wait."""
         for wanted in self.wanted:
             wanted.server.end()
 
     def list_item(self, wanted: Wanted) -> Item:
-        """Return the item ``mcp_list_tools`` of a server whose tools are known; of others without tools."""
+        """Return the item ``mcp_list_tools`` of a server. It has no tools if they are not known."""
         offered = self.offered.get(wanted.label)
         return {
             "type": "mcp_list_tools",
@@ -369,7 +369,7 @@ def plain_items(item: Mapping[str, Any]) -> list[Item] | None:
 def shown_tools(given: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]]:
     """Return the tools of a request for its answer, which is stored and shown.
 
-    What servers are told in secret is left out.
+    Secrets for servers are left out.
     """
     secret = ("headers", "authorization")
     return [
@@ -433,7 +433,7 @@ def _check(
 
 
 def _headers_of(place: str, tool: Mapping[str, Any]) -> dict[str, str]:
-    """Return what the client tells its server with each request. Raises ApiError 400."""
+    """Return the headers that the client wants sent to its server with each request. Raises ApiError 400."""
     headers, token = tool.get("headers") or {}, tool.get("authorization")
     if not isinstance(headers, Mapping) or not all(
         isinstance(value, str) and HEADER.fullmatch(name) and VALUE.fullmatch(value)

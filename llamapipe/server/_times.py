@@ -24,7 +24,7 @@ class Followed(Protocol):
 
     @property
     def n_cached_tokens(self) -> int:
-        """Of its prompt."""
+        """The cached tokens of its prompt."""
 
     @property
     def n_drafted_tokens(self) -> int:

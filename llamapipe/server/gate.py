@@ -1,4 +1,4 @@
-"""Who may use a server, and how much at once: keys, limits, the counts of requests.
+"""Decides who may use a server, and how much at once: keys, limits, the counts of requests.
 
 Open this file to change what every request passes before its route. It knows no engine, because the front process of
 several models has a gate as well. On the event loop's thread.

@@ -159,7 +159,7 @@ class McpServer(Protocol):
         """As ``McpServers.call``."""
 
     def end(self) -> None:
-        """Learn that the client needs it no longer. Does not wait."""
+        """Learn that the client no longer needs it. Does not wait."""
 
 
 class ListedServer:

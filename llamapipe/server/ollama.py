@@ -373,7 +373,7 @@ _PART = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h)", re.ASCII)
 
 
 def kept_s(given: object) -> float | None:
-    """Return the seconds of ``keep_alive``; None: for ever. Raises ApiError 400."""
+    """Return the seconds of ``keep_alive``; None: forever. Raises ApiError 400."""
     if isinstance(given, bool) or not isinstance(given, int | float | str):
         raise ApiError(400, "keep_alive must be seconds or a duration", "keep_alive")
     if isinstance(given, str):

@@ -11,12 +11,10 @@ logits with the same uniform number as without guesses: they change how many ste
 Where guesses come from (``Sampler.guess``), the surest first:
 
 1. A constraint: text that every continuation has, such as the keys of a JSON object. The tokenization is guessed, the
-   text is certain.
-2. ``SamplingParams.prediction``: the text that the caller expects.
-3. The request's own prompt and output: what followed the last three tokens before. Never the texts of others, whose
-   content would show in times.
-4. A draft model or the model's own MTP layer, if the engine has one (``draft.py``). Its tokens are made only when their
-   number is chosen.
+text is certain. 2. ``SamplingParams.prediction``: the text that the caller expects. 3. The request's own prompt and
+output: what followed the last three tokens before. Never the texts of others: response times would reveal them. 4. A
+draft model or the model's own MTP layer, if the engine has one (``draft.py``). Its tokens are made only when their
+number is chosen.
 
 Cells of wrong guesses are removed. A recurrent state cannot go back. So either llama.cpp keeps the states after each of
 the last tokens (``Gate.keeps_states``), which makes every step slower, or the state before the guesses is copied
@@ -75,7 +73,7 @@ class Drafter(Protocol):
         """Return the seconds that ``draft`` will take."""
 
     def draft(self, chosen: Mapping[Request, int]) -> Mapping[Request, Sequence[int]]:
-        """Return the drafted tokens of each request: at most the chosen number, or none. Raises nothing."""
+        """Return the drafted tokens of each request: at most the chosen number, or none. Never raises."""
 
     def close(self) -> None:
         """Free its resources."""

@@ -45,7 +45,7 @@ class Running(Protocol):
 
     @property
     def n_cached_tokens(self) -> int:
-        """Of its prompt."""
+        """The cached tokens of its prompt."""
 
 
 class LlamaServerEncoder:

@@ -79,7 +79,7 @@ class ResponsesEncoder:
 
     @property
     def status(self) -> str:
-        """Of the response."""
+        """The status of the response."""
         if self.error is not None:
             return "failed"
         if self.finish_reason is None:

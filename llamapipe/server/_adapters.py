@@ -100,19 +100,19 @@ def _allowed_folder(exchange: Exchange) -> Path:
     return Path(folder).resolve()
 
 
-def _allowed_path(exchange: Exchange, given: str) -> Path:
+def _allowed_path(exchange: Exchange, name: str) -> Path:
     folder = _allowed_folder(exchange)
-    path = folder / given
+    path = folder / name
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
             path.lstat()
         path = path.resolve()
     except OSError as e:
-        raise ApiError(400, f"{quoted(given)} is no path of a file: {e.strerror}", "lora_path") from None
+        raise ApiError(400, f"{quoted(name)} is no path of a file: {e.strerror}", "lora_path") from None
     except (ValueError, RuntimeError):  # a NUL in it; a link to itself
         path = folder.parent
     if not path.is_relative_to(folder):
         raise ApiError(
-            403, f"{quoted(given)} is not in the folder of --lora-path; give a file's path in it", "lora_path"
+            403, f"{quoted(name)} is not in the folder of --lora-path; give a file's path in it", "lora_path"
         )
     return path

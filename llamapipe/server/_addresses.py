@@ -49,7 +49,7 @@ def address_of(host: str, port: int) -> str:
     """
     with suppress(ValueError):
         return str(ipaddress.ip_address(host))  # the operator allows it
-    addresses = [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    addresses = [str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     if not addresses or not all(map(is_public, addresses)):
         raise Refused("its host has an address of a private network")
     return addresses[0]

@@ -267,20 +267,20 @@ def _check_numbers(exchange: Exchange, request: CountRequest) -> None:
     check_n_messages(exchange.server, request.system, "system")
 
 
-def _choice(given: ToolChoice | None, has_tools: bool) -> tuple[str, bool]:
+def _choice(tool_choice: ToolChoice | None, has_tools: bool) -> tuple[str, bool]:
     """Return the engine's ``tool_choice``, and whether several calls are allowed."""
-    if given is None:
+    if tool_choice is None:
         return ("auto" if has_tools else "none"), True
-    if given.type == "auto" and not has_tools:
+    if tool_choice.type == "auto" and not has_tools:
         return "none", True
-    parallel = not given.disable_parallel_tool_use
-    if given.type == "tool" and given.name is None:
+    parallel = not tool_choice.disable_parallel_tool_use
+    if tool_choice.type == "tool" and tool_choice.name is None:
         raise ApiError(400, "tool_choice: the type 'tool' needs a name", "tool_choice.name")
-    if given.type == "tool" and has_tools:
-        return str(given.name), parallel
-    if given.type in ("any", "tool") and not has_tools:
+    if tool_choice.type == "tool" and has_tools:
+        return str(tool_choice.name), parallel
+    if tool_choice.type in ("any", "tool") and not has_tools:
         raise ApiError(400, "tool_choice asks for a call, but there are no tools", "tool_choice")
-    return {"auto": "auto", "any": "required", "none": "none"}[given.type], parallel
+    return {"auto": "auto", "any": "required", "none": "none"}[tool_choice.type], parallel
 
 
 def _template_args(request: CountRequest) -> dict[str, Any]:
@@ -298,12 +298,12 @@ _READ = ("text", "document", "search_result")
 
 def messages_of(request: CountRequest) -> list[Message]:
     """Return the conversation, the system prompt first. Raises ApiError 400, which names the place."""
-    made: list[Message] = []
+    messages: list[Message] = []
     if request.system is not None:
-        made.append({"role": "system", "content": _text("system", request.system)})
+        messages.append({"role": "system", "content": _text("system", request.system)})
     for index, message in enumerate(request.messages):
-        made += _converted(f"messages.{index}", message)
-    return made
+        messages += _converted(f"messages.{index}", message)
+    return messages
 
 
 def _converted(place: str, message: Mapping[str, Any]) -> list[Message]:

@@ -229,10 +229,10 @@ class _Whole:
         if status == 200:
             return None
         try:
-            found = msgspec.json.decode(self._body)["error"]
+            error = msgspec.json.decode(self._body)["error"]
         except (msgspec.DecodeError, KeyError, TypeError):
             return None
-        return {"code": found.get("code") or "server_error", "message": found.get("message")}
+        return {"code": error.get("code") or "server_error", "message": error.get("message")}
 
 
 class _Events(_Whole):
@@ -263,8 +263,8 @@ class _Events(_Whole):
     def _add(self, event: dict[str, Any]) -> None:
         kind = event.get("type")
         if kind is None or "error" in event:
-            found = event.get("error") or {}
-            self._error = {"code": found.get("code") or "server_error", "message": found.get("message")}
+            error = event.get("error") or {}
+            self._error = {"code": error.get("code") or "server_error", "message": error.get("message")}
         elif kind in _ENDS or (kind == "response.created" and self._run.n_attempts == 1):
             return
         else:

@@ -195,9 +195,9 @@ class Batches:
         """Yield the requests of a batch that have no result."""
         done = await asyncio.to_thread(self._files.read, self._files.done, claim.number)
         lines = self._files.lines(claim.input)
-        while (found := await asyncio.to_thread(next, lines, None)) is not None:
-            if found[0] not in done:
-                yield found[0], _LINES.decode(found[1])
+        while (numbered := await asyncio.to_thread(next, lines, None)) is not None:
+            if numbered[0] not in done:
+                yield numbered[0], _LINES.decode(numbered[1])
 
     async def _compute(self, claim: Claim, key: bytes | None) -> None:
         if self._places is None:
@@ -238,19 +238,19 @@ class Batches:
             async def take(part: bytes, parts: list[bytes] = parts) -> None:
                 parts.append(part)
 
-            made = await post(self._application, claim.endpoint, bytes(line.body), take, inside)
+            posted = await post(self._application, claim.endpoint, bytes(line.body), take, inside)
             body = b"".join(parts)
             if self._gate.draining:
                 raise asyncio.CancelledError
-            is_busy = made.status == 429 or (made.status == 503 and _code(body) in BUSY)
-            is_lost = not made.is_whole or made.status in (0, 500, 503)
+            is_busy = posted.status == 429 or (posted.status == 503 and _code(body) in BUSY)
+            is_lost = not posted.is_whole or posted.status in (0, 500, 503)
             n_attempts += is_lost and not is_busy
             if not (is_busy or is_lost) or n_attempts >= MOST_ATTEMPTS:
                 break
             await asyncio.sleep(_AGAIN_S)
-        if made.is_whole and made.status:
-            response = {"status_code": made.status, "request_id": name, "body": msgspec.Raw(body)}
-            result = _result(number, name, line.custom_id, made.status >= 400, response, None)
+        if posted.is_whole and posted.status:
+            response = {"status_code": posted.status, "request_id": name, "body": msgspec.Raw(body)}
+            result = _result(number, name, line.custom_id, posted.status >= 400, response, None)
         else:
             error = {"code": "server_error", "message": "the process that computed it ended"}
             result = _result(number, name, line.custom_id, True, None, error)
@@ -320,7 +320,7 @@ def _code(body: bytes) -> str | None:
     if len(body) > 2**16:
         return None
     try:
-        found = msgspec.json.decode(body)["error"]["code"]
+        code = msgspec.json.decode(body)["error"]["code"]
     except (msgspec.DecodeError, LookupError, TypeError):
         return None
-    return found if isinstance(found, str) else None
+    return code if isinstance(code, str) else None

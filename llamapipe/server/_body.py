@@ -26,9 +26,9 @@ def encodings_of(fields: Iterable[bytes]) -> list[str]:
     Raises ApiError 415 for an encoding that cannot be decoded here, and for more than ``_MOST_ENCODINGS``.
     """
     names = [name.strip().lower() for field in fields for name in field.decode("latin-1").split(",")]
-    given = [name for name in names if name not in ("", "identity")]
+    encodings = [name for name in names if name not in ("", "identity")]
     known = _decoders()
-    for name in given:
+    for name in encodings:
         if name not in known:
             why = " without Python 3.14 or the package backports.zstd" if name == "zstd" else ""
             raise ApiError(
@@ -37,11 +37,11 @@ def encodings_of(fields: Iterable[bytes]) -> list[str]:
                 f"{' or '.join(known)}",
                 code="unsupported_encoding",
             )
-    if len(given) > _MOST_ENCODINGS:
+    if len(encodings) > _MOST_ENCODINGS:
         raise ApiError(
-            415, f"Content-Encoding: the body has {len(given)} encodings; {_MOST_ENCODINGS} are the most"
+            415, f"Content-Encoding: the body has {len(encodings)} encodings; {_MOST_ENCODINGS} are the most"
         )
-    return given
+    return encodings
 
 
 def check_transfer(fields: Iterable[bytes]) -> None:

@@ -231,8 +231,12 @@ def _tools(request: ChatRequest) -> Tools:
             )
         tools = older if tools is None else tools
     if request.function_call is not None:
-        given = request.function_call
-        called = given if isinstance(given, str) else {"type": "function", "function": given}
+        function_call = request.function_call
+        called = (
+            function_call
+            if isinstance(function_call, str)
+            else {"type": "function", "function": function_call}
+        )
         if choice is not None and choice != called:
             raise ApiError(
                 400,
@@ -254,21 +258,21 @@ Message = Mapping[str, Any]
 
 def engine_messages(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with calls of custom tools, and OpenAI's older ``function_call``, as calls of functions."""
-    made: list[Message] = []
+    converted: list[Message] = []
     for message in messages:
         role, older = message.get("role"), message.get("function_call")
         calls = message.get("tool_calls")
         if role == "function":  # the result of an older function_call
-            made.append({**message, "role": "tool"})
+            converted.append({**message, "role": "tool"})
         elif role == "assistant" and isinstance(older, Mapping) and not calls:
-            call = {"id": f"call_{len(made)}", "type": "function", "function": dict(older)}
+            call = {"id": f"call_{len(converted)}", "type": "function", "function": dict(older)}
             rest = {key: value for key, value in message.items() if key != "function_call"}
-            made.append({**rest, "tool_calls": [call]})
+            converted.append({**rest, "tool_calls": [call]})
         elif isinstance(calls, list):
-            made.append({**message, "tool_calls": [_call(call) for call in calls]})
+            converted.append({**message, "tool_calls": [_call(call) for call in calls]})
         else:
-            made.append(message)
-    return made
+            converted.append(message)
+    return converted
 
 
 def _call(call: Any) -> Any:

@@ -31,8 +31,8 @@ class ClientRequest(Request):
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         super().__init__(scope, receive, send)
-        given = self.headers.get("x-request-id", "")
-        self.id = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
+        request_id = self.headers.get("x-request-id", "")
+        self.id = request_id if _SAFE_ID.fullmatch(request_id) else uuid.uuid4().hex
         self.path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
         self.dialect: Dialect = dialect_of(self.path, self.headers)
         self.route = "other"

@@ -92,12 +92,12 @@ class Streamed(Sampling, kw_only=True):
         )
 
 
-def token_limit(**given: int | None) -> int | None:
+def token_limit(**limits: int | None) -> int | None:
     """Return the smallest of limits of generated tokens; None, as -1: no limit.
 
     Raises ApiError 400, which names the field.
     """
-    for name, limit in given.items():
+    for name, limit in limits.items():
         if limit is not None and limit < -1:
             raise ApiError(400, f"{name} is {limit}; it must be 0 or more, or -1 for no limit", name)
         if limit is not None and limit > _MOST_TOKENS:
@@ -106,7 +106,7 @@ def token_limit(**given: int | None) -> int | None:
                 f"{name} is {shown_value(limit)}; it must be at most {_MOST_TOKENS}, or -1 for no limit",
                 name,
             )
-    return min((limit for limit in given.values() if limit is not None and limit >= 0), default=None)
+    return min((limit for limit in limits.values() if limit is not None and limit >= 0), default=None)
 
 
 class CompletionRequest(Streamed, kw_only=True):
@@ -156,8 +156,8 @@ async def completions(exchange: Exchange, request: CompletionRequest) -> Respons
             scores = await job.prompt_logprobs()
             for index in range(len(job.running)):
                 yield encoder.echo(index, None if scores is None else scores[index // job.n])
-        async with aclosing(encoded(exchange, job, encoder)) as made:
-            async for data in made:
+        async with aclosing(encoded(exchange, job, encoder)) as stream:
+            async for data in stream:
                 yield data
 
     def news() -> bytes:

@@ -49,9 +49,9 @@ class ItemsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 async def get_response(exchange: Exchange) -> Response:
     """``GET /v1/responses/{id}``; with ``stream``, the events of one in the background."""
     store = store_of(exchange)
-    given = query(exchange, "include", "stream", "include_obfuscation", "starting_after")
-    after = given.get("starting_after", [None])[-1]
-    if given.get("stream", ["false"])[-1].lower() not in ("false", "0"):
+    parameters = query(exchange, "include", "stream", "include_obfuscation", "starting_after")
+    after = parameters.get("starting_after", [None])[-1]
+    if parameters.get("stream", ["false"])[-1].lower() not in ("false", "0"):
         if after is not None and not (after.isascii() and after.isdigit() and len(after) <= _MOST_DIGITS):
             raise ApiError(
                 400, f"starting_after is {quoted(after)}; it must be the number of an event", "starting_after"
@@ -162,32 +162,32 @@ def query(exchange: Exchange, *known: str) -> dict[str, list[str]]:
 
     Raises ApiError 400 for an unknown one.
     """
-    given: dict[str, list[str]] = {}
+    parameters: dict[str, list[str]] = {}
     for written, value in exchange.query_params.multi_items():
         name = written.removesuffix("[]")
         if name not in known and name != "model":
             raise ApiError(
                 400, f"the query has an unknown field: {quoted(name)}{did_you_mean(name, known)}", name
             )
-        given.setdefault(name, []).append(value)
-    exchange.note_unused(tuple(f"include.{name}" for name in check_include(given.get("include", []))))
-    return given
+        parameters.setdefault(name, []).append(value)
+    exchange.note_unused(tuple(f"include.{name}" for name in check_include(parameters.get("include", []))))
+    return parameters
 
 
-def _page(given: Mapping[str, Sequence[str]], most_bytes: int) -> Page:
+def _page(parameters: Mapping[str, Sequence[str]], most_bytes: int) -> Page:
     """Return which items are wanted. Raises ApiError 400."""
-    order = given.get("order", ["desc"])[-1]
+    order = parameters.get("order", ["desc"])[-1]
     if order not in ("asc", "desc"):
         raise ApiError(400, f"order is {quoted(order)}; it may be asc or desc", "order")
-    limit = limit_of(given, 20, _MOST_LISTED)
-    if "before" in given:
+    limit = limit_of(parameters, 20, _MOST_LISTED)
+    if "before" in parameters:
         raise ApiError(400, "before is not supported: turn the order around, and give after", "before")
-    return Page(order == "asc", given.get("after", [None])[-1], limit, most_bytes)
+    return Page(order == "asc", parameters.get("after", [None])[-1], limit, most_bytes)
 
 
-def limit_of(given: Mapping[str, Sequence[str]], default: int, most: int) -> int:
+def limit_of(parameters: Mapping[str, Sequence[str]], default: int, most: int) -> int:
     """Return how many things a list may have. Raises ApiError 400."""
-    text = given.get("limit", [str(default)])[-1]
+    text = parameters.get("limit", [str(default)])[-1]
     if not text.isascii() or not text.isdigit() or len(text) > _MOST_DIGITS or not 1 <= int(text) <= most:
         raise ApiError(400, f"limit is {quoted(text)}; it must be from 1 to {most}", "limit")
     return int(text)
@@ -200,11 +200,13 @@ async def _checked(exchange: Exchange, items: list[Item]) -> list[Item]:
     return items
 
 
-def check_metadata(given: Mapping[str, str] | None) -> None:
+def check_metadata(metadata: Mapping[str, str] | None) -> None:
     """Raise ApiError 400 for metadata beyond the API's limits."""
-    pairs: Iterable[tuple[str, str]] = (given or {}).items()
-    if len(given or ()) > _MOST_PAIRS:
-        raise ApiError(400, f"metadata has {len(given or ())} pairs; it may have {_MOST_PAIRS}", "metadata")
+    pairs: Iterable[tuple[str, str]] = (metadata or {}).items()
+    if len(metadata or ()) > _MOST_PAIRS:
+        raise ApiError(
+            400, f"metadata has {len(metadata or ())} pairs; it may have {_MOST_PAIRS}", "metadata"
+        )
     for key, value in pairs:
         if len(key) > _MOST_OF_KEY or len(value) > _MOST_OF_VALUE:
             raise ApiError(

@@ -219,10 +219,10 @@ class Database:
                     "file"
                 )
         if self.path.stat().st_size <= _QUICK_BYTES:
-            found = writer.execute("PRAGMA quick_check(1)").fetchone()[0]
-            if found != "ok":
+            verdict = writer.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if verdict != "ok":
                 raise StoreError(
-                    f"--store: {self.path} is damaged ({found}): restore a copy, or give another file"
+                    f"--store: {self.path} is damaged ({verdict}): restore a copy, or give another file"
                 )
 
     def _run(self) -> None:

@@ -117,8 +117,8 @@ async def llama_embedding(exchange: Exchange, request: LlamaEmbeddingRequest) ->
     """``POST /embedding``: answer with a list of vectors, each inside another list, as llama-server does."""
     embedder, _ = exchange.server.check_embedder(request.model)
     name = "input" if request.content is None else "content"
-    given = request.input if request.content is None else request.content
-    if given is None or given == []:
+    texts = request.input if request.content is None else request.content
+    if texts is None or texts == []:
         raise ApiError(400, "content is empty; give at least one text", "content")
     if request.input is not None and request.content is not None:
         raise ApiError(400, "content and input are the same; give one", "input")
@@ -127,7 +127,7 @@ async def llama_embedding(exchange: Exchange, request: LlamaEmbeddingRequest) ->
             400, f"embd_normalize is {request.embd_normalize}; it may be 2 or -1", "embd_normalize"
         )
     vectors, _ = await embedded(
-        exchange, embedder, name, given, None, False, normalize=request.embd_normalize != -1
+        exchange, embedder, name, texts, None, False, normalize=request.embd_normalize != -1
     )
 
     def answer() -> Response:
@@ -140,7 +140,7 @@ async def embedded(
     exchange: Exchange,
     embedder: Embedder,
     name: str,
-    given: Any,
+    texts: Any,
     dimensions: int | None,
     truncate: bool,
     normalize: bool = True,
@@ -158,16 +158,16 @@ async def embedded(
             400, f"this model has pooling {embedder.pooling!r}; it has no single vector for a text", "model"
         )
 
-    _refuse_many(exchange, name, n_prompts(given))
+    _refuse_many(exchange, name, n_prompts(texts))
 
     def checked_size() -> int:
-        _refuse_long(exchange, name, given)
-        return size_of(given)
+        _refuse_long(exchange, name, texts)
+        return size_of(texts)
 
     in_thread = exchange.server.in_thread
-    size = checked_size() if isinstance(given, str) or len(given) < _MANY else await in_thread(checked_size)
+    size = checked_size() if isinstance(texts, str) or len(texts) < _MANY else await in_thread(checked_size)
     try:
-        tokens = await in_thread(partial(embedder.tokens, truncate=truncate), given, size=size)
+        tokens = await in_thread(partial(embedder.tokens, truncate=truncate), texts, size=size)
         vectors = await _vectors(embedder, tokens, normalize and wanted == n)
     except (TypeError, ValueError) as e:
         raise ApiError(400, str(e), name, _code(e)) from None
@@ -192,13 +192,13 @@ async def _vectors(embedder: Embedder, tokens: list[list[int]], normalize: bool)
 async def rerank(exchange: Exchange, request: RerankRequest) -> Response:
     """Rank documents for a query."""
     embedder, model = exchange.server.check_embedder(request.model)
-    name, given = ("documents", request.documents) if request.texts is None else ("texts", request.texts)
-    if given is None:
+    name, passages = ("documents", request.documents) if request.texts is None else ("texts", request.texts)
+    if passages is None:
         raise ApiError(400, "missing required field: documents", "documents", "missing_field")
     if request.texts is not None and request.documents is not None:
         raise ApiError(400, "texts and documents are the same; give one", "texts")
-    _refuse_many(exchange, name, len(given))
-    documents = [_text(document, i) for i, document in enumerate(given)]
+    _refuse_many(exchange, name, len(passages))
+    documents = [_text(document, i) for i, document in enumerate(passages)]
     _refuse_long(exchange, "query", request.query)
     _refuse_long(exchange, name, documents)
     if request.top_n is not None and request.top_n < 1:
@@ -207,19 +207,19 @@ async def rerank(exchange: Exchange, request: RerankRequest) -> Response:
         ranked = await embedder.arerank(request.query, documents, truncate=request.truncate)
     except (TypeError, ValueError) as e:
         raise ApiError(400, str(e), name, _code(e)) from None
-    n_tokens = sum(found.n_tokens for found in ranked)
+    n_tokens = sum(rank.n_tokens for rank in ranked)
     exchange.count(n_tokens, 0)
     if request.texts is not None:
-        scored = [{"index": found.index, "score": found.score} for found in ranked[: request.top_n]]
-        for entry, found in zip(scored, ranked, strict=False):
+        scored = [{"index": rank.index, "score": rank.score} for rank in ranked[: request.top_n]]
+        for entry, rank in zip(scored, ranked, strict=False):
             if request.return_text:
-                entry["text"] = documents[found.index]  # type: ignore[assignment]
+                entry["text"] = documents[rank.index]  # type: ignore[assignment]
         return JsonResponse(scored)
     results: list[dict[str, Any]] = []
-    for found in ranked[: request.top_n]:
-        result: dict[str, Any] = {"index": found.index, "relevance_score": found.score}
+    for rank in ranked[: request.top_n]:
+        result: dict[str, Any] = {"index": rank.index, "relevance_score": rank.score}
         if request.return_documents:
-            result["document"] = {"text": documents[found.index]}
+            result["document"] = {"text": documents[rank.index]}
         results.append(result)
     usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
     return JsonResponse({"id": f"rerank-{exchange.id}", "model": model, "results": results, "usage": usage})
@@ -262,13 +262,13 @@ async def score(exchange: Exchange, request: ScoreRequest) -> Response:
     )
 
 
-def _texts(name: str, given: str | list[str] | None, newer: str, also: str | list[str] | None) -> list[str]:
-    if (given is None) == (also is None):
+def _texts(name: str, texts: str | list[str] | None, newer: str, also: str | list[str] | None) -> list[str]:
+    if (texts is None) == (also is None):
         raise ApiError(400, f"give {name} or {newer}", name)
-    found = given if also is None else also
-    if not found and found != "":
+    chosen = texts if also is None else also
+    if not chosen and chosen != "":
         raise ApiError(400, f"{name if also is None else newer} is empty; give at least one text", name)
-    return [found] if isinstance(found, str) else list(found or ())
+    return [chosen] if isinstance(chosen, str) else list(chosen or ())
 
 
 async def _ranks(
@@ -278,13 +278,15 @@ async def _ranks(
         groups = [(queries[0], documents)]
     else:
         groups = [(query, [document]) for query, document in zip(queries, documents, strict=True)]
-    found: list[Ranked] = []
+    passages: list[Ranked] = []
     for start in range(0, len(groups), _PAIRS):
         ranked = await asyncio.gather(
             *(embedder.arerank(*group, truncate=truncate) for group in groups[start : start + _PAIRS])
         )
-        found += [passage for group in ranked for passage in sorted(group, key=lambda passage: passage.index)]
-    return [passage.score for passage in found], sum(passage.n_tokens for passage in found)
+        passages += [
+            passage for group in ranked for passage in sorted(group, key=lambda passage: passage.index)
+        ]
+    return [passage.score for passage in passages], sum(passage.n_tokens for passage in passages)
 
 
 async def _cosines(
@@ -318,10 +320,10 @@ def _refuse_many(exchange: Exchange, name: str, n: int) -> None:
         )
 
 
-def _refuse_long(exchange: Exchange, name: str, given: Any) -> None:
+def _refuse_long(exchange: Exchange, name: str, texts: Any) -> None:
     """Raise ApiError 400 for a text that is longer than the server allows, before it is tokenized."""
     most = exchange.server.settings.max_text_characters
-    for text in [given] if isinstance(given, str) else given:
+    for text in [texts] if isinstance(texts, str) else texts:
         if isinstance(text, str) and len(text) > most:
             raise ApiError(
                 400,

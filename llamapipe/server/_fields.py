@@ -76,12 +76,12 @@ def _fate(hint: Any) -> Fate:
 def inner_types(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
     """Return the fields of a request type that hold an object that has fields."""
     hints = get_type_hints(kind)
-    found = {}
+    types = {}
     for field in msgspec.structs.fields(kind):
         for part in (hints[field.name], *get_args(hints[field.name])):
             if isinstance(part, type) and issubclass(part, msgspec.Struct):
-                found[field.encode_name] = part
-    return found
+                types[field.encode_name] = part
+    return types
 
 
 def unused(request: msgspec.Struct) -> tuple[str, ...]:
@@ -135,7 +135,7 @@ class Lenient(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A type of an API whose own server takes what does not fit it."""
 
     @classmethod
-    def taken(cls, given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    def taken(cls, fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Return the fields that are taken, in the types of this class, and the names of those without effect."""
         raise NotImplementedError
 
@@ -148,16 +148,16 @@ def as_taken(value: Any, kind: Any, place: str = "") -> tuple[Any, tuple[str, ..
     """
     if not isinstance(value, dict) or not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
         return value, ()
-    given = {name: member for name, member in value.items() if member is not None}
+    members = {name: member for name, member in value.items() if member is not None}
     without_effect: list[str] = []
     if issubclass(kind, Lenient):
-        given, names = kind.taken(given)
+        members, names = kind.taken(members)
         without_effect += (f"{place}{name[:_MOST_SHOWN]}" for name in names)
     for name, inner in inner_types(kind).items():
-        if name in given:
-            given[name], names_there = as_taken(given[name], inner, f"{place}{name}.")
+        if name in members:
+            members[name], names_there = as_taken(members[name], inner, f"{place}{name}.")
             without_effect += names_there
-    return given, tuple(without_effect)
+    return members, tuple(without_effect)
 
 
 # ---- bodies of another shape
@@ -172,11 +172,11 @@ def mismatch(message: str, kind: Any) -> ApiError:
     path = place.group(1) if place else ""
     text = _PLACE.sub("", message)
     for pattern, what in ((_UNKNOWN_FIELD, "unknown"), (_MISSING_FIELD, "missing")):
-        found = pattern.search(message)
-        if found:
-            field = f"{path}.{found.group(1)}" if path else found.group(1)
+        match = pattern.search(message)
+        if match:
+            field = f"{path}.{match.group(1)}" if path else match.group(1)
             inner = inner_types(kind).get(path) if path else kind
-            hint = _hint(found.group(1), inner) if what == "unknown" and inner is not None else ""
+            hint = _hint(match.group(1), inner) if what == "unknown" and inner is not None else ""
             return ApiError(400, f"{what} field: {field}{hint}", field, f"{what}_field")
     return ApiError(400, f"{path}: {text}" if path else text, path or None, "invalid_value")
 

@@ -57,48 +57,48 @@ async def upload(exchange: Exchange) -> Response:
     """``POST /v1/files``: a form with a file."""
     files = _files_of(exchange)
     raw, exchange.raw = exchange.raw, b""
-    given: dict[str, bytes] = {}
+    fields: dict[str, bytes] = {}
     name = ""
     for part in await asyncio.to_thread(form_parts, exchange.headers.get("content-type", ""), raw):
         if part.name not in FORM:
             raise ApiError(
                 400, f"the field {quoted(part.name[:80])} is unknown; there is {listed(FORM)}", part.name
             )
-        if part.name in given:
+        if part.name in fields:
             raise ApiError(400, f"the field {part.name} is there twice", part.name)
-        given[part.name] = part.value
+        fields[part.name] = part.value
         name = part.filename or name
     del raw
-    if "file" not in given:
+    if "file" not in fields:
         raise ApiError(400, "file is missing", "file")
-    purpose = _text(given, "purpose")
+    purpose = _text(fields, "purpose")
     if purpose != "batch":
         raise ApiError(400, f"purpose is {quoted(purpose)}; this server keeps files for 'batch'", "purpose")
     life_s = None
-    if "expires_after[seconds]" in given or "expires_after[anchor]" in given:
-        seconds = _text(given, "expires_after[seconds]")
+    if "expires_after[seconds]" in fields or "expires_after[anchor]" in fields:
+        seconds = _text(fields, "expires_after[seconds]")
         life_s = _life_s(
             ExpiresAfter(
-                anchor=_text(given, "expires_after[anchor]") or "created_at",
+                anchor=_text(fields, "expires_after[anchor]") or "created_at",
                 seconds=int(seconds) if seconds.isascii() and seconds.isdigit() and len(seconds) < 10 else -1,
             ),
             "expires_after",
         )
-    made = await _write(exchange, files.add_file, name or "upload.jsonl", purpose, given["file"], life_s)
-    return JsonResponse(made)
+    file = await _write(exchange, files.add_file, name or "upload.jsonl", purpose, fields["file"], life_s)
+    return JsonResponse(file)
 
 
 async def list_files(exchange: Exchange) -> Response:
     """``GET /v1/files``."""
     files = _files_of(exchange)
-    given = query(exchange, "after", "limit", "order", "purpose")
-    order, purpose = given.get("order", ["desc"])[-1], given.get("purpose", [None])[-1]
+    parameters = query(exchange, "after", "limit", "order", "purpose")
+    order, purpose = parameters.get("order", ["desc"])[-1], parameters.get("purpose", [None])[-1]
     if order not in ("asc", "desc"):
         raise ApiError(400, f"order is {quoted(order)}; it may be asc or desc", "order")
-    limit = limit_of(given, _MOST_FILES, _MOST_FILES)
-    after = given.get("after", [None])[-1]
-    found = await _read(exchange, files.files, purpose, after, limit, order == "asc", param="after")
-    return JsonResponse(_list_of(*found))
+    limit = limit_of(parameters, _MOST_FILES, _MOST_FILES)
+    after = parameters.get("after", [None])[-1]
+    page = await _read(exchange, files.files, purpose, after, limit, order == "asc", param="after")
+    return JsonResponse(_list_of(*page))
 
 
 async def get_file(exchange: Exchange) -> Response:
@@ -120,9 +120,9 @@ async def content(exchange: Exchange) -> Response:
 
     async def parts() -> AsyncIterator[bytes]:
         after = -1
-        while found := await _read(exchange, files.content, file_id, after):
-            after = found[-1][0]
-            yield b"".join(body for _, body in found)
+        while chunk := await _read(exchange, files.content, file_id, after):
+            after = chunk[-1][0]
+            yield b"".join(body for _, body in chunk)
 
     return _Content(parts(), described["bytes"])
 
@@ -151,8 +151,8 @@ async def create_batch(exchange: Exchange, request: BatchRequest) -> Response:
         raise ApiError(
             400, f"endpoint is {quoted(request.endpoint)}; there is {listed(ENDPOINTS)}", "endpoint"
         )
-    found = _WINDOW.fullmatch(request.completion_window)
-    window_s = 0 if found is None else int(found[1]) * (3600 if found[2] == "h" else 86_400)
+    window = _WINDOW.fullmatch(request.completion_window)
+    window_s = 0 if window is None else int(window[1]) * (3600 if window[2] == "h" else 86_400)
     if not 0 < window_s <= _MOST_WINDOW_S:
         raise ApiError(
             400,
@@ -160,7 +160,7 @@ async def create_batch(exchange: Exchange, request: BatchRequest) -> Response:
             "completion_window",
         )
     results = request.output_expires_after
-    made = await _write(
+    batch = await _write(
         exchange,
         files.add_batch,
         request.input_file_id,
@@ -172,16 +172,18 @@ async def create_batch(exchange: Exchange, request: BatchRequest) -> Response:
         param="input_file_id",
     )
     _wake(exchange)
-    return JsonResponse(made)
+    return JsonResponse(batch)
 
 
 async def list_batches(exchange: Exchange) -> Response:
     """``GET /v1/batches``: the newest first."""
     files = _files_of(exchange)
-    given = query(exchange, "after", "limit")
-    limit = limit_of(given, 20, _MOST_BATCHES)
+    parameters = query(exchange, "after", "limit")
+    limit = limit_of(parameters, 20, _MOST_BATCHES)
     return JsonResponse(
-        _list_of(*await _read(exchange, files.batches, given.get("after", [None])[-1], limit, param="after"))
+        _list_of(
+            *await _read(exchange, files.batches, parameters.get("after", [None])[-1], limit, param="after")
+        )
     )
 
 
@@ -192,9 +194,9 @@ async def get_batch(exchange: Exchange) -> Response:
 
 async def cancel_batch(exchange: Exchange) -> Response:
     """``POST /v1/batches/{id}/cancel``: what has results keeps them."""
-    made = await _write(exchange, _files_of(exchange).cancel_batch, exchange.path_params["id"])
+    batch = await _write(exchange, _files_of(exchange).cancel_batch, exchange.path_params["id"])
     _wake(exchange)
-    return JsonResponse(made)
+    return JsonResponse(batch)
 
 
 # ---- what they share
@@ -229,27 +231,27 @@ def _wake(exchange: Exchange) -> None:
         background.wake()
 
 
-def _list_of(found: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
+def _list_of(entries: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
     return {
         "object": "list",
-        "data": found,
-        "first_id": found[0]["id"] if found else None,
-        "last_id": found[-1]["id"] if found else None,
+        "data": entries,
+        "first_id": entries[0]["id"] if entries else None,
+        "last_id": entries[-1]["id"] if entries else None,
         "has_more": has_more,
     }
 
 
-def _text(given: dict[str, bytes], name: str) -> str:
-    return given.get(name, b"")[:_MOST_NAME].decode("utf-8", "replace")
+def _text(fields: dict[str, bytes], name: str) -> str:
+    return fields.get(name, b"")[:_MOST_NAME].decode("utf-8", "replace")
 
 
-def _life_s(given: ExpiresAfter, field: str) -> int:
-    if given.anchor != "created_at":
+def _life_s(expires_after: ExpiresAfter, field: str) -> int:
+    if expires_after.anchor != "created_at":
         raise ApiError(
-            400, f"{field}.anchor is {quoted(given.anchor)}; it must be created_at", f"{field}.anchor"
+            400, f"{field}.anchor is {quoted(expires_after.anchor)}; it must be created_at", f"{field}.anchor"
         )
-    if not _LEAST_LIFE_S <= given.seconds <= _MOST_LIFE_S:
+    if not _LEAST_LIFE_S <= expires_after.seconds <= _MOST_LIFE_S:
         raise ApiError(
             400, f"{field}.seconds must be from {_LEAST_LIFE_S} to {_MOST_LIFE_S}", f"{field}.seconds"
         )
-    return given.seconds
+    return expires_after.seconds

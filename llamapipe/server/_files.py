@@ -166,16 +166,16 @@ class Files(Database):
 
     def parts(self, number: int, after: int, connection: sqlite3.Connection) -> list[tuple[int, bytes]]:
         """Return parts as ``content`` does, by the number of a file."""
-        found: list[tuple[int, bytes]] = []
+        parts: list[tuple[int, bytes]] = []
         n_bytes = 0
         for part, body in connection.execute(
             "SELECT number, body FROM parts WHERE file = ? AND number > ? ORDER BY number", (number, after)
         ):
-            found.append((part, body))
+            parts.append((part, body))
             n_bytes += len(body)
             if n_bytes >= _READ_BYTES:
                 break
-        return found
+        return parts
 
     def lines(self, number: int) -> Iterator[tuple[int, bytes]]:
         """Yield the lines of a file that are not blank, with their numbers from 0. In a thread; raises StoreError."""
@@ -275,8 +275,8 @@ class Files(Database):
         """Take at most ``n`` batches, of those who have the fewest first. ``dead``: workers that have ended."""
         writer = self.writer
         writer.executemany("UPDATE batches SET worker = NULL WHERE worker = ?", [(name,) for name in dead])
-        made: list[Claim] = []
-        while len(made) < n:
+        claims: list[Claim] = []
+        while len(claims) < n:
             row = writer.execute(
                 "SELECT number, id, owner, endpoint, status, input, expires_at, n_attempts + 1 FROM batches b "
                 f"WHERE status IN ({_ACTIVE}) AND worker IS NULL AND {IS_DUE} ORDER BY "
@@ -290,8 +290,8 @@ class Files(Database):
                 "UPDATE batches SET worker = ?, n_attempts = n_attempts + 1 WHERE number = ?",
                 (worker, claim.number),
             )
-            made.append(claim)
-        return made
+            claims.append(claim)
+        return claims
 
     def begin(self, worker: str, number: int, n_total: int) -> None:
         """Note that the requests of a batch are sound. Raises LostError."""
@@ -313,7 +313,9 @@ class Files(Database):
         there = "SELECT 1 FROM parts WHERE file IN (?, ?) AND number = ?"
         files = row["output"], row["errors"]
         # One whose transaction was on its way when its request was cancelled is there.
-        results = [one for one in results if not self.writer.execute(there, (*files, one.number)).fetchone()]
+        results = [
+            entry for entry in results if not self.writer.execute(there, (*files, entry.number)).fetchone()
+        ]
         self._check_room(row["owner"], sum(len(result.line) for result in results))
         for result in results:
             file = row["errors"] if result.is_error else row["output"]
@@ -344,8 +346,8 @@ class Files(Database):
                 "WHERE number = ?",
                 (now, now, file),
             )
-            found = self.writer.execute("SELECT id FROM files WHERE number = ?", (file,)).fetchone()
-            changes[field] = None if found is None else found[0]
+            row_of_file = self.writer.execute("SELECT id FROM files WHERE number = ?", (file,)).fetchone()
+            changes[field] = None if row_of_file is None else row_of_file[0]
         self.writer.execute("UPDATE batches SET ended_at = ?, worker = NULL WHERE number = ?", (now, number))
         self._set(row, status, changes)
 
@@ -389,7 +391,7 @@ class Files(Database):
 
     def _new_file(self, owner: str, name: str, purpose: str, lifetime_s: int | None, is_ready: bool) -> int:
         now = int(time.time())
-        made = self.writer.execute(
+        cursor = self.writer.execute(
             "INSERT INTO files (id, owner, purpose, name, created_at, expires_at, is_ready) "
             "VALUES (?, ?, ?, ?, ?, ?, ?)",
             (
@@ -402,8 +404,8 @@ class Files(Database):
                 is_ready,
             ),
         )
-        assert made.lastrowid is not None
-        return made.lastrowid
+        assert cursor.lastrowid is not None
+        return cursor.lastrowid
 
     def _row(
         self,
@@ -412,31 +414,31 @@ class Files(Database):
         file_id: str | None = None,
         number: int | None = None,
     ) -> sqlite3.Row:
-        found = _rows(
+        rows = _rows(
             connection,
             "SELECT * FROM files WHERE (id = ? OR number = ?) AND owner = ? AND is_ready AND expires_at > ?",
             (file_id, number, owner, int(time.time())),
         )
-        if not found:
+        if not rows:
             raise MissingError("file", str(file_id))
-        return found[0]
+        return rows[0]
 
     def _batch(self, connection: sqlite3.Connection, owner: str, batch_id: str) -> sqlite3.Row:
-        found = _rows(connection, "SELECT * FROM batches WHERE id = ? AND owner = ?", (batch_id, owner))
-        if not found:
+        rows = _rows(connection, "SELECT * FROM batches WHERE id = ? AND owner = ?", (batch_id, owner))
+        if not rows:
             raise MissingError("batch", batch_id)
-        return found[0]
+        return rows[0]
 
     def _mine(self, worker: str, number: int, status: str | None = None) -> sqlite3.Row:
-        found = _rows(
+        rows = _rows(
             self.writer,
             f"SELECT * FROM batches WHERE number = ? AND worker = ? AND status IN ({_ACTIVE}) "
             "AND status = coalesce(?, status)",
             (number, worker, status),
         )
-        if not found:
+        if not rows:
             raise LostError
-        return found[0]
+        return rows[0]
 
     def _set(self, row: sqlite3.Row, status: str, changes: Mapping[str, Any] | None = None) -> None:
         body = {

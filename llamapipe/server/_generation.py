@@ -76,7 +76,7 @@ def _refuse_paths(messages: Sequence[Mapping[str, Any]]) -> None:
 
 async def prompts_of(
     state: ServerState,
-    given: Prompt,
+    prompt: Prompt,
     name: str,
     add_special: bool = True,
     parse_special: bool = True,
@@ -93,7 +93,7 @@ async def prompts_of(
         )
     if n_last == -1:
         n_last = state.engine.n_ctx - 1
-    items = given_prompts(given)
+    items = given_prompts(prompt)
     if not items:
         raise ApiError(400, f"{name} is empty; give at least one", name)
     prompts: list[list[int]] = []
@@ -118,14 +118,14 @@ async def prompts_of(
     return prompts
 
 
-def given_prompts(given: Prompt) -> list[str | list[int | str]]:
+def given_prompts(prompt: Prompt) -> list[str | list[int | str]]:
     """Return each prompt of a request: one where it is a text, or a list that has token ids."""
-    if isinstance(given, str):
-        return [given]
+    if isinstance(prompt, str):
+        return [prompt]
     # Most lists begin with what they have; the types of a long one are looked at by a loop in C.
-    if given and (isinstance(given[0], int) or int in set(map(type, given))):
-        return [given]  # type: ignore[list-item]
-    return given  # type: ignore[return-value]
+    if prompt and (isinstance(prompt[0], int) or int in set(map(type, prompt))):
+        return [prompt]  # type: ignore[list-item]
+    return prompt  # type: ignore[return-value]
 
 
 async def _mixed(
@@ -165,9 +165,9 @@ async def _text(
     if suffix is None:
         return await tokenized(state, text, add_special, parse_special)
     refuse_long(state, "text", len(text) + len(suffix))
-    made = await fim_prompt_of(state, FimText(text, suffix, order=state.settings.fim_order), None, "suffix")
+    prompt = await fim_prompt_of(state, FimText(text, suffix, order=state.settings.fim_order), None, "suffix")
     vocab = state.engine.model.vocab
-    return made.tokens if add_special or not vocab.add_bos else made.tokens[1:]
+    return prompt.tokens if add_special or not vocab.add_bos else prompt.tokens[1:]
 
 
 async def fim_prompt_of(state: ServerState, text: FimText, n_max: int | None, field: str) -> FimPrompt:
@@ -186,9 +186,9 @@ async def fim_prompt_of(state: ServerState, text: FimText, n_max: int | None, fi
         raise ApiError(400, str(e), field) from None
 
 
-def n_prompts(given: Prompt) -> int:
+def n_prompts(prompt: Prompt) -> int:
     """Return how many prompts a request gives: their number is checked before any is tokenized."""
-    return len(given_prompts(given))
+    return len(given_prompts(prompt))
 
 
 async def n_prompt_tokens(
@@ -267,12 +267,12 @@ _BUDGETS = {"minimal": 256, "low": 1024, "medium": 4096, "high": 16_384}
 _ABOUT_REASONING = ("enable_thinking", "thinking", "reasoning_effort")  # arguments of templates
 
 
-def template_args(given: Mapping[str, Any] | None, effort: str | None, field: str) -> dict[str, Any]:
+def template_args(arguments: Mapping[str, Any] | None, effort: str | None, field: str) -> dict[str, Any]:
     """Return the template's arguments, with the effort in ``field``. Raises ApiError 400.
 
     "none" turns the reasoning off, where a template can; the others are given to it as ``reasoning_effort``.
     """
-    args = dict(given or {})
+    args = dict(arguments or {})
     if effort is None:
         return args
     if effort not in EFFORTS:
@@ -295,9 +295,9 @@ def check_template_args(names: Iterable[str]) -> None:
             )
 
 
-async def with_default_args(state: ServerState, given: Mapping[str, Any] | None) -> dict[str, Any]:
+async def with_default_args(state: ServerState, arguments: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the arguments of a request's template: its own, else the operator's."""
-    args = dict(given or {})
+    args = dict(arguments or {})
     defaults = state.settings.default_template_args()
     if not any(name in args for name in _ABOUT_REASONING):
         if state.settings.reasoning == "off":
@@ -444,8 +444,8 @@ class ChatJob:
 
     def streams(self) -> list[AsyncGenerator[ChatDelta | None, None]]:
         """Return one stream for each choice. Its first item is None: the request was checked and is in the queue."""
-        made = [self._stream(i) for i in range(self._params.n)]
-        return [until_line(stream, self._most_ms) for stream in made] if self._most_ms else made
+        streams = [self._stream(i) for i in range(self._params.n)]
+        return [until_line(stream, self._most_ms) for stream in streams] if self._most_ms else streams
 
     async def _stream(self, i: int) -> AsyncGenerator[ChatDelta | None, None]:
         await self._prepare()

@@ -111,13 +111,13 @@ class Guard:
         on_loopback = listens_on_loopback(self._state, scope)
         if not (self._hosts or on_loopback):
             return
-        given = hosts[0].decode("latin-1")
-        name = _name(given)
+        host = hosts[0].decode("latin-1")
+        name = _name(host)
         if name in self._hosts or _is_own_name(name) or (not on_loopback and _address(name)):
             return
         raise ApiError(
             403,
-            f"the host {quoted(given)} is not a name of this server"
+            f"the host {quoted(host)} is not a name of this server"
             + (f"; if it is, for example behind a proxy, allow it with --allow-host {name}" if name else ""),
             code="forbidden_host",
         )
@@ -171,8 +171,8 @@ class Guard:
 def listens_on_loopback(state: Gate, scope: Scope) -> bool:
     """Return whether only programs of this machine reach the server."""
     address = state.bound_to or (scope.get("server") or ("", None))[0]
-    found = _address(address.strip("[]"))
-    return address == "localhost" or (found is not None and found.is_loopback)
+    ip = _address(address.strip("[]"))
+    return address == "localhost" or (ip is not None and ip.is_loopback)
 
 
 def _allow(exchange: Exchange) -> Response:
@@ -203,8 +203,8 @@ def _opens_page(scope: Scope, browser: dict[bytes, bytes]) -> bool:
 
 def _name(authority: str) -> str:
     """Return the host of ``host:port``, in the form in which hosts are compared; empty for what is neither."""
-    found = _AUTHORITY.fullmatch(authority.strip().lower())
-    return "" if found is None else next(filter(None, found.groups())).removesuffix(".")
+    match = _AUTHORITY.fullmatch(authority.strip().lower())
+    return "" if match is None else next(filter(None, match.groups())).removesuffix(".")
 
 
 def _lower(values: list[bytes]) -> list[bytes]:
@@ -218,16 +218,16 @@ def _is_own_name(name: str) -> bool:
     """
     if _is_loopback_name(name) or name in _CONTAINER_HOSTS:
         return True
-    if (found := _address(name)) is not None:
-        return found.is_unspecified
+    if (ip := _address(name)) is not None:
+        return ip.is_unspecified
     return bool(name) and "." not in name and ":" not in name
 
 
 def _is_loopback_name(name: str) -> bool:
     if name == "localhost" or name.endswith(".localhost"):
         return True
-    found = _address(name)
-    return found is not None and found.is_loopback
+    ip = _address(name)
+    return ip is not None and ip.is_loopback
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

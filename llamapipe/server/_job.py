@@ -100,11 +100,11 @@ class TextJob:
     async def _gathered(self) -> list[Completion]:
         parts = await gathered(self._exchange, self)
         scores = await self.prompt_logprobs()
-        made = []
+        completions = []
         for p, prompt in enumerate(self._prompts):
             streams = parts[p * self.n : (p + 1) * self.n]
             running = [stream for stream in self.running[p * self.n : (p + 1) * self.n] if stream is not None]
-            made.append(
+            completions.append(
                 Completion(
                     tuple(text_choice(i, stream) for i, stream in enumerate(streams)),
                     len(prompt),
@@ -115,7 +115,7 @@ class TextJob:
                     sum(stream.n_accepted_tokens for stream in running),
                 )
             )
-        return made
+        return completions
 
     def counts_of(self, done: Sequence[Completion]) -> Counts:
         """Return the tokens of whole answers."""
@@ -132,25 +132,25 @@ class TextJob:
 
         None: not asked for.
         """
-        given = self._params
-        if given.prompt_logprobs is None:
+        asked = self._params
+        if asked.prompt_logprobs is None:
             return None
         # Whose cells these are, and whether others may use them, is the same as for the answer.
         params = SamplingParams(
             max_tokens=1,
-            prompt_logprobs=given.prompt_logprobs,
-            cache=given.cache,
-            cache_salt=given.cache_salt,
-            adapter=given.adapter,
-            priority=given.priority,
+            prompt_logprobs=asked.prompt_logprobs,
+            cache=asked.cache,
+            cache_salt=asked.cache_salt,
+            adapter=asked.adapter,
+            priority=asked.priority,
         )
         done = await self._engine.agenerate(self._prompts, params, timeout=self._timeout, block=False)
         return [list(completion.prompt_logprobs or ()) for completion in done]
 
     def streams(self) -> list[AsyncGenerator[Delta | None, None]]:
         """Return one stream for each choice, those of the first prompt first."""
-        made = [self._stream(p, i) for p in range(len(self._prompts)) for i in range(self.n)]
-        return [until_line(stream, self._most_ms) for stream in made] if self._most_ms else made
+        streams = [self._stream(p, i) for p in range(len(self._prompts)) for i in range(self.n)]
+        return [until_line(stream, self._most_ms) for stream in streams] if self._most_ms else streams
 
     async def _stream(self, p: int, i: int) -> AsyncGenerator[Delta | None, None]:
         params = replace(self._params, n=1, prompt_logprobs=None)
@@ -223,13 +223,13 @@ async def encoded(exchange: Exchange, job: Job[Part], encoder: Encoder[Part]) ->
 async def gathered(exchange: Exchange, job: Job[Part]) -> list[list[Part]]:
     """Return the parts of each choice of an answer that is no stream."""
     streams = job.streams()
-    made: list[list[Part]] = [[] for _ in streams]
+    parts: list[list[Part]] = [[] for _ in streams]
     async with aclosing(merge_streams(streams)) as items:  # type: ignore[type-var]
         async for index, part in items:
             if part is not None:
                 exchange.token_arrived(index)
-                made[index].append(part)
-    return made
+                parts[index].append(part)
+    return parts
 
 
 async def joined(parts: AsyncGenerator[bytes, None]) -> bytes:

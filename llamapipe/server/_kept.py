@@ -130,7 +130,7 @@ class Kept:
         param = "conversation" if self.previous is None else "previous_response_id"
         most = (settings.max_messages - n_items, settings.max_body_bytes, f"resp_{self.id}")
         try:
-            found = await read(
+            context = await read(
                 exchange, store_of(exchange).earlier, self.previous, self.conversation, *most, param=param
             )
         except TooMuchError as e:
@@ -141,20 +141,20 @@ class Kept:
                 "begin anew with a summary",
                 param,
             ) from None
-        self.earlier, self._after = found.items, found.after
-        exchange.hold_more(found.n_bytes)
+        self.earlier, self._after = context.items, context.after
+        exchange.hold_more(context.n_bytes)
 
-    async def resolved(self, given: Sequence[Item]) -> list[Item]:
+    async def resolved(self, items: Sequence[Item]) -> list[Item]:
         """Return the input with items in place of references to stored ones. Raises ApiError 404."""
-        return await resolved(self._exchange, given)
+        return await resolved(self._exchange, items)
 
-    async def keep(self, response: Mapping[str, Any], given: Sequence[Item], output: Sequence[Item]) -> None:
+    async def keep(self, response: Mapping[str, Any], items: Sequence[Item], output: Sequence[Item]) -> None:
         """Store the answer, which has ended. If that fails, ``is_stored`` and a header say so."""
         if not self.is_stored:
             return
         exchange, store = self._exchange, self._exchange.gate.store
         assert store is not None
-        answer = self._new(response, given, output)
+        answer = self._new(response, items, output)
         if answer.worker is not None:
             await write(exchange, store.add_answer, answer)
             return
@@ -167,27 +167,27 @@ class Kept:
             self._was_not(str(e))
 
     async def keep_for_later(
-        self, response: Mapping[str, Any], given: Sequence[Item], body: bytes, events: Sequence[bytes]
+        self, response: Mapping[str, Any], items: Sequence[Item], body: bytes, events: Sequence[bytes]
     ) -> None:
         """Store an answer that is to be computed from a request's body. Raises ApiError.
 
         ``events``: see ``Runs.add``.
         """
         settings = self._exchange.gate.settings
-        answer = self._new(response, given, ())._replace(is_listed=False)
+        answer = self._new(response, items, ())._replace(is_listed=False)
         runs = Runs(store_of(self._exchange))
         await write(
             self._exchange, runs.add, answer, body, events, settings.max_background, settings.store_bytes
         )
 
-    def _new(self, response: Mapping[str, Any], given: Sequence[Item], output: Sequence[Item]) -> NewAnswer:
+    def _new(self, response: Mapping[str, Any], items: Sequence[Item], output: Sequence[Item]) -> NewAnswer:
         is_listed = self.conversation is not None and response["status"] != "failed"
         body = {name: value for name, value in response.items() if name != "output"}
         worker = self._exchange.gate.inside_of(self._exchange).worker
         return NewAnswer(
             response["id"],
             body,
-            given,
+            items,
             output,
             self.previous,
             self.conversation,
@@ -218,8 +218,8 @@ def kept_of(
         if not isinstance(conversation, str):
             raise ApiError(400, 'conversation must be an id, or {"id": "conv_…"}', "conversation")
     if exchange.gate.store is None:
-        for name, given in (("previous_response_id", previous), ("conversation", conversation)):
-            if given is not None:
+        for name, stored_id in (("previous_response_id", previous), ("conversation", conversation)):
+            if stored_id is not None:
                 raise ApiError(400, f"{name} is not supported: {NO_STORE}; send the whole input", name)
         return Kept(exchange, None, None, False)
     if stores is False and conversation is not None:
@@ -231,20 +231,20 @@ def kept_of(
     return Kept(exchange, previous, conversation, stores is not False)
 
 
-async def resolved(exchange: Exchange, given: Sequence[Item]) -> list[Item]:
+async def resolved(exchange: Exchange, items: Sequence[Item]) -> list[Item]:
     """Return items in place of references to stored ones. Raises ApiError 404.
 
     Without a store the references stay.
     """
-    places = {i: item_id for i, item in enumerate(given) if (item_id := _reference(item)) is not None}
+    places = {i: item_id for i, item in enumerate(items) if (item_id := _reference(item)) is not None}
     if not places or exchange.gate.store is None:
-        return list(given)
+        return list(items)
     store = exchange.gate.store
-    found = await read(exchange, store.referred, list(places.values()), param="input")
-    made = list(given)
-    for i, item in zip(places, found, strict=True):
-        made[i] = item
-    return made
+    stored = await read(exchange, store.referred, list(places.values()), param="input")
+    whole = list(items)
+    for i, item in zip(places, stored, strict=True):
+        whole[i] = item
+    return whole
 
 
 def _reference(item: Mapping[str, Any]) -> str | None:

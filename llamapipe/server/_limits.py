@@ -44,21 +44,21 @@ def _n_characters(content: object) -> int:
     return len(content) if isinstance(content, str) else 0
 
 
-def check_n_messages(state: Gate, given: object, name: str) -> None:
+def check_n_messages(state: Gate, items: object, name: str) -> None:
     """Raise ApiError 400 for a conversation of more messages than the server allows, before any is looked at.
 
     A message of several parts counts as many: what looks at each of them holds up the event loop.
     """
     most = state.settings.max_messages
-    if not isinstance(given, list):
+    if not isinstance(items, list):
         return
-    if len(given) > most:
+    if len(items) > most:
         raise ApiError(
             400,
-            f"{name} has {len(given)} items; the limit of this server is {most} (--max-messages): send the last ones",
+            f"{name} has {len(items)} items; the limit of this server is {most} (--max-messages): send the last ones",
             name,
         )
-    if _has_more_parts(given, most):
+    if _has_more_parts(items, most):
         raise ApiError(
             400,
             f"{name} has over {most} messages and parts of them, the limit of this server (--max-messages): send the "

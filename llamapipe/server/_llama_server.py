@@ -109,8 +109,10 @@ async def infill(exchange: Exchange, request: InfillRequest) -> Response:
         prefix = request.input_prefix + (request.prompt or "")
         order = state.settings.fim_order
         text = FimText(prefix, request.input_suffix, extra, request.filename, order)
-        made = await fim_prompt_of(state, text, fim_room(state.engine.n_ctx, _limit(request)), "input_prefix")
-        return [made.tokens], made.is_cut
+        prompt = await fim_prompt_of(
+            state, text, fim_room(state.engine.n_ctx, _limit(request)), "input_prefix"
+        )
+        return [prompt.tokens], prompt.is_cut
 
     return await _answer(exchange, request, prompts)
 
@@ -124,8 +126,8 @@ async def _answer(exchange: Exchange, request: LlamaServerRequest, prompts: Prom
     async def events() -> AsyncGenerator[bytes, None]:
         job, encoder = await _prepared(exchange, request, prompts)
         encoders.append(encoder)
-        async with aclosing(encoded(exchange, job, encoder)) as made:
-            async for data in made:
+        async with aclosing(encoded(exchange, job, encoder)) as stream:
+            async for data in stream:
                 yield data
 
     def news() -> bytes:
@@ -215,14 +217,14 @@ def _params(exchange: Exchange, request: LlamaServerRequest) -> SamplingParams:
 async def lora_adapters(exchange: Exchange) -> Response:
     """``GET /lora-adapters``: what is loaded. No request uses one unless it says so, hence the scale 0."""
     vocab = exchange.server.engine.model.vocab
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for i, adapter in enumerate(exchange.server.loras):
         entry = {"id": i, "name": adapter.name, "path": adapter.path.name, "scale": 0.0}
         if tokens := adapter.invocation_tokens:
             written = b"".join(map(vocab.written_piece, tokens)).decode(errors="replace")
             entry |= {"alora_invocation_string": written, "alora_invocation_tokens": list(tokens)}
-        found.append(entry)
-    return JsonResponse(found)
+        entries.append(entry)
+    return JsonResponse(entries)
 
 
 # ---- the text of a choice
@@ -297,8 +299,8 @@ class _Job(TextJob):
     def streams(self) -> list[AsyncGenerator[Delta | None, None]]:
         """Return one stream for each choice."""
         most_ms = check_time_limit(self._request.t_max_predict_ms)
-        made = super().streams()
-        timed = [until_line(parts, most_ms, CUT) for parts in made] if most_ms else made
+        streams = super().streams()
+        timed = [until_line(parts, most_ms, CUT) for parts in streams] if most_ms else streams
         return [self._limited(index, parts) for index, parts in enumerate(timed)]
 
     async def _limited(

@@ -108,12 +108,12 @@ class McpTools:
 
     async def load(self, wanted: Wanted) -> None:
         """Ask a server for its tools. Raises McpError; ApiError if this server ends."""
-        found = {
+        tools = {
             tool.name: tool
             for tool in await self._exchange.server.ask_tools(wanted.server.tools())
             if wanted.allowed.matches(tool) and _NAME.fullmatch(tool.name)
         }
-        self.offered[wanted.label] = Offered(wanted, found)
+        self.offered[wanted.label] = Offered(wanted, tools)
 
     def end(self) -> None:
         """End what only this answer needs, when it is complete or the client is gone. Does not wait."""
@@ -138,38 +138,38 @@ class McpTools:
             "error": None,
         }
 
-    def expanded(self, given: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]] | None:
+    def expanded(self, tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]] | None:
         """Return the tools of the request with a namespace in place of each server."""
         if not self.wanted:
-            return None if given is None else list(given)
-        made: list[Mapping[str, Any]] = []
+            return None if tools is None else list(tools)
+        expanded: list[Mapping[str, Any]] = []
         waiting = iter(self.wanted)
-        for tool in given or ():
+        for tool in tools or ():
             if tool.get("type") != "mcp":
-                made.append(tool)
+                expanded.append(tool)
                 continue
             offered = self.offered[next(waiting).label]
             functions = [
                 {
                     "type": "function",
-                    "name": found.name,
-                    "description": found.description,
-                    "parameters": found.input_schema,
+                    "name": offer.name,
+                    "description": offer.description,
+                    "parameters": offer.input_schema,
                 }
-                for found in offered.tools.values()
+                for offer in offered.tools.values()
             ]
             about = offered.wanted.about
-            made.append(
+            expanded.append(
                 {"type": "namespace", "name": offered.wanted.label, "description": about, "tools": functions}
             )
-        return made
+        return expanded
 
-    def choice(self, given: Any) -> Any:
+    def choice(self, choice: Any) -> Any:
         """Return the choice of the request, with namespaces in place of servers."""
-        if not self.wanted or not isinstance(given, Mapping):
-            return given
-        if given.get("type") == "mcp":
-            label, name = given.get("server_label"), given.get("name")
+        if not self.wanted or not isinstance(choice, Mapping):
+            return choice
+        if choice.get("type") == "mcp":
+            label, name = choice.get("server_label"), choice.get("name")
             if name is not None:
                 return {"type": "function", "name": name, "namespace": label}
             return {
@@ -177,10 +177,10 @@ class McpTools:
                 "mode": "required",
                 "tools": [{"type": "namespace", "name": label}],
             }
-        tools = given.get("tools")
-        if given.get("type") == "allowed_tools" and isinstance(tools, list):
-            return {**given, "tools": [_allowed(tool) for tool in tools]}
-        return given
+        tools = choice.get("tools")
+        if choice.get("type") == "allowed_tools" and isinstance(tools, list):
+            return {**choice, "tools": [_allowed(tool) for tool in tools]}
+        return choice
 
     def later_choice(self, choice: Any, most: int | None) -> Any:
         """Return the engine's choice after calls have been run: none is forced again, and none is left at the limit."""
@@ -212,7 +212,7 @@ class McpTools:
         requests = {item.get("id"): item for item in items if item.get("type") == "mcp_approval_request"}
         ran = {item.get("approval_request_id") for item in items if item.get("type") == "mcp_call"}
         answers: dict[str, bool] = {}
-        made = []
+        calls = []
         for item in items:
             if item.get("type") != "mcp_approval_response":
                 continue
@@ -239,7 +239,7 @@ class McpTools:
                     "the request does not have in tools",
                     "tools",
                 )
-            made.append(
+            calls.append(
                 {
                     "type": "mcp_call",
                     "server_label": label,
@@ -250,7 +250,7 @@ class McpTools:
                     "error": None,
                 }
             )
-        return made
+        return calls
 
     async def run(self, item: Item, most: int | None) -> None:
         """Run the call of an item, and put its result there. ``most``: calls of the request, None: no limit.
@@ -286,10 +286,10 @@ class McpTools:
 
     def _keep_images(self, item: Item, result: Result) -> None:
         """Keep the images of a result for the rest of the answer, if the model takes any."""
-        found = [part for part in result.parts if isinstance(part, Image) and _DATA.fullmatch(part.data)]
-        if found and self._exchange.server.engine.model.supports_images:
-            self._images[item["approval_request_id"] or item["id"]] = found
-            self._exchange.hold_more(sum(len(image.data) for image in found))
+        images = [part for part in result.parts if isinstance(part, Image) and _DATA.fullmatch(part.data)]
+        if images and self._exchange.server.engine.model.supports_images:
+            self._images[item["approval_request_id"] or item["id"]] = images
+            self._exchange.hold_more(sum(len(image.data) for image in images))
 
     def with_images(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the conversation with the images of results of this answer."""
@@ -301,34 +301,34 @@ class McpTools:
         ]
 
 
-def mcp_of(exchange: Exchange, given: Sequence[Mapping[str, Any]] | None) -> McpTools:
+def mcp_of(exchange: Exchange, tools: Sequence[Mapping[str, Any]] | None) -> McpTools:
     """Return the servers that a request names; none if this server has none. Call ``end``. Raises ApiError 400."""
     listed_ones, remote = exchange.server.mcp, exchange.server.mcp_remote
     if listed_ones is None and remote is None:
         return McpTools(exchange, ())
     labels = {} if listed_ones is None else listed_ones.labels
     places: dict[str, str] = {}
-    found: list[tuple[str, str, Mapping[str, Any]]] = []
-    for i, tool in enumerate(given or ()):
+    named: list[tuple[str, str, Mapping[str, Any]]] = []
+    for i, tool in enumerate(tools or ()):
         if tool.get("type") != "mcp":
             continue
         label = _check(f"tools.{i}", tool, labels, remote)
         if label in places:
             raise ApiError(400, f"tools: there are two MCP servers called {quoted(label)}", "tools")
         places[label] = f"tools.{i}"
-        found.append((places[label], label, tool))
-    if len(found) > MOST_SERVERS:
+        named.append((places[label], label, tool))
+    if len(named) > MOST_SERVERS:
         raise ApiError(
-            400, f"tools: there are {len(found)} MCP servers; the limit is {MOST_SERVERS}", "tools"
+            400, f"tools: there are {len(named)} MCP servers; the limit is {MOST_SERVERS}", "tools"
         )
-    for i, tool in enumerate(given or ()):
+    for i, tool in enumerate(tools or ()):
         if tool.get("type") == "namespace" and tool.get("name") in tuple(places):
             raise ApiError(
                 400, f"tools.{i}: an MCP server has the name {quoted(tool['name'])}, too", f"tools.{i}.name"
             )
-    rules = [_rules(place, tool) for place, _, tool in found]  # all is checked before anything is opened
+    rules = [_rules(place, tool) for place, _, tool in named]  # all is checked before anything is opened
     wanted = []
-    for (place, label, tool), rule in zip(found, rules, strict=True):
+    for (place, label, tool), rule in zip(named, rules, strict=True):
         if listed_ones is not None and label in labels:
             server: McpServer = ListedServer(listed_ones, label)
         else:
@@ -366,7 +366,7 @@ def plain_items(item: Mapping[str, Any]) -> list[Item] | None:
     return [output] if asked is not None else [_call_of(item), output]
 
 
-def shown_tools(given: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]]:
+def shown_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]]:
     """Return the tools of a request for its answer, which is stored and shown.
 
     Secrets for servers are left out.
@@ -376,7 +376,7 @@ def shown_tools(given: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, 
         {key: value for key, value in tool.items() if key not in secret}
         if tool.get("type") == "mcp"
         else tool
-        for tool in given or ()
+        for tool in tools or ()
     ]
 
 
@@ -456,8 +456,8 @@ def _rules(place: str, tool: Mapping[str, Any]) -> tuple[str | None, Filter, Fil
     if about is not None and not isinstance(about, str):
         raise ApiError(400, f"{place}: server_description must be text", f"{place}.server_description")
     allowed = Filter()
-    if (given := tool.get("allowed_tools")) is not None:
-        allowed = _filter(f"{place}.allowed_tools", given)
+    if (allowed_tools := tool.get("allowed_tools")) is not None:
+        allowed = _filter(f"{place}.allowed_tools", allowed_tools)
     approval = tool.get("require_approval")
     always: Filter | None = None
     never: Filter | None = None
@@ -468,7 +468,7 @@ def _rules(place: str, tool: Mapping[str, Any]) -> tuple[str | None, Filter, Fil
                     400, f"{place}.require_approval: unknown key {quoted(key)}", f"{place}.require_approval"
                 )
         always, never = (
-            None if (one := approval.get(key)) is None else _filter(f"{place}.require_approval.{key}", one)
+            None if (rule := approval.get(key)) is None else _filter(f"{place}.require_approval.{key}", rule)
             for key in ("always", "never")
         )
         if always is not None and never is None:
@@ -484,15 +484,15 @@ def _rules(place: str, tool: Mapping[str, Any]) -> tuple[str | None, Filter, Fil
     return about, allowed, always, never
 
 
-def _filter(place: str, given: Any) -> Filter:
-    if isinstance(given, list):
-        given = {"tool_names": given}
-    if not isinstance(given, Mapping):
+def _filter(place: str, rule: Any) -> Filter:
+    if isinstance(rule, list):
+        rule = {"tool_names": rule}
+    if not isinstance(rule, Mapping):
         raise ApiError(400, f"{place} must be a list of names, or an object", place)
-    for key in given:
+    for key in rule:
         if key not in _FILTER_KEYS:
             raise ApiError(400, f"{place}: unknown key {quoted(key)}{did_you_mean(key, _FILTER_KEYS)}", place)
-    names, is_read_only = given.get("tool_names"), given.get("read_only")
+    names, is_read_only = rule.get("tool_names"), rule.get("read_only")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ApiError(400, f"{place}: tool_names must be a list of texts", place)
     if not isinstance(is_read_only, bool | None):

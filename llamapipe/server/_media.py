@@ -57,15 +57,15 @@ def place_of(messages: Sequence[Mapping[str, Any]], index: int, i: int) -> str:
 
 def in_request(error: InvalidRequestError, messages: Sequence[Mapping[str, Any]]) -> Exception:
     """Return the engine's error about an image or a sound with its place in the request; other errors unchanged."""
-    found = _ENGINE_PLACE.match(str(error))
-    if found is None:
+    match = _ENGINE_PLACE.match(str(error))
+    if match is None:
         return error
     try:
-        place = place_of(messages, int(found[1]), int(found[2]))
+        place = place_of(messages, int(match[1]), int(match[2]))
     except (LookupError, TypeError):
         return error
     code = "context_length_exceeded" if "n_ctx" in str(error) else None
-    return ApiError(400, f"{place}{str(error)[found.end() :]}", place, code)
+    return ApiError(400, f"{place}{str(error)[match.end() :]}", place, code)
 
 
 async def with_media(
@@ -75,7 +75,7 @@ async def with_media(
 
     Raises ApiError 400, InvalidRequestError; TimeoutError after ``timeout_s``.
     """
-    found: dict[tuple[int, int], str] = {}
+    urls: dict[tuple[int, int], str] = {}
     for index, message in enumerate(messages):
         content = message.get("content")
         for i, part in enumerate(content if isinstance(content, list) else ()):
@@ -83,25 +83,25 @@ async def with_media(
                 url = part.get("image_url")
                 url = url.get("url") if isinstance(url, Mapping) else url
                 if isinstance(url, str) and url.partition(":")[0].lower() in ("http", "https", "file"):
-                    found[index, i] = url
-    if not found or exchange.server.engine.model.projector is None:  # the engine says what the model lacks
+                    urls[index, i] = url
+    if not urls or exchange.server.engine.model.projector is None:  # the engine says what the model lacks
         return messages
-    if len(set(found.values())) > MOST_ADDRESSES:
+    if len(set(urls.values())) > MOST_ADDRESSES:
         raise ApiError(
             400,
-            f"the messages name images by {len(set(found.values()))} addresses; at most {MOST_ADDRESSES} are read",
+            f"the messages name images by {len(set(urls.values()))} addresses; at most {MOST_ADDRESSES} are read",
         )
     loaded: dict[str, bytes | Path] = {}
     left = exchange.server.settings.max_body_bytes
     with time_limit(exchange.server.settings.timeout_s):
-        for (index, i), url in found.items():
+        for (index, i), url in urls.items():
             if url not in loaded:
                 place = place_of(messages, index, i)
                 loaded[url] = value = await _loaded(exchange, place, url, left)
                 left -= len(value) if isinstance(value, bytes) else 0
     exchange.hold_more(sum(len(value) for value in loaded.values() if isinstance(value, bytes)))
     changed = [dict(message) for message in messages]
-    for (index, i), url in found.items():
+    for (index, i), url in urls.items():
         content = changed[index]["content"] = list(changed[index]["content"])
         content[i] = PlacedPart(place_of(messages, index, i), {"type": "image", "image": loaded[url]})
     return changed
@@ -151,9 +151,9 @@ class _Ending:
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
 
-    def watch(self, found: socket.socket) -> None:
+    def watch(self, connection: socket.socket) -> None:
         with self._lock:
-            self._socket = found
+            self._socket = connection
             if self.is_ended:
                 self._shut()
 
@@ -179,10 +179,10 @@ def fetched(url: str, allowed: Sequence[str], most: int, ending: _Ending) -> byt
     timer.start()
     try:
         for _ in range(MOST_HOPS):
-            found = _answer(url, allowed, most, deadline, ending)
-            if isinstance(found, bytes):
-                return found
-            url = urljoin(url, found)
+            answer = _answer(url, allowed, most, deadline, ending)
+            if isinstance(answer, bytes):
+                return answer
+            url = urljoin(url, answer)
         raise Refused(f"it is redirected more than {MOST_HOPS - 1} times")
     except (OSError, http.client.HTTPException, ValueError) as e:
         if ending.is_ended or isinstance(e, TimeoutError):

@@ -58,8 +58,8 @@ async def fim_completions(exchange: Exchange, request: FimRequest) -> Response:
 
     async def events() -> AsyncGenerator[bytes, None]:
         job = TextJob(exchange, [await prompt()], params)
-        async with aclosing(encoded(exchange, job, encoder)) as made:
-            async for data in made:
+        async with aclosing(encoded(exchange, job, encoder)) as stream:
+            async for data in stream:
                 yield data
 
     return EventStream(exchange, events())

@@ -61,28 +61,28 @@ def _operation(endpoint: Endpoint, path: str) -> dict[str, Any]:
     if endpoint.body is not None or endpoint.form:
         statuses |= {*_WITH_BODY}
     name = re.sub(r"[/-]", "_", _PARAMETER.sub(r"\1", path).strip("/"))
-    made: dict[str, Any] = {
+    operation: dict[str, Any] = {
         "summary": endpoint.summary if path == endpoint.path else f"The same as {endpoint.path}.",
         "operationId": f"{endpoint.method.lower()}_{name}",
         "responses": {status: _answer(status, endpoint.media) for status in sorted(statuses)},
     }
     if endpoint.has_key:
-        made["security"] = [{}, {"key": []}]
+        operation["security"] = [{}, {"key": []}]
     if endpoint.body is not None:
         reference = {"$ref": _REF.format(name=endpoint.body.__name__)}
-        made["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
         if "stream" in endpoint.body.__struct_fields__:
-            made["responses"]["200"]["content"][endpoint.stream_media] = {}
+            operation["responses"]["200"]["content"][endpoint.stream_media] = {}
     if endpoint.form:
         fields: dict[str, Any] = {field: {"type": "string"} for field in endpoint.form}
         fields[endpoint.form[0]] = {"type": "string", "format": "binary"}
         schema = {"type": "object", "properties": fields, "required": [endpoint.form[0]]}
-        made["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": schema}}}
+        operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": schema}}}
     if names := _PARAMETER.findall(path):
-        made["parameters"] = [
+        operation["parameters"] = [
             {"in": "path", "name": name, "required": True, "schema": {"type": "string"}} for name in names
         ]
-    return made
+    return operation
 
 
 def _answer(status: str, media: str) -> dict[str, Any]:

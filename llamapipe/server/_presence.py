@@ -44,12 +44,12 @@ class Presence:
 
     def dead(self, names: Iterable[str | None]) -> list[str]:
         """Return which of these names are of other processes that have ended."""
-        found = []
+        dead = []
         for name in {name for name in names if name is not None} - {self.name}:
             remove_if_dead(self._file(name))
             if not self._file(name).exists():
-                found.append(name)
-        return found
+                dead.append(name)
+        return dead
 
     def _file(self, name: str) -> Path:
         return Path(f"{self._path}-at-{name}")

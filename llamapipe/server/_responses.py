@@ -184,38 +184,38 @@ def check_include(names: Sequence[str]) -> list[str]:
 
 
 def messages_of(
-    instructions: str | None, given: Sequence[Item], tools: Tools, earlier: Sequence[Item] = ()
+    instructions: str | None, input_items: Sequence[Item], tools: Tools, earlier: Sequence[Item] = ()
 ) -> list[Message]:
     """Return the conversation, the instructions first. Raises ApiError, which names the place.
 
     ``tools``: their names tell how the model knows the tools that were called. ``earlier``: stored items, before those
     that are given.
     """
-    made: list[Message] = []
+    messages: list[Message] = []
     if instructions is not None:
-        made.append({"role": "system", "content": instructions})
-    for place, items in (("earlier", earlier), ("input", given)):
+        messages.append({"role": "system", "content": instructions})
+    for place, items in (("earlier", earlier), ("input", input_items)):
         for index, item in enumerate(items):
-            _add(made, f"{place}.{index}", item, tools)
-    if not made:
+            _add(messages, f"{place}.{index}", item, tools)
+    if not messages:
         raise ApiError(400, "input is empty; give text or at least one item", "input")
-    return made
+    return messages
 
 
 def check_items(items: Sequence[Item]) -> None:
     """Raise ApiError 400 for items that no conversation may have."""
-    made: list[Message] = []
+    messages: list[Message] = []
     for index, item in enumerate(items):
-        _add(made, f"items.{index}", item, _NO_TOOLS)
+        _add(messages, f"items.{index}", item, _NO_TOOLS)
 
 
 def _items_of(request: ResponsesRequest) -> list[Item]:
     """Return the input as items."""
-    given = request.input
-    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+    text_or_items = request.input
+    return [{"role": "user", "content": text_or_items}] if isinstance(text_or_items, str) else text_or_items
 
 
-def _add(made: list[Message], place: str, item: Mapping[str, Any], tools: Tools) -> None:
+def _add(messages: list[Message], place: str, item: Mapping[str, Any], tools: Tools) -> None:
     """Add an item. Reasoning, text and calls of one answer become one message."""
     kind = item.get("type")
     if kind is None:  # the API lets messages and references leave it out
@@ -231,12 +231,12 @@ def _add(made: list[Message], place: str, item: Mapping[str, Any], tools: Tools)
                 f"{place}.role",
             )
         if role == "assistant":
-            _answer(made)["content"] += _text(f"{place}.content", item.get("content"))
+            _answer(messages)["content"] += _text(f"{place}.content", item.get("content"))
         else:
-            made.append({"role": role, "content": _parts(f"{place}.content", item.get("content"))})
+            messages.append({"role": role, "content": _parts(f"{place}.content", item.get("content"))})
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
-        message = _answer(made)
+        message = _answer(messages)
         message["reasoning_content"] = message.get("reasoning_content", "") + _text(f"{place}.content", parts)
     elif kind in ("function_call", "custom_tool_call"):
         if kind == "custom_tool_call":
@@ -245,10 +245,10 @@ def _add(made: list[Message], place: str, item: Mapping[str, Any], tools: Tools)
             arguments = item.get("arguments")  # of a call that was cut off, these may be anything
         function = {"name": _name(place, item, tools), "arguments": arguments}
         call = {"id": _string(place, item, "call_id"), "type": "function", "function": function}
-        _answer(made).setdefault("tool_calls", []).append(call)
+        _answer(messages).setdefault("tool_calls", []).append(call)
     elif kind in ("function_call_output", "custom_tool_call_output"):
         text = _text(f"{place}.output", item.get("output"))
-        made.append({"role": "tool", "tool_call_id": _string(place, item, "call_id"), "content": text})
+        messages.append({"role": "tool", "tool_call_id": _string(place, item, "call_id"), "content": text})
     elif kind == "item_reference":
         raise ApiError(
             404,
@@ -259,7 +259,7 @@ def _add(made: list[Message], place: str, item: Mapping[str, Any], tools: Tools)
         )
     elif (parts := plain_items(item)) is not None:
         for part in parts:
-            _add(made, place, part, tools)
+            _add(messages, place, part, tools)
     elif kind not in _HOSTED_ITEMS:
         raise ApiError(
             400, f"{place} has the type {quoted(kind)}, which is not supported here", f"{place}.type"
@@ -276,11 +276,11 @@ def _name(place: str, item: Mapping[str, Any], tools: Tools) -> str:
     return qualified(name, namespace) if isinstance(namespace, str) else name
 
 
-def _answer(made: list[Message]) -> Message:
+def _answer(messages: list[Message]) -> Message:
     """Return the message of the model that is being put together."""
-    if not made or made[-1]["role"] != "assistant":
-        made.append({"role": "assistant", "content": ""})
-    return made[-1]
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
 
 
 def _parts(place: str, content: Any) -> str | list[dict[str, Any]]:
@@ -339,8 +339,8 @@ async def responses(exchange: Exchange, request: ResponsesRequest) -> Response:
         _background.check(exchange, request.store)
     model = exchange.server.check_model(request.model)
     mcp = mcp_of(exchange, request.tools)
-    kept, given = await _opened(exchange, request, mcp, request.store)
-    answer = _Answer(exchange, request, model, mcp, kept, given)
+    kept, items = await _opened(exchange, request, mcp, request.store)
+    answer = _Answer(exchange, request, model, mcp, kept, items)
     if not mcp.wanted:  # otherwise when the tools of the servers are known
         answer.prepare()
     if is_later:
@@ -367,9 +367,9 @@ async def count_tokens(exchange: Exchange, request: ResponsesRequest) -> Respons
     finally:
         mcp.end()
     tools = _tools(exchange, request, mcp)
-    kept, given = await _opened(exchange, request, mcp, None)
+    kept, items = await _opened(exchange, request, mcp, None)
     functions = None if tools.choice == "none" else tools.functions
-    messages = messages_of(request.instructions, given, tools, kept.earlier)
+    messages = messages_of(request.instructions, items, tools, kept.earlier)
     return JsonResponse(
         input_tokens(await n_prompt_tokens(exchange, messages, functions, _template_args(request)))
     )
@@ -397,9 +397,9 @@ async def _opened(
     exchange.note_unused(request.unused(exchange.gate.store is not None, bool(mcp.wanted)))
     check_n_messages(exchange.server, request.input, "input")
     kept = kept_of(exchange, stores, request.previous_response_id, request.conversation)
-    given = await resolved(exchange, _items_of(request))
-    await kept.load(len(given))
-    return kept, given
+    items = await resolved(exchange, _items_of(request))
+    await kept.load(len(items))
+    return kept, items
 
 
 def _template_args(request: ResponsesRequest) -> dict[str, Any]:
@@ -450,14 +450,14 @@ def _job(
 
 def _schema(request: ResponsesRequest) -> Any:
     """Return the JSON schema that the answer must match, None for any text."""
-    given = None if request.text is None else request.text.format
-    if given is None or given.type == "text":
+    form = None if request.text is None else request.text.format
+    if form is None or form.type == "text":
         return None
-    if given.type == "json_object":
+    if form.type == "json_object":
         return {"type": "object"}
-    if given.schema is None:
+    if form.schema is None:
         raise ApiError(400, "text.format: json_schema needs a schema", "text.format.schema")
-    return given.schema
+    return form.schema
 
 
 class _Answer:
@@ -473,13 +473,13 @@ class _Answer:
         model: str,
         mcp: McpTools,
         kept: Kept,
-        given: Sequence[Item],
+        items: Sequence[Item],
     ) -> None:
         self._exchange = exchange
         self._request = request
         self._mcp = mcp
         self._kept = kept
-        self._given = given
+        self._given = items
         self._name = f"answer {kept.id}"  # of the conversation, which no client can choose
         self._began = self._told_at = perf_counter()
         vocab, is_stream = exchange.server.engine.model.vocab, bool(request.stream)
@@ -512,19 +512,19 @@ class _Answer:
         try:
             if self._job is None:
                 async with aclosing(self._begun()) as begun:
-                    async for made in begun:
-                        yield made
+                    async for event in begun:
+                        yield event
             while True:
                 async with aclosing(self._computed()) as computed:
-                    async for made in computed:
-                        yield made
+                    async for event in computed:
+                        yield event
                 if encoder.finish_reason == "cancelled":  # the engine was closed: this is no whole answer
                     raise shutting_down()
                 if not (calls := encoder.take_calls()):
                     return
                 async with aclosing(self._ran(calls)) as ran:
-                    async for made in ran:
-                        yield made
+                    async for event in ran:
+                        yield event
                 if encoder.is_cut or encoder.needs_client:
                     return
                 if most is not None and encoder.n_output >= most:
@@ -544,8 +544,8 @@ class _Answer:
             conversation.set(self._name)  # of what this task submits, see _ran
         try:
             async with aclosing(encoded(self._exchange, job, self._encoder)) as parts:
-                async for made in parts:
-                    yield made
+                async for event in parts:
+                    yield event
         finally:
             self._n_input += job.n_prompt_tokens
             self._n_cached += job.n_cached_tokens
@@ -574,8 +574,8 @@ class _Answer:
             yield encoder.open(item) + encoder.close()
         calls = encoder.take_calls()
         async with aclosing(self._ran(calls)) as ran:
-            async for made in ran:
-                yield made
+            async for event in ran:
+                yield event
         if calls:
             self._job = self._next_job()
 
@@ -588,8 +588,8 @@ class _Answer:
         engine.hold_conversation(self._name)
         try:
             async with aclosing(self._ran_all(calls)) as ran:
-                async for made in ran:
-                    yield made
+                async for event in ran:
+                    yield event
         except (asyncio.CancelledError, GeneratorExit):
             is_gone = True
             raise
@@ -632,23 +632,25 @@ class _Answer:
 
     async def later(self) -> Response:
         """Store the request, to be answered in the background."""
-        made = {**self._encoder.response(), "status": "queued"}
+        response = {**self._encoder.response(), "status": "queued"}
         is_stream = bool(self._request.stream)
         asked = {
             name: value for name, value in msgspec.to_builtins(self._request).items() if value is not None
         }
         events = [
-            typed_event({"type": kind, "response": made, "sequence_number": n})
+            typed_event({"type": kind, "response": response, "sequence_number": n})
             for n, kind in enumerate(("response.created", "response.queued"))
         ]
-        await self._kept.keep_for_later(made, self._given, encode_json(asked), events if is_stream else ())
-        return await _background.later(self._exchange, made["id"], made, is_stream)
+        await self._kept.keep_for_later(
+            response, self._given, encode_json(asked), events if is_stream else ()
+        )
+        return await _background.later(self._exchange, response["id"], response, is_stream)
 
     async def stored(self) -> dict[str, Any]:
         """Return the response that has ended, stored if it is to be stored."""
-        made = self._encoder.response(self._n_input, self._n_cached)
-        await self._kept.keep(made, self._given, self._encoder.output)
-        return {**made, "store": self._kept.is_stored}
+        response = self._encoder.response(self._n_input, self._n_cached)
+        await self._kept.keep(response, self._given, self._encoder.output)
+        return {**response, "store": self._kept.is_stored}
 
     def ping(self) -> bytes:
         """Return a sign of life of the stream: a comment, and now and then an event.
@@ -665,10 +667,10 @@ class _Answer:
         """Yield the events of the stream."""
         try:
             async with aclosing(self.parts()) as parts:
-                async for made in parts:
+                async for event in parts:
                     self._told_at = perf_counter()
                     # The first has no bytes: the request was checked.
-                    yield made or self._encoder.begin(0, Counts(0), ())
+                    yield event or self._encoder.begin(0, Counts(0), ())
         except Exception as e:
             # After an unexpected one an event ``error`` ends the stream.
             if self._exchange.status == 0 or self.is_again(e) or not self.fail(e):

@@ -145,10 +145,10 @@ class Runs:
             "WHERE r.owner = ? AND NOT r.is_done ORDER BY r.number DESC LIMIT ?",
             (owner, limit),
         )
-        made = []
+        runs = []
         for answer_id, worker, n_attempts, body, n_events in rows:
             told = msgspec.json.decode(body)
-            made.append(
+            runs.append(
                 {
                     "id": answer_id,
                     "status": "queued" if worker is None else "in_progress",
@@ -158,7 +158,7 @@ class Runs:
                     "n_events": n_events,
                 }
             )
-        return made
+        return runs
 
     # ---- of those who compute
     def look(self, connection: sqlite3.Connection) -> list[Place]:
@@ -171,8 +171,8 @@ class Runs:
         writer = self._writer
         writer.executemany("UPDATE runs SET worker = NULL WHERE worker = ?", [(name,) for name in dead])
         writer.execute("DELETE FROM runs WHERE is_done AND worker IS NULL")
-        made: list[Run] = []
-        while len(made) < n:
+        runs: list[Run] = []
+        while len(runs) < n:
             row = writer.execute(
                 "SELECT id, owner, is_stream, n_attempts, n_first, body FROM runs r "
                 f"WHERE worker IS NULL AND {IS_DUE} ORDER BY "
@@ -194,8 +194,8 @@ class Runs:
                 "UPDATE runs SET worker = ?, n_attempts = n_attempts + 1, n_first = ? WHERE id = ?",
                 (worker, n_next, answer_id),
             )
-            made.append(Run(answer_id, owner, bool(is_stream), n_attempts + 1, n_next, body))
-        return made
+            runs.append(Run(answer_id, owner, bool(is_stream), n_attempts + 1, n_next, body))
+        return runs
 
     def add_events(self, worker: str, answer_id: str, first: int, events: Sequence[bytes]) -> bool:
         """Store what a stream tells, from the number ``first``. False: the run is not this worker's."""

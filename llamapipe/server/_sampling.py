@@ -49,18 +49,18 @@ _TAGS = "give tools, whose calls are written in the model's format, or a grammar
 _SLOT = re.compile(r"[0-9]{1,9}|[A-Za-z][A-Za-z0-9._-]{0,63}")
 
 
-def slot_name(given: int | str | None, field: str = "id_slot") -> str:
+def slot_name(slot: int | str | None, field: str = "id_slot") -> str:
     """Return the name of the conversation that ``id_slot`` means. Raises ApiError 400."""
-    if given is None or isinstance(given, int):
-        return str(max(given or 0, 0))
-    if not _SLOT.fullmatch(given):
+    if slot is None or isinstance(slot, int):
+        return str(max(slot or 0, 0))
+    if not _SLOT.fullmatch(slot):
         raise ApiError(
             400,
-            f"{field} is {quoted(given[:80])}; it must be a number, or a name of at most 64 letters, digits, '.', '_' "
+            f"{field} is {quoted(slot[:80])}; it must be a number, or a name of at most 64 letters, digits, '.', '_' "
             "and '-' that begins with a letter",
             field,
         )
-    return str(int(given)) if given.isdigit() else given
+    return str(int(slot)) if slot.isdigit() else slot
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -98,11 +98,11 @@ class Prediction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     content: str | list[PredictionPart]
 
 
-def predicted(given: Prediction | str | None) -> dict[str, str]:
+def predicted(prediction: Prediction | str | None) -> dict[str, str]:
     """Return the field of ``SamplingParams`` for a request's prediction."""
-    if given is None:
+    if prediction is None:
         return {}
-    text = given.content if isinstance(given, Prediction) else given
+    text = prediction.content if isinstance(prediction, Prediction) else prediction
     return {"prediction": text if isinstance(text, str) else "".join(part.text for part in text)}
 
 
@@ -152,23 +152,23 @@ class Constrained(Formats, kw_only=True):
 
     def constraint(self) -> Constraint | None:
         """Return the format that the answer must match. Raises ApiError 400 if two are given."""
-        found: list[Constraint] = []
+        constraints: list[Constraint] = []
         for field, kind in _KINDS.items():
             value = getattr(self, field)
             if value is not None and value is not False:
-                found.append(_constraint(field, kind, value))
+                constraints.append(_constraint(field, kind, value))
         if self.response_format is not None:
             schema = self.response_format.answer_schema()
             if schema is not None:
-                found.insert(0, _constraint("response_format", "json_schema", schema))
+                constraints.insert(0, _constraint("response_format", "json_schema", schema))
         for field, kind in _STRUCTURED.items():
             value = getattr(self.structured_outputs, field, None)
             if value is not None and value is not False:
-                found.append(_constraint(f"structured_outputs.{field}", kind, value))
-        if len(found) > 1:
-            first, other = (constraint.field for constraint in found[:2])
+                constraints.append(_constraint(f"structured_outputs.{field}", kind, value))
+        if len(constraints) > 1:
+            first, other = (constraint.field for constraint in constraints[:2])
             raise ApiError(400, f"{first} and {other} are both given; give one of them", other)
-        return found[0] if found else None
+        return constraints[0] if constraints else None
 
 
 class Constraint(NamedTuple):
@@ -377,9 +377,9 @@ def checked_params(values: dict[str, Any], fields: Mapping[str, str]) -> Samplin
         raise ApiError(400, field + space + rest, field) from None
 
 
-def _check_texts(name: str, given: str | list[str] | None, most: int, most_characters: int) -> None:
+def _check_texts(name: str, value: str | list[str] | None, most: int, most_characters: int) -> None:
     """Raise ApiError 400 for texts that would keep the engine, and so all other requests, busy for long."""
-    texts = [given] if isinstance(given, str) else given or []
+    texts = [value] if isinstance(value, str) else value or []
     if len(texts) > most:
         raise ApiError(400, f"{name} has {len(texts)} texts; the limit is {most}", name)
     n_characters = sum(map(len, texts))
@@ -387,14 +387,14 @@ def _check_texts(name: str, given: str | list[str] | None, most: int, most_chara
         raise ApiError(400, f"{name} has {n_characters} characters; the limit is {most_characters}", name)
 
 
-def _biases(given: dict[str, float], tokenize: Tokenize) -> dict[int, float]:
+def _biases(logit_bias: dict[str, float], tokenize: Tokenize) -> dict[int, float]:
     """Return biases by token id. Raises ApiError 400.
 
     A key that is not a number is text; each of its tokens gets the bias.
     """
     biases: dict[int, float] = {}
     n_characters = 0
-    for key, value in given.items():
+    for key, value in logit_bias.items():
         if key.isascii() and key.isdigit() and len(key) <= _ID_DIGITS:
             biases[int(key)] = value
             continue
@@ -407,14 +407,14 @@ def _biases(given: dict[str, float], tokenize: Tokenize) -> dict[int, float]:
     return biases
 
 
-def token_biases(given: list[tuple[int | str, float | bool]], tokenize: Tokenize) -> dict[int, float]:
+def token_biases(logit_bias: list[tuple[int | str, float | bool]], tokenize: Tokenize) -> dict[int, float]:
     """Return biases by token id, from llama-server's list: ids or texts with numbers; False forbids.
 
     Raises ApiError 400.
     """
     biases: dict[int, float] = {}
     n_characters = 0
-    for index, (key, value) in enumerate(given):
+    for index, (key, value) in enumerate(logit_bias):
         if value is True:
             raise ApiError(
                 400, f"logit_bias {index} is true; give a number, or false to forbid it", "logit_bias"
@@ -460,37 +460,37 @@ _BY_BARE_NAME = {
 _MOST_SAMPLERS = 64
 
 
-def sampler_names(given: Sequence[str] | str) -> list[str]:
+def sampler_names(samplers: Sequence[str] | str) -> list[str]:
     """Return the ``sampler_order`` that a list of llama-server's names means, or a text of its letters.
 
     Raises ApiError 400. ``adaptive_p`` is left out: here ``adaptive_target`` alone turns it on, at the end.
     """
-    if len(given) > _MOST_SAMPLERS:
-        raise ApiError(400, f"samplers has {len(given)} names; the limit is {_MOST_SAMPLERS}", "samplers")
+    if len(samplers) > _MOST_SAMPLERS:
+        raise ApiError(400, f"samplers has {len(samplers)} names; the limit is {_MOST_SAMPLERS}", "samplers")
     names: list[str] = []
-    for word in given:
-        if isinstance(given, str):
+    for word in samplers:
+        if isinstance(samplers, str):
             name = _LETTERS.get(word)
         else:
             plain = word.lower().replace("-", "_")
             name = _ALIASES.get(plain) or _BY_BARE_NAME.get(plain.replace("_", ""))
             name = "adaptive_p" if plain.replace("_", "") == "adaptivep" else name
         if name is None:
-            known = ", ".join(_LETTERS) if isinstance(given, str) else ", ".join(SAMPLER_ORDER)
+            known = ", ".join(_LETTERS) if isinstance(samplers, str) else ", ".join(SAMPLER_ORDER)
             raise ApiError(400, f"samplers holds {quoted(word)}; it may hold {known}", "samplers")
         if name != "adaptive_p" and name not in names:
             names.append(name)
     return names
 
 
-def chosen_samplers(exchange: Exchange, request: Sampling, given: Sequence[str] | str) -> dict[str, Any]:
+def chosen_samplers(exchange: Exchange, request: Sampling, samplers: Sequence[str] | str) -> dict[str, Any]:
     """Return the fields of ``SamplingParams`` for ``samplers``. Raises ApiError 400.
 
     Options whose sampler it leaves out have no effect, and are named so: editors send them.
     """
     if getattr(request, "sampler_order", None) is not None:
         raise ApiError(400, "sampler_order and samplers are the same option; give one", "samplers")
-    order = sampler_names(given)
+    order = sampler_names(samplers)
     unused = [
         field
         for name in SAMPLER_ORDER
@@ -513,8 +513,8 @@ def with_field(error: InvalidRequestError, field: str) -> ApiError | InvalidRequ
     otherwise, and the engine writes the schema and the tools of a chat into one Lark grammar before it compiles them.
     """
     text = str(error)
-    found = _FIRST_WORD.match(text)
-    word = "" if found is None else found[0]
+    match = _FIRST_WORD.match(text)
+    word = "" if match is None else match[0]
     if word in CONSTRAINTS and word != field:
         what = {"json_schema": "the JSON schema", "regex": "the regex"}.get(word, "the grammar")
         return ApiError(400, f"{field}: {what}{text[len(word) :]}", field.partition(":")[0])
@@ -531,7 +531,7 @@ def adapters_of(state: ServerState, name: str | None, chosen: Sequence[LoraScale
     if named:
         raise ApiError(400, "model is the name of an adapter, and lora chooses others; give one", "lora")
     there = state.loras
-    found: dict[Adapter, float] = {}
+    scales: dict[Adapter, float] = {}
     for lora in chosen:
         numbers = range(len(there)) if isinstance(lora.id, int) else (adapter.name for adapter in there)
         at = next((i for i, known in enumerate(numbers) if known == lora.id), None)
@@ -541,7 +541,7 @@ def adapters_of(state: ServerState, name: str | None, chosen: Sequence[LoraScale
                 f"there is no adapter {quoted(lora.id)}; GET /lora-adapters lists {len(there)}",
                 "lora",
             )
-        if there[at] in found:
+        if there[at] in scales:
             raise ApiError(400, f"lora names the adapter {quoted(lora.id)} twice", "lora")
-        found[there[at]] = lora.scale
-    return {"adapter": found or None}
+        scales[there[at]] = lora.scale
+    return {"adapter": scales or None}

@@ -114,19 +114,19 @@ async def upload(exchange: Exchange) -> Response:
     folder = _transferred(exchange)
     raw, exchange.raw = exchange.raw, b""
     content_type = exchange.headers.get("content-type", "")
-    given: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for part in await asyncio.to_thread(form_parts, content_type, raw):
         if (name := part.name) not in FORM:
             raise ApiError(400, f"the field {quoted(name[:80])} is unknown; there is {listed(FORM)}", name)
-        if name in given:
+        if name in fields:
             raise ApiError(400, f"the field {quoted(name)} is there twice", name)
-        given[name] = part
+        fields[name] = part
     del raw
-    if "file" not in given:
+    if "file" not in fields:
         raise ApiError(400, "file is missing", "file")
-    path = _path(folder, given["file"].filename)
+    path = _path(folder, fields["file"].filename)
     imported = exchange.server.engine.import_conversation
-    n, n_bytes = await _done(exchange, path, _save, folder, imported, given["file"].value, path)
+    n, n_bytes = await _done(exchange, path, _save, folder, imported, fields["file"].value, path)
     return JsonResponse({"filename": path.name, "n_tokens": n, "n_bytes": n_bytes})
 
 
@@ -171,12 +171,12 @@ def _save(folder: Path, save: Callable[[Any, Path], T], what: object, path: Path
 
 
 def _files(folder: Path) -> list[dict[str, Any]]:
-    found = []
+    files = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if _FILE.fullmatch(path.name) and path.is_file() and not path.is_symlink():
             status = path.stat()
-            found.append({"filename": path.name, "n_bytes": status.st_size, "saved_at": int(status.st_mtime)})
-    return found
+            files.append({"filename": path.name, "n_bytes": status.st_size, "saved_at": int(status.st_mtime)})
+    return files
 
 
 def _folder(exchange: Exchange) -> Path:

@@ -205,12 +205,12 @@ class Store(Database):
         if row is None:
             raise MissingError("answer", answer.id)
         thread: int = row[0]
-        given = self._writer.execute(
+        rows = self._writer.execute(
             "SELECT body FROM items WHERE answer = ? AND NOT is_output ORDER BY number", (answer.id,)
         ).fetchall()
         self._writer.execute("DELETE FROM items WHERE answer = ?", (answer.id,))
         # In a conversation they come after what was added meanwhile.
-        items = [msgspec.json.decode(body) for (body,) in given]
+        items = [msgspec.json.decode(body) for (body,) in rows]
         self._add_items(owner, thread, items, answer.id, is_listed=answer.is_listed)
         self._add_items(owner, thread, answer.output, answer.id, is_output=True, is_listed=answer.is_listed)
         self.change_answer(answer.id, {**answer.body, "created_at": None}, answer.after)
@@ -224,8 +224,8 @@ class Store(Database):
             "SELECT thread, body FROM answers WHERE id = ?", (answer_id,)
         ).fetchone()
         self._touch(thread)
-        given = {name: value for name, value in changes.items() if value is not None}
-        changed: dict[str, Any] = {**msgspec.json.decode(old), **given}
+        fields = {name: value for name, value in changes.items() if value is not None}
+        changed: dict[str, Any] = {**msgspec.json.decode(old), **fields}
         body = encoded(changed)
         self.will_write(len(body))
         self._writer.execute(
@@ -274,9 +274,9 @@ class Store(Database):
     def add_items(self, owner: str, conversation_id: str, items: Sequence[Item]) -> list[Item]:
         """Append items to a conversation. Raises MissingError, StoreError."""
         thread = self._conversation(self._writer, owner, conversation_id)[0]
-        made = self._add_items(owner, thread, items, is_listed=True)
+        added = self._add_items(owner, thread, items, is_listed=True)
         self._touch(thread)
-        return made
+        return added
 
     def delete_item(self, owner: str, conversation_id: str, item_id: str) -> dict[str, Any]:
         """Delete an item of a conversation for good. Raises MissingError."""
@@ -376,14 +376,14 @@ class Store(Database):
         """Return an item of a conversation. Raises MissingError."""
         thread = self._conversation(connection, owner, conversation_id)[0]
         number = self._number(connection, thread, item_id)
-        found: Item = msgspec.json.decode(
+        item: Item = msgspec.json.decode(
             connection.execute("SELECT body FROM items WHERE number = ?", (number,)).fetchone()[0]
         )
-        return found
+        return item
 
     def referred(self, owner: str, ids: Sequence[str], connection: sqlite3.Connection) -> list[Item]:
         """Return the items with these ids, wherever they are. Raises MissingError."""
-        found: list[Item] = []
+        items: list[Item] = []
         for item_id in ids:
             row = connection.execute(
                 "SELECT body FROM items JOIN threads ON threads.number = thread WHERE id = ? AND owner = ? "
@@ -392,8 +392,8 @@ class Store(Database):
             ).fetchone()
             if row is None:
                 raise MissingError("item", item_id)
-            found.append(msgspec.json.decode(row[0]))
-        return found
+            items.append(msgspec.json.decode(row[0]))
+        return items
 
     # ---- inside
     # ---- inside
@@ -479,12 +479,12 @@ class Store(Database):
         self, owner: str, conversation: str | None = None, metadata: Mapping[str, Any] | None = None
     ) -> int:
         now = int(time.time())
-        made = self._writer.execute(
+        cursor = self._writer.execute(
             "INSERT INTO threads (owner, used_at, conversation, created_at, metadata) VALUES (?, ?, ?, ?, ?)",
             (owner, now, conversation, now, encoded(metadata or {})),
         )
-        assert made.lastrowid is not None
-        return made.lastrowid
+        assert cursor.lastrowid is not None
+        return cursor.lastrowid
 
     def _touch(self, thread: int) -> None:
         self._writer.execute("UPDATE threads SET used_at = ? WHERE number = ?", (int(time.time()), thread))
@@ -537,32 +537,32 @@ class Store(Database):
         is_listed: bool = False,
     ) -> list[Item]:
         """Add items, with new ids where they have none, or that of another one."""
-        made = []
+        added = []
         rows = []
-        given: set[str] = set()
+        ids: set[str] = set()
         for old in items:
             item = as_item(old)
             # Those of an output are new.
             if item["id"] == old.get("id") and not is_output:
-                if item["id"] in given or self._has_item(owner, item["id"]):
+                if item["id"] in ids or self._has_item(owner, item["id"]):
                     item["id"] = _new_id(item)
-                given.add(item["id"])
+                ids.add(item["id"])
             body = encoded(item)
             self._n_unseen += _ROW_BYTES + len(body)
             rows.append((thread, item["id"], answer, is_output, is_listed, body))
-            made.append(item)
+            added.append(item)
         self._writer.executemany(
             "INSERT INTO items (thread, id, answer, is_output, is_listed, body) VALUES (?, ?, ?, ?, ?, ?)",
             rows,
         )
-        return made
+        return added
 
     def _has_item(self, owner: str, item_id: str) -> bool:
-        found = self._writer.execute(
+        rows = self._writer.execute(
             "SELECT 1 FROM items JOIN threads ON threads.number = thread WHERE id = ? AND owner = ? LIMIT 1",
             (item_id, owner),
         )
-        return found.fetchone() is not None
+        return rows.fetchone() is not None
 
     def _page(
         self, connection: sqlite3.Connection, numbers: str, values: dict[str, Any], page: Page
@@ -582,30 +582,30 @@ class Store(Database):
             f"SELECT body FROM items WHERE number IN ({numbers}) {where} ORDER BY number {order} LIMIT :limit",
             {**values, "limit": page.limit + 1},
         )
-        found: list[Item] = []
+        items: list[Item] = []
         n_bytes = 0
         for (body,) in rows:
             n_bytes += len(body)
-            if len(found) == page.limit or (found and n_bytes > page.most_bytes):
-                return found, True
-            found.append(msgspec.json.decode(body))
-        return found, False
+            if len(items) == page.limit or (items and n_bytes > page.most_bytes):
+                return items, True
+            items.append(msgspec.json.decode(body))
+        return items, False
 
 
 def as_item(item: Mapping[str, Any]) -> Item:
     """Return an item of an input as the API lists items: with a type, an id, a status and parts."""
-    made = dict(item)
-    kind = made.setdefault("type", "message")
-    item_id = made.get("id")
+    whole = dict(item)
+    kind = whole.setdefault("type", "message")
+    item_id = whole.get("id")
     if not isinstance(item_id, str) or not 0 < len(item_id) <= _MOST_OF_ID:
-        made["id"] = _new_id(made)
-    if made.get("status") is None:
-        made["status"] = "completed"
-    if kind == "message" and isinstance(made.get("content"), str):
-        is_answer = made.get("role") == "assistant"
-        part = {"type": "output_text" if is_answer else "input_text", "text": made["content"]}
-        made["content"] = [{**part, "annotations": [], "logprobs": []} if is_answer else part]
-    return made
+        whole["id"] = _new_id(whole)
+    if whole.get("status") is None:
+        whole["status"] = "completed"
+    if kind == "message" and isinstance(whole.get("content"), str):
+        is_answer = whole.get("role") == "assistant"
+        part = {"type": "output_text" if is_answer else "input_text", "text": whole["content"]}
+        whole["content"] = [{**part, "annotations": [], "logprobs": []} if is_answer else part]
+    return whole
 
 
 def _new_id(item: Mapping[str, Any]) -> str:

@@ -36,8 +36,8 @@ async def until_line(
 ) -> AsyncGenerator[Part | None, None]:
     """Yield the parts of a text until the limit ends it. ``reason``: why it ended, then."""
     first_s: float | None = None
-    async with aclosing(parts) as given:
-        async for part in given:
+    async with aclosing(parts) as source:
+        async for part in source:
             if part is not None:
                 now_s = clock()
                 first_s = now_s if first_s is None else first_s

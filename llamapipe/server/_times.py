@@ -124,14 +124,14 @@ class RequestTimes:
         submitted, slot, first = self.submitted_at, self.slot_at, self.first_at
         now = perf_counter()
         ends = (submitted, slot, first, self.last_at if first is not None else None)
-        made = {"load": self.load_s * 1e3}
+        phases = {"load": self.load_s * 1e3}
         begin = self.arrived_at  # a model is loaded before the request reaches its process
         for name, end in zip(PHASES[1:], ends, strict=True):
-            made[name] = max((now if end is None else end) - begin, 0.0) * 1e3
+            phases[name] = max((now if end is None else end) - begin, 0.0) * 1e3
             if end is None:
                 break
             begin = max(end, begin)
-        return {name: round(ms, 3) for name, ms in made.items()}
+        return {name: round(ms, 3) for name, ms in phases.items()}
 
     def header(self) -> bytes:
         """Return the value of ``server-timing``: phases in milliseconds, and the cached tokens."""
@@ -141,12 +141,12 @@ class RequestTimes:
     def timings(self, n_prompt: int, n_completion: int) -> dict[str, Any]:
         """Return llama-server's ``timings``, and how long the request waited for its slot."""
         phases = self.phases_ms()
-        made = timings(
+        fields = timings(
             self.n_cached, n_prompt, phases.get("prompt", 0.0), n_completion, phases.get("generate", 0.0)
         )
         if self.n_drafted:
-            made |= {"draft_n": self.n_drafted, "draft_n_accepted": self.n_accepted}
-        return made | {"queue_ms": phases.get("queue", 0.0)}
+            fields |= {"draft_n": self.n_drafted, "draft_n_accepted": self.n_accepted}
+        return fields | {"queue_ms": phases.get("queue", 0.0)}
 
 
 def timings(

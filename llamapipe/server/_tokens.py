@@ -75,14 +75,14 @@ async def tokenize(exchange: Exchange, request: TokenizeRequest) -> Response:
     state = exchange.server
     state.check_model(request.model)
     vocab = state.engine.model.vocab
-    given = [name for name in ("content", "prompt", "messages") if getattr(request, name) is not None]
-    if len(given) != 1:
-        raise ApiError(400, "give one of content, prompt and messages", given[1] if given else "prompt")
+    sources = [name for name in ("content", "prompt", "messages") if getattr(request, name) is not None]
+    if len(sources) != 1:
+        raise ApiError(400, "give one of content, prompt and messages", sources[1] if sources else "prompt")
     check_n_messages(state, request.messages, "messages")
 
     def pieces(tokens: Sequence[int]) -> bytes:
-        made = [{"id": token, "piece": _piece(vocab.written_piece(token))} for token in tokens]
-        return msgspec.json.encode({"tokens": made})
+        entries = [{"id": token, "piece": _piece(vocab.written_piece(token))} for token in tokens]
+        return msgspec.json.encode({"tokens": entries})
 
     def counted(tokens: Sequence[int]) -> bytes:
         strings = None

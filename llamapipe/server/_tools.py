@@ -95,18 +95,18 @@ class Tools(NamedTuple):
         return self.names.get(name) or ClientName(name)
 
 
-def tools_of(given: Sequence[Mapping[str, Any]] | None, choice: Any, is_flat: bool) -> Tools:
+def tools_of(definitions: Sequence[Mapping[str, Any]] | None, choice: Any, is_flat: bool) -> Tools:
     """Return the tools and the choice among them. Raises ApiError 400.
 
     ``is_flat``: they have the form of the Responses API.
     """
-    check_number(given)
-    found: list[tuple[ClientName, dict[str, Any], str | None]] = []
+    check_number(definitions)
+    listed: list[tuple[ClientName, dict[str, Any], str | None]] = []
     unused: list[str] = []
-    for place, namespace, tool in _all(given or ()):
+    for place, namespace, tool in _all(definitions or ()):
         kind = tool.get("type")
         if kind in ("function", "custom"):
-            found.append(_function(place, namespace, tool, is_flat or namespace is not None, unused))
+            listed.append(_function(place, namespace, tool, is_flat or namespace is not None, unused))
         elif isinstance(kind, str) and (name := _hosted(kind)):
             unused.append(name)
         else:
@@ -116,11 +116,11 @@ def tools_of(given: Sequence[Mapping[str, Any]] | None, choice: Any, is_flat: bo
                 f"{place} has the type {quoted(kind)}; it may be function, custom or namespace{hint}",
                 "tools",
             )
-    n_called = Counter(known.name for known, _, _ in found)
+    n_called = Counter(known.name for known, _, _ in listed)
     names: dict[str, ClientName] = {}
     grammars: dict[str, str] = {}
     functions = []
-    for known, function, grammar in found:
+    for known, function, grammar in listed:
         name = known.name if n_called[known.name] == 1 else qualified(known.name, known.namespace)
         if name in names:
             raise ApiError(400, f"tools: there are two tools called {quoted(name)}", "tools")
@@ -129,14 +129,14 @@ def tools_of(given: Sequence[Mapping[str, Any]] | None, choice: Any, is_flat: bo
             grammars[name] = grammar
         functions.append({"type": "function", "function": {**function, "name": name}})
     left_out = tuple(f"tools.{name}" for name in dict.fromkeys(unused))
-    made = Tools(functions or None, "auto", names, left_out, grammars)
-    return made._replace(choice=_choice(choice, made, is_flat))
+    whole = Tools(functions or None, "auto", names, left_out, grammars)
+    return whole._replace(choice=_choice(choice, whole, is_flat))
 
 
-def check_number(given: Sequence[Any] | None) -> None:
+def check_number(tools: Sequence[Any] | None) -> None:
     """Raise ApiError 400 for more tools than a grammar can hold, those of namespaces included."""
-    n = len(given or ())
-    for tool in given or ():
+    n = len(tools or ())
+    for tool in tools or ():
         inner = tool.get("tools") if isinstance(tool, Mapping) else None
         n += len(inner) if isinstance(inner, list) else 0
     try:
@@ -156,10 +156,10 @@ def qualified(name: str, namespace: str | None) -> str:
 
 
 def _all(
-    given: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
 ) -> Iterator[tuple[str, str | None, Mapping[str, Any]]]:
     """Yield each tool with its place and namespace. The first one of a namespace gets its description."""
-    for i, tool in enumerate(given):
+    for i, tool in enumerate(tools):
         if tool.get("type") != "namespace":
             yield f"tools.{i}", None, tool
             continue
@@ -199,9 +199,9 @@ def _function(
             400, f'{place} must have the form {{"type": "{kind}", "{kind}": {{"name": ...}}}}', "tools"
         )
     own = {"type"} if inner is tool else {"type", kind}
-    for given, known in ((tool, own | _KEYS[kind] if inner is tool else own), (inner, _KEYS[kind] | own)):
-        for key in given.keys() - known:
-            if given[key] is None or given[key] is False:
+    for fields, known in ((tool, own | _KEYS[kind] if inner is tool else own), (inner, _KEYS[kind] | own)):
+        for key in fields.keys() - known:
+            if fields[key] is None or fields[key] is False:
                 continue
             if key not in _UNUSED_KEYS:
                 raise ApiError(400, f"{place}: unknown key {quoted(key)}{did_you_mean(key, known)}", "tools")
@@ -219,10 +219,10 @@ def _function(
         text = {"type": "string", "pattern": f"^(?:{grammar.regex})$"}
         custom |= {"parameters": {**_INPUT, "properties": {"input": text}}, "strict": True}
         return ClientName(name, namespace, True), custom, grammar.field
-    made = {key: inner[key] for key in ("description", "parameters") if inner.get(key) is not None}
+    function = {key: inner[key] for key in ("description", "parameters") if inner.get(key) is not None}
     if inner.get("strict") is True:
-        made["strict"] = True
-    return ClientName(name, namespace), made, None
+        function["strict"] = True
+    return ClientName(name, namespace), function, None
 
 
 def check_functions(tools: Sequence[Any] | None) -> None:
@@ -249,25 +249,25 @@ class _Grammar(NamedTuple):
     regex: str
 
 
-def _grammar(place: str, given: Any) -> _Grammar | None:
+def _grammar(place: str, format_: Any) -> _Grammar | None:
     """Return the grammar in the ``format`` of a custom tool, which has another form in each API.
 
     None for any text. Raises ApiError 400, which names the field.
     """
-    if given is None:
+    if format_ is None:
         return None
-    if not isinstance(given, Mapping):
+    if not isinstance(format_, Mapping):
         raise ApiError(400, f"{place} must be an object", place)
-    kind = given.get("type")
+    kind = format_.get("type")
     if kind not in ("text", "grammar"):
         raise ApiError(400, f"{place}.type is {quoted(kind)}; it may be 'text' or 'grammar'", f"{place}.type")
-    extra = given.keys() - ({"type"} if kind == "text" else {"type", "grammar", "syntax", "definition"})
+    extra = format_.keys() - ({"type"} if kind == "text" else {"type", "grammar", "syntax", "definition"})
     if extra:
         raise ApiError(400, f"{place}: unknown key {quoted(min(extra))}", f"{place}.{min(extra)}")
     if kind == "text":
         return None
-    inner = given.get("grammar", given)
-    if inner is not given:
+    inner = format_.get("grammar", format_)
+    if inner is not format_:
         place += ".grammar"
     if not isinstance(inner, Mapping):
         raise ApiError(400, f"{place} must be an object", place)
@@ -293,36 +293,36 @@ def _grammar(place: str, given: Any) -> _Grammar | None:
 
 
 # ---- the choice
-def _choice(given: Any, tools: Tools, is_flat: bool) -> str | dict[str, Any]:
+def _choice(chosen: Any, tools: Tools, is_flat: bool) -> str | dict[str, Any]:
     """Return the engine's ``tool_choice``. Raises ApiError 400."""
-    if given is None:
+    if chosen is None:
         return "auto" if tools.functions else "none"
-    if isinstance(given, str):
-        if given not in ("auto", "none", "required") and not (given in tools.names and not is_flat):
+    if isinstance(chosen, str):
+        if chosen not in ("auto", "none", "required") and not (chosen in tools.names and not is_flat):
             raise ApiError(
                 400,
-                f"tool_choice is {quoted(given)}; it may be 'auto', 'none', 'required' or an object that names a tool",
+                f"tool_choice is {quoted(chosen)}; it may be 'auto', 'none', 'required' or an object that names a tool",
                 "tool_choice",
             )
-        if given == "auto" and not tools.functions:
+        if chosen == "auto" and not tools.functions:
             return "none"
-        made: str | dict[str, Any] = given
-    elif isinstance(given, Mapping):
-        made = _named_choice(given, tools, is_flat)
+        choice: str | dict[str, Any] = chosen
+    elif isinstance(chosen, Mapping):
+        choice = _named_choice(chosen, tools, is_flat)
     else:
         raise ApiError(400, "tool_choice must be text or an object", "tool_choice")
-    if made != "none" and not tools.functions:
+    if choice != "none" and not tools.functions:
         left_out = f"; {', '.join(tools.unused)} cannot be run here" if tools.unused else ""
         raise ApiError(400, f"tool_choice asks for a call, but there are no tools{left_out}", "tool_choice")
-    return made
+    return choice
 
 
-def _named_choice(given: Mapping[str, Any], tools: Tools, is_flat: bool) -> str | dict[str, Any]:
-    kind = given.get("type")
+def _named_choice(tool_choice: Mapping[str, Any], tools: Tools, is_flat: bool) -> str | dict[str, Any]:
+    kind = tool_choice.get("type")
     if kind in ("auto", "none", "required", "any"):  # the form of other servers
         return "required" if kind == "any" else str(kind)
     if kind == "allowed_tools":
-        inner = given if is_flat else given.get("allowed_tools")
+        inner = tool_choice if is_flat else tool_choice.get("allowed_tools")
         mode = inner.get("mode") if isinstance(inner, Mapping) else None
         if mode not in ("auto", "required"):
             raise ApiError(
@@ -354,7 +354,7 @@ def _named_choice(given: Mapping[str, Any], tools: Tools, is_flat: bool) -> str 
             f"tool_choice has the type {quoted(kind)}; it may be 'function', 'custom' or 'allowed_tools'",
             "tool_choice.type",
         )
-    return _chosen(given, tools, _by_name(tools), is_flat)[0]
+    return _chosen(tool_choice, tools, _by_name(tools), is_flat)[0]
 
 
 _Named = Mapping[tuple[bool, str], list[str]]
@@ -370,19 +370,19 @@ def _by_name(tools: Tools) -> _Named:
     return dict(named)
 
 
-def _chosen(given: Mapping[str, Any], tools: Tools, named: _Named, is_flat: bool) -> list[str]:
+def _chosen(tool_choice: Mapping[str, Any], tools: Tools, named: _Named, is_flat: bool) -> list[str]:
     """Return the functions that an object names; several, if it names a namespace. Raises ApiError 400."""
-    kind = given.get("type")
-    inner = given if is_flat else given.get(str(kind))
+    kind = tool_choice.get("type")
+    inner = tool_choice if is_flat else tool_choice.get(str(kind))
     name = inner.get("name") if isinstance(inner, Mapping) else None
     space = inner.get("namespace") if isinstance(inner, Mapping) else None
     if not isinstance(name, str):
         raise ApiError(400, f"tool_choice: the type {quoted(kind)} needs a name", "tool_choice.name")
     is_namespace = kind == "namespace"
-    found = named.get((is_namespace, name), [])
+    functions = named.get((is_namespace, name), [])
     if not is_namespace and space is not None:
-        found = [flat for flat in found if tools.names[flat].namespace == space]
-    if not found:
+        functions = [flat for flat in functions if tools.names[flat].namespace == space]
+    if not functions:
         names = [known.name for known in tools.names.values()]
         raise ApiError(
             400,
@@ -390,7 +390,7 @@ def _chosen(given: Mapping[str, Any], tools: Tools, named: _Named, is_flat: bool
             f"{did_you_mean(name, names)}",
             "tool_choice",
         )
-    return found
+    return functions
 
 
 # ---- calls

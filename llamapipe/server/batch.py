@@ -51,12 +51,12 @@ class BatchRequests:
 
     async def answer(self, record: Record) -> RecordResult:
         """Return the result of a record that has ``custom_id``, in OpenAI's format."""
-        given = record.fields
-        url, body = given.get("url"), given.get("body")
-        result: dict[str, Any] = {"id": request_id(record.index), "custom_id": given["custom_id"]}
+        fields = record.fields
+        url, body = fields.get("url"), fields.get("body")
+        result: dict[str, Any] = {"id": request_id(record.index), "custom_id": fields["custom_id"]}
         problem = None
-        if given.get("method", "POST") != "POST":
-            problem = f"method is {quoted(given['method'])}; it must be POST"
+        if fields.get("method", "POST") != "POST":
+            problem = f"method is {quoted(fields['method'])}; it must be POST"
         elif not isinstance(url, str) or not url.startswith("/v1/") or not isinstance(body, dict):
             problem = "a request needs a url such as /v1/chat/completions and a body"
         elif body.get("stream"):

@@ -242,8 +242,8 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             if not end and self._tail.endswith(_END[:n]) and data.startswith(_END[n:], begin):
                 end = begin + len(_END) - n
         if not end:
-            found = data.find(_END, begin)
-            end = len(data) if found < 0 else found + len(_END)
+            at = data.find(_END, begin)
+            end = len(data) if at < 0 else at + len(_END)
         self._tail = (self._tail + data[max(begin, end - 2) : end])[-2:]
         return end
 

@@ -205,8 +205,8 @@ class Exchange(ClientRequest):
             try:
                 body = decoder.decode(raw)
             except msgspec.ValidationError:  # a null may stand where the type has none, and in unknown fields
-                given, names = as_taken(msgspec.json.decode(raw), decoder.type)
-                body = msgspec.convert(given, decoder.type)
+                fields, names = as_taken(msgspec.json.decode(raw), decoder.type)
+                body = msgspec.convert(fields, decoder.type)
         except msgspec.ValidationError as e:
             raise mismatch(str(e), decoder.type) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
@@ -255,8 +255,8 @@ class Exchange(ClientRequest):
     @property
     def loaded_ns(self) -> int:
         """Nanoseconds that it waited for its model, as the front process of several models says; else 0."""
-        given = self.headers.get(LOADED_NS, "0") if self.gate.is_behind_front else "0"
-        return int(given)
+        nanoseconds = self.headers.get(LOADED_NS, "0") if self.gate.is_behind_front else "0"
+        return int(nanoseconds)
 
     # ---- what is counted
     def note_unused(self, names: tuple[str, ...]) -> None:
@@ -564,9 +564,9 @@ class Endpoint:
 
     def answered_by(self, handler: Handler) -> Endpoint:
         """Return the same route with another handler."""
-        made = copy(self)
-        made.handler = handler
-        return made
+        endpoint = copy(self)
+        endpoint.handler = handler
+        return endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Raises ApiError for every error before the answer has begun."""

@@ -80,9 +80,9 @@ class ApiError(Exception):
 
         If several raised one exception, its traceback would have the frames of all.
         """
-        made = ApiError.__new__(ApiError, self.message)
-        made.__dict__.update(self.__dict__)
-        return made
+        error = ApiError.__new__(ApiError, self.message)
+        error.__dict__.update(self.__dict__)
+        return error
 
     def body(self, dialect: Dialect) -> dict[str, Any]:
         """Return the answer's body in the format of an API."""

@@ -195,25 +195,25 @@ class Gate:
         Not that of the request, which a client may send twice. The front process chooses it, because it asks the next
         process if one dies: what that one has stored is replaced.
         """
-        given: str | None = request.scope.get("llamapipe.answer")
+        answer_id: str | None = request.scope.get("llamapipe.answer")
         if self.is_behind_front:
-            given = request.headers.get(ANSWER)
-        return uuid.uuid4().hex if given is None else given
+            answer_id = request.headers.get(ANSWER)
+        return uuid.uuid4().hex if answer_id is None else answer_id
 
     def _check_key(self, request: ClientRequest) -> bytes | None:
         """Return the digest of the client's key; None if no key is needed. Raises ApiError."""
         if not self._keys or (self.settings.open_metrics and request.route == "/metrics"):
             return None
-        given = request.headers.get("x-api-key", "")
+        api_key = request.headers.get("x-api-key", "")
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer":
-            given = token.strip()
+            api_key = token.strip()
         # Digests have the same length and all keys are compared, so the time reveals nothing about the keys.
-        digest = hashlib.sha256(given.encode("latin-1")).digest()
+        digest = hashlib.sha256(api_key.encode("latin-1")).digest()
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
         if not any(matches):
             problem = (
-                "the API key is not one of this server's" if given else "this server asks for an API key"
+                "the API key is not one of this server's" if api_key else "this server asks for an API key"
             )
             raise ApiError(
                 401,

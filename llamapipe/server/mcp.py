@@ -343,7 +343,9 @@ class Connection:
             raise McpError("the server is shutting down")
         life = self._life
         if life is None or life.is_over:
-            self._ending = {one for one in (*self._ending, life) if one is not None and not one.has_ended}
+            self._ending = {
+                ending for ending in (*self._ending, life) if ending is not None and not ending.has_ended
+            }
             life = self._life = _Life(self._entry, self._limits_s, self._hosts)
         return life
 
@@ -528,24 +530,24 @@ class _Life:
 
     async def _read_tools(self, client: Client) -> list[Tool]:
         """Read all pages of the list; of two tools with one name the first. Raises McpError."""
-        found: dict[str, Tool] = {}
+        tools: dict[str, Tool] = {}
         cursor: str | None = None
         for _ in range(_MOST_PAGES):
             page = await client.list_tools(cursor=cursor)
             for tool in page.tools:
-                if tool.name in found:
+                if tool.name in tools:
                     self._tell(f"lists two tools called {quoted(tool.name)}: the first one counts")
                     continue
                 notes = tool.annotations
                 shown = (
                     None if notes is None else notes.model_dump(by_alias=True, mode="json", exclude_none=True)
                 )
-                found[tool.name] = Tool(tool.name, tool.description or "", dict(tool.input_schema), shown)
-            if len(found) > MOST_TOOLS:
+                tools[tool.name] = Tool(tool.name, tool.description or "", dict(tool.input_schema), shown)
+            if len(tools) > MOST_TOOLS:
                 raise self._error(f"lists over {MOST_TOOLS} tools, the most that a request can have")
             cursor = page.next_cursor
             if cursor is None:
-                return list(found.values())
+                return list(tools.values())
         raise self._error(f"lists its tools in over {_MOST_PAGES} pages")
 
     def _error(self, what: str, code: int = CLOSED) -> McpError:
@@ -577,10 +579,10 @@ def _short(text: str) -> str:
 
 
 # ---- results
-def _result(given: Any) -> Result:
+def _result(answer: Any) -> Result:
     """Convert a ``CallToolResult`` of the package. Parts that are neither text nor image are only named."""
     parts: list[str | Image] = []
-    for block in given.content:
+    for block in answer.content:
         kind = block.type
         if kind == "text":
             parts.append(block.text)
@@ -594,9 +596,9 @@ def _result(given: Any) -> Result:
             parts.append(text)
         else:
             parts.append(f"[resource {block.resource.uri}: {block.resource.mime_type or 'binary'}]")
-    if not parts and given.structured_content is not None:
-        parts.append(json.dumps(given.structured_content, ensure_ascii=False))
-    return Result(parts, given.is_error)
+    if not parts and answer.structured_content is not None:
+        parts.append(json.dumps(answer.structured_content, ensure_ascii=False))
+    return Result(parts, answer.is_error)
 
 
 # ---- child processes

@@ -77,80 +77,80 @@ def entries_of(path: Path) -> dict[str, McpEntry]:
     if len(raw) > _MOST_BYTES:
         raise ValueError(f"{path} has more than {_MOST_BYTES} bytes")
     try:
-        found = json.loads(raw)
+        document = json.loads(raw)
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{path} is not JSON: {e}") from None
-    servers = found.get("mcpServers") if isinstance(found, dict) else None
+    servers = document.get("mcpServers") if isinstance(document, dict) else None
     if not isinstance(servers, dict):
         raise ValueError(f'{path} must be an object with "mcpServers", an object of servers by their labels')
-    made: dict[str, McpEntry] = {}
-    for label, given in servers.items():
+    entries: dict[str, McpEntry] = {}
+    for label, fields in servers.items():
         try:
-            entry = _entry(label, given)
+            entry = _entry(label, fields)
         except ValueError as e:
             raise ValueError(f"{path}: the server {quoted(label)}: {e}") from None
         if entry is not None:
-            made[label] = entry
-    return made
+            entries[label] = entry
+    return entries
 
 
-def _entry(label: str, given: Any) -> McpEntry | None:
+def _entry(label: str, fields: Any) -> McpEntry | None:
     """Return one server; None if it is disabled. Raises ValueError."""
     if not _LABEL.fullmatch(label):
         raise ValueError("a label may have 64 of the characters A-Z, a-z, 0-9, '_', '.' and '-'")
-    if not isinstance(given, dict):
+    if not isinstance(fields, dict):
         raise ValueError("it must be an object")
-    kind = given.get("type")
+    kind = fields.get("type")
     if kind == "sse":
         raise ValueError('the transport "sse" is no longer part of MCP: give the address of streamable HTTP')
     if kind is not None and kind not in (*_STDIO_TYPES, *_HTTP_TYPES):
         raise ValueError(f'type is {quoted(kind)}; it may be "stdio" or "http"')
-    is_http = "url" in given if kind is None else kind in _HTTP_TYPES
+    is_http = "url" in fields if kind is None else kind in _HTTP_TYPES
     known = _HTTP_KEYS if is_http else _STDIO_KEYS
-    for key in given:
+    for key in fields:
         if key not in known and key not in _UNUSED_KEYS:
             raise ValueError(f"unknown key {quoted(key)}{did_you_mean(key, (*known, *_UNUSED_KEYS))}")
-    disabled = given.get("disabled", False)
+    disabled = fields.get("disabled", False)
     if not isinstance(disabled, bool):
         raise ValueError(f"disabled is {quoted(disabled)}; it must be true or false")
     if disabled:
         return None
     if is_http:
-        return HttpServer(label, _url(_text(given, "url")), _headers(given))
-    args = given.get("args") or []
+        return HttpServer(label, _url(_text(fields, "url")), _headers(fields))
+    args = fields.get("args") or []
     if not isinstance(args, list) or not all(isinstance(value, str) for value in args):
         raise ValueError("args must be a list of texts")
     try:
-        cwd = None if given.get("cwd") is None else str(Path(_text(given, "cwd")).expanduser())
+        cwd = None if fields.get("cwd") is None else str(Path(_text(fields, "cwd")).expanduser())
     except RuntimeError as e:
-        raise ValueError(f"cwd is {quoted(given['cwd'])}: {e}") from None
-    env = _texts(given, "env")
+        raise ValueError(f"cwd is {quoted(fields['cwd'])}: {e}") from None
+    env = _texts(fields, "env")
     for name in env:
         if not name or "=" in name or "\0" in name:
             raise ValueError(f"env has {quoted(name)}, which is no name of a variable")
-    return StdioServer(label, _text(given, "command"), tuple(map(_expanded, args)), env, cwd)
+    return StdioServer(label, _text(fields, "command"), tuple(map(_expanded, args)), env, cwd)
 
 
-def _text(given: Mapping[str, Any], key: str) -> str:
-    value = given.get(key)
+def _text(fields: Mapping[str, Any], key: str) -> str:
+    value = fields.get(key)
     if not isinstance(value, str) or not value:
         raise ValueError(f"{key} must be a text that is not empty")
     return _expanded(value)
 
 
-def _texts(given: Mapping[str, Any], key: str) -> dict[str, str]:
-    value = given.get(key) or {}
-    if not isinstance(value, dict) or not all(isinstance(one, str) for one in value.values()):
+def _texts(fields: Mapping[str, Any], key: str) -> dict[str, str]:
+    value = fields.get(key) or {}
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise ValueError(f"{key} must be an object of texts")
-    return {name: _expanded(one) for name, one in value.items()}
+    return {name: _expanded(text) for name, text in value.items()}
 
 
-def _headers(given: Mapping[str, Any]) -> dict[str, str]:
-    found = _texts(given, "headers")
-    for name, value in found.items():
+def _headers(fields: Mapping[str, Any]) -> dict[str, str]:
+    headers = _texts(fields, "headers")
+    for name, value in headers.items():
         if not HEADER.fullmatch(name) or not VALUE.fullmatch(value):
             raise ValueError(f"the header {quoted(name)} has characters that no header has, or too many")
-    return found
+    return headers
 
 
 def _expanded(text: str) -> str:
@@ -162,10 +162,10 @@ def _expanded(text: str) -> str:
     if "\0" in text:
         raise ValueError("a text holds a NUL character")
 
-    def value(found: re.Match[str]) -> str:
-        known = os.environ.get(found[1], found[2])
+    def value(match: re.Match[str]) -> str:
+        known = os.environ.get(match[1], match[2])
         if known is None:
-            raise ValueError(f"the environment has no variable {found[1]}")
+            raise ValueError(f"the environment has no variable {match[1]}")
         return known
 
     return _VARIABLE.sub(value, text)

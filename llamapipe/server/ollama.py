@@ -147,20 +147,22 @@ class Options(_Table, Lenient, kw_only=True):
                 "options.num_predict",
             )
         values["max_tokens"] = None if limit is None or limit < 0 else max(limit, 1)
-        given = Sampling(**{name: getattr(self, name) for name in _Table.__struct_fields__})
-        if given.stop is not None:
-            given.stop = [
-                text for text in ([given.stop] if isinstance(given.stop, str) else given.stop) if text
+        sampling = Sampling(**{name: getattr(self, name) for name in _Table.__struct_fields__})
+        if sampling.stop is not None:
+            sampling.stop = [
+                text
+                for text in ([sampling.stop] if isinstance(sampling.stop, str) else sampling.stop)
+                if text
             ]
-        return given.params_with(defaults, tokenize, **values, **more)
+        return sampling.params_with(defaults, tokenize, **values, **more)
 
     @classmethod
-    def taken(cls, given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    def taken(cls, fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Return numbers and texts in the types of the options; unknown options have no effect."""
         kinds = {field.name: field.type for field in msgspec.structs.fields(cls)}
-        unread = _unread(given, kinds)
+        unread = _unread(fields, kinds)
         return {
-            name: _as(kinds.get(name, Any), value) for name, value in given.items() if name not in unread
+            name: _as(kinds.get(name, Any), value) for name, value in fields.items() if name not in unread
         }, unread
 
 
@@ -204,8 +206,8 @@ def modelfiles(path: Path) -> dict[str, Modelfile]:
 
 
 def _modelfile(stored: StoredModel) -> Modelfile:
-    given = stored.parameters
-    known = {name: value for name, value in given.items() if name in Options.__struct_fields__}
+    stored_parameters = stored.parameters
+    known = {name: value for name, value in stored_parameters.items() if name in Options.__struct_fields__}
     try:
         options = msgspec.convert(known, Options)
         options.params_with({}, lambda _: [])
@@ -214,7 +216,7 @@ def _modelfile(stored: StoredModel) -> Modelfile:
         options = Options()
     values = [
         (name, value)
-        for name, several in given.items()
+        for name, several in stored_parameters.items()
         for value in (several if isinstance(several, list) else [several])
     ]
     parameters = "\n".join(f"{name} {json.dumps(value)}" for name, value in values)
@@ -224,9 +226,9 @@ def _modelfile(stored: StoredModel) -> Modelfile:
 def modelfile_of(files: Mapping[str, Modelfile], *names: str) -> Modelfile:
     """Return the Modelfile of the first of these names that there is; an empty one if there is none."""
     for wanted in names:
-        for known, found in files.items():
+        for known, modelfile in files.items():
             if is_named(wanted, known):
-                return found
+                return modelfile
     return _NO_MODELFILE
 
 
@@ -239,21 +241,21 @@ class OllamaRequest(Lenient, kw_only=True):
     """Takes what Ollama takes. Ollama ignores fields that it does not know."""
 
     @classmethod
-    def taken(cls, given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    def taken(cls, fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Take the fields of this route. Others have no effect, but those of other routes."""
-        unread = _unread(given, (*cls.__struct_fields__, *_OF_ROUTES))
-        return {name: value for name, value in given.items() if name not in unread}, unread
+        unread = _unread(fields, (*cls.__struct_fields__, *_OF_ROUTES))
+        return {name: value for name, value in fields.items() if name not in unread}, unread
 
 
 _LIKE_A_NAME = 0.8  # of difflib's ratio
 
 
-def _unread(given: Iterable[str], known: Iterable[str]) -> list[str]:
+def _unread(names_there: Iterable[str], known: Iterable[str]) -> list[str]:
     """Return the unknown names that are probably not misspelt. Misspelt ones are left, and refused."""
     names = list(known)
     return [
         name
-        for name in given
+        for name in names_there
         if name not in names
         and not (len(name) <= _MOST_OF_NAME and get_close_matches(name, names, 1, _LIKE_A_NAME))
     ]
@@ -285,13 +287,13 @@ class Generates(OllamaRequest, kw_only=True):
             more["logprobs"] = check_top("top_logprobs", self.top_logprobs or 0, _MAX_TOP)
         if (adapter := adapter_of(state, self.model)) is not None:
             more["adapter"] = adapter
-        given, set_there = self.options or Options(), _modelfile_of(state, self.model).options
+        options, set_there = self.options or Options(), _modelfile_of(state, self.model).options
         missing = {
             name: value
             for name in Options.__struct_fields__
-            if getattr(given, name) is None and (value := getattr(set_there, name)) is not None
+            if getattr(options, name) is None and (value := getattr(set_there, name)) is not None
         }
-        return msgspec.structs.replace(given, **missing).sampling(state, **more)
+        return msgspec.structs.replace(options, **missing).sampling(state, **more)
 
     @property
     def is_empty(self) -> bool:
@@ -359,11 +361,11 @@ class ShowRequest(OllamaRequest, kw_only=True):
     options: Annotated[dict[str, Any] | None, Only({})] = None
 
 
-def _check_duration(given: _KeepAlive | None) -> None:
-    if isinstance(given, str) and given and not _DURATION.fullmatch(given):
+def _check_duration(keep_alive: _KeepAlive | None) -> None:
+    if isinstance(keep_alive, str) and keep_alive and not _DURATION.fullmatch(keep_alive):
         raise ApiError(
             400,
-            f'keep_alive is {quoted(given)}; give seconds, or a duration such as "5m" or "1h30m"',
+            f'keep_alive is {quoted(keep_alive)}; give seconds, or a duration such as "5m" or "1h30m"',
             "keep_alive",
         )
 
@@ -372,16 +374,16 @@ _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1
 _PART = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h)", re.ASCII)
 
 
-def kept_s(given: object) -> float | None:
+def kept_s(keep_alive: object) -> float | None:
     """Return the seconds of ``keep_alive``; None: forever. Raises ApiError 400."""
-    if isinstance(given, bool) or not isinstance(given, int | float | str):
+    if isinstance(keep_alive, bool) or not isinstance(keep_alive, int | float | str):
         raise ApiError(400, "keep_alive must be seconds or a duration", "keep_alive")
-    if isinstance(given, str):
-        _check_duration(given)
-        seconds = sum(float(n) * _UNITS_S[unit] for n, unit in _PART.findall(given))
-        seconds = -seconds if given.startswith("-") else seconds
+    if isinstance(keep_alive, str):
+        _check_duration(keep_alive)
+        seconds = sum(float(n) * _UNITS_S[unit] for n, unit in _PART.findall(keep_alive))
+        seconds = -seconds if keep_alive.startswith("-") else seconds
     else:
-        seconds = float(min(max(given, -1), _MOST_KEPT_S))  # integers may be too large for a float
+        seconds = float(min(max(keep_alive, -1), _MOST_KEPT_S))  # integers may be too large for a float
     return seconds if 0 <= seconds < _MOST_KEPT_S else None
 
 
@@ -512,20 +514,22 @@ def engine_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
     Messages of this API name the tool of a result, and calls may have no id: some templates want both.
     """
-    made: list[dict[str, Any]] = []
+    converted: list[dict[str, Any]] = []
     waiting: dict[str, str] = {}  # the names of the calls without a result, by id
     by_name: defaultdict[str, dict[str, None]] = defaultdict(dict)  # the ids, by name
     for i, message in enumerate(messages):
-        one = {key: value for key, value in message.items() if key not in ("images", "thinking", "tool_name")}
+        fields = {
+            key: value for key, value in message.items() if key not in ("images", "thinking", "tool_name")
+        }
         for key in ("thinking", "tool_name"):
             if message.get(key) is not None and not isinstance(message[key], str):
                 raise ApiError(400, f"messages.{i}.{key} must be text", f"messages.{i}.{key}")
         if message.get("thinking"):
-            one["reasoning_content"] = message["thinking"]
-        calls = one.get("tool_calls")
+            fields["reasoning_content"] = message["thinking"]
+        calls = fields.get("tool_calls")
         if isinstance(calls, list):
-            one["tool_calls"] = [_with_id(call, f"call_{i}_{j}") for j, call in enumerate(calls)]
-            for call in one["tool_calls"]:
+            fields["tool_calls"] = [_with_id(call, f"call_{i}_{j}") for j, call in enumerate(calls)]
+            for call in fields["tool_calls"]:
                 if isinstance(call, dict) and isinstance(call["id"], str):  # the engine refuses others
                     by_name[waiting.get(call["id"], "")].pop(call["id"], None)
                     waiting[call["id"]] = called = _name(call)
@@ -533,19 +537,19 @@ def engine_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
         if message.get("role") == "tool":
             name = message.get("tool_name")
             if name:
-                one["name"] = name
+                fields["name"] = name
             candidates = by_name[name] if name else waiting
-            if not one.get("tool_call_id") and candidates:
-                one["tool_call_id"] = next(iter(candidates))
-            answered = one.get("tool_call_id")
+            if not fields.get("tool_call_id") and candidates:
+                fields["tool_call_id"] = next(iter(candidates))
+            answered = fields.get("tool_call_id")
             if isinstance(answered, str) and answered in waiting:
                 by_name[waiting.pop(answered)].pop(answered, None)
-        if one.get("content") is None:
-            one["content"] = ""
+        if fields.get("content") is None:
+            fields["content"] = ""
         if message.get("images"):
-            one["content"] = _with_images(f"messages.{i}.images", one["content"], message["images"])
-        made.append(one)
-    return made
+            fields["content"] = _with_images(f"messages.{i}.images", fields["content"], message["images"])
+        converted.append(fields)
+    return converted
 
 
 def _with_images(place: str, content: Any, images: Any) -> list[dict[str, Any]]:
@@ -577,9 +581,9 @@ def _name(call: Mapping[str, Any]) -> str:
 
 def _loaded(exchange: Exchange, request: OllamaChatRequest | GenerateRequest) -> Response:
     """Answer a request without a prompt, which loads the model, or unloads it; it stays loaded here."""
-    made = empty_part(request.model, isinstance(request, OllamaChatRequest))
+    part = empty_part(request.model, isinstance(request, OllamaChatRequest))
     unloads = request.keep_alive in (0, "0", "0s")
-    return JsonResponse({**made, "done": True, "done_reason": "unload" if unloads else "load"})
+    return JsonResponse({**part, "done": True, "done_reason": "unload" if unloads else "load"})
 
 
 # ---- texts
@@ -607,9 +611,9 @@ async def generate(exchange: Exchange, request: GenerateRequest) -> Response:
     return await _conversation(exchange, request, messages, request.sampling(state), before=before)
 
 
-def _context(state: ServerState, given: list[int] | None) -> list[int]:
+def _context(state: ServerState, tokens: list[int] | None) -> list[int]:
     try:
-        return check_tokens("context", given or (), state.engine.model.n_vocab)
+        return check_tokens("context", tokens or (), state.engine.model.n_vocab)
     except ValueError as e:
         raise ApiError(400, str(e), "context") from None
 
@@ -693,7 +697,7 @@ async def loaded_models(exchange: Exchange) -> Response:
     """``GET /api/ps``: the same, with the memory they take. They stay loaded."""
     state = exchange.server
     expires_at = date_of(datetime.fromtimestamp(state.created, timezone.utc).replace(year=_last_year(state)))
-    found = []
+    entries = []
     for entry in await state.in_thread(_listed, state):
         embedder = state.embedder
         is_chat = any(full_name(name) == entry["name"] for name in (*state.chat_names, *state.adapter_names))
@@ -702,8 +706,8 @@ async def loaded_models(exchange: Exchange) -> Response:
         on_gpu = any(device.type in ("gpu", "igpu") for device in model.devices)
         kept = {key: entry[key] for key in ("name", "model", "size", "digest", "details")}
         size_vram = entry["size"] if on_gpu else 0
-        found.append({**kept, "expires_at": expires_at, "size_vram": size_vram, "context_length": n_ctx})
-    return JsonResponse({"models": found})
+        entries.append({**kept, "expires_at": expires_at, "size_vram": size_vram, "context_length": n_ctx})
+    return JsonResponse({"models": entries})
 
 
 def _last_year(state: ServerState) -> int:
@@ -711,7 +715,7 @@ def _last_year(state: ServerState) -> int:
 
 
 def _listed(state: ServerState) -> list[dict[str, Any]]:
-    found = [
+    entries = [
         _entry(name, state.engine, "completion", _modelfile_of(state, name).digest)
         for name in state.chat_names
     ]
@@ -719,10 +723,10 @@ def _listed(state: ServerState) -> list[dict[str, Any]]:
         if adapter.name in state.adapter_names:
             entry = _entry(adapter.name, state.engine, "completion", adapter.digest.hex() * 2)
             details = {**entry["details"], "parent_model": full_name(state.model_names[0])}
-            found.append({**entry, "size": adapter.size_bytes, "details": details})
+            entries.append({**entry, "size": adapter.size_bytes, "details": details})
     if state.embedder is not None:
-        found += [_entry(name, state.embedder, "embedding") for name in state.embedding_names]
-    return list({entry["name"]: entry for entry in reversed(found)}.values())[::-1]
+        entries += [_entry(name, state.embedder, "embedding") for name in state.embedding_names]
+    return list({entry["name"]: entry for entry in reversed(entries)}.values())[::-1]
 
 
 def _entry(name: str, owner: Engine | Embedder, kind: str, digest: str = "") -> dict[str, Any]:
@@ -771,19 +775,19 @@ def _details(model: Model) -> dict[str, Any]:
 
 def _capabilities(model: Model, kind: str) -> list[str]:
     """Return what the model can do here: clients show no other choices."""
-    found = [kind]
+    names = [kind]
     if kind == "embedding":
-        return found
+        return names
     if model.vocab.fim_tokens is not None:
-        found.append("insert")
+        names.append("insert")
     if model.chat_template is None:
-        return found
-    found += ["vision"] * model.supports_images + ["audio"] * model.supports_audio
+        return names
+    names += ["vision"] * model.supports_images + ["audio"] * model.supports_audio
     try:
         form = model.chat_prompts.chat_format()
     except (InvalidRequestError, ImportError):  # a broken template: the server told so when it started
-        return found
-    return found + ["tools"] * form.supports_tools + ["thinking"] * (form.reasoning is not None)
+        return names
+    return names + ["tools"] * form.supports_tools + ["thinking"] * (form.reasoning is not None)
 
 
 def parameter_size(n: int) -> str:
@@ -802,12 +806,12 @@ async def show(exchange: Exchange, request: ShowRequest) -> Response:
         raise ApiError(400, "model is missing; give a name of /api/tags", "model")
     embedder = state.embedder
     if embedder is not None and any(is_named(name, known) for known in state.embedding_names):
-        made = await state.in_thread(shown_model, embedder.model, "embedding")
-        return JsonResponse(with_context_length(made, embedder.n_ctx))
+        shown = await state.in_thread(shown_model, embedder.model, "embedding")
+        return JsonResponse(with_context_length(shown, embedder.n_ctx))
     check_chat_model(state, name)
-    given = _modelfile_of(state, name)
-    made = await state.in_thread(shown_model, state.engine.model, "completion", given)
-    return JsonResponse(with_context_length(made, state.engine.n_ctx))
+    modelfile = _modelfile_of(state, name)
+    shown = await state.in_thread(shown_model, state.engine.model, "completion", modelfile)
+    return JsonResponse(with_context_length(shown, state.engine.n_ctx))
 
 
 def with_context_length(shown: dict[str, Any], n_ctx: int) -> dict[str, Any]:
@@ -823,16 +827,16 @@ def with_context_length(shown: dict[str, Any], n_ctx: int) -> dict[str, Any]:
     }
 
 
-def shown_model(model: Model, kind: str, given: Modelfile = _NO_MODELFILE) -> dict[str, Any]:
+def shown_model(model: Model, kind: str, modelfile: Modelfile = _NO_MODELFILE) -> dict[str, Any]:
     """Return the answer of ``/api/show``, with the file's numbers. ``kind``: completion or embedding."""
-    set_here = "".join(f"PARAMETER {text}\n" for text in given.parameters.splitlines())
-    system = f"SYSTEM {json.dumps(given.system)}\n" if given.system else ""
+    set_here = "".join(f"PARAMETER {text}\n" for text in modelfile.parameters.splitlines())
+    system = f"SYSTEM {json.dumps(modelfile.system)}\n" if modelfile.system else ""
     return {
-        "license": given.license or model.metadata.get("general.license", ""),
+        "license": modelfile.license or model.metadata.get("general.license", ""),
         "modelfile": f"FROM {model.path.name}\n{set_here}{system}",
-        "parameters": given.parameters,
+        "parameters": modelfile.parameters,
         "template": model.chat_template or "",
-        "system": given.system,
+        "system": modelfile.system,
         "details": _details(model),
         "model_info": _model_info(model),
         "capabilities": _capabilities(model, kind),
@@ -846,11 +850,11 @@ _NUMBERS_OF_GENERAL = ("general.file_type", "general.quantization_version", "gen
 def _model_info(model: Model) -> dict[str, Any]:
     """Return the file's metadata, numbers as numbers."""
     family = model.metadata.get("general.architecture", "")
-    found: dict[str, Any] = {}
+    info: dict[str, Any] = {}
     for key, text in model.metadata.items():
         is_typed = key.startswith((f"{family}.", "tokenizer.ggml.")) or key in _NUMBERS_OF_GENERAL
-        found[key] = _value(text) if is_typed else text
-    return {**found, "general.parameter_count": model.n_params}
+        info[key] = _value(text) if is_typed else text
+    return {**info, "general.parameter_count": model.n_params}
 
 
 def _value(text: str) -> Any:

@@ -194,15 +194,15 @@ class _Pull:
 
     def news(self) -> bytes:
         """Return lines for the files of which more has arrived."""
-        made = b""
+        lines = b""
         for name, counts in list(self._files.items()):
             if self._told.get(name) != counts:
                 self._told[name] = counts
                 total, completed = counts
-                made += line(
+                lines += line(
                     {"status": f"pulling {name}", "digest": name, "total": total, "completed": completed}
                 )
-        return made
+        return lines
 
     async def lines(self) -> AsyncGenerator[bytes, None]:
         """Yield the lines of the stream."""

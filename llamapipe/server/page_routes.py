@@ -44,10 +44,10 @@ async def page_file(exchange: Exchange) -> Response:
 
 
 def _file(name: str) -> Response:
-    found = _files().get(name)
-    if found is None:
+    content = _files().get(name)
+    if content is None:
         raise ApiError(404, f"the page has no file {quoted(name)}")
-    return Response(found, headers=_HEADERS, media_type=_TYPES[name.rpartition(".")[2]])
+    return Response(content, headers=_HEADERS, media_type=_TYPES[name.rpartition(".")[2]])
 
 
 @lru_cache(maxsize=1)

@@ -259,14 +259,14 @@ class ServerSettings:
         if self.template_args is None:
             return {}
         try:
-            found = json.loads(self.template_args)
+            arguments = json.loads(self.template_args)
         except ValueError as e:
             raise ValueError(f"template_args is not JSON: {e}") from None
-        if not isinstance(found, dict):
+        if not isinstance(arguments, dict):
             raise ValueError('template_args must be a JSON object, such as {"enable_thinking": false}')
-        if wrong := sorted(TEMPLATE_PARAMETERS.intersection(found)):
+        if wrong := sorted(TEMPLATE_PARAMETERS.intersection(arguments)):
             raise ValueError(f"template_args may not hold {quoted(wrong[0])}: the request defines it")
-        return found
+        return arguments
 
     def __repr__(self) -> str:
         return f"ServerSettings(model_names={self.model_names}, n_api_keys={len(self.api_keys)})"
@@ -279,20 +279,20 @@ DEFAULTS = tuple(
 )
 
 
-def _defaults(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    if not isinstance(given, Mapping):
-        raise TypeError(f"sampling must be a mapping, not {type(given).__name__}")
+def _defaults(sampling: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(sampling, Mapping):
+        raise TypeError(f"sampling must be a mapping, not {type(sampling).__name__}")
     known = [option.name for option in DEFAULTS]
-    for name in given:
+    for name in sampling:
         if name not in known:
             raise ValueError(
                 f"sampling: {quoted(name)} cannot be set for all requests; there is {listed(known)}"
             )
     try:
-        SamplingParams(**given)
+        SamplingParams(**sampling)
     except (TypeError, ValueError) as e:
         raise type(e)(f"sampling: {e}") from None
-    return MappingProxyType(dict(given))
+    return MappingProxyType(dict(sampling))
 
 
 def _names(field: str, values: Iterable[str]) -> tuple[str, ...]:

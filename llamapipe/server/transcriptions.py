@@ -61,13 +61,13 @@ class _Part(NamedTuple):
 
 def form_parts(content_type: str, body: bytes) -> list[_Part]:
     """Return the fields of a form, in its order. Raises ApiError 400 for what is no complete form."""
-    found = _BOUNDARY.fullmatch(content_type.strip()) if len(content_type) <= _MOST_TYPE else None
-    if found is None:
+    match = _BOUNDARY.fullmatch(content_type.strip()) if len(content_type) <= _MOST_TYPE else None
+    if match is None:
         raise ApiError(
             400,
             f"the body must be multipart/form-data with a boundary; its content-type is {quoted(content_type[:80])}",
         )
-    mark = b"--" + (found[1] or found[2]).encode()
+    mark = b"--" + (match[1] or match[2]).encode()
     at = 0 if body.startswith(mark) else body.find(b"\r\n" + mark) + 2
     if at == 1:
         raise ApiError(400, "the body's parts are not there: its boundary does not occur")

@@ -61,33 +61,33 @@ class AnthropicEncoder:
 
     def part(self, index: int, part: ChatDelta, counts: Counts) -> bytes:
         """Return the events for a part."""
-        made: list[bytes] = []
+        events: list[bytes] = []
         if part.reasoning:
-            made += self._switched("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            made.append(self._delta({"type": "thinking_delta", "thinking": part.reasoning}))
+            events += self._switched("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            events.append(self._delta({"type": "thinking_delta", "thinking": part.reasoning}))
         if part.content:
-            made += self._switched("text", {"type": "text", "text": ""})
-            made.append(self._delta({"type": "text_delta", "text": part.content}))
+            events += self._switched("text", {"type": "text", "text": ""})
+            events.append(self._delta({"type": "text_delta", "text": part.content}))
         for piece in part.tool_calls:
             block: dict[str, Any] = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
-            made += self._switched(piece.index, block)
+            events += self._switched(piece.index, block)
             if piece.arguments:
-                made.append(self._delta({"type": "input_json_delta", "partial_json": piece.arguments}))
+                events.append(self._delta({"type": "input_json_delta", "partial_json": piece.arguments}))
         if part.finish_reason is not None:
             if self._index < 0:
-                made += self._switched("text", {"type": "text", "text": ""})
-            made.append(_named("content_block_stop", index=self._index))
+                events += self._switched("text", {"type": "text", "text": ""})
+            events.append(_named("content_block_stop", index=self._index))
             usage = {"output_tokens": counts.n_completion}
-            made.append(_named("message_delta", delta=_stop(part), usage=usage))
-        return b"".join(made)
+            events.append(_named("message_delta", delta=_stop(part), usage=usage))
+        return b"".join(events)
 
     def _switched(self, what: object, block: dict[str, Any]) -> list[bytes]:
         if self._open == what:
             return []
-        made = [] if self._open is None else [_named("content_block_stop", index=self._index)]
+        events = [] if self._open is None else [_named("content_block_stop", index=self._index)]
         self._open = what
         self._index += 1
-        return [*made, _named("content_block_start", index=self._index, content_block=block)]
+        return [*events, _named("content_block_start", index=self._index, content_block=block)]
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return _named("content_block_delta", index=self._index, delta=delta)

@@ -87,15 +87,15 @@ class ChatEncoder:
             message["tool_calls"] = [
                 self._call(call_message(call, as_written=True)) for call in choice.tool_calls
             ]
-        made = {
+        fields = {
             "index": choice.index,
             "message": message,
             "logprobs": self._logprobs(choice.logprobs),
             "finish_reason": choice.finish_reason,
         }
         if self._form.token_ids:
-            made["token_ids"] = choice.token_ids
-        return made
+            fields["token_ids"] = choice.token_ids
+        return fields
 
     def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
         return None if entries is None else chat_logprobs(entries, self._vocab, self._form.tokens_as_ids)
@@ -122,8 +122,8 @@ class ChatEncoder:
         if not self._form.token_ids:
             return last + self._writer.chunk(_BEGIN % index)
         delta = {"role": "assistant", "content": "", "refusal": None}
-        made = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, "token_ids": []}
-        return last + self._writer.chunk(encode_json({**made, "prompt_token_ids": prompt}))
+        fields = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, "token_ids": []}
+        return last + self._writer.chunk(encode_json({**fields, "prompt_token_ids": prompt}))
 
     def part(self, index: int, part: ChatDelta, counts: Counts) -> bytes:
         """Return the event for a part."""
@@ -151,35 +151,35 @@ class ChatEncoder:
             delta["reasoning_content"] = part.reasoning
         if calls := self._call_parts(index, part):
             delta["tool_calls"] = calls
-        made = {
+        fields = {
             "index": index,
             "delta": delta,
             "logprobs": self._logprobs(part.logprobs),
             "finish_reason": part.finish_reason,
         }
         if self._form.token_ids:
-            made["token_ids"] = part.token_ids
-        return encode_json(made)
+            fields["token_ids"] = part.token_ids
+        return encode_json(fields)
 
     def _call_parts(self, index: int, part: ChatDelta) -> list[dict[str, Any]]:
         """Return the parts of calls.
 
         The input of a custom tool is text in a JSON string: it is sent when it is complete.
         """
-        made: list[dict[str, Any]] = []
+        parts: list[dict[str, Any]] = []
         for piece in part.tool_calls:
             held = self._held.get(index)
             if held is not None and held[0] != piece.index:
-                made.append(self._released(index))
+                parts.append(self._released(index))
             if piece.id is not None and self._tools.known(str(piece.name)).is_custom:
                 self._held[index] = (piece.index, piece.id, str(piece.name), [piece.arguments])
             elif index in self._held:
                 self._held[index][3].append(piece.arguments)
             else:
-                made.append(_call_part(piece))
+                parts.append(_call_part(piece))
         if part.finish_reason is not None and index in self._held:
-            made.append(self._released(index))
-        return made
+            parts.append(self._released(index))
+        return parts
 
     def _released(self, choice: int) -> dict[str, Any]:
         """Return the call of a custom tool that was held back."""

@@ -103,9 +103,9 @@ class CompletionEncoder:
             choice = replace(
                 choice, text="", token_ids=[], finish_reason="length", logprobs=choice.logprobs and []
             )
-        made: dict[str, Any] = {"text": choice.text, "index": index, "logprobs": None}
+        fields: dict[str, Any] = {"text": choice.text, "index": index, "logprobs": None}
         if shown.echo:
-            made["text"] = self._echo(i) + choice.text
+            fields["text"] = self._echo(i) + choice.text
         if shown.logprobs is not None:
             entries = list(choice.logprobs or ())
             first = None
@@ -115,14 +115,14 @@ class CompletionEncoder:
                 if choice.stop_logprob is not None and not shown.is_empty:
                     entries.append(choice.stop_logprob)  # clients that score prompts drop the last entry
                 first = self._first(i)
-            made["logprobs"] = self._logprobs_of(i).of(entries, first)
+            fields["logprobs"] = self._logprobs_of(i).of(entries, first)
         if shown.prompt_logprobs is not None:
             scores = _narrowed(completion.prompt_logprobs or (), shown.prompt_logprobs)
-            made["prompt_logprobs"] = prompt_logprobs(self._prompts.tokens[i], scores, self._vocab)
+            fields["prompt_logprobs"] = prompt_logprobs(self._prompts.tokens[i], scores, self._vocab)
         if self._form.token_ids:
-            made |= {"token_ids": choice.token_ids, "prompt_token_ids": self._prompts.tokens[i]}
-        made["finish_reason"] = choice.finish_reason
-        return made
+            fields |= {"token_ids": choice.token_ids, "prompt_token_ids": self._prompts.tokens[i]}
+        fields["finish_reason"] = choice.finish_reason
+        return fields
 
     def _logprobs_of(self, i: int) -> CompletionLogprobs:
         """Write the log-probabilities of a choice for prompt ``i``."""
@@ -139,15 +139,15 @@ class CompletionEncoder:
 
         None if it is a BOS token that was added.
         """
-        given, token = self._prompts.given[i], self._prompts.tokens[i][0]
-        is_text = isinstance(given, str) or isinstance(given[0], str)
+        prompt, token = self._prompts.given[i], self._prompts.tokens[i][0]
+        is_text = isinstance(prompt, str) or isinstance(prompt[0], str)
         return None if is_text and token == self._vocab.bos else token
 
     def _echo(self, i: int) -> str:
         """Return the text of prompt ``i``."""
-        given = self._prompts.given[i]
-        if isinstance(given, str):
-            return given
+        prompt = self._prompts.given[i]
+        if isinstance(prompt, str):
+            return prompt
         return self._vocab.detokenize(self._prompts.tokens[i], remove_special=True)
 
     # ---- streamed

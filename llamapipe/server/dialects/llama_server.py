@@ -99,10 +99,10 @@ class LlamaServerEncoder:
             choice.end(part, self._params.max_tokens, form.is_empty)
         if not form.is_stream:
             return b""
-        made = self.news()
+        events = self.news()
         if part.text or part.token_ids:
-            made += event(self._partial(index, part.text, part.token_ids, part.logprobs))
-        return made + event(self._last(index)) if part.finish_reason is not None else made
+            events += event(self._partial(index, part.text, part.token_ids, part.logprobs))
+        return events + event(self._last(index)) if part.finish_reason is not None else events
 
     def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
         """Return the answer that is no stream: an object, or a list of them for several prompts or choices."""
@@ -113,16 +113,16 @@ class LlamaServerEncoder:
 
     def news(self) -> bytes:
         """Return events that tell how much of the prompts is computed, for those that have come further."""
-        made = b""
+        events = b""
         for index, choice in enumerate(self._choices if self._form.with_progress else ()):
             stream = self._running[index]
-            found = None if stream is None else stream.prompt_progress
-            for n_done in () if found is None else sorted({found.n_cached_tokens, found.n_done}):
-                if found is not None and choice.n_told < n_done:
+            progress = None if stream is None else stream.prompt_progress
+            for n_done in () if progress is None else sorted({progress.n_cached_tokens, progress.n_done}):
+                if progress is not None and choice.n_told < n_done:
                     choice.n_told = n_done
-                    fields = progress_fields(found._replace(n_done=n_done))
-                    made += event(self._partial(index) | {"prompt_progress": fields})
-        return made
+                    fields = progress_fields(progress._replace(n_done=n_done))
+                    events += event(self._partial(index) | {"prompt_progress": fields})
+        return events
 
     def _partial(
         self,
@@ -132,7 +132,7 @@ class LlamaServerEncoder:
         logprobs: Sequence[TokenLogprob] | None = None,
     ) -> dict[str, Any]:
         choice = self._choices[index]
-        made: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "index": index,
             "content": text,
             "tokens": tokens,
@@ -142,16 +142,16 @@ class LlamaServerEncoder:
             "tokens_evaluated": len(choice.prompt),
         }
         if self._form.timings_per_token:
-            made["timings"] = choice.timings()
+            fields["timings"] = choice.timings()
         if logprobs:
-            made["completion_probabilities"] = _probabilities(logprobs, self._vocab)
-        return made
+            fields["completion_probabilities"] = _probabilities(logprobs, self._vocab)
+        return fields
 
     def _last(self, index: int) -> dict[str, Any]:
         """Return the last object of a choice, with the fields that the client asks for."""
         choice, form = self._choices[index], self._form
         text = "".join(choice.text)
-        made: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "index": index,
             "content": "" if form.is_stream else text,
             "tokens": choice.tokens if form.with_tokens and not form.is_stream else [],
@@ -170,10 +170,10 @@ class LlamaServerEncoder:
             "prompt": self._texts[index],
         }
         if form.is_empty:
-            made["generation_settings"] |= {"n_predict": 0, "max_tokens": 0}
+            fields["generation_settings"] |= {"n_predict": 0, "max_tokens": 0}
         if choice.logprobs and not form.is_stream:
-            made["completion_probabilities"] = _probabilities(choice.logprobs, self._vocab)
-        return _at_paths(made, form.wanted) if form.wanted else made
+            fields["completion_probabilities"] = _probabilities(choice.logprobs, self._vocab)
+        return _at_paths(fields, form.wanted) if form.wanted else fields
 
 
 class _Choice:
@@ -211,15 +211,15 @@ class _Choice:
 
 def generation_settings(params: SamplingParams) -> dict[str, Any]:
     """Return the options with llama-server's names, as its answers have them."""
-    made: dict[str, Any] = {
+    settings: dict[str, Any] = {
         option.name: getattr(params, option.name)
         for option in OPTIONS
         if option.kind in (Kind.INT, Kind.FLOAT, Kind.FLAG) and option.fields != ()
     }
-    del made["infill"], made["cache"], made["n"], made["min_tokens"]
+    del settings["infill"], settings["cache"], settings["n"], settings["min_tokens"]
     limit = -1 if params.max_tokens is None else params.max_tokens
     order = SAMPLER_ORDER if params.sampler_order is None else params.sampler_order
-    return made | {
+    return settings | {
         "seed": -1 if params.seed is None else params.seed,
         "n_predict": limit,
         "max_tokens": limit,
@@ -233,12 +233,12 @@ def generation_settings(params: SamplingParams) -> dict[str, Any]:
 def _probabilities(entries: Iterable[TokenLogprob], vocab: Vocab) -> list[dict[str, Any]]:
     """Return ``completion_probabilities``: as OpenAI's ``logprobs`` of chats, with ids."""
     entries = list(entries)
-    made: list[dict[str, Any]] = chat_logprobs(entries, vocab)["content"]
-    for entry, record in zip(entries, made, strict=True):
+    records: list[dict[str, Any]] = chat_logprobs(entries, vocab)["content"]
+    for entry, record in zip(entries, records, strict=True):
         record["id"] = entry.id
         for top, its in zip(entry.top, record["top_logprobs"], strict=True):
             its["id"] = top.id
-    return made
+    return records
 
 
 def _at_paths(value: dict[str, Any], paths: Iterable[str]) -> dict[str, Any]:
@@ -246,13 +246,13 @@ def _at_paths(value: dict[str, Any], paths: Iterable[str]) -> dict[str, Any]:
 
     What is not there is left out.
     """
-    made: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for path in paths:
-        found: Any = value
+        inner: Any = value
         for key in path.split("/"):
-            if not isinstance(found, dict) or key not in found:
+            if not isinstance(inner, dict) or key not in inner:
                 break
-            found = found[key]
+            inner = inner[key]
         else:
-            made[path] = found
-    return made
+            fields[path] = inner
+    return fields

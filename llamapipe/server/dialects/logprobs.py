@@ -87,11 +87,11 @@ def prompt_logprobs(
 
     The first has none. ``rank`` is None for a token that is not among the most probable ones.
     """
-    made: list[dict[str, Any] | None] = [None] * (len(tokens) - len(entries))
+    scores: list[dict[str, Any] | None] = [None] * (len(tokens) - len(entries))
     for entry in entries:
         ranked = {top.id: (rank, top.logprob) for rank, top in enumerate(entry.top, 1)}
         ranked.setdefault(entry.id, (0, entry.logprob))
-        made.append(
+        scores.append(
             {
                 str(token): {
                     "logprob": _finite(logprob),
@@ -101,7 +101,7 @@ def prompt_logprobs(
                 for token, (rank, logprob) in ranked.items()
             }
         )
-    return made
+    return scores
 
 
 def id_text(token: int) -> str:

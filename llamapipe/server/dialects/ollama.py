@@ -82,14 +82,14 @@ class OllamaEncoder:
     def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
         """Return the last line, with the counts; or the whole answer."""
         texts = "".join(self._contents), "".join(self._thinking)
-        made = self._object(*texts, self._all_calls, self._logprobs)
-        made |= {"done": True, "done_reason": self._done_reason}
+        fields = self._object(*texts, self._all_calls, self._logprobs)
+        fields |= {"done": True, "done_reason": self._done_reason}
         if self.prompt_at is not None:
-            made["context"] = [*prompt, *self._token_ids]
+            fields["context"] = [*prompt, *self._token_ids]
         arrived, ended = self._times.arrived_at, self._times.last_at or self._times.arrived_at
         first = self._times.first_at if self._token_ids and self._times.first_at is not None else ended
         submitted = arrived if self._times.submitted_at is None else self._times.submitted_at
-        made |= {
+        fields |= {
             "total_duration": nanoseconds(ended - arrived) + self._loaded_ns,
             "load_duration": self._loaded_ns,
             "prompt_eval_count": counts.n_prompt,
@@ -97,7 +97,7 @@ class OllamaEncoder:
             "eval_count": 0 if self._is_empty else len(self._token_ids),
             "eval_duration": nanoseconds(ended - first),
         }
-        return encode_json(made) if self._is_whole else line(made)
+        return encode_json(fields) if self._is_whole else line(fields)
 
     def ping(self) -> bytes:
         """Return a line without text, to which clients add nothing."""
@@ -110,16 +110,16 @@ class OllamaEncoder:
         calls: Sequence[Mapping[str, Any]] = (),
         logprobs: Sequence[Mapping[str, Any]] = (),
     ) -> dict[str, Any]:
-        made = empty_part(self._model, self._is_chat)
-        message = made["message"] if self._is_chat else made
+        fields = empty_part(self._model, self._is_chat)
+        message = fields["message"] if self._is_chat else fields
         message["content" if self._is_chat else "response"] = content
         if thinking:
             message["thinking"] = thinking
         if calls:
             message["tool_calls"] = calls
         if logprobs:
-            made["logprobs"] = logprobs
-        return made
+            fields["logprobs"] = logprobs
+        return fields
 
     def _written(self, entries: Sequence[TokenLogprob] | None) -> list[dict[str, Any]]:
         if entries is None:

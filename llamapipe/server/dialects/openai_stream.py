@@ -137,26 +137,28 @@ class Progress:
 
     def news(self) -> bytes:
         """Return the events for the choices that have come further; the first has what was cached."""
-        made = b""
+        events = b""
         for index, stream in enumerate(self._running):
-            found = None if stream is None else stream.prompt_progress
-            if found is not None:
-                made += self._upto(index, found)
-        return made
+            progress = None if stream is None else stream.prompt_progress
+            if progress is not None:
+                events += self._upto(index, progress)
+        return events
 
-    def _upto(self, index: int, found: PromptProgress) -> bytes:
-        made = b""
-        for n_done in sorted({found.n_cached_tokens, found.n_done}):
+    def _upto(self, index: int, progress: PromptProgress) -> bytes:
+        events = b""
+        for n_done in sorted({progress.n_cached_tokens, progress.n_done}):
             if self._told.get(index, -1) < n_done:
                 self._told[index] = n_done
-                made += self._writer.progress(self._choice % index, found._replace(n_done=n_done))
-        return made
+                events += self._writer.progress(self._choice % index, progress._replace(n_done=n_done))
+        return events
 
     def last(self, index: int) -> bytes:
         """Return the event for a choice whose whole prompt is computed."""
         stream = self._running[index]
-        found = None if stream is None else stream.prompt_progress
-        return b"" if found is None else self._upto(index, found._replace(n_done=found.n_prompt_tokens))
+        progress = None if stream is None else stream.prompt_progress
+        return (
+            b"" if progress is None else self._upto(index, progress._replace(n_done=progress.n_prompt_tokens))
+        )
 
 
 def usage(counts: Counts, predicted: bool = False) -> dict[str, Any]:

@@ -124,19 +124,19 @@ class ResponsesEncoder:
 
     def part(self, index: int, part: ChatDelta, counts: Counts) -> bytes:
         """Return the events for a part."""
-        made = b""
+        events = b""
         self.n_output += len(part.token_ids)
         if part.reasoning:
             self._n_reasoning += len(part.token_ids)
-            made += self._text("reasoning", "reasoning_text", part.reasoning)
+            events += self._text("reasoning", "reasoning_text", part.reasoning)
         if part.content:
             entries = part.logprobs
             logprobs = [] if entries is None else chat_logprobs(entries, self._vocab)["content"]
-            made += self._text("message", "output_text", part.content, logprobs=logprobs)
+            events += self._text("message", "output_text", part.content, logprobs=logprobs)
         for call in part.tool_calls:
-            made += self._call(call)
+            events += self._call(call)
         self.finish_reason = part.finish_reason
-        return made if part.finish_reason in (None, "cancelled") else made + self.close()
+        return events if part.finish_reason in (None, "cancelled") else events + self.close()
 
     def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
         """Return nothing: the model may write again, and what is sent last has been stored before. See ``last``."""
@@ -151,7 +151,7 @@ class ResponsesEncoder:
 
     def _text(self, kind: str, part_kind: str, text: str, **more: list[Any]) -> bytes:
         """Return text of an item with content, which is opened if it is not. ``more``: lists that grow with it."""
-        made = b""
+        events = b""
         if self._open is None or self._open["type"] != kind:
             item: Item = {"type": kind, "content": []}
             part: dict[str, Any] = {"type": part_kind, "text": ""}
@@ -160,28 +160,28 @@ class ResponsesEncoder:
                 part |= {"annotations": [], "logprobs": []}
             else:
                 item["summary"] = []
-            made = self.open(item) + self.progress("content_part.added", content_index=0, part=part)
+            events = self.open(item) + self.progress("content_part.added", content_index=0, part=part)
             item["content"].append(part)
         assert self._open is not None
         part = self._open["content"][0]
         part["text"] += text
         for name, entries in more.items():
             part[name] += entries
-        return made + self.progress(f"{part_kind}.delta", content_index=0, delta=text, **more)
+        return events + self.progress(f"{part_kind}.delta", content_index=0, delta=text, **more)
 
     def _call(self, part: ToolCallDelta) -> bytes:
-        made = b""
+        events = b""
         if self._open is None or "content" in self._open or self._call_index != part.index:
-            made = self.open(self._begun(part))
+            events = self.open(self._begun(part))
         item = self._open
         assert item is not None
         self._arguments += part.arguments
         if item["type"] == "custom_tool_call" or not part.arguments:
-            return made
+            return events
         item["arguments"] += part.arguments
         if item["type"] == "mcp_approval_request":
-            return made
-        return made + self.progress(f"{item['type']}_arguments.delta", delta=part.arguments)
+            return events
+        return events + self.progress(f"{item['type']}_arguments.delta", delta=part.arguments)
 
     def _begun(self, part: ToolCallDelta) -> Item:
         """Return the item of a call, without arguments."""
@@ -198,16 +198,16 @@ class ResponsesEncoder:
     # ---- items
     def open(self, item: Item) -> bytes:
         """Begin an item, and end the open one."""
-        made = self.close()
+        events = self.close()
         place = len(self.output)
         item |= {"id": f"{_ID_PREFIXES[item['type']]}_{self._id}_{place}", "status": "in_progress"}
         self._open = item
-        made += self._told("output_item.added", output_index=place, item=item)
+        events += self._told("output_item.added", output_index=place, item=item)
         if item["type"] == "mcp_call":
-            made += self.progress("mcp_call.in_progress")
+            events += self.progress("mcp_call.in_progress")
             if item["arguments"]:
-                made += self.progress("mcp_call_arguments.delta", delta=item["arguments"])
-        return made
+                events += self.progress("mcp_call_arguments.delta", delta=item["arguments"])
+        return events
 
     def fill(self, fields: Mapping[str, Any]) -> None:
         """Add to the open item what is known of it now."""
@@ -224,28 +224,28 @@ class ResponsesEncoder:
         item = self._open
         if item is None:
             return b""
-        kind, made = item["type"], b""
+        kind, events = item["type"], b""
         if kind in ("function_call", "mcp_call"):
             name = {"name": item["name"]} if kind == "function_call" else {}
-            made = self.progress(f"{kind}_arguments.done", **name, arguments=item["arguments"])
+            events = self.progress(f"{kind}_arguments.done", **name, arguments=item["arguments"])
         elif kind == "custom_tool_call":
             # The model wrote the text as a JSON string, so it is sent when it is complete.
             item["input"] = text = custom_input(self._arguments)
-            made = self.progress(f"{kind}_input.delta", delta=text)
-            made += self.progress(f"{kind}_input.done", input=text)
+            events = self.progress(f"{kind}_input.delta", delta=text)
+            events += self.progress(f"{kind}_input.done", input=text)
         elif "content" in item:
             part = item["content"][0]
             more = {"logprobs": part["logprobs"]} if kind == "message" else {}
-            made = self.progress(f"{part['type']}.done", content_index=0, text=part["text"], **more)
-            made += self.progress("content_part.done", content_index=0, part=part)
+            events = self.progress(f"{part['type']}.done", content_index=0, text=part["text"], **more)
+            events += self.progress("content_part.done", content_index=0, part=part)
         self._open = None
         self.output.append(item)
         place = len(self.output) - 1
         if kind == "mcp_call":
             self._calls.append((place, item))
-            return made
+            return events
         item["status"] = "incomplete" if self.is_cut else "completed"
-        return made + self._told("output_item.done", output_index=place, item=item)
+        return events + self._told("output_item.done", output_index=place, item=item)
 
     def take_calls(self) -> list[tuple[int, Item]]:
         """Return the calls that the server is to run, with their places; each once."""
@@ -254,12 +254,12 @@ class ResponsesEncoder:
 
     def ran(self, place: int, item: Item) -> bytes:
         """Return the events of a call that has its result, or an error; neither if it was not run."""
-        made = b""
+        events = b""
         if item["status"] != "incomplete":
-            made = self._told(f"mcp_call.{item['status']}", item_id=item["id"], output_index=place)
-        return made + self._told("output_item.done", output_index=place, item=item)
+            events = self._told(f"mcp_call.{item['status']}", item_id=item["id"], output_index=place)
+        return events + self._told("output_item.done", output_index=place, item=item)
 
     def _told(self, kind: str, **fields: Any) -> bytes:
-        made = {"type": f"response.{kind}", **fields, "sequence_number": self._n_events}
+        event = {"type": f"response.{kind}", **fields, "sequence_number": self._n_events}
         self._n_events += 1
-        return typed_event(made) if self._is_stream else b""
+        return typed_event(event) if self._is_stream else b""

@@ -312,7 +312,7 @@ struct Avx2 {
             constexpr int      in_part = kLinesIn16Bits<Panel>;
             const RowBlock32 * block[M];
             for (int j = 0; j < M; j++) block[j] = x[j];
-            for (int b = 0; b < n; b++, panel++) {
+            for (int b = 0; b < n * kBlocks<Panel>; b++, panel += b % kBlocks<Panel> == 0) {
                 __m256i sum[M][2];
 #pragma GCC unroll 2
                 for (int at = 0; at < 8; at += in_part) {

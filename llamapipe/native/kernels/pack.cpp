@@ -182,6 +182,28 @@ void put(const block_iq4_xs * in, int r, PanelIQ4_XS * out) {
     memcpy(&out->d[r], &in->d, 2);
 }
 
+void put(const block_q1_0 * in, int r, PanelQ1_0 * out) {
+    for (int b = 0; b < 4; b++)
+        for (int c = 0; c < 4; c++) {
+            const uint32_t word = four(in->qs + 4 * b);
+            int            bits = 0;
+            for (int g = 0; g < 8; g++) bits |= static_cast<int>(word >> (4 * g + c) & 1) << g;
+            out->q[b][4 * r + c] = static_cast<uint8_t>(bits);
+        }
+    memcpy(&out->d[r], &in->d, 2);
+}
+
+void put(const block_q2_0 * in, int r, PanelQ2_0 * out) {
+    for (int h = 0; h < 4; h++)
+        for (int c = 0; c < 4; c++) {
+            const uint32_t word = four(in->qs + 4 * h);
+            int            bits = 0;
+            for (int g = 0; g < 4; g++) bits |= static_cast<int>(word >> (8 * g + 2 * c) & 3) << 2 * g;
+            out->q[h / 2][h % 2][4 * r + c] = static_cast<uint8_t>(bits);
+        }
+    memcpy(&out->d[r], &in->d, 2);
+}
+
 void put(const block_q8_0 * in, int r, PanelQ8_0 * out) {
     for (int g = 0; g < 8; g++) memcpy(out->q[g] + 4 * r, in->qs + 4 * g, 4);
     memcpy(&out->d[r], &in->d, 2);

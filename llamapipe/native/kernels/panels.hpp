@@ -91,6 +91,18 @@ struct PanelIQ4_XS {
     uint16_t d[16];
 };
 
+// 128 columns. Bit g of a byte of q[b] is that of the columns 32 b + 4 g .. + 3.
+struct PanelQ1_0 {
+    uint8_t  q[4][64];
+    uint16_t d[16];
+};
+
+// 64 columns. Bits 2 g and 2 g + 1 of a byte of q[b][h] belong to the columns 32 b + 16 h + 4 g .. + 3.
+struct PanelQ2_0 {
+    uint8_t  q[2][2][64];
+    uint16_t d[16];
+};
+
 // Half of a block of the file.
 struct PanelNVFP4 {
     uint8_t q[4][64];
@@ -252,6 +264,8 @@ constexpr Numbers with_signs(int lines) { return { lines, 128, 0, false, true };
     ROW(Q4_1, block_q4_1, 32, Lines, with_mins(8, 15))             \
     ROW(IQ4_NL, block_iq4_nl, 32, Lines, with_signs(8))            \
     ROW(MXFP4, block_mxfp4, 32, Lines, less(8, 24, 12))            \
+    ROW(Q1_0, block_q1_0, QK1_0, Lines, less(8, 2, 1))             \
+    ROW(Q2_0, block_q2_0, QK2_0, Lines, less(8, 3, 1))             \
     ROW(NVFP4, block_nvfp4, QK_NVFP4, LinesNVFP4, less(4, 24, 12)) \
     ROW(IQ4_XS, block_iq4_xs, QK_K, Lines, with_signs(8))          \
     ROW(Q3_K, block_q3_K, QK_K, Expanded, less(4, 7, 4))           \
@@ -266,16 +280,17 @@ constexpr Numbers with_signs(int lines) { return { lines, 128, 0, false, true };
     ROW(TQ1_0, block_tq1_0, QK_K, Expanded, less(64, 2, 1))        \
     ROW(TQ2_0, block_tq2_0, QK_K, Expanded, less(64, 3, 1))
 
-// What a row says of a panel. Activations have blocks of 256 columns if the weights have, else of 32, and so have panels: those
-// of a longer block are its parts.
+// What a row says of a panel. Activations have blocks of 256 columns if the weights have, else of 32. A panel has a block's
+// columns; those of NVFP4 are its halves.
 template <class Panel> struct PanelType;
-#define PANEL_TYPE(name, block, n, weights, numbers)                                                           \
-    template <> struct PanelType<Panel##name> {                                                                \
-        using Block                              = block;                                                      \
-        using RowBlock                           = std::conditional_t<n == QK_K, RowBlockK, RowBlock32>;       \
-        static constexpr ggml_type kType         = GGML_TYPE_##name;                                           \
-        static constexpr int       kBlockColumns = n, kColumns = n == QK_K ? QK_K : 32, kParts = n / kColumns; \
-        static constexpr Numbers   kNumbers = numbers;                                                         \
+template <class Panel> constexpr bool kIsHalf = std::is_same_v<Panel, PanelNVFP4>;
+#define PANEL_TYPE(name, block, n, weights, numbers)                                                                      \
+    template <> struct PanelType<Panel##name> {                                                                           \
+        using Block                              = block;                                                                 \
+        using RowBlock                           = std::conditional_t<n == QK_K, RowBlockK, RowBlock32>;                  \
+        static constexpr ggml_type kType         = GGML_TYPE_##name;                                                      \
+        static constexpr int       kBlockColumns = n, kColumns = kIsHalf<Panel##name> ? n / 2 : n, kParts = n / kColumns; \
+        static constexpr Numbers   kNumbers = numbers;                                                                    \
     };
 PANELS(PANEL_TYPE)
 #undef PANEL_TYPE

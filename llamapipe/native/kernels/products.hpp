@@ -25,7 +25,7 @@ template <class P, class Weights> struct Form {
     using Unpacked                 = Weights;
     using Row                      = typename PanelType<P>::RowBlock;
     static constexpr bool kSuper   = kIsSuper<P>;
-    static constexpr int  kColumns = PanelType<P>::kColumns, kAtOnce = kSuper ? 1 : kBlocksAtOnce;
+    static constexpr int  kColumns = PanelType<P>::kColumns, kAtOnce = kSuper ? 1 : kBlocksAtOnce / kBlocks<P>;
 };
 
 template <class Level, class F>
@@ -39,7 +39,7 @@ __attribute__((noinline)) void tile(const typename F::Panel * const (&panel)[Q],
     const typename F::Row * x[M];
     float *                 out[M];
     for (int j = 0; j < M; j++) {
-        x[j]   = static_cast<const typename F::Row *>(rows[j]) + part;
+        x[j]   = static_cast<const typename F::Row *>(rows[j]) + part * kBlocks<typename F::Panel>;
         out[j] = y[j] + at;
     }
     Level::template accumulate<M, Q>(panel, w, n, x, out);

@@ -116,9 +116,29 @@ template <class V, int g> inline typename V::Int line_of(const PanelNVFP4 * pane
     return V::look_up(kCodesMXFP4, nibbles<V, g>(panel[b].q, p));
 }
 
+// Doubled, so that 1 less is the weight.
+template <class V, int g> inline typename V::Int line_of(const PanelQ1_0 * panel, int b, int p) {
+    const typename V::Int v = V::load(panel[b / 4].q[b % 4] + p);
+    if constexpr (g == 0)
+        return V::bit_and(V::template left<1>(v), V::bytes(2));
+    else if constexpr (g == 1)
+        return V::bit_and(v, V::bytes(2));
+    else
+        return V::bit_and(V::template right<g - 1>(v), V::bytes(2));
+}
+
+template <class V, int g> inline typename V::Int line_of(const PanelQ2_0 * panel, int b, int p) {
+    const typename V::Int v = V::load(panel[b / 2].q[b % 2][g / 4] + p);
+    if constexpr (g % 4 == 0)
+        return V::bit_and(v, V::bytes(3));
+    else
+        return V::bit_and(V::template right<2 * (g % 4)>(v), V::bytes(3));
+}
+
 template <class Panel> constexpr bool kIsSuper      = PanelType<Panel>::kColumns == QK_K;
 template <class Panel> constexpr int  kLinesOfGroup = kIsSuper<Panel> ? kNumbers<Panel>.lines : 8;
 template <class Panel> constexpr int  kGroups       = kIsSuper<Panel> ? 64 / kLinesOfGroup<Panel> : 1;
+template <class Panel> constexpr int  kBlocks       = kIsSuper<Panel> ? 1 : PanelType<Panel>::kColumns / 32;  // of activations
 
 // What follows in the panel is read while this group is multiplied, line by line: with few rows the hardware does not look far
 // enough ahead, and many requests at once wait for each other. 8-bit weights gain nothing.
@@ -126,7 +146,7 @@ constexpr size_t kAhead = 4096;
 
 template <class V, int n, int g, class Panel>
 inline typename V::Int line(const Panel * panel, const Direct *, int group, int p) {
-    constexpr size_t n_bytes = sizeof(Panel) / kGroups<Panel>;
+    constexpr size_t n_bytes = sizeof(Panel) / (kGroups<Panel> * kBlocks<Panel>);
     if constexpr (64 * g < n_bytes && !std::is_same_v<Panel, PanelQ8_0>)
         if (p == 0) __builtin_prefetch(reinterpret_cast<const char *>(panel) + n_bytes * group + 64 * g + kAhead, 0, 2);
     return line_of<V, g>(panel, group, p);
@@ -151,9 +171,9 @@ template <class V, class Panel> inline void unpack_groups(const Panel * panel, i
         }
 }
 
-// A super-block, or n blocks of 32 columns.
+// A super-block, or n panels of one block of 32 columns, or of a few.
 template <class V, class Panel> inline void unpack(const Panel * panel, int n, Lines & out) {
-    unpack_groups<V>(panel, kGroups<Panel> > 1 ? kGroups<Panel> : n, out.q);
+    unpack_groups<V>(panel, kGroups<Panel> > 1 ? kGroups<Panel> : n * kBlocks<Panel>, out.q);
 }
 
 // The scales of rows, times a power of two.

@@ -241,13 +241,13 @@ template <class V, class Tiles> struct Vnni : Tiles {
         Float result[M][Q * P];
         for (int j = 0; in_registers && j < M; j++)
             for (int i = 0; i < Q * P; i++) result[j][i] = V::load_floats(y[j] + kRows * i);
-        for (int b = 0; b < n; b++) {
+        for (int b = 0; b < n * kBlocks<Panel>; b++) {
             Int sum[M][Q * P];
             for (int j = 0; j < M; j++)
                 for (int i = 0; i < Q * P; i++) sum[j][i] = V::set(-kOffset<Factors, Panel> * block[j]->sum());
             add_lines<8, M, Q>(panel, w, b, block, 0, sum);
             for (int i = 0; i < Q * P; i++) {
-                const Panel * const one = panel[i / P] + b;
+                const Panel * const one = panel[i / P] + b / kBlocks<Panel>;
                 const int           row = kRows * (i % P);
                 const Float         d   = row_scales(one, row);
                 for (int j = 0; j < M; j++) {

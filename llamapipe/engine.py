@@ -375,6 +375,7 @@ class Engine(BlockingCalls, AsyncOwner):
                 window=0 if context.needs_states else model.n_swa,
                 observer=None if publisher is None else publisher.tracker,
                 spills=folder is not None,
+                skips_cells=context.mixes_adapters,  # our attention, and no other device's
             )
             scheduler = _scheduler(context, cache, drafter, _overflow(context, overflow, n_keep), max_itl_s)
             model.adopt(context, f"Engine(n_ctx={context.n_ctx}, n_seq_max={context.n_seq_max})")

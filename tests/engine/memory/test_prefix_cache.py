@@ -29,6 +29,17 @@ def tokens_of(n: int, seed: int) -> list[int]:
 SHARED = tokens_of(40, 0)
 
 
+@pytest.mark.parametrize("kv_unified", [False, True])
+def test_a_long_conversation_stays_in_its_cells(make_engine: MakeEngine, kv_unified: bool) -> None:
+    """Where attention does not read the cells of others, or each has a range."""
+    engine = make_engine(n_ctx=800, n_seq_max=2, kv_unified=kv_unified)
+    told = tokens_of(600, 1)
+    engine.generate(told, greedy(1))
+    assert engine.generate([*told, 7], greedy(1)).n_cached_tokens == 600
+    stays = not kv_unified or engine.model.attends
+    assert engine.stats().n_restored == (0 if stays else 1)
+
+
 @pytest.mark.device
 @pytest.mark.parametrize("kv_unified", [False, True])
 class TestPrefixes:

@@ -5,11 +5,13 @@
     python benchmarks/bench_steps.py qwen2.5-coder-1.5b.gguf --draft qwen2.5-coder-0.5b.gguf --works draft draft-prose
     python benchmarks/bench_steps.py smollm2.gguf --against trained.gguf random.gguf --at-once 1 4 8 16
     python benchmarks/bench_steps.py qwen2.5-coder.gguf --llama-server PATH --at-once 1 4
+    python benchmarks/bench_steps.py smollm2.gguf --llama-server PATH --against trained.gguf --at-once 1 4
 
 With and without in turns in one process; medians. The number of steps hardly depends on the machine, the time does.
 The model is one that follows instructions in ChatML. With ``--llama-server``, code is rewritten by servers instead:
 `llamapipe serve`, and llama-server without drafts and with each of its n-gram drafts, in turns. With ``--against``,
 engines with these drafts write answers of 256 tokens, in turns with an engine that has none; ``mtp`` is one of them.
+With both, servers write such answers, each with the first of these drafts and without.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import statistics
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -31,13 +33,12 @@ from typing import Any
 
 sys.path[0:0] = [str(Path(__file__).resolve().parent.parent)]
 
-from local_server import free_port, process  # noqa: E402
+from local_server import child_process, cpu_seconds, free_port, process  # noqa: E402
 
 import llamapipe as lp  # noqa: E402
-from llamapipe._engine.policy.core import Request  # noqa: E402
 from llamapipe._engine.policy.speculation import Gate  # noqa: E402
 from llamapipe._engine.runtime import draft as draft_module  # noqa: E402
-from llamapipe._engine.runtime.draft import DraftModel  # noqa: E402
+from llamapipe._engine.runtime.executor import StepExecutor  # noqa: E402
 from llamapipe.gguf.draft_file import target_layers  # noqa: E402
 from llamapipe.llama.batch import DecodeBatch  # noqa: E402
 from llamapipe.llama.context import Context  # noqa: E402
@@ -177,6 +178,10 @@ def main() -> None:
     )
     parser.add_argument("--llama-server", type=Path, help="rewrite code by servers; this is llama-server")
     args = parser.parse_args()
+    if args.llama_server and args.against:
+        for n in args.at_once:
+            compare_drafting_servers(args.model, args.against[0], args.llama_server, n, args.rounds)
+        return
     if args.llama_server:
         for n in args.at_once:
             compare_servers(args.model, args.llama_server, n, args.rounds)
@@ -235,24 +240,24 @@ def compare(model: lp.Model, name: str, n: int, rounds: int, draft: Path | None)
 
 def times_of_process() -> None:
     """Lets gates and drafts learn from the process's time: as they would on a machine where nothing else runs."""
-    last = [0.0, 0.0]  # processor time: of the process at the last step, of drafts since
-    observe, draft = Gate.observe, DraftModel.draft
+    began_s = [0.0]  # of the last step, in processor time
+    observe = Gate.observe
 
-    def observed(self: Gate, n_decoding: int, n_guessed: int, seconds: float) -> None:
-        now = time.process_time()
-        observe(self, n_decoding, n_guessed, now - last[0] - last[1])
-        last[:] = [now, 0.0]
+    def observed(self: Gate, n_decoding: int, n_guessed: int, _: float) -> None:
+        observe(self, n_decoding, n_guessed, time.process_time() - began_s[0])
 
-    def drafted(self: DraftModel, chosen: Mapping[Request, int]) -> dict[Request, Sequence[int]]:
-        began_s = time.process_time()
-        try:
-            return draft(self, chosen)
-        finally:
-            last[1] += time.process_time() - began_s
+    def noting(launch: Callable[..., int]) -> Callable[..., int]:
+        def launched(*given: Any, **options: Any) -> int:
+            began_s[0] = time.process_time()
+            return launch(*given, **options)
+
+        return launched
 
     draft_module.perf_counter = time.process_time  # type: ignore[attr-defined]
     if observe.__name__ != "observed":
-        Gate.observe, DraftModel.draft = observed, drafted  # type: ignore[method-assign]
+        Gate.observe = observed  # type: ignore[method-assign]
+        for name in ("launch", "launch_repeat"):
+            setattr(StepExecutor, name, noting(getattr(StepExecutor, name)))
 
 
 def compare_drafts(model: lp.Model, drafts: list[str], n: int, rounds: int) -> None:
@@ -304,6 +309,8 @@ def print_costs(model: lp.Model, draft: Path) -> None:
     """Prints what a step of several rows and a step of an EAGLE-3 draft take, and what right guesses then bring.
 
     Least seconds of the process, one thread. The first guess of a step also computes the tokens since the last one.
+    A step of the model comes before each draft, as in an engine: what the draft reads is then no longer in the
+    processor's caches.
     """
     with (
         lp.Model(draft) as head,
@@ -330,10 +337,22 @@ def print_costs(model: lp.Model, draft: Path) -> None:
         rows = [steps(n) for n in range(1, 6)]
         target.decode(DecodeBatch.of_tokens(prompt[:4], 200))
 
+        step = DecodeBatch(prompt[:1], [204], [0], [True])
+
         def drafts(n: int, before: int) -> float:
             first = 1 if before < 0 else 150
-            batch = DecodeBatch(prompt[:n], range(first, first + n), [0] * n, [True] * n)
-            return least(lambda: drafting.draft(batch, [before] * n), lambda: drafting.seq_remove(0, first))
+
+            def draft() -> None:
+                drafting.draft(prompt[:n], [*range(first, first + n)], [0] * n, [True] * n, [before] * n)
+                drafting.best(n - 1)
+
+            def after() -> None:
+                drafting.seq_remove(0, first)
+                if before < 0:
+                    target.decode(step)
+                    target.seq_remove(0, 204)
+
+            return least(draft, after)
 
         first_s, again_s = drafts(2, -1), drafts(1, 0)
     print("rows of a step, milliseconds:", *(f"{1e3 * seconds:.2f}" for seconds in rows))
@@ -380,6 +399,55 @@ def compare_servers(model: Path, llama_server: Path, n: int, rounds: int) -> Non
         )
 
 
+def compare_drafting_servers(model: Path, draft: str, llama_server: Path, n: int, rounds: int) -> None:
+    """Prints the tokens a second of processor time of each server, one thread, and ours with the draft over each."""
+    theirs = [
+        str(llama_server), "-m", str(model), "-np", str(n), "-c", str(n * 512), "-t", "1", "-tb", "1",
+        "--cache-ram", "0", "-no-kvu",
+    ]  # fmt: skip
+    ours = [sys.executable, "-m", "llamapipe", "serve", "-m", str(model), "--n-seq-max", str(n)]
+    ours += ["--n-ctx", "512", "--n-threads", "1", "--cache-bytes", "0"]
+    if draft == "mtp":
+        drafting = ["--spec-type", "draft-mtp"]
+    else:
+        with lp.Model(draft) as head:
+            kind = "draft-eagle3" if head.architecture == "eagle3" else "draft-simple"
+        drafting = ["-md", draft, "--spec-type", kind, "-td", "1", "-tbd", "1"]
+    commands = {"llamapipe, draft": [*ours, "--draft", draft], "llamapipe": ours, "llama-server": theirs}
+    for n_most in (1, 3):  # 3 is its default
+        commands[f"llama-server, {n_most} drafted"] = [*theirs, *drafting, "--spec-draft-n-max", str(n_most)]
+    rates: dict[str, list[float]] = {name: [] for name in commands}
+    asked = itertools.cycle(f"{task} {topic}." for task in TASKS for topic in NEW_TOPICS)
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(n))
+        servers = {}
+        for name, command in commands.items():
+            port = free_port()
+            servers[name] = (
+                port,
+                stack.enter_context(child_process([*command, "--port", str(port)], port)),
+            )
+        for i in range(rounds + 1):  # the first one warms up
+            prompts = [chat(next(asked)) for _ in range(n)]
+            for name, (port, pid) in list(servers.items())[:: -1 if i % 2 else 1]:
+                before_s = cpu_seconds(pid)
+                n_tokens = sum(pool.map(write, [port] * n, prompts))
+                if i:
+                    rates[name].append(n_tokens / (cpu_seconds(pid) - before_s))
+    for name, values in rates.items():
+        ratios = [a / b for a, b in zip(rates["llamapipe, draft"], values, strict=True)]
+        print(
+            f"{n} at once, {name:<24}{statistics.median(values):8.1f} tokens/s, ours {statistics.median(ratios):.2f} "
+            f"times that ({min(ratios):.2f} to {max(ratios):.2f})",
+            flush=True,
+        )
+
+
+def write(port: int, prompt: str) -> int:
+    """Lets a server write 256 tokens; returns their number."""
+    return complete(port, {"prompt": prompt, "max_tokens": 256, "temperature": 0, "ignore_eos": True})
+
+
 def rewrite(port: int, i: int, version: int) -> int:
     """Has a server rewrite a version of the code that is new to it; the number of its tokens.
 
@@ -387,7 +455,11 @@ def rewrite(port: int, i: int, version: int) -> int:
     """
     names = r"\b(item|subtotal|tax|total|best|[a-z]+_[a-z]+)\b"
     prompt = code(i, re.sub(names, rf"\1_{version}{i}", CODE))
-    body = {"prompt": prompt, "max_tokens": 200, "temperature": 0, "stop": ["```"]}
+    return complete(port, {"prompt": prompt, "max_tokens": 200, "temperature": 0, "stop": ["```"]})
+
+
+def complete(port: int, body: dict[str, Any]) -> int:
+    """Asks a server for a completion; returns the number of its tokens."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",
         json.dumps(body).encode(),

@@ -31,7 +31,7 @@ from llamapipe._engine.policy.core import Activation, CellChanges, MemoryOp, Req
 from llamapipe._engine.policy.kv import KvCache
 from llamapipe._engine.policy.overflow import Overflow
 from llamapipe._engine.policy.scheduler import Scheduler
-from llamapipe._engine.policy.speculation import MOST_GUESSED, Gate, Guess
+from llamapipe._engine.policy.speculation import EVERY, MOST_GUESSED, Gate, Guess, Worth
 from llamapipe._engine.runtime import late_draws, mailboxes, micro_batches, sinks
 from llamapipe._engine.runtime import loop as engine_loop
 from llamapipe._engine.runtime.inbox import Inbox
@@ -321,7 +321,7 @@ class SimDrafter:
         """As a draft model does."""
         return 1e-4 * max(chosen.values(), default=0)
 
-    def draft(self, chosen: Mapping[Request, int]) -> dict[Request, Sequence[int]]:
+    def draft(self, chosen: Mapping[Request, int], worth: Worth = EVERY) -> dict[Request, Sequence[int]]:
         """As a draft model does."""
         rng = self._world.rng
         drafts: dict[Request, Sequence[int]] = {}

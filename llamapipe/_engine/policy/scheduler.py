@@ -446,7 +446,7 @@ class Scheduler:
             guess = Guess(request, tokens, share) if tokens else None
             if drafter is not None and request.spec.drafts:
                 draft = drafter.guess(request, n)
-                if draft is not None and (guess is None or draft.share > share):
+                if draft is not None and (guess is None or draft.share * draft.sure > share):
                     guess = draft
             if guess is not None:
                 guesses.append(guess)

@@ -38,6 +38,7 @@ from llamapipe._engine.policy.core import Request
 MOST_GUESSED = 24  # tokens of a request in a step
 _LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 15, 19, 23, MOST_GUESSED)
 _FASTER, _SLOWER = 0.5, 0.2  # weights of a step that was faster or slower than those before
+_N_FIRST = 3  # steps of a number that count as much as faster ones
 _KEPT = 0.75  # weight of what was seen before of steps of several passes
 _FIRST_SLOPE = 0.1  # of a token that was never tried, in times of the first: trying once tells
 _LEAST_PART = 0.25  # of a step's time is needed for any number of tokens, until that is known better
@@ -54,13 +55,43 @@ FORCED_SHARE = 0.95  # of forced texts whose tokens are the guessed ones; most m
 class Guess(NamedTuple):
     """The tokens that may follow a request's last one, and the share of such guesses that were right.
 
-    ``is_draft``: the tokens are still to be drafted, and only their number counts.
+    ``is_draft``: the tokens are still to be drafted, and only their number counts. ``sure``: the share of drafted
+    tokens that become rows, because the draft is sure enough of them; ``share`` is of those.
     """
 
     request: Request
     tokens: Sequence[int]
     share: float
     is_draft: bool = False
+    sure: float = 1.0
+
+
+class Worth(NamedTuple):
+    """What a step's tokens are worth, for a draft that has to end where the next one is not.
+
+    ``rate``: tokens a second that are expected with the draft. ``row_s``: seconds of each further row of the step. So a
+    token pays as a row if its chance is more than ``rate`` times ``row_s``. Both are 0 where every token pays.
+    """
+
+    rate: float = 0.0
+    row_s: float = 0.0
+
+
+class Mean:
+    """A mean of what was seen, in which the newest of ``n_most`` counts most. It begins as ``n`` times ``mean``."""
+
+    __slots__ = ("_n_most", "mean", "n")
+
+    def __init__(self, mean: float, n: float, n_most: float) -> None:
+        self.mean, self.n, self._n_most = mean, n, n_most
+
+    def observe(self, value: float) -> None:
+        """Take in a value."""
+        self.n = min(self.n + 1, self._n_most)
+        self.mean += (value - self.mean) / self.n
+
+
+EVERY = Worth()
 
 
 class Drafter(Protocol):
@@ -72,7 +103,7 @@ class Drafter(Protocol):
     def seconds(self, chosen: Mapping[Request, int]) -> float:
         """Return the seconds that ``draft`` will take."""
 
-    def draft(self, chosen: Mapping[Request, int]) -> Mapping[Request, Sequence[int]]:
+    def draft(self, chosen: Mapping[Request, int], worth: Worth = EVERY) -> Mapping[Request, Sequence[int]]:
         """Return the drafted tokens of each request: at most the chosen number, or none. Never raises."""
 
     def close(self) -> None:
@@ -80,9 +111,15 @@ class Drafter(Protocol):
 
 
 class StepTimes:
-    """The seconds of a step by its number of tokens, smoothed."""
+    """The seconds of a step by its number of tokens, smoothed.
 
-    def __init__(self) -> None:
+    The first step of a number may be slow because its graph is new. So it counts half, and the next two count as much.
+    ``least_part``: the part of the time of the smallest number that is known which any smaller one takes at least.
+    """
+
+    def __init__(self, least_part: float = _LEAST_PART) -> None:
+        self._least_part = least_part
+        self._n_seen: dict[int, int] = {}
         self._seconds: dict[int, float] = {}
         self._ns: list[int] = []  # sorted keys
 
@@ -98,20 +135,23 @@ class StepTimes:
             seconds = min(seconds, 2 * expected)
         if before is None:
             self._ns.insert(bisect_left(self._ns, n), n)
-            self._seconds[n] = seconds
+            self._seconds[n] = (seconds + expected) / 2 if 0 < expected < seconds else seconds
+            self._n_seen[n] = 1
         else:
-            self._seconds[n] = before + (_FASTER if seconds < before else _SLOWER) * (seconds - before)
+            weight = _FASTER if seconds < before or self._n_seen[n] < _N_FIRST else _SLOWER
+            self._seconds[n] = before + weight * (seconds - before)
+            self._n_seen[n] += 1
 
-    def of(self, n: int) -> float:
+    def of(self, n: float) -> float:
         """Return the expected seconds of a step with ``n`` tokens; 0 if nothing is known."""
         ns, seconds = self._ns, self._seconds
         if not ns:
             return 0.0
         i = bisect_left(ns, n)
         if i < len(ns) and ns[i] == n:
-            return seconds[n]
+            return seconds[ns[i]]
         if i == 0:
-            return seconds[ns[0]] * max(n / ns[0], _LEAST_PART)
+            return seconds[ns[0]] * max(n / ns[0], self._least_part)
         if i < len(ns):
             low, high = ns[i - 1], ns[i]
             return seconds[low] + (seconds[high] - seconds[low]) * (n - low) / (high - low)
@@ -193,6 +233,7 @@ class Gate:
             self._n_paused = 0
             return self.drafter
         self._n_paused += 1
+        self._n_refused += 1
         return None
 
     def choose(self, n_decoding: int, guesses: Sequence[Guess], n_room: int) -> dict[Request, Sequence[int]]:
@@ -202,14 +243,16 @@ class Gate:
             return {}
         drafting = {guess.request for guess in guesses if guess.is_draft}
         best, n_best, best_speed = {}, 0, _LEAST_GAIN * n_decoding / plain_s
-        tried, tried_speed = {}, 0.0
+        tried, tried_speed, row_s = {}, 0.0, 0.0
         n_longest = max(len(guess.tokens) for guess in guesses)
+        # No number of guesses brings more tokens, and more of them take no less time.
+        n_at_best = n_decoding + sum(1 / (1 - min(guess.share * guess.sure, 0.99)) - 1 for guess in guesses)
         for length in _LENGTHS:
-            chosen, n_expected = _cut(guesses, length)
+            chosen, n_expected, n_rows = _cut(guesses, length)
             n_added = sum(chosen.values())
             if n_added > min(self.n_most, n_room):
                 break
-            seconds = self._seconds(n_decoding, chosen)
+            seconds = step_s = self._seconds(n_decoding, chosen, n_rows)
             if drafting and self.drafter is not None:
                 seconds += self.drafter.seconds({r: n for r, n in chosen.items() if r in drafting})
             if self.copies_states:
@@ -219,7 +262,8 @@ class Gate:
                 best, n_best, best_speed = chosen, n_added, speed
             if speed > tried_speed:
                 tried, tried_speed = chosen, speed
-            if length >= n_longest:
+                row_s = max(step_s - plain_s, 0.0) / n_rows if n_rows else 0.0
+            if length >= n_longest or n_at_best <= max(best_speed, tried_speed) * seconds:
                 break
         if not n_best:
             self._n_refused += 1
@@ -235,7 +279,10 @@ class Gate:
         self._n_refused = 0
         tokens = {guess.request: guess.tokens for guess in guesses if guess.request in best}
         if drafting and self.drafter is not None:
-            drafted = self.drafter.draft({r: n for r, n in best.items() if r in drafting})
+            # Where rows of one length are one pass over the weights, a draft that ends earlier makes it two.
+            is_even = n_decoding > 1 and (self._splits or self.has_window or self.keeps_states)
+            worth = EVERY if is_even else Worth(max(best_speed, tried_speed), row_s)
+            drafted = self.drafter.draft({r: n for r, n in best.items() if r in drafting}, worth)
             tokens = {r: drafted.get(r, ()) if r in drafting else tokens[r] for r in tokens}
             best = {r: min(best[r], len(tokens[r])) for r in best if tokens[r]}
         is_split = self._is_split(n_decoding, best)
@@ -246,10 +293,10 @@ class Gate:
         """Return whether the step is several passes, because its sequences have different numbers of tokens."""
         return self._splits and (len(chosen) < n_decoding or len(set(chosen.values())) > 1)
 
-    def _seconds(self, n_decoding: int, chosen: Mapping[Request, int]) -> float:
-        """Return the expected seconds of a step with these guesses."""
+    def _seconds(self, n_decoding: int, chosen: Mapping[Request, int], n_rows: float | None = None) -> float:
+        """Return the expected seconds of a step with these guesses, of which ``n_rows`` are expected to become rows."""
         if not self._is_split(n_decoding, chosen):
-            return self.times.of(n_decoding + sum(chosen.values()))
+            return self.times.of(n_decoding + (sum(chosen.values()) if n_rows is None else n_rows))
         lengths = [*chosen.values(), *repeat(0, n_decoding - len(chosen))]
         seconds, n_before = 0.0, -1
         for length in sorted(set(lengths)):
@@ -295,16 +342,21 @@ class Gate:
             self._factor = _KEPT * self._factor + (1 - _KEPT) * ratio
 
 
-def _cut(guesses: Sequence[Guess], length: int) -> tuple[dict[Request, int], float]:
-    """Cut each guess to ``length`` tokens at most. Return the numbers, and how many are expected to be right."""
+def _cut(guesses: Sequence[Guess], length: int) -> tuple[dict[Request, int], float, float]:
+    """Cut each guess to ``length`` tokens at most.
+
+    Return the numbers, and how many are expected to be right, and to become rows.
+    """
     chosen: dict[Request, int] = {}
-    n_expected = 0.0
-    for request, tokens, share, _ in guesses:
-        chance, n = share, 0
+    n_expected = n_rows = 0.0
+    for request, tokens, share, _, sure in guesses:
+        chance, of_row, n = share, sure, 0
         while n < min(length, len(tokens)) and chance >= _LEAST_CHANCE:
-            n_expected += chance
+            n_expected += chance * of_row
+            n_rows += of_row
             chance *= share
+            of_row *= sure
             n += 1
         if n:
             chosen[request] = n
-    return chosen, n_expected
+    return chosen, n_expected, n_rows

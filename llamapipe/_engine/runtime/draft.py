@@ -10,8 +10,9 @@ prefix that another sequence holds, where requests may share cells. A recurrent 
 before tokens that are drafted.
 
 Drafts are always greedy. The request's sampler still draws from the target model's logits, and the most probable token
-is the best guess of what it draws. A draft ends where the draft model is not sure, and where a constraint is known to
-forbid a token. The constraint is asked about each token while the next one is drafted.
+is the best guess of what it draws. A draft ends where a token's chance is not worth its row or the next draft step
+(``Worth``), and where a constraint is known to forbid a token. The constraint is asked about each token while the next
+one is drafted. The chance is how often tokens of this probability were right.
 
 An error of the draft model, such as missing memory, ends no request: nothing is drafted then.
 """
@@ -25,7 +26,7 @@ from typing import Any, TypeVar
 
 from llamapipe._engine.policy.core import Request
 from llamapipe._engine.policy.prefix_tree import n_common
-from llamapipe._engine.policy.speculation import Guess, StepTimes
+from llamapipe._engine.policy.speculation import EVERY, Guess, Mean, StepTimes, Worth
 from llamapipe._engine.runtime.draft_checks import check_draft, check_eagle3
 from llamapipe.errors import BackendError, ContextFullError, DecodeError
 from llamapipe.gguf.draft_file import target_layers
@@ -35,14 +36,21 @@ from llamapipe.llama.kv_memory import n_draft_states
 from llamapipe.llama.model import Model
 from llamapipe.llama.native_pipeline import SavedCells, on_gpu
 
-_LEAST_PROBABILITY = 0.4  # of a drafted token, by the draft model
-_LEAST_BY_LAYER = (
-    0.15  # the same where a draft is one layer: it costs little, and the gate knows how often it is right
+_USUAL_SHARE = (
+    0.8  # of drafted tokens that are sure enough, and of right ones among those, until some were seen
 )
-_USUAL_SHARE = 0.8  # of drafted tokens that are right, until some were seen
-_KEPT = 0.9  # weight of what was seen before
-_FORGOTTEN = 0.05  # of what is known of all requests, with each token and each new request
+_N_USUAL = (
+    8  # tokens that this counts as: as many are drafted before a bad draft is given up, or twice as many
+)
+_MOST_SEEN, _MOST_OF_ALL = 60, 400  # tokens that a mean remembers: of a request, of all of them
+_N_BEFORE = 30  # tokens that what is known of all counts as for a new request
+_FORGOTTEN = 0.05  # of what is known of all requests, with each new one
+_N_BINS, _N_OF_BIN = (
+    8,
+    2,
+)  # of probabilities, by which right tokens are counted; tokens that the middle of one counts as
 _LEAST_COPY = 16  # tokens of a prefix that is worth a copy
+_MOST_BY_LAYER = 32  # missing tokens that a layer computes before a draft; it begins with the last of more
 _LONGEST = 256  # tokens that a request is expected to generate at most
 _ROUNDED = 16  # times of decodes with more tokens are kept for multiples of this
 _EAGLE3_ROWS = 32  # entries of a decode that may be outputs, besides one for each sequence
@@ -53,21 +61,23 @@ class _Held:
     """The sequence of a slot.
 
     ``tokens``: those in its cells, of the request with this ``arrival``, which lacks ``n_missing``. The first
-    ``n_equal`` are the request's, unless it has dropped more than ``n_dropped``. ``draft``: what was drafted after
-    ``n`` tokens.
+    ``n_equal`` are the request's, unless it has dropped more than ``n_dropped``. ``drafted``: what was drafted after
+    ``n`` tokens, with the bins of its probabilities; the first ``n_sure`` were sure enough, and at most one was not.
+    ``sure``, ``right``: the shares of drafted tokens that are sure enough, and of those that are right.
     """
 
     __slots__ = (
-        "arrival", "can_draft", "draft", "key", "n", "n_dropped", "n_equal", "n_missing", "share", "tokens"
+        "arrival", "can_draft", "drafted", "key", "n", "n_dropped", "n_equal", "n_missing", "n_sure", "right", "sure",
+        "tokens",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.arrival = -1
         self.key: Hashable = None  # requests of the same one may share cells; None: nobody
         self.tokens: list[int] = []
-        self.draft: Sequence[int] = ()
-        self.n = self.n_dropped = self.n_equal = self.n_missing = 0
-        self.share = _USUAL_SHARE
+        self.drafted: list[tuple[int, int]] = []
+        self.n = self.n_dropped = self.n_equal = self.n_missing = self.n_sure = 0
+        self.sure, self.right = (Mean(_USUAL_SHARE, _N_USUAL, _MOST_SEEN) for _ in range(2))
         self.can_draft = True
 
 
@@ -80,18 +90,22 @@ class DraftModel:
     """
 
     def __init__(self, context: Context, target: Context, n_room: int) -> None:
-        self.times = StepTimes()
+        self.times = StepTimes(least_part=0.0)  # a prompt says little about a token: another draft tells
         self._context = context
         self._target = target
         self._n_room = min(n_room, context.n_batch)
         self._held = [_Held() for _ in range(context.n_seq_max)]
-        self._share = _USUAL_SHARE  # of all requests so far
+        # Of all requests so far.
+        self._sure, self._right = (Mean(_USUAL_SHARE, _N_USUAL, _MOST_OF_ALL) for _ in range(2))
+        self._chances = [Mean((i + 0.5) / _N_BINS, _N_OF_BIN, _MOST_OF_ALL) for i in range(_N_BINS)]
         self._failed = False
         self._ends: dict[Request, int] = {}  # the entries of the last decode whose rows were wanted
+        self._since_s = 0.0  # the end of the last decode of a draft, or its beginning
         self._computes_here = not (on_gpu(context.model) and on_gpu(target.model))
 
     def __repr__(self) -> str:
-        return f"<DraftModel {self._context.model.path.name!r} share={self._share:.2f} {self.times!r}>"
+        shares = f"sure={self._sure.mean:.2f} right={self._right.mean:.2f}"
+        return f"<DraftModel {self._context.model.path.name!r} {shares} {self.times!r}>"
 
     # ---- what a draft would bring and cost
     def guess(self, request: Request, n: int) -> Guess | None:
@@ -99,7 +113,7 @@ class DraftModel:
         held = self._held[request.slot]
         if held.arrival != request.arrival:
             self._begin(held, request)
-        elif held.draft:
+        elif held.drafted:
             self._learn(held, request)
         n = min(n, self._context.n_ctx - len(request.tokens))
         if self._failed or n <= 0 or not held.can_draft:
@@ -112,16 +126,20 @@ class DraftModel:
         # The last one always is computed: its row is wanted.
         n_kept = self._reachable(request.slot, min(held.n_equal, len(request.tokens) - 1))
         held.n_missing = len(request.tokens) - n_kept
-        return Guess(request, range(n), held.share, is_draft=True)
+        return Guess(request, range(n), held.right.mean, is_draft=True, sure=held.sure.mean)
 
     def _begin(self, held: _Held, request: Request) -> None:
         """Prepare the slot's sequence for a request that is new in it."""
         key = (request.spec.cache_key,) if request.uses_cache else None
         if key is None or key != held.key:
             self._cut(request.slot, 0)
-        held.arrival, held.key, held.draft = request.arrival, key, ()
-        self._share += _FORGOTTEN * (_USUAL_SHARE - self._share)
-        held.share, held.can_draft, held.n_equal = self._share, True, 0
+        held.arrival, held.key, held.drafted = request.arrival, key, []
+        held.can_draft, held.n_equal = True, 0
+        for known in (self._sure, self._right):
+            known.mean += _FORGOTTEN * (_USUAL_SHARE - known.mean)
+        held.sure, held.right = (
+            Mean(known.mean, min(known.n, _N_BEFORE), _MOST_SEEN) for known in (self._sure, self._right)
+        )
         n_same = n_common(held.tokens, request.tokens)
         others = [i for i, other in enumerate(self._held) if i != request.slot and key and other.key == key]
         best = max(others, key=lambda i: n_common(self._held[i].tokens, request.tokens), default=None)
@@ -138,18 +156,18 @@ class DraftModel:
         self._held[slot].tokens = self._held[source].tokens[:n]
 
     def _learn(self, held: _Held, request: Request) -> None:
-        """Count how many tokens of the last draft were right."""
-        followed = request.tokens[held.n :]
-        n_right = n_common(held.draft, followed)
-        for _ in range(n_right):
-            self._observe(held, 1.0)
-        if n_right < min(len(held.draft), len(followed)):
-            self._observe(held, 0.0)
-        held.draft = ()
-
-    def _observe(self, held: _Held, right: float) -> None:
-        held.share = _KEPT * held.share + (1 - _KEPT) * right
-        self._share += _FORGOTTEN * (right - self._share)
+        """Count which tokens of the last draft were right."""
+        for i, (token, n_bin) in enumerate(held.drafted):
+            if held.n + i >= len(request.tokens):
+                break
+            is_right = token == request.tokens[held.n + i]
+            self._chances[n_bin].observe(is_right)
+            if i < held.n_sure:
+                held.right.observe(is_right)
+                self._right.observe(is_right)
+            if not is_right:
+                break
+        held.drafted = []
 
     def seconds(self, chosen: Mapping[Request, int]) -> float:
         """Return the seconds to draft these numbers of tokens, with a share of the time for missing cells."""
@@ -164,24 +182,29 @@ class DraftModel:
                 n_left = min(request.max_tokens - request.n_generated, _LONGEST)
                 seconds += self._of(n_missing) * min((n + 1) / max(n_left, 1), 1.0)
         for i in range(1, n_longest):
-            seconds += self._of(sum(n > i for n in chosen.values()))
+            # A draft that is not sure enough of a token has ended.
+            n_expected = sum(
+                self._held[request.slot].sure.mean ** i for request, n in chosen.items() if n > i
+            )
+            seconds += self._of(max(round(n_expected), 1)) * min(n_expected, 1.0)
         return seconds + self._of(n_first)
 
     def _of(self, n: int) -> float:
         return self.times.of(n if n <= _ROUNDED else -(-n // _ROUNDED) * _ROUNDED)
 
     # ---- drafting
-    def draft(self, chosen: Mapping[Request, int]) -> dict[Request, Sequence[int]]:
+    def draft(self, chosen: Mapping[Request, int], worth: Worth = EVERY) -> dict[Request, Sequence[int]]:
         """Return the drafted tokens, at most the chosen number. A request whose prompt is not computed yet has none."""
         if not chosen:
             return {}
         context, target = self._context, self._target
+        self._since_s = perf_counter()
         if self._computes_here:
             target.park_threads()
             if context.n_threads != target.n_threads:
                 context.set_threads(target.n_threads)
         try:
-            return self._draft(chosen)
+            return self._draft(chosen, worth)
         except (ContextFullError, DecodeError, BackendError, MemoryError) as e:
             if isinstance(e, ContextFullError) and self._make_room(chosen):
                 return {}
@@ -192,7 +215,7 @@ class DraftModel:
             if self._computes_here:
                 context.park_threads()
 
-    def _draft(self, chosen: Mapping[Request, int]) -> dict[Request, Sequence[int]]:
+    def _draft(self, chosen: Mapping[Request, int], worth: Worth) -> dict[Request, Sequence[int]]:
         n_room = self._n_room
         entries: list[tuple[Request, Sequence[int]]] = []
         for request in chosen:
@@ -206,28 +229,36 @@ class DraftModel:
             if missing:
                 entries.append((request, missing))
         drafts: dict[Request, list[int]] = {}
+        chances: dict[Request, float] = {}
         while entries:
             ends = self._decode(entries)
             entries = []
+            draft_s = self._of(len(ends)) / len(ends) if ends else 0.0
             for request, best, probability in ends:
-                draft = drafts.setdefault(request, [])
-                if best in request.stop_tokens or probability < self._least_probability():
+                held, draft = self._held[request.slot], drafts.setdefault(request, [])
+                if not draft:
+                    held.drafted, held.n, held.n_sure = [], len(request.tokens), 0
+                if best in request.stop_tokens or not 0 <= best < self._target.model.n_vocab:
                     continue
-                if not 0 <= best < self._target.model.n_vocab:
+                n_bin = min(int(probability * _N_BINS), _N_BINS - 1)
+                held.drafted.append((best, n_bin))
+                chance = chances[request] = chances.get(request, 1.0) * self._chances[n_bin].mean
+                is_sure = chance >= worth.rate * worth.row_s
+                held.sure.observe(is_sure)
+                self._sure.observe(is_sure)
+                if not is_sure:
                     continue
                 draft.append(best)
-                held = self._held[request.slot]
+                held.n_sure += 1
                 if request.sampler is not None and request.sampler.expect(draft) < len(draft):
                     continue  # the rest would follow a token that cannot be right
-                if len(draft) < chosen[request] and len(held.tokens) < self._context.n_ctx:
+                if len(draft) == chosen[request] or len(held.tokens) == self._context.n_ctx:
+                    continue
+                sure = held.sure.mean
+                if chance * sure * held.right.mean >= worth.rate * (sure * worth.row_s + draft_s):
                     if len(draft) == 1:
                         self._before_drafted(request.slot)
                     entries.append((request, (best,)))
-        for request, draft in drafts.items():
-            held = self._held[request.slot]
-            held.draft, held.n = draft, len(request.tokens)
-            if not draft:  # in vain: the gate must learn that, too
-                self._observe(held, 0.0)
         return {request: draft for request, draft in drafts.items() if draft}
 
     def _decode(self, entries: Sequence[tuple[Request, Sequence[int]]]) -> list[tuple[Request, int, float]]:
@@ -254,21 +285,26 @@ class DraftModel:
             if first + len(new) >= len(request.tokens):
                 outputs[-1] = True
                 ends.append((request, len(tokens) - 1))
-        began_s = perf_counter()
-        self._compute(DecodeBatch(tokens, positions, seq_ids, outputs), before)
+        self._compute(tokens, positions, seq_ids, outputs, before)
         self._ends = dict(ends)
         rows = [(request, *self._context.best(i)) for request, i in ends]
         n = len(tokens)
-        self.times.observe(n if n <= _ROUNDED else -(-n // _ROUNDED) * _ROUNDED, perf_counter() - began_s)
+        now_s = perf_counter()
+        self.times.observe(n if n <= _ROUNDED else -(-n // _ROUNDED) * _ROUNDED, now_s - self._since_s)
+        self._since_s = now_s
         for request, new in entries:
             self._held[request.slot].tokens += new
         return rows
 
-    def _compute(self, batch: DecodeBatch, before: Sequence[int]) -> None:
-        self._context.decode(batch)
-
-    def _least_probability(self) -> float:
-        return _LEAST_PROBABILITY
+    def _compute(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        seq_ids: Sequence[int],
+        outputs: Sequence[bool],
+        before: Sequence[int],
+    ) -> None:
+        self._context.decode(DecodeBatch(tokens, positions, seq_ids, outputs))
 
     def _reachable(self, slot: int, n: int) -> int:
         """Return how many tokens a sequence has if it goes back to ``n`` at most."""
@@ -331,7 +367,7 @@ class RecurrentDraft(DraftModel):
             self._copies[slot] = len(self._held[slot].tokens), copy
         took_s = perf_counter() - began_s
         before_s = self._copy_s or took_s
-        self._copy_s = _KEPT * before_s + (1 - _KEPT) * min(took_s, 2 * before_s)
+        self._copy_s = 0.9 * before_s + 0.1 * min(took_s, 2 * before_s)
 
     def _go_back(self, slot: int, n: int) -> None:
         place, copy = self._copies.get(slot, (0, None))
@@ -375,21 +411,30 @@ class MtpLayer(DraftModel):
         first = begin + 1 if begin or self._skips_first else 0  # tokens before it are not computed
         if end < n_tokens - 1 or first > n_tokens - 1:
             return None
+        if held.n_missing > _MOST_BY_LAYER:
+            first = max(first, n_tokens - _MOST_BY_LAYER)
         if n_tokens - held.n_missing < first:
             self._cut(request.slot, 0)
             held.tokens, held.n_equal = list(request.tokens[:first]), first
             held.n_missing = n_tokens - first
         return guess
 
-    def _draft(self, chosen: Mapping[Request, int]) -> dict[Request, Sequence[int]]:
+    def _draft(self, chosen: Mapping[Request, int], worth: Worth) -> dict[Request, Sequence[int]]:
         try:
-            return super()._draft(chosen)
+            return super()._draft(chosen, worth)
         finally:
             for request in chosen:
                 self._cut(request.slot, len(request.tokens))
 
-    def _compute(self, batch: DecodeBatch, before: Sequence[int]) -> None:
-        self._context.draft(batch, before)
+    def _compute(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        seq_ids: Sequence[int],
+        outputs: Sequence[bool],
+        before: Sequence[int],
+    ) -> None:
+        self._context.draft(tokens, positions, seq_ids, outputs, before)
 
 
 class Eagle3Draft(MtpLayer):
@@ -401,9 +446,6 @@ class Eagle3Draft(MtpLayer):
 
     _skips_first = True
 
-    def _least_probability(self) -> float:
-        return min(_LEAST_PROBABILITY, _LEAST_BY_LAYER)
-
     def _decode(self, entries: Sequence[tuple[Request, Sequence[int]]]) -> list[tuple[Request, int, float]]:
         if sum(len(new) for _, new in entries) > self._context.n_outputs_max:
             # All entries of a decode are outputs, or none.
@@ -411,9 +453,15 @@ class Eagle3Draft(MtpLayer):
             entries = [(request, new[-1:]) for request, new in entries]
         return super()._decode(entries)
 
-    def _compute(self, batch: DecodeBatch, before: Sequence[int]) -> None:
-        outputs = [bool(batch.outputs.any())] * len(batch)
-        super()._compute(DecodeBatch(batch.tokens, batch.positions, batch.seq_ids, outputs), before)
+    def _compute(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        seq_ids: Sequence[int],
+        outputs: Sequence[bool],
+        before: Sequence[int],
+    ) -> None:
+        super()._compute(tokens, positions, seq_ids, [any(outputs)] * len(tokens), before)
 
 
 def make_mtp_drafter(target: Context, n_room: int) -> MtpLayer:

@@ -19,7 +19,7 @@ from support.inside import scheduler_of, step_executor_of
 
 import llamapipe as lp
 from llamapipe._engine.policy.core import Request
-from llamapipe._engine.policy.speculation import Gate, Guess
+from llamapipe._engine.policy.speculation import EVERY, Gate, Guess, Mean, Worth
 from llamapipe._engine.runtime.draft import DraftModel
 from llamapipe.errors import BackendError, ContextFullError, DecodeError, InvalidRequestError
 from llamapipe.native.load import native
@@ -309,6 +309,7 @@ class Paid:
     def __init__(self, seconds: float) -> None:
         self.seconds_a_token = seconds
         self.n_calls = 0
+        self.worth = EVERY
 
     def guess(self, request: Request, n: int) -> Guess | None:
         return Guess(request, range(n), 0.9, is_draft=True)
@@ -316,8 +317,9 @@ class Paid:
     def seconds(self, chosen: Mapping[Request, int]) -> float:
         return self.seconds_a_token * max(chosen.values(), default=0)
 
-    def draft(self, chosen: Mapping[Request, int]) -> dict[Request, Sequence[int]]:
+    def draft(self, chosen: Mapping[Request, int], worth: Worth = EVERY) -> dict[Request, Sequence[int]]:
         self.n_calls += 1
+        self.worth = worth
         return {request: [7] * n for request, n in chosen.items()}
 
     def close(self) -> None:
@@ -357,6 +359,63 @@ def test_drafts_that_do_not_pay_are_seldom_tried() -> None:
         gate.observe(n, 0, 0.01)
     found = lengths(gate, 30_000)
     tries = [i for i, n in enumerate(found) if n]
-    assert len(tries) <= 6
+    assert len(tries) < 15
     gaps = [b - a for a, b in pairwise(tries)]
     assert gaps == sorted(gaps)
+
+
+@pytest.mark.parametrize(("n_requests", "splits"), [(1, False), (1, True), (3, False), (3, True)])
+def test_a_draft_is_told_what_a_row_is_worth(n_requests: int, splits: bool) -> None:
+    """But not where rows of one length are one pass, and drafts of several requests should have the same."""
+    drafter = Paid(0.001)
+    gate = Gate(32, splits, drafter=drafter)
+    for n in [*range(1, 33)] * 8:
+        gate.observe(n, 0, 0.01 + 0.001 * n)
+    guesses = [drafter.guess(Request([1]), 4) for _ in range(n_requests)]
+    assert gate.choose(n_requests, [guess for guess in guesses if guess is not None], 512)
+    if splits and n_requests > 1:
+        assert drafter.worth == EVERY
+    else:
+        assert drafter.worth.row_s == pytest.approx(0.001, rel=0.05)
+        assert drafter.worth.rate > n_requests / (0.01 + 0.001 * n_requests)
+
+
+def test_a_mean_knows_the_newest_best() -> None:
+    mean = Mean(0.8, 2, 4)
+    mean.observe(0.0)
+    assert mean.mean == pytest.approx(0.8 * 2 / 3)
+    for _ in range(50):
+        mean.observe(1.0)
+    mean.observe(0.0)
+    assert mean.mean == pytest.approx(0.75, abs=1e-4)
+
+
+def test_a_token_that_is_not_worth_its_row_is_not_drafted(
+    eager: None, make_engine: MakeEngine, demo: lp.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft ends before it. Whether it was right is known all the same."""
+    draft = DraftModel.draft
+    lengths: dict[float, list[int]] = {}
+    for least in (0.0, 0.5):
+        found = lengths[least] = []
+
+        def worth(
+            self: DraftModel, chosen: Mapping[Request, int], least: float = least, found: list[int] = found
+        ) -> dict[Request, Sequence[int]]:
+            drafted = draft(self, chosen, Worth(1.0, least))
+            found += map(len, drafted.values())
+            for request in chosen:
+                held = self._held[request.slot]
+                chances = [self._chances[n_bin].mean for _, n_bin in held.drafted]
+                assert len(drafted.get(request, ())) == held.n_sure >= len(held.drafted) - 1
+                assert all(chance >= least for chance in chances[: held.n_sure])
+            return drafted
+
+        monkeypatch.setattr(DraftModel, "draft", worth)
+        with make_engine(demo, n_ctx=256, n_seq_max=1, draft=demo) as engine:
+            params = lp.SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, speculate="draft")
+            engine.generate(STORY, params)
+            drafter = drafter_of(engine)
+            assert (drafter._sure.mean > 0.95) == (least == 0)
+            assert sum(mean.n for mean in drafter._chances) > 60
+    assert sum(lengths[0.5]) / len(lengths[0.5]) < sum(lengths[0.0]) / len(lengths[0.0])

@@ -16,10 +16,9 @@ from support.plain import plain_loop
 
 import llamapipe as lp
 from llamapipe._engine.policy.core import Request
-from llamapipe._engine.policy.speculation import Gate, StepTimes
+from llamapipe._engine.policy.speculation import Gate, StepTimes, Worth
 from llamapipe._engine.runtime.draft import MtpLayer
 from llamapipe.errors import DecodeError
-from llamapipe.llama.batch import DecodeBatch
 
 pytestmark = pytest.mark.native
 MakeEngine = Callable[..., lp.Engine]
@@ -30,7 +29,6 @@ HEADS = {"right": 0.0, "often right": 0.6, "wrong": 30.0}
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llamapipe.engine.Gate", EagerGate)
-    monkeypatch.setattr("llamapipe._engine.runtime.draft._LEAST_PROBABILITY", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -107,26 +105,45 @@ def test_a_right_layer_saves_steps(make_engine: MakeEngine, models: dict[str, lp
         assert stats.steps < 60
 
 
+@pytest.mark.parametrize("row_s", [0.0, 0.3], ids=("rows cost nothing", "seldom sure enough"))
 def test_a_bad_layer_is_given_up(
-    make_engine: MakeEngine, models: dict[str, lp.Model], monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, models: dict[str, lp.Model], monkeypatch: pytest.MonkeyPatch, row_s: float
 ) -> None:
     """Also one that is never sure: a draft of no tokens took its time as well."""
     drafted: list[int] = []
     draft = MtpLayer.draft
 
-    def counted(self: MtpLayer, chosen: Mapping[Request, int]) -> dict[Request, Sequence[int]]:
+    def counted(self: MtpLayer, chosen: Mapping[Request, int], worth: Worth) -> dict[Request, Sequence[int]]:
         drafted.append(len(chosen))
-        return draft(self, chosen)
+        return draft(self, chosen, worth)
 
-    monkeypatch.setattr("llamapipe._engine.runtime.draft._LEAST_PROBABILITY", 1.0)
     monkeypatch.setattr("llamapipe.engine.Gate", Gate)
     monkeypatch.setattr(Gate, "next_drafter", lambda self: self.drafter)
-    monkeypatch.setattr(StepTimes, "of", lambda self, n: 1.0)  # a row costs nothing, so each draft pays
+    monkeypatch.setattr(StepTimes, "of", lambda self, n: 1.0 + row_s * (n - 1))
     monkeypatch.setattr(MtpLayer, "draft", counted)
     monkeypatch.setattr(MtpLayer, "seconds", lambda self, chosen: 0.01)
     with make_engine(models["wrong"], n_ctx=256, n_seq_max=1, draft="mtp") as engine:
         engine.generate(PROMPTS[1], params(150))
-        assert 5 < len(drafted) < 40
+        assert 2 < len(drafted) < 40
+
+
+def test_a_layer_begins_with_the_last_tokens_of_a_prompt(
+    make_engine: MakeEngine, models: dict[str, lp.Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it would take as long as several steps."""
+    computed: list[int] = []
+    compute = MtpLayer._compute
+
+    def counted(self: MtpLayer, tokens: Sequence[int], *given: Sequence[int]) -> None:
+        computed.append(len(tokens))
+        compute(self, tokens, *given)
+
+    monkeypatch.setattr(MtpLayer, "_compute", counted)
+    with make_engine(models["right"], n_ctx=256, n_seq_max=1, draft="mtp") as engine:
+        engine.generate([*range(40, 140)], params())
+        stats = engine.stats()
+    assert computed[0] == 32 and max(computed[1:]) < 12
+    assert stats.n_accepted_by_model > 0.8 * stats.n_drafted_by_model > 8
 
 
 def test_auto_keeps_no_states_of_many_slots(
@@ -155,9 +172,9 @@ def test_drafts_of_requests_share_a_batch(
     n_sequences: list[int] = []
     compute = MtpLayer._compute
 
-    def counted(self: MtpLayer, batch: DecodeBatch, before: Sequence[int]) -> None:
-        n_sequences.append(len(set(batch.seq_ids.tolist())))
-        compute(self, batch, before)
+    def counted(self: MtpLayer, *given: Sequence[int]) -> None:
+        n_sequences.append(len(set(given[2])))
+        compute(self, *given)
 
     monkeypatch.setattr(MtpLayer, "_compute", counted)
     with make_engine(models["often right"], n_ctx=256, n_seq_max=4, draft="mtp") as engine:

@@ -32,7 +32,6 @@ COPIED = KINDS[0]
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llamapipe.engine.Gate", EagerGate)
-    monkeypatch.setattr("llamapipe._engine.runtime.draft._LEAST_PROBABILITY", 0.0)
 
 
 def like(model: Path, path: Path) -> Path:

@@ -142,7 +142,10 @@ def reason_of(name: str, text: str) -> str | None:
 
 # Why tests fail, by a pattern of their names. The first that matches is meant.
 _MODEL = "expects a text, a number of tokens or control tokens of its model"
-_AS_OPENAI = "expects what OpenAI's API does not have, or has otherwise"
+_AS_OPENAI = 'the first event of a chat has the content "", as OpenAI\'s; null there'
+_TAKEN = "two answers in a row are taken"
+_STATUS = "a request that cannot be answered gets 400, there 500, or 200 as if it had a message"
+_TOOLS = "tools with a template that has no place for them get 400"
 _ON = "expects that a route is off without an option"
 _SEED = "expects a seed or a limit of tokens that the server sets"
 _HEADERS = "expects a header of llama-server"
@@ -165,8 +168,11 @@ REASONS: dict[str, str] = {
     r"return_progress|on_prompt_progress|llama_telemetry": _PROGRESS,
     r"anthropic_messages_streaming": _TIMES,
     r"processed_and_cached": _CACHED,
-    r"chat_completion\[|openai_library|completion_stream\[[BY]|with_timings_per_token|logprobs_stream": _AS_OPENAI,
-    r"invalid_chat_completion_req|tool_result_with_image": _AS_OPENAI,
+    r"completion_stream\[[BY]|with_timings_per_token|logprobs_stream|without_tool_call.*STREAMED": _AS_OPENAI,
+    r"invalid_chat_completion_req": _TAKEN,
+    r"tool_result_with_image|vision_format_accepted|anthropic_empty_messages": _STATUS,
+    r"streaming_content_block_indices": _TOOLS,
+    r"chat_completion\[|openai_library|multiple_choices": _MODEL,
     r"test_slot_|ctx_shift|test_infill|tool_use_basic|tool_streaming|parallel_slots|cached_tokens": _MODEL,
     r"n_probs_post": _BEFORE,
     r"response_format|test_completion\[|completion_stream\[|rate_excludes|unified|response_fields|n_probs": _MODEL,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.interrupts import heed_ctrl_c
+from support.run_script import heed_ctrl_c
 
 import llamapipe as lp
 from llamapipe.cli._terminal import Terminal, WordWrap, width

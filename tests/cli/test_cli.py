@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from support.interrupts import heed_ctrl_c
+from support.run_script import heed_ctrl_c
 from support.screen import Screen, run_in_terminal
 
 import llamapipe as lp

@@ -17,10 +17,9 @@ from support.chat_families import WEATHER
 from support.chat_templates import template
 from support.control import wait_until
 from support.gguf_models import tiny_model
-from support.interrupts import heed_ctrl_c
 from support.media_models import idefics3_projector, model_with_tile_tokens
 from support.ollama_store import put_model
-from support.run_script import environment
+from support.run_script import environment, heed_ctrl_c
 from support.scripted_model import scripted_model
 from support.server_process import COMMAND, ServerProcess
 

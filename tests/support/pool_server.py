@@ -13,7 +13,7 @@ import httpx
 
 from support.control import PATIENCE_S, wait_until
 from support.run_script import environment
-from support.server_process import COMMAND
+from support.server_process import supervisor
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "stream": True}
 SHORT = {"prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
@@ -65,28 +65,11 @@ def pool_server(models: Path | str, *options: str, log: Path, **variables: str) 
 
     Streams have no signs of life, unless ``options`` ask for them: a test waits for their first token.
     """
-    with (
-        log.open("w") as errors,
-        subprocess.Popen(
-            [*COMMAND, "--models", str(models), "--port", "0", "--ping", "60", *options],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            cwd=log.parent,
-            env={**environment(), **variables},
-        ) as process,
+    env = environment(variables)
+    with supervisor("--models", str(models), "--ping", "60", *options, says=" at http", log=log, env=env) as (
+        process,
+        url,
     ):
-        try:
-            assert process.stdout is not None
-            first = process.stdout.readline()
-            assert " at http" in first, log.read_text()
-            server = PoolServer(process, first.split(" at ")[1].split()[0], log)
-            with server.client:
-                yield server
-        finally:
-            if process.poll() is None:
-                process.terminate()
-            try:
-                process.wait(PATIENCE_S)
-            finally:
-                process.kill()
+        server = PoolServer(process, url, log)
+        with server.client:
+            yield server

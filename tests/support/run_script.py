@@ -35,6 +35,11 @@ def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), **(changes or {})}
 
 
+def heed_ctrl_c() -> None:
+    """For ``preexec_fn``: a shell that runs the tests in the background has its children ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def without_size_warning(stderr: str) -> str:
     """Drops the warning that ``n_ctx`` exceeds the training context: tests do that on purpose, on tiny models."""
     lines = stderr.splitlines(keepends=True)

@@ -13,7 +13,7 @@ import termios
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from support.interrupts import heed_ctrl_c
+from support.run_script import heed_ctrl_c
 
 _SEQUENCE = re.compile(r"\x1b\[(\??)(\d*(?:;\d+)*)([A-Za-z])")
 

@@ -7,10 +7,13 @@ import signal
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
 
+from support.control import PATIENCE_S
 from support.run_script import environment
 
 COMMAND = [sys.executable, "-c", "import sys; from llamapipe_command import main; sys.exit(main())", "serve"]
@@ -70,3 +73,36 @@ class ServerProcess:
         for pipe in (self._process.stdout, self._process.stderr):
             assert pipe is not None
             pipe.close()
+
+
+@contextmanager
+def supervisor(
+    *arguments: str, says: str, log: Path, env: dict[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """``llamapipe serve`` with processes of its own, on a free port: the process, and its URL.
+
+    ``says``: in its first line. Its standard error goes into ``log``. SIGTERM ends it, and it ends the others.
+    """
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            [*COMMAND, "--port", "0", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            cwd=log.parent,
+            env=env or environment(),
+        ) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            first = process.stdout.readline()
+            assert says in first, log.read_text()
+            yield process, first.split(" at ")[1].split()[0]
+        finally:
+            if process.poll() is None:
+                process.terminate()
+            try:
+                process.wait(PATIENCE_S)
+            finally:
+                process.kill()

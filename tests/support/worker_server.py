@@ -13,8 +13,7 @@ from typing import NamedTuple
 import httpx
 
 from support.control import PATIENCE_S, wait_until
-from support.run_script import environment
-from support.server_process import COMMAND
+from support.server_process import supervisor
 
 N_LONG = 1500
 LONG = {"prompt": "Once upon a time", "max_tokens": N_LONG, "ignore_eos": True, "stream": True}
@@ -68,31 +67,10 @@ class WorkerServer:
 @contextmanager
 def worker_server(n: int, *options: str, log: Path) -> Iterator[WorkerServer]:
     """A server with ``n`` workers and the bundled model, ready. Its standard error goes into ``log``."""
-    with (
-        log.open("w") as errors,
-        subprocess.Popen(
-            [*COMMAND, "--workers", str(n), "--port", "0", *options],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            cwd=log.parent,
-            env=environment(),
-        ) as process,
-    ):
-        try:
-            assert process.stdout is not None
-            first = process.stdout.readline()
-            assert f"with {n} worker" in first, log.read_text()
-            server = WorkerServer(process, first.split(" at ")[1].split()[0])
-            with server.client:
-                yield server
-        finally:
-            if process.poll() is None:
-                process.terminate()
-            try:
-                process.wait(PATIENCE_S)
-            finally:
-                process.kill()
+    with supervisor("--workers", str(n), *options, says=f"with {n} worker", log=log) as (process, url):
+        server = WorkerServer(process, url)
+        with server.client:
+            yield server
 
 
 def has_ended(pid: int) -> bool:

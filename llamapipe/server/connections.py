@@ -520,9 +520,12 @@ class _OldCycle(RequestResponseCycle):
     async def send(self, message: Any) -> None:
         """Send a part of the answer."""
         if message["type"] == "http.response.start":
-            if all(name.lower() != b"content-length" for name, _ in message.get("headers", ())):
+            headers = list(message.get("headers", ()))
+            if all(name.lower() != b"content-length" for name, _ in headers):
                 self._ends_with_connection = True
                 self.chunked_encoding = False
+            if all(name.lower() != b"connection" for name, _ in headers):  # uvicorn adds it from 0.53 on
+                message = {**message, "headers": [*headers, (b"connection", b"close")]}
         elif self._ends_with_connection:
             self.expected_content_length = len(message.get("body", b""))
         await super().send(message)

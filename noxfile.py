@@ -319,7 +319,8 @@ def lint(session: nox.Session) -> None:
     session.install(*nox.project.dependency_groups(GROUPS, "lint"))
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
-    session.run("clang-format", "--dry-run", "-Werror", *_cpp_files())
+    others = [*(HERE / "tests").rglob("*.cpp"), *(HERE / "benchmarks").glob("*.cpp")]
+    session.run("clang-format", "--dry-run", "-Werror", *_cpp_files(), *map(str, others))
 
 
 @nox.session

@@ -5,16 +5,16 @@
 #include <cstdio>
 #include <cstdlib>
 
-int main(int, char ** arguments) {
+int main(int, char **arguments) {
     const int          n_vocab = 32000, n_rounds = std::atoi(arguments[1]);
     std::vector<float> row(n_vocab);
     uint32_t           state = 1;
-    for (float & logit : row) {
+    for (float &logit : row) {
         state = state * 1664525u + 1013904223u;  // Numerical Recipes' generator; any spread of values does
         logit = static_cast<float>(state >> 8) * (12.0f / (1 << 24)) - 6.0f;
     }
     std::vector<float> coarse = row;  // of few values: thousands equal the last candidate
-    for (float & logit : coarse) {
+    for (float &logit : coarse) {
         logit = std::round(logit * 8) / 8;
     }
     std::vector<llama_token_data> out;

@@ -9,9 +9,9 @@
 namespace {
 
 // Normal logits; `kind` says what else is in the row.
-std::vector<float> row_of(int n, float spread, int kind, std::mt19937 & random) {
+std::vector<float> row_of(int n, float spread, int kind, std::mt19937 &random) {
     std::vector<float> row(n);
-    for (float & logit : row) {
+    for (float &logit : row) {
         float sum = 0;  // of twelve numbers: the standard library's distributions differ
         for (int i = 0; i < 12; i++) {
             sum += static_cast<float>(random() >> 8) * 0x1p-24f;
@@ -27,9 +27,9 @@ std::vector<float> row_of(int n, float spread, int kind, std::mt19937 & random) 
     return row;
 }
 
-void print(const char * name, const std::vector<llama_token_data> & found) {
+void print(const char *name, const std::vector<llama_token_data> &found) {
     uint64_t hash = 14695981039346656037u;  // FNV-1a
-    for (const llama_token_data & token : found) {
+    for (const llama_token_data &token : found) {
         hash = (hash ^ static_cast<uint32_t>(token.id)) * 1099511628211u;
     }
     std::printf(" %s %zu %llx", name, found.size(), static_cast<unsigned long long>(hash));

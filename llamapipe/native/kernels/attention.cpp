@@ -13,13 +13,13 @@
 #include <cmath>
 #include <cstring>
 
-namespace llamapipe::kernels {
+namespace lp::kernels {
 
 #if defined(__x86_64__)
 extern const AttentionLevel kAttentionAvx2, kAttentionAvx512;
 #endif
 
-const AttentionLevel * attention_level() {
+const AttentionLevel *attention_level() {
 #if defined(__x86_64__)
     return !processor().avx2 ? nullptr : processor().avx512 ? &kAttentionAvx512 : &kAttentionAvx2;
 #else
@@ -29,9 +29,9 @@ const AttentionLevel * attention_level() {
 
 namespace {
 
-constexpr int64_t scores_bytes = 4 << 20;  // of a tile: more cost less than reading cells again for some of the rows
-constexpr int64_t most_queries = 48;  // of a tile
-constexpr size_t  alignment    = 64;
+constexpr int64_t kScoresBytes = 4 << 20;  // of a tile: more cost less than reading cells again for some of the rows
+constexpr int64_t kMostQueries = 48;  // of a tile
+constexpr size_t  kAlignment   = 64;
 
 int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -68,18 +68,18 @@ struct RowParts {
 
 // How an operation is cut into tiles. Results do not depend on it.
 struct Tiling {
-    int64_t          n_rows, n_heads, n_kv_heads, n_streams, n_cells, group;  // heads that share keys
-    int64_t          heads_each, rows_each;  // of a tile
-    int64_t          most_queries_each, most_rows_each;  // whatever the number of threads
-    int64_t          head_tiles, row_tiles, n;  // of a head of keys, of a stream, of all
-    const RowParts * parts = nullptr;
+    int64_t         n_rows, n_heads, n_kv_heads, n_streams, n_cells, group;  // heads that share keys
+    int64_t         heads_each, rows_each;  // of a tile
+    int64_t         most_queries_each, most_rows_each;  // whatever the number of threads
+    int64_t         head_tiles, row_tiles, n;  // of a head of keys, of a stream, of all
+    const RowParts *parts = nullptr;
 
     // `as_one`: the rows of all streams are cut as those of one.
-    Tiling(const ggml_tensor * op, int n_threads, bool as_one = false)
+    Tiling(const ggml_tensor *op, int n_threads, bool as_one = false)
         : n_rows(op->src[0]->ne[1] * (as_one ? op->src[0]->ne[3] : 1)), n_heads(op->src[0]->ne[2]), n_kv_heads(op->src[1]->ne[2]),
           n_streams(as_one ? 1 : op->src[0]->ne[3]), n_cells(padded(op->src[1]->ne[1], kKeyBlock)), group(n_heads / n_kv_heads) {
         const int64_t most =
-                std::clamp<int64_t>(scores_bytes / int64_t{ sizeof(float) } / std::max<int64_t>(n_cells, 1), 6, most_queries);
+                std::clamp<int64_t>(kScoresBytes / int64_t{ sizeof(float) } / std::max<int64_t>(n_cells, 1), 6, kMostQueries);
         heads_each        = std::min(group, most);
         rows_each         = std::clamp<int64_t>(most / heads_each, 1, n_rows);
         most_queries_each = heads_each * rows_each;
@@ -117,22 +117,22 @@ struct Tiling {
     }
 
     // Cuts rows as they were listed.
-    void cut(const RowParts & by) {
+    void cut(const RowParts &by) {
         parts = by.n ? &by : nullptr;
         count();
     }
 };
 
 // Whether rows of several streams may be computed together.
-bool can_join(const Tiling & t) { return t.n_streams > 1 && t.n_streams * t.n_rows <= RowParts::kMost; }
+bool can_join(const Tiling &t) { return t.n_streams > 1 && t.n_streams * t.n_rows <= RowParts::kMost; }
 
 // A thread's part of the work memory.
 struct Scratch {
-    size_t queries, results, scores, masks, cells, keys, rows, bytes = alignment;
+    size_t queries, results, scores, masks, cells, keys, rows, bytes = kAlignment;
 
     int64_t n_cells;  // most that a tile lists
 
-    Scratch(const Tiling & t, const Tiling & as_one, int64_t key_dims, int64_t value_dims)
+    Scratch(const Tiling &t, const Tiling &as_one, int64_t key_dims, int64_t value_dims)
         : n_cells(can_join(t) ? 2 * t.n_cells : t.n_cells) {
         const int64_t n      = can_join(t) ? std::max(t.most_queries_each, as_one.most_queries_each) : t.most_queries_each;
         const int64_t n_rows = can_join(t) ? std::max(t.most_rows_each, as_one.most_rows_each) : t.most_rows_each;
@@ -148,21 +148,21 @@ struct Scratch {
 private:
     template <typename T> size_t take(int64_t n) {
         const size_t at = bytes;
-        bytes += padded(n * int64_t{ sizeof(T) }, alignment);
+        bytes += padded(n * int64_t{ sizeof(T) }, kAlignment);
         return at;
     }
 };
 
 class Attention {
 public:
-    Attention(const ggml_compute_params * params, ggml_tensor * op, SharedCells * shares)
+    Attention(const ggml_compute_params *params, ggml_tensor *op, SharedCells *shares)
         : op_(op), q_(op->src[0]), k_(op->src[1]), v_(op->src[2]), mask_(op->src[3]), sinks_(op->src[4]),
           level_(*attention_level()), tiling_(op, params->nth), as_one_(op, params->nth, true),
           at_(tiling_, as_one_, q_->ne[0], v_->ne[0]), ith_(params->ith) {
         GGML_ASSERT(params->wsize >= work_size(at_, params->nth));
-        char * begin = aligned(params->wdata, alignment);
-        shared_      = reinterpret_cast<Shared *>(begin);
-        scratch_     = begin + padded(sizeof(Shared), alignment) + params->ith * at_.bytes;
+        char *begin = aligned(params->wdata, kAlignment);
+        shared_     = reinterpret_cast<Shared *>(begin);
+        scratch_    = begin + padded(sizeof(Shared), kAlignment) + params->ith * at_.bytes;
         float options[3];
         memcpy(options, op->op_params, sizeof(options));
         softcap_  = options[2];
@@ -177,8 +177,8 @@ public:
         }
     }
 
-    static size_t work_size(const Scratch & scratch, int n_threads) {
-        return alignment + padded(sizeof(Shared), alignment) + n_threads * scratch.bytes;
+    static size_t work_size(const Scratch &scratch, int n_threads) {
+        return kAlignment + padded(sizeof(Shared), kAlignment) + n_threads * scratch.bytes;
     }
 
     // After the first thread's constructor.
@@ -198,25 +198,25 @@ private:
         RowParts             parts;
     };
 
-    template <typename T> T * at(size_t offset) const { return reinterpret_cast<T *>(scratch_ + offset); }
+    template <typename T> T *at(size_t offset) const { return reinterpret_cast<T *>(scratch_ + offset); }
 
-    const uint16_t * mask_of(int64_t stream, int64_t row) const {
+    const uint16_t *mask_of(int64_t stream, int64_t row) const {
         return kernels::at<const uint16_t>(mask_, row, 0, stream % mask_->ne[3]);
     }
 
-    void list_parts(RowParts & parts) const {
+    void list_parts(RowParts &parts) const {
         if (!mask_ || tiling_.n_streams > 1 || tiling_.n_rows < 2 || tiling_.n_rows > RowParts::kMost) {
             return;
         }
-        uint16_t *    seen    = at<uint16_t>(at_.masks);  // a mask of all cells of the part
-        int32_t *     cells   = at<int32_t>(at_.cells);
+        uint16_t     *seen    = at<uint16_t>(at_.masks);  // a mask of all cells of the part
+        int32_t      *cells   = at<int32_t>(at_.cells);
         const int64_t n_cells = k_->ne[1];
         int64_t       n_seen  = 0;
         for (int64_t row = 0; row < tiling_.n_rows; row++) {
-            const uint16_t * masks[]   = { mask_of(0, row), seen };
-            const int64_t    n         = level_.list(masks, 1, n_cells, cells);
-            const int64_t    n_before  = parts.n ? row - parts.first[parts.n - 1] : 0;
-            bool             is_joined = n_before > 0 && n_before < tiling_.rows_each;
+            const uint16_t *masks[]   = { mask_of(0, row), seen };
+            const int64_t   n         = level_.list(masks, 1, n_cells, cells);
+            const int64_t   n_before  = parts.n ? row - parts.first[parts.n - 1] : 0;
+            bool            is_joined = n_before > 0 && n_before < tiling_.rows_each;
             if (is_joined) {
                 const int64_t n_all = level_.list(masks, 2, n_cells, cells);
                 is_joined = RowParts::belong_together(n_before * tiling_.heads_each, n_seen, tiling_.heads_each, n, n_all);
@@ -235,9 +235,9 @@ private:
     }
 
     // The cells of the streams of an operation, if they are in a cache of llama.cpp's: not in a copy of a part of it.
-    bool find_range(SharedCells::Range & range) const {
+    bool find_range(SharedCells::Range &range) const {
         const ggml_tensor *keys = k_->view_src, *values = v_->view_src;
-        const auto         is_cache = [this](const ggml_tensor * cache, const ggml_tensor * part, const char * name) {
+        const auto         is_cache = [this](const ggml_tensor *cache, const ggml_tensor *part, const char *name) {
             return cache && strncmp(cache->name, name, strlen(name)) == 0 && part->nb[3] == cache->nb[2] &&
                    part->nb[3] % part->nb[1] == 0 && part->nb[2] * part->ne[2] <= part->nb[1] && part->ne[3] == q_->ne[3];
         };
@@ -246,15 +246,15 @@ private:
             v_->nb[3] / v_->nb[1] != k_->nb[3] / k_->nb[1]) {
             return false;
         }
-        const size_t              offset = kernels::at<const char>(k_, 0) - kernels::at<const char>(keys, 0);
-        const ggml_tensor * const v      = values == keys ? k_ : v_;  // with MLA a value is a part of its key
+        const size_t             offset = kernels::at<const char>(k_, 0) - kernels::at<const char>(keys, 0);
+        const ggml_tensor *const v      = values == keys ? k_ : v_;  // with MLA a value is a part of its key
         range = { keys->data, kernels::at<const char>(k_, 0),       kernels::at<const char>(v, 0), k_->nb[1], v->nb[1], k_->nb[3],
                   v->nb[3],   static_cast<int>(offset / k_->nb[3]), static_cast<int>(q_->ne[3]) };
         return offset % k_->nb[3] == 0;
     }
 
     // Lists which streams are computed together: those whose first cells are the same.
-    void join_streams(SharedCells & shares, RowParts & parts) const {
+    void join_streams(SharedCells &shares, RowParts &parts) const {
         SharedCells::Range range;
         if (!find_range(range)) {
             return;
@@ -263,17 +263,17 @@ private:
         if (range.n * n_rows > RowParts::kMost) {
             return;
         }
-        int32_t *         cells = at<int32_t>(at_.cells);
+        int32_t          *cells = at<int32_t>(at_.cells);
         int64_t           n_seen[RowParts::kMost], n_first[RowParts::kMost];  // cells, and how many from the first one on
         SharedCells::Link links[RowParts::kMost];
         for (int i = 0; i < range.n; i++) {
-            const uint16_t * masks[RowParts::kMost];
+            const uint16_t *masks[RowParts::kMost];
             n_first[i] = INT64_MAX;
             for (int64_t row = 0; row < n_rows; row++) {
                 masks[row]      = mask_of(i, row);
                 const int64_t n = level_.list(masks + row, 1, k_->ne[1], cells);
                 // Cells are listed in their order, so those that are at their own number are the first ones.
-                const auto is_first = [cells](const int32_t & cell) { return cell == &cell - cells; };
+                const auto is_first = [cells](const int32_t &cell) { return cell == &cell - cells; };
                 n_first[i]          = std::min<int64_t>(n_first[i], std::partition_point(cells, cells + n, is_first) - cells);
                 n_seen[i]           = n;
             }
@@ -323,18 +323,18 @@ private:
         }
     }
 
-    void compute(const Tile & tile) const {
+    void compute(const Tile &tile) const {
         const int64_t n = list_cells(tile), n_padded = padded(n, kKeyBlock);
         read_queries(tile);
-        Softmax softmax[most_queries];
+        Softmax softmax[kMostQueries];
         for (int64_t r = 0; r < tile.n_queries(); r++) {
             softmax[r].slope = slope(tile.head + r % tile.n_heads);
         }
         score(tile, n, softmax);
         for (int64_t r = 0; r < tile.n_queries(); r++) {
-            Softmax & s = softmax[r];
-            s.sink      = sinks_ ? static_cast<const float *>(sinks_->data)[tile.head + r % tile.n_heads] : -INFINITY;
-            s.maximum   = s.sink > s.maximum ? s.sink : s.maximum;
+            Softmax &s = softmax[r];
+            s.sink     = sinks_ ? static_cast<const float *>(sinks_->data)[tile.head + r % tile.n_heads] : -INFINITY;
+            s.maximum  = s.sink > s.maximum ? s.sink : s.maximum;
             if (!std::isfinite(s.maximum)) {  // no cell is seen, or the result is not a number
                 std::fill_n(at<float>(at_.scores) + r * n_padded, n_padded, s.maximum == -INFINITY ? 0.0f : NAN);
             }
@@ -365,7 +365,7 @@ private:
         int64_t stream, row;
     };
 
-    Place place_of(const Tile & tile, int64_t r) const {
+    Place place_of(const Tile &tile, int64_t r) const {
         if (!shared_->parts.has_streams) {
             return { tile.stream, tile.row + r };
         }
@@ -375,12 +375,12 @@ private:
 
     // `list_cells` for rows of several streams. First are the cells that all of them have, which are read from the first
     // stream, then the others of each. The cells of all streams are numbered on.
-    int64_t list_cells_of_streams(const Tile & tile) const {
-        const int64_t    n_each = static_cast<int64_t>(k_->nb[3] / k_->nb[1]);
-        int32_t *        cells  = at<int32_t>(at_.cells);
-        const uint16_t * rows[most_queries];
-        int64_t          first[most_queries + 1] = {};  // in the list, of the cells of row r's stream and the next one's
-        int64_t          n                       = 0;
+    int64_t list_cells_of_streams(const Tile &tile) const {
+        const int64_t   n_each = static_cast<int64_t>(k_->nb[3] / k_->nb[1]);
+        int32_t        *cells  = at<int32_t>(at_.cells);
+        const uint16_t *rows[kMostQueries];
+        int64_t         first[kMostQueries + 1] = {};  // in the list, of the cells of row r's stream and the next one's
+        int64_t         n                       = 0;
         for (int64_t r = 0; r < tile.n_rows; r++) {
             const Place place = place_of(tile, r);
             rows[r]           = mask_of(place.stream, place.row);
@@ -390,7 +390,7 @@ private:
             for (end = begin + 1; end < tile.n_rows && place_of(tile, end).stream == stream;) {
                 end++;
             }
-            const uint16_t * masks[most_queries];
+            const uint16_t *masks[kMostQueries];
             for (int64_t r = begin; r < end; r++) {
                 first[r]         = n;
                 masks[r - begin] = rows[r] + from;
@@ -403,7 +403,7 @@ private:
         }
         const int64_t n_padded = padded(n, kKeyBlock);
         for (int64_t r = 0; r < tile.n_rows; r++) {
-            uint16_t *    masks  = at<uint16_t>(at_.masks) + r * n_padded;
+            uint16_t     *masks  = at<uint16_t>(at_.masks) + r * n_padded;
             const int64_t stream = place_of(tile, r).stream, offset = stream * n_each, begin = first[r];
             int64_t       end = begin;
             std::fill_n(masks, n_padded, kUnseen);
@@ -416,13 +416,13 @@ private:
     }
 
     // Lists the cells that any of the tile's rows sees, with the masks of each row for them. Returns how many they are.
-    int64_t list_cells(const Tile & tile) const {
+    int64_t list_cells(const Tile &tile) const {
         if (shared_->parts.has_streams) {
             return list_cells_of_streams(tile);
         }
-        int32_t *  cells = at<int32_t>(at_.cells);
-        uint16_t * masks = at<uint16_t>(at_.masks);
-        int64_t    n     = 0;
+        int32_t  *cells = at<int32_t>(at_.cells);
+        uint16_t *masks = at<uint16_t>(at_.masks);
+        int64_t   n     = 0;
         if (!mask_) {
             for (; n < k_->ne[1]; n++) {
                 cells[n] = static_cast<int32_t>(n);
@@ -434,7 +434,7 @@ private:
             }
             return n;
         }
-        const uint16_t * rows[most_queries];
+        const uint16_t *rows[kMostQueries];
         for (int64_t r = 0; r < tile.n_rows; r++) {
             rows[r] = mask_of(tile.stream, tile.row + r);
         }
@@ -454,8 +454,8 @@ private:
         return n;
     }
 
-    void read_queries(const Tile & tile) const {
-        float * to = at<float>(at_.queries);
+    void read_queries(const Tile &tile) const {
+        float *to = at<float>(at_.queries);
         for (int64_t r = 0; r < tile.n_queries(); r++, to += q_->ne[0]) {
             const Place place = place_of(tile, r / tile.n_heads);
             memcpy(to, kernels::at<const float>(q_, place.row, tile.head + r % tile.n_heads, place.stream),
@@ -466,7 +466,7 @@ private:
     // The keys or values of a head, in the order of a tile's list of cells.
     class Cells {
     public:
-        Cells(const Attention & attention, const ggml_tensor * from, const Tile & tile, int64_t n)
+        Cells(const Attention &attention, const ggml_tensor *from, const Tile &tile, int64_t n)
             : list_(attention.at<int32_t>(attention.at_.cells)), rows_(attention.at<float>(attention.at_.rows)), n_(n),
               n_dims_(from->ne[0]), stride_(from->nb[1]),
               to_float_(form_of(from->type) == kForms ? ggml_get_type_traits(from->type)->to_float : nullptr),
@@ -480,7 +480,7 @@ private:
 
         // Where up to `block` cells from `first` on are, and where those are that follow; the last one again instead of missing
         // ones. Returns how many there are.
-        int64_t read(int64_t first, int64_t block, const char ** cells, const char ** next) const {
+        int64_t read(int64_t first, int64_t block, const char **cells, const char **next) const {
             const int64_t n = std::min(block, n_ - first);
             for (int64_t i = 0; i < block; i++) {
                 cells[i] = at(first + i);
@@ -497,7 +497,7 @@ private:
         }
 
     private:
-        const char * at(int64_t i) const { return data_ + list_[std::min(i, n_ - 1)] * stride_; }
+        const char *at(int64_t i) const { return data_ + list_[std::min(i, n_ - 1)] * stride_; }
 
         static Form form_of(ggml_type type) {
             return type == GGML_TYPE_F32    ? kFormF32
@@ -506,28 +506,28 @@ private:
                                             : kForms;
         }
 
-        const int32_t * list_;
-        float *         rows_;
+        const int32_t  *list_;
+        float          *rows_;
         int64_t         n_, n_dims_;
         size_t          stride_;
         ggml_to_float_t to_float_;
         Form            form_;
-        const char *    data_;
+        const char     *data_;
     };
 
     // Scores stay in the first-level cache until they are masked.
-    void score(const Tile & tile, int64_t n, Softmax * softmax) const {
+    void score(const Tile &tile, int64_t n, Softmax *softmax) const {
         const int64_t n_dims = k_->ne[0], n_padded = padded(n, kKeyBlock);
         const Cells   all(*this, k_, tile, n);
-        const char *  cells[kKeyBlock], *next[kKeyBlock];
+        const char   *cells[kKeyBlock], *next[kKeyBlock];
         for (int64_t c = 0; c < n; c += kKeyBlock) {
             all.read(c, kKeyBlock, cells, next);
             level_.transpose[all.form()](cells, next, n_dims, at<float>(at_.keys));
             level_.score(at<float>(at_.queries), tile.n_queries(), n_dims, at<float>(at_.keys), at<float>(at_.scores) + c,
                          n_padded);
             for (int64_t r = 0; r < tile.n_queries(); r++) {
-                const uint16_t * mask  = at<uint16_t>(at_.masks) + r / tile.n_heads * n_padded + c;
-                const float      found = mask_scores(at<float>(at_.scores) + r * n_padded + c, mask, softmax[r].slope);
+                const uint16_t *mask  = at<uint16_t>(at_.masks) + r / tile.n_heads * n_padded + c;
+                const float     found = mask_scores(at<float>(at_.scores) + r * n_padded + c, mask, softmax[r].slope);
                 if (!(found <= softmax[r].maximum) && !std::isnan(softmax[r].maximum)) {
                     softmax[r].maximum = found;
                 }
@@ -536,7 +536,7 @@ private:
     }
 
     // Of a block of cells. Returns the largest, or NaN if one is.
-    float mask_scores(float * scores, const uint16_t * mask, float slope) const {
+    float mask_scores(float *scores, const uint16_t *mask, float slope) const {
         if (softcap_ != 0) {
             for (int64_t i = 0; i < kKeyBlock; i++) {
                 scores[i] = softcap_ * std::tanh(scores[i] * scale_);
@@ -557,12 +557,12 @@ private:
     }
 
     // Scores become weights just before they are used.
-    void add_values(const Tile & tile, int64_t n, Softmax * softmax) const {
+    void add_values(const Tile &tile, int64_t n, Softmax *softmax) const {
         const int64_t n_dims = v_->ne[0], n_padded = padded(n, kKeyBlock);
         const Cells   all(*this, v_, tile, n);
-        const char *  cells[kValueBlock], *next[kValueBlock];
-        float *       weights = at<float>(at_.scores);
-        float *       results = at<float>(at_.results);
+        const char   *cells[kValueBlock], *next[kValueBlock];
+        float        *weights = at<float>(at_.scores);
+        float        *results = at<float>(at_.results);
         const auto    add     = level_.add[all.form()];
         std::fill_n(results, tile.n_queries() * n_dims, 0.0f);
         for (int64_t c = 0; c < n; c += kValueBlock) {
@@ -579,7 +579,7 @@ private:
             }
             // Such values are a row's own, and times 0 they are not 0: each row gets those of the cells that it sees.
             for (int64_t r = 0; r < tile.n_queries(); r++) {
-                const uint16_t * mask = at<uint16_t>(at_.masks) + r / tile.n_heads * n_padded + c;
+                const uint16_t *mask = at<uint16_t>(at_.masks) + r / tile.n_heads * n_padded + c;
                 for (int64_t i = 0; i < n_read; i++) {
                     if (mask[i] != kUnseen) {
                         add(weights + r * n_padded + c + i, 1, n_padded, cells + i, next + i, 1, n_dims, results + r * n_dims);
@@ -589,48 +589,48 @@ private:
         }
     }
 
-    void write(const Place & place, int64_t head, const float * result, float sum) const {
-        float *     to = kernels::at<float>(op_, head, place.row, place.stream);
+    void write(const Place &place, int64_t head, const float *result, float sum) const {
+        float      *to = kernels::at<float>(op_, head, place.row, place.stream);
         const float by = sum == 0 ? 0 : 1 / sum;
         for (int64_t d = 0; d < v_->ne[0]; d++) {
             to[d] = result[d] * by;
         }
     }
 
-    ggml_tensor *          op_;
-    const ggml_tensor *    q_, *k_, *v_, *mask_, *sinks_;
-    const AttentionLevel & level_;
-    Tiling                 tiling_, as_one_;
-    const Scratch          at_;
-    const int              ith_;
-    float                  scale_, softcap_, max_bias_;
-    Shared *               shared_;
-    char *                 scratch_;
+    ggml_tensor          *op_;
+    const ggml_tensor    *q_, *k_, *v_, *mask_, *sinks_;
+    const AttentionLevel &level_;
+    Tiling                tiling_, as_one_;
+    const Scratch         at_;
+    const int             ith_;
+    float                 scale_, softcap_, max_bias_;
+    Shared               *shared_;
+    char                 *scratch_;
 };
 
 }  // namespace
 
-bool is_attention(const ggml_tensor * op) {
+bool is_attention(const ggml_tensor *op) {
     if (op->op != GGML_OP_FLASH_ATTN_EXT || !attention_level()) {
         return false;
     }
     const ggml_tensor *q = op->src[0], *k = op->src[1], *v = op->src[2], *mask = op->src[3];
-    const auto         is_contiguous = [](const ggml_tensor * t) { return t->nb[0] == ggml_type_size(t->type); };
+    const auto         is_contiguous = [](const ggml_tensor *t) { return t->nb[0] == ggml_type_size(t->type); };
     return q->type == GGML_TYPE_F32 && op->type == GGML_TYPE_F32 && is_supported(k->type) && is_supported(v->type) &&
            is_contiguous(q) && is_contiguous(k) && is_contiguous(v) && k->ne[0] % 8 == 0 && v->ne[0] % 8 == 0 &&
            k->ne[2] == v->ne[2] && k->ne[1] > 0 && (!mask || (mask->type == GGML_TYPE_F16 && mask->ne[2] == 1));
 }
 
-size_t attention_work_size(const ggml_tensor * op, int n_threads) {
+size_t attention_work_size(const ggml_tensor *op, int n_threads) {
     const Scratch scratch(Tiling(op, n_threads), Tiling(op, n_threads, true), op->src[0]->ne[0], op->src[2]->ne[0]);
     return Attention::work_size(scratch, n_threads);
 }
 
-void compute_attention(const ggml_compute_params * params, ggml_tensor * op, SharedCells * shares,
+void compute_attention(const ggml_compute_params *params, ggml_tensor *op, SharedCells *shares,
                        void (*barrier)(ggml_threadpool *)) {
     Attention attention(params, op, shares);
     barrier(params->threadpool);
     attention.compute();
 }
 
-}  // namespace llamapipe::kernels
+}  // namespace lp::kernels

@@ -18,7 +18,7 @@ struct ggml_tensor;
 struct ggml_compute_params;
 struct ggml_threadpool;
 
-namespace llamapipe::kernels {
+namespace lp::kernels {
 
 constexpr uint16_t kUnseen = 0xfc00;  // in masks: -infinity, in 16 bits
 
@@ -35,42 +35,42 @@ enum Form { kFormF32, kFormF16, kFormQ8_0, kForms };
 // no alignment.
 struct AttentionLevel {
     // keys[d][c] = cells[c][d] for kKeyBlock cells.
-    void (*transpose[kForms])(const char * const * cells, const char * const * next, int64_t n_dims, float * keys);
+    void (*transpose[kForms])(const char *const *cells, const char *const *next, int64_t n_dims, float *keys);
 
     // results[r][d] += the sum of weights[r * stride + c] * cells[c][d] over n_cells cells.
-    void (*add[kForms])(const float * weights, int64_t n_queries, int64_t stride, const char * const * cells,
-                        const char * const * next, int64_t n_cells, int64_t n_dims, float * results);
+    void (*add[kForms])(const float *weights, int64_t n_queries, int64_t stride, const char *const *cells,
+                        const char *const *next, int64_t n_cells, int64_t n_dims, float *results);
 
     // Whether all values of n_cells cells are finite.
-    bool (*are_finite[kForms])(const char * const * cells, int64_t n_cells, int64_t n_dims);
+    bool (*are_finite[kForms])(const char *const *cells, int64_t n_cells, int64_t n_dims);
 
     // Lists the cells that any of the rows sees by their masks, in order. Returns how many they are.
-    int64_t (*list)(const uint16_t * const * masks, int64_t n_rows, int64_t n_cells, int32_t * cells);
+    int64_t (*list)(const uint16_t *const *masks, int64_t n_rows, int64_t n_cells, int32_t *cells);
 
     // scores[r * stride + c] = the product of query r and the key of cell c, for kKeyBlock cells.
-    void (*score)(const float * queries, int64_t n_queries, int64_t n_dims, const float * keys, float * scores, int64_t stride);
+    void (*score)(const float *queries, int64_t n_queries, int64_t n_dims, const float *keys, float *scores, int64_t stride);
 
     // scores = scores * scale + slope * mask, for n cells, a multiple of kKeyBlock; -infinity where the mask is. Returns the
     // largest, or NaN if one is.
-    float (*mask)(float * scores, int64_t n, float scale, float slope, const uint16_t * mask);
+    float (*mask)(float *scores, int64_t n, float scale, float slope, const uint16_t *mask);
 
     // Replaces n scores, a multiple of kKeyBlock, by the exponentials of their distance to a finite maximum, and returns
     // kFixedPoint times their sum.
-    int64_t (*exponentials)(float * scores, int64_t n, float maximum);
+    int64_t (*exponentials)(float *scores, int64_t n, float maximum);
 };
 
 // The loops of this machine, or null.
-const AttentionLevel * attention_level();
+const AttentionLevel *attention_level();
 
 // Whether an operation is attention that is computed here.
-bool is_attention(const ggml_tensor * op);
+bool is_attention(const ggml_tensor *op);
 
 class SharedCells;
 
 // The bytes of work memory that it needs, and the computation, on all of ggml's threads. The first one's `shares`: which streams
 // have the same cells, and are computed together; null: nobody knows.
-size_t attention_work_size(const ggml_tensor * op, int n_threads);
-void   compute_attention(const ggml_compute_params * params, ggml_tensor * op, SharedCells * shares,
+size_t attention_work_size(const ggml_tensor *op, int n_threads);
+void   compute_attention(const ggml_compute_params *params, ggml_tensor *op, SharedCells *shares,
                          void (*barrier)(ggml_threadpool *));
 
-}  // namespace llamapipe::kernels
+}  // namespace lp::kernels

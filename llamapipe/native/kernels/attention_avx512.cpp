@@ -12,10 +12,10 @@ LP_TARGET("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")
 #include "attention_tiles.hpp"
 #include "floats16.hpp"
 
-namespace llamapipe::kernels {
+namespace lp::kernels {
 
 extern const AttentionLevel kAttentionAvx512 = level_of<Vector16>();
 
-}  // namespace llamapipe::kernels
+}  // namespace lp::kernels
 LP_TARGET_END
 #endif

@@ -13,18 +13,18 @@
 #include "attention.hpp"
 #include "floats8.hpp"
 
-namespace llamapipe::kernels {
+namespace lp::kernels {
 namespace {
 
 // Forms of keys and values: what loads a cell's dimensions from d on as floats, and says whether all of them are finite.
 struct F32 {
     static int64_t bytes(int64_t d) { return 4 * d; }  // up to dimension d
 
-    template <class V> static typename V::Floats load(const char * cell, int64_t d) {
+    template <typename V> static typename V::Floats load(const char *cell, int64_t d) {
         return V::load(reinterpret_cast<const float *>(cell) + d);
     }
 
-    static bool are_finite(const char * const * cells, int64_t n_cells, int64_t n_dims) {
+    static bool are_finite(const char *const *cells, int64_t n_cells, int64_t n_dims) {
         const __m256 zero = _mm256_setzero_ps();
         __m256       bad  = zero;
         for (int64_t c = 0; c < n_cells; c++) {
@@ -40,11 +40,11 @@ struct F32 {
 struct F16 {
     static int64_t bytes(int64_t d) { return 2 * d; }  // up to dimension d
 
-    template <class V> static typename V::Floats load(const char * cell, int64_t d) {
+    template <typename V> static typename V::Floats load(const char *cell, int64_t d) {
         return V::load_halves(reinterpret_cast<const uint16_t *>(cell) + d);
     }
 
-    static bool are_finite(const char * const * cells, int64_t n_cells, int64_t n_dims) {
+    static bool are_finite(const char *const *cells, int64_t n_cells, int64_t n_dims) {
         const __m128i exponent = _mm_set1_epi16(0x7c00);
         __m128i       bad      = _mm_setzero_si128();
         for (int64_t c = 0; c < n_cells; c++) {
@@ -62,19 +62,19 @@ struct Q8_0 {
 
     static int64_t bytes(int64_t d) { return d / kColumns * kBytes + d % kColumns; }
 
-    static uint16_t scale(const char * block) {
+    static uint16_t scale(const char *block) {
         uint16_t bits;
         memcpy(&bits, block, sizeof(bits));
         return bits;
     }
 
-    template <class V> static typename V::Floats load(const char * cell, int64_t d) {
-        const char * block = cell + d / kColumns * kBytes;
+    template <typename V> static typename V::Floats load(const char *cell, int64_t d) {
+        const char *block = cell + d / kColumns * kBytes;
         return V::multiply(V::load_bytes(reinterpret_cast<const int8_t *>(block) + 2 + d % kColumns),
                            V::all(_cvtsh_ss(scale(block))));
     }
 
-    static bool are_finite(const char * const * cells, int64_t n_cells, int64_t n_dims) {
+    static bool are_finite(const char *const *cells, int64_t n_cells, int64_t n_dims) {
         for (int64_t c = 0; c < n_cells; c++) {
             for (int64_t block = 0; block < n_dims / kColumns; block++) {
                 if ((scale(cells[c] + block * kBytes) & 0x7c00) == 0x7c00) return false;
@@ -85,7 +85,7 @@ struct Q8_0 {
 };
 
 // Lists the cells that a row of masks sees, in their order. Returns how many they are.
-int64_t list(const uint16_t * const * masks, int64_t n_rows, int64_t n_cells, int32_t * cells) {
+int64_t list(const uint16_t *const *masks, int64_t n_rows, int64_t n_cells, int32_t *cells) {
     const __m256i unseen = _mm256_set1_epi16(static_cast<short>(kUnseen)), eight = _mm256_set1_epi32(8);
     int64_t       n = 0, c = 0;
     for (; c + 16 <= n_cells; c += 16) {
@@ -117,8 +117,8 @@ int64_t list(const uint16_t * const * masks, int64_t n_rows, int64_t n_cells, in
 }
 
 // Dimensions [d, d + kLanes) of all cells.
-template <class V, class Type>
-inline void transpose_some(const char * const * cells, const char * const * next, int64_t d, float * keys) {
+template <typename V, typename Type>
+inline void transpose_some(const char *const *cells, const char *const *next, int64_t d, float *keys) {
     for (int c = 0; c < kKeyBlock; c += V::kLanes) {
         typename V::Floats values[V::kLanes];
         UNROLLED for (int i = 0; i < V::kLanes; i++) {
@@ -129,16 +129,16 @@ inline void transpose_some(const char * const * cells, const char * const * next
     }
 }
 
-template <class V, class Type>
-void transpose(const char * const * cells, const char * const * next, int64_t n_dims, float * keys) {
+template <typename V, typename Type>
+void transpose(const char *const *cells, const char *const *next, int64_t n_dims, float *keys) {
     int64_t d = 0;
     for (; d + V::kLanes <= n_dims; d += V::kLanes) transpose_some<V, Type>(cells, next, d, keys);
     if (d < n_dims) transpose_some<typename V::Half, Type>(cells, next, d, keys);  // dimensions are a multiple of 8
 }
 
 // Sums of R rows and N vectors.
-template <class V, int R, int N>
-inline void score_tile(const float * queries, int64_t n_dims, const float * keys, float * scores, int64_t stride) {
+template <typename V, int R, int N>
+inline void score_tile(const float *queries, int64_t n_dims, const float *keys, float *scores, int64_t stride) {
     typename V::Floats sums[R][N], key[N];
     UNROLLED for (int r = 0; r < R; r++) UNROLLED for (int v = 0; v < N; v++) sums[r][v] = V::all(0);
     for (int64_t d = 0; d < n_dims; d++) {
@@ -153,15 +153,15 @@ inline void score_tile(const float * queries, int64_t n_dims, const float * keys
     }
 }
 
-template <class V, int R>
-void score_rows(const float * queries, int64_t n_dims, const float * keys, float * scores, int64_t stride) {
+template <typename V, int R>
+void score_rows(const float *queries, int64_t n_dims, const float *keys, float *scores, int64_t stride) {
     constexpr int n_blocks = kKeyBlock / V::kLanes, N = n_blocks * R <= V::kMostSums ? n_blocks : n_blocks / 2;
     for (int c = 0; c < kKeyBlock; c += V::kLanes * N) score_tile<V, R, N>(queries, n_dims, keys + c, scores + c, stride);
 }
 
-template <class V, class Type, int R, int N>
-inline void add_tile(const float * weights, int64_t stride, const char * const * cells, const char * const * next,
-                     int64_t n_cells, int64_t first, int64_t n_dims, float * results) {
+template <typename V, typename Type, int R, int N>
+inline void add_tile(const float *weights, int64_t stride, const char *const *cells, const char *const *next, int64_t n_cells,
+                     int64_t first, int64_t n_dims, float *results) {
     typename V::Floats sums[R][N], value[N];
     results += first;
     UNROLLED for (int r = 0; r < R; r++) {
@@ -182,8 +182,9 @@ inline void add_tile(const float * weights, int64_t stride, const char * const *
     }
 }
 
-template <class V, class Type, int R> void add_rows(const float * weights, int64_t stride, const char * const * cells,
-                                                    const char * const * next, int64_t n_cells, int64_t n_dims, float * results) {
+template <typename V, typename Type, int R> void add_rows(const float *weights, int64_t stride, const char *const *cells,
+                                                          const char *const *next, int64_t n_cells, int64_t n_dims,
+                                                          float *results) {
     constexpr int N = R * 4 <= V::kMostSums ? 4 : 2;
     int64_t       d = 0;
     for (; d + N * V::kLanes <= n_dims; d += N * V::kLanes) {
@@ -196,7 +197,7 @@ template <class V, class Type, int R> void add_rows(const float * weights, int64
 }
 
 // Calls part<n>(first, ...) for parts of nearly the same size, n <= kMostRows: seven rows are four and three.
-template <class Part, int... N, typename... Arguments>
+template <typename Part, int... N, typename... Arguments>
 inline void in_parts(std::integer_sequence<int, N...>, int64_t n_rows, Arguments... arguments) {
     constexpr void (*of[])(int64_t, Arguments...) = { Part::template of<N + 1>... };
     const int64_t n_parts                         = (n_rows + int64_t{ sizeof...(N) } - 1) / int64_t{ sizeof...(N) };
@@ -207,32 +208,32 @@ inline void in_parts(std::integer_sequence<int, N...>, int64_t n_rows, Arguments
     }
 }
 
-template <class V> struct ScorePart {
-    template <int R> static void of(int64_t r, const float * queries, int64_t n_dims, const float * keys, float * scores,
+template <typename V> struct ScorePart {
+    template <int R> static void of(int64_t r, const float *queries, int64_t n_dims, const float *keys, float *scores,
                                     int64_t stride) {
         score_rows<V, R>(queries + r * n_dims, n_dims, keys, scores + r * stride, stride);
     }
 };
 
-template <class V, class Type> struct AddPart {
-    template <int R> static void of(int64_t r, const float * weights, int64_t stride, const char * const * cells,
-                                    const char * const * next, int64_t n_cells, int64_t n_dims, float * results) {
+template <typename V, typename Type> struct AddPart {
+    template <int R> static void of(int64_t r, const float *weights, int64_t stride, const char *const *cells,
+                                    const char *const *next, int64_t n_cells, int64_t n_dims, float *results) {
         add_rows<V, Type, R>(weights + r * stride, stride, cells, next, n_cells, n_dims, results + r * n_dims);
     }
 };
 
-template <class V>
-void score(const float * queries, int64_t n_queries, int64_t n_dims, const float * keys, float * scores, int64_t stride) {
+template <typename V>
+void score(const float *queries, int64_t n_queries, int64_t n_dims, const float *keys, float *scores, int64_t stride) {
     in_parts<ScorePart<V>>(std::make_integer_sequence<int, V::kMostRows>(), n_queries, queries, n_dims, keys, scores, stride);
 }
 
-template <class V, class Type> void add(const float * weights, int64_t n_queries, int64_t stride, const char * const * cells,
-                                        const char * const * next, int64_t n_cells, int64_t n_dims, float * results) {
+template <typename V, typename Type> void add(const float *weights, int64_t n_queries, int64_t stride, const char *const *cells,
+                                              const char *const *next, int64_t n_cells, int64_t n_dims, float *results) {
     in_parts<AddPart<V, Type>>(std::make_integer_sequence<int, V::kMostRows>(), n_queries, weights, stride, cells, next, n_cells,
                                n_dims, results);
 }
 
-template <class V> float mask(float * scores, int64_t n, float scale, float slope, const uint16_t * mask) {
+template <typename V> float mask(float *scores, int64_t n, float scale, float slope, const uint16_t *mask) {
     const auto none = V::all(-INFINITY), by = V::all(scale), slopes = V::all(slope);
     auto       highest = none;
     bool       has_nan = false;
@@ -252,7 +253,7 @@ template <class V> float mask(float * scores, int64_t n, float scale, float slop
 
 // The exponential of x <= 0 within two units in the last place: 2^n times a polynomial, the series of the exponential. 0
 // below -87, where results would be denormal.
-template <class V> inline typename V::Floats exponential(typename V::Floats x) {
+template <typename V> inline typename V::Floats exponential(typename V::Floats x) {
     const auto lowest  = V::all(-87.0f);
     const auto clamped = V::largest(lowest, x);
     const auto n       = V::round(V::multiply(clamped, V::all(1.44269504f)));
@@ -263,7 +264,7 @@ template <class V> inline typename V::Floats exponential(typename V::Floats x) {
     return V::zero_where_less(x, lowest, V::times_power_of_two(y, n));
 }
 
-template <class V> int64_t exponentials(float * scores, int64_t n, float maximum) {
+template <typename V> int64_t exponentials(float *scores, int64_t n, float maximum) {
     const auto m = V::all(maximum), fixed = V::all(kFixedPoint);
     auto       total = V::no_sum();
     for (int64_t i = 0; i < n; i += V::kLanes) {
@@ -274,7 +275,7 @@ template <class V> int64_t exponentials(float * scores, int64_t n, float maximum
     return V::sum(total);
 }
 
-template <class V> constexpr AttentionLevel level_of() {
+template <typename V> constexpr AttentionLevel level_of() {
     return { { transpose<V, F32>, transpose<V, F16>, transpose<V, Q8_0> },
              { add<V, F32>, add<V, F16>, add<V, Q8_0> },
              { F32::are_finite, F16::are_finite, Q8_0::are_finite },
@@ -285,4 +286,4 @@ template <class V> constexpr AttentionLevel level_of() {
 }
 
 }  // namespace
-}  // namespace llamapipe::kernels
+}  // namespace lp::kernels

@@ -16,30 +16,30 @@ LP_TARGET("avx2,fma,f16c")
 #include "unpack.hpp"
 #include "vector32.hpp"
 
-namespace llamapipe::kernels {
+namespace lp::kernels {
 namespace {
 
-inline __m256i load(const void * address) { return Vector32::load(address); }
+inline __m256i load(const void *address) { return Vector32::load(address); }
 
-inline __m256i broadcast(const void * address) {
+inline __m256i broadcast(const void *address) {
     int32_t bits;
     memcpy(&bits, address, 4);
     return _mm256_set1_epi32(bits);
 }
 
-inline __m256 halves(const uint16_t * values) { return _mm256_cvtph_ps(load128(values)); }
+inline __m256 halves(const uint16_t *values) { return _mm256_cvtph_ps(load128(values)); }
 
 // Adds 16-bit products. The empty assembly keeps the order: GCC would reassociate the sums of a block and, with no
 // registers left for the products, spill each of them.
-inline void add(__m256i & part, __m256i products) {
+inline void add(__m256i &part, __m256i products) {
     part = _mm256_add_epi16(part, products);
     __asm__("" : "+x"(part));
 }
 
 // The scales of eight rows from r on.
-template <class Panel> inline __m256 row_scales(const Panel * panel, int r) { return halves(panel->d + r); }
+template <typename Panel> inline __m256 row_scales(const Panel *panel, int r) { return halves(panel->d + r); }
 
-template <> inline __m256 row_scales(const PanelMXFP4 * panel, int r) {
+template <> inline __m256 row_scales(const PanelMXFP4 *panel, int r) {
     // Half of 2^(e - 127), which is a denormal for e below 2.
     const __m256i e     = _mm256_cvtepu8_epi32(load64(panel->e + r));
     const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), e);
@@ -47,7 +47,7 @@ template <> inline __m256 row_scales(const PanelMXFP4 * panel, int r) {
     return _mm256_castsi256_ps(_mm256_blendv_epi8(usual, small, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), e)));
 }
 
-inline void add_float(float * y, __m256i sum, __m256 scale) {
+inline void add_float(float *y, __m256i sum, __m256 scale) {
     _mm256_storeu_ps(y, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), scale, _mm256_loadu_ps(y)));
 }
 
@@ -56,7 +56,7 @@ struct Scales {
     __m256i of[2];
 };
 
-template <class Panel> inline Scales scales(const Panel * panel, int b) {
+template <typename Panel> inline Scales scales(const Panel *panel, int b) {
     const __m128i s = load128(panel->scales[b]);
     return { { _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(s, s)), _mm256_cvtepu8_epi16(_mm_unpackhi_epi8(s, s)) } };
 }
@@ -70,12 +70,12 @@ inline Scales scales_of_pairs(const int8_t (*pairs)[16][2], int s) {
     return { { _mm256_shuffle_epi8(s0, choose), _mm256_shuffle_epi8(s1, choose) } };
 }
 
-template <> inline Scales scales(const PanelQ6_K * panel, int s) { return scales_of_pairs(panel->scales, s); }
-template <> inline Scales scales(const Expanded * w, int s) { return scales_of_pairs(w->scales, s); }
+template <> inline Scales scales(const PanelQ6_K *panel, int s) { return scales_of_pairs(panel->scales, s); }
+template <> inline Scales scales(const Expanded *w, int s) { return scales_of_pairs(w->scales, s); }
 
 // Sums in 16 bits over the lines [at, at + n) of weights, n known when compiled.
-template <int M, int n, class Row>
-inline void sum_lines(const Lines & w, int at, const Row * const * x, int column, __m256i (&part)[M][2]) {
+template <int M, int n, typename Row>
+inline void sum_lines(const Lines &w, int at, const Row *const *x, int column, __m256i (&part)[M][2]) {
 #pragma GCC unroll 8
     for (int g = 0; g < n; g++) {
         const __m256i w0 = load(w.q[at + g]), w1 = load(w.q[at + g] + 32);
@@ -97,11 +97,11 @@ inline void sum_lines(const Lines & w, int at, const Row * const * x, int column
 constexpr int lines_in_16_bits(int lines, int greatest) {
     return lines * 2 * greatest * 127 <= INT16_MAX ? lines : lines_in_16_bits(lines / 2, greatest);
 }
-template <class Panel> constexpr int kLinesIn16Bits = lines_in_16_bits(kNumbers<Panel>.lines, kNumbers<Panel>.greatest);
+template <typename Panel> constexpr int kLinesIn16Bits = lines_in_16_bits(kNumbers<Panel>.lines, kNumbers<Panel>.greatest);
 
 // The integer sums of a super-block. `scaled` has the scales: the panel itself, or what it is expanded to.
-template <int M, class Panel, class Scaled>
-inline void sum_super_block(const Panel *, const Scaled * scaled, const Lines & w, const RowBlockK * const * x,
+template <int M, typename Panel, typename Scaled>
+inline void sum_super_block(const Panel *, const Scaled *scaled, const Lines &w, const RowBlockK *const *x,
                             __m256i (&sum)[M][2]) {
     constexpr int in_block = kNumbers<Panel>.lines, in_part = kLinesIn16Bits<Panel>;
     for (int j = 0; j < M; j++) sum[j][0] = sum[j][1] = _mm256_setzero_si256();
@@ -119,7 +119,7 @@ inline void sum_super_block(const Panel *, const Scaled * scaled, const Lines & 
 }
 
 // sum[j] += pairs of 16-bit values of each row times pairs of sums of activations.
-template <int M> inline void add_pairs(__m256i v0, __m256i v1, const int16_t * const (&sums)[M], int i, __m256i (&sum)[M][2]) {
+template <int M> inline void add_pairs(__m256i v0, __m256i v1, const int16_t *const (&sums)[M], int i, __m256i (&sum)[M][2]) {
     for (int j = 0; j < M; j++) {
         const __m256i pair = broadcast(sums[j] + 2 * i);
         sum[j][0]          = _mm256_add_epi32(sum[j][0], _mm256_madd_epi16(v0, pair));
@@ -127,13 +127,13 @@ template <int M> inline void add_pairs(__m256i v0, __m256i v1, const int16_t * c
     }
 }
 
-inline __m256i widened(const int8_t * v) { return _mm256_cvtepi8_epi16(load128(v)); }
-inline __m256i widened(const uint8_t * v) { return _mm256_cvtepu8_epi16(load128(v)); }
+inline __m256i widened(const int8_t *v) { return _mm256_cvtepi8_epi16(load128(v)); }
+inline __m256i widened(const uint8_t *v) { return _mm256_cvtepu8_epi16(load128(v)); }
 
 // sum[j] = numbers of n adjacent sub-blocks of columns, in pairs, times the sums of activations.
-template <int n, int M, class T> inline void sum_sums(const T (*numbers)[16][2], const RowBlockK * const * x,
-                                                      __m256i (&sum)[M][2]) {
-    const int16_t * sums[M];
+template <int n, int M, typename T> inline void sum_sums(const T (*numbers)[16][2], const RowBlockK *const *x,
+                                                         __m256i (&sum)[M][2]) {
+    const int16_t *sums[M];
     for (int j = 0; j < M; j++) {
         sum[j][0] = sum[j][1] = _mm256_setzero_si256();
         sums[j]               = n == 16 ? x[j]->sums16 : x[j]->sums32;
@@ -141,8 +141,8 @@ template <int n, int M, class T> inline void sum_sums(const T (*numbers)[16][2],
     for (int i = 0; i < n / 2; i++) add_pairs<M>(widened(numbers[i][0]), widened(numbers[i][8]), sums, i, sum);
 }
 
-template <int M, class Panel>
-inline void accumulate_with_minima(const Panel * panel, const Lines & w, const RowBlockK * const * x, float * const * y) {
+template <int M, typename Panel>
+inline void accumulate_with_minima(const Panel *panel, const Lines &w, const RowBlockK *const *x, float *const *y) {
     __m256i sum[M][2], minima[M][2];
     sum_super_block<M>(panel, panel, w, x, sum);
     sum_sums<8>(panel->mins, x, minima);
@@ -157,8 +157,8 @@ inline void accumulate_with_minima(const Panel * panel, const Lines & w, const R
 }
 
 // The integer sums of a block of 32 signed columns.
-template <int M, class Row>
-inline void sum_signed(const uint8_t (*line)[64], const Row * const * x, int column, __m256i (&sum)[M][2]) {
+template <int M, typename Row>
+inline void sum_signed(const uint8_t (*line)[64], const Row *const *x, int column, __m256i (&sum)[M][2]) {
     const __m256i ones = _mm256_set1_epi16(1);
 #pragma GCC unroll 8
     for (int g = 0; g < 8; g++) {
@@ -175,15 +175,15 @@ inline void sum_signed(const uint8_t (*line)[64], const Row * const * x, int col
     }
 }
 
-inline const uint8_t (*lines(const PanelQ8_0 * panel, const Direct &, int b))[64] {
+inline const uint8_t (*lines(const PanelQ8_0 *panel, const Direct &, int b))[64] {
     return reinterpret_cast<const uint8_t (*)[64]>(panel[b].q);
 }
 
-template <class Panel> inline const uint8_t (*lines(const Panel *, const Lines & w, int b))[64] { return w.q + 8 * b; }
+template <typename Panel> inline const uint8_t (*lines(const Panel *, const Lines &w, int b))[64] { return w.q + 8 * b; }
 
-template <int M, class Panel, class Weights>
-inline void accumulate_signed(const Panel * panel, const Weights & w, int n, const RowBlock32 * const * x, float * const * y) {
-    const RowBlock32 * block[M];
+template <int M, typename Panel, typename Weights>
+inline void accumulate_signed(const Panel *panel, const Weights &w, int n, const RowBlock32 *const *x, float *const *y) {
+    const RowBlock32 *block[M];
     for (int j = 0; j < M; j++) block[j] = x[j];
     for (int b = 0; b < n; b++) {
         __m256i sum[M][2];
@@ -197,30 +197,30 @@ inline void accumulate_signed(const Panel * panel, const Weights & w, int n, con
 }
 
 struct Avx2 {
-    static constexpr const char * kName = "avx2";
+    static constexpr const char *kName = "avx2";
 
     static constexpr Tile kTile = { 4, 1 }, kSuperTile = kTile, kLowTile = kTile;  // whose sums fit the registers
     // None: code for both kinds of lines was measured to make tiles of four rows slower.
     static constexpr int kDirectRows = 0, kDirectPanels = 1;
 
-    template <class Panel, class Weights> static void unpack(const Panel * panel, int n, Weights & out) {
+    template <typename Panel, typename Weights> static void unpack(const Panel *panel, int n, Weights &out) {
         kernels::unpack<Vector32>(panel, n, out);
     }
-    template <class Panel> static void unpack(const Panel *, int, Direct &) {}
+    template <typename Panel> static void unpack(const Panel *, int, Direct &) {}
 
-    template <int M, int Q, class Panel, class Weights, class Row>
-    static void accumulate(const Panel * const (&panel)[Q], const Weights * w, int n, const Row * const * x, float * const * y) {
+    template <int M, int Q, typename Panel, typename Weights, typename Row>
+    static void accumulate(const Panel *const (&panel)[Q], const Weights *w, int n, const Row *const *x, float *const *y) {
         static_assert(Q == 1);
         accumulate<M>(panel[0], w[0], n, x, y);
     }
 
-    template <int M, class Panel>
-    static void accumulate(const Panel * panel, const Lines & w, int, const RowBlockK * const * x, float * const * y) {
+    template <int M, typename Panel>
+    static void accumulate(const Panel *panel, const Lines &w, int, const RowBlockK *const *x, float *const *y) {
         accumulate_with_minima<M>(panel, w, x, y);
     }
 
     template <int M>
-    static void accumulate(const PanelQ6_K * panel, const Lines & w, int, const RowBlockK * const * x, float * const * y) {
+    static void accumulate(const PanelQ6_K *panel, const Lines &w, int, const RowBlockK *const *x, float *const *y) {
         __m256i sum[M][2], offset[M][2];
         sum_super_block<M>(panel, panel, w, x, sum);
         // Weights are 32 less than what was multiplied.
@@ -234,8 +234,8 @@ struct Avx2 {
         }
     }
 
-    template <int M, class Panel>
-    static void accumulate(const Panel * panel, const Expanded & w, int, const RowBlockK * const * x, float * const * y) {
+    template <int M, typename Panel>
+    static void accumulate(const Panel *panel, const Expanded &w, int, const RowBlockK *const *x, float *const *y) {
         constexpr Numbers low = kNumbers<Panel>;
         __m256i           sum[M][2], rest[M][2];
         sum_super_block<M>(panel, &w, w, x, sum);
@@ -263,7 +263,7 @@ struct Avx2 {
     }
 
     template <int M>
-    static void accumulate(const PanelIQ4_XS * panel, const Lines & w, int, const RowBlockK * const * x, float * const * y) {
+    static void accumulate(const PanelIQ4_XS *panel, const Lines &w, int, const RowBlockK *const *x, float *const *y) {
         __m256i sum[M][2];
         for (int j = 0; j < M; j++) sum[j][0] = sum[j][1] = _mm256_setzero_si256();
         for (int b = 0; b < 8; b++) {
@@ -281,9 +281,9 @@ struct Avx2 {
     }
 
     template <int M>
-    static void accumulate(const PanelNVFP4 *, const LinesNVFP4 & w, int n, const RowBlock32 * const * x, float * const * y) {
-        const __m256i      ones = _mm256_set1_epi16(1);
-        const RowBlock32 * block[M];
+    static void accumulate(const PanelNVFP4 *, const LinesNVFP4 &w, int n, const RowBlock32 *const *x, float *const *y) {
+        const __m256i     ones = _mm256_set1_epi16(1);
+        const RowBlock32 *block[M];
         for (int j = 0; j < M; j++) block[j] = x[j];
         for (int b = 0; b < n; b++) {
             for (int h = 0; h < 2; h++) {
@@ -302,15 +302,15 @@ struct Avx2 {
         }
     }
 
-    template <int M, class Panel>
-    static void accumulate(const Panel * panel, const Lines & w, int n, const RowBlock32 * const * x, float * const * y) {
+    template <int M, typename Panel>
+    static void accumulate(const Panel *panel, const Lines &w, int n, const RowBlock32 *const *x, float *const *y) {
         if constexpr (kNumbers<Panel>.is_signed) {
             accumulate_signed<M>(panel, w, n, x, y);
             return;
         } else {
-            const __m256i      ones    = _mm256_set1_epi16(1);
-            constexpr int      in_part = kLinesIn16Bits<Panel>;
-            const RowBlock32 * block[M];
+            const __m256i     ones    = _mm256_set1_epi16(1);
+            constexpr int     in_part = kLinesIn16Bits<Panel>;
+            const RowBlock32 *block[M];
             for (int j = 0; j < M; j++) block[j] = x[j];
             for (int b = 0; b < n * kBlocks<Panel>; b++, panel += b % kBlocks<Panel> == 0) {
                 __m256i sum[M][2];
@@ -343,15 +343,15 @@ struct Avx2 {
     }
 
     template <int M>
-    static void accumulate(const PanelQ8_0 * panel, const Direct & w, int n, const RowBlock32 * const * x, float * const * y) {
+    static void accumulate(const PanelQ8_0 *panel, const Direct &w, int n, const RowBlock32 *const *x, float *const *y) {
         accumulate_signed<M>(panel, w, n, x, y);
     }
 };
 
 }  // namespace
 
-extern const Kernel * const kAvx2 = kKernels<Avx2>;
+extern const Kernel *const kAvx2 = kKernels<Avx2>;
 
-}  // namespace llamapipe::kernels
+}  // namespace lp::kernels
 LP_TARGET_END
 #endif

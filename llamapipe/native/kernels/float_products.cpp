@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <new>
 
-namespace llamapipe::kernels {
+namespace lp::kernels {
 
 #if defined(__x86_64__)
 extern const FloatLevel kFloatsAvx2, kFloatsAvx512;
@@ -21,11 +21,11 @@ extern const FloatLevel kFloatsAvx2, kFloatsAvx512;
 
 namespace {
 
-constexpr int64_t piece_rows    = 32;          // of weights that a thread takes at once
-constexpr size_t  scratch_bytes = 384 * 1024;  // of a thread: it stays in the second-level cache
-constexpr size_t  alignment     = 64;
+constexpr int64_t kPieceRows    = 32;          // of weights that a thread takes at once
+constexpr size_t  kScratchBytes = 384 * 1024;  // of a thread: it stays in the second-level cache
+constexpr size_t  kAlignment    = 64;
 
-const FloatLevel * find_level() {
+const FloatLevel *find_level() {
 #if defined(__x86_64__)
     return processor().avx512 ? &kFloatsAvx512 : processor().avx2 ? &kFloatsAvx2 : nullptr;
 #else
@@ -33,8 +33,8 @@ const FloatLevel * find_level() {
 #endif
 }
 
-const FloatLevel * level() {
-    static const FloatLevel * const found = find_level();
+const FloatLevel *level() {
+    static const FloatLevel *const found = find_level();
     return found;
 }
 
@@ -42,20 +42,20 @@ const FloatLevel * level() {
 
 bool has_float_products() { return level() != nullptr; }
 
-void multiply_rows(const RowProduct & product, int64_t first, int64_t last, int64_t n) {
-    const ggml_tensor * w = product.weights;
-    const FloatMatrix   m = { static_cast<const char *>(w->data),
-                              product.rows,
-                              product.results,
-                              w->nb[1],
-                              product.row_stride,
-                              product.result_stride,
-                              w->ne[0],
-                              product.row_numbers };
+void multiply_rows(const RowProduct &product, int64_t first, int64_t last, int64_t n) {
+    const ggml_tensor *w = product.weights;
+    const FloatMatrix  m = { static_cast<const char *>(w->data),
+                             product.rows,
+                             product.results,
+                             w->nb[1],
+                             product.row_stride,
+                             product.result_stride,
+                             w->ne[0],
+                             product.row_numbers };
     level()->multiply(w->type, m, first, last, n, Scratch());
 }
 
-bool is_float_product(const ggml_tensor * op) {
+bool is_float_product(const ggml_tensor *op) {
     if (op->op != GGML_OP_MUL_MAT || op->type != GGML_TYPE_F32) {
         return false;
     }
@@ -66,26 +66,26 @@ bool is_float_product(const ggml_tensor * op) {
            w->nb[0] == ggml_type_size(w->type) && x->nb[0] == sizeof(float) && op->nb[0] == sizeof(float);
 }
 
-size_t float_product_work_size(const ggml_tensor * op, int n_threads) {
-    return 2 * alignment + (op->src[1]->ne[1] < many_rows ? 0 : n_threads * scratch_bytes);
+size_t float_product_work_size(const ggml_tensor *op, int n_threads) {
+    return 2 * kAlignment + (op->src[1]->ne[1] < kManyRows ? 0 : n_threads * kScratchBytes);
 }
 
-void compute_float_product(const ggml_compute_params * params, ggml_tensor * op, void (*barrier)(ggml_threadpool *)) {
+void compute_float_product(const ggml_compute_params *params, ggml_tensor *op, void (*barrier)(ggml_threadpool *)) {
     const ggml_tensor *w = op->src[0], *x = op->src[1];
-    char * const       work = aligned(params->wdata, alignment);
-    auto &             next = *reinterpret_cast<std::atomic<int64_t> *>(work);
+    char *const        work = aligned(params->wdata, kAlignment);
+    auto              &next = *reinterpret_cast<std::atomic<int64_t> *>(work);
     Scratch            scratch;
-    if (x->ne[1] >= many_rows) {
-        scratch = { reinterpret_cast<float *>(work + alignment + params->ith * scratch_bytes), scratch_bytes / sizeof(float) };
+    if (x->ne[1] >= kManyRows) {
+        scratch = { reinterpret_cast<float *>(work + kAlignment + params->ith * kScratchBytes), kScratchBytes / sizeof(float) };
     }
     if (params->ith == 0) {
         new (&next) std::atomic<int64_t>(params->nth);  // each thread begins with the piece of its number
     }
     barrier(params->threadpool);
-    const int64_t n_pieces = (w->ne[1] + piece_rows - 1) / piece_rows, n = n_pieces * x->ne[2] * x->ne[3];
+    const int64_t n_pieces = (w->ne[1] + kPieceRows - 1) / kPieceRows, n = n_pieces * x->ne[2] * x->ne[3];
     for (int64_t i = params->ith; i < n; i = next.fetch_add(1, std::memory_order_relaxed)) {
         const int64_t     i2 = i / n_pieces % x->ne[2], i3 = i / n_pieces / x->ne[2];
-        const int64_t     first = i % n_pieces * piece_rows, last = std::min(w->ne[1], first + piece_rows);
+        const int64_t     first = i % n_pieces * kPieceRows, last = std::min(w->ne[1], first + kPieceRows);
         const int64_t     w2 = i2 / (x->ne[2] / w->ne[2]), w3 = i3 / (x->ne[3] / w->ne[3]);
         const FloatMatrix m = { at<const char>(w, 0, w2, w3),
                                 at<const char>(x, 0, i2, i3),
@@ -98,4 +98,4 @@ void compute_float_product(const ggml_compute_params * params, ggml_tensor * op,
     }
 }
 
-}  // namespace llamapipe::kernels
+}  // namespace lp::kernels

@@ -13,21 +13,21 @@
 LP_TARGET("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")
 #include "float_tiles.hpp"
 
-namespace llamapipe::kernels {
+namespace lp::kernels {
 namespace {
 
-inline __m256i halves(const uint16_t * a, const uint16_t * b) {
+inline __m256i halves(const uint16_t *a, const uint16_t *b) {
     const __m128i first = load128(a), second = load128(b);
     return _mm256_inserti128_si256(_mm256_castsi128_si256(first), second, 1);
 }
 
-inline __m512 load_two(F32, const float * a, const float * b) {
+inline __m512 load_two(F32, const float *a, const float *b) {
     return _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(a)), _mm256_loadu_ps(b), 1);
 }
 
-inline __m512 load_two(F16, const uint16_t * a, const uint16_t * b) { return _mm512_cvtph_ps(halves(a, b)); }
+inline __m512 load_two(F16, const uint16_t *a, const uint16_t *b) { return _mm512_cvtph_ps(halves(a, b)); }
 
-inline __m512 load_two(BF16, const uint16_t * a, const uint16_t * b) {
+inline __m512 load_two(BF16, const uint16_t *a, const uint16_t *b) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves(a, b)), 16));
 }
 
@@ -41,14 +41,14 @@ inline __m256 sums_of(__m512 a, __m512 b, __m512 c, __m512 d) {
     return _mm512_castps512_ps256(_mm512_permutexvar_ps(order, one));
 }
 
-template <class Type> __m512 load_two(const Weights<Type, 8> & weights, int i, int64_t c) {
+template <typename Type> __m512 load_two(const Weights<Type, 8> &weights, int i, int64_t c) {
     return load_two(Type(), weights.w[i] + c, weights.w[i + 1] + c);
 }
 
-inline __m512 load_two(const Panel<8> & weights, int i, int64_t c) { return _mm512_loadu_ps(weights.values + c * 8 + i * 8); }
+inline __m512 load_two(const Panel<8> &weights, int i, int64_t c) { return _mm512_loadu_ps(weights.values + c * 8 + i * 8); }
 
-template <int R, class From>
-inline void sum_wide(const From & weights, const Rows<R> & rows, int64_t c, int64_t end, __m512 (&sums)[4][R]) {
+template <int R, typename From>
+inline void sum_wide(const From &weights, const Rows<R> &rows, int64_t c, int64_t end, __m512 (&sums)[4][R]) {
     UNROLLED for (int i = 0; i < 4; i++) {
         UNROLLED for (int j = 0; j < R; j++) { sums[i][j] = _mm512_setzero_ps(); }
     }
@@ -62,16 +62,16 @@ inline void sum_wide(const From & weights, const Rows<R> & rows, int64_t c, int6
     }
 }
 
-template <class Type, int R> void wide_tile(const FloatMatrix & m, const Rows<R> & rows, int64_t first, const float * panel) {
+template <typename Type, int R> void wide_tile(const FloatMatrix &m, const Rows<R> &rows, int64_t first, const float *panel) {
     const Weights<Type, 8> weights(m, first);
     const int64_t          whole = m.n_columns / 8 * 8;
     const auto             sum   = [&](int64_t c, __m512(&sums)[4][R]) {
-        const int64_t end = std::min(c + block_columns, whole);
+        const int64_t end = std::min(c + kBlockColumns, whole);
         panel ? sum_wide(Panel<8>{ panel }, rows, c, end, sums) : sum_wide(weights, rows, c, end, sums);
     };
     __m512 totals[4][R];
     sum(0, totals);
-    for (int64_t c = block_columns; c < whole; c += block_columns) {
+    for (int64_t c = kBlockColumns; c < whole; c += kBlockColumns) {
         __m512 sums[4][R];
         sum(c, sums);
         UNROLLED for (int i = 0; i < 4; i++) {
@@ -85,14 +85,14 @@ template <class Type, int R> void wide_tile(const FloatMatrix & m, const Rows<R>
 }
 
 struct Avx512 {
-    static constexpr int most_rows = 6, n_weights = 8;  // 24 vectors of sums
+    static constexpr int kMostRows = 6, kWeights = 8;  // 24 vectors of sums
 
-    template <class Type, int R> static void tile(const FloatMatrix & m, const Rows<R> & rows, int64_t first,
-                                                  const float * panel) {
+    template <typename Type, int R> static void tile(const FloatMatrix &m, const Rows<R> &rows, int64_t first,
+                                                     const float *panel) {
         wide_tile<Type>(m, rows, first, panel);
     }
 
-    template <class Type, int R> static void tiles(const FloatMatrix & m, const Rows<R> & rows, int64_t first, int64_t last) {
+    template <typename Type, int R> static void tiles(const FloatMatrix &m, const Rows<R> &rows, int64_t first, int64_t last) {
         for (; first + 8 <= last; first += 8) {
             wide_tile<Type>(m, rows, first, nullptr);
         }
@@ -104,6 +104,6 @@ struct Avx512 {
 
 extern const FloatLevel kFloatsAvx512 = { "avx512", multiply<Avx512> };
 
-}  // namespace llamapipe::kernels
+}  // namespace lp::kernels
 LP_TARGET_END
 #endif

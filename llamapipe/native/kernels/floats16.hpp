@@ -7,7 +7,7 @@
 
 #include "floats8.hpp"
 
-namespace llamapipe::kernels {
+namespace lp::kernels {
 namespace {
 
 struct Vector16 {
@@ -16,10 +16,10 @@ struct Vector16 {
     using Half                  = Vector8;
     static constexpr int kLanes = 16, kMostRows = 8, kMostSums = 24;
 
-    static Floats load(const float * from) { return _mm512_loadu_ps(from); }
-    static Floats load_halves(const uint16_t * from) { return _mm512_cvtph_ps(load256(from)); }
-    static Floats load_bytes(const int8_t * from) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load128(from))); }
-    static void   store(Floats a, float * to) { _mm512_storeu_ps(to, a); }
+    static Floats load(const float *from) { return _mm512_loadu_ps(from); }
+    static Floats load_halves(const uint16_t *from) { return _mm512_cvtph_ps(load256(from)); }
+    static Floats load_bytes(const int8_t *from) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load128(from))); }
+    static void   store(Floats a, float *to) { _mm512_storeu_ps(to, a); }
     static Floats all(float a) { return _mm512_set1_ps(a); }
     static Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
     static Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
@@ -47,7 +47,7 @@ struct Vector16 {
     static int64_t sum(Sum total) { return _mm512_reduce_add_epi64(total); }
 
     // Sixteen rows become sixteen columns, `stride` floats apart.
-    static void transpose(const Floats * a, float * to, int64_t stride) {
+    static void transpose(const Floats *a, float *to, int64_t stride) {
         __m512 b[16], c[16];
         UNROLLED for (int i = 0; i < 8; i++) {
             b[2 * i]     = _mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]);
@@ -72,7 +72,7 @@ struct Vector16 {
     }
 
     // out[r] = the sum of sums[r], for sixteen rows, in the order of Vector8.
-    static void add_up(const float (*sums)[16], float * out) {
+    static void add_up(const float (*sums)[16], float *out) {
         Floats eights[8], fours[4], twos[2];  // numbers that are left of each row
         UNROLLED for (int r = 0; r < 8; r++) {
             const int i = r % 4 + r / 4 * 8;
@@ -93,4 +93,4 @@ private:
 };
 
 }  // namespace
-}  // namespace llamapipe::kernels
+}  // namespace lp::kernels

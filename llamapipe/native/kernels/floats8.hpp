@@ -7,7 +7,7 @@
 
 #include "loads.hpp"
 
-namespace llamapipe::kernels {
+namespace lp::kernels {
 namespace {
 
 #define UNROLLED _Pragma("GCC unroll 16")  // sums stay in registers where all loops over them are unrolled
@@ -18,10 +18,10 @@ struct Vector8 {
     using Half                  = Vector8;
     static constexpr int kLanes = 8, kMostRows = 6, kMostSums = 12;
 
-    static Floats load(const float * from) { return _mm256_loadu_ps(from); }
-    static Floats load_halves(const uint16_t * from) { return _mm256_cvtph_ps(load128(from)); }
-    static Floats load_bytes(const int8_t * from) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load64(from))); }
-    static void   store(Floats a, float * to) { _mm256_storeu_ps(to, a); }
+    static Floats load(const float *from) { return _mm256_loadu_ps(from); }
+    static Floats load_halves(const uint16_t *from) { return _mm256_cvtph_ps(load128(from)); }
+    static Floats load_bytes(const int8_t *from) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load64(from))); }
+    static void   store(Floats a, float *to) { _mm256_storeu_ps(to, a); }
     static Floats all(float a) { return _mm256_set1_ps(a); }
     static Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
     static Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
@@ -52,7 +52,7 @@ struct Vector8 {
         return parts[0] + parts[1] + parts[2] + parts[3];
     }
     // Eight rows become eight columns, `stride` floats apart.
-    static void transpose(const Floats * a, float * to, int64_t stride) {
+    static void transpose(const Floats *a, float *to, int64_t stride) {
         __m256 b[8], c[8];
         UNROLLED for (int i = 0; i < 4; i++) {
             b[2 * i]     = _mm256_unpacklo_ps(a[2 * i], a[2 * i + 1]);
@@ -71,7 +71,7 @@ struct Vector8 {
     }
 
     // out[r] = the sum of sums[r], for sixteen rows: halves are added until one number is left.
-    static void add_up(const float (*sums)[16], float * out) {
+    static void add_up(const float (*sums)[16], float *out) {
         for (int i = 0; i < 16; i += 8) {
             Floats rows[8], pairs[4];
             UNROLLED for (int r = 0; r < 8; r++) rows[r] = add(load(sums[i + r]), load(sums[i + r] + 8));
@@ -89,4 +89,4 @@ private:
 };
 
 }  // namespace
-}  // namespace llamapipe::kernels
+}  // namespace lp::kernels

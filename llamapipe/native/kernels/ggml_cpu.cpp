@@ -11,7 +11,7 @@ tensor_traits::~tensor_traits() {}
 extra_buffer_type::~extra_buffer_type() {}
 }  // namespace ggml::cpu
 
-namespace llamapipe::kernels {
+namespace lp::kernels {
 
 namespace {
 
@@ -20,8 +20,8 @@ namespace {
 constexpr int kKnownInterface = 3;
 
 // std::vector<ggml_backend_buffer_type_t> & ggml_backend_cpu_get_extra_buffer_types(), in the Itanium ABI.
-constexpr const char * kTypes = "_Z39ggml_backend_cpu_get_extra_buffer_typesv";
-using Types                   = std::vector<ggml_backend_buffer_type_t> & (*)();
+constexpr const char *kTypes = "_Z39ggml_backend_cpu_get_extra_buffer_typesv";
+using Types                  = std::vector<ggml_backend_buffer_type_t> &(*)();
 
 // The first function is public and says which library the others are in: the variant of the backend that ggml has loaded.
 using Listed = ggml_backend_dev_get_extra_bufts_t;
@@ -30,7 +30,7 @@ using Listed = ggml_backend_dev_get_extra_bufts_t;
 
 void (*barrier)(ggml_threadpool *) = nullptr;
 
-std::string offer(ggml_backend_buffer_type & type, ggml::cpu::extra_buffer_type & extra) {
+std::string offer(ggml_backend_buffer_type &type, ggml::cpu::extra_buffer_type &extra) {
     const ggml_backend_dev_t cpu = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
     const ggml_backend_reg_t reg = cpu ? ggml_backend_dev_backend_reg(cpu) : nullptr;
     if (!reg) {
@@ -41,8 +41,8 @@ std::string offer(ggml_backend_buffer_type & type, ggml::cpu::extra_buffer_type 
                std::to_string(reg->api_version);
     }
     const auto listed  = reinterpret_cast<Listed>(ggml_backend_reg_get_proc_address(reg, "ggml_backend_dev_get_extra_bufts"));
-    void *     library = listed ? lp::system::library_of(reinterpret_cast<void *>(listed)) : nullptr;  // kept open
-    const auto find    = [&](const char * name) { return library ? lp::system::find_function(library, name) : nullptr; };
+    void      *library = listed ? lp::system::library_of(reinterpret_cast<void *>(listed)) : nullptr;  // kept open
+    const auto find    = [&](const char *name) { return library ? lp::system::find_function(library, name) : nullptr; };
     const auto types   = reinterpret_cast<Types>(find(kTypes));
     barrier            = reinterpret_cast<decltype(barrier)>(find("ggml_barrier"));
     if (!types || !barrier) {
@@ -58,4 +58,4 @@ std::string offer(ggml_backend_buffer_type & type, ggml::cpu::extra_buffer_type 
     return "";
 }
 
-}  // namespace llamapipe::kernels
+}  // namespace lp::kernels

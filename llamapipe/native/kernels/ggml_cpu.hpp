@@ -11,7 +11,7 @@
 
 #include <string>
 
-namespace llamapipe::kernels {
+namespace lp::kernels {
 
 // Waits for all threads that compute the graph. Null before `offer` has succeeded.
 extern void (*barrier)(ggml_threadpool *);
@@ -19,6 +19,6 @@ extern void (*barrier)(ggml_threadpool *);
 // Puts a buffer type at the head of the list that ggml asks: for weights of a load, and for operations of a graph. It stays
 // until the process ends. Before the first model is loaded: llama.cpp copies the list once. Fills in `type.device`. Returns
 // why the list could not be changed; empty if it was. May throw std::bad_alloc.
-std::string offer(ggml_backend_buffer_type & type, ggml::cpu::extra_buffer_type & extra);
+std::string offer(ggml_backend_buffer_type &type, ggml::cpu::extra_buffer_type &extra);
 
-}  // namespace llamapipe::kernels
+}  // namespace lp::kernels

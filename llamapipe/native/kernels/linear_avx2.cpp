@@ -6,10 +6,10 @@
 LP_TARGET("avx2,fma,f16c")
 #include "linear_tiles.hpp"
 
-namespace llamapipe::kernels {
+namespace lp::kernels {
 
 extern const LinearLevel kLinearAvx2 = linear_level_of<Vector8>();
 
-}  // namespace llamapipe::kernels
+}  // namespace lp::kernels
 LP_TARGET_END
 #endif

@@ -12,10 +12,10 @@ LP_TARGET("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")
 #include "floats16.hpp"
 #include "linear_tiles.hpp"
 
-namespace llamapipe::kernels {
+namespace lp::kernels {
 
 extern const LinearLevel kLinearAvx512 = linear_level_of<Vector16>();
 
-}  // namespace llamapipe::kernels
+}  // namespace lp::kernels
 LP_TARGET_END
 #endif

@@ -10,7 +10,7 @@
 #include "floats8.hpp"
 #include "linear.hpp"
 
-namespace llamapipe::kernels {
+namespace lp::kernels {
 namespace {
 
 enum Rule { kDeltaNet, kScan, kWkv7 };
@@ -21,7 +21,7 @@ struct alignas(64) PartialSums {
 };
 
 // The products of rows and a vector, as partial sums.
-template <class V, int R> inline void multiply_rows(const float * rows, int64_t n_columns, const float * by, float (*sums)[16]) {
+template <typename V, int R> inline void multiply_rows(const float *rows, int64_t n_columns, const float *by, float (*sums)[16]) {
     constexpr int      P = 16 / V::kLanes;
     typename V::Floats sum[R][P];
     UNROLLED for (int r = 0; r < R; r++) UNROLLED for (int p = 0; p < P; p++) sum[r][p] = V::all(0);
@@ -42,9 +42,9 @@ struct Change {
     const float *decay_row, *b;
 };
 
-template <class V, Rule rule, bool has_next, int R>
-inline void change_rows(const float * from, float * to, int64_t n_columns, const Change & by, const float * factors,
-                        const float * products, float (*y)[16], float (*next)[16]) {
+template <typename V, Rule rule, bool has_next, int R>
+inline void change_rows(const float *from, float *to, int64_t n_columns, const Change &by, const float *factors,
+                        const float *products, float (*y)[16], float (*next)[16]) {
     constexpr int      P = 16 / V::kLanes;
     typename V::Floats y_sum[R][P], next_sum[R][P];
     UNROLLED for (int r = 0; r < R; r++) { UNROLLED for (int p = 0; p < P; p++) y_sum[r][p] = next_sum[r][p] = V::all(0); }
@@ -78,29 +78,29 @@ inline void change_rows(const float * from, float * to, int64_t n_columns, const
     }
 }
 
-inline void fetch(const float * from, int64_t n) {
+inline void fetch(const float *from, int64_t n) {
     for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(from + i);
 }
 
-template <class V, Rule rule> struct States {
+template <typename V, Rule rule> struct States {
     static constexpr bool kHasProducts = rule != kScan;
     static constexpr int  R            = V::kLanes == 16 ? 4 : 2;  // rows whose sums fit the registers
 
-    static const float * multiplied_with(const StateRows & s, int64_t token) { return rule == kWkv7 ? s.a[token] : s.k[token]; }
+    static const float *multiplied_with(const StateRows &s, int64_t token) { return rule == kWkv7 ? s.a[token] : s.k[token]; }
 
-    static void compute(const StateRows & s) {
+    static void compute(const StateRows &s) {
         alignas(64) float products[kMostStateRows];  // of rows before the next token
         if (kHasProducts) {
             PartialSums sums;
             for (int64_t row = 0; row < s.n_rows; row += kStateRows) {
                 for (int r = 0; r < kStateRows; r += R) {
-                    const float * rows = s.before + (row + r) * s.n_columns;
+                    const float *rows = s.before + (row + r) * s.n_columns;
                     multiply_rows<V, R>(rows, s.n_columns, multiplied_with(s, 0), sums.of + r);
                 }
                 V::add_up(sums.of, products + row);
             }
         }
-        const float * from = s.before;
+        const float *from = s.before;
         for (int64_t t = 0; t < s.n_tokens; t++) {
             const bool has_next = t + 1 < s.n_tokens;
             if (has_next) fetch_inputs(s, t + 1);
@@ -115,7 +115,7 @@ template <class V, Rule rule> struct States {
         }
     }
 
-    static void fetch_inputs(const StateRows & s, int64_t token) {
+    static void fetch_inputs(const StateRows &s, int64_t token) {
         fetch(s.k[token], s.n_columns);
         fetch(s.q[token], s.n_columns);
         fetch(s.v[token], s.n_rows);
@@ -128,7 +128,7 @@ template <class V, Rule rule> struct States {
 
     // Sixteen rows, from `row` on; makes their products with the next token's vector of those with this token's.
     template <bool has_next>
-    static void change(const StateRows & s, int64_t t, int64_t row, const float * from, float * products) {
+    static void change(const StateRows &s, int64_t t, int64_t row, const float *from, float *products) {
         alignas(64) float factors[kStateRows];
         const Change      by = { s.k[t],
                                  s.q[t],
@@ -156,14 +156,14 @@ template <class V, Rule rule> struct States {
     }
 };
 
-inline float convolve_at(const float * x, const float * weights, int64_t width) {
+inline float convolve_at(const float *x, const float *weights, int64_t width) {
     float sum = x[0] * weights[0];
     for (int64_t i = 1; i < width; i++) sum = __builtin_fmaf(x[i], weights[i], sum);
     return sum;
 }
 
-template <class V> void convolve(const float * x, int64_t x_stride, const float * weights, int64_t width, int64_t n_channels,
-                                 int64_t n_tokens, float * y, int64_t y_stride) {
+template <typename V> void convolve(const float *x, int64_t x_stride, const float *weights, int64_t width, int64_t n_channels,
+                                    int64_t n_tokens, float *y, int64_t y_stride) {
     constexpr int L       = V::kLanes;
     const int64_t n_tiled = n_tokens < L ? 0 : n_channels / L * L;
     for (int64_t c = 0; c < n_tiled; c += L) {
@@ -185,8 +185,8 @@ template <class V> void convolve(const float * x, int64_t x_stride, const float 
     }
 }
 
-template <class V>
-void transpose(const float * from, int64_t from_stride, int64_t n_channels, int64_t n_tokens, float * to, int64_t to_stride) {
+template <typename V>
+void transpose(const float *from, int64_t from_stride, int64_t n_channels, int64_t n_tokens, float *to, int64_t to_stride) {
     constexpr int L       = V::kLanes;
     const int64_t n_tiled = n_tokens < L ? 0 : n_channels / L * L;
     for (int64_t c = 0; c < n_tiled; c += L) {
@@ -202,9 +202,9 @@ void transpose(const float * from, int64_t from_stride, int64_t n_channels, int6
     }
 }
 
-template <class V> constexpr LinearLevel linear_level_of() {
+template <typename V> constexpr LinearLevel linear_level_of() {
     return { States<V, kDeltaNet>::compute, States<V, kScan>::compute, States<V, kWkv7>::compute, convolve<V>, transpose<V> };
 }
 
 }  // namespace
-}  // namespace llamapipe::kernels
+}  // namespace lp::kernels

@@ -15,7 +15,7 @@
 #define GGML_COMMON_DECL_C
 #include "ggml-common.h"
 
-namespace llamapipe::kernels {
+namespace lp::kernels {
 
 // 16 rows x 256 columns. Line g of block b: low nibbles are columns 32 b + 4 g .. + 3, high nibbles 32 b + 16 + 4 g .. + 3.
 struct PanelQ4_K {
@@ -192,7 +192,7 @@ struct PanelIQ1_M {
 // ggml's tables of grids, of four or eight columns: the bytes that are multiplied, and 16 bits, of which processors with long
 // vectors look up many at once. Entries of four columns have a nibble for each, a place in the list of the type's
 // magnitudes; those of eight have columns c and 4 + c in a nibble, two bits each. The order of nibbles is 0, 2, 1, 3. pack.cpp.
-template <class Bytes, int n> struct Grid {
+template <typename Bytes, int n> struct Grid {
     Bytes    bytes[n];
     uint16_t places[n];
 };
@@ -222,7 +222,7 @@ struct RowBlockK {
     int16_t sums32[QK_K / 32];
 };
 
-inline int sum_of(const RowBlockK * x) {
+inline int sum_of(const RowBlockK *x) {
     int sum = 0;
     for (const int16_t one : x->sums32) sum += one;
     return sum;
@@ -282,8 +282,8 @@ constexpr Numbers with_signs(int lines) { return { lines, 128, 0, false, true };
 
 // What a row says of a panel. Activations have blocks of 256 columns if the weights have, else of 32. A panel has a block's
 // columns; those of NVFP4 are its halves.
-template <class Panel> struct PanelType;
-template <class Panel> constexpr bool kIsHalf = std::is_same_v<Panel, PanelNVFP4>;
+template <typename Panel> struct PanelType;
+template <typename Panel> constexpr bool kIsHalf = std::is_same_v<Panel, PanelNVFP4>;
 #define PANEL_TYPE(name, block, n, weights, numbers)                                                                      \
     template <> struct PanelType<Panel##name> {                                                                           \
         using Block                              = block;                                                                 \
@@ -295,14 +295,14 @@ template <class Panel> constexpr bool kIsHalf = std::is_same_v<Panel, PanelNVFP4
 PANELS(PANEL_TYPE)
 #undef PANEL_TYPE
 
-template <class Panel> constexpr Numbers kNumbers = PanelType<Panel>::kNumbers;
+template <typename Panel> constexpr Numbers kNumbers = PanelType<Panel>::kNumbers;
 
 // Packing, in plain C++ (pack.cpp), and quantizing with AVX2 (quantize.cpp).
-template <class Panel> void   pack(const void * rows, size_t stride, int64_t n_columns, void * panel);
-template <class Panel> size_t panel_bytes(int64_t n_columns);
-void                          quantize_k(const float * row, int64_t n_columns, int64_t first, int64_t last, void * quantized);
-void                          quantize_32(const float * row, int64_t n_columns, int64_t first, int64_t last, void * quantized);
-size_t                        row_bytes_k(int64_t n_columns);
-size_t                        row_bytes_32(int64_t n_columns);
+template <typename Panel> void   pack(const void *rows, size_t stride, int64_t n_columns, void *panel);
+template <typename Panel> size_t panel_bytes(int64_t n_columns);
+void                             quantize_k(const float *row, int64_t n_columns, int64_t first, int64_t last, void *quantized);
+void                             quantize_32(const float *row, int64_t n_columns, int64_t first, int64_t last, void *quantized);
+size_t                           row_bytes_k(int64_t n_columns);
+size_t                           row_bytes_32(int64_t n_columns);
 
-}  // namespace llamapipe::kernels
+}  // namespace lp::kernels

@@ -5,7 +5,7 @@
 #include <array>
 #include <cstdint>
 
-namespace llamapipe::kernels {
+namespace lp::kernels {
 
 // avx2: with FMA and F16C. avx512: F, DQ, BW and VL, with avx2. Also whether the system saves the registers.
 struct Processor {
@@ -23,7 +23,7 @@ inline std::array<uint32_t, 4> cpuid(uint32_t leaf, uint32_t part = 0) {
     return leaf <= ask(0, 0)[0] ? ask(leaf, part) : std::array<uint32_t, 4>{};
 }
 
-inline const Processor & processor() {
+inline const Processor &processor() {
     static const Processor found = [] {
         Processor      mine;
         const uint32_t basic = cpuid(1)[2], fma = 1u << 12, xsave = 1u << 27, avx = 1u << 28, f16c = 1u << 29;
@@ -43,7 +43,7 @@ inline const Processor & processor() {
     return found;
 }
 
-}  // namespace llamapipe::kernels
+}  // namespace lp::kernels
 #elif defined(__aarch64__)
 #if defined(__APPLE__)
 #include <sys/sysctl.h>
@@ -51,14 +51,14 @@ inline const Processor & processor() {
 #include <sys/auxv.h>
 #endif
 
-namespace llamapipe::kernels {
+namespace lp::kernels {
 
 // dotprod: products of bytes.
 struct Processor {
     bool dotprod = false;
 };
 
-inline const Processor & processor() {
+inline const Processor &processor() {
     static const Processor found = [] {
         Processor mine;
 #if defined(__APPLE__)
@@ -73,5 +73,5 @@ inline const Processor & processor() {
     return found;
 }
 
-}  // namespace llamapipe::kernels
+}  // namespace lp::kernels
 #endif

@@ -7,7 +7,7 @@
 #include "panels.hpp"
 #include "unpack.hpp"
 
-namespace llamapipe::kernels {
+namespace lp::kernels {
 namespace {
 
 constexpr int kBlocksAtOnce = 8;  // blocks of 32 columns that are unpacked at once
@@ -20,7 +20,7 @@ struct Tile {
 
 // What a level multiplies: `unpack` makes weights from `n` blocks of a panel, and `accumulate` adds the products of Q
 // panels with M rows of activations to y[j][0 .. 16 Q - 1]. All M run the same instructions for a row, in the same order.
-template <class P, class Weights> struct Form {
+template <typename P, typename Weights> struct Form {
     using Panel                    = P;
     using Unpacked                 = Weights;
     using Row                      = typename PanelType<P>::RowBlock;
@@ -28,16 +28,16 @@ template <class P, class Weights> struct Form {
     static constexpr int  kColumns = PanelType<P>::kColumns, kAtOnce = kSuper ? 1 : kBlocksAtOnce / kBlocks<P>;
 };
 
-template <class Level, class F>
+template <typename Level, typename F>
 constexpr Tile kTile = std::is_same_v<typename F::Unpacked, Expanded> ? Level::kLowTile
                        : F::kSuper                                    ? Level::kSuperTile
                                                                       : Level::kTile;
 
-template <class Level, class F, class W, int M, int Q>
-__attribute__((noinline)) void tile(const typename F::Panel * const (&panel)[Q], const W * w, int64_t part, int n,
-                                    const void * const * rows, float * const * y, int64_t at) {
-    const typename F::Row * x[M];
-    float *                 out[M];
+template <typename Level, typename F, typename W, int M, int Q>
+__attribute__((noinline)) void tile(const typename F::Panel *const (&panel)[Q], const W *w, int64_t part, int n,
+                                    const void *const *rows, float *const *y, int64_t at) {
+    const typename F::Row *x[M];
+    float                 *out[M];
     for (int j = 0; j < M; j++) {
         x[j]   = static_cast<const typename F::Row *>(rows[j]) + part * kBlocks<typename F::Panel>;
         out[j] = y[j] + at;
@@ -46,8 +46,8 @@ __attribute__((noinline)) void tile(const typename F::Panel * const (&panel)[Q],
 }
 
 // The last rows, at most M.
-template <class Level, class F, class W, int M, int Q, class... Arguments>
-void rest(int64_t n_rows, const typename F::Panel * const (&panel)[Q], const W * w, const Arguments &... arguments) {
+template <typename Level, typename F, typename W, int M, int Q, typename... Arguments>
+void rest(int64_t n_rows, const typename F::Panel *const (&panel)[Q], const W *w, const Arguments &...arguments) {
     if constexpr (M > 0) {
         if (n_rows == M)
             tile<Level, F, W, M, Q>(panel, w, arguments...);
@@ -57,26 +57,27 @@ void rest(int64_t n_rows, const typename F::Panel * const (&panel)[Q], const W *
 }
 
 // What comes next is read while this part is multiplied; the hardware does not look that far ahead.
-inline void prefetch(const void * address, size_t n_bytes) {
+inline void prefetch(const void *address, size_t n_bytes) {
     for (size_t i = 0; i < n_bytes; i += 64) __builtin_prefetch(static_cast<const char *>(address) + i, 0, 2);
 }
 
 // Few rows are multiplied with lines that are made in registers: writing them costs more than making them again.
-template <class Level, class F> constexpr int kDirectRows = std::is_same_v<typename F::Unpacked, Lines> ? Level::kDirectRows : 0;
+template <typename Level, typename F> constexpr int kDirectRows =
+        std::is_same_v<typename F::Unpacked, Lines> ? Level::kDirectRows : 0;
 
-template <class F, class W>
+template <typename F, typename W>
 constexpr bool kIsDirect = std::is_same_v<W, Direct> && !std::is_same_v<typename F::Unpacked, Direct>;
 
 // The products of Q panels with the rows [first, last).
-template <class Level, class F, class W, int Q>
-void multiply_panels(const typename F::Panel * panels, int64_t n_blocks, const void * const * rows, int64_t first, int64_t last,
-                     float * const * y, int64_t at) {
+template <typename Level, typename F, typename W, int Q>
+void multiply_panels(const typename F::Panel *panels, int64_t n_blocks, const void *const *rows, int64_t first, int64_t last,
+                     float *const *y, int64_t at) {
     constexpr int M = kIsDirect<F, W> ? kDirectRows<Level, F> : kTile<Level, F>.rows;
     for (int64_t j = first; j < last; j++) memset(y[j] + at, 0, Q * kPanelRows * sizeof(float));
     for (int64_t i = 0; i < n_blocks; i += F::kAtOnce) {
-        const int                 n = n_blocks - i < F::kAtOnce ? static_cast<int>(n_blocks - i) : F::kAtOnce;
-        const typename F::Panel * panel[Q];
-        W                         w[Q];
+        const int                n = n_blocks - i < F::kAtOnce ? static_cast<int>(n_blocks - i) : F::kAtOnce;
+        const typename F::Panel *panel[Q];
+        W                        w[Q];
         for (int q = 0; q < Q; q++) {
             panel[q] = panels + n_blocks * q + i;
             if constexpr (!std::is_same_v<W, Direct>) prefetch(panel[q] + n, sizeof(*panel[q]) * n);
@@ -89,20 +90,19 @@ void multiply_panels(const typename F::Panel * panels, int64_t n_blocks, const v
 }
 
 // The panels [p, n_panels), Q at a time.
-template <class Level, class F, class W, int Q>
-void multiply_all(const typename F::Panel * all, int64_t p, int64_t n_panels, int64_t n_blocks, const void * const * rows,
-                  int64_t first, int64_t last, float * const * y) {
+template <typename Level, typename F, typename W, int Q>
+void multiply_all(const typename F::Panel *all, int64_t p, int64_t n_panels, int64_t n_blocks, const void *const *rows,
+                  int64_t first, int64_t last, float *const *y) {
     for (; p + Q <= n_panels; p += Q)
         multiply_panels<Level, F, W, Q>(all + n_blocks * p, n_blocks, rows, first, last, y, kPanelRows * p);
     if constexpr (Q > 1) multiply_all<Level, F, W, kIsDirect<F, W> ? Q / 2 : 1>(all, p, n_panels, n_blocks, rows, first, last, y);
 }
 
-template <class Level, class F>
-void multiply(const void * panels, int64_t n_panels, int64_t n_columns, const void * const * rows, int64_t n_rows,
-              float * const * y) {
-    constexpr int      Q        = kTile<Level, F>.panels;
-    const int64_t      n_blocks = n_columns / F::kColumns;
-    const auto * const all      = static_cast<const typename F::Panel *>(panels);
+template <typename Level, typename F>
+void multiply(const void *panels, int64_t n_panels, int64_t n_columns, const void *const *rows, int64_t n_rows, float *const *y) {
+    constexpr int     Q        = kTile<Level, F>.panels;
+    const int64_t     n_blocks = n_columns / F::kColumns;
+    const auto *const all      = static_cast<const typename F::Panel *>(panels);
     for (int64_t first = 0; first < n_rows; first += kRowsAtOnce) {
         const int64_t last = first + kRowsAtOnce < n_rows ? first + kRowsAtOnce : n_rows;
         if constexpr (kDirectRows<Level, F> > 0) {
@@ -115,7 +115,7 @@ void multiply(const void * panels, int64_t n_panels, int64_t n_columns, const vo
     }
 }
 
-template <class Level, class P, class W> constexpr Kernel kernel_of() {
+template <typename Level, typename P, typename W> constexpr Kernel kernel_of() {
     using F    = Form<P, W>;
     using Type = PanelType<P>;
     // Types of at most 3 bits: files leave out each eighth sign of some.
@@ -137,8 +137,8 @@ template <class Level, class P, class W> constexpr Kernel kernel_of() {
 
 // All of a level's kernels, ended by one without functions.
 #define KERNEL(name, block, n, weights, numbers) kernel_of<Level, Panel##name, weights>(),
-template <class Level> constexpr Kernel kKernels[] = { PANELS(KERNEL){} };
+template <typename Level> constexpr Kernel kKernels[] = { PANELS(KERNEL){} };
 #undef KERNEL
 
 }  // namespace
-}  // namespace llamapipe::kernels
+}  // namespace lp::kernels

@@ -6,26 +6,26 @@
 #include "panels.hpp"
 #include "target.hpp"
 
-namespace llamapipe::kernels {
+namespace lp::kernels {
 
 size_t row_bytes_k(int64_t n_columns) { return sizeof(RowBlockK) * (n_columns / QK_K); }
 size_t row_bytes_32(int64_t n_columns) { return sizeof(RowBlock32) * (n_columns / 32); }
 
-}  // namespace llamapipe::kernels
+}  // namespace lp::kernels
 
 #if defined(__x86_64__)
 LP_TARGET("avx2,fma,f16c")
 #include "loads.hpp"
 
-namespace llamapipe::kernels {
+namespace lp::kernels {
 
 // As ggml's quantize_row_q8_K: the value of greatest magnitude becomes -127.
-void quantize_k(const float * row, int64_t, int64_t first, int64_t last, void * quantized) {
+void quantize_k(const float *row, int64_t, int64_t first, int64_t last, void *quantized) {
     const __m256 sign = _mm256_set1_ps(-0.0f);
-    RowBlockK *  out  = static_cast<RowBlockK *>(quantized) + first / QK_K;
+    RowBlockK   *out  = static_cast<RowBlockK *>(quantized) + first / QK_K;
     for (int64_t i = first; i < last; i += QK_K, out++) {
-        const float * x   = row + i;
-        __m256        top = _mm256_setzero_ps(), is_nan = _mm256_setzero_ps();
+        const float *x   = row + i;
+        __m256       top = _mm256_setzero_ps(), is_nan = _mm256_setzero_ps();
         for (int k = 0; k < QK_K; k += 8) {
             const __m256 v = _mm256_loadu_ps(x + k);
             top            = _mm256_max_ps(_mm256_andnot_ps(sign, v), top);
@@ -72,10 +72,10 @@ void quantize_k(const float * row, int64_t, int64_t first, int64_t last, void * 
 }
 
 // As ggml's quantize_row_q8_0 and quantize_row_q8_1 for x86.
-void quantize_32(const float * row, int64_t, int64_t first, int64_t last, void * quantized) {
+void quantize_32(const float *row, int64_t, int64_t first, int64_t last, void *quantized) {
     const __m256  sign  = _mm256_set1_ps(-0.0f);
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    RowBlock32 *  out   = static_cast<RowBlock32 *>(quantized) + first / 32;
+    RowBlock32   *out   = static_cast<RowBlock32 *>(quantized) + first / 32;
     for (int64_t i = first; i < last; i += 32, out++) {
         __m256 v[4], top = _mm256_setzero_ps(), is_nan = _mm256_setzero_ps();
         for (int n = 0; n < 4; n++) {
@@ -104,14 +104,14 @@ void quantize_32(const float * row, int64_t, int64_t first, int64_t last, void *
     }
 }
 
-}  // namespace llamapipe::kernels
+}  // namespace lp::kernels
 LP_TARGET_END
 #elif defined(__aarch64__)
-namespace llamapipe::kernels {
+namespace lp::kernels {
 namespace {
 
 // Whether one of n values, a multiple of four, is not a number, and the greatest magnitude of the others.
-bool has_nan(const float * x, int n, float & greatest) {
+bool has_nan(const float *x, int n, float &greatest) {
     float32x4_t top     = vdupq_n_f32(0);
     uint32x4_t  numbers = vdupq_n_u32(UINT32_MAX);
     for (int k = 0; k < n; k += 4) {
@@ -124,7 +124,7 @@ bool has_nan(const float * x, int n, float & greatest) {
 }
 
 // Sixteen values times a factor, rounded to the nearest integer, ties to the even one; returns their sum.
-int16_t put_bytes(const float * x, float factor, int8_t * out) {
+int16_t put_bytes(const float *x, float factor, int8_t *out) {
     int16x4_t v[4];
     for (int n = 0; n < 4; n++) v[n] = vqmovn_s32(vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + 4 * n), factor)));
     const int8x16_t bytes = vcombine_s8(vqmovn_s16(vcombine_s16(v[0], v[1])), vqmovn_s16(vcombine_s16(v[2], v[3])));
@@ -137,12 +137,12 @@ float as_half(float value) { return static_cast<float>(static_cast<__fp16>(value
 }  // namespace
 
 // As ggml's quantize_row_q8_K: the value of greatest magnitude becomes -127.
-void quantize_k(const float * row, int64_t, int64_t first, int64_t last, void * quantized) {
-    RowBlockK * out = static_cast<RowBlockK *>(quantized) + first / QK_K;
+void quantize_k(const float *row, int64_t, int64_t first, int64_t last, void *quantized) {
+    RowBlockK *out = static_cast<RowBlockK *>(quantized) + first / QK_K;
     for (int64_t i = first; i < last; i += QK_K, out++) {
-        const float * x        = row + i;
-        float         greatest = 0;
-        const bool    is_nan   = has_nan(x, QK_K, greatest);
+        const float *x        = row + i;
+        float        greatest = 0;
+        const bool   is_nan   = has_nan(x, QK_K, greatest);
         if (greatest == 0) {
             memset(out, 0, sizeof *out);
             if (is_nan) out->d = NAN;
@@ -158,8 +158,8 @@ void quantize_k(const float * row, int64_t, int64_t first, int64_t last, void * 
 }
 
 // As ggml's quantize_row_q8_0 and quantize_row_q8_1 for ARM, which multiplies by 1 / d.
-void quantize_32(const float * row, int64_t, int64_t first, int64_t last, void * quantized) {
-    RowBlock32 * out = static_cast<RowBlock32 *>(quantized) + first / 32;
+void quantize_32(const float *row, int64_t, int64_t first, int64_t last, void *quantized) {
+    RowBlock32 *out = static_cast<RowBlock32 *>(quantized) + first / 32;
     for (int64_t i = first; i < last; i += 32, out++) {
         float       greatest = 0;
         const bool  is_nan   = has_nan(row + i, 32, greatest);
@@ -170,5 +170,5 @@ void quantize_32(const float * row, int64_t, int64_t first, int64_t last, void *
     }
 }
 
-}  // namespace llamapipe::kernels
+}  // namespace lp::kernels
 #endif

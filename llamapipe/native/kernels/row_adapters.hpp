@@ -18,7 +18,7 @@
 struct ggml_tensor;
 struct ggml_compute_params;
 
-namespace llamapipe::kernels {
+namespace lp::kernels {
 
 struct LoraPair {
     const ggml_tensor *a = nullptr, *b = nullptr;  // null: the matrix is left as it is
@@ -26,12 +26,12 @@ struct LoraPair {
 
 // A LoRA, with a pair for each matrix that its carrier changes.
 struct Lora {
-    const void *          id;
+    const void           *id;
     float                 alpha;
     std::vector<LoraPair> pairs;
     int64_t               most_rank = 0, most_rows = 0;  // of all A, of all B
 
-    Lora(const void * id, float alpha, std::vector<LoraPair> pairs);
+    Lora(const void *id, float alpha, std::vector<LoraPair> pairs);
 };
 
 // Whether rows can have adapters of their own: ours is the list of buffer types, and there are kernels.
@@ -43,7 +43,7 @@ public:
     enum class Part : int32_t { none, a, b, scale };
 
     // The pairs of the carrier. Nobody has an adapter then. Empty: rows have none of their own.
-    void carry(const std::vector<LoraPair> & pairs);
+    void carry(const std::vector<LoraPair> &pairs);
 
     bool is_on() const { return !parts_.empty(); }
 
@@ -56,23 +56,23 @@ public:
     void assign(int seq_id, std::vector<Scaled> adapters);
 
     // One that a sequence has; null: none has it.
-    std::shared_ptr<const Lora> find(const void * id) const;
+    std::shared_ptr<const Lora> find(const void *id) const;
 
     // Before a decode of these entries, which llama.cpp computes in this order.
-    void prepare(int n_tokens, const int32_t * seq_ids, const int8_t * outputs);
+    void prepare(int n_tokens, const int32_t *seq_ids, const int8_t *outputs);
 
     // Which part of a product with an adapter an operation is, and of which matrix.
-    Part part_of(const ggml_tensor * op, int32_t & matrix) const;
+    Part part_of(const ggml_tensor *op, int32_t &matrix) const;
 
     // On all of ggml's threads.
-    void compute(Part part, int32_t matrix, const ggml_compute_params * params, ggml_tensor * op) const;
+    void compute(Part part, int32_t matrix, const ggml_compute_params *params, ggml_tensor *op) const;
 
 private:
     // Rows [first, first + n) of a list have the same adapter at this place among theirs; null: they have none.
     struct Group {
-        const Lora * lora;
-        size_t       place;
-        int64_t      first, n;
+        const Lora *lora;
+        size_t      place;
+        int64_t     first, n;
     };
     // The rows of a product: all entries of a decode, or its outputs.
     struct Rows {
@@ -87,11 +87,11 @@ private:
         int32_t matrix;
     };
 
-    const Rows & rows_of(const ggml_tensor * op) const;
+    const Rows &rows_of(const ggml_tensor *op) const;
     // A x of each row with the adapters at a place; and of those after the first, B A x.
-    float * inner(size_t place) const { return products_.data() + place * n_tokens_ * stride_; }
-    float * outer(size_t place) const { return others_.data() + (place - 1) * n_tokens_ * others_stride_; }
-    void    scale(int32_t matrix, ggml_tensor * op, int64_t row, const std::vector<Scaled> * owned) const;
+    float *inner(size_t place) const { return products_.data() + place * n_tokens_ * stride_; }
+    float *outer(size_t place) const { return others_.data() + (place - 1) * n_tokens_ * others_stride_; }
+    void   scale(int32_t matrix, ggml_tensor *op, int64_t row, const std::vector<Scaled> *owned) const;
 
     std::unordered_map<const ggml_tensor *, Place> parts_;  // of the carrier's tensors
     std::vector<std::vector<Scaled>>               by_seq_;
@@ -100,4 +100,4 @@ private:
     mutable std::vector<float>                     products_, others_;  // read by the operation after the one that writes
 };
 
-}  // namespace llamapipe::kernels
+}  // namespace lp::kernels

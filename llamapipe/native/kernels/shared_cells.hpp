@@ -13,10 +13,10 @@
 
 struct ggml_tensor;
 
-namespace llamapipe::kernels {
+namespace lp::kernels {
 
 // Whether an operation writes the keys of cells in a cache of llama.cpp's.
-bool is_write_of_keys(const ggml_tensor * op);
+bool is_write_of_keys(const ggml_tensor *op);
 
 // One thread at a time. Nothing is allocated after the constructor: graphs are computed where nothing may throw.
 class SharedCells {
@@ -28,16 +28,16 @@ public:
     void changed(int sequence);
 
     // By a graph: the rows of `is_write_of_keys`.
-    void written(const ggml_tensor * op);
+    void written(const ggml_tensor *op);
 
     // The keys and values of a layer, and those of n sequences, from `first` on, that attention is computed for.
     struct Range {
-        const void * layer;   // where the keys of all sequences are
-        const char * keys;    // of the first sequence
-        const char * values;
-        size_t       key_bytes, value_bytes;    // of a cell
-        size_t       key_stride, value_stride;  // of a sequence
-        int          first, n;
+        const void *layer;   // where the keys of all sequences are
+        const char *keys;    // of the first sequence
+        const char *values;
+        size_t      key_bytes, value_bytes;    // of a cell
+        size_t      key_stride, value_stride;  // of a sequence
+        int         first, n;
     };
 
     // Which earlier sequence of a range has the most first cells in common with one: `parent`, a place in the range, or -1, and
@@ -48,10 +48,10 @@ public:
     };
 
     // Writes the links, of cells that the rows see: `n_seen`, from the first one on, of each sequence.
-    void find(const Range & range, const int64_t * n_seen, Link * links);
+    void find(const Range &range, const int64_t *n_seen, Link *links);
 
     // The first cells that two sequences of a range have in common, as far as is known and seen.
-    static int64_t common(const Link * links, int a, int b);
+    static int64_t common(const Link *links, int a, int b);
 
     int64_t n_spared = 0;  // cells that attention did not read again, in all layers
 
@@ -64,7 +64,7 @@ private:
         int64_t  written = INT64_MAX;             // the first of its cells that was written to since
     };
     struct Layer {
-        const void *          key   = nullptr;
+        const void           *key   = nullptr;
         int                   first = 0, n = 0;  // of the last range, and when that was
         uint64_t              n_changes = 0;
         std::vector<Sequence> sequences;
@@ -75,4 +75,4 @@ private:
     uint64_t              n_changes_ = 1;
 };
 
-}  // namespace llamapipe::kernels
+}  // namespace lp::kernels

@@ -7,7 +7,7 @@
 
 #include "panels.hpp"
 
-namespace llamapipe::kernels {
+namespace lp::kernels {
 namespace {
 
 // The values of IQ4_NL's codes, and the same as bytes that are 128 greater.
@@ -18,7 +18,7 @@ alignas(16) constexpr int8_t kCodes[2][16] = { { -127, -104, -83, -65, -49, -35,
 alignas(16) constexpr int8_t kCodesMXFP4[16] = { 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0 };
 
 // What is subtracted from a weight's byte, also where the vectors V have made signed bytes unsigned.
-template <class V, class Panel> constexpr int kOffset = kNumbers<Panel>.is_signed ? -V::kFlip : kNumbers<Panel>.offset;
+template <typename V, typename Panel> constexpr int kOffset = kNumbers<Panel>.is_signed ? -V::kFlip : kNumbers<Panel>.offset;
 
 // 256 columns: line g has the columns 4 g .. 4 g + 3. They stay in the first-level cache while all rows of activations are
 // multiplied with them.
@@ -30,10 +30,10 @@ struct Lines {
 struct Direct {};
 
 // Line g of a group of n.
-template <class V, int n, int g, class Panel>
-inline typename V::Int line(const Panel * panel, const Direct *, int group, int p);
-template <class V, int n, int g, class Panel>
-inline typename V::Int line(const Panel *, const Lines * w, int group, int p) {
+template <typename V, int n, int g, typename Panel>
+inline typename V::Int line(const Panel *panel, const Direct *, int group, int p);
+template <typename V, int n, int g, typename Panel>
+inline typename V::Int line(const Panel *, const Lines *w, int group, int p) {
     return V::load(w->q[n * group + g] + p);
 }
 
@@ -44,19 +44,19 @@ struct Expanded : Lines {
     float   d[16], dmin[16];
 };
 
-template <class V> inline typename V::Int low_nibbles(typename V::Int v) { return V::bit_and(v, V::bytes(15)); }
-template <class V> inline typename V::Int high_nibbles(typename V::Int v) {
+template <typename V> inline typename V::Int low_nibbles(typename V::Int v) { return V::bit_and(v, V::bytes(15)); }
+template <typename V> inline typename V::Int high_nibbles(typename V::Int v) {
     return V::bit_and(V::template right<4>(v), V::bytes(15));
 }
 
 // ---- line g of a group of lines, as bytes: a block of 32 columns has eight lines, a sub-block of Q6_K four
 
-template <class V, int g> inline typename V::Int nibbles(const uint8_t (*q)[64], int p) {
+template <typename V, int g> inline typename V::Int nibbles(const uint8_t (*q)[64], int p) {
     const typename V::Int v = V::load(q[g % 4] + p);
     return g < 4 ? low_nibbles<V>(v) : high_nibbles<V>(v);
 }
 
-template <class V, int g> inline typename V::Int fifth_bits(const uint8_t * high, int p) {
+template <typename V, int g> inline typename V::Int fifth_bits(const uint8_t *high, int p) {
     const typename V::Int v = V::load(high + p);
     if constexpr (g < 4)
         return V::bit_and(V::template left<4 - g>(v), V::bytes(16));
@@ -64,15 +64,15 @@ template <class V, int g> inline typename V::Int fifth_bits(const uint8_t * high
         return V::bit_and(V::template right<g - 4>(v), V::bytes(16));
 }
 
-template <class V, int g> inline typename V::Int line_of(const PanelQ4_K * panel, int b, int p) {
+template <typename V, int g> inline typename V::Int line_of(const PanelQ4_K *panel, int b, int p) {
     return nibbles<V, g>(panel->q[b], p);
 }
 
-template <class V, int g> inline typename V::Int line_of(const PanelQ5_K * panel, int b, int p) {
+template <typename V, int g> inline typename V::Int line_of(const PanelQ5_K *panel, int b, int p) {
     return V::bit_or(nibbles<V, g>(panel->q[b].low, p), fifth_bits<V, g>(panel->q[b].high, p));
 }
 
-template <class V, int g> inline typename V::Int line_of(const PanelQ6_K * panel, int s, int p) {
+template <typename V, int g> inline typename V::Int line_of(const PanelQ6_K *panel, int s, int p) {
     const typename V::Int low = V::load(panel->q[s].low[g / 2] + p), high = V::load(panel->q[s].high + p);
     typename V::Int       two = high;
     if constexpr (g < 2) two = V::template left<4 - 2 * g>(high);
@@ -80,44 +80,44 @@ template <class V, int g> inline typename V::Int line_of(const PanelQ6_K * panel
     return V::bit_or(g % 2 ? high_nibbles<V>(low) : low_nibbles<V>(low), V::bit_and(two, V::bytes(0x30)));
 }
 
-template <class V, int g> inline typename V::Int line_of(const PanelQ4_0 * panel, int b, int p) {
+template <typename V, int g> inline typename V::Int line_of(const PanelQ4_0 *panel, int b, int p) {
     return nibbles<V, g>(panel[b].q, p);
 }
 
-template <class V, int g> inline typename V::Int line_of(const PanelQ4_1 * panel, int b, int p) {
+template <typename V, int g> inline typename V::Int line_of(const PanelQ4_1 *panel, int b, int p) {
     return nibbles<V, g>(panel[b].q, p);
 }
 
-template <class V, int g> inline typename V::Int line_of(const PanelQ5_0 * panel, int b, int p) {
+template <typename V, int g> inline typename V::Int line_of(const PanelQ5_0 *panel, int b, int p) {
     return V::bit_or(nibbles<V, g>(panel[b].q, p), fifth_bits<V, g>(panel[b].high, p));
 }
 
-template <class V, int g> inline typename V::Int line_of(const PanelQ5_1 * panel, int b, int p) {
+template <typename V, int g> inline typename V::Int line_of(const PanelQ5_1 *panel, int b, int p) {
     return V::bit_or(nibbles<V, g>(panel[b].q, p), fifth_bits<V, g>(panel[b].high, p));
 }
 
-template <class V, int g> inline typename V::Int line_of(const PanelQ8_0 * panel, int b, int p) {
+template <typename V, int g> inline typename V::Int line_of(const PanelQ8_0 *panel, int b, int p) {
     return V::bit_xor(V::load(panel[b].q[g] + p), V::bytes(V::kFlip));
 }
 
-template <class V, int g> inline typename V::Int line_of(const PanelIQ4_NL * panel, int b, int p) {
+template <typename V, int g> inline typename V::Int line_of(const PanelIQ4_NL *panel, int b, int p) {
     return V::look_up(kCodes[V::kFlip != 0], nibbles<V, g>(panel[b].q, p));
 }
 
-template <class V, int g> inline typename V::Int line_of(const PanelIQ4_XS * panel, int b, int p) {
+template <typename V, int g> inline typename V::Int line_of(const PanelIQ4_XS *panel, int b, int p) {
     return V::look_up(kCodes[V::kFlip != 0], nibbles<V, g>(panel->q[b], p));
 }
 
-template <class V, int g> inline typename V::Int line_of(const PanelMXFP4 * panel, int b, int p) {
+template <typename V, int g> inline typename V::Int line_of(const PanelMXFP4 *panel, int b, int p) {
     return V::look_up(kCodesMXFP4, nibbles<V, g>(panel[b].q, p));
 }
 
-template <class V, int g> inline typename V::Int line_of(const PanelNVFP4 * panel, int b, int p) {
+template <typename V, int g> inline typename V::Int line_of(const PanelNVFP4 *panel, int b, int p) {
     return V::look_up(kCodesMXFP4, nibbles<V, g>(panel[b].q, p));
 }
 
 // Doubled, so that 1 less is the weight.
-template <class V, int g> inline typename V::Int line_of(const PanelQ1_0 * panel, int b, int p) {
+template <typename V, int g> inline typename V::Int line_of(const PanelQ1_0 *panel, int b, int p) {
     const typename V::Int v = V::load(panel[b / 4].q[b % 4] + p);
     if constexpr (g == 0)
         return V::bit_and(V::template left<1>(v), V::bytes(2));
@@ -127,7 +127,7 @@ template <class V, int g> inline typename V::Int line_of(const PanelQ1_0 * panel
         return V::bit_and(V::template right<g - 1>(v), V::bytes(2));
 }
 
-template <class V, int g> inline typename V::Int line_of(const PanelQ2_0 * panel, int b, int p) {
+template <typename V, int g> inline typename V::Int line_of(const PanelQ2_0 *panel, int b, int p) {
     const typename V::Int v = V::load(panel[b / 2].q[b % 2][g / 4] + p);
     if constexpr (g % 4 == 0)
         return V::bit_and(v, V::bytes(3));
@@ -135,17 +135,17 @@ template <class V, int g> inline typename V::Int line_of(const PanelQ2_0 * panel
         return V::bit_and(V::template right<2 * (g % 4)>(v), V::bytes(3));
 }
 
-template <class Panel> constexpr bool kIsSuper      = PanelType<Panel>::kColumns == QK_K;
-template <class Panel> constexpr int  kLinesOfGroup = kIsSuper<Panel> ? kNumbers<Panel>.lines : 8;
-template <class Panel> constexpr int  kGroups       = kIsSuper<Panel> ? 64 / kLinesOfGroup<Panel> : 1;
-template <class Panel> constexpr int  kBlocks       = kIsSuper<Panel> ? 1 : PanelType<Panel>::kColumns / 32;  // of activations
+template <typename Panel> constexpr bool kIsSuper      = PanelType<Panel>::kColumns == QK_K;
+template <typename Panel> constexpr int  kLinesOfGroup = kIsSuper<Panel> ? kNumbers<Panel>.lines : 8;
+template <typename Panel> constexpr int  kGroups       = kIsSuper<Panel> ? 64 / kLinesOfGroup<Panel> : 1;
+template <typename Panel> constexpr int  kBlocks       = kIsSuper<Panel> ? 1 : PanelType<Panel>::kColumns / 32;  // of activations
 
 // What follows in the panel is read while this group is multiplied, line by line: with few rows the hardware does not look far
 // enough ahead, and many requests at once wait for each other. 8-bit weights gain nothing.
 constexpr size_t kAhead = 4096;
 
-template <class V, int n, int g, class Panel>
-inline typename V::Int line(const Panel * panel, const Direct *, int group, int p) {
+template <typename V, int n, int g, typename Panel>
+inline typename V::Int line(const Panel *panel, const Direct *, int group, int p) {
     constexpr size_t n_bytes = sizeof(Panel) / (kGroups<Panel> * kBlocks<Panel>);
     if constexpr (64 * g < n_bytes && !std::is_same_v<Panel, PanelQ8_0>)
         if (p == 0) __builtin_prefetch(reinterpret_cast<const char *>(panel) + n_bytes * group + 64 * g + kAhead, 0, 2);
@@ -153,15 +153,15 @@ inline typename V::Int line(const Panel * panel, const Direct *, int group, int 
 }
 
 // f(std::integral_constant<int, i>) for i below n.
-template <class F, int... i> inline __attribute__((always_inline)) void each(F && f, std::integer_sequence<int, i...>) {
+template <typename F, int... i> inline __attribute__((always_inline)) void each(F &&f, std::integer_sequence<int, i...>) {
     (f(std::integral_constant<int, i>()), ...);
 }
-template <int n, class F> inline __attribute__((always_inline)) void each(F && f) {
+template <int n, typename F> inline __attribute__((always_inline)) void each(F &&f) {
     each(f, std::make_integer_sequence<int, n>());
 }
 
 // n groups of lines.
-template <class V, class Panel> inline void unpack_groups(const Panel * panel, int n, uint8_t (*to)[64]) {
+template <typename V, typename Panel> inline void unpack_groups(const Panel *panel, int n, uint8_t (*to)[64]) {
     constexpr int lines = kLinesOfGroup<Panel>;
     for (int b = 0; b < n; b++)
         for (int p = 0; p < 64; p += V::kBytes) {
@@ -172,12 +172,12 @@ template <class V, class Panel> inline void unpack_groups(const Panel * panel, i
 }
 
 // A super-block, or n panels of one block of 32 columns, or of a few.
-template <class V, class Panel> inline void unpack(const Panel * panel, int n, Lines & out) {
+template <typename V, typename Panel> inline void unpack(const Panel *panel, int n, Lines &out) {
     unpack_groups<V>(panel, kGroups<Panel> > 1 ? kGroups<Panel> : n * kBlocks<Panel>, out.q);
 }
 
 // The scales of rows, times a power of two.
-template <class V> inline void expand_floats(const uint16_t * halves, float factor, float * out) {
+template <typename V> inline void expand_floats(const uint16_t *halves, float factor, float *out) {
     for (int r = 0; r < 16; r += V::kBytes / 4) V::put_halves(halves + r, factor, out + r);
 }
 
@@ -186,7 +186,7 @@ struct LinesNVFP4 : Lines {
     float d[8][2][16];
 };
 
-template <class V> inline void unpack(const PanelNVFP4 * panel, int n, LinesNVFP4 & out) {
+template <typename V> inline void unpack(const PanelNVFP4 *panel, int n, LinesNVFP4 &out) {
     unpack_groups<V>(panel, n, out.q);
     for (int b = 0; b < n; b++) {
         // As 16-bit floats they are 2^8 times as small. Codes are doubled.
@@ -200,7 +200,7 @@ template <class V> inline void unpack(const PanelNVFP4 * panel, int n, LinesNVFP
 // ---- types of at most 3 bits
 
 // Two bits of each line, and for types with three the third.
-template <class V, class Panel> inline void expand_low(const Panel * panel, Expanded & out) {
+template <typename V, typename Panel> inline void expand_low(const Panel *panel, Expanded &out) {
     constexpr bool has_high = std::is_same_v<Panel, PanelQ3_K>;
     const auto     three    = V::bytes(3);
     for (int s = 0; s < 16; s++) {
@@ -222,15 +222,15 @@ template <class V, class Panel> inline void expand_low(const Panel * panel, Expa
     }
 }
 
-template <class V> inline void unpack(const PanelQ3_K * panel, int, Expanded & out) {
+template <typename V> inline void unpack(const PanelQ3_K *panel, int, Expanded &out) {
     expand_low<V>(panel, out);
     memcpy(out.scales, panel->scales, sizeof out.scales);
     expand_floats<V>(panel->d, 1, out.d);
 }
 
-template <class V> inline void unpack(const PanelQ2_K * panel, int, Expanded & out) {
+template <typename V> inline void unpack(const PanelQ2_K *panel, int, Expanded &out) {
     expand_low<V>(panel, out);
-    const uint8_t * both = panel->scales[0][0];
+    const uint8_t *both = panel->scales[0][0];
     for (int i = 0; i < 256; i += V::kBytes) {
         const typename V::Int v = V::load(both + i);
         V::store(out.scales[0][0] + i, low_nibbles<V>(v));
@@ -240,12 +240,12 @@ template <class V> inline void unpack(const PanelQ2_K * panel, int, Expanded & o
     expand_floats<V>(panel->dmin, 1, out.dmin);
 }
 
-template <class V> inline void unpack(const PanelTQ2_0 * panel, int, Expanded & out) {
+template <typename V> inline void unpack(const PanelTQ2_0 *panel, int, Expanded &out) {
     expand_low<V>(panel, out);
     expand_floats<V>(panel->d, 1, out.d);
 }
 
-template <class V> inline void unpack(const PanelTQ1_0 * panel, int, Expanded & out) {
+template <typename V> inline void unpack(const PanelTQ1_0 *panel, int, Expanded &out) {
     const auto three = V::bytes(3), one = V::bytes(1), zero = V::bytes(0);
     for (int n = 0; n < 13; n++) {
         for (int p = 0; p < 64; p += V::kBytes) {
@@ -263,8 +263,8 @@ template <class V> inline void unpack(const PanelTQ1_0 * panel, int, Expanded & 
 }
 
 // Scales 2 s + 1 of nibbles.
-template <class V, class Panel> inline void expand_nibbles(const Panel * panel, int mask, Expanded & out) {
-    const uint8_t * scales = panel->scales[0];
+template <typename V, typename Panel> inline void expand_nibbles(const Panel *panel, int mask, Expanded &out) {
+    const uint8_t *scales = panel->scales[0];
     for (int i = 0; i < static_cast<int>(sizeof(panel->scales)); i += V::kBytes / 2) {
         const typename V::Int both = V::load_pairs_unsigned(scales + i);
         const typename V::Int s    = V::bit_and(V::bit_or(both, V::template left<4>(both)), V::bytes(mask));
@@ -273,7 +273,7 @@ template <class V, class Panel> inline void expand_nibbles(const Panel * panel, 
 }
 
 // Bits of indices, from `shift` on, as 16-bit numbers: n of each, in the order of PanelIQ3_S.
-template <class V, int n> inline typename V::Int bits_of(const uint8_t * packed, int i, int shift) {
+template <typename V, int n> inline typename V::Int bits_of(const uint8_t *packed, int i, int shift) {
     constexpr int         per_byte = 8 / n;
     const typename V::Int bytes    = V::load_pairs_unsigned(packed + i / (32 * per_byte) * 32 + i % 32);
     const typename V::Int bits     = V::right_16(bytes, n * (i / 32 % per_byte));
@@ -281,7 +281,7 @@ template <class V, int n> inline typename V::Int bits_of(const uint8_t * packed,
 }
 
 // As many of the indices, from the i-th on, as a vector has 16-bit numbers.
-template <class V, class Panel> inline typename V::Int indices(const Panel * panel, int i) {
+template <typename V, typename Panel> inline typename V::Int indices(const Panel *panel, int i) {
     typename V::Int v      = V::load_pairs_unsigned(panel->index[0] + i);
     constexpr bool  is_iq1 = std::is_same_v<Panel, PanelIQ1_S> || std::is_same_v<Panel, PanelIQ1_M>;
     if constexpr (is_iq1 || std::is_same_v<Panel, PanelIQ2_S>) v = V::bit_or(v, bits_of<V, 2>(panel->ten[0][0], i, 8));
@@ -292,26 +292,26 @@ template <class V, class Panel> inline typename V::Int indices(const Panel * pan
 }
 
 // Places in a grid of as many indices as a vector has 16-bit numbers, as bytes.
-template <class V, int n> inline void look_up_places(const uint16_t (&table)[n], typename V::Int index,
-                                                     typename V::Int (&out)[2]) {
+template <typename V, int n> inline void look_up_places(const uint16_t (&table)[n], typename V::Int index,
+                                                        typename V::Int (&out)[2]) {
     V::widen_words(V::template look_up_16<n>(table, index), out);
-    for (typename V::Int & v : out) v = V::bit_and(V::bit_or(v, V::template left_32<12>(v)), V::bytes(15));
+    for (typename V::Int &v : out) v = V::bit_and(V::bit_or(v, V::template left_32<12>(v)), V::bytes(15));
 }
 
 // To the bytes from `at` on: `greatest` less v where the sign is negative.
-template <class V, class Panel> inline void put_signed(const Panel * panel, int at, typename V::Int v, Expanded & out) {
+template <typename V, typename Panel> inline void put_signed(const Panel *panel, int at, typename V::Int v, Expanded &out) {
     V::store(out.q[0] + at, V::subtract_where(panel->signs[0] + at / 8, V::bytes(kNumbers<Panel>.greatest), v));
 }
 
 // Writes all indices, well before they are read one by one. The compiler would take them out of the vectors instead.
-template <class V, int n, class Panel> inline void store_indices(const Panel * panel, uint16_t (&out)[n]) {
+template <typename V, int n, typename Panel> inline void store_indices(const Panel *panel, uint16_t (&out)[n]) {
     for (int i = 0; i < n; i += V::kBytes / 2) V::store(out + i, indices<V>(panel, i));
     __asm__("" : "+m"(out));
 }
 
 // Grids of four columns.
-template <class V, int n, class Panel>
-inline void expand_fours(const Panel * panel, const Grid<uint32_t, n> & grid, const int8_t * values, Expanded & out) {
+template <typename V, int n, typename Panel>
+inline void expand_fours(const Panel *panel, const Grid<uint32_t, n> &grid, const int8_t *values, Expanded &out) {
     constexpr int        step        = V::kBytes;
     constexpr bool       is_permuted = n <= V::kMostPlaces;
     alignas(64) uint16_t index[64 * 16];
@@ -320,7 +320,7 @@ inline void expand_fours(const Panel * panel, const Grid<uint32_t, n> & grid, co
         typename V::Int v[2];
         if constexpr (is_permuted) {
             look_up_places<V>(grid.places, indices<V>(panel, i), v);
-            for (typename V::Int & of : v) of = V::look_up(values, of);
+            for (typename V::Int &of : v) of = V::look_up(values, of);
         } else {
             V::fours(grid.bytes, index + i, v);
         }
@@ -329,8 +329,8 @@ inline void expand_fours(const Panel * panel, const Grid<uint32_t, n> & grid, co
 }
 
 // Grids of eight columns: f(i, k, at, first, second) puts the two lines of some rows, k of the indices from the i-th on.
-template <class V, int n, class Panel, class F>
-inline void expand_eights(const Panel * panel, const Grid<uint64_t, n> & grid, const int8_t (&values)[2][16], F && f) {
+template <typename V, int n, typename Panel, typename F>
+inline void expand_eights(const Panel *panel, const Grid<uint64_t, n> &grid, const int8_t (&values)[2][16], F &&f) {
     constexpr int        step        = V::kBytes;
     constexpr bool       is_permuted = n <= V::kMostPlaces;
     alignas(64) uint16_t index[32 * 16];
@@ -354,20 +354,20 @@ inline void expand_eights(const Panel * panel, const Grid<uint64_t, n> & grid, c
     }
 }
 
-template <class V> inline void unpack(const PanelIQ3_XXS * panel, int, Expanded & out) {
+template <typename V> inline void unpack(const PanelIQ3_XXS *panel, int, Expanded &out) {
     expand_fours<V>(panel, kGrids.iq3_xxs, kIQ3_XXS, out);
     expand_nibbles<V>(panel, 15, out);
     expand_floats<V>(panel->d, 0.25f, out.d);
 }
 
-template <class V> inline void unpack(const PanelIQ3_S * panel, int, Expanded & out) {
+template <typename V> inline void unpack(const PanelIQ3_S *panel, int, Expanded &out) {
     expand_fours<V>(panel, kGrids.iq3_s, kIQ3_S, out);
     expand_nibbles<V>(panel, 15, out);
     expand_floats<V>(panel->d, 1, out.d);
 }
 
-template <class V, int n, class Panel> inline void expand_iq2(const Panel * panel, const Grid<uint64_t, n> & grid,
-                                                              Expanded & out) {
+template <typename V, int n, typename Panel> inline void expand_iq2(const Panel *panel, const Grid<uint64_t, n> &grid,
+                                                                    Expanded &out) {
     using Int = typename V::Int;
     expand_eights<V>(panel, grid, kIQ2, [&](int, int, int at, Int first, Int second) {
         put_signed<V>(panel, at, first, out);
@@ -377,16 +377,16 @@ template <class V, int n, class Panel> inline void expand_iq2(const Panel * pane
     expand_floats<V>(panel->d, 0.125f, out.d);
 }
 
-template <class V> inline void unpack(const PanelIQ2_XXS * panel, int, Expanded & out) {
+template <typename V> inline void unpack(const PanelIQ2_XXS *panel, int, Expanded &out) {
     expand_iq2<V>(panel, kGrids.iq2_xxs, out);
 }
-template <class V> inline void unpack(const PanelIQ2_XS * panel, int, Expanded & out) {
+template <typename V> inline void unpack(const PanelIQ2_XS *panel, int, Expanded &out) {
     expand_iq2<V>(panel, kGrids.iq2_xs, out);
 }
-template <class V> inline void unpack(const PanelIQ2_S * panel, int, Expanded & out) { expand_iq2<V>(panel, kGrids.iq2_s, out); }
+template <typename V> inline void unpack(const PanelIQ2_S *panel, int, Expanded &out) { expand_iq2<V>(panel, kGrids.iq2_s, out); }
 
 // A weight of IQ1 is its place in the grid, 0 to 2, less 1 plus or minus an eighth. In blocks of 32 columns that is a minimum.
-template <class V> inline void unpack(const PanelIQ1_S * panel, int, Expanded & out) {
+template <typename V> inline void unpack(const PanelIQ1_S *panel, int, Expanded &out) {
     using Int = typename V::Int;
     expand_eights<V>(panel, kGrids.iq1, kIQ1, [&](int, int, int at, Int first, Int second) {
         V::store(out.q[0] + at, first);
@@ -405,7 +405,7 @@ template <class V> inline void unpack(const PanelIQ1_S * panel, int, Expanded & 
 }
 
 // With one for 8 columns it is added to their bytes.
-template <class V> inline void unpack(const PanelIQ1_M * panel, int, Expanded & out) {
+template <typename V> inline void unpack(const PanelIQ1_M *panel, int, Expanded &out) {
     using Int = typename V::Int;
     Int more[2];  // 2 or 0
     expand_eights<V>(panel, kGrids.iq1, kIQ1, [&](int i, int k, int at, Int first, Int second) {
@@ -420,4 +420,4 @@ template <class V> inline void unpack(const PanelIQ1_M * panel, int, Expanded & 
 }
 
 }  // namespace
-}  // namespace llamapipe::kernels
+}  // namespace lp::kernels

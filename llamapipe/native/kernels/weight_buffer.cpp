@@ -34,38 +34,38 @@
 #include <thread>
 #include <vector>
 
-namespace llamapipe::kernels {
+namespace lp::kernels {
 namespace {
 
 // Increase it if panels are arranged otherwise in a buffer, so that files of packed weights are written again. `layout_of_panels`
 // notices by itself if the panels change.
-constexpr uint64_t layout_version = 1;
+constexpr uint64_t kLayoutVersion = 1;
 
-constexpr size_t alignment       = 64;
-constexpr size_t huge_page_bytes = 2u << 20;
-constexpr size_t piece_bytes     = 128u << 10;  // of weights that are multiplied with all rows before the next
-constexpr size_t rows_bytes      = 256u << 10;  // of rows that are multiplied with a piece: both stay in the second-level cache
-constexpr int    max_rows        = 256;  // the same as a number
+constexpr size_t kAlignment     = 64;
+constexpr size_t kHugePageBytes = 2u << 20;
+constexpr size_t kPieceBytes    = 128u << 10;  // of weights that are multiplied with all rows before the next
+constexpr size_t kRowsBytes     = 256u << 10;  // of rows that are multiplied with a piece: both stay in the second-level cache
+constexpr int    kMaxRows       = 256;  // the same as a number
 
-thread_local Packing * t_packing = nullptr;
+thread_local Packing *t_packing = nullptr;
 thread_local bool t_attends = false, t_multiplies = false;  // the graphs of this thread use our attention, our products of floats
-thread_local bool t_is_planning             = false;  // this thread plans a graph
-thread_local uint32_t            t_plan     = 0;
-thread_local const RowAdapters * t_adapters = nullptr;  // of the rows of these graphs
-thread_local SharedCells *       t_shares   = nullptr;  // of their sequences; only a graph's first thread has them
+thread_local bool t_is_planning            = false;  // this thread plans a graph
+thread_local uint32_t           t_plan     = 0;
+thread_local const RowAdapters *t_adapters = nullptr;  // of the rows of these graphs
+thread_local SharedCells       *t_shares   = nullptr;  // of their sequences; only a graph's first thread has them
 
 extern ggml_backend_buffer_type buffer_type;
 
-bool is_ours(const ggml_tensor * tensor) { return tensor && tensor->buffer && tensor->buffer->buft == &buffer_type; }
+bool is_ours(const ggml_tensor *tensor) { return tensor && tensor->buffer && tensor->buffer->buft == &buffer_type; }
 
-size_t padded(size_t n, size_t to = alignment) { return (n + to - 1) / to * to; }
+size_t padded(size_t n, size_t to = kAlignment) { return (n + to - 1) / to * to; }
 
 // ---- weights: matrices of panels, one after another
 
 struct Weights {
-    const Kernel * kernel    = nullptr;  // null: there is none
-    int64_t        n_columns = 0, n_rows = 0, n_panels = 0, n_matrices = 0;  // rows and panels of one matrix
-    size_t         panel_bytes = 0;
+    const Kernel *kernel    = nullptr;  // null: there is none
+    int64_t       n_columns = 0, n_rows = 0, n_panels = 0, n_matrices = 0;  // rows and panels of one matrix
+    size_t        panel_bytes = 0;
 
     Weights(ggml_type type, int64_t columns, int64_t rows, int64_t matrices)
         : n_columns(columns), n_rows(rows), n_panels((n_rows + kPanelRows - 1) / kPanelRows), n_matrices(matrices) {
@@ -74,13 +74,13 @@ struct Weights {
         panel_bytes             = kernel ? kernel->panel_bytes(n_columns) : 0;
     }
 
-    explicit Weights(const ggml_tensor * t) : Weights(t->type, t->ne[0], t->ne[1], t->ne[2] * t->ne[3]) {}
+    explicit Weights(const ggml_tensor *t) : Weights(t->type, t->ne[0], t->ne[1], t->ne[2] * t->ne[3]) {}
 
     size_t bytes() const { return panel_bytes * n_panels * n_matrices; }
 
     // The first of the panels that hold the rows of a tensor or of a view of it, which begin `offset` bytes after it in the
     // file's own form; -1 if they do not begin and end as panels do.
-    int64_t panel_of(const ggml_tensor * part, size_t offset) const {
+    int64_t panel_of(const ggml_tensor *part, size_t offset) const {
         const size_t  row_bytes = ggml_row_size(part->type, n_columns);
         const int64_t row = offset / row_bytes, in_matrix = row % n_rows;
         const bool    is_one = in_matrix + part->ne[1] == n_rows || part->ne[1] % kPanelRows == 0;
@@ -92,12 +92,12 @@ struct Weights {
     }
 };
 
-const ggml_tensor * whole(const ggml_tensor * tensor) { return tensor->view_src ? tensor->view_src : tensor; }
+const ggml_tensor *whole(const ggml_tensor *tensor) { return tensor->view_src ? tensor->view_src : tensor; }
 
 // Whether a product can use these weights: a whole tensor, or a view whose matrices are panels.
-bool can_multiply(const ggml_tensor * tensor) {
-    const ggml_tensor * all = whole(tensor);
-    const Weights       weights(all);
+bool can_multiply(const ggml_tensor *tensor) {
+    const ggml_tensor *all = whole(tensor);
+    const Weights      weights(all);
     if (!weights.kernel) {
         return false;
     }
@@ -118,19 +118,19 @@ bool can_multiply(const ggml_tensor * tensor) {
 
 // A matrix of weights and the rows that it is multiplied with: [first, first + n) of the lists in the work buffer.
 struct Group {
-    const char * panels;
-    int64_t      first, n;
+    const char *panels;
+    int64_t     first, n;
 };
 
 // Where things are in the work buffer, which ggml's threads share.
 struct Layout {
     size_t row_bytes, counter = 0, n_groups, groups, starts, rows, results, quantized, bytes;
 
-    Layout(const Kernel * kernel, const ggml_tensor * op) : row_bytes(padded(kernel->row_bytes(op->src[1]->ne[0]))) {
+    Layout(const Kernel *kernel, const ggml_tensor *op) : row_bytes(padded(kernel->row_bytes(op->src[1]->ne[0]))) {
         const size_t n_matrices = op->src[0]->ne[2] * op->src[0]->ne[3];
         const size_t n_results = ggml_nrows(op), n_rows = ggml_nrows(op->src[1]);
-        n_groups  = counter + alignment;
-        groups    = n_groups + alignment;
+        n_groups  = counter + kAlignment;
+        groups    = n_groups + kAlignment;
         starts    = groups + padded(n_matrices * sizeof(Group));
         rows      = starts + padded((n_matrices + 1) * sizeof(int64_t));
         results   = rows + padded(n_results * sizeof(void *));
@@ -141,10 +141,10 @@ struct Layout {
 
 class Product {
 public:
-    Product(const ggml_compute_params * params, ggml_tensor * op)
+    Product(const ggml_compute_params *params, ggml_tensor *op)
         : op_(op), all_(whole(op->src[0])), weights_(all_), layout_(weights_.kernel, op), ith_(params->ith), nth_(params->nth),
-          work_(aligned(params->wdata, alignment)), pool_(params->threadpool) {
-        GGML_ASSERT(params->wsize >= layout_.bytes + alignment);
+          work_(aligned(params->wdata, kAlignment)), pool_(params->threadpool) {
+        GGML_ASSERT(params->wsize >= layout_.bytes + kAlignment);
     }
 
     void compute() {
@@ -158,19 +158,19 @@ public:
     }
 
 private:
-    template <typename T> T * at(size_t offset) const { return reinterpret_cast<T *>(work_ + offset); }
+    template <typename T> T *at(size_t offset) const { return reinterpret_cast<T *>(work_ + offset); }
 
-    char * quantized(int64_t row) const { return work_ + layout_.quantized + row * layout_.row_bytes; }
+    char *quantized(int64_t row) const { return work_ + layout_.quantized + row * layout_.row_bytes; }
 
     // Calls f(matrix, row, result) for each row of the result, with the row of activations it is computed from.
-    template <typename F> void for_each_result(F && f) const {
+    template <typename F> void for_each_result(F &&f) const {
         const ggml_tensor *w = op_->src[0], *x = op_->src[1];
         const auto         result = [&](int64_t i1, int64_t i2, int64_t i3) { return kernels::at<float>(op_, i1, i2, i3); };
         if (op_->op == GGML_OP_MUL_MAT_ID) {
-            const ggml_tensor * ids = op_->src[2];
+            const ggml_tensor *ids = op_->src[2];
             for (int64_t token = 0; token < ids->ne[1]; token++) {
                 for (int64_t i = 0; i < ids->ne[0]; i++) {
-                    const char *  id     = kernels::at<const char>(ids, token) + i * ids->nb[0];
+                    const char   *id     = kernels::at<const char>(ids, token) + i * ids->nb[0];
                     const int64_t matrix = *reinterpret_cast<const int32_t *>(id);
                     if (0 <= matrix && matrix < w->ne[2]) {
                         f(matrix, token * x->ne[1] + i % x->ne[1], result(i, token, 0));
@@ -191,12 +191,12 @@ private:
 
     // Sorts results by the matrix that they need.
     void write_groups() const {
-        const ggml_tensor * w      = op_->src[0];
-        const auto          n      = w->ne[2] * w->ne[3];
-        auto *              starts = at<int64_t>(layout_.starts);
+        const ggml_tensor *w      = op_->src[0];
+        const auto         n      = w->ne[2] * w->ne[3];
+        auto              *starts = at<int64_t>(layout_.starts);
         std::fill_n(starts, n + 1, 0);
         for_each_result([&](int64_t matrix, int64_t, float *) { starts[matrix + 1]++; });
-        auto *  groups   = at<Group>(layout_.groups);
+        auto   *groups   = at<Group>(layout_.groups);
         int64_t n_groups = 0;
         for (int64_t i = 0; i < n; i++) {
             if (starts[i + 1] > 0) {
@@ -209,7 +209,7 @@ private:
             starts[i + 1] += starts[i];
         }
         *at<int64_t>(layout_.n_groups) = n_groups;
-        for_each_result([&](int64_t matrix, int64_t row, float * result) {
+        for_each_result([&](int64_t matrix, int64_t row, float *result) {
             const int64_t i                   = starts[matrix]++;
             at<const void *>(layout_.rows)[i] = quantized(row);
             at<float *>(layout_.results)[i]   = result;
@@ -218,14 +218,14 @@ private:
 
     // This thread's part of the activations: rows one after another are cut at blocks, so that one row has parts, too.
     void quantize() const {
-        const ggml_tensor * x     = op_->src[1];
-        const int64_t       block = weights_.kernel->block_columns, n_blocks = x->ne[0] / block, n = n_blocks * ggml_nrows(x);
-        int64_t             i   = n * ith_ / nth_;
-        const int64_t       end = n * (ith_ + 1) / nth_;
+        const ggml_tensor *x     = op_->src[1];
+        const int64_t      block = weights_.kernel->block_columns, n_blocks = x->ne[0] / block, n = n_blocks * ggml_nrows(x);
+        int64_t            i   = n * ith_ / nth_;
+        const int64_t      end = n * (ith_ + 1) / nth_;
         while (i < end) {
             const int64_t row = i / n_blocks, first = i % n_blocks, last = std::min(n_blocks, first + end - i);
             const int64_t i1 = row % x->ne[1], i2 = row / x->ne[1] % x->ne[2], i3 = row / x->ne[1] / x->ne[2];
-            const float * from = kernels::at<const float>(x, i1, i2, i3);
+            const float  *from = kernels::at<const float>(x, i1, i2, i3);
             weights_.kernel->quantize(from, x->ne[0], first * block, last * block, quantized(row));
             i += last - first;
         }
@@ -233,10 +233,10 @@ private:
 
     // Takes pieces of work until none is left.
     void multiply() const {
-        const auto *  groups = at<Group>(layout_.groups);
+        const auto   *groups = at<Group>(layout_.groups);
         const int64_t n_rows = op_->src[0]->ne[1], n_panels = (n_rows + kPanelRows - 1) / kPanelRows;
         const int64_t n_all       = n_panels * *at<int64_t>(layout_.n_groups);
-        const int64_t for_cache   = std::max<int64_t>(1, piece_bytes / weights_.panel_bytes);
+        const int64_t for_cache   = std::max<int64_t>(1, kPieceBytes / weights_.panel_bytes);
         const int64_t for_balance = std::max<int64_t>(1, n_all / (8 * nth_));
         const int64_t wanted      = nth_ > 1 ? std::min(for_cache, for_balance) : for_cache;
         const int64_t at_once     = weights_.kernel->panels_at_once;
@@ -245,28 +245,28 @@ private:
         const bool    is_even  = busiest * nth_ * 4 <= n_all * 5;
         const int64_t n_each   = is_even ? std::max(wanted / at_once * at_once, at_once) : wanted;
         const int64_t n_pieces = (n_panels + n_each - 1) / n_each;  // of a group
-        auto &        next     = *at<std::atomic<int64_t>>(layout_.counter);
+        auto         &next     = *at<std::atomic<int64_t>>(layout_.counter);
         for (int64_t i = ith_; i < n_pieces * *at<int64_t>(layout_.n_groups); i = next.fetch_add(1, std::memory_order_relaxed)) {
             const int64_t first = i % n_pieces * n_each;
             multiply(groups[i / n_pieces], first, std::min(n_panels, first + n_each), n_rows);
         }
     }
 
-    void multiply(const Group & group, int64_t first, int64_t last, int64_t n_rows) const {
-        const void * const * rows      = at<const void *>(layout_.rows) + group.first;
-        float * const *      results   = at<float *>(layout_.results) + group.first;
-        const int64_t        for_cache = rows_bytes / layout_.row_bytes / 16 * 16;
-        const int64_t        most      = std::clamp<int64_t>(for_cache, weights_.kernel->least_rows, max_rows);
-        const bool           is_cut    = last * kPanelRows > n_rows;  // the last panel has rows of padding
-        const int64_t        n_whole   = last - first - is_cut;
-        float *              y[max_rows];
+    void multiply(const Group &group, int64_t first, int64_t last, int64_t n_rows) const {
+        const void *const *rows      = at<const void *>(layout_.rows) + group.first;
+        float *const      *results   = at<float *>(layout_.results) + group.first;
+        const int64_t      for_cache = kRowsBytes / layout_.row_bytes / 16 * 16;
+        const int64_t      most      = std::clamp<int64_t>(for_cache, weights_.kernel->least_rows, kMaxRows);
+        const bool         is_cut    = last * kPanelRows > n_rows;  // the last panel has rows of padding
+        const int64_t      n_whole   = last - first - is_cut;
+        float             *y[kMaxRows];
         for (int64_t i = 0; i < group.n; i += most) {
             const int64_t n = std::min(most, group.n - i);
             if (n_whole > 0) {
                 for (int64_t j = 0; j < n; j++) {
                     y[j] = results[i + j] + first * kPanelRows;
                 }
-                const char * panels = group.panels + first * weights_.panel_bytes;
+                const char *panels = group.panels + first * weights_.panel_bytes;
                 weights_.kernel->multiply(panels, n_whole, weights_.n_columns, rows + i, n, y);
             }
             if (is_cut) {
@@ -276,10 +276,10 @@ private:
         }
     }
 
-    void multiply_cut(const char * panel, const void * const * rows, float * const * results, int64_t n, int64_t begin,
+    void multiply_cut(const char *panel, const void *const *rows, float *const *results, int64_t n, int64_t begin,
                       int64_t end) const {
-        float   y[max_rows][kPanelRows];
-        float * pointers[max_rows];
+        float  y[kMaxRows][kPanelRows];
+        float *pointers[kMaxRows];
         for (int64_t j = 0; j < n; j++) {
             pointers[j] = y[j];
         }
@@ -289,23 +289,23 @@ private:
         }
     }
 
-    ggml_tensor *       op_;
-    const ggml_tensor * all_;
-    const Weights       weights_;
-    const Layout        layout_;
-    const int           ith_, nth_;
-    char *              work_;
-    ggml_threadpool *   pool_;
+    ggml_tensor       *op_;
+    const ggml_tensor *all_;
+    const Weights      weights_;
+    const Layout       layout_;
+    const int          ith_, nth_;
+    char              *work_;
+    ggml_threadpool   *pool_;
 };
 
 struct Traits : ggml::cpu::tensor_traits {
-    bool work_size(int, const ggml_tensor * op, size_t & size) override {
+    bool work_size(int, const ggml_tensor *op, size_t &size) override {
         GGML_ASSERT(can_multiply(op->src[0]) && "packed weights can be multiplied only");
-        size = Layout(Weights(whole(op->src[0])).kernel, op).bytes + alignment;
+        size = Layout(Weights(whole(op->src[0])).kernel, op).bytes + kAlignment;
         return true;
     }
 
-    bool compute_forward(ggml_compute_params * params, ggml_tensor * op) override {
+    bool compute_forward(ggml_compute_params *params, ggml_tensor *op) override {
         Product(params, op).compute();
         return true;
     }
@@ -317,27 +317,27 @@ Traits traits;
 // there the operation gets a mark, which all of ggml's threads see. Returning false leaves it to ggml.
 struct OtherTraits : ggml::cpu::tensor_traits {
     struct Mark {
-        const RowAdapters * adapters   = nullptr;  // not null: it is this part of a product with them
-        RowAdapters::Part   part       = RowAdapters::Part::none;
-        int32_t             matrix     = 0;
-        bool                is_ours    = false;
-        bool                has_places = false;  // of an operation with states: what gathers them has written where they are
-        bool                is_done    = false;  // of what copies states: they are there
-        uint32_t            plan       = 0;
-        const ggml_tensor * copy       = nullptr;  // of an operation with states
+        const RowAdapters *adapters   = nullptr;  // not null: it is this part of a product with them
+        RowAdapters::Part  part       = RowAdapters::Part::none;
+        int32_t            matrix     = 0;
+        bool               is_ours    = false;
+        bool               has_places = false;  // of an operation with states: what gathers them has written where they are
+        bool               is_done    = false;  // of what copies states: they are there
+        uint32_t           plan       = 0;
+        const ggml_tensor *copy       = nullptr;  // of an operation with states
     };
     static_assert(sizeof(Mark) <= GGML_MAX_OP_PARAMS - 4 * sizeof(int32_t));
 
-    static Mark read(const ggml_tensor * op) {
+    static Mark read(const ggml_tensor *op) {
         Mark mark;
         memcpy(&mark, place_of_mark(op), sizeof mark);
         return mark;
     }
 
-    static void write(const ggml_tensor * op, const Mark & mark) { memcpy(place_of_mark(op), &mark, sizeof mark); }
+    static void write(const ggml_tensor *op, const Mark &mark) { memcpy(place_of_mark(op), &mark, sizeof mark); }
 
     // Nobody reads the states that it would gather.
-    static void replace(const ggml_tensor * gather) {
+    static void replace(const ggml_tensor *gather) {
         Mark mark    = read(gather);
         mark.is_ours = true;
         write(gather, mark);
@@ -354,11 +354,11 @@ struct OtherTraits : ggml::cpu::tensor_traits {
     }
 
     // At the end of an operation's parameters, where ggml has none.
-    static char * place_of_mark(const ggml_tensor * op) {
+    static char *place_of_mark(const ggml_tensor *op) {
         return reinterpret_cast<char *>(const_cast<int32_t *>(op->op_params)) + GGML_MAX_OP_PARAMS - sizeof(Mark);
     }
 
-    bool work_size(int n_threads, const ggml_tensor * op, size_t & size) override {
+    bool work_size(int n_threads, const ggml_tensor *op, size_t &size) override {
         Mark mark;
         mark.plan = this_plan();
         if (t_adapters && (mark.part = t_adapters->part_of(op, mark.matrix)) != RowAdapters::Part::none) {
@@ -371,17 +371,17 @@ struct OtherTraits : ggml::cpu::tensor_traits {
             mark.is_ours = t_multiplies;
             size         = t_multiplies ? float_product_work_size(op, n_threads) : size;
         } else if (t_attends && is_linear(op)) {
-            const ggml_tensor * gather = gather_of_states(op);
-            mark.is_ours               = true;
-            mark.has_places            = gather && read(gather).plan == mark.plan;
+            const ggml_tensor *gather = gather_of_states(op);
+            mark.is_ours              = true;
+            mark.has_places           = gather && read(gather).plan == mark.plan;
             if (mark.has_places) {
                 replace(gather);
             }
-        } else if (const ggml_tensor * gather = t_attends ? gather_of_nothing(op) : nullptr) {
+        } else if (const ggml_tensor *gather = t_attends ? gather_of_nothing(op) : nullptr) {
             if (read(gather).plan == mark.plan) {
                 replace(gather);
             }
-        } else if (const ggml_tensor * source = t_attends ? source_of_copy(op) : nullptr) {
+        } else if (const ggml_tensor *source = t_attends ? source_of_copy(op) : nullptr) {
             Mark other = read(source);
             if (other.is_ours && other.plan == mark.plan) {
                 other.copy = op;
@@ -393,7 +393,7 @@ struct OtherTraits : ggml::cpu::tensor_traits {
         return mark.is_ours;
     }
 
-    bool compute_forward(ggml_compute_params * params, ggml_tensor * op) override {
+    bool compute_forward(ggml_compute_params *params, ggml_tensor *op) override {
         const Mark mark = read(op);
         t_is_planning   = false;
         if (mark.adapters) {
@@ -426,7 +426,7 @@ OtherTraits other_traits;
 struct WriteTraits : ggml::cpu::tensor_traits {
     bool work_size(int, const ggml_tensor *, size_t &) override { return false; }
 
-    bool compute_forward(ggml_compute_params * params, ggml_tensor * op) override {
+    bool compute_forward(ggml_compute_params *params, ggml_tensor *op) override {
         if (params->ith == 0 && t_shares) {
             t_shares->written(op);
         }
@@ -437,12 +437,12 @@ struct WriteTraits : ggml::cpu::tensor_traits {
 WriteTraits write_traits;
 
 // Whether an operation may be the end of a product with an adapter.
-bool is_scaled_product(const ggml_tensor * op) {
+bool is_scaled_product(const ggml_tensor *op) {
     return op->op == GGML_OP_SCALE && op->src[0]->op == GGML_OP_MUL_MAT && is_float_product(op->src[0]);
 }
 
 struct BufferType : ggml::cpu::extra_buffer_type {
-    bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) override {
+    bool supports_op(ggml_backend_dev_t, const ggml_tensor *op) override {
         if (op->op != GGML_OP_MUL_MAT && op->op != GGML_OP_MUL_MAT_ID) {
             return false;
         }
@@ -455,7 +455,7 @@ struct BufferType : ggml::cpu::extra_buffer_type {
         return !is_question || t_packing;
     }
 
-    ggml::cpu::tensor_traits * get_tensor_traits(const ggml_tensor * op) override {
+    ggml::cpu::tensor_traits *get_tensor_traits(const ggml_tensor *op) override {
         if (is_attention(op) || is_float_product(op) || is_scaled_product(op) || is_linear(op) || op->op == GGML_OP_GET_ROWS ||
             op->op == GGML_OP_CPY) {
             return &other_traits;
@@ -473,7 +473,7 @@ struct BufferType : ggml::cpu::extra_buffer_type {
 // A hash (FNV-1a): it tells files apart that differ by chance, not by intent.
 class Hash {
 public:
-    void add(const void * data, size_t size) {
+    void add(const void *data, size_t size) {
         for (size_t i = 0; i < size; i++) {
             value_ = (value_ ^ static_cast<const uint8_t *>(data)[i]) * 0x100000001b3;
         }
@@ -491,16 +491,16 @@ uint64_t layout_of_panels() {
     static const uint64_t layout = [] {
         constexpr int64_t n_columns = 512;
         Hash              hash;
-        hash.add(layout_version);
+        hash.add(kLayoutVersion);
         for (int type = 0; type < GGML_TYPE_COUNT; type++) {
-            const Kernel * kernel = find(static_cast<ggml_type>(type), n_columns, kPanelRows);
+            const Kernel *kernel = find(static_cast<ggml_type>(type), n_columns, kPanelRows);
             if (!kernel) {
                 continue;
             }
             const size_t      row_bytes = ggml_row_size(static_cast<ggml_type>(type), n_columns);
             std::vector<char> rows(kPanelRows * row_bytes), panel(kernel->panel_bytes(n_columns));
             uint32_t          state = 1;
-            for (char & byte : rows) {
+            for (char &byte : rows) {
                 state = state * 1664525 + 1013904223;
                 byte  = static_cast<char>(state >> 24);
             }
@@ -514,26 +514,26 @@ uint64_t layout_of_panels() {
 }
 
 struct Memory {
-    void *    base;
-    size_t    size;
-    Packing * packing;  // of the load that allocated it, and only during it
-    Hash      layout    = {};
-    bool      is_mapped = false;
+    void    *base;
+    size_t   size;
+    Packing *packing;  // of the load that allocated it, and only during it
+    Hash     layout    = {};
+    bool     is_mapped = false;
 };
 
-Memory * memory_of(ggml_backend_buffer_t buffer) { return static_cast<Memory *>(buffer->context); }
+Memory *memory_of(ggml_backend_buffer_t buffer) { return static_cast<Memory *>(buffer->context); }
 
 // Where it is large, it begins at a huge page, as a file that is mapped over it can have them. It asks for none itself: virtual
 // machines may have to get them from their host, which took several times as long as packing.
-void * map_memory(size_t size) { return lp::system::reserve(size, size >= 8 * huge_page_bytes ? huge_page_bytes : alignment); }
+void *map_memory(size_t size) { return lp::system::reserve(size, size >= 8 * kHugePageBytes ? kHugePageBytes : kAlignment); }
 
-ggml_status init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor) {
+ggml_status init_tensor(ggml_backend_buffer_t buffer, ggml_tensor *tensor) {
     if (!tensor->view_src) {
-        Hash & layout = memory_of(buffer)->layout;
+        Hash &layout = memory_of(buffer)->layout;
         layout.add(tensor->name, strlen(tensor->name) + 1);
         layout.add(tensor->type);
         layout.add(tensor->ne, sizeof tensor->ne);
-        const auto * base = static_cast<const char *>(memory_of(buffer)->base);
+        const auto *base = static_cast<const char *>(memory_of(buffer)->base);
         layout.add(static_cast<uint64_t>(static_cast<const char *>(tensor->data) - base));
         layout.add(static_cast<uint64_t>(Weights(tensor).bytes()));
     }
@@ -541,13 +541,13 @@ ggml_status init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor) {
 }
 
 // Once all tensors are known, and before the first is set: maps the file that the load was given, if it has these tensors.
-void use_file(Memory & memory) {
-    Packing & packing       = *memory.packing;
-    memory.packing          = nullptr;
-    packing.data            = memory.base;
-    packing.n_data          = memory.size;
-    packing.layout          = memory.layout.value();
-    const PackedFile & file = packing.file;
+void use_file(Memory &memory) {
+    Packing &packing       = *memory.packing;
+    memory.packing         = nullptr;
+    packing.data           = memory.base;
+    packing.n_data         = memory.size;
+    packing.layout         = memory.layout.value();
+    const PackedFile &file = packing.file;
     if (file.fd >= 0 && file.n_bytes == packing.n_data && file.layout == packing.layout) {
         memory.is_mapped = packing.is_mapped = map_file(memory.base, packing.n_data, file.fd, file.offset);
     }
@@ -558,13 +558,13 @@ void free_buffer(ggml_backend_buffer_t buffer) {
     delete memory_of(buffer);
 }
 
-void * get_base(ggml_backend_buffer_t buffer) { return memory_of(buffer)->base; }
+void *get_base(ggml_backend_buffer_t buffer) { return memory_of(buffer)->base; }
 
 // Packs on this thread and others, which read the pages of the file, too.
-void pack(const Weights & weights, const ggml_tensor * tensor, const char * data, int n_threads) {
+void pack(const Weights &weights, const ggml_tensor *tensor, const char *data, int n_threads) {
     const size_t         stride   = tensor->nb[1];
     const int64_t        n_panels = weights.n_panels * weights.n_matrices, n_whole = weights.n_rows / kPanelRows;
-    const int64_t        n_each = std::max<int64_t>(1, piece_bytes / weights.panel_bytes);
+    const int64_t        n_each = std::max<int64_t>(1, kPieceBytes / weights.panel_bytes);
     std::atomic<int64_t> next   = 0;
 
     const auto rows_of = [&](int64_t i) {
@@ -590,7 +590,7 @@ void pack(const Weights & weights, const ggml_tensor * tensor, const char * data
         // the system allows no more threads
     }
     work();
-    for (std::thread & thread : threads) {
+    for (std::thread &thread : threads) {
         thread.join();
     }
     if (n_whole == weights.n_panels) {
@@ -604,12 +604,12 @@ void pack(const Weights & weights, const ggml_tensor * tensor, const char * data
     }
 }
 
-void set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
+void set_tensor(ggml_backend_buffer_t buffer, ggml_tensor *tensor, const void *data, size_t offset, size_t size) {
     const Weights weights(tensor);
     GGML_ASSERT(weights.kernel && tensor->view_src == nullptr && "only whole weights can be packed");
     // llama.cpp sets tensors of buffers like this one as a whole, whether it maps or reads the file.
     GGML_ASSERT(offset == 0 && size == ggml_nbytes(tensor) && "weights can only be packed at once");
-    Memory & memory = *memory_of(buffer);
+    Memory &memory = *memory_of(buffer);
     if (memory.packing) {
         use_file(memory);
     }
@@ -623,11 +623,11 @@ void set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void *
     }
 }
 
-void get_tensor(ggml_backend_buffer_t, const ggml_tensor * tensor, void *, size_t, size_t) {
+void get_tensor(ggml_backend_buffer_t, const ggml_tensor *tensor, void *, size_t, size_t) {
     GGML_ABORT("%s: packed weights cannot be read", tensor->name);
 }
 
-void memset_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, uint8_t, size_t, size_t) {
+void memset_tensor(ggml_backend_buffer_t, ggml_tensor *tensor, uint8_t, size_t, size_t) {
     GGML_ABORT("%s: packed weights cannot be changed", tensor->name);
 }
 
@@ -638,11 +638,11 @@ void clear(ggml_backend_buffer_t buffer, uint8_t value) {
 
 ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t type, size_t size) {
     const size_t n_bytes = std::max<size_t>(size, 1);
-    void *       base    = map_memory(n_bytes);
+    void        *base    = map_memory(n_bytes);
     if (!base) {
         return nullptr;
     }
-    Memory * memory = new Memory{ base, n_bytes, nullptr };
+    Memory *memory = new Memory{ base, n_bytes, nullptr };
     if (size > 0 && t_packing && !t_packing->has_buffer) {
         memory->packing       = t_packing;
         t_packing->has_buffer = true;
@@ -659,21 +659,21 @@ ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t type, size_t size)
     return ggml_backend_buffer_init(type, functions, memory, size);
 }
 
-size_t get_alloc_size(ggml_backend_buffer_type_t, const ggml_tensor * tensor) {
+size_t get_alloc_size(ggml_backend_buffer_type_t, const ggml_tensor *tensor) {
     return std::max(ggml_nbytes(tensor), Weights(tensor).bytes());
 }
 
-const char * get_name(ggml_backend_buffer_type_t) { return "CPU_LLAMAPIPE"; }
+const char *get_name(ggml_backend_buffer_type_t) { return "CPU_LLAMAPIPE"; }
 
-size_t get_alignment(ggml_backend_buffer_type_t) { return alignment; }
+size_t get_alignment(ggml_backend_buffer_type_t) { return kAlignment; }
 
 ggml_backend_buffer_type buffer_type = {};
 
 // ---- installation
 
-const char * find_level() {
+const char *find_level() {
     for (int type = 0; type < GGML_TYPE_COUNT; type++) {
-        if (const Kernel * kernel = find(static_cast<ggml_type>(type), 4096, 4096)) {
+        if (const Kernel *kernel = find(static_cast<ggml_type>(type), 4096, 4096)) {
             return kernel->level;
         }
     }
@@ -698,24 +698,24 @@ std::string    problem;
 
 }  // namespace
 
-const char * install() {
+const char *install() {
     std::call_once(installed, [] { problem = put_into_list(); });
     return problem.empty() ? nullptr : problem.c_str();
 }
 
 bool have(ggml_type type, int64_t n_columns, int64_t n_rows) { return !install() && Weights(type, n_columns, n_rows, 1).kernel; }
 
-const char * level() { return install() ? nullptr : find_level(); }
+const char *level() { return install() ? nullptr : find_level(); }
 
 bool attends() { return !install() && attention_level(); }
 
-bool map_file(void * data, int64_t n_bytes, int fd, int64_t offset) { return lp::system::put_file(data, n_bytes, fd, offset); }
+bool map_file(void *data, int64_t n_bytes, int fd, int64_t offset) { return lp::system::put_file(data, n_bytes, fd, offset); }
 
-PackingScope::PackingScope(Packing * packing) noexcept : outer_(t_packing) { t_packing = packing; }
+PackingScope::PackingScope(Packing *packing) noexcept : outer_(t_packing) { t_packing = packing; }
 
 PackingScope::~PackingScope() { t_packing = outer_; }
 
-ComputeScope::ComputeScope(bool attends, bool multiplies, const RowAdapters * adapters, SharedCells * shares) noexcept
+ComputeScope::ComputeScope(bool attends, bool multiplies, const RowAdapters *adapters, SharedCells *shares) noexcept
     : outer_attends_(t_attends), outer_multiplies_(t_multiplies), outer_adapters_(t_adapters), outer_shares_(t_shares) {
     t_attends    = attends;
     t_multiplies = multiplies;
@@ -730,4 +730,4 @@ ComputeScope::~ComputeScope() {
     t_shares     = outer_shares_;
 }
 
-}  // namespace llamapipe::kernels
+}  // namespace lp::kernels

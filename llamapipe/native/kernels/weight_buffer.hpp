@@ -5,14 +5,14 @@
 
 #include <cstdint>
 
-namespace llamapipe::kernels {
+namespace lp::kernels {
 
 // Puts our buffer type at the head of the list that llama.cpp asks for the CPU's weights; before the first model is loaded.
 // It stays until the process ends. Returns null, or why ggml's kernels are used for everything. Any thread; may throw.
-const char * install();
+const char *install();
 
 // The CPU level of the kernels, such as "avx2"; null where ggml's are used for everything.
-const char * level();
+const char *level();
 
 // Whether this level has attention and linear layers, too.
 bool attends();
@@ -34,7 +34,7 @@ struct Packing {
     int        n_tensors = 0;
     int64_t    n_bytes   = 0;  // of packed weights
     // Their buffer. Of several, which no model has so far, it is the first; only that one can be in a file.
-    void *   data       = nullptr;
+    void    *data       = nullptr;
     int64_t  n_data     = 0;
     uint64_t layout     = 0;
     bool     is_mapped  = false;
@@ -43,19 +43,19 @@ struct Packing {
 
 // Replaces packed weights by a mapping of a file that has the same bytes. Returns false if that is not possible; nothing has
 // changed then. Any thread, also while others multiply.
-bool map_file(void * data, int64_t n_bytes, int fd, int64_t offset);
+bool map_file(void *data, int64_t n_bytes, int fd, int64_t offset);
 
 // While one lives, models that this thread loads have their weights packed where there is a kernel. Without one, our buffer
 // type declines: other threads may load with ggml's kernels at the same time.
 class PackingScope {
 public:
-    explicit PackingScope(Packing * packing) noexcept;
+    explicit PackingScope(Packing *packing) noexcept;
     ~PackingScope();
-    PackingScope(const PackingScope &)             = delete;
-    PackingScope & operator=(const PackingScope &) = delete;
+    PackingScope(const PackingScope &)            = delete;
+    PackingScope &operator=(const PackingScope &) = delete;
 
 private:
-    Packing * outer_;
+    Packing *outer_;
 };
 
 class RowAdapters;
@@ -65,15 +65,15 @@ class SharedCells;
 // have adapters of their own, unless `adapters` is null. `shares`: which sequences of a cache have the same cells, or null.
 class ComputeScope {
 public:
-    ComputeScope(bool attends, bool multiplies, const RowAdapters * adapters, SharedCells * shares) noexcept;
+    ComputeScope(bool attends, bool multiplies, const RowAdapters *adapters, SharedCells *shares) noexcept;
     ~ComputeScope();
-    ComputeScope(const ComputeScope &)             = delete;
-    ComputeScope & operator=(const ComputeScope &) = delete;
+    ComputeScope(const ComputeScope &)            = delete;
+    ComputeScope &operator=(const ComputeScope &) = delete;
 
 private:
-    bool                outer_attends_, outer_multiplies_;
-    const RowAdapters * outer_adapters_;
-    SharedCells *       outer_shares_;
+    bool               outer_attends_, outer_multiplies_;
+    const RowAdapters *outer_adapters_;
+    SharedCells       *outer_shares_;
 };
 
-}  // namespace llamapipe::kernels
+}  // namespace lp::kernels

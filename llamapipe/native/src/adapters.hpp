@@ -8,6 +8,6 @@
 
 namespace lp {
 
-std::mutex & adapters_mutex();
+std::mutex &adapters_mutex();
 
 }  // namespace lp

@@ -18,13 +18,13 @@
 namespace {
 
 // Declared as in ggml-cpu.h; the module is opened at run time, so they are looked up by name.
-using new_pool  = ggml_threadpool_t (*)(ggml_threadpool_params *);
-using free_pool = void (*)(ggml_threadpool_t);
-using use_pool  = void (*)(ggml_backend_t, ggml_threadpool_t);
+using NewPool  = ggml_threadpool_t (*)(ggml_threadpool_params *);
+using FreePool = void (*)(ggml_threadpool_t);
+using UsePool  = void (*)(ggml_backend_t, ggml_threadpool_t);
 
-template <typename Function> Function of_cpu_backend(const char * name) {
+template <typename Function> Function of_cpu_backend(const char *name) {
     ggml_backend_dev_t cpu   = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
-    void *             found = cpu ? ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu), name) : nullptr;
+    void              *found = cpu ? ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu), name) : nullptr;
     if (!found) {
         throw std::runtime_error(std::string("the CPU backend has no ") + name);
     }
@@ -47,8 +47,8 @@ public:
     // The other threads of this name.
     std::vector<int> workers() const {
         std::vector<int> ids;
-        DIR *            folder = opendir("/proc/self/task");
-        while (const dirent * entry = folder ? readdir(folder) : nullptr) {
+        DIR             *folder = opendir("/proc/self/task");
+        while (const dirent *entry = folder ? readdir(folder) : nullptr) {
             const int id = atoi(entry->d_name);
             if (id > 0 && id != lp::this_thread_id() && name_of(id) == name_) {
                 ids.push_back(id);
@@ -64,7 +64,7 @@ private:
     static std::string name_of(int id) {
         char path[64], name[32] = "";
         snprintf(path, sizeof(path), "/proc/self/task/%d/comm", id);
-        if (FILE * file = fopen(path, "re")) {
+        if (FILE *file = fopen(path, "re")) {
             if (fgets(name, sizeof(name), file)) {
                 name[strcspn(name, "\n")] = 0;
             }
@@ -97,9 +97,9 @@ int this_thread_id() {
 
 class ThreadPool {
 public:
-    explicit ThreadPool(ggml_threadpool_params params, const WorkerName & name = {})
-        : n_threads(params.n_threads), free_(of_cpu_backend<free_pool>("ggml_threadpool_free")),
-          use_(of_cpu_backend<use_pool>("ggml_backend_cpu_set_threadpool")), threads(start(params)) {
+    explicit ThreadPool(ggml_threadpool_params params, const WorkerName &name = {})
+        : n_threads(params.n_threads), free_(of_cpu_backend<FreePool>("ggml_threadpool_free")),
+          use_(of_cpu_backend<UsePool>("ggml_backend_cpu_set_threadpool")), threads(start(params)) {
         other_ = ggml_backend_dev_init(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU), nullptr);
         if (n_threads > 1) {
             workers = name.workers();
@@ -109,7 +109,7 @@ public:
     // ggml asserts that every thread starts.
     static ggml_threadpool_t start(ggml_threadpool_params params) {
         try {
-            if (ggml_threadpool_t started = of_cpu_backend<new_pool>("ggml_threadpool_new")(&params)) {
+            if (ggml_threadpool_t started = of_cpu_backend<NewPool>("ggml_threadpool_new")(&params)) {
                 return started;
             }
         } catch (const std::runtime_error &) {
@@ -137,8 +137,8 @@ public:
     std::vector<int> workers;  // the kernel's ids of the other threads
 
 private:
-    free_pool free_;
-    use_pool  use_;
+    FreePool free_;
+    UsePool  use_;
     // Computes nothing. A backend that is given another pool pauses the one it had; the call for that cannot be looked up.
     ggml_backend_t other_ = nullptr;
 
@@ -146,7 +146,7 @@ public:
     const ggml_threadpool_t threads;
 };
 
-ComputeThreads::ComputeThreads(llama_context * ctx, int n_threads, int n_threads_batch, int poll)
+ComputeThreads::ComputeThreads(llama_context *ctx, int n_threads, int n_threads_batch, int poll)
     : ctx_(ctx), poll_(static_cast<uint32_t>(poll)), n_threads_(n_threads), n_threads_batch_(n_threads_batch) {
     pool(n_threads, false);
     pool(n_threads_batch, false);
@@ -157,8 +157,8 @@ ComputeThreads::~ComputeThreads() = default;
 
 // A pool of one thread has no workers, and is no special case: llama.cpp would take a missing pool for batches as "the
 // other one".
-ThreadPool & ComputeThreads::pool(int n_threads, bool is_paused) {
-    for (const auto & made : pools_) {
+ThreadPool &ComputeThreads::pool(int n_threads, bool is_paused) {
+    for (const auto &made : pools_) {
         if (made->n_threads == n_threads) {
             return *made;
         }
@@ -193,7 +193,7 @@ std::vector<int> ComputeThreads::thread_ids() {
         return {};
     }
     std::vector<int> ids = { decoding };
-    for (const auto & made : pools_) {
+    for (const auto &made : pools_) {
         if (made->n_threads == n_threads_ || made->n_threads == n_threads_batch_) {
             ids.insert(ids.end(), made->workers.begin(), made->workers.end());
         }
@@ -203,7 +203,7 @@ std::vector<int> ComputeThreads::thread_ids() {
 
 void ComputeThreads::rest() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (const auto & made : pools_) {
+    for (const auto &made : pools_) {
         made->rest();
     }
 }

@@ -21,7 +21,7 @@ int this_thread_id();
 class ComputeThreads {
 public:
     // poll: how eagerly idle workers spin for the next graph, 0 to 100. Throws std::runtime_error.
-    ComputeThreads(llama_context * ctx, int n_threads, int n_threads_batch, int poll);
+    ComputeThreads(llama_context *ctx, int n_threads, int n_threads_batch, int poll);
     ~ComputeThreads();
 
     // Any thread, at any time; the change happens at the next `apply`. Throws std::runtime_error, with nothing changed.
@@ -43,10 +43,10 @@ public:
     std::vector<int> thread_ids();
 
 private:
-    ThreadPool & pool(int n_threads, bool is_paused);
-    void         switch_pools();
+    ThreadPool &pool(int n_threads, bool is_paused);
+    void        switch_pools();
 
-    llama_context * const                    ctx_;
+    llama_context *const                     ctx_;
     const uint32_t                           poll_;
     std::mutex                               mutex_;
     std::vector<std::unique_ptr<ThreadPool>> pools_;  // of different sizes

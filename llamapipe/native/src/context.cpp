@@ -16,7 +16,7 @@
 #include <stdexcept>
 #include <vector>
 
-ggml_backend_t lp::compute_backend(llama_context * ctx, ggml_backend_dev_t device) {
+ggml_backend_t lp::compute_backend(llama_context *ctx, ggml_backend_dev_t device) {
     ggml_backend_sched_t sched = ctx->get_sched();
     for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); i++) {
         ggml_backend_t backend = ggml_backend_sched_get_backend(sched, i);
@@ -27,7 +27,7 @@ ggml_backend_t lp::compute_backend(llama_context * ctx, ggml_backend_dev_t devic
     return nullptr;
 }
 
-size_t lp::scratch_bytes(llama_context * ctx) {
+size_t lp::scratch_bytes(llama_context *ctx) {
     ggml_backend_sched_t sched = ctx->get_sched();
     size_t               n     = 0;
     for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); i++) {
@@ -37,7 +37,7 @@ size_t lp::scratch_bytes(llama_context * ctx) {
 }
 
 // ---- an operation on the KV cells of sequences, between steps
-int lp::apply_memory_op(llama_context * ctx, const MemoryOp & op) {
+int lp::apply_memory_op(llama_context *ctx, const MemoryOp &op) {
     return guard(LP_ERROR, [&]() -> int {
         llama_memory_t memory = llama_get_memory(ctx);
         switch (op.op) {
@@ -76,7 +76,7 @@ static llama_state_seq_flags flags_of(Part part) {
     return part == Part::state ? LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY : LLAMA_STATE_SEQ_FLAGS_NONE;
 }
 
-int save_cells(llama_context * ctx, int seq_id, int64_t max_bytes, Part part, SavedCells & to) {
+int save_cells(llama_context *ctx, int seq_id, int64_t max_bytes, Part part, SavedCells &to) {
     const size_t n = llama_state_seq_get_size_ext(ctx, seq_id, flags_of(part));
     if (n == 0 || (max_bytes >= 0 && n > static_cast<size_t>(max_bytes))) {
         return 0;
@@ -85,7 +85,7 @@ int save_cells(llama_context * ctx, int seq_id, int64_t max_bytes, Part part, Sa
     return llama_state_seq_get_data_ext(ctx, to.bytes.get(), n, seq_id, flags_of(part)) == n;
 }
 
-static bool set_data(llama_context * ctx, int seq_id, Part part, const SavedCells & from) {
+static bool set_data(llama_context *ctx, int seq_id, Part part, const SavedCells &from) {
     return llama_state_seq_set_data_ext(ctx, from.bytes.get(), from.size, seq_id, flags_of(part)) == from.size;
 }
 
@@ -93,9 +93,9 @@ static bool set_data(llama_context * ctx, int seq_id, Part part, const SavedCell
 // that the window of the last token has left, and gives them to other tokens if memory is short. Llama 4's windows do
 // not slide: each position attends to those of its chunk. The first position suffices: llama.cpp removes all before one
 // that it gives away (apply_ubatch), and states have no gaps, so none is missing between the first and the last.
-static bool has_window(llama_context * ctx, int seq_id, int n) {
-    const llama_model * model = llama_get_model(ctx);
-    const int           n_swa = llama_model_n_swa(model);
+static bool has_window(llama_context *ctx, int seq_id, int n) {
+    const llama_model *model = llama_get_model(ctx);
+    const int          n_swa = llama_model_n_swa(model);
     if (n_swa <= 0 || n == 0 || llama_model_is_recurrent(model) || llama_model_is_hybrid(model)) {
         return true;
     }
@@ -106,7 +106,7 @@ static bool has_window(llama_context * ctx, int seq_id, int n) {
     return first >= 0 && (first <= needed || needed == n);
 }
 
-int load_cells(llama_context * ctx, int seq_id, int n, const SavedCells * cells, const SavedCells * state) {
+int load_cells(llama_context *ctx, int seq_id, int n, const SavedCells *cells, const SavedCells *state) {
     llama_memory_t memory = llama_get_memory(ctx);
     bool           done   = true;
     if (cells) {
@@ -132,7 +132,7 @@ int load_cells(llama_context * ctx, int seq_id, int n, const SavedCells * cells,
     return 0;
 }
 
-Context::Context(llama_model * model, const llama_context_params & params, const Options & options)
+Context::Context(llama_model *model, const llama_context_params &params, const Options &options)
     : attends_(options.attends), multiplies_(options.multiplies) {
     const int n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
     if (options.n_ring_rows > 0) {
@@ -157,11 +157,11 @@ Context::Context(llama_model * model, const llama_context_params & params, const
     n_encoded_ = static_cast<int>(std::min(llama_n_ubatch(llama_.get()), std::max(params.n_outputs_max, 1u)));
     if (attends_ && params.n_seq_max > 1 && !params.kv_unified) {
         const int n_sequences = static_cast<int>(params.n_seq_max);
-        shares_               = std::make_unique<llamapipe::kernels::SharedCells>(n_sequences, llama_model_n_layer(model));
+        shares_               = std::make_unique<lp::kernels::SharedCells>(n_sequences, llama_model_n_layer(model));
     }
 }
 
-int Context::decode(const BatchArrays & batch) {
+int Context::decode(const BatchArrays &batch) {
     const int code = decode(batch, {});
     if (states_ && code == 0) {
         states_->take(batch);
@@ -169,7 +169,7 @@ int Context::decode(const BatchArrays & batch) {
     return code;
 }
 
-template <typename Body> int Context::compute(const BatchArrays * mixed, Body && body) {
+template <typename Body> int Context::compute(const BatchArrays *mixed, Body &&body) {
     if (is_broken_) {
         throw std::runtime_error("llama.cpp failed inside an earlier step; close this engine and make another");
     }
@@ -180,8 +180,8 @@ template <typename Body> int Context::compute(const BatchArrays * mixed, Body &&
     if (is_mixed) {
         row_adapters_.prepare(mixed->n, mixed->seq_ids, mixed->outputs);
     }
-    const llamapipe::kernels::ComputeScope scope(attends_, multiplies_, is_mixed ? &row_adapters_ : nullptr, shares_.get());
-    std::unique_lock<std::mutex>           lock(adapters_mutex(), std::defer_lock);
+    const lp::kernels::ComputeScope scope(attends_, multiplies_, is_mixed ? &row_adapters_ : nullptr, shares_.get());
+    std::unique_lock<std::mutex>    lock(adapters_mutex(), std::defer_lock);
     if (reserves_) {
         lock.lock();
         reserves_ = false;
@@ -194,7 +194,7 @@ template <typename Body> int Context::compute(const BatchArrays * mixed, Body &&
     }
 }
 
-int Context::decode(const BatchArrays & batch, const std::vector<const float *> & states) {
+int Context::decode(const BatchArrays &batch, const std::vector<const float *> &states) {
     // llama_batch wants a list of sequences for each token; ours have exactly one.
     const size_t n = batch.n;
     if (n_seq_id_.size() < n) {
@@ -219,15 +219,15 @@ int Context::decode(const BatchArrays & batch, const std::vector<const float *> 
     });
 }
 
-int Context::set_adapters(const lp_adapter_set & set) {
-    llama_context * llama = llama_.get();
+int Context::set_adapters(const lp_adapter_set &set) {
+    llama_context *llama = llama_.get();
     llama_synchronize(llama);
     reserves_ = true;
     row_adapters_.carry({});
     changed_matrices_.clear();
     if (set.carries) {
-        std::vector<llamapipe::kernels::LoraPair> pairs;
-        for (const auto & [name, pair] : set.adapters[0]->ab_map) {
+        std::vector<lp::kernels::LoraPair> pairs;
+        for (const auto &[name, pair] : set.adapters[0]->ab_map) {
             changed_matrices_.push_back(name);
             pairs.push_back({ pair.a, pair.b });
         }
@@ -237,7 +237,7 @@ int Context::set_adapters(const lp_adapter_set & set) {
         throw std::runtime_error("llama.cpp refused the adapters");
     }
     if (set.control || has_control_) {
-        const float * data = set.control;
+        const float *data = set.control;
         if (llama_set_adapter_cvec(llama, data, data ? set.n_control : 0, set.n_embd, set.first, set.last) != 0) {
             throw std::runtime_error("llama.cpp refused the control vector");
         }
@@ -254,18 +254,18 @@ bool Context::mixes_adapters() const {
             return false;  // it may compute large products of the CPU's weights, too
         }
     }
-    return attends_ && llamapipe::kernels::can_mix_adapters();
+    return attends_ && lp::kernels::can_mix_adapters();
 }
 
-int Context::assign_adapters(int seq_id, const lp_adapter_set & set) {
-    using namespace llamapipe::kernels;
+int Context::assign_adapters(int seq_id, const lp_adapter_set &set) {
+    using namespace lp::kernels;
     std::vector<RowAdapters::Scaled> adapters;
     for (int i = 0; i < set.n; i++) {
-        const llama_adapter_lora *  adapter = set.adapters[i];
+        const llama_adapter_lora   *adapter = set.adapters[i];
         std::shared_ptr<const Lora> lora    = row_adapters_.find(adapter);
         if (!lora) {
             std::vector<LoraPair> pairs;
-            for (const std::string & name : changed_matrices_) {
+            for (const std::string &name : changed_matrices_) {
                 const auto pair = adapter->ab_map.find(name);
                 pairs.push_back(pair == adapter->ab_map.end() ? LoraPair() : LoraPair{ pair->second.a, pair->second.b });
             }
@@ -278,26 +278,26 @@ int Context::assign_adapters(int seq_id, const lp_adapter_set & set) {
 }
 
 // `decode` of entries of which some are rows of an image or a sound, or which have states.
-int Context::decode_rows(const BatchArrays & batch, const std::vector<const float *> & states) {
-    llama_context * const llama = llama_.get();
+int Context::decode_rows(const BatchArrays &batch, const std::vector<const float *> &states) {
+    llama_context *const llama = llama_.get();
     if (!rows_) {
         rows_.reset(llama_batch_ext_init(llama));
     }
-    llama_batch_ext * const rows = rows_.get();
+    llama_batch_ext *const rows = rows_.get();
     llama_batch_ext_clear(rows);
-    const llama_model * const model   = llama_get_model(llama);
-    const size_t              n_embd  = llama_model_n_embd_inp(model);
-    const size_t              n_state = llama_model_n_embd_out(model);
+    const llama_model *const model   = llama_get_model(llama);
+    const size_t             n_embd  = llama_model_n_embd_inp(model);
+    const size_t             n_state = llama_model_n_embd_out(model);
     // EAGLE-3 takes the state in place of the token's embedding.
     const auto set_state = llama_model_has_encoder(model) ? llama_batch_ext_set_embd_token : llama_batch_ext_set_embd_state;
     for (int i = 0; i < batch.n; i++) {
-        const float * const row = batch.embeddings ? batch.embeddings[i] : nullptr;
-        const int           at  = row ? llama_batch_ext_add_embd(rows, batch.seq_ids[i], { row, 1, n_embd })
-                                      : llama_batch_ext_add_token(rows, batch.seq_ids[i], batch.tokens[i]);
+        const float *const row = batch.embeddings ? batch.embeddings[i] : nullptr;
+        const int          at  = row ? llama_batch_ext_add_embd(rows, batch.seq_ids[i], { row, 1, n_embd })
+                                     : llama_batch_ext_add_token(rows, batch.seq_ids[i], batch.tokens[i]);
         // Time, height, width, and one that no model uses; llama.cpp reads as many as the model has, of a token one.
-        const int32_t * const grid        = batch.grid && batch.grid[2 * i] >= 0 ? batch.grid + 2 * i : nullptr;
-        const int32_t         p           = batch.positions[i];
-        const int32_t         position[4] = { p, grid ? grid[0] : p, grid ? grid[1] : p, grid ? 0 : p };
+        const int32_t *const grid        = batch.grid && batch.grid[2 * i] >= 0 ? batch.grid + 2 * i : nullptr;
+        const int32_t        p           = batch.positions[i];
+        const int32_t        position[4] = { p, grid ? grid[0] : p, grid ? grid[1] : p, grid ? 0 : p };
         if (at != i || !llama_batch_ext_set_pos(rows, i, position)) {
             throw std::runtime_error("llama.cpp refused an entry of a batch");
         }
@@ -307,9 +307,9 @@ int Context::decode_rows(const BatchArrays & batch, const std::vector<const floa
         llama_batch_ext_set_output_logits(rows, i, batch.outputs[i] != 0);
     }
     struct Causal {
-        llama_context * const ctx;
-        const bool            is_causal;
-        Causal(llama_context * of, bool is) : ctx(of), is_causal(is) {
+        llama_context *const ctx;
+        const bool           is_causal;
+        Causal(llama_context *of, bool is) : ctx(of), is_causal(is) {
             if (!is_causal) {
                 llama_set_causal_attn(ctx, false);
             }
@@ -323,7 +323,7 @@ int Context::decode_rows(const BatchArrays & batch, const std::vector<const floa
     return llama_process(llama, LLAMA_PROCESS_TYPE_DECODE, rows);
 }
 
-int Context::apply(const MemoryOp & op) {
+int Context::apply(const MemoryOp &op) {
     const int done = apply_memory_op(llama_.get(), op);
     if (shares_ && (op.op == LP_SHIFT || op.op == LP_COPY)) {
         shares_->changed(op.op == LP_COPY ? op.other : op.seq_id);
@@ -334,7 +334,7 @@ int Context::apply(const MemoryOp & op) {
     return done;
 }
 
-int Context::load(int seq_id, int n, const SavedCells * cells, const SavedCells * state) {
+int Context::load(int seq_id, int n, const SavedCells *cells, const SavedCells *state) {
     if (states_) {
         states_->cut(seq_id, cells ? 0 : n);
     }
@@ -344,7 +344,7 @@ int Context::load(int seq_id, int n, const SavedCells * cells, const SavedCells 
     return load_cells(llama_.get(), seq_id, n, cells, state);
 }
 
-int Context::copy(int from, int to, int n, SavedCells & scratch, const SavedCells * state) {
+int Context::copy(int from, int to, int n, SavedCells &scratch, const SavedCells *state) {
     const bool done = save_cells(llama_.get(), from, -1, Part::all, scratch) && load(to, n, &scratch, state);
     if (states_ && done) {
         states_->copy(from, to, n);
@@ -352,8 +352,8 @@ int Context::copy(int from, int to, int n, SavedCells & scratch, const SavedCell
     return done;
 }
 
-int Context::encode(const std::vector<const float *> & states, size_t width, float * out) {
-    llama_context * const llama = llama_.get();
+int Context::encode(const std::vector<const float *> &states, size_t width, float *out) {
+    llama_context *const llama = llama_.get();
     if (!rows_) {
         rows_.reset(llama_batch_ext_init(llama));
     }
@@ -374,7 +374,7 @@ int Context::encode(const std::vector<const float *> & states, size_t width, flo
         if (code != 0) {
             return code;
         }
-        const float * const encoded = given_states(llama);
+        const float *const encoded = given_states(llama);
         if (!encoded) {
             throw std::runtime_error("llama.cpp gave out no encoded states");
         }
@@ -383,10 +383,10 @@ int Context::encode(const std::vector<const float *> & states, size_t width, flo
     return 0;
 }
 
-int Context::draft(const BatchArrays & batch, const int32_t * before, const HiddenStates & target) {
-    const llama_model * const model   = llama_get_model(llama_.get());
-    const bool                encodes = llama_model_has_encoder(model);  // what is kept of the target is not yet a state
-    const size_t              width = llama_model_n_embd_out(model), n = batch.n;
+int Context::draft(const BatchArrays &batch, const int32_t *before, const HiddenStates &target) {
+    const llama_model *const model   = llama_get_model(llama_.get());
+    const bool               encodes = llama_model_has_encoder(model);  // what is kept of the target is not yet a state
+    const size_t             width = llama_model_n_embd_out(model), n = batch.n;
     if (!gives_states_) {
         give_out_states(llama_.get());
         gives_states_ = true;
@@ -396,9 +396,9 @@ int Context::draft(const BatchArrays & batch, const int32_t * before, const Hidd
     own_states_.assign((n + 1) * width, 0.0f);
     std::vector<const float *> states(n, own_states_.data()), kept;
     for (size_t i = 0; i < n; i++) {
-        float * const own = own_states_.data() + (i + 1) * width;
+        float *const own = own_states_.data() + (i + 1) * width;
         if (before[i] >= 0) {
-            const float * const row = given_state(llama_.get(), before[i]);
+            const float *const row = given_state(llama_.get(), before[i]);
             if (!row) {
                 throw std::runtime_error("an entry of the last batch is not an output");
             }
@@ -419,7 +419,7 @@ int Context::draft(const BatchArrays & batch, const int32_t * before, const Hidd
         if (const int code = encode(kept, target.width(), encoded_.data())) {
             return code;
         }
-        const float * next = encoded_.data();
+        const float *next = encoded_.data();
         for (size_t i = 0; i < n; i++) {
             if (before[i] < 0 && batch.positions[i] > 0) {
                 states[i] = next;
@@ -430,8 +430,8 @@ int Context::draft(const BatchArrays & batch, const int32_t * before, const Hidd
     return decode(batch, states);
 }
 
-int Context::best(int entry, float * share) const {
-    const float * const row = llama_get_logits_ith(llama_.get(), entry);
+int Context::best(int entry, float *share) const {
+    const float *const row = llama_get_logits_ith(llama_.get(), entry);
     if (!row) {
         throw std::runtime_error("this entry of the last batch is not an output");
     }
@@ -443,15 +443,15 @@ int Context::best(int entry, float * share) const {
 
 Context::~Context() {
     if (is_broken_) {
-        (void) llama_.release();  // its scheduler may point to memory that was freed
+        (void)llama_.release();  // its scheduler may point to memory that was freed
     }
 }
 
 }  // namespace lp
 
 // ---- the C entries of contexts: their life, one decode from flat arrays, rows of logits, memory operations
-lp_context * lp_context_new(llama_model * model, const llama_context_params * params, int poll, int64_t n_ring_rows, bool samples,
-                            bool attends, bool multiplies) {
+lp_context *lp_context_new(llama_model *model, const llama_context_params *params, int poll, int64_t n_ring_rows, bool samples,
+                           bool attends, bool multiplies) {
     return lp::guard(nullptr, [&] {
         const std::lock_guard<std::mutex> lock(lp::adapters_mutex());
         const lp::AssertionsThrow         throwing;
@@ -461,44 +461,44 @@ lp_context * lp_context_new(llama_model * model, const llama_context_params * pa
     });
 }
 
-void lp_context_free(lp_context * context) {
+void lp_context_free(lp_context *context) {
     lp::guard(0, [&] {
         delete context;
         return 0;
     });
 }
 
-llama_context * lp_context_llama(const lp_context * context) { return context->shared->llama(); }
+llama_context *lp_context_llama(const lp_context *context) { return context->shared->llama(); }
 
-bool lp_context_has_ring(const lp_context * context) { return context->shared->stager() != nullptr; }
+bool lp_context_has_ring(const lp_context *context) { return context->shared->stager() != nullptr; }
 
-bool lp_context_ring_in_host_memory(const lp_context * context) {
-    const auto & stager = context->shared->stager();
+bool lp_context_ring_in_host_memory(const lp_context *context) {
+    const auto &stager = context->shared->stager();
     return stager && stager->host();
 }
 
-const char * lp_context_staging_problem(const lp_context * context) { return context->shared->staging_problem(); }
+const char *lp_context_staging_problem(const lp_context *context) { return context->shared->staging_problem(); }
 
-const char * lp_context_sampler_problem(const lp_context * context) {
-    const auto & stager = context->shared->stager();
+const char *lp_context_sampler_problem(const lp_context *context) {
+    const auto &stager = context->shared->stager();
     return stager ? stager->sampler_problem() : context->shared->staging_problem();
 }
 
-void lp_context_rest(lp_context * context) {
+void lp_context_rest(lp_context *context) {
     lp::guard(0, [&] {
         context->shared->threads().rest();
         return 0;
     });
 }
 
-int lp_context_set_threads(lp_context * context, int n_threads, int n_threads_batch) {
+int lp_context_set_threads(lp_context *context, int n_threads, int n_threads_batch) {
     return lp::guard(LP_ERROR, [&] {
         context->shared->threads().set(n_threads, n_threads_batch);
         return 0;
     });
 }
 
-int lp_context_thread_ids(lp_context * context, int n_max, int32_t * ids) {
+int lp_context_thread_ids(lp_context *context, int n_max, int32_t *ids) {
     return lp::guard(LP_ERROR, [&] {
         const std::vector<int> found = context->shared->threads().thread_ids();
         const int              n     = std::min(n_max, static_cast<int>(found.size()));
@@ -507,16 +507,16 @@ int lp_context_thread_ids(lp_context * context, int n_max, int32_t * ids) {
     });
 }
 
-int lp_decode(lp_context * context, int n_tokens, const int32_t * tokens, const int32_t * positions, const int32_t * seq_ids,
-              const int8_t * outputs) {
+int lp_decode(lp_context *context, int n_tokens, const int32_t *tokens, const int32_t *positions, const int32_t *seq_ids,
+              const int8_t *outputs) {
     return lp::guard(LP_ERROR, [&] { return context->shared->decode({ n_tokens, tokens, positions, seq_ids, outputs }); });
 }
 
-int lp_embeddings(lp_context * context, int n, bool pooled, int width, float * out) {
+int lp_embeddings(lp_context *context, int n, bool pooled, int width, float *out) {
     return lp::guard(LP_ERROR, [&]() -> int {
-        llama_context * llama = context->shared->llama();
+        llama_context *llama = context->shared->llama();
         for (int i = 0; i < n; i++) {
-            const float * row = pooled ? llama_get_embeddings_seq(llama, i) : llama_get_embeddings_ith(llama, i);
+            const float *row = pooled ? llama_get_embeddings_seq(llama, i) : llama_get_embeddings_ith(llama, i);
             if (!row) {
                 lp::set_error("the last batch has no such embedding");
                 return LP_ERROR;
@@ -527,10 +527,10 @@ int lp_embeddings(lp_context * context, int n, bool pooled, int width, float * o
     });
 }
 
-int lp_logits(lp_context * context, int n_rows, const int32_t * rows, int n_vocab, float * out) {
+int lp_logits(lp_context *context, int n_rows, const int32_t *rows, int n_vocab, float *out) {
     return lp::guard(LP_ERROR, [&]() -> int {
         for (int i = 0; i < n_rows; i++) {
-            const float * row = llama_get_logits_ith(context->shared->llama(), rows[i]);
+            const float *row = llama_get_logits_ith(context->shared->llama(), rows[i]);
             if (!row) {
                 lp::set_error("this entry of the last batch is not an output");
                 return LP_ERROR;
@@ -541,51 +541,51 @@ int lp_logits(lp_context * context, int n_rows, const int32_t * rows, int n_voca
     });
 }
 
-int lp_context_set_adapters(lp_context * context, const lp_adapter_set * set) {
+int lp_context_set_adapters(lp_context *context, const lp_adapter_set *set) {
     return lp::guard(LP_ERROR, [&] { return context->shared->set_adapters(*set); });
 }
 
-bool lp_context_mixes_adapters(const lp_context * context) {
+bool lp_context_mixes_adapters(const lp_context *context) {
     return lp::guard(false, [&] { return context->shared->mixes_adapters(); });
 }
 
-int64_t lp_context_n_spared(const lp_context * context) { return context->shared->n_spared(); }
+int64_t lp_context_n_spared(const lp_context *context) { return context->shared->n_spared(); }
 
-int lp_context_assign_adapters(lp_context * context, int seq_id, const lp_adapter_set * set) {
+int lp_context_assign_adapters(lp_context *context, int seq_id, const lp_adapter_set *set) {
     return lp::guard(LP_ERROR, [&] { return context->shared->assign_adapters(seq_id, *set); });
 }
 
-int lp_context_memory(lp_context * context, enum lp_memory_op op, int seq_id, int other, int p0, int p1) {
+int lp_context_memory(lp_context *context, enum lp_memory_op op, int seq_id, int other, int p0, int p1) {
     return context->shared->apply({ op, seq_id, other, p0, p1, 0 });
 }
 
-const char * lp_states_problem(void) { return lp::states_problem(); }
+const char *lp_states_problem(void) { return lp::states_problem(); }
 
-int lp_context_keep_states(lp_context * context, int n_most, int n_layers, const int32_t * layers) {
+int lp_context_keep_states(lp_context *context, int n_most, int n_layers, const int32_t *layers) {
     return lp::guard(LP_ERROR, [&] {
         context->shared->keep_states(n_most, { layers, layers + n_layers });
         return 0;
     });
 }
 
-int lp_context_state_width(const lp_context * context) { return context->shared->states()->width(); }
+int lp_context_state_width(const lp_context *context) { return context->shared->states()->width(); }
 
-const float * lp_context_state(const lp_context * context, int seq_id, int32_t position) {
+const float *lp_context_state(const lp_context *context, int seq_id, int32_t position) {
     return context->shared->states()->of(seq_id, position);
 }
 
-int lp_best(lp_context * context, int entry, float * share) {
+int lp_best(lp_context *context, int entry, float *share) {
     return lp::guard(LP_ERROR, [&] { return context->shared->best(entry, share); });
 }
 
-int lp_context_states(const lp_context * context, int seq_id, int32_t * end) {
-    const lp::HiddenStates & states = *context->shared->states();
-    *end                            = states.end(seq_id);
+int lp_context_states(const lp_context *context, int seq_id, int32_t *end) {
+    const lp::HiddenStates &states = *context->shared->states();
+    *end                           = states.end(seq_id);
     return states.begin(seq_id);
 }
 
-int lp_draft(lp_context * context, const lp_context * target, int n_tokens, const int32_t * tokens, const int32_t * positions,
-             const int32_t * seq_ids, const int8_t * outputs, const int32_t * before) {
+int lp_draft(lp_context *context, const lp_context *target, int n_tokens, const int32_t *tokens, const int32_t *positions,
+             const int32_t *seq_ids, const int8_t *outputs, const int32_t *before) {
     return lp::guard(LP_ERROR, [&] {
         return context->shared->draft({ n_tokens, tokens, positions, seq_ids, outputs }, before, *target->shared->states());
     });

@@ -20,7 +20,7 @@ public:
     }
 
     // Whether this fails now, and with which code. Each fault happens once.
-    bool take(Fault fault, int * code) {
+    bool take(Fault fault, int *code) {
         if (fault_ != fault) {
             return false;
         }

@@ -16,22 +16,22 @@ thread_local int t_n_throwing = 0, t_n_decoding = 0, t_n_failed = 0;
 
 // The backends are called libggml-cpu, libggml-cuda…, on Windows ggml-cpu…; ggml-base has a prefix of ours.
 #ifdef _WIN32
-constexpr const char * backend_prefix = "\\ggml-";
+constexpr const char *kBackendPrefix = "\\ggml-";
 #else
-constexpr const char * backend_prefix = "libggml-";
+constexpr const char *kBackendPrefix = "libggml-";
 #endif
 
-std::runtime_error failed_check(const char * message) {
-    const char * file = strrchr(message, '/');
+std::runtime_error failed_check(const char *message) {
+    const char *file = strrchr(message, '/');
     return std::runtime_error(std::string("a check of llama.cpp failed, ") + (file ? file + 1 : message));
 }
 
 // Whether a function of a backend's library called, which may compute with several threads.
 bool is_in_backend() {
-    void *    frames[64];
+    void     *frames[64];
     const int n = lp::system::call_stack(frames, 64);
     for (int i = 0; i < n; i++) {
-        if (lp::system::is_in_library(frames[i], backend_prefix)) {
+        if (lp::system::is_in_library(frames[i], kBackendPrefix)) {
             return true;
         }
     }
@@ -39,7 +39,7 @@ bool is_in_backend() {
 }
 
 // ggml ends the process when this returns. Its C functions can be unwound on all of our platforms.
-void on_failed_assertion(const char * message) {
+void on_failed_assertion(const char *message) {
     if (t_n_throwing > 0) {
         throw failed_check(message);
     }

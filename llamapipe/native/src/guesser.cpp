@@ -6,17 +6,17 @@
 namespace lp {
 
 namespace {
-constexpr double weight     = 0.9;  // of what was seen before
-constexpr size_t n_searched = 256;  // tokens after the place where a copy was left
-constexpr size_t n_before   = 16;   // and before it
-constexpr size_t n_near     = 32;   // the same in the text, where other copies may follow
-constexpr size_t n_changes  = 16;   // that are remembered
-constexpr size_t n_changed  = 8;    // tokens of a change
-constexpr size_t n_for_one  = 4;    // tokens that may have replaced one
-constexpr size_t n_lost     = 16;   // tokens after which a copy has ended
+constexpr double kWeight   = 0.9;  // of what was seen before
+constexpr size_t kSearched = 256;  // tokens after the place where a copy was left
+constexpr size_t kBefore   = 16;   // and before it
+constexpr size_t kNear     = 32;   // the same in the text, where other copies may follow
+constexpr size_t kChanges  = 16;   // that are remembered
+constexpr size_t kChanged  = 8;    // tokens of a change
+constexpr size_t kForOne   = 4;    // tokens that may have replaced one
+constexpr size_t kLost     = 16;   // tokens after which a copy has ended
 }  // namespace
 
-Guesser::Guesser(std::vector<int32_t> prediction, const std::vector<int32_t> & text, bool own)
+Guesser::Guesser(std::vector<int32_t> prediction, const std::vector<int32_t> &text, bool own)
     : text_(std::move(prediction)), n_predicted_(text_.size()), n_learned_(0), own_(own) {
     text_.push_back(-1);  // no token: nothing matches across it
     n_learned_ = text_.size();
@@ -26,13 +26,13 @@ Guesser::Guesser(std::vector<int32_t> prediction, const std::vector<int32_t> & t
         n_places *= 2;
     }
     places_.assign(own_ ? n_places : 0, 0);
-    for (size_t place = n_learned_ + n_gram; own_ && place < text_.size(); place++) {
+    for (size_t place = n_learned_ + kGram; own_ && place < text_.size(); place++) {
         learn(place);
     }
     if (n_predicted_ > 0) {
         next_         = 0;
         end_          = n_predicted_;
-        n_matched_    = n_sure;
+        n_matched_    = kSure;
         is_predicted_ = true;
     } else if (own_) {
         find_in_text();
@@ -41,7 +41,7 @@ Guesser::Guesser(std::vector<int32_t> prediction, const std::vector<int32_t> & t
 
 size_t Guesser::slot(size_t place) const {
     uint64_t hash = 0;
-    for (size_t i = place - n_gram; i < place; i++) {
+    for (size_t i = place - kGram; i < place; i++) {
         hash = (hash ^ static_cast<uint32_t>(text_[i])) * 0x9e3779b97f4a7c15ull;
     }
     return (hash >> 32) & (places_.size() - 1);
@@ -57,7 +57,7 @@ void Guesser::follow(size_t place) {
 
 size_t Guesser::change_at(size_t place) const {
     for (size_t i = changes_.size(); i > 0; i--) {
-        const std::vector<int32_t> & from = changes_[i - 1].from;
+        const std::vector<int32_t> &from = changes_[i - 1].from;
         if (place + from.size() <= source_end() && std::equal(from.begin(), from.end(), text_.begin() + place)) {
             return i;
         }
@@ -69,14 +69,14 @@ void Guesser::add(int32_t token) {
     const bool had_guess = n_matched_ > 0 && next_ < end_;
     const bool is_right  = had_guess && expected() == token;
     if (had_guess) {
-        shares_[kind()] = weight * share() + (1 - weight) * (is_right ? 1 : 0);
+        shares_[kind()] = kWeight * share() + (1 - kWeight) * (is_right ? 1 : 0);
     }
     const bool was_predicted = is_predicted_;
     text_.push_back(token);
-    if (own_ && text_.size() > n_learned_ + n_gram) {
+    if (own_ && text_.size() > n_learned_ + kGram) {
         if (text_.size() > places_.size()) {
             places_.assign(4 * places_.size(), 0);
-            for (size_t place = n_learned_ + n_gram; place + 1 < text_.size(); place++) {
+            for (size_t place = n_learned_ + kGram; place + 1 < text_.size(); place++) {
                 learn(place);
             }
         }
@@ -103,7 +103,7 @@ void Guesser::add(int32_t token) {
         if (next_ < end_) {
             return;
         }
-    } else if (had_guess && n_matched_ >= (was_predicted ? n_sure : n_copy)) {
+    } else if (had_guess && n_matched_ >= (was_predicted ? kSure : kCopy)) {
         if (change_ > 0) {
             changes_.erase(changes_.begin() + change_ - 1);
         }
@@ -118,17 +118,17 @@ void Guesser::add(int32_t token) {
             return;
         }
     }
-    if (text_.size() - lost_text_ > n_lost) {
+    if (text_.size() - lost_text_ > kLost) {
         lost_text_ = 0;
     }
     if (n_predicted_ > 0 && follow_near(anchor_, 1, n_predicted_)) {
         return;
     }
     if (own_ && lost_text_ > 0 && lost_ >= n_learned_ &&
-        follow_near(lost_, n_learned_ + 1, std::min(lost_ + n_near, lost_text_))) {
+        follow_near(lost_, n_learned_ + 1, std::min(lost_ + kNear, lost_text_))) {
         return;
     }
-    if (lost_text_ > 0 && text_.size() - lost_text_ <= n_for_one && (lost_ < n_predicted_ || own_)) {
+    if (lost_text_ > 0 && text_.size() - lost_text_ <= kForOne && (lost_ < n_predicted_ || own_)) {
         is_predicted_ = lost_ < n_predicted_;
         end_          = source_end();
         n_matched_    = 1;
@@ -159,10 +159,10 @@ void Guesser::learn_change() {
     const auto from = text_.begin() + lost_, to = text_.begin() + lost_text_;
     Change     change{ { from, text_.begin() + (next_ - n_same) }, { to, text_.end() - n_same } };
     lost_text_ = 0;
-    if (change.from.empty() || change.to.empty() || std::max(change.from.size(), change.to.size()) > n_changed) {
+    if (change.from.empty() || change.to.empty() || std::max(change.from.size(), change.to.size()) > kChanged) {
         return;
     }
-    if (changes_.size() == n_changes) {
+    if (changes_.size() == kChanges) {
         changes_.erase(changes_.begin());
     }
     changes_.push_back(std::move(change));
@@ -174,9 +174,9 @@ void Guesser::learn_change() {
 bool Guesser::follow_near(size_t place, size_t first, size_t stop) {
     const size_t n    = text_.size();
     size_t       best = 1, found = 0;
-    for (size_t i = std::max(first, place > n_before ? place - n_before : 0); i < std::min(place + n_searched, stop); i++) {
+    for (size_t i = std::max(first, place > kBefore ? place - kBefore : 0); i < std::min(place + kSearched, stop); i++) {
         size_t n_same = 0;
-        while (n_same < n_sure && n_same < i && text_[i - 1 - n_same] == text_[n - 1 - n_same]) {
+        while (n_same < kSure && n_same < i && text_[i - 1 - n_same] == text_[n - 1 - n_same]) {
             n_same++;
         }
         if (n_same > best || (n_same == best && n_same > 1 && found <= place)) {
@@ -199,7 +199,7 @@ bool Guesser::find_in_text() {
     const size_t n = text_.size();
     n_matched_     = 0;
     is_predicted_  = false;
-    if (n < n_learned_ + n_gram) {
+    if (n < n_learned_ + kGram) {
         return false;
     }
     const size_t place = places_[slot(n)];
@@ -210,7 +210,7 @@ bool Guesser::find_in_text() {
     while (n_same < 32 && place - n_same > n_learned_ && text_[place - 1 - n_same] == text_[n - 1 - n_same]) {
         n_same++;
     }
-    if (n_same < n_gram) {
+    if (n_same < kGram) {
         return false;
     }
     end_       = n;
@@ -219,7 +219,7 @@ bool Guesser::find_in_text() {
     return true;
 }
 
-int Guesser::guess(int n, int32_t * tokens, double * share) const {
+int Guesser::guess(int n, int32_t *tokens, double *share) const {
     *share = this->share();
     if (!has_guess()) {
         return 0;
@@ -229,8 +229,8 @@ int Guesser::guess(int n, int32_t * tokens, double * share) const {
     size_t       place = next_, change = change_, offset = offset_;
     while (count < n) {
         if (change > 0) {
-            const Change & its = changes_[change - 1];
-            tokens[count++]    = its.to[offset++];
+            const Change &its = changes_[change - 1];
+            tokens[count++]   = its.to[offset++];
             if (offset < its.to.size()) {
                 continue;
             }

@@ -17,19 +17,19 @@ namespace lp {
 class Guesser {
 public:
     // `prediction`: the expected output; empty: none. `text`: what it follows. `own`: whether the text itself is looked at.
-    Guesser(std::vector<int32_t> prediction, const std::vector<int32_t> & text, bool own);
+    Guesser(std::vector<int32_t> prediction, const std::vector<int32_t> &text, bool own);
 
     void add(int32_t token);  // the next token of the text
 
-    bool has_guess() const { return n_matched_ > 0 && next_ < end_ && share() >= least_share; }
+    bool has_guess() const { return n_matched_ > 0 && next_ < end_ && share() >= kLeastShare; }
     // Fills in at most `n` tokens and the share of such guesses that were right; returns how many.
-    int guess(int n, int32_t * tokens, double * share) const;
+    int guess(int n, int32_t *tokens, double *share) const;
 
 private:
-    static constexpr size_t n_gram      = 3;
-    static constexpr size_t n_sure      = 4;    // tokens that match a prediction at its place, not by chance
-    static constexpr size_t n_copy      = 8;    // tokens that match a place in the text, not by chance
-    static constexpr double least_share = 0.3;  // with less, no step is that cheap
+    static constexpr size_t kGram       = 3;
+    static constexpr size_t kSure       = 4;    // tokens that match a prediction at its place, not by chance
+    static constexpr size_t kCopy       = 8;    // tokens that match a place in the text, not by chance
+    static constexpr double kLeastShare = 0.3;  // with less, no step is that cheap
 
     struct Change {
         std::vector<int32_t> from, to;
@@ -38,11 +38,11 @@ private:
     // The kind of guess: by the length of the match in the text (under 8, under 24, longer) or the prediction, or just
     // behind a change.
     size_t kind() const {
-        return n_matched_ < n_gram       ? 3
-               : is_predicted_           ? (n_matched_ < n_sure ? 3 : 4)
-               : n_matched_ < n_copy     ? 0
-               : n_matched_ < 3 * n_copy ? 1
-                                         : 2;
+        return n_matched_ < kGram       ? 3
+               : is_predicted_          ? (n_matched_ < kSure ? 3 : 4)
+               : n_matched_ < kCopy     ? 0
+               : n_matched_ < 3 * kCopy ? 1
+                                        : 2;
     }
     double  share() const { return shares_[kind()]; }
     int32_t expected() const { return change_ ? changes_[change_ - 1].to[offset_] : text_[next_]; }

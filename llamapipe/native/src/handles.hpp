@@ -12,7 +12,7 @@ struct lp_context {
 struct lp_pipeline {
     std::shared_ptr<lp::Pipeline> shared;
     lp::LaunchedSteps             steps;
-    lp_wake_list *                wakes;  // the caller's, or null
+    lp_wake_list                 *wakes;  // the caller's, or null
 };
 
 struct lp_step {

@@ -13,12 +13,12 @@
 
 // Another signature is a mistake at the build, and a library without them is found when it is loaded.
 static_assert(std::is_same<decltype(&llama_set_embeddings_nextn), void (*)(llama_context *, bool, bool)>::value, "llama-ext.h");
-static_assert(std::is_same<decltype(&llama_get_embeddings_nextn), float * (*)(llama_context *)>::value, "llama-ext.h");
-static_assert(std::is_same<decltype(&llama_get_embeddings_nextn_ith), float * (*)(llama_context *, int32_t)>::value,
+static_assert(std::is_same<decltype(&llama_get_embeddings_nextn), float *(*)(llama_context *)>::value, "llama-ext.h");
+static_assert(std::is_same<decltype(&llama_get_embeddings_nextn_ith), float *(*)(llama_context *, int32_t)>::value,
               "llama-ext.h");
 static_assert(std::is_same<decltype(&llama_set_embeddings_layer_inp), void (*)(llama_context *, uint32_t, bool)>::value,
               "llama-ext.h");
-static_assert(std::is_same<decltype(&llama_get_embeddings_layer_inp), float * (*)(llama_context *, uint32_t)>::value,
+static_assert(std::is_same<decltype(&llama_get_embeddings_layer_inp), float *(*)(llama_context *, uint32_t)>::value,
               "llama-ext.h");
 #if defined(__ELF__)
 extern decltype(llama_set_embeddings_nextn)     llama_set_embeddings_nextn __attribute__((weak));
@@ -29,16 +29,16 @@ extern decltype(llama_get_embeddings_layer_inp) llama_get_embeddings_layer_inp _
 #endif
 #else
 #define LP_HAS_STATES 0
-static void    llama_set_embeddings_nextn(llama_context *, bool, bool) {}
-static float * llama_get_embeddings_nextn(llama_context *) { return nullptr; }
-static float * llama_get_embeddings_nextn_ith(llama_context *, int32_t) { return nullptr; }
-static void    llama_set_embeddings_layer_inp(llama_context *, uint32_t, bool) {}
-static float * llama_get_embeddings_layer_inp(llama_context *, uint32_t) { return nullptr; }
+static void   llama_set_embeddings_nextn(llama_context *, bool, bool) {}
+static float *llama_get_embeddings_nextn(llama_context *) { return nullptr; }
+static float *llama_get_embeddings_nextn_ith(llama_context *, int32_t) { return nullptr; }
+static void   llama_set_embeddings_layer_inp(llama_context *, uint32_t, bool) {}
+static float *llama_get_embeddings_layer_inp(llama_context *, uint32_t) { return nullptr; }
 #endif
 
 namespace lp {
 
-const char * states_problem() {
+const char *states_problem() {
     if (!LP_HAS_STATES) {
         return "llamapipe was built with a llama.cpp that has no llama-ext.h";
     }
@@ -54,12 +54,12 @@ const char * states_problem() {
 }
 
 static void check_states() {
-    if (const char * problem = states_problem()) {
+    if (const char *problem = states_problem()) {
         throw std::runtime_error(problem);
     }
 }
 
-HiddenStates::HiddenStates(llama_context * llama, int n_most, const std::vector<int32_t> & layers)
+HiddenStates::HiddenStates(llama_context *llama, int n_most, const std::vector<int32_t> &layers)
     : llama_(llama), layers_(layers),
       n_embd_(layers.empty() ? llama_model_n_embd_out(llama_get_model(llama)) : llama_model_n_embd(llama_get_model(llama))),
       width_(n_embd_ * std::max(static_cast<int>(layers.size()), 1)), n_most_(n_most), sequences_(llama_n_seq_max(llama)) {
@@ -73,17 +73,17 @@ HiddenStates::HiddenStates(llama_context * llama, int n_most, const std::vector<
 }
 
 int HiddenStates::end(int seq_id) const {
-    const Sequence & sequence = sequences_[seq_id];
+    const Sequence &sequence = sequences_[seq_id];
     return sequence.begin + static_cast<int>(sequence.rows.size() / width_);
 }
 
-const float * HiddenStates::of(int seq_id, int position) const {
-    const Sequence & sequence = sequences_[seq_id];
-    const bool       is_kept  = position >= sequence.begin && position < end(seq_id);
+const float *HiddenStates::of(int seq_id, int position) const {
+    const Sequence &sequence = sequences_[seq_id];
+    const bool      is_kept  = position >= sequence.begin && position < end(seq_id);
     return is_kept ? sequence.rows.data() + static_cast<size_t>(position - sequence.begin) * width_ : nullptr;
 }
 
-void HiddenStates::take(const BatchArrays & batch) {
+void HiddenStates::take(const BatchArrays &batch) {
     std::vector<const float *> parts;
     if (layers_.empty()) {
         parts.push_back(llama_get_embeddings_nextn(llama_));
@@ -99,8 +99,8 @@ void HiddenStates::take(const BatchArrays & batch) {
     }
 }
 
-void HiddenStates::put(int seq_id, int position, const std::vector<const float *> & parts, size_t i) {
-    Sequence & sequence = sequences_[seq_id];
+void HiddenStates::put(int seq_id, int position, const std::vector<const float *> &parts, size_t i) {
+    Sequence &sequence = sequences_[seq_id];
     cut(seq_id, position);
     if (position != end(seq_id)) {
         sequence.rows.clear();  // those between are not known
@@ -116,7 +116,7 @@ void HiddenStates::put(int seq_id, int position, const std::vector<const float *
     }
     const size_t n_embd = n_embd_;
     try {
-        for (const float * const part : parts) {
+        for (const float *const part : parts) {
             sequence.rows.insert(sequence.rows.end(), part + i * n_embd, part + (i + 1) * n_embd);
         }
     } catch (const std::bad_alloc &) {  // the step was computed: only a draft is lost
@@ -125,7 +125,7 @@ void HiddenStates::put(int seq_id, int position, const std::vector<const float *
 }
 
 void HiddenStates::cut(int seq_id, int position) {
-    Sequence & sequence = sequences_[seq_id];
+    Sequence &sequence = sequences_[seq_id];
     if (position < end(seq_id)) {
         sequence.rows.resize(static_cast<size_t>(std::max(position - sequence.begin, 0)) * width_);
     }
@@ -135,7 +135,7 @@ void HiddenStates::copy(int from, int to, int last) {
     if (from == to) {
         return;
     }
-    Sequence & copied = sequences_[to];
+    Sequence &copied = sequences_[to];
     try {
         copied = sequences_[from];
     } catch (const std::bad_alloc &) {
@@ -144,7 +144,7 @@ void HiddenStates::copy(int from, int to, int last) {
     cut(to, last);
 }
 
-void HiddenStates::follow(const MemoryOp & op) {
+void HiddenStates::follow(const MemoryOp &op) {
     switch (op.op) {
         case LP_REMOVE: cut(op.seq_id, std::max(op.p0, 0)); break;
         case LP_COPY:
@@ -166,14 +166,14 @@ void HiddenStates::follow(const MemoryOp & op) {
     }
 }
 
-void give_out_states(llama_context * llama) {
+void give_out_states(llama_context *llama) {
     check_states();
     // Not only those of outputs: the graphs of MTP layers keep all rows, and llama.cpp would take the first ones.
     llama_set_embeddings_nextn(llama, true, false);
 }
 
-const float * given_states(llama_context * llama) { return llama_get_embeddings_nextn(llama); }
+const float *given_states(llama_context *llama) { return llama_get_embeddings_nextn(llama); }
 
-const float * given_state(llama_context * llama, int entry) { return llama_get_embeddings_nextn_ith(llama, entry); }
+const float *given_state(llama_context *llama, int entry) { return llama_get_embeddings_nextn_ith(llama, entry); }
 
 }  // namespace lp

@@ -8,7 +8,7 @@
 
 namespace lp {
 
-int64_t LaunchedSteps::launch(const BatchArrays & batch, lp_sampler ** samplers, const int32_t * targets, int n_top) {
+int64_t LaunchedSteps::launch(const BatchArrays &batch, lp_sampler **samplers, const int32_t *targets, int n_top) {
     make_room();
     last_.reset();
     auto step = spare();
@@ -19,7 +19,7 @@ int64_t LaunchedSteps::launch(const BatchArrays & batch, lp_sampler ** samplers,
     return launch(step);
 }
 
-int64_t LaunchedSteps::launch_again(const int32_t * sampled, lp_sampler ** samplers) {
+int64_t LaunchedSteps::launch_again(const int32_t *sampled, lp_sampler **samplers) {
     if (!last_) {
         set_error("no step was launched yet");
         return LP_ERROR;
@@ -39,7 +39,7 @@ int64_t LaunchedSteps::launch_again(const int32_t * sampled, lp_sampler ** sampl
 }
 
 std::shared_ptr<Step> LaunchedSteps::spare() {
-    for (const auto & step : spares_) {
+    for (const auto &step : spares_) {
         if (step.use_count() == 1) {
             step->clear();
             return step;
@@ -59,7 +59,7 @@ void LaunchedSteps::make_room() {
     }
 }
 
-int64_t LaunchedSteps::launch(const std::shared_ptr<Step> & step) {
+int64_t LaunchedSteps::launch(const std::shared_ptr<Step> &step) {
     last_          = step;
     const int code = pipeline_->launch(step);
     if (code != 0) {
@@ -69,8 +69,8 @@ int64_t LaunchedSteps::launch(const std::shared_ptr<Step> & step) {
     return step->number;
 }
 
-Step * LaunchedSteps::finish(int64_t number) {
-    const auto found = std::find_if(live_.begin(), live_.end(), [&](const auto & step) { return step->number == number; });
+Step *LaunchedSteps::finish(int64_t number) {
+    const auto found = std::find_if(live_.begin(), live_.end(), [&](const auto &step) { return step->number == number; });
     if (found == live_.end()) {
         set_error("there is no such step, or its rows were given up");
         return nullptr;
@@ -81,22 +81,22 @@ Step * LaunchedSteps::finish(int64_t number) {
 
 // A token that the graph has drawn counts only if the sampler would now ask for the same draw: it may have drawn from this
 // row before, or have been changed since. A row with a logit that is not finite is sampled from the whole row.
-int32_t LaunchedSteps::drawn_token(const Step & step, int entry, lp_sampler * sampler) const {
+int32_t LaunchedSteps::drawn_token(const Step &step, int entry, lp_sampler *sampler) const {
     const int output = step.output_of_entry[entry];
     if (output < 0 || !step.results || !(step.wanted[output] & Step::token)) {
         return -1;
     }
-    GraphRow         now;
-    const bool       is_asked = in_graph(sampler, &now);
-    const GraphRow & asked    = step.graph[output];
-    std::copy(asked.targets, asked.targets + GraphRow::n_targets, now.targets);
+    GraphRow        now;
+    const bool      is_asked = in_graph(sampler, &now);
+    const GraphRow &asked    = step.graph[output];
+    std::copy(asked.targets, asked.targets + GraphRow::kTargets, now.targets);
     // Numbers without gaps between them: NOLINTNEXTLINE(bugprone-suspicious-memory-comparison)
     if (!is_asked || memcmp(&now, &asked, sizeof now) != 0) {
         return -1;
     }
-    const GraphResult & result   = step.result(output);
-    const float         n_vocab  = static_cast<float>(pipeline_->n_vocab());
-    const bool          is_valid = std::isfinite(result.log_sum_exp) && result.token >= 0 && result.token < n_vocab;
+    const GraphResult &result   = step.result(output);
+    const float        n_vocab  = static_cast<float>(pipeline_->n_vocab());
+    const bool         is_valid = std::isfinite(result.log_sum_exp) && result.token >= 0 && result.token < n_vocab;
     return is_valid ? static_cast<int32_t>(result.token) : -1;
 }
 

@@ -11,44 +11,44 @@
 
 namespace {
 
-constexpr int n_records    = 256;
-constexpr int record_bytes = 512;
+constexpr int kRecords     = 256;
+constexpr int kRecordBytes = 512;
 
-struct record {
+struct Record {
     int  level;
     int  n;
-    char text[record_bytes];
+    char text[kRecordBytes];
 };
 
-struct ring {
+struct Ring {
     std::mutex mutex;
-    record     records[n_records];
+    Record     records[kRecords];
     uint64_t   n_written = 0;
     uint64_t   n_read    = 0;
     uint64_t   n_dropped = 0;
     bool       skipping  = false;  // the last record was dropped, and so are its continuations
 };
 
-ring & the_ring() {
-    static ring * r = new ring;  // never freed: records may arrive during static destruction
+Ring &the_ring() {
+    static Ring *r = new Ring;  // never freed: records may arrive during static destruction
     return *r;
 }
 
-void on_log(ggml_log_level level, const char * text, void *) {
-    ring &                            r = the_ring();
+void on_log(ggml_log_level level, const char *text, void *) {
+    Ring                             &r = the_ring();
     const std::lock_guard<std::mutex> lock(r.mutex);
     // ggml writes hundreds of debug lines for a context: they would push out the records that matter.
     r.skipping = level == GGML_LOG_LEVEL_DEBUG || (level == GGML_LOG_LEVEL_CONT && r.skipping);
     if (r.skipping) {
         return;
     }
-    if (r.n_written - r.n_read == n_records) {
+    if (r.n_written - r.n_read == kRecords) {
         r.n_read++;
         r.n_dropped++;
     }
-    record & out = r.records[r.n_written++ % n_records];
-    out.level    = level;
-    out.n        = static_cast<int>(std::min(strlen(text), static_cast<size_t>(record_bytes)));
+    Record &out = r.records[r.n_written++ % kRecords];
+    out.level   = level;
+    out.n       = static_cast<int>(std::min(strlen(text), static_cast<size_t>(kRecordBytes)));
     memcpy(out.text, text, out.n);
 }
 
@@ -56,23 +56,23 @@ thread_local char last_error[512] = "";
 
 }  // namespace
 
-void lp::set_error(const char * text) noexcept { strncpy(last_error, text, sizeof last_error - 1); }
+void lp::set_error(const char *text) noexcept { strncpy(last_error, text, sizeof last_error - 1); }
 
-const char * lp_last_error(void) { return last_error; }
+const char *lp_last_error(void) { return last_error; }
 
 void lp_log_start(void) {
     the_ring();
     llama_log_set(on_log, nullptr);  // also sets ggml's
 }
 
-int lp_log_next(char * text, int n_bytes, int * level) {
-    ring &                            r = the_ring();
+int lp_log_next(char *text, int n_bytes, int *level) {
+    Ring                             &r = the_ring();
     const std::lock_guard<std::mutex> lock(r.mutex);
     if (r.n_read == r.n_written) {
         return -1;
     }
-    const record & in = r.records[r.n_read++ % n_records];
-    const int      n  = std::min(in.n, n_bytes);
+    const Record &in = r.records[r.n_read++ % kRecords];
+    const int     n  = std::min(in.n, n_bytes);
     memcpy(text, in.text, n);
     *level = in.level;
     return n;
@@ -80,7 +80,7 @@ int lp_log_next(char * text, int n_bytes, int * level) {
 
 #ifdef LP_TESTING
 uint64_t lp_log_dropped(void) {
-    ring &                            r = the_ring();
+    Ring                             &r = the_ring();
     const std::lock_guard<std::mutex> lock(r.mutex);
     return r.n_dropped;
 }

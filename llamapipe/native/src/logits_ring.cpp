@@ -13,7 +13,7 @@ namespace lp {
 // ---- copies staged rows from a device to host memory, ordered after the graph that writes them by events
 RowCopier::RowCopier(ggml_backend_t compute, int n_lanes) : compute_(compute), lanes_(n_lanes) {
     ggml_backend_dev_t device = ggml_backend_get_device(compute);
-    for (Lane & lane : lanes_) {
+    for (Lane &lane : lanes_) {
         lane.backend  = ggml_backend_dev_init(device, nullptr);
         lane.launched = ggml_backend_event_new(device);
         lane.computed = ggml_backend_event_new(device);
@@ -28,7 +28,7 @@ RowCopier::RowCopier(ggml_backend_t compute, int n_lanes) : compute_(compute), l
 RowCopier::~RowCopier() { free_lanes(); }
 
 void RowCopier::free_lanes() {
-    for (Lane & lane : lanes_) {
+    for (Lane &lane : lanes_) {
         if (lane.backend) {
             ggml_backend_synchronize(lane.backend);
         }
@@ -45,7 +45,7 @@ void RowCopier::free_lanes() {
 }
 
 void RowCopier::begin(int i) {
-    Lane & lane = lanes_[i];
+    Lane &lane = lanes_[i];
     if (lane.used) {
         // The event is long past, so this returns at once. Some backends keep an event's memory until it is waited for.
         ggml_backend_event_synchronize(lane.launched);
@@ -56,7 +56,7 @@ void RowCopier::begin(int i) {
     ggml_backend_event_record(lane.computed, lane.backend);
 }
 
-void RowCopier::copy(int i, const ggml_tensor * from, int64_t first_row, int64_t n_rows, float * to) {
+void RowCopier::copy(int i, const ggml_tensor *from, int64_t first_row, int64_t n_rows, float *to) {
     const size_t row = from->nb[1];
     ggml_backend_tensor_get_async(lanes_[i].backend, from, to, first_row * row, n_rows * row);
 }
@@ -67,7 +67,7 @@ void RowCopier::wait_computed(int i) { ggml_backend_event_synchronize(lanes_[i].
 
 void RowCopier::wait_copied(int i) { ggml_backend_event_synchronize(lanes_[i].copied); }
 
-LogitsRing::LogitsRing(std::shared_ptr<LogitsStager> stager, llama_context * ctx, lp_mode mode, int n_slots, int slot_rows)
+LogitsRing::LogitsRing(std::shared_ptr<LogitsStager> stager, llama_context *ctx, lp_mode mode, int n_slots, int slot_rows)
     : stager_(std::move(stager)), mode_(mode), n_slots_(n_slots), slot_rows_(slot_rows),
       n_vocab_(llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx)))), holders_(n_slots) {
     if (mode_ == LP_EVENTS || mode_ == LP_SYNC) {
@@ -90,13 +90,13 @@ LogitsRing::LogitsRing(std::shared_ptr<LogitsStager> stager, llama_context * ctx
             copier_ = std::make_unique<RowCopier>(compute, n_slots_);
         }
     }
-    for (auto * pool : { &rows_pool_, &results_pool_, &candidates_pool_ }) {
+    for (auto *pool : { &rows_pool_, &results_pool_, &candidates_pool_ }) {
         *pool = std::make_unique<HostMemoryPool>(pinned_type_, n_slots_ + 1);
     }
 }
 
 // ---- slots
-int LogitsRing::take_free(const Lock &, const std::shared_ptr<Step> & step) {
+int LogitsRing::take_free(const Lock &, const std::shared_ptr<Step> &step) {
     for (int i = 0; i < n_slots_; i++) {
         if (!holders_[i]) {
             holders_[i] = step;
@@ -108,7 +108,7 @@ int LogitsRing::take_free(const Lock &, const std::shared_ptr<Step> & step) {
 
 std::shared_ptr<Step> LogitsRing::oldest_movable(const Lock &) const {
     std::shared_ptr<Step> oldest;
-    for (const auto & holder : holders_) {
+    for (const auto &holder : holders_) {
         const bool is_movable = holder && holder->state == State::done && holder->n_exposed == 0 && !holder->moving;
         if (is_movable && (!oldest || holder->number < oldest->number)) {
             oldest = holder;
@@ -117,14 +117,14 @@ std::shared_ptr<Step> LogitsRing::oldest_movable(const Lock &) const {
     return oldest;
 }
 
-int LogitsRing::n_held_by_others(const Lock &, const Step & step) const {
-    return static_cast<int>(std::count_if(holders_.begin(), holders_.end(), [&](const std::shared_ptr<Step> & holder) {
+int LogitsRing::n_held_by_others(const Lock &, const Step &step) const {
+    return static_cast<int>(std::count_if(holders_.begin(), holders_.end(), [&](const std::shared_ptr<Step> &holder) {
         return holder && holder.get() != &step && (holder->n_exposed > 0 || holder->moving);
     }));
 }
 
 // ---- before a decode
-void LogitsRing::expect(Step & step, const Ubatch & ubatch, int slot) {
+void LogitsRing::expect(Step &step, const Ubatch &ubatch, int slot) {
     step.rows.resize(ubatch.n_outputs);
     step.parameters.clear();
     for (int j = 0; j < ubatch.n_outputs; j++) {
@@ -139,11 +139,11 @@ void LogitsRing::expect(Step & step, const Ubatch & ubatch, int slot) {
 }
 
 // ---- host memory
-std::shared_ptr<HostBuffer> LogitsRing::memory_for_rows(const Step & step) {
+std::shared_ptr<HostBuffer> LogitsRing::memory_for_rows(const Step &step) {
     return rows_pool_->take(static_cast<size_t>(step.n_outputs) * n_vocab_);
 }
 
-std::shared_ptr<HostBuffer> LogitsRing::memory_for_wanted_rows(Step & step) {
+std::shared_ptr<HostBuffer> LogitsRing::memory_for_wanted_rows(Step &step) {
     if (!step.needs_all) {
         step.fetched.resize(step.n_outputs);
         for (int i = 0; i < step.n_outputs; i++) {
@@ -153,7 +153,7 @@ std::shared_ptr<HostBuffer> LogitsRing::memory_for_wanted_rows(Step & step) {
     return memory_for_rows(step);
 }
 
-void LogitsRing::take_memory_for_results(Step & step) {
+void LogitsRing::take_memory_for_results(Step &step) {
     if (!step.graph.empty()) {
         step.results = results_pool_->take(step.graph.size() * (sizeof(GraphResult) / sizeof(float)));
     }
@@ -163,7 +163,7 @@ void LogitsRing::take_memory_for_results(Step & step) {
 }
 
 // ---- copies
-void LogitsRing::read(const Step & step, int first, int n, float * to) const {
+void LogitsRing::read(const Step &step, int first, int n, float *to) const {
     const size_t n_bytes = sizeof(float) * n_vocab_;
     if (mode_ == LP_HOST) {
         memcpy(to, slot_data(step.slot) + static_cast<size_t>(first) * n_vocab_, n * n_bytes);
@@ -174,11 +174,11 @@ void LogitsRing::read(const Step & step, int first, int n, float * to) const {
 
 // Calls copy(staging row, first output, n) for runs of wanted rows that are contiguous in the ring and in the caller's batch.
 template <typename Wants, typename Copy>
-void LogitsRing::for_each_run(const Step & step, int slot, int ubatch, Wants && wants, Copy && copy) const {
-    const Ubatch   whole = { 0, 0, 0, step.n_outputs };
-    const Ubatch & u     = ubatch < 0 ? whole : step.ubatches[ubatch];
-    const int64_t  base  = first_row(slot);
-    const auto     place = [&](int j) { return ubatch < 0 ? j : step.places[u.first_output + j]; };
+void LogitsRing::for_each_run(const Step &step, int slot, int ubatch, Wants &&wants, Copy &&copy) const {
+    const Ubatch  whole = { 0, 0, 0, step.n_outputs };
+    const Ubatch &u     = ubatch < 0 ? whole : step.ubatches[ubatch];
+    const int64_t base  = first_row(slot);
+    const auto    place = [&](int j) { return ubatch < 0 ? j : step.places[u.first_output + j]; };
     for (int j = 0, n = 1; j < u.n_outputs; j += n) {
         n = 1;
         if (!wants(place(j))) {
@@ -193,7 +193,7 @@ void LogitsRing::for_each_run(const Step & step, int slot, int ubatch, Wants && 
 
 // Calls copy(tensor, its first row, n, destination) for all that is wanted on the host at once.
 template <typename Copy>
-void LogitsRing::for_each_wanted(const Step & step, int slot, int ubatch, Copy && copy) const {
+void LogitsRing::for_each_wanted(const Step &step, int slot, int ubatch, Copy &&copy) const {
     const auto all = [](int) { return true; };
     if (step.needs_rows) {
         for_each_run(
@@ -209,17 +209,17 @@ void LogitsRing::for_each_wanted(const Step & step, int slot, int ubatch, Copy &
         });
     }
     if (step.top) {
-        const GraphSampler & sampler = *stager_->sampler();
+        const GraphSampler &sampler = *stager_->sampler();
         for_each_run(step, slot, ubatch, all, [&](int64_t from, int to, int n) {
             copy(sampler.candidates(), from, n, step.top->data + static_cast<size_t>(to) * 2 * sampler.n_candidates());
         });
     }
 }
 
-void LogitsRing::copy_wanted(const Step & step, int slot, int ubatch) {
+void LogitsRing::copy_wanted(const Step &step, int slot, int ubatch) {
     if (mode_ == LP_HOST && ubatch < 0) {  // the rows are in place; only the graph's results move
-        for (const auto & [tensor, to] : { std::pair(stager_->sampler()->results(), step.results.get()),
-                                           std::pair(stager_->sampler()->candidates(), step.top.get()) }) {
+        for (const auto &[tensor, to] : { std::pair(stager_->sampler()->results(), step.results.get()),
+                                          std::pair(stager_->sampler()->candidates(), step.top.get()) }) {
             if (to) {
                 memcpy(to->data, static_cast<const char *>(tensor->data) + first_row(slot) * tensor->nb[1],
                        step.graph.size() * tensor->nb[1]);
@@ -227,32 +227,32 @@ void LogitsRing::copy_wanted(const Step & step, int slot, int ubatch) {
         }
         return;
     }
-    for_each_wanted(step, slot, ubatch, [](ggml_tensor * tensor, int64_t from, int n, float * to) {
+    for_each_wanted(step, slot, ubatch, [](ggml_tensor *tensor, int64_t from, int n, float *to) {
         ggml_backend_tensor_get(tensor, to, from * tensor->nb[1], n * tensor->nb[1]);
     });
 }
 
-int64_t LogitsRing::n_wanted_bytes(const Step & step, int slot, int ubatch) const {
+int64_t LogitsRing::n_wanted_bytes(const Step &step, int slot, int ubatch) const {
     int64_t n_bytes = 0;
     for_each_wanted(step, slot, ubatch,
-                    [&](const ggml_tensor * tensor, int64_t, int n, float *) { n_bytes += n * tensor->nb[1]; });
+                    [&](const ggml_tensor *tensor, int64_t, int n, float *) { n_bytes += n * tensor->nb[1]; });
     return n_bytes;
 }
 
-void LogitsRing::start_copies(const Step & step, int slot, int ubatch) {
+void LogitsRing::start_copies(const Step &step, int slot, int ubatch) {
     copier_->begin(slot);
     if (pinned_type_) {
-        for_each_wanted(step, slot, ubatch, [&](const ggml_tensor * tensor, int64_t from, int n, float * to) {
+        for_each_wanted(step, slot, ubatch, [&](const ggml_tensor *tensor, int64_t from, int n, float *to) {
             copier_->copy(slot, tensor, from, n, to);
         });
         copier_->end(slot);
     }
 }
 
-void LogitsRing::wait_for_copies(const RowCopy & copy, int64_t * computed_ns, int64_t * copied_ns) {
+void LogitsRing::wait_for_copies(const RowCopy &copy, int64_t *computed_ns, int64_t *copied_ns) {
     if (!pinned_type_) {  // a copy into unpinned memory blocks: so it happens here, not on the launching thread
         copier_->wait_computed(copy.slot);
-        for_each_wanted(*copy.step, copy.slot, copy.ubatch, [&](const ggml_tensor * tensor, int64_t from, int n, float * to) {
+        for_each_wanted(*copy.step, copy.slot, copy.ubatch, [&](const ggml_tensor *tensor, int64_t from, int n, float *to) {
             copier_->copy(copy.slot, tensor, from, n, to);
         });
         copier_->end(copy.slot);
@@ -264,19 +264,19 @@ void LogitsRing::wait_for_copies(const RowCopy & copy, int64_t * computed_ns, in
 }
 
 // ---- results of the graph
-bool LogitsRing::partial_row(const Step & step, int entry, Row * row) const {
+bool LogitsRing::partial_row(const Step &step, int entry, Row *row) const {
     const int  output         = step.output_of_entry[entry];
     const bool has_candidates = step.top && output >= 0 && step.wants(output, Step::candidates);
     if (!has_candidates && (!step.results || output < 0 || !step.wants(output, Step::target))) {
         return false;
     }
-    const int           n      = has_candidates ? stager_->sampler()->n_candidates() : 0;
-    const float *       ids    = has_candidates ? step.top->data + static_cast<size_t>(output) * 2 * n : nullptr;
-    const GraphResult & result = step.result(output);
+    const int          n      = has_candidates ? stager_->sampler()->n_candidates() : 0;
+    const float       *ids    = has_candidates ? step.top->data + static_cast<size_t>(output) * 2 * n : nullptr;
+    const GraphResult &result = step.result(output);
     if (!std::isfinite(result.log_sum_exp) || (n > 0 && ids[2 * n - 1] <= -std::numeric_limits<float>::max())) {
         return false;  // one of them is infinite
     }
-    *row = Row(ids, ids + n, n, step.graph[output].targets, result.target_logits, GraphRow::n_targets,
+    *row = Row(ids, ids + n, n, step.graph[output].targets, result.target_logits, GraphRow::kTargets,
                static_cast<int32_t>(result.best), result.log_sum_exp);
     return true;
 }

@@ -15,7 +15,7 @@ LogitsStager::LogitsStager(int n_vocab, int n_seq_max, int64_t n_rows, bool samp
 }
 
 LogitsStager::~LogitsStager() {
-    for (llama_sampler * chain : samplers_) {
+    for (llama_sampler *chain : samplers_) {
         llama_sampler_free(chain);
     }
     if (buffer_) {
@@ -26,18 +26,18 @@ LogitsStager::~LogitsStager() {
     }
 }
 
-const llama_sampler_i & LogitsStager::interface() {
+const llama_sampler_i &LogitsStager::interface() {
     static const llama_sampler_i iface = [] {
         llama_sampler_i i = {};
         i.name            = [](const llama_sampler *) { return "logits_stager"; };
         i.apply           = [](llama_sampler *, llama_token_data_array *) {};
         i.free            = [](llama_sampler *) {};
-        i.backend_init    = [](llama_sampler * s, ggml_backend_buffer_type_t buft, uint32_t) { return of(s).init(buft); };
-        i.backend_apply   = [](llama_sampler * s, ggml_context * ctx, ggml_cgraph * graph, llama_sampler_data * data) {
+        i.backend_init    = [](llama_sampler *s, ggml_backend_buffer_type_t buft, uint32_t) { return of(s).init(buft); };
+        i.backend_apply   = [](llama_sampler *s, ggml_context *ctx, ggml_cgraph *graph, llama_sampler_data *data) {
             of(s).apply(ctx, graph, data);
         };
-        i.backend_set_input = [](llama_sampler * s) { of(s).set_input(); };
-        i.backend_reset     = [](llama_sampler * s) {
+        i.backend_set_input = [](llama_sampler *s) { of(s).set_input(); };
+        i.backend_reset     = [](llama_sampler *s) {
             of(s).first_   = true;
             of(s).index_   = nullptr;
             of(s).outputs_ = nullptr;
@@ -50,9 +50,9 @@ const llama_sampler_i & LogitsStager::interface() {
     return iface;
 }
 
-void LogitsStager::configure(llama_context_params & params) {
+void LogitsStager::configure(llama_context_params &params) {
     for (int seq_id = 0; seq_id < n_seq_max_; seq_id++) {
-        llama_sampler * chain = llama_sampler_chain_init(llama_sampler_chain_default_params());
+        llama_sampler *chain = llama_sampler_chain_init(llama_sampler_chain_default_params());
         samplers_.push_back(chain);
         llama_sampler_chain_add(chain, llama_sampler_init(const_cast<llama_sampler_i *>(&interface()), this));
         configs_.push_back({ seq_id, chain });
@@ -62,7 +62,7 @@ void LogitsStager::configure(llama_context_params & params) {
     params.n_outputs_max_per_seq = params.n_outputs_max;
 }
 
-const char * LogitsStager::problem() const {
+const char *LogitsStager::problem() const {
     if (!staging_) {
         return supported_ ? "llama.cpp accepted no sampler for this model's devices" : "there is no memory for the output rows";
     }
@@ -72,7 +72,7 @@ const char * LogitsStager::problem() const {
     return n_unknown_ ? "llama.cpp's graph has another form than expected" : "llama.cpp built no graph with outputs";
 }
 
-const char * LogitsStager::sampler_problem() const {
+const char *LogitsStager::sampler_problem() const {
     return sampler() ? nullptr : !attached() ? problem() : sampler_problem_.c_str();
 }
 
@@ -88,8 +88,8 @@ bool LogitsStager::init(ggml_backend_buffer_type_t buft) {
         sampler_problem_ = device ? sampler_->problem() : "the output rows are on no device";
         sampler_.reset();
     }
-    ctx_                  = ggml_init({ ggml_tensor_overhead() * (4 + GraphSampler::n_tensors), nullptr, true });
-    ggml_tensor * staging = ctx_ ? ggml_new_tensor_2d(ctx_, GGML_TYPE_F32, n_vocab_, n_rows_ + 1) : nullptr;
+    ctx_                 = ggml_init({ ggml_tensor_overhead() * (4 + GraphSampler::kTensors), nullptr, true });
+    ggml_tensor *staging = ctx_ ? ggml_new_tensor_2d(ctx_, GGML_TYPE_F32, n_vocab_, n_rows_ + 1) : nullptr;
     if (staging && sampler_) {
         sampler_->declare(ctx_, n_rows_ + 1);
     }
@@ -110,26 +110,26 @@ bool LogitsStager::init(ggml_backend_buffer_type_t buft) {
         sampler_->fill();
     }
     if (device) {
-        ggml_tensor * row   = ggml_new_tensor_2d(ctx_, GGML_TYPE_F32, n_vocab_, 1);
-        ggml_tensor * index = ggml_new_tensor_1d(ctx_, GGML_TYPE_I64, 1);
-        supported_          = ggml_backend_dev_supports_op(device, ggml_set_rows(ctx_, staging_, row, index));
+        ggml_tensor *row   = ggml_new_tensor_2d(ctx_, GGML_TYPE_F32, n_vocab_, 1);
+        ggml_tensor *index = ggml_new_tensor_1d(ctx_, GGML_TYPE_I64, 1);
+        supported_         = ggml_backend_dev_supports_op(device, ggml_set_rows(ctx_, staging_, row, index));
     }
     return true;
 }
 
-void LogitsStager::apply(ggml_context * ctx, ggml_cgraph * graph, llama_sampler_data * data) {
-    ggml_tensor * row = data->logits;
+void LogitsStager::apply(ggml_context *ctx, ggml_cgraph *graph, llama_sampler_data *data) {
+    ggml_tensor *row = data->logits;
     data->logits = data->probs = data->candidates = data->sampled = nullptr;  // so llama.cpp copies none of it out
     if (!first_ || !staging_ || !supported_) {
         return;
     }
     first_ = false;
     // The row is a view of all rows and one row of padding. llama.cpp's probe passes a tensor of its own instead.
-    ggml_tensor * padded = row ? row->view_src : nullptr;
+    ggml_tensor *padded = row ? row->view_src : nullptr;
     if (!padded) {
         return;
     }
-    ggml_tensor * rows = padded->op == GGML_OP_PAD ? padded->src[0] : nullptr;
+    ggml_tensor *rows = padded->op == GGML_OP_PAD ? padded->src[0] : nullptr;
     if (!rows || rows->type != GGML_TYPE_F32 || rows->ne[0] != n_vocab_ || rows->ne[2] != 1 || rows->ne[3] != 1) {
         n_unknown_++;
         return;
@@ -181,7 +181,7 @@ void LogitsStager::set_input() {
     }
 }
 
-void LogitsStager::expect(const int64_t * rows, const GraphRow * parameters, int n) {
+void LogitsStager::expect(const int64_t *rows, const GraphRow *parameters, int n) {
     rows_       = rows;
     parameters_ = parameters;
     n_expected_ = n;
@@ -215,7 +215,7 @@ bool LogitsStager::settle() {
     }
     if (is_scattered_) {
         for (int i = 0; i < n_expected_; i++) {
-            const float * row = scattered_.data() + static_cast<size_t>(i) * n_vocab_;
+            const float *row = scattered_.data() + static_cast<size_t>(i) * n_vocab_;
             std::copy(row, row + n_vocab_, host_ + rows_[i] * n_vocab_);
         }
         is_scattered_ = false;

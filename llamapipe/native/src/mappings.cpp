@@ -15,7 +15,7 @@
 
 namespace lp {
 
-bool find_mapping(uintptr_t address, Mapping & found) {
+bool find_mapping(uintptr_t address, Mapping &found) {
     const int maps = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
     if (maps < 0) {
         return false;
@@ -53,8 +53,8 @@ bool find_mapping(uintptr_t address, Mapping & found) {
                 if (field == 0 && c == '-') {
                     is_second = true;
                 } else if (field == 0) {
-                    uintptr_t & number = is_second ? end : begin;
-                    number             = number * 16 + static_cast<uintptr_t>(c <= '9' ? c - '0' : c - 'a' + 10);
+                    uintptr_t &number = is_second ? end : begin;
+                    number            = number * 16 + static_cast<uintptr_t>(c <= '9' ? c - '0' : c - 'a' + 10);
                 } else if (field == 1 && c == 'w') {
                     found.is_writable = true;
                 } else if (field == 5 && n_path + 1 < sizeof found.path) {
@@ -74,7 +74,7 @@ bool find_mapping(uintptr_t address, Mapping & found) {
 // weights in threads of its own (AMX): for these, the page must belong to a file that is being loaded.
 namespace {
 
-void on_missing_page(int number, siginfo_t * info, void * context);
+void on_missing_page(int number, siginfo_t *info, void *context);
 
 uintptr_t        g_page_size = 4096;
 lp::SignalWatch  g_watch(SIGBUS, on_missing_page);
@@ -84,7 +84,7 @@ thread_local int t_n_guards = 0, t_n_missing = 0;
 struct File {
     std::atomic<bool> used{ false };
     std::atomic<int>  n_missing{ 0 };
-    const int *       thread = nullptr;  // whose guard it belongs to, and how many guards that thread had
+    const int        *thread = nullptr;  // whose guard it belongs to, and how many guards that thread had
     int               depth  = 0;
     char              path[PATH_MAX];
 };
@@ -93,7 +93,7 @@ std::mutex g_mutex;  // of those who write
 File       g_files[64];
 
 bool map_zeros(uintptr_t begin, size_t size) {
-    void * const at = reinterpret_cast<void *>(begin);
+    void *const at = reinterpret_cast<void *>(begin);
     return mmap(at, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == at;
 }
 
@@ -103,9 +103,9 @@ bool replace_rest(uintptr_t page) {
     if (!lp::find_mapping(page, mapping)) {
         return false;
     }
-    const char * path      = mapping.path;
-    bool         is_loaded = false;
-    for (File & file : g_files) {
+    const char *path      = mapping.path;
+    bool        is_loaded = false;
+    for (File &file : g_files) {
         if (path[0] == 0 && file.used) {
             return true;  // another thread has replaced the page meanwhile
         }
@@ -117,7 +117,7 @@ bool replace_rest(uintptr_t page) {
     return is_loaded && map_zeros(page, mapping.end - page);
 }
 
-void on_missing_page(int, siginfo_t * info, void * context) {
+void on_missing_page(int, siginfo_t *info, void *context) {
     if (info->si_code == BUS_ADRERR) {
         const uintptr_t page = reinterpret_cast<uintptr_t>(info->si_addr) & ~(g_page_size - 1);
         if (t_n_guards > 0) {
@@ -132,9 +132,9 @@ void on_missing_page(int, siginfo_t * info, void * context) {
     g_watch.forward(info, context);
 }
 
-void add(const char * path) {
+void add(const char *path) {
     const size_t n = strlen(path);
-    for (File & file : g_files) {
+    for (File &file : g_files) {
         if (!file.used && n < sizeof file.path) {
             memcpy(file.path, path, n + 1);
             file.thread    = &t_n_guards;
@@ -148,7 +148,7 @@ void add(const char * path) {
 
 }  // namespace
 
-int lp_mapping_guard_begin(const char * const * paths, int n_paths) {
+int lp_mapping_guard_begin(const char *const *paths, int n_paths) {
     g_page_size = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
     if (!g_watch.begin()) {
         return LP_ERROR;
@@ -165,7 +165,7 @@ int lp_mapping_guard_end(void) {
     int n_missing = 0;
     {
         std::lock_guard lock(g_mutex);
-        for (File & file : g_files) {
+        for (File &file : g_files) {
             if (file.used && file.thread == &t_n_guards && file.depth == t_n_guards) {
                 file.used = false;
                 n_missing += file.n_missing;

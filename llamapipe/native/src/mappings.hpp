@@ -13,6 +13,6 @@ struct Mapping {
 };
 
 // Finds the mapping that contains an address; false where the system does not tell. Only async-signal-safe calls.
-bool find_mapping(uintptr_t address, Mapping & found);
+bool find_mapping(uintptr_t address, Mapping &found);
 
 }  // namespace lp

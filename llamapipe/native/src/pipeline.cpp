@@ -13,7 +13,7 @@ namespace lp {
 namespace {
 
 // Writes a step's sequences as ranges, such as "0-3,7"; ends in "..." where they do not fit.
-void describe_sequences(const Step & step, char (&text)[LP_SEQUENCES]) {
+void describe_sequences(const Step &step, char (&text)[LP_SEQUENCES]) {
     std::vector<int32_t> ids = step.seq_ids;
     std::sort(ids.begin(), ids.end());
     ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
@@ -43,7 +43,7 @@ void TraceLog::start(size_t n_max) {
     }
 }
 
-void TraceLog::add(const Step & step, lp_stage stage, int64_t begin_ns, int64_t end_ns) {
+void TraceLog::add(const Step &step, lp_stage stage, int64_t begin_ns, int64_t end_ns) {
     if (!is_on()) {
         return;
     }
@@ -55,7 +55,7 @@ void TraceLog::add(const Step & step, lp_stage stage, int64_t begin_ns, int64_t 
     describe_sequences(step, spans_.back().sequences);
 }
 
-bool TraceLog::next(lp_span * span) {
+bool TraceLog::next(lp_span *span) {
     const Lock lock(mutex_);
     if (spans_.empty()) {
         return false;
@@ -65,13 +65,13 @@ bool TraceLog::next(lp_span * span) {
     return true;
 }
 
-Pipeline::Pipeline(std::shared_ptr<Context> context, const Options & o)
+Pipeline::Pipeline(std::shared_ptr<Context> context, const Options &o)
     : context_(std::move(context)), mode_(o.mode), depth_(o.depth),
       n_vocab_(llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(context_->llama())))), limits_(o.limits),
       threaded_(o.threaded),
       ring_(o.mode == LP_DIRECT ? nullptr : context_->stager(), context_->llama(), o.mode, o.n_slots, o.slot_rows),
       positions_(context_->llama()) {
-    llama_set_abort_callback(context_->llama(), [](void * p) { return static_cast<Pipeline *>(p)->stop_computing(); }, this);
+    llama_set_abort_callback(context_->llama(), [](void *p) { return static_cast<Pipeline *>(p)->stop_computing(); }, this);
     try {
         if (threaded_) {
             launch_thread_ = std::thread([this] { run_launch_thread(); });
@@ -110,7 +110,7 @@ void Pipeline::close(bool drain) {
     if (!drain) {
         stop();
     }
-    for (std::thread * thread : { &launch_thread_, &copy_thread_ }) {
+    for (std::thread *thread : { &launch_thread_, &copy_thread_ }) {
         if (thread->joinable()) {
             thread->join();
         }
@@ -142,13 +142,13 @@ void Pipeline::count_drawn(int n) {
 }
 
 // ---- the progress of a step
-void Pipeline::free_slot(const Lock & lock, int slot) {
+void Pipeline::free_slot(const Lock &lock, int slot) {
     ring_.free(lock, slot);
     done_.notify_all();
 }
 
 // A graph begins once its inputs are set and the graph before it has ended.
-void Pipeline::count_computed(const Lock &, const Step & step, int64_t when_ns) {
+void Pipeline::count_computed(const Lock &, const Step &step, int64_t when_ns) {
     const int64_t begin_ns = std::max(step.stamps.inputs ? step.stamps.inputs : step.stamps.launch, last_computed_ns_);
     trace_.add(step, LP_STAGE_COMPUTE, begin_ns, when_ns);
     counters_.compute_ns += std::max<int64_t>(when_ns - begin_ns, 0);
@@ -156,7 +156,7 @@ void Pipeline::count_computed(const Lock &, const Step & step, int64_t when_ns) 
 }
 
 // Without events: the device is known to have finished this step.
-void Pipeline::mark_computed(const Lock & lock, Step & step) {
+void Pipeline::mark_computed(const Lock &lock, Step &step) {
     if (step.computed) {
         return;
     }
@@ -169,13 +169,13 @@ void Pipeline::mark_computed(const Lock & lock, Step & step) {
     done_.notify_all();
 }
 
-void Pipeline::finish_step(const Lock & lock, Step & step, State state) {
+void Pipeline::finish_step(const Lock &lock, Step &step, State state) {
     step.state = state;
     if (step.pending) {
         step.pending = false;
         n_pending_--;
     }
-    const auto found = std::find_if(launched_.begin(), launched_.end(), [&](const auto & l) { return l.get() == &step; });
+    const auto found = std::find_if(launched_.begin(), launched_.end(), [&](const auto &l) { return l.get() == &step; });
     if (found != launched_.end()) {
         launched_.erase(found);
     }
@@ -186,7 +186,7 @@ void Pipeline::finish_step(const Lock & lock, Step & step, State state) {
     done_.notify_all();
 }
 
-void Pipeline::fail(const Lock & lock, Step & step, int code, const char * why) {
+void Pipeline::fail(const Lock &lock, Step &step, int code, const char *why) {
     step.code   = code;
     step.error  = why ? why : "";
     has_failed_ = true;
@@ -200,7 +200,7 @@ void Pipeline::fail(const Lock & lock, Step & step, int code, const char * why) 
 
 // Steps that continue a failed step are accepted until its submitter has seen the failure, and then fail at launch. The
 // error is reported where an output is read, never by an unrelated submit().
-void Pipeline::see_failure(const Lock & lock, Step & step) {
+void Pipeline::see_failure(const Lock &lock, Step &step) {
     if (step.state != State::failed || step.observed) {
         return;
     }
@@ -212,16 +212,16 @@ void Pipeline::see_failure(const Lock & lock, Step & step) {
 }
 
 // ---- the pipeline's queue: what other threads submit, and the two threads that work it off
-std::shared_ptr<Step> Pipeline::make(const BatchArrays & batch) const {
+std::shared_ptr<Step> Pipeline::make(const BatchArrays &batch) const {
     auto step = std::make_shared<Step>();
     step->set(batch, limits_);
     return step;
 }
 
-int Pipeline::submit(const std::shared_ptr<Step> & step) {
+int Pipeline::submit(const std::shared_ptr<Step> &step) {
     Lock lock(mutex_);
     while (!is_closing_ && n_pending_ >= depth_) {
-        for (const auto & launched : launched_) {  // without events a step is only known to be done once it is asked for
+        for (const auto &launched : launched_) {  // without events a step is only known to be done once it is asked for
             launched->awaited = true;
         }
         work_.notify_one();
@@ -247,7 +247,7 @@ int Pipeline::next_position(int seq_id) {
     return static_cast<int>(positions_.next(seq_id));
 }
 
-int Pipeline::memory(const MemoryOp & op) {
+int Pipeline::memory(const MemoryOp &op) {
     if (!threaded_) {
         return apply(op);
     }
@@ -264,23 +264,23 @@ int Pipeline::memory(const MemoryOp & op) {
     return 1;
 }
 
-int Pipeline::save(int seq_id, int64_t max_bytes, Part part, SavedCells & to) {
+int Pipeline::save(int seq_id, int64_t max_bytes, Part part, SavedCells &to) {
     return between_steps([&] { return save_cells(context_->llama(), seq_id, max_bytes, part, to); }, -1, 0);
 }
 
-int Pipeline::load(int seq_id, int n, const SavedCells * cells, const SavedCells * state) {
+int Pipeline::load(int seq_id, int n, const SavedCells *cells, const SavedCells *state) {
     return between_steps([&] { return context_->load(seq_id, n, cells, state); }, seq_id, n);
 }
 
-int Pipeline::copy(int from, int to, int n, const SavedCells * state) {
+int Pipeline::copy(int from, int to, int n, const SavedCells *state) {
     return between_steps([&] { return context_->copy(from, to, n, scratch_, state); }, to, n);
 }
 
-int Pipeline::set_adapters(const lp_adapter_set & set) {
+int Pipeline::set_adapters(const lp_adapter_set &set) {
     return between_steps([&] { return context_->set_adapters(set); }, -1, 0);
 }
 
-int Pipeline::assign_adapters(int seq_id, const lp_adapter_set & set) {
+int Pipeline::assign_adapters(int seq_id, const lp_adapter_set &set) {
     return between_steps([&] { return context_->assign_adapters(seq_id, set); }, -1, 0);
 }
 
@@ -289,7 +289,7 @@ int Pipeline::sequence_end(int seq_id) {
 }
 
 // Runs `work` on the thread that launches, after all that is queued; `changed`: the sequence that has `n` cells then.
-int Pipeline::between_steps(const std::function<int()> & work, int changed, int n) {
+int Pipeline::between_steps(const std::function<int()> &work, int changed, int n) {
     if (!threaded_) {
         return timed(work);
     }
@@ -309,11 +309,11 @@ int Pipeline::between_steps(const std::function<int()> & work, int changed, int 
 }
 
 // On the thread that launches.
-int Pipeline::apply(const MemoryOp & op) {
+int Pipeline::apply(const MemoryOp &op) {
     return timed([&] { return context_->apply(op); });
 }
 
-int Pipeline::timed(const std::function<int()> & work) {
+int Pipeline::timed(const std::function<int()> &work) {
     const int64_t begin_ns = now_ns();
     const int     result   = guard(LP_ERROR, work);
     if (trace_.is_on()) {
@@ -334,7 +334,7 @@ void Pipeline::reread_positions(const Lock &) {
 // Without events: a launched step that a thread waits for.
 std::shared_ptr<Step> Pipeline::next_awaited(const Lock &, bool computed_only) const {
     if (mode_ == LP_SYNC) {
-        for (const auto & step : launched_) {
+        for (const auto &step : launched_) {
             if (step->awaited && (step->computed || !computed_only)) {
                 return step;
             }
@@ -349,7 +349,7 @@ void Pipeline::run_launch_thread() {
         work_.wait(lock, [&] { return is_closing_ || !queue_.empty() || next_awaited(lock, false); });
         if (is_closing_ && !drain_) {
             for (; !queue_.empty(); queue_.pop_front()) {
-                if (Task * task = queue_.front().task) {
+                if (Task *task = queue_.front().task) {
                     task->result  = LP_ERROR_CLOSED;
                     task->is_done = true;
                     done_.notify_all();

@@ -34,7 +34,7 @@ class AbortFlags {
 public:
     void abort(int64_t number) {
         if (number >= 0) {
-            aborted_[static_cast<size_t>(number) % n_slots] = number;
+            aborted_[static_cast<size_t>(number) % kSlots] = number;
         }
     }
     void abort_all() { all_ = true; }
@@ -45,13 +45,13 @@ public:
     // Whether the step that is being computed shall end.
     bool is_aborted() const {
         const int64_t number = running_;
-        return all_ || (number >= 0 && aborted_[static_cast<size_t>(number) % n_slots] == number);
+        return all_ || (number >= 0 && aborted_[static_cast<size_t>(number) % kSlots] == number);
     }
 
 private:
-    static constexpr size_t n_slots = 8;  // more steps than are ever in flight
+    static constexpr size_t kSlots = 8;  // more steps than are ever in flight
     std::atomic<int64_t>    running_{ -1 };
-    std::atomic<int64_t>    aborted_[n_slots] = { { -1 }, { -1 }, { -1 }, { -1 }, { -1 }, { -1 }, { -1 }, { -1 } };
+    std::atomic<int64_t>    aborted_[kSlots] = { { -1 }, { -1 }, { -1 }, { -1 }, { -1 }, { -1 }, { -1 }, { -1 } };
     std::atomic<bool>       all_{ false };
 };
 
@@ -61,8 +61,8 @@ class TraceLog {
 public:
     void start(size_t n_max);  // most spans to keep; 0 turns it off and forgets them
     bool is_on() const { return n_max_ > 0; }
-    void add(const Step & step, lp_stage stage, int64_t begin_ns, int64_t end_ns);
-    bool next(lp_span * span);  // removes the oldest; false if there is none
+    void add(const Step &step, lp_stage stage, int64_t begin_ns, int64_t end_ns);
+    bool next(lp_span *span);  // removes the oldest; false if there is none
 
 private:
     std::mutex          mutex_;
@@ -72,16 +72,16 @@ private:
 
 // Work between steps that its submitter waits for.
 struct Task {
-    const std::function<int()> & work;
-    int                          result  = LP_ERROR;
-    bool                         is_done = false;
+    const std::function<int()> &work;
+    int                         result  = LP_ERROR;
+    bool                        is_done = false;
 };
 
 // What the launch thread does next: a step, a task, or an operation between steps.
 struct Command {
     std::shared_ptr<Step> step;
     MemoryOp              op;
-    Task *                task = nullptr;
+    Task                 *task = nullptr;
 };
 
 class Pipeline {
@@ -95,50 +95,50 @@ public:
     };
 
     // Keeps the context until `close`. Throws std::runtime_error, also where mode is LP_EVENTS and the device has none.
-    Pipeline(std::shared_ptr<Context> context, const Options & options);
+    Pipeline(std::shared_ptr<Context> context, const Options &options);
     ~Pipeline();
 
     // ---- queue (pipeline.cpp)
-    std::shared_ptr<Step> make(const BatchArrays & batch) const;
-    int submit(const std::shared_ptr<Step> & step);  // 0, LP_ERROR_POSITIONS or LP_ERROR_CLOSED. Any thread, if threaded.
+    std::shared_ptr<Step> make(const BatchArrays &batch) const;
+    int submit(const std::shared_ptr<Step> &step);  // 0, LP_ERROR_POSITIONS or LP_ERROR_CLOSED. Any thread, if threaded.
     int next_position(int seq_id);                   // once everything queued is done. Any thread, if threaded.
-    int memory(const MemoryOp & op);                 // between steps: 1 done or queued, 0 refused, LP_ERROR...
+    int memory(const MemoryOp &op);                 // between steps: 1 done or queued, 0 refused, LP_ERROR...
     // Between steps: 1 done, 0 refused, LP_ERROR... These wait for the steps before them.
-    int  save(int seq_id, int64_t max_bytes, Part part, SavedCells & to);
-    int  load(int seq_id, int n, const SavedCells * cells, const SavedCells * state);
-    int  copy(int from, int to, int n, const SavedCells * state);  // the first cells of a sequence to another stream
-    int  set_adapters(const lp_adapter_set & set);
-    int  assign_adapters(int seq_id, const lp_adapter_set & set);
+    int  save(int seq_id, int64_t max_bytes, Part part, SavedCells &to);
+    int  load(int seq_id, int n, const SavedCells *cells, const SavedCells *state);
+    int  copy(int from, int to, int n, const SavedCells *state);  // the first cells of a sequence to another stream
+    int  set_adapters(const lp_adapter_set &set);
+    int  assign_adapters(int seq_id, const lp_adapter_set &set);
     int  sequence_end(int seq_id);       // the position after its last one
     void stop();                                      // unfinished steps fail, and no more are accepted
     void close(bool drain);                           // ends the threads. One thread at a time.
 
     // ---- wait for submitted steps (pipeline_wait.cpp). Any thread.
-    bool          is_ready(Step & step);
-    bool          wait(Step & step, int64_t timeout_ns);  // false: not done in time; timeout < 0: no limit
-    const float * expose(const std::shared_ptr<Step> & step, bool * in_place);  // of a done step
-    void          unexpose(Step & step);
-    void          release(Step & step);
-    void          observe(Step & step);  // its submitter knows whether it failed
+    bool         is_ready(Step &step);
+    bool         wait(Step &step, int64_t timeout_ns);  // false: not done in time; timeout < 0: no limit
+    const float *expose(const std::shared_ptr<Step> &step, bool *in_place);  // of a done step
+    void         unexpose(Step &step);
+    void         release(Step &step);
+    void         observe(Step &step);  // its submitter knows whether it failed
 
     // ---- for LaunchedSteps: the one thread that drives a pipeline, whether that is threaded or not
     // Chooses what the graph samples, where it does.
-    void          choose_wanted(Step & step, lp_sampler ** samplers, const int32_t * targets, int n_top) const;
-    int           launch(const std::shared_ptr<Step> & step);  // 0, or a negative code
-    void          finish(Step & step);                         // waits for a launched step
-    void          forget(Step & step);                         // its rows are not read any more
-    const float * row(Step & step, int entry);  // a whole row of a finished step; null where the entry is not an output
-    bool          partial_row(const Step & step, int entry, Row * row) const { return ring_.partial_row(step, entry, row); }
-    void          count_drawn(int n);
+    void         choose_wanted(Step &step, lp_sampler **samplers, const int32_t *targets, int n_top) const;
+    int          launch(const std::shared_ptr<Step> &step);  // 0, or a negative code
+    void         finish(Step &step);                         // waits for a launched step
+    void         forget(Step &step);                         // its rows are not read any more
+    const float *row(Step &step, int entry);  // a whole row of a finished step; null where the entry is not an output
+    bool         partial_row(const Step &step, int entry, Row *row) const { return ring_.partial_row(step, entry, row); }
+    void         count_drawn(int n);
 
     // ---- any thread
-    AbortFlags &    aborts() { return aborts_; }
-    FaultInjector & faults() { return faults_; }
-    TraceLog &      trace() { return trace_; }
-    lp_counters     counters();
-    int             n_vocab() const { return n_vocab_; }
-    int             depth() const { return depth_; }
-    UbatchLimits    limits() const { return limits_; }
+    AbortFlags    &aborts() { return aborts_; }
+    FaultInjector &faults() { return faults_; }
+    TraceLog      &trace() { return trace_; }
+    lp_counters    counters();
+    int            n_vocab() const { return n_vocab_; }
+    int            depth() const { return depth_; }
+    UbatchLimits   limits() const { return limits_; }
 
     // Readers to wake one by one while a launch computes, or null; set before the first launch.
     std::shared_ptr<WakeQueue> wake_queue;
@@ -149,36 +149,36 @@ private:
     // queue
     void                  run_launch_thread();
     void                  run_copy_thread();
-    int                   apply(const MemoryOp & op);
-    int                   between_steps(const std::function<int()> & work, int changed, int n);
-    int                   timed(const std::function<int()> & work);
+    int                   apply(const MemoryOp &op);
+    int                   between_steps(const std::function<int()> &work, int changed, int n);
+    int                   timed(const std::function<int()> &work);
     void                  reread_positions(const Lock &);
     std::shared_ptr<Step> next_awaited(const Lock &, bool computed_only) const;
 
     // launch
-    void launch_step(const std::shared_ptr<Step> & step);
-    int  launch_ubatches(const std::shared_ptr<Step> & step, size_t * n_done);
-    int  decode(Step & step, const Ubatch & ubatch);
-    int  take_slot(const std::shared_ptr<Step> & step);
-    void give_slot_back(const Step & step, int slot);
-    void stage_out(const std::shared_ptr<Step> & step, int slot, int ubatch);
-    void read_direct(Step & step, const Ubatch & ubatch);
-    void undo(const Step & step, size_t n_ubatches);
+    void launch_step(const std::shared_ptr<Step> &step);
+    int  launch_ubatches(const std::shared_ptr<Step> &step, size_t *n_done);
+    int  decode(Step &step, const Ubatch &ubatch);
+    int  take_slot(const std::shared_ptr<Step> &step);
+    void give_slot_back(const Step &step, int slot);
+    void stage_out(const std::shared_ptr<Step> &step, int slot, int ubatch);
+    void read_direct(Step &step, const Ubatch &ubatch);
+    void undo(const Step &step, size_t n_ubatches);
 
     // wait
-    void          process(const RowCopy & copy);
-    void          synchronize();
-    void          fetch(Lock & lock, Step & step);
-    void          move_out(Lock & lock, Step & step);
-    const float * fetch_row(Step & step, int output);
+    void         process(const RowCopy &copy);
+    void         synchronize();
+    void         fetch(Lock &lock, Step &step);
+    void         move_out(Lock &lock, Step &step);
+    const float *fetch_row(Step &step, int output);
 
     // progress
-    void free_slot(const Lock & lock, int slot);
-    void mark_computed(const Lock & lock, Step & step);
-    void count_computed(const Lock & lock, const Step & step, int64_t when_ns);
-    void finish_step(const Lock & lock, Step & step, State state);
-    void fail(const Lock & lock, Step & step, int code, const char * why);
-    void see_failure(const Lock & lock, Step & step);
+    void free_slot(const Lock &lock, int slot);
+    void mark_computed(const Lock &lock, Step &step);
+    void count_computed(const Lock &lock, const Step &step, int64_t when_ns);
+    void finish_step(const Lock &lock, Step &step, State state);
+    void fail(const Lock &lock, Step &step, int code, const char *why);
+    void see_failure(const Lock &lock, Step &step);
     void count_copy(const Lock &, int64_t n_bytes) {
         counters_.n_copies++;
         counters_.n_bytes += n_bytes;

@@ -9,13 +9,13 @@
 namespace lp {
 
 // ---- for LaunchedSteps
-void Pipeline::choose_wanted(Step & step, lp_sampler ** samplers, const int32_t * targets, int n_top) const {
+void Pipeline::choose_wanted(Step &step, lp_sampler **samplers, const int32_t *targets, int n_top) const {
     if (ring_.samples()) {
         step.choose_wanted(samplers, targets, n_top, n_vocab_, !ring_.is_wide(step));
     }
 }
 
-int Pipeline::launch(const std::shared_ptr<Step> & step) {
+int Pipeline::launch(const std::shared_ptr<Step> &step) {
     if (threaded_) {
         return submit(step);
     }
@@ -25,7 +25,7 @@ int Pipeline::launch(const std::shared_ptr<Step> & step) {
 }
 
 // ---- launching
-void Pipeline::launch_step(const std::shared_ptr<Step> & step) {
+void Pipeline::launch_step(const std::shared_ptr<Step> &step) {
     {
         const Lock lock(mutex_);
         step->state  = State::running;
@@ -84,7 +84,7 @@ void Pipeline::launch_step(const std::shared_ptr<Step> & step) {
 }
 
 // Returns llama_decode's code of the ubatch that failed, or 0.
-int Pipeline::launch_ubatches(const std::shared_ptr<Step> & step, size_t * n_done) {
+int Pipeline::launch_ubatches(const std::shared_ptr<Step> &step, size_t *n_done) {
     if (threaded_ && has_failed_ && !positions_.matches_memory(*step)) {
         set_error("it continues a sequence whose step before it failed");
         return LP_ERROR_POSITIONS;
@@ -107,8 +107,8 @@ int Pipeline::launch_ubatches(const std::shared_ptr<Step> & step, size_t * n_don
     }
     // 3. A direct pipeline without threads: they stay in llama.cpp's own buffer until the next decode.
     for (size_t i = 0; i < step->ubatches.size(); i++) {
-        const Ubatch & ubatch = step->ubatches[i];
-        int            slot   = step->slot;
+        const Ubatch &ubatch = step->ubatches[i];
+        int           slot   = step->slot;
         if (is_staged && is_wide && ubatch.n_outputs > 0) {
             slot = take_slot(step);
         }
@@ -149,7 +149,7 @@ int Pipeline::launch_ubatches(const std::shared_ptr<Step> & step, size_t * n_don
     return 0;
 }
 
-int Pipeline::decode(Step & step, const Ubatch & ubatch) {
+int Pipeline::decode(Step &step, const Ubatch &ubatch) {
     int code = 0;
     if (faults_.take(Fault::launch, &code)) {
         set_error("see the log llamapipe.native");
@@ -167,7 +167,7 @@ int Pipeline::decode(Step & step, const Ubatch & ubatch) {
 
 // A slot for rows of `step`. Where all slots are held, the oldest done step is moved out first, so this never waits for a
 // reader.
-int Pipeline::take_slot(const std::shared_ptr<Step> & step) {
+int Pipeline::take_slot(const std::shared_ptr<Step> &step) {
     Lock lock(mutex_);
     for (;;) {
         const int slot = ring_.take_free(lock, step);
@@ -192,7 +192,7 @@ int Pipeline::take_slot(const std::shared_ptr<Step> & step) {
 }
 
 // Frees the slot of a failed ubatch of a wide step. Any other step owns its slot, which `launch_step` frees.
-void Pipeline::give_slot_back(const Step & step, int slot) {
+void Pipeline::give_slot_back(const Step &step, int slot) {
     if (slot >= 0 && slot != step.slot) {
         const Lock lock(mutex_);
         free_slot(lock, slot);
@@ -200,7 +200,7 @@ void Pipeline::give_slot_back(const Step & step, int slot) {
 }
 
 // After the decode that fills `slot`: starts the copies of its rows, or does them where that needs no waiting.
-void Pipeline::stage_out(const std::shared_ptr<Step> & step, int slot, int ubatch) {
+void Pipeline::stage_out(const std::shared_ptr<Step> &step, int slot, int ubatch) {
     if (mode_ == LP_EVENTS) {
         ring_.start_copies(*step, slot, ubatch);
         const Lock lock(mutex_);
@@ -221,14 +221,14 @@ void Pipeline::stage_out(const std::shared_ptr<Step> & step, int slot, int ubatc
 }
 
 // Copies a ubatch's rows out of llama.cpp's buffer, which the next decode overwrites.
-void Pipeline::read_direct(Step & step, const Ubatch & ubatch) {
+void Pipeline::read_direct(Step &step, const Ubatch &ubatch) {
     const size_t n_bytes = sizeof(float) * n_vocab_;
     for (int i = 0; i < ubatch.n; i++) {
         const int output = step.output_of_entry[ubatch.first + i];
         if (output < 0) {
             continue;
         }
-        const float * row = llama_get_logits_ith(context_->llama(), i);
+        const float *row = llama_get_logits_ith(context_->llama(), i);
         if (!row) {
             throw std::runtime_error("llama.cpp has no logits of an output");
         }
@@ -240,11 +240,11 @@ void Pipeline::read_direct(Step & step, const Ubatch & ubatch) {
 }
 
 // Removes the first ubatches of a step that found no KV cells: a step is computed whole or not at all.
-void Pipeline::undo(const Step & step, size_t n_ubatches) {
+void Pipeline::undo(const Step &step, size_t n_ubatches) {
     guard(0, [&] {
         llama_memory_t memory = llama_get_memory(context_->llama());
         for (size_t i = 0; i < n_ubatches; i++) {
-            const Ubatch & ubatch = step.ubatches[i];
+            const Ubatch &ubatch = step.ubatches[i];
             for (int e = ubatch.first; e < ubatch.first + ubatch.n; e++) {
                 llama_memory_seq_rm(memory, step.seq_ids[e], step.positions[e], -1);
             }

@@ -9,7 +9,7 @@
 namespace lp {
 
 // ---- submitted steps: any thread
-bool Pipeline::is_ready(Step & step) {
+bool Pipeline::is_ready(Step &step) {
     const Lock lock(mutex_);
     if (step.is_final()) {
         return true;
@@ -21,7 +21,7 @@ bool Pipeline::is_ready(Step & step) {
     return false;
 }
 
-bool Pipeline::wait(Step & step, int64_t timeout_ns) {
+bool Pipeline::wait(Step &step, int64_t timeout_ns) {
     Lock lock(mutex_);
     if (step.is_final()) {
         return true;
@@ -41,7 +41,7 @@ bool Pipeline::wait(Step & step, int64_t timeout_ns) {
     return is_done;
 }
 
-const float * Pipeline::expose(const std::shared_ptr<Step> & step, bool * in_place) {
+const float *Pipeline::expose(const std::shared_ptr<Step> &step, bool *in_place) {
     Lock lock(mutex_);
     done_.wait(lock, [&] { return !step->moving; });
     if (step->slot >= 0) {
@@ -57,7 +57,7 @@ const float * Pipeline::expose(const std::shared_ptr<Step> & step, bool * in_pla
     return step->data;
 }
 
-void Pipeline::unexpose(Step & step) {
+void Pipeline::unexpose(Step &step) {
     const Lock lock(mutex_);
     if (--step.n_exposed == 0 && step.released && step.slot >= 0) {
         free_slot(lock, step.slot);
@@ -65,7 +65,7 @@ void Pipeline::unexpose(Step & step) {
     }
 }
 
-void Pipeline::release(Step & step) {
+void Pipeline::release(Step &step) {
     const Lock lock(mutex_);
     step.released = true;
     see_failure(lock, step);
@@ -79,13 +79,13 @@ void Pipeline::release(Step & step) {
     }
 }
 
-void Pipeline::observe(Step & step) {
+void Pipeline::observe(Step &step) {
     const Lock lock(mutex_);
     see_failure(lock, step);
 }
 
 // ---- launched steps: the thread that launched them
-void Pipeline::finish(Step & step) {
+void Pipeline::finish(Step &step) {
     if (threaded_) {
         wait(step, -1);
         observe(step);
@@ -111,7 +111,7 @@ void Pipeline::finish(Step & step) {
     trace_.add(step, LP_STAGE_WAIT, begin_ns, now_ns());
 }
 
-void Pipeline::forget(Step & step) {
+void Pipeline::forget(Step &step) {
     release(step);
     const Lock lock(mutex_);
     if (mode_ == LP_DIRECT) {
@@ -119,7 +119,7 @@ void Pipeline::forget(Step & step) {
     }
 }
 
-const float * Pipeline::row(Step & step, int entry) {
+const float *Pipeline::row(Step &step, int entry) {
     const int output = step.output_of_entry[entry];
     if (output < 0) {
         return nullptr;
@@ -136,7 +136,7 @@ const float * Pipeline::row(Step & step, int entry) {
 }
 
 // A row that was left on the device because the graph sampled from it.
-const float * Pipeline::fetch_row(Step & step, int output) {
+const float *Pipeline::fetch_row(Step &step, int output) {
     const size_t offset = static_cast<size_t>(output) * n_vocab_;
     Lock         lock(mutex_);
     done_.wait(lock, [&] { return !step.moving; });
@@ -173,8 +173,8 @@ const float * Pipeline::fetch_row(Step & step, int output) {
 
 // ---- bringing rows to the host
 // Waits for one copy; on the copy thread, or on the one thread that drives the pipeline.
-void Pipeline::process(const RowCopy & copy) {
-    Step &  step = *copy.step;
+void Pipeline::process(const RowCopy &copy) {
+    Step   &step = *copy.step;
     int     code = 0;
     int64_t computed_ns, copied_ns;
     ring_.wait_for_copies(copy, &computed_ns, &copied_ns);
@@ -206,13 +206,13 @@ void Pipeline::synchronize() {
     const Lock lock(mutex_);
     counters_.n_syncs++;
     const auto launched = launched_;
-    for (const auto & step : launched) {
+    for (const auto &step : launched) {
         mark_computed(lock, *step);
     }
 }
 
 // Without events: brings a launched step's rows to the host. Releases the lock while it waits and copies.
-void Pipeline::fetch(Lock & lock, Step & step) {
+void Pipeline::fetch(Lock &lock, Step &step) {
     step.fetching = true;
     if (!step.computed) {
         lock.unlock();
@@ -254,7 +254,7 @@ void Pipeline::fetch(Lock & lock, Step & step) {
 }
 
 // Copies all rows of a done step to host memory and frees its slot. Releases the lock while it copies.
-void Pipeline::move_out(Lock & lock, Step & step) {
+void Pipeline::move_out(Lock &lock, Step &step) {
     step.moving = true;
     lock.unlock();
     std::shared_ptr<HostBuffer> host;

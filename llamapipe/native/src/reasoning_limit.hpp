@@ -19,7 +19,7 @@ namespace lp {
 class ReasoningLimit {
 public:
     // `opens`, `ends`: the markers, control tokens as their names. `close`: tokens that write the end. `is_open`: at the start.
-    ReasoningLimit(const llama_vocab * vocab, int limit, std::string opens, std::string ends, std::vector<int32_t> close,
+    ReasoningLimit(const llama_vocab *vocab, int limit, std::string opens, std::string ends, std::vector<int32_t> close,
                    bool is_open)
         : vocab_(vocab), limit_(limit), opens_(std::move(opens)), ends_(std::move(ends)), close_(std::move(close)),
           begins_open_(is_open) {
@@ -40,7 +40,7 @@ public:
         n_ += is_open_;
         n_closed_ = 0;
         append(token);
-        const std::string & marker = is_open_ ? ends_ : opens_;
+        const std::string &marker = is_open_ ? ends_ : opens_;
         if (marker.empty()) {
             return;
         }
@@ -81,7 +81,7 @@ private:
         tail_.append(longer, 0, std::max(n, 0));
     }
 
-    const llama_vocab *  vocab_;
+    const llama_vocab   *vocab_;
     int                  limit_;
     std::string          opens_, ends_;
     std::vector<int32_t> close_;

@@ -14,10 +14,10 @@ struct lp_rpc {
 
 namespace {
 
-using add_server   = decltype(&ggml_backend_rpc_add_server);
-using start_server = decltype(&ggml_backend_rpc_start_server);
+using add_server  = decltype(&ggml_backend_rpc_add_server);
+using StartServer = decltype(&ggml_backend_rpc_start_server);
 
-ggml_backend_reg_t open_library(const char * path) {
+ggml_backend_reg_t open_library(const char *path) {
     static std::mutex         mutex;
     static ggml_backend_reg_t reg = nullptr;
     const std::lock_guard     lock(mutex);
@@ -27,8 +27,8 @@ ggml_backend_reg_t open_library(const char * path) {
     return reg;
 }
 
-template <typename Function> Function function(const char * library, const char * name) {
-    auto * const found = reinterpret_cast<Function>(ggml_backend_reg_get_proc_address(open_library(library), name));
+template <typename Function> Function function(const char *library, const char *name) {
+    auto *const found = reinterpret_cast<Function>(ggml_backend_reg_get_proc_address(open_library(library), name));
     if (found == nullptr) {
         throw std::runtime_error(std::string("ggml-rpc has no function ") + name);
     }
@@ -37,7 +37,7 @@ template <typename Function> Function function(const char * library, const char 
 
 }  // namespace
 
-lp_rpc * lp_rpc_connect(const char * library, const char * address) {
+lp_rpc *lp_rpc_connect(const char *library, const char *address) {
     return lp::guard(nullptr, [&]() -> lp_rpc * {
         // Connecting fails by an assertion on this thread. Later failures are on a thread of ggml-rpc, and end the process.
         const lp::AssertionsThrow throwing;
@@ -55,14 +55,14 @@ lp_rpc * lp_rpc_connect(const char * library, const char * address) {
     });
 }
 
-void lp_rpc_disconnect(lp_rpc * rpc) {
+void lp_rpc_disconnect(lp_rpc *rpc) {
     if (rpc != nullptr) {
         ggml_backend_free(rpc->backend);
         delete rpc;
     }
 }
 
-int lp_rpc_devices(const lp_rpc * rpc, int n_max, ggml_backend_dev_t * devices) {
+int lp_rpc_devices(const lp_rpc *rpc, int n_max, ggml_backend_dev_t *devices) {
     const int n = static_cast<int>(ggml_backend_reg_dev_count(rpc->reg));
     for (int i = 0; i < std::min(n, n_max); i++) {
         devices[i] = ggml_backend_reg_dev_get(rpc->reg, i);
@@ -70,10 +70,10 @@ int lp_rpc_devices(const lp_rpc * rpc, int n_max, ggml_backend_dev_t * devices) 
     return n;
 }
 
-int lp_rpc_serve(const char * library, const char * address, const char * cache, int n_threads, int n_devices,
-                 ggml_backend_dev_t * devices) {
+int lp_rpc_serve(const char *library, const char *address, const char *cache, int n_threads, int n_devices,
+                 ggml_backend_dev_t *devices) {
     return lp::guard(LP_ERROR, [&]() -> int {
-        const auto serve = function<start_server>(library, "ggml_backend_rpc_start_server");
+        const auto serve = function<StartServer>(library, "ggml_backend_rpc_start_server");
         serve(address, cache, n_threads, n_devices, devices);
         lp::set_error("ggml-rpc stopped listening");
         return LP_ERROR;

@@ -12,16 +12,16 @@
 
 namespace {
 
-constexpr float none      = -std::numeric_limits<float>::infinity();
-constexpr float max_logit = 1e8f;  // llama.cpp sorts by a rounded multiple of it, an int
+constexpr float kNone     = -std::numeric_limits<float>::infinity();
+constexpr float kMaxLogit = 1e8f;  // llama.cpp sorts by a rounded multiple of it, an int
 
-bool better(const llama_token_data & a, const llama_token_data & b) {
+bool better(const llama_token_data &a, const llama_token_data &b) {
     return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
 }
 
 }  // namespace
 
-lp_sampler::lp_sampler(const llama_vocab * v, uint64_t s) : vocab(v), n_vocab(llama_vocab_n_tokens(v)), seed(s), state(s) {}
+lp_sampler::lp_sampler(const llama_vocab *v, uint64_t s) : vocab(v), n_vocab(llama_vocab_n_tokens(v)), seed(s), state(s) {}
 
 double lp_sampler::peek() const {
     uint64_t z = state + 0x9e3779b97f4a7c15ull;
@@ -30,7 +30,7 @@ double lp_sampler::peek() const {
     return ((z ^ (z >> 31)) >> 11) * 0x1.0p-53;
 }
 
-void lp_sampler::add(lp::Kind kind, float value, llama_sampler * stage) {
+void lp_sampler::add(lp::Kind kind, float value, llama_sampler *stage) {
     lp::SamplerPtr owned(stage);
     if (!stage) {
         throw std::runtime_error("llama.cpp made no sampler of these options");
@@ -60,7 +60,7 @@ bool lp_sampler::cuts_off(size_t n, size_t n_missing, float bar) {
     if (stages.size() < 2 || stages[0].kind != lp::Kind::top_k) {
         return false;
     }
-    const lp::StageInfo & next = stages[1];
+    const lp::StageInfo &next = stages[1];
     if (next.kind != lp::Kind::min_p && next.kind != lp::Kind::top_p) {
         return false;
     }
@@ -88,13 +88,13 @@ bool lp_sampler::cuts_off(size_t n, size_t n_missing, float bar) {
 
 // Fills candidates_ with the `n_wanted` largest changed logits (or all allowed ones, if those are fewer), sorted, on ties the
 // lower ids first.
-int lp_sampler::gather(const lp::Row & row, size_t n_wanted) {
-    const float * const logits = row.all();
-    const bool          plain  = changed_.empty() && !checks();
-    size_t              n      = plain ? n_wanted : n_wanted + changed_.size() + 1 + (checks() ? 2 * n_wanted + 32 : 0);
+int lp_sampler::gather(const lp::Row &row, size_t n_wanted) {
+    const float *const logits = row.all();
+    const bool         plain  = changed_.empty() && !checks();
+    size_t             n      = plain ? n_wanted : n_wanted + changed_.size() + 1 + (checks() ? 2 * n_wanted + 32 : 0);
     for (;;) {
         bool  whole  = logits && n >= static_cast<size_t>(n_vocab) / 2;
-        float bar    = none;  // no token that was left out is above it, nor equal to it with an id of at most `bar_id`
+        float bar    = kNone;  // no token that was left out is above it, nor equal to it with an id of at most `bar_id`
         int   bar_id = -1;
         if (!logits) {
             candidates_.clear();
@@ -112,7 +112,7 @@ int lp_sampler::gather(const lp::Row & row, size_t n_wanted) {
                 bar_id = candidates_.back().id;
             }
         }
-        if (logits && candidates_.empty() && bar == none && lp::argmax(logits, n_vocab) < 0) {
+        if (logits && candidates_.empty() && bar == kNone && lp::argmax(logits, n_vocab) < 0) {
             return LP_ERROR_LOGITS;
         }
         if (plain && logits && !whole) {
@@ -127,7 +127,7 @@ int lp_sampler::gather(const lp::Row & row, size_t n_wanted) {
                 }
             }
             candidates_.resize(n_kept);
-            for (const auto & [token, logit] : changed_) {
+            for (const auto &[token, logit] : changed_) {
                 float raw;
                 if (!std::isfinite(logit)) {
                     continue;
@@ -140,14 +140,14 @@ int lp_sampler::gather(const lp::Row & row, size_t n_wanted) {
             }
         }
         if (checks()) {
-            candidates_.erase(std::remove_if(candidates_.begin(), candidates_.end(),
-                                             [&](const llama_token_data & c) { return !may(c.id); }),
-                              candidates_.end());
+            candidates_.erase(
+                    std::remove_if(candidates_.begin(), candidates_.end(), [&](const llama_token_data &c) { return !may(c.id); }),
+                    candidates_.end());
             check(candidates_);
         }
         const llama_token_data last = { bar_id, bar, 0.0f };
         const auto above = static_cast<size_t>(std::count_if(candidates_.begin(), candidates_.end(),
-                                                             [&](const llama_token_data & c) { return !better(last, c); }));
+                                                             [&](const llama_token_data &c) { return !better(last, c); }));
         if (whole || above >= n_wanted) {
             break;
         }
@@ -156,7 +156,7 @@ int lp_sampler::gather(const lp::Row & row, size_t n_wanted) {
             break;
         }
         if (!logits) {
-            return needs_full_row;
+            return kNeedsFullRow;
         }
         // A mask may leave few tokens, so the full row is looked up at once. A grammar costs more for each token.
         n = (mask || !allowed.empty()) && !grammar ? static_cast<size_t>(n_vocab) : n * 8;
@@ -171,12 +171,12 @@ int lp_sampler::gather(const lp::Row & row, size_t n_wanted) {
 }
 
 // ---- the draw
-int lp_sampler::draw(const lp::Row & row, int32_t * token) {
+int lp_sampler::draw(const lp::Row &row, int32_t *token) {
     if (broken_) {
         return LP_ERROR_MASK;
     }
     if (!row.all() && n_logprobs > 0 && !row.is_exact(n_logprobs)) {
-        return needs_full_row;
+        return kNeedsFullRow;
     }
     if (const int32_t closing = forced(); closing >= 0) {
         if (is_allowed(closing)) {
@@ -206,8 +206,8 @@ int lp_sampler::n_wanted() const {
     return cuts ? static_cast<int>(stages[0].value) : n_vocab;  // a larger k may not fit an int
 }
 
-int lp_sampler::choose(const lp::Row & row, int32_t * token) {
-    const float * const logits   = row.all();
+int lp_sampler::choose(const lp::Row &row, int32_t *token) {
+    const float *const  logits   = row.all();
     const lp::StageInfo first    = stages.empty() ? lp::StageInfo{ lp::Kind::other, 0 } : stages[0];
     bool                found    = true;  // candidates_ holds the result of the first stage
     bool                sorted   = true;
@@ -226,12 +226,12 @@ int lp_sampler::choose(const lp::Row & row, int32_t * token) {
         }
     } else {
         if (!logits) {
-            return needs_full_row;
+            return kNeedsFullRow;
         }
         if (lp::argmax(logits, n_vocab) < 0) {
             return LP_ERROR_LOGITS;
         }
-        const float * changed = change(logits);
+        const float *changed = change(logits);
         if (changed != logits && lp::argmax(changed, n_vocab) < 0) {
             return LP_ERROR_MASK;
         }
@@ -266,11 +266,11 @@ int lp_sampler::choose(const lp::Row & row, int32_t * token) {
     return 0;
 }
 
-int32_t lp_sampler::pick(const llama_token_data_array & a) {
+int32_t lp_sampler::pick(const llama_token_data_array &a) {
     if (a.selected >= 0) {  // mirostat and adaptive-p draw themselves
         return a.data[a.selected].id;
     }
-    float top = none;
+    float top = kNone;
     for (size_t i = 0; i < a.size; i++) {
         top = std::max(top, a.data[i].logit);
     }
@@ -295,16 +295,16 @@ int32_t lp_sampler::pick(const llama_token_data_array & a) {
 }
 
 // Records the drawn token's log-probability in the unchanged row, and the most probable tokens.
-int lp_sampler::note(const lp::Row & row, int32_t token) {
+int lp_sampler::note(const lp::Row &row, int32_t token) {
     float logit;
     if (!row.find(token, &logit) || (!row.all() && !row.is_exact(n_logprobs))) {
-        return needs_full_row;
+        return kNeedsFullRow;
     }
     if (n_noted == noted.size()) {
         noted.emplace_back();
     }
     const double log_sum_exp = row.all() ? lp::log_sum_exp(row.all(), n_vocab) : row.log_sum_exp();
-    auto &       top         = noted[n_noted].top;
+    auto        &top         = noted[n_noted].top;
     noted[n_noted].logprob   = static_cast<float>(logit - log_sum_exp);
     n_noted++;
     top.clear();
@@ -314,7 +314,7 @@ int lp_sampler::note(const lp::Row & row, int32_t token) {
     for (int i = 0; !row.all() && i < n_logprobs; i++) {
         top.push_back({ row.id(i), row.logit(i), 0.0f });
     }
-    for (llama_token_data & t : top) {
+    for (llama_token_data &t : top) {
         t.p = static_cast<float>(t.logit - log_sum_exp);
     }
     return 0;
@@ -337,7 +337,7 @@ void lp_sampler::accept(int32_t token) {
     if (!bad_words.empty()) {
         tail_.push_back(token);
         size_t longest = 0;
-        for (const auto & word : bad_words) {
+        for (const auto &word : bad_words) {
             longest = std::max(longest, word.size());
         }
         if (tail_.size() >= longest) {
@@ -347,7 +347,7 @@ void lp_sampler::accept(int32_t token) {
     if (dry) {
         llama_sampler_accept(dry.get(), token);
     }
-    for (llama_sampler * s : { first_.get(), chain_.get() }) {
+    for (llama_sampler *s : { first_.get(), chain_.get() }) {
         if (s) {
             llama_sampler_accept(s, token);
         }
@@ -366,7 +366,7 @@ void lp_sampler::accept_grammar(int32_t token) {
     llama_sampler_accept(grammar.get(), token);
 }
 
-static bool allows(llama_sampler * grammar, int32_t token) {
+static bool allows(llama_sampler *grammar, int32_t token) {
     llama_token_data       one = { token, 0.0f, 0.0f };
     llama_token_data_array a   = { &one, 1, -1, false };
     llama_sampler_apply(grammar, &a);
@@ -377,7 +377,7 @@ bool lp_sampler::allowed_by_grammar(int32_t token) const { return allows(grammar
 
 bool lp_sampler::is_allowed(int32_t token) const { return may(token) && (!grammar || allowed_by_grammar(token)); }
 
-int lp_sampler::n_allowed(int n, const int32_t * tokens) const {
+int lp_sampler::n_allowed(int n, const int32_t *tokens) const {
     if (!grammar || n == 0) {
         return n;
     }
@@ -419,7 +419,7 @@ void lp_sampler::set_penalties(int n, float repeat, float frequency, float prese
 }
 
 // Stages that draw by themselves continue from where they are, as our own generator does.
-static void forget(llama_sampler * s) {
+static void forget(llama_sampler *s) {
     const std::string name = llama_sampler_name(s);
     if (name == "penalties" || name == "dry") {
         llama_sampler_reset(s);
@@ -435,7 +435,7 @@ void lp_sampler::reset() {
     if (reasoning) {
         reasoning->reset();
     }
-    for (llama_sampler * s : { first_.get(), dry.get() }) {
+    for (llama_sampler *s : { first_.get(), dry.get() }) {
         if (s) {
             forget(s);
         }
@@ -450,7 +450,7 @@ void lp_sampler::reset() {
 
 // ---- changes
 // Collects the logits that differ from the row's.
-void lp_sampler::collect_changes(const lp::Row & row, bool with_ends) {
+void lp_sampler::collect_changes(const lp::Row &row, bool with_ends) {
     // For a logit that is not known, its upper bound: no change reverses the order of two logits.
     const auto raw = [&](int32_t token) {
         float logit;
@@ -458,40 +458,40 @@ void lp_sampler::collect_changes(const lp::Row & row, bool with_ends) {
         return logit;
     };
     changed_.clear();
-    for (const auto & [token, bias] : biases) {
+    for (const auto &[token, bias] : biases) {
         changed_[token] = raw(token) + bias;
     }
-    for (const auto & [token, count] : counts_) {
+    for (const auto &[token, count] : counts_) {
         const auto biased = changed_.find(token);
         float      l      = biased == changed_.end() ? raw(token) : biased->second;
         l                 = l <= 0 ? l * repeat_ : l / repeat_;
         l -= static_cast<float>(count) * frequency_ + presence_;
         changed_[token] = l;
     }
-    for (auto & [token, l] : changed_) {
-        l = std::min(l, max_logit);
+    for (auto &[token, l] : changed_) {
+        l = std::min(l, kMaxLogit);
     }
-    for (const auto * tokens : { &forbidden, &bad_tokens }) {
+    for (const auto *tokens : { &forbidden, &bad_tokens }) {
         for (const int32_t token : *tokens) {
-            changed_[token] = none;
+            changed_[token] = kNone;
         }
     }
     if (with_ends && n_accepted_ < min_tokens) {
         for (const int32_t token : ends) {
-            changed_[token] = none;
+            changed_[token] = kNone;
         }
     }
-    for (const auto & word : bad_words) {
+    for (const auto &word : bad_words) {
         const size_t n = word.size() - 1;
         if (tail_.size() >= n && std::equal(word.begin(), word.end() - 1, tail_.end() - n)) {
-            changed_[word.back()] = none;
+            changed_[word.back()] = kNone;
         }
     }
 }
 
-int lp_sampler::raised(float * tokens, int n) const {
+int lp_sampler::raised(float *tokens, int n) const {
     int n_found = 0;
-    for (const auto & [token, bias] : biases) {
+    for (const auto &[token, bias] : biases) {
         if (bias > 0 && n_found < n) {
             tokens[n_found++] = static_cast<float>(token);
         }
@@ -510,7 +510,7 @@ bool lp_sampler::is_forbidden(int32_t token) {
 }
 
 // Collects every finite logit that the masks allow; in structured output they often allow few.
-void lp_sampler::collect_allowed(const float * logits) {
+void lp_sampler::collect_allowed(const float *logits) {
     if (allowed.empty() && !mask) {
         lp::all(logits, n_vocab, candidates_);
         return;
@@ -528,38 +528,38 @@ void lp_sampler::collect_allowed(const float * logits) {
 }
 
 // Keeps the candidates that the grammar allows, and lowers those that DRY penalizes.
-void lp_sampler::check(std::vector<llama_token_data> & candidates) {
+void lp_sampler::check(std::vector<llama_token_data> &candidates) {
     llama_token_data_array a = { candidates.data(), candidates.size(), -1, false };
-    for (llama_sampler * s : { grammar.get(), dry.get() }) {
+    for (llama_sampler *s : { grammar.get(), dry.get() }) {
         if (s && a.size > 0) {
             llama_sampler_apply(s, &a);
         }
     }
     candidates.erase(std::remove_if(candidates.begin(), candidates.end(),
-                                    [](const llama_token_data & c) { return !std::isfinite(c.logit); }),
+                                    [](const llama_token_data &c) { return !std::isfinite(c.logit); }),
                      candidates.end());
 }
 
 // The full row with all changes; forbidden tokens are minus infinity.
-const float * lp_sampler::change(const float * logits) {
+const float *lp_sampler::change(const float *logits) {
     if (changed_.empty() && !checks()) {
         return logits;
     }
     row_.assign(logits, logits + n_vocab);
-    for (const auto & [token, logit] : changed_) {
-        row_[token] = std::isfinite(logits[token]) ? logit : none;
+    for (const auto &[token, logit] : changed_) {
+        row_[token] = std::isfinite(logits[token]) ? logit : kNone;
     }
-    const uint32_t * const masks[] = { allowed.empty() ? nullptr : allowed.data(), mask };
-    for (const uint32_t * bits : masks) {
+    const uint32_t *const masks[] = { allowed.empty() ? nullptr : allowed.data(), mask };
+    for (const uint32_t *bits : masks) {
         for (int32_t token = 0; bits && token < n_vocab; token++) {
-            row_[token] = has_bit(bits, token) ? row_[token] : none;
+            row_[token] = has_bit(bits, token) ? row_[token] : kNone;
         }
     }
     if (grammar || dry) {
         lp::all(row_.data(), n_vocab, candidates_);
         check(candidates_);
-        std::fill(row_.begin(), row_.end(), none);
-        for (const llama_token_data & c : candidates_) {
+        std::fill(row_.begin(), row_.end(), kNone);
+        for (const llama_token_data &c : candidates_) {
             row_[c.id] = c.logit;
         }
     }
@@ -567,12 +567,12 @@ const float * lp_sampler::change(const float * logits) {
 }
 
 // ---- the C entries that use a sampler: accepting tokens, and drawing from a row
-int lp_sampler_set_mask(lp_sampler * s, const uint32_t * mask) {
+int lp_sampler_set_mask(lp_sampler *s, const uint32_t *mask) {
     s->mask = mask;
     return 0;
 }
 
-int lp_sampler_accept(lp_sampler * s, int n, const int32_t * tokens) {
+int lp_sampler_accept(lp_sampler *s, int n, const int32_t *tokens) {
     return lp::guard(LP_ERROR, [&] {
         for (int i = 0; i < n; i++) {
             s->accept(tokens[i]);
@@ -581,7 +581,7 @@ int lp_sampler_accept(lp_sampler * s, int n, const int32_t * tokens) {
     });
 }
 
-int lp_sampler_accept_grammar(lp_sampler * s, int n, const int32_t * tokens) {
+int lp_sampler_accept_grammar(lp_sampler *s, int n, const int32_t *tokens) {
     return lp::guard(LP_ERROR, [&] {
         for (int i = 0; i < n; i++) {
             s->accept_grammar(tokens[i]);
@@ -590,7 +590,7 @@ int lp_sampler_accept_grammar(lp_sampler * s, int n, const int32_t * tokens) {
     });
 }
 
-int lp_sampler_accept_reasoning(lp_sampler * s, int n, const int32_t * tokens) {
+int lp_sampler_accept_reasoning(lp_sampler *s, int n, const int32_t *tokens) {
     return lp::guard(LP_ERROR, [&] {
         for (int i = 0; i < n; i++) {
             s->accept_reasoning(tokens[i]);
@@ -599,7 +599,7 @@ int lp_sampler_accept_reasoning(lp_sampler * s, int n, const int32_t * tokens) {
     });
 }
 
-int lp_sampler_accept_drawn(lp_sampler * s, int n, const int32_t * tokens) {
+int lp_sampler_accept_drawn(lp_sampler *s, int n, const int32_t *tokens) {
     return lp::guard(LP_ERROR, [&] {
         for (int i = 0; i < n; i++) {
             s->accepted(tokens[i]);
@@ -608,7 +608,7 @@ int lp_sampler_accept_drawn(lp_sampler * s, int n, const int32_t * tokens) {
     });
 }
 
-int lp_sampler_watch(lp_sampler * s, int n_predicted, const int32_t * predicted, int n_text, const int32_t * text, bool own) {
+int lp_sampler_watch(lp_sampler *s, int n_predicted, const int32_t *predicted, int n_text, const int32_t *text, bool own) {
     return lp::guard(LP_ERROR, [&] {
         s->guesser = std::make_unique<lp::Guesser>(std::vector<int32_t>(predicted, predicted + n_predicted),
                                                    std::vector<int32_t>(text, text + n_text), own);
@@ -616,30 +616,30 @@ int lp_sampler_watch(lp_sampler * s, int n_predicted, const int32_t * predicted,
     });
 }
 
-int lp_sampler_guess(const lp_sampler * s, int n, int32_t * tokens, double * share) {
+int lp_sampler_guess(const lp_sampler *s, int n, int32_t *tokens, double *share) {
     *share = 0;
     return s->guesser ? s->guesser->guess(n, tokens, share) : 0;
 }
 
-int lp_sampler_n_allowed(const lp_sampler * s, int n, const int32_t * tokens) {
+int lp_sampler_n_allowed(const lp_sampler *s, int n, const int32_t *tokens) {
     return lp::guard(LP_ERROR, [&] { return s->n_allowed(n, tokens); });
 }
 
-int lp_sampler_reset(lp_sampler * s) {
+int lp_sampler_reset(lp_sampler *s) {
     return lp::guard(LP_ERROR, [&] {
         s->reset();
         return 0;
     });
 }
 
-int lp_sampler_draw(lp_sampler * s, const float * logits, int32_t * token) {
+int lp_sampler_draw(lp_sampler *s, const float *logits, int32_t *token) {
     return lp::guard(LP_ERROR, [&] {
         s->n_noted = 0;
         return s->draw(lp::Row(logits), token);
     });
 }
 
-int lp_sampler_note(lp_sampler * s, const float * logits, int32_t token) {
+int lp_sampler_note(lp_sampler *s, const float *logits, int32_t token) {
     return lp::guard(LP_ERROR, [&] {
         if (s->n_logprobs >= 0) {
             s->n_noted = 0;
@@ -649,14 +649,14 @@ int lp_sampler_note(lp_sampler * s, const float * logits, int32_t token) {
     });
 }
 
-int lp_sampler_logprobs(const lp_sampler * s, int i_draw, int n_max, float * logprob, int32_t * ids, float * logprobs) {
+int lp_sampler_logprobs(const lp_sampler *s, int i_draw, int n_max, float *logprob, int32_t *ids, float *logprobs) {
     *logprob = 0;
     if (i_draw < 0 || static_cast<size_t>(i_draw) >= s->n_noted) {
         return 0;
     }
-    const lp_sampler::Noted & one = s->noted[i_draw];
-    *logprob                      = one.logprob;
-    const int n                   = std::min(static_cast<int>(one.top.size()), n_max);
+    const lp_sampler::Noted &one = s->noted[i_draw];
+    *logprob                     = one.logprob;
+    const int n                  = std::min(static_cast<int>(one.top.size()), n_max);
     for (int i = 0; i < n; i++) {
         ids[i]      = one.top[i].id;
         logprobs[i] = one.top[i].p;

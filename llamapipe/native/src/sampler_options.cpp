@@ -14,7 +14,7 @@ using lp::SamplerPtr;
 
 // Drops tokens that have no probability in float32, before a sampler that takes the logarithm of it. No sampler would keep
 // such a token, but the sum over all of them would be NaN.
-void keep_likely(llama_sampler *, llama_token_data_array * a) {
+void keep_likely(llama_sampler *, llama_token_data_array *a) {
     float top = -INFINITY;
     for (size_t i = 0; i < a->size; i++) {
         top = std::max(top, a->data[i].logit);
@@ -28,7 +28,7 @@ void keep_likely(llama_sampler *, llama_token_data_array * a) {
     a->size = n;
 }
 
-llama_sampler * likely() {
+llama_sampler *likely() {
     static llama_sampler_i interface = [] {
         llama_sampler_i i = {};
         i.name            = [](const llama_sampler *) { return "likely"; };
@@ -40,20 +40,20 @@ llama_sampler * likely() {
 
 // llama.cpp's infill ends the text where nothing else is likely, also where that is forbidden. Then nothing is merged.
 struct Infill {
-    lp_sampler *                  owner;
+    lp_sampler                   *owner;
     SamplerPtr                    inner;
     std::vector<llama_token_data> before;
 };
 
-void apply_infill(llama_sampler * s, llama_token_data_array * a) {
-    auto & infill = *static_cast<Infill *>(s->ctx);
+void apply_infill(llama_sampler *s, llama_token_data_array *a) {
+    auto &infill = *static_cast<Infill *>(s->ctx);
     infill.before.assign(a->data, a->data + a->size);
     if (a->size == 0) {
         return;
     }
     llama_sampler_apply(infill.inner.get(), a);
     if (a->size != 1 || infill.owner->is_forbidden(a->data[0].id)) {
-        const bool any_allowed = std::any_of(a->data, a->data + a->size, [&](const llama_token_data & t) {
+        const bool any_allowed = std::any_of(a->data, a->data + a->size, [&](const llama_token_data &t) {
             return std::isfinite(t.logit) && !infill.owner->is_forbidden(t.id);
         });
         if (!any_allowed) {
@@ -63,12 +63,12 @@ void apply_infill(llama_sampler * s, llama_token_data_array * a) {
     }
 }
 
-llama_sampler * infill_of(lp_sampler * owner) {
+llama_sampler *infill_of(lp_sampler *owner) {
     static llama_sampler_i interface = [] {
         llama_sampler_i i = {};
         i.name            = [](const llama_sampler *) { return "infill"; };
         i.apply           = apply_infill;
-        i.free            = [](llama_sampler * s) { delete static_cast<Infill *>(s->ctx); };
+        i.free            = [](llama_sampler *s) { delete static_cast<Infill *>(s->ctx); };
         return i;
     }();
     auto made   = std::make_unique<Infill>();
@@ -78,7 +78,7 @@ llama_sampler * infill_of(lp_sampler * owner) {
 }
 
 // A seed for llama.cpp's generators: they take 32 bits, and choose a seed themselves for one value of them.
-uint32_t short_seed(const lp_sampler & s, uint32_t which) {
+uint32_t short_seed(const lp_sampler &s, uint32_t which) {
     uint64_t z = (s.seed + which) * 0xff51afd7ed558ccdull;
     z ^= z >> 33;
     z *= 0xc4ceb9fe1a85ec53ull;
@@ -86,7 +86,7 @@ uint32_t short_seed(const lp_sampler & s, uint32_t which) {
     return seed == LLAMA_DEFAULT_SEED ? 0 : seed;
 }
 
-bool penalizes(const lp_sampling_options & o) {
+bool penalizes(const lp_sampling_options &o) {
     return o.repeat_penalty != 1.0f || o.frequency_penalty != 0.0f || o.presence_penalty != 0.0f;
 }
 
@@ -97,11 +97,11 @@ bool penalizes(const lp_sampling_options & o) {
 // unsorted; `sorted` says so. A stage keeps the order or, if it sorts, sets `sorted`. It should keep a token: llama.cpp's
 // samplers may abort on an empty array, and an empty result is LP_ERROR_MASK. Only stages that draw by themselves, such as
 // mirostat, set `selected`.
-void add_stage(lp_sampler & s, lp_sampler_name name, const lp_sampling_options & o) {
-    const auto other = [&](llama_sampler * stage) { s.add(Kind::other, 0, stage); };
+void add_stage(lp_sampler &s, lp_sampler_name name, const lp_sampling_options &o) {
+    const auto other = [&](llama_sampler *stage) { s.add(Kind::other, 0, stage); };
     const auto keep  = static_cast<size_t>(std::max(o.min_keep, 1));
     // A stage that may keep more than its value says is llama.cpp's own: scans and the graph keep what the value says.
-    const auto cut = [&](Kind kind, float value, llama_sampler * stage) { s.add(keep > 1 ? Kind::other : kind, value, stage); };
+    const auto cut = [&](Kind kind, float value, llama_sampler *stage) { s.add(keep > 1 ? Kind::other : kind, value, stage); };
     switch (name) {
         case LP_SAMPLER_PENALTIES:
             if (penalizes(o)) {
@@ -167,7 +167,7 @@ void add_stage(lp_sampler & s, lp_sampler_name name, const lp_sampling_options &
 
 // Adds the samplers of a request in their order, with two exceptions: penalties and DRY at the front are changes of a few
 // logits, not stages, and so they always are for a greedy draw, which needs no other sampler.
-void add_samplers(lp_sampler & s, const lp_sampling_options & o) {
+void add_samplers(lp_sampler &s, const lp_sampling_options &o) {
     std::vector<lp_sampler_name> order;
     for (int i = 0; i < o.n_order; i++) {
         order.push_back(static_cast<lp_sampler_name>(o.order[i]));
@@ -217,7 +217,7 @@ void add_samplers(lp_sampler & s, const lp_sampling_options & o) {
 
 }  // namespace
 
-void lp_sampler::configure(const lp_sampling_options & o) {
+void lp_sampler::configure(const lp_sampling_options &o) {
     // What may fail comes first.
     if (!o.grammar) {
         grammar.reset();
@@ -276,7 +276,7 @@ lp_sampling_options lp_sampling_default_options(void) {
     return o;
 }
 
-lp_sampler * lp_sampler_new(const llama_vocab * vocab, uint64_t seed, const lp_sampling_options * options) {
+lp_sampler *lp_sampler_new(const llama_vocab *vocab, uint64_t seed, const lp_sampling_options *options) {
     return lp::guard(nullptr, [&] {
         auto made = std::make_unique<lp_sampler>(vocab, seed);
         made->configure(*options);
@@ -284,21 +284,21 @@ lp_sampler * lp_sampler_new(const llama_vocab * vocab, uint64_t seed, const lp_s
     });
 }
 
-void lp_sampler_free(lp_sampler * s) { delete s; }
+void lp_sampler_free(lp_sampler *s) { delete s; }
 
-int lp_sampler_configure(lp_sampler * s, const lp_sampling_options * options) {
+int lp_sampler_configure(lp_sampler *s, const lp_sampling_options *options) {
     return lp::guard(LP_ERROR, [&] {
         s->configure(*options);
         return 0;
     });
 }
 
-lp_dry * lp_dry_new(const llama_vocab * vocab, float multiplier, float base, int allowed_length, int last_n, int n_breakers,
-                    const char ** breakers) {
+lp_dry *lp_dry_new(const llama_vocab *vocab, float multiplier, float base, int allowed_length, int last_n, int n_breakers,
+                   const char **breakers) {
     return lp::guard(nullptr, [&] {
         return reinterpret_cast<lp_dry *>(
                 llama_sampler_init_dry(vocab, multiplier, base, allowed_length, last_n, breakers, n_breakers));
     });
 }
 
-void lp_dry_free(lp_dry * dry) { llama_sampler_free(reinterpret_cast<llama_sampler *>(dry)); }
+void lp_dry_free(lp_dry *dry) { llama_sampler_free(reinterpret_cast<llama_sampler *>(dry)); }

@@ -30,24 +30,24 @@
 namespace {
 
 // Sixteen values at a time, in the compiler's vector types, which it maps to the available instructions.
-constexpr int   lanes = 16;
-typedef float   Floats __attribute__((vector_size(4 * lanes)));
-typedef float   Loose __attribute__((vector_size(4 * lanes), aligned(4)));  // anywhere in memory
-typedef int32_t Ints __attribute__((vector_size(4 * lanes)));
-typedef float   Half __attribute__((vector_size(2 * lanes)));
-typedef double  Doubles __attribute__((vector_size(4 * lanes)));
+constexpr int   kLanes = 16;
+typedef float   Floats __attribute__((vector_size(4 * kLanes)));
+typedef float   Loose __attribute__((vector_size(4 * kLanes), aligned(4)));  // anywhere in memory
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef float   Half __attribute__((vector_size(2 * kLanes)));
+typedef double  Doubles __attribute__((vector_size(4 * kLanes)));
 
-constexpr int   block = 32;  // searched value by value if it holds a candidate
-constexpr float none  = -std::numeric_limits<float>::infinity();
+constexpr int   kBlock = 32;  // searched value by value if it holds a candidate
+constexpr float kNone  = -std::numeric_limits<float>::infinity();
 
 #define LP_INLINE __attribute__((always_inline)) inline
 
-LP_INLINE Floats load(const float * row) { return *reinterpret_cast<const Loose *>(row); }
+LP_INLINE Floats load(const float *row) { return *reinterpret_cast<const Loose *>(row); }
 
-LP_INLINE Floats larger(const Floats & a, const Floats & b) { return a > b ? a : b; }  // b if either is not a number
+LP_INLINE Floats larger(const Floats &a, const Floats &b) { return a > b ? a : b; }  // b if either is not a number
 
 // All lanes combined, each with the one half of the lanes further on, until one is left.
-template <int half, typename T, typename Combine> LP_INLINE T folded(T * values, const Combine & combine) {
+template <int half, typename T, typename Combine> LP_INLINE T folded(T *values, const Combine &combine) {
     for (int j = 0; j < half; j++) {
         values[j] = combine(values[j], values[j + half]);
     }
@@ -58,44 +58,44 @@ template <int half, typename T, typename Combine> LP_INLINE T folded(T * values,
     }
 }
 
-LP_INLINE float largest_of(const Floats & values) {
-    float tops[lanes];
+LP_INLINE float largest_of(const Floats &values) {
+    float tops[kLanes];
     memcpy(tops, &values, sizeof tops);
-    return folded<lanes / 2>(tops, [](float a, float b) { return a > b ? a : b; });
+    return folded<kLanes / 2>(tops, [](float a, float b) { return a > b ? a : b; });
 }
 
-LP_INLINE double sum_of(const Floats & values) {
+LP_INLINE double sum_of(const Floats &values) {
     Half halves[2];
     memcpy(halves, &values, sizeof values);
     const Doubles pairs = __builtin_convertvector(halves[0], Doubles) + __builtin_convertvector(halves[1], Doubles);
-    double        sums[lanes / 2];
+    double        sums[kLanes / 2];
     memcpy(sums, &pairs, sizeof pairs);
-    return folded<lanes / 4>(sums, [](double a, double b) { return a + b; });
+    return folded<kLanes / 4>(sums, [](double a, double b) { return a + b; });
 }
 
-LP_INLINE bool any_of(const Ints & truths) {
-    int64_t pairs[lanes / 2];
+LP_INLINE bool any_of(const Ints &truths) {
+    int64_t pairs[kLanes / 2];
     memcpy(pairs, &truths, sizeof pairs);
-    return folded<lanes / 4>(pairs, [](int64_t a, int64_t b) { return a | b; }) != 0;
+    return folded<kLanes / 4>(pairs, [](int64_t a, int64_t b) { return a | b; }) != 0;
 }
 
-constexpr int chunk = 4096;
+constexpr int kChunk = 4096;
 
 // The largest value, and the start of the chunk that it comes first in; NaN never wins, so a row of nothing else gives minus
 // infinity.
-LP_WIDE float largest(const float * row, int n, int * begin) {
-    float top = none;
+LP_WIDE float largest(const float *row, int n, int *begin) {
+    float top = kNone;
     *begin    = 0;
-    for (int first = 0; first < n; first += chunk) {
-        const int end = n - first < chunk ? n : first + chunk;
+    for (int first = 0; first < n; first += kChunk) {
+        const int end = n - first < kChunk ? n : first + kChunk;
         Floats    best[4];
-        for (Floats & b : best) {
-            b = Floats{} + none;
+        for (Floats &b : best) {
+            b = Floats{} + kNone;
         }
         int i = first;
-        for (; i + 4 * lanes <= end; i += 4 * lanes) {
+        for (; i + 4 * kLanes <= end; i += 4 * kLanes) {
             for (int k = 0; k < 4; k++) {
-                best[k] = larger(load(row + i + k * lanes), best[k]);
+                best[k] = larger(load(row + i + k * kLanes), best[k]);
             }
         }
         float most = largest_of(larger(larger(best[0], best[1]), larger(best[2], best[3])));
@@ -110,21 +110,21 @@ LP_WIDE float largest(const float * row, int n, int * begin) {
     return top;
 }
 
-constexpr int min_block = 4 * lanes, max_block = 16 * lanes;
+constexpr int kMinBlock = 4 * kLanes, kMaxBlock = 16 * kLanes;
 
 // The largest value of each block of `size` values, a multiple of 64; NaN never wins.
-LP_WIDE void block_maxima(const float * row, int n, int size, float * maxima) {
+LP_WIDE void block_maxima(const float *row, int n, int size, float *maxima) {
     int i = 0;
     for (; i + size <= n; i += size) {
-        Floats best = Floats{} + none, other = best;
-        for (int k = i; k < i + size; k += 2 * lanes) {
+        Floats best = Floats{} + kNone, other = best;
+        for (int k = i; k < i + size; k += 2 * kLanes) {
             best  = larger(load(row + k), best);
-            other = larger(load(row + k + lanes), other);
+            other = larger(load(row + k + kLanes), other);
         }
         *maxima++ = largest_of(larger(best, other));
     }
     if (i < n) {
-        float top = none;
+        float top = kNone;
         for (; i < n; i++) {
             top = row[i] > top ? row[i] : top;
         }
@@ -133,7 +133,7 @@ LP_WIDE void block_maxima(const float * row, int n, int size, float * maxima) {
 }
 
 // 2^x for x <= 0, with a relative error of about 2e-7; 0 for NaN and below 2^-127.
-LP_INLINE Floats power_of_two(const Floats & x) {
+LP_INLINE Floats power_of_two(const Floats &x) {
     const Floats least   = Floats{} - 127.0f;
     const Floats clamped = x > least ? x : least;
     // Adding a number whose last bit is worth 1 rounds. The sum's last bits are then those of the exponent.
@@ -148,17 +148,17 @@ LP_INLINE Floats power_of_two(const Floats & x) {
     return e * reinterpret_cast<Floats>(reinterpret_cast<Ints>(rounded) << 23);
 }
 
-constexpr float log2_e = 1.44269504f;
+constexpr float kLog2E = 1.44269504f;
 
-constexpr int run = 16 * lanes;
+constexpr int kRun = 16 * kLanes;
 
 // Sums of 2^((row[i] - top) * scale), one for each run and one for the rest. Sixteen numbers at a time are added in float32,
 // which keeps seven digits; their sums in float64.
-LP_WIDE void sums_of_powers(const float * row, int n, float top, float scale, double * sums) {
+LP_WIDE void sums_of_powers(const float *row, int n, float top, float scale, double *sums) {
     int i = 0;
-    for (; i + run <= n; i += run) {
+    for (; i + kRun <= n; i += kRun) {
         Floats sum = {};
-        for (int k = 0; k < run; k += lanes) {
+        for (int k = 0; k < kRun; k += kLanes) {
             sum += power_of_two((load(row + i + k) - top) * scale);
         }
         *sums++ = sum_of(sum);
@@ -172,12 +172,12 @@ LP_WIDE void sums_of_powers(const float * row, int n, float top, float scale, do
 }
 
 // For each value of a run its weight exp(value - top), and how many bins it is below the top, at most `last`.
-LP_WIDE void weigh(const float * row, float top, float bins_per_unit, float last, float * weights, int32_t * bins) {
+LP_WIDE void weigh(const float *row, float top, float bins_per_unit, float last, float *weights, int32_t *bins) {
     const Floats most = Floats{} + last;
-    for (int k = 0; k < run; k += lanes) {
+    for (int k = 0; k < kRun; k += kLanes) {
         const Floats above  = load(row + k) - top;
         const Floats bin    = above * -bins_per_unit;
-        const Floats weight = power_of_two(above * log2_e);
+        const Floats weight = power_of_two(above * kLog2E);
         const Ints   number = __builtin_convertvector(bin < most ? bin : most, Ints);
         memcpy(weights + k, &weight, sizeof weight);
         memcpy(bins + k, &number, sizeof number);
@@ -191,11 +191,11 @@ struct Top {
     bool  is_damaged;  // positive infinity is in the row
 };
 
-Top top_of(const float * row, int n) {
+Top top_of(const float *row, int n) {
     Top top   = {};
     top.logit = largest(row, n, &top.begin);
-    if (top.logit == -none) {
-        top = { none, 0, true };
+    if (top.logit == -kNone) {
+        top = { kNone, 0, true };
         for (int i = 0; i < n; i++) {
             top.logit = std::isfinite(row[i]) && row[i] > top.logit ? row[i] : top.logit;
         }
@@ -205,31 +205,31 @@ Top top_of(const float * row, int n) {
 
 // The row, or a copy in which minus infinity stands for everything that is not finite, until the thread's next call. NaN and
 // minus infinity do no harm.
-const float * repaired(const float * row, int n, const Top & top) {
+const float *repaired(const float *row, int n, const Top &top) {
     thread_local std::vector<float> clean;
     if (!top.is_damaged) {
         return row;
     }
     clean.assign(row, row + n);
-    for (float & l : clean) {
-        l = std::isfinite(l) ? l : none;
+    for (float &l : clean) {
+        l = std::isfinite(l) ? l : kNone;
     }
     return clean.data();
 }
 
 // sums_of_powers of a repaired row, until the thread's next call.
-std::vector<double> & run_sums(const float * row, int n, float top, float scale) {
+std::vector<double> &run_sums(const float *row, int n, float top, float scale) {
     thread_local std::vector<double> sums;
-    sums.resize(n / run + 1);
+    sums.resize(n / kRun + 1);
     sums_of_powers(row, n, top, scale, sums.data());
     return sums;
 }
 
 // The start of the first block from i on with a value above the bar. The last, shorter block is not searched: its start, or n.
-LP_WIDE int next_above(const float * row, int i, int n, float bar) {
-    static_assert(block == 2 * lanes);
-    for (; i + block <= n; i += block) {
-        const Floats most = larger(load(row + i), larger(load(row + i + lanes), Floats{} + none));
+LP_WIDE int next_above(const float *row, int i, int n, float bar) {
+    static_assert(kBlock == 2 * kLanes);
+    for (; i + kBlock <= n; i += kBlock) {
+        const Floats most = larger(load(row + i), larger(load(row + i + kLanes), Floats{} + kNone));
         if (any_of(most > Floats{} + bar)) {
             return i;
         }
@@ -239,30 +239,30 @@ LP_WIDE int next_above(const float * row, int i, int n, float bar) {
 
 // Adds every finite value of row[begin:end] above the bar, and the first `n_equal` that equal it, of which as many remain as
 // were not found.
-void collect(const float * row, int begin, int end, float bar, int & n_equal, std::vector<llama_token_data> & out) {
-    const float below = bar > none ? std::nextafter(bar, none) : none;
-    for (int i = begin; (i = next_above(row, i, end, below)) < end; i += block) {
-        for (int j = i; j < std::min(i + block, end); j++) {
-            if (row[j] > below && row[j] < -none && (row[j] > bar || n_equal-- > 0)) {
+void collect(const float *row, int begin, int end, float bar, int &n_equal, std::vector<llama_token_data> &out) {
+    const float below = bar > kNone ? std::nextafter(bar, kNone) : kNone;
+    for (int i = begin; (i = next_above(row, i, end, below)) < end; i += kBlock) {
+        for (int j = i; j < std::min(i + kBlock, end); j++) {
+            if (row[j] > below && row[j] < -kNone && (row[j] > bar || n_equal-- > 0)) {
                 out.push_back({ j, row[j], 0.0f });
             }
         }
     }
 }
 
-void collect(const float * row, int n, float bar, std::vector<llama_token_data> & out) {
+void collect(const float *row, int n, float bar, std::vector<llama_token_data> &out) {
     int n_equal = INT_MAX;
     collect(row, 0, n, bar, n_equal, out);
 }
 
-LP_WIDE int count_from(const float * values, int n, float bar) {
+LP_WIDE int count_from(const float *values, int n, float bar) {
     Ints counts = {};
     int  i      = 0;
-    for (; i + lanes <= n; i += lanes) {
+    for (; i + kLanes <= n; i += kLanes) {
         counts -= load(values + i) >= Floats{} + bar;  // true is -1
     }
     int count = 0;
-    for (int j = 0; j < lanes; j++) {
+    for (int j = 0; j < kLanes; j++) {
         count += counts[j];
     }
     for (; i < n; i++) {
@@ -273,14 +273,14 @@ LP_WIDE int count_from(const float * values, int n, float bar) {
 
 // A bar that at least k of the values reach, and not many more; where they are equal, the bar is that value. Found by
 // bisection. Minus infinity when fewer are finite.
-float reached_by(const float * values, int n, int k) {
-    float low = std::numeric_limits<float>::infinity(), high = none;
+float reached_by(const float *values, int n, int k) {
+    float low = std::numeric_limits<float>::infinity(), high = kNone;
     for (int i = 0; i < n; i++) {
-        low  = values[i] > none && values[i] < low ? values[i] : low;
+        low  = values[i] > kNone && values[i] < low ? values[i] : low;
         high = values[i] > high ? values[i] : high;
     }
     if (count_from(values, n, low) < k) {
-        return none;
+        return kNone;
     }
     for (int i = 0; i < 32 && low < high; i++) {
         const float middle = low + (high - low) / 2;
@@ -294,19 +294,19 @@ float reached_by(const float * values, int n, int k) {
             }
         }
     }
-    float least = -none;
+    float least = -kNone;
     for (int i = 0; i < n; i++) {
         least = values[i] >= low && values[i] < least ? values[i] : least;
     }
     return least;
 }
 
-bool better(const llama_token_data & a, const llama_token_data & b) {
+bool better(const llama_token_data &a, const llama_token_data &b) {
     return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
 }
 
 // Sorts candidates that come by id, best first: by radix where there are many, as of a nearly flat row.
-void sort_by_logit(std::vector<llama_token_data> & candidates) {
+void sort_by_logit(std::vector<llama_token_data> &candidates) {
     constexpr int      n_bits = 11, n_passes = 3;
     constexpr uint32_t n_digits = 1u << n_bits;
     if (candidates.size() < n_digits) {
@@ -325,11 +325,11 @@ void sort_by_logit(std::vector<llama_token_data> & candidates) {
     sorted.resize(candidates.size());
     for (int pass = 0; pass < n_passes; pass++) {
         begins.assign(n_digits + 1, 0);
-        for (const llama_token_data & c : candidates) {
+        for (const llama_token_data &c : candidates) {
             begins[digit(c.logit, pass) + 1]++;
         }
         std::partial_sum(begins.begin(), begins.end(), begins.begin());
-        for (const llama_token_data & c : candidates) {
+        for (const llama_token_data &c : candidates) {
             sorted[begins[digit(c.logit, pass)]++] = c;
         }
         candidates.swap(sorted);
@@ -338,9 +338,9 @@ void sort_by_logit(std::vector<llama_token_data> & candidates) {
 
 }  // namespace
 
-int32_t lp::argmax(const float * logits, int n) {
+int32_t lp::argmax(const float *logits, int n) {
     const Top top = top_of(logits, n);
-    if (top.logit == none) {
+    if (top.logit == kNone) {
         return -1;
     }
     int i = top.begin;
@@ -350,20 +350,20 @@ int32_t lp::argmax(const float * logits, int n) {
     return i;
 }
 
-void lp::top_k(const float * logits, int n, int k, std::vector<llama_token_data> & out) {
+void lp::top_k(const float *logits, int n, int k, std::vector<llama_token_data> &out) {
     // A bar that at least k of the blocks' maxima reach, and so at least k values. Most blocks do not reach it.
     out.clear();
-    int size = max_block;
-    while (size > min_block && n / size < 8 * k) {
+    int size = kMaxBlock;
+    while (size > kMinBlock && n / size < 8 * k) {
         size /= 2;
     }
-    float bar = none;
+    float bar = kNone;
     if (n / size > k) {
         thread_local std::vector<float> maxima;
         maxima.resize((n + size - 1) / size);
         block_maxima(logits, n, size, maxima.data());
         for (size_t b = 0; b < maxima.size(); b++) {
-            if (maxima[b] == -none) {  // a damaged row: only finite logits count
+            if (maxima[b] == -kNone) {  // a damaged row: only finite logits count
                 const int first = static_cast<int>(b) * size;
                 maxima[b]       = top_of(logits + first, std::min(size, n - first)).logit;
             }
@@ -371,12 +371,12 @@ void lp::top_k(const float * logits, int n, int k, std::vector<llama_token_data>
         bar         = reached_by(maxima.data(), static_cast<int>(maxima.size()), k);
         int n_equal = k;  // a row of few different values has thousands that equal the bar
         for (size_t b = 0; b < maxima.size(); b++) {
-            if (maxima[b] > bar || (maxima[b] == bar && n_equal > 0 && bar > none)) {
+            if (maxima[b] > bar || (maxima[b] == bar && n_equal > 0 && bar > kNone)) {
                 collect(logits, static_cast<int>(b) * size, std::min(static_cast<int>(b) * size + size, n), bar, n_equal, out);
             }
         }
     } else {
-        collect(logits, n, none, out);
+        collect(logits, n, kNone, out);
     }
     // Later ids come after equal earlier ones, so that the lowest ids are kept on ties.
     if (out.size() > static_cast<size_t>(k)) {
@@ -386,28 +386,28 @@ void lp::top_k(const float * logits, int n, int k, std::vector<llama_token_data>
     std::sort(out.begin(), out.end(), better);
 }
 
-double lp::log_sum_exp(const float * logits, int n) {
+double lp::log_sum_exp(const float *logits, int n) {
     const Top top = top_of(logits, n);
-    if (top.logit == none) {
-        return none;
+    if (top.logit == kNone) {
+        return kNone;
     }
-    std::vector<double> & sums = run_sums(repaired(logits, n, top), n, top.logit, log2_e);
+    std::vector<double> &sums = run_sums(repaired(logits, n, top), n, top.logit, kLog2E);
     return top.logit + std::log(std::accumulate(sums.begin(), sums.end(), 0.0));
 }
 
-int32_t lp::draw(const float * logits, int n, float temperature, double u) {
+int32_t lp::draw(const float *logits, int n, float temperature, double u) {
     const Top top = top_of(logits, n);
-    if (top.logit == none) {
+    if (top.logit == kNone) {
         return -1;
     }
-    const float * const   row   = repaired(logits, n, top);
-    const float           scale = log2_e / temperature;
-    std::vector<double> & sums  = run_sums(row, n, top.logit, scale);
-    double                left  = u * std::accumulate(sums.begin(), sums.end(), 0.0);
-    int                   i     = 0;
+    const float *const   row   = repaired(logits, n, top);
+    const float          scale = kLog2E / temperature;
+    std::vector<double> &sums  = run_sums(row, n, top.logit, scale);
+    double               left  = u * std::accumulate(sums.begin(), sums.end(), 0.0);
+    int                  i     = 0;
     for (size_t k = 0; k + 1 < sums.size() && left >= sums[k]; k++) {
         left -= sums[k];
-        i += run;
+        i += kRun;
     }
     int32_t last = -1;  // the last bin of nonzero width: rounding must never choose an impossible token
     for (; i < n && left >= 0; i++) {
@@ -420,37 +420,37 @@ int32_t lp::draw(const float * logits, int n, float temperature, double u) {
     return last >= 0 ? last : argmax(logits, n);
 }
 
-void lp::nucleus(const float * logits, int n, float p, std::vector<llama_token_data> & out) {
+void lp::nucleus(const float *logits, int n, float p, std::vector<llama_token_data> &out) {
     out.clear();
     const Top top = top_of(logits, n);
-    if (top.logit == none) {
+    if (top.logit == kNone) {
         return;
     }
     // A histogram of the probabilities tells which logits are needed, so that no others are sorted. Those further below the
     // largest than `depth` have not even together the mass that is not wanted; they are in the last bin.
-    const float * const   row             = repaired(logits, n, top);
-    std::vector<double> & sums            = run_sums(row, n, top.logit, log2_e);
-    const double          total           = std::accumulate(sums.begin(), sums.end(), 0.0);
-    const double          wanted          = p * total;
-    const double          depth           = std::clamp(std::log(n / std::max(total - wanted, 1e-30)), 1.0, 80.0);
-    const double          least           = std::exp(-depth) * 0.999;  // a run of a smaller sum has no logit above the depth
-    constexpr int         n_bins          = 512;
-    double                mass[4][n_bins] = {};  // by place, so that an addition does not wait for the one before
+    const float *const   row             = repaired(logits, n, top);
+    std::vector<double> &sums            = run_sums(row, n, top.logit, kLog2E);
+    const double         total           = std::accumulate(sums.begin(), sums.end(), 0.0);
+    const double         wanted          = p * total;
+    const double         depth           = std::clamp(std::log(n / std::max(total - wanted, 1e-30)), 1.0, 80.0);
+    const double         least           = std::exp(-depth) * 0.999;  // a run of a smaller sum has no logit above the depth
+    constexpr int        n_bins          = 512;
+    double               mass[4][n_bins] = {};  // by place, so that an addition does not wait for the one before
     for (size_t k = 0; k < sums.size(); k++) {
         if (sums[k] < least) {
             mass[0][n_bins - 1] += sums[k];
             continue;
         }
-        const int     first = static_cast<int>(k) * run, n_left = n - first;
-        const float * values = row + first;
-        float         padded[run], weights[run];
-        int32_t       bins[run];
-        if (n_left < run) {
-            std::fill(std::copy_n(values, n_left, padded), padded + run, none);
+        const int    first = static_cast<int>(k) * kRun, n_left = n - first;
+        const float *values = row + first;
+        float        padded[kRun], weights[kRun];
+        int32_t      bins[kRun];
+        if (n_left < kRun) {
+            std::fill(std::copy_n(values, n_left, padded), padded + kRun, kNone);
             values = padded;
         }
         weigh(values, top.logit, static_cast<float>(n_bins / depth), n_bins - 1, weights, bins);
-        for (int j = 0; j < run; j += 4) {
+        for (int j = 0; j < kRun; j += 4) {
             for (int i = 0; i < 4; i++) {
                 mass[i][bins[j + i]] += weights[j + i];
             }
@@ -462,7 +462,7 @@ void lp::nucleus(const float * logits, int n, float p, std::vector<llama_token_d
         sum += (mass[0][bin] + mass[1][bin]) + (mass[2][bin] + mass[3][bin]);
     }
     // One more bin, for rounding; the full row where the histogram ends.
-    const float bar = bin < n_bins ? top.logit - static_cast<float>((bin + 1) * (depth / n_bins)) : none;
+    const float bar = bin < n_bins ? top.logit - static_cast<float>((bin + 1) * (depth / n_bins)) : kNone;
     collect(logits, n, bar, out);
     sort_by_logit(out);
     sum = 0;
@@ -475,12 +475,12 @@ void lp::nucleus(const float * logits, int n, float p, std::vector<llama_token_d
     }
 }
 
-void lp::at_least(const float * logits, int n, float p, std::vector<llama_token_data> & out) {
+void lp::at_least(const float *logits, int n, float p, std::vector<llama_token_data> &out) {
     out.clear();
     collect(logits, n, top_of(logits, n).logit + std::log(p), out);
 }
 
-void lp::all(const float * logits, int n, std::vector<llama_token_data> & out) {
+void lp::all(const float *logits, int n, std::vector<llama_token_data> &out) {
     out.clear();
     out.reserve(n);
     for (int i = 0; i < n; i++) {

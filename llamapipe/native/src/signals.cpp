@@ -33,7 +33,7 @@ void SignalWatch::end() noexcept {
         sigaction(number_, &previous_, nullptr);
     }
 }
-void SignalWatch::forward(siginfo_t * info, void * context) const noexcept {
+void SignalWatch::forward(siginfo_t *info, void *context) const noexcept {
     if ((previous_.sa_flags & SA_SIGINFO) != 0 && previous_.sa_sigaction != nullptr) {
         previous_.sa_sigaction(number_, info, context);
     } else if (previous_.sa_handler != SIG_DFL && previous_.sa_handler != SIG_IGN) {
@@ -48,19 +48,19 @@ namespace {
 
 struct Exit {
     sigjmp_buf buffer;
-    Exit *     outer;
+    Exit      *outer;
 };
 
-void on_fault(int number, siginfo_t * info, void * context);
+void on_fault(int number, siginfo_t *info, void *context);
 
-lp::SignalWatch     g_null_pointers(SIGSEGV, on_fault), g_divisions(SIGFPE, on_fault);
-thread_local Exit * t_exit = nullptr;
+lp::SignalWatch    g_null_pointers(SIGSEGV, on_fault), g_divisions(SIGFPE, on_fault);
+thread_local Exit *t_exit = nullptr;
 // The system maps nothing below this address. Faults elsewhere mean that memory was overwritten: those end the process.
-constexpr uintptr_t null_page_end = 65536;
+constexpr uintptr_t kNullPageEnd = 65536;
 
 // Where the thread was.
-const void * instruction_of(const void * context) {
-    const auto & machine = static_cast<const ucontext_t *>(context)->uc_mcontext;
+const void *instruction_of(const void *context) {
+    const auto &machine = static_cast<const ucontext_t *>(context)->uc_mcontext;
 #if defined(__linux__) && defined(__x86_64__)
     return reinterpret_cast<const void *>(machine.gregs[REG_RIP]);
 #elif defined(__linux__) && defined(__aarch64__)
@@ -70,14 +70,14 @@ const void * instruction_of(const void * context) {
 #elif defined(__APPLE__) && defined(__aarch64__)
     return reinterpret_cast<const void *>(__darwin_arm_thread_state64_get_pc(machine->__ss));
 #else
-    (void) machine;
+    (void)machine;
     return nullptr;
 #endif
 }
 
-void on_fault(int number, siginfo_t * info, void * context) {
+void on_fault(int number, siginfo_t *info, void *context) {
     const bool is_null =
-            number == SIGSEGV && reinterpret_cast<uintptr_t>(info->si_addr) < null_page_end && info->si_code == SEGV_MAPERR;
+            number == SIGSEGV && reinterpret_cast<uintptr_t>(info->si_addr) < kNullPageEnd && info->si_code == SEGV_MAPERR;
     const bool is_division = number == SIGFPE && info->si_code == FPE_INTDIV;
     // In the allocator it is memory that was overwritten by zeros; its locks would stay locked, too.
     if (t_exit != nullptr && (is_null || is_division) && !lp::system::is_allocator(instruction_of(context))) {
@@ -90,7 +90,7 @@ void on_fault(int number, siginfo_t * info, void * context) {
 
 namespace lp {
 
-const char * run_until_fault(void (*work)(void * data), void * data) noexcept {
+const char *run_until_fault(void (*work)(void *data), void *data) noexcept {
     const bool watches_pointers = g_null_pointers.begin(), watches_divisions = g_divisions.begin();
     Exit       here;
     here.outer       = t_exit;

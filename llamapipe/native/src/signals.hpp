@@ -15,7 +15,7 @@ public:
 
     bool begin() noexcept;  // false if the system refuses
     void end() noexcept;    // once for each begin() that succeeded
-    void forward(siginfo_t * info, void * context) const noexcept;  // to the handler that was there before
+    void forward(siginfo_t *info, void *context) const noexcept;  // to the handler that was there before
 
 private:
     const int        number_;

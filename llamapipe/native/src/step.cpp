@@ -14,8 +14,8 @@ namespace lp {
 namespace {
 
 // With a unified KV cache: runs of at most n_ubatch entries, in the order of the batch.
-void cut_runs(int n_tokens, const int8_t * outputs, const UbatchLimits & limits, std::vector<int32_t> & order,
-              std::vector<Ubatch> & ubatches) {
+void cut_runs(int n_tokens, const int8_t *outputs, const UbatchLimits &limits, std::vector<int32_t> &order,
+              std::vector<Ubatch> &ubatches) {
     Ubatch ubatch = { 0, 0, 0, 0 };
     for (int i = 0; i < n_tokens; i++) {
         order.push_back(i);
@@ -32,8 +32,8 @@ void cut_runs(int n_tokens, const int8_t * outputs, const UbatchLimits & limits,
 
 // With per-sequence KV streams: equally long parts of consecutive sequences. A ubatch starts at the first entry that is
 // left; it takes further sequences as long as each has the next id.
-void cut_streams(int n_tokens, const int32_t * ids, const int8_t * flags, const UbatchLimits & limits,
-                 std::vector<int32_t> & order, std::vector<Ubatch> & ubatches) {
+void cut_streams(int n_tokens, const int32_t *ids, const int8_t *flags, const UbatchLimits &limits, std::vector<int32_t> &order,
+                 std::vector<Ubatch> &ubatches) {
     // The remaining entries of each sequence as a linked list.
     int32_t top = 0;
     for (int i = 0; i < n_tokens; i++) {
@@ -69,7 +69,7 @@ void cut_streams(int n_tokens, const int32_t * ids, const int8_t * flags, const 
         // Shorter parts where they would have too many outputs; one entry of each sequence always has room.
         std::vector<int32_t> at(head.begin() + first_seq, head.begin() + last_seq + 1);
         for (int j = 0, n_rows = 0; j < length; j++) {
-            for (int32_t & e : at) {
+            for (int32_t &e : at) {
                 n_rows += flags[e] ? 1 : 0;
                 e = next[e];
             }
@@ -95,8 +95,8 @@ void cut_streams(int n_tokens, const int32_t * ids, const int8_t * flags, const 
 
 }  // namespace
 
-void cut_into_ubatches(int n, const int32_t * seq_ids, const int8_t * outputs, const UbatchLimits & limits,
-                       std::vector<int32_t> & order, std::vector<Ubatch> & ubatches) {
+void cut_into_ubatches(int n, const int32_t *seq_ids, const int8_t *outputs, const UbatchLimits &limits,
+                       std::vector<int32_t> &order, std::vector<Ubatch> &ubatches) {
     if (limits.kv_streams) {
         cut_streams(n, seq_ids, outputs, limits, order, ubatches);
     } else {
@@ -127,14 +127,14 @@ std::shared_ptr<HostBuffer> HostMemoryPool::take(size_t n_floats) {
         return std::make_shared<HostBuffer>(n_floats, nullptr);
     }
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (auto & kept : kept_) {
+    for (auto &kept : kept_) {
         if (kept.use_count() == 1 && kept->n_floats >= n_floats) {
             std::atomic_thread_fence(std::memory_order_acquire);  // the last reader's loads come before our writes
             return kept;
         }
     }
     auto made = std::make_shared<HostBuffer>(n_floats, pinned_type_);
-    for (auto & kept : kept_) {
+    for (auto &kept : kept_) {
         if (kept.use_count() == 1) {  // unused, and too small
             kept = made;
             return made;
@@ -165,7 +165,7 @@ void Step::clear() {
     error.clear();
 }
 
-void Step::set(const BatchArrays & batch, const UbatchLimits & limits) {
+void Step::set(const BatchArrays &batch, const UbatchLimits &limits) {
     const int n = n_tokens = batch.n;
     ubatches.clear();
     order.clear();
@@ -202,7 +202,7 @@ void Step::set(const BatchArrays & batch, const UbatchLimits & limits) {
     }
 }
 
-void Step::advance(const Step & last, const int32_t * sampled) {
+void Step::advance(const Step &last, const int32_t *sampled) {
     n_tokens  = last.n_tokens;
     n_outputs = last.n_outputs;
     tokens    = last.tokens;
@@ -222,13 +222,13 @@ void Step::advance(const Step & last, const int32_t * sampled) {
     }
 }
 
-void Step::choose_wanted(lp_sampler ** samplers, const int32_t * targets, int n_top, int n_vocab, bool stays) {
+void Step::choose_wanted(lp_sampler **samplers, const int32_t *targets, int n_top, int n_vocab, bool stays) {
     graph.assign(n_outputs, {});
     wanted.assign(n_outputs, 0);
     int n_rows = 0;
     for (size_t i = 0; i < static_cast<size_t>(n_outputs); i++) {
-        lp_sampler * sampler = samplers ? samplers[i] : nullptr;
-        char &       mine    = wanted[i];
+        lp_sampler *sampler = samplers ? samplers[i] : nullptr;
+        char       &mine    = wanted[i];
         // Log-probabilities come from the candidates, which may not suffice; then the whole row must still be there.
         const bool wants_logprobs = sampler && sampler->n_logprobs >= 0;
         if (sampler && (stays || !wants_logprobs) && in_graph(sampler, &graph[i])) {
@@ -239,12 +239,12 @@ void Step::choose_wanted(lp_sampler ** samplers, const int32_t * targets, int n_
             mine |= row;
             graph[i] = {};
         }
-        const int32_t * scored = targets ? targets + i * GraphRow::n_targets : nullptr;
+        const int32_t *scored = targets ? targets + i * GraphRow::kTargets : nullptr;
         if (scored && scored[0] >= 0) {
-            for (int j = 0; j < GraphRow::n_targets; j++) {
+            for (int j = 0; j < GraphRow::kTargets; j++) {
                 graph[i].targets[j] = static_cast<float>(std::clamp(scored[j], 0, n_vocab - 1));
             }
-            mine |= n_top == 0 ? target : stays && n_top < GraphSampler::max_candidates ? target | candidates : row;
+            mine |= n_top == 0 ? target : stays && n_top < GraphSampler::kMaxCandidates ? target | candidates : row;
         }
         mine |= mine ? 0 : row;
         n_rows += (mine & row) != 0;
@@ -270,7 +270,7 @@ void PositionRanges::append(int64_t position) {
 void PositionRanges::remove(int64_t p0, int64_t p1) {
     std::vector<Range> kept;
     const int64_t      end = p1 < 0 ? INT64_MAX : p1;
-    for (const auto & [a, b] : ranges_) {
+    for (const auto &[a, b] : ranges_) {
         if (a < std::min(b, p0)) {
             kept.push_back({ a, std::min(b, p0) });
         }
@@ -281,7 +281,7 @@ void PositionRanges::remove(int64_t p0, int64_t p1) {
     ranges_ = std::move(kept);
 }
 
-void PositionRanges::copy(const PositionRanges & from, int64_t p0, int64_t p1, bool replaces) {
+void PositionRanges::copy(const PositionRanges &from, int64_t p0, int64_t p1, bool replaces) {
     PositionRanges part = from;
     part.remove(0, p0);
     if (p1 >= 0) {
@@ -298,7 +298,7 @@ void PositionRanges::shift(int64_t p0, int64_t p1, int64_t delta) {
     PositionRanges moved, stay = *this;
     moved.copy(*this, p0, p1, true);
     stay.remove(p0, p1);
-    for (auto & [a, b] : moved.ranges_) {
+    for (auto &[a, b] : moved.ranges_) {
         a += delta;
         b += delta;
     }
@@ -318,7 +318,7 @@ void PositionRanges::set(int64_t first, int64_t end) {
 void PositionRanges::join() {
     std::sort(ranges_.begin(), ranges_.end());
     std::vector<Range> joined;
-    for (const Range & range : ranges_) {
+    for (const Range &range : ranges_) {
         if (!joined.empty() && range.first <= joined.back().second) {
             joined.back().second = std::max(joined.back().second, range.second);
         } else {
@@ -329,22 +329,22 @@ void PositionRanges::join() {
 }
 
 // ---- the positions of all sequences
-SequencePositions::SequencePositions(llama_context * ctx) : ctx_(ctx) {
-    const llama_model * model      = llama_get_model(ctx);
-    const bool          is_unified = llama_n_ctx_seq(ctx) == llama_n_ctx(ctx);
-    copy_replaces_                 = !is_unified || llama_model_is_recurrent(model) || llama_model_is_hybrid(model);
-    const size_t n                 = llama_n_seq_max(ctx);
+SequencePositions::SequencePositions(llama_context *ctx) : ctx_(ctx) {
+    const llama_model *model      = llama_get_model(ctx);
+    const bool         is_unified = llama_n_ctx_seq(ctx) == llama_n_ctx(ctx);
+    copy_replaces_                = !is_unified || llama_model_is_recurrent(model) || llama_model_is_hybrid(model);
+    const size_t n                = llama_n_seq_max(ctx);
     ranges_.resize(n);
     shares_.assign(n, std::vector<char>(n));
 }
 
-bool SequencePositions::follows(const Step & step, size_t i, int64_t next) const {
+bool SequencePositions::follows(const Step &step, size_t i, int64_t next) const {
     const int64_t position = step.positions[i];
     const bool    is_row   = !step.embeddings.empty() && step.embeddings[i];
     return position == next || (has_grids_ && (position > next || (is_row && position == next - 1)));
 }
 
-bool SequencePositions::append(const Step & step) {
+bool SequencePositions::append(const Step &step) {
     has_grids_ = has_grids_ || !step.grid.empty();
     std::vector<int64_t> next(ranges_.size(), -1);
     for (int i = 0; i < step.n_tokens; i++) {
@@ -367,7 +367,7 @@ bool SequencePositions::append(const Step & step) {
     return true;
 }
 
-bool SequencePositions::matches_memory(const Step & step) const {
+bool SequencePositions::matches_memory(const Step &step) const {
     std::vector<int64_t> next(ranges_.size(), -1);
     for (int i = 0; i < step.n_tokens; i++) {
         const size_t s = step.seq_ids[i];
@@ -401,9 +401,9 @@ void SequencePositions::separate(size_t seq_id) {
     }
 }
 
-bool SequencePositions::apply(const MemoryOp & op) {
-    const size_t     a = op.seq_id, b = op.other;
-    PositionRanges & mine = ranges_[a];
+bool SequencePositions::apply(const MemoryOp &op) {
+    const size_t    a = op.seq_id, b = op.other;
+    PositionRanges &mine = ranges_[a];
     switch (op.op) {
         case LP_REMOVE:
             mine.remove(op.p0, op.p1);

@@ -27,22 +27,22 @@ struct Ubatch {
 };
 
 // Cuts a batch of `n` entries. `order` gets the entries' places in the batch in llama.cpp's order. Throws std::bad_alloc.
-void cut_into_ubatches(int n, const int32_t * seq_ids, const int8_t * outputs, const UbatchLimits & limits,
-                       std::vector<int32_t> & order, std::vector<Ubatch> & ubatches);
+void cut_into_ubatches(int n, const int32_t *seq_ids, const int8_t *outputs, const UbatchLimits &limits,
+                       std::vector<int32_t> &order, std::vector<Ubatch> &ubatches);
 
 // ---- host memory that output rows are copied to
 // Plain memory, or pinned memory where the device has it.
 struct HostBuffer {
     const size_t             n_floats;
-    float *                  data   = nullptr;
+    float                   *data   = nullptr;
     ggml_backend_buffer_t    pinned = nullptr;
     std::unique_ptr<float[]> plain;
 
     // `pinned_type` may be null. Throws std::bad_alloc.
     HostBuffer(size_t n, ggml_backend_buffer_type_t pinned_type);
     ~HostBuffer();
-    HostBuffer(const HostBuffer &)             = delete;
-    HostBuffer & operator=(const HostBuffer &) = delete;
+    HostBuffer(const HostBuffer &)            = delete;
+    HostBuffer &operator=(const HostBuffer &) = delete;
 };
 
 // Hands out host buffers. Pinned memory is slow to allocate, so a few buffers are kept for the next steps. Any thread.
@@ -62,12 +62,12 @@ private:
 
 // A batch as callers pass it: arrays with one element for each entry.
 struct BatchArrays {
-    int                   n;
-    const int32_t *       tokens, *positions, *seq_ids;
-    const int8_t *        outputs;
-    const float * const * embeddings = nullptr;  // input rows; null for entries that are tokens, or for all
-    const int32_t *       grid       = nullptr;  // two for each entry: its height and width, -1 if they are its position
-    bool                  is_causal  = true;     // else all entries of a sequence see each other
+    int                 n;
+    const int32_t      *tokens, *positions, *seq_ids;
+    const int8_t       *outputs;
+    const float *const *embeddings = nullptr;  // input rows; null for entries that are tokens, or for all
+    const int32_t      *grid       = nullptr;  // two for each entry: its height and width, -1 if they are its position
+    bool                is_causal  = true;     // else all entries of a sequence see each other
 };
 
 enum class State { queued, running, launched, done, failed };
@@ -115,7 +115,7 @@ struct Step {
     bool                        fetching  = false;  // its rows are being copied to the host (modes without events)
     bool                        moving    = false;  // its rows are being copied out of the ring
     bool                        observed  = false;  // its failure is known to its submitter, or was released unseen
-    const float *               data      = nullptr;         // the rows, (n_outputs, n_vocab), once done
+    const float                *data      = nullptr;         // the rows, (n_outputs, n_vocab), once done
     std::shared_ptr<HostBuffer> host;         // owns `data`, unless that is in the ring
     std::shared_ptr<HostBuffer> results;      // with graph sampling: a GraphResult for each output, once done
     std::shared_ptr<HostBuffer> top;          // with graph sampling: the candidates of each output, if any are wanted
@@ -124,18 +124,18 @@ struct Step {
 
     void clear();
     // Copies a batch and cuts it. Throws std::bad_alloc.
-    void set(const BatchArrays & batch, const UbatchLimits & limits);
+    void set(const BatchArrays &batch, const UbatchLimits &limits);
     // The entries of the last step, each one position further and with the token sampled from its row. All entries must be
     // outputs.
-    void advance(const Step & last, const int32_t * sampled);
+    void advance(const Step &last, const int32_t *sampled);
     // Decides for each output whether the graph samples it, and what of it is copied to the host at once. `samplers` and
     // `targets` may be null. `stays`: whole rows stay in the ring and can be fetched later. Throws std::bad_alloc.
-    void choose_wanted(lp_sampler ** samplers, const int32_t * targets, int n_top, int n_vocab, bool stays);
+    void choose_wanted(lp_sampler **samplers, const int32_t *targets, int n_top, int n_vocab, bool stays);
 
     bool wants(int output, Wanted what) const { return wanted.empty() ? what == row : (wanted[output] & what) != 0; }
-    const GraphResult & result(int output) const { return reinterpret_cast<const GraphResult *>(results->data)[output]; }
-    bool                is_final() const { return state == State::done || state == State::failed; }
-    int                 n_outputs_of(int ubatch) const { return ubatch < 0 ? n_outputs : ubatches[ubatch].n_outputs; }
+    const GraphResult &result(int output) const { return reinterpret_cast<const GraphResult *>(results->data)[output]; }
+    bool               is_final() const { return state == State::done || state == State::failed; }
+    int                n_outputs_of(int ubatch) const { return ubatch < 0 ? n_outputs : ubatches[ubatch].n_outputs; }
 };
 
 // ---- an operation on the KV cells of sequences, between steps
@@ -146,7 +146,7 @@ struct MemoryOp {
 };
 
 // Changes llama.cpp's memory; not while a graph is computed. 1 done, 0 refused, LP_ERROR.
-int apply_memory_op(llama_context * ctx, const MemoryOp & op);
+int apply_memory_op(llama_context *ctx, const MemoryOp &op);
 
 // The positions that each sequence holds: the one place that knows them.
 //
@@ -169,7 +169,7 @@ public:
     // Removes [p0, p1); everything from p0 on for a negative p1.
     void remove(int64_t p0, int64_t p1);
     // Takes [p0, p1) of another sequence: in addition to its own positions, or instead of them.
-    void copy(const PositionRanges & from, int64_t p0, int64_t p1, bool replaces);
+    void copy(const PositionRanges &from, int64_t p0, int64_t p1, bool replaces);
     // Adds `delta` to the positions in [p0, p1); those that become negative are removed.
     void shift(int64_t p0, int64_t p1, int64_t delta);
     // All positions from `first` to before `end`.
@@ -185,30 +185,30 @@ private:
 // Not thread-safe: the pipeline calls it with its lock held.
 class SequencePositions {
 public:
-    explicit SequencePositions(llama_context * ctx);
+    explicit SequencePositions(llama_context *ctx);
 
     // The next position of a sequence once everything queued is done.
     int64_t next(int seq_id) const { return ranges_[seq_id].next(); }
 
     // Adds a step's tokens. False, with an error message and nothing changed, if they would leave gaps.
-    bool append(const Step & step);
+    bool append(const Step &step);
     // Adds the effect of an operation. False, with an error message and nothing changed, if it cannot be done.
-    bool apply(const MemoryOp & op);
+    bool apply(const MemoryOp &op);
 
     // A sequence has the positions from 0 to before `n`, in cells of its own.
     void set(int seq_id, int n);
 
     // Whether each of the step's sequences continues where llama.cpp's memory ends. Not while a graph is computed.
-    bool matches_memory(const Step & step) const;
+    bool matches_memory(const Step &step) const;
     // Reads all positions from llama.cpp's memory. Not while a graph is computed.
     void reread();
 
 private:
     void separate(size_t seq_id);
     // Whether entry i of a step may follow the positions that end before `next`.
-    bool follows(const Step & step, size_t i, int64_t next) const;
+    bool follows(const Step &step, size_t i, int64_t next) const;
 
-    llama_context * const          ctx_;
+    llama_context *const           ctx_;
     bool                           copy_replaces_;  // a copy replaces the positions of its destination
     bool                           has_grids_ = false;  // a step had a grid
     std::vector<PositionRanges>    ranges_;         // by sequence

@@ -11,26 +11,26 @@
 namespace lp::system {
 
 // ---- libraries. They stay loaded.
-void * open_library(const char * path);                         // throws std::runtime_error; `path` is UTF-8
-void * find_function(void * library, const char * name);        // null: it has none
-void * library_of(const void * address);                        // null: no library has it
-bool   is_in_library(const void * address, const char * part);  // whether the library's path contains `part`
-bool   is_allocator(const void * address);                      // whether the library of malloc has it
-int    call_stack(void ** addresses, int n);                    // of this thread, innermost first; how many
+void *open_library(const char *path);                         // throws std::runtime_error; `path` is UTF-8
+void *find_function(void *library, const char *name);        // null: it has none
+void *library_of(const void *address);                        // null: no library has it
+bool  is_in_library(const void *address, const char *part);  // whether the library's path contains `part`
+bool  is_allocator(const void *address);                      // whether the library of malloc has it
+int   call_stack(void **addresses, int n);                    // of this thread, innermost first; how many
 
 // ---- memory
 // Zeros, for reading and writing, which take memory when they are touched. `alignment`: of the start, a power of two of pages;
 // smaller than a page: any. Null if there is none.
-void * reserve(size_t size, size_t alignment);
-void   release(void * data, size_t size);  // what `reserve` returned
+void *reserve(size_t size, size_t alignment);
+void  release(void *data, size_t size);  // what `reserve` returned
 // Replaces reserved memory by a part of a file, to be read only. False, with nothing changed, if that is not possible.
-bool put_file(void * data, size_t size, int fd, int64_t offset);
+bool put_file(void *data, size_t size, int fd, int64_t offset);
 // Lets go of pages of a mapped file that were read; they can be read again. Nothing happens to other memory.
-void let_go(const void * data, size_t size);
+void let_go(const void *data, size_t size);
 
 // ---- threads
 // Calls work(data) on a thread with a stack of so many bytes, and waits for it. False if it could not be started.
-bool run_with_stack(size_t bytes, void (*work)(void * data), void * data);
+bool run_with_stack(size_t bytes, void (*work)(void *data), void *data);
 
 // Writes a byte into a pipe, which does not block, for its reader to wake.
 void wake_reader(int fd);

@@ -18,7 +18,7 @@ namespace lp::system {
 
 namespace {
 
-std::wstring wide(const char * text) {
+std::wstring wide(const char *text) {
     const int n = MultiByteToWideChar(CP_UTF8, 0, text, -1, nullptr, 0);
     if (n <= 0) {
         throw std::runtime_error("the path is not UTF-8");
@@ -29,7 +29,7 @@ std::wstring wide(const char * text) {
     return found;
 }
 
-HMODULE module_of(const void * address) {
+HMODULE module_of(const void *address) {
     HMODULE   found = nullptr;
     const int flags = GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS | GET_MODULE_HANDLE_EX_FLAG_UNCHANGED_REFCOUNT;
     return GetModuleHandleExW(flags, static_cast<LPCWSTR>(address), &found) ? found : nullptr;
@@ -37,7 +37,7 @@ HMODULE module_of(const void * address) {
 
 }  // namespace
 
-void * open_library(const char * path) {
+void *open_library(const char *path) {
     const HMODULE library = LoadLibraryExW(wide(path).c_str(), nullptr, LOAD_WITH_ALTERED_SEARCH_PATH);
     if (library == nullptr) {
         throw std::runtime_error("the library cannot be loaded: error " + std::to_string(GetLastError()) + " of Windows");
@@ -45,34 +45,34 @@ void * open_library(const char * path) {
     return library;
 }
 
-void * find_function(void * library, const char * name) {
+void *find_function(void *library, const char *name) {
     return reinterpret_cast<void *>(GetProcAddress(static_cast<HMODULE>(library), name));
 }
 
-void * library_of(const void * address) { return module_of(address); }
+void *library_of(const void *address) { return module_of(address); }
 
-bool is_in_library(const void * address, const char * part) {
+bool is_in_library(const void *address, const char *part) {
     char          path[4 * MAX_PATH];
     const HMODULE library = module_of(address);
     return library && GetModuleFileNameA(library, path, sizeof path) > 0 && strstr(path, part) != nullptr;
 }
 
-bool is_allocator(const void * address) {
+bool is_allocator(const void *address) {
     const HMODULE library = module_of(address);
     return library &&
            (library == GetModuleHandleW(L"ntdll.dll") || library == module_of(reinterpret_cast<const void *>(&malloc)));
 }
 
-int call_stack(void ** addresses, int n) { return RtlCaptureStackBackTrace(0, n, addresses, nullptr); }
+int call_stack(void **addresses, int n) { return RtlCaptureStackBackTrace(0, n, addresses, nullptr); }
 
 // Windows reserves in steps of 64 KiB, of which every smaller alignment follows; a larger one is of no use here, where files
 // are not mapped.
-void * reserve(size_t size, size_t) { return VirtualAlloc(nullptr, size, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE); }
+void *reserve(size_t size, size_t) { return VirtualAlloc(nullptr, size, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE); }
 
-void release(void * data, size_t) { VirtualFree(data, 0, MEM_RELEASE); }
+void release(void *data, size_t) { VirtualFree(data, 0, MEM_RELEASE); }
 
 // Memory that is reserved cannot become a mapping, so the file is read: each process has a copy.
-bool put_file(void * data, size_t size, int fd, int64_t offset) {
+bool put_file(void *data, size_t size, int fd, int64_t offset) {
     const HANDLE file = reinterpret_cast<HANDLE>(_get_osfhandle(fd));
     if (file == INVALID_HANDLE_VALUE) {
         return false;
@@ -98,16 +98,16 @@ void let_go(const void *, size_t) {}
 namespace {
 struct Job {
     void (*work)(void *);
-    void * data;
+    void *data;
 };
-unsigned __stdcall run(void * job) {
-    const Job & mine = *static_cast<Job *>(job);
+unsigned __stdcall run(void *job) {
+    const Job &mine = *static_cast<Job *>(job);
     mine.work(mine.data);
     return 0;
 }
 }  // namespace
 
-bool run_with_stack(size_t bytes, void (*work)(void * data), void * data) {
+bool run_with_stack(size_t bytes, void (*work)(void *data), void *data) {
     Job          job  = { work, data };
     const auto   size = static_cast<unsigned>(bytes < UINT_MAX ? bytes : UINT_MAX);
     const HANDLE thread =
@@ -130,20 +130,20 @@ namespace {
 
 struct Exit {
     jmp_buf buffer;
-    Exit *  outer;
+    Exit   *outer;
     DWORD   code = 0;
 };
 
-thread_local Exit * t_exit = nullptr;
+thread_local Exit *t_exit = nullptr;
 // The system maps nothing below this address. Faults elsewhere mean that memory was overwritten: those end the process.
-constexpr ULONG_PTR null_page_end = 65536;
+constexpr ULONG_PTR kNullPageEnd = 65536;
 
 // The thread continues here, on its own stack, after the handler has returned.
 void leave() { longjmp(t_exit->buffer, 1); }
 
-LONG CALLBACK on_exception(EXCEPTION_POINTERS * exception) {
-    const EXCEPTION_RECORD & record = *exception->ExceptionRecord;
-    const bool is_null = record.ExceptionCode == EXCEPTION_ACCESS_VIOLATION && record.ExceptionInformation[1] < null_page_end;
+LONG CALLBACK on_exception(EXCEPTION_POINTERS *exception) {
+    const EXCEPTION_RECORD &record = *exception->ExceptionRecord;
+    const bool is_null = record.ExceptionCode == EXCEPTION_ACCESS_VIOLATION && record.ExceptionInformation[1] < kNullPageEnd;
     if (t_exit == nullptr || (!is_null && record.ExceptionCode != EXCEPTION_INT_DIVIDE_BY_ZERO) ||
         lp::system::is_allocator(record.ExceptionAddress)) {
         return EXCEPTION_CONTINUE_SEARCH;
@@ -158,9 +158,9 @@ LONG CALLBACK on_exception(EXCEPTION_POINTERS * exception) {
 
 namespace lp {
 
-const char * run_until_fault(void (*work)(void * data), void * data) noexcept {
-    static void * const installed = AddVectoredExceptionHandler(1, on_exception);
-    (void) installed;
+const char *run_until_fault(void (*work)(void *data), void *data) noexcept {
+    static void *const installed = AddVectoredExceptionHandler(1, on_exception);
+    (void)installed;
     Exit here;
     here.outer = t_exit;
     // Without a frame: longjmp restores the registers, and unwinds nothing.
@@ -175,6 +175,6 @@ const char * run_until_fault(void (*work)(void * data), void * data) noexcept {
 }  // namespace lp
 
 // Windows lets nobody shorten a file that is mapped.
-int lp_mapping_guard_begin(const char * const *, int) { return 0; }
+int lp_mapping_guard_begin(const char *const *, int) { return 0; }
 
 int lp_mapping_guard_end(void) { return 0; }

@@ -105,26 +105,26 @@ void WakeQueue::yield_turn() {
 }  // namespace lp
 
 // ---- the C entries of waiters, wake queues, and of the list that a launch wakes
-lp_waiter * lp_waiter_new(void) {
+lp_waiter *lp_waiter_new(void) {
     return lp::guard(nullptr, [] { return new lp_waiter{ std::make_shared<lp::Waiter>() }; });
 }
 
-void lp_waiter_free(lp_waiter * waiter) { delete waiter; }
+void lp_waiter_free(lp_waiter *waiter) { delete waiter; }
 
-bool lp_waiter_wait(lp_waiter * waiter, lp_wake_queue * queue, double timeout_s) {
+bool lp_waiter_wait(lp_waiter *waiter, lp_wake_queue *queue, double timeout_s) {
     queue->shared->yield_turn();
     return waiter->shared->wait(static_cast<int64_t>(std::clamp(timeout_s, 0.0, 3600.0) * 1e9));
 }
 
-bool lp_waiter_asleep(const lp_waiter * waiter) { return waiter->shared->is_asleep(); }
+bool lp_waiter_asleep(const lp_waiter *waiter) { return waiter->shared->is_asleep(); }
 
-lp_wake_queue * lp_wake_queue_new(int64_t patience_ns) {
+lp_wake_queue *lp_wake_queue_new(int64_t patience_ns) {
     return lp::guard(nullptr, [&] { return new lp_wake_queue{ std::make_shared<lp::WakeQueue>(patience_ns) }; });
 }
 
-void lp_wake_queue_free(lp_wake_queue * queue) { delete queue; }
+void lp_wake_queue_free(lp_wake_queue *queue) { delete queue; }
 
-int lp_wake_queue_add(lp_wake_queue * queue, lp_waiter * const * waiters, int n) {
+int lp_wake_queue_add(lp_wake_queue *queue, lp_waiter *const *waiters, int n) {
     return lp::guard(LP_ERROR, [&] {
         std::vector<std::shared_ptr<lp::Waiter>> shared;
         for (int i = 0; i < n; i++) {
@@ -135,14 +135,14 @@ int lp_wake_queue_add(lp_wake_queue * queue, lp_waiter * const * waiters, int n)
     });
 }
 
-void lp_wake_queue_yield_turn(lp_wake_queue * queue) { queue->shared->yield_turn(); }
+void lp_wake_queue_yield_turn(lp_wake_queue *queue) { queue->shared->yield_turn(); }
 
-void lp_wake_queue_wake_all(lp_wake_queue * queue) { queue->shared->wake_all(); }
+void lp_wake_queue_wake_all(lp_wake_queue *queue) { queue->shared->wake_all(); }
 
-void lp_wake_queue_wake_all_if_stalled(lp_wake_queue * queue) { queue->shared->wake_all_if_stalled(); }
+void lp_wake_queue_wake_all_if_stalled(lp_wake_queue *queue) { queue->shared->wake_all_if_stalled(); }
 
 // ---- the list that a launch wakes
-void lp_wake_list_begin(lp_wake_list * wakes) {
+void lp_wake_list_begin(lp_wake_list *wakes) {
     for (int i = 0; i < wakes->n_fds; i++) {
         lp::system::wake_reader(wakes->fds[i]);
     }
@@ -153,7 +153,7 @@ void lp_wake_list_begin(lp_wake_list * wakes) {
     wakes->queue->shared->wake_next();
 }
 
-void lp_wake_list_wake_all(lp_wake_list * wakes) {
+void lp_wake_list_wake_all(lp_wake_list *wakes) {
     lp_wake_list_begin(wakes);
     wakes->queue->shared->wake_all();
 }

@@ -9,16 +9,16 @@
 
 #include "vnni.hpp"
 
-namespace llamapipe::kernels {
+namespace lp::kernels {
 
 #ifdef __aarch64__
 extern const Kernel *const kNeonDotprod;
-const Kernel *const &kExpected = kNeonDotprod;
-using Half = __fp16;
+const Kernel *const       &kExpected = kNeonDotprod;
+using Half                           = __fp16;
 #else
 extern const Kernel *const kAvx2;
-const Kernel *const &kExpected = kAvx2;
-using Half = _Float16;
+const Kernel *const       &kExpected = kAvx2;
+using Half                           = _Float16;
 #endif
 
 namespace {
@@ -30,23 +30,23 @@ template <int bytes> struct Plain {
     struct Float {
         float of[bytes / 4];
     };
-    static constexpr int kBytes = bytes, kLanes = bytes / 4;
-    static constexpr int kMostPlaces = bytes == 64 ? 512 : 0, kFlip = 0;
+    static constexpr int  kBytes = bytes, kLanes = bytes / 4;
+    static constexpr int  kMostPlaces = bytes == 64 ? 512 : 0, kFlip = 0;
     static constexpr bool kSignedProduct = bytes == 16;
 
-    template <class T, class F> static Int each(F f) {
+    template <typename T, typename F> static Int each(F f) {
         T out[bytes / sizeof(T)];
         for (int i = 0; i < static_cast<int>(bytes / sizeof(T)); i++) out[i] = static_cast<T>(f(i));
         Int v;
         memcpy(&v, out, bytes);
         return v;
     }
-    template <class T> static T at(const Int &v, int i) {
+    template <typename T> static T at(const Int &v, int i) {
         T value;
         memcpy(&value, v.of + i * sizeof(T), sizeof(T));
         return value;
     }
-    template <class F> static Float each_float(F f) {
+    template <typename F> static Float each_float(F f) {
         Float v;
         for (int i = 0; i < kLanes; i++) v.of[i] = f(i);
         return v;
@@ -58,28 +58,52 @@ template <int bytes> struct Plain {
         return v;
     }
     static void store(void *address, Int v) { memcpy(address, &v, bytes); }
-    static Int bytes_of(int value) { return each<uint8_t>([&](int) { return value; }); }
-    static Int set(int32_t value) { return each<int32_t>([&](int) { return value; }); }
-    static Int bit_and(Int a, Int b) { return each<uint8_t>([&](int i) { return a.of[i] & b.of[i]; }); }
-    static Int bit_or(Int a, Int b) { return each<uint8_t>([&](int i) { return a.of[i] | b.of[i]; }); }
-    static Int bit_xor(Int a, Int b) { return each<uint8_t>([&](int i) { return a.of[i] ^ b.of[i]; }); }
-    template <int n> static Int left(Int v) { return each<uint16_t>([&](int i) { return at<uint16_t>(v, i) << n; }); }
-    template <int n> static Int right(Int v) { return each<uint16_t>([&](int i) { return at<uint16_t>(v, i) >> n; }); }
-    template <int n> static Int left_32(Int v) { return each<uint32_t>([&](int i) { return at<uint32_t>(v, i) << n; }); }
+    static Int  bytes_of(int value) {
+        return each<uint8_t>([&](int) { return value; });
+    }
+    static Int set(int32_t value) {
+        return each<int32_t>([&](int) { return value; });
+    }
+    static Int bit_and(Int a, Int b) {
+        return each<uint8_t>([&](int i) { return a.of[i] & b.of[i]; });
+    }
+    static Int bit_or(Int a, Int b) {
+        return each<uint8_t>([&](int i) { return a.of[i] | b.of[i]; });
+    }
+    static Int bit_xor(Int a, Int b) {
+        return each<uint8_t>([&](int i) { return a.of[i] ^ b.of[i]; });
+    }
+    template <int n> static Int left(Int v) {
+        return each<uint16_t>([&](int i) { return at<uint16_t>(v, i) << n; });
+    }
+    template <int n> static Int right(Int v) {
+        return each<uint16_t>([&](int i) { return at<uint16_t>(v, i) >> n; });
+    }
+    template <int n> static Int left_32(Int v) {
+        return each<uint32_t>([&](int i) { return at<uint32_t>(v, i) << n; });
+    }
     template <int n> static Int arithmetic_right(Int v) {
         return each<int32_t>([&](int i) { return at<int32_t>(v, i) >> n; });
     }
-    static Int look_up(const int8_t *table, Int codes) { return each<int8_t>([&](int i) { return table[codes.of[i]]; }); }
-    static Int add_bytes(Int a, Int b) { return each<uint8_t>([&](int i) { return a.of[i] + b.of[i]; }); }
+    static Int look_up(const int8_t *table, Int codes) {
+        return each<int8_t>([&](int i) { return table[codes.of[i]]; });
+    }
+    static Int add_bytes(Int a, Int b) {
+        return each<uint8_t>([&](int i) { return a.of[i] + b.of[i]; });
+    }
     static Int subtract_to_zero(Int a, Int b) {
         return each<uint8_t>([&](int i) { return a.of[i] < b.of[i] ? 0 : a.of[i] - b.of[i]; });
     }
-    static Int average(Int a, Int b) { return each<uint8_t>([&](int i) { return (a.of[i] + b.of[i] + 1) / 2; }); }
-    static void put_halves(const uint16_t *v, float factor, float *out) {
-        store_floats(out, product(halves(v), floats(factor)));
+    static Int average(Int a, Int b) {
+        return each<uint8_t>([&](int i) { return (a.of[i] + b.of[i] + 1) / 2; });
     }
-    static Int left_16(Int v, int n) { return each<uint16_t>([&](int i) { return at<uint16_t>(v, i) << n; }); }
-    static Int right_16(Int v, int n) { return each<uint16_t>([&](int i) { return at<uint16_t>(v, i) >> n; }); }
+    static void put_halves(const uint16_t *v, float factor, float *out) { store_floats(out, product(halves(v), floats(factor))); }
+    static Int  left_16(Int v, int n) {
+        return each<uint16_t>([&](int i) { return at<uint16_t>(v, i) << n; });
+    }
+    static Int right_16(Int v, int n) {
+        return each<uint16_t>([&](int i) { return at<uint16_t>(v, i) >> n; });
+    }
     static void widen_words(Int v, Int (&out)[2]) {
         for (int k = 0; k < 2; k++) out[k] = each<uint32_t>([&](int i) { return at<uint16_t>(v, kLanes * k + i); });
     }
@@ -95,8 +119,8 @@ template <int bytes> struct Plain {
     static void eights(const uint64_t *table, const uint16_t *index, Int (&first)[2], Int (&second)[2]) {
         for (int k = 0; k < 2; k++) {
             const auto entry = [&](int i) { return table[index[kLanes * k + i]]; };
-            first[k] = each<uint32_t>([&](int i) { return static_cast<uint32_t>(entry(i)); });
-            second[k] = each<uint32_t>([&](int i) { return static_cast<uint32_t>(entry(i) >> 32); });
+            first[k]         = each<uint32_t>([&](int i) { return static_cast<uint32_t>(entry(i)); });
+            second[k]        = each<uint32_t>([&](int i) { return static_cast<uint32_t>(entry(i) >> 32); });
         }
     }
     static Int dpbusd(Int sum, Int w, Int a) {
@@ -113,27 +137,51 @@ template <int bytes> struct Plain {
                    at<int16_t>(a, 2 * i + 1) * at<int16_t>(b, 2 * i + 1);
         });
     }
-    static Int add(Int a, Int b) { return each<int32_t>([&](int i) { return at<int32_t>(a, i) + at<int32_t>(b, i); }); }
-    static Int subtract(Int a, Int b) { return each<int32_t>([&](int i) { return at<int32_t>(a, i) - at<int32_t>(b, i); }); }
-    static Int multiply(Int a, Int b) { return each<int32_t>([&](int i) { return at<int32_t>(a, i) * at<int32_t>(b, i); }); }
-    static Int widen_unsigned(const uint8_t *v) { return each<int32_t>([&](int i) { return v[i]; }); }
-    static Int widen_signed(const int8_t *v) { return each<int32_t>([&](int i) { return v[i]; }); }
-    static Int load_pairs_unsigned(const uint8_t *v) { return each<int16_t>([&](int i) { return v[i]; }); }
-    static Int load_pairs_signed(const int8_t *v) { return each<int16_t>([&](int i) { return v[i]; }); }
-    static Int greater(Int a, Int b) { return each<int32_t>([&](int i) { return std::max(at<int32_t>(a, i), at<int32_t>(b, i)); }); }
+    static Int add(Int a, Int b) {
+        return each<int32_t>([&](int i) { return at<int32_t>(a, i) + at<int32_t>(b, i); });
+    }
+    static Int subtract(Int a, Int b) {
+        return each<int32_t>([&](int i) { return at<int32_t>(a, i) - at<int32_t>(b, i); });
+    }
+    static Int multiply(Int a, Int b) {
+        return each<int32_t>([&](int i) { return at<int32_t>(a, i) * at<int32_t>(b, i); });
+    }
+    static Int widen_unsigned(const uint8_t *v) {
+        return each<int32_t>([&](int i) { return v[i]; });
+    }
+    static Int widen_signed(const int8_t *v) {
+        return each<int32_t>([&](int i) { return v[i]; });
+    }
+    static Int load_pairs_unsigned(const uint8_t *v) {
+        return each<int16_t>([&](int i) { return v[i]; });
+    }
+    static Int load_pairs_signed(const int8_t *v) {
+        return each<int16_t>([&](int i) { return v[i]; });
+    }
+    static Int greater(Int a, Int b) {
+        return each<int32_t>([&](int i) { return std::max(at<int32_t>(a, i), at<int32_t>(b, i)); });
+    }
     static Float as_floats(Int v) {
         Float out;
         memcpy(out.of, v.of, bytes);
         return out;
     }
-    static Float to_floats(Int v) { return each_float([&](int i) { return static_cast<float>(at<int32_t>(v, i)); }); }
-    static Float floats(float value) { return each_float([&](int) { return value; }); }
-    static Float product(Float a, Float b) { return each_float([&](int i) { return a.of[i] * b.of[i]; }); }
+    static Float to_floats(Int v) {
+        return each_float([&](int i) { return static_cast<float>(at<int32_t>(v, i)); });
+    }
+    static Float floats(float value) {
+        return each_float([&](int) { return value; });
+    }
+    static Float product(Float a, Float b) {
+        return each_float([&](int i) { return a.of[i] * b.of[i]; });
+    }
     static Float multiply_add(Float a, Float b, Float c) {
         return each_float([&](int i) { return std::fmaf(a.of[i], b.of[i], c.of[i]); });
     }
-    static Float load_floats(const float *v) { return each_float([&](int i) { return v[i]; }); }
-    static void store_floats(float *v, Float values) { memcpy(v, values.of, sizeof values.of); }
+    static Float load_floats(const float *v) {
+        return each_float([&](int i) { return v[i]; });
+    }
+    static void  store_floats(float *v, Float values) { memcpy(v, values.of, sizeof values.of); }
     static Float halves(const uint16_t *v) {
         return each_float([&](int i) {
             Half half;
@@ -149,20 +197,20 @@ template <int n> struct Vectors : Plain<n> {
 
 struct ManyPanels {
     static constexpr const char *kName = "64 bytes";
-    static constexpr Tile kTile = {4, 4}, kSuperTile = {8, 2}, kLowTile = {4, 2};
-    static constexpr int kDirectRows = 4, kDirectPanels = 4;
+    static constexpr Tile        kTile = { 4, 4 }, kSuperTile = { 8, 2 }, kLowTile = { 4, 2 };
+    static constexpr int         kDirectRows = 4, kDirectPanels = 4;
 };
 struct OnePanel {
     static constexpr const char *kName = "32 bytes";
-    static constexpr Tile kTile = {4, 1}, kSuperTile = kTile, kLowTile = kTile;
-    static constexpr int kDirectRows = 2, kDirectPanels = 1;
+    static constexpr Tile        kTile = { 4, 1 }, kSuperTile = kTile, kLowTile = kTile;
+    static constexpr int         kDirectRows = 2, kDirectPanels = 1;
 };
 struct OneShort : OnePanel {
     static constexpr const char *kName = "16 bytes";
 };
-using Wide = Vnni<Vectors<64>, ManyPanels>;
+using Wide   = Vnni<Vectors<64>, ManyPanels>;
 using Narrow = Vnni<Vectors<32>, OnePanel>;
-using Short = Vnni<Vectors<16>, OneShort>;
+using Short  = Vnni<Vectors<16>, OneShort>;
 
 const Kernel *const kWide = kKernels<Wide>, *const kNarrow = kKernels<Narrow>, *const kShort = kKernels<Short>;
 
@@ -170,28 +218,28 @@ const Kernel *const kWide = kKernels<Wide>, *const kNarrow = kKernels<Narrow>, *
 bool is_same(float a, float b) { return std::isnan(a) ? std::isnan(b) : memcmp(&a, &b, sizeof a) == 0; }
 
 }  // namespace
-}  // namespace llamapipe::kernels
+}  // namespace lp::kernels
 
 int main() {
-    using namespace llamapipe::kernels;
+    using namespace lp::kernels;
     constexpr int n_columns = 512, n_panels = 7, n_rows = 11, n_levels = 4;
-    std::mt19937 random(1);
+    std::mt19937  random(1);
     for (int i = 0; kExpected[i].multiply; i++) {
         const Kernel &expected = kExpected[i];
-        const size_t panel = expected.panel_bytes(n_columns), row = expected.row_bytes(n_columns);
+        const size_t  panel = expected.panel_bytes(n_columns), row = expected.row_bytes(n_columns);
         // Any bytes are weights. Some of their scales are not numbers; the results are compared where they are.
         std::vector<uint8_t> weights(panel * n_panels);
         for (uint8_t &byte : weights) byte = static_cast<uint8_t>(random());
-        std::vector<char> quantized(row * n_rows);
-        std::vector<float> activations(n_columns), y[n_levels];
+        std::vector<char>         quantized(row * n_rows);
+        std::vector<float>        activations(n_columns), y[n_levels];
         std::vector<const void *> rows;
-        std::vector<float *> out[n_levels];
+        std::vector<float *>      out[n_levels];
         for (int j = 0; j < n_rows; j++) {
             for (float &x : activations) x = static_cast<float>(static_cast<int>(random() % 2001) - 1000) / 500;
             rows.push_back(quantized.data() + row * j);
             expected.quantize(activations.data(), n_columns, 0, n_columns, quantized.data() + row * j);
         }
-        const Kernel *const kernels[n_levels] = {&expected, &kWide[i], &kNarrow[i], &kShort[i]};
+        const Kernel *const kernels[n_levels] = { &expected, &kWide[i], &kNarrow[i], &kShort[i] };
         for (int k = 0; k < n_levels; k++) {
             y[k].resize(16 * n_panels * n_rows);
             for (int j = 0; j < n_rows; j++) out[k].push_back(y[k].data() + 16 * n_panels * j);
@@ -202,20 +250,22 @@ int main() {
             for (size_t n = 0; n < y[0].size(); n++) {
                 n_numbers += std::isfinite(y[0][n]);
                 if (!is_same(y[0][n], y[k][n])) {
-                    printf("type %d, %s: y[%zu] is %g, expected %g\n", static_cast<int>(expected.type), kernels[k]->level, n, y[k][n], y[0][n]);
+                    printf("type %d, %s: y[%zu] is %g, expected %g\n", static_cast<int>(expected.type), kernels[k]->level, n,
+                           y[k][n], y[0][n]);
                     return 1;
                 }
             }
         // Few rows, whose lines are made in registers, are what they are among others.
         for (int k = 0; k < n_levels; k++)
             for (int n_few = 1; n_few <= 5; n_few++) {
-                std::vector<float> few(16 * n_panels * n_few);
+                std::vector<float>   few(16 * n_panels * n_few);
                 std::vector<float *> to;
                 for (int j = 0; j < n_few; j++) to.push_back(few.data() + 16 * n_panels * j);
                 kernels[k]->multiply(weights.data(), n_panels, n_columns, rows.data() + 3, n_few, to.data());
                 for (size_t n = 0; n < few.size(); n++)
                     if (!is_same(few[n], y[0][16 * n_panels * 3 + n])) {
-                        printf("type %d, %s, %d rows: y[%zu] is %g\n", static_cast<int>(expected.type), kernels[k]->level, n_few, n, few[n]);
+                        printf("type %d, %s, %d rows: y[%zu] is %g\n", static_cast<int>(expected.type), kernels[k]->level, n_few,
+                               n, few[n]);
                         return 1;
                     }
             }

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-namespace llamapipe::kernels {
+namespace lp::kernels {
 
 extern const LinearLevel kLinearAvx2, kLinearAvx512;
 
@@ -26,9 +26,10 @@ enum Rule { kDeltaNet, kScan, kWkv7 };
 class Guarded {
 public:
     explicit Guarded(int64_t n) : n_(n) {
-        const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), used = (static_cast<size_t>(n) * 4 + page - 1) / page * page;
-        size_ = used + page;
-        base_ = static_cast<char *>(mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+        const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)),
+                     used = (static_cast<size_t>(n) * 4 + page - 1) / page * page;
+        size_             = used + page;
+        base_             = static_cast<char *>(mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
         mprotect(base_ + used, page, PROT_NONE);
         at_ = reinterpret_cast<float *>(base_ + used) - n;
         std::fill_n(at_, n, NAN);
@@ -37,18 +38,18 @@ public:
         for (int64_t i = 0; i < n; i++) at_[i] = static_cast<float>(static_cast<int>(random() % 2001) - 1000) / 1500;
     }
     ~Guarded() { munmap(base_, size_); }
-    Guarded(const Guarded &) = delete;
+    Guarded(const Guarded &)            = delete;
     Guarded &operator=(const Guarded &) = delete;
 
-    float *operator+(int64_t i) const { return at_ + i; }
-    float &operator[](int64_t i) const { return at_[i]; }
+    float  *operator+(int64_t i) const { return at_ + i; }
+    float  &operator[](int64_t i) const { return at_[i]; }
     int64_t size() const { return n_; }
 
 private:
     int64_t n_;
-    size_t size_;
-    char *base_;
-    float *at_;
+    size_t  size_;
+    char   *base_;
+    float  *at_;
 };
 
 float product(const float *row, const float *by, int64_t n) {
@@ -63,10 +64,8 @@ void plain(Rule rule, const StateRows &s, float *row, int64_t j) {
     const int64_t n = s.n_columns;
     for (int64_t t = 0; t < s.n_tokens; t++) {
         const float of = rule == kScan ? 0 : product(row, (rule == kWkv7 ? s.a : s.k)[t], n);
-        const float v = s.v[t][j];
-        const float c = rule == kWkv7       ? v
-                        : rule == kDeltaNet ? std::fmaf(-s.decays[t], of, v) * s.factors[t]
-                                            : v * s.factors[t];
+        const float v  = s.v[t][j];
+        const float c  = rule == kWkv7 ? v : rule == kDeltaNet ? std::fmaf(-s.decays[t], of, v) * s.factors[t] : v * s.factors[t];
         for (int64_t i = 0; i < n; i++) {
             row[i] *= rule == kWkv7 ? s.decay_row[t][i] : s.decays[t];
             row[i] = std::fmaf(c, s.k[t][i], row[i]);
@@ -85,27 +84,27 @@ bool same(const Guarded &a, const Guarded &b, long &n) {
 // In place, or with the states after the last two tokens kept; in one call, or in two.
 bool check(const LinearLevel &level, Rule rule, int64_t n_rows, int64_t n_columns, int64_t n_tokens, bool keeps, bool is_cut,
            std::mt19937 &random, long &n) {
-    const auto compute = rule == kDeltaNet ? level.delta_net : rule == kScan ? level.scan : level.wkv7;
+    const auto    compute = rule == kDeltaNet ? level.delta_net : rule == kScan ? level.scan : level.wkv7;
     const int64_t stride = n_columns + random() % 9, y_stride = n_rows + random() % 9;
-    const auto series = [&] { return stride * (n_tokens - 1) + n_columns; };
+    const auto    series = [&] { return stride * (n_tokens - 1) + n_columns; };
     const Guarded k(series(), random), q(series(), random), w(series(), random), a(series(), random), b(series(), random);
     const Guarded v(stride * (n_tokens - 1) + n_rows, random), decays(n_tokens, random), factors(n_tokens, random);
     const Guarded before(n_rows * n_columns, random);
     const Guarded ours(n_rows * n_columns), ours_kept(n_rows * n_columns), y_ours(y_stride * (n_tokens - 1) + n_rows);
     const Guarded theirs(n_rows * n_columns), theirs_kept(n_rows * n_columns), y_theirs(y_stride * (n_tokens - 1) + n_rows);
-    const auto run = [&](const Guarded &state, const Guarded &kept, const Guarded &y, auto &&f) {
+    const auto    run = [&](const Guarded &state, const Guarded &kept, const Guarded &y, auto &&f) {
         memcpy(state + 0, before + 0, before.size() * 4);
         memset(kept + 0, 0, kept.size() * 4);
         for (int64_t i = 0; i < y.size(); i++) y[i] = 0;
         std::vector<float *> after(n_tokens, state + 0);
         if (keeps && n_tokens > 1) after[n_tokens - 2] = kept + 0;
-        const int64_t cut = is_cut ? n_tokens / 2 : n_tokens;
-        const float *from = state + 0;
+        const int64_t cut  = is_cut ? n_tokens / 2 : n_tokens;
+        const float  *from = state + 0;
         for (int64_t first = 0, end = cut; first < n_tokens; first = end, end = n_tokens) {
-            const auto at = [&](const Guarded &all) { return Series{all + first * stride, stride}; };
+            const auto at = [&](const Guarded &all) { return Series{ all + first * stride, stride }; };
             if (first == end) continue;
-            f(StateRows{n_rows, n_columns, end - first, from, after.data() + first, at(k), at(q), at(v), decays + first,
-                        factors + first, at(w), at(a), at(b), y + first * y_stride, y_stride, 0.25f});
+            f(StateRows{ n_rows, n_columns, end - first, from, after.data() + first, at(k), at(q), at(v), decays + first,
+                         factors + first, at(w), at(a), at(b), y + first * y_stride, y_stride, 0.25f });
             from = after[end - 1];
         }
     };
@@ -142,27 +141,27 @@ bool check_convolution(const LinearLevel &level, int64_t width, int64_t n_channe
 
 bool check(const char *name, const LinearLevel &level) {
     std::mt19937 random(1);
-    long n = 0;
-    bool ok = true;
-    for (const Rule rule : {kDeltaNet, kScan, kWkv7})
-        for (const int64_t n_rows : {16, 32, 48})
-            for (const int64_t n_columns : {16, 48, 64, 128})
-                for (const int64_t n_tokens : {1, 2, 5, 17})
+    long         n  = 0;
+    bool         ok = true;
+    for (const Rule rule : { kDeltaNet, kScan, kWkv7 })
+        for (const int64_t n_rows : { 16, 32, 48 })
+            for (const int64_t n_columns : { 16, 48, 64, 128 })
+                for (const int64_t n_tokens : { 1, 2, 5, 17 })
                     for (int kind = 0; kind < 4; kind++)
                         ok = ok && check(level, rule, n_rows, n_columns, n_tokens, kind & 1, kind & 2, random, n);
-    for (const int64_t width : {1, 3, 4, 7})
-        for (const int64_t n_channels : {1, 8, 15, 16, 40, 100})
-            for (const int64_t n_tokens : {1, 2, 7, 8, 15, 16, 17, 33, 100})
+    for (const int64_t width : { 1, 3, 4, 7 })
+        for (const int64_t n_channels : { 1, 8, 15, 16, 40, 100 })
+            for (const int64_t n_tokens : { 1, 2, 7, 8, 15, 16, 17, 33, 100 })
                 ok = ok && check_convolution(level, width, n_channels, n_tokens, random, n);
     printf("%s: %ld numbers are %s\n", name, n, ok ? "equal" : "different");
     return ok;
 }
 
 }  // namespace
-}  // namespace llamapipe::kernels
+}  // namespace lp::kernels
 
 int main() {
-    using namespace llamapipe::kernels;
+    using namespace lp::kernels;
     bool ok = check("avx2", kLinearAvx2);
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl"))

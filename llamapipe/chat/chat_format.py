@@ -148,7 +148,7 @@ class ChatFormat:
     def grammar(
         self,
         tools: Sequence[Tool],
-        choice: str,
+        tool_choice: str,
         parallel: bool,
         *,
         prompt_tail: str,
@@ -158,8 +158,8 @@ class ChatFormat:
     ) -> str | None:
         """Return a Lark grammar, for llguidance, of the answers that a request allows; None if any text is allowed.
 
-        - ``choice``: "auto" (text, then valid calls), "none", "required" (calls only), or the name of the one tool to
-          call. ``parallel``: several calls are allowed, where the template can write several.
+        - ``tool_choice``: "auto" (text, then valid calls), "none", "required" (calls only), or the name of the one tool
+          to call. ``parallel``: several calls are allowed, where the template can write several.
         - ``prompt_tail``: the end of the rendered prompt, which may have begun or closed the reasoning.
         - ``schema``: the JSON schema of the text after the reasoning; with "auto", the answer is such JSON or calls.
           ``whitespace``: the spaces of such JSON, as ``SamplingParams.json_whitespace`` names them. ``plain``: a call
@@ -167,10 +167,12 @@ class ChatFormat:
 
         Raises InvalidRequestError if the template cannot write calls, or a schema cannot be followed exactly.
         """
-        used = [] if choice == "none" else [t for t in tools if choice in ("auto", "required", t.name)]
-        required = choice not in ("auto", "none")
+        used = (
+            [] if tool_choice == "none" else [t for t in tools if tool_choice in ("auto", "required", t.name)]
+        )
+        required = tool_choice not in ("auto", "none")
         if required and not used:
-            raise InvalidRequestError(f"tool_choice is {quoted(choice)}, but there is no such tool")
+            raise InvalidRequestError(f"tool_choice is {quoted(tool_choice)}, but there is no such tool")
         if used and not self.supports_tools:
             raise InvalidRequestError(
                 "the model's chat template cannot write tool calls; use another template"
@@ -189,7 +191,7 @@ class ChatFormat:
             text_end=self.markers.text_end,
             # One token ends generation, where it is the template's.
             turn_end=self.markers.turn_end if n_tags(self.markers.turn_end) > 1 else "",
-            plain=plain and choice == "auto",
+            plain=plain and tool_choice == "auto",
             prompted=self._prompted(prompt_tail),
         )
         if self._harmony:
@@ -219,7 +221,7 @@ class ChatFormat:
     def parser(
         self,
         tools: Sequence[Tool],
-        choice: str,
+        tool_choice: str,
         *,
         prompt_tail: str,
         stream_calls: bool = False,
@@ -241,11 +243,11 @@ class ChatFormat:
             self.calls,
             self.markers,
             reasoning_open=is_open,
-            tools={} if choice == "none" else {t.name: t.parameters for t in tools},
+            tools={} if tool_choice == "none" else {t.name: t.parameters for t in tools},
             stream_calls=stream_calls,
-            required=choice not in ("auto", "none"),
+            required=tool_choice not in ("auto", "none"),
             harmony=self._harmony,
-            lenient=lenient and choice == "auto",
+            lenient=lenient and tool_choice == "auto",
             parallel=parallel,
             reasoning_format=reasoning_format,
             opened=start + prompt_tail.rpartition(start)[2] if is_open and not continues else "",

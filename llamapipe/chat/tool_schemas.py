@@ -55,7 +55,7 @@ class ToolSchemas:
         self,
         chat_format: ChatFormat,
         tools: Sequence[Tool],
-        choice: str,
+        tool_choice: str,
         compiled: Compile,
         limit_s: float | None = None,
     ) -> tuple[SamplingParams, Sequence[Tool]]:
@@ -75,14 +75,14 @@ class ToolSchemas:
 
         key = chat_format.calls, json.dumps([(tool.name, tool.parameters, tool.strict) for tool in tools])
         with self._lock:
-            reasons = self._relaxed.get(key, {}) if choice == "auto" else {}
+            reasons = self._relaxed.get(key, {}) if tool_choice == "auto" else {}
         try:
             return self._made(chat_format, tools, reasons, compiled)
         except InvalidRequestError as e:
             error = e
-        used = [tool for tool in tools if choice in ("auto", "required", tool.name)]
+        used = [tool for tool in tools if tool_choice in ("auto", "required", tool.name)]
         if isinstance(error, TooLongError) and len(used) > _MANY:  # before each is looked at alone
-            if choice != "auto":
+            if tool_choice != "auto":
                 raise error
             least = {tool.name: f"{_TOGETHER} {error}" for tool in used if not tool.strict}
             try:
@@ -97,9 +97,9 @@ class ToolSchemas:
             if reason := self._fault(chat_format, tool):
                 reasons[tool.name] = reason
         for tool in used:
-            if tool.name in reasons and (choice != "auto" or tool.strict):
+            if tool.name in reasons and (tool_choice != "auto" or tool.strict):
                 raise InvalidRequestError(f"tool {quoted(tool.name)}: {reasons[tool.name]}") from None
-        if choice != "auto":
+        if tool_choice != "auto":
             raise error
         attempts = [reasons] if reasons else []
         # Each can be compiled alone, and all together may be too large: the longest lose their guarantee first.

@@ -121,7 +121,7 @@ async def count_tokens(exchange: Exchange, request: ChatRequest) -> Response:
     check_n_messages(exchange.server, request.messages, "messages")
     tools = _tools(request)
     exchange.note_unused(tools.unused)
-    functions = None if tools.choice == "none" else tools.functions
+    functions = None if tools.tool_choice == "none" else tools.functions
     messages = engine_messages(request.messages)
     return JsonResponse(
         input_tokens(await n_prompt_tokens(exchange, messages, functions, _template_args(request)))
@@ -173,7 +173,7 @@ def _job(exchange: Exchange, request: ChatRequest, tools: Tools) -> ChatJob:
         )
     options = ChatOptions(
         tools.functions,
-        tools.choice,
+        tools.tool_choice,
         request.parallel_tool_calls is not False,
         template_args=args,
         continue_last=_CONTINUED[request.continue_final_message],
@@ -222,7 +222,7 @@ def _tools(request: ChatRequest) -> Tools:
 
     A client may send both names of one thing, as long as they say the same.
     """
-    tools, choice = request.tools, request.tool_choice
+    tools, tool_choice = request.tools, request.tool_choice
     if request.functions is not None:
         older = [{"type": "function", "function": function} for function in request.functions]
         if tools is not None and _signatures(tools) != _signatures(older):
@@ -237,14 +237,14 @@ def _tools(request: ChatRequest) -> Tools:
             if isinstance(function_call, str)
             else {"type": "function", "function": function_call}
         )
-        if choice is not None and choice != called:
+        if tool_choice is not None and tool_choice != called:
             raise ApiError(
                 400,
                 "function_call is the older name of tool_choice, and they differ; give one of them",
                 "function_call",
             )
-        choice = called
-    return tools_of(tools, choice, is_flat=False)
+        tool_choice = called
+    return tools_of(tools, tool_choice, is_flat=False)
 
 
 def _signatures(tools: Sequence[dict[str, Any]]) -> list[tuple[Any, Any]]:

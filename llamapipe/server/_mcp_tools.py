@@ -164,12 +164,12 @@ class McpTools:
             )
         return expanded
 
-    def choice(self, choice: Any) -> Any:
+    def choice(self, tool_choice: Any) -> Any:
         """Return the choice of the request, with namespaces in place of servers."""
-        if not self.wanted or not isinstance(choice, Mapping):
-            return choice
-        if choice.get("type") == "mcp":
-            label, name = choice.get("server_label"), choice.get("name")
+        if not self.wanted or not isinstance(tool_choice, Mapping):
+            return tool_choice
+        if tool_choice.get("type") == "mcp":
+            label, name = tool_choice.get("server_label"), tool_choice.get("name")
             if name is not None:
                 return {"type": "function", "name": name, "namespace": label}
             return {
@@ -177,17 +177,17 @@ class McpTools:
                 "mode": "required",
                 "tools": [{"type": "namespace", "name": label}],
             }
-        tools = choice.get("tools")
-        if choice.get("type") == "allowed_tools" and isinstance(tools, list):
-            return {**choice, "tools": [_allowed(tool) for tool in tools]}
-        return choice
+        tools = tool_choice.get("tools")
+        if tool_choice.get("type") == "allowed_tools" and isinstance(tools, list):
+            return {**tool_choice, "tools": [_allowed(tool) for tool in tools]}
+        return tool_choice
 
-    def later_choice(self, choice: Any, most: int | None) -> Any:
+    def later_choice(self, tool_choice: Any, most: int | None) -> Any:
         """Return the engine's choice after calls have been run: none is forced again, and none is left at the limit."""
-        if choice == "none" or self.n_calls >= self._most(most):
+        if tool_choice == "none" or self.n_calls >= self._most(most):
             return "none"
-        if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-            return {**choice, "allowed_tools": {**choice["allowed_tools"], "mode": "auto"}}
+        if isinstance(tool_choice, Mapping) and tool_choice.get("type") == "allowed_tools":
+            return {**tool_choice, "allowed_tools": {**tool_choice["allowed_tools"], "mode": "auto"}}
         return "auto"
 
     def _most(self, most: int | None) -> int:

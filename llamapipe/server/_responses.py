@@ -368,7 +368,7 @@ async def count_tokens(exchange: Exchange, request: ResponsesRequest) -> Respons
         mcp.end()
     tools = _tools(exchange, request, mcp)
     kept, items = await _opened(exchange, request, mcp, None)
-    functions = None if tools.choice == "none" else tools.functions
+    functions = None if tools.tool_choice == "none" else tools.functions
     messages = messages_of(request.instructions, items, tools, kept.earlier)
     return JsonResponse(
         input_tokens(await n_prompt_tokens(exchange, messages, functions, _template_args(request)))
@@ -436,7 +436,7 @@ def _job(
         raise ApiError(400, f"top_logprobs needs {LOGPROBS!r} in include", "top_logprobs")
     options = ChatOptions(
         tools.functions,
-        tools.choice,
+        tools.tool_choice,
         request.parallel_tool_calls is not False,
         _schema(request),
         _template_args(request),
@@ -498,7 +498,9 @@ class _Answer:
     def _next_job(self) -> ChatJob:
         encoder, tools = self._encoder, self._encoder.tools
         if self._mcp.n_calls:  # what was asked for has been called
-            tools = tools._replace(choice=self._mcp.later_choice(tools.choice, self._request.max_tool_calls))
+            tools = tools._replace(
+                tool_choice=self._mcp.later_choice(tools.tool_choice, self._request.max_tool_calls)
+            )
         messages = messages_of(
             self._request.instructions, [*self._given, *encoder.output], tools, self._kept.earlier
         )

@@ -79,13 +79,13 @@ class ClientName(NamedTuple):
 class Tools(NamedTuple):
     """The tools of a request.
 
-    ``functions``: for the engine, None if there are none; ``choice``: the engine's ``tool_choice``. ``names``: how the
+    ``functions``: for the engine, None if there are none; ``tool_choice``: the engine's. ``names``: how the
     client knows each function. ``unused``: hosted tools and options without effect, for the header. ``grammars``: the
     fields that hold the grammars of custom tools, by the function.
     """
 
     functions: list[dict[str, Any]] | None
-    choice: str | dict[str, Any]
+    tool_choice: str | dict[str, Any]
     names: dict[str, ClientName]
     unused: tuple[str, ...]
     grammars: dict[str, str]
@@ -95,7 +95,7 @@ class Tools(NamedTuple):
         return self.names.get(name) or ClientName(name)
 
 
-def tools_of(definitions: Sequence[Mapping[str, Any]] | None, choice: Any, is_flat: bool) -> Tools:
+def tools_of(definitions: Sequence[Mapping[str, Any]] | None, tool_choice: Any, is_flat: bool) -> Tools:
     """Return the tools and the choice among them. Raises ApiError 400.
 
     ``is_flat``: they have the form of the Responses API.
@@ -130,7 +130,7 @@ def tools_of(definitions: Sequence[Mapping[str, Any]] | None, choice: Any, is_fl
         functions.append({"type": "function", "function": {**function, "name": name}})
     left_out = tuple(f"tools.{name}" for name in dict.fromkeys(unused))
     whole = Tools(functions or None, "auto", names, left_out, grammars)
-    return whole._replace(choice=_choice(choice, whole, is_flat))
+    return whole._replace(tool_choice=_choice(tool_choice, whole, is_flat))
 
 
 def check_number(tools: Sequence[Any] | None) -> None:

@@ -520,7 +520,7 @@ def test_thousands_of_tools() -> None:
     messages = messages_of(None, items, made)
     assert thread_time() - began_s < 10  # 0.3 s here; in the square, a minute
     assert len(made.names) == n and len(messages[0]["tool_calls"]) == len(items)
-    mode, allowed = allowed_tools(made.choice, check_tools(made.functions))
+    mode, allowed = allowed_tools(made.tool_choice, check_tools(made.functions))
     assert (mode, len(allowed)) == ("auto", n)
 
 

@@ -146,11 +146,11 @@ class ChatBuilder:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         tools = check_tools(options.tools)
-        choice, allowed = allowed_tools(options.tool_choice, tools)
-        choice = check_tool_choice(choice, tools)
+        tool_choice, allowed = allowed_tools(options.tool_choice, tools)
+        tool_choice = check_tool_choice(tool_choice, tools)
         parallel = check_flag("parallel_tool_calls", options.parallel_tool_calls)
-        parallel = parallel and choice in ("auto", "required")
-        shown = tools if choice != "none" else ()
+        parallel = parallel and tool_choice in ("auto", "required")
+        shown = tools if tool_choice != "none" else ()
         messages, tokens, spans = self._prompt(messages, params, options, shown, before)
         if options.response_format is not None:
             if any(getattr(params, name) is not None for name in CONSTRAINTS):
@@ -161,14 +161,14 @@ class ChatBuilder:
         chat_format = self.chat_format(options.template_args)
         end = [token for token in tokens[-_TAIL_TOKENS:] if token >= 0] if spans else tokens[-_TAIL_TOKENS:]
         tail = self._model.vocab.detokenize(end, unparse_special=True)
-        active: Sequence[Tool] = allowed if choice != "none" else ()
+        active: Sequence[Tool] = allowed if tool_choice != "none" else ()
         if options.continue_last:
             last = messages[-1]
             assert not isinstance(last, str)
             part = continued_part(last, options.continue_last)
             is_limited = bool(active) or params.json_schema is not None
             tail = chat_format.continued_tail(tail, messages, is_limited, part)
-        constrained, active = self._constrained(chat_format, params, active, choice, parallel, tail)
+        constrained, active = self._constrained(chat_format, params, active, tool_choice, parallel, tail)
         reasoning = None
         if params.reasoning_budget is not None:
             reasoning = chat_format.limited_reasoning(tail)
@@ -193,7 +193,7 @@ class ChatBuilder:
         def new_parser() -> ChatParser:
             return chat_format.parser(
                 active,
-                choice,
+                tool_choice,
                 prompt_tail=tail,
                 stream_calls=constrained is not params,
                 lenient=is_free and self._model.tool_calls == "lenient",
@@ -351,7 +351,7 @@ class ChatBuilder:
         chat_format: ChatFormat,
         params: SamplingParams,
         tools: Sequence[Tool],
-        choice: str,
+        tool_choice: str,
         parallel: bool,
         tail: str,
     ) -> tuple[SamplingParams, Sequence[Tool]]:
@@ -368,7 +368,7 @@ class ChatBuilder:
             )
         constraint = next((name for name in CONSTRAINTS if getattr(params, name) is not None), None)
         if constraint is not None and constraint != "json_schema":
-            if tools and choice not in ("auto", "none"):
+            if tools and tool_choice not in ("auto", "none"):
                 raise InvalidRequestError(
                     f"{constraint} is given, and tool_choice forces a call; give one of them"
                 )
@@ -378,7 +378,7 @@ class ChatBuilder:
         def compiled(tools: Sequence[Tool]) -> SamplingParams:
             lark = chat_format.grammar(
                 tools,
-                choice,
+                tool_choice,
                 parallel,
                 prompt_tail=tail,
                 schema=schema,
@@ -394,7 +394,7 @@ class ChatBuilder:
         if not tools:
             return compiled(tools), tools
         limit_s = grammar_limit(params.grammar_timeout)
-        return self._tool_schemas.followed(chat_format, tools, choice, compiled, limit_s)
+        return self._tool_schemas.followed(chat_format, tools, tool_choice, compiled, limit_s)
 
 
 def _places(vocab: Vocab, tokens: Sequence[int], messages: Conversation) -> tuple[int, ...]:

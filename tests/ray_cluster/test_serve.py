@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ import httpx
 import openai
 import pytest
 from support.ray_programs import PATIENCE_S, Process, RayProgram
+from support.run_script import free_port
 
 import llamapipe as lp
 from llamapipe.server.errors import Dialect
@@ -47,12 +47,6 @@ serve.shutdown()
 print("closed", flush=True)
 """
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 class Service:

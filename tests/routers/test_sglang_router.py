@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.control import PATIENCE_S
+from support.run_script import free_port
 from support.server_process import ServerProcess
 
 pytest.importorskip("sglang_router", reason="sglang-router is not installed: nox -s routers")
@@ -26,13 +26,6 @@ MODEL = "story"
 WORKER = ("--alias", MODEL, "--n-seq-max", "8", "--n-ctx", "512", "--n-threads", "1")
 GREEDY = {"model": MODEL, "temperature": 0, "max_tokens": 12}
 PATH = "/v1/completions"
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,16 +13,9 @@ from typing import Any
 import httpx
 
 from support.control import PATIENCE_S
-from support.run_script import environment
+from support.run_script import environment, free_port
 
 PLANES = ("--discovery-backend", "file", "--event-plane", "zmq")
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port
 
 
 class DynamoProcess:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -33,6 +34,13 @@ def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
     """Ours, with the package that is tested found first wherever the program runs, then ``support``."""
     folders = (Path(llamapipe.__file__).parent.parent, Path(__file__).parent.parent)
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), **(changes or {})}
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody uses now, for programs that cannot choose one themselves."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
 
 
 def heed_ctrl_c() -> None:

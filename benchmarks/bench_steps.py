@@ -255,7 +255,7 @@ def times_of_process() -> None:
 
     draft_module.perf_counter = time.process_time  # type: ignore[attr-defined]
     if observe.__name__ != "observed":
-        Gate.observe = observed  # type: ignore[method-assign]
+        Gate.observe = observed  # type: ignore[method-assign, assignment]
         for name in ("launch", "launch_repeat"):
             setattr(StepExecutor, name, noting(getattr(StepExecutor, name)))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -153,9 +153,9 @@ def test_drafts_of_requests_share_a_batch(
     n_sequences: list[int] = []
     compute = Eagle3Draft._compute
 
-    def counted(self: Eagle3Draft, *given: Sequence[int]) -> None:
-        n_sequences.append(len(set(given[2])))
-        compute(self, *given)
+    def counted(self: Eagle3Draft, *arguments: Any) -> None:
+        n_sequences.append(len(set(arguments[2])))
+        compute(self, *arguments)
 
     monkeypatch.setattr(Eagle3Draft, "_compute", counted)
     with make_engine(model, n_ctx=256, n_seq_max=4, draft=heads["often right"]) as engine:

@@ -134,9 +134,9 @@ def test_a_layer_begins_with_the_last_tokens_of_a_prompt(
     computed: list[int] = []
     compute = MtpLayer._compute
 
-    def counted(self: MtpLayer, tokens: Sequence[int], *given: Sequence[int]) -> None:
+    def counted(self: MtpLayer, tokens: Sequence[int], *arguments: Any) -> None:
         computed.append(len(tokens))
-        compute(self, tokens, *given)
+        compute(self, tokens, *arguments)
 
     monkeypatch.setattr(MtpLayer, "_compute", counted)
     with make_engine(models["right"], n_ctx=256, n_seq_max=1, draft="mtp") as engine:
@@ -172,9 +172,9 @@ def test_drafts_of_requests_share_a_batch(
     n_sequences: list[int] = []
     compute = MtpLayer._compute
 
-    def counted(self: MtpLayer, *given: Sequence[int]) -> None:
-        n_sequences.append(len(set(given[2])))
-        compute(self, *given)
+    def counted(self: MtpLayer, *arguments: Any) -> None:
+        n_sequences.append(len(set(arguments[2])))
+        compute(self, *arguments)
 
     monkeypatch.setattr(MtpLayer, "_compute", counted)
     with make_engine(models["often right"], n_ctx=256, n_seq_max=4, draft="mtp") as engine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import resource
+import sys
 from contextlib import suppress
 from time import thread_time
 from typing import Any
@@ -22,7 +22,11 @@ EACH = "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}"
 
 
 def peak_bytes() -> int:
-    """The most memory that this process ever had."""
+    """The most memory that this process ever had; 0 on Windows, where Python cannot ask."""
+    if sys.platform == "win32":
+        return 0
+    import resource
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

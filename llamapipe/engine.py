@@ -99,9 +99,7 @@ _CACHE_DIR_BYTES = 10 * 2**30
 _log = logging.getLogger("llamapipe")
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_0", "q5_1", "q4_0", "q4_1", "iq4_nl"]
 FlashAttention = Literal["auto", "on", "off"]
-_N_LARGE_STATES = 4  # the same, of states that have the size of thousands of cells
 _N_STATES = 8  # of a sequence that are kept after the last tokens, so that wrong guesses can be taken back
-_N_MTP_STATES = 2  # at least, if an MTP layer has to draft
 SCORE_ROWS = 32  # maximum output rows of a step for scored tokens; bounds their memory
 # On a CPU a prompt token takes hardly longer in a step of 256 than in one of 512.
 PREFILL_CUTOFF_TOKENS = 256
@@ -313,10 +311,6 @@ class Engine(BlockingCalls, AsyncOwner):
             sizes = None
             if model.is_recurrent or model.n_swa:
                 sizes = model_sizes(model, choice_of("type_k", type_k), choice_of("type_v", type_v))
-            drafts = has_mtp or draft not in (None, *MTP_CHOICES)
-            n_states = _n_states(model, sizes if drafts else None, int_of("n_seq_max", n_seq_max))
-            if has_mtp and model.is_recurrent and not n_states:
-                has_mtp, n_states = _states_for_mtp(model, draft == "mtp", n_seq_max)
             draft = self._load_draft(undo, draft, model)
             depth = _depth_for_drafts(depth, has_mtp, draft)
 
@@ -343,7 +337,7 @@ class Engine(BlockingCalls, AsyncOwner):
                 n_ring_slots=ring_slots(model, tuning.ring, 2 if depth is None else depth + 1, keeps_windows),
                 graph_sampling=wants_graph_sampling(model, tuning.ring, tuning.graph_sampling, keeps_windows),
                 batch_invariant=check_flag("batch_invariant", batch_invariant),
-                n_states=n_states,
+                n_states=_n_states(model),
                 swa_full=swa_full,
                 rope=rope,
             )
@@ -1467,21 +1461,6 @@ def _has_mtp(model: Model, must: bool, depth: int | None) -> bool:
     return not problem
 
 
-def _states_for_mtp(model: Model, must: bool, n_seq_max: int) -> tuple[bool, int]:
-    """Return whether an MTP layer drafts where slots are too many to keep states, and how many states are then kept.
-
-    Keeping states makes each step slower: unasked, that is done only where slots are few.
-    """
-    if must:
-        _log.warning(
-            "draft is 'mtp': keeping states of %d slots of %s makes each step slower, with or without drafts; give "
-            "fewer slots (n_seq_max), or draft='auto', which leaves the layer out here",
-            n_seq_max,
-            model.path.name,
-        )
-    return must, _N_MTP_STATES if must else 0
-
-
 def _depth_for_drafts(depth: int | None, has_mtp: bool, draft: Model | None) -> int | None:
     """Return the steps in flight: one where drafts read the states of a step, known only when it is computed."""
     has_eagle3 = draft is not None and draft.architecture == "eagle3"
@@ -1493,22 +1472,15 @@ def _depth_for_drafts(depth: int | None, has_mtp: bool, draft: Model | None) -> 
     return 1 if has_mtp or has_eagle3 else depth
 
 
-def _n_states(model: Model, sizes: MemorySizes | None, n_seq_max: int) -> int:
+def _n_states(model: Model) -> int:
     """Return the number of recurrent states of a sequence that are kept besides the last one, for guesses.
 
     The states of short convolutions (LFM2) have the values of a few tokens. Others are as large as thousands of KV
-    cells, and keeping them makes every step slower: a few for drafts, which are wrong more often than other guesses, if
-    all sequences' together take at most a quarter of the weights. ``sizes``: None: nothing drafts. Many architectures
-    cannot keep any; llama.cpp knows which. Where none are kept, the engine copies a state before each step with
-    guesses.
+    cells, and keeping them makes every step slower, with or without guesses: of those the engine copies one before each
+    step with guesses.
     """
     architecture = model.metadata.get("general.architecture", "")
-    if f"{architecture}.shortconv.l_cache" in model.metadata:
-        return _N_STATES
-    if sizes is None or not sizes.state:
-        return 0
-    n = min(_N_LARGE_STATES, model.size_bytes // 4 // (sizes.state * n_seq_max))
-    return n if n > 1 else 0
+    return _N_STATES if f"{architecture}.shortconv.l_cache" in model.metadata else 0
 
 
 def _swa_full(

@@ -206,6 +206,7 @@ class Gate:
         self.keeps_states = keeps_states
         self.copies_states = copies_states
         self._copy_s = 0.0  # of a state
+        self._has_copied = False
         self.n_longest = n_longest
         self.times = StepTimes()
         self.n_most = n_most
@@ -326,6 +327,9 @@ class Gate:
     def observe_copies(self, n: int, seconds: float) -> None:
         """Learn from the time in which ``n`` states were copied."""
         each_s = seconds / n
+        if not self._has_copied:  # into new memory, whose pages take longer than the copy
+            self._has_copied = True
+            return
         if self._copy_s:
             each_s = min(each_s, 2 * self._copy_s)
         faster = each_s < self._copy_s or not self._copy_s

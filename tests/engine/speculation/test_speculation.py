@@ -889,3 +889,11 @@ def test_a_trace_has_guesses(engine: lp.Engine) -> None:
     assert sum(span.n_accepted for span in spans) == done.n_accepted_tokens > 0
     arguments = [event["args"] for event in engine.trace.to_chrome()["traceEvents"]]
     assert sum(one.get("accepted", 0) for one in arguments) == done.n_accepted_tokens
+
+
+def test_the_first_copy_of_a_state_says_little() -> None:
+    """It is into new memory."""
+    gate = Gate(32, copies_states=True)
+    gate.observe_copies(2, 1.0)
+    gate.observe_copies(2, 0.004)
+    assert gate._copy_s == pytest.approx(0.002)

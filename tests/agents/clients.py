@@ -124,6 +124,7 @@ CLIENTS = (
         "qwen_code_cli.py",
         ("@qwen-code/qwen-code@0.24.4",),
         _commands("run_shell_command", "command"),
+        timeout_s=900,  # its prompt has 76 kB, and the scripted model a token for each byte
     ),
     Client(
         "continue",

@@ -7,7 +7,7 @@
   model processes is sampled. Halfway one process is killed, which may cost the requests that it has.
 - ``yields``: a stream of the large model while the small one loads, in tokens per second, against before and after.
 - ``through``: streams of the large model through the front process, and from a server that has only this model, in
-  turns.
+  turns; and the processor time of the front process for a stream, which says more on a busy machine.
 
 It takes some minutes. Raises AssertionError where a request is not answered or the budget is exceeded.
 """
@@ -35,7 +35,7 @@ from typing import Any
 
 import httpx
 from bench_server import over_http
-from local_server import free_port, process
+from local_server import cpu_seconds, free_port, process
 
 from llamapipe.cli._models_file import read_facts
 from llamapipe.fleet.catalog import ModelEntry
@@ -49,10 +49,11 @@ STORY = "Once upon a time there was a fox who lived in a wood with many friends.
 
 
 class Front:
-    """A running server of several models; ``log`` is its standard error."""
+    """A running server of several models; ``log`` is its standard error, ``pid`` its front process."""
 
-    def __init__(self, url: str, log: Path) -> None:
+    def __init__(self, url: str, log: Path, pid: int) -> None:
         self.url = url
+        self.pid = pid
         self.client = httpx.Client(base_url=url, timeout=60)
         self.port = int(url.rsplit(":", 1)[1])
         self._log = log
@@ -94,7 +95,7 @@ def front(files: dict[str, Path], memory: int | None, **options: int) -> Iterato
             assert child.stdout is not None
             first = child.stdout.readline()
             assert " at http" in first, log.read_text()
-            yield Front(first.split(" at ")[1].split()[0], log)
+            yield Front(first.split(" at ")[1].split()[0], log, child.pid)
         finally:
             child.terminate()
             child.wait()
@@ -260,10 +261,14 @@ def through(files: dict[str, Path], rounds: int, streams: list[int], n_tokens: i
         for n in streams:
             rates: dict[str, list[float]] = {name: [] for name in sides}
             firsts: dict[str, list[float]] = {name: [] for name in sides}
+            costs = []
             for i in range(rounds + 1):
                 prompts = [[rng.randint(1000, 20_000) for _ in range(16)] for _ in range(n)]
                 for name in sorted(sides, reverse=bool(i % 2)):
+                    before = cpu_seconds(server.pid)
                     one = sides[name](prompts)
+                    if i and name == "front":
+                        costs.append((cpu_seconds(server.pid) - before) / n)
                     if i:  # the first one warms up
                         rates[name].append(one.rate)
                         firsts[name].append(one.first_s)
@@ -273,7 +278,7 @@ def through(files: dict[str, Path], rounds: int, streams: list[int], n_tokens: i
             )
             print(
                 f"{n:>3} streams: {statistics.median(rates['front']):.1f} tokens/s, {ratio:.3f} of direct; "
-                f"first token {later_ms:+.1f} ms"
+                f"first token {later_ms:+.1f} ms; the front computes {1e3 * statistics.mean(costs):.2f} ms a stream"
             )
 
 

@@ -118,6 +118,8 @@ TUNING: Final = (
         optional=True, metavar=None),
     _flag("swa_full", "let sliding-window layers keep the cells of the last window only: less memory, and cached "
         "prefixes continue at fewer places", optional=True, flag="--no-swa-full", is_off=True),
+    _size("moe_cache_size", "memory of the GPUs, such as 2GiB, for experts that --n-cpu-moe keeps on the CPU and that "
+        "were used last (default: none)", 1, 2**63 - 1, optional=True),
     _float("yarn_ext_factor", "share of YaRN's mix of scaled and unscaled positions; 0: all are scaled", 0, 10,
         optional=True),
     _float("yarn_attn_factor", "factor of YaRN's attention, beside the one that follows from the scale", 0.01, 100,

@@ -117,6 +117,8 @@ class EngineTuning:
     - ``swa_full``: whether layers with a sliding window keep all cells, so that prefixes are reused as in other models
       (True), or the cells of the last window only, in a fraction of the memory (False). None: True, unless the cells
       would take more than a quarter of the free memory.
+    - ``moe_cache_size``: bytes of the GPUs' memory for experts that ``Model(n_cpu_moe=...)`` keeps on the CPU: those
+      used last are computed on the GPU. None: no memory. It is experimental in llama.cpp.
     - ``yarn_ext_factor``, ``yarn_attn_factor``, ``yarn_beta_fast``, ``yarn_beta_slow``: details of ``rope_scaling``
       ``"yarn"``, with llama.cpp's names; None: the file's, or those of the paper (arXiv 2309.00071).
     - ``min_room``: tokens of the context that a prompt must leave for its answer, if it may have so many; others are
@@ -141,6 +143,7 @@ class EngineTuning:
     n_threads_batch: int | None = None
     kv_unified: bool | None = None
     swa_full: bool | None = None
+    moe_cache_size: int | None = None
     yarn_ext_factor: float | None = None
     yarn_attn_factor: float | None = None
     yarn_beta_fast: float | None = None
@@ -288,6 +291,9 @@ class Engine(BlockingCalls, AsyncOwner):
         kv_events = _kv_events(tuning.kv_events, cache_mode)
         window_us = int_of("batch_window_us", tuning.batch_window_us)
         min_room = int_of("min_room", tuning.min_room)
+        moe_cache_size = 0
+        if tuning.moe_cache_size is not None:
+            moe_cache_size = int_of("moe_cache_size", tuning.moe_cache_size)
         rope = Rope(
             rope_scaling,
             rope_freq_base,
@@ -340,6 +346,7 @@ class Engine(BlockingCalls, AsyncOwner):
                 n_states=_n_states(model),
                 swa_full=swa_full,
                 rope=rope,
+                moe_cache_size=moe_cache_size,
             )
             context = undo.enter_context(closing(new_context()))
             _check_cache_bytes(context, sizes, n_cache_bytes)

@@ -78,7 +78,7 @@ def need_of(info: GgufInfo, embeds: bool, options: Mapping[str, Any], has_gpus: 
         int(weights + n_cache_bytes + steps) + beside,
         n_ctx,
         n_cache_bytes,
-        int(held + steps) + more if n_on_gpu else 0,
+        int(held + steps) + more + options.get("moe_cache_size", 0) if n_on_gpu else 0,
     )
 
 

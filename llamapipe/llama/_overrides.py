@@ -145,6 +145,16 @@ def placed_tensors(
     return device_of
 
 
+def n_cpu_expert_layers(info: GgufInfo, placed: Mapping[str, Device]) -> int:
+    """Return how many layers have all of their experts on the CPU because ``placed`` says so."""
+    layers: dict[str, list[str]] = {}
+    for tensor in info.tensors:
+        if match := _EXPERTS.match(tensor.name):
+            layers.setdefault(match[1], []).append(tensor.name)
+    on_cpu = {name for name, device in placed.items() if device.type == "cpu"}
+    return sum(on_cpu.issuperset(names) for names in layers.values())
+
+
 def _known(wanted: Sequence[str | Device] | None) -> dict[str, Device]:
     """Return the devices of which llama.cpp has backends for the model, by name."""
     names = None if wanted is None else {item.name if isinstance(item, Device) else item for item in wanted}

@@ -49,6 +49,19 @@ def state_version() -> int:
     return version
 
 
+def _check_moe_cache(model: Model) -> None:
+    """Refuse what has nothing to cache: llama.cpp goes on without a cache then. Raises InvalidRequestError."""
+    if all(device.type == "cpu" for device in model.devices):
+        raise InvalidRequestError(
+            "moe_cache_size is given, but no GPU computes the model, so there is no memory for it; leave it out"
+        )
+    if not model.n_cpu_expert_layers:
+        raise InvalidRequestError(
+            "moe_cache_size is given, but no layer keeps all of its experts on the CPU; give n_cpu_moe as well "
+            "(--n-cpu-moe), or leave it out"
+        )
+
+
 class Context(Owner):
     """KV cells and compute buffers over a model.
 
@@ -71,7 +84,8 @@ class Context(Owner):
     is False where that cannot be); ``logits`` has nothing then.
     ``graph_sampling``: with a ring, the graph samples as well; the attribute tells whether it does, and
     ``graph_problem`` why not. ``batch_invariant``: llamapipe's kernels, where rows do not depend on each other, also
-    compute products of floats. ``rope``: how positions are scaled.
+    compute products of floats. ``rope``: how positions are scaled. ``moe_cache_size``: bytes of the GPUs' memory for
+    experts that are kept on the CPU.
 
     The first thread that decodes owns the context until ``release_thread``. Close it before its model.
 
@@ -100,6 +114,7 @@ class Context(Owner):
         n_states: int = 0,
         swa_full: bool = True,
         rope: Rope = FROM_FILE,
+        moe_cache_size: int = 0,
         drafts_for: Context | None = None,
     ) -> None:
         self._handle: Any = None
@@ -129,6 +144,9 @@ class Context(Owner):
             raise InvalidRequestError(
                 f"{model.path} is not a decoder-only model; llamapipe generates with decoders only"
             )
+        if moe_cache_size:
+            _check_moe_cache(model)
+        self._moe_cache_size = moe_cache_size
         self.model = model
         self._set_sizes(
             n_ctx,
@@ -251,6 +269,7 @@ class Context(Owner):
         params.n_outputs_max = self.n_outputs_max
         params.n_threads, params.n_threads_batch = self.n_threads, self.n_threads_batch
         params.kv_unified = self.kv_unified
+        params.moe_cache_size = self._moe_cache_size
         params.type_k = getattr(lib, f"GGML_TYPE_{CACHE_TYPES[type_k]}")
         params.type_v = getattr(lib, f"GGML_TYPE_{CACHE_TYPES[type_v]}")
         params.flash_attn_type = _FLASH_ATTN[flash_attn]

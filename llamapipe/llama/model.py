@@ -26,6 +26,7 @@ from llamapipe.llama._loading import Progress, is_loading, load, mapping_guard
 from llamapipe.llama._overrides import (
     checked_kv,
     log_placement,
+    n_cpu_expert_layers,
     native_kv,
     native_placement,
     placed_tensors,
@@ -128,7 +129,8 @@ class Model(Owner):
     - ``n_mtp_layers``: layers of the file that predict the token after the next; 0: none. ``load_mtp``: whether they
       were loaded.
     - ``is_causal``: False if tokens attend to later ones; engines refuse such models.
-    - ``devices``: the devices its layers may be placed on; the CPU if no GPU is used.
+    - ``devices``: the devices its layers may be placed on; the CPU if no GPU is used. ``n_cpu_expert_layers``: layers
+      of which options keep all experts on the CPU.
     - ``kernels``: the kernels for packed weights, such as ``"avx2"``; ``"ggml"`` if none are packed.
       ``n_packed_tensors``: the number of packed weights. ``packed_bytes``: the memory they take, besides the file.
       ``attends``: whether contexts also compute attention with llamapipe's kernels.
@@ -237,6 +239,7 @@ class Model(Owner):
                 params.tensor_buft_overrides = places[0]
                 keep.append(places)
             self.devices = used_devices(devices, n_layers, far)
+            self.n_cpu_expert_layers = n_cpu_expert_layers(info, placed)
             self._load(info, params, progress, may_pack, folder)
             log_placement(info, placed)
 

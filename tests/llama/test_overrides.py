@@ -151,6 +151,39 @@ def test_the_first_pattern_counts_and_experts_are_counted(
         assert n and f"moe.gguf: {n} tensors on CPU" in caplog.text
 
 
+def test_a_cache_of_experts_without_a_device_or_experts(tmp_path: Path) -> None:
+    tuning = lp.EngineTuning(moe_cache_size=2**20)
+    path = tiny_architecture(tmp_path / "moe.gguf", "gpt-oss-20b")
+    with lp.Model(path, n_cpu_moe=9, devices=["CPU"]) as model:
+        assert model.n_cpu_expert_layers > 2
+        with pytest.raises(ValueError, match=r"moe_cache_size is given, but no GPU computes the model"):
+            lp.Engine(model, tuning=tuning)
+
+
+@pytest.mark.device
+@pytest.mark.skipif(not ON_DEVICE, reason='needs a device beside the CPU: `nox -s "tests(vulkan)"`')
+def test_a_cache_of_experts_changes_no_text(tmp_path: Path) -> None:
+    """Fewer experts than a layer has are in it, so they change all the time."""
+    path = tiny_architecture(tmp_path / "moe.gguf", "gpt-oss-20b")
+    prompts = [[5 + i, 6, 7 + i] for i in range(4)]
+    params = lp.SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+
+    def texts(moe_cache_size: int | None) -> list[list[int]]:
+        tuning = lp.EngineTuning(moe_cache_size=moe_cache_size)
+        with lp.Engine(model, n_ctx=256, n_seq_max=4, tuning=tuning) as engine:
+            return [done.token_ids for done in engine.generate(prompts, params)]
+
+    with (
+        lp.Model(path) as model,
+        pytest.raises(ValueError, match="no layer keeps all of its experts on the CPU"),
+    ):
+        texts(2**20)
+    with lp.Model(path, n_cpu_moe=9) as model:
+        assert texts(None) == texts(200_000) == texts(2**30)
+        with pytest.raises(BackendError, match="too small to hold the experts of one token"):
+            texts(1000)
+
+
 def test_names_are_taken_literally() -> None:
     """llama.cpp searches for the patterns: each must match its tensors and no other."""
     import re

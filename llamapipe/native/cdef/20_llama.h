@@ -65,6 +65,7 @@ struct llama_context_params {
     uint32_t yarn_orig_ctx;
     enum llama_context_type ctx_type;
     struct llama_context * ctx_other;
+    size_t moe_cache_size;
     bool no_perf; bool swa_full; bool kv_unified; bool embeddings;
     ...;
 };

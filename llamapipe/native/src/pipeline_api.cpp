@@ -97,7 +97,7 @@ lp_saved *lp_context_save_state(lp_context *context, int seq_id, lp_saved *to) {
         if (lp::save_cells(context->shared->llama(), seq_id, -1, lp::Part::state, saved->cells) != 1) {
             return nullptr;
         }
-        made.release();
+        (void)made.release();
         return saved;
     });
 }

@@ -38,9 +38,9 @@ class AnswerGrammar:
     """The answers that a request allows.
 
     - ``tools``: the tools that may be called; empty for none. ``required``: the answer consists of calls only.
-    - ``schema``: the JSON schema of the text; None for free text. ``whitespace``: the spaces of such JSON.
+    - ``schema``: the JSON schema of the text; None for free text. ``whitespace``: the spaces allowed in that JSON.
     - ``plain``: with a schema, the answer may also be one call as plain JSON.
-    - ``reasoning``: its markers if the answer may begin with reasoning, and whether the prompt has opened it.
+    - ``reasoning``: the markers of reasoning, if the answer may begin with it, and whether the prompt has opened it.
     - ``text_starts``, ``text_end``: optional markers before and after the text.
     - ``turn_end``: an optional marker at the end of the answer.
     - ``prompted``: the start of a call's opening, if the prompt ends with one.
@@ -112,16 +112,18 @@ class GrammarWriter:
     def _first(self, marker: str) -> str:
         """Return the elements of a marker at the start of the answer, after optional spaces.
 
-        Spaces and marker are one terminal. Otherwise free text, which can also begin with spaces, is a longer match.
+        The spaces and the marker form one terminal. Otherwise free text, which can also begin with spaces, would be the
+        longer match.
         """
         text = "".join(takewhile(lambda segment: self._literals.token(segment) is None, segments(marker)))
         start = f"/[ \\n]{{0,4}}{regex_text(text)}/" if text else SPACES
         return f"{start} {self._literals.text(marker[len(text) :])}".strip()
 
     def _calls_in_reasoning(self) -> str:
-        """Return the option of calls that end the reasoning. Only calls that begin with a control token have it.
+        """Return the alternative for calls that end the reasoning, if calls begin with a control token.
 
-        Reasoning may mention a marker that is text. That must not start a call, so the grammar has no such call.
+        Reasoning may mention a marker that is plain text. Such a mention must not start a call, so the grammar omits
+        it.
         """
         assert self._form is not None
         if self._literals.token(trigger := self._form.trigger) is None:
@@ -131,7 +133,7 @@ class GrammarWriter:
         return f" | {begin}{self._rules.terminal(f'/{ANY}/')} {calls}"
 
     def _text_in_reasoning(self) -> str:
-        """Return the option of text that ends the reasoning. Only text that begins with a control token has it."""
+        """Return the alternative for text that ends the reasoning, if the text begins with a control token."""
         answer, literals = self._answer, self._literals
         starts = [start for start in answer.text_starts if literals.token(segments(start)[0]) is not None]
         if not starts or answer.required:
@@ -167,9 +169,9 @@ class GrammarWriter:
         return options[0] if len(options) == 1 else f"({' | '.join(options)})"
 
     def _marked(self, text: str, required: Sequence[str] = ()) -> str:
-        """Return the elements of a text and its optional markers.
+        """Return the elements of a text with its optional markers.
 
-        ``required``: the text must begin with one of these.
+        ``required``: the text must begin with one of the markers.
         """
         literals = self._literals
         end = self._answer.text_end
@@ -204,7 +206,7 @@ class GrammarWriter:
         return "calls"
 
     def _free_calls(self) -> list[str]:
-        """Return the options for free text followed by calls; a trigger in the text always begins a call."""
+        """Return the alternatives for free text followed by calls; a trigger in the text always begins a call."""
         form = self._form
         assert form is not None
         trigger = form.trigger
@@ -229,8 +231,8 @@ class GrammarWriter:
     def _after_run(self, trigger: str) -> str:
         """Return what follows a trigger such as ``>>>``: calls, or text with more triggers.
 
-        Texts contain it as well. After a trigger, the name of a tool begins a call, and a line that is a name must be
-        one. The last characters of a longer run are the trigger.
+        Ordinary text may contain the trigger as well. After a trigger, the name of a tool begins a call, and a line
+        that consists of a name must be a call. In a longer run, the last characters are the trigger.
         """
         more = f"{regex_text(trigger[0])}*"
         names = "|".join(regex_text(tool.name) for tool in self._answer.tools)
@@ -240,7 +242,7 @@ class GrammarWriter:
         return self._rules.recursive("run", lambda name: f"calls | {text} | {again} {name}")
 
     def _bare_calls(self, form: CallFormat) -> list[str]:
-        """Write calls without a marker. The whole answer is a call if it begins like one."""
+        """Write calls without a marker. If the answer begins like a call, all of it must be one."""
         before = regex_text(form.opening.strip())
         if form.style is Style.PYTHON:
             self._excluded.append(rf"\s*{before}\s*[a-zA-Z_][\w.\-]*\(")
@@ -276,8 +278,8 @@ class GrammarWriter:
     ) -> None:
         """Add the rule ``calls``: the rest of the opening, the calls, and the end of their section.
 
-        ``opened``: the rest of the opening as a regular expression, if it must be one terminal with the text after it,
-        as at the start of an answer; ``opening`` is then empty.
+        ``opened``: the rest of the opening as a regular expression, if the opening and the text after it must be one
+        terminal, as at the start of an answer; ``opening`` is then empty.
         """
         text = self._literals
         first = self._one_of_calls(form, opened)

@@ -1,4 +1,4 @@
-"""Finds the markers of reasoning and text in an answer. ``_call_format.py`` finds those of calls.
+"""Finds the markers of reasoning and text in an answer. ``_call_format.py`` finds the markers of calls.
 
 Reasoning precedes the text. Some templates also mark the text, as in ``<|START_RESPONSE|>…<|END_RESPONSE|>``. The probe
 renders answers with known texts and looks at what surrounds them. If a marker also surrounds a user's message, it does
@@ -44,10 +44,10 @@ _KNOWN_TEXT = (("<answer>", "</answer>"), ("<response>", "</response>"))
 class AnswerMarkers:
     """The markers of an answer.
 
-    - ``reasoning``: the pair around reasoning, or None. ``opening``: its start, with the newline after it.
+    - ``reasoning``: the pair around reasoning, or None. ``opening``: the start marker with the newline after it.
     - ``text_starts``: optional markers before the text, the longest first. ``text_end``: the marker after it.
-    - ``turn_end``: the end of the answer. It is a token that ends generation, but some models spell it.
-    - ``control``: the control tokens in all markers, including those of calls. They are never text.
+    - ``turn_end``: the end of the answer. It is a token that ends generation, but some models write it as text.
+    - ``control``: the control tokens in all markers, including the markers of calls. They are never text.
     """
 
     reasoning: ReasoningMarkers | None = None
@@ -63,7 +63,7 @@ class AnswerMarkers:
 
     @property
     def marks_text(self) -> bool:
-        """True if a marker of the text has no control token."""
+        """True if a marker around the text has no control token."""
         return any(not self.has_control(marker) for marker in (*self.text_starts, self.text_end) if marker)
 
 
@@ -83,7 +83,7 @@ class MarkerProbe:
     def markers(self, calls: CallFormat | None, ends: Callable[[str], bool]) -> AnswerMarkers:
         """Return all markers.
 
-        ``calls``: the format of the template's calls. ``ends``: returns True for a text that is a token that ends
+        ``calls``: the format of the template's calls. ``ends``: returns True for the text of a token that ends
         generation. Such a token is not a marker.
         """
         reasoning = self._shown_reasoning() or self._empty_reasoning() or self._known_reasoning()
@@ -104,9 +104,9 @@ class MarkerProbe:
         return AnswerMarkers(reasoning, starts, end, turn_end, frozenset(control), opening)
 
     def kept(self, usual: AnswerMarkers, markers: AnswerMarkers) -> AnswerMarkers:
-        """Return the markers with template arguments.
+        """Return the markers to use with template arguments.
 
-        ``usual``: those without them; ``markers``: those of this probe.
+        ``usual``: the markers without template arguments; ``markers``: the markers that this probe found.
         """
         control = usual.control | markers.control
         reasoning = self._begun_reasoning(usual.reasoning) or self._other_reasoning(usual, markers)
@@ -124,7 +124,7 @@ class MarkerProbe:
         )
 
     def _other_reasoning(self, usual: AnswerMarkers, markers: AnswerMarkers) -> ReasoningMarkers | None:
-        """Return the pair that was found, if the template writes it and not the usual one."""
+        """Return the pair that was found, if the template writes it instead of the usual one."""
         known, other = usual.reasoning, markers.reasoning
         if other is None or other == known:
             return None
@@ -137,7 +137,7 @@ class MarkerProbe:
         return other if is_written else None
 
     def _begun_reasoning(self, usual: ReasoningMarkers | None) -> ReasoningMarkers | None:
-        """Return the pair whose start the prompt ends with, if its name begins as the usual one: ``<think_fast>``."""
+        """Return the pair that the prompt opens at its end, if its name begins like the usual one: ``<think_fast>``."""
         if usual is None or _closed(usual.start) != usual.end:
             return None
         tag = segments(self._probe.prompt.rstrip())[-1:]
@@ -171,7 +171,7 @@ class MarkerProbe:
         return None
 
     def _written_reasoning(self) -> Iterator[tuple[str, str, bool]]:
-        """Yield the texts before reasoning and between it and the next part, and whether that part is no call."""
+        """Yield the texts before and after reasoning, and whether the part that follows is not a call."""
         for key in _REASONING_KEYS:
             for calls in (False, True):
                 message: dict[str, Any] = {"role": "assistant", "content": CONTENT, key: _REASONING}
@@ -222,7 +222,7 @@ class MarkerProbe:
         return markers.start
 
     def _is_around_user(self, marker: str) -> bool:
-        """Return whether a marker also stands beside a user's message, so that it does not identify reasoning."""
+        """Return whether a marker also surrounds a user's message, so that it does not identify reasoning."""
         return marker in self._around_user
 
     def _empty_reasoning(self) -> ReasoningMarkers | None:
@@ -258,7 +258,7 @@ class MarkerProbe:
     def _text(
         self, reasoning: ReasoningMarkers | None, ends: Callable[[str], bool]
     ) -> tuple[tuple[str, ...], str]:
-        """Return the markers around the text of an answer, without those of reasoning and of the turn's end."""
+        """Return the markers around the text of an answer, without the markers of reasoning and of the turn's end."""
         written = self._head[len(common_start(self._head, self._probe.prompt)) :]
         if reasoning is not None:
             for marker in (reasoning.end, reasoning.start):
@@ -308,9 +308,9 @@ def _closed(tag: str) -> str:
 
 
 def _last_tag(text: str, tag: str) -> str:
-    """Return the last tag of a text and the text after it.
+    """Return the last tag of a text, with the text after it.
 
-    ``tag``: an earlier result, which is extended by the tag before it.
+    ``tag``: an earlier result, to be extended by the tag before it.
     """
     parts = segments(text.rstrip())
     n = len(segments(tag)) + 1
@@ -322,7 +322,7 @@ def _last_tag(text: str, tag: str) -> str:
 def _first_tag(text: str, tag: str) -> str:
     """Return the first tag of a text and the text before it, or all text.
 
-    ``tag``: an earlier result, which is extended by the next tag.
+    ``tag``: an earlier result, to be extended by the next tag.
     """
     parts = segments(text.strip())
     n = len(segments(tag)) + 1

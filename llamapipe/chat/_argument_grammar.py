@@ -1,7 +1,7 @@
 """Writes the grammar of the arguments of a call, for templates that write each argument separately.
 
-Open this file to change what the grammar allows between the markers of an argument. ``argument_grammar`` is the entry.
-``Style`` lists the styles: TAGGED, PYTHON, QUOTED and NESTED. Formats and patterns of strings come from
+Open this file to change what the grammar allows between the markers of an argument. ``argument_grammar`` is the entry
+point. ``Style`` lists the styles: TAGGED, PYTHON, QUOTED and NESTED. The formats and patterns of strings come from
 ``llamapipe.structured``.
 """
 
@@ -56,7 +56,7 @@ class _ArgumentWriter:
         self._rules = rules
 
     def member(self, name: str | None, schema: dict[str, Any]) -> str:
-        """Write an argument, or a member of an object. ``name`` None: with any name."""
+        """Write an argument, or a member of an object. If ``name`` is None, any name is allowed."""
         form, text = self._form, self._literals
         if name is not None:
             self._arguments.check_name(name)
@@ -123,7 +123,7 @@ class _ArgumentWriter:
         return elements
 
     def _string(self, schema: dict[str, Any], end: str) -> str:
-        """Write an unquoted string, up to and including ``end``; not one that is read as another type."""
+        """Write an unquoted string, up to and including ``end``; exclude strings that are read as another type."""
         form, text = self._form, self._literals
         marker = end.strip()
         limit = form.key_start.strip() if form.style is Style.NESTED else marker
@@ -157,7 +157,7 @@ class _ArgumentWriter:
 
     # ---- key=value
     def _python(self, schema: dict[str, Any]) -> str:
-        """Write a value as JSON; strings and constants also as in Python."""
+        """Write a value as JSON; also allow strings and constants as Python writes them."""
         arguments = self._arguments
         chosen = choices(schema)
         if chosen is not None:
@@ -319,7 +319,7 @@ def _sequence(first: list[str], rest: str, least: int, most: int | None, join: s
 
 
 def _strings(arguments: TaggedArguments, schema: dict[str, Any], with_null: bool) -> list[str]:
-    """Return terms of a terminal: the strings of each alternative of a schema, and null."""
+    """Return terms of a terminal: the strings that each alternative of a schema allows, and null."""
     terms = ['"null"'] if with_null and "null" in arguments.types(schema) else []
     for option in arguments.alternatives(schema):
         chosen = choices(option)
@@ -344,7 +344,7 @@ def _python_texts(value: Any) -> list[str]:
 
 
 def _between_tags(form: CallFormat) -> str:
-    """Return the elements between two arguments: spaces, if the template writes any there or at the end of calls."""
+    """Return the elements between two arguments: spaces, if the template writes any there or at a call's end."""
     return GAP if form.value_end.rstrip() != form.value_end or form.call_end.lstrip() != form.call_end else ""
 
 

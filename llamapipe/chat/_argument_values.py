@@ -1,7 +1,7 @@
-"""Reads arguments that are not JSON: Python's literals, and the syntaxes of Gemma and MiniMax.
+"""Reads arguments that are not JSON: Python literals, and the syntaxes of Gemma and MiniMax.
 
-Each reader consumes one value and returns it decoded. If an argument is a string, ``show`` gets its text while it
-arrives. Text that cannot be a value raises Malformed at once. So do values nested deeper than ``_MAX_DEPTH``.
+Each reader consumes one value and returns it decoded. If an argument is a string, ``show`` gets its text as it arrives.
+Text that cannot be a value raises Malformed at once, and so do values nested deeper than ``_MAX_DEPTH``.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def python_value(buffer: TextBuffer, show: Show | None = None, depth: int = 0) -
 
 
 def next_item(buffer: TextBuffer, end: str) -> Reading[None]:
-    """Read the comma after an item and the spaces around it; no comma if ``end`` follows."""
+    """Read the comma after an item and the spaces around it; no comma is required before ``end``."""
     yield from spaces(buffer)
     if not (yield from skip(buffer, ",")) and not (yield from ahead(buffer, end)):
         raise Malformed
@@ -75,7 +75,7 @@ def next_item(buffer: TextBuffer, end: str) -> Reading[None]:
 
 
 def _scalar(buffer: TextBuffer) -> Reading[Any]:
-    """Read a number, or the name of a constant in Python or JSON."""
+    """Read a number, or a constant of Python or JSON."""
     yield from some(buffer)
     if buffer.next_is("-0123456789"):
         return (yield from json_value(buffer))
@@ -199,7 +199,7 @@ def quoted_key(buffer: TextBuffer, quote: str) -> Reading[str]:
 
 
 def nested_value(form: CallFormat, buffer: TextBuffer, depth: int = 0) -> Reading[Any]:
-    """Read a value in MiniMax's syntax, before ``value_end``: its text, or its members as pairs of key and value."""
+    """Read a value in MiniMax's syntax, up to ``value_end``; return its text, or its members as (key, value) pairs."""
     if depth > _MAX_DEPTH:
         raise Malformed
     parts: list[str] = []

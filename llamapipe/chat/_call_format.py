@@ -1,12 +1,12 @@
-"""How a template writes tool calls and reasoning: the markers, the text between them, and how both are found.
+"""Finds out how a template writes tool calls: the markers, and the text between them.
 
-The template renders conversations with known texts, and these texts are searched in the result. The method follows
+The template renders conversations with known texts, and the result is searched for these texts. The method follows
 llama.cpp's docs/autoparser.md. The text around a known name and known arguments is the format of a call. Two calls in
-one message show what ends the first and starts the second.
+one message show what ends the first call and starts the second.
 
-Text that occurs once is not fixed text. The differences between the first call, the second, and one later in the
-conversation are the call's name, its id, or a number. Values of every type show how each type is written. Some
-templates show the tools but not the calls. Then markers in the vocabulary or the prompt identify the format
+Text that occurs only once is not taken for fixed text. Where the first call, the second, and a later one in the
+conversation differ, they have a name, an id, or a number. Values of every type show how each type is written. If a
+template shows the tools but not the calls, markers in the vocabulary or the prompt identify the format
 (``_known_formats``).
 """
 
@@ -56,8 +56,8 @@ class Slot(Enum):
 class Member:
     """A member of a call's JSON object.
 
-    ``role`` is "name", "arguments", "id", "number" (it counts calls) or "constant". The last two have a
-    JSON text from the probe in ``constant``.
+    ``role`` is "name", "arguments", "id", "number" (it counts calls) or "constant". For the last two, ``constant``
+    holds the JSON text that the probe found.
     """
 
     key: str
@@ -67,19 +67,20 @@ class Member:
 
 @dataclass(frozen=True)
 class CallFormat:
-    """The text of calls: ``section_start (call_start CALL call_end) separator … section_end``.
+    """The format of calls: ``section_start (call_start CALL call_end) separator … section_end``.
 
     - JSON: CALL is an object of ``members``, in that order.
-    - NAMED: CALL is ``head`` and the arguments as JSON. A head is text, the name, and perhaps an id and a number.
-    - TAGGED: CALL is ``head``, and for each argument ``key_start`` KEY ``key_end`` VALUE ``value_end``. If the
-      text after a key depends on the type of the value, ``key_ends`` has it for each type, some with several.
-      ``cdata``: a string may be ``<![CDATA[…]]>``.
+    - NAMED: CALL is ``head`` and the arguments as JSON. A head consists of text, the name, and perhaps an id and a
+      number.
+    - TAGGED: CALL is ``head``, and for each argument ``key_start`` KEY ``key_end`` VALUE ``value_end``. If the text
+      after a key depends on the type of the value, ``key_ends`` lists one or more texts for each type. ``cdata``: a
+      string may be ``<![CDATA[…]]>``.
     - NESTED: like TAGGED, with KEY and ``value_close`` after ``value_end``. Items of an array have the key ``item``.
     - PYTHON: CALL is NAME ``(`` KEY ``=`` VALUE ``, `` … ``)``.
     - QUOTED: CALL is ``head``, ``{`` KEY ``:`` VALUE ``,`` … ``}``; ``quote`` stands before and after a string.
 
-    ``in_content``: the template does not show calls, so they are written into the text of a message.
-    ``prompted``: the start of the opening, if prompts end with one. The first call begins without it.
+    ``in_content``: the template does not show calls, so they are written into the message's text. ``prompted``: the
+    start of the opening, if prompts end with one. The first call then begins without it.
 
     Spaces and newlines at the edges of markers are as the template writes them. A parser need not insist on them.
     """
@@ -118,7 +119,7 @@ class CallFormat:
 
     @property
     def id_head(self) -> tuple[str | Slot, ...]:
-        """The parts of an id, if the call's number is part of a word, as in ``functions.NAME:0``; else empty."""
+        """The parts of an id, if it includes the call's number, as in ``functions.NAME:0``; else empty."""
         if Slot.NUMBER not in self.head:
             return ()
         start = _WORD_END.search(self.call_start)
@@ -209,7 +210,7 @@ def json_type(value: object) -> str:
 
 
 def python_text(value: Any) -> str:
-    """Write a JSON value as a Python literal, with strings as in JSON, which Python reads as well."""
+    """Write a JSON value as a Python literal, with its strings as JSON, which Python reads as well."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{_json(key)}: {python_text(item)}' for key, item in value.items())}}}"
     if isinstance(value, list):
@@ -220,7 +221,7 @@ def python_text(value: Any) -> str:
 
 
 def _numbered(constant: str, number: str) -> str:
-    """Return the JSON text of a number, a string if ``constant`` is one."""
+    """Return the JSON text of a number; it is a string if ``constant`` is one."""
     return f'"{number}"' if constant.startswith('"') else number
 
 
@@ -233,12 +234,12 @@ class ReasoningMarkers:
 
 
 def segments(text: str) -> list[str]:
-    """Cut ``text`` into tags and single characters, which join to the same text."""
+    """Cut ``text`` into tags and single characters."""
     return _SEGMENT.findall(text)
 
 
 def common_start(a: str, b: str) -> str:
-    """Return the longest common start of both that does not cut a tag."""
+    """Return the longest common start of two texts that does not cut a tag."""
     n = 0
     for left, right in zip(segments(a), segments(b), strict=False):
         if left != right:
@@ -248,7 +249,7 @@ def common_start(a: str, b: str) -> str:
 
 
 def common_end(a: str, b: str) -> str:
-    """Return the longest common end of both that does not cut a tag."""
+    """Return the longest common end of two texts that does not cut a tag."""
     n = 0
     for left, right in zip(reversed(segments(a)), reversed(segments(b)), strict=False):
         if left != right:
@@ -316,11 +317,11 @@ class Render(Protocol):
         add_generation_prompt: bool = True,
         **template_args: Any,
     ) -> str:
-        """Return the text. Raises any exception if the template refuses the conversation."""
+        """Return the rendered text. May raise any exception if the template refuses the conversation."""
 
 
 class TemplateProbe:
-    """Renders of one template. A render that the template refuses is None."""
+    """Renders conversations with one template and searches the results."""
 
     def __init__(self, render: Render) -> None:
         self._render = render
@@ -396,10 +397,10 @@ class TemplateProbe:
     def _calls(
         self, form: _Form, n: int, arguments: Mapping[str, Any], later: bool = False, prompted: bool = False
     ) -> str | None:
-        """Return the text of ``n`` calls; None if it lacks a part.
+        """Return the text of ``n`` calls; None if it lacks a part of them.
 
-        ``later``: after another call in the conversation. ``prompted``: as it follows the prompt; otherwise without the
-        text that also precedes a plain answer.
+        ``later``: the calls follow another call in the conversation. ``prompted``: return the text as it follows the
+        prompt; otherwise, omit the text that also precedes a plain answer.
         """
         call_arguments = json.dumps(arguments) if form.as_text else arguments
         tools = [*([_TOOL] if not form.is_listed else (_defined(name, arguments) for name in _NAMES))]
@@ -452,7 +453,7 @@ class TemplateProbe:
 
     @cached_property
     def _prompted_samples(self) -> list[_Sample]:
-        """Like ``_samples``, with the end of the prompt before the first call, as before the second."""
+        """Return samples like ``_samples``, with the end of the prompt before the first call, as before the second."""
         samples = []
         for sample in self._samples:
             form = sample.form
@@ -465,9 +466,9 @@ class TemplateProbe:
         return samples
 
     def call_format(self, is_token: Callable[[str], bool]) -> CallFormat | None:
-        """Return the format of calls; None if the template shows none, or an unknown one.
+        """Return the format of calls; None if the template shows no calls, or writes them in an unknown format.
 
-        ``is_token``: whether a text is one control token of the vocabulary.
+        ``is_token``: returns whether a text is one control token of the vocabulary.
         """
         template_format = next(self._formats(self._samples), None) or next(
             self._formats(self._prompted_samples), None
@@ -498,7 +499,7 @@ class TemplateProbe:
     def _confirmed(self, form: CallFormat, sample: _Sample) -> CallFormat | None:
         """Return the format if it reproduces the template's text; else None.
 
-        A format that fails only for two calls is returned for single calls.
+        A format that fails only for two calls is returned as a format for single calls.
         """
         if not form.trigger and form.style not in (Style.JSON, Style.PYTHON):
             return None
@@ -528,10 +529,7 @@ class TemplateProbe:
         return form
 
     def _with_types(self, form: CallFormat, message_form: _Form) -> CallFormat | None:
-        """Return the format with the markers for each type of argument.
-
-        None: strings are written in an unknown way.
-        """
+        """Return the format with the markers for each type of argument; None if strings have an unknown form."""
         hard = self._calls(message_form, 1, {"qxhard": _HARD})
         if hard is not None and "qxhard" in hard:
             text = hard.partition("qxhard")[2].removeprefix(form.key_end)
@@ -578,7 +576,7 @@ def _type_of(value: Any) -> dict[str, Any]:
 
 
 class _Form(NamedTuple):
-    """The content of a message with calls; whether their arguments are JSON text; whether the tools are listed."""
+    """A form of message with calls: its content, whether arguments are JSON text, whether the tools are listed."""
 
     content: str | None
     as_text: bool
@@ -586,7 +584,7 @@ class _Form(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """The text of one call, of two, and of one later in the conversation; what of it the prompt ends with."""
+    """The texts of one call, of two calls, and of a later call; and the part that the prompt ends with."""
 
     form: _Form
     one: str
@@ -620,14 +618,14 @@ def _json_format(sample: _Sample) -> CallFormat | None:
 
 
 def _varying(member: Member, other: Member) -> Member:
-    """Return the member, given the same one of another call, where it may have another value."""
+    """Return the member as a number or an id if it differs from the same member of another call."""
     if member.role != "constant" or member.constant == other.constant:
         return member
     return replace(member, role="number" if member.constant.strip('"').isdecimal() else "id")
 
 
 def _call_object(text: str, name: str) -> tuple[int, int, tuple[Member, ...]] | None:
-    """Find the innermost JSON object that holds the name and the arguments: its start, its end, its members."""
+    """Find the innermost JSON object that holds the name and the arguments; return its start, end and members."""
     at = text.find(name)
     start = text.rfind("{", 0, max(at, 0))
     while start >= 0:
@@ -672,7 +670,7 @@ def _named_format(sample: _Sample) -> CallFormat | None:
 
 
 def _argument_places(text: str, n: int) -> list[int] | None:
-    """Find the starts of the name and of both keys and values, in order, and the end of the second value."""
+    """Find the starts of the name and of both keys and values, in order, and the second value's end."""
     places = [text.find(_NAMES[n])]
     for part in (part for item in _ARGUMENTS.items() for part in item):
         places.append(text.find(part, max(places[-1], 0)))
@@ -764,7 +762,7 @@ _DIGITS = re.compile("([0-9]+)")
 
 
 def _with_numbers(texts: list[str]) -> tuple[list[str], list[str]]:
-    """Return texts with the same end, with a mark for each number in which they differ, and the first's numbers."""
+    """Mark each number in which texts with the same end differ; return the texts and the first one's numbers."""
     split = [_DIGITS.split(text) for text in texts]
     numbers: list[str] = []
     for at in range(1, min(map(len, split)) + 1):
@@ -779,13 +777,13 @@ def _with_numbers(texts: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _cut(text: str) -> tuple[str, str]:
-    """Return the text before the first mark, and the text from it on."""
+    """Split a text before its first mark."""
     at = min((n for mark in (_ID_MARK, _NUMBER_MARK) if (n := text.find(mark)) >= 0), default=len(text))
     return text[:at], text[at:]
 
 
 def _laid_out(form: CallFormat, sample: _Sample, find: _Locate) -> CallFormat | None:
-    """Return the format with the head of calls, and the text around them."""
+    """Return the format completed by the head of calls and the text around calls."""
     place = find(sample.one, 0)
     if place is None:
         return None
@@ -829,7 +827,7 @@ class _Edges(TypedDict, total=False):
 
 
 def _edges(before: str, between: str | None, after: str) -> _Edges:
-    """Cut the text before, between and after calls into the parts that belong to a call and those of a section."""
+    """Cut the text before, between and after calls into the parts of a call and the parts of a section."""
     if between is None:
         return {"call_start": _without_reasoning(before.lstrip()), "call_end": after.rstrip()}
     call_start = common_end(before, between)
@@ -869,7 +867,7 @@ def _writes(
 ) -> bool:
     """Return whether the format writes the probe's calls as ``text``, except for spaces and the numbers of calls.
 
-    ``is_whole`` False: ``text`` may contain more.
+    If ``is_whole`` is False, ``text`` may contain more.
     """
     calls = [(id_, name, arguments) for id_, name in zip(_IDS[:n], _NAMES[:n], strict=True)]
     written = "".join(form.written(calls, _NUMBER_MARK).split())

@@ -1,10 +1,11 @@
-"""The format of gpt-oss, "harmony": an answer is a sequence of messages, each with a channel and perhaps a recipient.
+"""The "harmony" format of gpt-oss: an answer is a sequence of messages, each with a channel and perhaps a recipient.
 
-Source: openai/harmony, docs/format.md. Channel "analysis" is reasoning, "final" the answer, "commentary" a call or text
-that introduces one. A prompt ends with ``<|start|>assistant``, so the first message begins after that.
+Source: openai/harmony, docs/format.md. The channel "analysis" holds reasoning, "final" the answer, and "commentary" a
+call or text that introduces one. A prompt ends with ``<|start|>assistant``, so the first message begins after that
+text.
 
-Models deviate from this. They call in the channel "analysis", write to unknown tools, or begin a header inside another.
-A message to an unknown recipient is not text for the user, so it is left out.
+Models deviate from this format: they call tools in the channel "analysis", call unknown tools, or begin a header inside
+another one. A message to an unknown recipient is not meant for the user, so it is left out.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _NOT_TOOLS = (_AUTHOR, "user")
 
 
 def is_harmony(prompt: str, calls: str | None) -> bool:
-    """Return whether a template writes this format: from a rendered prompt, and the text of a call."""
+    """Return whether a template writes this format, judging by a rendered prompt and the text of a call."""
     return prompt.rstrip().endswith(START + _AUTHOR) and (
         calls is None or (CHANNEL in calls and MESSAGE in calls)
     )
@@ -121,7 +122,7 @@ class HarmonyReader:
                     buffer.unread(marker)
 
     def _author(self) -> Reading[None]:
-        """Read the author in a header. A message of another author is left out."""
+        """Read the author in a header. Messages of other authors are left out."""
         buffer = self._buffer
         yield from spaces(buffer)
         for ours in (_AUTHOR, CHANNEL, MESSAGE):
@@ -132,7 +133,7 @@ class HarmonyReader:
             buffer.unread(START)
 
     def _recipient(self, before: str) -> Reading[str]:
-        """Read a recipient at the start of a header. Other text is content, and the result is empty."""
+        """Read a recipient at the start of a header. Any other text is content, and the result is then empty."""
         buffer, output = self._buffer, self._output
         buffer.record(before)
         if (yield from skip(buffer, "to=")):

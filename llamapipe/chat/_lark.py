@@ -1,7 +1,7 @@
 """Writes grammars in llguidance's dialect of Lark: ``Literals`` writes text, ``Rules`` collects the rules of a grammar.
 
-Open this file to change how a marker, a member of an object or a JSON value becomes an element of a grammar. What an
-answer may contain is decided in ``_answer_grammar.py`` and ``_harmony.py``.
+Open this file to change how a marker, a member of an object or a JSON value becomes an element of a grammar.
+``_answer_grammar.py`` and ``_harmony.py`` decide what an answer may contain.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class Literals:
         return " ".join(parts + [json.dumps(plain)] * bool(plain))
 
     def tags(self, text: str) -> str:
-        """Return elements as ``text`` does, but the newline between two tags is optional."""
+        """Return elements as ``text`` does, but make the newline between two tags optional."""
         first, newline, rest = text.partition(">\n<")
         return f"{self.text(f'{first}>')} {GAP} {self.text(f'<{rest}')}" if newline else self.text(text)
 
     def edge(self, text: str) -> str:
-        """Return elements as ``text`` does, but the spaces and newlines at the text's start and end may vary.
+        """Return elements as ``text`` does, but let the spaces and newlines at both ends vary.
 
-        If one option begins with a newline and another does not, both can be tried only with such freedom.
+        Without this freedom, a parser could not try two alternatives of which only one begins with a newline.
         """
         inner = text.strip()
         before = GAP if inner and text[0] != inner[0] else ""
@@ -92,7 +92,7 @@ class Rules:
         return self._terminals[body]
 
     def lazy(self, body: str) -> str:
-        """Add a rule whose text ends where it first matches; return its name."""
+        """Add a rule that ends at its first match; return its name."""
         if body not in self._lazy:
             self._lazy[body] = f"lazy_{len(self._lazy) + 1}"
             self._lines.append(f"{self._lazy[body]}[lazy]: {body}")
@@ -105,7 +105,7 @@ class Rules:
         return self._named[body]
 
     def recursive(self, key: object, body: Callable[[str], str]) -> str:
-        """Add a rule that may refer to itself, once for each ``key``, and return its name; ``body`` gets the name."""
+        """Add a rule that may refer to itself, once per ``key``; return its name. ``body`` gets the name."""
         if key not in self._recursive:
             name = self._recursive[key] = f"value_{len(self._recursive) + 1}"
             self.add(name, body(name))
@@ -114,7 +114,7 @@ class Rules:
     def in_any_order(self, members: Sequence[tuple[bool, str]], join: str = "") -> str:
         """Return the elements that match members in any order, each at most once, with ``join`` between them.
 
-        A member is a pair: True if it is required, and its elements.
+        A member is a pair: whether it is required, and its elements.
         """
         ordered = sorted(members, key=lambda member: not member[0])
         names = [self.named("member", body) for _, body in ordered]
@@ -140,7 +140,7 @@ class Rules:
         return self._recursive[key]
 
     def _in_order(self, members: Sequence[tuple[bool, str]], join: str) -> str:
-        """Return elements as ``in_any_order`` does, for too many members: they keep their order."""
+        """Return elements for members in a fixed order: there are too many for ``in_any_order``."""
         if not join:
             return " ".join(body if required else f"({body})?" for required, body in members)
         after = ""  # of the members that follow one
@@ -167,14 +167,14 @@ class Rules:
 
 
 def json_value(schema: dict[str, Any], whitespace: str = "flexible") -> str:
-    """Return the element that matches JSON of a schema.
+    """Return the element that matches the JSON values of a schema.
 
-    ``whitespace``: see ``SamplingParams.json_whitespace``. Models write the arguments of calls as they were trained to,
+    ``whitespace``: see ``SamplingParams.json_whitespace``. Models write the arguments of calls as in their training,
     mostly with spaces.
     """
     return f"%json {json.dumps(with_options(schema, whitespace))}"
 
 
 def regex_text(text: str) -> str:
-    """Return ``text`` as a part of a regular expression between slashes."""
+    """Escape ``text`` as a part of a regular expression between slashes."""
     return re.sub(r"([][.^$*+?(){}|\\/&~])", r"\\\1", text).replace("\n", r"\n")

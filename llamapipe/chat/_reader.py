@@ -3,7 +3,7 @@
 Readers are generators: they yield where they need more text. A decision depends only on text that has arrived, and
 later text never reverses it.
 
-``AnswerOutput`` collects what they read: content, reasoning and calls.
+``AnswerOutput`` collects the content, reasoning and calls that they read.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Malformed(Exception):  # noqa: N818  (not an error: the text is something 
 
 
 class TextBuffer:
-    """Text that has arrived and is not consumed.
+    """Text that has arrived and has not been consumed.
 
-    ``ended`` is set when no more follows, ``cut_off`` if that was not the end of what the model had to say.
+    ``ended`` is set when no more text follows, ``cut_off`` if the model was stopped before it had finished.
     """
 
     def __init__(self) -> None:
@@ -47,16 +47,16 @@ class TextBuffer:
 
     @property
     def rest(self) -> str:
-        """The text that is not consumed."""
+        """The text that has not been consumed."""
         return self.text[self.at :]
 
     @property
     def n(self) -> int:
-        """The number of characters that are not consumed."""
+        """The number of characters that have not been consumed."""
         return len(self.text) - self.at
 
     def next_is(self, characters: str) -> bool:
-        """Return whether there is a next character and it is one of these."""
+        """Return whether the next character is one of these."""
         return self.at < len(self.text) and self.text[self.at] in characters
 
     def take(self, n: int) -> str:
@@ -95,9 +95,9 @@ def until(
 ) -> Reading[str | None]:
     """Consume text up to and including the first marker, and pass the text before it to ``show``.
 
-    Returns the marker; None if the text ended first. Text that may be the start of a marker is held back until this is
-    decided; ``shows_partial``: if the text ends there, it was none, unless the text was cut off. ``takes_marker``:
-    otherwise it is not consumed.
+    Returns the marker; None if the text ended first. Text that may be the start of a marker is held back until more
+    text decides. ``shows_partial``: show an incomplete marker at the end of the text, unless the text was cut off.
+    ``takes_marker``: consume the marker, too.
     """
     pattern = _pattern(markers)
     while True:
@@ -125,7 +125,7 @@ _PART_OF_MARKER = re.compile(r"\W\S")
 
 
 def _start_of_marker(buffer: TextBuffer, markers: tuple[str, ...], end: int) -> int:
-    """Return the index of the first incomplete marker at the text's end; the text's length if there is none."""
+    """Return the index of the first incomplete marker at the text's end, or the text's length."""
     text = buffer.text
     longest = max(map(len, markers), default=1)
     for at in range(max(buffer.at, len(text) - longest + 1), min(len(text), end + 1)):
@@ -146,7 +146,7 @@ def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def is_run(marker: str) -> bool:
-    """Return whether a marker repeats one character, as ``>>>``."""
+    """Return whether a marker repeats one character, like ``>>>``."""
     return len(marker) > 1 and len(set(marker)) == 1
 
 
@@ -180,7 +180,7 @@ def skip(buffer: TextBuffer, text: str) -> Reading[bool]:
 
 
 def expect(buffer: TextBuffer, text: str) -> Reading[None]:
-    """Consume ``text``; ignore spaces at its ends, and at these places in the buffer. Raises Malformed."""
+    """Consume ``text``, but ignore spaces at its ends, also in the buffer. Raises Malformed."""
     yield from spaces(buffer)
     inner = text.strip(_SPACES)
     if inner:
@@ -202,7 +202,7 @@ def take_while(buffer: TextBuffer, pattern: re.Pattern[str]) -> Reading[str]:
 
 
 def one_of(buffer: TextBuffer, texts: Iterable[str]) -> Reading[str]:
-    """Consume one of ``texts``, none of which begins another one. Raises Malformed as soon as none can follow."""
+    """Consume one of ``texts``, none of which is a prefix of another. Raises Malformed as soon as none can follow."""
     while True:
         for text in texts:
             if buffer.text.startswith(text, buffer.at):
@@ -219,8 +219,8 @@ def _ignore(_: str) -> None: ...
 def json_value(buffer: TextBuffer, show: Callable[[str], None] = _ignore) -> Reading[Any]:
     """Consume one JSON value, and pass the text of an object, an array or a string to ``show`` as it arrives.
 
-    Returns the decoded value. Values of other types are passed on when they are complete. Raises Malformed at the first
-    character that cannot be a part of JSON.
+    Returns the decoded value. Values of other types are passed to ``show`` when they are complete. Raises Malformed at
+    the first character that cannot be part of JSON.
     """
     if not (yield from some(buffer)):
         raise Malformed
@@ -255,7 +255,7 @@ def some(buffer: TextBuffer) -> Reading[bool]:
 
 
 class _Expect(Enum):
-    """The part of JSON that the next character belongs to."""
+    """The part of a JSON value that the next character belongs to."""
 
     VALUE = auto()
     FIRST_ITEM = auto()  # or the end of the array
@@ -270,7 +270,7 @@ class _Expect(Enum):
 
 
 class _JsonScanner:
-    """Follows the syntax of one JSON value, to its end or to the first character that cannot be a part of it."""
+    """Follows the syntax of one JSON value to its end, or to the first character that cannot be part of it."""
 
     def __init__(self) -> None:
         self.done = self.failed = False
@@ -280,7 +280,7 @@ class _JsonScanner:
         self._token = ""  # of an escape, a number or a literal
 
     def scan(self, text: str, at: int) -> int:
-        """Return the end of the value's characters from ``at``.
+        """Return where the characters of the value, from ``at`` on, end.
 
         Sets ``failed`` if a different character was required.
         """
@@ -388,10 +388,11 @@ _LITERALS = ("true", "false", "null")
 
 
 class AnswerOutput:
-    """Output that was parsed and not returned yet. Spaces before a call and around reasoning are dropped.
+    """Parsed output that has not been returned yet. Spaces before a call and around reasoning are dropped.
 
-    With ``stream_calls`` the pieces of a call are returned as they are read, else when the call is complete.
-    ``control``: the texts of control tokens, which never become content. ``reasoning_format``: see ``ChatParser``.
+    With ``stream_calls``, the pieces of a call are returned as they are read; otherwise, the call is returned when it
+    is complete. ``control``: the texts of control tokens, which never become content. ``reasoning_format``: see
+    ``ChatParser``.
     """
 
     def __init__(
@@ -465,7 +466,7 @@ class AnswerOutput:
             self._reasoning_spaces += text
 
     def mark(self, text: str) -> None:
-        """Add a marker of reasoning or spaces around it. They are content only if reasoning is."""
+        """Add a marker of reasoning or the spaces around it. These are content only if reasoning is."""
         if self._shows_marks and text:
             self.content(self.opened + text)
             self.opened = ""
@@ -475,13 +476,13 @@ class AnswerOutput:
         self._reasoning_spaces = "\n\n" if self._any_reasoning else ""
 
     def paragraph(self) -> None:
-        """Begin another message, separated from the one before by an empty line."""
+        """Begin another message, separated from the previous one by an empty line."""
         if not self._shows_marks:
             self._spaces = "\n\n" if self._any_content else ""
         self._reasoning_spaces = "\n\n" if self._any_reasoning else ""
 
     def end_text(self) -> None:
-        """Mark the place of a marker: spaces before it are not part of the text."""
+        """End the text at a marker: spaces before the marker are not part of the text."""
         self._spaces = ""
 
     def finish(self) -> None:
@@ -497,7 +498,7 @@ class AnswerOutput:
         return self._n_calls
 
     def hold(self) -> bool:
-        """Hold back the pieces of the next calls until each is complete. Return the value for ``release``."""
+        """Hold back each of the next calls until it is complete. Return the value for ``release``."""
         before, self._stream_calls = self._stream_calls, False
         return before
 
@@ -506,11 +507,11 @@ class AnswerOutput:
         self._stream_calls = before
 
     def begin(self, name: str, id_: str | None) -> None:
-        """Begin a call. ``id_``: the model's own id, if it is known already."""
+        """Begin a call. ``id_``: the model's own id, if already known."""
         self._add(ToolCallDelta(self._n_calls, id_ or new_call_id(), name, ""))
 
     def identify(self, id_: str) -> None:
-        """Set the model's id of the current call. It has no effect after a part of the call was returned."""
+        """Set the model's own id of the current call. Has no effect once a part of the call was returned."""
         if self._held:
             self._held[0] = replace(self._held[0], id=id_)
 
@@ -541,7 +542,7 @@ class AnswerOutput:
         self._buffer.record()
 
     def give_back(self) -> None:
-        """Turn text that was read as a call, but is not one, into content."""
+        """Turn text that was wrongly read as a call into content."""
         if self._begun:  # it stays unfinished
             self._begun = False
             self._n_calls += 1
@@ -560,13 +561,13 @@ class AnswerOutput:
         return self._control.sub("", text)
 
     def _drop(self) -> None:
-        """Drop what was read of an incomplete call, and the rest of the text, which belongs to it."""
+        """Drop an incomplete call and the rest of the text, which belongs to it."""
         self._buffer.recorded()
         self._buffer.take(self._buffer.n)
 
 
 class HeldCalls(AnswerOutput):
-    """Calls that may prove to be text: each a name, the model's id, and the text of its arguments."""
+    """Calls that may prove to be text. Each has a name, the model's id, and the text of its arguments."""
 
     def __init__(self, buffer: TextBuffer) -> None:
         super().__init__(buffer, False)

@@ -1,9 +1,9 @@
 """The arguments of one tool: their schemas, and their values from the text between markers.
 
-Some templates write each argument of a call separately, as in ``<parameter=city>Paris</parameter>``. They may come in
-any order. A string is written as it is, any other value as JSON. If a schema allows both, a text that looks like a
-value of the other type is one: ``42`` is a number where numbers are allowed, ``{"a": 1}`` an object. So is Python's
-spelling, which many templates show to the model: ``None``, ``True``, ``{'a': 1}``.
+Some templates write each argument of a call separately, as in ``<parameter=city>Paris</parameter>``. Arguments may come
+in any order. A string is written as it is, any other value as JSON. If a schema allows strings and another type, a text
+that looks like a value of the other type is one: ``42`` is a number where numbers are allowed, ``{"a": 1}`` an object.
+This includes Python's spelling, which many templates show to the model: ``None``, ``True``, ``{'a': 1}``.
 ``_argument_grammar.py`` writes the grammar of such arguments.
 """
 
@@ -76,7 +76,7 @@ class TaggedArguments:
         self._check("additionalProperties", self.open_schema)
 
     def _check(self, name: str, schema: dict[str, Any]) -> None:
-        """Raise InvalidRequestError for what the text of an argument cannot express or enforce."""
+        """Raise InvalidRequestError for a schema that the text of an argument cannot express or enforce."""
         form = self.form
         self.check_name(name)
         if form.style is Style.PYTHON or "string" not in self.types(schema):
@@ -94,7 +94,7 @@ class TaggedArguments:
                 )
 
     def check_name(self, name: str) -> None:
-        """Raise InvalidRequestError if calls cannot contain this name of an argument or a member."""
+        """Raise InvalidRequestError if calls cannot contain an argument or a member of this name."""
         form = self.form
         if form.style is Style.PYTHON:
             is_wrong = not re.fullmatch(r"[\w\-$.]+", name)
@@ -109,7 +109,7 @@ class TaggedArguments:
             raise InvalidRequestError(f"an argument must not be called {quoted(name)} in this model's calls")
 
     def resolved(self, schema: Any) -> dict[str, Any]:
-        """Return the schema that a chain of local references ends in; ``allOf`` with one member is that member."""
+        """Return the schema at the end of a chain of local references; an ``allOf`` of one schema is that schema."""
         for _ in range(20):
             if schema is True:
                 return {}
@@ -155,7 +155,7 @@ class TaggedArguments:
         return node
 
     def with_shared(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Return the schema of a part of the parameters, with the definitions that it can refer to."""
+        """Return the schema of a part of the parameters, with the definitions it can refer to."""
         return {**{key: self._root[key] for key in _SHARED if key in self._root}, **schema}
 
     # ---- what a schema allows
@@ -166,7 +166,7 @@ class TaggedArguments:
         return [schema]
 
     def types(self, schema: dict[str, Any]) -> set[str]:
-        """Return the types that a schema allows; "string", "any" and "null" if it names none."""
+        """Return the types that a schema allows; "string", "any" and "null" if it names no type."""
         types: set[str] = set()
         for option in self.alternatives(schema):
             named = option.get("type")
@@ -189,7 +189,7 @@ class TaggedArguments:
         return self.properties.get(key, self.open_schema)
 
     def is_text(self, key: str) -> bool:
-        """Return whether an argument's text is always its value. Such text can be returned while it arrives."""
+        """Return whether an argument's text is always its value. Such text can be returned as it arrives."""
         schema = self._schema(key)
         return choices(schema) is None and self.types(schema) == {"string"}
 
@@ -199,14 +199,14 @@ class TaggedArguments:
         return choices(schema) is None and "string" in self.types(schema)
 
     def is_json(self, key: str) -> bool:
-        """Return whether an argument is an object or an array, or something else that is no string."""
+        """Return whether an argument is an object, an array or another value that is not a string."""
         schema = self._schema(key)
         return choices(schema) is None and "string" not in self.types(schema)
 
     def value(self, key: str, text: str, is_text: bool | None = None) -> Any:
         """Return the value of an argument from the text between its markers.
 
-        ``is_text``: True if the markers say that it is a string, False if they deny it, else None. Raises
+        ``is_text``: True if the markers say that it is a string, False if they say that it is not, else None. Raises
         ValueError for a text that is neither JSON nor a string that the schema allows.
         """
         form = self.form
@@ -246,7 +246,7 @@ class TaggedArguments:
         return text
 
     def _fits(self, schema: dict[str, Any], value: Any, depth: int = 0) -> bool:
-        """Return whether a schema that also allows strings allows this value: its type, its members and its size."""
+        """Return whether a schema that also allows strings allows this value's type, members and size."""
         return any(self._fits_option(option, value, depth) for option in self.alternatives(schema))
 
     def _fits_option(self, schema: dict[str, Any], value: Any, depth: int) -> bool:
@@ -279,9 +279,9 @@ class TaggedArguments:
         return True
 
     def typed(self, key: str, value: Any) -> Any:
-        """Return a value that was read in the syntax of the calls, with the types of its schema.
+        """Convert a value that was read in the syntax of the calls to the types of its schema.
 
-        In calls, models also quote values other than strings.
+        Models also quote values other than strings.
         """
         return self._typed(self._schema(key), value)
 
@@ -316,7 +316,7 @@ class TaggedArguments:
         return self.resolved(first[index] if index < len(first) else option.get("items") or {})
 
     def shaped(self, key: str, value: Any) -> Any:
-        """Return a value from its text or members in the style NESTED. Raises ValueError."""
+        """Convert the text or members of a value in the style NESTED to the value. Raises ValueError."""
         return self._shaped(self._schema(key), value)
 
     def _shaped(self, schema: dict[str, Any], value: Any) -> Any:
@@ -337,7 +337,7 @@ class TaggedArguments:
         return {key: self._shaped(self._member(option, key), item) for key, item in value}
 
     def _node(self, value: Any) -> Any:
-        """Return a value as its text or its members in the style NESTED."""
+        """Convert a value to its text or its members in the style NESTED."""
         if isinstance(value, dict) and value:
             return [(key, self._node(item)) for key, item in value.items()]
         if isinstance(value, list) and value:
@@ -362,7 +362,7 @@ def _names(schema: dict[str, Any]) -> set[str]:
 
 
 def _literal(text: str) -> Any:
-    """Read a value from JSON, or from a literal of Python, which some templates show. Raises ValueError."""
+    """Read a value from JSON, or from a Python literal, which some templates show. Raises ValueError."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -423,5 +423,5 @@ def _is_of(value: Any, names: set[str]) -> bool:
 
 
 def as_text(value: Any) -> str:
-    """Return a string as it is, any other value as JSON."""
+    """Return a string as it is, and any other value as JSON."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""The format of a template's answers: one object per template, which makes grammars and parsers."""
+"""The format of a template's answers: one object per template makes the grammars and parsers of its answers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from llamapipe.structured.schema import Schema, closed_objects, schema_object, s
 class ChatFormat:
     """The markers of tool calls and reasoning in one template's answers. Immutable; any thread.
 
-    ``of`` detects the format once per template and set of template arguments. ``grammar`` and ``parser`` make those of
-    a request.
+    ``of`` detects the format once per template and set of template arguments. ``grammar`` and ``parser`` return the
+    grammar and the parser for a request.
 
     - ``supports_tools``: the template writes tool calls in a format that was recognised.
     - ``shows_tools``: the template has a place for the definitions of tools.
@@ -63,12 +63,12 @@ class ChatFormat:
         is_eog: Callable[[int], bool] | None = None,
         usual: ChatFormat | None = None,
     ) -> ChatFormat:
-        """Probe a template: about forty renders of short conversations.
+        """Probe a template with about forty renders of short conversations.
 
         ``special_id`` returns the token's id if the text is one control token of the vocabulary, else None. ``is_eog``
-        returns whether a token ends generation. Such a token is never part of a call, although templates write it
-        after calls. ``usual``: the format without template arguments, where ``render`` has some. It holds where the
-        texts with them do not contradict it: with documents, say, templates do not show what a plain chat shows.
+        returns whether a token ends generation. Such a token is never part of a call, although templates write it after
+        calls. ``usual``: if ``render`` has template arguments, the format without them. It applies unless the texts
+        with template arguments contradict it: with documents, for example, templates show less than in a plain chat.
         """
         probe = TemplateProbe(render)
         if usual is not None:
@@ -156,14 +156,14 @@ class ChatFormat:
         whitespace: str = "compact",
         plain: bool = False,
     ) -> str | None:
-        """Return a Lark grammar, for llguidance, of the answers that a request allows; None if any text is allowed.
+        """Return llguidance's Lark grammar of the answers that a request allows; None if any text is allowed.
 
         - ``tool_choice``: "auto" (text, then valid calls), "none", "required" (calls only), or the name of the one tool
-          to call. ``parallel``: several calls are allowed, where the template can write several.
+          to call. ``parallel``: several calls are allowed if the template can write several.
         - ``prompt_tail``: the end of the rendered prompt, which may have begun or closed the reasoning.
         - ``schema``: the JSON schema of the text after the reasoning; with "auto", the answer is such JSON or calls.
-          ``whitespace``: the spaces of such JSON, as ``SamplingParams.json_whitespace`` names them. ``plain``: a call
-          may also be plain JSON; see ``differs_from_calls``.
+          ``whitespace``: the spaces allowed in it, as in ``SamplingParams.json_whitespace``. ``plain``: a call may also
+          be plain JSON; see ``differs_from_calls``.
 
         Raises InvalidRequestError if the template cannot write calls, or a schema cannot be followed exactly.
         """
@@ -199,9 +199,9 @@ class ChatFormat:
         return GrammarWriter(self.calls, answer, self._literals).write()
 
     def relaxed(self, tool: Tool, keeps_types: bool = True) -> Tool:
-        """Return the tool with arguments that are any JSON object, for a schema that no grammar can express.
+        """Return the tool with any JSON object as its arguments, for a schema that no grammar can express.
 
-        ``keeps_types``: keep the types of arguments whose text alone does not tell whether it is a string.
+        ``keeps_types``: keep an argument's type if its text alone does not show whether it is a string.
         """
         anything: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": True}
         if keeps_types and self.calls is not None and self.calls.style is Style.TAGGED:
@@ -232,10 +232,10 @@ class ChatFormat:
     ) -> ChatParser:
         """Return a parser for one answer to a prompt that ends with ``prompt_tail``.
 
-        ``stream_calls``: return a call's arguments while they arrive. Use it only if the grammar constrains the answer.
-        ``lenient``: with "auto", an answer that consists of calls as plain JSON is read as these, of several calls only
-        if ``parallel``. ``reasoning_format``: as ``ChatParser`` takes it. ``continues``: the answer continues a
-        message, so its caller has what the prompt holds of it.
+        ``stream_calls``: return a call's arguments as they arrive. Use it only if the grammar constrains the answer.
+        ``lenient``: with "auto", read an answer that consists of calls in plain JSON as calls; ``parallel`` allows
+        several. ``reasoning_format``: see ``ChatParser``. ``continues``: the answer continues a message, so its caller
+        already has the part that is in the prompt.
         """
         start = "" if self.reasoning is None else self.reasoning.start
         is_open = self._is_open(prompt_tail)
@@ -255,9 +255,9 @@ class ChatFormat:
         )
 
     def limited_reasoning(self, prompt_tail: str) -> LimitedReasoning | None:
-        """Return what surrounds the reasoning of an answer to a prompt that ends with ``prompt_tail``.
+        """Return the markers around the reasoning in an answer to a prompt that ends with ``prompt_tail``.
 
-        None: the answer has none.
+        Returns None if the answer has no reasoning.
         """
         if self.reasoning is None:
             return None
@@ -298,7 +298,7 @@ class ChatFormat:
 
 
 def _without_eog(form: CallFormat, ends: Callable[[str], bool]) -> CallFormat:
-    """Return the format without tokens that end generation: they are not part of the text."""
+    """Return the format without tokens that end generation, because they are not part of the text."""
 
     def cut(text: str) -> tuple[str, bool]:
         kept = list(takewhile(lambda segment: not ends(segment), segments(text)))
@@ -314,7 +314,7 @@ _NOTES = ("title", "description", "$comment", "default", "examples", "deprecated
 
 
 def _without_notes(schema: dict[str, Any]) -> dict[str, Any]:
-    """Remove a schema's annotations in place, and return it. They make up most of the text of many tools."""
+    """Remove a schema's annotations in place, and return it. They are most of the text of many tools."""
     for _, part in subschemas(schema):
         for name in _NOTES:
             part.pop(name, None)
@@ -322,7 +322,7 @@ def _without_notes(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def differs_from_calls(schema: Schema) -> bool:
-    """Return whether a schema does not list both members of a call, ``name`` and ``arguments``."""
+    """Return True unless a schema lists both members of a call, ``name`` and ``arguments``."""
     return not {"name", "arguments"} <= {
         name
         for _, part in subschemas(schema_object(schema))
@@ -331,7 +331,7 @@ def differs_from_calls(schema: Schema) -> bool:
 
 
 class _Checked:
-    """A tool with its checked schema, in which objects allow listed properties only."""
+    """A tool with its checked schema, in which objects allow only the listed properties."""
 
     def __init__(self, name: str, parameters: dict[str, Any]) -> None:
         self.name = name

@@ -1,9 +1,9 @@
-"""Keeps control tokens out of the text that callers write: only the template may write them.
+"""Keeps control tokens out of the callers' text: only the template may write them.
 
-A message may hold the text of a control token, such as ``<|im_end|>``. Before a conversation is rendered, a
-mark is inserted into every such text: a character that the conversation does not contain. In the rendered prompt the
-template's control tokens are found first. Then the marks are removed from the text between them, and that text is
-tokenized as plain text.
+A message may hold the text of a control token, such as ``<|im_end|>``. Before a conversation is rendered, a mark is
+inserted into every such text: a character that the conversation does not contain. In the rendered prompt, the
+template's own control tokens are found first. Then the marks are removed from the text between these tokens, and this
+text is tokenized as plain text.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _NAME = re.compile(r"\w*", re.ASCII)
 
 
 class SpecialToken(NamedTuple):
-    """A token that is found in a text before the tokenizer runs.
+    """A token that is matched in a text before the tokenizer runs.
 
-    ``is_control``: found only if special tokens are parsed. Others, defined by the model's authors, are always found.
-    ``strips_left``, ``strips_right``: white space before or after it is dropped.
+    ``is_control``: the token is matched only if special tokens are parsed. Others, defined by the model's authors, are
+    always matched. ``strips_left``, ``strips_right``: white space before or after it is dropped.
     """
 
     text: str
@@ -61,12 +61,12 @@ class ControlTexts:
         return f"<ControlTexts n={len(self._tokens)}>"
 
     def first_in(self, text: str) -> str | None:
-        """Return the first text of a control token that ``text`` contains; None if there is none."""
+        """Return the first control token's text in ``text``; None if there is none."""
         match = self._pattern.search(text) if self._pattern is not None else None
         return None if match is None else match.group()
 
     def marked(self, text: str, mark: Mark) -> str:
-        """Mark each control token's text in ``text``, and an end that the template could complete to one."""
+        """Mark each control token's text in ``text``, and an end or start that the template could complete to one."""
         if self._pattern is None or not text:
             return text
         # A mark in one text may leave another that overlaps with it.
@@ -151,8 +151,9 @@ def tokenized(
 ) -> list[int]:
     """Tokenize a rendered conversation in which the callers' texts are marked.
 
-    ``tokenize``: takes a text, and whether to add and to parse special tokens. ``added``: the tokens that it adds
-    before and after a text. ``media_mark``: that of images and sounds, whose tokens are negative; or empty.
+    ``tokenize``: takes a text, and whether to add and to parse special tokens. ``added``: the tokens that ``tokenize``
+    adds before and after a text. ``media_mark``: the mark around images and sounds, whose tokens are negative; or
+    empty.
     """
     text = text.replace(mark.escape, mark.character)
     if mark.character not in text and not media_mark:

@@ -1,4 +1,4 @@
-"""From the deltas of a stream's text to those of a chat: content, reasoning, tool calls.
+"""Converts the deltas of a text stream to deltas of a chat: content, reasoning, tool calls.
 
 Open this file to change when a part of an answer reaches its reader.
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class DeltaParser:
-    """Turns the deltas of one request into those of a chat; tokens without visible text are kept for the next."""
+    """Converts the text deltas of a request to chat deltas. Tokens without visible text go with the next one."""
 
     def __init__(self, parser: ChatParser | None, n_prompt_tokens: int) -> None:
         self.n_prompt_tokens = n_prompt_tokens
@@ -57,7 +57,7 @@ class DeltaParser:
         )
 
     def _with_tokens(self, delta: ChatDelta) -> ChatDelta:
-        """Return the delta with the tokens that were kept before it."""
+        """Return the delta with the tokens that were kept for it."""
         if not self._token_ids:
             return delta
         ids, logprobs = (*self._token_ids, *delta.token_ids), delta.logprobs

@@ -1,6 +1,6 @@
 """Replaces lone surrogates with U+FFFD. Use it wherever text comes from JSON or is written as JSON.
 
-A program that cuts an emoji between its two UTF-16 units leaves one half, a lone surrogate. JSON can escape it and
+A program that cuts an emoji between its two UTF-16 units leaves half of it, a lone surrogate. JSON can escape it and
 Python can hold it in a str, but UTF-8 cannot encode it, so no tokenizer and no response accepts it.
 """
 
@@ -27,7 +27,7 @@ def whole(text: str) -> str:
 
 
 def whole_values(value: Any) -> Any:
-    """Return a value of JSON with ``whole`` applied to all its texts."""
+    """Return a JSON value with ``whole`` applied to all its texts."""
     if isinstance(value, str):
         return value if value.isascii() else whole(value)
     if isinstance(value, Mapping):
@@ -43,7 +43,7 @@ def whole_json(text: str) -> str:
 
 
 def whole_json_bytes(body: bytes) -> bytes:
-    """Return bytes of JSON with U+FFFD for lone surrogates, as ``whole_json`` does for text.
+    """Return the bytes of JSON with U+FFFD for lone surrogates, as ``whole_json`` does for text.
 
     The bytes may also encode a lone surrogate as three bytes, or begin with a byte order mark, which programs on
     Windows write.

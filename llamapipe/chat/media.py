@@ -1,9 +1,10 @@
-"""Images and sounds in messages: taken out before a template sees the messages, and found again in what it wrote.
+"""Takes images and sounds out of messages before a template sees them, and finds their places in its output.
 
-Open this file to change which parts of a message are images, and how a prompt refers to them.
+Open this file to change which parts of a message are images or sounds, and how a prompt refers to them.
 
-Each is replaced by its number between two marks, a character that the conversation does not contain. A template
-copies that like any other text. So templates need no support for images, and a caller's text cannot pass for one.
+Each is replaced by its number between two marks, where a mark is a character that the conversation does not contain. A
+template copies these like any other text. So templates need no support for images, and a caller's text cannot pass for
+an image.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def _place(index: int, i: int) -> str:
 
 
 def first_media(messages: Any) -> tuple[str, str] | None:
-    """Return the place of the first image or sound in messages, and its type; None if there are none."""
+    """Return the place and the type of the first image or sound in messages; None if there is none."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         return None
     for index, message in enumerate(messages):
@@ -35,9 +36,9 @@ def first_media(messages: Any) -> tuple[str, str] | None:
 
 
 def with_paths_below(messages: Any, folder: Path | None) -> Any:
-    """Return messages of a stranger in which each path of an image or a sound was found below ``folder``.
+    """Return a client's messages with each path of an image or a sound resolved below ``folder``.
 
-    Raises as ``path_below``; what is otherwise wrong with messages is left for their checks.
+    Raises as ``path_below`` does. Other faults of messages are left to the checks of messages.
     """
     if first_media(messages) is None:
         return messages
@@ -57,9 +58,9 @@ def with_paths_below(messages: Any, folder: Path | None) -> Any:
 
 
 def taken_media(messages: Any) -> tuple[Any, str, list[Given]]:
-    """Return the messages with text for images and sounds, the mark around their numbers, and what they are.
+    """Return the messages with text in place of media, the mark around the media's numbers, and the media.
 
-    There is at least one. Raises InvalidRequestError and TypeError, which name the place.
+    The messages must have at least one. Raises InvalidRequestError and TypeError, which name the place.
     """
     media: list[Given] = []
     numbers: dict[tuple[int, int], int] = {}
@@ -99,7 +100,7 @@ def taken_media(messages: Any) -> tuple[Any, str, list[Given]]:
 
 
 def check_shown(messages: Any, mark: str, tokens: Sequence[int], places: Sequence[str]) -> None:
-    """Raise InvalidRequestError if a template left out an image or a sound of the messages, or wrote it twice.
+    """Raise InvalidRequestError if a template left out an image or a sound, or wrote it twice.
 
     ``places``: the places of all media of the call, including media of other messages.
     """

@@ -1,11 +1,11 @@
-"""Prepares messages for templates: checks them, reduces them to plain JSON, and converts them to templates' forms.
+"""Prepares messages for templates: checks them, reduces them to plain JSON, and converts them to the templates' forms.
 
-Also drops the oldest turns of a conversation that does not fit into the context: the engine (``truncation="auto"``),
-the server and ``llamapipe chat`` use ``kept_messages``. A turn begins with a user's message, and has all results of its
-tool calls. When a conversation does not fit, turns are dropped until it fills half of the context, or, beside long
-tools and system messages, half of what these leave; not just until it fits: the prompts after it then begin with the
-same tokens, which the prefix cache has. A caller sends its whole conversation each time, so the same turns must be
-dropped again. That is why the function replays how the conversation grew.
+``kept_messages`` drops the oldest turns of a conversation that does not fit into the context; the engine
+(``truncation="auto"``), the server and ``llamapipe chat`` use it. A turn begins with a user's message and includes all
+results of its tool calls. Turns are dropped until the conversation fills half of the context or, with long tools and
+system messages, half of what these leave. If turns were dropped only until the conversation fits, every later prompt
+would begin differently, and the prefix cache could not serve it. A caller sends the whole conversation each time, and
+the same turns must be dropped each time. So the function replays how the conversation grew.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _checked(index: int, message: object) -> Message:
 
 
 def _misspelt(field: str, fields: Mapping[str, Any]) -> str:
-    """Return what to append to a message about a missing field: the given field that is probably a misspelling."""
+    """Return a hint for a message about a missing field: the given field that is probably a misspelling of it."""
     wrong = next((key for key in fields if nearest(str(key), [field]) is not None), None)
     return "" if wrong is None else f"; is {quoted(wrong)} meant to be {quoted(field)}?"
 
@@ -135,9 +135,9 @@ def _calls(place: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _arguments(arguments: Any) -> dict[str, Any] | str:
-    """Return the arguments of a call as an object; anything else as text.
+    """Return the arguments of a call as an object, or as text if they are not an object.
 
-    Callers also send back answers that ``max_tokens`` ended within a call. Their arguments are not JSON.
+    Callers also send back answers that ``max_tokens`` ended within a call, whose arguments are not JSON.
     """
     if arguments is None or arguments == "":
         return {}
@@ -171,9 +171,9 @@ def continued_part(message: Mapping[str, Any], asked: bool | str) -> str:
 
 # ---- the forms that some templates expect
 def with_reasoning_names(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with an assistant's reasoning under every name that templates use.
+    """Return the messages with the assistant's reasoning under every name that templates use.
 
-    gpt-oss uses ``thinking``. Its template refuses it beside content and shows it only before calls.
+    gpt-oss uses ``thinking``. Its template refuses this member together with content, and shows it only before calls.
     """
     chat = []
     for message in messages:
@@ -226,7 +226,7 @@ def text_arguments(messages: Sequence[Message]) -> list[str]:
 
 
 def with_merged_system(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages without a system message: its text is put before the text of the first user message."""
+    """Return the messages with the system message's text moved to the start of the first user message."""
     texts = [message["content"] for message in messages if message["role"] in _SYSTEM]
     others = [message for message in messages if message["role"] not in _SYSTEM]
     for i, message in enumerate(others):
@@ -239,10 +239,10 @@ def with_merged_system(messages: Sequence[Message]) -> list[Message]:
 def with_users_text(
     messages: Sequence[Message], places: Container[int], after_tools: bool = True
 ) -> list[Message]:
-    """Return the messages with the system messages at ``places`` changed so that a template shows them there.
+    """Return the messages with the system messages at ``places`` in a form that a template shows there.
 
     System messages directly after the first one are added to it. The others become text of the user. ``after_tools``:
-    the template accepts such text after the result of a tool; otherwise it is added to that result.
+    the template accepts such text after the result of a tool; otherwise the text is added to that result.
     """
     chat: list[Message] = []
     for i, message in enumerate(messages):
@@ -271,10 +271,10 @@ def with_joined_users(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_short_ids(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with ids of nine letters and digits, as Mistral's templates want them, for other ids.
+    """Return the messages with other ids replaced by nine letters and digits, as Mistral's templates want them.
 
-    Histories come from other models, or have no ids. The same id becomes the same text in every request, and an id that
-    a call lacks is that of the result in its place.
+    Histories may come from other models or have no ids. The same id becomes the same text in every request. A call
+    without an id gets the id of the result in its place.
     """
 
     def short(name: str) -> str:
@@ -305,7 +305,7 @@ def with_short_ids(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_joined_answers(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with consecutive messages of the assistant joined, the text before the calls."""
+    """Return the messages with consecutive messages of the assistant joined, with the text before the calls."""
     chat: list[Message] = []
     for message in messages:
         before = chat[-1] if chat else {}
@@ -345,9 +345,9 @@ def with_single_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_called_results(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages; results of tools that follow no call become text of the user.
+    """Return the messages with tool results that follow no call as text of the user.
 
-    A program has cut off their calls.
+    Such results remain when a program has cut off the calls.
     """
     chat: list[Message] = []
     follows_call = False
@@ -359,7 +359,7 @@ def with_called_results(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_answered_calls(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages; calls that have no result, such as those that ``max_tokens`` ended, become text."""
+    """Return the messages with calls without a result, such as calls that ``max_tokens`` cut off, as text."""
     chat: list[Message] = []
     for message, after in zip(messages, [*messages[1:], {}], strict=True):
         if message.get("tool_calls") and after.get("role", "tool") != "tool":
@@ -372,7 +372,7 @@ def with_answered_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_first_user(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with an empty one of the user before an answer at the start, such as a greeting."""
+    """Return the messages with an empty user message before an answer at the start, such as a greeting."""
     n = next((i for i, message in enumerate(messages) if message["role"] not in _SYSTEM), len(messages))
     if n == len(messages) or messages[n]["role"] != "assistant":
         return list(messages)
@@ -380,7 +380,7 @@ def with_first_user(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_null_content(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with None as the content of those that hold tool calls and no text."""
+    """Return the messages with None as the content of messages that hold tool calls but no text."""
     return [
         {**message, "content": None} if message.get("tool_calls") and not message["content"] else message
         for message in messages
@@ -392,7 +392,7 @@ def with_written_calls(
 ) -> list[Message]:
     """Return the messages with tool calls as part of their text.
 
-    ``written``: writes calls of id, name and arguments.
+    ``written``: writes calls, each with an id, a name and arguments.
     """
     chat = []
     for message in messages:
@@ -439,7 +439,7 @@ def with_system_role(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_descriptions(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return tools with a description for every parameter, empty where it was missing."""
+    """Return the tools with a description of every parameter, empty where it was missing."""
     copies = []
     for tool in tools:
         function = tool["function"]
@@ -456,10 +456,10 @@ def with_descriptions(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def with_plain_schemas(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return tools whose parameters are written as most templates expect them.
+    """Return the tools with their parameters written as most templates expect them.
 
-    Each is an object with one type, or none. Some templates convert types with a macro that calls itself for what it
-    does not know, such as ``"null"``.
+    Each parameter is an object with one type, or none. Some templates convert types with a macro that calls itself for
+    unknown types, such as ``"null"``.
     """
     return [
         {**tool, "function": {**function, "parameters": _plain_schema(function.get("parameters") or {})}}
@@ -506,11 +506,11 @@ def kept_messages(
     max_tokens: int | None,
     room: int = 1,
 ) -> list[MessageT]:
-    """Return the conversation, without its oldest turns if its prompt leaves too little room for the answer.
+    """Return the conversation, without its oldest turns if the prompt leaves too little room for the answer.
 
-    Room is needed for ``max_tokens``, at most a quarter of ``n_ctx``, and at least ``room`` tokens. The system messages
-    at the beginning and the last turn stay; if they alone fill the context, nothing is dropped. ``n_tokens``: counts
-    the tokens of a prompt.
+    The answer needs room for ``max_tokens``, but at most a quarter of ``n_ctx``, and for at least ``room`` tokens. The
+    system messages at the beginning and the last turn stay; if they alone fill the context, nothing is dropped.
+    ``n_tokens``: counts the tokens of a prompt.
     """
     n_free = _room(n_ctx, max_tokens, room)
     n_head = next(
@@ -540,7 +540,7 @@ def kept_messages(
 def kept_tokens(
     before: Sequence[int], n_prompt: int, n_ctx: int, max_tokens: int | None, room: int = 1
 ) -> Sequence[int]:
-    """Return the tokens before a prompt, without the oldest if they leave too little room (``kept_messages``)."""
+    """Return the tokens before a prompt, without the oldest if they leave too little room; see ``kept_messages``."""
     if len(before) + n_prompt + _room(n_ctx, max_tokens, room) <= n_ctx:
         return before
     n_kept = max(n_ctx // 2 - n_prompt, 0)
@@ -553,12 +553,12 @@ def _room(n_ctx: int, max_tokens: int | None, least: int) -> int:
 
 
 def _turns(messages: list[MessageT]) -> list[list[MessageT]]:
-    """Return the messages in groups, each of which begins with a user's message after one of another role.
+    """Return the messages in groups, each of which begins with a user message after a message of another role.
 
     A tool call and its result are in one group.
 
-    What precedes the first one, such as a greeting, belongs to the first turn: templates may refuse to count the tokens
-    of messages without a user's.
+    Messages before the first user message, such as a greeting, belong to the first turn, because templates may refuse
+    messages without one of the user, so that their tokens could not be counted.
     """
     users = [i for i, message in enumerate(messages) if message.get("role") == "user"]
     answers_earlier, is_answer = [False] * len(messages), False
@@ -579,7 +579,7 @@ def _first_after_growing(
     n_ctx: int,
     n_free: int,
 ) -> int:
-    """Return the first turn that is kept if the turns come one after the other."""
+    """Return the index of the first turn that is kept after the turns have arrived one after the other."""
     if len(turns) == 1:
         return 0
     sizes = [n_tokens(turn) for turn in turns]

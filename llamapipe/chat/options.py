@@ -1,4 +1,4 @@
-"""The options of a chat besides its messages and params."""
+"""The options of a chat other than its messages and params."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ReasoningFormat: TypeAlias = Literal["auto", "deepseek", "none", "deepseek-legac
 
 
 class ChatOptions(NamedTuple):
-    """The options of a chat besides its messages and params; see ``Engine.chat``."""
+    """The options of a chat other than its messages and params; see ``Engine.chat``."""
 
     tools: Sequence[Any] | None = None
     tool_choice: ToolChoice = "auto"
@@ -34,8 +34,8 @@ class ChatOptions(NamedTuple):
 class LimitedReasoning(NamedTuple):
     """The markers around reasoning in an answer.
 
-    ``opens``, ``ends``: the markers, control tokens as their names. ``close``: the text that ends reasoning where a
-    limit is reached; control tokens are written as names. ``is_open``: the prompt has opened it.
+    ``opens``, ``ends``: the markers. ``close``: the text that ends the reasoning when a limit is reached. In all three,
+    control tokens are written as their names. ``is_open``: the prompt has opened the reasoning.
     """
 
     opens: str

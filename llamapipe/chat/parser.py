@@ -1,9 +1,9 @@
-"""Parses generated text into content, reasoning and tool calls while it arrives.
+"""Parses generated text into content, reasoning and tool calls as it arrives.
 
-Calls are read in the format that probing the template found. Some models, Qwen2.5-Coder among them, write calls as
+Calls are read in the format that was found by probing the template. Some models, such as Qwen2.5-Coder, write calls as
 plain JSON although their template shows markers. The whole answer is then an object with a name and arguments, or a
 list of such objects, perhaps in a Markdown fence. Anything else is text. No grammar limits these calls, so their
-arguments need not match the schema; only a tool without parameters gets none, as from a grammar.
+arguments need not match the schema; but a tool without parameters gets no arguments, as with a grammar.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _Read:
 
 
 def _parts(marker: str) -> list[str]:
-    """Return the parts of the end of a call or a section. Spaces may separate them."""
+    """Split the end marker of a call or a section into parts that spaces may separate."""
     text = marker.strip()
     if segments(text)[:1] == ["]"]:
         return ["]", *filter(None, [text[1:].strip()])]
@@ -83,7 +83,7 @@ def _parts(marker: str) -> list[str]:
 
 
 class CallReader:
-    """Reads one section of calls. The generators raise Malformed if the text is not a call of a known tool."""
+    """Reads one section of calls. Its generators raise Malformed if the text is not a call of a known tool."""
 
     def __init__(
         self, form: CallFormat, tools: Mapping[str, dict[str, Any]], output: AnswerOutput, lenient: bool
@@ -123,7 +123,7 @@ class CallReader:
     def section(self, buffer: TextBuffer, opening: str, is_whole: bool = True) -> Reading[None]:
         """Read the rest of the opening after the trigger, calls, and the end of their section.
 
-        ``is_whole`` False: the outer markers are optional.
+        If ``is_whole`` is False, the outer markers are optional.
         """
         form = self._form
         section_end = _parts(form.section_end)
@@ -161,9 +161,10 @@ class CallReader:
             yield from self._one_by_one(buffer, style)
 
     def _end(self, buffer: TextBuffer, following: str, is_whole: bool) -> Reading[None]:
-        """Read the end of a call. After JSON, it is optional at the end of the text and before another call.
+        """Read the end marker of a call. After JSON, it is optional at the end of the text and before another call.
 
-        Of several markers, only the first is required at the end of the text, or if the outer ones are optional.
+        If the marker has several parts, only the first is required at the end of the text, or if the outer markers are
+        optional.
         """
         yield from spaces(buffer)
         form = self._form
@@ -192,7 +193,7 @@ class CallReader:
             self._output.more("{}" if call.arguments is None else call.arguments)
 
     def _members(self, buffer: TextBuffer, call: _Read, is_inner: bool = False) -> Reading[None]:
-        """Read an object. In OpenAI's form, which some models write, the member "function" is another object."""
+        """Read an object. In OpenAI's form, which some models write, its member "function" is another object."""
         yield from expect(buffer, "{")
         yield from spaces(buffer)
         while not (yield from skip(buffer, "}")):
@@ -229,7 +230,7 @@ class CallReader:
 
     # ---- NAME, perhaps with an id and a number
     def _head(self, buffer: TextBuffer) -> Reading[tuple[str, str | None]]:
-        """Read the text before the arguments. The text before an id or a number after the name is optional."""
+        """Read the text before the arguments. Text between the name and an id or a number is optional."""
         parts = self._form.head
         slots: dict[str | Slot, str] = {}
         at = 0
@@ -401,7 +402,7 @@ class CallReader:
     def _text(
         self, buffer: TextBuffer, key: str, arguments: TaggedArguments, keys: list[str]
     ) -> Reading[None]:
-        """Read a string up to its end, as ``TaggedArguments.value`` does, and pass it on in JSON as it comes."""
+        """Read a string up to its end, as ``TaggedArguments.value`` does, and pass it on as JSON as it arrives."""
         form = self._form
         begins, ends = form.key_end.endswith("\n"), form.value_end.startswith("\n")
         held = ""  # a line's end that may be the last
@@ -437,9 +438,9 @@ class CallReader:
         keys: Collection[str],
         show: Callable[[str], None],
     ) -> Reading[None]:
-        """Read a value up to its end, which stays.
+        """Read a value up to its end marker, which is not consumed.
 
-        If that is missing, the next argument or the call's end ends it.
+        If the marker is missing, the next argument or the call's end ends the value.
         """
         form = self._form
         markers = [form.value_end.strip()]
@@ -458,7 +459,7 @@ class CallReader:
 
 
 class _Strings:
-    """Follows an object or an array, in JSON or Python's spelling, to tell whether a text ends inside a string."""
+    """Follows an object or an array in JSON or Python syntax, to find whether a text ends inside a string."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -491,7 +492,7 @@ def _string(buffer: TextBuffer) -> Reading[str]:
 
 
 def _held_object(buffer: TextBuffer) -> Reading[str]:
-    """Read a JSON object, or a string that holds the text of one."""
+    """Read a JSON object, or a string that contains its text."""
     value = yield from json_value(buffer)
     if isinstance(value, str):
         try:
@@ -515,7 +516,7 @@ class PlainCall(NamedTuple):
 
 
 def plain_calls(buffer: TextBuffer, tools: Collection[str], parallel: bool) -> Reading[list[PlainCall]]:
-    """Read a whole answer that consists of calls of ``tools``; one call, unless ``parallel``.
+    """Read a whole answer that consists of calls of ``tools``; only one call, unless ``parallel``.
 
     Raises Malformed as soon as the answer cannot consist of calls.
     """
@@ -598,7 +599,7 @@ def _call_members(buffer: TextBuffer, names: dict[str, str], is_inner: bool) -> 
 
 
 def _arguments(buffer: TextBuffer) -> Reading[str]:
-    """Read the text of a JSON object, or of a string that holds one."""
+    """Read the text of a JSON object, or of a string that contains one."""
     if (yield from ahead(buffer, '"')):
         text: str = yield from json_value(buffer)
         try:
@@ -618,17 +619,17 @@ def _arguments(buffer: TextBuffer) -> Reading[str]:
 class ChatParser:
     """Parses one answer. Feed it the text as it arrives, with control tokens as text. For one thread at a time.
 
-    The result does not depend on where the text is cut. Control tokens never appear in content, and neither do other
-    markers where they mark something. Text that begins like a call but is not one, such as the name of an unknown tool,
-    is content. An incomplete call at the end is dropped if the answer was cut off and a marker began the call, or with
+    The result does not depend on where the text is cut. Control tokens never appear in content, nor do other markers
+    where they mark something. Text that begins like a call but is not one, such as the name of an unknown tool, is
+    content. An incomplete call at the end is dropped if the answer was cut off and a marker began the call, or with
     ``required``, where the grammar allows nothing but calls.
 
-    A call inside reasoning that is never closed ends the reasoning. It is returned when the text ends. Until
-    then the reasoning may still be closed, and the call was a draft.
+    If reasoning is never closed, a call inside it ends it. Such a call is returned when the text ends: if the reasoning
+    is closed before that, the call was only a draft.
 
-    With ``stream_calls`` the arguments of a call are returned while they arrive, and an incomplete call stays
-    unfinished. Without it, a call is returned when it is complete. With ``lenient`` an answer that consists of calls as
-    plain JSON is read as these; see ``plain_calls``. Text that may still become such calls is held back.
+    With ``stream_calls``, the arguments of a call are returned as they arrive, and an incomplete call stays unfinished.
+    Without it, a call is returned when it is complete. With ``lenient``, an answer that consists of calls in plain JSON
+    is read as calls; see ``plain_calls``. Text that may still become such calls is held back.
 
     ``ended_in_call``: the text ended within a call, and a part of that call was returned.
     """
@@ -651,9 +652,9 @@ class ChatParser:
     ) -> None:
         """``tools``: the parameters of each tool that may be called. ``reasoning_open``: the prompt ends in reasoning.
 
-        ``parallel``: plain JSON may be several calls. ``reasoning_format``: "none" leaves reasoning in the content,
-        with its markers; "deepseek-legacy" returns it in both places. ``opened``: its marker at the end of the prompt.
-        ``prompted``: the start of a call's opening at the end of the prompt.
+        ``parallel``: plain JSON may hold several calls. ``reasoning_format``: "none" leaves reasoning in the content,
+        with its markers; "deepseek-legacy" returns it in both places. ``opened``: the marker of reasoning at the end of
+        the prompt. ``prompted``: the start of a call's opening at the end of the prompt.
 
         ``harmony``: the text is in the format of gpt-oss; ``form`` is ignored.
         """
@@ -694,7 +695,7 @@ class ChatParser:
     def finish(self, cut_off: bool = False) -> ChatPiece:
         """End the text; return the parts that were held back. A second call returns nothing.
 
-        ``cut_off``: the model had more to say.
+        ``cut_off``: the model was stopped before it had finished.
         """
         if not self._finished:
             # Without a marker, such text may be JSON that the user asked for.
@@ -728,7 +729,7 @@ class ChatParser:
     def _read_reasoning(self) -> Reading[bool]:
         """Read reasoning at the start of the answer, and repeated markers that close it.
 
-        Returns whether there was any.
+        Returns whether there was any reasoning.
         """
         buffer, output, markers = self._buffer, self._output, self._markers.reasoning
         if markers is None:
@@ -750,7 +751,7 @@ class ChatParser:
             has_reasoning = True
 
     def _reasoning_text(self, markers: ReasoningMarkers, before: str = "") -> Reading[None]:
-        """Read reasoning after its start, up to its end or to calls that end it, and then spaces."""
+        """Read reasoning after its start marker, up to its end or to calls that end it, and the spaces after it."""
         buffer, output = self._buffer, self._output
         output.thought()
         form = self._form if self._calls is not None else None
@@ -777,7 +778,7 @@ class ChatParser:
     ) -> Reading[bool]:
         """Read calls after a trigger in reasoning; return whether the calls or the end marker ended the reasoning.
 
-        Other text, and calls that were drafts, are reasoning.
+        Other text and draft calls are reasoning.
         """
         buffer, output = self._buffer, self._output
         raw = ""
@@ -902,7 +903,7 @@ class ChatParser:
                     output.content(stop + before)
 
     def _bare_call_in_text(self, calls: CallReader, first: str) -> Reading[None]:
-        """Read possible calls after text, separated by semicolons. No grammar limits them."""
+        """Read what may be calls after text, separated by semicolons. No grammar limits them."""
         buffer, output = self._buffer, self._output
         buffer.unread(first)
         while (yield from self._section(calls, "", calls.opening, False)):
@@ -920,7 +921,7 @@ class ChatParser:
         return before
 
     def _bare_calls(self, calls: CallReader, form: CallFormat) -> Reading[None]:
-        """Read a text of calls or content. Only calls follow a call; with ``lenient``, also text."""
+        """Read either calls or content. After a call, only calls may follow; with ``lenient``, text as well."""
         buffer = self._buffer
         first = form.opening[:1] or "{"
         while True:
@@ -941,9 +942,9 @@ class ChatParser:
     def _section(
         self, calls: CallReader, start: str, opening: str, is_constrained: bool = True
     ) -> Reading[bool]:
-        """Read calls; return False if there is no call, and the text is content.
+        """Read calls; return False if there is no call, so that the text is content.
 
-        ``start``: the text consumed already. ``is_constrained`` False: each call is returned when it is complete.
+        ``start``: the text consumed already. If ``is_constrained`` is False, each call is returned when it is complete.
         """
         self._buffer.record(start)
         streams = self._output.hold() if not is_constrained else None

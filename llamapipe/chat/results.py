@@ -18,9 +18,9 @@ class ToolCall:
 
     - ``id``: nine letters and digits, or the model's own id where its format has one.
     - ``arguments``: the decoded JSON object. They match the tool's schema if the answer was constrained.
-    - ``arguments_text``: their text as the model wrote it: JSON, if the call is complete.
-    - ``is_complete``: False if the answer ended within the call, as ``max_tokens`` may end it. ``arguments`` then holds
-      the members that are complete.
+    - ``arguments_text``: the arguments as the model wrote them: JSON, if the call is complete.
+    - ``is_complete``: False if the answer ended within the call, for instance at ``max_tokens``. ``arguments`` then
+      holds the complete members.
     """
 
     id: str
@@ -84,7 +84,7 @@ class _Call:
 class ChatMessage:
     """Joins the pieces of one answer. For one thread at a time.
 
-    A stream that ended within a call leaves one that is not complete.
+    If the stream ended within a call, the last call is incomplete.
     """
 
     def __init__(self, pieces: Iterable[ChatPiece] = ()) -> None:
@@ -123,7 +123,7 @@ class ChatMessage:
 
 
 def new_call_id() -> str:
-    """Return a random id of nine letters and digits: the form that Mistral's templates demand and all others accept."""
+    """Return a random id of nine letters and digits: Mistral's templates demand this form, and all others accept it."""
     import secrets
 
     return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
@@ -138,7 +138,7 @@ def _object(text: str) -> dict[str, Any] | None:
 
 
 def _complete_members(text: str) -> dict[str, Any]:
-    """Return the members of a JSON object that are certainly complete where its text breaks off."""
+    """Return the members of an incomplete JSON object that are certainly complete."""
     depth, end = 0, 0
     for match in _TOKEN.finditer(text):
         depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(match[0], 0)

@@ -1,8 +1,8 @@
 """The sandbox of chat templates: a template is a program that came with the weights.
 
-A template cannot read attributes that begin with an underscore, change the caller's values (jinja2's immutable
-sandbox) or include files. It may loop forever, or double a text until memory is full, so every loop, call, filter and
-operator that creates a value is counted: iterations, characters and time. Values are measured before Python copies
+A template cannot read attributes that begin with an underscore, change the caller's values (jinja2's immutable sandbox)
+or include files. But it may loop forever, or double a text until memory is full. So every loop, call, filter and
+operator that creates a value is counted in iterations, characters and time. Values are measured before Python copies
 them.
 """
 
@@ -54,7 +54,7 @@ class LimitError(SecurityError):
 
 
 class Limits:
-    """The counts of one rendering, used by one thread. Methods that count raise LimitError over a limit.
+    """The counts of one rendering, used by one thread. Methods that count raise LimitError above a limit.
 
     ``within``: the limits of an outer rendering. The inner one shares its time.
     """
@@ -86,13 +86,13 @@ class Limits:
     def may_use(self, size: int) -> None:
         """Raise LimitError if a value of this size would be over the limit.
 
-        The value may be smaller, so it is not counted.
+        The actual value may be smaller, so it is not counted.
         """
         if self._size + size > MAX_SIZE:
             raise LimitError(f"the template made more than {MAX_SIZE} characters")
 
     def visit(self, value: Any) -> None:
-        """Count the items of a value, or the characters of a text, as iterations: each becomes an object of Python.
+        """Count the items of a value, or the characters of a text, as iterations: each becomes a Python object.
 
         Lazy values are counted as they are read.
         """
@@ -100,7 +100,7 @@ class Limits:
             self.iterate(len(value))
 
     def use_text(self, *values: Any) -> None:
-        """Count the text that shows these values. Python writes up to ten characters for one inside a container."""
+        """Count the text of these values. For a character inside a container, Python writes up to ten."""
         for value in values:
             before = self._size
             self.use_deep(value)
@@ -160,7 +160,7 @@ class Limits:
                 raise LimitError("templates cannot compute with bytes")
 
     def check_format(self, form: str, values: Iterable[Any]) -> None:
-        """Count the text that a format makes: each of its fields may show each value."""
+        """Count the text that a format string makes: each of its fields may show each value."""
         self.may_use(_SCAN * len(form))
         if _FIELD_WIDTH.search(form):
             raise LimitError(f"the format {quoted(form)} has a field that may be too wide")
@@ -171,12 +171,12 @@ class Limits:
         self.use(len(form) + n_fields * (self._size - before + _MAX_ARGUMENT // 100))
 
     def check_replace(self, text: str, old: Any, new: Any) -> None:
-        """Count the text that a replacement makes."""
+        """Count the text that results from a replacement."""
         if isinstance(old, str) and isinstance(new, str):
             self.use(len(text) + text.count(old) * len(new))
 
     def check_json(self, value: Any, indent: Any) -> None:
-        """Count the JSON of a value, whose lines are indented by the depth."""
+        """Count the JSON text of a value, including the indentation of its lines."""
         before = self._size
         self.use_deep(value)
         self.may_use(_JSON * (self._size - before))
@@ -237,13 +237,13 @@ _current: ContextVar[Limits | None] = ContextVar("limits", default=None)
 
 
 def current() -> Limits:
-    """Return the limits of the rendering that runs on this thread; new ones outside a rendering."""
+    """Return the limits of this thread's current rendering; new limits outside a rendering."""
     return _current.get() or Limits()
 
 
 @contextmanager
 def new_limits() -> Iterator[Limits]:
-    """Start the counts of one rendering, or the time of several renderings."""
+    """Start the counts of one rendering, or the shared time of several."""
     limits = Limits(_current.get())
     token = _current.set(limits)
     try:
@@ -301,11 +301,11 @@ Test: TypeAlias = "Callable[..., Any]"
 
 
 class FixedList(list[Any]):
-    """A list of the caller, which a template cannot change. It can change the lists that it creates."""
+    """A caller's list, which a template cannot change. A template can change the lists that it creates."""
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks the model's own text, for training; here only its content is rendered."""
+    """Handles ``{% generation %}``, which marks the model's own text for training: only renders its content."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2's)
 
@@ -403,7 +403,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def count_slice(self, value: Any) -> Any:
-        """Count a part of a value, which is a copy."""
+        """Count a slice of a value, which is a copy."""
         current().use_made(value)
         return value
 
@@ -564,7 +564,7 @@ def _now(form: str) -> str:
 
 
 class JsonText(str):
-    """JSON text in place of a value: ``tojson`` writes it unchanged. It may be incomplete."""
+    """JSON text in place of a value. ``tojson`` writes it unchanged. It may be incomplete."""
 
     __slots__ = ()
 
@@ -576,7 +576,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write plain JSON; jinja2's own filter escapes it for HTML."""
+    """Write plain JSON, whereas jinja2's own filter escapes it for HTML."""
     result = json.dumps(
         value,
         ensure_ascii=ensure_ascii,

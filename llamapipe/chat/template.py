@@ -1,9 +1,9 @@
-"""Chat templates: compiled once, and rendered with the variables and message forms that they expect.
+"""Compiles chat templates, and renders them with the variables and message forms that they expect.
 
-Templates differ in what they accept and in what they show. If a template would omit or move a system message, or omits
-results of tools or another role, the message becomes text of the user in its place. ``ChatTemplate.render`` tries the
-usual form first, then tool arguments as text, the system message as part of the first user message, and consecutive
-user messages as one; then ids of nine characters and the other changes of ``_CHANGES``. The variables have the names
+Templates differ in what they accept and in what they show. If a template would omit or move a system message, or omit
+tool results or another role, the message becomes text of the user in the same place. ``ChatTemplate.render`` tries the
+usual form first; then tool arguments as text, the system message as part of the first user message, and consecutive
+user messages as one; then ids of nine characters and the other changes in ``_CHANGES``. The variables have the names
 that transformers and llama.cpp use.
 """
 
@@ -110,9 +110,10 @@ class ChatTemplate:
         return frozenset(find_undeclared_variables(sandbox.parse(self.text))) - _RESERVED
 
     def probed_arguments(self, template_args: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the template arguments on which the markers of an answer may depend, in a short form.
+        """Return a short form of the template arguments on which the markers of an answer may depend.
 
-        What templates compare is short. The rest of long texts and lists is cut off: each probe would render it again.
+        Templates compare only short values. The rest of long texts and lists is cut off, because each probe would
+        render it again.
         """
         names = dict(plain("template_args", dict(template_args)))
         read = {name: _shortened(value) for name, value in names.items() if name in self.arguments}
@@ -137,10 +138,10 @@ class ChatTemplate:
         "reasoning", or (True) the last of these that it has. ``reasoning_opening``: the marker before reasoning, for
         templates that do not show the reasoning of the last message. ``change_text``: applied to every text of the
         caller, including keys of objects but not the names of roles. ``write_calls``: writes tool calls as part of a
-        message's text, for a template that omits them. ``is_probe``: messages that the template refuses or omits
-        are not changed, so that the text shows what the template knows.
+        message's text, for a template that omits them. ``is_probe``: messages that the template refuses or omits are
+        not changed, so that the text shows what the template supports.
 
-        Raises TypeError and InvalidRequestError for bad messages and for messages that the template refuses.
+        Raises TypeError and InvalidRequestError for invalid messages and for messages that the template refuses.
         """
         chat = check_messages(messages)
         names = dict(plain("template_args", dict(template_args or {})))
@@ -186,7 +187,7 @@ class ChatTemplate:
     def _in_reasoning(self, chat: list[Message], names: Mapping[str, Any], opening: str) -> str:
         """Return a prompt that ends inside the reasoning of the last message.
 
-        If the template does not show it there, the prompt asks for a new answer and begins it with the reasoning.
+        If the template does not show reasoning there, the prompt asks for a new answer that begins with the reasoning.
         """
         reasoning = reasoning_of(chat[-1])
         if not reasoning:
@@ -214,7 +215,7 @@ class ChatTemplate:
         template_args: Mapping[str, Any],
         write_calls: WriteCalls | None = None,
     ) -> list[str]:
-        """Return the parts of accepted messages that the template omits, in words: tool calls, messages of a role.
+        """Describe the parts of accepted messages that the template omits: tool calls, messages of a role.
 
         Each kind is checked once, in the first conversation that has it.
         """
@@ -278,7 +279,7 @@ class ChatTemplate:
         return self._first_accepted(options, add_generation_prompt, names, () if is_probe else _CHANGES)
 
     def _with_shown_roles(self, chat: list[Message], names: Mapping[str, Any]) -> list[Message]:
-        """Return the messages; those that the template omits for their role become text of the user."""
+        """Return the messages with roles that the template omits as text of the user."""
         others = {message["role"] for message in chat} - {*_SYSTEM, "user", "assistant"}
         if hidden := {role for role in others if not self._shows_role(role, names)}:
             chat = [{**message, "role": "user"} if message["role"] in hidden else message for message in chat]
@@ -287,7 +288,7 @@ class ChatTemplate:
         return chat
 
     def _shows_role(self, role: str, names: Mapping[str, Any]) -> bool:
-        """Return False if the template omits messages of a role other than the usual ones, or results of tools."""
+        """Return False if the template omits messages of this role: an unusual role, or results of tools."""
         if role not in self._shown:
             user: Message = {"role": "user", "content": _PROBE}
             answer: Message = {"role": "assistant", "content": _PROBE}
@@ -311,9 +312,9 @@ class ChatTemplate:
         return self._shown[role]
 
     def _misplaced(self, chat: Sequence[Message], names: Mapping[str, Any]) -> set[int]:
-        """Return system messages that the template omits or moves.
+        """Return the indices of system messages that the template omits or moves.
 
-        The first message is not checked: the constructor has found out if the template shows it.
+        The first message is not checked: the constructor has found out whether the template shows it.
         """
         late = [i for i, message in enumerate(chat) if i and message["role"] in _SYSTEM]
         if not late:
@@ -356,9 +357,9 @@ class ChatTemplate:
         names: Mapping[str, Any],
         changes: Sequence[_Form],
     ) -> str:
-        """Return the rendering of the first of several ways to write the messages that the template accepts.
+        """Return the rendering of the first option that the template accepts, of several forms of the messages.
 
-        If it accepts none, the ``changes`` are made one after the other. Raises the error about the last option.
+        If it accepts none, the ``changes`` are made one after the other. Raises the error of the last option.
         """
         refused: InvalidRequestError | None = None
         for messages in options:
@@ -418,7 +419,7 @@ class ChatTemplate:
     def _refused_parameter(
         self, messages: Sequence[Message], forms: Sequence[_Form], names: Mapping[str, Any]
     ) -> tuple[str, str] | None:
-        """Return the names of a tool and of its first parameter that the template refuses, if that is the cause."""
+        """Return the names of a tool and of the parameter that makes the template refuse; None for other causes."""
 
         def accepts(function: Mapping[str, Any], properties: Mapping[str, Any]) -> bool:
             parameters = {**function["parameters"], "properties": properties, "required": []}
@@ -446,7 +447,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         names: Mapping[str, Any],
     ) -> str:
-        """Return the rendering of the first form that the template accepts and that shows all arguments."""
+        """Return the first form's rendering that the template accepts and that shows all arguments."""
         written = [text.strip() for text in text_arguments(messages)]
         fallback: str | None = None
         error: Exception | None = None
@@ -490,7 +491,7 @@ class ChatTemplate:
             )
 
     def _wants_parts(self) -> bool:
-        """Return whether the template shows contents that are lists of parts, but not text."""
+        """Return whether the template shows content only as a list of parts, and not as text."""
         chat: list[Message] = [{"role": "user", "content": _PROBE}]
         return not self._shows(chat, True) and self._shows(with_parts(chat), True)
 
@@ -518,7 +519,7 @@ class ChatTemplate:
             return False
 
     def _shows_first(self, role: str) -> bool | None:
-        """Return whether the template shows a message of this role before one of the user; None if it refuses it."""
+        """Return whether the template shows a message of this role before a user message; None if it refuses."""
         chat: list[Message] = [{"role": role, "content": _PROBE}, {"role": "user", "content": _WORD}]
         try:
             return _PROBE in self._render(with_parts(chat) if self._takes_parts else chat, True, {})
@@ -528,7 +529,7 @@ class ChatTemplate:
             return None
 
     def _wants_text_arguments(self) -> bool:
-        """Return whether the template writes dict arguments in Python's syntax, and text arguments unchanged."""
+        """Return whether the template writes dict arguments in Python syntax, and text arguments unchanged."""
         arguments = {"name": _PROBE}
 
         def written(arguments: dict[str, str] | str) -> str:
@@ -580,7 +581,7 @@ _CHANGES: Final[tuple[_Form, ...]] = (
 
 
 class _StoppedError(InvalidRequestError):
-    """The template took too long, or wrote too much."""
+    """The template took too long or wrote too much."""
 
 
 def _stopped(error: LimitError) -> InvalidRequestError:
@@ -596,7 +597,7 @@ def _is_name(value: Any) -> bool:
 
 
 def _shortened(value: Any, levels: int = _SHALLOW) -> Any:
-    """Return a JSON value with the start of its texts, lists and objects."""
+    """Return a JSON value with its texts, lists and objects shortened."""
     if isinstance(value, str):
         return value[:_SHORT]
     n = _FEW if levels else 0

@@ -1,10 +1,10 @@
-"""Which tools keep the guarantee that their arguments match their schemas.
+"""Decides which tools keep the guarantee that their arguments match their schemas.
 
 Open this file to change what happens to a tool whose schema no grammar can express.
 
-The principle: where nothing forces a call and the tool is not ``strict``, such a schema costs its tool the guarantee,
-not the chat: its arguments are then any JSON object. Servers that speak MCP send such schemas. Everywhere else it is an
-error that names the tool.
+The principle: where nothing forces a call and the tool is not ``strict``, such a schema does not make the chat fail.
+Only the tool loses the guarantee, and its arguments are then any JSON object. MCP servers send such schemas. Everywhere
+else, the schema is an error that names the tool.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAX_MESSAGE = 300  # characters of the compiler's message that an error shows
 
 
 class ToolSchemas:
-    """Finds the tools whose schemas cannot be followed, and remembers them. Any thread.
+    """Finds and remembers the tools whose schemas cannot be followed. Any thread.
 
     ``check``: raises InvalidRequestError for params whose constraint cannot be compiled.
     """
@@ -59,11 +59,11 @@ class ToolSchemas:
         compiled: Compile,
         limit_s: float | None = None,
     ) -> tuple[SamplingParams, Sequence[Tool]]:
-        """Return the params that ``compiled`` makes of the tools, and the tools with the schemas in their grammar.
+        """Return the params that ``compiled`` makes from the tools, and the tools with the schemas in the grammar.
 
-        ``limit_s``: processor time that it may take to find those that cannot be followed.
+        ``limit_s``: the processor time allowed for finding the schemas that cannot be followed.
 
-        Raises InvalidRequestError, which names the tool, for a schema that cannot be followed and must be;
+        Raises InvalidRequestError, which names the tool, for a schema that must be followed but cannot be;
         ConstraintError over the limit.
         """
         began_s, budget = thread_time(), GrammarBudget(limit_s)
@@ -167,7 +167,7 @@ class ToolSchemas:
 
 
 def _short(message: str) -> str:
-    """Return the first line of a message, in which the schema is not called by the name of an option."""
+    """Return the first line of a message, without the option's name for the schema."""
     line = message.partition("\n")[0]
     if line.startswith("json_schema"):
         line = f"the JSON schema{line.removeprefix('json_schema')}"

@@ -1,4 +1,4 @@
-"""Tools that a model may call: checked definitions, from JSON schemas or Python functions.
+"""The tools that a model may call: checked definitions from JSON schemas or Python functions.
 
 The schema of a function comes from its signature, its annotations and its docstring.
 """
@@ -49,14 +49,14 @@ _OF_ARGUMENTS = re.compile(r"(arg|param)\w*$")
 
 
 def named(function: Callable[..., Any]) -> str:
-    """Return the name of a function, of the function in a ``functools.partial``, or of a callable object's class."""
+    """Return the name of a function, of a ``functools.partial``'s function, or of a callable object's class."""
     if isinstance(function, functools.partial):
         return named(function.func)
     return str(getattr(function, "__name__", type(function).__name__))
 
 
 def described(function: Callable[..., Any]) -> str:
-    """Return the docstring up to its list of arguments, without lines that describe one."""
+    """Return the docstring up to its list of arguments, without lines that describe an argument."""
     if isinstance(function, functools.partial):
         return described(function.func)
     return _documented(function, _names(function))[0]
@@ -72,9 +72,10 @@ def _names(function: Callable[..., Any]) -> set[str]:
 def parameters_schema(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the JSON schema of a function's arguments.
 
-    An argument without an annotation may be any JSON value; one without a default is required. Supported are the
-    types of JSON, ``Literal``, ``Optional`` and other unions, ``list``, ``dict``, ``tuple``, enums, ``TypedDict``,
-    dataclasses, pydantic models, and ``Annotated`` with a description or with the limits of pydantic's ``Field``.
+    An argument without an annotation may be any JSON value; an argument without a default is required. The supported
+    annotations are JSON's types, ``Literal``, ``Optional`` and other unions, ``list``, ``dict``, ``tuple``, enums,
+    ``TypedDict``, dataclasses, pydantic models, and ``Annotated`` with a description or with the limits of pydantic's
+    ``Field``.
 
     Raises InvalidRequestError for arguments that cannot be passed by name, and for unsupported annotations.
     """
@@ -118,7 +119,7 @@ def _annotated(function: Callable[..., Any]) -> Any:
 
 
 class _Writer:
-    """Turns annotations into schemas. Classes become shared definitions, so that they may refer to themselves."""
+    """Converts annotations to schemas. Classes become shared definitions, so that they may refer to themselves."""
 
     def __init__(self) -> None:
         self.definitions: dict[str, Any] = {}
@@ -233,7 +234,7 @@ class _Writer:
 
 
 def _is_limit(note: Any) -> bool:
-    """Return whether a note of ``Annotated`` limits values, for pydantic: ``Field(ge=1)``, but not a description."""
+    """Return whether metadata of ``Annotated`` limits values: pydantic's ``Field(ge=1)``, not a description."""
     package = type(note).__module__.partition(".")[0]
     return package in ("pydantic", "annotated_types") and bool(getattr(note, "metadata", True))
 
@@ -253,9 +254,9 @@ def _pydantic_schema(kind: Any) -> dict[str, Any]:
 
 
 def _documented(thing: Any, names: set[str]) -> tuple[str, dict[str, str]]:
-    """Return the text of a docstring before its lists, and the description of each argument.
+    """Return a docstring's text before its lists, and the description of each argument.
 
-    In Google's, numpy's or Sphinx's style, or in lines such as ``name: text`` without a heading.
+    Reads the styles of Google, numpy and Sphinx, and lines such as ``name: text`` without a heading.
     """
     text: list[str] = []
     lines: dict[str, list[str]] = {}
@@ -309,11 +310,10 @@ class Tool:
 
     - ``name``: 1 to 128 letters, digits, ``_``, ``-`` and ``.``.
     - ``parameters``: the JSON schema of its arguments, which are an object.
-    - ``strict``: the schema must be followed exactly. Otherwise, where the model may also answer with text, a schema
-      that no grammar can express costs the tool this guarantee, and a warning says so: its arguments are then any JSON
-      object.
+    - ``strict``: the schema must be followed exactly. Without it, if no grammar can express the schema and the model
+      may also answer with text, the arguments are any JSON object, and a warning says so.
 
-    Raises InvalidRequestError for other names and for schemas of anything but objects, TypeError for other
+    Raises InvalidRequestError for other names and for schemas that do not describe an object, TypeError for other
     types.
     """
 
@@ -358,8 +358,8 @@ def check_tools(tools: Iterable[ToolDefinition] | None) -> tuple[Tool, ...]:
     Each is a Python function, ``{"type": "function", "function": {…}}``, or a ``Tool``. A function's schema comes from
     its signature and docstring; see ``parameters_schema``.
 
-    Raises InvalidRequestError for more than ``MAX_TOOLS``, duplicate names, unknown keys and bad schemas, TypeError for
-    other types.
+    Raises InvalidRequestError for more than ``MAX_TOOLS`` tools, duplicate names, unknown keys and invalid schemas,
+    TypeError for other types.
     """
     if tools is None:
         return ()
@@ -377,7 +377,7 @@ def check_tools(tools: Iterable[ToolDefinition] | None) -> tuple[Tool, ...]:
 
 
 def check_n_tools(n: int) -> None:
-    """Raise InvalidRequestError for more tools than a grammar can hold, before any is looked at."""
+    """Raise InvalidRequestError for more tools than a grammar can hold, before reading any of them."""
     if n > MAX_TOOLS:
         raise InvalidRequestError(
             f"there are {n} tools; the limit is {MAX_TOOLS}: give those that this conversation needs"
@@ -387,7 +387,7 @@ def check_n_tools(n: int) -> None:
 def check_tool_choice(tool_choice: Any, tools: Iterable[Tool]) -> str:
     """Return ``tool_choice`` as "auto", "none", "required", or a tool's name.
 
-    OpenAI's ``{"type": "function", "function": {"name": …}}`` is accepted, and None, which is "auto".
+    OpenAI's ``{"type": "function", "function": {"name": …}}`` is also accepted, and None means "auto".
 
     Raises InvalidRequestError for an unknown name and for "required" without tools, TypeError for other types.
     """
@@ -421,8 +421,8 @@ def check_tool_choice(tool_choice: Any, tools: Iterable[Tool]) -> str:
 def allowed_tools(tool_choice: Any, tools: tuple[Tool, ...]) -> tuple[Any, tuple[Tool, ...]]:
     """Return the choice, and the tools that may be called.
 
-    They are fewer than ``tools``, all of which the model sees, if OpenAI's
-    ``{"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required", "tools": […]}}`` is given.
+    OpenAI's ``{"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required", "tools": […]}}`` limits the
+    tools that may be called; the model still sees all ``tools``.
 
     Raises InvalidRequestError for an unknown name or mode.
     """

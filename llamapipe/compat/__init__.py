@@ -1,7 +1,8 @@
-"""llama-cpp-python's names, backed by one shared engine for each ``Llama``: ``from llamapipe.compat import Llama``.
+"""Provides llama-cpp-python's names, with one shared engine behind each ``Llama``.
 
-Calls from many threads run together. Options that llamapipe cannot honour raise and say why. The constants that the
-constructor takes, such as ``GGML_TYPE_Q8_0``, are also here.
+Use it with ``from llamapipe.compat import Llama``. Calls from many threads run together. Options that llamapipe cannot
+honour raise an error that says why. The constants that the constructor takes, such as ``GGML_TYPE_Q8_0``, are also
+here.
 """
 
 from llamapipe._messages import INSTEAD, quoted, unknown_attribute
@@ -37,7 +38,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> int:
-    """Return the value of a constant. Raises AttributeError with what to use instead, or the nearest public name."""
+    """Return the value of a constant. Raises AttributeError, which names a replacement or the nearest name."""
     if name in CONSTANTS:
         return CONSTANTS[name]
     if name.startswith(("llama_", "ggml_")) and name not in INSTEAD["llama_cpp"]:  # functions of llama.cpp

@@ -1,7 +1,7 @@
-"""The constructor of ``Llama``, the objects beneath it, its tokens, states and lifetime.
+"""The constructor of ``Llama``, the objects behind it, and its tokens, states and lifetime.
 
-The low-level calls of llama-cpp-python work on one sequence of tokens for each thread, which is evaluated when it is
-sampled.
+The low-level calls of llama-cpp-python work on one sequence of tokens per thread. The sequence is evaluated when a
+token is sampled.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LlamaState:
 
 
 class LlamaRAMCache:
-    """Asks for a cache of prefixes. The engine has one at any rate, so this only holds its ``capacity_bytes``."""
+    """Asks for a prefix cache. The engine always has one, so this object only holds its ``capacity_bytes``."""
 
     def __init__(self, capacity_bytes: int = 2 << 30) -> None:
         self.capacity_bytes = capacity_bytes
@@ -69,7 +69,7 @@ class LlamaRAMCache:
 
     @property
     def cache_size(self) -> int:
-        """Bytes stored in this object: 0. ``Llama.engine.stats()`` has those of the engine's cache."""
+        """Bytes stored in this object: 0. ``Llama.engine.stats()`` has the size of the engine's cache."""
         return 0
 
     def __repr__(self) -> str:
@@ -95,7 +95,7 @@ class _Tokens(local):
 
 
 class ThreadSequence:
-    """The tokens that a thread has evaluated. What was computed for them is found again in the prefix cache."""
+    """The tokens that a thread has evaluated. Their KV cells are found again in the prefix cache."""
 
     def __init__(self, engine: Engine, n_ctx: int, adapter: dict[str | AnyAdapter, float] | None) -> None:
         self._engine, self._n_ctx = engine, n_ctx
@@ -115,7 +115,7 @@ class ThreadSequence:
         self._tokens.ids = []
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens. Raises ValueError for tokens outside the vocabulary, and if the context is too small."""
+        """Append tokens. Raises ValueError for tokens outside the vocabulary or if the context is too small."""
         ids = check_tokens("tokens", tokens, self._engine.model.n_vocab)
         n = len(self.ids) + len(ids)
         if n > self._n_ctx:
@@ -123,14 +123,14 @@ class ThreadSequence:
         self.ids.extend(ids)
 
     def sample(self, params: SamplingParams, n: int) -> int:
-        """Return the token after the first ``n``, which may be one that ends generation. Raises ValueError."""
+        """Sample the token after the first ``n``; it may be one that ends generation. Raises ValueError."""
         choice = self._engine.generate(self._prompt()[:n], params).choices[0]
         if choice.stop_token is not None:
             return choice.stop_token
         return choice.token_ids[0]
 
     def generate(self, params: SamplingParams, end: int) -> Generator[int, Sequence[int] | None, None]:
-        """Yield tokens and append each; yield ``end`` if generation ends. Tokens sent are appended too."""
+        """Yield tokens and append each; yield ``end`` if generation ends. Tokens that are sent are also appended."""
         with self._engine.start(self._prompt(), params) as generation:
             while (token := generation.next()) is not None:
                 self.ids.append(token.id)
@@ -160,7 +160,7 @@ class ThreadSequence:
         return LlamaState(tuple(self.ids), len(self.ids), cells, len(cells), seed)
 
     def load(self, state: LlamaState) -> None:
-        """Take over a sequence; its cells go to the prefix cache. Raises ValueError for what another model saved."""
+        """Load a saved sequence; its cells go to the prefix cache. Raises ValueError for a state of another model."""
         if state.llama_state:
             with closing(self._engine.restore(state.llama_state, self._params)):
                 pass
@@ -190,7 +190,7 @@ class SequenceMethods:
 
     @property
     def n_tokens(self) -> int:
-        """How many tokens the calling thread has evaluated."""
+        """The number of tokens that the calling thread has evaluated."""
         return len(self._own().ids)
 
     @property
@@ -200,17 +200,17 @@ class SequenceMethods:
 
     @property
     def eval_tokens(self) -> deque[int]:
-        """The same as a deque."""
+        """The tokens that the calling thread has evaluated, as a deque."""
         return deque(self._own().ids, maxlen=self._n_ctx)
 
     @property
     def eval_logits(self) -> deque[list[float]]:
-        """The logits after the last token. Computes them."""
+        """The logits after the last token, which are computed on access."""
         return deque([self._own().logits().tolist()], maxlen=1)
 
     @property
     def scores(self) -> Any:
-        """llama-cpp-python's logits of all tokens, which are not kept here."""
+        """In llama-cpp-python, the logits of all tokens; they are not kept here."""
         raise NotImplementedError(INSTEAD["Llama"]["_scores"])
 
     def reset(self) -> None:
@@ -222,10 +222,10 @@ class SequenceMethods:
         self._own().extend(tokens)
 
     def sample(self, *, temp: float = 0.8, idx: int | None = None, **sampling: Any) -> int:
-        """Sample the token after the calling thread's sequence, and do not append it.
+        """Sample the token after the calling thread's sequence without appending it.
 
-        ``idx``: the index of a token; the one after it is sampled, as if the sequence ended there. ``sampling``: as in
-        ``generate``. Raises TypeError for unknown names, and ValueError for an ``idx`` that the sequence has not.
+        ``idx``: the index of a token; the token after it is sampled, as if the sequence ended there. ``sampling``: as
+        in ``generate``. Raises TypeError for unknown names, and ValueError for an ``idx`` outside the sequence.
         """
         _check_names("sample", sampling)
         n = self.n_tokens
@@ -239,7 +239,7 @@ class SequenceMethods:
     def generate(
         self, tokens: Sequence[int], *, temp: float = 0.8, reset: bool = True, **sampling: Any
     ) -> Generator[int, Sequence[int] | None, None]:
-        """Yield tokens after ``tokens``, one after the other; the token that ends generation, if one does, is the last.
+        """Yield the tokens generated after ``tokens``; if a token ends generation, it is the last one.
 
         ``sampling``: ``top_k``, ``top_p``, ``min_p``, ``typical_p``, ``repeat_penalty``, ``frequency_penalty``,
         ``presence_penalty``, ``mirostat_mode``, ``mirostat_tau``, ``mirostat_eta``, ``logits_processor``,
@@ -259,7 +259,7 @@ class SequenceMethods:
         return self._own().save(self._seed)
 
     def load_state(self, state: LlamaState) -> None:
-        """Make a saved sequence the calling thread's."""
+        """Make a saved sequence the calling thread's sequence."""
         self._own().load(state)
 
 
@@ -273,7 +273,7 @@ Answer = dict[str, Any]
 
 
 class LlamaBase(SequenceMethods):
-    """The base of ``Llama``: all but the calls that answer in OpenAI's form."""
+    """The base of ``Llama``: everything except the calls that answer in OpenAI's form."""
 
     def __init__(
         self,
@@ -384,7 +384,7 @@ class LlamaBase(SequenceMethods):
     if not TYPE_CHECKING:  # a type checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
-            """Raise AttributeError: with the reason for what llama-cpp-python has, else with the nearest name."""
+            """Raise AttributeError, with the reason if llama-cpp-python has the name, else with the nearest name."""
             if hasattr(type(self), name):  # a property that raised
                 return object.__getattribute__(self, name)
             raise _missing("Llama", name, dir(self))
@@ -392,14 +392,14 @@ class LlamaBase(SequenceMethods):
     # ---- what is beneath
     @property
     def lp_model(self) -> Model:
-        """Llamapipe's model. Raises EngineClosedError when closed."""
+        """The llamapipe model. Raises EngineClosedError when closed."""
         if self._model is None:
             raise EngineClosedError("this Llama is closed; make another")
         return self._model
 
     @property
     def engine(self) -> Engine:
-        """Llamapipe's engine, for all that it can do and llama-cpp-python cannot."""
+        """The llamapipe engine, for everything that llama-cpp-python cannot do."""
         with self._lock:
             model = self.lp_model
             if self._engine is None:
@@ -417,21 +417,21 @@ class LlamaBase(SequenceMethods):
 
     @property
     def ctx(self) -> Any:
-        """llama-cpp-python's context, which does not exist here."""
+        """In llama-cpp-python, the context, which does not exist here."""
         raise NotImplementedError("there is no llama_cpp context; use Llama.engine, or llamapipe.Pipeline")
 
     @property
     def model(self) -> Any:
-        """llama-cpp-python's model handle, which does not exist here."""
+        """In llama-cpp-python, the handle of the model, which does not exist here."""
         raise NotImplementedError("there is no llama_cpp model; use Llama.lp_model")
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The file's metadata as text, without arrays."""
+        """The file's metadata as texts, without arrays."""
         return self.lp_model.metadata
 
     def n_ctx(self) -> int:
-        """Return the tokens that a request may have, prompt and output."""
+        """Return the number of tokens that a request may have, including prompt and output."""
         return self._n_ctx
 
     def n_embd(self) -> int:
@@ -462,33 +462,33 @@ class LlamaBase(SequenceMethods):
         return _or_none(self.lp_model.bos)
 
     def token_nl(self) -> int:
-        """Return the token of a line end; -1 if it is not one token."""
+        """Return the token of a newline; -1 if a newline is not one token."""
         tokens = self.lp_model.vocab.tokenize("\n", add_special=False)
         return tokens[-1] if tokens else -1
 
     def pooling_type(self) -> int:
-        """Return the number of the pooling of embeddings, as in llama.h."""
+        """Return the pooling type of embeddings as its number in llama.h."""
         return next(number for number, text in options.POOLING.items() if text == self._pooling)
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
-        """Return the tokens of UTF-8 text; ``special``: text of control tokens becomes those tokens."""
+        """Return the tokens of UTF-8 text; ``special``: convert the text of control tokens to these tokens."""
         _ = self.lp_model  # raises if it is closed
         return self._tokenizer.tokenize(text, add_bos, special)
 
     def detokenize(
         self, tokens: Sequence[int], prev_tokens: Sequence[int] | None = None, special: bool = False
     ) -> bytes:
-        """Return the bytes of tokens; control tokens have none unless ``special``."""
+        """Return the bytes of tokens; control tokens have no bytes unless ``special``."""
         _ = self.lp_model  # raises if it is closed
         return self._tokenizer.detokenize(tokens, prev_tokens, special)
 
     def set_seed(self, seed: int) -> None:
-        """Seed calls that have no ``seed``; -1 and 0xFFFFFFFF: each gets a random one."""
+        """Set the seed of calls without ``seed``; with -1 or 0xFFFFFFFF, each gets a random one."""
         self._seed = check_int("seed", seed, -(2**63), 2**64 - 1)
         self._seeds = None if seed in (-1, options.NO_SEED) else random.Random(self._seed)
 
     def set_cache(self, cache: LlamaRAMCache | None) -> None:
-        """Accept a ``LlamaRAMCache``, whose purpose the engine's prefix cache serves in any case."""
+        """Accept a ``LlamaRAMCache``, which the engine's prefix cache makes unnecessary."""
         if cache is not None and not isinstance(cache, LlamaRAMCache):
             raise TypeError(
                 f"cache must be a LlamaRAMCache, not {type(cache).__name__}: prefixes are kept in memory"
@@ -512,7 +512,7 @@ class LlamaBase(SequenceMethods):
 
     # ---- lifetime
     def close(self) -> None:
-        """Free the model, after the calls that run. A second call does nothing."""
+        """Free the model after the running calls have ended. A second call does nothing."""
         with self._lock:
             self._model = None
             self._free.detach()
@@ -531,7 +531,7 @@ class LlamaBase(SequenceMethods):
     def logits_to_logprobs(
         logits: npt.NDArray[np.float32] | list[float], axis: int = -1
     ) -> npt.NDArray[np.float32]:
-        """Return the natural logarithms of the probabilities that logits stand for."""
+        """Return the natural logarithms of the probabilities that the logits represent."""
         row = np.asarray(logits, np.float32)
         shifted = row - np.max(row, axis=axis, keepdims=True)
         logprobs: npt.NDArray[np.float32] = shifted - np.log(
@@ -541,7 +541,7 @@ class LlamaBase(SequenceMethods):
 
     @staticmethod
     def longest_token_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-        """Return how many tokens two sequences begin with in common."""
+        """Return the length of the longest common prefix of two sequences."""
         n = 0
         for left, right in zip(a, b, strict=False):
             if left != right:
@@ -551,16 +551,16 @@ class LlamaBase(SequenceMethods):
 
 
 def _dropped(owned: ExitStack) -> None:
-    """Close what a Llama that nobody closed has. It stays open while something else uses the model.
+    """Close the resources of a Llama that was never closed, unless something else uses the model.
 
-    That is an engine of the caller's or, when the interpreter exits, one that another thread is making.
+    Another user may be an engine of the caller or, at the interpreter's exit, one that another thread is making.
     """
     with suppress(EngineClosedError):
         owned.close()
 
 
 def _missing(owner: str, name: str, known: Iterable[str]) -> AttributeError:
-    """Make the error for a missing attribute: with the reason if llama-cpp-python has it, else the nearest name."""
+    """Make the error for a missing attribute, with the reason if llama-cpp-python has it, else the nearest name."""
     if (reason := instead_of(name, owner)) is not None:
         return AttributeError(f"{owner} has no {quoted(name)} here: {reason}", name=name)
     if name.startswith("_"):  # Python itself asks for many of these

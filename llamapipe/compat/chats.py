@@ -1,4 +1,4 @@
-"""Chats: with the model's template through ``Engine.chat``, or with a format that is known by name."""
+"""Runs chats with the model's template through ``Engine.chat``, or with a format that is known by name."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def choice_of(function_call: Any, tool_choice: Any, has_tools: bool) -> Any:
 
 
 def schema_of(response_format: Mapping[str, Any] | None) -> Any:
-    """Return an answer's JSON schema; None: any text. Raises TypeError and ValueError for a wrong format."""
+    """Return the JSON schema of the answer; None for any text. Raises TypeError and ValueError for a wrong format."""
     if response_format is not None and not isinstance(response_format, Mapping):
         raise TypeError(
             f'response_format must be a dict such as {{"type": "json_object"}}, not {type(response_format).__name__}'
@@ -74,10 +74,10 @@ def schema_of(response_format: Mapping[str, Any] | None) -> Any:
 
 
 class ChatCall:
-    """One chat: what ``create_chat_completion`` asks for, without the form of its answer.
+    """One call of ``create_chat_completion``, without the form of its answer.
 
-    ``named``: a format known by name, None for the model's template. Raises ValueError for a tool that is not there,
-    and for tools that the format or the template cannot show.
+    ``named``: a format known by name; None for the model's template. Raises ValueError for the choice of an unknown
+    tool, and for tools that the format or the template cannot show.
     """
 
     def __init__(

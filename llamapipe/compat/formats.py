@@ -1,7 +1,8 @@
-"""Chat formats that llama-cpp-python knows by name: how they write a conversation as text.
+"""The chat formats that llama-cpp-python knows by name, which write a conversation as text.
 
-Use them for models whose file has no chat template. Each is what its models were trained on; where llama-cpp-python
-writes something else, or drops the system message, docs/coming-from/llama-cpp-python.md says so.
+Use them for models whose file has no chat template. Each is the format in which its models were trained.
+docs/coming-from/llama-cpp-python.md names the formats for which llama-cpp-python writes something else or drops the
+system message.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from llamapipe._messages import quoted
 class Format:
     """The text of a message of each role, with ``{}`` for its content, and the start of the answer.
 
-    ``default``: the system message of conversations without one; None: such conversations have no system part.
-    ``system`` is None if the system message is written before the first message of the user. ``stop``: ends an answer.
+    ``default``: the system message of conversations that lack one; None if these have no system part. ``system`` is
+    None if the system message is written at the start of the first user message. ``stop``: the texts that end an
+    answer.
     """
 
     system: str | None
@@ -63,7 +65,7 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 def _headed(name: str) -> str:
-    """Return the head of a message of Llama 3."""
+    """Return the header of a message of Llama 3."""
     return f"<|start_header_id|>{name}<|end_header_id|>\n\n"
 
 
@@ -202,9 +204,9 @@ UNSUPPORTED: Final = ("functionary", "functionary-v1", "functionary-v2")
 def template_of(
     name: str | None, chat_template: str | os.PathLike[str] | None
 ) -> str | os.PathLike[str] | None:
-    """Return ``Model``'s ``chat_template`` for a format and a ``chat_template`` of ``Llama``; None: the file's.
+    """Return ``Model``'s ``chat_template`` for ``Llama``'s format and ``chat_template``; None for the file's own.
 
-    Raises ValueError for a format that is not known or not supported, and if both are given.
+    Raises ValueError for an unknown or unsupported format, and if both arguments are given.
     """
     if name is None:
         return chat_template

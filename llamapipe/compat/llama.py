@@ -1,4 +1,4 @@
-"""``Llama``: the class of llama-cpp-python over an engine that all threads share."""
+"""``Llama``: the class of llama-cpp-python, with an engine that all threads share."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ Answer = dict[str, Any]
 class Llama(LlamaBase):
     """A model with the constructor and the methods of llama-cpp-python 0.3.36. Any thread.
 
-    Calls of many threads run together: up to ``n_seq_max`` at a time, each with a context of ``n_ctx`` tokens, in
-    ``n_cells`` KV cells that they share. ``reset``, ``eval``, ``sample``, ``generate`` and the states work on a
-    sequence of the calling thread. ``chat_template``: Jinja source or the path of a file, in place of the model's own.
-    ``template_args``: for the chat template, such as ``{"enable_thinking": False}``. Close it, or use ``with``.
+    Calls from many threads run together: up to ``n_seq_max`` at a time, each with a context of ``n_ctx`` tokens, in
+    ``n_cells`` KV cells that they share. ``reset``, ``eval``, ``sample``, ``generate`` and the states work on the
+    calling thread's own sequence. ``chat_template``: Jinja source or the path of a file, in place of the model's own.
+    ``template_args``: arguments for the chat template, such as ``{"enable_thinking": False}``. Close the object, or use
+    ``with``.
 
     Raises ValueError for options that llamapipe cannot honour, ModelLoadError, BackendError if memory runs out.
     """
@@ -62,9 +63,9 @@ class Llama(LlamaBase):
         cache_dir: str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> Llama:
-        """Load a model of the Hugging Face Hub; ``filename`` may be a pattern. Needs the extra ``hub``.
+        """Load a model from the Hugging Face Hub; ``filename`` may be a pattern. Needs the extra ``hub``.
 
-        Other parts of a split model are found by themselves. Raises as ``Model.from_pretrained``.
+        The other parts of a split model are found automatically. Raises as ``Model.from_pretrained`` does.
         """
         from llamapipe.hub import model_file
 
@@ -113,11 +114,11 @@ class Llama(LlamaBase):
         grammar: LlamaGrammar | None = None,
         logit_bias: Mapping[int, float] | None = None,
     ) -> Any:
-        """Continue a prompt: return a dictionary in the form of OpenAI's API, or its chunks if ``stream``.
+        """Continue a prompt; return a dictionary in the form of OpenAI's API, or its chunks if ``stream``.
 
-        ``max_tokens``: None or 0: until the context is full. ``suffix``: the text after the gap, for models that fill
-        in the middle. ``echo``: the prompt is part of the text. Raises TypeError for unknown options, ValueError for a
-        prompt that does not fit.
+        ``max_tokens``: None or 0 to generate until the context is full. ``suffix``: the text after the gap, for models
+        that fill in the middle. ``echo``: include the prompt in the text. Raises TypeError for unknown options,
+        ValueError for a prompt that does not fit.
         """
         arguments = locals()
         _ = self.lp_model  # raises if it is closed
@@ -194,7 +195,7 @@ class Llama(LlamaBase):
         logprobs: bool | None = None,
         top_logprobs: int | None = None,
     ) -> Any:
-        """Answer a conversation: return a dictionary in the form of OpenAI's API, or its chunks if ``stream``.
+        """Answer a conversation; return a dictionary in the form of OpenAI's API, or its chunks if ``stream``.
 
         Needs the extra ``chat``. ``functions`` and ``function_call``: older names of ``tools`` and ``tool_choice``.
         Raises ValueError for a conversation that does not fit, or that the chat format cannot write.
@@ -228,7 +229,7 @@ class Llama(LlamaBase):
         }
 
     def create_chat_completion_openai_v1(self, *args: Any, **kwargs: Any) -> Any:
-        """Do as ``create_chat_completion``, with the types of the package ``openai``, which must be installed."""
+        """Do the same as ``create_chat_completion``, with the types of ``openai``. Needs that package."""
         try:
             from openai.types.chat import ChatCompletion, ChatCompletionChunk
         except ImportError:
@@ -260,9 +261,9 @@ class Llama(LlamaBase):
     ) -> Any:
         """Return the embedding of a text, ``n_embd`` floats, or a list of embeddings for a list of texts.
 
-        With pooling ``none``, which holds for models whose file names no pooling, a text's embedding is a list of
-        ``n_tokens`` lists. ``truncate``: a text that is too long is cut. Raises RuntimeError without
-        ``embedding=True``, ValueError for a text that is too long if not ``truncate``.
+        With pooling ``none``, which applies to models whose file names no pooling, a text's embedding is a list of
+        ``n_tokens`` lists. ``truncate``: cut a text that is too long. Raises RuntimeError without ``embedding=True``,
+        ValueError for a text that is too long if not ``truncate``.
         """
         if not self._embedding:
             raise RuntimeError("embeddings need Llama(..., embedding=True)")

@@ -1,4 +1,4 @@
-"""The constructor's arguments of llama-cpp-python as those of ``Model`` and ``Engine``, and the constants for them."""
+"""Converts llama-cpp-python's constructor arguments and constants to options of ``Model`` and ``Engine``."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ REFUSED: Final[dict[str, tuple[object, str]]] = {
 
 
 def check_refused(values: dict[str, Any]) -> None:
-    """Raise ValueError for the first argument that asks for what llamapipe does not have."""
+    """Raise ValueError for the first argument that asks for a feature that llamapipe lacks."""
     for name, (nothing, reason) in REFUSED.items():
         value = values[name]
         if name == "draft_model" and isinstance(value, (str, os.PathLike, Model)):
@@ -97,9 +97,9 @@ def check_refused(values: dict[str, Any]) -> None:
 
 
 def check_older(values: dict[str, Any], known: Iterable[str]) -> None:
-    """Accept arguments of older versions, which LangChain still gives. Raises TypeError and ValueError for others.
+    """Accept arguments of older versions, which LangChain still passes. Raises TypeError and ValueError for others.
 
-    ``known``: the names of all others.
+    ``known``: the names of all current arguments.
     """
     for name, value in values.items():
         if name not in _OLDER:
@@ -112,17 +112,17 @@ def check_older(values: dict[str, Any], known: Iterable[str]) -> None:
 
 
 def check_integers(values: dict[str, Any]) -> None:
-    """Raise TypeError for what is not an integer and ValueError for one out of range."""
+    """Raise TypeError for a value that is not an integer, and ValueError for an integer out of range."""
     for name, (low, high) in _INTEGERS.items():
         if values[name] is not None or name not in ("type_k", "type_v"):
             check_int(name, values[name], low, high)
 
 
 def pooling(number: int, metadata: dict[str, str]) -> str:
-    """Return the pooling of embeddings for ``pooling_type``; -1: the file's.
+    """Return the pooling of embeddings for ``pooling_type``; -1 means the file's pooling.
 
-    A file that names none has "none", as in llama.cpp: one vector for each token. ``Embedder`` would choose "last" or
-    "mean", whose result has another shape than that of the original.
+    For a file that names no pooling, this is "none", as in llama.cpp: one vector per token. ``Embedder`` would choose
+    "last" or "mean", whose result has another shape than llama-cpp-python's.
     """
     if number == -1:
         own = metadata.get(f"{metadata.get('general.architecture')}.pooling_type", "0")
@@ -131,7 +131,7 @@ def pooling(number: int, metadata: dict[str, str]) -> str:
 
 
 def model_options(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``Model``, but for its path and template. Raises ValueError."""
+    """Return the arguments of ``Model`` other than its path and template. Raises ValueError."""
     return {
         "n_gpu_layers": values["n_gpu_layers"],
         "split_mode": _named("split_mode", SPLIT_MODES, values["split_mode"]),
@@ -145,7 +145,7 @@ def model_options(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def engine_options(values: dict[str, Any], n_ctx: int) -> dict[str, Any]:
-    """Return options of ``Engine`` and ``EngineTuning``. ``n_ctx``: tokens of a request. Raises ValueError."""
+    """Return the options of ``Engine`` and ``EngineTuning``. ``n_ctx``: tokens per request. Raises ValueError."""
     n_seq_max = values["n_seq_max"]
     n_cells = values["n_cells"]
     if n_cells is None and n_seq_max * n_ctx > _SHARED_CELLS:

@@ -14,7 +14,7 @@ from llamapipe.text.stream import TextOffsets
 
 
 def head(kind: str, prefix: str, model: str) -> dict[str, Any]:
-    """Return the fields that all answers begin with."""
+    """Return the fields with which all answers begin."""
     return {"id": f"{prefix}-{uuid.uuid4()}", "object": kind, "created": int(time.time()), "model": model}
 
 
@@ -28,7 +28,7 @@ def usage(n_prompt: int, n_completion: int) -> dict[str, int]:
 
 
 class LogprobWriter:
-    """Writes the ``logprobs`` of a completion; ``offsets``: where in the text each token begins."""
+    """Writes the ``logprobs`` of a completion. ``offsets``: where each token begins in the text."""
 
     def __init__(self, tokenizer: LlamaTokenizer, offsets: TextOffsets) -> None:
         self._tokenizer = tokenizer
@@ -38,7 +38,7 @@ class LogprobWriter:
         return f"LogprobWriter({self._offsets})"
 
     def write(self, entries: Iterable[TokenLogprob], first: int | None = None) -> dict[str, Any]:
-        """Return the entries of tokens. ``first``: a token before them that has no log-probability."""
+        """Return the entries of tokens. ``first``: a preceding token that has no log-probability."""
         tokens: list[str] = []
         offsets: list[int] = []
         logprobs: list[float | None] = []

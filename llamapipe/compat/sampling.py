@@ -1,4 +1,4 @@
-"""Sampling arguments and grammars of llama-cpp-python as ``SamplingParams``."""
+"""Converts sampling arguments and grammars of llama-cpp-python to ``SamplingParams``."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from llamapipe.structured.schema import closed_objects
 class LlamaGrammar:
     """A constraint of the output: GBNF text, or a JSON schema. Immutable.
 
-    The schema is compiled by llguidance and not turned into GBNF, so all that ``SamplingParams.json_schema`` takes
-    works.
+    The schema is compiled by llguidance and not converted to GBNF, so every schema that ``SamplingParams.json_schema``
+    accepts works.
     """
 
     def __init__(self, gbnf: str | None = None, json_schema: object = None) -> None:
@@ -34,7 +34,7 @@ class LlamaGrammar:
 
     @classmethod
     def from_string(cls, grammar: str, verbose: bool = True) -> LlamaGrammar:
-        """Take a grammar in GBNF; it is checked when it is used."""
+        """Make a constraint from a grammar in GBNF, which is checked when it is used."""
         del verbose
         if not isinstance(grammar, str):
             raise TypeError(f"grammar must be a str, not {type(grammar).__name__}")
@@ -47,16 +47,16 @@ class LlamaGrammar:
 
     @classmethod
     def from_json_schema(cls, json_schema: str, verbose: bool = True) -> LlamaGrammar:
-        """Make a grammar for the values of a JSON schema, given as JSON text. Raises ValueError for other text.
+        """Make a constraint from a JSON schema, given as JSON text. Raises ValueError for other text.
 
-        As in llama-cpp-python, objects with ``properties`` have no others, unless ``additionalProperties`` says so.
+        As in llama-cpp-python, objects with ``properties`` allow no others, unless ``additionalProperties`` says so.
         """
         del verbose
         return cls(json_schema=closed(json.loads(json_schema)))
 
 
 def closed(schema: Any) -> Any:
-    """Return a schema whose objects have the listed properties only, as llama-cpp-python reads it."""
+    """Return a schema whose objects allow only the listed properties, as in llama-cpp-python."""
     return closed_objects(schema) if isinstance(schema, dict) else schema
 
 
@@ -83,7 +83,7 @@ class LogitsProcessorList(list[LogitsProcessor]):
 
 
 class StoppingCriteriaList(list[StoppingCriteria]):
-    """Criteria of which one is enough to stop."""
+    """Criteria, any of which stops generation."""
 
     def __call__(self, input_ids: Ids, logits: Row) -> bool:
         """Return whether generation stops before the next token."""
@@ -91,7 +91,7 @@ class StoppingCriteriaList(list[StoppingCriteria]):
 
 
 class MinTokensLogitsProcessor:
-    """Forbids a token until ``min_tokens`` were generated. One object for each request."""
+    """Forbids a token until ``min_tokens`` tokens have been generated. Use one object per request."""
 
     def __init__(self, min_tokens: int, token_eos: int) -> None:
         self.min_tokens = min_tokens
@@ -108,7 +108,7 @@ class MinTokensLogitsProcessor:
 
 
 def most_tokens(max_tokens: int | None) -> int | None:
-    """Return ``max_tokens`` of a call; None: no limit. Raises TypeError."""
+    """Return ``max_tokens`` of a call; None for no limit. Raises TypeError."""
     if max_tokens is None:
         return None
     number = check_float("max_tokens", max_tokens, -math.inf, math.inf)  # the original takes floats
@@ -144,9 +144,10 @@ def sampling_params(
     stopping_criteria: StoppingCriteria | None = None,
     adapter: Mapping[str | AnyAdapter, float] | None = None,
 ) -> SamplingParams:
-    """Return the params of a call. ``last_n``: tokens that penalties look at; ``end``: the token that ends generation.
+    """Return the params of a call. ``last_n``: tokens that penalties look at; ``end``: ends generation.
 
-    Raises TypeError and ValueError as ``SamplingParams``, and ValueError for features that llama.cpp no longer has.
+    Raises TypeError and ValueError as ``SamplingParams`` does, and ValueError for features that llama.cpp no longer
+    has.
     """
     if tfs_z != 1.0:
         raise ValueError(
@@ -200,7 +201,7 @@ def sampling_params(
 def _as_ours(
     processor: LogitsProcessor | None, criterion: StoppingCriteria | None, end: int | None
 ) -> Callable[[list[int], Row], None]:
-    """Make a logits processor of the engine. A criterion that holds leaves only the end as the next token."""
+    """Make a logits processor for the engine. When the criterion holds, only ``end`` can be the next token."""
 
     def process(tokens: list[int], row: Row) -> None:
         ids = np.array(tokens, np.intc)

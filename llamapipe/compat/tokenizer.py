@@ -1,4 +1,4 @@
-"""Text to tokens and back, in bytes, as llama-cpp-python does it."""
+"""Converts text to tokens and back, in bytes, as llama-cpp-python does."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LlamaTokenizer:
     def detokenize(
         self, tokens: Sequence[int], prev_tokens: Sequence[int] | None = None, special: bool = False
     ) -> bytes:
-        """Return the bytes of tokens; control tokens have none unless ``special``. ``prev_tokens`` changes nothing."""
+        """Return the bytes of tokens; control tokens have none unless ``special``. ``prev_tokens`` has no effect."""
         del prev_tokens
         piece = self._vocab.written_piece if special else self._vocab.piece
         text = b"".join(piece(token) for token in tokens)
@@ -48,12 +48,12 @@ class LlamaTokenizer:
         return self.tokenize(text.encode("utf-8", "ignore"), add_bos, special)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without bytes that are no characters."""
+        """Return the text of tokens, without bytes that do not form characters."""
         return self.detokenize(tokens).decode("utf-8", "ignore")
 
 
 class PromptMaker:
-    """Makes the tokens of a prompt: special tokens are parsed, and a suffix asks for a gap to be filled.
+    """Makes the tokens of a prompt. Special tokens are parsed. With a suffix, the model fills the gap before it.
 
     ``spm_infill``: the suffix is written before the prefix.
     """
@@ -66,7 +66,7 @@ class PromptMaker:
         return f"<PromptMaker fim={self._fim}>"
 
     def tokens(self, prompt: str | Sequence[int], suffix: str | None) -> list[int]:
-        """Return the tokens; a prompt of tokens is taken as it is. Raises TypeError and ValueError."""
+        """Return the tokens; a prompt of tokens is returned unchanged. Raises TypeError and ValueError."""
         if isinstance(prompt, (bytes, bytearray)):  # would count as token ids
             raise TypeError("prompt must be a str or a list of token ids, not bytes: write prompt.decode()")
         if not isinstance(prompt, Iterable):

@@ -1,8 +1,9 @@
 """Checks a model's hyperparameters, heads and rotary positions before llama.cpp reads them.
 
-llama.cpp asserts them in ``llama_model_base::load_hparams`` or in the operations it builds from them, and a failed
-assertion ends the process. It refuses tensors whose shapes do not fit the hyperparameters. But some matrices
-it compares only with the model's width or with the first layer's sizes, and later reshapes them by the number of heads.
+llama.cpp asserts these values in ``llama_model_base::load_hparams`` or in the operations it builds from them, and a
+failed assertion ends the process. It refuses most tensors whose shapes do not fit the hyperparameters. But it compares
+some matrices only with the model's width or with the first layer's sizes, and later reshapes them by the number of
+heads.
 
 A missing key is not an error here; a value of the wrong type, or outside its limits, is.
 """
@@ -32,7 +33,7 @@ def text(entries: dict[str, Entry], key: str) -> str | None:
 
 @dataclass(frozen=True)
 class Keys:
-    """The metadata of one architecture, by the part of the key that follows the architecture's name."""
+    """The metadata of one architecture, by the part of the key after the architecture's name."""
 
     entries: dict[str, Entry]
     architecture: str
@@ -208,7 +209,7 @@ _NOT_MODELS: Final = {
 
 @dataclass(frozen=True)
 class Shapes:
-    """The architecture's name and the sizes needed elsewhere; a size is 0 if a vocabulary-only file omits it."""
+    """The architecture's name and the sizes needed elsewhere. A size is 0 if a vocabulary-only file omits it."""
 
     architecture: str
     n_layer: int
@@ -256,9 +257,9 @@ def check_shapes(head: Head) -> Shapes:
 
 
 def _has_sections(keys: Keys) -> bool:
-    """Return whether one of the three kinds of positions rotates anything.
+    """Return whether any of the three kinds of positions rotates a value.
 
-    llama.cpp takes one number for all of them.
+    llama.cpp accepts one number for all of them.
     """
     entry = keys.entries.get(keys.name("rope.dimension_sections"))
     if entry is None:

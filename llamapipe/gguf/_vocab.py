@@ -1,7 +1,7 @@
 """Checks a GGUF file's vocabulary before llama.cpp reads it.
 
-Each rule refuses something on which llama.cpp would abort, loop forever or read outside its buffers
-(``llama-vocab.cpp``). Problems that it reports or tolerates itself are mostly left to it.
+Each rule refuses a vocabulary on which llama.cpp (``llama-vocab.cpp``) would abort, loop forever or read outside its
+buffers. Problems that llama.cpp reports or tolerates itself are mostly left to it.
 """
 
 from __future__ import annotations
@@ -135,9 +135,9 @@ def _check_kinds(tokenizer: str, pieces: list[bytes], kinds: Array) -> None:
 
 
 def _check_ids(entries: dict[str, Entry], tokenizer: str, n_pieces: int) -> None:
-    """Check that the special tokens that tokenizing adds or falls back to exist.
+    """Check that the special tokens exist which tokenizing adds or falls back to.
 
-    llama.cpp asserts it while tokenizing.
+    llama.cpp asserts this while tokenizing.
     """
     pre = _string(entries, "tokenizer.ggml.pre") or ""
     defaults: tuple[int | None, ...] = _DEFAULTS.get(tokenizer, (None,) * 4)
@@ -181,7 +181,7 @@ def _flag(entries: dict[str, Entry], name: str, default: bool) -> bool:
 
 
 def _check_bytes(pieces: list[bytes]) -> None:
-    """Check that a vocabulary with byte pieces has all 256; llama.cpp throws at text that it cannot spell."""
+    """Check that a vocabulary with byte pieces has all 256; llama.cpp throws for text that they cannot spell."""
     known = set(pieces)
     missing = [i for i in range(256) if b"<0x%02X>" % i not in known]
     if 0 < len(missing) < 256:
@@ -214,9 +214,9 @@ def _check_bpe(head: Head, tokenizer: str) -> None:
 
 
 def _check_rwkv(pieces: list[bytes]) -> None:
-    """Check that every byte that begins a piece is a piece.
+    """Check that every byte that begins a piece is also a piece.
 
-    Otherwise llama.cpp restarts at the text's first byte.
+    If it is not, llama.cpp restarts at the text's first byte.
     """
     decoded = [_unescaped(piece) for piece in pieces]
     single = {piece for piece in decoded if len(piece) == 1}

@@ -1,8 +1,8 @@
-"""Checks the GGUF files of LoRAs and control vectors, and that they fit their model, before llama.cpp gets them.
+"""Checks that the GGUF files of LoRAs and control vectors are valid and fit their model, before llama.cpp gets them.
 
-llama.cpp skips tensors of norms without an error, compares only two of the sizes of a pair with those of the model, and
-ends the process over keys of another type. A pair that passes can be multiplied with every row of the model. It does
-not read control vectors at all: it takes an array.
+llama.cpp skips tensors of norms without an error, compares only two sizes of a pair with the model's, and ends the
+process if keys have the wrong type. A pair that passes this check can be multiplied with every row of the model.
+llama.cpp does not read files of control vectors: it takes an array.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ _UNSTEERED: Final = frozenset(
 class AdapterInfo:
     """The facts in a checked adapter file.
 
-    ``name``: ``general.name``, or the file's, cut after 256 characters. ``alpha``: 0 if the file has none; products
-    are then not scaled by it. ``invocation``: the tokens that activate it; empty: it is no activated LoRA.
-    ``ranks``: the smallest and the largest rank of its pairs. ``matrices``: those that it changes, if the rows of a
-    step can have different adapters of this kind; else none. ``digest``: 16 bytes, a hash of the whole file.
+    ``name``: ``general.name`` or the file's name, cut after 256 characters. ``alpha``: 0 if the file has none; products
+    are then not scaled by it. ``invocation``: the tokens that activate the adapter; empty unless it is an activated
+    LoRA. ``ranks``: the smallest and the largest rank of its pairs. ``matrices``: the matrices that it changes, if the
+    rows of a step can have different adapters of this kind; else empty. ``digest``: a hash of the whole file, 16 bytes.
     """
 
     path: Path
@@ -96,10 +96,11 @@ class AdapterInfo:
 
 @dataclass(frozen=True)
 class ControlInfo:
-    """The facts in a checked control vector, and its numbers.
+    """The facts in a checked control vector, and its values.
 
-    ``directions``: float32 (n_layer - 1, n_embd), what is added after each layer from the second on; zeros where the
-    file has none. ``layers``: the first and the last with a direction. ``name``, ``digest``: as ``AdapterInfo`` has.
+    ``directions``: float32 (n_layer - 1, n_embd), the vectors that are added after each layer from the second on; zeros
+    where the file has none. ``layers``: the first and the last layer with a direction. ``name``, ``digest``: as in
+    ``AdapterInfo``.
     """
 
     path: Path
@@ -113,9 +114,9 @@ class ControlInfo:
 def check_adapter(
     path: str | os.PathLike[str], architecture: str, tensors: Mapping[str, Tensor], n_vocab: int
 ) -> AdapterInfo:
-    """Check the file of a LoRA for a model with this architecture, tensors and number of tokens. Any thread.
+    """Check a LoRA's file for a model with this architecture, these tensors and this vocabulary size. Any thread.
 
-    Raises ModelLoadError if the file is missing or damaged, is no adapter, or does not fit the model; the message
+    Raises ModelLoadError if the file is missing or damaged, is not an adapter, or does not fit the model; the message
     names the problem and its place.
     """
     file = Path(path)
@@ -173,7 +174,7 @@ def _check_keys(head: Head, architecture: str) -> float:
 
 
 def _rows_matrices(head: Head, architecture: str) -> frozenset[str]:
-    """Return the matrices that it changes, if our kernels compute all of its products."""
+    """Return the matrices that the adapter changes, if our kernels compute all of its products."""
     plain = all(
         type_name(tensor) in _PLAIN_TYPES
         and len(_plain(tensor.dims)) <= 2
@@ -188,7 +189,7 @@ def _rows_matrices(head: Head, architecture: str) -> frozenset[str]:
 def is_activated(path: str | os.PathLike[str]) -> bool:
     """Return whether a file is an activated LoRA; False if it is missing or damaged.
 
-    Its model need not be known.
+    The model need not be known.
     """
     try:
         return _INVOCATION in open_gguf(Path(path), _CONVERTER).head.entries
@@ -197,7 +198,7 @@ def is_activated(path: str | os.PathLike[str]) -> bool:
 
 
 def _invocation(head: Head, n_vocab: int) -> tuple[int, ...]:
-    """Return the tokens that activate the adapter; none if it always computes."""
+    """Return the tokens that activate the adapter; empty if it is always active."""
     entry = head.entries.get(_INVOCATION)
     if entry is None:
         return ()
@@ -221,7 +222,7 @@ def check_control_vector(
 ) -> ControlInfo:
     """Read and check the file of a control vector for a model with these sizes. Any thread.
 
-    Raises ModelLoadError if the file is missing or damaged, is no control vector, or does not fit the model; the
+    Raises ModelLoadError if the file is missing or damaged, is not a control vector, or does not fit the model; the
     message names the problem and its place.
     """
     file = Path(path)
@@ -327,7 +328,7 @@ def _check_pairs(head: Head, architecture: str, tensors: Mapping[str, Tensor]) -
 
 
 def _check_pair(name: str, base: Tensor, a: Tensor, b: Tensor, tensors: Mapping[str, Tensor]) -> int:
-    """Check one pair; returns its rank. ``dims`` have the number of columns first."""
+    """Check one pair; returns its rank. In ``dims``, the number of columns comes first."""
     if len(base.dims) < 2:
         raise Damage(f"it changes {name!r}, which is a vector of this model and not a matrix")
     if type_name(base) == "NVFP4":
@@ -356,7 +357,7 @@ def _check_pair(name: str, base: Tensor, a: Tensor, b: Tensor, tensors: Mapping[
 
 
 def _plain(dims: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the dimensions without the last dimensions of one."""
+    """Return the dimensions without trailing ones."""
     n = len(dims)
     while n > 2 and dims[n - 1] == 1:
         n -= 1

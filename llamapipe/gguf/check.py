@@ -1,9 +1,9 @@
 """Checks a GGUF file before llama.cpp loads it.
 
-llama.cpp refuses most damaged files with an error, but on some it aborts, crashes or loops forever, and the process is
+llama.cpp refuses most damaged files with an error. On some, it aborts, crashes or loops forever, and the process is
 lost. Everything before the tensor data is checked here; damage inside tensor data cannot be detected. Architectures and
-tensor types that this version does not know are left to llama.cpp. Rare architectures may assert more about their own
-keys than this check knows.
+tensor types that this version does not know are left to llama.cpp. For rare architectures, llama.cpp may assert more
+about their own keys than this check knows.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ RANK_HEADS = ("cls.weight", "cls.output.weight")
 
 @dataclass(frozen=True)
 class Stamp:
-    """The identity of a file's content, as far as the file system tells."""
+    """The identity of a file's content, as far as the file system shows it."""
 
     path: Path
     n_bytes: int
@@ -172,7 +172,7 @@ class Stamp:
         return cls(path, status.st_size, status.st_dev, status.st_ino, status.st_mtime_ns)
 
     def change(self) -> str | None:
-        """Return what happened to the file since; None if it is the same."""
+        """Return what has happened to the file since then; None if it is the same."""
         try:
             now = Stamp.of(self.path, self.path.stat())
         except OSError as error:
@@ -194,14 +194,13 @@ class OpenFile:
 class GgufInfo:
     """The facts in the head of a checked file.
 
-    `n_entries` counts metadata entries, `n_parts` the files of a split model. `tokenizer` is None without a
-    vocabulary. `is_vocab_only` is True for a file without tensors, `is_causal` False for models whose tokens attend to
-    later ones, such as encoders. `metadata`: single values and arrays of numbers by key, without those of the
-    vocabulary. `has_rank_head`: it has the output layer of a reranker. `n_rot`: values of
-    a head that positions rotate, None if the file leaves it to llama.cpp; `has_rope_sections`: it says how several
-    kinds of positions share them. `n_layer`, `n_embd` and
-    `n_ctx_train` are 0 if a vocabulary-only file omits them. `tensors`: those of all files. `size_bytes` is the size
-    of all files, `stamps` their identities.
+    `n_entries` counts metadata entries, `n_parts` the files of a split model. `tokenizer` is None without a vocabulary.
+    `is_vocab_only` is True for a file without tensors, `is_causal` False for models whose tokens attend to later ones,
+    such as encoders. `metadata`: single values and arrays of numbers by key, without the vocabulary's. `has_rank_head`:
+    the model has the output layer of a reranker. `n_rot`: the number of a head's values that positions rotate, None if
+    the file leaves it to llama.cpp. `has_rope_sections`: the file says how several kinds of positions share these
+    values. `n_layer`, `n_embd` and `n_ctx_train` are 0 if a vocabulary-only file omits them. `tensors`: the tensors of
+    all files. `size_bytes` is the size of all files, `stamps` their identities.
     """
 
     path: Path
@@ -226,7 +225,7 @@ class GgufInfo:
     stamps: tuple[Stamp, ...]
 
     def change(self) -> str | None:
-        """Return what happened to the files since they were checked; None if they are the same."""
+        """Return what has happened to the files since the check; None if they are the same."""
         return next((change for stamp in self.stamps if (change := stamp.change())), None)
 
 
@@ -235,7 +234,7 @@ def check_gguf(
 ) -> GgufInfo:
     """Check a GGUF file and, for a split model, its other parts. Any thread; files are mapped, not copied.
 
-    ``overrides``: single values by key that are checked, and told, in place of the file's; see ``overridden``.
+    ``overrides``: single values by key that are checked and returned in place of the file's; see ``overridden``.
 
     Raises ModelLoadError if the file is missing, not a GGUF file, truncated or damaged; the message names the problem
     and its place.
@@ -280,7 +279,7 @@ def check_gguf(
 
 
 def overridden(entries: Mapping[str, Entry], overrides: Mapping[str, bool | float | str]) -> dict[str, Entry]:
-    """Return the entries that stand in for a file's, of its types.
+    """Return the entries that replace a file's, with the types of the file's entries.
 
     ``overrides``: bools, ints, floats or strs by key. Raises Damage for a value of another type than the file's, which
     llama.cpp would ignore.
@@ -307,7 +306,7 @@ def overridden(entries: Mapping[str, Entry], overrides: Mapping[str, bool | floa
 
 
 def _kind_of(value: bool | int | float | str) -> int:
-    """Return the type that llama.cpp has for a value of which the file has none."""
+    """Return the type that llama.cpp gives a value whose key is not in the file."""
     if isinstance(value, bool):
         return BOOL
     if isinstance(value, int):
@@ -329,7 +328,7 @@ def _metadata(head: Head) -> dict[str, Any]:
 
 
 def open_gguf(path: Path, converter: str = _CONVERTER) -> OpenFile:
-    """Map a file and parse its head. ``converter``: named for a file of safetensors. Raises ModelLoadError."""
+    """Map a file and parse its head. ``converter``: named if it is safetensors. Raises ModelLoadError."""
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
@@ -430,7 +429,7 @@ def _split_value(head: Head, key: str) -> int | None:
 
 
 def head_texts(path: Path) -> dict[str, str]:
-    """Return the single values of a checked file's metadata as texts, as ``Model.metadata`` has them.
+    """Return the single values of a checked file's metadata as texts, as in ``Model.metadata``.
 
     Raises ModelLoadError.
     """

@@ -1,9 +1,9 @@
-"""Reads from a draft file's metadata what kind of draft it is, and for which models.
+"""Reads from a draft file's metadata what kind of draft it is, and which models it fits.
 
 Open this file when a draft's kind is mistaken, or when a draft is refused although it fits its model.
 
-A small model of the same family drafts by itself. The other kinds read what their model computes. Each belongs to one
-model, whose widths, layers and vocabulary the file names.
+A small model of the same family drafts on its own. Drafts of the other kinds read values that the target model
+computes. Each belongs to one model, whose widths, layers and vocabulary the file names.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def target_layers(metadata: Mapping[str, Any]) -> list[int]:
 def eagle3_problem(draft: GgufInfo, architecture: str, n_layer: int, n_embd: int, n_vocab: int) -> str:
     """Return why an EAGLE-3 draft does not fit a model of these sizes; empty if it does. Any thread.
 
-    With such a draft llama.cpp would end the process, or its drafts would always be wrong.
+    With a draft that does not fit, llama.cpp would end the process, or the drafted tokens would always be wrong.
     """
     if architecture not in EAGLE3_TARGETS:
         known = ", ".join(EAGLE3_TARGETS)
@@ -103,7 +103,7 @@ def _tensor_problem(draft: GgufInfo, n_embd: int, n_vocab: int) -> str:
 
 
 def _numbers(path: str | os.PathLike[str], name: str) -> npt.NDArray[np.int64]:
-    """Return the values of a tensor of 64-bit integers. The file was checked before."""
+    """Return the values of a tensor of 64-bit integers. The file must have been checked."""
     from llamapipe.gguf.check import open_gguf
 
     head = open_gguf(Path(path)).head

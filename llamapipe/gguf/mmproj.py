@@ -1,7 +1,7 @@
 """Checks a projector's file (``mmproj``) before libmtmd reads it.
 
-libmtmd asserts what it takes for granted, some of it only while it computes an image, on threads that no error can
-leave. So types, places and sizes are checked here, as for models, and the numbers that its graphs divide by.
+libmtmd asserts its assumptions, some of them only while it computes an image, on threads that cannot report an error.
+So types, places and sizes are checked here, as for models, and so are the numbers by which its graphs divide.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _MOST_PIXELS: Final = 2**31 - 1  # of an image that is resized for libmtmd
 
 
 class _Resized(NamedTuple):
-    """How libmtmd limits the tokens of images that keep their proportions, for a kind of projector.
+    """How libmtmd limits the tokens of images that keep their proportions, for one kind of projector.
 
-    ``least``, ``most``: its limits; None: it has none. ``key``, ``side``: where the file tells how many patches a side
-    of a token has, and the number where it does not. ``from_file``: limits in the file come before these.
-    ``takes_least``: the smaller one can be set.
+    ``least``, ``most``: libmtmd's limits, or None. ``key``: the file's key for the number of patches along a side of a
+    token; ``side``: the number if the file lacks that key. ``from_file``: limits in the file take precedence over
+    these. ``takes_least``: the lower limit can be set.
     """
 
     least: int | None
@@ -67,9 +67,9 @@ _RESIZED: Final = {
 
 
 class ImageTokens(NamedTuple):
-    """The limits of an image's tokens that a file has, where others can be set; None: there is none.
+    """The limits of an image's tokens in a file for which others can be set; None for no limit.
 
-    ``area``: pixels of a token. ``takes_least``: the smaller one can be set.
+    ``area``: the pixels of a token. ``takes_least``: the lower limit can be set.
     """
 
     least: int | None
@@ -78,7 +78,7 @@ class ImageTokens(NamedTuple):
     takes_least: bool
 
     def check(self, least: int | None, most: int | None) -> None:
-        """Raise ValueError for limits that libmtmd cannot have. None: the file's own."""
+        """Raise ValueError for limits that libmtmd cannot use. None stands for the file's own limit."""
         if least is not None and not self.takes_least:
             raise ValueError(
                 f"image_min_tokens is {least}, and this kind of projector has a maximum only: leave it out"
@@ -103,12 +103,12 @@ class ImageTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class MmprojInfo:
-    """The facts of a checked file. ``projectors``: libmtmd's names of their kinds, such as ``"gemma3"``.
+    """The facts in a checked file. ``projectors``: libmtmd's names of their kinds, such as ``"gemma3"``.
 
-    ``sees``, ``hears``: whether it has an encoder of images, of sounds. ``widths``: the lengths of the rows that each
-    makes, as the file says. ``title``: the title of the model that it was made from, or an empty text.
-    ``image_tokens``: None where each image, or each tile of it, has the same number of tokens, or the file's limits are
-    the last word.
+    ``sees``, ``hears``: whether it has an encoder for images, for sounds. ``widths``: the lengths of the rows that each
+    encoder makes, according to the file. ``title``: the title of the model that it was made from, or an empty text.
+    ``image_tokens``: None if every image or tile has the same number of tokens, or if the file's limits cannot be
+    changed.
     """
 
     path: Path
@@ -142,16 +142,17 @@ def check_mmproj(path: str | os.PathLike[str]) -> MmprojInfo:
 
 
 def is_mmproj(name: str) -> bool:
-    """Return whether a file's name says that it is a projector's."""
+    """Return whether a file is a projector's, according to its name."""
     return name.lower().startswith("mmproj") and name.lower().endswith(".gguf")
 
 
 def mmproj_beside(model: Path, n_embd: int, title: Callable[[], str]) -> list[MmprojInfo]:
     """Return the projectors in a model's folder that belong to it.
 
-    ``n_embd``, ``title``: the model's width and name. Rows of another width are another model's. In a folder of several
-    models the name must agree too, the one in the file or the file's: the width of a text model is often that of a
-    model which takes images. In Ollama's store the manifests say which projector a model has.
+    ``n_embd``, ``title``: the model's width and name. A projector whose rows have another width belongs to another
+    model. In a folder with several models, the name must agree too, either the one in the file or the file's own,
+    because a text model often has the same width as a model that takes images. In Ollama's store, the manifests say
+    which projector a model has.
     """
     stored = {named.texts["projector"] for named in names_of(model) if "projector" in named.texts}
     if stored:
@@ -173,7 +174,7 @@ def mmproj_beside(model: Path, n_embd: int, title: Callable[[], str]) -> list[Mm
 
 
 def _fitting(path: Path, n_embd: int) -> MmprojInfo | None:
-    """Return a projector for models of this width; None if it is for others, or damaged."""
+    """Return a projector for models of this width; None if it is for other models or damaged."""
     try:
         info = check_mmproj(path)
     except ModelLoadError:
@@ -182,7 +183,7 @@ def _fitting(path: Path, n_embd: int) -> MmprojInfo | None:
 
 
 def _plain(name: str) -> str:
-    """Return what a file's name says about the model, without its part, its role and its types of weights."""
+    """Return the model's name from a file's name, without its part, its role and its types of weights."""
     stem, quantization = split_quantization(read_name(name.lower()).stem)
     while quantization is not None:  # that of the projector may follow that of the model
         stem, quantization = split_quantization(stem)
@@ -199,7 +200,7 @@ def _text(head: Head, key: str) -> str:
 
 
 def _value(head: Head, key: str, kind: int) -> Any:
-    """Return a value of this type; None if there is none. libmtmd asserts the types."""
+    """Return the value of a key, of this type; None if it is missing. libmtmd asserts the types."""
     entry = head.entries.get(key)
     if entry is not None and entry.kind != kind:
         raise Damage(f"{key} has the type {entry.kind} of GGUF, not {kind}")

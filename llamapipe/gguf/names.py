@@ -1,6 +1,6 @@
-"""Reads the name of a GGUF file: the model, the part of it that the file is, the quantization.
+"""Reads the name of a GGUF file: the model, the number of the file's part, and the quantization.
 
-Open this file to recognise another scheme of names.
+Open this file to recognise another naming scheme.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _QUANTIZATION = re.compile(r"[-._]((?:ud-)?(?:i?q\d\w*|tq\d\w*|mxfp4\w*|b?f16|f3
 
 
 class FileName(NamedTuple):
-    """``stem``: the model, with the folder of the name. ``part``: from 1. ``n_parts``: 0 if the name has no numbers."""
+    """``stem``: the model, including the folder. ``part``: from 1. ``n_parts``: 0 if the name has no numbers."""
 
     stem: str
     part: int
@@ -21,7 +21,7 @@ class FileName(NamedTuple):
 
 
 def read_name(name: str) -> FileName:
-    """Split a file's name into the model and the numbers of its part."""
+    """Split a file's name into the model, the number of its part, and the number of parts."""
     match = _PART.search(name)
     if match is None:
         return FileName(name.removesuffix(".gguf"), 1, 0)
@@ -34,6 +34,6 @@ def part_name(stem: str, part: int, n_parts: int) -> str:
 
 
 def split_quantization(stem: str) -> tuple[str, str | None]:
-    """Split a stem such as ``model-Q4_K_M`` into the part before its quantization, and that quantization or None."""
+    """Split a stem such as ``model-Q4_K_M`` into the text before its quantization, and the quantization or None."""
     match = _QUANTIZATION.search(stem)
     return (stem, None) if match is None else (stem[: match.start()], match[1].upper())

@@ -1,8 +1,7 @@
-"""Parses the head of a GGUF file (metadata and tensor list) with every length checked before it is used.
+"""Parses the head of a GGUF file (metadata and tensor list), and checks every length before using it.
 
-Arrays stay in the mapped file, and an array of strings is a list of offsets into it; only values that are read are
-copied.
-Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian).
+Arrays stay in the mapped file, and an array of strings is a list of offsets into it. Values are copied only when they
+are read. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian).
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class Damage(Exception):  # noqa: N818 - not raised to users: check_gguf turns i
 
 @dataclass(frozen=True)
 class Array:
-    """An array of the metadata: element type, count, and the place of its elements in the mapped file.
+    """An array in the metadata: element type, count, and the place of its elements in the mapped file.
 
     `starts` and `lengths` (int64, `(count,)`) are set for strings; `data` for numbers.
     """
@@ -240,9 +239,10 @@ class _Parser:
     def _string_array(self, key: str, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return starts and lengths of `count` strings; each is a u64 length followed by that many bytes.
 
-        Where a string starts is known only once the one before it is read, which in Python is slow for half a million
-        strings. So candidates are found all at once (a length below 65,536 ends in six zero bytes, which text hardly
-        holds) and kept as far as they form an unbroken chain; any other string is read one by one.
+        The start of a string is known only after the previous one has been read, and in Python this is slow for half a
+        million strings. So candidates are found all at once, because a length below 65,536 ends in six zero bytes,
+        which text hardly ever contains. They are kept as far as they form an unbroken chain; all other strings are read
+        one by one.
         """
         if count * 8 > self._size - self._pos:
             raise Damage(
@@ -266,7 +266,7 @@ class _Parser:
         return np.concatenate(starts), np.concatenate(lengths)
 
     def _chain(self, most: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
-        """Return up to `most` strings from here that are certain to follow each other, or None."""
+        """Return starts and lengths of up to `most` strings from here that certainly follow each other, or None."""
         # Words of four bytes from the aligned place at or before here; strings are rarely longer than 40 bytes.
         base = self._pos & ~3
         n_words = min(_SCAN_BYTES, 48 * most + 64, self._size - base) // 4
@@ -342,7 +342,7 @@ def _alignment(entries: dict[str, Entry]) -> int:
 def first_texts(path: Path) -> dict[str, str]:
     """Return the texts of a file's metadata before the first array, such as ``general.type``.
 
-    Takes any file, without an error. Reads 64 KiB: a whole head has a vocabulary.
+    Accepts any file without an error. Reads only 64 KiB, because a whole head includes the vocabulary.
     """
     texts: dict[str, str] = {}
     try:
@@ -376,10 +376,10 @@ _SAMPLE_BYTES = 4096
 
 
 def fingerprint(path: Path) -> bytes:
-    """Return 16 bytes that differ for files with other metadata, another vocabulary or other weights.
+    """Return 16 bytes that differ between files with different metadata, vocabularies or weights.
 
-    A BLAKE2b hash of the file's size, its first 16 MiB and 64 samples of 4 KiB, evenly spread. Files whose weights
-    differ only between the samples are not told apart. Raises OSError.
+    They are a BLAKE2b hash of the file's size, its first 16 MiB and 64 evenly spread samples of 4 KiB. Files whose
+    weights differ only outside the samples have the same hash. Raises OSError.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size

@@ -1,8 +1,9 @@
 """Writes a GGUF file's vocabulary as ``tokenizer.json``, the format of the ``tokenizers`` package.
 
-Programs that tokenize themselves, such as the frontend of NVIDIA Dynamo, read that format. The token ids are those of
-llama.cpp with special tokens parsed; a vocabulary that the format cannot express exactly is refused. This module does
-not call llama.cpp: the caller passes what llama.cpp decides at load time, such as which tokens are special.
+Programs that tokenize themselves, such as the frontend of NVIDIA Dynamo, read that format. The tokens of a text are the
+same as in llama.cpp with special tokens parsed; a vocabulary that the format cannot express exactly is refused. This
+module does not call llama.cpp: the caller passes the facts that llama.cpp decides at load time, such as which tokens
+are special.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from llamapipe.gguf.reader import Array, Head, parse_head
 
 
 class PreTokenizer(NamedTuple):
-    """``patterns``: applied in this order. ``whole_words``: a word that is a piece is taken whole, without merges."""
+    """``patterns``: applied in this order. ``whole_words``: a word that is a piece is kept whole, without merges."""
 
     patterns: tuple[str, ...]
     whole_words: bool = False
@@ -31,9 +32,9 @@ _GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s
 
 
 def _words(letters: str, digits: str) -> str:
-    """Return the expression of GPT-4 and its descendants.
+    """Return the regular expression of GPT-4 and its descendants.
 
-    ``letters``: a class without brackets; ``digits``: a number.
+    ``letters``: a character class without brackets; ``digits``: the expression for a number.
     """
     return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|{digits}| ?[^\s{letters}\p{{N}}]+[\r\n]*|{_ENDS}"
 
@@ -88,8 +89,8 @@ def tokenizer_json(
 ) -> dict[str, Any]:
     """Return the content of ``tokenizer.json`` for the vocabulary of a checked GGUF file.
 
-    ``added``: the special tokens that llama.cpp found. ``first``, ``last``: ids of the tokens that are added before
-    and after a text, if any. Raises CannotExportError, and OSError if the file cannot be read.
+    ``added``: the special tokens that llama.cpp found. ``first``, ``last``: the ids of tokens that are added before and
+    after a text, if any. Raises CannotExportError, and OSError if the file cannot be read.
     """
     with path.open("rb") as file:
         head = parse_head(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -196,8 +197,8 @@ def _merges_by_score(head: Head, pieces: list[str], added: Sequence[AddedToken])
     """Return every pair of pieces that merges into a third.
 
     Merges into the pieces with the best scores come first. Merges with equal scores are refused: llama.cpp applies them
-    from left to right, ``tokenizers`` in the order of this list. Among the pairs of one piece, those with the longer
-    left half come first; where two of them overlap in a text, that is the order from left to right.
+    from left to right, ``tokenizers`` in the order of this list. Among the pairs that form the same piece, pairs with
+    the longer left half come first; where two of them overlap in a text, this is the order from left to right.
 
     Pieces with characters that are not pieces are also refused, unless they are special tokens: llama.cpp merges such
     characters, ``tokenizers`` splits them into bytes.
@@ -291,7 +292,7 @@ def _bpe(pieces: list[str], merges: Iterable[tuple[str, str]], **options: bool) 
 
 
 def _template(pieces: list[str], first: int | None, last: int | None) -> dict[str, Any] | None:
-    """Return the post-processor that adds the tokens before and after a text, for readers that ask for them."""
+    """Return the post-processor that adds the tokens before and after a text if a reader asks for them."""
     if first is None and last is None:
         return None
 

@@ -1,11 +1,11 @@
-"""Cuts an image file down to what its decoder needs: the head and the pixels of the first picture, within limits.
+"""Reduces an image file to what its decoder needs: the head and the pixels of the first picture, within limits.
 
-Open this file to read another kind of image, or to change how much work one may be.
+Open this file to read another kind of image, or to change how much work an image may cause.
 
-The size that a file announces bounds the pixels, not the work: a progressive JPEG may pass over them ten thousand
-times, and chunks of text, colour profiles, further frames and previews may unpack to gigabytes. So a file is cut into
-its parts here first. Only parts that pixels are made of are passed on, and their number is limited by what real files
-have. One pass over the parts is enough, because each names its length.
+The size that a file announces limits the pixels, but not the work: a progressive JPEG may pass over them ten thousand
+times, and chunks of text, colour profiles, further frames and previews may unpack to gigabytes. So a file is split into
+its parts here first. Only the parts that make up the pixels are passed on, and no more of them than real files have.
+One pass over the parts is enough, because each states its length.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHORT = 3  # a type of EXIF
 
 
 class ContainerError(ValueError):
-    """Why a file is not decoded."""
+    """The reason why a file is not decoded."""
 
 
 class Picture(NamedTuple):
@@ -39,7 +39,7 @@ class Picture(NamedTuple):
 
 
 def picture_in(data: bytes) -> Picture | None:
-    """Return the first picture of a file; None: it is of no format that is read. Raises ContainerError."""
+    """Return the first picture of a file; None if its format is not supported. Raises ContainerError."""
     for magic, name, reduced in _READERS:
         if magic.match(data):
             parts, exif = reduced(data)
@@ -51,7 +51,7 @@ _Reduced = tuple[list[bytes], bytes]
 
 
 def _orientation(exif: bytes) -> int:
-    """Return the orientation in the first directory of EXIF data; 1 where there is none."""
+    """Return the orientation in the first directory of EXIF data; 1 if there is none."""
     order = {b"II": "<", b"MM": ">"}.get(exif[:2])
     if order is None or len(exif) < 8:
         return 1
@@ -77,7 +77,7 @@ _JPEG_KEPT = _FRAMES | {0xC4, 0xCC, 0xDB, 0xDD}  # with tables and the restart i
 
 
 def _jpeg(data: bytes) -> _Reduced:
-    """Return the file without previews, profiles and comments; those that say how colours are stored stay."""
+    """Return the file without previews, profiles and comments, but with the segments about stored colours."""
     kept, exif = [data[:2]], b""
     at, n_pixels, n_scans = 2, 0, 0
     for _ in range(MOST_SEGMENTS):
@@ -130,7 +130,7 @@ def _png(data: bytes) -> _Reduced:
 
 
 def _chunks(data: bytes, at: int, order: str) -> Iterator[tuple[bytes, int, int]]:
-    """Yield the names, beginnings and ends of a PNG's or a WebP's chunks, up to one that is not whole."""
+    """Yield the name, start and end of each chunk of a PNG or WebP, up to the first incomplete one."""
     for _ in range(MOST_PARTS):
         if order == "big":
             name, n = data[at + 4 : at + 8], int.from_bytes(data[at : at + 4], "big") + 12
@@ -193,12 +193,12 @@ def _gif(data: bytes) -> _Reduced:
 
 
 def _table_bytes(flags: bytes) -> int:
-    """Return the number of bytes of the colour table that a head announces."""
+    """Return the size in bytes of the colour table that a header announces."""
     return 3 << ((flags[0] & 7) + 1) if flags and flags[0] & 0x80 else 0
 
 
 def _after_blocks(data: bytes, at: int) -> int:
-    """Return where blocks of up to 255 bytes end: after an empty one."""
+    """Return the end of a series of blocks of up to 255 bytes, which ends with an empty block."""
     for _ in range(MOST_BLOCKS):
         if at >= len(data) or data[at] == 0:
             return min(at + 1, len(data))

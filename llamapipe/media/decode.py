@@ -1,9 +1,9 @@
-"""Decodes images and sounds: paths, bytes, Pillow images and arrays to pixels and samples.
+"""Decodes images and sounds: converts paths, bytes, Pillow images and arrays to pixels and samples.
 
-Open this file to change a limit or a format. Nothing here is native, so a hostile file meets only Pillow, whose
+Open this file to change a limit or a format. Nothing here is native code. A hostile file meets only Pillow, whose
 decoders are limited to common formats, to the number of pixels that the head of the file announces, and to the parts
-that ``_containers.py`` passes on. Sounds are WAV files: a decoder of MP3, Ogg or M4A is a large C library, for what a
-client converts with one command.
+that ``_containers.py`` passes on. Sounds are WAV files: decoding MP3, Ogg or M4A would need a large C library, although
+a client converts them with one command.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Kind = Literal["image", "sound"]
 class Given(NamedTuple):
     """An image or a sound as a caller gave it. ``value``: bytes, a path, a Pillow image or an array.
 
-    ``place``: where it is, for messages. ``rate``: the sampling rate of a sound in an array, in Hz.
+    ``place``: its place, for error messages. ``rate``: the sampling rate of a sound in an array, in Hz.
     """
 
     kind: Kind
@@ -64,7 +64,7 @@ class Given(NamedTuple):
     rate: int | None = None
 
     def digest(self) -> bytes:
-        """Return 32 bytes that differ between different contents. Reads a file. Raises as ``pixels``."""
+        """Return a 32-byte hash of the content. Reads a file. Raises as ``pixels`` does."""
         head = f"{self.kind} {self.rate} ".encode()
         content = self.content()
         if isinstance(content, bytes):
@@ -108,7 +108,7 @@ class Given(NamedTuple):
         )
 
     def pixels(self) -> npt.NDArray[np.uint8]:
-        """Decode an image: (height, width, 3), uint8.
+        """Decode an image to an array: (height, width, 3), uint8.
 
         Raises InvalidRequestError, TypeError, ImportError without Pillow.
         """
@@ -118,7 +118,7 @@ class Given(NamedTuple):
         return np.ascontiguousarray(image)
 
     def samples(self, rate: int, max_s: float | None = None) -> npt.NDArray[np.float32]:
-        """Decode a sound at ``rate`` Hz: mono, float32. ``max_s``: the most seconds, if under ``MOST_SECONDS``.
+        """Decode a sound at ``rate`` Hz: mono, float32. ``max_s``: the limit in seconds, if below ``MOST_SECONDS``.
 
         Raises InvalidRequestError, TypeError.
         """
@@ -198,7 +198,7 @@ _TURNS = {
 
 
 class _Watched(io.BytesIO):
-    """A file in memory that stops a decoder when the picture is no longer wanted: decoders read it in pieces."""
+    """A file in memory, read in pieces, that stops its decoder when the picture is no longer wanted."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         check_wanted()
@@ -231,10 +231,10 @@ def _as_mono(place: str, array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
 
 
 def _wave(place: str, data: bytes) -> tuple[npt.NDArray[np.float32], int]:
-    """Return the samples of a WAV file, the mean of its channels, and their rate.
+    """Return the samples of a WAV file, averaged over its channels, and their rate.
 
-    The standard library's reader knows neither floats nor, before Python 3.12, the form with more than 16 bits or two
-    channels that many programs write.
+    The standard library's reader supports neither floats nor, before Python 3.12, the form that many programs write for
+    more than 16 bits or two channels.
     """
     if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
         raise InvalidRequestError(
@@ -286,7 +286,7 @@ def _wave(place: str, data: bytes) -> tuple[npt.NDArray[np.float32], int]:
 def _resampled(samples: npt.NDArray[np.float32], step: float, n: int) -> npt.NDArray[np.float32]:
     """Return ``n`` values between the samples, at multiples of ``step``.
 
-    Computes in blocks, because numpy computes with float64.
+    Computes in blocks, because numpy computes in float64.
     """
     values = np.empty(n, np.float32)
     for begin in range(0, n, _BLOCK):
@@ -299,7 +299,7 @@ def _resampled(samples: npt.NDArray[np.float32], step: float, n: int) -> npt.NDA
 
 
 def _sound_format(data: bytes) -> str:
-    """Return what a file is that is no WAV, for messages."""
+    """Return the format of a file that is not WAV, for error messages."""
     if data[4:8] == b"ftyp":
         return "MP4 or M4A"
     if data[:1] == b"\xff" and data[1:2] >= b"\xe0":
@@ -308,10 +308,10 @@ def _sound_format(data: bytes) -> str:
 
 
 def path_below(place: str, name: str, folder: Path | None) -> Path:
-    """Return the file that a stranger's text names in ``folder``, or below it.
+    """Return the file in or below ``folder`` that a client's text names.
 
-    ``folder`` None: none may be read. Raises InvalidRequestError if it is elsewhere, also by a link, or is a pipe or a
-    device.
+    If ``folder`` is None, no file may be read. Raises InvalidRequestError if the file is elsewhere, even through a
+    link, or is a pipe or a device.
     """
     if folder is None:
         raise InvalidRequestError(
@@ -331,10 +331,10 @@ def path_below(place: str, name: str, folder: Path | None) -> Path:
 
 # ---- the parts of messages
 def given_in(part: Mapping[str, Any], place: str, reads_files: bool = True) -> Given | None:
-    """Return the image or sound of a message's part, in our form or OpenAI's.
+    """Return the image or sound in a part of a message, in our form or OpenAI's; None for other parts.
 
-    None: the part is of another kind. ``reads_files``: a text is a path; else only data URLs and base64 are taken.
-    Raises InvalidRequestError, TypeError.
+    ``reads_files``: a text is a path; otherwise, only data URLs and base64 are accepted. Raises InvalidRequestError,
+    TypeError.
     """
     kind = part.get("type")
     if kind in ("image_url", "input_image"):
@@ -369,7 +369,7 @@ def given_in(part: Mapping[str, Any], place: str, reads_files: bool = True) -> G
 
 
 def is_media(part: Any) -> bool:
-    """Return whether a part of a message is an image or a sound, right or wrong."""
+    """Return whether a part of a message is an image or a sound, valid or not."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     return isinstance(kind, str) and kind in KINDS
 

@@ -1,8 +1,8 @@
 """Decides which client's image or sound is prepared next.
 
-Decoding an image and cutting it up takes up to two seconds and some hundreds of megabytes. So two are prepared at a
-time, and of one share only one: a share's image never waits for those of a single other share, and beside several for
-one of each at most, however many they have.
+Decoding an image and cutting it up takes up to two seconds and some hundreds of megabytes. So two images are prepared
+at a time, but only one of each share. A share's image never waits for the images of a single other share. If several
+others are busy, it waits for at most one image of each, however many they have.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LOOK_S = 0.05  # between two checks whether a waiting image is still wanted
 
 
 class Turns:
-    """Lets callers in, ``N_MOST`` at a time, of each share one; shares that wait enter in turn. Any thread."""
+    """Admits ``N_MOST`` callers at a time, one per share. Waiting shares are admitted in turn. Any thread."""
 
     def __init__(self) -> None:
         self._lock = Lock()  # of what follows; held for microseconds
@@ -33,7 +33,7 @@ class Turns:
 
     @contextmanager
     def turn(self, share: Hashable) -> Iterator[None]:
-        """Wait for a turn of the share, and hold it. Raises as ``check_wanted``."""
+        """Wait for the share's turn, and hold it. Raises as ``check_wanted`` does."""
         entered = Event()
         try:
             with self._lock:
